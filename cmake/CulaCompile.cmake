@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+# cula_compile_options(target): how every source of this project is compiled.
+include_guard(GLOBAL)
+
+if(PROJECT_IS_TOP_LEVEL AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  find_program(CULA_CCACHE ccache)
+  if(CULA_CCACHE)
+    set(CMAKE_CXX_COMPILER_LAUNCHER "${CULA_CCACHE}")
+  endif()
+endif()
+
+function(cula_compile_options target)
+  set_target_properties(
+    ${target}
+    PROPERTIES CXX_STANDARD 20
+               CXX_STANDARD_REQUIRED ON
+               CXX_EXTENSIONS OFF
+               CXX_VISIBILITY_PRESET hidden
+               VISIBILITY_INLINES_HIDDEN ON
+               POSITION_INDEPENDENT_CODE ON)
+  target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/src" "${PROJECT_SOURCE_DIR}/include")
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wconversion -Wno-sign-conversion
+                                           $<$<BOOL:${CULA_WERROR}>:-Werror>)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    # A constructor's parameter may have its member's name. -Wrestrict is false on std::string's + (GCC bug 105651).
+    target_compile_options(${target} PRIVATE -Wshadow=local -Wno-restrict)
+  else()
+    target_compile_options(${target} PRIVATE -Wshadow)
+  endif()
+endfunction()

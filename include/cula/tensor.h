@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// A strided view of memory that somebody else owns.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <string_view>
+
+namespace cula {
+
+enum class Dtype : std::uint8_t { kFloat64, kFloat32, kBFloat16, kFloat16, kInt64, kInt32, kBool };
+
+[[gnu::always_inline]] constexpr std::size_t size_bytes(Dtype dtype) {
+    switch (dtype) {
+        case Dtype::kFloat64:
+        case Dtype::kInt64: return 8;
+        case Dtype::kFloat32:
+        case Dtype::kInt32: return 4;
+        case Dtype::kBFloat16:
+        case Dtype::kFloat16: return 2;
+        case Dtype::kBool: return 1;
+    }
+    return 0;
+}
+
+constexpr std::string_view name(Dtype dtype) {
+    switch (dtype) {
+        case Dtype::kFloat64: return "float64";
+        case Dtype::kFloat32: return "float32";
+        case Dtype::kBFloat16: return "bfloat16";
+        case Dtype::kFloat16: return "float16";
+        case Dtype::kInt64: return "int64";
+        case Dtype::kInt32: return "int32";
+        case Dtype::kBool: return "bool";
+    }
+    return "unknown";
+}
+
+inline constexpr int kMaxDims = 5;
+
+// Sizes and strides are counted in elements. A view with no dimensions is absent: an optional argument that was not given.
+struct TensorRef {
+    void* data = nullptr;
+    Dtype dtype = Dtype::kFloat32;
+    int ndim = 0;
+    std::array<std::int64_t, kMaxDims> size{};
+    std::array<std::int64_t, kMaxDims> stride{};
+
+    [[gnu::always_inline]] explicit operator bool() const { return ndim > 0; }
+
+    // The start of element (i, j, ...); trailing indices may be left out.
+    template <class T, class... Index>
+    [[gnu::always_inline]] T* at(Index... index) const {
+        std::int64_t offset = 0;
+        int dim = 0;
+        ((offset += static_cast<std::int64_t>(index) * stride[static_cast<std::size_t>(dim++)]), ...);
+        return static_cast<T*>(data) + offset;
+    }
+
+    // The same, in bytes, for code that learns the dtype later.
+    template <class... Index>
+    [[gnu::always_inline]] void* ptr(Index... index) const {
+        return at<std::byte>((static_cast<std::int64_t>(index) * static_cast<std::int64_t>(size_bytes(dtype)))...);
+    }
+
+    // A dense row-major view.
+    static TensorRef contiguous(void* data, Dtype dtype, std::initializer_list<std::int64_t> sizes) {
+        TensorRef ref{data, dtype, static_cast<int>(sizes.size()), {}, {}};
+        std::size_t dim = 0;
+        for (std::int64_t size : sizes) ref.size[dim++] = size;
+        std::int64_t step = 1;
+        while (dim-- > 0) {
+            ref.stride[dim] = step;
+            step *= ref.size[dim];
+        }
+        return ref;
+    }
+};
+
+}  // namespace cula

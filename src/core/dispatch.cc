@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "core/kernel.h"
+
+namespace cula {
+namespace {
+
+// "cpu" names "cpu:avx2" too.
+bool names_target(std::string_view backend, std::string_view target) {
+    return target == backend || (target.starts_with(backend) && target[backend.size()] == ':');
+}
+
+std::string_view name(DeviceKind kind) { return kind == DeviceKind::kCpu ? "CPU" : "CUDA"; }
+
+Support supports(const Kernel& kernel, const Problem& problem) {
+    if (kernel.device != problem.device.kind)
+        return Support::no("runs on " + std::string(name(kernel.device)) + " tensors, these are on " +
+                           std::string(name(problem.device.kind)));
+    constexpr std::int64_t kLargestDim = 256;
+    if (problem.key_dim > kLargestDim || problem.value_dim > kLargestDim)
+        return Support::no("takes K and V up to 256, got " + std::to_string(problem.key_dim) + " and " +
+                           std::to_string(problem.value_dim));
+    return kernel.supports(problem);
+}
+
+const Kernel& choose(const Problem& problem, std::string_view backend) {
+    std::string reasons;
+    bool known = backend.empty();
+    for (const Kernel& kernel : kernels()) {
+        if (!backend.empty() && !names_target(backend, kernel.target)) continue;
+        known = true;
+        if (kernel.pass != problem.pass) continue;
+        const Support support = supports(kernel, problem);
+        if (support) return kernel;
+        reasons += "\n  " + std::string(kernel.target) + ": " + support.reason();
+    }
+    const std::string pass(name(problem.pass));
+    if (!known) {
+        std::string names;
+        for (std::string_view target : targets()) names += (names.empty() ? "" : ", ") + std::string(target);
+        throw Error(pass + ": backend must be one of " + names + ", got \"" + std::string(backend) + "\"");
+    }
+    if (reasons.empty()) reasons = " it has no " + pass + " kernel";
+    const std::string who = backend.empty() ? "no backend takes" : "backend \"" + std::string(backend) + "\" does not take";
+    throw Error(pass + ": " + who + " this call:" + reasons);
+}
+
+struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+};
+
+void plan_and_run(Pass pass, const Args& args, const Context& context, std::string_view backend) {
+    const Plan planned = plan(pass, args, context, backend);
+    if (context.workspace || planned.workspace_bytes == 0 || context.device.kind != DeviceKind::kCpu)
+        return run(planned, args, context);
+    constexpr std::size_t kAlignment = 64;
+    const std::size_t bytes = (planned.workspace_bytes + kAlignment - 1) / kAlignment * kAlignment;
+    const std::unique_ptr<void, Free> memory(std::aligned_alloc(kAlignment, bytes));
+    if (!memory) throw std::bad_alloc();
+    Context own = context;
+    own.workspace = memory.get();
+    own.workspace_bytes = bytes;
+    run(planned, args, own);
+}
+
+}  // namespace
+
+std::string_view Plan::target() const { return kernel->target; }
+
+Plan plan(Pass pass, const Args& args, const Context& context, std::string_view backend) {
+    validate(pass, args, context.device);
+    const Kernel& kernel = choose(describe(pass, args, context.device), backend);
+    return {&kernel, kernel.workspace_bytes(args, context)};
+}
+
+void run(const Plan& plan, const Args& args, const Context& context) {
+    if (context.workspace_bytes < plan.workspace_bytes)
+        throw Error(std::string(name(plan.kernel->pass)) + ": workspace must hold " + std::to_string(plan.workspace_bytes) +
+                    " bytes, got " + std::to_string(context.workspace_bytes));
+    plan.kernel->run(args, context);
+}
+
+void prefill(const Args& args, const Context& context, std::string_view backend) {
+    plan_and_run(Pass::kPrefill, args, context, backend);
+}
+
+void decode(const Args& args, const Context& context, std::string_view backend) {
+    plan_and_run(Pass::kDecode, args, context, backend);
+}
+
+void verify(const Args& args, const Context& context, std::string_view backend) {
+    plan_and_run(Pass::kVerify, args, context, backend);
+}
+
+void segment(const Args& args, const Context& context, std::string_view backend) {
+    plan_and_run(Pass::kSegment, args, context, backend);
+}
+
+std::vector<Explanation> explain(const Problem& problem) {
+    std::vector<Explanation> rows;
+    bool found = false;
+    for (const Kernel& kernel : kernels()) {
+        if (kernel.pass != problem.pass) continue;
+        Support support = supports(kernel, problem);
+        const bool chosen = !found && support;
+        found = found || chosen;
+        rows.push_back({kernel.target, std::move(support), chosen});
+    }
+    return rows;
+}
+
+std::vector<std::string_view> targets() {
+    std::vector<std::string_view> names;
+    for (const Kernel& kernel : kernels()) {
+        bool seen = false;
+        for (std::string_view name : names) seen = seen || name == kernel.target;
+        if (!seen) names.push_back(kernel.target);
+    }
+    return names;
+}
+
+}  // namespace cula

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// A row of the registry: one pass on one target.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string_view>
+
+#include "cula/cula.h"
+
+namespace cula {
+
+struct Kernel {
+    std::string_view target;  // "cpu:avx2"; "cpu" names every target of that family
+    Pass pass;
+    DeviceKind device;
+    Support (*supports)(const Problem&);
+    std::size_t (*workspace_bytes)(const Args&, const Context&);
+    void (*run)(const Args&, const Context&);
+};
+
+// In order of preference (src/registry.cc).
+std::span<const Kernel> kernels();
+
+// Throws Error unless the arguments fit the pass and each other. Device memory is read only where the host can read it.
+void validate(Pass pass, const Args& args, const Device& device);
+
+// The problem that valid arguments pose.
+Problem describe(Pass pass, const Args& args, const Device& device);
+
+}  // namespace cula

@@ -1,0 +1,507 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/kernel.h"
+#include "core/rows.h"
+
+namespace cula {
+namespace {
+
+struct Dim {
+    std::string_view name;
+    std::int64_t size;  // kAny: not fixed
+};
+constexpr std::int64_t kAny = -1;
+
+constexpr bool is_float(Dtype dtype) {
+    return dtype == Dtype::kFloat64 || dtype == Dtype::kFloat32 || dtype == Dtype::kBFloat16 || dtype == Dtype::kFloat16;
+}
+
+// Inside Validator. A macro, so that the words are put together only when they are needed: a valid call makes no strings.
+#define CULA_REQUIRE(good, argument, expected, given) \
+    do {                                              \
+        if (!(good)) fail(argument, expected, given); \
+    } while (false)
+
+class Validator {
+public:
+    Validator(Pass pass, const Args& args, const Device& device) : pass_(pass), args_(args), device_(device) {}
+
+    void check() {
+        check_inputs();
+        check_gate();
+        check_sequences();
+        check_state();
+        if (pass_ == Pass::kPrefill) check_prefill_outputs();
+        if (pass_ == Pass::kVerify) check_verify();
+        if (pass_ == Pass::kSegment) check_segment();
+        refuse_foreign();
+    }
+
+private:
+    [[noreturn]] void fail(std::string_view argument, std::string_view expected, const std::string& given) const {
+        throw Error(std::string(name(pass_)) + ": " + std::string(argument) + " must " + std::string(expected) + ", got " + given);
+    }
+
+    // "[B, T, H, K] = [1, 64, 2, 128]", or without the numbers where none is fixed.
+    static std::string words(std::initializer_list<Dim> dims) {
+        std::string names, sizes;
+        for (const Dim& dim : dims) {
+            const std::string separator = names.empty() ? "" : ", ";
+            names += separator + std::string(dim.name);
+            sizes += separator + (dim.size == kAny ? std::string(dim.name) : std::to_string(dim.size));
+        }
+        return "[" + names + "]" + (names == sizes ? "" : " = [" + sizes + "]");
+    }
+
+    static std::string shape_of(const TensorRef& ref) {
+        std::string text = "[";
+        for (int i = 0; i < ref.ndim; ++i) text += (i ? ", " : "") + std::to_string(ref.size[static_cast<std::size_t>(i)]);
+        return text + "]";
+    }
+
+    void given(std::string_view argument, const TensorRef& ref, std::string_view why) const {
+        CULA_REQUIRE(static_cast<bool>(ref), argument, "be given " + std::string(why), "none");
+    }
+
+    void given_for_algorithm(std::string_view argument, const TensorRef& ref) const {
+        CULA_REQUIRE(static_cast<bool>(ref), argument, "be given for " + algorithm(), "none");
+    }
+
+    std::string algorithm() const { return std::string(name(args_.algorithm)); }
+
+    void shape(std::string_view argument, const TensorRef& ref, std::initializer_list<Dim> dims) const {
+        bool good = ref.ndim == static_cast<int>(dims.size());
+        std::size_t i = 0;
+        for (const Dim& dim : dims) {
+            good = good && (dim.size == kAny || ref.size[i] == dim.size);
+            ++i;
+        }
+        CULA_REQUIRE(good, argument, "have shape " + words(dims), shape_of(ref));
+        CULA_REQUIRE(ref.data != nullptr || numel(ref) == 0, argument, "point to memory", "a null pointer");
+    }
+
+    static std::int64_t numel(const TensorRef& ref) {
+        std::int64_t count = 1;
+        for (int i = 0; i < ref.ndim; ++i) count *= ref.size[static_cast<std::size_t>(i)];
+        return count;
+    }
+
+    void dtype(std::string_view argument, const TensorRef& ref, std::initializer_list<Dtype> allowed) const {
+        if (std::find(allowed.begin(), allowed.end(), ref.dtype) != allowed.end()) return;
+        std::string names;
+        for (Dtype one : allowed) names += (names.empty() ? "" : " or ") + std::string(name(one));
+        fail(argument, "have dtype " + names, std::string(name(ref.dtype)));
+    }
+
+    void floating(std::string_view argument, const TensorRef& ref) const {
+        CULA_REQUIRE(is_float(ref.dtype), argument, "have a floating-point dtype", std::string(name(ref.dtype)));
+    }
+
+    // float32 in the low-precision world; float64 too where the inputs are (the oracle).
+    void parameter(std::string_view argument, const TensorRef& ref) const {
+        if (args_.q.dtype == Dtype::kFloat64)
+            dtype(argument, ref, {Dtype::kFloat32, Dtype::kFloat64});
+        else
+            dtype(argument, ref, {Dtype::kFloat32});
+    }
+
+    void last_contiguous(std::string_view argument, const TensorRef& ref) const {
+        const auto last = static_cast<std::size_t>(ref.ndim - 1);
+        CULA_REQUIRE(ref.stride[last] == 1 || ref.size[last] <= 1, argument, "be contiguous in its last dimension",
+                "stride " + std::to_string(ref.stride[last]));
+    }
+
+    // Two elements of an output must not share memory: sorted by stride, each dimension steps over all smaller ones.
+    void writable(std::string_view argument, const TensorRef& ref) const {
+        struct Step {
+            std::int64_t stride, size;
+        };
+        std::array<Step, kMaxDims> dims{};
+        std::size_t count = 0;
+        for (std::size_t i = 0; i < static_cast<std::size_t>(ref.ndim); ++i) {
+            if (ref.size[i] <= 1) continue;
+            std::size_t at = count++;
+            for (; at > 0 && dims[at - 1].stride > std::abs(ref.stride[i]); --at) dims[at] = dims[at - 1];
+            dims[at] = {std::abs(ref.stride[i]), ref.size[i]};
+        }
+        std::int64_t reach = 0;
+        for (auto [stride, size] : std::span(dims).first(count)) {
+            CULA_REQUIRE(stride > reach, argument, "not overlap itself in memory", "strides that make elements share an address");
+            reach += stride * (size - 1);
+        }
+    }
+
+    void state(std::string_view argument, const TensorRef& ref, Dim first) const {
+        shape(argument, ref, {first, {"HV", value_heads_}, {"V", value_dim_}, {"K", key_dim_}});
+        state_memory(argument, ref);
+    }
+
+    void state_memory(std::string_view argument, const TensorRef& ref) const {
+        if (args_.q.dtype == Dtype::kFloat64)
+            floating(argument, ref);
+        else
+            dtype(argument, ref, {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
+        const auto k = static_cast<std::size_t>(ref.ndim - 1), v = k - 1;
+        CULA_REQUIRE(ref.stride[k] == 1 || ref.stride[v] == 1 || ref.size[k] <= 1 || ref.size[v] <= 1, argument,
+                "be contiguous along K or along V",
+                "strides " + std::to_string(ref.stride[v]) + ", " + std::to_string(ref.stride[k]));
+    }
+
+    void check_inputs() {
+        const TensorRef &q = args_.q, &k = args_.k, &v = args_.v;
+        given("q", q, "always");
+        given("k", k, "always");
+        given("v", v, "always");
+        shape("q", q, {{"B", kAny}, {"T", kAny}, {"H", kAny}, {"K", kAny}});
+        batch_ = q.size[0], tokens_ = q.size[1], heads_ = q.size[2], key_dim_ = q.size[3];
+        shape("k", k, {{"B", batch_}, {"T", tokens_}, {"H", heads_}, {"K", key_dim_}});
+        shape("v", v, {{"B", batch_}, {"T", tokens_}, {"HV", kAny}, {"V", kAny}});
+        value_heads_ = v.size[2], value_dim_ = v.size[3];
+        CULA_REQUIRE(heads_ > 0, "q", "have at least one head", shape_of(q));
+        CULA_REQUIRE(value_heads_ > 0 && value_heads_ % heads_ == 0, "v",
+                "have a number of heads that is a multiple of q's " + std::to_string(heads_), std::to_string(value_heads_));
+        CULA_REQUIRE(key_dim_ >= 1 && key_dim_ <= 256, "q", "have a key dimension K from 1 to 256", std::to_string(key_dim_));
+        CULA_REQUIRE(value_dim_ >= 1 && value_dim_ <= 256, "v", "have a value dimension V from 1 to 256", std::to_string(value_dim_));
+        floating("q", q);
+        dtype("k", k, {q.dtype});
+        dtype("v", v, {q.dtype});
+        last_contiguous("q", q);
+        last_contiguous("k", k);
+        last_contiguous("v", v);
+        if (pass_ != Pass::kSegment) {
+            given("o", args_.o, "as the output");
+            shape("o", args_.o, {{"B", batch_}, {"T", tokens_}, {"HV", value_heads_}, {"V", value_dim_}});
+            if (args_.o.dtype != Dtype::kFloat32) dtype("o", args_.o, {q.dtype});
+            last_contiguous("o", args_.o);
+            writable("o", args_.o);
+        }
+        CULA_REQUIRE(args_.scale == args_.scale, "scale", "be a number", "NaN");
+        const int chunk = args_.chunk_tokens;
+        CULA_REQUIRE(chunk == 16 || chunk == 32 || chunk == 64, "chunk_size", "be 16, 32 or 64", std::to_string(chunk));
+    }
+
+    void check_gate() const {
+        const TensorRef &g = args_.g, &gamma = args_.gamma, &beta = args_.beta;
+        const Decay decay = args_.algorithm.decay;
+        const Dim B{"B", batch_}, T{"T", tokens_}, HV{"HV", value_heads_};
+
+        if (decay == Decay::kPerChannel) {
+            given_for_algorithm("g", g);
+            shape("g", g, {B, T, HV, {"K", key_dim_}});
+            last_contiguous("g", g);
+        } else if (decay == Decay::kPerToken) {
+            given_for_algorithm("g", g);
+            shape("g", g, {B, T, HV});
+        } else {
+            CULA_REQUIRE(!g, "g", "be left out for " + algorithm() + ", which has no decay per token", shape_of(g));
+        }
+        if (g) floating("g", g);
+
+        if (decay == Decay::kPerHead) given_for_algorithm("decay", gamma);
+        if (gamma) {
+            CULA_REQUIRE(decay == Decay::kPerHead || decay == Decay::kPerToken, "decay", "be left out for " + algorithm(),
+                    shape_of(gamma));
+            shape("decay", gamma, {HV});
+            parameter("decay", gamma);
+        }
+
+        if (args_.gate == Gate::kLogDecay) {
+            CULA_REQUIRE(!args_.A_log, "A_log", "be left out when g is the log decay", shape_of(args_.A_log));
+            CULA_REQUIRE(!args_.dt_bias, "dt_bias", "be left out when g is the log decay", shape_of(args_.dt_bias));
+        } else {
+            CULA_REQUIRE(static_cast<bool>(g), "use_gate_in_kernel", "be left out for " + algorithm(), "true");
+            if (args_.A_log) {
+                shape("A_log", args_.A_log, {HV});
+                parameter("A_log", args_.A_log);
+            }
+            if (args_.dt_bias) {
+                if (decay == Decay::kPerChannel)
+                    shape("dt_bias", args_.dt_bias, {HV, {"K", key_dim_}});
+                else
+                    shape("dt_bias", args_.dt_bias, {HV});
+                parameter("dt_bias", args_.dt_bias);
+            }
+        }
+        if (args_.gate == Gate::kBounded)
+            CULA_REQUIRE(args_.lower_bound < 0, "lower_bound", "be negative", std::to_string(args_.lower_bound));
+
+        if (args_.algorithm.update == Update::kDelta) {
+            given_for_algorithm("beta", beta);
+            if (beta.ndim == 4)
+                shape("beta", beta, {B, T, HV, {"V", value_dim_}});
+            else
+                shape("beta", beta, {B, T, HV});
+            floating("beta", beta);
+        } else {
+            CULA_REQUIRE(!beta, "beta", "be left out for " + algorithm(), shape_of(beta));
+            CULA_REQUIRE(!args_.beta_is_logit, "use_beta_sigmoid_in_kernel", "be left out for " + algorithm(), "true");
+        }
+        CULA_REQUIRE(!args_.allow_neg_eigval || args_.beta_is_logit, "allow_neg_eigval",
+                "come with use_beta_sigmoid_in_kernel: it doubles the sigmoid", "true without it");
+    }
+
+    bool host_readable() const { return device_.kind == DeviceKind::kCpu; }
+
+    void check_sequences() {
+        const TensorRef& cu = args_.cu_seqlens;
+        sequences_ = batch_;
+        if (!cu) return;
+        shape("cu_seqlens", cu, {{"N + 1", kAny}});
+        dtype("cu_seqlens", cu, {Dtype::kInt32, Dtype::kInt64});
+        last_contiguous("cu_seqlens", cu);
+        CULA_REQUIRE(batch_ == 1, "q", "have batch size 1 with cu_seqlens (pack the sequences along T)", std::to_string(batch_));
+        CULA_REQUIRE(cu.size[0] >= 1, "cu_seqlens", "have N + 1 >= 1 elements", "0");
+        sequences_ = cu.size[0] - 1;
+        if (!host_readable()) return;
+        std::int64_t previous = 0;
+        for (std::int64_t i = 0; i <= sequences_; ++i) {
+            const std::int64_t at = read_index(cu, i);
+            const auto where = [&] { return "cu_seqlens[" + std::to_string(i) + "] = " + std::to_string(at); };
+            CULA_REQUIRE(i != 0 || at == 0, "cu_seqlens", "start at 0", where());
+            CULA_REQUIRE(at >= previous, "cu_seqlens", "not decrease", where() + " after " + std::to_string(previous));
+            CULA_REQUIRE(at <= tokens_, "cu_seqlens", "end within the " + std::to_string(tokens_) + " tokens of q", where());
+            previous = at;
+        }
+    }
+
+    // An index tensor [N] into `slots` states; out-of-range entries are refused where the host can read them.
+    void indices(std::string_view argument, const TensorRef& ref, const TensorRef& states, bool written) const {
+        if (!ref) return;
+        shape(argument, ref, {{"N", sequences_}});
+        dtype(argument, ref, {Dtype::kInt32});
+        if (host_readable()) slots(argument, ref, states, written);
+    }
+
+    // Every element of an index tensor: negative or null, or a slot of `states`; written slots must be distinct.
+    void slots(std::string_view argument, const TensorRef& ref, const TensorRef& states, bool written) const {
+        const std::int64_t columns = ref.ndim > 1 ? ref.size[1] : 1;
+        std::vector<std::pair<std::int64_t, std::int64_t>> used;  // slot, position
+        for (std::int64_t n = 0; n < ref.size[0]; ++n) {
+            for (std::int64_t s = 0; s < columns; ++s) {
+                const std::int64_t slot = *ref.at<const std::int32_t>(n, s);
+                if (is_null(args_, slot)) continue;
+                CULA_REQUIRE(slot < states.size[0], argument, "stay below the " + std::to_string(states.size[0]) + " slots of the pool",
+                        std::to_string(slot) + " for sequence " + std::to_string(n));
+                if (written) used.emplace_back(slot, n);
+            }
+        }
+        std::sort(used.begin(), used.end());
+        for (std::size_t i = 1; i < used.size(); ++i)
+            CULA_REQUIRE(used[i].first != used[i - 1].first, argument, "name each slot that is written once",
+                    "slot " + std::to_string(used[i].first) + " for sequences " + std::to_string(used[i - 1].second) + " and " +
+                        std::to_string(used[i].second));
+    }
+
+    void check_state() const {
+        const TensorRef &initial = args_.initial_state, &final = args_.final_state;
+        const TensorRef &read = args_.initial_state_indices, &write = args_.final_state_indices;
+        const bool verify = pass_ == Pass::kVerify;
+        const bool pool_by_token = verify && args_.state_indices;
+        const Dim slots_or_n{"N", sequences_}, slots{"slots", kAny};
+        if (initial) state("initial_state", initial, read || pool_by_token ? slots : slots_or_n);
+        if (final) {
+            state("final_state", final, read || write || pool_by_token ? slots : slots_or_n);
+            writable("final_state", final);
+        }
+        CULA_REQUIRE(!read || initial || final, "initial_state_indices", "come with a state", "indices alone");
+        CULA_REQUIRE(!write || final, "final_state_indices", "come with a state to write", "indices alone");
+        const bool writes_at_read = final && !write && !pool_by_token;
+        if (read && initial) indices("initial_state_indices", read, initial, writes_at_read);
+        if (read && !initial) indices("initial_state_indices", read, final, writes_at_read);
+        if (writes_at_read && read && initial && host_readable()) this->slots("initial_state_indices", read, final, true);
+        indices("final_state_indices", write, final, true);
+        if (args_.has_initial_state) {
+            shape("has_initial_state", args_.has_initial_state, {{"N", sequences_}});
+            dtype("has_initial_state", args_.has_initial_state, {Dtype::kBool});
+            last_contiguous("has_initial_state", args_.has_initial_state);
+            CULA_REQUIRE(static_cast<bool>(initial), "has_initial_state", "come with an initial state", "the mask alone");
+        }
+    }
+
+    void check_prefill_outputs() const {
+        const TensorRef &states = args_.checkpoints, &plan = args_.checkpoint_plan;
+        CULA_REQUIRE(static_cast<bool>(states) == static_cast<bool>(plan), "checkpoints", "be given as states and plan together",
+                "one of them");
+        if (states) {
+            state("checkpoints.states", states, {"slots", kAny});
+            writable("checkpoints.states", states);
+            shape("checkpoints.plan", plan, {{"M", kAny}, {"3", 3}});
+            dtype("checkpoints.plan", plan, {Dtype::kInt32});
+            if (host_readable()) check_plan();
+        }
+        const TensorRef& dense = args_.chunk_states;
+        if (!dense) return;
+        std::int64_t chunks = (tokens_ + args_.chunk_tokens - 1) / args_.chunk_tokens;
+        if (args_.cu_seqlens && host_readable()) chunks = chunks_before(args_, sequences_);
+        shape("chunk_states", dense, {{"B", batch_}, {"NT", kAny}, {"HV", value_heads_}, {"V", value_dim_}, {"K", key_dim_}});
+        CULA_REQUIRE(dense.size[1] >= chunks || (args_.cu_seqlens && !host_readable()), "chunk_states",
+                "have room for " + std::to_string(chunks) + " chunks", std::to_string(dense.size[1]));
+        state_memory("chunk_states", dense);
+        writable("chunk_states", dense);
+    }
+
+    void check_plan() const {
+        const TensorRef& plan = args_.checkpoint_plan;
+        std::vector<std::int64_t> used;
+        for (std::int64_t m = 0; m < plan.size[0]; ++m) {
+            const std::int64_t n = *plan.at<const std::int32_t>(m, 0), offset = *plan.at<const std::int32_t>(m, 1);
+            const std::int64_t slot = *plan.at<const std::int32_t>(m, 2);
+            if (slot < 0) continue;
+            const auto where = [&] { return " in row " + std::to_string(m); };
+            CULA_REQUIRE(n >= 0 && n < sequences_, "checkpoints.plan", "name a sequence below " + std::to_string(sequences_),
+                    std::to_string(n) + where());
+            const std::int64_t length = tokens_of(args_, n).length;
+            CULA_REQUIRE(offset >= 0 && offset <= length && (offset % kChunkTokens == 0 || offset == length), "checkpoints.plan",
+                    "name a multiple of 64 tokens within the sequence, or its length " + std::to_string(length),
+                    std::to_string(offset) + where());
+            CULA_REQUIRE(slot < args_.checkpoints.size[0], "checkpoints.plan",
+                    "name a slot below " + std::to_string(args_.checkpoints.size[0]), std::to_string(slot) + where());
+            used.push_back(slot);
+        }
+        std::sort(used.begin(), used.end());
+        const auto twice = std::adjacent_find(used.begin(), used.end());
+        if (twice != used.end()) fail("checkpoints.plan", "name each slot once", "slot " + std::to_string(*twice) + " twice");
+    }
+
+    void check_verify() const {
+        const TensorRef &per_token = args_.state_indices, &accepted = args_.num_accepted, &snapshots = args_.snapshots;
+        std::int64_t longest = args_.cu_seqlens ? 0 : tokens_;
+        if (args_.cu_seqlens && host_readable())
+            for (std::int64_t n = 0; n < sequences_; ++n) longest = std::max(longest, tokens_of(args_, n).length);
+        const auto holds_row = [&](std::string_view argument, const TensorRef& ref, std::size_t dim) {
+            CULA_REQUIRE(ref.size[dim] >= longest, argument, "have room for the longest row's " + std::to_string(longest) + " tokens",
+                    std::to_string(ref.size[dim]));
+        };
+        if (per_token) {
+            shape("state_indices", per_token, {{"N", sequences_}, {"S", kAny}});
+            dtype("state_indices", per_token, {Dtype::kInt32});
+            CULA_REQUIRE(args_.initial_state || args_.final_state, "state_indices", "come with a state pool", "indices alone");
+            CULA_REQUIRE(!args_.final_state_indices, "final_state_indices", "be left out with state_indices", "both");
+            holds_row("state_indices", per_token, 1);
+            if (host_readable())
+                slots("state_indices", per_token, args_.final_state ? args_.final_state : args_.initial_state,
+                      static_cast<bool>(args_.final_state));
+        }
+        if (accepted) {
+            given("state_indices", per_token, "with num_accepted");
+            shape("num_accepted", accepted, {{"N", sequences_}});
+            dtype("num_accepted", accepted, {Dtype::kInt32});
+            if (host_readable())
+                for (std::int64_t n = 0; n < sequences_; ++n) {
+                    const std::int32_t count = *accepted.at<const std::int32_t>(n);
+                    CULA_REQUIRE(count >= 1 && count <= per_token.size[1], "num_accepted",
+                            "lie in 1.." + std::to_string(per_token.size[1]),
+                            std::to_string(count) + " for sequence " + std::to_string(n));
+                }
+        }
+        if (snapshots) {
+            shape("snapshots", snapshots,
+                  {{"slots", kAny}, {"S", kAny}, {"HV", value_heads_}, {"V", value_dim_}, {"K", key_dim_}});
+            state_memory("snapshots", snapshots);
+            writable("snapshots", snapshots);
+            holds_row("snapshots", snapshots, 1);
+            if (args_.snapshot_indices)
+                indices("snapshot_indices", args_.snapshot_indices, snapshots, true);
+            else
+                CULA_REQUIRE(snapshots.size[0] >= sequences_, "snapshots", "have a slot for each of " + std::to_string(sequences_) + " rows",
+                        std::to_string(snapshots.size[0]));
+        }
+        CULA_REQUIRE(!args_.snapshot_indices || snapshots, "snapshot_indices", "come with snapshots", "indices alone");
+        if (!args_.parents) return;
+        shape("parents", args_.parents, {{"N", sequences_}, {"S", kAny}});
+        dtype("parents", args_.parents, {Dtype::kInt32});
+        holds_row("parents", args_.parents, 1);
+        CULA_REQUIRE(!args_.final_state || per_token, "final_state",
+                "be left out with parents (a tree has no last state), or be indexed per token by state_indices", "a state");
+        if (host_readable())
+            for (std::int64_t n = 0; n < sequences_; ++n)
+                for (std::int64_t t = 0; t < tokens_of(args_, n).length; ++t) {
+                    const std::int32_t parent = *args_.parents.at<const std::int32_t>(n, t);
+                    CULA_REQUIRE(parent < t, "parents", "name an earlier token of the row",
+                            std::to_string(parent) + " for token " + std::to_string(t) + " of row " + std::to_string(n));
+                }
+    }
+
+    void check_segment() const {
+        const TensorRef &m = args_.segment_m, &b = args_.segment_b;
+        const Dim N{"N", sequences_}, HV{"HV", value_heads_}, K{"K", key_dim_}, V{"V", value_dim_};
+        given("m", m, "as the output");
+        given("b", b, "as the output");
+        if (args_.algorithm.update == Update::kDelta)
+            shape("m", m, {N, HV, K, K});
+        else
+            shape("m", m, {N, HV, K});
+        shape("b", b, {N, HV, V, K});
+        parameter("m", m);
+        parameter("b", b);
+        writable("m", m);
+        writable("b", b);
+        const std::pair<std::string_view, const TensorRef*> states[] = {{"initial_state", &args_.initial_state},
+                                                                        {"final_state", &args_.final_state}};
+        for (const auto& [argument, ref] : states)
+            CULA_REQUIRE(!*ref, argument, "be left out: a segment's map does not depend on it", "a state");
+    }
+
+    // Arguments that belong to another pass.
+    void refuse_foreign() const {
+        const auto only = [&](Pass pass, std::initializer_list<std::pair<std::string_view, const TensorRef*>> refs) {
+            if (pass_ == pass) return;
+            for (const auto& [argument, ref] : refs)
+                CULA_REQUIRE(!*ref, argument, "be left out: it belongs to " + std::string(name(pass)), "a tensor");
+        };
+        only(Pass::kPrefill, {{"checkpoints", &args_.checkpoints}, {"chunk_states", &args_.chunk_states}});
+        only(Pass::kVerify, {{"state_indices", &args_.state_indices},
+                             {"num_accepted", &args_.num_accepted},
+                             {"snapshots", &args_.snapshots},
+                             {"snapshot_indices", &args_.snapshot_indices},
+                             {"parents", &args_.parents}});
+        only(Pass::kSegment, {{"m", &args_.segment_m}, {"b", &args_.segment_b}});
+    }
+
+    Pass pass_;
+    const Args& args_;
+    Device device_;
+    std::int64_t batch_ = 0, tokens_ = 0, heads_ = 0, value_heads_ = 0, key_dim_ = 0, value_dim_ = 0, sequences_ = 0;
+};
+
+#undef CULA_REQUIRE
+
+}  // namespace
+
+void validate(Pass pass, const Args& args, const Device& device) { Validator(pass, args, device).check(); }
+
+Problem describe(Pass pass, const Args& args, const Device& device) {
+    Problem problem;
+    problem.pass = pass;
+    problem.algorithm = args.algorithm;
+    problem.device = device;
+    problem.batch = args.q.size[0];
+    problem.tokens = args.q.size[1];
+    problem.sequences = num_sequences(args);
+    problem.heads = args.q.size[2];
+    problem.value_heads = args.v.size[2];
+    problem.key_dim = args.q.size[3];
+    problem.value_dim = args.v.size[3];
+    problem.dtype = args.q.dtype;
+    const TensorRef& state = args.initial_state ? args.initial_state : args.final_state;
+    problem.state_dtype = state ? state.dtype : Dtype::kFloat32;
+    problem.gate = args.gate;
+    problem.lower_bound = args.lower_bound;
+    problem.varlen = static_cast<bool>(args.cu_seqlens);
+    problem.beta_per_value = args.beta.ndim == 4;
+    problem.checkpoints = static_cast<bool>(args.checkpoints);
+    problem.chunk_states = static_cast<bool>(args.chunk_states);
+    problem.tree = static_cast<bool>(args.parents);
+    problem.chunk_tokens = args.chunk_tokens;
+    problem.batch_invariant = args.batch_invariant;
+    return problem;
+}
+
+}  // namespace cula

@@ -1,0 +1,415 @@
+// SPDX-License-Identifier: Apache-2.0
+// The host side of the CPU backend: which instruction sets this machine has, how a call is cut into tasks, and who runs them.
+// A task is one sequence and value head; where there are fewer of them than threads, also a block of value columns. How a call
+// is cut never changes a bit of its result.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "core/carve.h"
+#include "core/rows.h"
+#include "cpu/task.h"
+#include "cula/kernels.h"
+
+namespace cula::cpu {
+namespace {
+
+// --- availability ---
+
+Support available_portable() { return Support::yes(); }
+
+#if defined(__x86_64__)
+Support available_avx2() {
+    const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return has ? Support::yes() : Support::no("this CPU has no AVX2");
+}
+
+Support available_avx512() {
+    const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && available_avx2();
+    return has ? Support::yes() : Support::no("this CPU has no AVX-512 (F, BW, DQ, VL)");
+}
+
+Support available_avx512bf16() {
+    const bool has = __builtin_cpu_supports("avx512bf16") && available_avx512();
+    return has ? Support::yes() : Support::no("this CPU has no AVX-512 bf16 dot products");
+}
+
+// The kernel hands out the tile registers on request, once per process.
+bool request_tiles() {
+#if defined(__linux__)
+    constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kAmxBf16) || !(d & kAmxTile)) return false;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
+Support available_amx() {
+    static const bool has = request_tiles();
+    if (!has || !available_avx512bf16()) return Support::no("this CPU, or its operating system, offers no AMX bf16 tiles");
+    return Support::yes();
+}
+#endif
+
+Support supports(const Problem& problem, Support available, bool bf16_only) {
+    if (!available) return available;
+    if (problem.dtype == Dtype::kFloat64) return Support::no("takes float32, bfloat16 and float16; q is float64");
+    if (bf16_only && problem.dtype != Dtype::kBFloat16)
+        return Support::no("multiplies bfloat16; q is " + std::string(name(problem.dtype)));
+    if (problem.beta_per_value && problem.pass == Pass::kSegment)
+        return Support::no("a segment's map needs one beta per token, not one per value channel");
+    if (problem.beta_per_value && (problem.checkpoints || problem.chunk_states))
+        return Support::no("with one beta per value channel it goes token by token, without checkpoints or chunk states");
+    return Support::yes();
+}
+
+// --- who runs the tasks ---
+
+int num_workers(const Context& context, std::int64_t tasks) {
+    const std::int64_t threads = context.parallel_for.run ? context.parallel_for.threads : 1;
+    return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(tasks, 1)));
+}
+
+// Calls body(worker, task) for every task: in contiguous ranges, so that a worker meets the same states in every call, or
+// one at a time as workers become free.
+template <class Body>
+void for_each_task(const Context& context, int workers, std::int64_t tasks, bool even, Body body) {
+    struct Job {
+        Body& body;
+        std::int64_t tasks;
+        int workers;
+        bool even;
+        std::atomic<std::int64_t> next{0};
+    } job{body, tasks, workers, even};
+    const auto work = [](void* arg, int worker) {
+        Job& mine = *static_cast<Job*>(arg);
+        if (mine.even) {
+            const std::int64_t end = mine.tasks * (worker + 1) / mine.workers;
+            for (std::int64_t task = mine.tasks * worker / mine.workers; task < end; ++task) mine.body(worker, task);
+        } else {
+            for (std::int64_t task; (task = mine.next.fetch_add(1, std::memory_order_relaxed)) < mine.tasks;) mine.body(worker, task);
+        }
+    };
+    if (workers == 1)
+        work(&job, 0);
+    else
+        context.parallel_for.run(context.parallel_for.context, workers, work, &job);
+}
+
+// --- how a call is cut ---
+
+struct Cut {
+    std::int64_t sequences, value_heads, group;  // group: value heads per q/k head
+    int value_dim, block;                        // value columns of a task
+    int blocks;
+
+    std::int64_t tasks() const { return sequences * value_heads * blocks; }
+};
+
+Cut cut(const Args& args, const Context& context, int columns) {
+    constexpr int kSmallestBlock = 32;
+    Cut cut{};
+    cut.sequences = num_sequences(args);
+    cut.value_heads = args.v.size[2];
+    cut.group = cut.value_heads / args.q.size[2];
+    cut.value_dim = columns;
+    const std::int64_t threads = context.parallel_for.run ? context.parallel_for.threads : 1;
+    const std::int64_t rows = std::max<std::int64_t>(cut.sequences * cut.value_heads, 1);
+    const auto wanted = static_cast<int>(std::min<std::int64_t>((threads + rows - 1) / rows, columns / kSmallestBlock));
+    const int even = (columns + std::max(wanted, 1) - 1) / std::max(wanted, 1);
+    cut.block = std::min(columns, (even + kSmallestBlock - 1) / kSmallestBlock * kSmallestBlock);
+    cut.blocks = (columns + cut.block - 1) / cut.block;
+    return cut;
+}
+
+struct Place {
+    std::int64_t sequence, value_head, head;
+    int v_begin, v_count;
+};
+
+Place place_of(const Cut& cut, std::int64_t task) {
+    const auto block = static_cast<int>(task % cut.blocks);
+    const std::int64_t row = task / cut.blocks;
+    Place place{row / cut.value_heads, row % cut.value_heads, 0, block * cut.block, 0};
+    place.head = place.value_head / cut.group;
+    place.v_count = std::min(cut.block, cut.value_dim - place.v_begin);
+    return place;
+}
+
+StateView view(const StateRow& row, std::int64_t value_head) {
+    if (!row) return {};
+    return {row.ptr(value_head), row.states.dtype, row.states.stride[2], row.states.stride[3]};
+}
+
+void zero_output(const Args& args, std::int64_t batch, std::int64_t begin, std::int64_t end, std::int64_t value_head, int v_begin,
+                 int v_count) {
+    for (std::int64_t t = begin; t < end; ++t)
+        std::memset(args.o.ptr(batch, t, value_head, v_begin), 0, static_cast<std::size_t>(v_count) * size_bytes(args.o.dtype));
+}
+
+// Tokens after the last sequence belong to nobody.
+void zero_slack(const Args& args) {
+    if (!args.cu_seqlens) return;
+    const std::int64_t end = read_index(args.cu_seqlens, num_sequences(args));
+    for (std::int64_t hv = 0; hv < args.o.size[2]; ++hv)
+        zero_output(args, 0, end, args.o.size[1], hv, 0, static_cast<int>(args.o.size[3]));
+}
+
+std::int64_t longest(const Args& args) {
+    std::int64_t most = 0;
+    for (std::int64_t n = 0; n < num_sequences(args); ++n) most = std::max(most, tokens_of(args, n).length);
+    return most;
+}
+
+// --- prefill ---
+
+struct ScanPlan {
+    std::int64_t* order;            // sequences, longest first
+    std::int64_t* first_chunk;      // of each sequence among the packed chunk states
+    Checkpoint* checkpoints;        // by sequence, then by tokens
+    std::int64_t* first_checkpoint; // of each sequence, and the end
+    std::byte* scratch;
+    std::size_t scratch_bytes;  // of one worker
+};
+
+ScanPlan carve_scan(Carver& carver, const Isa& isa, const Args& args, const Context& context, const Cut& cut) {
+    ScanPlan plan{};
+    plan.order = carver.take<std::int64_t>(cut.sequences);
+    plan.first_chunk = carver.take<std::int64_t>(cut.sequences);
+    plan.checkpoints = carver.take<Checkpoint>(args.checkpoint_plan ? args.checkpoint_plan.size[0] : 0);
+    plan.first_checkpoint = carver.take<std::int64_t>(cut.sequences + 1);
+    plan.scratch_bytes = isa.scan_scratch_bytes(args, cut.block);
+    plan.scratch = carver.take<std::byte>(static_cast<std::int64_t>(plan.scratch_bytes) * num_workers(context, cut.tasks()));
+    return plan;
+}
+
+void sort_checkpoints(const Args& args, const Cut& cut, ScanPlan& plan) {
+    const TensorRef& rows = args.checkpoint_plan;
+    const auto field = [&](std::int64_t m, int column) { return *rows.at<const std::int32_t>(m, column); };
+    std::fill_n(plan.first_checkpoint, cut.sequences + 1, 0);
+    if (!rows) return;
+    // Counting sort by sequence; the few of one sequence then by tokens.
+    for (std::int64_t m = 0; m < rows.size[0]; ++m)
+        if (field(m, 2) >= 0) ++plan.first_checkpoint[field(m, 0) + 1];
+    for (std::int64_t n = 0; n < cut.sequences; ++n) plan.first_checkpoint[n + 1] += plan.first_checkpoint[n];
+    for (std::int64_t m = rows.size[0] - 1; m >= 0; --m)
+        if (field(m, 2) >= 0) plan.checkpoints[--plan.first_checkpoint[field(m, 0) + 1]] = {field(m, 1), field(m, 2)};
+    // Every start has moved down to its own entry's place: shift back to [n, n + 1).
+    for (std::int64_t n = 0; n < cut.sequences; ++n) plan.first_checkpoint[n] = plan.first_checkpoint[n + 1];
+    std::int64_t total = 0;
+    for (std::int64_t m = 0; m < rows.size[0]; ++m) total += field(m, 2) >= 0;
+    plan.first_checkpoint[cut.sequences] = total;
+    for (std::int64_t n = 0; n < cut.sequences; ++n)
+        std::sort(plan.checkpoints + plan.first_checkpoint[n], plan.checkpoints + plan.first_checkpoint[n + 1],
+                  [](const Checkpoint& a, const Checkpoint& b) { return a.tokens < b.tokens; });
+}
+
+void make_scan_plan(const Args& args, const Cut& cut, ScanPlan& plan) {
+    std::int64_t chunks = 0;
+    for (std::int64_t n = 0; n < cut.sequences; ++n) {
+        plan.order[n] = n;
+        plan.first_chunk[n] = chunks;
+        if (args.cu_seqlens) chunks += (tokens_of(args, n).length + args.chunk_tokens - 1) / args.chunk_tokens;
+    }
+    if (args.cu_seqlens)
+        std::stable_sort(plan.order, plan.order + cut.sequences, [&](std::int64_t a, std::int64_t b) {
+            return tokens_of(args, a).length > tokens_of(args, b).length;
+        });
+    sort_checkpoints(args, cut, plan);
+}
+
+void step_through(const Isa& isa, const Args& args, const Context& context);
+std::size_t step_workspace_bytes(const Isa& isa, const Args& args, const Context& context);
+
+void prefill(const Isa& isa, const Args& args, const Context& context) {
+    if (args.beta.ndim == 4) return step_through(isa, args, context);
+    const Cut cut = cpu::cut(args, context, static_cast<int>(args.v.size[3]));
+    Carver carver(context.workspace);
+    ScanPlan plan = carve_scan(carver, isa, args, context, cut);
+    make_scan_plan(args, cut, plan);
+    zero_slack(args);
+    for_each_task(context, num_workers(context, cut.tasks()), cut.tasks(), false, [&](int worker, std::int64_t index) {
+        Place place = place_of(cut, index);
+        place.sequence = plan.order[place.sequence];
+        const Tokens tokens = tokens_of(args, place.sequence);
+        const StateRows states = states_of(args, place.sequence);
+        if (states.skipped)
+            return zero_output(args, tokens.batch, tokens.begin, tokens.begin + tokens.length, place.value_head, place.v_begin,
+                               place.v_count);
+        ScanTask task{};
+        task.batch = tokens.batch, task.begin = tokens.begin, task.length = tokens.length;
+        task.head = place.head, task.value_head = place.value_head;
+        task.v_begin = place.v_begin, task.v_count = place.v_count;
+        task.initial = view(states.initial, place.value_head);
+        task.final = view(states.final, place.value_head);
+        task.checkpoints = plan.checkpoints + plan.first_checkpoint[place.sequence];
+        task.num_checkpoints = plan.first_checkpoint[place.sequence + 1] - plan.first_checkpoint[place.sequence];
+        if (const TensorRef& dense = args.chunk_states) {
+            task.chunk_states = {dense.ptr(tokens.batch, plan.first_chunk[place.sequence], place.value_head), dense.dtype,
+                                 dense.stride[3], dense.stride[4]};
+            task.chunk_states_stride = dense.stride[1];
+        }
+        isa.scan(args, task, plan.scratch + static_cast<std::size_t>(worker) * plan.scratch_bytes);
+    });
+}
+
+std::size_t scan_workspace_bytes(const Isa& isa, const Args& args, const Context& context, int columns) {
+    Carver carver(nullptr);
+    carve_scan(carver, isa, args, context, cut(args, context, columns));
+    return carver.bytes();
+}
+
+// --- segment: B from a zero state; M from the identity with zero values, or the product of the decays ---
+
+void segment(const Isa& isa, const Args& args, const Context& context) {
+    const bool delta = args.algorithm.update == Update::kDelta;
+    const int key_dim = static_cast<int>(args.q.size[3]), value_dim = static_cast<int>(args.v.size[3]);
+    const Cut values = cut(args, context, value_dim), channels = cut(args, context, key_dim);
+    const std::int64_t maps = delta ? channels.tasks() : 0, tasks = values.tasks() + maps;
+    const int workers = num_workers(context, values.tasks());
+    const std::size_t scratch_bytes = isa.scan_scratch_bytes(args, std::max(values.block, channels.block));
+    for_each_task(context, workers, tasks, false, [&](int worker, std::int64_t index) {
+        const bool is_map = index < maps;
+        const Place place = is_map ? place_of(channels, index) : place_of(values, index - maps);
+        const Tokens tokens = tokens_of(args, place.sequence);
+        ScanTask task{};
+        task.batch = tokens.batch, task.begin = tokens.begin, task.length = tokens.length;
+        task.head = place.head, task.value_head = place.value_head;
+        task.v_begin = place.v_begin, task.v_count = place.v_count;
+        const TensorRef &m = args.segment_m, &b = args.segment_b;
+        if (is_map) {
+            task.identity = true;
+            task.final = {m.ptr(place.sequence, place.value_head), m.dtype, m.stride[3], m.stride[2]};
+        } else {
+            task.final = {b.ptr(place.sequence, place.value_head), b.dtype, b.stride[2], b.stride[3]};
+            if (!delta && place.v_begin == 0) {
+                task.total_decay = m.at<float>(place.sequence, place.value_head);
+                task.total_decay_stride = m.stride[2];
+            }
+        }
+        isa.scan(args, task, static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes);
+    });
+}
+
+std::size_t segment_workspace_bytes(const Isa& isa, const Args& args, const Context& context) {
+    const Cut values = cut(args, context, static_cast<int>(args.v.size[3]));
+    const Cut channels = cut(args, context, static_cast<int>(args.q.size[3]));
+    return isa.scan_scratch_bytes(args, std::max(values.block, channels.block)) *
+           static_cast<std::size_t>(num_workers(context, values.tasks()));
+}
+
+// --- decode, verify, and prefill where each value channel has its own beta ---
+
+std::size_t step_scratch_bytes(const Isa& isa, const Args& args, const Cut& cut) {
+    return isa.step_scratch_bytes(args, cut.block, args.parents ? longest(args) : 0);
+}
+
+std::size_t step_workspace_bytes(const Isa& isa, const Args& args, const Context& context) {
+    const Cut cut = cpu::cut(args, context, static_cast<int>(args.v.size[3]));
+    return step_scratch_bytes(isa, args, cut) * static_cast<std::size_t>(num_workers(context, cut.tasks()));
+}
+
+// The states of verify: by token where state_indices say so, as in decode otherwise.
+StateRows verify_states(const Args& args, std::int64_t n) {
+    if (!args.state_indices) return states_of(args, n);
+    StateRows rows;
+    const std::int64_t accepted = args.num_accepted ? *args.num_accepted.at<const std::int32_t>(n) : 1;
+    const std::int64_t from = args.initial_state_indices ? read_index(args.initial_state_indices, n)
+                                                         : *args.state_indices.at<const std::int32_t>(n, accepted - 1);
+    rows.skipped = is_null(args, from);
+    const bool starts = !args.has_initial_state || *args.has_initial_state.at<const bool>(n);
+    if (args.initial_state && starts && !rows.skipped) rows.initial = {args.initial_state, from};
+    return rows;
+}
+
+void step_through(const Isa& isa, const Args& args, const Context& context) {
+    const Cut cut = cpu::cut(args, context, static_cast<int>(args.v.size[3]));
+    const std::int64_t most = longest(args);
+    // Below this many state elements to update, waking the other threads costs more than they save.
+    constexpr std::int64_t kWorthSharing = 4 * 128 * 128;
+    const std::int64_t elements = cut.sequences * cut.value_heads * most * args.q.size[3] * args.v.size[3];
+    const int workers = elements < kWorthSharing ? 1 : num_workers(context, cut.tasks());
+    const std::size_t scratch_bytes = step_scratch_bytes(isa, args, cut);
+    zero_slack(args);
+    for_each_task(context, workers, cut.tasks(), most <= 1, [&](int worker, std::int64_t index) {
+        const Place place = place_of(cut, index);
+        const Tokens tokens = tokens_of(args, place.sequence);
+        const StateRows states = verify_states(args, place.sequence);
+        if (states.skipped)
+            return zero_output(args, tokens.batch, tokens.begin, tokens.begin + tokens.length, place.value_head, place.v_begin,
+                               place.v_count);
+        StepTask task{};
+        task.batch = tokens.batch, task.begin = tokens.begin, task.length = tokens.length;
+        task.head = place.head, task.value_head = place.value_head;
+        task.v_begin = place.v_begin, task.v_count = place.v_count;
+        task.initial = view(states.initial, place.value_head);
+        task.final = view(states.final, place.value_head);
+        if (args.state_indices) {
+            task.slots = args.state_indices.at<const std::int32_t>(place.sequence);
+            task.slots_stride = args.state_indices.stride[1];
+            if (args.final_state) {
+                task.pool = view({args.final_state, 0}, place.value_head);
+                task.pool_stride = args.final_state.stride[0];
+            }
+        }
+        if (const TensorRef& shots = args.snapshots) {
+            const std::int64_t slot =
+                args.snapshot_indices ? read_index(args.snapshot_indices, place.sequence) : place.sequence;
+            if (!args.snapshot_indices || !is_null(args, slot)) {
+                task.snapshots = {shots.ptr(slot, 0, place.value_head), shots.dtype, shots.stride[3], shots.stride[4]};
+                task.snapshots_stride = shots.stride[1];
+            }
+        }
+        if (args.parents) {
+            task.parents = args.parents.at<const std::int32_t>(place.sequence);
+            task.parents_stride = args.parents.stride[1];
+        }
+        isa.step(args, task, static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes);
+    });
+}
+
+std::size_t workspace_bytes(const Isa& isa, Pass pass, const Args& args, const Context& context) {
+    switch (pass) {
+        case Pass::kPrefill:
+            if (args.beta.ndim == 4) return step_workspace_bytes(isa, args, context);
+            return scan_workspace_bytes(isa, args, context, static_cast<int>(args.v.size[3]));
+        case Pass::kSegment: return segment_workspace_bytes(isa, args, context);
+        case Pass::kDecode:
+        case Pass::kVerify: return step_workspace_bytes(isa, args, context);
+    }
+    return 0;
+}
+
+}  // namespace
+
+#define CULA_DEFINE_TARGET(target, bf16_only)                                                                             \
+    namespace target {                                                                                                    \
+    Support supports(const Problem& problem) { return cpu::supports(problem, available_##target(), bf16_only); }          \
+    std::size_t workspace_bytes(Pass pass, const Args& args, const Context& context) {                                    \
+        return cpu::workspace_bytes(kIsa, pass, args, context);                                                           \
+    }                                                                                                                     \
+    void prefill(const Args& args, const Context& context) { cpu::prefill(kIsa, args, context); }                         \
+    void decode(const Args& args, const Context& context) { step_through(kIsa, args, context); }                          \
+    void verify(const Args& args, const Context& context) { step_through(kIsa, args, context); }                          \
+    void segment(const Args& args, const Context& context) { cpu::segment(kIsa, args, context); }                         \
+    }
+
+CULA_DEFINE_TARGET(portable, false)
+#if defined(__x86_64__)
+CULA_DEFINE_TARGET(avx2, false)
+CULA_DEFINE_TARGET(avx512, false)
+CULA_DEFINE_TARGET(avx512bf16, true)
+CULA_DEFINE_TARGET(amx, true)
+#endif
+
+}  // namespace cula::cpu

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// The inputs of one head as the equations want them: normalised q and k, decay factors exp(g), write strengths.
+#pragma once
+
+#include "core/carve.h"
+#include "cpu/simd.h"
+#include "cpu/task.h"
+
+namespace cula::cpu::CULA_CPU_TARGET {
+
+// Channels are padded to this many with zeros.
+inline constexpr int kChannelMultiple = 64;
+// Value columns are padded to this many with zeros.
+inline constexpr int kColumnMultiple = 16;
+
+CULA_INLINE int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+extern "C" float expf(float);
+
+struct HeadInputs {
+    const Args& args;
+    std::int64_t batch, head, value_head;
+    int key_dim, padded_key_dim;
+    float gate_slope;             // exp(A_log)
+    float gate_bias_scalar;       // dt_bias, where there is one per head
+    float head_log_decay;         // gamma
+    const float* gate_bias;       // dt_bias [padded K], where there is one per channel
+
+    // bias: room for padded K floats.
+    template <class Task>
+    HeadInputs(const Args& a, const Task& task, float* bias)
+        : args(a), batch(task.batch), head(task.head), value_head(task.value_head), key_dim(static_cast<int>(a.q.size[3])),
+          padded_key_dim(round_up(key_dim, kChannelMultiple)), gate_slope(1.0f), gate_bias_scalar(0.0f), head_log_decay(0.0f),
+          gate_bias(bias) {
+        if (a.A_log) gate_slope = expf(load_scalar(a.A_log.ptr(value_head), a.A_log.dtype));
+        if (a.gamma) head_log_decay = load_scalar(a.gamma.ptr(value_head), a.gamma.dtype);
+        if (a.algorithm.decay == Decay::kPerChannel) {
+            const int given = a.dt_bias ? key_dim : 0;
+            for (int c = 0; c < given; ++c) bias[c] = load_scalar(a.dt_bias.ptr(value_head, c), a.dt_bias.dtype);
+            for (int c = given; c < padded_key_dim; ++c) bias[c] = 0.0f;
+        } else if (a.dt_bias) {
+            gate_bias_scalar = load_scalar(a.dt_bias.ptr(value_head), a.dt_bias.dtype);
+        }
+    }
+
+    CULA_INLINE Vec log_decay(Vec g, Vec bias) const {
+        switch (args.gate) {
+            case Gate::kSoftplus: return softplus(g + bias) * -gate_slope;
+            case Gate::kBounded: return sigmoid((g + bias) * gate_slope) * static_cast<float>(args.lower_bound);
+            case Gate::kLogDecay: break;
+        }
+        return g;
+    }
+
+    void normalise(float* x, float scale) const {
+        if (args.qk_l2norm) {
+            Vec squares{};
+            for (int c = 0; c < padded_key_dim; c += kLanes) squares += load(x + c) * load(x + c);
+            scale /= __builtin_sqrtf(sum(squares) + 1e-6f);
+        }
+        if (scale != 1.0f)
+            for (int c = 0; c < padded_key_dim; c += kLanes) store(x + c, load(x + c) * scale);
+    }
+
+    void query(float* q, std::int64_t token) const {
+        load_row(q, args.q.ptr(batch, token, head), args.q.dtype, key_dim, padded_key_dim);
+        normalise(q, static_cast<float>(args.scale));
+    }
+
+    void key(float* k, std::int64_t token) const {
+        load_row(k, args.k.ptr(batch, token, head), args.k.dtype, key_dim, padded_key_dim);
+        normalise(k, 1.0f);
+    }
+
+    // The rows of one token lie pages apart, where the hardware does not look ahead.
+    void prefetch(std::int64_t token, int v_begin, int v_count) const {
+        prefetch_row(args.q.ptr(batch, token, head), args.q.dtype, key_dim);
+        prefetch_row(args.k.ptr(batch, token, head), args.k.dtype, key_dim);
+        prefetch_row(args.v.ptr(batch, token, value_head, v_begin), args.v.dtype, v_count);
+        if (args.algorithm.decay == Decay::kPerChannel)
+            prefetch_row(args.g.ptr(batch, token, value_head), args.g.dtype, key_dim);
+    }
+
+    // exp(g) for every channel of a token.
+    void channel_decays(float* alpha, std::int64_t token) const {
+        load_row(alpha, args.g.ptr(batch, token, value_head), args.g.dtype, key_dim, padded_key_dim);
+        for (int c = 0; c < padded_key_dim; c += kLanes)
+            store(alpha + c, exp(log_decay(load(alpha + c), load(gate_bias + c))));
+    }
+
+    // exp(g) for `count` tokens, where a token has one decay; alpha has room for whole vectors.
+    void token_decays(float* alpha, std::int64_t token, int count) const {
+        const bool per_token = args.algorithm.decay == Decay::kPerToken;
+        for (int i = 0; i < count; ++i)
+            alpha[i] = per_token ? load_scalar(args.g.ptr(batch, token + i, value_head), args.g.dtype) : 0.0f;
+        for (int i = count; i < round_up(count, kLanes); ++i) alpha[i] = 0.0f;
+        for (int i = 0; i < count; i += kLanes) {
+            const Vec g = per_token ? log_decay(load(alpha + i), broadcast(gate_bias_scalar)) : Vec{};
+            store(alpha + i, exp(g + head_log_decay));
+        }
+    }
+
+    CULA_INLINE Vec beta(Vec x) const {
+        if (args.beta_is_logit) x = sigmoid(x) * (args.allow_neg_eigval ? 2.0f : 1.0f);
+        return x;
+    }
+
+    // The write strengths of `count` tokens; strengths has room for whole vectors.
+    void betas(float* strengths, std::int64_t token, int count) const {
+        for (int i = 0; i < count; ++i)
+            strengths[i] = load_scalar(args.beta.ptr(batch, token + i, value_head), args.beta.dtype);
+        for (int i = count; i < round_up(count, kLanes); ++i) strengths[i] = 0.0f;
+        for (int i = 0; i < count; i += kLanes) store(strengths + i, beta(load(strengths + i)));
+    }
+
+    // The write strengths of a token's value columns, where each has its own.
+    void value_betas(float* strengths, std::int64_t token, int v_begin, int v_count, int padded) const {
+        for (int j = 0; j < v_count; ++j)
+            strengths[j] = load_scalar(args.beta.ptr(batch, token, value_head, v_begin + j), args.beta.dtype);
+        for (int j = v_count; j < padded; ++j) strengths[j] = 0.0f;
+        for (int j = 0; j < padded; j += kLanes) store(strengths + j, beta(load(strengths + j)));
+    }
+};
+
+CULA_INLINE std::byte* state_at(const StateView& view, std::int64_t v, std::int64_t k) {
+    return element(view.data, view.dtype, v * view.stride_v + k * view.stride_k);
+}
+
+CULA_INLINE StateView advance(StateView view, std::int64_t elements) {
+    if (view.data) view.data = element(view.data, view.dtype, elements);
+    return view;
+}
+
+}  // namespace cula::cpu::CULA_CPU_TARGET

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compiled once per instruction set, with CULA_CPU_TARGET naming it.
+#include "cpu/scan.h"
+#include "cpu/step.h"
+
+namespace cula::cpu::CULA_CPU_TARGET {
+namespace {
+
+template <class Body>
+auto with_word([[maybe_unused]] const Args& args, Body body) {
+#if defined(__AVX512BF16__)
+    if (args.q.dtype == Dtype::kBFloat16) return body.template operator()<BfPair>();
+#endif
+    return body.template operator()<float>();
+}
+
+std::size_t scan_scratch_bytes(const Args& args, int v_count) {
+    return with_word(args, [&]<class Word> { return Scan<Word>::scratch_bytes(args, v_count); });
+}
+
+void scan(const Args& args, const ScanTask& task, std::byte* scratch) {
+    const FlushSubnormals flush;
+    with_word(args, [&]<class Word> { Scan<Word>(args, task, scratch).run(); });
+}
+
+std::size_t step_scratch_bytes(const Args& args, int v_count, std::int64_t tree_tokens) {
+    return Step::scratch_bytes(args, v_count, tree_tokens);
+}
+
+void step(const Args& args, const StepTask& task, std::byte* scratch) {
+    const FlushSubnormals flush;
+    Step(args, task, scratch).run();
+}
+
+}  // namespace
+
+extern const Isa kIsa;
+const Isa kIsa{scan_scratch_bytes, scan, step_scratch_bytes, step};
+
+}  // namespace cula::cpu::CULA_CPU_TARGET

@@ -1,0 +1,450 @@
+// SPDX-License-Identifier: Apache-2.0
+// A sequence of one head in chunks: score, solve, read, output, carry (ALGORITHM.md).
+//
+// Every decay factor is a running product of the tokens' exp(g), taken between a token and an anchor that lies on the same side
+// of it in time, so all factors of a contraction are at most 1: nothing overflows at any decay, underflow is the true limit, and
+// no cumulative sum of logarithms loses digits. A pair (i, j) of tokens is anchored at the border of the largest aligned block
+// that separates them: blocks of 32 and 16 tokens are matrix products, the 16 x 16 squares on the diagonal multiply the factors
+// out token by token. Where the decay is one number per token it multiplies the scores instead.
+//
+// The running state is S [K, columns] in float; operands of products are Words (gemm.h), bf16 pairs where inputs are bf16 and
+// the CPU multiplies them, floats otherwise.
+#pragma once
+
+#include "cpu/gemm.h"
+#include "cpu/inputs.h"
+
+namespace cula::cpu::CULA_CPU_TARGET {
+
+inline constexpr int kChunk = kChunkTokens;
+inline constexpr int kLeaf = 16;  // tokens of a diagonal square
+
+template <class Word>
+class Scan {
+public:
+    static std::size_t scratch_bytes(const Args& args, int columns) {
+        Carver carver(nullptr);
+        Buffers{}.carve(carver, args, columns);
+        return carver.bytes();
+    }
+
+    Scan(const Args& args, const ScanTask& task, std::byte* scratch)
+        : args_(args), task_(task), delta_(args.algorithm.update == Update::kDelta),
+          per_channel_(args.algorithm.decay == Decay::kPerChannel), with_output_(args.o.ndim != 0),
+          chunk_(task.chunk_states.data ? args.chunk_tokens : kChunkTokens), columns_(round_up(task.v_count, kColumnMultiple)),
+          buffers_(carved(scratch, args, columns_)),
+          inputs_(args, task, buffers_.gate_bias), key_dim_(inputs_.key_dim),
+          channels_(inputs_.padded_key_dim), words_(channels_ / kPerWord<Word>) {}
+
+    void run() {
+        configure_tiles();
+        load_initial();
+        zero(buffers_.scores, kChunk * kChunk);
+        zero(buffers_.overlaps, kChunk * kChunk);
+        if (task_.total_decay) fill(buffers_.decay_so_far, channels_, 1.0f);
+        std::int64_t next_checkpoint = 0;
+        for (std::int64_t done = 0;; done += chunk_) {
+            while (next_checkpoint < task_.num_checkpoints && task_.checkpoints[next_checkpoint].tokens <= done)
+                store_checkpoint(next_checkpoint++);
+            if (done >= task_.length) break;
+            if (task_.chunk_states.data) store_state(advance(task_.chunk_states, done / chunk_ * task_.chunk_states_stride));
+            count_ = static_cast<int>(task_.length - done < chunk_ ? task_.length - done : chunk_);
+            padded_ = round_up(count_, kTokenMultiple);
+            chunk(task_.begin + done);
+        }
+        while (next_checkpoint < task_.num_checkpoints) store_checkpoint(next_checkpoint++);
+        if (task_.final.data) store_state(task_.final);
+        for (int c = 0; task_.total_decay && c < key_dim_; ++c)
+            task_.total_decay[c * task_.total_decay_stride] = buffers_.decay_so_far[c];
+        release_tiles();
+    }
+
+private:
+    struct Buffers {
+        // of a chunk: [tokens, channels]
+        float *q, *k, *decay;
+        Word *q_decayed, *k_decayed;  // to the chunk's start; row-major
+        Word* k_remaining;            // to its end; packed, then
+        Word* k_remaining_t;          // [channels, token words]
+        Word *q_anchored, *k_anchored, *k_toward, *k_toward_t;
+        float *gate_bias, *chunk_decay, *decay_so_far;
+        // [tokens, tokens]
+        float *scores, *overlaps, *inverse;
+        Word *scores_w, *inverse_w;
+        float *beta, *token_decay, *row_decay;
+        // [tokens, columns]
+        float *values, *read, *out;
+        Word *values_w, *writes_w;
+        // [channels, columns]
+        float* state;
+        Word* state_w;
+        float* transposed;  // [columns, channels]
+        float* leaf;        // [kLeaf, kLeaf]
+
+        void carve(Carver& carver, const Args& args, int columns) {
+            const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);
+            columns = round_up(columns, kColumnMultiple);
+            const auto matrix = [&](float*& p, int rows, int width) { p = carver.take<float>(rows * width); };
+            const auto operand = [&](Word*& p, int rows, int width) { p = carver.take<Word>(rows * width / kPerWord<Word>); };
+            matrix(q, kChunk, channels);
+            matrix(k, kChunk, channels);
+            matrix(decay, kChunk, channels);
+            for (Word** p : {&q_decayed, &k_decayed, &k_remaining, &k_remaining_t, &q_anchored, &k_anchored, &k_toward, &k_toward_t})
+                operand(*p, kChunk, channels);
+            for (float** p : {&gate_bias, &chunk_decay, &decay_so_far}) matrix(*p, 1, channels);
+            for (float** p : {&scores, &overlaps, &inverse}) matrix(*p, kChunk, kChunk);
+            for (Word** p : {&scores_w, &inverse_w}) operand(*p, kChunk, kChunk);
+            for (float** p : {&beta, &token_decay, &row_decay}) matrix(*p, 1, kChunk);
+            for (float** p : {&values, &read, &out}) matrix(*p, kChunk, columns);
+            for (Word** p : {&values_w, &writes_w}) operand(*p, kChunk, columns);
+            matrix(state, channels, columns);
+            operand(state_w, channels, columns);
+            matrix(transposed, columns, channels);
+            matrix(leaf, kLeaf, kLeaf);
+        }
+    };
+
+    static Buffers carved(std::byte* scratch, const Args& args, int columns) {
+        Carver carver(scratch);
+        Buffers buffers;
+        buffers.carve(carver, args, columns);
+        return buffers;
+    }
+
+    static void fill(float* x, int count, float value) {
+        for (int i = 0; i < count; ++i) x[i] = value;
+    }
+    static void zero(float* x, int count) { fill(x, count, 0.0f); }
+
+    void chunk(std::int64_t token) {
+        load_inputs(token);
+        scale_operands();
+        score();
+        if (delta_) solve();
+        load_values(token);
+        pack_rows(buffers_.state_w, columns_, buffers_.state, columns_, channels_, columns_);
+        if (delta_)
+            read();
+        else
+            pack_rows(buffers_.writes_w, columns_, buffers_.values, columns_, padded_, columns_);
+        if (with_output_) output(token);
+        carry();
+    }
+
+    // --- inputs ---
+
+    void load_inputs(std::int64_t token) {
+        Buffers& b = buffers_;
+        const std::int64_t end = task_.begin + task_.length;
+        for (int i = 0; i < count_; ++i) {
+            if (token + chunk_ + i < end) inputs_.prefetch(token + chunk_ + i, task_.v_begin, task_.v_count);
+            if (with_output_) inputs_.query(b.q + i * channels_, token + i);
+            inputs_.key(b.k + i * channels_, token + i);
+            if (per_channel_) inputs_.channel_decays(b.decay + i * channels_, token + i);
+        }
+        // Tokens that pad the chunk write nothing and do not decay.
+        const int padding = (padded_ - count_) * channels_;
+        if (with_output_) zero(b.q + count_ * channels_, padding);
+        zero(b.k + count_ * channels_, padding);
+        if (per_channel_)
+            fill(b.decay + count_ * channels_, padding, 1.0f);
+        else
+            inputs_.token_decays(b.token_decay, token, count_);
+        for (int i = count_; i < padded_; ++i) b.token_decay[i] = 1.0f;
+        if (!delta_) return;
+        inputs_.betas(b.beta, token, count_);
+        for (int i = count_; i < padded_; ++i) b.beta[i] = 0.0f;
+    }
+
+    void load_values(std::int64_t token) {
+        float* values = buffers_.values;
+        const int loaded = task_.identity ? 0 : count_;
+        for (int i = 0; i < loaded; ++i)
+            load_row(values + i * columns_, args_.v.ptr(task_.batch, token + i, task_.value_head, task_.v_begin), args_.v.dtype,
+                     task_.v_count, columns_);
+        zero(values + loaded * columns_, (padded_ - loaded) * columns_);
+    }
+
+    // --- decay ---
+
+    // The factor of token i in 2 * kLanes channels.
+    struct Factor {
+        Vec low, high;
+        CULA_INLINE void operator*=(Factor other) { low *= other.low, high *= other.high; }
+    };
+    CULA_INLINE Factor decay_of(int token, int channel) const {
+        if (!per_channel_) {
+            const Vec x = broadcast(buffers_.token_decay[token]);
+            return {x, x};
+        }
+        const float* p = buffers_.decay + token * channels_ + channel;
+        return {load(p), load(p + kLanes)};
+    }
+    CULA_INLINE void store_scaled(Word* dst, const float* src, int token, int channel, Factor factor) const {
+        const float* p = src + token * channels_ + channel;
+        store_words(words_at(dst + token * words_, channel), load(p) * factor.low, load(p + kLanes) * factor.high);
+    }
+
+    // Rows [begin, end), each times the product of decays from `begin` through itself.
+    void scale_from(int begin, int end, Word* q, Word* k) {
+        for (int c = 0; c < channels_; c += 2 * kLanes) {
+            Factor factor{broadcast(1.0f), broadcast(1.0f)};
+            for (int i = begin; i < end; ++i) {
+                factor *= decay_of(i, c);
+                if (with_output_) store_scaled(q, buffers_.q, i, c, factor);
+                if (delta_) store_scaled(k, buffers_.k, i, c, factor);
+            }
+        }
+    }
+
+    // Keys [begin, end), each times the product of the decays after it.
+    void scale_toward(int begin, int end, Word* k) {
+        for (int c = 0; c < channels_; c += 2 * kLanes) {
+            Factor factor{broadcast(1.0f), broadcast(1.0f)};
+            for (int i = end - 1; i >= begin; --i) {
+                store_scaled(k, buffers_.k, i, c, factor);
+                factor *= decay_of(i, c);
+            }
+        }
+    }
+
+    void scale_operands() {
+        scale_from(0, padded_, buffers_.q_decayed, buffers_.k_decayed);
+        // The same backwards for the keys that reach the next state, packed by pairs of tokens; it ends with the chunk's decay.
+        for (int c = 0; c < channels_; c += 2 * kLanes) {
+            Factor factor{broadcast(1.0f), broadcast(1.0f)};
+            for (int i = padded_ - 2; i >= 0; i -= 2) {
+                const float *even = buffers_.k + i * channels_ + c, *odd = even + channels_;
+                Word* words = buffers_.k_remaining + i / kPerWord<Word> * channels_ + c;
+                const Factor later = factor;
+                factor *= decay_of(i + 1, c);
+                store_row_pair(words, channels_, load(even) * factor.low, load(odd) * later.low);
+                store_row_pair(words + kLanes, channels_, load(even + kLanes) * factor.high, load(odd + kLanes) * later.high);
+                factor *= decay_of(i, c);
+            }
+            store(buffers_.chunk_decay + c, factor.low);
+            store(buffers_.chunk_decay + c + kLanes, factor.high);
+        }
+        transpose_words(buffers_.k_remaining_t, token_words(), buffers_.k_remaining, channels_, token_words(), channels_);
+        if (task_.total_decay)
+            for (int c = 0; c < channels_; ++c) buffers_.decay_so_far[c] *= buffers_.chunk_decay[c];
+    }
+
+    int token_words() const { return padded_ / kPerWord<Word>; }
+
+    // --- score: scores = tril(q k^T), overlaps = tril(k k^T, -1), decay included ---
+
+    void score() {
+        if (!with_output_ && !delta_) return;
+        if (per_channel_)
+            score_by_channel();
+        else
+            score_by_token();
+        if (with_output_) to_words(buffers_.scores_w, buffers_.scores);
+    }
+
+    void score_by_token() {
+        Buffers& b = buffers_;
+        for (int i = 0; i < padded_; ++i) {
+            for (int c = 0; c < channels_; c += 2 * kLanes) {
+                const Factor one{broadcast(1.0f), broadcast(1.0f)};
+                if (with_output_) store_scaled(b.q_anchored, b.q, i, c, one);
+                store_scaled(b.k_anchored, b.k, i, c, one);
+            }
+        }
+        transpose_words(b.k_toward_t, padded_, b.k_anchored, words_, padded_, words_);
+        if (with_output_)
+            product(false, padded_, padded_, words_, b.q_anchored, words_, b.k_toward_t, padded_, b.scores, kChunk);
+        if (delta_) product(false, padded_, padded_, words_, b.k_anchored, words_, b.k_toward_t, padded_, b.overlaps, kChunk);
+        zero(b.row_decay, kChunk);
+        for (int i = 0; i < padded_; ++i) {
+            for (int j = 0; j < padded_; j += kLanes) {
+                store(b.row_decay + j, load(b.row_decay + j) * b.token_decay[i]);
+            }
+            b.row_decay[i] = 1.0f;
+            for (int j = 0; j < padded_; j += kLanes) {
+                const Vec factor = load(b.row_decay + j);
+                float *score = b.scores + i * kChunk + j, *overlap = b.overlaps + i * kChunk + j;
+                if (with_output_) store(score, load(score) * factor);
+                if (delta_) store(overlap, load(overlap) * factor);
+            }
+        }
+    }
+
+    void score_by_channel() {
+        for (int half = kChunk / 2; half >= kLeaf; half /= 2)
+            for (int begin = 0; begin + half < padded_; begin += 2 * half) score_across(begin, begin + half, half);
+        for (int begin = 0; begin < count_; begin += kLeaf) score_leaf(begin);
+    }
+
+    // Rows [border, border + half) against columns [begin, border).
+    void score_across(int begin, int border, int half) {
+        Buffers& b = buffers_;
+        scale_from(border, border + half, b.q_anchored, b.k_anchored);
+        scale_toward(begin, border, b.k_toward);
+        transpose_words(b.k_toward_t, half, b.k_toward + begin * words_, words_, half, words_);
+        const auto multiply = [&](const Word* rows, float* dst) {
+            product(false, half, half, words_, rows + border * words_, words_, b.k_toward_t, half, dst + border * kChunk + begin,
+                    kChunk);
+        };
+        if (with_output_) multiply(b.q_anchored, b.scores);
+        if (delta_) multiply(b.k_anchored, b.overlaps);
+    }
+
+    void score_leaf(int begin) {
+        if (with_output_) score_leaf_of(begin, buffers_.q, true, buffers_.scores);
+        if (delta_) score_leaf_of(begin, buffers_.k, false, buffers_.overlaps);
+    }
+
+    // dst[i][j] = sum_c rows[i] k[j] (product of decays j+1..i), with or without i = j.
+    void score_leaf_of(int begin, const float* rows, bool diagonal, float* dst) {
+        constexpr int kVecs = kChannelMultiple / kLanes;
+        const float *key = buffers_.k + begin * channels_, *decay = buffers_.decay + begin * channels_;
+        rows += begin * channels_;
+        for (int j = 0; j < kLeaf; ++j) {
+            Vec partial[kLeaf] = {};
+            for (int c = 0; c < channels_; c += kChannelMultiple) {
+                Vec carried[kVecs];
+                CULA_UNROLL
+                for (int x = 0; x < kVecs; ++x) carried[x] = load(key + j * channels_ + c + x * kLanes);
+                if (diagonal)
+                    for (int x = 0; x < kVecs; ++x) partial[j] += load(rows + j * channels_ + c + x * kLanes) * carried[x];
+                for (int i = j + 1; i < kLeaf; ++i) {
+                    Vec dot{};
+                    CULA_UNROLL
+                    for (int x = 0; x < kVecs; ++x) {
+                        carried[x] *= load(decay + i * channels_ + c + x * kLanes);
+                        dot += load(rows + i * channels_ + c + x * kLanes) * carried[x];
+                    }
+                    partial[i] += dot;
+                }
+            }
+            for (int i = 0; i < kLeaf; i += kLanes) {
+                Vec group[kLanes];
+                CULA_UNROLL
+                for (int x = 0; x < kLanes; ++x) group[x] = partial[i + x];
+                store(buffers_.leaf + j * kLeaf + i, sums(group));
+            }
+        }
+        transpose(dst + begin * kChunk + begin, kChunk, buffers_.leaf, kLeaf, kLeaf, kLeaf);
+    }
+
+    // --- solve: inverse = (I + diag(beta) overlaps)^-1 diag(beta), by forward substitution ---
+
+    void solve() {
+        constexpr int kVecs = kChunk / kLanes;
+        const float *overlaps = buffers_.overlaps, *beta = buffers_.beta;
+        float* inverse = buffers_.inverse;
+        zero(inverse, kChunk * kChunk);
+        for (int i = 0; i < count_; ++i) {
+            Vec row[2][kVecs] = {};
+            // Row j of the inverse ends at column j.
+            const auto subtract = [&](int j, Vec(&acc)[kVecs]) {
+                const Vec factor = broadcast(overlaps[i * kChunk + j]);
+                for (int x = 0; x <= j / kLanes; ++x) acc[x] -= factor * load(inverse + j * kChunk + x * kLanes);
+            };
+            int j = 0;
+            for (; j + 1 < i; j += 2) subtract(j, row[0]), subtract(j + 1, row[1]);
+            if (j < i) subtract(j, row[0]);
+            for (int x = 0; x <= i / kLanes; ++x) store(inverse + i * kChunk + x * kLanes, (row[0][x] + row[1][x]) * beta[i]);
+            inverse[i * kChunk + i] += beta[i];
+        }
+        to_words(buffers_.inverse_w, inverse);
+    }
+
+    void to_words(Word* dst, const float* src) const {
+        for (int i = 0; i < padded_; ++i)
+            for (int j = 0; j < padded_; j += 2 * kLanes)
+                store_words(words_at(dst + i * token_words(), j), load(src + i * kChunk + j), load(src + i * kChunk + j + kLanes));
+    }
+
+    // dst (+)= lower B for a lower triangular [tokens x tokens] operand.
+    void lower_product(bool add, const Word* lower, const Word* b, float* dst) const {
+        constexpr int kRows = kTokenMultiple;
+        for (int i = 0; i < padded_; i += kRows)
+            product(add, kRows, columns_, (i + kRows) / kPerWord<Word>, lower + i * token_words(), token_words(), b, columns_,
+                    dst + i * columns_, columns_);
+    }
+
+    // --- read: U = T (V - K^ S) ---
+
+    void read() {
+        Buffers& b = buffers_;
+        product(false, padded_, columns_, words_, b.k_decayed, words_, b.state_w, columns_, b.read, columns_);
+        for (int x = 0; x < padded_ * columns_; x += kLanes) store(b.values + x, load(b.values + x) - load(b.read + x));
+        pack_rows(b.values_w, columns_, b.values, columns_, padded_, columns_);
+        lower_product(false, b.inverse_w, b.values_w, b.read);
+        pack_rows(b.writes_w, columns_, b.read, columns_, padded_, columns_);
+    }
+
+    // --- output: O = Q~ S + A U ---
+
+    void output(std::int64_t token) {
+        Buffers& b = buffers_;
+        product(false, padded_, columns_, words_, b.q_decayed, words_, b.state_w, columns_, b.out, columns_);
+        lower_product(true, b.scores_w, b.writes_w, b.out);
+        for (int i = 0; i < count_; ++i)
+            store_row(args_.o.ptr(task_.batch, token + i, task_.value_head, task_.v_begin), args_.o.dtype, b.out + i * columns_,
+                      task_.v_count);
+    }
+
+    // --- carry: S <- diag(chunk_decay) S + K+^T U ---
+
+    void carry() {
+        Buffers& b = buffers_;
+        for (int c = 0; c < channels_; ++c) {
+            const Vec factor = broadcast(b.chunk_decay[c]);
+            float* row = b.state + c * columns_;
+            for (int j = 0; j < columns_; j += kLanes) store(row + j, load(row + j) * factor);
+        }
+        product(true, channels_, columns_, token_words(), b.k_remaining_t, token_words(), b.writes_w, columns_, b.state, columns_);
+    }
+
+    // --- state ---
+
+    void load_initial() {
+        float* state = buffers_.state;
+        const StateView& view = task_.initial;
+        zero(state, channels_ * columns_);
+        if (task_.identity) {
+            for (int j = 0; j < task_.v_count; ++j) state[(task_.v_begin + j) * columns_ + j] = 1.0f;
+        } else if (view.data && (view.stride_k == 1 || key_dim_ == 1)) {
+            zero(buffers_.transposed, columns_ * channels_);
+            for (int j = 0; j < task_.v_count; ++j)
+                load_row(buffers_.transposed + j * channels_, state_at(view, task_.v_begin + j, 0), view.dtype, key_dim_, channels_);
+            transpose(state, columns_, buffers_.transposed, channels_, columns_, channels_);
+        } else if (view.data) {
+            for (int c = 0; c < key_dim_; ++c)
+                load_row(state + c * columns_, state_at(view, task_.v_begin, c), view.dtype, task_.v_count, columns_);
+        }
+    }
+
+    void store_state(const StateView& view) {
+        const float* state = buffers_.state;
+        if (view.stride_k == 1 || key_dim_ == 1) {
+            transpose(buffers_.transposed, channels_, state, columns_, channels_, columns_);
+            for (int j = 0; j < task_.v_count; ++j)
+                store_row(state_at(view, task_.v_begin + j, 0), view.dtype, buffers_.transposed + j * channels_, key_dim_);
+        } else {
+            for (int c = 0; c < key_dim_; ++c)
+                store_row(state_at(view, task_.v_begin, c), view.dtype, state + c * columns_, task_.v_count);
+        }
+    }
+
+    void store_checkpoint(std::int64_t index) {
+        const TensorRef& states = args_.checkpoints;
+        store_state({states.ptr(task_.checkpoints[index].slot, task_.value_head), states.dtype, states.stride[2], states.stride[3]});
+    }
+
+    const Args& args_;
+    const ScanTask& task_;
+    const bool delta_, per_channel_, with_output_;
+    const int chunk_, columns_;
+    Buffers buffers_;
+    const HeadInputs inputs_;
+    const int key_dim_, channels_, words_;
+    int count_ = 0;   // tokens of the current chunk
+    int padded_ = 0;  // with padding
+};
+
+}  // namespace cula::cpu::CULA_CPU_TARGET

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tokens of one head one after another: decode, verify, short recurrences. A token reads and writes every element of the state
+// once; both contractions with the state run in the reading pass, since S^T q = (alpha S)^T q + u (k . q).
+//
+// The working state is [V, K] in float, K contiguous: the caller's own memory where that is what it holds and one token comes,
+// else a copy in scratch.
+#pragma once
+
+#include "cpu/inputs.h"
+
+namespace cula::cpu::CULA_CPU_TARGET {
+
+class Step {
+public:
+    static std::size_t scratch_bytes(const Args& args, int v_count, std::int64_t tree_tokens) {
+        Carver carver(nullptr);
+        Buffers{}.carve(carver, args, v_count, tree_tokens);
+        return carver.bytes();
+    }
+
+    Step(const Args& args, const StepTask& task, std::byte* scratch)
+        : args_(args), task_(task), delta_(args.algorithm.update == Update::kDelta),
+          per_channel_(args.algorithm.decay == Decay::kPerChannel), rows_(round_up(task.v_count, kRows)),
+          columns_(round_up(task.v_count, kColumnMultiple)),
+          buffers_(carved(scratch, args, task)), inputs_(args, task, buffers_.gate_bias),
+          channels_(inputs_.padded_key_dim) {}
+
+    void run() {
+        if (task_.length == 1 && !task_.slots && !task_.snapshots.data && works_in_place()) return run_in_place();
+        load_initial();
+        for (std::int64_t t = 0; t < task_.length; ++t) {
+            const float* before = buffers_.state;
+            float* after = buffers_.state;
+            if (task_.parents) {
+                const std::int32_t parent = task_.parents[t * task_.parents_stride];
+                if (parent >= 0) before = node(parent);
+                after = node(t);
+            }
+            load_token(t);
+            for (int row = 0; row < rows_; row += kRows) update(before + row * channels_, after + row * channels_, channels_, row);
+            store_output(t);
+            store_token_states(t, after);
+        }
+        if (task_.final.data) store_state(task_.final, buffers_.state);
+    }
+
+private:
+    static constexpr int kRows = 4;  // value rows updated together
+
+    struct Buffers {
+        float *q, *k, *decay, *gate_bias;  // [K]
+        float *v, *beta, *out;             // [V]
+        float* token_decay;
+        float* state;       // [V, K]
+        float* transposed;  // [K, V]
+        float* nodes;  // [tokens, V, K], trees
+
+        void carve(Carver& carver, const Args& args, int v_count, std::int64_t tree_tokens) {
+            const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);
+            const int columns = round_up(v_count, kColumnMultiple);
+            for (float** p : {&q, &k, &decay, &gate_bias}) *p = carver.take<float>(channels);
+            for (float** p : {&v, &beta, &out}) *p = carver.take<float>(columns);
+            token_decay = carver.take<float>(kLanes);
+            state = carver.take<float>(columns * channels);
+            transposed = carver.take<float>(channels * columns);
+            nodes = carver.take<float>(tree_tokens * columns * channels);
+        }
+    };
+
+    static Buffers carved(std::byte* scratch, const Args& args, const StepTask& task) {
+        Carver carver(scratch);
+        Buffers buffers;
+        buffers.carve(carver, args, task.v_count, task.parents ? task.length : 0);
+        return buffers;
+    }
+
+    float* node(std::int64_t t) const { return buffers_.nodes + t * columns_ * channels_; }
+
+    bool whole_rows(const StateView& view) const {
+        return view.dtype == Dtype::kFloat32 && view.stride_k == 1 && inputs_.key_dim == channels_ && task_.v_count % kRows == 0;
+    }
+    bool works_in_place() const {
+        return task_.initial.data && task_.final.data && whole_rows(task_.initial) && whole_rows(task_.final);
+    }
+
+    void run_in_place() {
+        load_token(0);
+        const StateView &from = task_.initial, &to = task_.final;
+        for (int row = 0; row < rows_; row += kRows) {
+            const auto* before = reinterpret_cast<const float*>(state_at(from, task_.v_begin + row, 0));
+            auto* after = reinterpret_cast<float*>(state_at(to, task_.v_begin + row, 0));
+            if (from.stride_v == to.stride_v)
+                update(before, after, from.stride_v, row);
+            else
+                for (int r = 0; r < kRows; ++r) update_rows<1>(before + r * from.stride_v, after + r * to.stride_v, 0, row + r);
+        }
+        store_output(0);
+    }
+
+    void load_token(std::int64_t t) {
+        Buffers& b = buffers_;
+        const std::int64_t token = task_.begin + t;
+        inputs_.query(b.q, token);
+        inputs_.key(b.k, token);
+        if (per_channel_) {
+            inputs_.channel_decays(b.decay, token);
+        } else {
+            inputs_.token_decays(b.token_decay, token, 1);
+            for (int c = 0; c < channels_; c += kLanes) store(b.decay + c, broadcast(b.token_decay[0]));
+        }
+        load_row(b.v, args_.v.ptr(task_.batch, token, task_.value_head, task_.v_begin), args_.v.dtype, task_.v_count, columns_);
+        if (delta_) {
+            if (args_.beta.ndim == 4) {
+                inputs_.value_betas(b.beta, token, task_.v_begin, task_.v_count, columns_);
+            } else {
+                inputs_.betas(b.token_decay, token, 1);
+                for (int j = 0; j < columns_; j += kLanes) store(b.beta + j, broadcast(b.token_decay[0]));
+            }
+        }
+        Vec dot{};
+        for (int c = 0; c < channels_; c += kLanes) dot += load(b.k + c) * load(b.q + c);
+        key_query_ = sum(dot);
+    }
+
+    void update(const float* before, float* after, std::int64_t stride, int row) { update_rows<kRows>(before, after, stride, row); }
+
+    template <int kCount>
+    void update_rows(const float* before, float* after, std::int64_t stride, int row) {
+        const Buffers& b = buffers_;
+        Vec reads[kCount] = {}, outs[kCount] = {};
+        for (int c = 0; c < channels_; c += kLanes) {
+            const Vec decay = load(b.decay + c), k = load(b.k + c), q = load(b.q + c);
+            CULA_UNROLL
+            for (int r = 0; r < kCount; ++r) {
+                const Vec s = load(before + r * stride + c) * decay;
+                reads[r] += s * k;
+                outs[r] += s * q;
+            }
+        }
+        float write[kCount];
+        CULA_UNROLL
+        for (int r = 0; r < kCount; ++r) {
+            write[r] = delta_ ? b.beta[row + r] * (b.v[row + r] - sum(reads[r])) : b.v[row + r];
+            b.out[row + r] = sum(outs[r]) + write[r] * key_query_;
+        }
+        for (int c = 0; c < channels_; c += kLanes) {
+            const Vec decay = load(b.decay + c), k = load(b.k + c);
+            CULA_UNROLL
+            for (int r = 0; r < kCount; ++r)
+                store(after + r * stride + c, load(before + r * stride + c) * decay + k * write[r]);
+        }
+    }
+
+    void store_output(std::int64_t t) const {
+        store_row(args_.o.ptr(task_.batch, task_.begin + t, task_.value_head, task_.v_begin), args_.o.dtype, buffers_.out,
+                  task_.v_count);
+    }
+
+    void store_token_states(std::int64_t t, const float* state) {
+        if (task_.slots && task_.pool.data) {
+            const std::int64_t slot = task_.slots[t * task_.slots_stride];
+            if (slot >= 0 && slot != args_.null_index) store_state(advance(task_.pool, slot * task_.pool_stride), state);
+        }
+        if (task_.snapshots.data) store_state(advance(task_.snapshots, t * task_.snapshots_stride), state);
+    }
+
+    void load_initial() {
+        const StateView& view = task_.initial;
+        float* state = buffers_.state;
+        for (int x = 0; x < columns_ * channels_; x += kLanes) store(state + x, Vec{});
+        if (!view.data) return;
+        if (view.stride_k == 1 || inputs_.key_dim == 1) {
+            for (int j = 0; j < task_.v_count; ++j)
+                load_row(state + j * channels_, state_at(view, task_.v_begin + j, 0), view.dtype, inputs_.key_dim, channels_);
+        } else {
+            float* by_channel = buffers_.transposed;
+            for (int x = 0; x < channels_ * columns_; x += kLanes) store(by_channel + x, Vec{});
+            for (int c = 0; c < inputs_.key_dim; ++c)
+                load_row(by_channel + c * columns_, state_at(view, task_.v_begin, c), view.dtype, task_.v_count, columns_);
+            transpose(state, channels_, by_channel, columns_, channels_, columns_);
+        }
+    }
+
+    void store_state(const StateView& view, const float* state) const {
+        if (view.stride_k == 1 || inputs_.key_dim == 1) {
+            for (int j = 0; j < task_.v_count; ++j)
+                store_row(state_at(view, task_.v_begin + j, 0), view.dtype, state + j * channels_, inputs_.key_dim);
+        } else {
+            transpose(buffers_.transposed, columns_, state, channels_, columns_, channels_);
+            for (int c = 0; c < inputs_.key_dim; ++c)
+                store_row(state_at(view, task_.v_begin, c), view.dtype, buffers_.transposed + c * columns_, task_.v_count);
+        }
+    }
+
+    const Args& args_;
+    const StepTask& task_;
+    const bool delta_, per_channel_;
+    const int rows_, columns_;
+    Buffers buffers_;
+    const HeadInputs inputs_;
+    const int channels_;
+    float key_query_ = 0.0f;
+};
+
+}  // namespace cula::cpu::CULA_CPU_TARGET

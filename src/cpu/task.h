@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the host side (entry.cc, built for any CPU) hands to the code that is built once per instruction set. Plain data: see
+// simd.h for why no inline function of the library may be used beyond it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cula/problem.h"
+
+namespace cula::cpu {
+
+// The state of one sequence and value head, [V, K]; data == nullptr: absent.
+struct StateView {
+    void* data = nullptr;
+    Dtype dtype = Dtype::kFloat32;
+    std::int64_t stride_v = 0, stride_k = 0;
+};
+
+struct Checkpoint {
+    std::int64_t tokens;  // after this many tokens of the sequence
+    std::int64_t slot;
+};
+
+// One sequence, one value head, some of its value columns.
+struct ScanTask {
+    std::int64_t batch, begin, length;  // tokens [begin, begin + length) of row `batch`
+    std::int64_t head, value_head;
+    int v_begin, v_count;
+    StateView initial, final;
+
+    // Prefill.
+    const Checkpoint* checkpoints = nullptr;  // in order of tokens
+    std::int64_t num_checkpoints = 0;
+    StateView chunk_states;  // of the sequence's first chunk
+    std::int64_t chunk_states_stride = 0;
+
+    // Segment.
+    bool identity = false;         // values are 0 and the initial state is I: the final state is M, its columns the values
+    float* total_decay = nullptr;  // [K], additive rules: the diagonal of M
+    std::int64_t total_decay_stride = 0;
+};
+
+// One sequence, one value head, some of its value rows; tokens one after another.
+struct StepTask {
+    std::int64_t sequence;
+    std::int64_t batch, begin, length;
+    std::int64_t head, value_head;
+    int v_begin, v_count;
+    StateView initial, final;
+
+    // Verify.
+    const std::int32_t* slots = nullptr;  // per token: the slot of `pool` that its state goes to, or null
+    std::int64_t slots_stride = 0;
+    StateView pool;  // slot 0
+    std::int64_t pool_stride = 0;
+    StateView snapshots;  // of token 0
+    std::int64_t snapshots_stride = 0;
+    const std::int32_t* parents = nullptr;
+    std::int64_t parents_stride = 0;
+};
+
+// What an instruction set offers. The scratch of a task is 64-byte aligned and may hold anything.
+struct Isa {
+    std::size_t (*scan_scratch_bytes)(const Args&, int v_count);
+    void (*scan)(const Args&, const ScanTask&, std::byte* scratch);
+    std::size_t (*step_scratch_bytes)(const Args&, int v_count, std::int64_t tree_tokens);
+    void (*step)(const Args&, const StepTask&, std::byte* scratch);
+};
+
+#define CULA_FOR_EACH_X86_TARGET(X) X(amx) X(avx512bf16) X(avx512) X(avx2)
+#define CULA_DECLARE_ISA(target) \
+    namespace target {           \
+    extern const Isa kIsa;       \
+    }
+#if defined(__x86_64__)
+CULA_FOR_EACH_X86_TARGET(CULA_DECLARE_ISA)
+#endif
+CULA_DECLARE_ISA(portable)
+#undef CULA_DECLARE_ISA
+
+}  // namespace cula::cpu

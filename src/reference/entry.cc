@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "reference/entry.h"
+
+#include <algorithm>
+
+#include "core/rows.h"
+#include "reference/recurrence.h"
+
+namespace cula::reference {
+namespace {
+
+constexpr std::int64_t kAlignment = 64;
+
+std::int64_t longest_row(const Args& args) {
+    if (!args.cu_seqlens) return args.q.size[1];
+    std::int64_t longest = 0;
+    for (std::int64_t n = 0; n < num_sequences(args); ++n) longest = std::max(longest, tokens_of(args, n).length);
+    return longest;
+}
+
+// One call in one precision. A task is a value head of a sequence; each worker has scratch for the states of one task.
+template <class Scalar, class Sum>
+class Call {
+public:
+    Call(const Args& args, const Context& context) : args_(args), context_(context) {}
+
+    std::size_t workspace_bytes() const { return static_cast<std::size_t>(workers() * bytes_per_worker()); }
+
+    // Prefill and decode: o, the final state, and the states asked for on the way.
+    void run_through() const {
+        for_each_task([this](std::int64_t n, std::int64_t hv, Scalar* scratch) {
+            const StateRows rows = states_of(args_, n);
+            const Tokens tokens = tokens_of(args_, n);
+            if (rows.skipped) return zero_output(tokens, hv);
+            const State<Scalar> S = state(scratch);
+            load(rows.initial, hv, S);
+            for (std::int64_t t = 0; t < tokens.length; ++t) {
+                store_passing(n, tokens, t, hv, S);
+                step(tokens, t, hv, S);
+            }
+            store_passing(n, tokens, tokens.length, hv, S);
+            store(rows.final, hv, S);
+        });
+        zero_tail();
+    }
+
+    // Verify: a state per draft token, each the child of the token before it or of its parent in the tree.
+    void run_drafts() const {
+        for_each_task([this](std::int64_t n, std::int64_t hv, Scalar* scratch) {
+            const StateRows rows = args_.state_indices ? drafts_states_of(n) : states_of(args_, n);
+            const Tokens tokens = tokens_of(args_, n);
+            if (rows.skipped) return zero_output(tokens, hv);
+            // states[0] is the base, states[t + 1] the state after token t; a chain reuses states[0].
+            const State<Scalar> base = state(scratch);
+            load(rows.initial, hv, base);
+            for (std::int64_t t = 0; t < tokens.length; ++t) {
+                State<Scalar> S = base;
+                if (args_.parents) {
+                    const std::int64_t parent = std::max<std::int64_t>(-1, *args_.parents.at<const std::int32_t>(n, t));
+                    S = state(base.data + (t + 1) * base.size());
+                    std::copy_n(base.data + (parent + 1) * base.size(), base.size(), S.data);
+                }
+                step(tokens, t, hv, S);
+                store_draft(n, t, hv, S);
+            }
+            if (!args_.state_indices) store(rows.final, hv, base);
+        });
+        zero_tail();
+    }
+
+    // Segment: B is the state that the sequence leaves from zero; the columns of M are the states that it leaves from
+    // the unit vectors when it writes no values.
+    void run_map() const {
+        for_each_task([this](std::int64_t n, std::int64_t hv, Scalar* scratch) {
+            const Tokens tokens = tokens_of(args_, n);
+            const std::int64_t key_dim = args_.q.size[3];
+            const bool diagonal = args_.algorithm.update == Update::kAdditive;
+            const State<Scalar> B = state(scratch), M{scratch + B.size(), key_dim, diagonal ? 1 : key_dim};
+            const std::array<Scalar, kMaxDim> nothing{};
+            std::fill_n(B.data, B.size(), Scalar{});
+            for (std::int64_t i = 0; i < M.size(); ++i) {
+                const bool one = diagonal || i / key_dim == i % key_dim;
+                M.data[i] = static_cast<Scalar>(one ? 1.0f : 0.0f);
+            }
+            for (std::int64_t t = 0; t < tokens.length; ++t) {
+                const Token<Scalar, Sum> token(args_, tokens.batch, tokens.begin + t, hv);
+                decay(token, B);
+                update(args_.algorithm.update, token, token.v, B);
+                decay(token, M);
+                if (!diagonal) update(args_.algorithm.update, token, nothing, M);
+            }
+            store(matrix_at(args_.segment_b, n, hv), B);
+            for (std::int64_t i = 0; i < M.key_dim; ++i)
+                for (std::int64_t j = 0; j < M.value_dim; ++j) {
+                    if (diagonal)
+                        write(args_.segment_m, M.row(i)[j], n, hv, i);
+                    else
+                        write(args_.segment_m, M.row(i)[j], n, hv, i, j);
+                }
+        });
+    }
+
+private:
+    State<Scalar> state(Scalar* data) const { return {data, args_.q.size[3], args_.v.size[3]}; }
+
+    std::int64_t tasks() const { return num_sequences(args_) * args_.v.size[2]; }
+
+    std::int64_t workers() const {
+        return std::clamp<std::int64_t>(context_.parallel_for.threads, 1, std::max<std::int64_t>(1, tasks()));
+    }
+
+    std::int64_t bytes_per_worker() const {
+        const std::int64_t key_dim = args_.q.size[3], value_dim = args_.v.size[3];
+        const std::int64_t states = args_.parents ? longest_row(args_) + 1 : 1;
+        const std::int64_t scalars = states * key_dim * value_dim + (args_.segment_m ? key_dim * key_dim : 0);
+        return (scalars * static_cast<std::int64_t>(sizeof(Scalar)) + kAlignment - 1) / kAlignment * kAlignment;
+    }
+
+    // body(n, hv, scratch) for every sequence and value head, shared out among the workers.
+    template <class Body>
+    void for_each_task(const Body& body) const {
+        struct Shared {
+            const Call& call;
+            const Body& body;
+        } shared{*this, body};
+        const auto work = [](void* arg, int index) {
+            const auto& [call, run] = *static_cast<Shared*>(arg);
+            const std::int64_t heads = call.args_.v.size[2];
+            auto* scratch = static_cast<std::byte*>(call.context_.workspace) + index * call.bytes_per_worker();
+            for (std::int64_t task = index; task < call.tasks(); task += call.workers())
+                run(task / heads, task % heads, reinterpret_cast<Scalar*>(scratch));
+        };
+        const auto count = static_cast<int>(workers());
+        if (context_.parallel_for.run)
+            context_.parallel_for.run(context_.parallel_for.context, count, work, &shared);
+        else
+            for (int index = 0; index < count; ++index) work(&shared, index);
+    }
+
+    void step(const Tokens& tokens, std::int64_t t, std::int64_t hv, State<Scalar> S) const {
+        const Token<Scalar, Sum> token(args_, tokens.batch, tokens.begin + t, hv);
+        decay(token, S);
+        update(args_.algorithm.update, token, token.v, S);
+        output(args_, token, S, tokens.batch, tokens.begin + t, hv);
+    }
+
+    static void load(const StateRow& row, std::int64_t hv, State<Scalar> S) {
+        if (!row) return static_cast<void>(std::fill_n(S.data, S.size(), Scalar{}));
+        const TensorRef matrix = matrix_at(row.states, row.slot, hv);
+        for (std::int64_t k = 0; k < S.key_dim; ++k)
+            for (std::int64_t v = 0; v < S.value_dim; ++v) S.row(k)[v] = static_cast<Scalar>(read<Sum>(matrix, v, k));
+    }
+
+    static void store(const TensorRef& matrix, State<Scalar> S) {
+        for (std::int64_t k = 0; k < S.key_dim; ++k)
+            for (std::int64_t v = 0; v < S.value_dim; ++v) write(matrix, S.row(k)[v], v, k);
+    }
+
+    static void store(const StateRow& row, std::int64_t hv, State<Scalar> S) {
+        if (row) store(matrix_at(row.states, row.slot, hv), S);
+    }
+
+    // The dense state and the checkpoints that lie `done` tokens into sequence n.
+    void store_passing(std::int64_t n, const Tokens& tokens, std::int64_t done, std::int64_t hv,
+                       State<Scalar> S) const {
+        if (args_.chunk_states && done % args_.chunk_tokens == 0 && done < tokens.length)
+            store(matrix_at(args_.chunk_states, tokens.batch, chunks_before(args_, n) + done / args_.chunk_tokens, hv),
+                  S);
+        if (!args_.checkpoints || (done % kChunkTokens != 0 && done != tokens.length)) return;
+        const TensorRef& plan = args_.checkpoint_plan;
+        for (std::int64_t m = 0; m < plan.size[0]; ++m) {
+            const std::int64_t slot = int32_at(plan, m, 2);
+            if (slot >= 0 && int32_at(plan, m, 0) == n && int32_at(plan, m, 1) == done)
+                store(matrix_at(args_.checkpoints, slot, hv), S);
+        }
+    }
+
+    static std::int64_t int32_at(const TensorRef& ref, std::int64_t i, std::int64_t j) {
+        return *ref.at<const std::int32_t>(i, j);
+    }
+
+    // With state_indices a row starts from the slot of its last accepted token, and ends in none of its own.
+    StateRows drafts_states_of(std::int64_t n) const {
+        const std::int64_t accepted = args_.num_accepted ? read_index(args_.num_accepted, n) : 1;
+        const std::int64_t slot = args_.initial_state_indices ? read_index(args_.initial_state_indices, n)
+                                                              : int32_at(args_.state_indices, n, accepted - 1);
+        StateRows rows;
+        rows.skipped = is_null(args_, slot);
+        const bool starts = !args_.has_initial_state || *args_.has_initial_state.at<const bool>(n);
+        if (args_.initial_state && starts) rows.initial = {args_.initial_state, slot};
+        return rows;
+    }
+
+    void store_draft(std::int64_t n, std::int64_t t, std::int64_t hv, State<Scalar> S) const {
+        if (args_.state_indices && args_.final_state) {
+            const std::int64_t slot = int32_at(args_.state_indices, n, t);
+            if (!is_null(args_, slot)) store(matrix_at(args_.final_state, slot, hv), S);
+        }
+        if (args_.snapshots) {
+            const std::int64_t slot = args_.snapshot_indices ? read_index(args_.snapshot_indices, n) : n;
+            if (!args_.snapshot_indices || !is_null(args_, slot)) store(matrix_at(args_.snapshots, slot, t, hv), S);
+        }
+    }
+
+    void zero_output(const Tokens& tokens, std::int64_t hv) const {
+        for (std::int64_t t = 0; t < tokens.length; ++t)
+            for (std::int64_t v = 0; v < args_.v.size[3]; ++v)
+                write(args_.o, 0.0f, tokens.batch, tokens.begin + t, hv, v);
+    }
+
+    // Tokens that belong to no sequence.
+    void zero_tail() const {
+        if (!args_.cu_seqlens) return;
+        const std::int64_t end = read_index(args_.cu_seqlens, num_sequences(args_));
+        const Tokens tail{.batch = 0, .begin = end, .length = args_.q.size[1] - end};
+        for (std::int64_t hv = 0; hv < args_.v.size[2]; ++hv) zero_output(tail, hv);
+    }
+
+    const Args& args_;
+    const Context& context_;
+};
+
+using Oracle = Call<double, double>;
+
+// visit(call) with the call in the precision of q.
+template <class Visit>
+auto in_own_precision(const Args& args, const Context& context, const Visit& visit) {
+    switch (args.q.dtype) {
+        case Dtype::kBFloat16: return visit(Call<BFloat16, float>(args, context));
+        case Dtype::kFloat16: return visit(Call<Float16, float>(args, context));
+        case Dtype::kFloat32: return visit(Call<float, float>(args, context));
+        default: return visit(Call<double, double>(args, context));
+    }
+}
+
+}  // namespace
+
+Support supports(const Problem& problem) {
+    if (problem.pass == Pass::kSegment && problem.beta_per_value)
+        return Support::no("a write strength per value channel gives each value channel a map of its own");
+    return Support::yes();
+}
+
+std::size_t workspace_bytes(const Args& args, const Context& context) {
+    return Oracle(args, context).workspace_bytes();
+}
+void prefill(const Args& args, const Context& context) { Oracle(args, context).run_through(); }
+void decode(const Args& args, const Context& context) { Oracle(args, context).run_through(); }
+void verify(const Args& args, const Context& context) { Oracle(args, context).run_drafts(); }
+void segment(const Args& args, const Context& context) { Oracle(args, context).run_map(); }
+
+namespace naive {
+
+Support supports(const Problem& problem) { return reference::supports(problem); }
+
+std::size_t workspace_bytes(const Args& args, const Context& context) {
+    return in_own_precision(args, context, [](const auto& call) { return call.workspace_bytes(); });
+}
+
+void prefill(const Args& args, const Context& context) {
+    in_own_precision(args, context, [](const auto& call) { call.run_through(); });
+}
+
+void decode(const Args& args, const Context& context) { naive::prefill(args, context); }
+
+void verify(const Args& args, const Context& context) {
+    in_own_precision(args, context, [](const auto& call) { call.run_drafts(); });
+}
+
+void segment(const Args& args, const Context& context) {
+    in_own_precision(args, context, [](const auto& call) { call.run_map(); });
+}
+
+}  // namespace naive
+}  // namespace cula::reference

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+// The definition of every member of the family, one token of one value head at a time:
+//
+//     S' = diag(α_t) S_{t-1}          α_t = exp(a_t)
+//     u_t = v_t                       or, for the delta rule, β_t (v_t − S'ᵀ k_t)
+//     S_t = S' + k_t u_tᵀ
+//     o_t = scale · S_tᵀ q_t
+//
+// The result of each equation is rounded to Scalar; sums inside an equation run in Sum.
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+
+#include "cula/problem.h"
+#include "reference/access.h"
+
+namespace cula::reference {
+
+inline constexpr std::size_t kMaxDim = 256;
+
+// S [K, V]: row k holds what key channel k remembers of every value channel.
+template <class Scalar>
+struct State {
+    Scalar* data;
+    std::int64_t key_dim, value_dim;
+
+    Scalar* row(std::int64_t k) const { return data + k * value_dim; }
+    std::int64_t size() const { return key_dim * value_dim; }
+};
+
+template <class Sum>
+Sum sigmoid(Sum x) {
+    return 1 / (1 + std::exp(-x));
+}
+
+template <class Sum>
+Sum softplus(Sum x) {
+    return (x > 0 ? x : Sum{0}) + std::log1p(std::exp(-std::abs(x)));
+}
+
+// What one token brings to one value head, after normalisation, gate and sigmoid.
+template <class Scalar, class Sum>
+struct Token {
+    template <class T>
+    using Vector = std::array<T, kMaxDim>;
+
+    Vector<Scalar> q, k, v, alpha, beta;
+
+    Token(const Args& args, std::int64_t b, std::int64_t t, std::int64_t hv) {
+        const std::int64_t key_dim = args.q.size[3], value_dim = args.v.size[3];
+        const std::int64_t h = hv / (args.v.size[2] / args.q.size[2]);
+        read_key(args, args.q, b, t, h, q);
+        read_key(args, args.k, b, t, h, k);
+        for (std::int64_t j = 0; j < value_dim; ++j) at(v, j) = static_cast<Scalar>(read<Sum>(args.v, b, t, hv, j));
+        if (args.algorithm.decay == Decay::kPerChannel)
+            for (std::int64_t i = 0; i < key_dim; ++i) at(alpha, i) = decay_factor(args, b, t, hv, i);
+        else
+            alpha.fill(decay_factor(args, b, t, hv, 0));
+        if (args.beta.ndim == 4)
+            for (std::int64_t j = 0; j < value_dim; ++j)
+                at(beta, j) = write_strength(args, read<Sum>(args.beta, b, t, hv, j));
+        else if (args.beta)
+            beta.fill(write_strength(args, read<Sum>(args.beta, b, t, hv)));
+    }
+
+    template <class T>
+    static T& at(Vector<T>& vector, std::int64_t i) {
+        return vector[static_cast<std::size_t>(i)];
+    }
+
+    static void read_key(const Args& args, const TensorRef& ref, std::int64_t b, std::int64_t t, std::int64_t h,
+                         Vector<Scalar>& x) {
+        const std::int64_t key_dim = ref.size[3];
+        Sum square = 0;
+        for (std::int64_t i = 0; i < key_dim; ++i) {
+            const Sum element = read<Sum>(ref, b, t, h, i);
+            square += element * element;
+            at(x, i) = static_cast<Scalar>(element);
+        }
+        if (!args.qk_l2norm) return;
+        const Sum norm = std::sqrt(square + static_cast<Sum>(1e-6));
+        for (std::int64_t i = 0; i < key_dim; ++i) at(x, i) = static_cast<Scalar>(static_cast<Sum>(at(x, i)) / norm);
+    }
+
+    static Scalar decay_factor(const Args& args, std::int64_t b, std::int64_t t, std::int64_t hv, std::int64_t i) {
+        return static_cast<Scalar>(std::exp(log_decay(args, b, t, hv, i)));
+    }
+
+    // a, the logarithm of the decay of key channel i.
+    static Sum log_decay(const Args& args, std::int64_t b, std::int64_t t, std::int64_t hv, std::int64_t i) {
+        switch (args.algorithm.decay) {
+            case Decay::kNone: return 0;
+            case Decay::kPerHead: return read<Sum>(args.gamma, hv);
+            case Decay::kPerToken:
+                return gated(args, read<Sum>(args.g, b, t, hv), hv, args.dt_bias ? read<Sum>(args.dt_bias, hv) : 0) +
+                       (args.gamma ? read<Sum>(args.gamma, hv) : 0);
+            case Decay::kPerChannel:
+                return gated(args, read<Sum>(args.g, b, t, hv, i), hv,
+                             args.dt_bias ? read<Sum>(args.dt_bias, hv, i) : 0);
+        }
+        return 0;
+    }
+
+    static Sum gated(const Args& args, Sum g, std::int64_t hv, Sum bias) {
+        if (args.gate == Gate::kLogDecay) return g;
+        const Sum x = g + bias, rate = args.A_log ? std::exp(read<Sum>(args.A_log, hv)) : 1;
+        const Sum a =
+            args.gate == Gate::kSoftplus ? -rate * softplus(x) : static_cast<Sum>(args.lower_bound) * sigmoid(rate * x);
+        return static_cast<Sum>(static_cast<Scalar>(a));
+    }
+
+    static Scalar write_strength(const Args& args, Sum given) {
+        if (!args.beta_is_logit) return static_cast<Scalar>(given);
+        return static_cast<Scalar>((args.allow_neg_eigval ? 2 : 1) * sigmoid(given));
+    }
+};
+
+// S ← diag(α) S
+template <class Scalar, class Sum>
+void decay(const Token<Scalar, Sum>& token, State<Scalar> S) {
+    for (std::int64_t k = 0; k < S.key_dim; ++k) {
+        const auto alpha = static_cast<Sum>(token.alpha[static_cast<std::size_t>(k)]);
+        Scalar* row = S.row(k);
+        for (std::int64_t v = 0; v < S.value_dim; ++v) row[v] = static_cast<Scalar>(alpha * static_cast<Sum>(row[v]));
+    }
+}
+
+// Sᵀ x
+template <class Sum, class Scalar>
+std::array<Sum, kMaxDim> apply(State<Scalar> S, const std::array<Scalar, kMaxDim>& x) {
+    std::array<Sum, kMaxDim> y{};
+    for (std::int64_t k = 0; k < S.key_dim; ++k) {
+        const auto weight = static_cast<Sum>(x[static_cast<std::size_t>(k)]);
+        const Scalar* row = S.row(k);
+        for (std::int64_t v = 0; v < S.value_dim; ++v)
+            y[static_cast<std::size_t>(v)] += weight * static_cast<Sum>(row[v]);
+    }
+    return y;
+}
+
+// S ← S + k uᵀ, with u the write value for v: what the token adds to the decayed state.
+template <class Scalar, class Sum>
+void update(Update rule, const Token<Scalar, Sum>& token, const std::array<Scalar, kMaxDim>& value, State<Scalar> S) {
+    std::array<Scalar, kMaxDim> u = value;
+    if (rule == Update::kDelta) {
+        const std::array<Sum, kMaxDim> known = apply<Sum>(S, token.k);
+        for (std::size_t v = 0; v < static_cast<std::size_t>(S.value_dim); ++v)
+            u[v] = static_cast<Scalar>(static_cast<Sum>(token.beta[v]) * (static_cast<Sum>(value[v]) - known[v]));
+    }
+    for (std::int64_t k = 0; k < S.key_dim; ++k) {
+        const auto key = static_cast<Sum>(token.k[static_cast<std::size_t>(k)]);
+        Scalar* row = S.row(k);
+        for (std::int64_t v = 0; v < S.value_dim; ++v)
+            row[v] =
+                static_cast<Scalar>(static_cast<Sum>(row[v]) + key * static_cast<Sum>(u[static_cast<std::size_t>(v)]));
+    }
+}
+
+// o ← scale · Sᵀ q
+template <class Scalar, class Sum>
+void output(const Args& args, const Token<Scalar, Sum>& token, State<Scalar> S, std::int64_t b, std::int64_t t,
+            std::int64_t hv) {
+    const std::array<Sum, kMaxDim> read_out = apply<Sum>(S, token.q);
+    for (std::int64_t v = 0; v < S.value_dim; ++v)
+        write(args.o, static_cast<Scalar>(static_cast<Sum>(args.scale) * read_out[static_cast<std::size_t>(v)]), b, t,
+              hv, v);
+}
+
+}  // namespace cula::reference

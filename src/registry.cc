@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every kernel of the library, in order of preference: dispatch takes the first row of a pass whose supports() says yes.
+#include "core/kernel.h"
+#include "cula/kernels.h"
+#include "reference/entry.h"
+
+namespace cula {
+namespace {
+
+template <Pass kPass, std::size_t (*kBytes)(Pass, const Args&, const Context&)>
+std::size_t bytes(const Args& args, const Context& context) {
+    return kBytes(kPass, args, context);
+}
+
+// The four passes of one CPU instruction set.
+#define CULA_CPU_TARGET_ROWS(name, target)                                                                                      \
+    {name, Pass::kPrefill, DeviceKind::kCpu, target::supports, bytes<Pass::kPrefill, target::workspace_bytes>, target::prefill}, \
+    {name, Pass::kDecode, DeviceKind::kCpu, target::supports, bytes<Pass::kDecode, target::workspace_bytes>, target::decode},    \
+    {name, Pass::kVerify, DeviceKind::kCpu, target::supports, bytes<Pass::kVerify, target::workspace_bytes>, target::verify},    \
+    {name, Pass::kSegment, DeviceKind::kCpu, target::supports, bytes<Pass::kSegment, target::workspace_bytes>, target::segment}
+
+#define CULA_REFERENCE_ROWS(name, target)                                                                       \
+    {name, Pass::kPrefill, DeviceKind::kCpu, target::supports, target::workspace_bytes, target::prefill},       \
+    {name, Pass::kDecode, DeviceKind::kCpu, target::supports, target::workspace_bytes, target::decode},         \
+    {name, Pass::kVerify, DeviceKind::kCpu, target::supports, target::workspace_bytes, target::verify},         \
+    {name, Pass::kSegment, DeviceKind::kCpu, target::supports, target::workspace_bytes, target::segment}
+
+constexpr Kernel kKernels[] = {
+#if defined(__x86_64__)
+    CULA_CPU_TARGET_ROWS("cpu:amx", cpu::amx),
+    CULA_CPU_TARGET_ROWS("cpu:avx512bf16", cpu::avx512bf16),
+    CULA_CPU_TARGET_ROWS("cpu:avx512", cpu::avx512),
+    CULA_CPU_TARGET_ROWS("cpu:avx2", cpu::avx2),
+#endif
+    CULA_CPU_TARGET_ROWS("cpu:portable", cpu::portable),
+    CULA_REFERENCE_ROWS("reference", reference),
+    CULA_REFERENCE_ROWS("reference:naive", reference::naive),
+};
+
+}  // namespace
+
+std::span<const Kernel> kernels() { return kKernels; }
+
+}  // namespace cula
