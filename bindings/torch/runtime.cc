@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime.h"
+
+#include <dlfcn.h>
+
+namespace cula::torch_binding {
+namespace {
+
+using GetCurrentStream = AOTITorchError (*)(std::int32_t device, void** stream);
+
+// libtorch_cuda is absent under CPU-only PyTorch, and one binary serves both: the symbol is looked up when first
+// needed.
+GetCurrentStream find_get_current_stream() {
+    constexpr const char* kSymbol = "aoti_torch_get_current_cuda_stream";
+    void* found = dlsym(RTLD_DEFAULT, kSymbol);
+    if (!found)
+        if (void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD)) found = dlsym(library, kSymbol);
+    return reinterpret_cast<GetCurrentStream>(found);
+}
+
+void parallel_for(void*, int count, void (*worker)(void* arg, int index), void* arg) {
+    if (count == 1) return worker(arg, 0);
+    struct Work {
+        void (*worker)(void*, int);
+        void* arg;
+    } work{worker, arg};
+    const auto run = [](std::int64_t begin, std::int64_t end, void* context) {
+        const auto& [one, with] = *static_cast<Work*>(context);
+        for (std::int64_t i = begin; i < end; ++i) one(with, static_cast<int>(i));
+    };
+    TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, count, 1, run, &work));
+}
+
+}  // namespace
+
+ParallelFor torch_threads() {
+    std::uint32_t threads = 1;
+    TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
+    return {parallel_for, nullptr, static_cast<int>(threads)};
+}
+
+TensorHandle allocate_bytes(std::size_t bytes, const Device& device) {
+    const auto size = static_cast<std::int64_t>(bytes);
+    constexpr std::int64_t kStride = 1;
+    const std::int32_t type =
+        device.kind == DeviceKind::kCuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
+    AtenTensorHandle handle = nullptr;
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_empty_strided(1, &size, &kStride, aoti_torch_dtype_uint8(), type, device.index, &handle));
+    return TensorHandle(handle);
+}
+
+void* data_of(const TensorHandle& tensor) {
+    void* data = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+    return data;
+}
+
+CurrentStream::CurrentStream(const Device& device) {
+    if (device.kind != DeviceKind::kCuda) return;
+    static const GetCurrentStream get_current_stream = find_get_current_stream();
+    if (!get_current_stream) throw Error("this build of PyTorch has no CUDA");
+    DeviceGuardHandle guard = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(device.index, &guard));
+    guard_.reset(guard);
+    TORCH_ERROR_CODE_CHECK(get_current_stream(device.index, &stream_));
+}
+
+}  // namespace cula::torch_binding

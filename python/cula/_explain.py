@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel would run, and why the others would not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from cula import _ops
+
+
+class Row(NamedTuple):
+    """A kernel of the registry: `verdict` is "chosen", "yes" (it would do) or "no" because of `reason`."""
+
+    target: str
+    verdict: str
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The registry's rows for one problem, in order of preference. Iterates as rows, prints as a table."""
+
+    problem: str
+    rows: tuple[Row, ...]
+
+    @property
+    def chosen(self) -> str | None:
+        """The target that would run, None if there is none."""
+        return next((row.target for row in self.rows if row.verdict == "chosen"), None)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+    def __repr__(self) -> str:
+        table = [Row("target", "runs", "why not"), *self.rows]
+        width = max(len(row.target) for row in table)
+        lines = [f"  {row.target:{width}}  {row.verdict:6}  {row.reason}".rstrip() for row in table]
+        return "\n".join([self.problem, *lines])
+
+
+def explain(
+    algorithm: str = "kda",
+    pass_name: str = "prefill",
+    *,
+    batch: int = 1,
+    tokens: int = 8192,
+    sequences: int | None = None,
+    heads: int = 32,
+    value_heads: int | None = None,
+    key_dim: int = 128,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    state_dtype: torch.dtype = torch.float32,
+    gate: str = "log_decay",
+    lower_bound: float = -5.0,
+    varlen: bool = False,
+    beta_per_value: bool = False,
+    checkpoints: bool = False,
+    chunk_states: bool = False,
+    tree: bool = False,
+    chunk_size: int = 64,
+    deterministic: bool | str | None = None,
+    device: torch.device | str | None = None,
+) -> Explanation:
+    """Every kernel of the registry for a problem: the one that would run, and why others cannot, in a sentence each.
+
+    algorithm: kda, gdn, gla, simple_gla, lightning, linear, delta or delta_per_head.
+    pass_name: prefill, decode, verify or segment.
+    gate: log_decay, softplus or bounded. device: a GPU if there is one, else the CPU.
+    The other arguments have the names and meanings of the calls they describe (`cula.api`).
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = torch.device(device).type
+    value_heads = heads if value_heads is None else value_heads
+    value_dim = key_dim if value_dim is None else value_dim
+    sequences = batch if sequences is None else sequences
+    text = _ops.explain(
+        pass_name,
+        algorithm,
+        kind,
+        batch=batch,
+        tokens=tokens,
+        sequences=sequences,
+        heads=heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        dtype=_name(dtype),
+        state_dtype=_name(state_dtype),
+        gate=gate,
+        lower_bound=lower_bound,
+        varlen=varlen,
+        beta_per_value=beta_per_value,
+        checkpoints=checkpoints,
+        chunk_states=chunk_states,
+        tree=tree,
+        chunk_tokens=chunk_size,
+        batch_invariant=deterministic == "batch_invariant",
+    )
+    shape = f"B={batch} T={tokens} H={heads} HV={value_heads} K={key_dim} V={value_dim}"
+    problem = f"{algorithm} {pass_name} on {kind}: {shape}, {_name(dtype)}, {_name(state_dtype)} state"
+    return Explanation(problem, tuple(Row(*line.split("\t")) for line in text.splitlines()))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operators of flash-linear-attention check before they run, in its order and words.
+
+Checks that state a limit of FLA's kernels, and not of ours, are left out.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+
+class ArgumentError(ValueError, AssertionError):
+    """FLA asserts where this library raises ValueError: an `except` clause written for either holds."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ArgumentError(message)
+
+
+def options(name: str, kwargs: dict[str, object], accepted: tuple[str, ...] = ()) -> None:
+    """FLA drops an unknown keyword silently; here it is an error, so that a misspelt option does not go unnoticed."""
+    for key in kwargs:
+        if key == "head_first":
+            raise DeprecationWarning("head_first has been removed. Inputs must be in `[B, T, H, ...]` format.")
+        if key not in accepted:
+            raise TypeError(f"{name}() got an unexpected keyword argument {key!r}")
+
+
+def state_layout(kwargs: dict[str, object], state_v_first: bool) -> bool:
+    """`state_v_first` under its old name."""
+    if "transpose_state_layout" not in kwargs:
+        return state_v_first
+    if state_v_first:
+        raise ValueError("Cannot pass both `state_v_first` and the deprecated `transpose_state_layout`.")
+    message = "`transpose_state_layout` is deprecated and renamed to `state_v_first`."
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return bool(kwargs.pop("transpose_state_layout"))
+
+
+def sequences(q: Tensor, cu_seqlens: Tensor | None, initial_state: Tensor | None) -> None:
+    if cu_seqlens is None:
+        return
+    if q.shape[0] != 1:
+        raise ValueError(
+            f"The batch size is expected to be 1 rather than {q.shape[0]} when using `cu_seqlens`."
+            "Please flatten variable-length inputs before processing."
+        )
+    count = cu_seqlens.shape[0] - 1
+    if initial_state is not None and initial_state.shape[0] != count:
+        raise ValueError(
+            "The number of initial states is expected to be equal to the number of input sequences, "
+            f"i.e., {count} rather than {initial_state.shape[0]}."
+        )
+
+
+def float32_state(initial_state: Tensor | None) -> None:
+    require(initial_state is None or initial_state.dtype == torch.float32, "initial_state must be in float32.")
+
+
+def gate(use_gate_in_kernel: bool, A_log: Tensor | None, lower_bound: float | None, safe_gate: bool = False) -> None:
+    if not use_gate_in_kernel:
+        return
+    if A_log is None and lower_bound is None:
+        raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
+    if not safe_gate:
+        return
+    if lower_bound is None:
+        raise ValueError("`lower_bound` must be specified when `safe_gate=True` and `use_gate_in_kernel=True`.")
+    if not -5 <= lower_bound < 0:
+        raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
+
+
+def beta(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> None:
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
+
+
+def forward_only(reverse: bool, gv: Tensor | None) -> None:
+    if reverse:
+        raise NotImplementedError("reverse=True is not built: flip the tensors along T")
+    if gv is not None:
+        raise NotImplementedError("gv, a decay along the value dimension, is outside the family of these kernels")
+
+
+def no_grouped_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    require(q.shape == k.shape, f"q and k must have the same shape, got q={q.shape} vs k={k.shape}")
+    require(v.shape == (*q.shape[:3], v.shape[-1]), "v must be of shape (batch size, seq len, num of head, head dim).")

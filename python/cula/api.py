@@ -1,0 +1,593 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Level 1: one function per member of the family, on whatever device its tensors are.
+
+Shapes: B batch, T tokens, N sequences, H query/key heads, HV value heads (HV % H == 0; value head hv reads query/key
+head hv // (HV / H)), K and V the key and value dimensions (up to 256). q and k are `[B, T, H, K]`, v is
+`[B, T, HV, V]`, in one dtype: bfloat16, float16 or float32 (float64 for the oracle). The last dimension must be
+contiguous, every other stride is free.
+
+Words that all functions share:
+
+scale: applied to q, `K ** -0.5` if None.
+cu_seqlens: int32 or int64 `[N + 1]` on q's device; B is 1 and sequence n holds the tokens from `cu_seqlens[n]` to
+    `cu_seqlens[n + 1]`. Empty sequences are legal, tokens beyond the last one get zeros. Without it N is B.
+initial_state: `[N, HV, V, K]`, float32, bfloat16 or float16; zero if None. With `initial_state_indices` a pool
+    `[slots, HV, V, K]` that is only read.
+output_final_state: return the final state, a new float32 `[N, HV, V, K]`.
+state_pool: `[slots, HV, V, K]` with any slot stride, read and written in place and returned as the final state.
+initial_state_indices, final_state_indices: int32 `[N]`, the slot that a sequence starts from and ends in (the same if
+    the second is None). A sequence whose index is negative or `null_index` is skipped: its output is zero, nothing is
+    stored for it. Slots that no index names are not touched.
+has_initial_state: bool `[N]`; False starts from zero whatever the slot holds.
+state_v_first: False for states `[..., K, V]` (FLA's layout). Both layouts are views of the same kernels, never copies.
+checkpoints: `Checkpoints(states, plan)`, states to keep on the way.
+return_intermediate_states: return h as a third value: the state at the start of every chunk of `chunk_size` (16, 32 or
+    64) tokens, `[B, NT, HV, V, K]` in k's dtype. The chunks of packed sequences follow each other along NT, which is
+    their number where the lengths can be read without waiting (on the CPU, not under torch.compile) and else the most
+    that it could be, with zeros beyond.
+backend: a target by name (`"cpu"`, `"cpu:avx2"`, `"reference"`, see `cula.explain()`); None for the best.
+deterministic: results are bit-equal from run to run in any case; `"batch_invariant"` also gives a sequence the same
+    bits whatever else is in the batch.
+out: a preallocated o, `[B, T, HV, V]`.
+device: q's device, checked if given.
+
+Errors: `ValueError` names the argument, what was expected and what was given, before anything is written;
+`TypeError` for an unknown option or a wrong type; `NotImplementedError` where gradients are asked for, since the
+backward pass is not built yet.
+
+The published signatures are those of cuLA's unified interface (inclusionAI/cuLA, issue 50).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cula import _ops, _passes
+from cula._passes import Checkpoints
+
+__all__ = [
+    "Checkpoints",
+    "cula_decode",
+    "cula_delta",
+    "cula_gdn",
+    "cula_gla",
+    "cula_kda",
+    "cula_lightning",
+    "cula_segment",
+    "cula_simple_gla",
+    "cula_verify",
+]
+
+_MODES = ("kda", "gdn", "gla", "simple_gla", "lightning", "delta")
+
+
+def cula_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    device: torch.device | str | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    null_index: int = -1,
+    checkpoints: Checkpoints | None = None,
+    backend: str | None = None,
+    deterministic: bool | str | None = None,
+    out: Tensor | None = None,
+    cp_context: object | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Kimi Delta Attention (arXiv:2510.26692): a delta rule whose state decays per token and key channel.
+
+    g: the log decay `[B, T, HV, K]`, any floating dtype, as low as -1000; or `[B, T, HV]`, one decay for all channels.
+        With `use_gate_in_kernel` the raw gate: `-exp(A_log) * softplus(g + dt_bias)`, or with `lower_bound` (negative)
+        `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`.
+    beta: the write strength `[B, T, HV]`, or `[B, T, HV, V]` for one per value channel; a logit with
+        `use_beta_sigmoid_in_kernel`, whose sigmoid `allow_neg_eigval` doubles.
+    A_log, dt_bias: HV and HV * K values of any shape.
+    use_qk_l2norm_in_kernel: normalise q and k, `x * rsqrt(sum(x * x) + 1e-6)`.
+    safe_gate: a promise that the log decay lies in [-5, 0), which no kernel here needs; other bounds are refused.
+    disable_recompute: concerns training only.
+    kwargs: `chunk_size`, the spacing of h.
+
+    Returns (o `[B, T, HV, V]` in q's dtype, final state or None), and h if asked for. Everything else: `cula.api`.
+    """
+    _passes.refuse_context(cp_context)
+    chunk_size = kwargs.pop("chunk_size", 64)
+    _refuse_unknown("cula_kda", kwargs)
+    if use_gate_in_kernel:
+        _check_gate(A_log, lower_bound, safe_gate)
+    algorithm, g, dt_bias = _kda_decay(q, g, dt_bias)
+    o, final_state, h = _passes.forward(
+        _ops.prefill, algorithm, q, k, v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+        gate=_passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound=lower_bound, scale=scale,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
+        state_v_first=state_v_first, state_pool=state_pool, initial_state_indices=initial_state_indices,
+        final_state_indices=final_state_indices, has_initial_state=has_initial_state, null_index=null_index,
+        checkpoints=checkpoints, return_chunk_states=return_intermediate_states, chunk_size=chunk_size,
+        backend=backend, deterministic=deterministic, out=out, device=device,
+    )  # fmt: skip
+    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+
+
+def cula_gdn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    lower_bound: float | None = None,
+    return_intermediate_states: bool = False,
+    device: torch.device | str | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    null_index: int = -1,
+    checkpoints: Checkpoints | None = None,
+    backend: str | None = None,
+    deterministic: bool | str | None = None,
+    out: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Gated DeltaNet (arXiv:2412.06464): a delta rule whose state decays per token.
+
+    g: the log decay `[B, T, HV]`, or the raw gate with `use_gate_in_kernel`, as in `cula_kda`.
+    A_log, dt_bias: HV values each. beta and everything else as in `cula_kda` and `cula.api`.
+    """
+    chunk_size = kwargs.pop("chunk_size", 64)
+    _refuse_unknown("cula_gdn", kwargs)
+    if use_gate_in_kernel:
+        _check_gate(A_log, lower_bound)
+    o, final_state, h = _passes.forward(
+        _ops.prefill, "gdn", q, k, v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+        gate=_passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound=lower_bound, scale=scale,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
+        state_v_first=state_v_first, state_pool=state_pool, initial_state_indices=initial_state_indices,
+        final_state_indices=final_state_indices, has_initial_state=has_initial_state, null_index=null_index,
+        checkpoints=checkpoints, return_chunk_states=return_intermediate_states, chunk_size=chunk_size,
+        backend=backend, deterministic=deterministic, out=out, device=device,
+    )  # fmt: skip
+    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+
+
+def cula_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_intermediate_states: bool = False,
+    device: torch.device | str | None = None,
+    state_v_first: bool = True,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    null_index: int = -1,
+    checkpoints: Checkpoints | None = None,
+    backend: str | None = None,
+    deterministic: bool | str | None = None,
+    out: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Gated linear attention (arXiv:2312.06635): an additive update, decay per token and key channel.
+
+    g: the log decay `[B, T, HV, K]`, any floating dtype. Everything else: `cula.api`.
+    """
+    return _additive(
+        "cula_gla", "gla", q, k, v, kwargs, g=g, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
+        initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
+        state_pool=state_pool, initial_state_indices=initial_state_indices, final_state_indices=final_state_indices,
+        has_initial_state=has_initial_state, null_index=null_index, checkpoints=checkpoints,
+        return_chunk_states=return_intermediate_states, backend=backend, deterministic=deterministic, out=out,
+        device=device,
+    )  # fmt: skip
+
+
+def cula_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    decay: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_intermediate_states: bool = False,
+    device: torch.device | str | None = None,
+    state_v_first: bool = True,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    null_index: int = -1,
+    checkpoints: Checkpoints | None = None,
+    backend: str | None = None,
+    deterministic: bool | str | None = None,
+    out: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Gated linear attention with one decay per token and head (also the form of Mamba-2, arXiv:2405.21060).
+
+    g: the log decay `[B, T, HV]`. decay: a constant per head `[HV]`, as in `cula_lightning`, on top of g or alone.
+    With neither it is plain linear attention (arXiv:2006.16236). Everything else: `cula.api`.
+    """
+    return _additive(
+        "cula_simple_gla", _algorithm("simple_gla", g, decay), q, k, v, kwargs, g=g, decay=_log_decay(q, decay),
+        scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
+        output_final_state=output_final_state, state_v_first=state_v_first, state_pool=state_pool,
+        initial_state_indices=initial_state_indices, final_state_indices=final_state_indices,
+        has_initial_state=has_initial_state, null_index=null_index, checkpoints=checkpoints,
+        return_chunk_states=return_intermediate_states, backend=backend, deterministic=deterministic, out=out,
+        device=device,
+    )  # fmt: skip
+
+
+def cula_lightning(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    decay: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    chunk_size: int = 64,
+    device: torch.device | str | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = True,
+    final_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    null_index: int = -1,
+    checkpoints: Checkpoints | None = None,
+    backend: str | None = None,
+    deterministic: bool | str | None = None,
+    out: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Lightning attention (arXiv:2401.04658), RetNet (arXiv:2307.08621): additive, with a constant decay per head.
+
+    decay: `[HV]`, in log space: a token shrinks the state by `exp(-abs(decay))`. A state never grows, so the positive
+        slopes of MiniMax and cuLA and the negative log decays of FLA mean the same. It is never derived from a layer
+        index here.
+    Everything else: `cula.api`.
+    """
+    return _additive(
+        "cula_lightning", "lightning", Q, K, V, {"chunk_size": chunk_size, **kwargs}, decay=_log_decay(Q, decay),
+        scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
+        output_final_state=output_final_state, state_v_first=state_v_first, state_pool=state_pool,
+        initial_state_indices=initial_state_indices, final_state_indices=final_state_indices,
+        has_initial_state=has_initial_state, null_index=null_index, checkpoints=checkpoints,
+        return_chunk_states=return_intermediate_states, backend=backend, deterministic=deterministic, out=out,
+        device=device,
+    )  # fmt: skip
+
+
+def cula_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    decay: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_intermediate_states: bool = False,
+    device: torch.device | str | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    null_index: int = -1,
+    checkpoints: Checkpoints | None = None,
+    backend: str | None = None,
+    deterministic: bool | str | None = None,
+    out: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """DeltaNet (arXiv:2406.06484): the delta rule without decay, or with a constant `decay` per head `[HV]`.
+
+    beta and everything else as in `cula_kda` and `cula.api`.
+    """
+    chunk_size = kwargs.pop("chunk_size", 64)
+    _refuse_unknown("cula_delta", kwargs)
+    o, final_state, h = _passes.forward(
+        _ops.prefill, _algorithm("delta", None, decay), q, k, v, beta=beta, decay=_log_decay(q, decay), scale=scale,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
+        state_v_first=state_v_first, state_pool=state_pool, initial_state_indices=initial_state_indices,
+        final_state_indices=final_state_indices, has_initial_state=has_initial_state, null_index=null_index,
+        checkpoints=checkpoints, return_chunk_states=return_intermediate_states, chunk_size=chunk_size,
+        backend=backend, deterministic=deterministic, out=out, device=device,
+    )  # fmt: skip
+    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+
+
+def cula_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    *,
+    mode: str = "kda",
+    state_indices: Tensor | None = None,
+    scale: float | None = None,
+    device: torch.device | str | None = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    decay: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    use_gate_in_kernel: bool | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    final_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    null_index: int = -1,
+    backend: str | None = None,
+    deterministic: bool | str | None = None,
+    out: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor]:
+    """One token for each of N sequences; the state is updated in place.
+
+    q, k: `[N, 1, H, K]` or `[1, N, H, K]`, and v, g, beta likewise. The tokens of `[N, T, H, K]` run in order.
+    state: the pool `[P, HV, V, K]`, float32, bfloat16 or float16, any slot stride.
+    state_indices: int32 `[N]`, the slot of each row, row n if None; `final_state_indices` where a row ends in another
+        slot. A negative or `null_index` slot skips the row: its o is zero.
+    mode: kda, gdn, gla, simple_gla, lightning or delta. kda and gdn take g and beta, gla and simple_gla take g, delta
+        takes beta, lightning takes `decay`, as in the functions of those names.
+    use_gate_in_kernel: g is the raw gate; True if None and A_log or lower_bound is given.
+
+    Returns (o in q's layout, state itself).
+    """
+    _refuse_unknown("cula_decode", kwargs)
+    if use_gate_in_kernel is None:
+        use_gate_in_kernel = A_log is not None or lower_bound is not None
+    algorithm, g, dt_bias, decay = _decay_of(mode, q, g, dt_bias, decay)
+    _require_tensor("q", q)
+    _require_tensor("state", state)
+    packed = q.dim() == 4 and q.shape[0] == 1 and q.shape[1] > 1
+    if packed:
+        q, k, v, g, beta, out = (x.transpose(0, 1) if _has_rows(x) else x for x in (q, k, v, g, beta, out))
+    pool = state[: q.shape[0]] if state_indices is None and state.dim() == 4 else state
+    o, _, _ = _passes.forward(
+        _ops.decode, algorithm, q, k, v, g=g, beta=beta, decay=decay, A_log=A_log, dt_bias=dt_bias,
+        gate=_passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound=lower_bound, scale=scale,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first, state_pool=pool, initial_state_indices=state_indices,
+        final_state_indices=final_state_indices, has_initial_state=has_initial_state, null_index=null_index,
+        backend=backend, deterministic=deterministic, out=out, device=device,
+    )  # fmt: skip
+    return (o.transpose(0, 1) if packed else o), state
+
+
+def cula_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    *,
+    mode: str = "kda",
+    state_indices: Tensor | None = None,
+    num_accepted: Tensor | None = None,
+    parents: Tensor | None = None,
+    snapshots: Tensor | None = None,
+    snapshot_indices: Tensor | None = None,
+    disable_state_update: bool = False,
+    initial_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    device: torch.device | str | None = None,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    decay: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    use_gate_in_kernel: bool | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    null_index: int = -1,
+    backend: str | None = None,
+    deterministic: bool | str | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """A few draft tokens for each of N sequences, with a state per token, so that any prefix can be accepted later.
+
+    q, k, v: `[N, S, heads, dim]`, or packed `[1, T, heads, dim]` with `cu_seqlens` for rows of different length.
+    state: the pool `[P, HV, V, K]` of base states; zero if None.
+    state_indices: int32 `[N, S]` (S at least the tokens of every row). Row n starts from slot
+        `state_indices[n, num_accepted[n] - 1]` and the state after its token t is stored in slot `state_indices[n, t]`
+        (vLLM's convention). Without it the pool is only read: row n starts from slot `initial_state_indices[n]`, or n.
+    num_accepted: int32 `[N]` in 1..S, what the last step accepted; 1 if None.
+    initial_state_indices: int32 `[N]`, the slot to start from instead.
+    disable_state_update: only read the pool even with `state_indices`.
+    snapshots: `[slots, S, HV, V, K]`; the state after token t goes to `snapshots[snapshot_indices[n], t]` (SGLang's
+        convention; `snapshot_indices` int32 `[N]`, n if None).
+    parents: int32 `[N, S]` for a tree of drafts: token t continues the state after token `parents[n, t] < t`, the base
+        state if that is negative.
+    mode and the rest as in `cula_decode`.
+
+    Returns (o, state itself).
+    """
+    if use_gate_in_kernel is None:
+        use_gate_in_kernel = A_log is not None or lower_bound is not None
+    algorithm, g, dt_bias, decay = _decay_of(mode, q, g, dt_bias, decay)
+    o = _passes.verify(
+        algorithm, q, k, v, state, g=g, decay=decay, beta=beta, A_log=A_log, dt_bias=dt_bias,
+        gate=_passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound=lower_bound, scale=scale,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        cu_seqlens=cu_seqlens, state_v_first=state_v_first,
+        update_state=state is not None and state_indices is not None and not disable_state_update,
+        initial_state_indices=initial_state_indices, state_indices=state_indices, num_accepted=num_accepted,
+        has_initial_state=has_initial_state, snapshots=snapshots, snapshot_indices=snapshot_indices, parents=parents,
+        null_index=null_index, backend=backend, deterministic=deterministic, out=out, device=device,
+    )  # fmt: skip
+    return o, state
+
+
+def cula_segment(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mode: str = "kda",
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    decay: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    use_gate_in_kernel: bool | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    cu_seqlens: Tensor | None = None,
+    state_v_first: bool = True,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    deterministic: bool | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What a run of tokens does to any state: the affine map S -> M S + B, with S as `[K, V]`.
+
+    Maps compose, `(M2, B2) after (M1, B1) = (M2 M1, M2 B1 + B2)`, which is what parallelism over the sequence needs.
+    Inputs as in `cula_decode` with T tokens a row; q gives the heads and is not read.
+
+    Returns float32 (m, b): m `[N, HV, K, K]` for the delta rules, the diagonal `[N, HV, K]` for the additive ones; b in
+    the layout of a state, `[N, HV, V, K]`, or `[N, HV, K, V]` with `state_v_first=False`.
+    """
+    if use_gate_in_kernel is None:
+        use_gate_in_kernel = A_log is not None or lower_bound is not None
+    algorithm, g, dt_bias, decay = _decay_of(mode, q, g, dt_bias, decay)
+    return _passes.segment(
+        algorithm, q, k, v, g=g, decay=decay, beta=beta, A_log=A_log, dt_bias=dt_bias,
+        gate=_passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound=lower_bound,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        cu_seqlens=cu_seqlens, state_v_first=state_v_first, backend=backend, deterministic=deterministic, device=device,
+    )  # fmt: skip
+
+
+def _additive(
+    name: str, algorithm: str, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, object], **arguments: object
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    chunk_size = kwargs.pop("chunk_size", 64)
+    _refuse_unknown(name, kwargs)
+    o, final_state, h = _passes.forward(_ops.prefill, algorithm, q, k, v, chunk_size=chunk_size, **arguments)
+    return (o, final_state, h) if arguments["return_chunk_states"] else (o, final_state)
+
+
+def _algorithm(mode: str, g: Tensor | None, decay: Tensor | None) -> str:
+    """The cell of the family: `simple_gla` and `delta` are told apart by the decay they are given."""
+    if mode not in _MODES:
+        raise ValueError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
+    if mode == "simple_gla" and g is None:
+        return "linear" if decay is None else "lightning"
+    if mode == "delta" and decay is not None:
+        return "delta_per_head"
+    return mode
+
+
+def _decay_of(
+    mode: str, q: Tensor, g: Tensor | None, dt_bias: Tensor | None, decay: Tensor | None
+) -> tuple[str, Tensor | None, Tensor | None, Tensor | None]:
+    algorithm = _algorithm(mode, g, decay)
+    if algorithm == "kda":
+        algorithm, g, dt_bias = _kda_decay(q, g, dt_bias)
+    return algorithm, g, dt_bias, _log_decay(q, decay)
+
+
+def _kda_decay(q: Tensor, g: Tensor | None, dt_bias: Tensor | None) -> tuple[str, Tensor | None, Tensor | None]:
+    """A gate `[B, T, HV]` is the same for all channels, which makes KDA the gated delta rule: nothing needs to be
+    expanded, unless a bias per channel is still to be added."""
+    if not isinstance(g, Tensor) or g.dim() != 3:
+        return "kda", g, dt_bias
+    if dt_bias is None or dt_bias.numel() == g.shape[-1]:
+        return "gdn", g, dt_bias
+    return "kda", g.unsqueeze(-1).expand(*g.shape, q.shape[-1]).contiguous(), dt_bias
+
+
+def _log_decay(q: Tensor, decay: Tensor | None) -> Tensor | None:
+    if not isinstance(decay, Tensor) or not isinstance(q, Tensor):
+        return decay  # absent, or refused with the other types
+    return -_passes.per_head(q, decay).abs()
+
+
+def _require_tensor(argument: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{argument} must be a tensor, got {type(value).__name__}")
+
+
+def _has_rows(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() >= 2
+
+
+def _check_gate(A_log: Tensor | None, lower_bound: float | None, safe_gate: bool = False) -> None:
+    if A_log is None and lower_bound is None:
+        raise ValueError("A_log must be given when use_gate_in_kernel is True and lower_bound is not set, got None")
+    if safe_gate and (lower_bound is None or not -5 <= lower_bound < 0):
+        raise ValueError(f"lower_bound must lie in [-5, 0) when safe_gate is True, got {lower_bound}")
+
+
+def _refuse_unknown(name: str, kwargs: dict[str, object]) -> None:
+    if kwargs:
+        raise TypeError(f"{name}() got an unexpected keyword argument {next(iter(kwargs))!r}")

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashKDA's two functions: `from cula.compat import flash_kda` in place of `import flash_kda`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cula import _ops, _passes
+
+__all__ = ["fwd", "get_workspace_size"]
+
+
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """KDA prefill; writes `out` and `final_state`.
+
+    q, k, g `[B, T, H, K]`, v and out `[B, T, H, V]`; g raw, beta `[B, T, H]` logits: the l2 norm, the bounded gate
+    `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))` and the sigmoid are applied inside. A_log `[H]`, dt_bias
+    `[H, K]`, lower_bound below 0; states `[N, H, V, K]`, of one dtype where both are given; with cu_seqlens, int64 or
+    int32, B is 1.
+    """
+    if initial_state is not None and final_state is not None and initial_state.dtype != final_state.dtype:
+        raise ValueError(
+            f"initial_state and final_state must have one dtype, got {initial_state.dtype} and {final_state.dtype}"
+        )
+    _passes.check(
+        "prefill", q, k, v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens,
+        initial_state=initial_state, final_state=final_state, out=out,
+    )  # fmt: skip
+    A_log, dt_bias = _passes.gate_parameters("prefill", "kda", q, v, A_log, dt_bias)
+    _ops.prefill(
+        q, k, v, g, None, beta, A_log, dt_bias, cu_seqlens, initial_state, None, None, None, out, final_state, False,
+        None, None, None,
+        **_passes.options(
+            "kda", q, scale, gate="bounded", lower_bound=lower_bound, qk_l2norm=True, beta_is_logit=True
+        ),
+        chunk_tokens=64,
+    )  # fmt: skip
+
+
+def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
+    """Bytes of workspace that a caller has to provide: none, it comes from PyTorch's allocator inside the call."""
+    return 0

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated DeltaNet under the names and conventions of `fla.ops.gated_delta_rule`."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor
+
+from cula import _fla, _ops, _passes
+
+__all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.gated_delta_rule.chunk_gated_delta_rule`: a whole prompt.
+
+    q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g and beta `[B, T, HV]`; with `use_gate_in_kernel` the log decay is
+    `-exp(A_log) * softplus(g + dt_bias)` with HV values each. States are `[N, HV, K, V]`, `[N, HV, V, K]` with
+    `state_v_first`; the initial state of any floating dtype, the final one float32. `chunk_indices` and `chunk_size`
+    change nothing here.
+    """
+    state_v_first = _fla.state_layout(kwargs, state_v_first)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q and k must have the same number of heads, got {q.shape[2]} and {k.shape[2]}.")
+    if v.shape[2] % q.shape[2]:
+        raise ValueError(
+            f"For GVA, num_v_heads (HV={v.shape[2]}) must be evenly divisible by num_qk_heads (H={q.shape[2]})."
+        )
+    if kwargs.pop("head_first", None) is not None:
+        warnings.warn("head_first is deprecated: inputs are `[B, T, H, ...]`", DeprecationWarning, stacklevel=2)
+    _fla.options("chunk_gated_delta_rule", kwargs)
+    if chunk_size not in (16, 32, 64):
+        raise ValueError(f"`chunk_size` must be 16, 32 or 64, got {chunk_size}.")
+    _passes.refuse_context(cp_context)
+    _fla.sequences(q, cu_seqlens, initial_state)
+    _fla.require(not use_gate_in_kernel or A_log is not None, "A_log must be provided when use_gate_in_kernel=True.")
+    _fla.beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    gate = {"A_log": A_log, "dt_bias": dt_bias, "gate": "softplus"} if use_gate_in_kernel else {}
+    o, final_state, _ = _passes.forward(
+        _ops.prefill, "gdn", q, k, v, g=g, beta=beta, **gate, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens,
+        initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
+    )  # fmt: skip
+    return o, final_state
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule`: token after token.
+
+    The log decays g `[B, T, HV]` and gk `[B, T, HV, K]` add up; with neither it is the plain delta rule. beta is `[B,
+    T, HV]` or `[B, T, HV, V]`, one if None. A decay `gv` along V is outside the family.
+    """
+    state_v_first = _fla.state_layout(kwargs, state_v_first)
+    _fla.options("fused_recurrent_gated_delta_rule", kwargs)
+    _fla.forward_only(False, gv)
+    _fla.sequences(q, cu_seqlens, initial_state)
+    _fla.beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    gate = {}
+    if use_gate_in_kernel:
+        if g is None or A_log is None:
+            raise ValueError("`g` and `A_log` must be provided when `use_gate_in_kernel=True`.")
+        if gk is not None:
+            raise NotImplementedError("gk beside a raw gate is not built: gate g first")
+        gate = {"A_log": A_log, "dt_bias": dt_bias, "gate": "softplus"}
+    if beta is None:
+        beta = v.new_ones(v.shape[:3])
+    algorithm = "kda" if gk is not None else "delta" if g is None else "gdn"
+    if gk is not None:
+        g = gk if g is None else gk + g.unsqueeze(-1)
+    o, final_state, _ = _passes.forward(
+        _ops.decode, algorithm, q, k, v, g=g, beta=beta, **gate, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens,
+        initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
+    )  # fmt: skip
+    return o, final_state

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated linear attention under the names and conventions of `fla.ops.gla`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cula import _fla, _ops, _passes
+
+__all__ = ["chunk_gla", "fused_recurrent_gla"]
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.gla.chunk_gla`: a whole prompt.
+
+    q, k and the log decay g `[B, T, H, K]`, v `[B, T, H, V]`, states float32 `[N, H, K, V]`.
+    """
+    _fla.sequences(q, cu_seqlens, initial_state)
+    _fla.float32_state(initial_state)
+    _fla.require(q.shape == k.shape == g.shape, "q, k, g must have the same shape.")
+    _fla.no_grouped_heads(q, k, v)
+    o, final_state, _ = _passes.forward(
+        _ops.prefill, "gla", q, k, v, g=g, scale=scale, cu_seqlens=cu_seqlens, initial_state=initial_state,
+        output_final_state=output_final_state, state_v_first=state_v_first,
+    )  # fmt: skip
+    return o, final_state
+
+
+def fused_recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.gla.fused_recurrent_gla`: token after token, with a decay gk `[B, T, H, K]` or none."""
+    state_v_first = _fla.state_layout(kwargs, state_v_first)
+    _fla.options("fused_recurrent_gla", kwargs)
+    _fla.forward_only(reverse, gv)
+    _fla.sequences(q, cu_seqlens, initial_state)
+    o, final_state, _ = _passes.forward(
+        _ops.decode, "linear" if gk is None else "gla", q, k, v, g=gk, scale=scale, cu_seqlens=cu_seqlens,
+        initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
+    )  # fmt: skip
+    return o, final_state

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kimi Delta Attention under the names and conventions of FLA (`fla.ops.kda`), cuLA and SGLang.
+
+Each function keeps its upstream signature, defaults and state layout, so that adoption is one changed import line.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cula import _fla, _ops, _passes
+
+__all__ = [
+    "chunk_kda",
+    "fused_recurrent_kda",
+    "fused_sigmoid_gating_delta_rule_update",
+    "kda_decode",
+    "kda_prefill_hopper",
+]
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """`fla.ops.kda.chunk_kda` (and cuLA's of that name): a whole prompt.
+
+    q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g `[B, T, HV, K]` the log decay or, with `use_gate_in_kernel`, the raw gate
+    (softplus, or bounded where `lower_bound` is given), beta `[B, T, HV]`. `A_log` and `dt_bias` hold HV and HV * K
+    values. States are float32 `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; h, the states at chunk starts, is
+    `[B, NT, HV, K, V]` in k's dtype and needs `torch.inference_mode()`.
+    Errors are FLA's; where FLA asserts, the error is a ValueError as well as an AssertionError.
+    """
+    state_v_first = _fla.state_layout(kwargs, state_v_first)
+    _fla.options("chunk_kda", kwargs, ("use_graph", "max_num_seqs"))
+    _passes.refuse_context(cp_context)
+    _fla.sequences(q, cu_seqlens, initial_state)
+    _fla.float32_state(initial_state)
+    if chunk_size not in (32, 64):
+        raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
+    _fla.gate(use_gate_in_kernel, A_log, lower_bound, safe_gate)
+    _fla.beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    _check_shapes(q, k, v, g, beta)
+    if return_intermediate_states:
+        allowed = torch.is_inference_mode_enabled()
+        _fla.require(allowed, "return_intermediate_states is only allowed in inference mode")
+        _fla.require(not disable_recompute, "return_intermediate_states must be used with disable_recompute=False")
+    o, final_state, h = _passes.forward(
+        _ops.prefill, "kda", q, k, v, g=g, beta=beta, **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
+        scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
+        initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
+        return_chunk_states=return_intermediate_states, chunk_size=chunk_size,
+    )  # fmt: skip
+    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.kda.fused_recurrent_kda`: token after token, made for a few tokens per sequence.
+
+    As `chunk_kda`, but beta may be `[B, T, HV, V]` and the initial state of any floating dtype. A raw gate with neither
+    `A_log` nor `lower_bound` is `-e * softplus(g + dt_bias)`, as in FLA. An empty sequence returns its initial state.
+    """
+    state_v_first = _fla.state_layout(kwargs, state_v_first)
+    _fla.options("fused_recurrent_kda", kwargs)
+    if use_gate_in_kernel and A_log is None and lower_bound is None:
+        A_log = g.new_ones(v.shape[2], dtype=torch.float32)
+    o, final_state, _ = _passes.forward(
+        _ops.decode, "kda", q, k, v, g=g, beta=beta, **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
+        scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens, initial_state=initial_state,
+        output_final_state=output_final_state, state_v_first=state_v_first,
+    )  # fmt: skip
+    return o, final_state
+
+
+def kda_prefill_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """cuLA's `kda_prefill_hopper`, on any device: states float32 `[N, H, V, K]`, beta already a sigmoid.
+
+    Every gate is taken; `safe_gate` only adds its check of `lower_bound`. `chunk_indices` is not needed.
+    """
+    _fla.options("kda_prefill_hopper", kwargs)
+    _fla.sequences(q, cu_seqlens, initial_state)
+    _fla.float32_state(initial_state)
+    _fla.gate(use_gate_in_kernel, A_log, lower_bound, safe_gate)
+    _check_shapes(q, k, v, g, beta)
+    o, final_state, _ = _passes.forward(
+        _ops.prefill, "kda", q, k, v, g=g, beta=beta, **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
+        scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
+        output_final_state=output_final_state,
+    )  # fmt: skip
+    return o, final_state
+
+
+def kda_decode(
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor | None,
+    initial_state_indices: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    out: Tensor | None = None,
+    state_layout: str = "vk",
+) -> Tensor:
+    """cuLA's `kda_decode`: one token per sequence, the state pool updated in place.
+
+    q, k `[N, 1, H, K]` or `[1, N, H, K]`, v and the result likewise with HV and V; a `[N, 1, HV, K]` the raw gate and b
+    `[N, 1, HV]` the logit of beta, each also without the 1 and flattened; A_log HV values, dt_bias HV * K. The gate is
+    `-exp(A_log) * softplus(a + dt_bias)`. The pool is float32 `[P, HV, V, K]`, `[P, HV, K, V]` with
+    `state_layout="kv"`; None starts from zero and keeps nothing. Rows with a negative index get zeros. `cu_seqlens` has
+    no effect, as upstream.
+    """
+    return _decode(
+        "kda", A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, scale,
+        use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout,
+    )  # fmt: skip
+
+
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor | None,
+    initial_state_indices: Tensor | None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    is_kda: bool = False,
+    out: Tensor | None = None,
+    state_layout: str = "vk",
+) -> Tensor:
+    """The decode step of SGLang and FLA: `kda_decode` with `is_kda`.
+
+    Without, the same for GDN: a is `[N, 1, HV]` and dt_bias holds HV values.
+    """
+    return _decode(
+        "kda" if is_kda else "gdn", A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, scale,
+        use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout,
+    )  # fmt: skip
+
+
+def _decode(
+    algorithm: str,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    source: Tensor | None,
+    indices: Tensor | None,
+    scale: float | None,
+    qk_l2norm: bool,
+    softplus_beta: float,
+    softplus_threshold: float,
+    out: Tensor | None,
+    state_layout: str,
+) -> Tensor:
+    _fla.require(scale is None or scale > 0, f"scale must be positive, got {scale}")
+    if (softplus_beta, softplus_threshold) != (1.0, 20.0):
+        raise NotImplementedError(
+            "the gate is the exact softplus: softplus_beta must be 1 and softplus_threshold 20, "
+            f"got {softplus_beta} and {softplus_threshold}"
+        )
+    if state_layout not in ("vk", "kv"):
+        raise ValueError(f'state_layout must be "vk" or "kv", got {state_layout!r}')
+    packed = q.shape[0] == 1 and q.shape[1] > 1
+    if packed:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        out = None if out is None else out.transpose(0, 1)
+    rows, heads, key_dim, value_dim = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
+    matrix = (value_dim, key_dim) if state_layout == "vk" else (key_dim, value_dim)
+    if source is not None and tuple(source.shape[1:]) != (heads, *matrix):
+        raise ValueError(
+            f"State layout mismatch: initial_state_source must be [pool, {heads}, {matrix[0]}, {matrix[1]}] for "
+            f"state_layout={state_layout!r}, got {list(source.shape)}"
+        )
+    if source is not None and indices is None:
+        source = source[:rows]
+    o, _, _ = _passes.forward(
+        _ops.decode, algorithm, q, k, v,
+        g=a.reshape(rows, 1, heads, key_dim) if algorithm == "kda" else a.reshape(rows, 1, heads),
+        beta=b.reshape(rows, 1, heads), A_log=A_log, dt_bias=dt_bias, gate="softplus", scale=scale,
+        qk_l2norm=qk_l2norm, beta_is_logit=True, state_pool=source, state_v_first=state_layout == "vk",
+        initial_state_indices=None if source is None else indices, out=out,
+    )  # fmt: skip
+    return o.transpose(0, 1) if packed else o
+
+
+def _gate(
+    use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> dict[str, object]:
+    """FLA ignores the gate's parameters where g is the log decay already."""
+    if not use_gate_in_kernel:
+        return {}
+    gate = _passes.gate_of(use_gate_in_kernel, lower_bound)
+    return {"A_log": A_log, "dt_bias": dt_bias, "gate": gate, "lower_bound": lower_bound}
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    (B, T, H, K), HV = q.shape, v.shape[2]
+    _fla.require(q.shape == k.shape, f"q and k must have the same shape, got q={q.shape} vs k={k.shape}")
+    _fla.require(K <= 256, f"Currently we only support key headdim <=256 for KDA, got {K}.")
+    _fla.require(
+        HV % H == 0,
+        f"For GVA, num_v_heads (HV={HV}) must be evenly divisible by num_qk_heads (H={H}), but got HV % H = {HV % H}",
+    )
+    g_shape, beta_shape = [B, T, HV, K], [B, T, HV]
+    _fla.require(list(g.shape) == g_shape, f"g must have shape [B, T, HV, K]={g_shape}, got {list(g.shape)}")
+    _fla.require(
+        list(beta.shape) == beta_shape, f"beta must have shape [B, T, HV]={beta_shape}, got {list(beta.shape)}"
+    )

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning attention under the names and conventions of cuLA (decay as positive slopes, states V-first) and of
+`fla.ops.lightning_attn` (decay derived from the layer's index, states K-first)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cula import _fla, _ops, _passes
+from cula.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+
+__all__ = [
+    "LinearAttentionChunkwiseDecay",
+    "chunk_lightning_attn",
+    "fused_recurrent_lightning_attn",
+    "lightning_attn_fwd",
+    "lightning_attn_fwd_varlen",
+    "linear_attention_decode",
+]
+
+
+def lightning_attn_fwd(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    decay: Tensor,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """cuLA's `lightning_attn_fwd`: a whole prompt for each row of the batch.
+
+    Q, K, V `[B, T, H, D]`; decay float32 `[H]`, slopes s >= 0, a token shrinks the state by exp(-s); states float32
+    `[B, H, V, K]`. `chunk_size` changes nothing here.
+    """
+    o, final_state, _ = _passes.forward(
+        _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, chunk_size=chunk_size,
+    )  # fmt: skip
+    return o, final_state
+
+
+def lightning_attn_fwd_varlen(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    decay: Tensor,
+    cu_seqlens: Tensor,
+    scale: float = 1.0,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    chunk_size: int = 64,
+    persistent: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """cuLA's `lightning_attn_fwd_varlen`: packed sequences `[1, T, H, D]`.
+
+    The pool `[P, H, V, K]` is updated in place and returned. Without a pool the sequences start from zero and their
+    final states `[N, H, V, K]` are returned. `persistent` is a choice of schedule upstream; the result is the same.
+    """
+    o, final_state, _ = _passes.forward(
+        _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, cu_seqlens=cu_seqlens, state_pool=state_pool,
+        initial_state_indices=initial_state_indices, output_final_state=True, chunk_size=chunk_size,
+    )  # fmt: skip
+    return o, final_state
+
+
+def linear_attention_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    out: Tensor,
+    softmax_scale: float,
+    stride_q: int,
+    stride_k: int,
+    stride_v: int,
+    stride_s: int,
+    stride_o: int,
+    s_offsets: Tensor | None,
+    decay_scales: Tensor,
+    HEAD_DIM: int,
+    K_SPLIT_DIM: int,
+    V_SPLIT_DIM: int,
+) -> None:
+    """cuLA's `linear_attention_decode`: one token for each of B rows; writes `out` and updates `s`.
+
+    q, k, v, out `[B, H, D]`; s float32 `[B * H, V, K]` or `[B, H, V, K]`; decay_scales `[H]`, slopes >= 0. The strides
+    come from the tensors, and row b always works on state b: the stride arguments and `s_offsets` are ignored, as
+    upstream.
+    """
+    _fla.require(K_SPLIT_DIM == HEAD_DIM, f"K_SPLIT_DIM must equal HEAD_DIM, got {K_SPLIT_DIM} and {HEAD_DIM}")
+    states = s.unflatten(0, (-1, q.shape[1])) if s.dim() == 3 else s
+    q, k, v, o = (x.unsqueeze(1) for x in (q, k, v, out))
+    _passes.forward(
+        _ops.decode,
+        "lightning",
+        q,
+        k,
+        v,
+        decay=-decay_scales,
+        scale=softmax_scale,
+        state_pool=states[: q.shape[0]],
+        out=o,
+    )
+
+
+class LinearAttentionChunkwiseDecay:
+    """cuLA's kernel class, as a configured call on torch tensors.
+
+    The kernel is compiled ahead of time for every configuration, so the constructor only keeps what changes the result;
+    upstream's remaining parameters (types, sizes, schedule) are accepted and follow from the tensors.
+    """
+
+    def __init__(
+        self,
+        chunk_size: int = 64,
+        acc_dtype: object = None,
+        io_dtype: object = None,
+        has_initial_state: bool = False,
+        output_final_state: bool = False,
+        H: int = 64,
+        K: int = 128,
+        V: int = 128,
+        scale: float = 1.0,
+        is_varlen: bool = False,
+        persistent: bool = True,
+        use_fast_math: bool = True,
+    ) -> None:
+        self.chunk_size = chunk_size
+        self.has_initial_state = has_initial_state
+        self.output_final_state = output_final_state
+        self.scale = scale
+        self.is_varlen = is_varlen
+
+    def __call__(
+        self,
+        Q: Tensor,
+        K: Tensor,
+        V: Tensor,
+        decay: Tensor,
+        initial_state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        initial_state_indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `lightning_attn_fwd`, or with `is_varlen` as `lightning_attn_fwd_varlen` (`initial_state` is the pool)."""
+        state = initial_state if self.has_initial_state else None
+        if not self.is_varlen:
+            return lightning_attn_fwd(Q, K, V, decay, self.scale, state, self.output_final_state, self.chunk_size)
+        return lightning_attn_fwd_varlen(Q, K, V, decay, cu_seqlens, self.scale, state, initial_state_indices)
+
+
+def chunk_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.lightning_attn.chunk_lightning_attn`: a whole prompt; states `[N, H, K, V]`.
+
+    FLA's own decay: head h shrinks by exp(-(8 / H) (1 - layer_idx / num_layers) h) per token. It is not the slope of
+    MiniMax's or Ring's checkpoints; for those give the slopes to `cula.cula_lightning`.
+    """
+    _fla.options("chunk_lightning_attn", kwargs, ("chunk_size",))
+    decay = _fla_decay(q, layer_idx, num_layers)
+    return chunk_simple_gla(q, k, v, None, decay, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+
+
+def fused_recurrent_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.lightning_attn.fused_recurrent_lightning_attn`: token after token, with FLA's own decay."""
+    decay = _fla_decay(q, layer_idx, num_layers)
+    return fused_recurrent_simple_gla(
+        q, k, v, None, decay, scale, initial_state, output_final_state, reverse, False, cu_seqlens, **kwargs
+    )
+
+
+def _fla_decay(q: Tensor, layer_idx: int, num_layers: int) -> Tensor:
+    heads = q.shape[2]
+    per_head = torch.arange(heads, dtype=torch.float32, device=q.device)
+    return per_head * (-8 / heads * (1 - layer_idx / num_layers))

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated linear attention with one decay per head under the names and conventions of `fla.ops.simple_gla`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from cula import _fla, _ops, _passes
+
+__all__ = ["chunk_simple_gla", "fused_recurrent_simple_gla"]
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.simple_gla.chunk_simple_gla`: a whole prompt.
+
+    q, k `[B, T, H, K]`, v `[B, T, H, V]`; the log decay is g `[B, T, H]`, the constant g_gamma `[H]`, their sum, or
+    zero. `chunk_size` among the kwargs changes nothing here.
+    """
+    state_v_first = _fla.state_layout(kwargs, state_v_first)
+    _fla.options("chunk_simple_gla", kwargs, ("chunk_size",))
+    _fla.sequences(q, cu_seqlens, initial_state)
+    return _run(_ops.prefill, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.simple_gla.fused_recurrent_simple_gla`: token after token."""
+    state_v_first = _fla.state_layout(kwargs, state_v_first)
+    _fla.options("fused_recurrent_simple_gla", kwargs)
+    _fla.forward_only(reverse, None)
+    _fla.sequences(q, cu_seqlens, initial_state)
+    return _run(_ops.decode, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+
+
+def _run(
+    op: Callable[..., None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_gamma: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    algorithm = "simple_gla" if g is not None else "linear" if g_gamma is None else "lightning"
+    o, final_state, _ = _passes.forward(
+        op, algorithm, q, k, v, g=g, decay=_passes.per_head(q, g_gamma), scale=scale, cu_seqlens=cu_seqlens,
+        initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
+    )  # fmt: skip
+    return o, final_state

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cuLA's selector of a prefill function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cula.kda import kda_prefill_hopper
+
+__all__ = ["get_kda_fused_fwd"]
+
+
+def get_kda_fused_fwd(device: torch.device | str | None = None) -> Callable:
+    """The KDA prefill for a device: one function serves all, since it dispatches on its tensors."""
+    return kda_prefill_hopper
