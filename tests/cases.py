@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems as values: one generator shared by the tests and the benchmarks.
+
+A `Case` says what a call looks like, `make(case)` draws its tensors from the case's seed, and `HEADLINES` names the
+shapes that results are reported for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+# algorithm: (decay, update)
+FAMILY = {
+    "kda": ("channel", "delta"),
+    "gdn": ("token", "delta"),
+    "gla": ("channel", "additive"),
+    "simple_gla": ("token", "additive"),
+    "lightning": ("head", "additive"),
+    "linear": ("none", "additive"),
+    "delta": ("none", "delta"),
+    "delta_per_head": ("head", "delta"),
+}
+ALGORITHMS = tuple(FAMILY)
+GATED = tuple(name for name, (decay, _) in FAMILY.items() if decay in ("channel", "token"))
+DELTA = tuple(name for name, (_, update) in FAMILY.items() if update == "delta")
+
+# Log decay per token. "mixed" draws each value from all the others.
+DECAYS = ("mild", "slow", "zero", "strong", "extreme", "mixed")
+
+
+@dataclass(frozen=True)
+class Case:
+    algorithm: str = "kda"
+    lengths: tuple[int, ...] = (64,)  # tokens of each sequence
+    packed: bool = False  # sequences one after the other along T with cu_seqlens; else a batch of equal lengths
+    tail: int = 0  # packed: tokens of T beyond the last sequence
+    heads: int = 2
+    value_heads: int = 2
+    key_dim: int = 64
+    value_dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    cu_dtype: torch.dtype = torch.int32
+
+    gate: str = "log_decay"  # or "softplus", "bounded": g is raw
+    decay: str = "mild"  # one of DECAYS
+    lower_bound: float = -5.0  # bounded
+    A_log: bool = True  # raw gates
+    dt_bias: bool = True  # raw gates
+    head_decay: bool = False  # per-token decay: one more constant per head is added
+    gate_dtype: torch.dtype = torch.float32  # of g and beta
+
+    keys: str = "random"  # or "collinear": one direction for all tokens, and beta near 1
+    beta_is_logit: bool = False
+    beta_per_value: bool = False
+    allow_neg_eigval: bool = False  # with beta_is_logit
+    qk_l2norm: bool = False
+    scale: float | None = None  # None: K ** -0.5
+
+    state: bool = True  # starts from a state
+    pool: bool = False  # the states are slots of a larger pool with padded slots
+    state_dtype: torch.dtype = torch.float32
+    k_first: bool = False  # states lie in memory as [K, V]
+
+    fused: bool = False  # q, k, v are slices of one projection, g and beta of wider rows
+    backend: str = ""  # the target that has to run it; "" for the best
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """T of the tensors."""
+        return sum(self.lengths) + self.tail if self.packed else self.lengths[0]
+
+    @property
+    def batch(self) -> int:
+        """B of the tensors."""
+        return 1 if self.packed else len(self.lengths)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def options(self) -> dict:
+        """Keyword arguments that every op of `torch.ops.cula` takes."""
+        return {
+            "algorithm": self.algorithm,
+            "scale": self.key_dim**-0.5 if self.scale is None else self.scale,
+            "gate": self.gate,
+            "lower_bound": self.lower_bound if self.gate == "bounded" else 0.0,
+            "qk_l2norm": self.qk_l2norm,
+            "beta_is_logit": self.beta_is_logit,
+            "allow_neg_eigval": self.allow_neg_eigval,
+        }
+
+    def but(self, **changes) -> Case:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass
+class Inputs:
+    """The tensors of one call. States are views [.., HV, V, K] whatever their layout in memory."""
+
+    case: Case
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor | None = None
+    decay: torch.Tensor | None = None
+    beta: torch.Tensor | None = None
+    A_log: torch.Tensor | None = None
+    dt_bias: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    initial_state: torch.Tensor | None = None
+    initial_state_indices: torch.Tensor | None = None
+    has_initial_state: torch.Tensor | None = None
+
+    TENSORS = ("q", "k", "v", "g", "decay", "beta", "A_log", "dt_bias", "cu_seqlens")
+    STATES = ("initial_state", "initial_state_indices", "has_initial_state")
+
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        return {name: getattr(self, name) for name in self.TENSORS}
+
+    def states(self) -> dict[str, torch.Tensor | None]:
+        return {name: getattr(self, name) for name in self.STATES}
+
+    def but(self, **changes) -> Inputs:
+        return dataclasses.replace(self, **changes)
+
+    def map(self, function) -> Inputs:
+        """The same call on function(tensor)."""
+        everything = {**self.tensors(), **self.states()}
+        return self.but(**{name: function(tensor) for name, tensor in everything.items() if tensor is not None})
+
+    def double(self) -> Inputs:
+        """Exact float64 copies, for the oracle."""
+        return self.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+    def tokens(self, begin: int, end: int) -> Inputs:
+        """The same sequences (batch form) cut to some of their tokens."""
+        assert self.cu_seqlens is None
+        cut = ("q", "k", "v", "g", "beta")
+        named = {name: getattr(self, name) for name in cut}
+        return self.but(**{name: tensor[:, begin:end] for name, tensor in named.items() if tensor is not None})
+
+
+def strided(tensor: torch.Tensor, pad: int = 24) -> torch.Tensor:
+    """The same values as a slice of wider rows: the last dimension contiguous, no other stride minimal."""
+    wide = torch.full((*tensor.shape[:-1], tensor.shape[-1] + pad), float("nan")).to(tensor)
+    view = wide[..., pad // 3 : pad // 3 + tensor.shape[-1]]
+    return view.copy_(tensor)
+
+
+def state_like(
+    case: Case, count: int, *, pad: int = 0, fill: torch.Tensor | float = float("nan"), device="cpu"
+) -> torch.Tensor:
+    """States [count, HV, V, K] in the case's dtype and layout, with `pad` elements of NaN between slots."""
+    inner = (case.key_dim, case.value_dim) if case.k_first else (case.value_dim, case.key_dim)
+    slot = case.value_heads * inner[0] * inner[1] + pad
+    storage = torch.full((count, slot), float("nan"), dtype=case.state_dtype, device=device)
+    view = storage[:, : slot - pad].view(count, case.value_heads, *inner)
+    view = view.transpose(-1, -2) if case.k_first else view
+    return view.copy_(torch.as_tensor(fill))
+
+
+def _log_decay(kind: str, shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
+    def mild() -> torch.Tensor:
+        return functional.logsigmoid(torch.randn(shape, generator=draw))
+
+    kinds = {
+        "mild": mild,
+        "slow": lambda: mild() / 16,
+        "zero": lambda: torch.zeros(shape),
+        "strong": lambda: -20 * torch.rand(shape, generator=draw),
+        "extreme": lambda: torch.full(shape, -1000.0),
+    }
+    if kind != "mixed":
+        return kinds[kind]()
+    choice = torch.randint(len(kinds), shape, generator=draw)
+    stacked = torch.stack([make_one() for make_one in kinds.values()])
+    return stacked.gather(0, choice[None])[0]
+
+
+def _raw_gate(kind: str, shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
+    """Raw gates that softplus or the sigmoid turns into about the named decay."""
+    normal = torch.randn(shape, generator=draw)
+    kinds = {
+        "mild": normal,
+        "slow": normal - 4,
+        "zero": torch.full(shape, -1000.0),
+        "strong": 20 * torch.rand(shape, generator=draw),
+        "extreme": torch.full(shape, 1000.0),
+    }
+    if kind != "mixed":
+        return kinds[kind]
+    choice = torch.randint(len(kinds), shape, generator=draw)
+    return torch.stack(list(kinds.values())).gather(0, choice[None])[0]
+
+
+def make(case: Case, device: torch.device | str = "cpu") -> Inputs:
+    """The case's tensors. The same case gives the same values, whatever the layout flags."""
+    assert case.packed or len(set(case.lengths)) == 1, "a batch has sequences of one length"
+    draw = torch.Generator().manual_seed(case.seed)
+    decay, update = FAMILY[case.algorithm]
+    B, T, H, HV, K, V = case.batch, case.tokens, case.heads, case.value_heads, case.key_dim, case.value_dim
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw)
+
+    def place(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(device=device, dtype=dtype)
+
+    q, v = normal(B, T, H, K), normal(B, T, HV, V)
+    k = normal(B, T, H, K)
+    if case.keys == "collinear":
+        k = k[:, :1].expand_as(k).clone() if T else k
+        q = k.clone()
+    if not case.qk_l2norm:
+        # The delta rule contracts only for |k| <= 1; the additive rule is drawn alike so that float16 holds the states.
+        q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
+    q, k, v = (place(tensor, case.dtype) for tensor in (q, k, v))
+
+    inputs = Inputs(case, q, k, v)
+    gate_shape = {"channel": (B, T, HV, K), "token": (B, T, HV)}.get(decay)
+    if gate_shape:
+        form = _log_decay if case.gate == "log_decay" else _raw_gate
+        inputs.g = place(form(case.decay, gate_shape, draw), case.gate_dtype)
+        if case.gate != "log_decay":
+            if case.A_log:
+                inputs.A_log = place(torch.log(1 + 15 * torch.rand(HV, generator=draw)), torch.float32)
+            if case.dt_bias:
+                inputs.dt_bias = place(normal(HV, K) if decay == "channel" else normal(HV), torch.float32)
+    if decay == "head" or (decay == "token" and case.head_decay):
+        slopes = torch.zeros(HV) if case.decay == "zero" else -torch.logspace(-3, 0, HV)
+        inputs.decay = place(torch.full((HV,), -1000.0) if case.decay == "extreme" else slopes, torch.float32)
+    if update == "delta":
+        shape = (B, T, HV, V) if case.beta_per_value else (B, T, HV)
+        logits = torch.full(shape, 8.0) if case.keys == "collinear" else normal(*shape)
+        inputs.beta = place(logits if case.beta_is_logit else logits.sigmoid(), case.gate_dtype)
+    if case.packed:
+        bounds = torch.tensor((0, *case.lengths), dtype=torch.int64).cumsum(0)
+        inputs.cu_seqlens = place(bounds, case.cu_dtype)
+
+    if case.fused:
+        projection = torch.cat([inputs.q.flatten(2), inputs.k.flatten(2), inputs.v.flatten(2)], dim=-1)
+        q, k, v = strided(projection).split((H * K, H * K, HV * V), dim=-1)
+        inputs.q, inputs.k, inputs.v = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
+        inputs.g = None if inputs.g is None else strided(inputs.g)
+        inputs.beta = None if inputs.beta is None else strided(inputs.beta)
+
+    if case.state:
+        N = case.sequences
+        values = place(normal(N, HV, V, K) / 4, case.state_dtype)
+        if case.pool:
+            slots = 2 * N + 1
+            order = torch.randperm(slots, generator=draw)[:N].to(torch.int32)
+            inputs.initial_state_indices = order.to(device)
+            inputs.initial_state = state_like(case, slots, pad=192, device=device)
+            inputs.initial_state[order.long()] = values
+        else:
+            inputs.initial_state = state_like(case, N, fill=values, device=device)
+    return inputs
+
+
+def _prefill(algorithm: str, lengths: tuple[int, ...], heads: int, value_heads: int | None = None, **more) -> Case:
+    """A prefill as models pose it: raw gate and beta logits in kernel where the family has them, no initial state."""
+    _, update = FAMILY[algorithm]
+    more.setdefault("packed", len(set(lengths)) > 1)
+    more.setdefault("decay", "slow")
+    return Case(
+        algorithm=algorithm,
+        lengths=lengths,
+        heads=heads,
+        value_heads=value_heads or heads,
+        key_dim=128,
+        value_dim=128,
+        gate={"kda": "bounded", "gdn": "softplus"}.get(algorithm, "log_decay"),
+        gate_dtype=torch.bfloat16 if algorithm in ("kda", "gdn") else torch.float32,
+        beta_is_logit=update == "delta",
+        qk_l2norm=update == "delta",
+        state=False,
+        **more,
+    )
+
+
+def _decode(algorithm: str, rows: int, heads: int = 32) -> Case:
+    return _prefill(algorithm, (1,) * rows, heads).but(state=True, pool=True)
+
+
+MIX = (1300, 547, 2048, 963, 271, 3063)
+
+# (op, pass): case name -> Case. The names are those of the result files.
+HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
+    ("kda", "prefill"): {
+        "T8192-H96": _prefill("kda", (8192,), 96),
+        "mix-H96": _prefill("kda", MIX, 96),
+        "1024x8-H96": _prefill("kda", (1024,) * 8, 96, packed=True),
+        "T8192-H64": _prefill("kda", (8192,), 64),
+        "B2-T8192-H64": _prefill("kda", (8192,) * 2, 64),
+        "T8192-H32": _prefill("kda", (8192,), 32),
+        "T32768-H32": _prefill("kda", (32768,), 32),
+        "T32768-H8": _prefill("kda", (32768,), 8),
+        "T131072-H8": _prefill("kda", (131072,), 8),
+        "T1024-H32": _prefill("kda", (1024,), 32),
+        "T131072-H32": _prefill("kda", (131072,), 32),
+        "T524288-H8": _prefill("kda", (524288,), 8),
+    },
+    ("gdn", "prefill"): {
+        "T8192-16-64": _prefill("gdn", (8192,), 16, 64),
+        "T32768-16-32": _prefill("gdn", (32768,), 16, 32),
+        "T32768-2-8": _prefill("gdn", (32768,), 2, 8),
+    },
+    ("lightning", "prefill"): {
+        "T8192-H64": _prefill("lightning", (8192,), 64),
+        "T32768-H64": _prefill("lightning", (32768,), 64),
+    },
+    ("gla", "prefill"): {"T8192-H32": _prefill("gla", (8192,), 32)},
+    ("kda", "decode"): {f"N{n}-H32": _decode("kda", n) for n in (1, 8, 32, 128, 256)},
+    ("gdn", "decode"): {f"N{n}-H32": _decode("gdn", n) for n in (1, 8, 32, 128, 256)},
+    ("lightning", "decode"): {f"N{n}-H32": _decode("lightning", n) for n in (1, 8, 32, 128, 256)},
+    ("kda", "train"): {"T8192-H64": _prefill("kda", (8192,), 64)},
+}
+
+# The same for machines without a GPU.
+CPU_HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
+    **{
+        (op, "prefill"): {f"T{t}-H16": _prefill(op, (t,), 16) for t in (1024, 4096, 16384, 65536)}
+        for op in ("kda", "gdn", "gla", "lightning")
+    },
+    **{(op, "decode"): {f"N{n}-H32": _decode(op, n) for n in (1, 8)} for op in ("kda", "gdn", "lightning")},
+    **{
+        (op, "verify"): {
+            "N1-S4-H32": _decode(op, 1).but(lengths=(4,)),
+            "N8-S4-H32": _decode(op, 8).but(lengths=(4,) * 8),
+        }
+        for op in ("kda", "gdn")
+    },
+}

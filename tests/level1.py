@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A case's inputs as the arguments of the functions of `cula.api`."""
+
+from __future__ import annotations
+
+import cula
+from cases import DELTA, Inputs
+
+# algorithm: (function of cula.api, mode of cula_decode)
+FUNCTIONS = {
+    "kda": (cula.cula_kda, "kda"),
+    "gdn": (cula.cula_gdn, "gdn"),
+    "gla": (cula.cula_gla, "gla"),
+    "simple_gla": (cula.cula_simple_gla, "simple_gla"),
+    "lightning": (cula.cula_lightning, "lightning"),
+    "linear": (cula.cula_simple_gla, "simple_gla"),
+    "delta": (cula.cula_delta, "delta"),
+    "delta_per_head": (cula.cula_delta, "delta"),
+}
+
+
+def gate_and_beta(inputs: Inputs) -> dict:
+    """Named arguments that say how the state decays and is written."""
+    case = inputs.case
+    named = {
+        "g": inputs.g,
+        "beta": inputs.beta,
+        "decay": inputs.decay,
+        "A_log": inputs.A_log,
+        "dt_bias": inputs.dt_bias,
+    }
+    named = {name: tensor for name, tensor in named.items() if tensor is not None}
+    if case.gate != "log_decay":
+        named["use_gate_in_kernel"] = True
+    if case.gate == "bounded":
+        named["lower_bound"] = case.lower_bound
+    if case.algorithm in DELTA:
+        named["use_beta_sigmoid_in_kernel"] = case.beta_is_logit
+        named["allow_neg_eigval"] = case.allow_neg_eigval
+    named |= {"use_qk_l2norm_in_kernel": case.qk_l2norm, "scale": case.scale}
+    return {**named, "backend": case.backend or None}
+
+
+def prefill(inputs: Inputs, **options):
+    """The function of the algorithm: (o, final state)."""
+    function, _ = FUNCTIONS[inputs.case.algorithm]
+    named = {**gate_and_beta(inputs), **inputs.states(), "cu_seqlens": inputs.cu_seqlens, "output_final_state": True}
+    return function(inputs.q, inputs.k, inputs.v, **{**named, **options})
+
+
+def decode(inputs: Inputs, state, **options):
+    _, mode = FUNCTIONS[inputs.case.algorithm]
+    return cula.cula_decode(inputs.q, inputs.k, inputs.v, state, mode=mode, **{**gate_and_beta(inputs), **options})
+
+
+def verify(inputs: Inputs, state, **options):
+    _, mode = FUNCTIONS[inputs.case.algorithm]
+    named = {**gate_and_beta(inputs), "cu_seqlens": inputs.cu_seqlens}
+    return cula.cula_verify(inputs.q, inputs.k, inputs.v, state, mode=mode, **{**named, **options})
+
+
+def segment(inputs: Inputs, **options):
+    _, mode = FUNCTIONS[inputs.case.algorithm]
+    named = {**gate_and_beta(inputs), "cu_seqlens": inputs.cu_seqlens}
+    del named["scale"]
+    return cula.cula_segment(inputs.q, inputs.k, inputs.v, mode=mode, **{**named, **options})

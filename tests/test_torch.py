@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators as PyTorch sees them: opcheck, torch.compile, torch.export, modes, threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cula
+import level1
+import passes
+from cases import ALGORITHMS, Case, make, state_like
+from compare import assert_same_bits
+from process import run_python
+from test_validation import BASE, PACKED, arguments
+
+# opcheck
+
+
+@pytest.mark.parametrize("pass_name", ["prefill", "decode", "verify", "segment"])
+@pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])
+def test_opcheck(pass_name, case):
+    op = getattr(torch.ops.cula, pass_name).default
+    torch.library.opcheck(op, (), arguments(pass_name, case))
+
+
+def test_opcheck_in_place():
+    for pass_name in ("prefill", "decode"):
+        named = arguments(pass_name)
+        named["final_state"], named["initial_state"], named["in_place"] = named["initial_state"], None, True
+        torch.library.opcheck(getattr(torch.ops.cula, pass_name).default, (), named)
+
+
+def test_opcheck_all_outputs():
+    named = arguments("prefill")
+    named["checkpoints"] = state_like(BASE, 2, fill=0.0)
+    named["checkpoint_plan"] = torch.tensor([[0, 8, 0], [1, 0, 1]], dtype=torch.int32)
+    named["chunk_states"] = state_like(BASE, 2, fill=0.0).unflatten(0, (2, 1))
+    torch.library.opcheck(torch.ops.cula.prefill.default, (), named)
+    named = arguments("verify")
+    named["snapshots"] = state_like(BASE, 16, fill=0.0).unflatten(0, (2, 8))
+    torch.library.opcheck(torch.ops.cula.verify.default, (), named)
+
+
+def test_schemas_say_what_is_written():
+    written = {
+        "prefill": {"o", "final_state", "checkpoints", "chunk_states"},
+        "decode": {"o", "final_state"},
+        "verify": {"o", "final_state", "snapshots"},
+        "segment": {"m", "b"},
+    }
+    for pass_name, names in written.items():
+        schema = getattr(torch.ops.cula, pass_name).default._schema
+        marked = {
+            argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
+        }
+        assert marked == names
+        assert not schema.returns
+
+
+# torch.compile
+
+
+class Layer(torch.nn.Module):
+    """A small layer as models write them: projections, prefill from a state, a gated output."""
+
+    def __init__(self, algorithm: str, width: int = 32, heads: int = 2, dim: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.case = Case(algorithm, (1,), heads=heads, value_heads=heads, key_dim=dim, value_dim=dim, qk_l2norm=True)
+        self.project = torch.nn.Linear(width, 3 * heads * dim, bias=False)
+        self.gate = torch.nn.Linear(width, heads * dim, bias=False)
+        self.beta = torch.nn.Linear(width, heads, bias=False)
+        self.out = torch.nn.Linear(heads * dim, width, bias=False)
+        self.register_buffer("decay", -torch.rand(heads))
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (self.case.heads, self.case.key_dim)
+        q, k, v = (part.unflatten(-1, shape) for part in self.project(x).chunk(3, dim=-1))
+        g = torch.nn.functional.logsigmoid(self.gate(x)).unflatten(-1, shape)
+        named = make_named(self.case.algorithm, g, self.beta(x).sigmoid(), self.decay)
+        function, _ = level1.FUNCTIONS[self.case.algorithm]
+        o, final_state = function(
+            q, k, v, **named, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        return self.out(torch.nn.functional.silu(o.flatten(-2))), final_state
+
+
+def make_named(algorithm: str, g: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> dict[str, torch.Tensor]:
+    named = {}
+    if algorithm in ("kda", "gla"):
+        named["g"] = g
+    if algorithm in ("gdn", "simple_gla"):
+        named["g"] = g[..., 0]
+    if algorithm in ("lightning", "delta_per_head"):
+        named["decay"] = decay
+    if algorithm in ("kda", "gdn", "delta", "delta_per_head"):
+        named["beta"] = beta
+    return named
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+
+
+@torch.inference_mode()
+def test_compile_with_a_dynamic_length(algorithm):
+    layer, state = Layer(algorithm), torch.zeros(1, 2, 16, 16)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for length in (5, 17, 64, 130):
+        x = torch.randn(1, length, 32)
+        for found, wanted in zip(compiled(x, state), layer(x, state), strict=True):
+            torch.testing.assert_close(found, wanted)
+    assert counter.frame_count == 1, "one graph for all lengths"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["kda", "lightning"])
+def test_compile_with_inductor(name):
+    layer, state = Layer(name), torch.zeros(1, 2, 16, 16)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for length in (33, 70):
+        x = torch.randn(1, length, 32)
+        for found, wanted in zip(compiled(x, state), layer(x, state), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("algorithm", "backend"), [*((name, "aot_eager") for name in ALGORITHMS), ("kda", "inductor")])
+def test_compile_of_decode_writes_the_pool(algorithm, backend):
+    """Two steps in one graph: functionalization must keep the second behind the first."""
+    one, two = (make(Case(algorithm, (2, 2), pool=True, key_dim=16, value_dim=16)) for _ in range(2))
+
+    def steps(inputs):
+        outputs = []
+        for t in range(2):
+            o, _ = level1.decode(
+                inputs.tokens(t, t + 1), inputs.initial_state, state_indices=inputs.initial_state_indices
+            )
+            outputs.append(o)
+        return torch.cat(outputs, dim=1)
+
+    def on_tensors(q, k, v, g, beta, pool):
+        return steps(two.but(q=q, k=k, v=v, g=g, beta=beta, initial_state=pool))
+
+    compiled = torch.compile(on_tensors, fullgraph=True, backend=backend)
+    wanted, found = steps(one), compiled(two.q, two.k, two.v, two.g, two.beta, two.initial_state)
+    assert_same_bits("o", wanted, found)
+    assert_same_bits("pool", one.initial_state, two.initial_state)
+
+
+@torch.inference_mode()
+def test_compile_of_varlen_verify_and_segment():
+    case = Case("kda", (5, 3), packed=True, key_dim=16, value_dim=16)
+
+    def everything(q, k, v, g, beta, cu_seqlens, state):
+        inputs = make_inputs.but(q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens)
+        o, final_state = level1.prefill(inputs, initial_state=state)
+        room = state.new_zeros(2, 5, *state.shape[1:])
+        verified, _ = level1.verify(inputs, state, snapshots=room)
+        m, b = level1.segment(inputs)
+        return o, final_state, verified, room, m, b
+
+    make_inputs = make(case)
+    tensors = (*(getattr(make_inputs, name) for name in ("q", "k", "v", "g", "beta", "cu_seqlens", "initial_state")),)
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
+    for found, wanted in zip(compiled(*tensors), everything(*tensors), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+# torch.export
+
+
+@torch.inference_mode()
+def test_export_with_a_dynamic_length(algorithm):
+    layer, state = Layer(algorithm).eval(), torch.zeros(1, 2, 16, 16)
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(
+        layer, (torch.randn(1, 20, 32), state), dynamic_shapes={"x": {1: length}, "state": {}}
+    )
+    for tokens in (2, 65):
+        x = torch.randn(1, tokens, 32)
+        for found, wanted in zip(program.module()(x, state), layer(x, state), strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+def test_fake_tensors_have_the_shapes_of_real_ones(algorithm):
+    inputs = make(Case(algorithm, (20, 20), key_dim=16, value_dim=24, heads=2, value_heads=4))
+    real = level1.prefill(inputs, return_intermediate_states=True)
+    with FakeTensorMode() as mode:
+        fake = level1.prefill(inputs.map(mode.from_tensor), return_intermediate_states=True)
+    for one, other in zip(real, fake, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+
+
+# Modes, defaults, threads, processes.
+
+
+def test_inference_mode(algorithm):
+    inputs = make(Case(algorithm, (20,)))
+    wanted = level1.prefill(inputs)
+    with torch.inference_mode():
+        found = level1.prefill(inputs)
+    for one, other in zip(wanted, found, strict=True):
+        assert_same_bits("inference_mode", one, other)
+
+
+def test_default_dtype_and_device_have_no_say():
+    inputs = make(Case("kda", (20,)))
+    wanted = level1.prefill(inputs)
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        found = level1.prefill(inputs)
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(None)
+    for one, other in zip(wanted, found, strict=True):
+        assert_same_bits("defaults", one, other)
+
+
+def test_autocast_has_no_say():
+    inputs = make(Case("kda", (20,), dtype=torch.float32))
+    wanted = level1.prefill(inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = level1.prefill(inputs)
+    for one, other in zip(wanted, found, strict=True):
+        assert_same_bits("autocast", one, other)
+
+
+def test_calls_from_many_threads(algorithm):
+    """No state is shared between calls."""
+    inputs = [make(Case(algorithm, (100, 30, 7), packed=True, seed=seed)) for seed in range(8)]
+    wanted = [passes.prefill(one) for one in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(passes.prefill, inputs))
+    for one, other in zip(wanted, found, strict=True):
+        assert_same_bits("o", one.o, other.o)
+        assert_same_bits("final_state", one.final_state, other.final_state)
+
+
+def test_subclassed_and_detached_tensors():
+    """Parameters are tensors too."""
+    inputs = make(Case("kda", (20,), gate="softplus"))
+    with torch.no_grad():
+        found = level1.prefill(inputs.but(A_log=torch.nn.Parameter(inputs.A_log)))
+    for one, other in zip(level1.prefill(inputs), found, strict=True):
+        assert_same_bits("parameter", one, other)
+
+
+def test_a_fresh_process_loads_and_runs():
+    source = (
+        "import torch, cula; x = torch.ones(1, 3, 1, 8);"
+        "o, _ = cula.cula_simple_gla(x, x, x, scale=1.0); print(o[0, :, 0, 0])"
+    )
+    assert run_python("-c", source) == "tensor([ 8., 16., 24.])\n"
+
+
+def test_import_is_quiet_and_leaves_no_trace():
+    source = (
+        "import torch; before = torch.get_num_threads(), torch.get_default_dtype(), torch.get_rng_state().sum().item();"
+        "import cula; assert before == (torch.get_num_threads(), torch.get_default_dtype(),"
+        " torch.get_rng_state().sum().item())"
+    )
+    assert run_python("-W", "error", "-c", source) == ""
+
+
+def test_explain_is_one_line_for_a_newcomer():
+    printed = run_python("-c", "import cula; print(cula.explain())")
+    for row in cula.explain():
+        assert row.target in printed
+        assert row.reason in printed
