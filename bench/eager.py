@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear attention in plain PyTorch: the chunk form and the recurrence, as a careful user would write them.
+
+They are the peers that run everywhere. All arithmetic is float32; the symbols are those of ALGORITHM.md. States are
+[B, HV, V, K]. A channel must not decay by more than exp(-MAX_EXPONENT) within SUB_CHUNK tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, softplus
+
+from cases import Inputs
+
+CHUNK = 64
+# Tokens prepared at a time. The intermediates of a block stay in cache; preparing all tokens at once, as one would on a
+# GPU, takes two to three times as long on a CPU.
+CPU_BLOCK = 512
+# A per-channel decay is factored into exp(G_i - R) and exp(R - G_j) around an anchor R. Sixteen tokens of the strongest
+# bounded gate (-5 each) stay inside float32's range; a whole chunk would not.
+SUB_CHUNK = 16
+MAX_EXPONENT = 80.0
+
+
+def _log_decay(inputs: Inputs) -> Tensor | None:
+    """[B, T, HV] or [B, T, HV, K]."""
+    case, shape = inputs.case, inputs.v.shape[:3]
+    g = None if inputs.g is None else inputs.g.float()
+    if case.gate != "log_decay":
+        g = g if inputs.dt_bias is None else g + inputs.dt_bias
+        rate = torch.ones(()) if inputs.A_log is None else inputs.A_log.exp().view(-1, *[1] * (g.dim() - 3))
+        g = case.lower_bound * torch.sigmoid(rate * g) if case.gate == "bounded" else -rate * softplus(g)
+    if inputs.decay is not None:
+        g = inputs.decay.expand(shape) if g is None else g + inputs.decay
+    return g
+
+
+def _heads_first(x: Tensor, value_heads: int, tokens: int) -> Tensor:
+    """[B, T, H, ...] to [B * HV, tokens, ...] in float32, q/k heads repeated and T padded with zeros."""
+    x = x.float().transpose(1, 2)
+    if x.shape[1] != value_heads:
+        x = x.repeat_interleave(value_heads // x.shape[1], dim=1)
+    if tokens != x.shape[2]:
+        x = pad(x, [0, 0] * (x.dim() - 3) + [0, tokens - x.shape[2]])
+    return x.flatten(0, 1)
+
+
+def _prepare(inputs: Inputs, tokens: int) -> list[Tensor | None]:
+    """q, k, v, log decay and beta as the equations want them."""
+    case = inputs.case
+    q, k, v = inputs.q.float(), inputs.k.float(), inputs.v
+    if case.qk_l2norm:
+        q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6)
+        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
+    q = q * case.options["scale"]
+    beta = inputs.beta
+    if case.beta_is_logit:
+        beta = beta.float().sigmoid() * (2 if case.allow_neg_eigval else 1)
+    return [None if x is None else _heads_first(x, v.shape[2], tokens) for x in (q, k, v, _log_decay(inputs), beta)]
+
+
+def _start(inputs: Inputs, initial_state: Tensor | None) -> Tensor:
+    """[B * HV, K, V]."""
+    if initial_state is None:
+        (B, _, HV, V), K = inputs.v.shape, inputs.q.shape[-1]
+        return torch.zeros(B * HV, K, V, device=inputs.v.device)
+    return initial_state.float().flatten(0, 1).transpose(-1, -2).contiguous()
+
+
+def _finish(inputs: Inputs, o: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    B, T, HV, _ = inputs.v.shape
+    o = o[:, :T].unflatten(0, (B, HV)).transpose(1, 2).to(inputs.v.dtype)
+    return o, S.transpose(-1, -2).unflatten(0, (B, HV))
+
+
+def _scores_per_channel(rows: list[Tensor], k: Tensor, G: Tensor) -> list[Tensor]:
+    """sum_k rows_ik k_jk exp(G_ik - G_jk) for j <= i, SUB_CHUNK rows at a time; above the diagonal it means nothing."""
+    scores = [k.new_zeros(*k.shape[:-1], CHUNK) for _ in rows]
+    for start in range(0, CHUNK, SUB_CHUNK):
+        stop = start + SUB_CHUNK
+        anchor = G[..., start : start + 1, :]
+        below = (G[..., start:stop, :] - anchor).exp()
+        columns = (k[..., :stop, :] * (anchor - G[..., :stop, :]).clamp(max=MAX_EXPONENT).exp()).transpose(-1, -2)
+        for score, row in zip(scores, rows, strict=True):
+            score[..., start:stop, :stop] = (row[..., start:stop, :] * below) @ columns
+    return scores
+
+
+def _chunks(inputs: Inputs, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    count = -(-inputs.v.shape[1] // CHUNK)
+    q, k, v, g, beta = (None if x is None else x.unflatten(1, (count, CHUNK)) for x in _prepare(inputs, count * CHUNK))
+    G = k.new_zeros(1, count, CHUNK) if g is None else g.cumsum(2)
+
+    # score
+    rows = [q] if beta is None else [q, k]
+    if G.dim() == 4:
+        A, *L = _scores_per_channel(rows, k, G)
+    else:
+        # The upper triangle is masked before exp: there the difference is positive and may overflow.
+        D = (G[..., :, None] - G[..., None, :]).tril().exp()
+        A, *L = (row @ k.transpose(-1, -2) * D for row in rows)
+        G = G[..., None]
+    A = A.tril_()
+    q_decayed, k_decayed = q * G.exp(), k * G.exp()
+    k_remaining = (k * (G[:, :, -1:] - G).exp()).transpose(-1, -2)
+    gate_total = G[:, :, -1].exp()[..., None]
+
+    # solve, and the part of read that needs no state: U = T V - (T K^) S
+    U, W = v, None
+    if beta is not None:
+        T = torch.linalg.solve_triangular(L[0] * beta[..., None], beta.diag_embed(), upper=False, unitriangular=True)
+        U, W = T @ v, T @ k_decayed
+
+    # read, output, carry
+    S = _start(inputs, initial_state)
+    o = torch.empty_like(v)
+    for c in range(count):
+        u = U[:, c] if W is None else torch.baddbmm(U[:, c], W[:, c], S, alpha=-1)
+        o[:, c] = torch.baddbmm(q_decayed[:, c] @ S, A[:, c], u)
+        S = torch.baddbmm(gate_total[:, c] * S, k_remaining[:, c], u)
+    return _finish(inputs, o.flatten(1, 2), S)
+
+
+def chunk_form(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V] and the final state, chunk after chunk: batched products and one triangular solve per chunk."""
+    T = inputs.v.shape[1]
+    block = CPU_BLOCK if inputs.v.device.type == "cpu" else T
+    outputs, S = [], initial_state
+    for start in range(0, T, block):
+        o, S = _chunks(inputs.tokens(start, start + block), S)
+        outputs.append(o)
+    return torch.cat(outputs, 1), S
+
+
+def recurrence(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The same, token after token."""
+    q, k, v, g, beta = _prepare(inputs, inputs.v.shape[1])
+    alpha = None if g is None else g.exp().reshape(*g.shape[:2], -1, 1)
+    S = _start(inputs, initial_state)
+    o = torch.empty_like(v)
+    for t in range(v.shape[1]):
+        if alpha is not None:
+            S = S * alpha[:, t]
+        u = v[:, t, None]
+        if beta is not None:
+            u = torch.baddbmm(u, k[:, t, None], S, alpha=-1) * beta[:, t, None, None]
+        S = torch.baddbmm(S, k[:, t, :, None], u)
+        o[:, t] = (q[:, t, None] @ S)[:, 0]
+    return _finish(inputs, o, S)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Markdown tables from bench/results. tools/update_docs.py puts them into the README and docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+NONE_YET = ["No results are recorded yet: run `make bench`."]
+
+Times = dict[tuple[str, str], dict[str, dict]]  # (op, case): impl: row
+
+
+def result_files(suite: str) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"*/{suite}.json"))]
+
+
+def _cases(result: dict) -> Times:
+    cases: Times = {}
+    for row in result["cases"]:
+        cases.setdefault((row["op"], row["case"]), {})[row["impl"]] = row
+    return cases
+
+
+def _caption(result: dict) -> list[str]:
+    return [
+        f"{result['device']}; copy {result['copy_tbps'] * 1e3:.0f} GB/s, bf16 matrix product"
+        f" {result['gemm_tflops']:.2f} TFLOP/s; torch {result['torch']}; sources `{result['source_hash']}`.",
+        "",
+    ]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def _tokens(case: str) -> int:
+    return int(case.removeprefix("T").split("-")[0])
+
+
+def _slower(row: dict | None, ours: dict) -> str:
+    return "-" if row is None else f"{row['call_ms'] / ours['call_ms']:.1f} x"
+
+
+def prefill() -> list[str]:
+    """Ours against plain PyTorch, for the cases that both run."""
+    lines: list[str] = []
+    for result in result_files("cpu_prefill"):
+        rows = []
+        for (op, case), impls in _cases(result).items():
+            if "eager_chunk" not in impls:
+                continue
+            ours = impls["cula"]
+            rows.append(
+                [
+                    op,
+                    case,
+                    f"{ours['call_ms']:.1f}",
+                    f"{1e3 * ours['call_ms'] / _tokens(case):.2f}",
+                    _slower(impls["eager_chunk"], ours),
+                    _slower(impls.get("eager_recurrent"), ours),
+                    f"{ours['rel_err_out']:.1e}",
+                ]
+            )
+        head = [
+            "prefill",
+            "case",
+            "ms",
+            "µs per token",
+            "eager chunk form takes",
+            "eager recurrence takes",
+            "error of o",
+        ]
+        lines += [*_caption(result), *_table(head, rows), ""]
+    return lines[:-1] or NONE_YET
+
+
+def growth() -> list[str]:
+    """µs per token against length."""
+    lines: list[str] = []
+    for result in result_files("cpu_prefill"):
+        cases = _cases(result)
+        lengths = sorted({_tokens(case) for _, case in cases})
+        rows = []
+        for op in dict.fromkeys(op for op, _ in cases):
+            own = {_tokens(case): impls["cula"] for (name, case), impls in cases.items() if name == op}
+            rows.append([op, *(f"{1e3 * own[n]['call_ms'] / n:.2f}" if n in own else "-" for n in lengths)])
+        head = ["µs per token", *(f"T = {n // 1024}K" for n in lengths)]
+        lines += [*_caption(result), *_table(head, rows), ""]
+    return lines[:-1] or NONE_YET
+
+
+def targets() -> list[str]:
+    """The CPU targets beside each other."""
+    lines: list[str] = []
+    for suite in ("cpu_prefill", "cpu_decode", "cpu_verify"):
+        for result in result_files(suite):
+            cases = {
+                key: impls for key, impls in _cases(result).items() if any(name.startswith("cula:") for name in impls)
+            }
+            names = list(dict.fromkeys(n for impls in cases.values() for n in impls if n.startswith("cula:")))
+            rows = [
+                [
+                    suite.removeprefix("cpu_"),
+                    *key,
+                    *(f"{impls[n]['call_ms']:.3f}" if n in impls else "-" for n in names),
+                ]
+                for key, impls in cases.items()
+            ]
+            head = ["pass", "op", "case", *(f"{name.removeprefix('cula:')} ms" for name in names)]
+            lines += [*_table(head, rows), ""]
+    return lines[:-1] or NONE_YET
+
+
+def decode() -> list[str]:
+    """Decode and verify beside a plain copy of the state."""
+    lines: list[str] = []
+    for suite in ("cpu_decode", "cpu_verify"):
+        for result in result_files(suite):
+            rows = []
+            for (op, case), impls in _cases(result).items():
+                ours, copy = impls["cula"], impls["copy_state"]
+                rows.append(
+                    [
+                        op,
+                        case,
+                        f"{1e3 * ours['call_ms']:.0f}",
+                        f"{1e3 * copy['call_ms']:.0f}",
+                        f"{ours['call_ms'] / copy['call_ms']:.2f}",
+                        _slower(impls.get("eager_recurrent"), ours),
+                        f"{ours['rel_err_out']:.1e}",
+                    ]
+                )
+            head = [
+                suite.removeprefix("cpu_"),
+                "case",
+                "µs",
+                "copy of the states, µs",
+                "ratio",
+                "eager recurrence takes",
+                "error of o",
+            ]
+            lines += [*_table(head, rows), ""]
+    return lines[:-1] or NONE_YET
+
+
+if __name__ == "__main__":
+    for lines in (prefill(), growth(), decode(), targets()):
+        print("\n".join(lines), end="\n\n")

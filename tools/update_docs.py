@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""update_docs.py [--check]: fill the generated blocks of the Markdown files, or fail where one is not current.
+
+A block stands between `<!-- generated: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import result_tables
+import support_matrix
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = ("README.md", "docs/benchmarks.md")
+BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+
+
+def cpp_example() -> list[str]:
+    source = (ROOT / "examples" / "decode.cc").read_text()
+    return ["```cpp", *source.splitlines()[2:], "```"]
+
+
+GENERATORS: dict[str, Callable[[], list[str]]] = {
+    "support-matrix": support_matrix.matrix,
+    "prefill": result_tables.prefill,
+    "growth": result_tables.growth,
+    "decode": result_tables.decode,
+    "targets": result_tables.targets,
+    "cpp-example": cpp_example,
+}
+
+
+def keep_unknown(name: str, old: list[str], new: list[str]) -> list[str]:
+    """The matrix's rows of targets that this machine cannot run stay as they were."""
+    if name != "support-matrix":
+        return new
+    absent = tuple(f"| `{target}` |" for target in support_matrix.absent_targets())
+    rows = {line.split("|")[1]: line for line in old if line.startswith("|")}
+    return [rows.get(line.split("|")[1], line) if absent and line.startswith(absent) else line for line in new]
+
+
+def main() -> int:
+    check = "--check" in sys.argv[1:]
+    stale = []
+    for name in FILES:
+        path = ROOT / name
+        text = path.read_text()
+
+        def fill(block: re.Match, name: str = name) -> str:
+            old = block["body"].splitlines()
+            lines = keep_unknown(block["name"], old, GENERATORS[block["name"]]())
+            if lines != old:
+                stale.append(f"{name}: {block['name']}")
+            return block[1] + "\n".join(lines) + "\n" + block[4]
+
+        filled = BLOCK.sub(fill, text)
+        if not check:
+            path.write_text(filled)
+    if check and stale:
+        print(f"update_docs: not current, run python tools/update_docs.py: {', '.join(stale)}", file=sys.stderr)
+        return 1
+    print("docs: generated blocks are current" if check else f"docs: updated {', '.join(stale) or 'nothing'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
