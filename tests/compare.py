@@ -5,10 +5,11 @@ Against the float64 oracle, in units of the oracle's size, a result may be wrong
 recurrence run in the low precision of the inputs, plus a floor; relative root mean square and maximum both. Where the
 oracle is finite, so is the result.
 
-The floor is one rounding in the dtype of the result or of the inputs, whichever is coarser, and sixteen in float32, which
-states are kept in. Without the first a problem of few numbers, where the naive recurrence can be exact by luck, would have
-no budget at all. The second is what a chunk form cannot avoid: the recurrence forgets an error as it overwrites a key, but
-a chunk of 64 tokens adds up the errors of 64 writes, each of which can be twice as large as the state: 2 sqrt(64).
+The floor is one rounding in the dtype of the result or of the inputs, whichever is coarser, and sixteen in float32,
+which states are kept in. Without the first a problem of few numbers, where the naive recurrence can be exact by luck,
+would have no budget at all. The second is what a chunk form cannot avoid: the recurrence forgets an error as it
+overwrites a key, but a chunk of 64 tokens adds up the errors of 64 writes, each of which can be twice as large as the
+state: 2 sqrt(64).
 """
 
 from __future__ import annotations

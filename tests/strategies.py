@@ -42,6 +42,7 @@ def cases(draw, algorithm: str, packed: bool | None = None, max_sequences: int =
     heads = max(draw(st.integers(1, 3)), 64 // (ratio * key_dim * value_dim))
     gate = draw(st.sampled_from(["log_decay", "softplus", "bounded"])) if decay in ("channel", "token") else "log_decay"
     logit = update == "delta" and draw(flag)
+    keys = draw(st.sampled_from(["random", "random", "collinear"]))
     dtype = fixed.get("dtype") or draw(st.sampled_from(DTYPES))
     drawn = {
         "algorithm": algorithm,
@@ -61,10 +62,12 @@ def cases(draw, algorithm: str, packed: bool | None = None, max_sequences: int =
         "dt_bias": draw(flag),
         "head_decay": draw(flag),
         "gate_dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        "keys": draw(st.sampled_from(["random", "random", "collinear"])),
+        "keys": keys,
         "beta_is_logit": logit,
         "beta_per_value": draw(flag),
-        "allow_neg_eigval": logit and draw(flag),
+        # Not with collinear keys: beta near 2 then reflects along one direction at every token, and no form of the
+        # recurrence ever forgets a rounding.
+        "allow_neg_eigval": logit and keys == "random" and draw(flag),
         "qk_l2norm": draw(flag),
         "scale": draw(st.sampled_from([None, 1.0, 0.1])),
         "state": draw(flag),

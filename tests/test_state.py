@@ -168,7 +168,7 @@ def test_state_dtypes_round_once(algorithm, call, dtype):
 
 @given(data=st.data())
 def test_checkpoints_are_final_states_of_prefixes(algorithm, data):
-    case = data.draw(cases(algorithm, beta_per_value=False)).but(packed=True, lengths=(200, 0, 64, 7))
+    case = data.draw(cases(algorithm)).but(packed=True, lengths=(200, 0, 64, 7))
     inputs = make(case)
     everything = [(n, t) for n, T in enumerate(case.lengths) for t in sorted({*range(0, T + 1, 64), T})]
     chosen = data.draw(st.permutations(everything))[: data.draw(st.integers(1, len(everything)))]

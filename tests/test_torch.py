@@ -246,8 +246,7 @@ def test_calls_from_many_threads(algorithm):
         assert_same_bits("final_state", one.final_state, other.final_state)
 
 
-def test_subclassed_and_detached_tensors():
-    """Parameters are tensors too."""
+def test_parameters_are_tensors():
     inputs = make(Case("kda", (20,), gate="softplus"))
     with torch.no_grad():
         found = level1.prefill(inputs.but(A_log=torch.nn.Parameter(inputs.A_log)))

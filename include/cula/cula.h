@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Level 1: one function per pass. Each checks its arguments, picks the first kernel of the registry that takes the problem on
-// its device, and runs it on the caller's stream or threads.
+// Level 1: one function per pass. Each checks its arguments, picks the first kernel of the registry that takes the
+// problem on its device, and runs it on the caller's stream or threads.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,8 @@
 
 namespace cula {
 
-// Calls worker(arg, i) once for each i in [0, count), at the same time where it can. The library hands out its work inside.
+// Calls worker(arg, i) once for each i in [0, count), at the same time where it can. The library hands out its work
+// inside.
 struct ParallelFor {
     void (*run)(void* context, int count, void (*worker)(void* arg, int index), void* arg) = nullptr;
     void* context = nullptr;
@@ -35,17 +36,21 @@ struct Context {
     std::size_t workspace_bytes = 0;
 };
 
+// The CUDA device of this number, as kernels are chosen for it. Throws Error where the library was built without CUDA.
+Device cuda_device(int index);
+
 struct Kernel;  // a row of the registry
 
-// A checked and dispatched call: run it with the same Args and a workspace of at least workspace_bytes, 64-byte aligned.
+// A checked and dispatched call: run it with the same Args and a workspace of at least workspace_bytes, 64-byte
+// aligned.
 struct Plan {
     const Kernel* kernel = nullptr;
     std::size_t workspace_bytes = 0;
     std::string_view target() const;
 };
 
-// backend: empty for the best, else the name of a target ("cpu", "cpu:avx2", "reference"); throws Error with the target's own
-// reason where it does not take the problem.
+// backend: empty for the best, else the name of a target ("cpu", "cpu:avx2", "reference"); throws Error with the
+// target's own reason where it does not take the problem.
 Plan plan(Pass pass, const Args& args, const Context& context, std::string_view backend = {});
 void run(const Plan& plan, const Args& args, const Context& context);
 

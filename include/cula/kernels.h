@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Level 0: the kernels themselves, cula::<target>::<pass>. No checks, no dispatch: the caller has made sure that supports()
-// says yes and that the arguments are valid (plan() in cula.h does both), and brings workspace_bytes of workspace.
+// Level 0: the kernels themselves, cula::<target>::<pass>. No checks, no dispatch: the caller has made sure that
+// supports() says yes and that the arguments are valid (plan() in cula.h does both), and brings workspace_bytes of
+// workspace.
 #pragma once
 
 #include <cstddef>
 
 #include "cula/cula.h"
 
-#define CULA_DECLARE_TARGET(target)                                              \
-    namespace target {                                                           \
-    Support supports(const Problem& problem);                                    \
+#define CULA_DECLARE_TARGET(target)                                                   \
+    namespace target {                                                                \
+    Support supports(const Problem& problem);                                         \
     std::size_t workspace_bytes(Pass pass, const Args& args, const Context& context); \
-    void prefill(const Args& args, const Context& context);                      \
-    void decode(const Args& args, const Context& context);                       \
-    void verify(const Args& args, const Context& context);                       \
-    void segment(const Args& args, const Context& context);                      \
+    void prefill(const Args& args, const Context& context);                           \
+    void decode(const Args& args, const Context& context);                            \
+    void verify(const Args& args, const Context& context);                            \
+    void segment(const Args& args, const Context& context);                           \
     }
 
 namespace cula::cpu {

@@ -40,7 +40,8 @@ constexpr std::string_view name(Dtype dtype) {
 
 inline constexpr int kMaxDims = 5;
 
-// Sizes and strides are counted in elements. A view with no dimensions is absent: an optional argument that was not given.
+// Sizes and strides are counted in elements. A view with no dimensions is absent: an optional argument that was not
+// given.
 struct TensorRef {
     void* data = nullptr;
     Dtype dtype = Dtype::kFloat32;

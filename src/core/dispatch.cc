@@ -44,7 +44,8 @@ const Kernel& choose(const Problem& problem, std::string_view backend) {
         throw Error(pass + ": backend must be one of " + names + ", got \"" + std::string(backend) + "\"");
     }
     if (reasons.empty()) reasons = " it has no " + pass + " kernel";
-    const std::string who = backend.empty() ? "no backend takes" : "backend \"" + std::string(backend) + "\" does not take";
+    const std::string who =
+        backend.empty() ? "no backend takes" : "backend \"" + std::string(backend) + "\" does not take";
     throw Error(pass + ": " + who + " this call:" + reasons);
 }
 
@@ -78,8 +79,8 @@ Plan plan(Pass pass, const Args& args, const Context& context, std::string_view 
 
 void run(const Plan& plan, const Args& args, const Context& context) {
     if (context.workspace_bytes < plan.workspace_bytes)
-        throw Error(std::string(name(plan.kernel->pass)) + ": workspace must hold " + std::to_string(plan.workspace_bytes) +
-                    " bytes, got " + std::to_string(context.workspace_bytes));
+        throw Error(std::string(name(plan.kernel->pass)) + ": workspace must hold " +
+                    std::to_string(plan.workspace_bytes) + " bytes, got " + std::to_string(context.workspace_bytes));
     plan.kernel->run(args, context);
 }
 

@@ -53,7 +53,8 @@ inline StateRows states_of(const Args& args, std::int64_t n) {
     const std::int64_t from = read ? read_index(read, n) : n;
     const std::int64_t to = write ? read_index(write, n) : n;
     // Without index tensors slot n is meant literally, even where n equals null_index.
-    if ((read && is_null(args, from)) || (write && is_null(args, to))) return {.skipped = true, .initial = {}, .final = {}};
+    if ((read && is_null(args, from)) || (write && is_null(args, to)))
+        return {.skipped = true, .initial = {}, .final = {}};
     const bool starts = !args.has_initial_state || *args.has_initial_state.at<const bool>(n);
     if (args.initial_state && starts) rows.initial = {args.initial_state, from};
     if (args.final_state) rows.final = {args.final_state, to};
@@ -64,7 +65,8 @@ inline StateRows states_of(const Args& args, std::int64_t n) {
 inline std::int64_t chunks_before(const Args& args, std::int64_t n) {
     std::int64_t chunks = 0;
     if (args.cu_seqlens)
-        for (std::int64_t i = 0; i < n; ++i) chunks += (tokens_of(args, i).length + args.chunk_tokens - 1) / args.chunk_tokens;
+        for (std::int64_t i = 0; i < n; ++i)
+            chunks += (tokens_of(args, i).length + args.chunk_tokens - 1) / args.chunk_tokens;
     return chunks;
 }
 

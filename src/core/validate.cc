@@ -20,10 +20,12 @@ struct Dim {
 constexpr std::int64_t kAny = -1;
 
 constexpr bool is_float(Dtype dtype) {
-    return dtype == Dtype::kFloat64 || dtype == Dtype::kFloat32 || dtype == Dtype::kBFloat16 || dtype == Dtype::kFloat16;
+    return dtype == Dtype::kFloat64 || dtype == Dtype::kFloat32 || dtype == Dtype::kBFloat16 ||
+           dtype == Dtype::kFloat16;
 }
 
-// Inside Validator. A macro, so that the words are put together only when they are needed: a valid call makes no strings.
+// Inside Validator. A macro, so that the words are put together only when they are needed: a valid call makes no
+// strings.
 #define CULA_REQUIRE(good, argument, expected, given) \
     do {                                              \
         if (!(good)) fail(argument, expected, given); \
@@ -46,7 +48,8 @@ public:
 
 private:
     [[noreturn]] void fail(std::string_view argument, std::string_view expected, const std::string& given) const {
-        throw Error(std::string(name(pass_)) + ": " + std::string(argument) + " must " + std::string(expected) + ", got " + given);
+        throw Error(std::string(name(pass_)) + ": " + std::string(argument) + " must " + std::string(expected) +
+                    ", got " + given);
     }
 
     // "[B, T, H, K] = [1, 64, 2, 128]", or without the numbers where none is fixed.
@@ -62,7 +65,8 @@ private:
 
     static std::string shape_of(const TensorRef& ref) {
         std::string text = "[";
-        for (int i = 0; i < ref.ndim; ++i) text += (i ? ", " : "") + std::to_string(ref.size[static_cast<std::size_t>(i)]);
+        for (int i = 0; i < ref.ndim; ++i)
+            text += (i ? ", " : "") + std::to_string(ref.size[static_cast<std::size_t>(i)]);
         return text + "]";
     }
 
@@ -115,7 +119,7 @@ private:
     void last_contiguous(std::string_view argument, const TensorRef& ref) const {
         const auto last = static_cast<std::size_t>(ref.ndim - 1);
         CULA_REQUIRE(ref.stride[last] == 1 || ref.size[last] <= 1, argument, "be contiguous in its last dimension",
-                "stride " + std::to_string(ref.stride[last]));
+                     "stride " + std::to_string(ref.stride[last]));
     }
 
     // Two elements of an output must not share memory: sorted by stride, each dimension steps over all smaller ones.
@@ -133,7 +137,8 @@ private:
         }
         std::int64_t reach = 0;
         for (auto [stride, size] : std::span(dims).first(count)) {
-            CULA_REQUIRE(stride > reach, argument, "not overlap itself in memory", "strides that make elements share an address");
+            CULA_REQUIRE(stride > reach, argument, "not overlap itself in memory",
+                         "strides that make elements share an address");
             reach += stride * (size - 1);
         }
     }
@@ -150,8 +155,8 @@ private:
             dtype(argument, ref, {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
         const auto k = static_cast<std::size_t>(ref.ndim - 1), v = k - 1;
         CULA_REQUIRE(ref.stride[k] == 1 || ref.stride[v] == 1 || ref.size[k] <= 1 || ref.size[v] <= 1, argument,
-                "be contiguous along K or along V",
-                "strides " + std::to_string(ref.stride[v]) + ", " + std::to_string(ref.stride[k]));
+                     "be contiguous along K or along V",
+                     "strides " + std::to_string(ref.stride[v]) + ", " + std::to_string(ref.stride[k]));
     }
 
     void check_inputs() {
@@ -166,9 +171,12 @@ private:
         value_heads_ = v.size[2], value_dim_ = v.size[3];
         CULA_REQUIRE(heads_ > 0, "q", "have at least one head", shape_of(q));
         CULA_REQUIRE(value_heads_ > 0 && value_heads_ % heads_ == 0, "v",
-                "have a number of heads that is a multiple of q's " + std::to_string(heads_), std::to_string(value_heads_));
-        CULA_REQUIRE(key_dim_ >= 1 && key_dim_ <= 256, "q", "have a key dimension K from 1 to 256", std::to_string(key_dim_));
-        CULA_REQUIRE(value_dim_ >= 1 && value_dim_ <= 256, "v", "have a value dimension V from 1 to 256", std::to_string(value_dim_));
+                     "have a number of heads that is a multiple of q's " + std::to_string(heads_),
+                     std::to_string(value_heads_));
+        CULA_REQUIRE(key_dim_ >= 1 && key_dim_ <= 256, "q", "have a key dimension K from 1 to 256",
+                     std::to_string(key_dim_));
+        CULA_REQUIRE(value_dim_ >= 1 && value_dim_ <= 256, "v", "have a value dimension V from 1 to 256",
+                     std::to_string(value_dim_));
         floating("q", q);
         dtype("k", k, {q.dtype});
         dtype("v", v, {q.dtype});
@@ -206,8 +214,8 @@ private:
 
         if (decay == Decay::kPerHead) given_for_algorithm("decay", gamma);
         if (gamma) {
-            CULA_REQUIRE(decay == Decay::kPerHead || decay == Decay::kPerToken, "decay", "be left out for " + algorithm(),
-                    shape_of(gamma));
+            CULA_REQUIRE(decay == Decay::kPerHead || decay == Decay::kPerToken, "decay",
+                         "be left out for " + algorithm(), shape_of(gamma));
             shape("decay", gamma, {HV});
             parameter("decay", gamma);
         }
@@ -244,7 +252,7 @@ private:
             CULA_REQUIRE(!args_.beta_is_logit, "use_beta_sigmoid_in_kernel", "be left out for " + algorithm(), "true");
         }
         CULA_REQUIRE(!args_.allow_neg_eigval || args_.beta_is_logit, "allow_neg_eigval",
-                "come with use_beta_sigmoid_in_kernel: it doubles the sigmoid", "true without it");
+                     "come with use_beta_sigmoid_in_kernel: it doubles the sigmoid", "true without it");
     }
 
     bool host_readable() const { return device_.kind == DeviceKind::kCpu; }
@@ -256,7 +264,8 @@ private:
         shape("cu_seqlens", cu, {{"N + 1", kAny}});
         dtype("cu_seqlens", cu, {Dtype::kInt32, Dtype::kInt64});
         last_contiguous("cu_seqlens", cu);
-        CULA_REQUIRE(batch_ == 1, "q", "have batch size 1 with cu_seqlens (pack the sequences along T)", std::to_string(batch_));
+        CULA_REQUIRE(batch_ == 1, "q", "have batch size 1 with cu_seqlens (pack the sequences along T)",
+                     std::to_string(batch_));
         CULA_REQUIRE(cu.size[0] >= 1, "cu_seqlens", "have N + 1 >= 1 elements", "0");
         sequences_ = cu.size[0] - 1;
         if (!host_readable()) return;
@@ -266,7 +275,8 @@ private:
             const auto where = [&] { return "cu_seqlens[" + std::to_string(i) + "] = " + std::to_string(at); };
             CULA_REQUIRE(i != 0 || at == 0, "cu_seqlens", "start at 0", where());
             CULA_REQUIRE(at >= previous, "cu_seqlens", "not decrease", where() + " after " + std::to_string(previous));
-            CULA_REQUIRE(at <= tokens_, "cu_seqlens", "end within the " + std::to_string(tokens_) + " tokens of q", where());
+            CULA_REQUIRE(at <= tokens_, "cu_seqlens", "end within the " + std::to_string(tokens_) + " tokens of q",
+                         where());
             previous = at;
         }
     }
@@ -287,16 +297,17 @@ private:
             for (std::int64_t s = 0; s < columns; ++s) {
                 const std::int64_t slot = *ref.at<const std::int32_t>(n, s);
                 if (is_null(args_, slot)) continue;
-                CULA_REQUIRE(slot < states.size[0], argument, "stay below the " + std::to_string(states.size[0]) + " slots of the pool",
-                        std::to_string(slot) + " for sequence " + std::to_string(n));
+                CULA_REQUIRE(slot < states.size[0], argument,
+                             "stay below the " + std::to_string(states.size[0]) + " slots of the pool",
+                             std::to_string(slot) + " for sequence " + std::to_string(n));
                 if (written) used.emplace_back(slot, n);
             }
         }
         std::sort(used.begin(), used.end());
         for (std::size_t i = 1; i < used.size(); ++i)
             CULA_REQUIRE(used[i].first != used[i - 1].first, argument, "name each slot that is written once",
-                    "slot " + std::to_string(used[i].first) + " for sequences " + std::to_string(used[i - 1].second) + " and " +
-                        std::to_string(used[i].second));
+                         "slot " + std::to_string(used[i].first) + " for sequences " +
+                             std::to_string(used[i - 1].second) + " and " + std::to_string(used[i].second));
     }
 
     void check_state() const {
@@ -315,20 +326,22 @@ private:
         const bool writes_at_read = final && !write && !pool_by_token;
         if (read && initial) indices("initial_state_indices", read, initial, writes_at_read);
         if (read && !initial) indices("initial_state_indices", read, final, writes_at_read);
-        if (writes_at_read && read && initial && host_readable()) this->slots("initial_state_indices", read, final, true);
+        if (writes_at_read && read && initial && host_readable())
+            this->slots("initial_state_indices", read, final, true);
         indices("final_state_indices", write, final, true);
         if (args_.has_initial_state) {
             shape("has_initial_state", args_.has_initial_state, {{"N", sequences_}});
             dtype("has_initial_state", args_.has_initial_state, {Dtype::kBool});
             last_contiguous("has_initial_state", args_.has_initial_state);
-            CULA_REQUIRE(static_cast<bool>(initial), "has_initial_state", "come with an initial state", "the mask alone");
+            CULA_REQUIRE(static_cast<bool>(initial), "has_initial_state", "come with an initial state",
+                         "the mask alone");
         }
     }
 
     void check_prefill_outputs() const {
         const TensorRef &states = args_.checkpoints, &plan = args_.checkpoint_plan;
-        CULA_REQUIRE(static_cast<bool>(states) == static_cast<bool>(plan), "checkpoints", "be given as states and plan together",
-                "one of them");
+        CULA_REQUIRE(static_cast<bool>(states) == static_cast<bool>(plan), "checkpoints",
+                     "be given as states and plan together", "one of them");
         if (states) {
             state("checkpoints.states", states, {"slots", kAny});
             writable("checkpoints.states", states);
@@ -340,9 +353,10 @@ private:
         if (!dense) return;
         std::int64_t chunks = (tokens_ + args_.chunk_tokens - 1) / args_.chunk_tokens;
         if (args_.cu_seqlens && host_readable()) chunks = chunks_before(args_, sequences_);
-        shape("chunk_states", dense, {{"B", batch_}, {"NT", kAny}, {"HV", value_heads_}, {"V", value_dim_}, {"K", key_dim_}});
+        shape("chunk_states", dense,
+              {{"B", batch_}, {"NT", kAny}, {"HV", value_heads_}, {"V", value_dim_}, {"K", key_dim_}});
         CULA_REQUIRE(dense.size[1] >= chunks || (args_.cu_seqlens && !host_readable()), "chunk_states",
-                "have room for " + std::to_string(chunks) + " chunks", std::to_string(dense.size[1]));
+                     "have room for " + std::to_string(chunks) + " chunks", std::to_string(dense.size[1]));
         state_memory("chunk_states", dense);
         writable("chunk_states", dense);
     }
@@ -355,19 +369,22 @@ private:
             const std::int64_t slot = *plan.at<const std::int32_t>(m, 2);
             if (slot < 0) continue;
             const auto where = [&] { return " in row " + std::to_string(m); };
-            CULA_REQUIRE(n >= 0 && n < sequences_, "checkpoints.plan", "name a sequence below " + std::to_string(sequences_),
-                    std::to_string(n) + where());
+            CULA_REQUIRE(n >= 0 && n < sequences_, "checkpoints.plan",
+                         "name a sequence below " + std::to_string(sequences_), std::to_string(n) + where());
             const std::int64_t length = tokens_of(args_, n).length;
-            CULA_REQUIRE(offset >= 0 && offset <= length && (offset % kChunkTokens == 0 || offset == length), "checkpoints.plan",
-                    "name a multiple of 64 tokens within the sequence, or its length " + std::to_string(length),
-                    std::to_string(offset) + where());
+            CULA_REQUIRE(offset >= 0 && offset <= length && (offset % kChunkTokens == 0 || offset == length),
+                         "checkpoints.plan",
+                         "name a multiple of 64 tokens within the sequence, or its length " + std::to_string(length),
+                         std::to_string(offset) + where());
             CULA_REQUIRE(slot < args_.checkpoints.size[0], "checkpoints.plan",
-                    "name a slot below " + std::to_string(args_.checkpoints.size[0]), std::to_string(slot) + where());
+                         "name a slot below " + std::to_string(args_.checkpoints.size[0]),
+                         std::to_string(slot) + where());
             used.push_back(slot);
         }
         std::sort(used.begin(), used.end());
         const auto twice = std::adjacent_find(used.begin(), used.end());
-        if (twice != used.end()) fail("checkpoints.plan", "name each slot once", "slot " + std::to_string(*twice) + " twice");
+        if (twice != used.end())
+            fail("checkpoints.plan", "name each slot once", "slot " + std::to_string(*twice) + " twice");
     }
 
     void check_verify() const {
@@ -376,13 +393,15 @@ private:
         if (args_.cu_seqlens && host_readable())
             for (std::int64_t n = 0; n < sequences_; ++n) longest = std::max(longest, tokens_of(args_, n).length);
         const auto holds_row = [&](std::string_view argument, const TensorRef& ref, std::size_t dim) {
-            CULA_REQUIRE(ref.size[dim] >= longest, argument, "have room for the longest row's " + std::to_string(longest) + " tokens",
-                    std::to_string(ref.size[dim]));
+            CULA_REQUIRE(ref.size[dim] >= longest, argument,
+                         "have room for the longest row's " + std::to_string(longest) + " tokens",
+                         std::to_string(ref.size[dim]));
         };
         if (per_token) {
             shape("state_indices", per_token, {{"N", sequences_}, {"S", kAny}});
             dtype("state_indices", per_token, {Dtype::kInt32});
-            CULA_REQUIRE(args_.initial_state || args_.final_state, "state_indices", "come with a state pool", "indices alone");
+            CULA_REQUIRE(args_.initial_state || args_.final_state, "state_indices", "come with a state pool",
+                         "indices alone");
             CULA_REQUIRE(!args_.final_state_indices, "final_state_indices", "be left out with state_indices", "both");
             holds_row("state_indices", per_token, 1);
             if (host_readable())
@@ -397,8 +416,8 @@ private:
                 for (std::int64_t n = 0; n < sequences_; ++n) {
                     const std::int32_t count = *accepted.at<const std::int32_t>(n);
                     CULA_REQUIRE(count >= 1 && count <= per_token.size[1], "num_accepted",
-                            "lie in 1.." + std::to_string(per_token.size[1]),
-                            std::to_string(count) + " for sequence " + std::to_string(n));
+                                 "lie in 1.." + std::to_string(per_token.size[1]),
+                                 std::to_string(count) + " for sequence " + std::to_string(n));
                 }
         }
         if (snapshots) {
@@ -410,8 +429,9 @@ private:
             if (args_.snapshot_indices)
                 indices("snapshot_indices", args_.snapshot_indices, snapshots, true);
             else
-                CULA_REQUIRE(snapshots.size[0] >= sequences_, "snapshots", "have a slot for each of " + std::to_string(sequences_) + " rows",
-                        std::to_string(snapshots.size[0]));
+                CULA_REQUIRE(snapshots.size[0] >= sequences_, "snapshots",
+                             "have a slot for each of " + std::to_string(sequences_) + " rows",
+                             std::to_string(snapshots.size[0]));
         }
         CULA_REQUIRE(!args_.snapshot_indices || snapshots, "snapshot_indices", "come with snapshots", "indices alone");
         if (!args_.parents) return;
@@ -419,13 +439,15 @@ private:
         dtype("parents", args_.parents, {Dtype::kInt32});
         holds_row("parents", args_.parents, 1);
         CULA_REQUIRE(!args_.final_state || per_token, "final_state",
-                "be left out with parents (a tree has no last state), or be indexed per token by state_indices", "a state");
+                     "be left out with parents (a tree has no last state), or be indexed per token by state_indices",
+                     "a state");
         if (host_readable())
             for (std::int64_t n = 0; n < sequences_; ++n)
                 for (std::int64_t t = 0; t < tokens_of(args_, n).length; ++t) {
                     const std::int32_t parent = *args_.parents.at<const std::int32_t>(n, t);
-                    CULA_REQUIRE(parent < t, "parents", "name an earlier token of the row",
-                            std::to_string(parent) + " for token " + std::to_string(t) + " of row " + std::to_string(n));
+                    CULA_REQUIRE(
+                        parent < t, "parents", "name an earlier token of the row",
+                        std::to_string(parent) + " for token " + std::to_string(t) + " of row " + std::to_string(n));
                 }
     }
 
@@ -499,6 +521,7 @@ Problem describe(Pass pass, const Args& args, const Device& device) {
     problem.checkpoints = static_cast<bool>(args.checkpoints);
     problem.chunk_states = static_cast<bool>(args.chunk_states);
     problem.tree = static_cast<bool>(args.parents);
+    problem.draft_tokens = args.parents ? args.parents.size[1] : 0;
     problem.chunk_tokens = args.chunk_tokens;
     problem.batch_invariant = args.batch_invariant;
     return problem;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host side of the CPU backend: which instruction sets this machine has, how a call is cut into tasks, and who runs them.
-// A task is one sequence and value head; where there are fewer of them than threads, also a block of value columns. How a call
-// is cut never changes a bit of its result.
+// The host side of the CPU backend: which instruction sets this machine has, how a call is cut into tasks, and who runs
+// them. A task is one sequence and value head; where there are fewer of them than threads, also a block of value
+// columns. How a call is cut never changes a bit of its result.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -56,7 +56,8 @@ bool request_tiles() {
 
 Support available_amx() {
     static const bool has = request_tiles();
-    if (!has || !available_avx512bf16()) return Support::no("this CPU, or its operating system, offers no AMX bf16 tiles");
+    if (!has || !available_avx512bf16())
+        return Support::no("this CPU, or its operating system, offers no AMX bf16 tiles");
     return Support::yes();
 }
 #endif
@@ -68,8 +69,6 @@ Support supports(const Problem& problem, Support available, bool bf16_only) {
         return Support::no("multiplies bfloat16; q is " + std::string(name(problem.dtype)));
     if (problem.beta_per_value && problem.pass == Pass::kSegment)
         return Support::no("a segment's map needs one beta per token, not one per value channel");
-    if (problem.beta_per_value && (problem.checkpoints || problem.chunk_states))
-        return Support::no("with one beta per value channel it goes token by token, without checkpoints or chunk states");
     return Support::yes();
 }
 
@@ -80,8 +79,8 @@ int num_workers(const Context& context, std::int64_t tasks) {
     return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(tasks, 1)));
 }
 
-// Calls body(worker, task) for every task: in contiguous ranges, so that a worker meets the same states in every call, or
-// one at a time as workers become free.
+// Calls body(worker, task) for every task: in contiguous ranges, so that a worker meets the same states in every call,
+// or one at a time as workers become free.
 template <class Body>
 void for_each_task(const Context& context, int workers, std::int64_t tasks, bool even, Body body) {
     struct Job {
@@ -97,7 +96,8 @@ void for_each_task(const Context& context, int workers, std::int64_t tasks, bool
             const std::int64_t end = mine.tasks * (worker + 1) / mine.workers;
             for (std::int64_t task = mine.tasks * worker / mine.workers; task < end; ++task) mine.body(worker, task);
         } else {
-            for (std::int64_t task; (task = mine.next.fetch_add(1, std::memory_order_relaxed)) < mine.tasks;) mine.body(worker, task);
+            for (std::int64_t task; (task = mine.next.fetch_add(1, std::memory_order_relaxed)) < mine.tasks;)
+                mine.body(worker, task);
         }
     };
     if (workers == 1)
@@ -151,10 +151,11 @@ StateView view(const StateRow& row, std::int64_t value_head) {
     return {row.ptr(value_head), row.states.dtype, row.states.stride[2], row.states.stride[3]};
 }
 
-void zero_output(const Args& args, std::int64_t batch, std::int64_t begin, std::int64_t end, std::int64_t value_head, int v_begin,
-                 int v_count) {
+void zero_output(const Args& args, std::int64_t batch, std::int64_t begin, std::int64_t end, std::int64_t value_head,
+                 int v_begin, int v_count) {
     for (std::int64_t t = begin; t < end; ++t)
-        std::memset(args.o.ptr(batch, t, value_head, v_begin), 0, static_cast<std::size_t>(v_count) * size_bytes(args.o.dtype));
+        std::memset(args.o.ptr(batch, t, value_head, v_begin), 0,
+                    static_cast<std::size_t>(v_count) * size_bytes(args.o.dtype));
 }
 
 // Tokens after the last sequence belong to nobody.
@@ -173,27 +174,32 @@ std::int64_t longest(const Args& args) {
 
 // --- prefill ---
 
-struct ScanPlan {
-    std::int64_t* order;            // sequences, longest first
-    std::int64_t* first_chunk;      // of each sequence among the packed chunk states
-    Checkpoint* checkpoints;        // by sequence, then by tokens
-    std::int64_t* first_checkpoint; // of each sequence, and the end
+struct PrefillPlan {
+    std::int64_t* order;             // sequences, longest first
+    std::int64_t* first_chunk;       // of each sequence among the packed chunk states
+    Checkpoint* checkpoints;         // by sequence, then by tokens
+    std::int64_t* first_checkpoint;  // of each sequence, and the end
     std::byte* scratch;
     std::size_t scratch_bytes;  // of one worker
 };
 
-ScanPlan carve_scan(Carver& carver, const Isa& isa, const Args& args, const Context& context, const Cut& cut) {
-    ScanPlan plan{};
+// Where each value channel has its own beta there is no chunk form, and prefill goes token by token.
+bool steps(const Args& args) { return args.beta.ndim == 4; }
+
+PrefillPlan carve_prefill(Carver& carver, const Isa& isa, const Args& args, const Context& context, const Cut& cut) {
+    PrefillPlan plan{};
     plan.order = carver.take<std::int64_t>(cut.sequences);
     plan.first_chunk = carver.take<std::int64_t>(cut.sequences);
     plan.checkpoints = carver.take<Checkpoint>(args.checkpoint_plan ? args.checkpoint_plan.size[0] : 0);
     plan.first_checkpoint = carver.take<std::int64_t>(cut.sequences + 1);
-    plan.scratch_bytes = isa.scan_scratch_bytes(args, cut.block);
-    plan.scratch = carver.take<std::byte>(static_cast<std::int64_t>(plan.scratch_bytes) * num_workers(context, cut.tasks()));
+    plan.scratch_bytes =
+        steps(args) ? isa.step_scratch_bytes(args, cut.block, 0) : isa.scan_scratch_bytes(args, cut.block);
+    plan.scratch =
+        carver.take<std::byte>(static_cast<std::int64_t>(plan.scratch_bytes) * num_workers(context, cut.tasks()));
     return plan;
 }
 
-void sort_checkpoints(const Args& args, const Cut& cut, ScanPlan& plan) {
+void sort_checkpoints(const Args& args, const Cut& cut, PrefillPlan& plan) {
     const TensorRef& rows = args.checkpoint_plan;
     const auto field = [&](std::int64_t m, int column) { return *rows.at<const std::int32_t>(m, column); };
     std::fill_n(plan.first_checkpoint, cut.sequences + 1, 0);
@@ -214,7 +220,7 @@ void sort_checkpoints(const Args& args, const Cut& cut, ScanPlan& plan) {
                   [](const Checkpoint& a, const Checkpoint& b) { return a.tokens < b.tokens; });
 }
 
-void make_scan_plan(const Args& args, const Cut& cut, ScanPlan& plan) {
+void make_prefill_plan(const Args& args, const Cut& cut, PrefillPlan& plan) {
     std::int64_t chunks = 0;
     for (std::int64_t n = 0; n < cut.sequences; ++n) {
         plan.order[n] = n;
@@ -228,44 +234,60 @@ void make_scan_plan(const Args& args, const Cut& cut, ScanPlan& plan) {
     sort_checkpoints(args, cut, plan);
 }
 
-void step_through(const Isa& isa, const Args& args, const Context& context);
-std::size_t step_workspace_bytes(const Isa& isa, const Args& args, const Context& context);
+// What scan and step tasks have in common.
+template <class Task>
+Task make_task(const Place& place, const Tokens& tokens, const StateRows& states) {
+    Task task{};
+    task.batch = tokens.batch, task.begin = tokens.begin, task.length = tokens.length;
+    task.head = place.head, task.value_head = place.value_head;
+    task.v_begin = place.v_begin, task.v_count = place.v_count;
+    task.initial = view(states.initial, place.value_head);
+    task.final = view(states.final, place.value_head);
+    return task;
+}
+
+template <class Task>
+Task make_prefill_task(const Args& args, const PrefillPlan& plan, const Place& place, const Tokens& tokens,
+                       const StateRows& states) {
+    Task task = make_task<Task>(place, tokens, states);
+    task.checkpoints = plan.checkpoints + plan.first_checkpoint[place.sequence];
+    task.num_checkpoints = plan.first_checkpoint[place.sequence + 1] - plan.first_checkpoint[place.sequence];
+    if (const TensorRef& dense = args.chunk_states) {
+        task.chunk_states = {dense.ptr(tokens.batch, plan.first_chunk[place.sequence], place.value_head), dense.dtype,
+                             dense.stride[3], dense.stride[4]};
+        task.chunk_states_stride = dense.stride[1];
+    }
+    return task;
+}
+
+void zero_output(const Args& args, const Place& place, const Tokens& tokens) {
+    zero_output(args, tokens.batch, tokens.begin, tokens.begin + tokens.length, place.value_head, place.v_begin,
+                place.v_count);
+}
 
 void prefill(const Isa& isa, const Args& args, const Context& context) {
-    if (args.beta.ndim == 4) return step_through(isa, args, context);
     const Cut cut = cpu::cut(args, context, static_cast<int>(args.v.size[3]));
     Carver carver(context.workspace);
-    ScanPlan plan = carve_scan(carver, isa, args, context, cut);
-    make_scan_plan(args, cut, plan);
+    PrefillPlan plan = carve_prefill(carver, isa, args, context, cut);
+    make_prefill_plan(args, cut, plan);
     zero_slack(args);
     for_each_task(context, num_workers(context, cut.tasks()), cut.tasks(), false, [&](int worker, std::int64_t index) {
         Place place = place_of(cut, index);
         place.sequence = plan.order[place.sequence];
         const Tokens tokens = tokens_of(args, place.sequence);
         const StateRows states = states_of(args, place.sequence);
-        if (states.skipped)
-            return zero_output(args, tokens.batch, tokens.begin, tokens.begin + tokens.length, place.value_head, place.v_begin,
-                               place.v_count);
-        ScanTask task{};
-        task.batch = tokens.batch, task.begin = tokens.begin, task.length = tokens.length;
-        task.head = place.head, task.value_head = place.value_head;
-        task.v_begin = place.v_begin, task.v_count = place.v_count;
-        task.initial = view(states.initial, place.value_head);
-        task.final = view(states.final, place.value_head);
-        task.checkpoints = plan.checkpoints + plan.first_checkpoint[place.sequence];
-        task.num_checkpoints = plan.first_checkpoint[place.sequence + 1] - plan.first_checkpoint[place.sequence];
-        if (const TensorRef& dense = args.chunk_states) {
-            task.chunk_states = {dense.ptr(tokens.batch, plan.first_chunk[place.sequence], place.value_head), dense.dtype,
-                                 dense.stride[3], dense.stride[4]};
-            task.chunk_states_stride = dense.stride[1];
-        }
-        isa.scan(args, task, plan.scratch + static_cast<std::size_t>(worker) * plan.scratch_bytes);
+        if (states.skipped) return zero_output(args, place, tokens);
+        std::byte* scratch = plan.scratch + static_cast<std::size_t>(worker) * plan.scratch_bytes;
+        if (steps(args))
+            isa.step(args, make_prefill_task<StepTask>(args, plan, place, tokens, states), scratch);
+        else
+            isa.scan(args, make_prefill_task<ScanTask>(args, plan, place, tokens, states), scratch);
     });
 }
 
-std::size_t scan_workspace_bytes(const Isa& isa, const Args& args, const Context& context, int columns) {
+std::size_t prefill_workspace_bytes(const Isa& isa, const Args& args, const Context& context) {
     Carver carver(nullptr);
-    carve_scan(carver, isa, args, context, cut(args, context, columns));
+    carve_prefill(carver, isa, args, context, cut(args, context, static_cast<int>(args.v.size[3])));
     return carver.bytes();
 }
 
@@ -282,10 +304,7 @@ void segment(const Isa& isa, const Args& args, const Context& context) {
         const bool is_map = index < maps;
         const Place place = is_map ? place_of(channels, index) : place_of(values, index - maps);
         const Tokens tokens = tokens_of(args, place.sequence);
-        ScanTask task{};
-        task.batch = tokens.batch, task.begin = tokens.begin, task.length = tokens.length;
-        task.head = place.head, task.value_head = place.value_head;
-        task.v_begin = place.v_begin, task.v_count = place.v_count;
+        ScanTask task = make_task<ScanTask>(place, tokens, {});
         const TensorRef &m = args.segment_m, &b = args.segment_b;
         if (is_map) {
             task.identity = true;
@@ -297,7 +316,8 @@ void segment(const Isa& isa, const Args& args, const Context& context) {
                 task.total_decay_stride = m.stride[2];
             }
         }
-        isa.scan(args, task, static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes);
+        isa.scan(args, task,
+                 static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes);
     });
 }
 
@@ -308,7 +328,7 @@ std::size_t segment_workspace_bytes(const Isa& isa, const Args& args, const Cont
            static_cast<std::size_t>(num_workers(context, values.tasks()));
 }
 
-// --- decode, verify, and prefill where each value channel has its own beta ---
+// --- decode, verify ---
 
 std::size_t step_scratch_bytes(const Isa& isa, const Args& args, const Cut& cut) {
     return isa.step_scratch_bytes(args, cut.block, args.parents ? longest(args) : 0);
@@ -345,15 +365,8 @@ void step_through(const Isa& isa, const Args& args, const Context& context) {
         const Place place = place_of(cut, index);
         const Tokens tokens = tokens_of(args, place.sequence);
         const StateRows states = verify_states(args, place.sequence);
-        if (states.skipped)
-            return zero_output(args, tokens.batch, tokens.begin, tokens.begin + tokens.length, place.value_head, place.v_begin,
-                               place.v_count);
-        StepTask task{};
-        task.batch = tokens.batch, task.begin = tokens.begin, task.length = tokens.length;
-        task.head = place.head, task.value_head = place.value_head;
-        task.v_begin = place.v_begin, task.v_count = place.v_count;
-        task.initial = view(states.initial, place.value_head);
-        task.final = view(states.final, place.value_head);
+        if (states.skipped) return zero_output(args, place, tokens);
+        StepTask task = make_task<StepTask>(place, tokens, states);
         if (args.state_indices) {
             task.slots = args.state_indices.at<const std::int32_t>(place.sequence);
             task.slots_stride = args.state_indices.stride[1];
@@ -374,15 +387,14 @@ void step_through(const Isa& isa, const Args& args, const Context& context) {
             task.parents = args.parents.at<const std::int32_t>(place.sequence);
             task.parents_stride = args.parents.stride[1];
         }
-        isa.step(args, task, static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes);
+        isa.step(args, task,
+                 static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes);
     });
 }
 
 std::size_t workspace_bytes(const Isa& isa, Pass pass, const Args& args, const Context& context) {
     switch (pass) {
-        case Pass::kPrefill:
-            if (args.beta.ndim == 4) return step_workspace_bytes(isa, args, context);
-            return scan_workspace_bytes(isa, args, context, static_cast<int>(args.v.size[3]));
+        case Pass::kPrefill: return prefill_workspace_bytes(isa, args, context);
         case Pass::kSegment: return segment_workspace_bytes(isa, args, context);
         case Pass::kDecode:
         case Pass::kVerify: return step_workspace_bytes(isa, args, context);
@@ -392,16 +404,16 @@ std::size_t workspace_bytes(const Isa& isa, Pass pass, const Args& args, const C
 
 }  // namespace
 
-#define CULA_DEFINE_TARGET(target, bf16_only)                                                                             \
-    namespace target {                                                                                                    \
-    Support supports(const Problem& problem) { return cpu::supports(problem, available_##target(), bf16_only); }          \
-    std::size_t workspace_bytes(Pass pass, const Args& args, const Context& context) {                                    \
-        return cpu::workspace_bytes(kIsa, pass, args, context);                                                           \
-    }                                                                                                                     \
-    void prefill(const Args& args, const Context& context) { cpu::prefill(kIsa, args, context); }                         \
-    void decode(const Args& args, const Context& context) { step_through(kIsa, args, context); }                          \
-    void verify(const Args& args, const Context& context) { step_through(kIsa, args, context); }                          \
-    void segment(const Args& args, const Context& context) { cpu::segment(kIsa, args, context); }                         \
+#define CULA_DEFINE_TARGET(target, bf16_only)                                                                    \
+    namespace target {                                                                                           \
+    Support supports(const Problem& problem) { return cpu::supports(problem, available_##target(), bf16_only); } \
+    std::size_t workspace_bytes(Pass pass, const Args& args, const Context& context) {                           \
+        return cpu::workspace_bytes(kIsa, pass, args, context);                                                  \
+    }                                                                                                            \
+    void prefill(const Args& args, const Context& context) { cpu::prefill(kIsa, args, context); }                \
+    void decode(const Args& args, const Context& context) { step_through(kIsa, args, context); }                 \
+    void verify(const Args& args, const Context& context) { step_through(kIsa, args, context); }                 \
+    void segment(const Args& args, const Context& context) { cpu::segment(kIsa, args, context); }                \
     }
 
 CULA_DEFINE_TARGET(portable, false)

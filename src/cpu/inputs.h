@@ -21,16 +21,23 @@ struct HeadInputs {
     const Args& args;
     std::int64_t batch, head, value_head;
     int key_dim, padded_key_dim;
-    float gate_slope;             // exp(A_log)
-    float gate_bias_scalar;       // dt_bias, where there is one per head
-    float head_log_decay;         // gamma
-    const float* gate_bias;       // dt_bias [padded K], where there is one per channel
+    float gate_slope;        // exp(A_log)
+    float gate_bias_scalar;  // dt_bias, where there is one per head
+    float head_log_decay;    // gamma
+    const float* gate_bias;  // dt_bias [padded K], where there is one per channel
 
     // bias: room for padded K floats.
     template <class Task>
     HeadInputs(const Args& a, const Task& task, float* bias)
-        : args(a), batch(task.batch), head(task.head), value_head(task.value_head), key_dim(static_cast<int>(a.q.size[3])),
-          padded_key_dim(round_up(key_dim, kChannelMultiple)), gate_slope(1.0f), gate_bias_scalar(0.0f), head_log_decay(0.0f),
+        : args(a),
+          batch(task.batch),
+          head(task.head),
+          value_head(task.value_head),
+          key_dim(static_cast<int>(a.q.size[3])),
+          padded_key_dim(round_up(key_dim, kChannelMultiple)),
+          gate_slope(1.0f),
+          gate_bias_scalar(0.0f),
+          head_log_decay(0.0f),
           gate_bias(bias) {
         if (a.A_log) gate_slope = expf(load_scalar(a.A_log.ptr(value_head), a.A_log.dtype));
         if (a.gamma) head_log_decay = load_scalar(a.gamma.ptr(value_head), a.gamma.dtype);

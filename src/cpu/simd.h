@@ -2,8 +2,8 @@
 // Vectors of the widest float register of the target this file is compiled for, on compiler vector extensions.
 //
 // Everything below src/cpu that includes this file is compiled once per instruction set into its own namespace
-// (cula::cpu::avx2, ...). Such code must not instantiate inline functions of other namespaces: the linker would keep one copy
-// for all targets, built with the wrong flags. tools/check_isa_objects.py watches over that.
+// (cula::cpu::avx2, ...). Such code must not instantiate inline functions of other namespaces: the linker would keep
+// one copy for all targets, built with the wrong flags. tools/check_isa_objects.py watches over that.
 #pragma once
 
 #include <cstddef>
@@ -34,8 +34,8 @@ typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef std::int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 typedef std::uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
 
-// Results below the normal range become zero while this lives: strong decays would otherwise fill the state with subnormals,
-// on which a multiply-add takes a hundred times longer.
+// Results below the normal range become zero while this lives: strong decays would otherwise fill the state with
+// subnormals, on which a multiply-add takes a hundred times longer.
 class FlushSubnormals {
 public:
 #if defined(__x86_64__)
@@ -72,14 +72,15 @@ CULA_INLINE Vec from_bits(BitVec x) { return reinterpret_cast<Vec>(x); }
 CULA_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
 CULA_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
+// (Masks keep the indices of steps that this width does not have in range; they are not used.)
 // Element J of the result is a[J], or b[J - step] where J has the bit `step`; and its complement.
 template <int kStep, int... J>
 CULA_INLINE Vec interleave_low(Vec a, Vec b, std::integer_sequence<int, J...>) {
-    return __builtin_shuffle(a, b, IntVec{((J & kStep) ? kLanes + J - kStep : J)...});
+    return __builtin_shufflevector(a, b, (((J & kStep) ? kLanes + J - kStep : J) & (2 * kLanes - 1))...);
 }
 template <int kStep, int... J>
 CULA_INLINE Vec interleave_high(Vec a, Vec b, std::integer_sequence<int, J...>) {
-    return __builtin_shuffle(a, b, IntVec{((J & kStep) ? kLanes + J : J + kStep)...});
+    return __builtin_shufflevector(a, b, (((J & kStep) ? kLanes + J : J + kStep) & (2 * kLanes - 1))...);
 }
 
 template <int kStep>
@@ -103,7 +104,8 @@ CULA_INLINE void transpose(Vec (&x)[kLanes]) {
 }
 
 // dst[c][r] = src[r][c]; rows and columns are multiples of kLanes.
-inline void transpose(float* dst, std::int64_t dst_stride, const float* src, std::int64_t src_stride, int rows, int columns) {
+inline void transpose(float* dst, std::int64_t dst_stride, const float* src, std::int64_t src_stride, int rows,
+                      int columns) {
     for (int r = 0; r < rows; r += kLanes) {
         for (int c = 0; c < columns; c += kLanes) {
             Vec x[kLanes];
@@ -118,7 +120,7 @@ inline void transpose(float* dst, std::int64_t dst_stride, const float* src, std
 
 template <int kStep, int... J>
 CULA_INLINE Vec swap_lanes(Vec x, std::integer_sequence<int, J...>) {
-    return __builtin_shuffle(x, IntVec{(J ^ kStep)...});
+    return __builtin_shufflevector(x, x, ((J ^ kStep) & (kLanes - 1))...);
 }
 
 // Sum over the lanes, pairwise, so that the order is the same for every target of one width.
@@ -199,7 +201,9 @@ CULA_INLINE Vec softplus(Vec x) {
 
 // --- conversion ---
 
-CULA_INLINE float bf16_to_float(std::uint16_t x) { return __builtin_bit_cast(float, static_cast<std::uint32_t>(x) << 16); }
+CULA_INLINE float bf16_to_float(std::uint16_t x) {
+    return __builtin_bit_cast(float, static_cast<std::uint32_t>(x) << 16);
+}
 
 CULA_INLINE std::uint16_t float_to_bf16(float x) {
     const std::uint32_t u = __builtin_bit_cast(std::uint32_t, x);
@@ -207,12 +211,13 @@ CULA_INLINE std::uint16_t float_to_bf16(float x) {
     return static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// Half precision through one float multiplication, which handles subnormals too.
+// Without float subnormals, which FlushSubnormals reads as zero.
 CULA_INLINE float fp16_to_float(std::uint16_t x) {
     const std::uint32_t sign = (x & 0x8000u) << 16, rest = x & 0x7fffu;
     if (rest >= 0x7c00u) return __builtin_bit_cast(float, sign | 0x7f800000u | ((rest & 0x3ffu) << 13));
-    const float magnitude = __builtin_bit_cast(float, rest << 13) * 0x1p112f;
-    return __builtin_bit_cast(float, __builtin_bit_cast(std::uint32_t, magnitude) | sign);
+    if (rest >= 0x400u) return __builtin_bit_cast(float, sign | ((rest << 13) + (112u << 23)));
+    const float magnitude = static_cast<float>(static_cast<std::int32_t>(rest)) * 0x1p-24f;
+    return sign ? -magnitude : magnitude;
 }
 
 CULA_INLINE std::uint16_t float_to_fp16(float x) {
@@ -252,7 +257,8 @@ CULA_INLINE Vec load_fp16(const std::uint16_t* p) {
 #endif
 }
 
-// bf16 bits, rounded to nearest even, in the upper half of each lane. (A NaN with all its upper payload bits set would wrap.)
+// bf16 bits, rounded to nearest even, in the upper half of each lane. (A NaN with all its upper payload bits set would
+// wrap.)
 CULA_INLINE BitVec round_to_bf16(Vec x) { return bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u); }
 
 CULA_INLINE void store_bf16(std::uint16_t* p, Vec x) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens of one head one after another: decode, verify, short recurrences. A token reads and writes every element of the state
-// once; both contractions with the state run in the reading pass, since S^T q = (alpha S)^T q + u (k . q).
+// Tokens of one head one after another: decode, verify, short recurrences. A token reads and writes every element of
+// the state once; both contractions with the state run in the reading pass, since S^T q = (alpha S)^T q + u (k . q).
 //
-// The working state is [V, K] in float, K contiguous: the caller's own memory where that is what it holds and one token comes,
-// else a copy in scratch.
+// The working state is [V, K] in float, K contiguous: the caller's own memory where that is what it holds and one token
+// comes, else a copy in scratch.
 #pragma once
 
 #include "cpu/inputs.h"
@@ -19,16 +19,26 @@ public:
     }
 
     Step(const Args& args, const StepTask& task, std::byte* scratch)
-        : args_(args), task_(task), delta_(args.algorithm.update == Update::kDelta),
-          per_channel_(args.algorithm.decay == Decay::kPerChannel), rows_(round_up(task.v_count, kRows)),
+        : args_(args),
+          task_(task),
+          delta_(args.algorithm.update == Update::kDelta),
+          per_channel_(args.algorithm.decay == Decay::kPerChannel),
+          rows_(round_up(task.v_count, kRows)),
           columns_(round_up(task.v_count, kColumnMultiple)),
-          buffers_(carved(scratch, args, task)), inputs_(args, task, buffers_.gate_bias),
+          buffers_(carved(scratch, args, task)),
+          inputs_(args, task, buffers_.gate_bias),
           channels_(inputs_.padded_key_dim) {}
 
     void run() {
-        if (task_.length == 1 && !task_.slots && !task_.snapshots.data && works_in_place()) return run_in_place();
+        const bool stores_within =
+            task_.slots || task_.snapshots.data || task_.num_checkpoints || task_.chunk_states.data;
+        if (task_.length == 1 && !stores_within && works_in_place()) return run_in_place();
         load_initial();
         for (std::int64_t t = 0; t < task_.length; ++t) {
+            if (task_.chunk_states.data && t % args_.chunk_tokens == 0)
+                store_state(advance(task_.chunk_states, t / args_.chunk_tokens * task_.chunk_states_stride),
+                            buffers_.state);
+            store_checkpoints(t);
             const float* before = buffers_.state;
             float* after = buffers_.state;
             if (task_.parents) {
@@ -37,10 +47,12 @@ public:
                 after = node(t);
             }
             load_token(t);
-            for (int row = 0; row < rows_; row += kRows) update(before + row * channels_, after + row * channels_, channels_, row);
+            for (int row = 0; row < rows_; row += kRows)
+                update(before + row * channels_, after + row * channels_, channels_, row);
             store_output(t);
             store_token_states(t, after);
         }
+        store_checkpoints(task_.length);
         if (task_.final.data) store_state(task_.final, buffers_.state);
     }
 
@@ -53,7 +65,7 @@ private:
         float* token_decay;
         float* state;       // [V, K]
         float* transposed;  // [K, V]
-        float* nodes;  // [tokens, V, K], trees
+        float* nodes;       // [tokens, V, K], trees
 
         void carve(Carver& carver, const Args& args, int v_count, std::int64_t tree_tokens) {
             const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);
@@ -77,7 +89,8 @@ private:
     float* node(std::int64_t t) const { return buffers_.nodes + t * columns_ * channels_; }
 
     bool whole_rows(const StateView& view) const {
-        return view.dtype == Dtype::kFloat32 && view.stride_k == 1 && inputs_.key_dim == channels_ && task_.v_count % kRows == 0;
+        return view.dtype == Dtype::kFloat32 && view.stride_k == 1 && inputs_.key_dim == channels_ &&
+               task_.v_count % kRows == 0;
     }
     bool works_in_place() const {
         return task_.initial.data && task_.final.data && whole_rows(task_.initial) && whole_rows(task_.final);
@@ -92,7 +105,8 @@ private:
             if (from.stride_v == to.stride_v)
                 update(before, after, from.stride_v, row);
             else
-                for (int r = 0; r < kRows; ++r) update_rows<1>(before + r * from.stride_v, after + r * to.stride_v, 0, row + r);
+                for (int r = 0; r < kRows; ++r)
+                    update_rows<1>(before + r * from.stride_v, after + r * to.stride_v, 0, row + r);
         }
         store_output(0);
     }
@@ -108,7 +122,8 @@ private:
             inputs_.token_decays(b.token_decay, token, 1);
             for (int c = 0; c < channels_; c += kLanes) store(b.decay + c, broadcast(b.token_decay[0]));
         }
-        load_row(b.v, args_.v.ptr(task_.batch, token, task_.value_head, task_.v_begin), args_.v.dtype, task_.v_count, columns_);
+        load_row(b.v, args_.v.ptr(task_.batch, token, task_.value_head, task_.v_begin), args_.v.dtype, task_.v_count,
+                 columns_);
         if (delta_) {
             if (args_.beta.ndim == 4) {
                 inputs_.value_betas(b.beta, token, task_.v_begin, task_.v_count, columns_);
@@ -122,7 +137,9 @@ private:
         key_query_ = sum(dot);
     }
 
-    void update(const float* before, float* after, std::int64_t stride, int row) { update_rows<kRows>(before, after, stride, row); }
+    void update(const float* before, float* after, std::int64_t stride, int row) {
+        update_rows<kRows>(before, after, stride, row);
+    }
 
     template <int kCount>
     void update_rows(const float* before, float* after, std::int64_t stride, int row) {
@@ -152,16 +169,27 @@ private:
     }
 
     void store_output(std::int64_t t) const {
-        store_row(args_.o.ptr(task_.batch, task_.begin + t, task_.value_head, task_.v_begin), args_.o.dtype, buffers_.out,
-                  task_.v_count);
+        store_row(args_.o.ptr(task_.batch, task_.begin + t, task_.value_head, task_.v_begin), args_.o.dtype,
+                  buffers_.out, task_.v_count);
     }
 
     void store_token_states(std::int64_t t, const float* state) {
         if (task_.slots && task_.pool.data) {
             const std::int64_t slot = task_.slots[t * task_.slots_stride];
-            if (slot >= 0 && slot != args_.null_index) store_state(advance(task_.pool, slot * task_.pool_stride), state);
+            if (slot >= 0 && slot != args_.null_index)
+                store_state(advance(task_.pool, slot * task_.pool_stride), state);
         }
         if (task_.snapshots.data) store_state(advance(task_.snapshots, t * task_.snapshots_stride), state);
+    }
+
+    void store_checkpoints(std::int64_t done) {
+        for (; next_checkpoint_ < task_.num_checkpoints && task_.checkpoints[next_checkpoint_].tokens == done;
+             ++next_checkpoint_) {
+            const TensorRef& states = args_.checkpoints;
+            const std::int64_t slot = task_.checkpoints[next_checkpoint_].slot;
+            store_state({states.ptr(slot, task_.value_head), states.dtype, states.stride[2], states.stride[3]},
+                        buffers_.state);
+        }
     }
 
     void load_initial() {
@@ -171,12 +199,14 @@ private:
         if (!view.data) return;
         if (view.stride_k == 1 || inputs_.key_dim == 1) {
             for (int j = 0; j < task_.v_count; ++j)
-                load_row(state + j * channels_, state_at(view, task_.v_begin + j, 0), view.dtype, inputs_.key_dim, channels_);
+                load_row(state + j * channels_, state_at(view, task_.v_begin + j, 0), view.dtype, inputs_.key_dim,
+                         channels_);
         } else {
             float* by_channel = buffers_.transposed;
             for (int x = 0; x < channels_ * columns_; x += kLanes) store(by_channel + x, Vec{});
             for (int c = 0; c < inputs_.key_dim; ++c)
-                load_row(by_channel + c * columns_, state_at(view, task_.v_begin, c), view.dtype, task_.v_count, columns_);
+                load_row(by_channel + c * columns_, state_at(view, task_.v_begin, c), view.dtype, task_.v_count,
+                         columns_);
             transpose(state, channels_, by_channel, columns_, channels_, columns_);
         }
     }
@@ -188,7 +218,8 @@ private:
         } else {
             transpose(buffers_.transposed, columns_, state, channels_, columns_, channels_);
             for (int c = 0; c < inputs_.key_dim; ++c)
-                store_row(state_at(view, task_.v_begin, c), view.dtype, buffers_.transposed + c * columns_, task_.v_count);
+                store_row(state_at(view, task_.v_begin, c), view.dtype, buffers_.transposed + c * columns_,
+                          task_.v_count);
         }
     }
 
@@ -200,6 +231,7 @@ private:
     const HeadInputs inputs_;
     const int channels_;
     float key_query_ = 0.0f;
+    std::int64_t next_checkpoint_ = 0;
 };
 
 }  // namespace cula::cpu::CULA_CPU_TARGET
