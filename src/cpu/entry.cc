@@ -192,8 +192,8 @@ PrefillPlan carve_prefill(Carver& carver, const Isa& isa, const Args& args, cons
     plan.first_chunk = carver.take<std::int64_t>(cut.sequences);
     plan.checkpoints = carver.take<Checkpoint>(args.checkpoint_plan ? args.checkpoint_plan.size[0] : 0);
     plan.first_checkpoint = carver.take<std::int64_t>(cut.sequences + 1);
-    plan.scratch_bytes =
-        steps(args) ? isa.step_scratch_bytes(args, cut.block, 0) : isa.scan_scratch_bytes(args, cut.block);
+    plan.scratch_bytes = steps(args) ? isa.step_scratch_bytes(args, cut.block, 0)
+                                     : isa.scan_scratch_bytes(args, cut.block, kMaxScanHeads);
     plan.scratch =
         carver.take<std::byte>(static_cast<std::int64_t>(plan.scratch_bytes) * num_workers(context, cut.tasks()));
     return plan;
@@ -265,23 +265,39 @@ void zero_output(const Args& args, const Place& place, const Tokens& tokens) {
                 place.v_count);
 }
 
+// Heads of a sequence that one worker takes side by side: as many as leave every worker enough to do.
+int heads_together(const Args& args, const Cut& cut, int workers) {
+    constexpr int kTasksPerWorker = 2;
+    int heads = steps(args) || cut.blocks > 1 ? 1 : kMaxScanHeads;
+    while (heads > 1 && (cut.value_heads % heads != 0 || cut.tasks() / heads < kTasksPerWorker * workers)) heads /= 2;
+    return heads;
+}
+
 void prefill(const Isa& isa, const Args& args, const Context& context) {
     const Cut cut = cpu::cut(args, context, static_cast<int>(args.v.size[3]));
     Carver carver(context.workspace);
     PrefillPlan plan = carve_prefill(carver, isa, args, context, cut);
     make_prefill_plan(args, cut, plan);
     zero_slack(args);
-    for_each_task(context, num_workers(context, cut.tasks()), cut.tasks(), false, [&](int worker, std::int64_t index) {
-        Place place = place_of(cut, index);
-        place.sequence = plan.order[place.sequence];
-        const Tokens tokens = tokens_of(args, place.sequence);
-        const StateRows states = states_of(args, place.sequence);
-        if (states.skipped) return zero_output(args, place, tokens);
+    const int workers = num_workers(context, cut.tasks()), heads = heads_together(args, cut, workers);
+    for_each_task(context, workers, cut.tasks() / heads, false, [&](int worker, std::int64_t index) {
         std::byte* scratch = plan.scratch + static_cast<std::size_t>(worker) * plan.scratch_bytes;
-        if (steps(args))
-            isa.step(args, make_prefill_task<StepTask>(args, plan, place, tokens, states), scratch);
-        else
-            isa.scan(args, make_prefill_task<ScanTask>(args, plan, place, tokens, states), scratch);
+        ScanTask scans[kMaxScanHeads];
+        for (int i = 0; i < heads; ++i) {
+            Place place = place_of(cut, index * heads + i);
+            place.sequence = plan.order[place.sequence];
+            const Tokens tokens = tokens_of(args, place.sequence);
+            const StateRows states = states_of(args, place.sequence);
+            if (states.skipped) {
+                zero_output(args, place, tokens);
+                if (i + 1 == heads) return;
+            } else if (steps(args)) {
+                return isa.step(args, make_prefill_task<StepTask>(args, plan, place, tokens, states), scratch);
+            } else {
+                scans[i] = make_prefill_task<ScanTask>(args, plan, place, tokens, states);
+            }
+        }
+        isa.scan(args, scans, heads, scratch);
     });
 }
 
@@ -299,7 +315,7 @@ void segment(const Isa& isa, const Args& args, const Context& context) {
     const Cut values = cut(args, context, value_dim), channels = cut(args, context, key_dim);
     const std::int64_t maps = delta ? channels.tasks() : 0, tasks = values.tasks() + maps;
     const int workers = num_workers(context, values.tasks());
-    const std::size_t scratch_bytes = isa.scan_scratch_bytes(args, std::max(values.block, channels.block));
+    const std::size_t scratch_bytes = isa.scan_scratch_bytes(args, std::max(values.block, channels.block), 1);
     for_each_task(context, workers, tasks, false, [&](int worker, std::int64_t index) {
         const bool is_map = index < maps;
         const Place place = is_map ? place_of(channels, index) : place_of(values, index - maps);
@@ -316,7 +332,7 @@ void segment(const Isa& isa, const Args& args, const Context& context) {
                 task.total_decay_stride = m.stride[2];
             }
         }
-        isa.scan(args, task,
+        isa.scan(args, &task, 1,
                  static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes);
     });
 }
@@ -324,7 +340,7 @@ void segment(const Isa& isa, const Args& args, const Context& context) {
 std::size_t segment_workspace_bytes(const Isa& isa, const Args& args, const Context& context) {
     const Cut values = cut(args, context, static_cast<int>(args.v.size[3]));
     const Cut channels = cut(args, context, static_cast<int>(args.q.size[3]));
-    return isa.scan_scratch_bytes(args, std::max(values.block, channels.block)) *
+    return isa.scan_scratch_bytes(args, std::max(values.block, channels.block), 1) *
            static_cast<std::size_t>(num_workers(context, values.tasks()));
 }
 

@@ -18,16 +18,16 @@ auto with_word([[maybe_unused]] const Args& args, Body body) {
     return body.template operator()<float>();
 }
 
-std::size_t scan_scratch_bytes(const Args& args, int v_count) {
-    return with_word(args, [&]<class Word> { return Scan<Word>::scratch_bytes(args, v_count); });
+std::size_t scan_bytes(const Args& args, int v_count, int heads) {
+    return with_word(args, [&]<class Word> { return scan_scratch_bytes<Word>(args, v_count, heads); });
 }
 
-void scan(const Args& args, const ScanTask& task, std::byte* scratch) {
+void scan(const Args& args, const ScanTask* tasks, int heads, std::byte* scratch) {
     const FlushSubnormals flush;
-    with_word(args, [&]<class Word> { Scan<Word>(args, task, scratch).run(); });
+    with_word(args, [&]<class Word> { scan_heads<Word>(args, tasks, heads, scratch); });
 }
 
-std::size_t step_scratch_bytes(const Args& args, int v_count, std::int64_t tree_tokens) {
+std::size_t step_bytes(const Args& args, int v_count, std::int64_t tree_tokens) {
     return Step::scratch_bytes(args, v_count, tree_tokens);
 }
 
@@ -39,6 +39,6 @@ void step(const Args& args, const StepTask& task, std::byte* scratch) {
 }  // namespace
 
 extern const Isa kIsa;
-const Isa kIsa{scan_scratch_bytes, scan, step_scratch_bytes, step};
+const Isa kIsa{scan_bytes, scan, step_bytes, step};
 
 }  // namespace cula::cpu::CULA_CPU_TARGET

@@ -17,6 +17,8 @@
 // bf16 and the CPU multiplies them, floats otherwise.
 #pragma once
 
+#include <new>
+
 #include "cpu/gemm.h"
 #include "cpu/inputs.h"
 
@@ -25,109 +27,106 @@ namespace cula::cpu::CULA_CPU_TARGET {
 inline constexpr int kChunk = kChunkTokens;
 inline constexpr int kLeaf = 16;  // tokens of a diagonal square
 
+// What one head keeps from chunk to chunk.
+struct ScanState {
+    float* state;  // [channels, columns]
+    float *gate_bias, *decay_so_far;
+
+    static ScanState carve(Carver& carver, int channels, int columns) {
+        return {carver.take<float>(channels * columns), carver.take<float>(channels), carver.take<float>(channels)};
+    }
+};
+
+// What the chunk in work needs, whichever head it belongs to.
+template <class Word>
+struct ScanBuffers {
+    // [tokens, channels]
+    float *q, *k, *decay;
+    Word *q_decayed, *k_decayed;  // to the chunk's start; row-major
+    Word* k_remaining;            // to its end; packed, then
+    Word* k_remaining_t;          // [channels, token words]
+    Word *q_anchored, *k_anchored, *k_toward, *k_toward_t;
+    float* chunk_decay;
+    // [tokens, tokens]
+    float *scores, *overlaps, *inverse;
+    Word *scores_w, *inverse_w, *inverse_lost_w;
+    float *beta, *token_decay, *row_decay;
+    // [tokens, columns]
+    float *values, *read, *out;
+    Word *values_w, *writes_w, *writes_lost_w;
+    Word* state_w;      // [channels, columns]
+    float* transposed;  // [columns, channels]
+    float* leaf;        // [kLeaf, kLeaf]
+
+    static ScanBuffers carve(Carver& carver, int channels, int columns) {
+        ScanBuffers b;
+        const auto matrix = [&](float*& p, int rows, int width) { p = carver.take<float>(rows * width); };
+        const auto operand = [&](Word*& p, int rows, int width) {
+            p = carver.take<Word>(rows * width / kPerWord<Word>);
+        };
+        matrix(b.q, kChunk, channels);
+        matrix(b.k, kChunk, channels);
+        matrix(b.decay, kChunk, channels);
+        for (Word** p : {&b.q_decayed, &b.k_decayed, &b.k_remaining, &b.k_remaining_t, &b.q_anchored, &b.k_anchored,
+                         &b.k_toward, &b.k_toward_t})
+            operand(*p, kChunk, channels);
+        matrix(b.chunk_decay, 1, channels);
+        for (float** p : {&b.scores, &b.overlaps, &b.inverse}) matrix(*p, kChunk, kChunk);
+        for (Word** p : {&b.scores_w, &b.inverse_w, &b.inverse_lost_w}) operand(*p, kChunk, kChunk);
+        for (float** p : {&b.beta, &b.token_decay, &b.row_decay}) matrix(*p, 1, kChunk);
+        for (float** p : {&b.values, &b.read, &b.out}) matrix(*p, kChunk, columns);
+        for (Word** p : {&b.values_w, &b.writes_w, &b.writes_lost_w}) operand(*p, kChunk, columns);
+        operand(b.state_w, channels, columns);
+        matrix(b.transposed, columns, channels);
+        matrix(b.leaf, kLeaf, kLeaf);
+        return b;
+    }
+};
+
 template <class Word>
 class Scan {
 public:
-    static std::size_t scratch_bytes(const Args& args, int columns) {
-        Carver carver(nullptr);
-        Buffers{}.carve(carver, args, columns);
-        return carver.bytes();
-    }
-
-    Scan(const Args& args, const ScanTask& task, std::byte* scratch)
+    Scan(const Args& args, const ScanTask& task, const ScanBuffers<Word>& buffers, const ScanState& own)
         : args_(args),
           task_(task),
           delta_(args.algorithm.update == Update::kDelta),
           per_channel_(args.algorithm.decay == Decay::kPerChannel),
           with_output_(args.o.ndim != 0),
-          chunk_(task.chunk_states.data ? args.chunk_tokens : kChunkTokens),
+          chunk_(chunk_tokens(args, task)),
           columns_(round_up(task.v_count, kColumnMultiple)),
-          buffers_(carved(scratch, args, columns_)),
-          inputs_(args, task, buffers_.gate_bias),
+          buffers_(buffers),
+          own_(own),
+          inputs_(args, task, own.gate_bias),
           key_dim_(inputs_.key_dim),
           channels_(inputs_.padded_key_dim),
-          words_(channels_ / kPerWord<Word>) {}
-
-    void run() {
-        configure_tiles();
+          words_(channels_ / kPerWord<Word>) {
         load_initial();
-        zero(buffers_.scores, kChunk * kChunk);
-        zero(buffers_.overlaps, kChunk * kChunk);
-        if (task_.total_decay) fill(buffers_.decay_so_far, channels_, 1.0f);
-        std::int64_t next_checkpoint = 0;
-        for (std::int64_t done = 0;; done += chunk_) {
-            while (next_checkpoint < task_.num_checkpoints && task_.checkpoints[next_checkpoint].tokens <= done)
-                store_checkpoint(next_checkpoint++);
-            if (done >= task_.length) break;
-            if (task_.chunk_states.data)
-                store_state(advance(task_.chunk_states, done / chunk_ * task_.chunk_states_stride));
-            count_ = static_cast<int>(task_.length - done < chunk_ ? task_.length - done : chunk_);
-            padded_ = round_up(count_, kTokenMultiple);
-            chunk(task_.begin + done);
-        }
-        while (next_checkpoint < task_.num_checkpoints) store_checkpoint(next_checkpoint++);
+        if (task_.total_decay) fill(own_.decay_so_far, channels_, 1.0f);
+    }
+
+    static int chunk_tokens(const Args& args, const ScanTask& task) {
+        return task.chunk_states.data ? args.chunk_tokens : kChunkTokens;
+    }
+
+    // The chunk that starts `done` tokens into the sequence.
+    void step(std::int64_t done) {
+        store_checkpoints(done);
+        if (task_.chunk_states.data)
+            store_state(advance(task_.chunk_states, done / chunk_ * task_.chunk_states_stride));
+        count_ = static_cast<int>(task_.length - done < chunk_ ? task_.length - done : chunk_);
+        padded_ = round_up(count_, kTokenMultiple);
+        chunk(task_.begin + done);
+    }
+
+    void finish() {
+        store_checkpoints(task_.length);
         if (task_.final.data) store_state(task_.final);
         for (int c = 0; task_.total_decay && c < key_dim_; ++c)
-            task_.total_decay[c * task_.total_decay_stride] = buffers_.decay_so_far[c];
-        release_tiles();
+            task_.total_decay[c * task_.total_decay_stride] = own_.decay_so_far[c];
     }
 
 private:
     static constexpr bool kSplit = kPerWord<Word> > 1;
-
-    struct Buffers {
-        // of a chunk: [tokens, channels]
-        float *q, *k, *decay;
-        Word *q_decayed, *k_decayed;  // to the chunk's start; row-major
-        Word* k_remaining;            // to its end; packed, then
-        Word* k_remaining_t;          // [channels, token words]
-        Word *q_anchored, *k_anchored, *k_toward, *k_toward_t;
-        float *gate_bias, *chunk_decay, *decay_so_far;
-        // [tokens, tokens]
-        float *scores, *overlaps, *inverse;
-        Word *scores_w, *inverse_w, *inverse_lost_w;
-        float *beta, *token_decay, *row_decay;
-        // [tokens, columns]
-        float *values, *read, *out;
-        Word *values_w, *writes_w, *writes_lost_w;
-        // [channels, columns]
-        float* state;
-        Word* state_w;
-        float* transposed;  // [columns, channels]
-        float* leaf;        // [kLeaf, kLeaf]
-
-        void carve(Carver& carver, const Args& args, int columns) {
-            const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);
-            columns = round_up(columns, kColumnMultiple);
-            const auto matrix = [&](float*& p, int rows, int width) { p = carver.take<float>(rows * width); };
-            const auto operand = [&](Word*& p, int rows, int width) {
-                p = carver.take<Word>(rows * width / kPerWord<Word>);
-            };
-            matrix(q, kChunk, channels);
-            matrix(k, kChunk, channels);
-            matrix(decay, kChunk, channels);
-            for (Word** p : {&q_decayed, &k_decayed, &k_remaining, &k_remaining_t, &q_anchored, &k_anchored, &k_toward,
-                             &k_toward_t})
-                operand(*p, kChunk, channels);
-            for (float** p : {&gate_bias, &chunk_decay, &decay_so_far}) matrix(*p, 1, channels);
-            for (float** p : {&scores, &overlaps, &inverse}) matrix(*p, kChunk, kChunk);
-            for (Word** p : {&scores_w, &inverse_w, &inverse_lost_w}) operand(*p, kChunk, kChunk);
-            for (float** p : {&beta, &token_decay, &row_decay}) matrix(*p, 1, kChunk);
-            for (float** p : {&values, &read, &out}) matrix(*p, kChunk, columns);
-            for (Word** p : {&values_w, &writes_w, &writes_lost_w}) operand(*p, kChunk, columns);
-            matrix(state, channels, columns);
-            operand(state_w, channels, columns);
-            matrix(transposed, columns, channels);
-            matrix(leaf, kLeaf, kLeaf);
-        }
-    };
-
-    static Buffers carved(std::byte* scratch, const Args& args, int columns) {
-        Carver carver(scratch);
-        Buffers buffers;
-        buffers.carve(carver, args, columns);
-        return buffers;
-    }
 
     static void fill(float* x, int count, float value) {
         for (int i = 0; i < count; ++i) x[i] = value;
@@ -140,7 +139,7 @@ private:
         score();
         if (delta_) solve();
         load_values(token);
-        pack_rows(buffers_.state_w, columns_, buffers_.state, columns_, channels_, columns_);
+        pack_rows(buffers_.state_w, columns_, own_.state, columns_, channels_, columns_);
         if (delta_)
             read();
         else
@@ -152,7 +151,7 @@ private:
     // --- inputs ---
 
     void load_inputs(std::int64_t token) {
-        Buffers& b = buffers_;
+        const ScanBuffers<Word>& b = buffers_;
         const std::int64_t end = task_.begin + task_.length;
         for (int i = 0; i < count_; ++i) {
             if (token + chunk_ + i < end) inputs_.prefetch(token + chunk_ + i, task_.v_begin, task_.v_count);
@@ -248,7 +247,7 @@ private:
         transpose_words(buffers_.k_remaining_t, token_words(), buffers_.k_remaining, channels_, token_words(),
                         channels_);
         if (task_.total_decay)
-            for (int c = 0; c < channels_; ++c) buffers_.decay_so_far[c] *= buffers_.chunk_decay[c];
+            for (int c = 0; c < channels_; ++c) own_.decay_so_far[c] *= buffers_.chunk_decay[c];
     }
 
     int token_words() const { return padded_ / kPerWord<Word>; }
@@ -265,7 +264,7 @@ private:
     }
 
     void score_by_token() {
-        Buffers& b = buffers_;
+        const ScanBuffers<Word>& b = buffers_;
         for (int i = 0; i < padded_; ++i) {
             for (int c = 0; c < channels_; c += 2 * kLanes) {
                 const Factor one{broadcast(1.0f), broadcast(1.0f)};
@@ -301,7 +300,7 @@ private:
 
     // Rows [border, border + half) against columns [begin, border).
     void score_across(int begin, int border, int half) {
-        Buffers& b = buffers_;
+        const ScanBuffers<Word>& b = buffers_;
         scale_from(border, border + half, b.q_anchored, b.k_anchored);
         scale_toward(begin, border, b.k_toward);
         transpose_words(b.k_toward_t, half, b.k_toward + begin * words_, words_, half, words_);
@@ -398,7 +397,7 @@ private:
     // --- read: U = T (V - K^ S) ---
 
     void read() {
-        Buffers& b = buffers_;
+        const ScanBuffers<Word>& b = buffers_;
         product(false, padded_, columns_, words_, b.k_decayed, words_, b.state_w, columns_, b.read, columns_);
         for (int x = 0; x < padded_ * columns_; x += kLanes) store(b.values + x, load(b.values + x) - load(b.read + x));
         pack_rows(b.values_w, columns_, b.values, columns_, padded_, columns_);
@@ -411,7 +410,7 @@ private:
     // --- output: O = Q~ S + A U ---
 
     void output(std::int64_t token) {
-        Buffers& b = buffers_;
+        const ScanBuffers<Word>& b = buffers_;
         product(false, padded_, columns_, words_, b.q_decayed, words_, b.state_w, columns_, b.out, columns_);
         lower_product(true, b.scores_w, b.writes_w, b.out);
         if (kSplit && delta_) lower_product(true, b.scores_w, b.writes_lost_w, b.out);
@@ -423,15 +422,15 @@ private:
     // --- carry: S <- diag(chunk_decay) S + K+^T U ---
 
     void carry() {
-        Buffers& b = buffers_;
+        const ScanBuffers<Word>& b = buffers_;
         for (int c = 0; c < channels_; ++c) {
             const Vec factor = broadcast(b.chunk_decay[c]);
-            float* row = b.state + c * columns_;
+            float* row = own_.state + c * columns_;
             for (int j = 0; j < columns_; j += kLanes) store(row + j, load(row + j) * factor);
         }
         const auto add = [&](const Word* writes) {
-            product(true, channels_, columns_, token_words(), b.k_remaining_t, token_words(), writes, columns_, b.state,
-                    columns_);
+            product(true, channels_, columns_, token_words(), b.k_remaining_t, token_words(), writes, columns_,
+                    own_.state, columns_);
         };
         add(b.writes_w);
         if (kSplit && delta_) add(b.writes_lost_w);
@@ -440,7 +439,7 @@ private:
     // --- state ---
 
     void load_initial() {
-        float* state = buffers_.state;
+        float* state = own_.state;
         const StateView& view = task_.initial;
         zero(state, channels_ * columns_);
         if (task_.identity) {
@@ -458,7 +457,7 @@ private:
     }
 
     void store_state(const StateView& view) {
-        const float* state = buffers_.state;
+        const float* state = own_.state;
         if (view.stride_k == 1 || key_dim_ == 1) {
             transpose(buffers_.transposed, channels_, state, columns_, channels_, columns_);
             for (int j = 0; j < task_.v_count; ++j)
@@ -470,21 +469,56 @@ private:
         }
     }
 
-    void store_checkpoint(std::int64_t index) {
+    void store_checkpoints(std::int64_t done) {
         const TensorRef& states = args_.checkpoints;
-        store_state({states.ptr(task_.checkpoints[index].slot, task_.value_head), states.dtype, states.stride[2],
-                     states.stride[3]});
+        for (; next_checkpoint_ < task_.num_checkpoints && task_.checkpoints[next_checkpoint_].tokens <= done;
+             ++next_checkpoint_)
+            store_state({states.ptr(task_.checkpoints[next_checkpoint_].slot, task_.value_head), states.dtype,
+                         states.stride[2], states.stride[3]});
     }
 
     const Args& args_;
     const ScanTask& task_;
     const bool delta_, per_channel_, with_output_;
     const int chunk_, columns_;
-    Buffers buffers_;
+    const ScanBuffers<Word>& buffers_;
+    const ScanState own_;
     const HeadInputs inputs_;
     const int key_dim_, channels_, words_;
     int count_ = 0;   // tokens of the current chunk
     int padded_ = 0;  // with padding
+    std::int64_t next_checkpoint_ = 0;
 };
+
+template <class Word>
+std::size_t scan_scratch_bytes(const Args& args, int v_count, int heads) {
+    const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);
+    const int columns = round_up(v_count, kColumnMultiple);
+    Carver carver(nullptr);
+    ScanBuffers<Word>::carve(carver, channels, columns);
+    for (int i = 0; i < heads; ++i) ScanState::carve(carver, channels, columns);
+    return carver.bytes();
+}
+
+// Up to kMaxScanHeads tasks that differ in their head alone, chunk by chunk side by side: a token's rows of
+// neighbouring heads lie together in memory, and are fetched together.
+template <class Word>
+void scan_heads(const Args& args, const ScanTask* tasks, int heads, std::byte* scratch) {
+    const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);
+    const int columns = round_up(tasks[0].v_count, kColumnMultiple);
+    Carver carver(scratch);
+    const auto buffers = ScanBuffers<Word>::carve(carver, channels, columns);
+    for (int i = 0; i < kChunk * kChunk; ++i) buffers.scores[i] = buffers.overlaps[i] = 0.0f;
+    configure_tiles();
+    alignas(Scan<Word>) std::byte storage[kMaxScanHeads][sizeof(Scan<Word>)];
+    Scan<Word>* scans[kMaxScanHeads];
+    for (int i = 0; i < heads; ++i)
+        scans[i] = new (storage[i]) Scan<Word>(args, tasks[i], buffers, ScanState::carve(carver, channels, columns));
+    const int chunk = Scan<Word>::chunk_tokens(args, tasks[0]);
+    for (std::int64_t done = 0; done < tasks[0].length; done += chunk)
+        for (int i = 0; i < heads; ++i) scans[i]->step(done);
+    for (int i = 0; i < heads; ++i) scans[i]->finish();
+    release_tiles();
+}
 
 }  // namespace cula::cpu::CULA_CPU_TARGET

@@ -65,10 +65,13 @@ struct StepTask {
     std::int64_t parents_stride = 0;
 };
 
+inline constexpr int kMaxScanHeads = 4;
+
 // What an instruction set offers. The scratch of a task is 64-byte aligned and may hold anything.
 struct Isa {
-    std::size_t (*scan_scratch_bytes)(const Args&, int v_count);
-    void (*scan)(const Args&, const ScanTask&, std::byte* scratch);
+    // Tasks that differ in their head alone, at most kMaxScanHeads.
+    std::size_t (*scan_scratch_bytes)(const Args&, int v_count, int heads);
+    void (*scan)(const Args&, const ScanTask* tasks, int heads, std::byte* scratch);
     std::size_t (*step_scratch_bytes)(const Args&, int v_count, std::int64_t tree_tokens);
     void (*step)(const Args&, const StepTask&, std::byte* scratch);
 };
