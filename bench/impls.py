@@ -60,12 +60,10 @@ def _cula(backend: str | None) -> Bind:
         gates = {name: x for name in ("g", "beta", "decay") if (x := getattr(inputs, name)) is not None}
         more = {**gates, **options(inputs), "backend": backend}
         if pass_name == "prefill":
-            # A serving engine owns its output. A new one above 32 MiB would come as fresh pages in every call, and their
-            # first touch costs the system more than the kernel takes to fill them.
+            # A serving engine owns its output. A new one above 32 MiB would come as fresh pages in every call;
+            # their first touch costs the system more than the kernel takes to fill them.
             o = torch.empty_like(v)
-            return lambda: PREFILL[op](
-                q, k, v, **more, output_final_state=True, cu_seqlens=inputs.cu_seqlens, out=o
-            )
+            return lambda: PREFILL[op](q, k, v, **more, output_final_state=True, cu_seqlens=inputs.cu_seqlens, out=o)
         pool, rows = inputs.initial_state, inputs.initial_state_indices
         if pass_name == "decode":
             return lambda: cula.cula_decode(q, k, v, pool, mode=op, state_indices=rows, **more)
