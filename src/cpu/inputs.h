@@ -79,15 +79,6 @@ struct HeadInputs {
         normalise(k, 1.0f);
     }
 
-    // The rows of one token lie pages apart, where the hardware does not look ahead.
-    void prefetch(std::int64_t token, int v_begin, int v_count) const {
-        prefetch_row(args.q.ptr(batch, token, head), args.q.dtype, key_dim);
-        prefetch_row(args.k.ptr(batch, token, head), args.k.dtype, key_dim);
-        prefetch_row(args.v.ptr(batch, token, value_head, v_begin), args.v.dtype, v_count);
-        if (args.algorithm.decay == Decay::kPerChannel)
-            prefetch_row(args.g.ptr(batch, token, value_head), args.g.dtype, key_dim);
-    }
-
     // exp(g) for every channel of a token.
     void channel_decays(float* alpha, std::int64_t token) const {
         load_row(alpha, args.g.ptr(batch, token, value_head), args.g.dtype, key_dim, padded_key_dim);

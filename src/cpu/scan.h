@@ -152,9 +152,7 @@ private:
 
     void load_inputs(std::int64_t token) {
         const ScanBuffers<Word>& b = buffers_;
-        const std::int64_t end = task_.begin + task_.length;
         for (int i = 0; i < count_; ++i) {
-            if (token + chunk_ + i < end) inputs_.prefetch(token + chunk_ + i, task_.v_begin, task_.v_count);
             if (with_output_) inputs_.query(b.q + i * channels_, token + i);
             inputs_.key(b.k + i * channels_, token + i);
             if (per_channel_) inputs_.channel_decays(b.decay + i * channels_, token + i);

@@ -333,10 +333,4 @@ inline void store_row(void* dst, Dtype dtype, const float* src, int count) {
     for (; i < count; ++i) store_scalar(element(dst, dtype, i), dtype, src[i]);
 }
 
-inline void prefetch_row(const void* row, Dtype dtype, int count) {
-    constexpr int kLine = 64;
-    const int bytes = count * static_cast<int>(size_bytes(dtype));
-    for (int i = 0; i < bytes; i += kLine) __builtin_prefetch(static_cast<const std::byte*>(row) + i);
-}
-
 }  // namespace cula::cpu::CULA_CPU_TARGET
