@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// A call's tensors and options as kernels read them: plain data, passed by value at launch.
+//
+// What only the device can see is made safe here, whatever it holds: token ranges are clamped to the tensors and an index
+// outside its pool counts as null, so that malformed input never leads to an access out of bounds (check.cuh reports it).
+#pragma once
+
+#include <cstdint>
+
+#include "cula/problem.h"
+
+#if defined(__CUDACC__)
+#define CULA_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define CULA_HOST_DEVICE inline
+#endif
+
+namespace cula::cuda {
+
+// [B, T, heads, ...]: where the row of one token and head starts. Strides in elements.
+struct TokenRows {
+    void* data = nullptr;
+    Dtype dtype = Dtype::kFloat32;
+    std::int64_t batch = 0, token = 0, head = 0, last = 1;
+
+    CULA_HOST_DEVICE std::int64_t offset(std::int64_t b, std::int64_t t, std::int64_t h) const {
+        return b * batch + t * token + h * head;
+    }
+};
+
+// [slots, HV, V, K].
+struct States {
+    void* data = nullptr;
+    Dtype dtype = Dtype::kFloat32;
+    std::int64_t slots = 0, slot = 0, head = 0, v = 0, k = 0;
+
+    CULA_HOST_DEVICE std::int64_t offset(std::int64_t s, std::int64_t h) const { return s * slot + h * head; }
+};
+
+struct Indices {
+    const std::int32_t* data = nullptr;
+    std::int64_t row = 0, column = 0;
+    std::int32_t columns = 1;
+
+    CULA_HOST_DEVICE std::int32_t at(std::int64_t n, std::int64_t s = 0) const { return data[n * row + s * column]; }
+};
+
+// One number per value head, or per value head and channel.
+struct HeadParameter {
+    const float* data = nullptr;
+    std::int64_t head = 0, channel = 0;
+};
+
+struct DeviceArgs {
+    Algorithm algorithm;
+    Gate gate = Gate::kLogDecay;
+    bool qk_l2norm = false, beta_is_logit = false, allow_neg_eigval = false, beta_per_value = false;
+    bool cu_seqlens_64 = false;
+    std::int32_t null_index = -1;
+    std::int32_t heads = 1, value_heads = 1, group = 1, key_dim = 0, value_dim = 0, chunk_tokens = kChunkTokens;
+    std::int32_t sequences = 1;
+    float scale = 1.0f, lower_bound = 0.0f;
+    std::int64_t tokens = 0;  // T
+
+    TokenRows q, k, v, g, beta, o;
+    HeadParameter gamma, A_log, dt_bias;
+    const void* cu_seqlens = nullptr;
+
+    States initial, final, checkpoints;
+    Indices initial_indices, final_indices;
+    const bool* has_initial = nullptr;
+
+    Indices checkpoint_plan;  // [M, 3]
+    std::int64_t num_checkpoints = 0;
+    States chunk_states;  // slot: chunk
+    std::int64_t chunk_states_batch = 0;
+
+    Indices state_indices, num_accepted, snapshot_indices, parents;
+    States snapshots;
+    std::int64_t snapshots_token = 0;
+};
+
+DeviceArgs device_args(const Args& args);
+
+struct TokenRange {
+    std::int64_t batch, begin, length;
+};
+
+CULA_HOST_DEVICE std::int64_t clamped_offset(const DeviceArgs& a, std::int64_t i) {
+    const std::int64_t at = a.cu_seqlens_64 ? static_cast<const std::int64_t*>(a.cu_seqlens)[i]
+                                            : static_cast<const std::int32_t*>(a.cu_seqlens)[i];
+    return at < 0 ? 0 : at > a.tokens ? a.tokens : at;
+}
+
+CULA_HOST_DEVICE TokenRange tokens_of(const DeviceArgs& a, std::int64_t n) {
+    if (!a.cu_seqlens) return {n, 0, a.tokens};
+    const std::int64_t begin = clamped_offset(a, n), end = clamped_offset(a, n + 1);
+    return {0, begin, end > begin ? end - begin : 0};
+}
+
+CULA_HOST_DEVICE bool is_null(const DeviceArgs& a, const States& states, std::int64_t index) {
+    return index < 0 || index == a.null_index || index >= states.slots;
+}
+
+struct StateSlots {
+    bool skipped = false;
+    std::int64_t initial = -1, final = -1;  // -1: zero, not stored
+};
+
+CULA_HOST_DEVICE StateSlots states_of(const DeviceArgs& a, std::int64_t n) {
+    StateSlots slots;
+    const Indices& write = a.final_indices.data ? a.final_indices : a.initial_indices;
+    const std::int64_t from = a.initial_indices.data ? a.initial_indices.at(n) : n;
+    const std::int64_t to = write.data ? write.at(n) : n;
+    const States& read_pool = a.initial.data ? a.initial : a.final;
+    const States& write_pool = a.final.data ? a.final : a.initial;
+    slots.skipped = (a.initial_indices.data && is_null(a, read_pool, from)) || (write.data && is_null(a, write_pool, to));
+    if (slots.skipped) return slots;
+    if (a.initial.data && (!a.has_initial || a.has_initial[n])) slots.initial = from;
+    if (a.final.data) slots.final = to;
+    return slots;
+}
+
+// Calls body(slot) for every checkpoint of sequence n after `done` tokens.
+template <class Body>
+CULA_HOST_DEVICE void for_each_checkpoint(const DeviceArgs& a, std::int64_t n, std::int64_t done, Body body) {
+    for (std::int64_t m = 0; m < a.num_checkpoints; ++m) {
+        if (a.checkpoint_plan.at(m, 0) != n || a.checkpoint_plan.at(m, 1) != done) continue;
+        const std::int64_t slot = a.checkpoint_plan.at(m, 2);
+        if (slot >= 0 && slot < a.checkpoints.slots) body(slot);
+    }
+}
+
+// Where chunk_states holds the chunks of sequence n, and how many of them fit.
+struct ChunkStates {
+    std::int64_t offset = 0, room = 0;
+};
+
+CULA_HOST_DEVICE ChunkStates chunk_states_of(const DeviceArgs& a, std::int64_t n, std::int64_t value_head) {
+    std::int64_t first = 0;
+    for (std::int64_t i = 0; a.cu_seqlens && i < n; ++i)
+        first += (tokens_of(a, i).length + a.chunk_tokens - 1) / a.chunk_tokens;
+    const std::int64_t batch = a.cu_seqlens ? 0 : n;
+    return {batch * a.chunk_states_batch + a.chunk_states.offset(first, value_head), a.chunk_states.slots - first};
+}
+
+}  // namespace cula::cuda

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory: 8 x 8 matrix loads and asynchronous copies, sm_80; named barriers.
+#pragma once
+
+#include <cstdint>
+
+namespace cula::cuda {
+
+__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
+    return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lane l names row l % 8 of matrix l / 8. Lane l receives of each the pair in row l/4 at
+// columns 2 (l%4), of the transposed form the pair in rows 2 (l%4) at column l/4.
+__device__ __forceinline__ void load_matrices(std::uint32_t (&m)[4], std::uint32_t row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(row));
+}
+__device__ __forceinline__ void load_matrices_transposed(std::uint32_t (&m)[4], std::uint32_t row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(row));
+}
+
+// The transpose of an 8 x 8 matrix held as by load_matrices.
+__device__ __forceinline__ std::uint32_t transposed(std::uint32_t m) {
+    std::uint32_t t;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(m));
+    return t;
+}
+
+// 16 bytes to shared memory; `bytes` of them are read, the rest become zero.
+__device__ __forceinline__ void copy_async(std::uint32_t shared, const void* global, int bytes = 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes));
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
+}
+
+__device__ __forceinline__ void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+}  // namespace cula::cuda

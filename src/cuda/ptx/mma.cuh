@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensor core products of one warp, sm_80: d [16 x 8] += a [16 x 16] b [16 x 8], float accumulators.
+//
+// Lane l holds of d: rows l/4 and l/4 + 8, columns 2 (l%4) and the next: d[0], d[1] and d[2], d[3].
+// Of a, packed pairs along k: rows l/4, l/4 + 8 at k = 2 (l%4), then both at k + 8. Of b: k = 2 (l%4) and k + 8, column l/4.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace cula::cuda {
+
+template <class T>
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1);
+
+template <>
+__device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                                           std::uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ __forceinline__ void mma_16x8x16<__half>(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                                    std::uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats as neighbours along k, the first in the lower half.
+template <class T>
+__device__ __forceinline__ std::uint32_t pack2(float low, float high);
+template <>
+__device__ __forceinline__ std::uint32_t pack2<__nv_bfloat16>(float low, float high) {
+    std::uint32_t word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+template <>
+__device__ __forceinline__ std::uint32_t pack2<__half>(float low, float high) {
+    std::uint32_t word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+template <class T>
+__device__ __forceinline__ float2 unpack2(std::uint32_t word);
+template <>
+__device__ __forceinline__ float2 unpack2<__nv_bfloat16>(std::uint32_t word) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+}
+template <>
+__device__ __forceinline__ float2 unpack2<__half>(std::uint32_t word) {
+    return __half22float2(reinterpret_cast<const __half2&>(word));
+}
+
+}  // namespace cula::cuda

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// The portable CUDA backend's rows: what it takes, and which instance runs.
+#include "cuda/sm80/entry.h"
+
+#include <string>
+#include <type_traits>
+
+#include "cuda/device_args.h"
+#include "cuda/pipe/launch.h"
+#include "cuda/sm80/launch.h"
+
+namespace cula::cuda::sm80 {
+namespace {
+
+template <class T>
+struct Type {
+    using type = T;
+};
+
+// Calls body(Type<T>{}, constant K) for the smallest key dimension instantiated that holds the problem's.
+template <class Body>
+auto with_key(std::int64_t key_dim, Body body) {
+    if (key_dim <= 64) return body(std::integral_constant<int, 64>{});
+    if (key_dim <= 128) return body(std::integral_constant<int, 128>{});
+    return body(std::integral_constant<int, 256>{});
+}
+
+template <class Body>
+auto with_dtype(Dtype dtype, Body body) {
+    if (dtype == Dtype::kBFloat16) return body(Type<__nv_bfloat16>{});
+    if (dtype == Dtype::kFloat16) return body(Type<__half>{});
+    return body(Type<float>{});
+}
+
+template <class Body>
+auto with_16_bit(Dtype dtype, Body body) {
+    if (dtype == Dtype::kBFloat16) return body(Type<__nv_bfloat16>{});
+    return body(Type<__half>{});
+}
+
+Call make_call(const Args& args, const Context& context) {
+    Call call;
+    call.args = device_args(args);
+    call.stream = context.stream;
+    call.workspace = context.workspace;
+    call.multiprocessors = context.device.multiprocessors;
+    call.shared_bytes_limit = context.device.shared_bytes;
+    return call;
+}
+
+Support supports_any(const Problem& problem) {
+    if (problem.device.compute_capability < 80)
+        return Support::no("needs compute capability 8.0, this device has " +
+                           std::to_string(problem.device.compute_capability / 10) + "." +
+                           std::to_string(problem.device.compute_capability % 10));
+    if (problem.dtype == Dtype::kFloat64) return Support::no("takes float32, bfloat16 and float16; q is float64");
+    return Support::yes();
+}
+
+}  // namespace
+
+Support supports_prefill(const Problem& problem) {
+    if (Support any = supports_any(problem); !any) return any;
+    if (problem.dtype == Dtype::kFloat32) return Support::no("multiplies bfloat16 and float16; q is float32");
+    if (problem.beta_per_value) return Support::no("the chunked form needs one beta per token, not one per value channel");
+    const int rows = problem.key_dim <= 128 ? 64 : 32;
+    if (problem.chunk_states && problem.chunk_tokens != rows)
+        return Support::no("stores chunk states every " + std::to_string(rows) + " tokens for this K");
+    return Support::yes();
+}
+
+std::size_t prefill_workspace_bytes(const Args& args, const Context&) {
+    return with_16_bit(args.q.dtype, [&]<class T>(Type<T>) {
+        return with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
+            return prefill_workspace_bytes<T, kKey>(device_args(args));
+        });
+    });
+}
+
+void prefill(const Args& args, const Context& context) {
+    const DeviceGuard guard(context.device.index);
+    const Call call = make_call(args, context);
+    with_16_bit(args.q.dtype, [&]<class T>(Type<T>) {
+        with_key(args.q.size[3],
+                 [&]<int kKey>(std::integral_constant<int, kKey>) { launch_prefill<T, kKey>(call); });
+    });
+}
+
+Support supports_step(const Problem& problem) {
+    if (Support any = supports_any(problem); !any) return any;
+    if (problem.tree && problem.draft_tokens > kMaxTreeTokens)
+        return Support::no("walks trees of up to " + std::to_string(kMaxTreeTokens) + " tokens, got " +
+                           std::to_string(problem.draft_tokens));
+    return Support::yes();
+}
+
+std::size_t step_workspace_bytes(const Args&, const Context&) { return 0; }
+
+void step(const Args& args, const Context& context) {
+    const DeviceGuard guard(context.device.index);
+    const Call call = make_call(args, context);
+    const TensorRef& state = args.initial_state ? args.initial_state : args.final_state ? args.final_state : args.snapshots;
+    with_dtype(state ? state.dtype : Dtype::kFloat32, [&]<class State>(Type<State>) {
+        with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
+            if (!launch_step_packed<State, kKey>(call)) launch_step_any<kKey>(call);
+        });
+    });
+}
+
+}  // namespace cula::cuda::sm80

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// What entry.cc asks of the instances (instances.txt), which nvcc compiles one to a file.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstddef>
+
+#include "cuda/device_args.h"
+#include "cula/cula.h"
+
+namespace cula::cuda::sm80 {
+
+inline constexpr int kMaxTreeTokens = 256;
+
+struct Call {
+    DeviceArgs args;
+    void* stream = nullptr;
+    int multiprocessors = 0;
+    std::size_t shared_bytes_limit = 0;  // of one CTA
+    void* workspace = nullptr;
+};
+
+// Chunked prefill of T inputs with at most kKey key channels.
+template <class T, int kKey>
+std::size_t prefill_workspace_bytes(const DeviceArgs& args);
+template <class T, int kKey>
+void launch_prefill(const Call& call);
+
+// Token by token, on states of type State in whole 16-byte pieces; false where they are not, and nothing is launched.
+template <class State, int kKey>
+bool launch_step_packed(const Call& call);
+
+// The same on any states, and along trees.
+template <int kKey>
+void launch_step_any(const Call& call);
+
+}  // namespace cula::cuda::sm80

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "cuda/sm80/step_launch.cuh"
+
+namespace cula::cuda::sm80 {
+
+template <int kKey>
+void launch_step_any(const Call& call) {
+    if (call.args.parents.data)
+        launch_rows(call, step<float, kKey, 1, false, true>, 1);
+    else
+        launch_rows(call, step<float, kKey, 1, false, false>, 1);
+}
+
+}  // namespace cula::cuda::sm80
+
+#define CULA_INSTANTIATE(type, key) template void cula::cuda::sm80::launch_step_any<key>(const Call&);

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gates, decays and write strengths of a head, from what the caller gave.
+#pragma once
+
+#include "cuda/device_args.h"
+#include "cuda/tile/convert.cuh"
+
+namespace cula::cuda {
+
+inline constexpr float kLog2E = 1.44269504088896f;
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp2_fast(-kLog2E * x)); }
+
+// log2(1 + 2^y): softplus in base 2. Below 2^-10 the logarithm would lose the sum's digits; the series does not.
+__device__ __forceinline__ float softplus2(float y) {
+    const float e = exp2_fast(fminf(y, 40.0f));
+    const float series = e * kLog2E * (1.0f - 0.5f * e + 0.333333f * e * e);
+    const float exact = log2_fast(1.0f + e);
+    return y > 28.85f ? y : e < 0.01f ? series : exact;
+}
+
+struct HeadGate {
+    Gate kind;
+    float slope;        // exp(A_log)
+    float lower_bound2; // lower_bound in base 2
+    float gamma2;       // log2 of the head's constant decay
+    float bias;         // dt_bias where there is one per head
+
+    __device__ __forceinline__ HeadGate(const DeviceArgs& a, int value_head)
+        : kind(a.gate), slope(1.0f), lower_bound2(a.lower_bound * kLog2E), gamma2(0.0f), bias(0.0f) {
+        if (a.A_log.data) slope = exp2_fast(a.A_log.data[value_head * a.A_log.head] * kLog2E);
+        if (a.gamma.data) gamma2 = a.gamma.data[value_head * a.gamma.head] * kLog2E;
+        if (a.dt_bias.data && a.algorithm.decay != Decay::kPerChannel) bias = a.dt_bias.data[value_head * a.dt_bias.head];
+    }
+
+    // log2 of the decay of a raw gate (with its bias added) or a given log decay.
+    __device__ __forceinline__ float log2_decay(float x) const {
+        switch (kind) {
+            case Gate::kSoftplus: return -slope * softplus2(x * kLog2E);
+            case Gate::kBounded: return lower_bound2 * sigmoid(slope * x);
+            case Gate::kLogDecay: break;
+        }
+        return x * kLog2E;
+    }
+};
+
+__device__ __forceinline__ float channel_bias(const DeviceArgs& a, int value_head, int channel) {
+    return a.dt_bias.data ? a.dt_bias.data[value_head * a.dt_bias.head + channel * a.dt_bias.channel] : 0.0f;
+}
+
+// log2 of a token's decay where it has one number.
+__device__ __forceinline__ float token_log2_decay(const DeviceArgs& a, const HeadGate& gate, std::int64_t b, std::int64_t t,
+                                                  int value_head) {
+    if (a.algorithm.decay != Decay::kPerToken) return gate.gamma2;
+    return gate.log2_decay(load_float(a.g.data, a.g.dtype, a.g.offset(b, t, value_head)) + gate.bias) + gate.gamma2;
+}
+
+__device__ __forceinline__ float beta_of(const DeviceArgs& a, float x) {
+    return a.beta_is_logit ? sigmoid(x) * (a.allow_neg_eigval ? 2.0f : 1.0f) : x;
+}
+
+}  // namespace cula::cuda
