@@ -4,6 +4,10 @@
 #include "core/kernel.h"
 #include "cula/kernels.h"
 #include "reference/entry.h"
+#if defined(CULA_WITH_CUDA)
+#include "cuda/device.h"
+#include "cuda/sm80/entry.h"
+#endif
 
 namespace cula {
 namespace {
@@ -47,6 +51,16 @@ std::size_t bytes(const Args& args, const Context& context) {
     }
 
 constexpr Kernel kKernels[] = {
+#if defined(CULA_WITH_CUDA)
+    {"sm80", Pass::kPrefill, DeviceKind::kCuda, cuda::sm80::supports_prefill, cuda::sm80::prefill_workspace_bytes,
+     cuda::sm80::prefill},
+    {"sm80:step", Pass::kPrefill, DeviceKind::kCuda, cuda::sm80::supports_step, cuda::sm80::step_workspace_bytes,
+     cuda::sm80::step},
+    {"sm80", Pass::kDecode, DeviceKind::kCuda, cuda::sm80::supports_step, cuda::sm80::step_workspace_bytes,
+     cuda::sm80::step},
+    {"sm80", Pass::kVerify, DeviceKind::kCuda, cuda::sm80::supports_step, cuda::sm80::step_workspace_bytes,
+     cuda::sm80::step},
+#endif
 #if defined(__x86_64__)
     CULA_CPU_TARGET_ROWS("cpu:amx", cpu::amx),
     CULA_CPU_TARGET_ROWS("cpu:avx512bf16", cpu::avx512bf16),
@@ -61,5 +75,13 @@ constexpr Kernel kKernels[] = {
 }  // namespace
 
 std::span<const Kernel> kernels() { return kKernels; }
+
+Device cuda_device([[maybe_unused]] int index) {
+#if defined(CULA_WITH_CUDA)
+    return cuda::device(index);
+#else
+    throw Error("this build of cula has no CUDA kernels");
+#endif
+}
 
 }  // namespace cula

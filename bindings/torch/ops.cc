@@ -173,7 +173,7 @@ std::string name(const Place& place) {
 
 Device device_at(Pass pass, const Place& place) {
     if (place.type == aoti_torch_device_type_cpu()) return {.kind = DeviceKind::kCpu};
-    if (place.type == aoti_torch_device_type_cuda()) return {.kind = DeviceKind::kCuda, .index = place.index};
+    if (place.type == aoti_torch_device_type_cuda()) return cuda_device(place.index);
     fail(pass, "q", "be on the CPU or on a CUDA device", name(place));
 }
 

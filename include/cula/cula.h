@@ -36,6 +36,9 @@ struct Context {
     std::size_t workspace_bytes = 0;
 };
 
+// The CUDA device of this number, as kernels are chosen for it. Throws Error where the library was built without CUDA.
+Device cuda_device(int index);
+
 struct Kernel;  // a row of the registry
 
 // A checked and dispatched call: run it with the same Args and a workspace of at least workspace_bytes, 64-byte

@@ -4,6 +4,7 @@
 // reads query/key head hv / (HV / H)), K and V the key and value dimensions.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 
@@ -41,7 +42,9 @@ enum class DeviceKind : std::uint8_t { kCpu, kCuda };
 struct Device {
     DeviceKind kind = DeviceKind::kCpu;
     int index = 0;
-    int compute_capability = 0;  // CUDA: 10 * major + minor
+    int compute_capability = 0;    // CUDA: 10 * major + minor
+    int multiprocessors = 0;       // CUDA
+    std::size_t shared_bytes = 0;  // CUDA: shared memory that one thread block may have
 };
 
 // Dense states at chunk starts are this many tokens apart, and checkpoints lie on multiples of it.
@@ -128,6 +131,7 @@ struct Problem {
     bool checkpoints = false;
     bool chunk_states = false;
     bool tree = false;
+    std::int64_t draft_tokens = 0;  // of a tree
     int chunk_tokens = kChunkTokens;
     bool batch_invariant = false;
 };

@@ -521,6 +521,7 @@ Problem describe(Pass pass, const Args& args, const Device& device) {
     problem.checkpoints = static_cast<bool>(args.checkpoints);
     problem.chunk_states = static_cast<bool>(args.chunk_states);
     problem.tree = static_cast<bool>(args.parents);
+    problem.draft_tokens = args.parents ? args.parents.size[1] : 0;
     problem.chunk_tokens = args.chunk_tokens;
     problem.batch_invariant = args.batch_invariant;
     return problem;
