@@ -6,18 +6,25 @@ SHELL := bash
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)/python
+# What one clone compiled serves another.
+export CCACHE_BASEDIR := $(CURDIR)
 JOBS ?= $(shell nproc)
 
-configure = cmake --preset release --log-level=WARNING -DCULA_TORCH=ON $(1) >/dev/null
+configure = cmake --preset release --log-level=WARNING -DCULA_TORCH=ON $(1) $(CMAKE_ARGS) >/dev/null
 
-.PHONY: help build demo test bench format lint wheel clean
+# CUDA kernels take minutes to compile, so a new build directory gets them where there is a GPU to run them; `make cuda`
+# builds them anyway, and from then on they stay.
+has_gpu = nvidia-smi -L >/dev/null 2>&1
+cuda = $$([ -e build/CMakeCache.txt ] || $(has_gpu) || echo -DCULA_CUDA=OFF)
+
+.PHONY: help build demo test bench cuda gpu gpu-test gpu-sanitize gpu-bench format lint wheel clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build:  ## the library and the PyTorch operators
 	@tools/setup.sh build
-	@$(call configure)
+	@$(call configure,$(cuda))
 	@cmake --build build --target cula_torch --parallel $(JOBS)
 
 demo: build  ## linear attention on real text, with a table and a plot
@@ -25,7 +32,7 @@ demo: build  ## linear attention on real text, with a table and a plot
 
 test:  ## every test: C++, then Python
 	@tools/setup.sh test
-	@$(call configure,-DCULA_TESTS=ON -DCULA_WERROR=ON)
+	@$(call configure,-DCULA_TESTS=ON -DCULA_WERROR=ON $(cuda))
 	@cmake --build build --parallel $(JOBS)
 	@ctest --test-dir build --output-on-failure --parallel $(JOBS)
 	@python -m pytest -n $(JOBS) $(PYTEST_ARGS)
@@ -33,17 +40,36 @@ test:  ## every test: C++, then Python
 bench: build  ## the CPU benchmark
 	@python -m bench $(BENCH_ARGS)
 
+cuda:  ## build with the CUDA kernels, which needs nvcc but no GPU
+	@tools/setup.sh cuda
+	@$(call configure,-DCULA_CUDA=ON)
+	@cmake --build build --target cula_torch --parallel $(JOBS)
+
+gpu:
+	@$(has_gpu) || { echo 'cula: no NVIDIA GPU here: nvidia-smi -L lists none' >&2; exit 1; }
+	@$(MAKE) --no-print-directory cuda
+	@tools/setup.sh test
+
+gpu-test: gpu  ## every test on the GPU; the figures go into bench/results
+	@python tests/gpu/run.py test
+
+gpu-sanitize: gpu  ## small cases under compute-sanitizer; likewise
+	@python tests/gpu/run.py sanitize
+
+gpu-bench: gpu  ## the GPU benchmark, with every peer that can be imported; likewise
+	@python -m bench --suite gpu $(BENCH_ARGS)
+
 format:  ## rewrite the sources in the project's style
 	@tools/setup.sh test
 	@tools/check_format.sh --fix
 
 lint:  ## the checks of .ci/run that need no build of their own
 	@tools/setup.sh test
-	@$(call configure,-DCULA_TESTS=ON)
+	@$(call configure,-DCULA_TESTS=ON $(cuda))
 	@tools/check_format.sh
 	@tools/check_tidy.sh
 
-wheel:  ## dist/cula-*.whl
+wheel:  ## dist/cula-*.whl, with the CUDA kernels where nvcc is
 	@tools/setup.sh test
 	@python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 

@@ -5,112 +5,215 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from bench import cost, machine, results
-from bench.accuracy import Oracle
-from bench.impls import Impl, states_of, verify_inputs
-from bench.measure import interleaved
+from bench import cost, first, gpu, machine, results
+from bench.accuracy import Oracle, stand_in
+from bench.impls import OURS, Impl, states_of, verify_inputs
+from bench.measure import Call
 from bench.results import RESULTS, Row
-from bench.suites import SUITES, Suite
+from bench.suites import GROUPS, SUITES, Suite
 from cases import Case, Inputs, make
 
-QUIET_LOAD = 0.5
 ROTATE_BYTES_LIMIT = 1 << 30  # of all sets of inputs together
 
+Errors = dict[str, tuple[float, float]]  # of each implementation's output and final states
 
-def rotating(pass_name: str, case: Case) -> list[Inputs]:
+
+def inputs_of(suite: Suite, case: Case) -> Inputs:
+    inputs = make(case, suite.device.DEVICE, draw_on=suite.device.DEVICE)
+    return verify_inputs(inputs) if suite.pass_name == "verify" else inputs
+
+
+def rotating(suite: Suite, first_set: Inputs) -> list[Inputs]:
     """Copies of one case's inputs, as many as outgrow the caches (within ROTATE_BYTES_LIMIT), at least one."""
-    first = make(case)
-    if pass_name == "verify":
-        first = verify_inputs(first)
-    size = cost.moved_bytes(pass_name, first)
-    wanted = min(1.25 * machine.last_level_cache_bytes(), ROTATE_BYTES_LIMIT)
-    return [first, *(first.map(torch.clone) for _ in range(math.ceil(wanted / size) - 1))]
+    size = cost.moved_bytes(suite.pass_name, first_set)
+    wanted = min(suite.device.CACHE_FACTOR * suite.device.last_level_cache_bytes(), ROTATE_BYTES_LIMIT)
+    return [first_set, *(first_set.map(torch.clone) for _ in range(math.ceil(wanted / size) - 1))]
 
 
-def measure(suite: Suite, op: str, name: str, case: Case, impls: list[Impl]) -> list[Row]:
-    pass_name = suite.pass_name
-    sets = rotating(pass_name, case)
-    oracle = Oracle(pass_name, sets[0])
-    errors: dict[str, tuple[float | None, float | None]] = {}
-    for impl in impls:
-        if impl.computes:
-            inputs = sets[0].map(torch.clone)
-            o, states = impl.bind(pass_name, inputs)()
-            errors[impl.name] = oracle.errors(o, states_of(pass_name, inputs, states))
-    seconds = interleaved({impl.name: [impl.bind(pass_name, inputs) for inputs in sets] for impl in impls})
+def errors_of(suite: Suite, oracle: Oracle, inputs: Inputs, impl: Impl) -> tuple[float, float]:
+    own = inputs.map(torch.clone)
+    o, states = impl.bind(suite.pass_name, own)()
+    return oracle.errors(o, states_of(suite.pass_name, own, states))
 
-    def row(impl: Impl) -> Row:
-        moved = cost.moved_bytes(pass_name, sets[0]) if impl.computes else 2 * case.sequences * cost.state_bytes(case)
-        out_error, state_error = errors.get(impl.name, (None, None))
-        return Row(
-            suite.name,
-            op,
-            pass_name,
-            name,
-            impl.name,
-            gpu_ms=None,
-            call_ms=seconds[impl.name] * 1e3,
-            gb=moved / 1e9,
-            gflop=cost.flops(pass_name, case) / 1e9 if impl.computes else 0.0,
-            rel_err_out=out_error,
-            rel_err_state=state_error,
+
+class Run:
+    """What the options ask for, and what was found so far."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.whole = not (options.case or options.impl)
+        self.output: Path | None = options.output or (RESULTS if self.whole else None)
+        self.head: dict = {}
+        self.known_errors: dict[tuple[str, Case], Errors] = {}
+        self.first_calls: dict[first.Call, float | None] = {}
+        self.failed = False
+        self.rows: list[Row] = []
+
+    def chosen(self, suite: Suite) -> Iterator[tuple[str, str, Case, list[Impl]]]:
+        impls = [impl for impl in suite.impls() if re.search(self.options.impl, impl.name)]
+        for op, name, case in suite.rows():
+            takers = [impl for impl in impls if impl.takes(suite.pass_name, case)]
+            if takers and re.search(self.options.case, f"{op}/{name}"):
+                yield op, name, case, takers
+
+    def suite(self, suite: Suite) -> None:
+        if self.head.get("device") != suite.device.name():
+            suite.device.prepare()
+            self.head = machine.describe(suite.device)
+        head = {**self.head, "source_hash": machine.source_hash(*suite.sources)}
+        print(
+            f"{suite.name} on {head['device']}: copy {head['copy_tbps']} TB/s, bf16 gemm {head['gemm_tflops']} TFLOP/s",
+            flush=True,
         )
+        rows: list[Row] = []
+        path = None
+        for op, name, case, impls in self.chosen(suite):
+            measured = self.measure(suite, op, name, case, impls)
+            for row in measured:
+                show(row, measured[0], head)
+            rows += measured
+            self.rows += measured
+            if self.output is not None:
+                path = results.write(self.output, suite.name, head, rows)
+        if path is not None:
+            head["clock_mhz"] = [*head["clock_mhz"], *suite.device.clock_mhz()]
+            print(f"wrote {results.write(self.output, suite.name, head, rows)}", flush=True)
 
-    return [row(impl) for impl in impls]
+    def measure(self, suite: Suite, op: str, name: str, case: Case, impls: list[Impl]) -> list[Row]:
+        sets = rotating(suite, inputs_of(suite, case))
+        small = stand_in(case, suite.device.ORACLE_TOKENS)
+        errors = self.known_errors.setdefault((suite.name, small), {})
+        if any(impl.computes and impl.name not in errors for impl in impls):
+            sample = sets[0].map(torch.clone) if small == case else inputs_of(suite, small)
+            oracle = Oracle(suite.pass_name, sample)
+        calls: dict[str, list[Call]] = {}
+        for impl in impls:
+            try:
+                if impl.computes and impl.name not in errors:
+                    errors[impl.name] = errors_of(suite, oracle, sample, impl)
+                bound = [impl.bind(suite.pass_name, inputs) for inputs in sets]
+                bound[0]()
+                suite.device.wait()
+            except Exception as error:  # whatever it is: a peer that cannot do a case is left out of it
+                print(f"{op}/{name}: {impl.name} failed: {error}", flush=True)
+                self.failed |= impl.name == OURS.name
+            else:
+                calls[impl.name] = bound
+        times = suite.device.times(calls, self.options.quick)
+        moved = cost.moved_bytes(suite.pass_name, sets[0])
+
+        def row(impl: Impl) -> Row:
+            out_error, state_error = errors[impl.name] if impl.computes else (None, None)
+            return Row(
+                suite=suite.name,
+                op=op,
+                pass_name=suite.pass_name,
+                case=name,
+                impl=impl.name,
+                gpu_ms=times[impl.name].gpu_ms,
+                call_ms=times[impl.name].call_ms,
+                gb=(moved if impl.computes else 2 * case.sequences * cost.state_bytes(case)) / 1e9,
+                gflop=cost.flops(suite.pass_name, case) / 1e9 if impl.computes else 0.0,
+                rel_err_out=out_error,
+                rel_err_state=state_error,
+                gpu_timing=times[impl.name].gpu_timing,
+                host_ms=times[impl.name].host_ms,
+                first_call_ms=self.first_calls.get((suite.name, op, name, impl.name)),
+            )
+
+        return [row(impl) for impl in impls if impl.name in times]
+
+    def find_first_calls(self, suites: list[Suite]) -> None:
+        """On a GPU; with --quick only as far as they fill FLA's cache. Compiled libraries last, on a quiet machine."""
+        compiled: list[first.Call] = []
+        tuned: dict[tuple, first.Call] = {}
+        for suite in suites:
+            for op, name, case, impls in self.chosen(suite) if suite.device is gpu else ():
+                for impl in impls:
+                    call = (suite.name, op, name, impl.name)
+                    if impl.name == "fla":
+                        tuned.setdefault(first.shape_class(suite.name, op, case), call)
+                    elif impl.computes and call[:3] in first.COMPILED and not self.options.quick:
+                        compiled.append(call)
+        if tuned and first.kernel_cache_is_empty():
+            print(f"compiling FLA's kernels for {len(tuned)} kinds of call", flush=True)
+            self.first_calls |= first.of_tuned(tuned.values())
+        self.first_calls |= first.of_compiled(compiled)
+        for call, milliseconds in self.first_calls.items():
+            print("first call:", *call, "failed" if milliseconds is None else f"{milliseconds:.0f} ms", flush=True)
 
 
-def show(row: Row, ours_ms: float, head: dict) -> None:
-    bandwidth = row.gb / row.call_ms / head["copy_tbps"]
-    rate = row.gflop / row.call_ms / head["gemm_tflops"]
+def time_of(row: Row) -> float:
+    """Device time where it is known, else what the caller sees."""
+    return row.call_ms if row.gpu_ms is None else row.gpu_ms
+
+
+def show(row: Row, ours: Row, head: dict) -> None:
+    time = time_of(row)
+    host = "" if row.host_ms is None else f"  call {1e3 * row.call_ms:.0f} us, host {1e3 * row.host_ms:.1f} us"
     error = "" if row.rel_err_out is None else f"  out {row.rel_err_out:.1e}  state {row.rel_err_state:.1e}"
     print(
-        f"{row.op:10} {row.pass_name:8} {row.case:12} {row.impl:20} {row.call_ms:10.3f} ms"
-        f"  x{row.call_ms / ours_ms:<7.2f} {bandwidth:5.0%} of copy {rate:5.0%} of gemm{error}",
+        f"{row.op:9} {row.pass_name:7} {row.case:18} {row.impl:19} {time:9.4f} ms  x{time / time_of(ours):<6.2f}"
+        f" {row.gb / time / head['copy_tbps']:4.0%} of copy {row.gflop / time / head['gemm_tflops']:4.0%} of gemm"
+        f"{host}{error}",
         flush=True,
     )
+
+
+def summary(rows: list[Row]) -> None:
+    """A line per case: our time, and how many times as long the others take."""
+    cases: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault((row.op, row.pass_name, row.case), {})[row.impl] = row
+    for (op, pass_name, case), impls in cases.items():
+        if (ours := impls.pop(OURS.name, None)) is not None:
+            others = (f"{name} x{time_of(row) / time_of(ours):.2f}" for name, row in impls.items())
+            print(f"{op:9} {pass_name:7} {case:18} {time_of(ours):9.4f} ms  {', '.join(others)}")
+
+
+def suites_named(text: str) -> list[Suite]:
+    suites: list[Suite] = []
+    for name in text.split(","):
+        if name not in GROUPS and name not in SUITES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join((*GROUPS, *SUITES))}")
+        suites += [SUITES[each] for each in GROUPS.get(name, (name,))]
+    return suites
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
-        "suites", nargs="*", metavar="suite", choices=[[], *SUITES], help=f"{', '.join(SUITES)}; default: all"
+        "--suite",
+        type=suites_named,
+        default="cpu",
+        metavar="NAME,...",
+        help=f"{', '.join(GROUPS)} (groups), {', '.join(SUITES)}; default: cpu",
     )
-    parser.add_argument("--case", default="", help="regular expression on 'op/case'; results are printed, not written")
-    parser.add_argument("--impl", default="", help="regular expression on the implementation; likewise")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--case", default="", help="regular expression on 'op/case'")
+    parser.add_argument("--impl", default="", help="regular expression on the implementation")
+    parser.add_argument("--quick", action="store_true", help="fewer samples, and no first calls in fresh processes")
+    parser.add_argument(
+        "--output", type=Path, help="folder of the result files; default: bench/results, or none with --case or --impl"
+    )
     options = parser.parse_args()
 
-    # A decaying state passes through the denormal range, which plain PyTorch then crawls through.
-    torch.set_flush_denormal(True)
     torch.set_grad_enabled(False)
-    if (busy := os.getloadavg()[0]) > QUIET_LOAD:
-        print(f"others are using this machine (load {busy:.1f}): times will be too long, short calls' most of all")
-    head: dict = {}
-    for suite in map(SUITES.get, options.suites or SUITES):
-        head = {**(head or machine.describe(suite.sources)), "source_hash": machine.source_hash(suite.sources)}
-        print(
-            f"{suite.name} on {head['device']}: copy {head['copy_tbps']} TB/s, bf16 gemm {head['gemm_tflops']} TFLOP/s"
-        )
-        rows: list[Row] = []
-        for op, name, case in suite.rows():
-            if not re.search(options.case, f"{op}/{name}"):
-                continue
-            impls = [impl for impl in suite.impls() if impl.takes(suite.pass_name, case)]
-            impls = [impl for impl in impls if re.search(options.impl, impl.name)]
-            if not impls:
-                continue
-            measured = measure(suite, op, name, case, impls)
-            for row in measured:
-                show(row, measured[0].call_ms, head)
-            rows += measured
-        if not (options.case or options.impl):
-            print(f"wrote {results.write(options.output, suite.name, head, rows)}")
+    run = Run(options)
+    if any(suite.device is gpu for suite in options.suite):
+        if not torch.cuda.is_available():
+            parser.error("these suites need a GPU, and torch finds none")
+        run.find_first_calls(options.suite)
+    for suite in options.suite:
+        run.suite(suite)
+    summary(run.rows)
+    if run.failed:
+        raise SystemExit("cula failed in some cases, see above")
 
 
 if __name__ == "__main__":

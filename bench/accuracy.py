@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 import passes
-from cases import Inputs
+from cases import Case, Inputs
 from compare import errors
 
 ORACLE_TOKEN_HEADS = 32768
@@ -27,6 +27,11 @@ def some_heads(inputs: Inputs) -> Inputs:
     return inputs.but(case=case.but(heads=heads, value_heads=heads * group), **changes)
 
 
+def stand_in(case: Case, tokens: int | None) -> Case:
+    """The same call on sequences of at most so many tokens."""
+    return case if tokens is None else case.but(lengths=tuple(min(length, tokens) for length in case.lengths))
+
+
 class Oracle:
     """The exact result of a call. Make it before the call runs: decode overwrites its states."""
 
@@ -34,10 +39,10 @@ class Oracle:
         part = some_heads(inputs)
         self.value_heads = part.case.value_heads
         call = passes.prefill if pass_name == "prefill" else passes.decode
-        result = call(part.double(), backend="reference")
+        result = call(part.map(torch.Tensor.cpu).double(), backend="reference")
         self.o, self.state = result.o, result.final_state
 
     def errors(self, o: torch.Tensor, state: torch.Tensor) -> tuple[float, float]:
         """Relative root mean square errors of the output and of the final states [N, HV, V, K]."""
         heads = self.value_heads
-        return errors(o[:, :, :heads], self.o).rms, errors(state[:, :heads], self.state).rms
+        return errors(o[:, :, :heads].cpu(), self.o).rms, errors(state[:, :heads].cpu(), self.state).rms

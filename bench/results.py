@@ -26,6 +26,9 @@ class Row:
     gflop: float
     rel_err_out: float | None
     rel_err_state: float | None
+    gpu_timing: str | None = None  # how gpu_ms was taken, see bench.measure
+    host_ms: float | None = None  # until the call returns, in a loop that does not wait for the device
+    first_call_ms: float | None = None  # the first call of a fresh process, after the import
 
     def to_json(self) -> dict:
         return {("pass" if name == "pass_name" else name): value for name, value in asdict(self).items()}
@@ -39,5 +42,6 @@ def write(folder: Path, suite: str, machine: dict, rows: list[Row]) -> Path:
 
 
 def load(folder: Path = RESULTS) -> list[tuple[Path, dict]]:
-    """Every result file and its contents."""
-    return [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*/*.json"))]
+    """Every benchmark's result file and its contents. (Test runs leave theirs in the same folders.)"""
+    found = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*/*.json"))]
+    return [(path, result) for path, result in found if "copy_tbps" in result]

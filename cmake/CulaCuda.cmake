@@ -1,71 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-# The CUDA kernels: every line of a target's instances.txt becomes one source, so that instances compile side by side and are
-# cached one by one. Without nvcc the library is built for CPUs alone.
+# The CUDA kernels. Without an nvcc that knows every architecture below, the library is built for CPUs alone.
 include_guard(GLOBAL)
 
 set(CULA_CUDA AUTO CACHE STRING "Build the CUDA kernels: AUTO (where nvcc is found), ON or OFF")
 set_property(CACHE CULA_CUDA PROPERTY STRINGS AUTO ON OFF)
-# Machine code for every architecture that a kernel is measured or used on, and PTX for those to come. 80 also runs on 86 and
-# 89, 100 on 103.
+# Machine code for every architecture that a kernel is measured or used on, and PTX for those to come. 80 also runs on
+# 86 and 89, 100 on 103.
 set(CULA_CUDA_ARCHITECTURES "80-real;90-real;100-real;120" CACHE STRING "CUDA architectures of the portable kernels")
+set(cuda_minimum 12.8)  # the first with 100 and 120
 
 if(NOT CULA_CUDA)
   return()
 endif()
-include(CheckLanguage)
+
+# A distribution's own nvcc is often too old, so the search goes on behind it; last comes what tools/setup.sh installs.
+function(cula_find_nvcc out)
+  find_program(on_path nvcc NO_CACHE)
+  file(GLOB in_venv "${PROJECT_SOURCE_DIR}/.venv/cuda/nvidia/cu*/bin/nvcc")
+  foreach(nvcc IN ITEMS ${on_path} /usr/local/cuda/bin/nvcc ${in_venv})
+    if(EXISTS "${nvcc}")
+      execute_process(COMMAND "${nvcc}" --version OUTPUT_VARIABLE version ERROR_QUIET)
+      if(version MATCHES "release ([0-9.]+)" AND CMAKE_MATCH_1 VERSION_GREATER_EQUAL cuda_minimum)
+        set(${out} "${nvcc}" PARENT_SCOPE)
+        return()
+      endif()
+    endif()
+  endforeach()
+endfunction()
+
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
-  find_program(CULA_NVCC nvcc PATHS /usr/local/cuda/bin)
-  if(CULA_NVCC)
-    set(CMAKE_CUDA_COMPILER "${CULA_NVCC}")
+  cula_find_nvcc(nvcc)
+  if(nvcc)
+    set(ENV{CUDACXX} "${nvcc}")
   endif()
 endif()
-check_language(CUDA)
+include(CheckLanguage)
+if(CMAKE_CUDA_COMPILER OR DEFINED ENV{CUDACXX})
+  check_language(CUDA)  # an nvcc may be there and refuse this host compiler
+endif()
 if(NOT CMAKE_CUDA_COMPILER)
+  unset(CMAKE_CUDA_COMPILER CACHE)  # so that the next configuration looks again
   if(CULA_CUDA STREQUAL "AUTO")
-    message(STATUS "nvcc not found: the CUDA kernels are not built")
+    message(STATUS "No working nvcc >= ${cuda_minimum}: the CUDA kernels are not built")
     return()
   endif()
-  message(FATAL_ERROR "CULA_CUDA=ON needs nvcc: put it on PATH or set CUDACXX")
+  message(FATAL_ERROR "CULA_CUDA=ON needs nvcc >= ${cuda_minimum} that works with ${CMAKE_CXX_COMPILER}: put it on "
+                      "PATH, or set CUDACXX")
 endif()
-if(CULA_CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
-  set(CMAKE_CUDA_COMPILER_LAUNCHER "${CULA_CCACHE}")
-endif()
-set(CMAKE_CUDA_ARCHITECTURES "${CULA_CUDA_ARCHITECTURES}")
 enable_language(CUDA)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS cuda_minimum)
+  message(FATAL_ERROR "cula needs nvcc >= ${cuda_minimum}; ${CMAKE_CUDA_COMPILER} is ${CMAKE_CUDA_COMPILER_VERSION}. "
+                      "CULA_CUDA=OFF builds the library for CPUs alone.")
+endif()
 if(CMAKE_VERSION VERSION_LESS 3.25.2)
   # It knows C++20 but not nvcc's flag for it.
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
 endif()
+find_package(CUDAToolkit ${cuda_minimum} REQUIRED)
 
-set(sm80 "${PROJECT_SOURCE_DIR}/src/cuda/sm80")
-set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${sm80}/instances.txt")
-file(STRINGS "${sm80}/instances.txt" instances REGEX "^[^#]")
-set(sources "")
-foreach(line IN LISTS instances)
-  separate_arguments(line)
-  list(GET line 0 pass)
-  list(GET line 1 type)
-  list(GET line 2 key)
-  set(source "${PROJECT_BINARY_DIR}/instances/sm80/${pass}_${type}_${key}.cu")
-  file(CONFIGURE OUTPUT "${source}"
-       CONTENT "#include \"cuda/sm80/${pass}_instance.cuh\"\nCULA_INSTANTIATE(${type}, ${key})\n")
-  list(APPEND sources "${source}")
-endforeach()
+if(CULA_CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
+  set(CMAKE_CUDA_COMPILER_LAUNCHER "${CULA_CCACHE}")
+endif()
+list(PREPEND CMAKE_CUDA_COMPILER_LAUNCHER "${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh")
 
-add_library(cula_sm80 OBJECT ${sources})
-set_target_properties(
-  cula_sm80
-  PROPERTIES CUDA_STANDARD 20
-             CUDA_STANDARD_REQUIRED ON
-             CUDA_VISIBILITY_PRESET hidden
-             POSITION_INDEPENDENT_CODE ON)
-target_include_directories(cula_sm80 PRIVATE "${PROJECT_SOURCE_DIR}/src" "${PROJECT_SOURCE_DIR}/include")
-# ptxas reports each kernel's registers, stack and spills; tools/check_ptxas.py reads the log.
-target_compile_options(cula_sm80 PRIVATE -Xptxas=-v --expt-relaxed-constexpr)
+# cula_add_cuda_target(name architectures): the kernels of src/cuda/<name>. Every line of its instances.txt becomes one
+# source, so that instances compile side by side and are cached one by one.
+function(cula_add_cuda_target name architectures)
+  set(folder "${PROJECT_SOURCE_DIR}/src/cuda/${name}")
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${folder}/instances.txt")
+  file(STRINGS "${folder}/instances.txt" instances REGEX "^[^#]")
+  set(sources "")
+  foreach(instance IN LISTS instances)
+    separate_arguments(instance)
+    list(GET instance 0 pass)
+    list(GET instance 1 type)
+    list(GET instance 2 key)
+    set(source "${PROJECT_BINARY_DIR}/instances/${name}/${pass}_${type}_${key}.cu")
+    file(CONFIGURE OUTPUT "${source}"
+         CONTENT "#include \"cuda/${name}/${pass}_instance.cuh\"\nCULA_INSTANTIATE(${type}, ${key})\n")
+    list(APPEND sources "${source}")
+  endforeach()
 
-find_package(CUDAToolkit REQUIRED)
-file(GLOB host_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cc" "${PROJECT_SOURCE_DIR}/src/cuda/sm80/*.cc")
-target_sources(cula PRIVATE ${host_sources} $<TARGET_OBJECTS:cula_sm80>)
+  set(target cula_${name})
+  add_library(${target} OBJECT ${sources})
+  set_target_properties(
+    ${target}
+    PROPERTIES CUDA_ARCHITECTURES "${architectures}"
+               CUDA_STANDARD 20
+               CUDA_STANDARD_REQUIRED ON
+               CUDA_EXTENSIONS OFF
+               CUDA_VISIBILITY_PRESET hidden
+               POSITION_INDEPENDENT_CODE ON)
+  target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/src" "${PROJECT_SOURCE_DIR}/include")
+  # -v: nvcc_log.sh keeps what ptxas says of each kernel. tools/check_ptxas.py judges that, and the warnings, for which
+  # CULA_WERROR would compile everything again.
+  target_compile_options(${target} PRIVATE -Xptxas=-v --expt-relaxed-constexpr)
+
+  file(GENERATE OUTPUT "${PROJECT_BINARY_DIR}/instances/${name}.txt" CONTENT "$<JOIN:$<TARGET_OBJECTS:${target}>,\n>\n")
+
+  file(GLOB host_sources CONFIGURE_DEPENDS "${folder}/*.cc")
+  target_sources(cula PRIVATE ${host_sources} $<TARGET_OBJECTS:${target}>)
+endfunction()
+
+file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cc")
+target_sources(cula PRIVATE ${cuda_sources})
 target_compile_definitions(cula PRIVATE CULA_WITH_CUDA=1)
 target_link_libraries(cula PRIVATE CUDA::cudart_static)
+set(CULA_WITH_CUDA ON)  # for culaConfig.cmake
+
+cula_add_cuda_target(sm80 "${CULA_CUDA_ARCHITECTURES}")

@@ -155,7 +155,7 @@ def strided(tensor: torch.Tensor, pad: int = 24) -> torch.Tensor:
 
 
 def state_like(
-    case: Case, count: int, *, pad: int = 0, fill: torch.Tensor | float = float("nan"), device="cpu"
+    case: Case, count: int, *, pad: int = 0, fill: torch.Tensor | float = float("nan"), device=None
 ) -> torch.Tensor:
     """States [count, HV, V, K] in the case's dtype and layout, with `pad` elements of NaN between slots."""
     inner = (case.key_dim, case.value_dim) if case.k_first else (case.value_dim, case.key_dim)
@@ -200,10 +200,18 @@ def _raw_gate(kind: str, shape: tuple[int, ...], draw: torch.Generator) -> torch
     return torch.stack(list(kinds.values())).gather(0, choice[None])[0]
 
 
-def make(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """The case's tensors. The same case gives the same values, whatever the layout flags."""
+def make(case: Case, device: torch.device | str | None = None, draw_on: torch.device | str = "cpu") -> Inputs:
+    """The case's tensors. The same case gives the same values, whatever the layout flags and the device.
+
+    draw_on: where the random numbers are made; the benchmark's many come faster, and different, from a GPU.
+    """
     assert case.packed or len(set(case.lengths)) == 1, "a batch has sequences of one length"
-    draw = torch.Generator().manual_seed(case.seed)
+    device = torch.get_default_device() if device is None else torch.device(device)
+    with torch.device(draw_on):
+        return _draw(case, device, torch.Generator(draw_on).manual_seed(case.seed))
+
+
+def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
     decay, update = FAMILY[case.algorithm]
     B, T, H, HV, K, V = case.batch, case.tokens, case.heads, case.value_heads, case.key_dim, case.value_dim
 
@@ -299,6 +307,7 @@ HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
         "mix-H96": _prefill("kda", MIX, 96),
         "1024x8-H96": _prefill("kda", (1024,) * 8, 96, packed=True),
         "T8192-H64": _prefill("kda", (8192,), 64),
+        "T8192-H64-softplus": _prefill("kda", (8192,), 64).but(gate="softplus"),
         "B2-T8192-H64": _prefill("kda", (8192,) * 2, 64),
         "T8192-H32": _prefill("kda", (8192,), 32),
         "T32768-H32": _prefill("kda", (32768,), 32),
@@ -321,6 +330,7 @@ HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
     ("kda", "decode"): {f"N{n}-H32": _decode("kda", n) for n in (1, 8, 32, 128, 256)},
     ("gdn", "decode"): {f"N{n}-H32": _decode("gdn", n) for n in (1, 8, 32, 128, 256)},
     ("lightning", "decode"): {f"N{n}-H32": _decode("lightning", n) for n in (1, 8, 32, 128, 256)},
+    **{(op, "verify"): {"N32-S4-H32": _decode(op, 32).but(lengths=(4,) * 32)} for op in ("kda", "gdn")},
     ("kda", "train"): {"T8192-H64": _prefill("kda", (8192,), 64)},
 }
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 
 import pytest
 import torch
@@ -16,13 +17,54 @@ settings.register_profile("ci", derandomize=True, max_examples=8, database=None,
 settings.register_profile("thorough", max_examples=200, **COMMON)
 settings.load_profile(os.environ.get("CULA_TEST_PROFILE", "ci"))
 
-CPU_TARGETS = ("cpu:amx", "cpu:avx512bf16", "cpu:avx512", "cpu:avx2", "cpu:portable")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where the tensors of the calls lie")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cpu_only(reason): skipped with --device cuda")
     # pytest-xdist gives every worker a share of the cores; torch would take them all in each.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    if on_cuda(config):
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--device cuda: torch finds no GPU here")
+        torch.set_default_device("cuda")
+
+
+def on_cuda(config: pytest.Config) -> bool:
+    return config.getoption("--device") == "cuda"
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return f"device: {torch.cuda.get_device_name()}" if on_cuda(config) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if on_cuda(config):
+        for item in items:
+            if mark := item.get_closest_marker("cpu_only"):
+                item.add_marker(pytest.mark.skip(reason=f"CPU only: {mark.args[0]}"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "target" in metafunc.fixturenames:
+        import device
+
+        metafunc.parametrize("target", device.targets(), indirect=True, scope="session")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A fault in a kernel ends the process, or every later test of it would fail too. (xdist starts another.)"""
+    if not (report.failed and torch.cuda.is_initialized()):
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as fault:
+        print(f"\n{report.nodeid}: {report.longreprtext}\n{fault}", file=sys.__stderr__, flush=True)
+        os._exit(3)
 
 
 @pytest.fixture(params=ALGORITHMS, scope="session")
@@ -30,9 +72,9 @@ def algorithm(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=CPU_TARGETS, scope="session")
+@pytest.fixture(scope="session")
 def target(request: pytest.FixtureRequest) -> str:
-    """A CPU target by name; skipped with the registry's own sentence where this machine lacks it."""
+    """A target of the device by name; skipped with the registry's own sentence where this machine lacks it."""
     import passes
 
     try:
@@ -44,12 +86,16 @@ def target(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def sparse():
-    """Makes zeros of any size that cost only the pages that are touched."""
+    """Makes zeros of any size, which on the CPU cost only the pages that are touched."""
     owners = []
 
     def make_one(dtype: torch.dtype, count: int) -> torch.Tensor:
+        if torch.get_default_device().type == "cuda":
+            return torch.zeros(count, dtype=dtype)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
         owners.append(mmap.mmap(-1, count * dtype.itemsize, flags=flags))
         return torch.frombuffer(owners[-1], dtype=dtype)
 
-    return make_one
+    yield make_one
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

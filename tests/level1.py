@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import cula
 from cases import DELTA, Inputs
+from passes import backend_of
 
 # algorithm: (function of cula.api, mode of cula_decode)
 FUNCTIONS = {
@@ -19,8 +20,8 @@ FUNCTIONS = {
 }
 
 
-def gate_and_beta(inputs: Inputs) -> dict:
-    """Named arguments that say how the state decays and is written."""
+def common(inputs: Inputs, pass_name: str) -> dict:
+    """Named arguments that every function takes: how the state decays and is written, and the target."""
     case = inputs.case
     named = {
         "g": inputs.g,
@@ -38,29 +39,34 @@ def gate_and_beta(inputs: Inputs) -> dict:
         named["use_beta_sigmoid_in_kernel"] = case.beta_is_logit
         named["allow_neg_eigval"] = case.allow_neg_eigval
     named |= {"use_qk_l2norm_in_kernel": case.qk_l2norm, "scale": case.scale}
-    return {**named, "backend": case.backend or None}
+    return {**named, "backend": backend_of(case, pass_name) or None}
 
 
 def prefill(inputs: Inputs, **options):
     """The function of the algorithm: (o, final state)."""
     function, _ = FUNCTIONS[inputs.case.algorithm]
-    named = {**gate_and_beta(inputs), **inputs.states(), "cu_seqlens": inputs.cu_seqlens, "output_final_state": True}
+    named = {
+        **common(inputs, "prefill"),
+        **inputs.states(),
+        "cu_seqlens": inputs.cu_seqlens,
+        "output_final_state": True,
+    }
     return function(inputs.q, inputs.k, inputs.v, **{**named, **options})
 
 
 def decode(inputs: Inputs, state, **options):
     _, mode = FUNCTIONS[inputs.case.algorithm]
-    return cula.cula_decode(inputs.q, inputs.k, inputs.v, state, mode=mode, **{**gate_and_beta(inputs), **options})
+    return cula.cula_decode(inputs.q, inputs.k, inputs.v, state, mode=mode, **{**common(inputs, "decode"), **options})
 
 
 def verify(inputs: Inputs, state, **options):
     _, mode = FUNCTIONS[inputs.case.algorithm]
-    named = {**gate_and_beta(inputs), "cu_seqlens": inputs.cu_seqlens}
+    named = {**common(inputs, "verify"), "cu_seqlens": inputs.cu_seqlens}
     return cula.cula_verify(inputs.q, inputs.k, inputs.v, state, mode=mode, **{**named, **options})
 
 
 def segment(inputs: Inputs, **options):
     _, mode = FUNCTIONS[inputs.case.algorithm]
-    named = {**gate_and_beta(inputs), "cu_seqlens": inputs.cu_seqlens}
+    named = {**common(inputs, "segment"), "cu_seqlens": inputs.cu_seqlens}
     del named["scale"]
     return cula.cula_segment(inputs.q, inputs.k, inputs.v, mode=mode, **{**named, **options})

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cula  # noqa: F401  (loads torch.ops.cula)
+import device
 from cases import FAMILY, Case, Inputs, state_like
 from compare import assert_accurate
 
@@ -36,16 +37,35 @@ def _state_case(inputs: Inputs) -> Case:
 
 
 def empty_states(inputs: Inputs, count: int) -> torch.Tensor:
-    return state_like(_state_case(inputs), count)
+    return state_like(_state_case(inputs), count, device=inputs.q.device)
 
 
 def empty_o(inputs: Inputs) -> torch.Tensor:
-    return torch.full(inputs.v.shape, NAN, dtype=inputs.v.dtype)
+    return torch.full(inputs.v.shape, NAN, dtype=inputs.v.dtype, device=inputs.v.device)
 
 
-def _options(inputs: Inputs, backend: str, batch_invariant: bool, null_index: int) -> dict:
-    own = {"backend": backend or inputs.case.backend, "batch_invariant": batch_invariant, "null_index": null_index}
-    return {**inputs.case.options, **own}
+def own_slots(inputs: Inputs) -> torch.Tensor:
+    """Sequence n in slot n."""
+    return torch.arange(inputs.case.sequences, dtype=torch.int32, device=inputs.q.device)
+
+
+def backend_of(case: Case, pass_name: str) -> str:
+    """The case's target, or the best where that has no kernel for the pass."""
+    return case.backend if case.backend and device.serves(case.backend, pass_name) else ""
+
+
+def _call(pass_name: str, inputs: Inputs, backend: str, **named) -> None:
+    """The op. The references run on the CPU, on copies of tensors from elsewhere."""
+    op = getattr(torch.ops.cula, pass_name)
+    named |= {**inputs.tensors(), **inputs.case.options, "backend": backend or backend_of(inputs.case, pass_name)}
+    if inputs.q.device.type == "cpu" or not backend.startswith("reference"):
+        op(**named)
+        return
+    copies = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in named.items()}
+    op(**copies)
+    for name in Result.__dataclass_fields__:
+        if named.get(name) is not None:
+            named[name].copy_(copies[name])
 
 
 def _states(inputs: Inputs, final_state, final_state_indices, in_place: bool) -> dict:
@@ -74,17 +94,20 @@ def prefill(
     if not in_place and final_state is None:
         final_state = empty_states(inputs, inputs.case.sequences)
         if inputs.initial_state_indices is not None:
-            final_state_indices = torch.arange(inputs.case.sequences, dtype=torch.int32)
+            final_state_indices = own_slots(inputs)
     states = _states(inputs, final_state, final_state_indices, in_place)
-    torch.ops.cula.prefill(
-        **inputs.tensors(),
+    _call(
+        "prefill",
+        inputs,
+        backend,
         **states,
         o=o,
         checkpoints=checkpoints,
         checkpoint_plan=checkpoint_plan,
         chunk_states=chunk_states,
-        **_options(inputs, backend, batch_invariant, null_index),
         chunk_tokens=chunk_tokens,
+        batch_invariant=batch_invariant,
+        null_index=null_index,
     )
     return Result(o=o, final_state=states["final_state"], checkpoints=checkpoints, chunk_states=chunk_states)
 
@@ -104,9 +127,9 @@ def decode(
     if not in_place and final_state is None:
         final_state = empty_states(inputs, inputs.case.sequences)
         if inputs.initial_state_indices is not None:
-            final_state_indices = torch.arange(inputs.case.sequences, dtype=torch.int32)
+            final_state_indices = own_slots(inputs)
     states = _states(inputs, final_state, final_state_indices, in_place)
-    torch.ops.cula.decode(**inputs.tensors(), **states, o=o, **_options(inputs, backend, batch_invariant, null_index))
+    _call("decode", inputs, backend, **states, o=o, batch_invariant=batch_invariant, null_index=null_index)
     return Result(o=o, final_state=states["final_state"])
 
 
@@ -127,8 +150,10 @@ def verify(
 ) -> Result:
     o = empty_o(inputs) if o is None else o
     states = _states(inputs, final_state, None, in_place)
-    torch.ops.cula.verify(
-        **inputs.tensors(),
+    _call(
+        "verify",
+        inputs,
+        backend,
         **states,
         o=o,
         state_indices=state_indices,
@@ -136,18 +161,33 @@ def verify(
         snapshots=snapshots,
         snapshot_indices=snapshot_indices,
         parents=parents,
-        **_options(inputs, backend, batch_invariant, null_index),
+        batch_invariant=batch_invariant,
+        null_index=null_index,
     )
     return Result(o=o, final_state=states["final_state"], snapshots=snapshots)
 
 
-def segment(inputs: Inputs, *, backend: str = "", batch_invariant: bool = False) -> Result:
+def empty_map(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """m and b of segment."""
     case = inputs.case
     N, HV, K, V = case.sequences, inputs.v.shape[2], inputs.q.shape[3], inputs.v.shape[3]
     dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
     shape = (N, HV, K, K) if FAMILY[case.algorithm][1] == "delta" else (N, HV, K)
-    m, b = torch.full(shape, NAN, dtype=dtype), torch.full((N, HV, V, K), NAN, dtype=dtype)
-    torch.ops.cula.segment(**inputs.tensors(), m=m, b=b, **_options(inputs, backend, batch_invariant, -1))
+    m, b = (torch.full(size, NAN, dtype=dtype, device=inputs.q.device) for size in (shape, (N, HV, V, K)))
+    return {"m": m, "b": b}
+
+
+def segment(
+    inputs: Inputs,
+    *,
+    backend: str = "",
+    m: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Result:
+    if m is None:
+        m, b = empty_map(inputs).values()
+    _call("segment", inputs, backend, m=m, b=b, batch_invariant=batch_invariant, null_index=-1)
     return Result(m=m, b=b)
 
 

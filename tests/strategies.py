@@ -3,24 +3,15 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from hypothesis import strategies as st
 
-import cula
+import device
 from cases import DECAYS, FAMILY, Case
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DIMS = (1, 2, 7, 16, 31, 32, 60, 64, 96, 100, 128)
 LENGTHS = st.one_of(st.integers(0, 17), st.sampled_from([31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129]))
-
-
-@functools.cache
-def targets(dtype: torch.dtype) -> list[str]:
-    """The CPU targets of this machine that take the dtype."""
-    rows = cula.explain(dtype=dtype, device="cpu")
-    return [row.target for row in rows if row.target.startswith("cpu:") and row.verdict != "no"]
 
 
 @st.composite
@@ -75,7 +66,7 @@ def cases(draw, algorithm: str, packed: bool | None = None, max_sequences: int =
         "state_dtype": draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16])),
         "k_first": draw(flag),
         "fused": draw(flag),
-        "backend": draw(st.sampled_from(["", *targets(dtype)])),
+        "backend": draw(st.sampled_from(["", *device.able(dtype)])),
         "seed": draw(st.integers(0, 2**16)),
     }
     return Case(**{**drawn, **fixed})

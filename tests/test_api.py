@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cula
+import device
 import level1
 import passes
 from cases import ALGORITHMS, Case, make, state_like
@@ -258,11 +259,17 @@ def test_a_null_row_leaves_zero_in_a_new_final_state(algorithm):
     assert final_state.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_forced_backend(algorithm, backend):
+def test_forced_backend(algorithm):
     inputs = make(Case(algorithm, (20,)))
-    o, _ = level1.prefill(inputs, backend=backend)
-    assert_same_bits("o", passes.prefill(inputs, backend=backend).o, o)
+    o, _ = level1.prefill(inputs, backend=device.family())
+    assert_same_bits("o", passes.prefill(inputs, backend=device.family()).o, o)
+
+
+@pytest.mark.cpu_only("the oracle runs on the CPU")
+def test_forced_oracle(algorithm):
+    inputs = make(Case(algorithm, (20,)))
+    o, _ = level1.prefill(inputs, backend="reference")
+    assert_same_bits("o", passes.prefill(inputs, backend="reference").o, o)
 
 
 # Errors.
@@ -288,9 +295,10 @@ def test_tensors_on_two_devices(argument):
 
 
 def test_device_is_checked():
-    with pytest.raises(ValueError, match="device must be q's device, cpu, got cuda"):
-        level1.prefill(make(SMALL), device="cuda")
-    level1.prefill(make(SMALL), device="cpu")
+    inputs, other = make(SMALL), "cuda" if device.kind() == "cpu" else "cpu"
+    with pytest.raises(ValueError, match=f"device must be q's device, {inputs.q.device}, got {other}"):
+        level1.prefill(inputs, device=other)
+    level1.prefill(inputs, device=inputs.q.device)
 
 
 @pytest.mark.parametrize("argument", ["q", "k", "v", "g", "beta", "initial_state"])
@@ -367,8 +375,8 @@ def test_explain_names_every_target():
 @pytest.mark.parametrize("pass_name", ["prefill", "decode", "verify", "segment"])
 def test_the_oracle_is_never_chosen(algorithm, pass_name):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        chosen = cula.explain(algorithm, pass_name, dtype=dtype, device="cpu").chosen
-        assert chosen.startswith("cpu:"), f"{algorithm} {pass_name} {dtype}: {chosen}"
+        chosen = cula.explain(algorithm, pass_name, dtype=dtype, device=device.kind()).chosen
+        assert chosen in device.targets(pass_name), f"{algorithm} {pass_name} {dtype}: {chosen}"
 
 
 @pytest.mark.parametrize(

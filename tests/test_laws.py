@@ -176,6 +176,7 @@ def restore_threads():
 
 
 @CALLS
+@pytest.mark.cpu_only("a GPU call uses one host thread")
 @pytest.mark.usefixtures("restore_threads")
 @pytest.mark.parametrize("heads", [1, 3])
 def test_thread_count_changes_nothing(algorithm, call, heads):
@@ -241,6 +242,7 @@ def test_a_poisoned_neighbour_changes_nothing(algorithm, call, data):
     assert not two.o[:, bounds[-2] :].any(), "tokens beyond the last sequence give zeros"
 
 
+@pytest.mark.cpu_only("the allocator of the C library; tests/gpu/test_memory.py has torch's")
 def test_what_the_workspace_held_changes_nothing():
     """The same calls in processes whose allocator fills memory with different rubbish."""
     script = str(Path(__file__).with_name("fingerprint.py"))
@@ -333,6 +335,7 @@ def test_scale_acts_on_the_output_alone(algorithm):
 # Addresses beyond 2^31 elements.
 
 
+@pytest.mark.xdist_group("large")
 def test_strides_beyond_32_bits(algorithm, sparse):
     """Sequences and slots that lie further apart than 2^31 elements."""
     case = Case(algorithm, (70, 70), heads=1, value_heads=1, state_dtype=torch.bfloat16)

@@ -12,6 +12,7 @@ from cula import _ops
 from process import run_python
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.cpu_only("about the built file and the README")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
 

@@ -15,6 +15,7 @@ from compare import assert_exact
 from strategies import cases
 
 REFERENCE = "reference"
+pytestmark = pytest.mark.cpu_only("the oracle runs on the CPU")
 
 
 def witness(case) -> tuple[Inputs, torch.Tensor, list[oracle.Sequence]]:

@@ -5,7 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH"
 
-mapfile -t cpp < <(find include src bindings tests examples -name '*.h' -o -name '*.cc' | sort)
+mapfile -t cpp < <(find include src bindings tests examples \
+    -name '*.h' -o -name '*.cc' -o -name '*.cuh' -o -name '*.cu' | sort)
 if [ "${1:-}" = --fix ]; then
     clang-format -i "${cpp[@]}"
     ruff check --quiet --fix .
@@ -15,4 +16,4 @@ else
     ruff check --quiet .
     ruff format --quiet --check .
 fi
-echo "format: ${#cpp[@]} C++ files, and Python"
+echo "format: ${#cpp[@]} C++ and CUDA files, and Python"

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """check_symbols.py [LIBRARY]: libcula_torch.so loads with any Python and any PyTorch >= 2.10, with CUDA or without.
 
-It may need the C and C++ runtimes and libtorch_cpu; of PyTorch it may use the stable C functions alone; it exports
-nothing and has no run path.
+It may need the C and C++ runtimes and libtorch_cpu, and no CUDA library: the CUDA runtime is linked in and finds the
+driver itself. Of PyTorch it may use the stable C functions alone. It exports nothing and has no run path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from pathlib import Path
 
 LIBRARY = Path(__file__).parents[1] / "python" / "cula" / "lib" / "libcula_torch.so"
 
-NEEDED = re.compile(r"(libtorch|libtorch_cpu|libstdc\+\+|libgcc_s|libc|libm|ld-linux-[\w-]+)\.so(\.\d+)?")
+# Before glibc 2.34, threads, timers and dlopen were libraries of their own.
+NEEDED = re.compile(
+    r"(libtorch|libtorch_cpu|libstdc\+\+|libgcc_s|libc|libm|libdl|libpthread|librt|ld-linux-[\w-]+)\.so(\.\d+)?"
+)
 STABLE = re.compile(r"(aoti_torch|torch)_\w+")
 RUNTIME_VERSIONS = ("GLIBC_", "GLIBCXX_", "CXXABI_", "GCC_")
 # What the compiler's start-up code refers to weakly.

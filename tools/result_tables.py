@@ -9,6 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 NONE_YET = ["No results are recorded yet: run `make bench`."]
+NO_GPU_YET = ["Not measured yet: run `make gpu-bench` on a machine with a GPU."]
+GPU_PREFILLS = ("kda_prefill", "gdn_prefill", "lightning_prefill", "gla_prefill")
+GPU_STEPS = ("decode", "verify")
+PEERS = {"flash_kda": "FlashKDA", "fla": "FLA"}
 
 Times = dict[tuple[str, str], dict[str, dict]]  # (op, case): impl: row
 
@@ -146,6 +150,114 @@ def decode() -> list[str]:
     return lines[:-1] or NONE_YET
 
 
+def _gpu_results(suites: tuple[str, ...]) -> list[tuple[dict, Times]]:
+    """Every GPU's results of these suites, those of one run under one head."""
+    runs: dict[tuple[str, str], tuple[dict, Times]] = {}
+    for suite in suites:
+        for result in result_files(suite):
+            _, cases = runs.setdefault((result["device"], result["source_hash"]), (result, {}))
+            for (op, case), impls in _cases(result).items():
+                if "cula" in impls:
+                    cases[f"{op} {impls['cula']['pass']}", case] = impls
+    return list(runs.values())
+
+
+def _gpu_caption(result: dict) -> list[str]:
+    clocks = sorted({*result["clock_mhz"]})
+    clock = f", {clocks[0]} to {clocks[-1]} MHz" if len(clocks) > 1 else f", {clocks[0]} MHz" if clocks else ""
+    return [
+        f"{result['device']}, driver {result['driver']}{clock}; copy {result['copy_tbps']:.2f} TB/s, bf16 matrix"
+        f" product {result['gemm_tflops']:.0f} TFLOP/s; torch {result['torch']}; sources `{result['source_hash']}`.",
+        "",
+    ]
+
+
+def _times_as_long(row: dict | None, ours: dict, key: str = "gpu_ms") -> str:
+    return "-" if row is None else f"{row[key] / ours[key]:.2f} x"
+
+
+def _error(row: dict | None) -> str:
+    return "-" if row is None else f"{row['rel_err_out']:.1e}, {row['rel_err_state']:.1e}"
+
+
+def gpu_prefill() -> list[str]:
+    """Ours and how many times as long the peers take, in device time."""
+    lines: list[str] = []
+    for result, cases in _gpu_results(GPU_PREFILLS):
+        rows = []
+        for (call, case), impls in cases.items():
+            ours = impls["cula"]
+            rows.append(
+                [
+                    call.removesuffix(" prefill"),
+                    case,
+                    f"{ours['gpu_ms']:.3f}",
+                    *(_times_as_long(impls.get(name), ours) for name in PEERS),
+                    f"{ours['gb'] / ours['gpu_ms'] / result['copy_tbps']:.0%}",
+                    f"{ours['gflop'] / ours['gpu_ms'] / result['gemm_tflops']:.0%}",
+                ]
+            )
+        head = ["prefill", "case", "ms", *(f"{name} takes" for name in PEERS.values()), "of copy", "of matrix rate"]
+        lines += [*_gpu_caption(result), *_table(head, rows), ""]
+    return lines[:-1] or NO_GPU_YET
+
+
+def gpu_decode() -> list[str]:
+    """Device time as a share of what copying takes, and the host's time."""
+    lines: list[str] = []
+    for result, cases in _gpu_results(GPU_STEPS):
+        rows = []
+        for (call, case), impls in cases.items():
+            ours = impls["cula"]
+            rows.append(
+                [
+                    call,
+                    case,
+                    f"{1e3 * ours['gpu_ms']:.1f}",
+                    f"{ours['gb'] / ours['gpu_ms'] / result['copy_tbps']:.0%}",
+                    f"{1e3 * ours['host_ms']:.1f}",
+                    f"{1e3 * ours['call_ms']:.0f}",
+                    _times_as_long(impls.get("fla"), ours),
+                    _times_as_long(impls.get("fla"), ours, "call_ms"),
+                ]
+            )
+        head = ["call", "case", "µs", "of copy", "host µs", "µs to result", "FLA takes", "FLA to result"]
+        lines += [*_gpu_caption(result), *_table(head, rows), ""]
+    return lines[:-1] or NO_GPU_YET
+
+
+def gpu_calls() -> list[str]:
+    """What a caller waits for, per call and at the first call of a process, every implementation."""
+    lines: list[str] = []
+    names = ("cula", *PEERS)
+    for _, cases in _gpu_results(GPU_PREFILLS + GPU_STEPS):
+        rows = []
+        for (call, case), impls in cases.items():
+            found = [impls.get(name) for name in names]
+            first = [None if row is None else row["first_call_ms"] for row in found]
+            rows.append(
+                [
+                    call,
+                    case,
+                    *("-" if row is None else f"{row['gpu_ms']:.4f} / {row['call_ms']:.4f}" for row in found),
+                    *("-" if ms is None else f"{ms / 1e3:.2f}" for ms in first),
+                ]
+            )
+        head = ["call", "case", *(f"{name} device / call ms" for name in names), *(f"{name} first s" for name in names)]
+        lines += [*_table(head, rows), ""]
+    return lines[:-1] or NO_GPU_YET
+
+
+def gpu_errors() -> list[str]:
+    """Relative errors of output and states against the float64 recurrence."""
+    lines: list[str] = []
+    names = ("cula", *PEERS)
+    for _, cases in _gpu_results(GPU_PREFILLS + GPU_STEPS):
+        rows = [[call, case, *(_error(impls.get(name)) for name in names)] for (call, case), impls in cases.items()]
+        lines += [*_table(["call", "case", *(f"{name} o, states" for name in names)], rows), ""]
+    return lines[:-1] or NO_GPU_YET
+
+
 if __name__ == "__main__":
-    for lines in (prefill(), growth(), decode(), targets()):
+    for lines in (prefill(), growth(), decode(), targets(), gpu_prefill(), gpu_decode(), gpu_calls(), gpu_errors()):
         print("\n".join(lines), end="\n\n")

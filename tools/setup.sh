@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# setup.sh build|test|ci: makes this machine ready for it. Installs the missing system packages (where it may; else says
-# which) and keeps .venv in step with the pinned requirements. Quick when there is nothing to do.
+# setup.sh build|cuda|test|ci: makes this machine ready for it. Installs the missing system packages (where it may; else
+# says which) and keeps .venv in step with the pinned requirements. Quick when there is nothing to do.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-purpose=${1:?usage: setup.sh build|test|ci}
+purpose=${1:?usage: setup.sh build|cuda|test|ci}
 python=${PYTHON:-python3}
 
 have() { command -v "$1" >/dev/null 2>&1; }
@@ -17,6 +17,7 @@ missing_packages() {
     "$python" -c 'import ensurepip, venv' 2>/dev/null || [ -x .venv/bin/pip ] || echo python3-venv
     [ "$purpose" = build ] && return
     have ccache || echo ccache
+    [ "$purpose" = cuda ] && return
     echo '#include <gtest/gtest.h>' | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1 || echo libgtest-dev
     [ "$purpose" = test ] && return
     have aarch64-linux-gnu-g++ || echo g++-aarch64-linux-gnu
@@ -42,14 +43,35 @@ install_packages() {
     "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-# Pins are installed once per content of their file.
+# Pins are installed once per content of their file. What follows the file are options of pip's.
 install_requirements() {
     local file=$1 stamp
     stamp=.venv/$(basename "$file" .txt).sha256
     sha256sum --check --quiet "$stamp" 2>/dev/null && return
     echo "cula: installing $file into .venv"
-    .venv/bin/python -m pip install -qq --disable-pip-version-check --requirement "$file"
-    sha256sum "$file" >"$stamp"
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --requirement "$@" && sha256sum "$file" >"$stamp"
+}
+
+# An nvcc that knows the newest architectures, as cmake/CulaCuda.cmake looks for it.
+have_nvcc() {
+    local nvcc version
+    for nvcc in "${CUDACXX:-}" nvcc /usr/local/cuda/bin/nvcc; do
+        version=$("$nvcc" --version 2>/dev/null | grep -o 'release [0-9.]*') || continue
+        printf '%s\n' 'release 12.8' "$version" | sort --check=quiet --version-sort && return
+    done
+    return 1
+}
+
+# Apart from the packages of a CUDA build of PyTorch, which pins its own versions of some.
+install_nvcc() {
+    local root=.venv/cuda
+    install_requirements requirements-cuda.txt --no-deps --upgrade --target "$root" || {
+        echo "cula: the CUDA kernels need nvcc >= 12.8; requirements-cuda.txt, which has it, cannot be installed" >&2
+        exit 1
+    }
+    # The packages hold no links, and nvcc and CMake look for these names.
+    ln -sfn lib "$root/nvidia/cu13/lib64"
+    ln -sfn libcudart.so.13 "$root/nvidia/cu13/lib/libcudart.so"
 }
 
 mapfile -t packages < <(missing_packages)
@@ -65,4 +87,5 @@ mapfile -t packages < <(missing_packages)
 .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' ||
     .venv/bin/python -m pip install -qq --disable-pip-version-check "$(grep '^torch==' requirements.txt)"
 install_requirements requirements.txt
-[ "$purpose" = build ] || install_requirements requirements-dev.txt
+case $purpose in test | ci) install_requirements requirements-dev.txt ;; esac
+case $purpose in cuda | ci) have_nvcc || install_nvcc ;; esac

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import result_tables
 import support_matrix
+import test_tables
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("README.md", "docs/benchmarks.md")
+FILES = ("README.md", "docs/benchmarks.md", "docs/fla-tests.md", "docs/gpu-tests.md")
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -30,6 +31,13 @@ GENERATORS: dict[str, Callable[[], list[str]]] = {
     "growth": result_tables.growth,
     "decode": result_tables.decode,
     "targets": result_tables.targets,
+    "gpu-prefill": result_tables.gpu_prefill,
+    "gpu-decode": result_tables.gpu_decode,
+    "gpu-calls": result_tables.gpu_calls,
+    "gpu-errors": result_tables.gpu_errors,
+    "gpu-tests": test_tables.runs,
+    "sanitizer": test_tables.sanitizer,
+    "fla-tests": test_tables.fla,
     "cpp-example": cpp_example,
 }
 

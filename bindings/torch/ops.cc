@@ -4,11 +4,15 @@
 // for symbolic sizes).
 #include <algorithm>
 #include <array>
+#include <charconv>
+#include <cstdlib>
 #include <limits>
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "core/kernel.h"
 #include "cula/cula.h"
 #include "handles.h"
 #include "runtime.h"
@@ -88,21 +92,30 @@ void for_each_tensor(Pass pass, const Visit& visit) {
     std::ranges::for_each(own_parameters(pass), visit);
 }
 
-std::string schema(Pass pass) {
-    std::string text = std::string(name(pass)) + "(";
+// A pass has two overloads. The one without a name spells its options out; `packed` is for callers that count
+// microseconds (the package itself), since PyTorch spends as much on each number as on a tensor. Its `options` holds
+// chunk_tokens << 16 and, from the lowest bit: 8 bits for the row of kAlgorithms, 2 for the Gate, then the flags in the
+// order in which the other overload names them, in_place last.
+enum class Form { kNamed, kPacked };
+
+constexpr std::string_view overload(Form form) { return form == Form::kPacked ? ".packed" : ""; }
+
+std::string schema(Pass pass, Form form) {
+    std::string text = std::string(name(pass)) + std::string(overload(form)) + "(";
     const auto declare = [&](const Parameter& parameter) {
         text += std::string(parameter.type) + " " + std::string(parameter.name) + ", ";
     };
     std::ranges::for_each(kInputs, declare);
     if (has_states(pass)) {
         std::ranges::for_each(kStates, declare);
-        text += "bool in_place, ";
+        if (form == Form::kNamed) text += "bool in_place, ";
     }
     std::ranges::for_each(own_parameters(pass), declare);
+    if (form == Form::kPacked)
+        return text + "int options, float scale, float lower_bound, int null_index, str backend) -> ()";
     text +=
-        "*, str algorithm, float scale, str gate, float lower_bound, bool qk_l2norm, bool beta_is_logit, bool "
-        "allow_neg_eigval, "
-        "int null_index, bool batch_invariant, str backend";
+        "*, str algorithm, float scale, str gate, float lower_bound, bool qk_l2norm, bool beta_is_logit, "
+        "bool allow_neg_eigval, int null_index, bool batch_invariant, str backend";
     if (pass == Pass::kPrefill) text += ", int chunk_tokens";
     return text + ") -> ()";
 }
@@ -111,17 +124,15 @@ std::string schema(Pass pass) {
 struct Call {
     std::array<TensorHandle, kMaxTensors> tensors;
     bool in_place = false;
-    String algorithm;
-    double scale;
-    String gate;
-    double lower_bound;
-    bool qk_l2norm, beta_is_logit, allow_neg_eigval;
+    double scale, lower_bound;
+    bool qk_l2norm, beta_is_logit, allow_neg_eigval, batch_invariant;
     std::int64_t null_index;
-    bool batch_invariant;
-    String backend;
     std::int64_t chunk_tokens = kChunkTokens;
+    String backend;
+    String algorithm, gate;    // kNamed
+    std::int64_t options = 0;  // kPacked
 
-    Call(Pass pass, const StableIValue* stack) {
+    Call(Pass pass, Form form, const StableIValue* stack) {
         Arguments arguments(stack);
         std::size_t count = 0;
         const auto take = [&](const Parameter& parameter) {
@@ -130,9 +141,17 @@ struct Call {
         std::ranges::for_each(kInputs, take);
         if (has_states(pass)) {
             std::ranges::for_each(kStates, take);
-            in_place = arguments.value<bool>();
+            if (form == Form::kNamed) in_place = arguments.value<bool>();
         }
         std::ranges::for_each(own_parameters(pass), take);
+        if (form == Form::kNamed)
+            take_named(pass, arguments);
+        else
+            take_packed(arguments);
+    }
+
+private:
+    void take_named(Pass pass, Arguments& arguments) {
         algorithm = arguments.string();
         scale = arguments.value<double>();
         gate = arguments.string();
@@ -144,6 +163,18 @@ struct Call {
         batch_invariant = arguments.value<bool>();
         backend = arguments.string();
         if (pass == Pass::kPrefill) chunk_tokens = arguments.value<std::int64_t>();
+    }
+
+    void take_packed(Arguments& arguments) {
+        options = arguments.value<std::int64_t>();
+        scale = arguments.value<double>();
+        lower_bound = arguments.value<double>();
+        null_index = arguments.value<std::int64_t>();
+        backend = arguments.string();
+        int bit = 10;
+        for (bool* flag : {&qk_l2norm, &beta_is_logit, &allow_neg_eigval, &batch_invariant, &in_place})
+            *flag = options >> bit++ & 1;
+        chunk_tokens = options >> 16;
     }
 };
 
@@ -236,13 +267,38 @@ Gate parse_gate(Pass pass, std::string_view text) {
     fail(pass, "gate", "be one of log_decay, softplus, bounded", "\"" + std::string(text) + "\"");
 }
 
+Algorithm unpack_algorithm(Pass pass, std::int64_t options) {
+    const auto row = static_cast<std::size_t>(options & 0xff);
+    if (row < kAlgorithms.size()) return kAlgorithms[row].algorithm;
+    fail(pass, "options", "name a known algorithm", std::to_string(row));
+}
+
+Gate unpack_gate(Pass pass, std::int64_t options) {
+    const std::int64_t gate = options >> 8 & 3;
+    if (gate <= static_cast<std::int64_t>(Gate::kBounded)) return static_cast<Gate>(gate);
+    fail(pass, "options", "name a known gate", std::to_string(gate));
+}
+
 template <class Int>
 Int narrow(Pass pass, std::string_view argument, std::int64_t value) {
     if (!std::in_range<Int>(value)) fail(pass, argument, "fit 32 bits", std::to_string(value));
     return static_cast<Int>(value);
 }
 
-Args make_args(Pass pass, const Call& call, const Place& place) {
+// A bias per channel may come flat, as checkpoints keep it.
+void shape_bias(Args& args) {
+    TensorRef& bias = args.dt_bias;
+    if (args.algorithm.decay != Decay::kPerChannel || bias.ndim != 1 || args.q.ndim != 4) return;
+    const std::int64_t key_dim = args.q.size[3];
+    if (key_dim == 0 || bias.size[0] % key_dim != 0) return;
+    bias = {.data = bias.data,
+            .dtype = bias.dtype,
+            .ndim = 2,
+            .size = {bias.size[0] / key_dim, key_dim},
+            .stride = {key_dim * bias.stride[0], bias.stride[0]}};
+}
+
+Args make_args(Pass pass, Form form, const Call& call, const Place& place) {
     Args args;
     std::size_t index = 0;
     for_each_tensor(pass, [&](const Parameter& parameter) {
@@ -254,8 +310,14 @@ Args make_args(Pass pass, const Call& call, const Place& place) {
         if (!args.final_state) fail(pass, "final_state", "be given in place", "none");
         args.initial_state = args.final_state;
     }
-    args.algorithm = parse_algorithm(pass, call.algorithm.view());
-    args.gate = parse_gate(pass, call.gate.view());
+    if (form == Form::kNamed) {
+        args.algorithm = parse_algorithm(pass, call.algorithm.view());
+        args.gate = parse_gate(pass, call.gate.view());
+    } else {
+        args.algorithm = unpack_algorithm(pass, call.options);
+        args.gate = unpack_gate(pass, call.options);
+    }
+    shape_bias(args);
     args.scale = call.scale;
     args.lower_bound = call.lower_bound;
     args.qk_l2norm = call.qk_l2norm;
@@ -267,16 +329,43 @@ Args make_args(Pass pass, const Call& call, const Place& place) {
     return args;
 }
 
-template <Pass pass>
+// CULA_DEBUG_CHECKS=1 checks on a GPU too what is otherwise checked on a CPU alone, and waits for the GPU to do so.
+bool debug_checks() {
+    static const bool on = [] {
+        const char* value = std::getenv("CULA_DEBUG_CHECKS");
+        return value && std::string_view(value) == "1";
+    }();
+    return on;
+}
+
+// The values of the indices, which the core reads from copies on the host.
+void check_indices(Pass pass, const Call& call, Args args) {
+    constexpr TensorRef Args::* kIndices[] = {
+        &Args::cu_seqlens,    &Args::initial_state_indices, &Args::final_state_indices, &Args::checkpoint_plan,
+        &Args::state_indices, &Args::num_accepted,          &Args::snapshot_indices,    &Args::parents,
+    };
+    std::vector<TensorHandle> copies;
+    std::size_t index = 0;
+    for_each_tensor(pass, [&](const Parameter& parameter) {
+        const TensorHandle& tensor = call.tensors[index++];
+        if (!tensor || std::ranges::find(kIndices, parameter.field) == std::end(kIndices)) return;
+        const TensorHandle& copy = copies.emplace_back(copy_to_host(tensor));
+        args.*parameter.field = view(pass, parameter.name, copy, place_of(copy));
+    });
+    validate(pass, args, Indices::kOnHost);
+}
+
+template <Pass pass, Form form>
 void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
-    const Call call(pass, stack);
+    const Call call(pass, form, stack);
     const Place place = place_of(call.tensors.front());
-    const Args args = make_args(pass, call, place);
+    const Args args = make_args(pass, form, call, place);
     Context context;
     context.device = device_at(pass, place);
     const CurrentStream stream(context.device);
     context.stream = stream.get();
     context.parallel_for = torch_threads();
+    if (context.device.kind == DeviceKind::kCuda && debug_checks()) check_indices(pass, call, args);
 
     const Plan planned = plan(pass, args, context, call.backend.view());
     TensorHandle workspace;
@@ -306,6 +395,42 @@ T one_of(std::string_view argument, std::string_view text, std::initializer_list
                 "\"");
 }
 
+// Shared memory that one thread block may have, by compute capability (CUDA C++ Programming Guide, technical
+// specifications).
+std::size_t shared_bytes(int compute_capability) {
+    switch (compute_capability) {
+        case 80:
+        case 87: return 163 << 10;
+        case 90:
+        case 100:
+        case 103:
+        case 110: return 227 << 10;
+        default: return 99 << 10;
+    }
+}
+
+// "cpu", "cuda:1", or an architecture that this machine need not have: "sm_90".
+Device explained_device(std::string_view text) {
+    const auto number_after = [&](std::string_view prefix) -> std::optional<int> {
+        int number = 0;
+        const char* const end = text.data() + text.size();
+        if (!text.starts_with(prefix)) return std::nullopt;
+        const auto [last, error] = std::from_chars(text.data() + prefix.size(), end, number);
+        return error == std::errc() && last == end && number >= 0 ? std::optional(number) : std::nullopt;
+    };
+    if (text == "cpu") return {.kind = DeviceKind::kCpu};
+    if (const std::optional<int> capability = number_after("sm_"))
+        return {
+            .kind = DeviceKind::kCuda, .compute_capability = *capability, .shared_bytes = shared_bytes(*capability)};
+    if (const std::optional<int> index = number_after("cuda:")) {
+        const auto on_cuda = [](const Kernel& kernel) { return kernel.device == DeviceKind::kCuda; };
+        // A build without CUDA has nothing to ask, and its rows say so.
+        return std::ranges::any_of(kernels(), on_cuda) ? cuda_device(*index) : Device{.kind = DeviceKind::kCuda};
+    }
+    throw Error("explain: device must be cpu, cuda or an architecture such as sm_90, got \"" + std::string(text) +
+                "\"");
+}
+
 // Rows of the registry, one a line: target, "chosen", "yes" or "no", the reason; separated by tabs.
 void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     Arguments arguments(stack);
@@ -326,7 +451,7 @@ void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
         one_of("pass_name", pass_name.view(), {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment});
     problem.algorithm = parse_algorithm(problem.pass, algorithm.view());
     problem.gate = parse_gate(problem.pass, gate.view());
-    problem.device.kind = device.view() == "cuda" ? DeviceKind::kCuda : DeviceKind::kCpu;
+    problem.device = explained_device(device.view());
     const auto floats = {Dtype::kBFloat16, Dtype::kFloat16, Dtype::kFloat32, Dtype::kFloat64};
     problem.dtype = one_of("dtype", dtype.view(), floats);
     problem.state_dtype = one_of("state_dtype", state_dtype.view(), floats);
@@ -340,25 +465,31 @@ void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     stack[0] = torch::stable::detail::from(text);
 }
 
-constexpr Pass kPasses[] = {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment};
+template <Pass pass, class Library>
+void implement(Library& library) {
+    library.impl(std::string(name(pass)).c_str(), run_boxed<pass, Form::kNamed>);
+    library.impl((std::string(name(pass)) + std::string(overload(Form::kPacked))).c_str(),
+                 run_boxed<pass, Form::kPacked>);
+}
 
 template <class Library>
-void implement(Library& library) {
-    library.impl("prefill", run_boxed<Pass::kPrefill>);
-    library.impl("decode", run_boxed<Pass::kDecode>);
-    library.impl("verify", run_boxed<Pass::kVerify>);
-    library.impl("segment", run_boxed<Pass::kSegment>);
+void implement_all(Library& library) {
+    implement<Pass::kPrefill>(library);
+    implement<Pass::kDecode>(library);
+    implement<Pass::kVerify>(library);
+    implement<Pass::kSegment>(library);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(cula, library) {
-    for (const Pass pass : kPasses) library.def(schema(pass).c_str());
+    for (const Pass pass : {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment})
+        for (const Form form : {Form::kNamed, Form::kPacked}) library.def(schema(pass, form).c_str());
     library.def(kExplainSchema);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(cula, CPU, library) { implement(library); }
-STABLE_TORCH_LIBRARY_IMPL(cula, CUDA, library) { implement(library); }
+STABLE_TORCH_LIBRARY_IMPL(cula, CPU, library) { implement_all(library); }
+STABLE_TORCH_LIBRARY_IMPL(cula, CUDA, library) { implement_all(library); }
 STABLE_TORCH_LIBRARY_IMPL(cula, CompositeExplicitAutograd, library) { library.impl("explain", explain_boxed); }
 
 }  // namespace cula::torch_binding

@@ -3,6 +3,8 @@
 
 #include <dlfcn.h>
 
+#include <array>
+
 namespace cula::torch_binding {
 namespace {
 
@@ -54,6 +56,23 @@ void* data_of(const TensorHandle& tensor) {
     void* data = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
     return data;
+}
+
+TensorHandle copy_to_host(const TensorHandle& tensor) {
+    std::int64_t ndim = 0, *sizes = nullptr;
+    std::int32_t dtype = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &ndim));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    std::array<std::int64_t, kMaxDims> strides{};
+    std::int64_t step = 1;
+    for (auto dim = static_cast<std::size_t>(ndim); dim-- > 0; step *= sizes[dim]) strides[dim] = step;
+    AtenTensorHandle handle = nullptr;
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch_empty_strided(ndim, sizes, strides.data(), dtype, aoti_torch_device_type_cpu(), 0, &handle));
+    TensorHandle copy(handle);
+    TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), tensor.get(), 0));
+    return copy;
 }
 
 CurrentStream::CurrentStream(const Device& device) {

@@ -16,6 +16,9 @@ ParallelFor torch_threads();
 TensorHandle allocate_bytes(std::size_t bytes, const Device& device);
 void* data_of(const TensorHandle& tensor);
 
+// Waits for the stream that the tensor's values come from.
+TensorHandle copy_to_host(const TensorHandle& tensor);
+
 // Makes the device current for the time of the call, and names the stream that the caller works on.
 class CurrentStream {
 public:

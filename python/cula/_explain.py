@@ -76,19 +76,18 @@ def explain(
 
     algorithm: kda, gdn, gla, simple_gla, lightning, linear, delta or delta_per_head.
     pass_name: prefill, decode, verify or segment.
-    gate: log_decay, softplus or bounded. device: a GPU if there is one, else the CPU.
+    gate: log_decay, softplus or bounded.
+    device: a device, or an architecture that need not be here, `"sm_90"`; None is the current GPU, or else the CPU.
     The other arguments have the names and meanings of the calls they describe (`cula.api`).
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = torch.device(device).type
+    place = _place(device)
     value_heads = heads if value_heads is None else value_heads
     value_dim = key_dim if value_dim is None else value_dim
     sequences = batch if sequences is None else sequences
     text = _ops.explain(
         pass_name,
         algorithm,
-        kind,
+        place,
         batch=batch,
         tokens=tokens,
         sequences=sequences,
@@ -109,8 +108,19 @@ def explain(
         batch_invariant=deterministic == "batch_invariant",
     )
     shape = f"B={batch} T={tokens} H={heads} HV={value_heads} K={key_dim} V={value_dim}"
-    problem = f"{algorithm} {pass_name} on {kind}: {shape}, {_name(dtype)}, {_name(state_dtype)} state"
+    problem = f"{algorithm} {pass_name} on {place}: {shape}, {_name(dtype)}, {_name(state_dtype)} state"
     return Explanation(problem, tuple(Row(*line.split("\t")) for line in text.splitlines()))
+
+
+def _place(device: torch.device | str | None) -> str:
+    if isinstance(device, str) and device.startswith("sm_"):
+        return device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type != "cuda" or device.index is not None:
+        return str(device)
+    return f"cuda:{torch.cuda.current_device() if torch.cuda.is_available() else 0}"
 
 
 def _name(dtype: torch.dtype) -> str:

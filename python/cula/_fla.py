@@ -16,9 +16,10 @@ class ArgumentError(ValueError, AssertionError):
     """FLA asserts where this library raises ValueError: an `except` clause written for either holds."""
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str, *given: object) -> None:
+    """`given` fills the message, once it is needed: putting words together takes longer than a call."""
     if not condition:
-        raise ArgumentError(message)
+        raise ArgumentError(message.format(*given))
 
 
 def options(name: str, kwargs: dict[str, object], accepted: tuple[str, ...] = ()) -> None:
@@ -87,5 +88,5 @@ def forward_only(reverse: bool, gv: Tensor | None) -> None:
 
 
 def no_grouped_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    require(q.shape == k.shape, f"q and k must have the same shape, got q={q.shape} vs k={k.shape}")
+    require(q.shape == k.shape, "q and k must have the same shape, got q={} vs k={}", q.shape, k.shape)
     require(v.shape == (*q.shape[:3], v.shape[-1]), "v must be of shape (batch size, seq len, num of head, head dim).")

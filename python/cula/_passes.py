@@ -15,18 +15,25 @@ from torch import Tensor
 
 from cula import _ops
 
-# What an operator calls an option: what callers call it, and its types.
-_OPTIONS = {
-    "algorithm": ("algorithm", (str,)),
-    "scale": ("scale", (float, int, torch.SymFloat, torch.SymInt)),
-    "gate": ("gate", (str,)),
-    "lower_bound": ("lower_bound", (float, int)),
-    "qk_l2norm": ("use_qk_l2norm_in_kernel", (bool,)),
-    "beta_is_logit": ("use_beta_sigmoid_in_kernel", (bool,)),
-    "allow_neg_eigval": ("allow_neg_eigval", (bool,)),
-    "null_index": ("null_index", (int, torch.SymInt)),
-    "batch_invariant": ("deterministic", (bool,)),
-    "backend": ("backend", (str,)),
+# The numbers among the options, and the types that they may have, the usual one first.
+_NUMBERS = {
+    "scale": (float, int, torch.SymFloat, torch.SymInt),
+    "lower_bound": (float, int),
+    "use_qk_l2norm_in_kernel": (bool,),
+    "use_beta_sigmoid_in_kernel": (bool,),
+    "allow_neg_eigval": (bool,),
+    "null_index": (int, torch.SymInt),
+    "chunk_size": (int,),
+}
+_USUAL = tuple(types[0] for types in _NUMBERS.values())
+
+# What a schema calls a type.
+_TYPES = {
+    "Tensor": Tensor,
+    "str": str,
+    "bool": bool,
+    "int": (int, torch.SymInt),
+    "float": (float, int, torch.SymFloat, torch.SymInt),
 }
 
 
@@ -79,63 +86,47 @@ def forward(
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs `_ops.prefill` or `_ops.decode`; returns o, the final state or the pool, and the states at chunk starts."""
-    name = "prefill" if op is _ops.prefill else "decode"
-    kept, plan = (None, None) if checkpoints is None else checkpoints
-    check(
-        name, q, k, v, device, g=g, decay=decay, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens,
-        initial_state=initial_state, state_pool=state_pool, initial_state_indices=initial_state_indices,
-        final_state_indices=final_state_indices, has_initial_state=has_initial_state, out=out,
-        checkpoint_states=kept, checkpoint_plan=plan,
-    )  # fmt: skip
-    if chunk_size not in (16, 32, 64):
-        raise ValueError(f"{name}: chunk_size must be 16, 32 or 64, got {chunk_size}")
-    o = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    in_place, returned = state_pool is not None, None
+    check_inputs(op, q, k, v, device)
+    o = output(v, out)
+    in_place, returned = state_pool is not None, state_pool
     if in_place:
         if initial_state is not None:
-            raise ValueError(f"{name}: initial_state must be left out with state_pool, which holds it, got both")
-        final_state = returned = state_pool
+            raise ValueError(f"{op_name(op)}: initial_state must be left out with state_pool, which holds it, got both")
+        final_state = state_pool
     else:
         if final_state_indices is not None:
-            raise ValueError(f"{name}: final_state_indices must come with state_pool, got indices alone")
+            raise ValueError(f"{op_name(op)}: final_state_indices must come with state_pool, got indices alone")
         final_state = None
         if output_final_state:
             final_state, final_state_indices, returned = _new_final_state(
-                q, v, sequences, state_v_first, initial_state_indices is not None, null_index
+                q, v, cu_seqlens, state_v_first, initial_state_indices is not None, null_index
             )
-
-    states = (
-        _v_first(name, "initial_state", initial_state, state_v_first),
-        initial_state_indices,
-        final_state_indices,
-        has_initial_state,
-        o,
-        _v_first(name, "state_pool" if in_place else "final_state", final_state, state_v_first),
-        in_place,
-    )
-    A_log, dt_bias = gate_parameters(name, algorithm, q, v, A_log, dt_bias)
-    inputs = (q, k, v, g, decay, beta, A_log, dt_bias, cu_seqlens)
+    if not state_v_first:
+        initial_state = v_first(op, "initial_state", initial_state)
+        final_state = v_first(op, "state_pool", final_state)
     chosen = options(
         algorithm, q, scale, gate, lower_bound, qk_l2norm, beta_is_logit, allow_neg_eigval, null_index, deterministic,
-        backend,
+        backend, in_place, chunk_size,
     )  # fmt: skip
-    if name == "decode":
-        op(*inputs, *states, **chosen)
+    if op is _ops.decode:
+        call(
+            op, q, k, v, g, decay, beta, per_head(q, A_log), per_head(q, dt_bias), cu_seqlens, initial_state,
+            initial_state_indices, final_state_indices, has_initial_state, o, final_state, *chosen,
+        )  # fmt: skip
         return o, returned, None
 
-    chunk_states = None
+    kept, plan = (None, None) if checkpoints is None else checkpoints
+    chunk_states = states_at_chunks = None
     if return_chunk_states:
         chunk_states = _new_chunk_states(q, k, v, cu_seqlens, cu_seqlens_cpu, chunk_size, state_v_first)
-    op(
-        *inputs,
-        *states,
-        _v_first(name, "checkpoints.states", kept, state_v_first),
-        plan,
-        _v_first(name, "chunk_states", chunk_states, state_v_first, 5),
-        **chosen,
-        chunk_tokens=chunk_size,
-    )
+        states_at_chunks = chunk_states if state_v_first else chunk_states.transpose(-1, -2)
+    if not state_v_first:
+        kept = v_first(op, "checkpoints.states", kept)
+    call(
+        op, q, k, v, g, decay, beta, per_head(q, A_log), per_head(q, dt_bias), cu_seqlens, initial_state,
+        initial_state_indices, final_state_indices, has_initial_state, o, final_state, kept, plan,
+        states_at_chunks, *chosen,
+    )  # fmt: skip
     return o, returned, chunk_states
 
 
@@ -173,25 +164,20 @@ def verify(
     out: Tensor | None,
     device: torch.device | str | None,
 ) -> Tensor:
-    check(
-        "verify", q, k, v, device, g=g, decay=decay, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens,
-        state=state, initial_state_indices=initial_state_indices, state_indices=state_indices,
-        num_accepted=num_accepted, has_initial_state=has_initial_state, snapshots=snapshots,
-        snapshot_indices=snapshot_indices, parents=parents, out=out,
-    )  # fmt: skip
-    o = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
+    check_inputs(_ops.verify, q, k, v, device)
+    o = output(v, out)
     if state is not None and state_indices is None and initial_state_indices is None:
-        state = state[: q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1]
-    base = _v_first("verify", "state", state, state_v_first)
-    A_log, dt_bias = gate_parameters("verify", algorithm, q, v, A_log, dt_bias)
-    _ops.verify(
-        q, k, v, g, decay, beta, A_log, dt_bias, cu_seqlens,
-        None if update_state else base, initial_state_indices, None, has_initial_state, o, base if update_state else
-        None, update_state, state_indices, num_accepted, _v_first("verify", "snapshots", snapshots, state_v_first, 5),
-        snapshot_indices, parents,
-        **options(
+        state = state[: _sequences(q, cu_seqlens)]
+    if not state_v_first:
+        state = v_first(_ops.verify, "state", state)
+        snapshots = v_first(_ops.verify, "snapshots", snapshots, 5)
+    call(
+        _ops.verify, q, k, v, g, decay, beta, per_head(q, A_log), per_head(q, dt_bias), cu_seqlens,
+        None if update_state else state, initial_state_indices, None, has_initial_state, o,
+        state if update_state else None, state_indices, num_accepted, snapshots, snapshot_indices, parents,
+        *options(
             algorithm, q, scale, gate, lower_bound, qk_l2norm, beta_is_logit, allow_neg_eigval, null_index,
-            deterministic, backend
+            deterministic, backend, update_state
         ),
     )  # fmt: skip
     return o
@@ -219,18 +205,18 @@ def segment(
     deterministic: bool | str | None,
     device: torch.device | str | None,
 ) -> tuple[Tensor, Tensor]:
-    check("segment", q, k, v, device, g=g, decay=decay, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens)
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    heads, key_dim, value_dim = v.shape[2], q.shape[3], v.shape[3]
+    check_inputs(_ops.segment, q, k, v, device)
+    sequences, heads, key_dim, value_dim = _sequences(q, cu_seqlens), v.shape[2], q.shape[3], v.shape[3]
     dtype = _state_dtype(q)
     m_shape = (sequences, heads, key_dim, key_dim) if beta is not None else (sequences, heads, key_dim)
     m = q.new_empty(m_shape, dtype=dtype)
     b = q.new_empty((sequences, heads, *_matrix(value_dim, key_dim, state_v_first)), dtype=dtype)
-    A_log, dt_bias = gate_parameters("segment", algorithm, q, v, A_log, dt_bias)
-    _ops.segment(
-        q, k, v, g, decay, beta, A_log, dt_bias, cu_seqlens, m, _v_first("segment", "b", b, state_v_first),
-        **options(algorithm, q, 1.0, gate, lower_bound, qk_l2norm, beta_is_logit, allow_neg_eigval, -1, deterministic,
-        backend),
+    call(
+        _ops.segment, q, k, v, g, decay, beta, per_head(q, A_log), per_head(q, dt_bias), cu_seqlens, m,
+        b if state_v_first else b.transpose(-1, -2),
+        *options(
+            algorithm, q, 1.0, gate, lower_bound, qk_l2norm, beta_is_logit, allow_neg_eigval, -1, deterministic, backend
+        ),
     )  # fmt: skip
     return m, b
 
@@ -249,51 +235,70 @@ def refuse_context(cp_context: object | None) -> None:
         )
 
 
+def output(v: Tensor, out: Tensor | None) -> Tensor:
+    return torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
+
+
 def per_head(q: Tensor, parameter: Tensor | None) -> Tensor | None:
-    """A parameter with one value per head as the operators want it: `[HV]`, float32 (float64 beside float64 inputs)."""
-    if parameter is None:
-        return None
+    """A gate's parameter as the operators want it: one dimension, float32 (float64 beside float64 inputs)."""
+    if not isinstance(parameter, Tensor):
+        return parameter  # absent, or refused with the other types
     if parameter.dim() != 1:
         parameter = parameter.reshape(-1)
-    exact = parameter.dtype == torch.float32 or (parameter.dtype == torch.float64 and q.dtype == torch.float64)
+    dtype = parameter.dtype
+    exact = dtype is torch.float32 or (dtype is torch.float64 and q.dtype is torch.float64)
     return parameter if exact else parameter.float()
 
 
-def gate_parameters(
-    name: str, algorithm: str, q: Tensor, v: Tensor, A_log: Tensor | None, dt_bias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    A_log, dt_bias = per_head(q, A_log), per_head(q, dt_bias)
-    if dt_bias is not None and algorithm in ("kda", "gla"):
-        heads, key_dim = v.shape[2], q.shape[3]
-        if dt_bias.shape[0] != heads * key_dim:
-            raise ValueError(f"{name}: dt_bias must hold HV * K = {heads * key_dim} values, got {dt_bias.shape[0]}")
-        dt_bias = dt_bias.view(heads, key_dim)
-    return A_log, dt_bias
-
-
-def check(
-    name: str, q: Tensor, k: Tensor, v: Tensor, device: torch.device | str | None = None, **others: Tensor | None
+def check_inputs(
+    op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, device: torch.device | str | None = None
 ) -> None:
     """What must hold before shapes can be read; everything else is checked in C++."""
-    for argument, tensor, dims in (("q", q, "[B, T, H, K]"), ("k", k, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: {argument} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 4:
-            raise ValueError(f"{name}: {argument} must have shape {dims}, got {list(tensor.shape)}")
-    for argument, tensor in others.items():
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: {argument} must be a tensor or None, got {type(tensor).__name__}")
-    if torch.is_grad_enabled():
-        for argument, tensor in (("q", q), ("k", k), ("v", v), *others.items()):
-            if tensor is not None and tensor.requires_grad:
-                raise NotImplementedError(
-                    f"{name}: {argument} requires gradients, and the backward pass is not built yet; "
-                    "call under torch.no_grad() or torch.inference_mode()"
-                )
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        refuse_types(op, (q, k, v))
+    if q.dim() != 4 or v.dim() != 4:
+        argument, tensor, shape = ("q", q, "[B, T, H, K]") if q.dim() != 4 else ("v", v, "[B, T, HV, V]")
+        raise ValueError(f"{op_name(op)}: {argument} must have shape {shape}, got {list(tensor.shape)}")
     if device is not None:
         wanted = torch.device(device)
         if wanted.type != q.device.type or wanted.index not in (None, q.device.index):
-            raise ValueError(f"{name}: device must be q's device, {q.device}, got {wanted}")
+            raise ValueError(f"{op_name(op)}: device must be q's device, {q.device}, got {wanted}")
+
+
+def call(op: torch._ops.OpOverload, *arguments: object) -> None:
+    """Calls the operator; by position, because a keyword costs PyTorch more than the argument itself."""
+    if torch.is_grad_enabled():
+        _refuse_gradients(op, arguments)
+    try:
+        op(*arguments)
+    except Exception:
+        refuse_types(op, arguments)  # PyTorch says it less well, and turns a number into a tensor first
+        raise
+
+
+def op_name(op: torch._ops.OpOverload) -> str:
+    return op._schema.name.removeprefix("cula::")
+
+
+def refuse_types(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> None:
+    """TypeError for the first argument that is not of the type in the schema."""
+    for declared, value in zip(op._schema.arguments, arguments, strict=False):
+        kind = str(declared.type)
+        wanted = kind.removeprefix("Optional[").removesuffix("]")
+        if isinstance(value, _TYPES[wanted]) or (value is None and kind != wanted):
+            continue
+        described = "a tensor" if wanted == "Tensor" else f"of type {wanted}"
+        described += " or None" if kind != wanted else ""
+        raise TypeError(f"{op_name(op)}: {declared.name} must be {described}, got {type(value).__name__}")
+
+
+def _refuse_gradients(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> None:
+    for position, value in enumerate(arguments):
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise NotImplementedError(
+                f"{op_name(op)}: {op._schema.arguments[position].name} requires gradients, and the backward pass is "
+                "not built yet; call under torch.no_grad() or torch.inference_mode()"
+            )
 
 
 def options(
@@ -308,26 +313,28 @@ def options(
     null_index: int = -1,
     deterministic: bool | str | None = None,
     backend: str | None = None,
-) -> dict[str, object]:
-    if deterministic not in (None, True, "batch_invariant"):
-        raise ValueError(f'deterministic must be None, True or "batch_invariant", got {deterministic!r}')
-    chosen = {
-        "algorithm": algorithm,
-        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
-        "gate": gate,
-        "lower_bound": 0.0 if lower_bound is None else lower_bound,
-        "qk_l2norm": qk_l2norm,
-        "beta_is_logit": beta_is_logit,
-        "allow_neg_eigval": allow_neg_eigval,
-        "null_index": null_index,
-        "batch_invariant": deterministic == "batch_invariant",
-        "backend": "" if backend is None else backend,
-    }
-    for option, value in chosen.items():
-        argument, types = _OPTIONS[option]
-        if not isinstance(value, types):
-            raise TypeError(f"{argument} must be of type {types[0].__name__}, got {type(value).__name__}")
-    return chosen
+    in_place: bool = False,
+    chunk_size: int = 64,
+) -> tuple[int, float, float, int, str]:
+    """The last arguments of every operator."""
+    batch_invariant = False
+    if deterministic is not None:
+        if deterministic not in (True, "batch_invariant"):
+            raise ValueError(f'deterministic must be None, True or "batch_invariant", got {deterministic!r}')
+        batch_invariant = deterministic == "batch_invariant"
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    if lower_bound is None:
+        lower_bound = 0.0
+    given = (scale, lower_bound, qk_l2norm, beta_is_logit, allow_neg_eigval, null_index, chunk_size)
+    if tuple(map(type, given)) != _USUAL:
+        for (argument, types), value in zip(_NUMBERS.items(), given, strict=True):
+            if not isinstance(value, types):
+                raise TypeError(f"{argument} must be of type {types[0].__name__}, got {type(value).__name__}")
+    flags = _ops.pack(
+        algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, batch_invariant, in_place, chunk_size
+    )
+    return flags, scale, lower_bound, null_index, "" if backend is None else backend
 
 
 def _state_dtype(q: Tensor) -> torch.dtype:
@@ -338,24 +345,30 @@ def _matrix(value_dim: int, key_dim: int, state_v_first: bool) -> tuple[int, int
     return (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
 
 
-def _v_first(name: str, argument: str, states: Tensor | None, state_v_first: bool, ndim: int = 4) -> Tensor | None:
-    """The V-first view: the operators take any strides, so the K-first layout needs no copy."""
-    if states is None or state_v_first:
-        return states
+def v_first(op: torch._ops.OpOverload, argument: str, states: Tensor | None, ndim: int = 4) -> Tensor | None:
+    """The V-first view of K-first states: the operators take any strides, so no layout needs a copy."""
+    if not isinstance(states, Tensor):
+        return states  # absent, or refused with the other types
     if states.dim() != ndim:
-        raise ValueError(f"{name}: {argument} must have {ndim} dimensions, got {list(states.shape)}")
+        raise ValueError(f"{op_name(op)}: {argument} must have {ndim} dimensions, got {list(states.shape)}")
     return states.transpose(-1, -2)
 
 
+def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
+    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
 def _new_final_state(
-    q: Tensor, v: Tensor, sequences: int, state_v_first: bool, gathered: bool, null_index: int
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_v_first: bool, gathered: bool, null_index: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The memory of a dense final state, the indices of the call's rows in it, and those rows.
 
     Indices are needed where the initial states are gathered by index, and none of them may be the null slot: rows up
     to that one are allocated and left unused. The rows of skipped sequences stay zero.
     """
-    shape = (v.shape[2], *_matrix(v.shape[3], q.shape[3], state_v_first))
+    batch, _, heads, value_dim = v.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape = (heads, *_matrix(value_dim, q.shape[3], state_v_first))
     if not gathered:
         final_state = q.new_empty((sequences, *shape), dtype=_state_dtype(q))
         return final_state, None, final_state
@@ -375,6 +388,8 @@ def _new_chunk_states(
 ) -> Tensor:
     """The states at chunk starts in k's dtype: one per chunk where the lengths can be read on the host without waiting,
     else room for the most chunks that the lengths could make, zero beyond those they do make."""
+    if chunk_size not in (16, 32, 64):
+        raise ValueError(f"prefill: chunk_size must be 16, 32 or 64, got {chunk_size}")
     batch, tokens = q.shape[:2]
     shape = (v.shape[2], *_matrix(v.shape[3], q.shape[3], state_v_first))
     if cu_seqlens is None:

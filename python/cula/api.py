@@ -113,8 +113,7 @@ def cula_kda(
     Returns (o `[B, T, HV, V]` in q's dtype, final state or None), and h if asked for. Everything else: `cula.api`.
     """
     _passes.refuse_context(cp_context)
-    chunk_size = kwargs.pop("chunk_size", 64)
-    _refuse_unknown("cula_kda", kwargs)
+    chunk_size = _chunk_size("cula_kda", kwargs) if kwargs else 64
     if use_gate_in_kernel:
         _check_gate(A_log, lower_bound, safe_gate)
     algorithm, g, dt_bias = _kda_decay(q, g, dt_bias)
@@ -168,8 +167,7 @@ def cula_gdn(
     g: the log decay `[B, T, HV]`, or the raw gate with `use_gate_in_kernel`, as in `cula_kda`.
     A_log, dt_bias: HV values each. beta and everything else as in `cula_kda` and `cula.api`.
     """
-    chunk_size = kwargs.pop("chunk_size", 64)
-    _refuse_unknown("cula_gdn", kwargs)
+    chunk_size = _chunk_size("cula_gdn", kwargs) if kwargs else 64
     if use_gate_in_kernel:
         _check_gate(A_log, lower_bound)
     o, final_state, h = _passes.forward(
@@ -342,8 +340,7 @@ def cula_delta(
 
     beta and everything else as in `cula_kda` and `cula.api`.
     """
-    chunk_size = kwargs.pop("chunk_size", 64)
-    _refuse_unknown("cula_delta", kwargs)
+    chunk_size = _chunk_size("cula_delta", kwargs) if kwargs else 64
     o, final_state, h = _passes.forward(
         _ops.prefill, _algorithm("delta", None, decay), q, k, v, beta=beta, decay=_log_decay(q, decay), scale=scale,
         qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
@@ -397,23 +394,29 @@ def cula_decode(
 
     Returns (o in q's layout, state itself).
     """
-    _refuse_unknown("cula_decode", kwargs)
+    if kwargs:
+        _refuse_unknown("cula_decode", kwargs)
     if use_gate_in_kernel is None:
         use_gate_in_kernel = A_log is not None or lower_bound is not None
     algorithm, g, dt_bias, decay = _decay_of(mode, q, g, dt_bias, decay)
-    _require_tensor("q", q)
     _require_tensor("state", state)
-    packed = q.dim() == 4 and q.shape[0] == 1 and q.shape[1] > 1
+    _passes.check_inputs(_ops.decode, q, k, v, device)
+    packed = q.shape[0] == 1 and q.shape[1] > 1
     if packed:
         q, k, v, g, beta, out = (x.transpose(0, 1) if _has_rows(x) else x for x in (q, k, v, g, beta, out))
-    pool = state[: q.shape[0]] if state_indices is None and state.dim() == 4 else state
-    o, _, _ = _passes.forward(
-        _ops.decode, algorithm, q, k, v, g=g, beta=beta, decay=decay, A_log=A_log, dt_bias=dt_bias,
-        gate=_passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound=lower_bound, scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first, state_pool=pool, initial_state_indices=state_indices,
-        final_state_indices=final_state_indices, has_initial_state=has_initial_state, null_index=null_index,
-        backend=backend, deterministic=deterministic, out=out, device=device,
+    pool = state
+    if state_indices is None and state.dim() == 4 and state.shape[0] > q.shape[0]:
+        pool = state[: q.shape[0]]
+    if not state_v_first:
+        pool = _passes.v_first(_ops.decode, "state", pool)
+    o = _passes.output(v, out)
+    _passes.call(
+        _ops.decode, q, k, v, g, decay, beta, _passes.per_head(q, A_log), _passes.per_head(q, dt_bias), None, None,
+        state_indices, final_state_indices, has_initial_state, o, pool,
+        *_passes.options(
+            algorithm, q, scale, _passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound, use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, null_index, deterministic, backend, in_place=True
+        ),
     )  # fmt: skip
     return (o.transpose(0, 1) if packed else o), state
 
@@ -530,8 +533,7 @@ def cula_segment(
 def _additive(
     name: str, algorithm: str, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, object], **arguments: object
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    chunk_size = kwargs.pop("chunk_size", 64)
-    _refuse_unknown(name, kwargs)
+    chunk_size = _chunk_size(name, kwargs) if kwargs else 64
     o, final_state, h = _passes.forward(_ops.prefill, algorithm, q, k, v, chunk_size=chunk_size, **arguments)
     return (o, final_state, h) if arguments["return_chunk_states"] else (o, final_state)
 
@@ -586,6 +588,12 @@ def _check_gate(A_log: Tensor | None, lower_bound: float | None, safe_gate: bool
         raise ValueError("A_log must be given when use_gate_in_kernel is True and lower_bound is not set, got None")
     if safe_gate and (lower_bound is None or not -5 <= lower_bound < 0):
         raise ValueError(f"lower_bound must lie in [-5, 0) when safe_gate is True, got {lower_bound}")
+
+
+def _chunk_size(name: str, kwargs: dict[str, object]) -> object:
+    chunk_size = kwargs.pop("chunk_size", 64)
+    _refuse_unknown(name, kwargs)
+    return chunk_size
 
 
 def _refuse_unknown(name: str, kwargs: dict[str, object]) -> None:

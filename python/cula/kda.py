@@ -233,7 +233,7 @@ def _decode(
     out: Tensor | None,
     state_layout: str,
 ) -> Tensor:
-    _fla.require(scale is None or scale > 0, f"scale must be positive, got {scale}")
+    _fla.require(scale is None or scale > 0, "scale must be positive, got {}", scale)
     if (softplus_beta, softplus_threshold) != (1.0, 20.0):
         raise NotImplementedError(
             "the gate is the exact softplus: softplus_beta must be 1 and softplus_threshold 20, "
@@ -275,15 +275,14 @@ def _gate(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    (B, T, H, K), HV = q.shape, v.shape[2]
-    _fla.require(q.shape == k.shape, f"q and k must have the same shape, got q={q.shape} vs k={k.shape}")
-    _fla.require(K <= 256, f"Currently we only support key headdim <=256 for KDA, got {K}.")
+    shape, HV = q.shape, v.shape[2]
+    B, T, H, K = shape
+    _fla.require(shape == k.shape, "q and k must have the same shape, got q={} vs k={}", shape, k.shape)
+    _fla.require(K <= 256, "Currently we only support key headdim <=256 for KDA, got {}.", K)
     _fla.require(
         HV % H == 0,
-        f"For GVA, num_v_heads (HV={HV}) must be evenly divisible by num_qk_heads (H={H}), but got HV % H = {HV % H}",
-    )
-    g_shape, beta_shape = [B, T, HV, K], [B, T, HV]
-    _fla.require(list(g.shape) == g_shape, f"g must have shape [B, T, HV, K]={g_shape}, got {list(g.shape)}")
-    _fla.require(
-        list(beta.shape) == beta_shape, f"beta must have shape [B, T, HV]={beta_shape}, got {list(beta.shape)}"
-    )
+        "For GVA, num_v_heads (HV={}) must be evenly divisible by num_qk_heads (H={}), but got HV % H = {}",
+        HV, H, HV % H,
+    )  # fmt: skip
+    _fla.require(g.shape == (B, T, HV, K), "g must have shape [B, T, HV, K]={}, got {}", [B, T, HV, K], list(g.shape))
+    _fla.require(beta.shape == (B, T, HV), "beta must have shape [B, T, HV]={}, got {}", [B, T, HV], list(beta.shape))

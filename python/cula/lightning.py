@@ -90,7 +90,7 @@ def linear_attention_decode(
     come from the tensors, and row b always works on state b: the stride arguments and `s_offsets` are ignored, as
     upstream.
     """
-    _fla.require(K_SPLIT_DIM == HEAD_DIM, f"K_SPLIT_DIM must equal HEAD_DIM, got {K_SPLIT_DIM} and {HEAD_DIM}")
+    _fla.require(K_SPLIT_DIM == HEAD_DIM, "K_SPLIT_DIM must equal HEAD_DIM, got {} and {}", K_SPLIT_DIM, HEAD_DIM)
     states = s.unflatten(0, (-1, q.shape[1])) if s.dim() == 3 else s
     q, k, v, o = (x.unsqueeze(1) for x in (q, k, v, out))
     _passes.forward(

@@ -72,7 +72,7 @@ void plan_and_run(Pass pass, const Args& args, const Context& context, std::stri
 std::string_view Plan::target() const { return kernel->target; }
 
 Plan plan(Pass pass, const Args& args, const Context& context, std::string_view backend) {
-    validate(pass, args, context.device);
+    validate(pass, args, context.device.kind == DeviceKind::kCpu ? Indices::kOnHost : Indices::kOnDevice);
     const Kernel& kernel = choose(describe(pass, args, context.device), backend);
     return {&kernel, kernel.workspace_bytes(args, context)};
 }

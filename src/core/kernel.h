@@ -22,8 +22,13 @@ struct Kernel {
 // In order of preference (src/registry.cc).
 std::span<const Kernel> kernels();
 
-// Throws Error unless the arguments fit the pass and each other. Device memory is read only where the host can read it.
-void validate(Pass pass, const Args& args, const Device& device);
+// Where the tensors lie whose values decide which memory a call touches: cu_seqlens, plans, parents, counts and
+// indices.
+enum class Indices { kOnHost, kOnDevice };
+
+// Throws Error unless the arguments fit the pass and each other, with the values of the indices where they are on the
+// host. No other memory is read.
+void validate(Pass pass, const Args& args, Indices indices);
 
 // The problem that valid arguments pose.
 Problem describe(Pass pass, const Args& args, const Device& device);

@@ -33,7 +33,8 @@ constexpr bool is_float(Dtype dtype) {
 
 class Validator {
 public:
-    Validator(Pass pass, const Args& args, const Device& device) : pass_(pass), args_(args), device_(device) {}
+    Validator(Pass pass, const Args& args, Indices indices)
+        : pass_(pass), args_(args), host_readable_(indices == Indices::kOnHost) {}
 
     void check() {
         check_inputs();
@@ -255,8 +256,6 @@ private:
                      "come with use_beta_sigmoid_in_kernel: it doubles the sigmoid", "true without it");
     }
 
-    bool host_readable() const { return device_.kind == DeviceKind::kCpu; }
-
     void check_sequences() {
         const TensorRef& cu = args_.cu_seqlens;
         sequences_ = batch_;
@@ -268,7 +267,7 @@ private:
                      std::to_string(batch_));
         CULA_REQUIRE(cu.size[0] >= 1, "cu_seqlens", "have N + 1 >= 1 elements", "0");
         sequences_ = cu.size[0] - 1;
-        if (!host_readable()) return;
+        if (!host_readable_) return;
         std::int64_t previous = 0;
         for (std::int64_t i = 0; i <= sequences_; ++i) {
             const std::int64_t at = read_index(cu, i);
@@ -286,7 +285,7 @@ private:
         if (!ref) return;
         shape(argument, ref, {{"N", sequences_}});
         dtype(argument, ref, {Dtype::kInt32});
-        if (host_readable()) slots(argument, ref, states, written);
+        if (host_readable_) slots(argument, ref, states, written);
     }
 
     // Every element of an index tensor: negative or null, or a slot of `states`; written slots must be distinct.
@@ -326,7 +325,7 @@ private:
         const bool writes_at_read = final && !write && !pool_by_token;
         if (read && initial) indices("initial_state_indices", read, initial, writes_at_read);
         if (read && !initial) indices("initial_state_indices", read, final, writes_at_read);
-        if (writes_at_read && read && initial && host_readable())
+        if (writes_at_read && read && initial && host_readable_)
             this->slots("initial_state_indices", read, final, true);
         indices("final_state_indices", write, final, true);
         if (args_.has_initial_state) {
@@ -347,15 +346,15 @@ private:
             writable("checkpoints.states", states);
             shape("checkpoints.plan", plan, {{"M", kAny}, {"3", 3}});
             dtype("checkpoints.plan", plan, {Dtype::kInt32});
-            if (host_readable()) check_plan();
+            if (host_readable_) check_plan();
         }
         const TensorRef& dense = args_.chunk_states;
         if (!dense) return;
         std::int64_t chunks = (tokens_ + args_.chunk_tokens - 1) / args_.chunk_tokens;
-        if (args_.cu_seqlens && host_readable()) chunks = chunks_before(args_, sequences_);
+        if (args_.cu_seqlens && host_readable_) chunks = chunks_before(args_, sequences_);
         shape("chunk_states", dense,
               {{"B", batch_}, {"NT", kAny}, {"HV", value_heads_}, {"V", value_dim_}, {"K", key_dim_}});
-        CULA_REQUIRE(dense.size[1] >= chunks || (args_.cu_seqlens && !host_readable()), "chunk_states",
+        CULA_REQUIRE(dense.size[1] >= chunks || (args_.cu_seqlens && !host_readable_), "chunk_states",
                      "have room for " + std::to_string(chunks) + " chunks", std::to_string(dense.size[1]));
         state_memory("chunk_states", dense);
         writable("chunk_states", dense);
@@ -390,7 +389,7 @@ private:
     void check_verify() const {
         const TensorRef &per_token = args_.state_indices, &accepted = args_.num_accepted, &snapshots = args_.snapshots;
         std::int64_t longest = args_.cu_seqlens ? 0 : tokens_;
-        if (args_.cu_seqlens && host_readable())
+        if (args_.cu_seqlens && host_readable_)
             for (std::int64_t n = 0; n < sequences_; ++n) longest = std::max(longest, tokens_of(args_, n).length);
         const auto holds_row = [&](std::string_view argument, const TensorRef& ref, std::size_t dim) {
             CULA_REQUIRE(ref.size[dim] >= longest, argument,
@@ -404,7 +403,7 @@ private:
                          "indices alone");
             CULA_REQUIRE(!args_.final_state_indices, "final_state_indices", "be left out with state_indices", "both");
             holds_row("state_indices", per_token, 1);
-            if (host_readable())
+            if (host_readable_)
                 slots("state_indices", per_token, args_.final_state ? args_.final_state : args_.initial_state,
                       static_cast<bool>(args_.final_state));
         }
@@ -412,7 +411,7 @@ private:
             given("state_indices", per_token, "with num_accepted");
             shape("num_accepted", accepted, {{"N", sequences_}});
             dtype("num_accepted", accepted, {Dtype::kInt32});
-            if (host_readable())
+            if (host_readable_)
                 for (std::int64_t n = 0; n < sequences_; ++n) {
                     const std::int32_t count = *accepted.at<const std::int32_t>(n);
                     CULA_REQUIRE(count >= 1 && count <= per_token.size[1], "num_accepted",
@@ -441,7 +440,7 @@ private:
         CULA_REQUIRE(!args_.final_state || per_token, "final_state",
                      "be left out with parents (a tree has no last state), or be indexed per token by state_indices",
                      "a state");
-        if (host_readable())
+        if (host_readable_)
             for (std::int64_t n = 0; n < sequences_; ++n)
                 for (std::int64_t t = 0; t < tokens_of(args_, n).length; ++t) {
                     const std::int32_t parent = *args_.parents.at<const std::int32_t>(n, t);
@@ -489,7 +488,7 @@ private:
 
     Pass pass_;
     const Args& args_;
-    Device device_;
+    bool host_readable_;
     std::int64_t batch_ = 0, tokens_ = 0, heads_ = 0, value_heads_ = 0, key_dim_ = 0, value_dim_ = 0, sequences_ = 0;
 };
 
@@ -497,7 +496,7 @@ private:
 
 }  // namespace
 
-void validate(Pass pass, const Args& args, const Device& device) { Validator(pass, args, device).check(); }
+void validate(Pass pass, const Args& args, Indices indices) { Validator(pass, args, indices).check(); }
 
 Problem describe(Pass pass, const Args& args, const Device& device) {
     Problem problem;

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/device.h"
 
+#include <string>
+#include <vector>
+
 #include "cuda/pipe/launch.h"
 
 namespace cula::cuda {
@@ -12,15 +15,31 @@ int attribute(cudaDeviceAttr which, int index) {
     return value;
 }
 
-}  // namespace
-
-Device device(int index) {
+Device describe(int index) {
     return {.kind = DeviceKind::kCuda,
             .index = index,
             .compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
                                   attribute(cudaDevAttrComputeCapabilityMinor, index),
             .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, index),
             .shared_bytes = static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index))};
+}
+
+std::vector<Device> all_devices() {
+    int count = 0;
+    check(cudaGetDeviceCount(&count), "device count");
+    std::vector<Device> devices;
+    for (int index = 0; index < count; ++index) devices.push_back(describe(index));
+    return devices;
+}
+
+}  // namespace
+
+// Asked once: every call of the library comes by, and four attributes cost as much as the rest of its dispatch.
+Device device(int index) {
+    static const std::vector<Device> devices = all_devices();
+    if (index < 0 || index >= static_cast<int>(devices.size()))
+        throw Error("there is no CUDA device " + std::to_string(index));
+    return devices[static_cast<std::size_t>(index)];
 }
 
 }  // namespace cula::cuda

@@ -34,6 +34,7 @@ DeviceArgs device_args(const Args& args) {
     a.qk_l2norm = args.qk_l2norm;
     a.beta_is_logit = args.beta_is_logit;
     a.allow_neg_eigval = args.allow_neg_eigval;
+    a.batch_invariant = args.batch_invariant;
     a.beta_per_value = args.beta.ndim == 4;
     a.cu_seqlens_64 = args.cu_seqlens.dtype == Dtype::kInt64;
     a.null_index = args.null_index;
@@ -69,6 +70,11 @@ DeviceArgs device_args(const Args& args) {
         a.chunk_states = {dense.data,      dense.dtype,     dense.size[1],  dense.stride[1],
                           dense.stride[2], dense.stride[3], dense.stride[4]};
         a.chunk_states_batch = dense.stride[0];
+    }
+    if (const TensorRef& m = args.segment_m) {
+        const bool square = m.ndim == 4;
+        a.segment_m = {m.data, m.dtype, m.size[0], m.stride[0], m.stride[1], square ? m.stride[3] : 0, m.stride[2]};
+        a.segment_b = states(args.segment_b);
     }
     a.state_indices = indices(args.state_indices);
     a.num_accepted = indices(args.num_accepted);

@@ -2,7 +2,7 @@
 // A call's tensors and options as kernels read them: plain data, passed by value at launch.
 //
 // What only the device can see is made safe here, whatever it holds: token ranges are clamped to the tensors and an index
-// outside its pool counts as null, so that malformed input never leads to an access out of bounds (check.cuh reports it).
+// outside its pool counts as null, so that malformed input never leads to an access out of bounds.
 #pragma once
 
 #include <cstdint>
@@ -55,7 +55,7 @@ struct DeviceArgs {
     Algorithm algorithm;
     Gate gate = Gate::kLogDecay;
     bool qk_l2norm = false, beta_is_logit = false, allow_neg_eigval = false, beta_per_value = false;
-    bool cu_seqlens_64 = false;
+    bool cu_seqlens_64 = false, batch_invariant = false;
     std::int32_t null_index = -1;
     std::int32_t heads = 1, value_heads = 1, group = 1, key_dim = 0, value_dim = 0, chunk_tokens = kChunkTokens;
     std::int32_t sequences = 1;
@@ -74,6 +74,8 @@ struct DeviceArgs {
     std::int64_t num_checkpoints = 0;
     States chunk_states;  // slot: chunk
     std::int64_t chunk_states_batch = 0;
+
+    States segment_m, segment_b;  // slot: sequence; of m, v is the channel read, k the one written
 
     Indices state_indices, num_accepted, snapshot_indices, parents;
     States snapshots;

@@ -201,9 +201,9 @@ class Validate : public testing::TestWithParam<Wrong> {};
 TEST_P(Validate, SaysWhatIsWrong) {
     const Wrong& wrong = GetParam();
     Call call = valid_call(wrong.pass, wrong.algorithm);
-    ASSERT_EQ(error_of([&] { validate(wrong.pass, call.args, {}); }), "");
+    ASSERT_EQ(error_of([&] { validate(wrong.pass, call.args, Indices::kOnHost); }), "");
     wrong.spoil(call);
-    EXPECT_EQ(error_of([&] { validate(wrong.pass, call.args, {}); }), wrong.message);
+    EXPECT_EQ(error_of([&] { validate(wrong.pass, call.args, Indices::kOnHost); }), wrong.message);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Validate, testing::ValuesIn(kWrongs),
@@ -212,19 +212,19 @@ INSTANTIATE_TEST_SUITE_P(All, Validate, testing::ValuesIn(kWrongs),
 TEST(ValidateAccepts, EveryCellInEveryPass) {
     for (const NamedAlgorithm& row : kAlgorithms)
         for (Pass pass : {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment})
-            EXPECT_EQ(error_of([&] { validate(pass, valid_call(pass, row.algorithm).args, {}); }), "")
+            EXPECT_EQ(error_of([&] { validate(pass, valid_call(pass, row.algorithm).args, Indices::kOnHost); }), "")
                 << row.name << " " << name(pass);
 }
 
 TEST(ValidateAccepts, NothingToDo) {
     const Call call(Pass::kPrefill, kKda, {.batch = 0, .tokens = 0});
-    EXPECT_EQ(error_of([&] { validate(Pass::kPrefill, call.args, {}); }), "");
+    EXPECT_EQ(error_of([&] { validate(Pass::kPrefill, call.args, Indices::kOnHost); }), "");
 }
 
 TEST(ValidateAccepts, IndicesThatTheHostCannotRead) {
     Call call = valid_call(Pass::kDecode, kKda);
     pool(call, {0, 600});
-    EXPECT_EQ(error_of([&] { validate(Pass::kDecode, call.args, {.kind = DeviceKind::kCuda}); }), "");
+    EXPECT_EQ(error_of([&] { validate(Pass::kDecode, call.args, Indices::kOnDevice); }), "");
 }
 
 TEST(Describe, TellsWhatDecidesTheKernel) {

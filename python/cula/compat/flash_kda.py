@@ -36,18 +36,13 @@ def fwd(
         raise ValueError(
             f"initial_state and final_state must have one dtype, got {initial_state.dtype} and {final_state.dtype}"
         )
-    _passes.check(
-        "prefill", q, k, v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens,
-        initial_state=initial_state, final_state=final_state, out=out,
-    )  # fmt: skip
-    A_log, dt_bias = _passes.gate_parameters("prefill", "kda", q, v, A_log, dt_bias)
-    _ops.prefill(
-        q, k, v, g, None, beta, A_log, dt_bias, cu_seqlens, initial_state, None, None, None, out, final_state, False,
-        None, None, None,
-        **_passes.options(
+    _passes.check_inputs(_ops.prefill, q, k, v)
+    _passes.call(
+        _ops.prefill, q, k, v, g, None, beta, _passes.per_head(q, A_log), _passes.per_head(q, dt_bias), cu_seqlens,
+        initial_state, None, None, None, out, final_state, None, None, None,
+        *_passes.options(
             "kda", q, scale, gate="bounded", lower_bound=lower_bound, qk_l2norm=True, beta_is_logit=True
         ),
-        chunk_tokens=64,
     )  # fmt: skip
 
 

@@ -31,6 +31,25 @@ __device__ __forceinline__ void mma_16x8x16<__half>(float (&d)[4], const std::ui
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d [16 x 8] += a [16 x 8] b [8 x 8] on TF32. Lane l holds of a: rows l/4, l/4 + 8 at k = l%4, then both at k + 4; of b: k = l%4
+// and k + 4, column l/4.
+__device__ __forceinline__ void mma_16x8x8_tf32(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A float as the sum of two TF32 numbers, good to 2^-22.
+struct TwoTf32 {
+    std::uint32_t high, low;
+
+    __device__ __forceinline__ explicit TwoTf32(float x) {
+        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(x));
+        const float rest = x - __uint_as_float(high);
+        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(low) : "f"(rest));
+    }
+};
+
 // Two floats as neighbours along k, the first in the lower half.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack2(float low, float high);
@@ -44,6 +63,22 @@ template <>
 __device__ __forceinline__ std::uint32_t pack2<__half>(float low, float high) {
     std::uint32_t word;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+// The same, done again each time it is asked for: where many results would otherwise be kept from one use to the next.
+template <class T>
+__device__ __forceinline__ std::uint32_t pack2_again(float low, float high);
+template <>
+__device__ __forceinline__ std::uint32_t pack2_again<__nv_bfloat16>(float low, float high) {
+    std::uint32_t word;
+    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+template <>
+__device__ __forceinline__ std::uint32_t pack2_again<__half>(float low, float high) {
+    std::uint32_t word;
+    asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
 

@@ -1,13 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// What prepare hands to carry: one image per chunk and value head, laid out as it stands in shared memory, so that both sides
-// move it in whole 16-byte pieces.
+// How a call is cut: chunks of tokens, segments of chunks, slabs of chunks that share one workspace; and what prepare hands to
+// carry for a chunk, laid out as it stands in shared memory, so that both sides move it in whole 16-byte pieces.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "cuda/device_args.h"
 
 namespace cula::cuda::sm80 {
+
+// Tokens of a chunk: fewer where a row of the state takes all the registers.
+template <int kKey>
+inline constexpr int kTokens = kKey <= 128 ? 64 : 32;
+inline constexpr int kBlock = 16;  // tokens of a block: rows of one tensor core product
 
 // A [rows x columns] tile of 16-bit elements. Units of 16 bytes are permuted inside each 128 bytes by the row, so that eight rows
 // of one column lie in eight different bank groups.
@@ -17,49 +23,116 @@ struct Tile {
     static constexpr CULA_HOST_DEVICE int unit(int row, int unit) {
         if constexpr (kUnits >= 8)
             return row * kUnits + (unit ^ (row & 7));
-        else
+        else if constexpr (kUnits == 4)
             return row * kUnits + (unit ^ ((row >> 1) & 3));
+        else
+            return row * kUnits + (unit ^ ((row >> 2) & 1));
     }
-    // In elements.
-    static constexpr CULA_HOST_DEVICE int offset(int row, int column) { return unit(row, column / 8) * 8 + column % 8; }
 };
 
-// Tokens of a chunk: fewer where a state row takes all the registers.
-template <int kKey>
-inline constexpr int kRows = kKey <= 128 ? 64 : 32;
-
+// Decay per channel. The parts stand in the order of how many algorithms read them: additive ones stop before `inverse`,
+// and `inverse_low` is read where the inverse's rounding would show (Workspace::exact).
 template <class T, int kKey>
-struct alignas(128) ChunkImage {
-    T k_decayed[kRows<kKey> * kKey];
-    T q_decayed[kRows<kKey> * kKey];
-    T k_remaining[kRows<kKey> * kKey];
-    T inverse[kRows<kKey> * kRows<kKey>];
-    T scores[kRows<kKey> * kRows<kKey>];
+struct alignas(128) ChannelImage {
+    static constexpr int kRows = kTokens<kKey>;
+    T q_decayed[kRows * kKey];
+    T k_remaining[kRows * kKey];
+    T scores[kRows * kRows];
     float decay[kKey];  // of the whole chunk
+    T inverse[kRows * kRows];
+    T k_decayed[kRows * kKey];
+    T inverse_low[kRows * kRows];
 };
 
-// Chunks of a call: sequence after sequence. Without cu_seqlens the place of a chunk follows from its number, with it
-// schedule.cuh has written first_chunk [N + 1] and order [N], longest sequence first.
+// One decay per token: q and k stay as they are, and the factors go to the products.
+template <class T, int kKey>
+struct alignas(128) TokenImage {
+    static constexpr int kRows = kTokens<kKey>;
+    T scores[kRows * kRows];
+    float q_factor[kRows], k_factor[kRows], k_rest[kRows];
+    float decay[kRows];  // of the whole chunk, in decay[0]
+    T inverse[kRows * kRows];
+    T inverse_low[kRows * kRows];
+};
+
+template <class T, int kKey, bool kPerChannel>
+struct ImageOf {
+    using type = ChannelImage<T, kKey>;
+};
+template <class T, int kKey>
+struct ImageOf<T, kKey, false> {
+    using type = TokenImage<T, kKey>;
+};
+template <class T, int kKey, bool kPerChannel>
+using Image = typename ImageOf<T, kKey, kPerChannel>::type;
+
+// Consecutive chunks of one sequence that one CTA of the carry walks.
+struct Segment {
+    std::int32_t sequence = -1;
+    std::int32_t chunk = 0;  // in the sequence
+    std::int32_t image = 0;  // of that chunk, in the slab
+    std::int32_t chunks = 0;
+    std::int32_t rank = 0, count = 0;  // among the segments of the sequence in this slab
+};
+
+// Chunks are numbered sequence after sequence. Without cu_seqlens everything follows from shapes; with it schedule.cuh has
+// written first_chunk [N + 1] and the segments.
 struct Schedule {
     const std::int32_t* first_chunk = nullptr;
-    const std::int32_t* order = nullptr;
-    std::int32_t max_chunks = 0;  // no more than this many chunks, whatever cu_seqlens holds
-    std::int32_t chunk_rows = 64;
+    const Segment* segments = nullptr;
+    std::int32_t chunk_tokens = 64;
+    std::int32_t segment_chunks = 0;
+    std::int32_t slab_begin = 0, slab_end = 0;  // chunks of this launch
+    std::int32_t max_segments = 0;
 };
+
+CULA_HOST_DEVICE std::int32_t ceil_div(std::int64_t x, std::int64_t y) { return static_cast<std::int32_t>((x + y - 1) / y); }
+
+CULA_HOST_DEVICE Segment segment_of_piece(const Schedule& s, std::int32_t sequence, std::int32_t first, std::int32_t last,
+                                          std::int32_t rank) {
+    const std::int32_t begin = first > s.slab_begin ? first : s.slab_begin, end = last < s.slab_end ? last : s.slab_end;
+    Segment segment;
+    segment.sequence = sequence;
+    segment.rank = rank;
+    segment.count = end > begin ? ceil_div(end - begin, s.segment_chunks) : 1;
+    const std::int32_t at = begin + rank * s.segment_chunks;
+    segment.chunk = at - first;
+    segment.image = at - s.slab_begin;
+    segment.chunks = end - at < s.segment_chunks ? end - at : s.segment_chunks;
+    if (segment.chunks < 0) segment.chunks = 0;
+    // A sequence without chunks has one empty segment, in the first slab.
+    const bool present = first == last ? s.slab_begin == 0 && rank == 0 : at < end;
+    if (!present) segment.sequence = -1;
+    return segment;
+}
+
+CULA_HOST_DEVICE Segment segment_of(const DeviceArgs& a, const Schedule& s, std::int32_t i) {
+    if (a.sequences == 0) return {};
+    if (s.segments) return s.segments[i];
+    const std::int32_t chunks = ceil_div(a.tokens, s.chunk_tokens);
+    const std::int32_t in_slab = chunks < s.slab_end - s.slab_begin ? chunks : s.slab_end - s.slab_begin;
+    const std::int32_t per_piece = in_slab > 0 ? ceil_div(in_slab, s.segment_chunks) : 1;
+    const std::int32_t sequence = (chunks > 0 ? s.slab_begin / chunks : 0) + i / per_piece;
+    if (sequence >= a.sequences) return {};
+    return segment_of_piece(s, sequence, sequence * chunks, (sequence + 1) * chunks, i % per_piece);
+}
 
 struct ChunkPlace {
-    std::int64_t sequence, batch, begin;  // first token
-    int count;                            // tokens; 0: no such chunk
+    std::int64_t batch = 0, begin = 0;  // first token
+    int count = 0;                      // tokens; 0: no such chunk
 };
 
-CULA_HOST_DEVICE ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, int chunk) {
+// The chunk whose image is number `image` of the slab.
+CULA_HOST_DEVICE ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, std::int32_t image) {
+    const std::int32_t chunk = s.slab_begin + image;
     std::int64_t n, index;
     if (!s.first_chunk) {
-        const std::int64_t per_sequence = (a.tokens + s.chunk_rows - 1) / s.chunk_rows;
+        const std::int64_t per_sequence = ceil_div(a.tokens, s.chunk_tokens);
         n = chunk / per_sequence, index = chunk % per_sequence;
+        if (n >= a.sequences) return {};
     } else {
-        if (chunk >= s.first_chunk[a.sequences]) return {0, 0, 0, 0};
-        std::int32_t low = 0, high = a.sequences;  // the last sequence that starts at or before the chunk, and is not empty
+        if (chunk >= s.first_chunk[a.sequences]) return {};
+        std::int32_t low = 0, high = a.sequences;  // the last sequence that starts at or before the chunk is not empty
         while (high - low > 1) {
             const std::int32_t middle = (low + high) / 2;
             if (s.first_chunk[middle] <= chunk)
@@ -70,8 +143,8 @@ CULA_HOST_DEVICE ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, int
         n = low, index = chunk - s.first_chunk[n];
     }
     const TokenRange tokens = tokens_of(a, n);
-    const std::int64_t left = tokens.length - index * s.chunk_rows;
-    return {n, tokens.batch, tokens.begin + index * s.chunk_rows, static_cast<int>(left < s.chunk_rows ? left : s.chunk_rows)};
+    const std::int64_t left = tokens.length - index * s.chunk_tokens;
+    return {tokens.batch, tokens.begin + index * s.chunk_tokens, static_cast<int>(left < s.chunk_tokens ? left : s.chunk_tokens)};
 }
 
 }  // namespace cula::cuda::sm80

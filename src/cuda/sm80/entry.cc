@@ -32,10 +32,15 @@ auto with_dtype(Dtype dtype, Body body) {
     return body(Type<float>{});
 }
 
+// body.operator()<T, K, decay per channel>() of the prefill instance that holds the problem.
 template <class Body>
-auto with_16_bit(Dtype dtype, Body body) {
-    if (dtype == Dtype::kBFloat16) return body(Type<__nv_bfloat16>{});
-    return body(Type<__half>{});
+auto with_instance(const Args& args, Body body) {
+    return with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
+        const bool per_channel = args.algorithm.decay == Decay::kPerChannel;
+        if (args.q.dtype == Dtype::kBFloat16)
+            return per_channel ? body.template operator()<__nv_bfloat16, kKey, true>() : body.template operator()<__nv_bfloat16, kKey, false>();
+        return per_channel ? body.template operator()<__half, kKey, true>() : body.template operator()<__half, kKey, false>();
+    });
 }
 
 Call make_call(const Args& args, const Context& context) {
@@ -64,26 +69,20 @@ Support supports_prefill(const Problem& problem) {
     if (problem.dtype == Dtype::kFloat32) return Support::no("multiplies bfloat16 and float16; q is float32");
     if (problem.beta_per_value) return Support::no("the chunked form needs one beta per token, not one per value channel");
     const int rows = problem.key_dim <= 128 ? 64 : 32;
-    if (problem.chunk_states && problem.chunk_tokens != rows)
+    if (problem.chunk_states && problem.chunk_tokens % rows != 0)
         return Support::no("stores chunk states every " + std::to_string(rows) + " tokens for this K");
     return Support::yes();
 }
 
-std::size_t prefill_workspace_bytes(const Args& args, const Context&) {
-    return with_16_bit(args.q.dtype, [&]<class T>(Type<T>) {
-        return with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
-            return prefill_workspace_bytes<T, kKey>(device_args(args));
-        });
-    });
+std::size_t prefill_workspace_bytes(const Args& args, const Context& context) {
+    const Call call = make_call(args, context);
+    return with_instance(args, [&]<class T, int kKey, bool kPerChannel>() { return prefill_workspace_bytes<T, kKey, kPerChannel>(call); });
 }
 
 void prefill(const Args& args, const Context& context) {
     const DeviceGuard guard(context.device.index);
     const Call call = make_call(args, context);
-    with_16_bit(args.q.dtype, [&]<class T>(Type<T>) {
-        with_key(args.q.size[3],
-                 [&]<int kKey>(std::integral_constant<int, kKey>) { launch_prefill<T, kKey>(call); });
-    });
+    with_instance(args, [&]<class T, int kKey, bool kPerChannel>() { launch_prefill<T, kKey, kPerChannel>(call); });
 }
 
 Support supports_step(const Problem& problem) {

@@ -22,10 +22,11 @@ struct Call {
     void* workspace = nullptr;
 };
 
-// Chunked prefill of T inputs with at most kKey key channels.
-template <class T, int kKey>
-std::size_t prefill_workspace_bytes(const DeviceArgs& args);
-template <class T, int kKey>
+// Chunked prefill of T inputs with at most kKey key channels: o and final states, or where the arguments ask for them the maps
+// of whole sequences.
+template <class T, int kKey, bool kPerChannel>
+std::size_t prefill_workspace_bytes(const Call& call);
+template <class T, int kKey, bool kPerChannel>
 void launch_prefill(const Call& call);
 
 // Token by token, on states of type State in whole 16-byte pieces; false where they are not, and nothing is launched.

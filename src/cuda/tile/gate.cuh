@@ -8,6 +8,7 @@
 namespace cula::cuda {
 
 inline constexpr float kLog2E = 1.44269504088896f;
+inline constexpr float kLeastLog2Decay = -160.0f;  // 2^-160 is zero in float: sums of decays stay small numbers
 
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -30,17 +31,18 @@ __device__ __forceinline__ float softplus2(float y) {
 }
 
 struct HeadGate {
+    int value_head;
     Gate kind;
     float slope;        // exp(A_log)
     float lower_bound2; // lower_bound in base 2
     float gamma2;       // log2 of the head's constant decay
     float bias;         // dt_bias where there is one per head
 
-    __device__ __forceinline__ HeadGate(const DeviceArgs& a, int value_head)
-        : kind(a.gate), slope(1.0f), lower_bound2(a.lower_bound * kLog2E), gamma2(0.0f), bias(0.0f) {
-        if (a.A_log.data) slope = exp2_fast(a.A_log.data[value_head * a.A_log.head] * kLog2E);
-        if (a.gamma.data) gamma2 = a.gamma.data[value_head * a.gamma.head] * kLog2E;
-        if (a.dt_bias.data && a.algorithm.decay != Decay::kPerChannel) bias = a.dt_bias.data[value_head * a.dt_bias.head];
+    __device__ __forceinline__ HeadGate(const DeviceArgs& a, int head)
+        : value_head(head), kind(a.gate), slope(1.0f), lower_bound2(a.lower_bound * kLog2E), gamma2(0.0f), bias(0.0f) {
+        if (a.A_log.data) slope = exp2_fast(a.A_log.data[head * a.A_log.head] * kLog2E);
+        if (a.gamma.data) gamma2 = a.gamma.data[head * a.gamma.head] * kLog2E;
+        if (a.dt_bias.data && a.algorithm.decay != Decay::kPerChannel) bias = a.dt_bias.data[head * a.dt_bias.head];
     }
 
     // log2 of the decay of a raw gate (with its bias added) or a given log decay.
@@ -51,6 +53,20 @@ struct HeadGate {
             case Gate::kLogDecay: break;
         }
         return x * kLog2E;
+    }
+    // x <- log2 decays of x + bias, with one branch for all.
+    template <int kCount>
+    __device__ __forceinline__ void log2_decays(float (&x)[kCount], const float (&bias)[kCount]) const {
+        const auto each = [&](auto decay) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) x[i] = decay(x[i] + bias[i]);
+        };
+        if (kind == Gate::kSoftplus)
+            each([&](float y) { return -slope * softplus2(y * kLog2E); });
+        else if (kind == Gate::kBounded)
+            each([&](float y) { return lower_bound2 * sigmoid(slope * y); });
+        else
+            each([](float y) { return y * kLog2E; });
     }
 };
 

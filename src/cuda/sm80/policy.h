@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a prefill is spread over the device: from shapes alone, so that the same call always gets the same bits.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+namespace cula::cuda::sm80 {
+
+struct PrefillShape {
+    std::int64_t sequences = 1, chunks = 0;  // of all sequences together, at most
+    std::int64_t longest = 0;                // chunks that one sequence may have
+    int value_heads = 1, value_dim = 0;
+    bool maps_pay = true;  // segments are allowed: not in batch-invariant mode
+};
+
+struct PrefillPolicy {
+    int warps = 8;        // of a carry CTA, 16 value rows each
+    int row_blocks = 1;   // CTAs that share the value rows of a head
+    int segment_chunks = 0;
+    int slab_chunks = 0;  // chunks whose images stand in the workspace at a time
+};
+
+inline constexpr std::size_t kSlabBytes = std::size_t{1} << 30;
+inline constexpr int kLeastSegment = 8;  // chunks: below it the maps cost more than they free
+
+inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image_bytes, int multiprocessors) {
+    PrefillPolicy policy;
+    const int tiles = static_cast<int>((shape.value_dim + 15) / 16);
+    const auto blocks = [&](int warps) { return (tiles + warps - 1) / warps; };
+    // Rounds of CTAs times the cost of one: eight warps keep a multiprocessor little longer than four do.
+    const auto cost = [&](int warps) {
+        const std::int64_t ctas = shape.sequences * shape.value_heads * blocks(warps);
+        return static_cast<double>((ctas + multiprocessors - 1) / multiprocessors) * (1.0 + 0.12 * (warps - 4));
+    };
+    policy.warps = std::min(tiles, 8);
+    if (policy.warps > 4 && cost((policy.warps + 1) / 2) < cost(policy.warps)) policy.warps = (policy.warps + 1) / 2;
+    policy.row_blocks = blocks(policy.warps);
+
+    const std::int64_t longest_slab =
+        std::max<std::int64_t>(1, static_cast<std::int64_t>(kSlabBytes / image_bytes) / shape.value_heads);
+    const std::int64_t chunks = std::max<std::int64_t>(shape.chunks, 1);
+    const std::int64_t slabs = (chunks + longest_slab - 1) / longest_slab;
+    policy.slab_chunks = static_cast<int>((chunks + slabs - 1) / slabs);
+
+    const std::int64_t per_sequence = std::max<std::int64_t>(1, std::min<std::int64_t>(shape.longest, policy.slab_chunks));
+    policy.segment_chunks = static_cast<int>(per_sequence);
+    const std::int64_t columns = shape.sequences * shape.value_heads * policy.row_blocks;
+    // Maps cost more than twice the carry they replace: worth it from three segments on.
+    if (shape.maps_pay && columns * 3 <= multiprocessors) {
+        const std::int64_t segments = std::min<std::int64_t>(multiprocessors / columns, per_sequence / kLeastSegment);
+        if (segments >= 3) policy.segment_chunks = static_cast<int>((per_sequence + segments - 1) / segments);
+    }
+    return policy;
+}
+
+}  // namespace cula::cuda::sm80

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device that the tests run on, torch's default device, and what the registry has for it."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+import cula
+from cula._explain import Row
+
+
+def kind() -> str:
+    return torch.get_default_device().type
+
+
+@functools.cache
+def _rows(device: str, pass_name: str, dtype: torch.dtype) -> tuple[Row, ...]:
+    rows = cula.explain(pass_name=pass_name, dtype=dtype, device=device)
+    return tuple(row for row in rows if not row.target.startswith("reference") and not row.reason.startswith("runs on"))
+
+
+def targets(pass_name: str = "prefill") -> list[str]:
+    """Every target for this device, whether this machine can run it or not."""
+    return [row.target for row in _rows(kind(), pass_name, torch.bfloat16)]
+
+
+def able(dtype: torch.dtype, pass_name: str = "prefill") -> list[str]:
+    """The targets that take the dtype on this machine."""
+    return [row.target for row in _rows(kind(), pass_name, dtype) if row.verdict != "no"]
+
+
+def serves(target: str, pass_name: str) -> bool:
+    """Whether the target has a kernel for the pass: on a GPU, one may be made for a single pass."""
+    return any(name == target or name.startswith(f"{target}:") for name in targets(pass_name))
+
+
+def family() -> str:
+    """A name that stands for several targets of this device."""
+    return targets()[-1].partition(":")[0]

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pytest plugin that points the operator tests of flash-linear-attention at this library's drop-ins.
+
+    python -m pytest -p fla_plugin --fla-record record.json tests/ops/test_kda.py ...    (in FLA's source tree)
+
+While a case runs, the names that it is about stand for ours in its module: the recurrent ones in a test of those, else
+the chunked ones, so that where FLA compares one with the other, FLA's own stays the judge. A case that names none of
+them is skipped, and one that names some and never calls them fails. Comparisons and limits are FLA's. There are no
+backward kernels yet: gradients through a drop-in are NaN, and comparisons of gradients are counted and not evaluated.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, ModuleType
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import cula
+import cula.delta_rule
+import cula.gdn
+import cula.gla
+import cula.kda
+import cula.lightning
+import cula.retention
+import cula.simple_gla
+
+GRADIENT = re.compile(r"\s*d\w+(@.*)?")
+
+# On the name of a case: why it says nothing about a drop-in although it calls one.
+ELSEWHERE = {
+    r"test_flash_kda|test_flash_qla|test_triton_ascend": "about another back end behind FLA's name",
+}
+
+
+def paged_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor,
+    scale: float,
+    output_final_state: bool,
+    inplace_final_state: bool,
+    cu_seqlens: Tensor,
+    ssm_state_indices: Tensor,
+    num_accepted_tokens: None,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    lower_bound: float | None,
+) -> tuple[Tensor, Tensor]:
+    """vLLM's decode, for which FLA has no public name: a row a token, states `[H, K, V]` in a pool."""
+    assert inplace_final_state
+    assert not output_final_state
+    assert num_accepted_tokens is None
+    assert len(cu_seqlens) == q.shape[1] + 1
+    gate = {"A_log": A_log, "dt_bias": None if dt_bias is None else dt_bias.view(q.shape[2], -1)}
+    o, pool = cula.cula_decode(
+        q, k, v, initial_state.mT, mode="kda", state_indices=ssm_state_indices, g=g, beta=beta, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+        **{name: value for name, value in {**gate, "lower_bound": lower_bound}.items() if value is not None},
+    )  # fmt: skip
+    return o, pool.mT
+
+
+DROP_INS: dict[str, Callable] = {
+    function.__name__: function
+    for function in (
+        cula.kda.chunk_kda,
+        cula.kda.fused_recurrent_kda,
+        cula.gdn.chunk_gated_delta_rule,
+        cula.gdn.fused_recurrent_gated_delta_rule,
+        cula.gla.chunk_gla,
+        cula.gla.fused_recurrent_gla,
+        cula.simple_gla.chunk_simple_gla,
+        cula.simple_gla.fused_recurrent_simple_gla,
+        cula.lightning.chunk_lightning_attn,
+        cula.lightning.fused_recurrent_lightning_attn,
+        cula.retention.chunk_retention,
+        cula.retention.fused_recurrent_retention,
+        cula.delta_rule.chunk_delta_rule,
+        cula.delta_rule.fused_recurrent_delta_rule,
+    )
+} | {"fused_recurrent_kda_fwd": paged_kda}
+
+
+@dataclass
+class Seen:
+    """What one case did."""
+
+    calls: Counter = field(default_factory=Counter)
+    compared: list[str] = field(default_factory=list)
+    gradients: int = 0
+
+
+seen = Seen()
+
+
+class Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run: Callable, *inputs: Tensor):
+        ctx.save_for_backward(*inputs)
+        return run()
+
+    @staticmethod
+    def backward(ctx, *_):
+        return (None, *(torch.full_like(x, float("nan")) for x in ctx.saved_tensors))
+
+
+def counted(name: str, function: Callable) -> Callable:
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        seen.calls[name] += 1
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
+        if not (inputs and torch.is_grad_enabled()):
+            return function(*args, **kwargs)
+        return Forward.apply(lambda: function(*args, **kwargs), *inputs)
+
+    return call
+
+
+def judged(assert_close: Callable) -> Callable:
+    """FLA's comparison, for all but gradients."""
+
+    @functools.wraps(assert_close)
+    def compare(prefix: str, *args, **kwargs):
+        if GRADIENT.fullmatch(prefix):
+            seen.gradients += 1
+            return
+        seen.compared.append(prefix.strip())
+        assert_close(prefix, *args, **kwargs)
+
+    return compare
+
+
+def names(code: CodeType) -> Iterator[str]:
+    """Every global name of a function, of the functions inside it too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names(constant)
+
+
+def subjects(test: str) -> dict[str, Callable]:
+    """The drop-ins that a test is about."""
+    return {name: function for name, function in DROP_INS.items() if ("recurrent" in name) == ("recurrent" in test)}
+
+
+def reaches(function: Callable, module: ModuleType, wanted: set[str], visited: frozenset = frozenset()) -> bool:
+    """Whether the function uses a name that is wanted, itself or through the module's helpers."""
+    for name in set(names(function.__code__)) - visited:
+        if name in wanted:
+            return True
+        helper = getattr(module, name, None)
+        own = getattr(helper, "__module__", None) == module.__name__ and hasattr(helper, "__code__")
+        if own and reaches(helper, module, wanted, visited | {name}):
+            return True
+    return False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fla-record", type=Path, required=True, help="JSON file: what every case did")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(config.getoption("--fla-record")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not reaches(item.function, item.module, set(subjects(item.originalname))):
+            item.add_marker(pytest.mark.skip(reason="calls no operator that this library stands in for"))
+        for pattern, reason in ELSEWHERE.items():
+            if re.search(pattern, item.name):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    global seen
+    seen, module = Seen(), item.module
+    ours = {name: counted(name, f) for name, f in subjects(item.originalname).items() if hasattr(module, name)}
+    try:
+        with mock.patch.multiple(module, assert_close=judged(module.assert_close), **ours):
+            yield
+        if not seen.calls:
+            pytest.fail("the case never reached this library")
+    finally:
+        item.user_properties.append(("cula", json.dumps(vars(seen))))
+
+
+class Recorder:
+    """Collects what the workers report and writes it at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cases: dict[str, dict] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.passed and report.when != "call":
+            return
+        case = {"outcome": report.outcome, "reason": "", **vars(Seen())}
+        case.update(json.loads(dict(report.user_properties).get("cula", "{}")))
+        if report.skipped:
+            case["reason"] = report.longrepr[2].removeprefix("Skipped: ")
+        if report.failed:
+            lines = [line for line in report.longreprtext.splitlines() if line.startswith("E  ")]
+            case["reason"] = lines[0][1:].strip() if lines else report.when
+        self.cases.setdefault(report.nodeid, case)
+
+    def pytest_sessionfinish(self) -> None:
+        self.path.write_text(json.dumps({"cases": self.cases}, indent=1) + "\n")

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU test runs, and what they leave in bench/results/<gpu>/: python tests/gpu/run.py test|sanitize|fla."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from xml.etree import ElementTree
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench import gpu, machine  # noqa: E402  (once ROOT is on the path)
+from bench.results import RESULTS  # noqa: E402  (once ROOT is on the path)
+from bench.suites import GPU_SOURCES  # noqa: E402  (once ROOT is on the path)
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+SUMMARY = re.compile(
+    r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) error.*, (\d+) warning"
+)
+FLA_FILES = "kda,gdn,gla,simple_gla,lightning_attn,retention,delta"
+
+# name: (arguments of pytest, environment)
+SUITES = {
+    "laws and cases": (["--device", "cuda", "tests", "--ignore", "tests/gpu"], {}),
+    "GPU only": (["--device", "cuda", "tests/gpu"], {}),
+    "values on the device": (["--device", "cuda", "tests/test_validation.py"], {"CULA_DEBUG_CHECKS": "1"}),
+}
+
+
+def head() -> dict:
+    return {
+        "device": gpu.name(),
+        "driver": gpu.driver(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "commit": machine.commit(),
+        "source_hash": machine.source_hash(*GPU_SOURCES),
+    }
+
+
+def write(name: str, result: dict, output: Path) -> None:
+    """The parts of one run may be run one at a time: an earlier one stays while the sources are the same."""
+    path, first = output / machine.file_safe(gpu.name()) / f"{name}.json", head()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = json.loads(path.read_text()) if path.exists() else {}
+    if before.get("source_hash") == first["source_hash"]:
+        result = {key: {**before[key], **value} if isinstance(value, dict) else value for key, value in result.items()}
+    path.write_text(json.dumps({**first, **result}, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = [str(ROOT / "python"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
+
+
+def pytest(arguments: list[str], more: dict[str, str], report: Path) -> tuple[int, float]:
+    """Its exit status and its seconds."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment(**more), check=False)
+    return done.returncode, time.perf_counter() - start
+
+
+def counts(report: Path) -> dict:
+    """What a JUnit report says."""
+    failed, skips, total = [], Counter(), 0
+    for case in ElementTree.parse(report).iter("testcase"):
+        total += 1
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+        elif (skip := case.find("skipped")) is not None:
+            skips[skip.get("message", "").splitlines()[0]] += 1
+    skipped = skips.total()
+    passed = total - skipped - len(failed)
+    return {"passed": passed, "failed": len(failed), "skipped": skipped, "failures": failed, "skips": dict(skips)}
+
+
+def test(options: argparse.Namespace) -> bool:
+    suites, fine = {}, True
+    for name, (arguments, more) in SUITES.items():
+        if not re.search(options.suite, name):
+            continue
+        with TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            parallel = ["-n", str(options.jobs), "--dist", "loadgroup"]
+            status, seconds = pytest([*arguments, *parallel, *options.pytest], more, report)
+            suites[name] = {**counts(report), "seconds": round(seconds, 1)} if report.exists() else {"exit": status}
+        fine &= status == 0
+    for name, found in suites.items():
+        print(f"{name}: {', '.join(f'{found[key]} {key}' for key in ('passed', 'failed', 'skipped') if key in found)}")
+    if not options.pytest:
+        write("gpu_tests", {"suites": suites}, options.output)
+    return fine
+
+
+def sanitizer() -> str:
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if not found:
+        raise SystemExit("run.py: compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin")
+    return found
+
+
+def read_summary(text: str) -> dict:
+    """Errors and warnings that compute-sanitizer counted, and the calls that it watched."""
+    calls = re.search(r"^calls: (\d+)$", text, re.MULTILINE)
+    found = SUMMARY.findall(text)
+    if not found or not calls:
+        tail = [line for line in text.splitlines() if line.strip()][-5:]
+        return {"calls": 0, "errors": None, "what": tail}
+    errors = max(int(plain or race) for plain, race, _ in found)
+    return {"calls": int(calls[1]), "errors": errors, "warnings": max(int(warned or 0) for *_, warned in found)}
+
+
+def sanitize(options: argparse.Namespace) -> bool:
+    program, tools, fine = sanitizer(), {}, True
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    for tool in options.tools.split(","):
+        # Without torch's own caching every tensor is an allocation that the tool knows the ends of.
+        more = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        watch = [program, "--tool", tool, "--kernel-name", "kns=cula", "--error-exitcode", "1", "--print-limit", "20"]
+        command = [*watch, sys.executable, str(ROOT / "tests" / "gpu" / "sanitize_cases.py")]
+        start = time.perf_counter()
+        done = subprocess.run(command, env=environment(**more), capture_output=True, text=True, check=False)
+        text = done.stdout + done.stderr
+        tools[tool] = {**read_summary(text), "exit": done.returncode, "seconds": round(time.perf_counter() - start, 1)}
+        clean = done.returncode == 0 and tools[tool]["errors"] == 0 and not tools[tool].get("warnings")
+        if not clean:
+            print(text[-8000:])
+        fine &= clean
+        print(f"{tool}: {tools[tool]}", flush=True)
+    version = re.search(r"Version ([\d.]+)", version)
+    write("sanitizer", {"sanitizer": version and version[1], "tools": tools}, options.output)
+    return fine
+
+
+def fla(options: argparse.Namespace) -> bool:
+    """FLA's own operator tests on our drop-ins."""
+    options.fla_tests = options.fla_tests.resolve()
+    files = [options.fla_tests / "ops" / f"test_{name}.py" for name in options.files.split(",")]
+    if missing := [str(path) for path in files if not path.exists()]:
+        raise SystemExit(f"run.py: --fla-tests must name FLA's folder tests; not there: {', '.join(missing)}")
+    with TemporaryDirectory() as folder:
+        record = Path(folder) / "record.json"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "fla_plugin", f"--fla-record={record}"]
+        command += ["-c", os.devnull, "--rootdir", str(options.fla_tests.parent), "-p", "no:cacheprovider"]
+        command += ["-n", str(options.jobs), *map(str, files), *options.pytest]
+        done = subprocess.run(command, cwd=options.fla_tests.parent, env=environment(), check=False)
+        if not record.exists():
+            raise SystemExit("run.py: FLA's tests did not run to the end")
+        result = json.loads(record.read_text())
+    print(dict(Counter(case["outcome"] for case in result["cases"].values())))
+    if not options.pytest:
+        write("fla_tests", result, options.output)
+    return done.returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser("test", help="the common tests on CUDA tensors, and those for GPUs alone")
+    verb.add_argument("--jobs", type=int, default=min(8, (os.cpu_count() or 2) // 2))
+    verb.add_argument("--suite", default="", help=f"regular expression on: {', '.join(SUITES)}")
+    verb.set_defaults(run=test)
+    verb = verbs.add_parser("sanitize", help="small calls under compute-sanitizer")
+    verb.add_argument("--tools", default=",".join(TOOLS))
+    verb.set_defaults(run=sanitize)
+    verb = verbs.add_parser("fla", help="FLA's operator tests on our drop-ins")
+    verb.add_argument("--fla-tests", type=Path, required=True, help="the folder tests of FLA's repository")
+    verb.add_argument("--files", default=FLA_FILES)
+    verb.add_argument("--jobs", type=int, default=4)
+    verb.set_defaults(run=fla)
+    options, rest = parser.parse_known_args()
+    options.pytest = [argument for argument in rest if argument != "--"]
+    if not torch.cuda.is_available():
+        raise SystemExit("run.py: needs a GPU, and torch finds none here")
+    raise SystemExit(0 if options.run(options) else 1)
+
+
+if __name__ == "__main__":
+    main()

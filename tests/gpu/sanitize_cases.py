@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Few small calls that reach every kernel, for compute-sanitizer: python tests/gpu/run.py sanitize.
+
+Inputs reach the device by plain copies and outputs are fresh memory, so that whatever is read before it was written is
+the library's doing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+import passes
+from cases import ALGORITHMS, DELTA, FAMILY
+from kinds import Call, ready
+
+WIDTHS = (64, 128, 256)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def on_gpu(call: Call) -> Call:
+    """The call with the memory under its tensors copied whole, strides and gaps as they are; outputs fresh."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def move(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in passes.Result.__dataclass_fields__:
+            return torch.empty_like(tensor, device="cuda")
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in copies:
+            copies[memory.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(memory).cuda()
+        storage = copies[memory.data_ptr()].untyped_storage()
+        empty = torch.empty(0, dtype=tensor.dtype, device="cuda")
+        return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    moved = {name: move(name, tensor) for name, tensor in call.tensors.items() if tensor.numel()}
+    inputs = call.inputs.but(**{name: moved[name] for name in moved if hasattr(call.inputs, name)})
+    return Call(call.kind, inputs, {**call.named, **{name: moved[name] for name in moved if name in call.named}})
+
+
+def calls() -> Iterator[Call]:
+    one = {"heads": 1, "value_heads": 1}
+    for algorithm in ALGORITHMS:
+        for K in WIDTHS:
+            wide = {"key_dim": K, "value_dim": K}
+            for dtype in HALVES:
+                yield ready("prefill", algorithm, dtype=dtype, lengths=(130,), **one, **wide)
+                yield ready("varlen", algorithm, dtype=dtype, lengths=(65, 0, 5), **one, **wide)
+            for state_dtype in (torch.float32, *HALVES):
+                for name in ("decode", "verify"):
+                    yield ready(name, algorithm, state_dtype=state_dtype, **one, **wide)
+            yield ready("recurrent", algorithm, dtype=torch.float32, lengths=(3, 0, 9), **one, **wide)
+            yield ready("segment", algorithm, lengths=(70, 0, 3), **one, **wide)
+            yield ready("states on the way", algorithm, lengths=(130,), **one, **wide)
+        yield ready("prefill", algorithm, lengths=(2048,), key_dim=128, value_dim=128, **one)
+        yield ready("prefill", algorithm, dtype=torch.float32, lengths=(70,), key_dim=128, value_dim=128)
+        yield ready("varlen", algorithm, lengths=(33, 64), key_dim=60, value_dim=100, value_heads=4, fused=True)
+        yield ready("decode", algorithm, lengths=(1, 1), key_dim=60, value_dim=100, value_heads=4, k_first=True)
+        yield ready("pool", algorithm, lengths=(70, 1), key_dim=100, value_dim=40, state_dtype=torch.bfloat16)
+        yield ready("tree", algorithm)
+        if algorithm in DELTA:
+            yield ready("prefill", algorithm, lengths=(70,), beta_per_value=True)
+        if FAMILY[algorithm][0] in ("channel", "token"):
+            for gate in ("softplus", "bounded"):
+                gated = {"gate": gate, "decay": "mixed", "qk_l2norm": True}
+                yield ready("prefill", algorithm, lengths=(70,), key_dim=128, value_dim=128, **gated)
+                yield ready("decode", algorithm, lengths=(1, 1), key_dim=128, value_dim=128, **gated)
+        yield from malformed(algorithm)
+
+
+def malformed(algorithm: str) -> Iterator[Call]:
+    """Values that would lead outside every tensor if they were believed."""
+    for name in ("varlen", "recurrent", "segment"):
+        call = ready(name, algorithm)
+        call.inputs.cu_seqlens = torch.tensor([0, 2**31 - 1, -(2**31), 10**6, 200], dtype=torch.int32)
+        yield call
+        call = ready(name, algorithm, lengths=(200, 0, 0, 0, 0, 0, 0, 0, 0))
+        call.inputs.cu_seqlens = torch.tensor([0, 200] * 5, dtype=torch.int32)
+        yield call
+    for name in ("pool", "decode"):
+        call = ready(name, algorithm)
+        call.inputs.initial_state_indices[1], call.inputs.initial_state_indices[2] = 2**31 - 1, -(2**31)
+        yield call
+
+
+def main() -> None:
+    count = 0
+    for call in calls():
+        on_gpu(call)()
+        torch.cuda.synchronize()
+        count += 1
+    print(f"calls: {count}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The error rule on sizes that the generated problems of the common tests do not reach."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+import passes
+from cases import DELTA, GATED, Case, Inputs, make
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+CALLS = {
+    "prefill": lambda inputs, backend: passes.prefill(inputs, backend=backend),
+    "decode": lambda inputs, backend: passes.decode(inputs, backend=backend),
+}
+
+
+def check(case: Case, call: str = "prefill") -> None:
+    passes.assert_rule(CALLS[call], make(case))
+
+
+@DTYPES
+def test_a_thousand_short_sequences(algorithm, dtype):
+    lengths = tuple((7 * n) % 23 for n in range(1000))
+    check(Case(algorithm, lengths, packed=True, heads=1, value_heads=1, dtype=dtype, pool=True))
+
+
+@pytest.mark.parametrize("length", [*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129])
+def test_lengths_around_the_chunk(algorithm, length):
+    check(Case(algorithm, (length,), value_heads=4, key_dim=128, value_dim=128))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("K", "V"),
+    [(64, 64), (128, 128), (256, 256), (40, 72), (72, 40), (100, 100), (1, 255), (255, 1), (255, 255), (129, 65)],
+)
+def test_dimensions(algorithm, dtype, K, V):
+    check(Case(algorithm, (150, 0, 65), packed=True, heads=4, value_heads=4, key_dim=K, value_dim=V, dtype=dtype))
+
+
+@pytest.mark.parametrize("K", [64, 128, 256])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("k_first", [False, True], ids=["v_first", "k_first"])
+@pytest.mark.parametrize("call", CALLS)
+def test_states(algorithm, K, state_dtype, k_first, call):
+    like = Case(algorithm, (70, 9, 0, 1), packed=True, key_dim=K, value_dim=K, state_dtype=state_dtype, pool=True)
+    check(like.but(k_first=k_first), call)
+
+
+@pytest.mark.parametrize("ratio", [2, 4, 8])
+def test_grouped_heads(algorithm, ratio):
+    check(Case(algorithm, (300, 70), packed=True, value_heads=2 * ratio, key_dim=128, value_dim=128))
+
+
+@pytest.mark.parametrize("lengths", [(8192,), (4000, 100, 4000)], ids=str)
+def test_long_sequences_of_one_head(algorithm, lengths):
+    """Where one GPU's worth of blocks has to come from along the sequence."""
+    like = Case(algorithm, lengths, packed=len(lengths) > 1, heads=1, value_heads=1, key_dim=128, value_dim=128)
+    check(like.but(decay="slow"))
+
+
+@pytest.mark.parametrize("gate", ["log_decay", "softplus", "bounded"])
+@pytest.mark.parametrize("decay", ["zero", "slow", "strong", "extreme", "mixed"])
+@pytest.mark.parametrize("algorithm", GATED)
+def test_decays(algorithm, gate, decay):
+    check(Case(algorithm, (300,), heads=4, value_heads=4, key_dim=128, value_dim=128, gate=gate, decay=decay))
+
+
+@pytest.mark.parametrize("cosine", [0.9, 0.95, 0.99, 0.999, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("algorithm", DELTA)
+def test_nearly_parallel_keys(algorithm, dtype, cosine):
+    """Every two keys at about this cosine, no decay, beta near 1: the chunk's triangular system at its worst."""
+    case = Case(algorithm, (512,), key_dim=128, value_dim=128, dtype=dtype, keys="collinear", decay="zero")
+    inputs = make(case)
+    away = torch.randn(inputs.k.shape, generator=torch.Generator("cuda").manual_seed(0))
+    one = inputs.k.float()
+    away = functional.normalize(away - (away * one).sum(-1, keepdim=True) * one, dim=-1)
+    inputs.k = (cosine**0.5 * one + (1 - cosine) ** 0.5 * away).to(dtype)
+    passes.assert_rule(CALLS["prefill"], inputs)
+
+
+@pytest.mark.parametrize("rows", [1, 33, 256])
+def test_decode_of_many_rows(algorithm, rows):
+    check(Case(algorithm, (1,) * rows, heads=4, value_heads=4, key_dim=128, value_dim=128, pool=True), "decode")
+
+
+@pytest.mark.parametrize("S", [1, 2, 5, 8, 16])
+def test_verify_of_many_drafts(algorithm, S):
+    def call(inputs: Inputs, backend: str) -> passes.Result:
+        room = passes.empty_states(inputs, 3 * S).unflatten(0, (3, S))
+        return passes.verify(inputs, backend=backend, snapshots=room)
+
+    passes.assert_rule(call, make(Case(algorithm, (S,) * 3, key_dim=128, value_dim=128)))

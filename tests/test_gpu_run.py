@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests/gpu/run.py makes of the output of compute-sanitizer and of pytest: nothing passes that did not run."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cpu_only("about reports")
+
+SPEC = importlib.util.spec_from_file_location("gpu_run", Path(__file__).parent / "gpu" / "run.py")
+run = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(run)
+
+CALLS = "calls: 440\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "errors", "warnings"),
+    [
+        ("========= ERROR SUMMARY: 0 errors\n", 0, 0),
+        ("========= ERROR SUMMARY: 1 error\n", 1, 0),
+        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0, 0),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n", 2, 1),
+        (
+            "========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)\n= ERROR SUMMARY: 0 errors\n",
+            0,
+            1,
+        ),
+    ],
+)
+def test_a_summary(text, errors, warnings):
+    assert run.read_summary(CALLS + text) == {"calls": 440, "errors": errors, "warnings": warnings}
+
+
+@pytest.mark.parametrize("text", ["", CALLS, "========= ERROR SUMMARY: 0 errors\n", "========= Device not supported\n"])
+def test_half_a_run_is_no_run(text):
+    assert run.read_summary(text)["errors"] is None
+
+
+def test_counts_of_a_report(tmp_path):
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="a" name="good"/>'
+        '<testcase classname="a" name="bad"><failure message="no"/></testcase>'
+        '<testcase classname="a" name="ill"><error message="no"/></testcase>'
+        '<testcase classname="a" name="not"><skipped message="no GPU&#10;at all"/></testcase></testsuite></testsuites>'
+    )
+    found = run.counts(report)
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
+    assert found["failures"] == ["a::bad", "a::ill"]
+    assert found["skips"] == {"no GPU": 1}

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The overload that the package calls, `packed`, against the one with named options, and wrong types on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cula
+import level1
+from cases import Case, make
+from compare import assert_same_bits
+from cula import _ops
+from test_validation import BASE, arguments
+
+PASSES = ("prefill", "decode", "verify", "segment")
+SMALL = Case("kda", (1,), key_dim=16, value_dim=16)
+
+
+def pack(named: dict) -> dict:
+    """Named arguments of the default overload as those of `packed`."""
+    packed = dict(named)
+    flags = [packed.pop(name) for name in ("algorithm", "gate", "qk_l2norm", "beta_is_logit", "allow_neg_eigval")]
+    flags += [packed.pop("batch_invariant"), packed.pop("in_place", False), packed.pop("chunk_tokens", 64)]
+    return {**packed, "options": _ops.pack(*flags)}
+
+
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_both_overloads_do_the_same(pass_name):
+    packet = getattr(torch.ops.cula, pass_name)
+    for case in (BASE, BASE.but(algorithm="gdn", gate="softplus"), BASE.but(gate="bounded", lower_bound=-5.0)):
+        one, two = arguments(pass_name, case), arguments(pass_name, case)
+        packet.default(**one)
+        packet.packed(**pack(two))
+        for name, tensor in one.items():
+            if isinstance(tensor, torch.Tensor):
+                assert_same_bits(name, tensor, two[name])
+
+
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_opcheck_of_packed(pass_name):
+    torch.library.opcheck(getattr(torch.ops.cula, pass_name).packed, (), pack(arguments(pass_name)))
+
+
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_both_schemas_write_the_same(pass_name):
+    packet = getattr(torch.ops.cula, pass_name)
+    written = [
+        [argument.name for argument in overload._schema.arguments if argument.alias_info]
+        for overload in (packet.default, packet.packed)
+    ]
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("bits", [8, 3 << 8])
+def test_options_that_mean_nothing(bits):
+    named = pack(arguments("decode"))
+    with pytest.raises(ValueError, match=r"^decode: options must name a known"):
+        torch.ops.cula.decode.packed(**{**named, "options": bits | 64 << 16})
+
+
+@pytest.mark.parametrize("chunk_size", [0, -64, 48, 128])
+def test_chunk_size(chunk_size):
+    with pytest.raises(ValueError, match=f"chunk_size must be 16, 32 or 64, got {chunk_size}$"):
+        level1.prefill(make(SMALL), chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"g": 0.5}, "g must be a tensor or None, got float"),
+        ({"beta": [1.0]}, "beta must be a tensor or None, got list"),
+        ({"A_log": 1.0}, "A_log must be a tensor or None, got float"),
+        ({"state_indices": [0]}, "initial_state_indices must be a tensor or None, got list"),
+        ({"has_initial_state": True}, "has_initial_state must be a tensor or None, got bool"),
+        ({"out": "o"}, "o must be a tensor, got str"),
+        ({"scale": "1"}, "scale must be of type float, got str"),
+        ({"scale": torch.ones(())}, "scale must be of type float, got Tensor"),
+        ({"null_index": 0.0}, "null_index must be of type int, got float"),
+        ({"use_qk_l2norm_in_kernel": 1}, "use_qk_l2norm_in_kernel must be of type bool, got int"),
+        ({"use_beta_sigmoid_in_kernel": "no"}, "use_beta_sigmoid_in_kernel must be of type bool, got str"),
+        ({"backend": 1}, "backend must be of type str, got int"),
+        ({"lower_bound": "-5"}, "lower_bound must be of type float, got str"),
+    ],
+)
+def test_wrong_types(named, message):
+    inputs = make(SMALL)
+    before = inputs.initial_state.clone()
+    with pytest.raises(TypeError, match=message):
+        cula.cula_decode(
+            inputs.q, inputs.k, inputs.v, inputs.initial_state, **{"g": inputs.g, "beta": inputs.beta, **named}
+        )
+    assert_same_bits("state", before, inputs.initial_state)
+
+
+def test_explain_of_an_architecture_that_is_not_here():
+    here, there = cula.explain(device="cpu"), cula.explain(device="sm_90")
+    assert [row.target for row in here] == [row.target for row in there]
+    assert there.problem.startswith("kda prefill on sm_90: ")
+    assert all(row.verdict == "no" for row in there if row.target.startswith(("cpu", "reference")))
+    with pytest.raises(ValueError, match='device must be cpu, cuda or an architecture such as sm_90, got "sm_x"'):
+        cula.explain(device="sm_x")

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Markdown tables from what tests/gpu/run.py left in bench/results. tools/update_docs.py puts them into docs/."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def _read(name: str) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"*/{name}.json"))]
+
+
+def _caption(result: dict) -> list[str]:
+    driver, cuda, sources = result["driver"], result["cuda"], result["source_hash"]
+    return [f"{result['device']}, driver {driver}; torch {result['torch']}, CUDA {cuda}; sources `{sources}`.", ""]
+
+
+def _table(head: list[str], rows: list[list[object]]) -> list[str]:
+    cells = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(map(str, row)) + " |" for row in cells]
+
+
+def _none(verb: str) -> list[str]:
+    return [f"No run is recorded yet: `python tests/gpu/run.py {verb}`."]
+
+
+def runs() -> list[str]:
+    """Counts of the test suites, and why cases were skipped."""
+    lines: list[str] = []
+    for result in _read("gpu_tests"):
+        suites = result["suites"]
+        rows = [
+            [name, *(found.get(key, "-") for key in ("passed", "failed", "skipped"))] for name, found in suites.items()
+        ]
+        lines += [*_caption(result), *_table(["suite", "passed", "failed", "skipped"], rows), ""]
+        reasons = Counter()
+        for found in suites.values():
+            reasons.update(found.get("skips", {}))
+        lines += [f"- {count} skipped: {reason}" for reason, count in reasons.most_common()]
+        lines += [f"- failed: `{case}`" for found in suites.values() for case in found.get("failures", ())]
+    return lines or _none("test")
+
+
+def sanitizer() -> list[str]:
+    """Errors that compute-sanitizer found, tool by tool."""
+    lines: list[str] = []
+    for result in _read("sanitizer"):
+        rows = [
+            [tool, found["calls"], found["errors"], found.get("warnings", "-")]
+            for tool, found in result["tools"].items()
+        ]
+        caption = _caption(result)
+        caption[0] = f"compute-sanitizer {result['sanitizer']}; {caption[0]}"
+        lines += [*caption, *_table(["tool", "calls watched", "errors", "warnings"], rows)]
+    return lines or _none("sanitize")
+
+
+def fla() -> list[str]:
+    """FLA's tests, function by function, and every case that did not pass with its reason."""
+    lines: list[str] = []
+    for result in _read("fla_tests"):
+        outcomes: dict[str, Counter] = defaultdict(Counter)
+        calls: dict[str, Counter] = defaultdict(Counter)
+        exceptions: dict[str, Counter] = defaultdict(Counter)
+        for name, case in result["cases"].items():
+            test = name.split("/")[-1].partition("[")[0].replace("::", " ")
+            outcomes[test][case["outcome"]] += 1
+            calls[test].update(case["calls"])
+            if case["outcome"] != "passed":
+                exceptions[case["outcome"]][f"`{test}`: {case['reason']}"] += 1
+        rows = [
+            [f"`{test}`", *(found[key] for key in ("passed", "failed")), ", ".join(f"`{name}`" for name in calls[test])]
+            for test, found in outcomes.items()
+            if found["passed"] or found["failed"]
+        ]
+        total = sum(outcomes.values(), Counter())
+        gradients = sum(case["gradients"] for case in result["cases"].values())
+        lines += _caption(result)
+        lines += [
+            f"{total['passed']} cases passed, {total['failed']} failed, {total['skipped']} were skipped; {gradients}"
+            " comparisons of gradients were not evaluated.",
+            "",
+            *_table(["test", "passed", "failed", "drop-ins called"], rows),
+        ]
+        for outcome, found in sorted(exceptions.items()):
+            lines += ["", f"{outcome.capitalize()}:", ""]
+            lines += [f"- {reason} ({count} {'case' if count == 1 else 'cases'})" for reason, count in found.items()]
+    return lines or _none("fla --fla-tests DIR")
