@@ -6,7 +6,7 @@ set(CULA_CUDA AUTO CACHE STRING "Build the CUDA kernels: AUTO (where nvcc is fou
 set_property(CACHE CULA_CUDA PROPERTY STRINGS AUTO ON OFF)
 # Machine code for every architecture that a kernel is measured or used on, and PTX for those to come. 80 also runs on
 # 86 and 89, 100 on 103.
-set(CULA_CUDA_ARCHITECTURES "80-real;90-real;100-real;120" CACHE STRING "CUDA architectures of the portable kernels")
+set(CULA_CUDA_ARCHITECTURES "80;90-real;100-real;120" CACHE STRING "CUDA architectures of the portable kernels")
 set(cuda_minimum 12.8)  # the first with 100 and 120
 
 if(NOT CULA_CUDA)

@@ -62,6 +62,8 @@ constexpr Kernel kKernels[] = {
      cuda::sm80::step},
     {"sm80", Pass::kSegment, DeviceKind::kCuda, cuda::sm80::supports_prefill, cuda::sm80::prefill_workspace_bytes,
      cuda::sm80::prefill},
+    {"sm80:step", Pass::kSegment, DeviceKind::kCuda, cuda::sm80::supports_step, cuda::sm80::step_workspace_bytes,
+     cuda::sm80::step},
 #endif
 #if defined(__x86_64__)
     CULA_CPU_TARGET_ROWS("cpu:amx", cpu::amx),

@@ -223,6 +223,9 @@ def test_return_intermediate_states(algorithm, chunk, packed):
     wanted = passes.prefill(inputs, chunk_states=room, chunk_tokens=chunk)
     o, final_state, h = level1.prefill(inputs, return_intermediate_states=True, chunk_size=chunk)
     assert (final_state.dtype, h.dtype) == (torch.float32, torch.bfloat16)
+    if h.device.type == "cuda" and packed:  # lengths that only the device knows: room for the most chunks there can be
+        assert not h[:, shape[1] :].any()
+        h = h[:, : shape[1]]
     assert_same_bits("h", room, h)
     assert_same_bits("o", wanted.o, o)
 

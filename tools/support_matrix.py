@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kernel of the registry takes, as a Markdown table. tools/update_docs.py puts it into the README."""
+"""What each kernel of the registry takes, as Markdown tables. tools/update_docs.py puts them into the README."""
 
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -15,20 +16,21 @@ import cula
 ALGORITHMS = ("kda", "gdn", "gla", "simple_gla", "lightning", "linear", "delta", "delta_per_head")
 PASSES = ("prefill", "decode", "verify", "segment")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# What to ask about for a kind of device. A GPU need not be here: its kernels answer for any architecture.
+PLACES = {"cpu": ("cpu",), "cuda": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")}
+
+Answers = dict[tuple[str, str, torch.dtype], str]  # (pass, algorithm, dtype): why not, or ""
+Form = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]  # per row of a target: dtypes, cells of the passes
 
 
-def _rows(**problem: object) -> dict[str, tuple[bool, str]]:
-    """target: takes the problem, or the reason why not."""
-    return {row.target: (row.verdict != "no", row.reason) for row in cula.explain(**problem, device="cpu")}
-
-
-def absent_targets() -> set[str]:
-    """Targets that this machine cannot run at all; it cannot tell what they would take."""
-    found: dict[str, list[tuple[bool, str]]] = {}
-    for dtype in DTYPES:
-        for target, verdict in _rows(dtype=dtype).items():
-            found.setdefault(target, []).append(verdict)
-    return {target for target, all_of in found.items() if all(reason.startswith("this CPU") for _, reason in all_of)}
+def _targets(place: str) -> dict[str, Answers]:
+    """The targets made for this kind of device, in order of preference."""
+    found: dict[str, Answers] = {}
+    for pass_name, algorithm, dtype in product(PASSES, ALGORITHMS, DTYPES):
+        for row in cula.explain(algorithm, pass_name, dtype=dtype, device=place):
+            if not row.reason.startswith("runs on "):  # another kind's
+                found.setdefault(row.target, {})[pass_name, algorithm, dtype] = row.reason
+    return found
 
 
 def _names(taken: list[str], everything: tuple[str, ...]) -> str:
@@ -37,25 +39,45 @@ def _names(taken: list[str], everything: tuple[str, ...]) -> str:
     return ", ".join(taken) or "-"
 
 
-def matrix() -> list[str]:
-    """The lines of the table, a row per target in order of preference."""
-    dtypes = {str(dtype).removeprefix("torch."): _rows(dtype=dtype) for dtype in DTYPES}
-    targets = list(_rows())
-    lines = ["| target | inputs | " + " | ".join(PASSES) + " |", "|---" * (2 + len(PASSES)) + "|"]
-    for target in targets:
-        taken = [name for name, rows in dtypes.items() if rows[target][0]]
-        widest = getattr(torch, taken[0]) if taken else torch.bfloat16
-        cells = []
-        for pass_name in PASSES:
-            known = [
-                a
-                for a in ALGORITHMS
-                if _rows(algorithm=a, pass_name=pass_name, dtype=widest).get(target, (False, ""))[0]
-            ]
-            cells.append(_names(known, ALGORITHMS))
-        lines.append(f"| `{target}` | {', '.join(taken)} | {' | '.join(cells)} |")
+def _form(answers: Answers) -> Form:
+    """What a target takes, dtypes with the same answers in one row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for dtype in DTYPES:
+        cells = tuple(
+            _names([a for a in ALGORITHMS if answers.get((pass_name, a, dtype), "no such pass") == ""], ALGORITHMS)
+            for pass_name in PASSES
+        )
+        if any(cell != "-" for cell in cells):
+            rows.setdefault(cells, []).append(str(dtype).removeprefix("torch."))
+    return tuple((tuple(dtypes), cells) for cells, dtypes in rows.items())
+
+
+def matrix(kind: str, before: list[str] = ()) -> list[str] | None:
+    """The lines of the table for CPUs or GPUs; None where this build has no kernels of the kind.
+
+    Targets that this CPU cannot run at all cannot tell here what they take: their rows are copied from `before`.
+    """
+    places = PLACES[kind]
+    answers = {place: _targets(place) for place in places}
+    if not answers[places[0]]:
+        return None
+    head = ["target", *(["GPUs"] if kind == "cuda" else []), "inputs", *PASSES]
+    lines = [f"All GPUs: {', '.join(places)}.", ""] if kind == "cuda" else []
+    lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for target in answers[places[0]]:
+        if all(reason.startswith("this CPU") for reason in answers[places[0]][target].values()):
+            lines += [line for line in before if line.startswith(f"| `{target}` |")]
+            continue
+        forms: dict[Form, list[str]] = {}
+        for place in places:
+            forms.setdefault(_form(answers[place][target]), []).append(place)
+        for form, where in forms.items():
+            gpus = [_names(where, places)] if kind == "cuda" else []
+            for dtypes, cells in form:
+                lines.append("| " + " | ".join([f"`{target}`", *gpus, ", ".join(dtypes), *cells]) + " |")
     return lines
 
 
 if __name__ == "__main__":
-    print("\n".join(matrix()))
+    for kind in PLACES:
+        print("\n".join([*(matrix(kind) or [f"This build has no {kind.upper()} kernels."]), ""]))

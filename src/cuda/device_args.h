@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A call's tensors and options as kernels read them: plain data, passed by value at launch.
 //
-// What only the device can see is made safe here, whatever it holds: token ranges are clamped to the tensors and an index
-// outside its pool counts as null, so that malformed input never leads to an access out of bounds.
+// What only the device can see is made safe here, whatever it holds: token ranges are clamped to the tensors and an
+// index outside its pool counts as null, so that malformed input never leads to an access out of bounds.
 #pragma once
 
 #include <cstdint>
@@ -116,7 +116,8 @@ CULA_HOST_DEVICE StateSlots states_of(const DeviceArgs& a, std::int64_t n) {
     const std::int64_t to = write.data ? write.at(n) : n;
     const States& read_pool = a.initial.data ? a.initial : a.final;
     const States& write_pool = a.final.data ? a.final : a.initial;
-    slots.skipped = (a.initial_indices.data && is_null(a, read_pool, from)) || (write.data && is_null(a, write_pool, to));
+    slots.skipped =
+        (a.initial_indices.data && is_null(a, read_pool, from)) || (write.data && is_null(a, write_pool, to));
     if (slots.skipped) return slots;
     if (a.initial.data && (!a.has_initial || a.has_initial[n])) slots.initial = from;
     if (a.final.data) slots.final = to;

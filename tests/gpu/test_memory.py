@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import level1
-from arena import assert_stays_in_workspace, known_memory, peak_bytes
+from arena import known_memory, peak_bytes
 from cases import Case, make
 from kinds import KINDS, assert_same_results, ready
 
@@ -52,8 +52,3 @@ def test_what_the_workspace_held_changes_nothing(algorithm, name):
         with known_memory(byte):
             call()
         assert_same_results(f"bytes {byte:#x}", wanted, call)
-
-
-@NAMES
-def test_writes_no_further_than_its_workspace(algorithm, name):
-    assert_stays_in_workspace(ready(name, algorithm))

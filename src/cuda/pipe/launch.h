@@ -12,12 +12,15 @@
 namespace cula::cuda {
 
 inline void check(cudaError_t status, const char* what) {
-    if (status != cudaSuccess) throw std::runtime_error(std::string("cula: ") + what + ": " + cudaGetErrorString(status));
+    if (status != cudaSuccess)
+        throw std::runtime_error(std::string("cula: ") + what + ": " + cudaGetErrorString(status));
 }
 
-// Dynamic shared memory beyond 48 KiB has to be asked for once per kernel and device; asking again costs less than remembering.
+// Dynamic shared memory beyond 48 KiB has to be asked for once per kernel and device; asking again costs less than
+// remembering.
 template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), std::size_t blocks, int threads, std::size_t shared_bytes, void* stream, Args... args) {
+void launch(void (*kernel)(Params...), std::size_t blocks, int threads, std::size_t shared_bytes, void* stream,
+            Args... args) {
     if (blocks == 0) return;
     if (shared_bytes > 48 * 1024)
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),

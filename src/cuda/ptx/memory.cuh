@@ -10,8 +10,8 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane l names row l % 8 of matrix l / 8. Lane l receives of each the pair in row l/4 at
-// columns 2 (l%4), of the transposed form the pair in rows 2 (l%4) at column l/4.
+// Four 8 x 8 matrices of 16-bit elements; lane l names row l % 8 of matrix l / 8. Lane l receives of each the pair in
+// row l/4 at columns 2 (l%4), of the transposed form the pair in rows 2 (l%4) at column l/4.
 __device__ __forceinline__ void load_matrices(std::uint32_t (&m)[4], std::uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -49,6 +49,8 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
 }
 
-__device__ __forceinline__ void barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 }  // namespace cula::cuda

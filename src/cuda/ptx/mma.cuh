@@ -2,7 +2,8 @@
 // Tensor core products of one warp, sm_80: d [16 x 8] += a [16 x 16] b [16 x 8], float accumulators.
 //
 // Lane l holds of d: rows l/4 and l/4 + 8, columns 2 (l%4) and the next: d[0], d[1] and d[2], d[3].
-// Of a, packed pairs along k: rows l/4, l/4 + 8 at k = 2 (l%4), then both at k + 8. Of b: k = 2 (l%4) and k + 8, column l/4.
+// Of a, packed pairs along k: rows l/4, l/4 + 8 at k = 2 (l%4), then both at k + 8. Of b: k = 2 (l%4) and k + 8, column
+// l/4.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,7 +14,8 @@
 namespace cula::cuda {
 
 template <class T>
-__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1);
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                            std::uint32_t b1);
 
 template <>
 __device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
@@ -31,9 +33,10 @@ __device__ __forceinline__ void mma_16x8x16<__half>(float (&d)[4], const std::ui
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d [16 x 8] += a [16 x 8] b [8 x 8] on TF32. Lane l holds of a: rows l/4, l/4 + 8 at k = l%4, then both at k + 4; of b: k = l%4
-// and k + 4, column l/4.
-__device__ __forceinline__ void mma_16x8x8_tf32(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
+// d [16 x 8] += a [16 x 8] b [8 x 8] on TF32. Lane l holds of a: rows l/4, l/4 + 8 at k = l%4, then both at k + 4; of
+// b: k = l%4 and k + 4, column l/4.
+__device__ __forceinline__ void mma_16x8x8_tf32(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                                std::uint32_t b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sixteen tokens of a head as one warp holds them, and the products of such blocks.
 //
-// Lane l holds of tokens l/4 and l/4 + 8 the channels 32 g + 8 (l%4) .. + 7, so that memory is read and written 16 bytes a lane.
-// Which channel stands where along k of a product is free as long as both sides agree: words 0 and 1 of a lane serve as one
-// step's k = 2 (l%4) and + 8, words 2 and 3 as the next's. Then the same registers are rows (a) and columns (b) of products.
+// Lane l holds of tokens l/4 and l/4 + 8 the channels 32 g + 8 (l%4) .. + 7, so that memory is read and written 16
+// bytes a lane. Which channel stands where along k of a product is free as long as both sides agree: words 0 and 1 of a
+// lane serve as one step's k = 2 (l%4) and + 8, words 2 and 3 as the next's. Then the same registers are rows (a) and
+// columns (b) of products.
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
@@ -31,33 +32,28 @@ template <int kGroups>
 struct BlockRows {
     Words word[2][kGroups];  // [token half][group]
 
-    // Rows first_token + .. of `rows`; tokens from `count` on and channels from key_dim on are zero. The first token exists.
+    // Asks for rows first_token + .. of `rows`, the first of which exists. What lies beyond `count` tokens or key_dim
+    // channels becomes zero in mask(), so that nothing waits for the memory before.
     template <class T>
-    __device__ __forceinline__ void load(const TokenRows& rows, std::int64_t batch, std::int64_t first_token, int head, int count,
-                                         int first_channel, int key_dim) {
+    __device__ __forceinline__ void fetch(const TokenRows& rows, std::int64_t batch, std::int64_t first_token, int head,
+                                          int count, int first_channel, int key_dim) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const bool wide = (rows.batch | rows.token | rows.head | key_dim) % 8 == 0 &&
                           reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
         const int channel = first_channel + lane % 4 * 8;
         if (wide) {
-            // Every load is issued, from a valid place, before anything waits for one.
-            uint4 x[2][kGroups];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int token = lane / 4 + 8 * half;
-                const T* from = static_cast<const T*>(rows.data) + rows.offset(batch, first_token + (token < count ? token : 0), head);
-#pragma unroll
-                for (int g = 0; g < kGroups; ++g)
-                    x[half][g] = __ldg(reinterpret_cast<const uint4*>(from + (channel + 32 * g < key_dim ? channel + 32 * g : 0)));
-            }
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
+                const T* from = static_cast<const T*>(rows.data) +
+                                rows.offset(batch, first_token + (token < count ? token : 0), head);
 #pragma unroll
                 for (int g = 0; g < kGroups; ++g) {
-                    const bool in = lane / 4 + 8 * half < count && channel + 32 * g < key_dim;
-                    word[half][g][0] = in ? x[half][g].x : 0u, word[half][g][1] = in ? x[half][g].y : 0u;
-                    word[half][g][2] = in ? x[half][g].z : 0u, word[half][g][3] = in ? x[half][g].w : 0u;
+                    const uint4 x = __ldg(
+                        reinterpret_cast<const uint4*>(from + (channel + 32 * g < key_dim ? channel + 32 * g : 0)));
+                    word[half][g][0] = x.x, word[half][g][1] = x.y, word[half][g][2] = x.z, word[half][g][3] = x.w;
                 }
+            }
             return;
         }
 #pragma unroll
@@ -74,6 +70,16 @@ struct BlockRows {
                     word[half][g][w] = pack2<T>(low, high);
                 }
         }
+    }
+    __device__ __forceinline__ void mask(int count, int first_channel, int key_dim) {
+        const int lane = static_cast<int>(threadIdx.x) % 32, channel = first_channel + lane % 4 * 8;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+                for (int w = 0; w < 4; ++w)
+                    if (lane / 4 + 8 * half >= count || channel + 32 * g >= key_dim) word[half][g][w] = 0u;
     }
 };
 
@@ -98,8 +104,8 @@ __device__ __forceinline__ float dot(const BlockRows<kGroups>& x, const BlockRow
 
 // product [16 x 16] += rows columns^T over 32 channels; the columns' tokens 0-7 and 8-15.
 template <class T>
-__device__ __forceinline__ void multiply_group(float (&product)[2][4], const Words& row0, const Words& row8, const Words& column0,
-                                               const Words& column8) {
+__device__ __forceinline__ void multiply_group(float (&product)[2][4], const Words& row0, const Words& row8,
+                                               const Words& column0, const Words& column8) {
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
         const std::uint32_t a[4] = {row0[2 * step], row8[2 * step], row0[2 * step + 1], row8[2 * step + 1]};
@@ -122,10 +128,11 @@ struct PairSquares {
     Square<kTokens<kKey>> scores, overlaps;  // q k^T; beta k k^T
 };
 
-// Writes a 16 x 16 product to its place, on and below the diagonal (scores) or below it; `add` where another part of the channels is there already.
-// Returns the sum of squares of this lane's elements in rows l/4 and l/4 + 8.
+// Writes a 16 x 16 product to its place, on and below the diagonal (scores) or below it; `add` where another part of
+// the channels is there already. Returns the sum of squares of this lane's elements in rows l/4 and l/4 + 8.
 template <int kSize>
-__device__ __forceinline__ float2 store_product(Square<kSize>& square, const float (&product)[2][4], int row, int column, bool add) {
+__device__ __forceinline__ float2 store_product(Square<kSize>& square, const float (&product)[2][4], int row,
+                                                int column, bool add) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     float2 squares{0.0f, 0.0f};
 #pragma unroll
@@ -142,7 +149,8 @@ __device__ __forceinline__ float2 store_product(Square<kSize>& square, const flo
     return squares;
 }
 
-// The lower triangle of a square, scaled by column, as a tile of T; the rest is zero. `low`: what rounding to T left over.
+// The lower triangle of a square, scaled by column, as a tile of T; the rest is zero. `low`: what rounding to T left
+// over.
 template <class T, int kSize>
 __device__ __forceinline__ void emit_lower(T* tile, const Square<kSize>& square, const float* column_scale, bool low) {
     for (int x = static_cast<int>(threadIdx.x); x < kSize * kSize / 8; x += kPrepareThreads) {
@@ -165,8 +173,9 @@ __device__ __forceinline__ void emit_lower(T* tile, const Square<kSize>& square,
     }
 }
 
-// Overlaps whose squares sum to more than this in some row let roundings of the inverse and of the written values add up
-// instead of averaging out: the carry then reads both halves of the inverse, and splits what it writes (docs/sm80.md).
+// Overlaps whose squares sum to more than this in some row let roundings of the inverse and of the written values add
+// up instead of averaging out: the carry then reads both halves of the inverse, and splits what it writes
+// (docs/sm80.md).
 inline constexpr float kMostSquares = 1.0f;
 
 }  // namespace cula::cuda::sm80

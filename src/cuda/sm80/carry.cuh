@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// carry: o, final states <- chunk images, v, initial states; or the affine maps of segments      ALGORITHM.md: read, output, carry
+// carry: o, final states <- chunk images, v, initial states; or the affine maps of segments      ALGORITHM.md: read,
+// output, carry
 //
 // grid (row blocks * value heads * segments)   a warp owns 16 value rows of S^T [V, K]
 //
-// S^T stands in float accumulators from the first chunk to the last; rounded and packed they are the A operand of the next
-// product without a shuffle, and so are V^T - R^T and U^T. Every B operand is a row-major tile in shared memory, so warps
-// never exchange anything; they only share the copies:
+// S^T stands in float accumulators from the first chunk to the last; rounded and packed they are the A operand of the
+// next product without a shuffle, and so are V^T - R^T and U^T. Every B operand is a row-major tile in shared memory,
+// so warps never exchange anything; they only share the copies:
 //   R^T = S^T K^^T      U^T = (V^T - R^T) T^T      O^T = S^T Q~^T + U^T A^T      S^T = S^T diag(decay) + U^T K+
 // With one decay per token the tiles are k and q themselves, and factors per token multiply R^T, S^T Q^T and U^T.
 // Copies of chunk c + 1 run behind the products of chunk c where two stages fit.
 //
-// Maps (kMaps): rows from zero with the values give B, rows from the identity without values give M, and nothing is put out.
+// Maps (kMaps): rows from zero with the values give B, rows from the identity without values give M, and nothing is put
+// out.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -40,14 +42,14 @@ struct CarryStage {
 struct CarryParams {
     int stages = 1, row_blocks = 1, value_blocks = 1;
     const std::int32_t* exact_writes = nullptr;  // [chunks of the slab, HV]
-    States starts;      // state before segment i: slot i
-    States slab_start;  // of the sequence that the slab before left unfinished
+    States starts;                               // state before segment i: slot i
+    States slab_start;                           // of the sequence that the slab before left unfinished
     States slab_end;
     States map_m, map_b;  // kMaps: slot i
 };
 
-// Where a lane reads a swizzled tile for load_matrices: 16 rows by two units at a time. Only an exclusive or and an addition
-// are left to the loop.
+// Where a lane reads a swizzled tile for load_matrices: 16 rows by two units at a time. Only an exclusive or and an
+// addition are left to the loop.
 template <int kColumns, bool kTransposed>
 struct LaneReads {
     static constexpr int kPitch = kColumns * 2;
@@ -55,7 +57,8 @@ struct LaneReads {
 
     __device__ __forceinline__ LaneReads() {
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        const int token = kTransposed ? lane % 16 : lane % 8 + lane / 16 * 8, unit = kTransposed ? lane / 16 : lane / 8 % 2;
+        const int token = kTransposed ? lane % 16 : lane % 8 + lane / 16 * 8,
+                  unit = kTransposed ? lane / 16 : lane / 8 % 2;
         row = static_cast<std::uint32_t>(token * kPitch);
         swizzle = static_cast<std::uint32_t>((Tile<kColumns>::unit(token, unit) - token * (kColumns / 8)) * 16);
     }
@@ -68,7 +71,6 @@ struct LaneReads {
         asm volatile("" : "+r"(copy.swizzle));
         return copy;
     }
-
 };
 
 using Packed = std::uint32_t[4];  // 16 x 16, as an A operand
@@ -109,9 +111,10 @@ __device__ __forceinline__ std::uint32_t pack_rest(float2 x, std::uint32_t packe
 
 // The tokens of [first, first + kRows) x channels of a head as they are, zero beyond `count` tokens.
 template <class T, int kRows, int kKey>
-__device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, const TokenRows& rows, std::int64_t offset, int count, int key_dim, bool wide,
-                                            int thread, int threads) {
-    // A lane stays on its unit, and goes down the tokens by as many as the threads cover: the permutation repeats every eight.
+__device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, const TokenRows& rows, std::int64_t offset,
+                                            int count, int key_dim, bool wide, int thread, int threads) {
+    // A lane stays on its unit, and goes down the tokens by as many as the threads cover: the permutation repeats every
+    // eight.
     constexpr int kUnits = kKey / 8;
     const int unit = thread % kUnits, step = threads / kUnits;
     const T* base = static_cast<const T*>(rows.data) + offset;
@@ -119,15 +122,17 @@ __device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, cons
 #pragma unroll 4
         for (int token = thread / kUnits; token < kRows; token += step) {
             const bool in = token < count && unit * 8 < key_dim;
-            copy_async(tile_at + Tile<kKey>::unit(token, unit) * 16, base + (in ? token * rows.token + unit * 8 : 0), in ? 16 : 0);
+            copy_async(tile_at + Tile<kKey>::unit(token, unit) * 16, base + (in ? token * rows.token + unit * 8 : 0),
+                       in ? 16 : 0);
         }
     } else {
 #pragma unroll 1
         for (int token = thread / kUnits; token < kRows; token += step)
 #pragma unroll 1
             for (int e = 0; e < 8; ++e)
-                tile[Tile<kKey>::unit(token, unit) * 8 + e] =
-                    token < count && unit * 8 + e < key_dim ? base[token * rows.token + unit * 8 + e] : from_float<T>(0.0f);
+                tile[Tile<kKey>::unit(token, unit) * 8 + e] = token < count && unit * 8 + e < key_dim
+                                                                  ? base[token * rows.token + unit * 8 + e]
+                                                                  : from_float<T>(0.0f);
     }
 }
 
@@ -149,13 +154,14 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     const int number = static_cast<int>(blockIdx.x) / p.row_blocks / a.value_heads;
     const Segment segment = segment_of(a, schedule, number);
     const bool of_m = kMaps && row_block >= p.value_blocks;
-    const int row_base = ((of_m ? row_block - p.value_blocks : row_block) * warps + warp) * kWarpRows;  // the warp's first row
+    const int row_base =
+        ((of_m ? row_block - p.value_blocks : row_block) * warps + warp) * kWarpRows;  // the warp's first row
     const int row_end = of_m ? a.key_dim : a.value_dim;
 
     const auto zero_outputs = [&](std::int64_t batch, std::int64_t begin, std::int64_t end) {
         for (std::int64_t t = begin; t < end; ++t)
             if (lane < kWarpRows && row_base + lane < a.value_dim)
-                static_cast<T*>(a.o.data)[a.o.offset(batch, t, value_head) + row_base + lane] = from_float<T>(0.0f);
+                store_float(a.o.data, a.o.dtype, a.o.offset(batch, t, value_head) + row_base + lane, 0.0f);
     };
     // Tokens after the last sequence belong to nobody.
     if (!kMaps && a.cu_seqlens && number == 0 && schedule.slab_begin == 0)
@@ -177,15 +183,18 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 
     // --- copies ---
     const auto aligned = [](const TokenRows& rows, int width) {
-        return (rows.batch | rows.token | rows.head | width) % 8 == 0 && reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
+        return (rows.batch | rows.token | rows.head | width) % 8 == 0 &&
+               reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
     };
     const bool wide_values = aligned(a.v, a.value_dim);
     const bool wide_keys = kPerChannel || (aligned(a.q, a.key_dim) && aligned(a.k, a.key_dim));
     const ImageType* first_image = images + static_cast<std::int64_t>(segment.image) * a.value_heads + value_head;
-    const std::int32_t* exact_writes = kDelta ? p.exact_writes + static_cast<std::int64_t>(segment.image) * a.value_heads + value_head : nullptr;
+    const std::int32_t* exact_writes =
+        kDelta ? p.exact_writes + static_cast<std::int64_t>(segment.image) * a.value_heads + value_head : nullptr;
     // Loaded two chunks ahead and not looked at before: nothing waits for it.
     const auto exact_at = [&](int chunk) {
-        return kDelta && chunk < segment.chunks ? __ldg(exact_writes + static_cast<std::int64_t>(chunk) * a.value_heads) : 0;
+        return kDelta && chunk < segment.chunks ? __ldg(exact_writes + static_cast<std::int64_t>(chunk) * a.value_heads)
+                                                : 0;
     };
     const auto copy_chunk = [&](int chunk, std::int32_t exact) {
         const bool odd = chunk % p.stages;
@@ -196,7 +205,9 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             const int bytes = kDelta && exact ? static_cast<int>(sizeof(ImageType)) : kPart;
             // Eight units of 512 bytes a warp at a time.
             constexpr int kRun = 8 * 512;
-            const auto* from = reinterpret_cast<const unsigned char*>(first_image + static_cast<std::int64_t>(chunk) * a.value_heads) + lane * 16;
+            const auto* from =
+                reinterpret_cast<const unsigned char*>(first_image + static_cast<std::int64_t>(chunk) * a.value_heads) +
+                lane * 16;
             const std::uint32_t to = stage_at + lane * 16;
             int x = warp * kRun;
 #pragma unroll 1
@@ -209,13 +220,18 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                     if (x + i * 512 + lane * 16 < bytes) copy_async(to + x + i * 512, from + x + i * 512);
             }
         }
-        const int left = static_cast<int>(min(tokens.length - static_cast<std::int64_t>(chunk) * kRows, static_cast<std::int64_t>(kRows)));
+        const int left = static_cast<int>(
+            min(tokens.length - static_cast<std::int64_t>(chunk) * kRows, static_cast<std::int64_t>(kRows)));
         const std::int64_t t0 = tokens.begin + static_cast<std::int64_t>(chunk) * kRows;
         if constexpr (!kPerChannel) {
             const int head = value_head / a.group;
             if constexpr (!kMaps)
-                copy_tokens<T, kRows, kKey>(stage.raw.q, stage_at + offsetof(Stage, raw), a.q, a.q.offset(tokens.batch, t0, head), left, a.key_dim, wide_keys, thread, threads);
-            copy_tokens<T, kRows, kKey>(stage.raw.k, stage_at + offsetof(Stage, raw) + offsetof(RawT, k), a.k, a.k.offset(tokens.batch, t0, head), left, a.key_dim, wide_keys, thread, threads);
+                copy_tokens<T, kRows, kKey>(stage.raw.q, stage_at + offsetof(Stage, raw), a.q,
+                                            a.q.offset(tokens.batch, t0, head), left, a.key_dim, wide_keys, thread,
+                                            threads);
+            copy_tokens<T, kRows, kKey>(stage.raw.k, stage_at + offsetof(Stage, raw) + offsetof(RawT, k), a.k,
+                                        a.k.offset(tokens.batch, t0, head), left, a.key_dim, wide_keys, thread,
+                                        threads);
         }
         if (of_m) return;
         constexpr int kUnits = kWarpRows / 8;
@@ -224,14 +240,16 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         // Eight or sixteen tokens on, the permutation is the same.
         constexpr int kStep = 32 / kUnits;
         const int unit = lane % kUnits, row = row_base + unit * 8, place = Tile<kWarpRows>::unit(lane / kUnits, unit);
-        const T* from = static_cast<const T*>(a.v.data) + a.v.offset(tokens.batch, t0, value_head) + row + lane / kUnits * a.v.token;
+        const T* from = static_cast<const T*>(a.v.data) + a.v.offset(tokens.batch, t0, value_head) + row +
+                        lane / kUnits * a.v.token;
         if (wide_values) {
             const bool in = row < a.value_dim;
 #pragma unroll 1
             for (int i = 0; i < kRows; i += 2 * kStep, from += 2 * kStep * a.v.token) {
                 const bool first = in && i + lane / kUnits < left, second = in && i + kStep + lane / kUnits < left;
                 copy_async(values_at + place * 16 + i * kUnits * 16, first ? from : a.v.data, first ? 16 : 0);
-                copy_async(values_at + place * 16 + (i + kStep) * kUnits * 16, second ? from + kStep * a.v.token : a.v.data, second ? 16 : 0);
+                copy_async(values_at + place * 16 + (i + kStep) * kUnits * 16,
+                           second ? from + kStep * a.v.token : a.v.data, second ? 16 : 0);
             }
             return;
         }
@@ -266,21 +284,26 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         base += lane_row * states.v + lane_channel * states.k;
         if (in_pairs(states, base)) {
             auto* to = static_cast<float*>(states.data) + base;
-            each_pair([&](float2& pair, int row, int channel) { *reinterpret_cast<float2*>(to + row * states.v + channel) = pair; });
+            each_pair([&](float2& pair, int row, int channel) {
+                *reinterpret_cast<float2*>(to + row * states.v + channel) = pair;
+            });
             return;
         }
         each_pair([&](float2& pair, int row, int channel) {
 #pragma unroll
             for (int e = 0; e < 2; ++e)
                 if (lane_row + row < row_end && lane_channel + channel + e < a.key_dim)
-                    store_float(states.data, states.dtype, base + row * states.v + (channel + e) * states.k, e ? pair.y : pair.x);
+                    store_float(states.data, states.dtype, base + row * states.v + (channel + e) * states.k,
+                                e ? pair.y : pair.x);
         });
     };
     const auto load_state = [&](const States& states, std::int64_t base) {
         base += lane_row * states.v + lane_channel * states.k;
         if (in_pairs(states, base)) {
             const auto* from = static_cast<const float*>(states.data) + base;
-            each_pair([&](float2& pair, int row, int channel) { pair = *reinterpret_cast<const float2*>(from + row * states.v + channel); });
+            each_pair([&](float2& pair, int row, int channel) {
+                pair = *reinterpret_cast<const float2*>(from + row * states.v + channel);
+            });
             return;
         }
         each_pair([&](float2& pair, int row, int channel) {
@@ -321,7 +344,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     // Where the state before chunk `chunk` of the segment goes: the final state, dense chunk states, checkpoints.
     const auto store_asked = [&](int chunk) {
         const bool end = chunk == segment.chunks;
-        const std::int64_t done = end ? done_before + tokens.length : done_before + static_cast<std::int64_t>(chunk) * kRows;
+        const std::int64_t done =
+            end ? done_before + tokens.length : done_before + static_cast<std::int64_t>(chunk) * kRows;
         const bool plan = end ? ends_sequence : true;
         const std::int64_t asked = plan ? a.num_checkpoints : 0;
         if (!end && asked == 0 && dense.room == 0) return;
@@ -343,7 +367,9 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                 to = a.chunk_states, base = dense.offset + index * to.slot;
             } else {
                 const std::int64_t slot = a.checkpoint_plan.at(m, 2);
-                if (a.checkpoint_plan.at(m, 0) != n || a.checkpoint_plan.at(m, 1) != done || slot < 0 || slot >= a.checkpoints.slots) continue;
+                if (a.checkpoint_plan.at(m, 0) != n || a.checkpoint_plan.at(m, 1) != done || slot < 0 ||
+                    slot >= a.checkpoints.slots)
+                    continue;
                 to = a.checkpoints, base = to.offset(slot, value_head);
             }
             if (to.data) store_state(to, base);
@@ -361,11 +387,13 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     for (int i = 0; i < kKey / 32; ++i) {
         whole_decay[i] = 1.0f;
         if (kMaps && !kDelta && !starts_sequence && p.map_m.slots && lane + 32 * i < a.key_dim)
-            whole_decay[i] = static_cast<const float*>(p.map_m.data)[p.map_m.offset(n, value_head) + (lane + 32 * i) * p.map_m.k];
+            whole_decay[i] =
+                static_cast<const float*>(p.map_m.data)[p.map_m.offset(n, value_head) + (lane + 32 * i) * p.map_m.k];
     }
 
     const int lane_value = row_base + lane % 4 * 2;  // of an output
-    const bool pairs_out = (a.o.batch | a.o.token | a.o.head | a.value_dim) % 2 == 0 && reinterpret_cast<std::uintptr_t>(a.o.data) % 4 == 0;
+    const bool pairs_out = (a.o.batch | a.o.token | a.o.head | a.value_dim) % 2 == 0 &&
+                           reinterpret_cast<std::uintptr_t>(a.o.data) % 4 == 0;
     for (int chunk = 0;; ++chunk) {
         if constexpr (kMaps) {
             if (chunk == segment.chunks) store_asked(chunk);
@@ -402,8 +430,9 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         const auto per_token = [&](const float* factor, int tile) {
             return *reinterpret_cast<const float2*>(factor + tile * 8 + lane % 4 * 2);
         };
-        // product = S^T tile^T. S^T is rounded and packed again each time: kept, it would take the registers of another product.
-        const auto read_state = [&](float (&product)[kRows / 8][4], std::uint32_t tile, const float* factor) {
+        // product = S^T tile^T. S^T is rounded and packed again each time: kept, it would take the registers of another
+        // product.
+        const auto read_state = [&](float(&product)[kRows / 8][4], std::uint32_t tile, const float* factor) {
             const auto reads = key_reads.again();
 #pragma unroll
             for (int step = 0; step < kKey / 16; ++step) {
@@ -419,12 +448,14 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 #pragma unroll
                 for (int x = 0; x < kRows / 8; ++x) {
                     const float2 scale = per_token(factor, x);
-                    product[x][0] *= scale.x, product[x][1] *= scale.y, product[x][2] *= scale.x, product[x][3] *= scale.y;
+                    product[x][0] *= scale.x, product[x][1] *= scale.y, product[x][2] *= scale.x,
+                        product[x][3] *= scale.y;
                 }
             }
         };
 
-        // V^T in the layout of accumulators, and less R^T: words 0, 1: rows 0-7 and 8-15 of tokens 0-7; 2, 3: of tokens 8-15.
+        // V^T in the layout of accumulators, and less R^T: words 0, 1: rows 0-7 and 8-15 of tokens 0-7; 2, 3: of tokens
+        // 8-15.
         Packed writes[kBlocks];
         const float *q_factor = nullptr, *k_factor = nullptr;
         if constexpr (!kPerChannel) q_factor = image.q_factor, k_factor = image.k_factor;
@@ -458,11 +489,13 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             const auto reads = pair_reads.again();
 #pragma unroll
             for (int step = 0; step < kBlocks; ++step)
-                multiply_step<T, kRows, kRows>(u, writes[step], stage_at + offsetof(ImageType, inverse), reads, step, step);
+                multiply_step<T, kRows, kRows>(u, writes[step], stage_at + offsetof(ImageType, inverse), reads, step,
+                                               step);
             if (exact) {
 #pragma unroll
                 for (int step = 0; step < kBlocks; ++step)
-                    multiply_step<T, kRows, kRows>(u, writes[step], stage_at + offsetof(ImageType, inverse_low), reads, step, step);
+                    multiply_step<T, kRows, kRows>(u, writes[step], stage_at + offsetof(ImageType, inverse_low), reads,
+                                                   step, step);
                 __syncwarp();
             }
 #pragma unroll
@@ -480,25 +513,44 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             const auto reads = pair_reads.again();
 #pragma unroll
             for (int step = 0; step < kBlocks; ++step)
-                multiply_step<T, kRows, kRows>(out, writes[step], stage_at + offsetof(ImageType, scores), reads, step, step);
-            if (kDelta && exact) {
+                multiply_step<T, kRows, kRows>(out, writes[step], stage_at + offsetof(ImageType, scores), reads, step,
+                                               step);
+            if constexpr (kDelta) {
+                if (exact) {
 #pragma unroll
-                for (int step = 0; step < kBlocks; ++step) {
-                    Packed rest;
-                    load_rest(rest, step);
-                    multiply_step<T, kRows, kRows>(out, rest, stage_at + offsetof(ImageType, scores), reads, step, step);
+                    for (int step = 0; step < kBlocks; ++step) {
+                        Packed rest;
+                        load_rest(rest, step);
+                        multiply_step<T, kRows, kRows>(out, rest, stage_at + offsetof(ImageType, scores), reads, step,
+                                                       step);
+                        multiply_step<T, kRows, kRows>(out, writes[step], stage_at + offsetof(ImageType, scores_low),
+                                                       reads, step, step);
+                    }
                 }
             }
-            // Turned 8 x 8 by 8 x 8, a lane holds two neighbouring rows of one token.
-            const int left = static_cast<int>(min(tokens.length - static_cast<std::int64_t>(chunk) * kRows, static_cast<std::int64_t>(kRows)));
-            T* to = static_cast<T*>(a.o.data) + lane_value +
-                    a.o.offset(tokens.batch, tokens.begin + static_cast<std::int64_t>(chunk) * kRows + lane / 4, value_head);
+            const int left = static_cast<int>(
+                min(tokens.length - static_cast<std::int64_t>(chunk) * kRows, static_cast<std::int64_t>(kRows)));
+            const std::int64_t first_out =
+                a.o.offset(tokens.batch, tokens.begin + static_cast<std::int64_t>(chunk) * kRows, value_head);
+            if (a.o.dtype == Dtype::kFloat32) {
+#pragma unroll
+                for (int tile = 0; tile < kRows / 8; ++tile)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const int token = tile * 8 + lane_channel + e % 2, row = lane_row + e / 2 * 8;
+                        if (token < left && row < a.value_dim)
+                            static_cast<float*>(a.o.data)[first_out + token * a.o.token + row] = out[tile][e];
+                    }
+            }
+            T* to = static_cast<T*>(a.o.data) + lane_value + first_out + lane / 4 * a.o.token;
             const std::int64_t eight_tokens = 8 * a.o.token;
+            // Turned 8 x 8 by 8 x 8, a lane holds two neighbouring rows of one token.
 #pragma unroll
             for (int tile = 0; tile < kRows / 8; ++tile, to += eight_tokens)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const std::uint32_t word = transposed(pack2<T>(out[tile][half * 2], out[tile][half * 2 + 1]));
+                    if (a.o.dtype == Dtype::kFloat32) continue;
                     if (tile * 8 + lane / 4 >= left || lane_value + half * 8 >= a.value_dim) continue;
                     if (pairs_out) {
                         *reinterpret_cast<std::uint32_t*>(to + half * 8) = word;
@@ -553,7 +605,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         const std::int64_t base = p.map_m.offset(p.map_m.slots ? n : number, value_head);
 #pragma unroll
         for (int i = 0; i < kKey / 32; ++i)
-            if (lane + 32 * i < a.key_dim) static_cast<float*>(p.map_m.data)[base + (lane + 32 * i) * p.map_m.k] = whole_decay[i];
+            if (lane + 32 * i < a.key_dim)
+                static_cast<float*>(p.map_m.data)[base + (lane + 32 * i) * p.map_m.k] = whole_decay[i];
     }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a call is cut: chunks of tokens, segments of chunks, slabs of chunks that share one workspace; and what prepare hands to
-// carry for a chunk, laid out as it stands in shared memory, so that both sides move it in whole 16-byte pieces.
+// How a call is cut: chunks of tokens, segments of chunks, slabs of chunks that share one workspace; and what prepare
+// hands to carry for a chunk, laid out as it stands in shared memory, so that both sides move it in whole 16-byte
+// pieces.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +16,8 @@ template <int kKey>
 inline constexpr int kTokens = kKey <= 128 ? 64 : 32;
 inline constexpr int kBlock = 16;  // tokens of a block: rows of one tensor core product
 
-// A [rows x columns] tile of 16-bit elements. Units of 16 bytes are permuted inside each 128 bytes by the row, so that eight rows
-// of one column lie in eight different bank groups.
+// A [rows x columns] tile of 16-bit elements. Units of 16 bytes are permuted inside each 128 bytes by the row, so that
+// eight rows of one column lie in eight different bank groups.
 template <int kColumns>
 struct Tile {
     static constexpr int kUnits = kColumns / 8;
@@ -30,8 +31,8 @@ struct Tile {
     }
 };
 
-// Decay per channel. The parts stand in the order of how many algorithms read them: additive ones stop before `inverse`,
-// and `inverse_low` is read where the inverse's rounding would show (Workspace::exact).
+// Decay per channel. The parts stand in the order of how many algorithms read them: additive ones stop before
+// `inverse`, and what rounding left over (`inverse_low` and on) is read where it would show (kMostSquares).
 template <class T, int kKey>
 struct alignas(128) ChannelImage {
     static constexpr int kRows = kTokens<kKey>;
@@ -41,7 +42,7 @@ struct alignas(128) ChannelImage {
     float decay[kKey];  // of the whole chunk
     T inverse[kRows * kRows];
     T k_decayed[kRows * kKey];
-    T inverse_low[kRows * kRows];
+    T inverse_low[kRows * kRows], scores_low[kRows * kRows];
 };
 
 // One decay per token: q and k stay as they are, and the factors go to the products.
@@ -52,7 +53,7 @@ struct alignas(128) TokenImage {
     float q_factor[kRows], k_factor[kRows], k_rest[kRows];
     float decay[kRows];  // of the whole chunk, in decay[0]
     T inverse[kRows * kRows];
-    T inverse_low[kRows * kRows];
+    T inverse_low[kRows * kRows], scores_low[kRows * kRows];
 };
 
 template <class T, int kKey, bool kPerChannel>
@@ -75,8 +76,8 @@ struct Segment {
     std::int32_t rank = 0, count = 0;  // among the segments of the sequence in this slab
 };
 
-// Chunks are numbered sequence after sequence. Without cu_seqlens everything follows from shapes; with it schedule.cuh has
-// written first_chunk [N + 1] and the segments.
+// Chunks are numbered sequence after sequence. Without cu_seqlens everything follows from shapes; with it schedule.cuh
+// has written first_chunk [N + 1] and the segments.
 struct Schedule {
     const std::int32_t* first_chunk = nullptr;
     const Segment* segments = nullptr;
@@ -86,10 +87,12 @@ struct Schedule {
     std::int32_t max_segments = 0;
 };
 
-CULA_HOST_DEVICE std::int32_t ceil_div(std::int64_t x, std::int64_t y) { return static_cast<std::int32_t>((x + y - 1) / y); }
+CULA_HOST_DEVICE std::int32_t ceil_div(std::int64_t x, std::int64_t y) {
+    return static_cast<std::int32_t>((x + y - 1) / y);
+}
 
-CULA_HOST_DEVICE Segment segment_of_piece(const Schedule& s, std::int32_t sequence, std::int32_t first, std::int32_t last,
-                                          std::int32_t rank) {
+CULA_HOST_DEVICE Segment segment_of_piece(const Schedule& s, std::int32_t sequence, std::int32_t first,
+                                          std::int32_t last, std::int32_t rank) {
     const std::int32_t begin = first > s.slab_begin ? first : s.slab_begin, end = last < s.slab_end ? last : s.slab_end;
     Segment segment;
     segment.sequence = sequence;
@@ -144,7 +147,8 @@ CULA_HOST_DEVICE ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, std
     }
     const TokenRange tokens = tokens_of(a, n);
     const std::int64_t left = tokens.length - index * s.chunk_tokens;
-    return {tokens.batch, tokens.begin + index * s.chunk_tokens, static_cast<int>(left < s.chunk_tokens ? left : s.chunk_tokens)};
+    return {tokens.batch, tokens.begin + index * s.chunk_tokens,
+            static_cast<int>(left < s.chunk_tokens ? left : s.chunk_tokens)};
 }
 
 }  // namespace cula::cuda::sm80

@@ -3,7 +3,8 @@
 //
 // grid (tiles of 8 value rows * value heads * segments), only the first segment of a sequence works   512 threads
 //
-// S <- M S + B, segment after segment, all in float: rows of S^T in shared memory, a thread per channel and part of the sum.
+// S <- M S + B, segment after segment, all in float: rows of S^T in shared memory, a thread per channel and part of the
+// sum.
 #pragma once
 
 #include "cuda/sm80/carry.cuh"
@@ -13,26 +14,30 @@ namespace cula::cuda::sm80 {
 inline constexpr int kComposeThreads = 512, kComposeRows = 8;
 
 template <int kKey>
-__global__ void __launch_bounds__(kComposeThreads) compose(const __grid_constant__ DeviceArgs a, const Schedule schedule,
-                                                           const __grid_constant__ CarryParams p, bool delta) {
+__global__ void __launch_bounds__(kComposeThreads)
+    compose(const __grid_constant__ DeviceArgs a, const Schedule schedule, const __grid_constant__ CarryParams p,
+            bool delta) {
     constexpr int kParts = kComposeThreads / kKey, kSpan = kKey / kParts;
     __shared__ __align__(16) float state[kComposeRows][kKey];
     __shared__ float sums[kParts][kComposeRows][kKey];
     const int tiles = ceil_div(a.value_dim, kComposeRows);
-    const int tile = static_cast<int>(blockIdx.x) % tiles, value_head = static_cast<int>(blockIdx.x) / tiles % a.value_heads;
+    const int tile = static_cast<int>(blockIdx.x) % tiles,
+              value_head = static_cast<int>(blockIdx.x) / tiles % a.value_heads;
     const int number = static_cast<int>(blockIdx.x) / tiles / a.value_heads;
     const Segment segment = segment_of(a, schedule, number);
     if (segment.sequence < 0 || segment.rank > 0 || segment.count <= 1) return;
     const StateSlots slots = states_of(a, segment.sequence);
     if (slots.skipped) return;
 
-    const int channel = static_cast<int>(threadIdx.x) % kKey, part = static_cast<int>(threadIdx.x) / kKey, row0 = tile * kComposeRows;
+    const int channel = static_cast<int>(threadIdx.x) % kKey, part = static_cast<int>(threadIdx.x) / kKey,
+              row0 = tile * kComposeRows;
     const States* from = segment.chunk > 0 ? &p.slab_start : slots.initial >= 0 ? &a.initial : nullptr;
     for (int row = part; row < kComposeRows; row += kParts) {
         float x = 0.0f;
         if (from && row0 + row < a.value_dim && channel < a.key_dim)
-            x = load_float(from->data, from->dtype, from->offset(segment.chunk > 0 ? 0 : slots.initial, value_head) +
-                                                        (row0 + row) * from->v + channel * from->k);
+            x = load_float(from->data, from->dtype,
+                           from->offset(segment.chunk > 0 ? 0 : slots.initial, value_head) + (row0 + row) * from->v +
+                               channel * from->k);
         state[row][channel] = x;
     }
     for (int next = number + 1; next < number + segment.count; ++next) {

@@ -38,8 +38,10 @@ auto with_instance(const Args& args, Body body) {
     return with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
         const bool per_channel = args.algorithm.decay == Decay::kPerChannel;
         if (args.q.dtype == Dtype::kBFloat16)
-            return per_channel ? body.template operator()<__nv_bfloat16, kKey, true>() : body.template operator()<__nv_bfloat16, kKey, false>();
-        return per_channel ? body.template operator()<__half, kKey, true>() : body.template operator()<__half, kKey, false>();
+            return per_channel ? body.template operator()<__nv_bfloat16, kKey, true>()
+                               : body.template operator()<__nv_bfloat16, kKey, false>();
+        return per_channel ? body.template operator()<__half, kKey, true>()
+                           : body.template operator()<__half, kKey, false>();
     });
 }
 
@@ -67,7 +69,8 @@ Support supports_any(const Problem& problem) {
 Support supports_prefill(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;
     if (problem.dtype == Dtype::kFloat32) return Support::no("multiplies bfloat16 and float16; q is float32");
-    if (problem.beta_per_value) return Support::no("the chunked form needs one beta per token, not one per value channel");
+    if (problem.beta_per_value)
+        return Support::no("the chunked form takes one beta per token, not a write strength per value channel");
     const int rows = problem.key_dim <= 128 ? 64 : 32;
     if (problem.chunk_states && problem.chunk_tokens % rows != 0)
         return Support::no("stores chunk states every " + std::to_string(rows) + " tokens for this K");
@@ -76,7 +79,9 @@ Support supports_prefill(const Problem& problem) {
 
 std::size_t prefill_workspace_bytes(const Args& args, const Context& context) {
     const Call call = make_call(args, context);
-    return with_instance(args, [&]<class T, int kKey, bool kPerChannel>() { return prefill_workspace_bytes<T, kKey, kPerChannel>(call); });
+    return with_instance(args, [&]<class T, int kKey, bool kPerChannel>() {
+        return prefill_workspace_bytes<T, kKey, kPerChannel>(call);
+    });
 }
 
 void prefill(const Args& args, const Context& context) {
@@ -87,6 +92,8 @@ void prefill(const Args& args, const Context& context) {
 
 Support supports_step(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;
+    if (problem.pass == Pass::kSegment && problem.beta_per_value)
+        return Support::no("one map a head takes one beta per token, not a write strength per value channel");
     if (problem.tree && problem.draft_tokens > kMaxTreeTokens)
         return Support::no("walks trees of up to " + std::to_string(kMaxTreeTokens) + " tokens, got " +
                            std::to_string(problem.draft_tokens));
@@ -98,10 +105,12 @@ std::size_t step_workspace_bytes(const Args&, const Context&) { return 0; }
 void step(const Args& args, const Context& context) {
     const DeviceGuard guard(context.device.index);
     const Call call = make_call(args, context);
-    const TensorRef& state = args.initial_state ? args.initial_state : args.final_state ? args.final_state : args.snapshots;
+    const TensorRef& state = args.initial_state ? args.initial_state
+                             : args.final_state ? args.final_state
+                                                : args.snapshots;
     with_dtype(state ? state.dtype : Dtype::kFloat32, [&]<class State>(Type<State>) {
         with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
-            if (!launch_step_packed<State, kKey>(call)) launch_step_any<kKey>(call);
+            if (call.args.segment_m.data || !launch_step_packed<State, kKey>(call)) launch_step_any<kKey>(call);
         });
     });
 }

@@ -22,8 +22,8 @@ struct Call {
     void* workspace = nullptr;
 };
 
-// Chunked prefill of T inputs with at most kKey key channels: o and final states, or where the arguments ask for them the maps
-// of whole sequences.
+// Chunked prefill of T inputs with at most kKey key channels: o and final states, or where the arguments ask for them
+// the maps of whole sequences.
 template <class T, int kKey, bool kPerChannel>
 std::size_t prefill_workspace_bytes(const Call& call);
 template <class T, int kKey, bool kPerChannel>
@@ -33,7 +33,7 @@ void launch_prefill(const Call& call);
 template <class State, int kKey>
 bool launch_step_packed(const Call& call);
 
-// The same on any states, and along trees.
+// The same on any states, and along trees; or the maps of whole sequences.
 template <int kKey>
 void launch_step_any(const Call& call);
 

@@ -16,8 +16,8 @@ struct PrefillShape {
 };
 
 struct PrefillPolicy {
-    int warps = 8;        // of a carry CTA, 16 value rows each
-    int row_blocks = 1;   // CTAs that share the value rows of a head
+    int warps = 8;       // of a carry CTA, 16 value rows each
+    int row_blocks = 1;  // CTAs that share the value rows of a head
     int segment_chunks = 0;
     int slab_chunks = 0;  // chunks whose images stand in the workspace at a time
 };
@@ -44,11 +44,12 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
     const std::int64_t slabs = (chunks + longest_slab - 1) / longest_slab;
     policy.slab_chunks = static_cast<int>((chunks + slabs - 1) / slabs);
 
-    const std::int64_t per_sequence = std::max<std::int64_t>(1, std::min<std::int64_t>(shape.longest, policy.slab_chunks));
+    const std::int64_t per_sequence =
+        std::max<std::int64_t>(1, std::min<std::int64_t>(shape.longest, policy.slab_chunks));
     policy.segment_chunks = static_cast<int>(per_sequence);
     const std::int64_t columns = shape.sequences * shape.value_heads * policy.row_blocks;
     // Maps cost more than twice the carry they replace: worth it from three segments on.
-    if (shape.maps_pay && columns * 3 <= multiprocessors) {
+    if (shape.maps_pay && columns > 0 && columns * 3 <= multiprocessors) {
         const std::int64_t segments = std::min<std::int64_t>(multiprocessors / columns, per_sequence / kLeastSegment);
         if (segments >= 3) policy.segment_chunks = static_cast<int>((per_sequence + segments - 1) / segments);
     }

@@ -3,6 +3,6 @@
 
 #include "cuda/sm80/prefill_launch.cuh"
 
-#define CULA_INSTANTIATE(type, key)                                                                         \
-    template std::size_t cula::cuda::sm80::prefill_workspace_bytes<type, key, true>(const Call&);           \
+#define CULA_INSTANTIATE(type, key)                                                               \
+    template std::size_t cula::cuda::sm80::prefill_workspace_bytes<type, key, true>(const Call&); \
     template void cula::cuda::sm80::launch_prefill<type, key, true>(const Call&);

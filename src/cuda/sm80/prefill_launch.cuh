@@ -14,7 +14,8 @@
 
 namespace cula::cuda::sm80 {
 
-inline States float_states(float* data, std::int64_t slots, std::int64_t heads, std::int64_t rows, std::int64_t columns) {
+inline States float_states(float* data, std::int64_t slots, std::int64_t heads, std::int64_t rows,
+                           std::int64_t columns) {
     return {data, Dtype::kFloat32, slots, heads * rows * columns, rows * columns, columns, 1};
 }
 
@@ -79,7 +80,8 @@ std::size_t prefill_workspace_bytes(const Call& call) {
 }
 
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
-void launch_carry(const Call& call, const PrefillPlan<T, kKey, kPerChannel>& plan, const Schedule& schedule, CarryParams p) {
+void launch_carry(const Call& call, const PrefillPlan<T, kKey, kPerChannel>& plan, const Schedule& schedule,
+                  CarryParams p) {
     const DeviceArgs& a = call.args;
     using Stage = CarryStage<T, kKey, kPerChannel>;
     p.row_blocks = p.value_blocks = plan.policy.row_blocks;
@@ -113,13 +115,14 @@ void launch_slabs(const Call& call) {
             std::min<std::int64_t>(plan.chunks, schedule_of.slab_begin + std::int64_t{plan.policy.slab_chunks}));
         if (a.cu_seqlens)
             launch(schedule, 1, kScheduleThreads, 0, call.stream, a, schedule_of, plan.first_chunk, plan.segments);
-        const std::size_t blocks = static_cast<std::size_t>(schedule_of.slab_end - schedule_of.slab_begin) * a.value_heads;
+        const std::size_t blocks =
+            static_cast<std::size_t>(schedule_of.slab_end - schedule_of.slab_begin) * a.value_heads;
         if constexpr (kPerChannel)
-            launch(prepare_channel<T, kKey>, blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>), call.stream, a, schedule_of,
-                   plan.images, plan.exact_writes);
+            launch(prepare_channel<T, kKey>, blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>), call.stream, a,
+                   schedule_of, plan.images, plan.exact_writes);
         else
-            launch(prepare_token<T, kKey>, blocks, kPrepareThreads, sizeof(TokenSmem<kKey>), call.stream, a, schedule_of,
-                   plan.images, plan.exact_writes);
+            launch(prepare_token<T, kKey>, blocks, kPrepareThreads, sizeof(TokenSmem<kKey>), call.stream, a,
+                   schedule_of, plan.images, plan.exact_writes);
         if (a.segment_m.data) {
             // One segment a sequence and slab: the call's own maps, which a later slab continues.
             p.map_m = a.segment_m, p.map_b = a.segment_b;

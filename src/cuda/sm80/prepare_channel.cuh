@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// prepare, decay per channel: scores, inverse, scaled operands of every chunk <- q, k, gate, beta      ALGORITHM.md: score, solve
+// prepare, decay per channel: scores, inverse, scaled operands of every chunk <- q, k, gate, beta      ALGORITHM.md:
+// score, solve
 //
 // grid (chunks of the slab * value heads)   128 threads, a warp per block of 16 tokens   phases
 //   gate    a lane owns a few channels of its warp's block: log decays, summed from the block's middle to both ends
-//   table   per block and channel: the factors from the chunk's start, to its end, and to the middle of every later block
-//   score   a lane turns to two tokens: q and k with exp(G - middle), k with exp(middle - G) are the operands of the block's own
+//   table   per block and channel: the factors from the chunk's start, to its end, and to the middle of every later
+//   block score   a lane turns to two tokens: q and k with exp(G - middle), k with exp(middle - G) are the operands of
+//   the block's own
 //           pairs, times a factor of the table those of pairs with other blocks, and what the carry reads
 //   solve   (I + diag(beta) K K^T)^-1 diag(beta)
 //
-// exp(+-(G - middle)) stays in range unless eight tokens decay by more than kMostLog2. A chunk that holds more takes the exact
-// way: pairs inside a block on four levels (8, 4, 2, 1), each token's factor running from the border between the two
-// halves of its level, at most 1 whatever the data; all other factors from one exponent. Chunks decide for themselves.
+// exp(+-(G - middle)) stays in range unless eight tokens decay by more than kMostLog2. A chunk that holds more takes
+// the exact way: pairs inside a block on four levels (8, 4, 2, 1), each token's factor running from the border between
+// the two halves of its level, at most 1 whatever the data; all other factors from one exponent. Chunks decide for
+// themselves.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -37,7 +40,8 @@ struct ChannelSmem {
         Columns<kKey> columns[P::kPairs];
         Square<kTokens<kKey>> inverse;
     };
-    float head[P::kBlocks][kKey], tail[P::kBlocks][kKey];  // log2 decay from a block's start to its middle, from there to its end
+    float head[P::kBlocks][kKey],
+        tail[P::kBlocks][kKey];  // log2 decay from a block's start to its middle, from there to its end
     float from_start[P::kBlocks][kKey], to_end[P::kBlocks][kKey], between[P::kPairs][kKey];
     float beta[kTokens<kKey>];
     float norms[2][P::kParts][kTokens<kKey>];
@@ -46,18 +50,18 @@ struct ChannelSmem {
 // Pair of blocks (row, column): the place of its columns and factors.
 __device__ __forceinline__ constexpr int pair_of(int row, int column) { return row * (row - 1) / 2 + column; }
 
-// The gates of one block: a lane owns kChannels / 32 neighbouring channels, and nobody else touches their places in shared
-// memory until the sums stand there.
+// The gates of one block: a lane owns kChannels / 32 neighbouring channels, and nobody else touches their places in
+// shared memory until the sums stand there.
 template <int kKey>
 struct BlockGates {
     using P = Parts<kKey>;
     static constexpr int kOwned = P::kChannels / 32;
 
     const DeviceArgs& a;
-    float* sums;           // [token][channel], units of four permuted by the token
-    std::uint16_t* raw;    // [token][channel]
-    int channel, count;    // the lane's first channel; tokens of the block that exist
-    bool narrow = false;   // 16-bit gates wait in raw, all others as floats in sums
+    float* sums;          // [token][channel], units of four permuted by the token
+    std::uint16_t* raw;   // [token][channel]
+    int channel, count;   // the lane's first channel; tokens of the block that exist
+    bool narrow = false;  // 16-bit gates wait in raw, all others as floats in sums
     const int lane = static_cast<int>(threadIdx.x) % 32;
 
     __device__ __forceinline__ float* place(int token) const {
@@ -86,18 +90,22 @@ struct BlockGates {
             for (int t = 0; t < kBlock; ++t)
 #pragma unroll
                 for (int i = 0; i < kOwned; ++i)
-                    place(t)[i] = t < count && channel + i < a.key_dim ? load_float(g.data, g.dtype, row + t * g.token + channel + i) : 0.0f;
+                    place(t)[i] = t < count && channel + i < a.key_dim
+                                      ? load_float(g.data, g.dtype, row + t * g.token + channel + i)
+                                      : 0.0f;
         }
         commit_copies();
     }
 
     // log2 decays of token t.
-    __device__ __forceinline__ void decays(float (&x)[kOwned], const HeadGate& gate, const float (&bias)[kOwned], int t) const {
+    __device__ __forceinline__ void decays(float (&x)[kOwned], const HeadGate& gate, const float (&bias)[kOwned],
+                                           int t) const {
         if (narrow) {
             const auto* from = reinterpret_cast<const std::uint32_t*>(raw + t * P::kChannels + lane * kOwned);
 #pragma unroll
             for (int i = 0; i < kOwned; i += 2) {
-                const float2 pair = a.g.dtype == Dtype::kBFloat16 ? unpack2<__nv_bfloat16>(from[i / 2]) : unpack2<__half>(from[i / 2]);
+                const float2 pair =
+                    a.g.dtype == Dtype::kBFloat16 ? unpack2<__nv_bfloat16>(from[i / 2]) : unpack2<__half>(from[i / 2]);
                 x[i] = pair.x, x[i + 1] = pair.y;
             }
         } else {
@@ -154,8 +162,7 @@ struct ChannelBlock {
     }
     __device__ __forceinline__ void table(float (&x)[8], const float* row, int g) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            load4(x + 4 * i, row + part * P::kChannels + 32 * g + lane % 4 * 8 + 4 * i);
+        for (int i = 0; i < 2; ++i) load4(x + 4 * i, row + part * P::kChannels + 32 * g + lane % 4 * 8 + 4 * i);
     }
 
     __device__ __forceinline__ void put(T* tile, int half, int g, const Words& words) const {
@@ -189,17 +196,18 @@ struct ChannelBlock {
         for (int w = 0; w < 4; ++w) words[w] = pack2<T>(x[2 * w] * y[2 * w], x[2 * w + 1] * y[2 * w + 1]);
     }
     // words = x exp2(sign gate + exponent)
-    static __device__ __forceinline__ void pack_exact(Words& words, const float (&x)[8], const float (&gate)[8], float sign,
-                                                      const float (&exponent)[8]) {
+    static __device__ __forceinline__ void pack_exact(Words& words, const float (&x)[8], const float (&gate)[8],
+                                                      float sign, const float (&exponent)[8]) {
         float y[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[i] = x[i] * exp2_fast(sign * gate[i] + exponent[i]);
         pack(words, y);
     }
 
-    // The common way: operands of all kinds from q and k, which become the rows that meet other blocks' columns, and the products
-    // inside the block.
-    __device__ __forceinline__ void score(Rows& q, Rows& k, const float2 (&norm)[2], bool delta, float (&own)[2][2][4]) const {
+    // The common way: operands of all kinds from q and k, which become the rows that meet other blocks' columns, and
+    // the products inside the block.
+    __device__ __forceinline__ void score(Rows& q, Rows& k, const float2 (&norm)[2], bool delta,
+                                          float (&own)[2][2][4]) const {
 #pragma unroll
         for (int g = 0; g < P::kGroups; ++g) {
             Words columns[2];
@@ -245,9 +253,9 @@ struct ChannelBlock {
         }
     }
 
-    // The exact way reads q and k again, group by group: load(q, k, g). First the products inside the block. A pair of tokens belongs to
-    // the level of the highest bit in which their numbers differ; whatever a level computes for other pairs is dropped, be it
-    // infinite.
+    // The exact way reads q and k again, group by group: load(q, k, g). First the products inside the block. A pair of
+    // tokens belongs to the level of the highest bit in which their numbers differ; whatever a level computes for other
+    // pairs is dropped, be it infinite.
     template <class Load>
     __device__ __forceinline__ void score_exact(Load load, const float2 (&norm)[2], float (&own)[2][2][4]) const {
         BlockRows<1> q, k;
@@ -282,7 +290,8 @@ struct ChannelBlock {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int i = lane / 4 + e / 2 * 8, j = 8 * tile + lane % 4 * 2 + e % 2;
-                    if (j < i && (i ^ j) / level == 1) own[0][tile][e] = product[0][tile][e], own[1][tile][e] = product[1][tile][e];
+                    if (j < i && (i ^ j) / level == 1)
+                        own[0][tile][e] = product[0][tile][e], own[1][tile][e] = product[1][tile][e];
                 }
         }
         // A token with itself.
@@ -326,7 +335,8 @@ struct ChannelBlock {
         }
     }
     template <class Load>
-    __device__ __forceinline__ void cross_exact(Load load, const float2 (&norm)[2], float (&cross)[P::kBlocks - 1][2][2][4]) const {
+    __device__ __forceinline__ void cross_exact(Load load, const float2 (&norm)[2],
+                                                float (&cross)[P::kBlocks - 1][2][2][4]) const {
         BlockRows<1> q, k;
 #pragma unroll 1
         for (int g = 0; g < P::kGroups; ++g) {
@@ -351,7 +361,8 @@ struct ChannelBlock {
             }
         }
     }
-    __device__ __forceinline__ void cross(const Rows& q, const Rows& k, bool delta, int earlier, float (&product)[2][2][4]) const {
+    __device__ __forceinline__ void cross(const Rows& q, const Rows& k, bool delta, int earlier,
+                                          float (&product)[2][2][4]) const {
 #pragma unroll
         for (int g = 0; g < P::kGroups; ++g) {
             Words columns[2];
@@ -364,13 +375,15 @@ struct ChannelBlock {
 
 template <class T, int kKey>
 __global__ void __launch_bounds__(kPrepareThreads, 3)
-    prepare_channel(const __grid_constant__ DeviceArgs a, const Schedule schedule, ChannelImage<T, kKey>* images, std::int32_t* exact_writes) {
+    prepare_channel(const __grid_constant__ DeviceArgs a, const Schedule schedule, ChannelImage<T, kKey>* images,
+                    std::int32_t* exact_writes) {
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>, kOwned = P::kChannels / 32;
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<ChannelSmem<kKey>*>(raw);
 
-    const int value_head = static_cast<int>(blockIdx.x) % a.value_heads, number = static_cast<int>(blockIdx.x) / a.value_heads;
+    const int value_head = static_cast<int>(blockIdx.x) % a.value_heads,
+              number = static_cast<int>(blockIdx.x) / a.value_heads;
     const int head = value_head / a.group, thread = static_cast<int>(threadIdx.x);
     const ChunkPlace place = place_of(a, schedule, number);
     if (place.count <= 0) return;
@@ -381,18 +394,20 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     const int lane = block.lane, first = block.first;
     if (thread < kRows)
         s.beta[thread] = delta && thread < place.count
-                             ? beta_of(a, load_float(a.beta.data, a.beta.dtype, a.beta.offset(place.batch, place.begin + thread, value_head)))
+                             ? beta_of(a, load_float(a.beta.data, a.beta.dtype,
+                                                     a.beta.offset(place.batch, place.begin + thread, value_head)))
                              : 0.0f;
 
     // --- gate ---
     // A block without tokens reads the chunk's first one, and drops it.
     const int count = place.count - first;
     const std::int64_t begin = place.begin + (count > 0 ? first : 0);
-    BlockGates<kKey> gates{a, s.gates[block.warp], s.raw_gates[block.warp], block.part * P::kChannels + lane * kOwned, count};
+    BlockGates<kKey> gates{a, s.gates[block.warp], s.raw_gates[block.warp], block.part * P::kChannels + lane * kOwned,
+                           count};
     gates.load(a.g.offset(place.batch, begin, value_head));
     typename ChannelBlock<T, kKey>::Rows q, k;
-    q.template load<T>(a.q, place.batch, begin, head, count, block.part * P::kChannels, a.key_dim);
-    k.template load<T>(a.k, place.batch, begin, head, count, block.part * P::kChannels, a.key_dim);
+    q.template fetch<T>(a.q, place.batch, begin, head, count, block.part * P::kChannels, a.key_dim);
+    k.template fetch<T>(a.k, place.batch, begin, head, count, block.part * P::kChannels, a.key_dim);
     bool wild = false;
     {
         float head_sum[kOwned], tail_sum[kOwned];
@@ -405,6 +420,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
             s.head[block.block][gates.channel + i] = head_sum[i], s.tail[block.block][gates.channel + i] = tail_sum[i];
         }
     }
+    q.mask(count, block.part * P::kChannels, a.key_dim);
+    k.mask(count, block.part * P::kChannels, a.key_dim);
     if (a.qk_l2norm) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -461,7 +478,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     float own[2][2][4] = {};  // q k^T and k k^T of the block
     float squares = 0.0f;
     const float beta[2] = {s.beta[first + lane / 4], s.beta[first + lane / 4 + 8]};
-    const auto store = [&](const float (&scores)[2][4], float (&overlaps)[2][4], int column, float2& sum) {
+    const auto store = [&](const float(&scores)[2][4], float(&overlaps)[2][4], int column, float2& sum) {
         store_product(s.pairs.scores, scores, first, column, block.part > 0);
         if (!delta) return;
 #pragma unroll
@@ -492,8 +509,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     } else {
         const auto load_group = [&](BlockRows<1>& q1, BlockRows<1>& k1, int g) {
             const int channel = block.part * P::kChannels + 32 * g;
-            q1.template load<T>(a.q, place.batch, begin, head, count, channel, a.key_dim);
-            k1.template load<T>(a.k, place.batch, begin, head, count, channel, a.key_dim);
+            q1.template fetch<T>(a.q, place.batch, begin, head, count, channel, a.key_dim);
+            k1.template fetch<T>(a.k, place.batch, begin, head, count, channel, a.key_dim);
+            q1.mask(count, channel, a.key_dim);
+            k1.mask(count, channel, a.key_dim);
         };
         block.score_exact(load_group, norm, own);
         block.operands_exact(load_group, norm, delta);
@@ -520,7 +539,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     if (!delta) return;
     invert(s.pairs.overlaps, s.inverse);
     emit_lower<T>(block.image.inverse, s.inverse, s.beta, false);
-    if (coupled) emit_lower<T>(block.image.inverse_low, s.inverse, s.beta, true);
+    if (coupled) {
+        emit_lower<T>(block.image.inverse_low, s.inverse, s.beta, true);
+        emit_lower<T>(block.image.scores_low, s.pairs.scores, nullptr, true);
+    }
     if (thread == 0) exact_writes[at] = coupled;
 }
 

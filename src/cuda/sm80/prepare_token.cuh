@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// prepare, one decay per token: scores, inverse and factors of every chunk <- q, k, gate, beta      ALGORITHM.md: score, solve
+// prepare, one decay per token: scores, inverse and factors of every chunk <- q, k, gate, beta      ALGORITHM.md:
+// score, solve
 //
 // grid (chunks of the slab * value heads)   128 threads, a warp per block of 16 tokens
 //
-// q and k go into the products as they are; norms, scale and exp(G_i - G_j) multiply the results. Nothing is rounded but the
-// inputs and what the carry reads.
+// q and k go into the products as they are; norms, scale and exp(G_i - G_j) multiply the results. Nothing is rounded
+// but the inputs and what the carry reads.
 #pragma once
 
 #include "cuda/sm80/block.cuh"
@@ -28,14 +29,17 @@ struct TokenSmem {
 
 template <class T, int kKey>
 __global__ void __launch_bounds__(kPrepareThreads, 4)
-    prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, TokenImage<T, kKey>* images, std::int32_t* exact_writes) {
+    prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, TokenImage<T, kKey>* images,
+                  std::int32_t* exact_writes) {
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>;
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<TokenSmem<kKey>*>(raw);
 
-    const int value_head = static_cast<int>(blockIdx.x) % a.value_heads, number = static_cast<int>(blockIdx.x) / a.value_heads;
-    const int head = value_head / a.group, thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+    const int value_head = static_cast<int>(blockIdx.x) % a.value_heads,
+              number = static_cast<int>(blockIdx.x) / a.value_heads;
+    const int head = value_head / a.group, thread = static_cast<int>(threadIdx.x), lane = thread % 32,
+              warp = thread / 32;
     const ChunkPlace place = place_of(a, schedule, number);
     if (place.count <= 0) return;
 
@@ -48,8 +52,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
     // A block without tokens reads the chunk's first one, and drops it.
     const int count = place.count - first;
     const std::int64_t begin = place.begin + (count > 0 ? first : 0);
-    q.template load<T>(a.q, place.batch, begin, head, count, part * P::kChannels, a.key_dim);
-    k.template load<T>(a.k, place.batch, begin, head, count, part * P::kChannels, a.key_dim);
+    q.template fetch<T>(a.q, place.batch, begin, head, count, part * P::kChannels, a.key_dim);
+    k.template fetch<T>(a.k, place.batch, begin, head, count, part * P::kChannels, a.key_dim);
     if (warp == 0) {
         // Two neighbouring tokens a lane (one where a chunk has 32), then a scan over the lanes.
         constexpr int kEach = kRows / 32;
@@ -76,8 +80,11 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
     }
     if (thread < kRows)
         s.beta[thread] = delta && thread < place.count
-                             ? beta_of(a, load_float(a.beta.data, a.beta.dtype, a.beta.offset(place.batch, place.begin + thread, value_head)))
+                             ? beta_of(a, load_float(a.beta.data, a.beta.dtype,
+                                                     a.beta.offset(place.batch, place.begin + thread, value_head)))
                              : 0.0f;
+    q.mask(count, part * P::kChannels, a.key_dim);
+    k.mask(count, part * P::kChannels, a.key_dim);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int token = first + lane / 4 + 8 * half;
@@ -115,7 +122,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
     const float row_decay[2] = {s.log_decay[rows[0]], s.log_decay[rows[1]]};
     const float q_scale[2] = {a.scale * norm(0, rows[0]), a.scale * norm(0, rows[1])};
     const float k_scale[2] = {s.beta[rows[0]] * norm(1, rows[0]), s.beta[rows[1]] * norm(1, rows[1])};
-    const auto store = [&](float (&scores)[2][4], float (&overlaps)[2][4], int column, float2& sum) {
+    const auto store = [&](float(&scores)[2][4], float(&overlaps)[2][4], int column, float2& sum) {
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
@@ -161,7 +168,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
     if (!delta) return;
     invert(s.pairs.overlaps, s.inverse);
     emit_lower<T>(image.inverse, s.inverse, s.beta, false);
-    if (coupled) emit_lower<T>(image.inverse_low, s.inverse, s.beta, true);
+    if (coupled) {
+        emit_lower<T>(image.inverse_low, s.inverse, s.beta, true);
+        emit_lower<T>(image.scores_low, s.pairs.scores, nullptr, true);
+    }
     if (thread == 0) exact_writes[at] = coupled;
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // schedule: first_chunk [N + 1], segments <- cu_seqlens      one CTA
 //
-// Packed sequences are cut into chunks and segments on the device, so that no length is ever read by the host. Where sequences
-// stay whole the longest goes first: what starts late ends late.
+// Packed sequences are cut into chunks and segments on the device, so that no length is ever read by the host. Where
+// sequences stay whole the longest goes first: what starts late ends late.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -45,7 +45,8 @@ static __global__ void __launch_bounds__(kScheduleThreads)
             before = -base;
             for (int other = 0; other < a.sequences; ++other) {
                 const Segment rival = piece(other);
-                before += rival.sequence >= 0 && (rival.chunks > head.chunks || (rival.chunks == head.chunks && other < n));
+                before +=
+                    rival.sequence >= 0 && (rival.chunks > head.chunks || (rival.chunks == head.chunks && other < n));
             }
         }
         for (std::int32_t rank = 0; rank < count; ++rank)

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // solve: X = (I + M)^-1 for a strictly lower triangular M, in float      ALGORITHM.md: solve
 //
-// Blocks of 16 on the diagonal by substitution, one warp each; corners of 16 and of 32 as -X22 M21 X11 on the tensor cores, each
-// factor as the sum of two TF32 numbers: 22 bits, since near-collinear keys leave nothing to spare (docs/sm80.md).
+// Blocks of 16 on the diagonal by substitution, one warp each; corners of 16 and of 32 as -X22 M21 X11 on the tensor
+// cores, each factor as the sum of two TF32 numbers: 22 bits, since near-collinear keys leave nothing to spare
+// (docs/sm80.md).
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
 #include "cuda/sm80/chunk.cuh"
+#include "cuda/tile/convert.cuh"
 
 namespace cula::cuda::sm80 {
 
-// A square of floats in shared memory. The pitch keeps both the accumulator layout (8 bytes a lane) and rows free of conflicts.
+// A square of floats in shared memory. The pitch keeps both the accumulator layout (8 bytes a lane) and rows free of
+// conflicts.
 template <int kSize>
 struct Square {
     static constexpr int kPitch = kSize + 8;
@@ -20,15 +23,10 @@ struct Square {
     __device__ __forceinline__ const float* at(int row, int column) const { return x + row * kPitch + column; }
 };
 
-__device__ __forceinline__ void load4(float* to, const float* from) {
-    const float4 x = *reinterpret_cast<const float4*>(from);
-    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-}
-
 // product [16 x 16] += left right [16 x 16], left as accumulators hold it: [n tile][fragment].
 template <int kSize>
-__device__ __forceinline__ void multiply_block(float (&product)[2][4], const float (&left)[2][4], const Square<kSize>& right, int row,
-                                               int column) {
+__device__ __forceinline__ void multiply_block(float (&product)[2][4], const float (&left)[2][4],
+                                               const Square<kSize>& right, int row, int column) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
@@ -73,8 +71,7 @@ __device__ __forceinline__ void invert(const Square<kSize>& m, Square<kSize>& x)
         for (int i = 0; i < kBlock; ++i) {
             float row[kBlock], even = i == j ? 1.0f : 0.0f, odd = 0.0f;
 #pragma unroll
-            for (int l = 0; l < i; l += 4)
-                load4(row + l, m.at(first + i, first + l));
+            for (int l = 0; l < i; l += 4) load4(row + l, m.at(first + i, first + l));
 #pragma unroll
             for (int l = 0; l < i; ++l) (l % 2 ? odd : even) -= row[l] * column[l];
             column[i] = even + odd;
@@ -106,8 +103,8 @@ __device__ __forceinline__ void invert(const Square<kSize>& m, Square<kSize>& x)
             for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
-                    *reinterpret_cast<float2*>(x.at(row * kBlock + lane / 4 + 8 * e,
-                                                    (top + of_column) * kBlock + 8 * tile + lane % 4 * 2)) =
+                    *reinterpret_cast<float2*>(
+                        x.at(row * kBlock + lane / 4 + 8 * e, (top + of_column) * kBlock + 8 * tile + lane % 4 * 2)) =
                         float2{-result[tile][2 * e], -result[tile][2 * e + 1]};
         }
         __syncthreads();

@@ -7,7 +7,9 @@ namespace cula::cuda::sm80 {
 
 template <int kKey>
 void launch_step_any(const Call& call) {
-    if (call.args.parents.data)
+    if (call.args.segment_m.data)
+        launch_rows(call, step<float, kKey, 1, false, false, true>, 1, call.args.key_dim);
+    else if (call.args.parents.data)
         launch_rows(call, step<float, kKey, 1, false, true>, 1);
     else
         launch_rows(call, step<float, kKey, 1, false, false>, 1);

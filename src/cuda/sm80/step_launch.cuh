@@ -7,12 +7,17 @@
 
 namespace cula::cuda::sm80 {
 
+// more_rows: besides those of the values.
 template <class Kernel>
-void launch_rows(const Call& call, Kernel* kernel, int rows) {
+void launch_rows(const Call& call, Kernel* kernel, int rows, int more_rows = 0) {
     const DeviceArgs& a = call.args;
-    const int block_rows = rows * kRowsPerPass;
-    const std::size_t blocks = static_cast<std::size_t>((a.value_dim + block_rows - 1) / block_rows);
-    launch(kernel, blocks * a.value_heads * a.sequences, kStepThreads, 0, call.stream, a);
+    const auto blocks = [&](int count) {
+        return static_cast<std::size_t>((count + rows * kRowsPerPass - 1) / (rows * kRowsPerPass));
+    };
+    // Without sequences somebody still has to zero the outputs.
+    const std::size_t sequences = a.cu_seqlens && a.sequences == 0 ? 1 : static_cast<std::size_t>(a.sequences);
+    launch(kernel, (blocks(a.value_dim) + blocks(more_rows)) * a.value_heads * sequences, kStepThreads, 0, call.stream,
+           a);
 }
 
 }  // namespace cula::cuda::sm80

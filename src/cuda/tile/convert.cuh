@@ -55,18 +55,48 @@ __device__ __forceinline__ void store_float(void* data, Dtype dtype, std::int64_
     }
 }
 
-// 16 bytes of T as floats.
+__device__ __forceinline__ void load4(float* to, const float* from) {
+    const float4 x = *reinterpret_cast<const float4*>(from);
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+}
+
+// One number whose dtype is known at run time, loaded without looking at it: nothing waits before value().
+struct RawFloat {
+    std::uint32_t bits = 0;
+
+    __device__ __forceinline__ void load(const void* data, Dtype dtype, std::int64_t i, bool in) {
+        const bool narrow = dtype == Dtype::kBFloat16 || dtype == Dtype::kFloat16;
+        if (in && narrow) bits = __ldg(static_cast<const unsigned short*>(data) + i);
+        if (in && dtype == Dtype::kFloat32) bits = __ldg(static_cast<const std::uint32_t*>(data) + i);
+        if (in && dtype == Dtype::kFloat64)
+            bits = __float_as_uint(static_cast<float>(static_cast<const double*>(data)[i]));
+    }
+    __device__ __forceinline__ float value(Dtype dtype) const {
+        if (dtype == Dtype::kBFloat16) return __uint_as_float(bits << 16);
+        if (dtype == Dtype::kFloat16) return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+        return __uint_as_float(bits);
+    }
+};
+
+// Four neighbouring elements of T: 16 bytes of float, 8 of the 16-bit types.
 template <class T>
-struct Pack {
-    static constexpr int kCount = 16 / sizeof(T);
-    std::uint32_t word[4] = {};
+struct Four {
+    std::uint32_t word[sizeof(T)] = {};
 
     __device__ __forceinline__ void load(const T* p) {
-        const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(p));
-        word[0] = raw.x, word[1] = raw.y, word[2] = raw.z, word[3] = raw.w;
+        if constexpr (sizeof(T) == 4) {
+            const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(p));
+            word[0] = raw.x, word[1] = raw.y, word[2] = raw.z, word[3] = raw.w;
+        } else {
+            const uint2 raw = __ldcs(reinterpret_cast<const uint2*>(p));
+            word[0] = raw.x, word[1] = raw.y;
+        }
     }
     __device__ __forceinline__ void store(T* p) const {
-        __stcs(reinterpret_cast<uint4*>(p), uint4{word[0], word[1], word[2], word[3]});
+        if constexpr (sizeof(T) == 4)
+            __stcs(reinterpret_cast<uint4*>(p), uint4{word[0], word[1], word[2], word[3]});
+        else
+            __stcs(reinterpret_cast<uint2*>(p), uint2{word[0], word[1]});
     }
 
     __device__ __forceinline__ float get(int i) const {
@@ -77,14 +107,14 @@ struct Pack {
             return to_float(reinterpret_cast<const T&>(bits));
         }
     }
-    // Elements i and i + 1 (16-bit types), or element i (float).
+    // In order from 0 to 3.
     __device__ __forceinline__ void set(int i, float x) {
         if constexpr (sizeof(T) == 4) {
             word[i] = __float_as_uint(x);
         } else {
             const T rounded = from_float<T>(x);
             const std::uint32_t bits = reinterpret_cast<const unsigned short&>(rounded);
-            word[i / 2] = i % 2 ? (word[i / 2] & 0xffffu) | bits << 16 : bits;
+            word[i / 2] = i % 2 ? word[i / 2] | bits << 16 : bits;
         }
     }
 };

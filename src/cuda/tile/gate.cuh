@@ -15,28 +15,30 @@ __device__ __forceinline__ float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ float log2_fast(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp2_fast(-kLog2E * x)); }
 
-// log2(1 + 2^y): softplus in base 2. Below 2^-10 the logarithm would lose the sum's digits; the series does not.
+// log2(1 + 2^y): softplus in base 2, as max(y, 0) + log2(1 + e) with e = 2^-|y| at most 1. The logarithm is the series
+// of 2 atanh(e / (2 + e)), good to float's last digits at any size, where the approximate instruction is not for small
+// e.
 __device__ __forceinline__ float softplus2(float y) {
-    const float e = exp2_fast(fminf(y, 40.0f));
-    const float series = e * kLog2E * (1.0f - 0.5f * e + 0.333333f * e * e);
-    const float exact = log2_fast(1.0f + e);
-    return y > 28.85f ? y : e < 0.01f ? series : exact;
+    const float e = exp2_fast(-fabsf(y)), z = __fdividef(e, 2.0f + e), zz = z * z;
+    float series = 1.0f / 13.0f;
+    series = series * zz + 1.0f / 11.0f;
+    series = series * zz + 1.0f / 9.0f;
+    series = series * zz + 1.0f / 7.0f;
+    series = series * zz + 1.0f / 5.0f;
+    series = series * zz + 1.0f / 3.0f;
+    series = series * zz + 1.0f;
+    return fmaxf(y, 0.0f) + 2.0f * kLog2E * z * series;
 }
 
 struct HeadGate {
     int value_head;
     Gate kind;
-    float slope;        // exp(A_log)
-    float lower_bound2; // lower_bound in base 2
-    float gamma2;       // log2 of the head's constant decay
-    float bias;         // dt_bias where there is one per head
+    float slope;         // exp(A_log)
+    float lower_bound2;  // lower_bound in base 2
+    float gamma2;        // log2 of the head's constant decay
+    float bias;          // dt_bias where there is one per head
 
     __device__ __forceinline__ HeadGate(const DeviceArgs& a, int head)
         : value_head(head), kind(a.gate), slope(1.0f), lower_bound2(a.lower_bound * kLog2E), gamma2(0.0f), bias(0.0f) {
@@ -75,8 +77,8 @@ __device__ __forceinline__ float channel_bias(const DeviceArgs& a, int value_hea
 }
 
 // log2 of a token's decay where it has one number.
-__device__ __forceinline__ float token_log2_decay(const DeviceArgs& a, const HeadGate& gate, std::int64_t b, std::int64_t t,
-                                                  int value_head) {
+__device__ __forceinline__ float token_log2_decay(const DeviceArgs& a, const HeadGate& gate, std::int64_t b,
+                                                  std::int64_t t, int value_head) {
     if (a.algorithm.decay != Decay::kPerToken) return gate.gamma2;
     return gate.log2_decay(load_float(a.g.data, a.g.dtype, a.g.offset(b, t, value_head)) + gate.bias) + gate.gamma2;
 }
