@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <cstdint>
 #include <cstdlib>
 #include <limits>
 #include <span>
@@ -96,7 +97,7 @@ void for_each_tensor(Pass pass, const Visit& visit) {
 // microseconds (the package itself), since PyTorch spends as much on each number as on a tensor. Its `options` holds
 // chunk_tokens << 16 and, from the lowest bit: 8 bits for the row of kAlgorithms, 2 for the Gate, then the flags in the
 // order in which the other overload names them, in_place last.
-enum class Form { kNamed, kPacked };
+enum class Form : std::uint8_t { kNamed, kPacked };
 
 constexpr std::string_view overload(Form form) { return form == Form::kPacked ? ".packed" : ""; }
 

@@ -16,6 +16,14 @@ class ArgumentError(ValueError, AssertionError):
     """FLA asserts where this library raises ValueError: an `except` clause written for either holds."""
 
 
+def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the widest of their dtypes: FLA's recurrent operators take each in its own."""
+    if q.dtype == k.dtype == v.dtype:
+        return q, k, v
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
 def require(condition: bool, message: str, *given: object) -> None:
     """`given` fills the message, once it is needed: putting words together takes longer than a call."""
     if not condition:

@@ -93,6 +93,7 @@ def fused_recurrent_gated_delta_rule(
 
     The log decays g `[B, T, HV]` and gk `[B, T, HV, K]` add up; with neither it is the plain delta rule. beta is `[B,
     T, HV]` or `[B, T, HV, V]`, one if None. A decay `gv` along V is outside the family.
+    q, k and v may differ in dtype; o has v's.
     """
     state_v_first = _fla.state_layout(kwargs, state_v_first)
     _fla.options("fused_recurrent_gated_delta_rule", kwargs)
@@ -109,6 +110,8 @@ def fused_recurrent_gated_delta_rule(
     if beta is None:
         beta = v.new_ones(v.shape[:3])
     algorithm = "kda" if gk is not None else "delta" if g is None else "gdn"
+    dtype = v.dtype
+    q, k, v = _fla.one_dtype(q, k, v)
     if gk is not None:
         g = gk if g is None else gk + g.unsqueeze(-1)
     o, final_state, _ = _passes.forward(
@@ -116,4 +119,4 @@ def fused_recurrent_gated_delta_rule(
         beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens,
         initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
     )  # fmt: skip
-    return o, final_state
+    return o.to(dtype), final_state

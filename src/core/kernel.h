@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string_view>
 
@@ -24,7 +25,7 @@ std::span<const Kernel> kernels();
 
 // Where the tensors lie whose values decide which memory a call touches: cu_seqlens, plans, parents, counts and
 // indices.
-enum class Indices { kOnHost, kOnDevice };
+enum class Indices : std::uint8_t { kOnHost, kOnDevice };
 
 // Throws Error unless the arguments fit the pass and each other, with the values of the indices where they are on the
 // host. No other memory is read.

@@ -28,6 +28,7 @@ std::vector<Device> all_devices() {
     int count = 0;
     check(cudaGetDeviceCount(&count), "device count");
     std::vector<Device> devices;
+    devices.reserve(static_cast<std::size_t>(count));
     for (int index = 0; index < count; ++index) devices.push_back(describe(index));
     return devices;
 }
