@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared memory: 8 x 8 matrix loads and asynchronous copies, sm_80; named barriers.
+// Shared memory: 8 x 8 matrix loads and asynchronous copies, sm_80.
 #pragma once
 
 #include <cstdint>
@@ -47,10 +47,6 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending));
-}
-
-__device__ __forceinline__ void barrier(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace cula::cuda

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefills whose chunks do not all fit the workspace at a time: slabs, one after another, that hand states on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import passes
+from cases import Case, Inputs, make
+from compare import assert_same_bits, errors
+
+WIDE = {"dtype": torch.bfloat16, "gate_dtype": torch.bfloat16, "key_dim": 128, "value_dim": 128}
+PART = 32  # heads whose chunks fit one slab; four times as many do not
+HEAD_DIM = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "decay": 0, "A_log": 0, "dt_bias": 0, "initial_state": 1}
+pytestmark = pytest.mark.xdist_group("large")
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back() -> Iterator[None]:
+    yield
+    torch.cuda.empty_cache()
+
+
+def some_heads(inputs: Inputs) -> Inputs:
+    cut = {name: getattr(inputs, name) for name in HEAD_DIM}
+    cut = {name: x.narrow(HEAD_DIM[name], 0, PART) for name, x in cut.items() if x is not None}
+    return inputs.but(case=inputs.case.but(heads=PART, value_heads=PART), **cut)
+
+
+@pytest.mark.parametrize("algorithm", ["kda", "gdn", "gla", "lightning"])
+@pytest.mark.parametrize(
+    ("lengths", "packed"),
+    [((8192, 8192), False), ((8192,), True), ((5000, 0, 4000, 64, 100), True)],
+    ids=["batch", "one", "many"],
+)
+def test_slabs_change_no_bits(algorithm, lengths, packed):
+    heads = 4 * PART * (1 if algorithm in ("kda", "gla") else 4)  # images are smaller where q and k stay as they are
+    inputs = make(Case(algorithm, lengths, packed=packed, heads=heads, value_heads=heads, **WIDE), draw_on="cuda")
+    whole = passes.prefill(inputs, backend="sm80", batch_invariant=True)
+    alone = passes.prefill(some_heads(inputs), backend="sm80", batch_invariant=True)
+    assert_same_bits("o", alone.o, whole.o[:, :, :PART].contiguous())
+    assert_same_bits("final_state", alone.final_state, whole.final_state[:, :PART].contiguous())
+
+
+@pytest.mark.parametrize("algorithm", ["kda", "gdn", "gla", "lightning"])
+def test_segments_of_several_slabs(algorithm):
+    """Few heads, many tokens: segments are composed inside a slab, and the next slab goes on from there."""
+    tokens = 1 << 18 if algorithm in ("kda", "gla") else 1 << 20
+    inputs = make(Case(algorithm, (tokens,), heads=4, value_heads=4, **WIDE), draw_on="cuda")
+    one = passes.prefill(inputs, backend="sm80")
+    two = passes.prefill(inputs, backend="sm80", batch_invariant=True)
+    for name in ("o", "final_state"):  # within one rounding of the operands, which is 2^-9
+        assert errors(getattr(one, name), getattr(two, name).double()).rms < 2e-3, name
