@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from bench import cost, first, gpu, machine, results
 from bench.accuracy import Oracle, stand_in
 from bench.impls import OURS, Impl, states_of, verify_inputs
 from bench.measure import Call
+from bench.peers import tune_briefly
 from bench.results import RESULTS, Row
-from bench.suites import GROUPS, SUITES, Suite
+from bench.suites import GROUPS, SUITES, Entry, Suite
 from cases import Case, Inputs, make
 
 ROTATE_BYTES_LIMIT = 1 << 30  # of all sets of inputs together
@@ -55,12 +57,11 @@ class Run:
         self.failed = False
         self.rows: list[Row] = []
 
-    def chosen(self, suite: Suite) -> Iterator[tuple[str, str, Case, list[Impl]]]:
-        impls = [impl for impl in suite.impls() if re.search(self.options.impl, impl.name)]
-        for op, name, case in suite.rows():
-            takers = [impl for impl in impls if impl.takes(suite.pass_name, case)]
-            if takers and re.search(self.options.case, f"{op}/{name}"):
-                yield op, name, case, takers
+    def chosen(self, suite: Suite) -> Iterator[tuple[Entry, list[Impl]]]:
+        for entry in suite.entries:
+            takers = [impl for impl in suite.impls_of(entry) if re.search(self.options.impl, impl.name)]
+            if takers and re.search(self.options.case, f"{entry.op}/{entry.name}"):
+                yield entry, takers
 
     def suite(self, suite: Suite) -> None:
         if self.head.get("device") != suite.device.name():
@@ -72,9 +73,11 @@ class Run:
             flush=True,
         )
         rows: list[Row] = []
-        path = None
-        for op, name, case, impls in self.chosen(suite):
-            measured = self.measure(suite, op, name, case, impls)
+        path, start = None, time.perf_counter()
+        for entry, impls in self.chosen(suite):
+            if entry.case.packed:
+                head.setdefault("lengths", {})[f"{entry.op}/{entry.name}"] = " ".join(map(str, entry.case.lengths))
+            measured = self.measure(suite, entry, impls)
             for row in measured:
                 show(row, measured[0], head)
             rows += measured
@@ -84,8 +87,10 @@ class Run:
         if path is not None:
             head["clock_mhz"] = [*head["clock_mhz"], *suite.device.clock_mhz()]
             print(f"wrote {results.write(self.output, suite.name, head, rows)}", flush=True)
+        print(f"{suite.name}: {time.perf_counter() - start:.0f} s", flush=True)
 
-    def measure(self, suite: Suite, op: str, name: str, case: Case, impls: list[Impl]) -> list[Row]:
+    def measure(self, suite: Suite, entry: Entry, impls: list[Impl]) -> list[Row]:
+        op, name, case = entry.op, entry.name, entry.case
         sets = rotating(suite, inputs_of(suite, case))
         small = stand_in(case, suite.device.ORACLE_TOKENS)
         errors = self.known_errors.setdefault((suite.name, small), {})
@@ -105,7 +110,7 @@ class Run:
                 self.failed |= impl.name == OURS.name
             else:
                 calls[impl.name] = bound
-        times = suite.device.times(calls, self.options.quick)
+        times = suite.device.times(calls, self.options.quick or suite.brief)
         moved = cost.moved_bytes(suite.pass_name, sets[0])
 
         def row(impl: Impl) -> Row:
@@ -116,6 +121,14 @@ class Run:
                 pass_name=suite.pass_name,
                 case=name,
                 impl=impl.name,
+                panel=entry.panel,
+                dtype=str(case.dtype).removeprefix("torch."),
+                tokens=sum(case.lengths),
+                sequences=case.sequences,
+                heads=case.heads,
+                value_heads=case.value_heads,
+                key_dim=case.key_dim,
+                value_dim=case.value_dim,
                 gpu_ms=times[impl.name].gpu_ms,
                 call_ms=times[impl.name].call_ms,
                 gb=(moved if impl.computes else 2 * case.sequences * cost.state_bytes(case)) / 1e9,
@@ -132,21 +145,24 @@ class Run:
     def find_first_calls(self, suites: list[Suite]) -> None:
         """On a GPU; with --quick only as far as they fill FLA's cache. Compiled libraries last, on a quiet machine."""
         compiled: list[first.Call] = []
-        tuned: dict[tuple, first.Call] = {}
+        tuned: dict[first.Call, first.Kinds] = {}
+        known = first.kinds_in_cache()
         for suite in suites:
-            for op, name, case, impls in self.chosen(suite) if suite.device is gpu else ():
+            for entry, impls in self.chosen(suite) if suite.device is gpu else ():
                 for impl in impls:
-                    call = (suite.name, op, name, impl.name)
+                    call = (suite.name, entry.op, entry.name, impl.name)
                     if impl.name == "fla":
-                        tuned.setdefault(first.shape_class(suite.name, op, case), call)
+                        if new := first.kinds(suite.pass_name, entry.case) - known:
+                            tuned[call] = new
+                            known |= new
                     elif impl.computes and call[:3] in first.COMPILED and not self.options.quick:
                         compiled.append(call)
-        if tuned and first.kernel_cache_is_empty():
+        if tuned:
             print(f"compiling FLA's kernels for {len(tuned)} kinds of call", flush=True)
-            self.first_calls |= first.of_tuned(tuned.values())
+            self.first_calls |= first.of_tuned(tuned)
         self.first_calls |= first.of_compiled(compiled)
         for call, milliseconds in self.first_calls.items():
-            print("first call:", *call, "failed" if milliseconds is None else f"{milliseconds:.0f} ms", flush=True)
+            print("first call:", *call, "failed" if milliseconds is None else f"{milliseconds:.1f} ms", flush=True)
 
 
 def time_of(row: Row) -> float:
@@ -159,7 +175,7 @@ def show(row: Row, ours: Row, head: dict) -> None:
     host = "" if row.host_ms is None else f"  call {1e3 * row.call_ms:.0f} us, host {1e3 * row.host_ms:.1f} us"
     error = "" if row.rel_err_out is None else f"  out {row.rel_err_out:.1e}  state {row.rel_err_state:.1e}"
     print(
-        f"{row.op:9} {row.pass_name:7} {row.case:18} {row.impl:19} {time:9.4f} ms  x{time / time_of(ours):<6.2f}"
+        f"{row.op:9} {row.pass_name:7} {row.case:26} {row.impl:19} {time:9.4f} ms  x{time / time_of(ours):<6.2f}"
         f" {row.gb / time / head['copy_tbps']:4.0%} of copy {row.gflop / time / head['gemm_tflops']:4.0%} of gemm"
         f"{host}{error}",
         flush=True,
@@ -174,7 +190,7 @@ def summary(rows: list[Row]) -> None:
     for (op, pass_name, case), impls in cases.items():
         if (ours := impls.pop(OURS.name, None)) is not None:
             others = (f"{name} x{time_of(row) / time_of(ours):.2f}" for name, row in impls.items())
-            print(f"{op:9} {pass_name:7} {case:18} {time_of(ours):9.4f} ms  {', '.join(others)}")
+            print(f"{op:9} {pass_name:7} {case:26} {time_of(ours):9.4f} ms  {', '.join(others)}")
 
 
 def suites_named(text: str) -> list[Suite]:
@@ -209,6 +225,7 @@ def main() -> None:
         if not torch.cuda.is_available():
             parser.error("these suites need a GPU, and torch finds none")
         run.find_first_calls(options.suite)
+        tune_briefly()
     for suite in options.suite:
         run.suite(suite)
     summary(run.rows)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first call of a fresh process: python -m bench.first SUITE OP CASE IMPL prints its milliseconds.
+"""The first call of a fresh process: python -m bench.first SUITE OP CASE IMPL prints how long it takes.
 
 Imports, the CUDA context and the inputs are there before the clock starts; loading, compiling and tuning of kernels are
-not.
+not. The process of a call of ours has nobody else's library in it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,14 +18,17 @@ from pathlib import Path
 import torch
 
 from bench import ROOT
-from bench.impls import verify_inputs
-from bench.suites import SUITES
+from bench.impls import OURS, Impl, verify_inputs
+from bench.suites import SUITES, Suite
 from cases import Case, make
 
 Call = tuple[str, str, str, str]  # suite, op, case, implementation
+Kinds = set[str]  # of kernels that FLA compiles and tunes for a call
 
 # Ours and other compiled libraries: one call of each kind.
 COMPILED = (("kda_prefill", "kda", "T8192-H64"), ("decode", "kda", "N1-H32"))
+
+FLA_NORM_ROWS = 1 << 16  # its l2norm is another kernel for every started 65,536 rows
 
 
 def _start(call: Call, **environment: str) -> subprocess.Popen:
@@ -33,8 +37,9 @@ def _start(call: Call, **environment: str) -> subprocess.Popen:
 
 
 def _answer(process: subprocess.Popen) -> float | None:
+    """Milliseconds, from the last line that it printed."""
     printed = process.communicate()[0].split()
-    return float(printed[-1]) if process.returncode == 0 and printed else None
+    return float(printed[-2]) if process.returncode == 0 and printed[-1:] == ["ms"] else None
 
 
 def of_compiled(calls: Iterable[Call]) -> dict[Call, float | None]:
@@ -42,40 +47,57 @@ def of_compiled(calls: Iterable[Call]) -> dict[Call, float | None]:
     return {call: _answer(_start(call)) for call in calls}
 
 
-def kernel_cache_is_empty() -> bool:
-    """Triton's, where FLA's kernels lie once they were compiled."""
-    folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
-    return not folder.is_dir() or not any(folder.iterdir())
+def kinds(pass_name: str, case: Case) -> Kinds:
+    """FLA compiles and tunes once for all calls that agree in these."""
+    found = {f"{pass_name} {case.algorithm} {case.gate} packed={case.packed} {case.heads}/{case.value_heads}"}
+    if pass_name == "prefill" and case.qk_l2norm:
+        found.add(f"l2norm {-(-case.batch * case.tokens * case.heads // FLA_NORM_ROWS)}")
+    return found
 
 
-def of_tuned(calls: Iterable[Call]) -> dict[Call, float | None]:
+def _cache_record() -> Path:
+    """Beside the kernels that Triton compiled, and gone with them."""
+    return Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")) / "cula-bench.json"
+
+
+def kinds_in_cache() -> Kinds:
+    path = _cache_record()
+    return set(json.loads(path.read_text())) if path.exists() else set()
+
+
+def of_tuned(calls: dict[Call, Kinds]) -> dict[Call, float | None]:
     """All at once: each compiles for a minute or more, mostly on one core. What they compile, later processes find.
 
-    What they find out about speed while they disturb each other is thrown away.
+    What they find out about speed while they disturb each other is thrown away. A call that is new in its norm alone
+    runs for the sake of the cache; its time would tell nothing.
     """
     processes = {call: _start(call, FLA_CACHE_RESULTS="0") for call in calls}
-    return {call: _answer(process) for call, process in processes.items()}
+    times = {call: _answer(process) for call, process in processes.items()}
+    compiled = kinds_in_cache().union(*(calls[call] for call, taken in times.items() if taken is not None))
+    path = _cache_record()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(sorted(compiled)))
+    return {call: taken for call, taken in times.items() if not all(kind.startswith("l2norm") for kind in calls[call])}
 
 
-def shape_class(suite: str, op: str, case: Case) -> tuple:
-    """FLA compiles and tunes once for all cases that agree in this."""
-    return suite, op, case.gate, case.packed, case.heads, case.value_heads
+def _impl(suite: Suite, name: str) -> Impl:
+    """Ours without a look at the others, which would import them."""
+    return OURS if name == OURS.name else next(impl for impl in suite.impls() if impl.name == name)
 
 
 def main() -> None:
     suite_name, op, case_name, impl_name = sys.argv[1:]
     suite = SUITES[suite_name]
     torch.set_grad_enabled(False)
-    inputs = make(suite.cases[op, suite.pass_name][case_name], suite.device.DEVICE, draw_on=suite.device.DEVICE)
+    inputs = make(suite.entry(op, case_name).case, suite.device.DEVICE, draw_on=suite.device.DEVICE)
     if suite.pass_name == "verify":
         inputs = verify_inputs(inputs)
-    (impl,) = (impl for impl in suite.impls() if impl.name == impl_name)
-    call = impl.bind(suite.pass_name, inputs)
+    call = _impl(suite, impl_name).bind(suite.pass_name, inputs)
     suite.device.wait()
     start = time.perf_counter()
     call()
     suite.device.wait()
-    print(1e3 * (time.perf_counter() - start))
+    print(f"{1e3 * (time.perf_counter() - start):.3f} ms")
 
 
 if __name__ == "__main__":

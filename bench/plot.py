@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m bench.plot: draw result files, time against length and the implementations side by side, beside them."""
+"""python -m bench.plot: draw result files, time against length and the implementations side by side, beside them.
+
+A section of the benchmark is one figure with a panel per series of its cases, <suite>.png.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,41 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from bench.results import RESULTS, load
+
+TITLES = {
+    "prefill_fixed": "Prefill of sequences of one length",
+    "prefill_ragged": "Prefill of ragged batches of 8 to 256 sequences",
+    "prefill_short": "Prefill of short sequences",
+    "prefill_models": "Prefill of one layer of a model, on one of its tensor-parallel ranks",
+    "prefill_low_parallelism": "Prefill of one long sequence with few heads",
+}
+OPS = {"kda": "KDA", "gdn": "GDN", "gla": "GLA", "lightning": "Lightning"}
+PANELS_PER_ROW = 4
+
+# Okabe and Ito's colours, told apart by every kind of eye, and a line and a marker of its own for each in grey print.
+STYLES = {
+    "cula": {"label": "cula", "color": "#0072B2", "linestyle": "-", "marker": "o", "linewidth": 2.2, "zorder": 4},
+    "flash_kda": {"label": "FlashKDA", "color": "#D55E00", "linestyle": "--", "marker": "s", "zorder": 3},
+    "fla": {"label": "FLA", "color": "#009E73", "linestyle": "-.", "marker": "^", "zorder": 2},
+    "floor": {"label": "floor", "color": "#7A7A7A", "linestyle": ":", "linewidth": 1.6, "zorder": 1},
+}
+# A page of its own, so that a dark README shows it as a light one does.
+PAGE = {
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#444444",
+    "axes.axisbelow": True,
+    "grid.color": "#DDDDDD",
+    "lines.markersize": 5,
+    "font.size": 10,
+}
+
+Series = dict[str, list[tuple[float, float]]]  # implementation: (length, milliseconds)
 
 
 def time_of(row: dict) -> float:
@@ -72,12 +108,108 @@ def draw_bars(result: dict, path: Path) -> None:
     plt.close(figure)
 
 
+def _count(value: float, _position: int = 0) -> str:
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def panels_of(result: dict) -> dict[tuple[str, str], Series]:
+    """Times of the cases of each panel with their floor, by tokens, or by mean length where all have as many tokens."""
+    rows: dict[tuple[str, str], list[dict]] = defaultdict(list)
+    for row in result["cases"]:
+        rows[row["op"], row["panel"]].append(row)
+    panels: dict[tuple[str, str], Series] = {}
+    for key in sorted(rows, key=lambda key: list(OPS).index(key[0])):
+        ragged = _by_mean_length(rows[key])
+        series: Series = defaultdict(list)
+        for row in rows[key]:
+            length = row["tokens"] / row["sequences"] if ragged else row["tokens"]
+            series[row["impl"]].append((length, time_of(row)))
+            if row["impl"] == "cula":
+                series["floor"].append((length, row["gb"] / result["copy_tbps"]))
+        panels[key] = {impl: sorted(points) for impl, points in series.items()}
+    return panels
+
+
+def _by_mean_length(rows: list[dict]) -> bool:
+    return len({row["sequences"] for row in rows}) > 1 and len({row["tokens"] for row in rows}) == 1
+
+
+def _scale(axes: plt.Axes, series: list[Series]) -> None:
+    """Of all panels, which share their axes: lengths at powers of two, times at 1, 2 and 5 where there is room."""
+    lengths, times = zip(*(point for each in series for points in each.values() for point in points), strict=True)
+    shortest, longest = min(lengths), max(lengths)
+    step = 4 if longest > 32 * shortest else 2
+    ticks = [shortest]
+    while ticks[-1] * step <= longest:
+        ticks.append(ticks[-1] * step)
+    axes.set(xscale="log", yscale="log")
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(_count))
+    if max(times) < 30 * min(times):
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _legend(figure: plt.Figure, copy_tbps: float) -> None:
+    found = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    found[f"floor: the bytes at a copy's {copy_tbps:.2f} TB/s"] = found.pop(STYLES["floor"]["label"])
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=len(found), frameon=False)
+
+
+def draw_section(result: dict, path: Path) -> None:
+    """Time against length, a panel per series, every implementation and the floor in each."""
+    panels, rows = panels_of(result), result["cases"]
+    columns = min(PANELS_PER_ROW, len(panels))
+    height = -(-len(panels) // columns)
+    with plt.rc_context(PAGE):
+        size = (1 + 2.7 * max(columns, 2), 1.3 + (2.4 if height < 3 else 1.9) * height)
+        shared = {"sharex": True, "sharey": True, "squeeze": False}
+        figure, grid = plt.subplots(height, columns, figsize=size, layout="constrained", **shared)
+        for axes, ((op, panel), series) in zip(grid.flat, panels.items(), strict=False):
+            axes.set_title(f"{OPS[op]}, {panel}", fontsize="small")
+            for impl, points in series.items():
+                axes.plot(*zip(*points, strict=True), **STYLES.get(impl, {"label": impl, "marker": "."}))
+            axes.grid()
+        _scale(grid[0, 0], list(panels.values()))
+
+        by_mean = f"mean length (tokens) of {_count(rows[0]['tokens'])} in all"
+        across = by_mean if _by_mean_length(rows) else "length (tokens)"
+        for i, axes in enumerate(grid.flat):
+            axes.set_visible(i < len(panels))
+            if i + columns >= len(panels):  # nothing below it
+                axes.set_xlabel(across, fontsize="small")
+                axes.tick_params(labelbottom=True)
+        timed = "time of a call (ms)" if rows[0]["gpu_ms"] is None else "device time (ms)"
+        for axes in grid[:, 0]:
+            axes.set_ylabel(timed, fontsize="small")
+
+        dims = sorted({row["key_dim"] for row in rows} | {row["value_dim"] for row in rows})
+        figure.suptitle(
+            f"{TITLES.get(rows[0]['suite'], rows[0]['suite'])}\n{result['device']}, {rows[0]['dtype']},"
+            f" heads of {', '.join(map(str, dims))}"
+        )
+        _legend(figure, result["copy_tbps"])
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
     for path, result in load(parser.parse_args().results):
-        draw_lengths(result, path.with_name(f"{path.stem}-length.png"))
-        draw_bars(result, path.with_name(f"{path.stem}-impls.png"))
+        if any(row.get("panel") for row in result["cases"]):
+            draw_section(result, path.with_suffix(".png"))
+        else:
+            draw_lengths(result, path.with_name(f"{path.stem}-length.png"))
+            draw_bars(result, path.with_name(f"{path.stem}-impls.png"))
 
 
 if __name__ == "__main__":

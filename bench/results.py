@@ -20,6 +20,14 @@ class Row:
     pass_name: str
     case: str
     impl: str
+    panel: str | None  # of a section's plot
+    dtype: str
+    tokens: int  # of all sequences
+    sequences: int
+    heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
     gpu_ms: float | None  # device time of all kernels of the call
     call_ms: float  # what the caller sees
     gb: float

@@ -10,29 +10,60 @@ from types import ModuleType
 
 from bench import cpu, gpu
 from bench.impls import COPY_STATE, OURS, Impl, cpu_impls
-from cases import CPU_HEADLINES, HEADLINES, Case
+from cases import CPU_HEADLINES, HEADLINES, SECTIONS, Case
 
-# Tokens times heads. What is larger is for several GPUs.
+# Tokens times heads. Headlines that are larger are for several GPUs.
 ONE_GPU = 1 << 21
 
 GPU_SOURCES = ("src/cuda", "src/core", "include", "bindings")
+
+# What FLA runs in the sections: algorithm, gate, packed, heads of q and k, heads of v. It compiles and tunes for each
+# for a minute or more; for all that the sections have it would take longer than everything else in them.
+FLA_KINDS = {
+    *(("kda", "bounded", False, heads, heads) for heads in (8, 12, 32, 64, 96)),
+    ("kda", "bounded", True, 32, 32),
+    ("kda", "softplus", False, 32, 32),
+    ("gdn", "softplus", False, 16, 64),
+    ("gdn", "softplus", False, 2, 8),
+    ("gla", "log_decay", False, 32, 32),
+    ("lightning", "log_decay", False, 64, 64),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One case of a suite."""
+
+    op: str
+    name: str
+    case: Case
+    panel: str | None = None  # of a section's plot
+
+
+def _every_case(_impl: Impl, _case: Case) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
 class Suite:
     name: str
+    group: str
     pass_name: str
-    ops: tuple[str, ...]
-    cases: dict[tuple[str, str], dict[str, Case]]  # (op, pass): name: case
+    entries: tuple[Entry, ...]
     impls: Callable[[], list[Impl]]
     device: ModuleType  # bench.cpu or bench.gpu
     sources: tuple[str, ...]  # the kernels' folders, hashed into the result
+    takes: Callable[[Impl, Case], bool] = _every_case  # besides what an implementation says of itself
+    brief: bool = False  # a curve of many cases: fewer samples of each
 
-    def rows(self) -> Iterator[tuple[str, str, Case]]:
-        for op in self.ops:
-            for name, case in self.cases[op, self.pass_name].items():
-                if self.device is cpu or sum(case.lengths) * case.value_heads <= ONE_GPU:
-                    yield op, name, case
+    def entry(self, op: str, name: str) -> Entry:
+        (found,) = (entry for entry in self.entries if (entry.op, entry.name) == (op, name))
+        return found
+
+    def impls_of(self, entry: Entry) -> Iterator[Impl]:
+        for impl in self.impls():
+            if impl.takes(self.pass_name, entry.case) and self.takes(impl, entry.case):
+                yield impl
 
 
 @functools.cache
@@ -43,12 +74,32 @@ def gpu_impls() -> list[Impl]:
     return [OURS, *peers(), COPY_STATE]
 
 
+def _fla_kinds_only(impl: Impl, case: Case) -> bool:
+    return impl.name != "fla" or (case.algorithm, case.gate, case.packed, case.heads, case.value_heads) in FLA_KINDS
+
+
 def _cpu(name: str, pass_name: str, ops: tuple[str, ...]) -> Suite:
-    return Suite(name, pass_name, ops, CPU_HEADLINES, cpu_impls, cpu, ("src/cpu",))
+    entries = (Entry(op, *each) for op in ops for each in CPU_HEADLINES[op, pass_name].items())
+    return Suite(name, "cpu", pass_name, tuple(entries), cpu_impls, cpu, ("src/cpu",))
 
 
 def _gpu(name: str, pass_name: str, ops: tuple[str, ...]) -> Suite:
-    return Suite(name, pass_name, ops, HEADLINES, gpu_impls, gpu, GPU_SOURCES)
+    entries = (
+        Entry(op, name, case)
+        for op in ops
+        for name, case in HEADLINES[op, pass_name].items()
+        if sum(case.lengths) * case.value_heads <= ONE_GPU
+    )
+    return Suite(name, "gpu", pass_name, tuple(entries), gpu_impls, gpu, GPU_SOURCES)
+
+
+def _section(name: str) -> Suite:
+    entries = (
+        Entry(op, name, case, panel) for (op, panel), cases in SECTIONS[name].items() for name, case in cases.items()
+    )
+    return Suite(
+        name, "hopper", "prefill", tuple(entries), gpu_impls, gpu, GPU_SOURCES, takes=_fla_kinds_only, brief=True
+    )
 
 
 SUITES = {
@@ -63,10 +114,10 @@ SUITES = {
         _gpu("gdn_prefill", "prefill", ("gdn",)),
         _gpu("lightning_prefill", "prefill", ("lightning",)),
         _gpu("gla_prefill", "prefill", ("gla",)),
+        *(_section(name) for name in SECTIONS),
     )
 }
 
 GROUPS = {
-    "cpu": tuple(name for name, suite in SUITES.items() if suite.device is cpu),
-    "gpu": tuple(name for name, suite in SUITES.items() if suite.device is gpu),
+    group: tuple(name for name, suite in SUITES.items() if suite.group == group) for group in ("cpu", "gpu", "hopper")
 }

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Problems as values: one generator shared by the tests and the benchmarks.
 
-A `Case` says what a call looks like, `make(case)` draws its tensors from the case's seed, and `HEADLINES` names the
-shapes that results are reported for.
+A `Case` says what a call looks like, `make(case)` draws its tensors from the case's seed, `HEADLINES` names the shapes
+that results are reported for, and `SECTIONS` those that show how time grows.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import random
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch.nn import functional
@@ -334,7 +336,7 @@ HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
     ("kda", "train"): {"T8192-H64": _prefill("kda", (8192,), 64)},
 }
 
-# The same for machines without a GPU.
+# The headlines for machines without a GPU.
 CPU_HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
     **{
         (op, "prefill"): {f"T{t}-H16": _prefill(op, (t,), 16) for t in (1024, 4096, 16384, 65536)}
@@ -347,5 +349,97 @@ CPU_HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
             "N8-S4-H32": _decode(op, 8).but(lengths=(4,) * 8),
         }
         for op in ("kda", "gdn")
+    },
+}
+
+
+def ragged_lengths(kind: str, count: int, tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """Lengths of at least one token each that add up to `tokens`; the same on every machine.
+
+    uniform: as equal as they can be. random: cut at places that are all equally likely. skewed: in proportion to 1,
+    1/2, 1/3, ... in random order, a few long ones and many short ones.
+    """
+    draw = random.Random(seed)
+    if kind == "uniform":
+        cuts = [tokens * i // count for i in range(count + 1)]
+    elif kind == "random":
+        cuts = [0, *sorted(draw.sample(range(1, tokens), count - 1)), tokens]
+    elif kind == "skewed":
+        weights = [1 / rank for rank in range(1, count + 1)]
+        draw.shuffle(weights)
+        sums = [0.0, *accumulate(weights)]
+        cuts = [i + int((tokens - count) * (part / sums[-1])) for i, part in enumerate(sums)]
+    else:
+        raise ValueError(f"kind must be uniform, random or skewed, got {kind!r}")
+    return tuple(end - begin for begin, end in pairwise(cuts))
+
+
+def _heads(heads: int, value_heads: int) -> str:
+    return f"{heads} heads" if heads == value_heads else f"{heads}/{value_heads} heads"
+
+
+def _by_length(algorithm: str, lengths: tuple[int, ...], heads: int, value_heads: int | None = None) -> dict[str, Case]:
+    suffix = f"{heads}-{value_heads}" if value_heads else f"H{heads}"
+    return {f"T{t}-{suffix}": _prefill(algorithm, (t,), heads, value_heads) for t in lengths}
+
+
+RAGGED = ("uniform", "random", "skewed")
+RAGGED_TOKENS = 32768
+
+# Model: algorithm, heads of q and k, heads of v, gate; heads are of 128. docs/benchmarks.md names the source.
+MODELS = {
+    "Kimi-K3": ("kda", 96, 96, "bounded"),
+    "Kimi-Linear-48B": ("kda", 32, 32, "softplus"),
+    "Qwen3.5-397B": ("gdn", 16, 64, "softplus"),
+    "Qwen3-Next-80B": ("gdn", 16, 32, "softplus"),
+    "MiniMax-01": ("lightning", 64, 64, "log_decay"),
+}
+TENSOR_PARALLEL = (1, 2, 4, 8)
+MODEL_TOKENS = (8192, 1024, 16384)
+
+
+def _model_panels() -> dict[tuple[str, str], dict[str, Case]]:
+    """One rank's share of each model's heads."""
+    panels = {}
+    for model, (algorithm, heads, value_heads, gate) in MODELS.items():
+        for ranks in TENSOR_PARALLEL:
+            shared = (heads // ranks, value_heads // ranks)
+            panels[algorithm, f"{model} TP{ranks}, {_heads(*shared)}"] = {
+                f"{model}-TP{ranks}-T{t}": _prefill(algorithm, (t,), *shared).but(gate=gate) for t in MODEL_TOKENS
+            }
+    return panels
+
+
+# Section: (op, panel of its plot): case name -> Case. What tunes itself at the first call of a head count, as FLA does,
+# should not do it on a short one, so panels of short lengths do not begin with them.
+SECTIONS: dict[str, dict[tuple[str, str], dict[str, Case]]] = {
+    "prefill_fixed": {
+        ("kda", "96 heads"): _by_length("kda", (8192, 1024, 16384), 96),
+        ("kda", "64 heads"): _by_length("kda", (8192, 1024, 32768), 64),
+        ("kda", "64 heads, batches of 8K"): {f"B{b}-T8192-H64": _prefill("kda", (8192,) * b, 64) for b in (2, 4, 8)},
+        ("kda", "32 heads"): _by_length("kda", (8192, 2048, 32768, 65536), 32),
+        ("gdn", "16/64 heads"): _by_length("gdn", (8192, 2048, 32768), 16, 64),
+        ("gla", "32 heads"): _by_length("gla", (8192, 2048, 32768), 32),
+        ("lightning", "64 heads"): _by_length("lightning", (8192, 2048, 32768), 64),
+    },
+    "prefill_ragged": {
+        ("kda", f"{kind}, 32 heads"): {
+            f"{kind}-N{n}-H32": _prefill("kda", ragged_lengths(kind, n, RAGGED_TOKENS), 32, packed=True)
+            for n in (8, 32, 128, 256)
+        }
+        for kind in RAGGED
+    },
+    "prefill_short": {
+        ("kda", "32 heads"): _by_length("kda", (1024, 512, 256, 128, 64, 32, 16), 32),
+        ("kda", "96 heads"): _by_length("kda", (1024, 256, 64, 16), 96),
+        ("gdn", "16/64 heads"): _by_length("gdn", (1024, 256, 64, 16), 16, 64),
+    },
+    "prefill_models": _model_panels(),
+    # The longest call is the last of all: it asks most of every implementation's indices.
+    "prefill_low_parallelism": {
+        ("gdn", "2/8 heads"): _by_length("gdn", (32768, 8192, 131072), 2, 8),
+        ("kda", "16 heads"): _by_length("kda", (32768, 8192, 131072), 16),
+        ("kda", "8 heads"): _by_length("kda", (32768, 8192, 131072, 524288), 8),
+        ("kda", "4 heads"): _by_length("kda", (32768, 8192, 131072, 1048576), 4),
     },
 }

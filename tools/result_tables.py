@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 NONE_YET = ["No results are recorded yet: run `make bench`."]
 NO_GPU_YET = ["Not measured yet: run `make gpu-bench` on a machine with a GPU."]
+NO_SECTION_YET = ["Not measured yet: run `python -m bench --suite hopper` on a machine with a GPU."]
 GPU_PREFILLS = ("kda_prefill", "gdn_prefill", "lightning_prefill", "gla_prefill")
 GPU_STEPS = ("decode", "verify")
 PEERS = {"flash_kda": "FlashKDA", "fla": "FLA"}
@@ -176,6 +179,14 @@ def _times_as_long(row: dict | None, ours: dict, key: str = "gpu_ms") -> str:
     return "-" if row is None else f"{row[key] / ours[key]:.2f} x"
 
 
+def _duration(milliseconds: float) -> str:
+    return f"{milliseconds / 1e3:.0f} s" if milliseconds >= 1e3 else f"{milliseconds:.1f} ms"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.1 else f"{value:.4f}"
+
+
 def _error(row: dict | None) -> str:
     return "-" if row is None else f"{row['rel_err_out']:.1e}, {row['rel_err_state']:.1e}"
 
@@ -240,10 +251,15 @@ def gpu_calls() -> list[str]:
                     call,
                     case,
                     *("-" if row is None else f"{row['gpu_ms']:.4f} / {row['call_ms']:.4f}" for row in found),
-                    *("-" if ms is None else f"{ms / 1e3:.2f}" for ms in first),
+                    *("-" if ms is None else _duration(ms) for ms in first),
                 ]
             )
-        head = ["call", "case", *(f"{name} device / call ms" for name in names), *(f"{name} first s" for name in names)]
+        head = [
+            "call",
+            "case",
+            *(f"{name} device / call ms" for name in names),
+            *(f"{name} first call" for name in names),
+        ]
         lines += [*_table(head, rows), ""]
     return lines[:-1] or NO_GPU_YET
 
@@ -258,6 +274,81 @@ def gpu_errors() -> list[str]:
     return lines[:-1] or NO_GPU_YET
 
 
+def _spread(lengths: str) -> str:
+    """Shortest, middle and longest of a batch."""
+    ordered = sorted(map(int, lengths.split()))
+    return f"{ordered[0]}, {ordered[len(ordered) // 2]}, {ordered[-1]}"
+
+
+def _plots(suite: str, folder: str) -> dict[Path, list[str]]:
+    """Result file: its plot, if there is one, as a page whose way to the results is `folder` shows it."""
+    return {
+        path: [f"![{suite.replace('_', ' ')}, time against length]({folder}/{plot.relative_to(RESULTS)})", ""]
+        if (plot := path.with_suffix(".png")).exists()
+        else []
+        for path in sorted(RESULTS.glob(f"*/{suite}.json"))
+    }
+
+
+def prefill_plot() -> list[str]:
+    """For the README."""
+    lines = [line for plot in _plots("prefill_fixed", "bench/results").values() for line in plot]
+    return lines[:-1] or NO_SECTION_YET
+
+
+def section(suite: str) -> list[str]:
+    """A section's plot, and each case's time beside the floor and the peers."""
+    lines: list[str] = []
+    for path, plot in _plots(suite, "../bench/results").items():
+        result = json.loads(path.read_text())
+        cases = {key: impls for key, impls in _cases(result).items() if "cula" in impls}
+        lengths = result.get("lengths", {})
+        panels = list(dict.fromkeys((op, impls["cula"]["panel"]) for (op, _), impls in cases.items()))
+        rows = []
+        for (op, case), impls in cases.items():
+            ours = impls["cula"]
+            floor = ours["gb"] / result["copy_tbps"]
+            cells = [
+                f"{op}, {ours['panel']}",
+                f"{ours['tokens']:,}",
+                *([str(ours["sequences"]), _spread(lengths[f"{op}/{case}"])] if lengths else []),
+                _milliseconds(ours["gpu_ms"]),
+                _milliseconds(floor),
+                f"{ours['gpu_ms'] / floor:.1f} x",
+                *(_times_as_long(impls.get(name), ours) for name in PEERS),
+            ]
+            rows.append((panels.index((op, ours["panel"])), ours["tokens"], ours["sequences"], cells))
+        head = [
+            "prefill",
+            "tokens",
+            *(["sequences", "shortest, middle, longest"] if lengths else []),
+            "ms",
+            "floor ms",
+            "over floor",
+            *(f"{name} takes" for name in PEERS.values()),
+        ]
+        table = _table(head, [cells for *_, cells in sorted(rows)])
+        lines += [*_gpu_caption(result), *plot, *table, "", *_errors_beside_fla(cases), ""]
+    return lines[:-1] or NO_SECTION_YET
+
+
+def _errors_beside_fla(cases: Times) -> list[str]:
+    both = [(impls["cula"], impls["fla"]) for impls in cases.values() if "fla" in impls]
+    if not both:
+        return ["FLA was not there to compare errors with."]
+    counts = [sum(ours[key] <= fla[key] for ours, fla in both) for key in ("rel_err_out", "rel_err_state")]
+    return [
+        f"Our error is no larger than FLA's in {counts[0]} of the {len(both)} cases that both run for o, and in"
+        f" {counts[1]} for the final states."
+    ]
+
+
+SECTIONS: dict[str, Callable[[], list[str]]] = {
+    suite.replace("_", "-"): functools.partial(section, suite)
+    for suite in ("prefill_fixed", "prefill_ragged", "prefill_short", "prefill_models", "prefill_low_parallelism")
+}
+
 if __name__ == "__main__":
-    for lines in (prefill(), growth(), decode(), targets(), gpu_prefill(), gpu_decode(), gpu_calls(), gpu_errors()):
-        print("\n".join(lines), end="\n\n")
+    tables = (prefill, growth, decode, targets, gpu_prefill, gpu_decode, gpu_calls, gpu_errors, *SECTIONS.values())
+    for table in tables:
+        print("\n".join(table()), end="\n\n")

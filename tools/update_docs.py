@@ -36,6 +36,8 @@ GENERATORS: dict[str, Callable[[], list[str]]] = {
     "gpu-decode": result_tables.gpu_decode,
     "gpu-calls": result_tables.gpu_calls,
     "gpu-errors": result_tables.gpu_errors,
+    "prefill-plot": result_tables.prefill_plot,
+    **result_tables.SECTIONS,
     "gpu-tests": test_tables.runs,
     "sanitizer": test_tables.sanitizer,
     "fla-tests": test_tables.fla,

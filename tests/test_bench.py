@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark itself: ragged lengths, the sections' cases, first calls, and one small section from end to end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import result_tables
+from cases import HEADLINES, MODELS, RAGGED, RAGGED_TOKENS, SECTIONS, ragged_lengths
+from process import run_python
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench import __main__ as main  # noqa: E402  (once ROOT is on the path)
+from bench import cpu, first, plot, suites  # noqa: E402  (once ROOT is on the path)
+from bench.impls import OURS, Impl  # noqa: E402  (once ROOT is on the path)
+
+pytestmark = pytest.mark.cpu_only("about the benchmark's host side")
+
+
+@given(st.sampled_from(RAGGED), st.integers(1, 300), st.integers(0, 5000), st.integers(0, 2**32))
+def test_ragged_lengths(kind, count, more, seed):
+    tokens = count + more
+    lengths = ragged_lengths(kind, count, tokens, seed)
+    assert (len(lengths), sum(lengths)) == (count, tokens)
+    assert min(lengths) >= 1
+    assert lengths == ragged_lengths(kind, count, tokens, seed)
+    if kind == "uniform":
+        assert max(lengths) - min(lengths) <= 1
+
+
+def test_ragged_lengths_come_from_the_seed():
+    assert ragged_lengths("random", 8, 32768) == (1327, 7158, 4139, 1158, 11055, 2834, 1501, 3596)
+    assert ragged_lengths("skewed", 8, 32768) == (2411, 6028, 2010, 4019, 12054, 3015, 1508, 1723)
+    for kind in ("random", "skewed"):
+        assert len({ragged_lengths(kind, 32, 32768, seed) for seed in range(20)}) == 20
+
+
+def test_skewed_lengths_are_those_of_ranks():
+    longest, second, *_, shortest = sorted(ragged_lengths("skewed", 64, 1 << 20, seed=3), reverse=True)
+    assert longest == pytest.approx(2 * second, rel=1e-3)
+    assert longest == pytest.approx(64 * shortest, rel=1e-2)
+
+
+def test_an_unknown_kind_of_ragged_lengths():
+    with pytest.raises(ValueError, match="kind must be uniform, random or skewed, got 'even'"):
+        ragged_lengths("even", 2, 8)
+
+
+def entries(section: str) -> list[suites.Entry]:
+    return list(suites.SUITES[section].entries)
+
+
+def test_the_sections_are_the_group():
+    assert suites.GROUPS["hopper"] == tuple(SECTIONS)
+    assert set(SECTIONS).isdisjoint(suites.GROUPS["gpu"])
+    for name in SECTIONS:
+        names = [(entry.op, entry.name) for entry in entries(name)]
+        assert len(names) == len(set(names))
+
+
+def test_what_the_sections_span():
+    ragged = [entry.case for entry in entries("prefill_ragged")]
+    assert {case.sequences for case in ragged} == {8, 32, 128, 256}
+    assert all(case.packed and case.tokens == RAGGED_TOKENS for case in ragged)
+    few = [entry.case for entry in entries("prefill_low_parallelism") if entry.op == "kda"]
+    assert {case.heads for case in few} == {4, 8, 16}
+    assert max(case.tokens for case in few) == 1 << 20
+    short = [case.tokens for entry in entries("prefill_short") if (case := entry.case).heads == 32]
+    assert sorted(short) == [16, 32, 64, 128, 256, 512, 1024]
+    fixed = suites.SUITES["prefill_fixed"]
+    assert fixed.entry("kda", "B2-T8192-H64").case == HEADLINES["kda", "prefill"]["B2-T8192-H64"]
+    low = suites.SUITES["prefill_low_parallelism"]
+    assert low.entry("kda", "T131072-H8").case == HEADLINES["kda", "prefill"]["T131072-H8"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_rank_has_its_share_of_the_heads(model):
+    algorithm, heads, value_heads, gate = MODELS[model]
+    ranks = {1: 0, 2: 0, 4: 0, 8: 0}
+    for entry in entries("prefill_models"):
+        name, _, more = entry.name.rpartition("-TP")
+        if name == model:
+            count, case = int(more.split("-")[0]), entry.case
+            shape = (case.algorithm, case.heads * count, case.value_heads * count, case.gate)
+            assert shape == (algorithm, heads, value_heads, gate)
+            ranks[count] += 1
+    assert set(ranks.values()) == {3}
+
+
+def test_fla_runs_every_kind_that_is_listed_for_it():
+    fla = Impl("fla", OURS.bind, OURS.takes)
+    found = {
+        (case.algorithm, case.gate, case.packed, case.heads, case.value_heads)
+        for name in SECTIONS
+        for entry in entries(name)
+        if suites.SUITES[name].takes(fla, case := entry.case)
+    }
+    assert found == suites.FLA_KINDS
+
+
+def test_kinds_of_kernels_that_fla_compiles():
+    fixed = suites.SUITES["prefill_fixed"]
+    long, short = (first.kinds("prefill", fixed.entry("kda", name).case) for name in ("T8192-H64", "T1024-H64"))
+    assert len(long & short) == 1
+    assert long - short == {"l2norm 8"}
+    assert first.kinds("prefill", fixed.entry("lightning", "T8192-H64").case) == {
+        "prefill lightning log_decay packed=False 64/64"
+    }
+
+
+def test_what_is_compiled_once_is_remembered_beside_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    assert first.kinds_in_cache() == set()
+
+    def start(call, **_):
+        program = "raise SystemExit(1)" if call[3] == "fails" else "print('words before'); print('70123.456 ms')"
+        return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(first, "_start", start)
+    new, norm, fails = (("suite", "kda", "case", name) for name in ("new", "norm", "fails"))
+    times = first.of_tuned({new: {"form a", "l2norm 1"}, norm: {"l2norm 2"}, fails: {"form b"}})
+    assert times == {new: 70123.456, fails: None}
+    assert first.kinds_in_cache() == {"form a", "l2norm 1", "l2norm 2"}
+
+
+def test_a_first_call_is_told_in_milliseconds():
+    number, unit = run_python("-m", "bench.first", "cpu_decode", "lightning", "N1-H32", "cula", cwd=str(ROOT)).split()
+    assert unit == "ms"
+    assert 0.01 < float(number) < 60_000
+
+
+def test_a_first_call_of_ours_looks_at_nobody_else():
+    def others():
+        raise AssertionError("imports them")
+
+    assert first._impl(dataclasses.replace(suites.SUITES["decode"], impls=others), "cula") is OURS
+
+
+def test_first_calls_in_words():
+    assert [result_tables._duration(ms) for ms in (0.649, 2.051, 999.9, 70_123.0)] == [
+        "0.6 ms",
+        "2.1 ms",
+        "999.9 ms",
+        "70 s",
+    ]
+
+
+def result(rows: list[dict]) -> dict:
+    common = {"op": "kda", "panel": "8 heads", "call_ms": 9.0, "gb": 8.0}
+    return {"copy_tbps": 4.0, "cases": [{**common, **row} for row in rows]}
+
+
+def test_a_panel_has_the_floor_and_is_sorted():
+    rows = [
+        {"impl": "cula", "tokens": 64, "sequences": 1, "gpu_ms": 3.0},
+        {"impl": "fla", "tokens": 64, "sequences": 1, "gpu_ms": None},
+        {"impl": "cula", "tokens": 16, "sequences": 1, "gpu_ms": 2.5, "gb": 4.0},
+    ]
+    assert plot.panels_of(result(rows)) == {
+        ("kda", "8 heads"): {"cula": [(16, 2.5), (64, 3.0)], "floor": [(16, 1.0), (64, 2.0)], "fla": [(64, 9.0)]}
+    }
+
+
+def test_a_panel_of_equal_work_is_by_mean_length():
+    rows = [{"impl": "fla", "tokens": 64, "sequences": n, "gpu_ms": float(n)} for n in (2, 16)]
+    assert plot.panels_of(result(rows)) == {("kda", "8 heads"): {"fla": [(4, 16.0), (32, 2.0)]}}
+
+
+def test_a_small_section_from_end_to_end(monkeypatch, tmp_path):
+    """The ragged section with a few heads and tokens, on a CPU; ours goes by FLA's name too."""
+    section = suites.SUITES["prefill_ragged"]
+
+    def small(entry: suites.Entry) -> suites.Entry:
+        lengths = ragged_lengths(entry.name.split("-")[0], 3 if "N8" in entry.name else 5, 60)
+        return dataclasses.replace(entry, case=entry.case.but(lengths=lengths, heads=2, value_heads=2))
+
+    impls = [OURS, Impl("fla", OURS.bind, OURS.takes)]
+    chosen = [small(entry) for entry in section.entries if "N8" in entry.name or "N32" in entry.name]
+    kinds = {("kda", "bounded", True, 2, 2)}
+    monkeypatch.setattr(suites, "FLA_KINDS", kinds)
+    for name, value in {"prepare": None, "copy_tbps": 0.02, "gemm_tflops": 0.5}.items():
+        monkeypatch.setattr(cpu, name, lambda value=value: value)
+    monkeypatch.setattr(cpu, "QUICK_SECONDS", 0.001)
+
+    tiny = dataclasses.replace(section, entries=tuple(chosen), impls=lambda: impls, device=cpu)
+    run = main.Run(Namespace(case="", impl="", quick=False, output=tmp_path))
+    with torch.no_grad():
+        run.suite(tiny)
+    assert not run.failed
+    (path,) = tmp_path.glob("*/prefill_ragged.json")
+    found = json.loads(path.read_text())
+    assert [row["impl"] for row in found["cases"]] == ["cula", "fla"] * len(chosen)
+    assert {key: [int(n) for n in text.split()] for key, text in found["lengths"].items()} == {
+        f"kda/{entry.name}": list(entry.case.lengths) for entry in chosen
+    }
+    assert {(row["tokens"], row["heads"], row["dtype"]) for row in found["cases"]} == {(60, 2, "bfloat16")}
+    assert all(0 < row["rel_err_out"] < 1e-2 for row in found["cases"])
+
+    monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path)])
+    plot.main()
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+    for row in found["cases"]:
+        row["gpu_ms"] = row["call_ms"]  # the tables are about GPUs
+    path.write_text(json.dumps(found))
+    monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
+    lines = result_tables.section("prefill_ragged")
+    assert sum(line.startswith("| kda, ") for line in lines) == len(chosen)
+    assert any(line.startswith("![") and line.endswith("/prefill_ragged.png)") for line in lines)
+    assert lines[-1].startswith(f"Our error is no larger than FLA's in {len(chosen)} of the {len(chosen)} cases")
+
+
+def test_sections_without_results(monkeypatch, tmp_path):
+    monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
+    for table in (*result_tables.SECTIONS.values(), result_tables.prefill_plot):
+        assert table() == result_tables.NO_SECTION_YET
