@@ -110,3 +110,4 @@ target_link_libraries(cula PRIVATE CUDA::cudart_static)
 set(CULA_WITH_CUDA ON)  # for culaConfig.cmake
 
 cula_add_cuda_target(sm80 "${CULA_CUDA_ARCHITECTURES}")
+cula_add_cuda_target(sm90 "90a-real")

@@ -7,6 +7,7 @@
 #if defined(CULA_WITH_CUDA)
 #include "cuda/device.h"
 #include "cuda/sm80/entry.h"
+#include "cuda/sm90/entry.h"
 #endif
 
 namespace cula {
@@ -52,6 +53,8 @@ std::size_t bytes(const Args& args, const Context& context) {
 
 constexpr Kernel kKernels[] = {
 #if defined(CULA_WITH_CUDA)
+    {"sm90", Pass::kPrefill, DeviceKind::kCuda, cuda::sm90::supports, cuda::sm90::workspace_bytes, cuda::sm90::prefill},
+    {"sm90", Pass::kSegment, DeviceKind::kCuda, cuda::sm90::supports, cuda::sm90::workspace_bytes, cuda::sm90::prefill},
     {"sm80", Pass::kPrefill, DeviceKind::kCuda, cuda::sm80::supports_prefill, cuda::sm80::prefill_workspace_bytes,
      cuda::sm80::prefill},
     {"sm80:step", Pass::kPrefill, DeviceKind::kCuda, cuda::sm80::supports_step, cuda::sm80::step_workspace_bytes,

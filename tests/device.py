@@ -16,8 +16,8 @@ def kind() -> str:
 
 
 @functools.cache
-def _rows(device: str, pass_name: str, dtype: torch.dtype) -> tuple[Row, ...]:
-    rows = cula.explain(pass_name=pass_name, dtype=dtype, device=device)
+def _rows(device: str, pass_name: str, dtype: torch.dtype, beta_per_value: bool = False) -> tuple[Row, ...]:
+    rows = cula.explain(pass_name=pass_name, dtype=dtype, beta_per_value=beta_per_value, device=device)
     return tuple(row for row in rows if not row.target.startswith("reference") and not row.reason.startswith("runs on"))
 
 
@@ -26,9 +26,9 @@ def targets(pass_name: str = "prefill") -> list[str]:
     return [row.target for row in _rows(kind(), pass_name, torch.bfloat16)]
 
 
-def able(dtype: torch.dtype, pass_name: str = "prefill") -> list[str]:
-    """The targets that take the dtype on this machine."""
-    return [row.target for row in _rows(kind(), pass_name, dtype) if row.verdict != "no"]
+def able(dtype: torch.dtype, pass_name: str = "prefill", *, beta_per_value: bool = False) -> list[str]:
+    """The targets that take such a call on this machine."""
+    return [row.target for row in _rows(kind(), pass_name, dtype, beta_per_value) if row.verdict != "no"]
 
 
 def serves(target: str, pass_name: str) -> bool:

@@ -134,14 +134,16 @@ CULA_HOST_DEVICE void for_each_checkpoint(const DeviceArgs& a, std::int64_t n, s
     }
 }
 
-// Where chunk_states holds the chunks of sequence n, and how many of them fit.
+// Where chunk_states holds the chunks of sequence n, and how many of them fit. first_chunk [N + 1] saves the count of
+// those before, where somebody has it.
 struct ChunkStates {
     std::int64_t offset = 0, room = 0;
 };
 
-CULA_HOST_DEVICE ChunkStates chunk_states_of(const DeviceArgs& a, std::int64_t n, std::int64_t value_head) {
-    std::int64_t first = 0;
-    for (std::int64_t i = 0; a.cu_seqlens && i < n; ++i)
+CULA_HOST_DEVICE ChunkStates chunk_states_of(const DeviceArgs& a, std::int64_t n, std::int64_t value_head,
+                                             const std::int32_t* first_chunk = nullptr) {
+    std::int64_t first = first_chunk ? first_chunk[n] : 0;
+    for (std::int64_t i = 0; !first_chunk && a.cu_seqlens && i < n; ++i)
         first += (tokens_of(a, i).length + a.chunk_tokens - 1) / a.chunk_tokens;
     const std::int64_t batch = a.cu_seqlens ? 0 : n;
     return {batch * a.chunk_states_batch + a.chunk_states.offset(first, value_head), a.chunk_states.slots - first};

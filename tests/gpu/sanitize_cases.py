@@ -17,6 +17,7 @@ from kinds import Call, ready
 
 WIDTHS = (64, 128, 256)
 HALVES = (torch.bfloat16, torch.float16)
+PORTABLE = ("sm80",)  # also where a newer target would take the call
 
 
 def on_gpu(call: Call) -> Call:
@@ -51,8 +52,12 @@ def calls() -> Iterator[Call]:
                     yield ready(name, algorithm, state_dtype=state_dtype, **one, **wide)
             yield ready("recurrent", algorithm, dtype=torch.float32, lengths=(3, 0, 9), **one, **wide)
             yield ready("segment", algorithm, lengths=(70, 0, 3), **one, **wide)
+            for backend in PORTABLE:
+                yield ready("prefill", algorithm, lengths=(130,), backend=backend, **one, **wide)
+                yield ready("varlen", algorithm, lengths=(65, 0, 5), backend=backend, **one, **wide)
             yield ready("states on the way", algorithm, lengths=(130,), **one, **wide)
-        yield ready("prefill", algorithm, lengths=(2048,), key_dim=128, value_dim=128, **one)
+        for backend in ("", *PORTABLE):
+            yield ready("prefill", algorithm, lengths=(2048,), key_dim=128, value_dim=128, backend=backend, **one)
         yield ready("prefill", algorithm, dtype=torch.float32, lengths=(70,), key_dim=128, value_dim=128)
         yield ready("varlen", algorithm, lengths=(33, 64), key_dim=60, value_dim=100, value_heads=4, fused=True)
         yield ready("decode", algorithm, lengths=(1, 1), key_dim=60, value_dim=100, value_heads=4, k_first=True)

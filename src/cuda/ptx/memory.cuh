@@ -23,6 +23,13 @@ __device__ __forceinline__ void load_matrices_transposed(std::uint32_t (&m)[4], 
                  : "r"(row));
 }
 
+// The other way, and transposed: the lane's pair of matrix m goes to column l/4, rows 2 (l%4) and the next; sm_90.
+__device__ __forceinline__ void store_matrices_transposed(std::uint32_t row, const std::uint32_t (&m)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
+                 "r"(m[2]), "r"(m[3])
+                 : "memory");
+}
+
 // The transpose of an 8 x 8 matrix held as by load_matrices.
 __device__ __forceinline__ std::uint32_t transposed(std::uint32_t m) {
     std::uint32_t t;

@@ -33,6 +33,25 @@ __device__ __forceinline__ void mma_16x8x16<__half>(float (&d)[4], const std::ui
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d [16 x 8] += a [16 x 8] b [8 x 8]. Lane l holds of a: rows l/4 and l/4 + 8 at k = 2 (l%4) and the next; of b: the
+// same k, column l/4.
+template <class T>
+__device__ __forceinline__ void mma_16x8x8(float (&d)[4], const std::uint32_t (&a)[2], std::uint32_t b);
+
+template <>
+__device__ __forceinline__ void mma_16x8x8<__nv_bfloat16>(float (&d)[4], const std::uint32_t (&a)[2], std::uint32_t b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+template <>
+__device__ __forceinline__ void mma_16x8x8<__half>(float (&d)[4], const std::uint32_t (&a)[2], std::uint32_t b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
 // d [16 x 8] += a [16 x 8] b [8 x 8] on TF32. Lane l holds of a: rows l/4, l/4 + 8 at k = l%4, then both at k + 4; of
 // b: k = l%4 and k + 4, column l/4.
 __device__ __forceinline__ void mma_16x8x8_tf32(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
@@ -41,17 +60,6 @@ __device__ __forceinline__ void mma_16x8x8_tf32(float (&d)[4], const std::uint32
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
-// A float as the sum of two TF32 numbers, good to 2^-22.
-struct TwoTf32 {
-    std::uint32_t high, low;
-
-    __device__ __forceinline__ explicit TwoTf32(float x) {
-        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(x));
-        const float rest = x - __uint_as_float(high);
-        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(low) : "f"(rest));
-    }
-};
 
 // Two floats as neighbours along k, the first in the lower half.
 template <class T>
@@ -94,6 +102,13 @@ __device__ __forceinline__ float2 unpack2<__nv_bfloat16>(std::uint32_t word) {
 template <>
 __device__ __forceinline__ float2 unpack2<__half>(std::uint32_t word) {
     return __half22float2(reinterpret_cast<const __half2&>(word));
+}
+
+// What packing `x` rounded away, packed.
+template <class T>
+__device__ __forceinline__ std::uint32_t pack_rest(float2 x, std::uint32_t packed) {
+    const float2 rounded = unpack2<T>(packed);
+    return pack2<T>(x.x - rounded.x, x.y - rounded.y);
 }
 
 }  // namespace cula::cuda

@@ -7,6 +7,8 @@
 // columns (b) of products.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/ptx/mma.cuh"
 #include "cuda/sm80/chunk.cuh"
 #include "cuda/sm80/solve.cuh"
@@ -26,52 +28,73 @@ struct Parts {
     static constexpr int kPairs = kBlocks * (kBlocks - 1) / 2;
 };
 
+// Which of them a warp is. The later blocks of a chunk have other work than the earlier ones, and warp w of every CTA
+// runs on the same scheduler: taking turns keeps the four schedulers equally busy.
+__device__ __forceinline__ int role_of_warp() {
+    constexpr int kWarps = kPrepareThreads / 32;
+    return static_cast<int>(threadIdx.x / 32 + blockIdx.x / kWarps) % kWarps;
+}
+
 using Words = std::uint32_t[4];  // eight channels of a token
+
+// Rows whose pieces of 16 bytes can be read as they are, at 32-bit distances.
+template <class T>
+__device__ __forceinline__ bool in_pieces(const TokenRows& rows, int key_dim) {
+    constexpr int kPiece = 16 / sizeof(T);
+    return (rows.batch | rows.token | rows.head | key_dim) % kPiece == 0 &&
+           reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0 && rows.token < (1 << 28);  // bytes fit 32 bits
+}
 
 template <int kGroups>
 struct BlockRows {
     Words word[2][kGroups];  // [token half][group]
 
     // Asks for rows first_token + .. of `rows`, the first of which exists. What lies beyond `count` tokens or key_dim
-    // channels becomes zero in mask(), so that nothing waits for the memory before.
+    // channels is anything until mask(), so that nothing waits for the memory before. Rows that cannot be read in
+    // pieces come afterwards, an element at a time, to the registers that the loads left alone: two ways that each
+    // wrote them would meet in moves, which wait for what they move.
     template <class T>
     __device__ __forceinline__ void fetch(const TokenRows& rows, std::int64_t batch, std::int64_t first_token, int head,
                                           int count, int first_channel, int key_dim) {
-        const int lane = static_cast<int>(threadIdx.x) % 32;
-        const bool wide = (rows.batch | rows.token | rows.head | key_dim) % 8 == 0 &&
-                          reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
-        const int channel = first_channel + lane % 4 * 8;
-        if (wide) {
+        const int lane = static_cast<int>(threadIdx.x) % 32, channel = first_channel + lane % 4 * 8;
+        const T* first = static_cast<const T*>(rows.data) + rows.offset(batch, first_token, head) + channel;
+        const bool pieces = in_pieces<T>(rows, key_dim);
+        const int pitch = static_cast<int>(rows.token) * 2;
+        const T* from[2] = {advanced(first, lane / 4 < count ? lane / 4 : 0, pitch),
+                            advanced(first, lane / 4 + 8 < count ? lane / 4 + 8 : 0, pitch)};
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int token = lane / 4 + 8 * half;
-                const T* from = static_cast<const T*>(rows.data) +
-                                rows.offset(batch, first_token + (token < count ? token : 0), head);
+        for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-                for (int g = 0; g < kGroups; ++g) {
-                    const uint4 x = __ldg(
-                        reinterpret_cast<const uint4*>(from + (channel + 32 * g < key_dim ? channel + 32 * g : 0)));
-                    word[half][g][0] = x.x, word[half][g][1] = x.y, word[half][g][2] = x.z, word[half][g][3] = x.w;
-                }
+            for (int half = 0; half < 2; ++half)
+                load_if(word[half][g], from[half] + 32 * g, pieces && channel + 32 * g < key_dim);
+        if (pieces) return;
+#pragma unroll 1
+        for (int unit = 0; unit < 2 * kGroups; ++unit) {
+            const int token = lane / 4 + unit % 2 * 8, c = unit / 2 * 32;
+            const T* at = first + token * rows.token + c;
+            Words words;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                const bool low = token < count && channel + c + 2 * w < key_dim,
+                           high = token < count && channel + c + 2 * w + 1 < key_dim;
+                words[w] = load16_if(at + 2 * w, low) | load16_if(at + 2 * w + 1, high) << 16;
             }
-            return;
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int token = lane / 4 + 8 * half;
-            const T* from = static_cast<const T*>(rows.data) + rows.offset(batch, first_token + token, head) + channel;
 #pragma unroll
             for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-                for (int w = 0; w < 4; ++w) {
-                    const int c = 32 * g + 2 * w;
-                    const float low = token < count && channel + c < key_dim ? to_float(from[c]) : 0.0f;
-                    const float high = token < count && channel + c + 1 < key_dim ? to_float(from[c + 1]) : 0.0f;
-                    word[half][g][w] = pack2<T>(low, high);
-                }
+                for (int half = 0; half < 2; ++half)
+#pragma unroll
+                    for (int w = 0; w < 4; ++w)
+                        if (unit == 2 * g + half) word[half][g][w] = words[w];
         }
     }
+    static __device__ __forceinline__ void load_if(Words& words, const void* from, bool in) {
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "l"(from), "r"(static_cast<int>(in)));
+    }
     __device__ __forceinline__ void mask(int count, int first_channel, int key_dim) {
+        if (count >= kBlock && key_dim >= first_channel + 32 * kGroups) return;
         const int lane = static_cast<int>(threadIdx.x) % 32, channel = first_channel + lane % 4 * 8;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -80,6 +103,36 @@ struct BlockRows {
 #pragma unroll
                 for (int w = 0; w < 4; ++w)
                     if (lane / 4 + 8 * half >= count || channel + 32 * g >= key_dim) word[half][g][w] = 0u;
+    }
+    // Where products want the words in other registers than the loads: a mask that is always applied moves them, once
+    // they are there, and no move comes before it.
+    __device__ __forceinline__ void mask_moving(int count, int first_channel, int key_dim) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const std::uint32_t in = lane / 4 + 8 * half < count ? ~0u : 0u;
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+                for (int w = 0; w < 4; ++w) word[half][g][w] &= in;
+        }
+        if (key_dim < first_channel + 32 * kGroups) mask(count, first_channel, key_dim);
+    }
+};
+
+// One number of a token, asked for without waiting.
+struct TokenNumber {
+    RawFloat raw;
+    const void* at;
+
+    __device__ __forceinline__ void ask(const TokenRows& rows, std::int64_t batch, std::int64_t token, int head,
+                                        bool in) {
+        const std::int64_t bytes = rows.dtype == Dtype::kFloat64 ? 8 : rows.dtype == Dtype::kFloat32 ? 4 : 2;
+        at = static_cast<const char*>(rows.data) + rows.offset(batch, token, head) * bytes;
+        raw.load(at, element(rows.dtype), in);
+    }
+    __device__ __forceinline__ float value(const TokenRows& rows) const {
+        return rows.dtype == Dtype::kFloat64 ? load_float(at, Dtype::kFloat64, 0) : raw.value(element(rows.dtype));
     }
 };
 
@@ -114,6 +167,33 @@ __device__ __forceinline__ void multiply_group(float (&product)[2][4], const Wor
     }
 }
 
+// Sums of the squares of a block's tokens, to `squares`: diagonals of products of two words as rows l/4 and l/4 + 8
+// with each of them as column l/4. kTogether: the words of both tokens, as they stand side by side where a block's rows
+// are multiplied as they came; otherwise neighbours of one token, as they stand when they came from memory. Asked for
+// the other way, the compiler moves every word.
+template <class T, bool kTogether, int kGroups>
+__device__ __forceinline__ void square_tokens(float* squares, const BlockRows<kGroups>& x) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    float upper[2][4] = {}, lower[2][4] = {};
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const int half = w / 2, first = w % 2 * 2;
+            const std::uint32_t a[2] = {kTogether ? x.word[0][g][w] : x.word[half][g][first],
+                                        kTogether ? x.word[1][g][w] : x.word[half][g][first + 1]};
+            mma_16x8x8<T>(upper[half], a, a[0]);
+            mma_16x8x8<T>(lower[half], a, a[1]);
+        }
+    if (lane % 4 != lane / 8) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float* one = !kTogether ? upper[half] : half == 0 ? upper[0] : lower[0] + 2;
+        const float* other = !kTogether ? lower[half] + 2 : half == 0 ? upper[1] : lower[1] + 2;
+        squares[lane / 4 + 8 * half] = lane / 4 % 2 ? one[1] + other[1] : one[0] + other[0];
+    }
+}
+
 // Columns of a block in shared memory, each lane's words where the same lane of any warp reads them.
 template <int kKey>
 struct Columns {
@@ -128,54 +208,103 @@ struct PairSquares {
     Square<kTokens<kKey>> scores, overlaps;  // q k^T; beta k k^T
 };
 
-// Writes a 16 x 16 product to its place, on and below the diagonal (scores) or below it; `add` where another part of
-// the channels is there already. Returns the sum of squares of this lane's elements in rows l/4 and l/4 + 8.
-template <int kSize>
-__device__ __forceinline__ float2 store_product(Square<kSize>& square, const float (&product)[2][4], int row,
-                                                int column, bool add) {
+// Writes a 16 x 16 product to its place; `add` where another part of the channels is there already. `squares` gains
+// the squares of this lane's elements in rows l/4 and l/4 + 8, of a block on the diagonal those below it.
+template <bool kDiagonal, int kSize>
+__device__ __forceinline__ void store_product(Square<kSize>& square, const float (&product)[2][4], int row, int column,
+                                              bool add, float2& squares) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    float2 squares{0.0f, 0.0f};
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int i = row + lane / 4 + 8 * half, j = column + 8 * tile + lane % 4 * 2;
-            auto* to = reinterpret_cast<float2*>(square.at(i, j));
+            auto* to = reinterpret_cast<float2*>(pair_at(square, row, column, tile, half));
             float2 pair{product[tile][2 * half], product[tile][2 * half + 1]};
             if (add) pair = {pair.x + to->x, pair.y + to->y};
             *to = pair;
-            (half ? squares.y : squares.x) += (j < i ? pair.x * pair.x : 0.0f) + (j + 1 < i ? pair.y * pair.y : 0.0f);
+            if (kDiagonal) {
+                const int i = lane / 4 + 8 * half, j = 8 * tile + lane % 4 * 2;
+                if (j >= i) pair.x = 0.0f;
+                if (j + 1 >= i) pair.y = 0.0f;
+            }
+            float& sum = half ? squares.y : squares.x;
+            sum = fmaf(pair.x, pair.x, fmaf(pair.y, pair.y, sum));
         }
-    return squares;
 }
 
-// The lower triangle of a square, scaled by column, as a tile of T; the rest is zero. `low`: what rounding to T left
-// over.
-template <class T, int kSize>
-__device__ __forceinline__ void emit_lower(T* tile, const Square<kSize>& square, const float* column_scale, bool low) {
-    for (int x = static_cast<int>(threadIdx.x); x < kSize * kSize / 8; x += kPrepareThreads) {
-        const int row = x / (kSize / 8), unit = x % (kSize / 8);
-        Words words;
+// Eight columns, from 8 * unit on, of a row of a tile; kLow: what rounding to T left over.
+template <bool kLow, class T, int kSize>
+__device__ __forceinline__ void emit_unit(T* tile, int row, int unit, const float (&x)[8]) {
+    Words words;
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            const int column = unit * 8 + 2 * w;
-            float2 pair = *reinterpret_cast<const float2*>(square.at(row, column));
-            if (column_scale) pair = {pair.x * column_scale[column], pair.y * column_scale[column + 1]};
-            if (column > row) pair.x = 0.0f;
-            if (column + 1 > row) pair.y = 0.0f;
-            words[w] = pack2<T>(pair.x, pair.y);
-            if (low) {
-                const float2 rounded = unpack2<T>(words[w]);
-                words[w] = pack2<T>(pair.x - rounded.x, pair.y - rounded.y);
-            }
-        }
-        *reinterpret_cast<uint4*>(tile + Tile<kSize>::unit(row, unit) * 8) = as_uint4(words);
+    for (int w = 0; w < 4; ++w) {
+        words[w] = pack2<T>(x[2 * w], x[2 * w + 1]);
+        if (kLow) words[w] = pack_rest<T>({x[2 * w], x[2 * w + 1]}, words[w]);
     }
+    *reinterpret_cast<uint4*>(tile + Tile<kSize, kSize>::unit(row, unit) * 8) = as_uint4(words);
+}
+
+// Row `row` of blocks to a tile: from `left` what lies left of the diagonal, then the lower half of the block of
+// `diagonal` there, and zeros; scaled by column. One warp: lane l turns to row l % 16 and one half of each block.
+template <bool kLow, bool kScaled, class T, int kSize>
+__device__ __forceinline__ void emit_lower(T* tile, const Square<kSize>& left, const Square<kSize>& diagonal,
+                                           const float* column_scale, int row) {
+    constexpr int kBlocks = kSize / kBlock;
+    const int lane = static_cast<int>(threadIdx.x) % 32, i = lane % kBlock, half = lane / kBlock, to = row * kBlock + i;
+    const auto read = [&](float(&x)[8], const Square<kSize>& from, int column) {
+#pragma unroll
+        for (int e = 0; e < 8; e += 4) {
+            load4(x + e, from.at(row * kBlock, column * kBlock, i, 8 * half + e));
+            if (!kScaled) continue;
+            float scale[4];
+            load4(scale, column_scale + column * kBlock + 8 * half + e);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) x[e + c] *= scale[c];
+        }
+    };
+#pragma unroll(kLow ? 1 : kBlocks)
+    for (int column = 0; column < kBlocks - 1; ++column) {
+        float x[8] = {};
+        const bool before = column < row;
+        if (before) read(x, left, column);
+        emit_unit<kLow, T, kSize>(tile, to, 2 * (before ? column : column + 1) + half, x);
+    }
+    float x[8];
+    read(x, diagonal, row);
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+        if (8 * half + e > i) x[e] = 0.0f;
+    emit_unit<kLow, T, kSize>(tile, to, 2 * row + half, x);
 }
 
 // Overlaps whose squares sum to more than this in some row let roundings of the inverse and of the written values add
 // up instead of averaging out: the carry then reads both halves of the inverse, and splits what it writes
 // (docs/sm80.md).
 inline constexpr float kMostSquares = 1.0f;
+
+// Whether a row of the lane's does, given its part of their squares. What is no number does, too.
+__device__ __forceinline__ bool is_coupled(float2 squares) {
+    const float x = token_sum(squares.x), y = token_sum(squares.y);
+    return !(x <= kMostSquares && y <= kMostSquares);
+}
+
+// The end of prepare, for one row of blocks: scores and inverse from shared memory to the image. One warp, which has
+// stored the row of `pairs` itself and inverted its diagonal, after all have. The row of the inverse takes the place of
+// the scores, which have left by then.
+template <class T, int kKey, class Image>
+__device__ __forceinline__ void emit_row(Image& image, PairSquares<kKey>& pairs, const float* beta, int row, bool delta,
+                                         bool coupled) {
+    emit_lower<false, false>(image.scores, pairs.scores, pairs.scores, nullptr, row);
+    if (coupled) emit_lower<true, false>(image.scores_low, pairs.scores, pairs.scores, nullptr, row);
+    if (!delta) return;
+    __syncwarp();
+    // Where T has 8 bits, products of factors of 11 are lost in its own rounding; coupled keys are what magnifies them.
+    if (coupled || std::is_same_v<T, __half>)
+        invert_row<true>(pairs.overlaps, pairs.scores, row);
+    else
+        invert_row<false>(pairs.overlaps, pairs.scores, row);
+    emit_lower<false, true>(image.inverse, pairs.scores, pairs.overlaps, beta, row);
+    if (coupled) emit_lower<true, true>(image.inverse_low, pairs.scores, pairs.overlaps, beta, row);
+}
 
 }  // namespace cula::cuda::sm80

@@ -18,11 +18,11 @@
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/sm80/chunk.cuh"
+#include "cuda/sm80/walk.cuh"
 #include "cuda/tile/convert.cuh"
 
 namespace cula::cuda::sm80 {
 
-inline constexpr int kWarpRows = 16;  // value rows of a warp
 inline constexpr int kMaxCarryWarps = 8;
 
 struct NoTiles {};
@@ -38,21 +38,12 @@ struct CarryStage {
     alignas(16) T values[kMaxCarryWarps][kTokens<kKey> * kWarpRows];  // [warp][token][value row]
 };
 
-// States between segments: [map][HV][rows][K], float.
-struct CarryParams {
-    int stages = 1, row_blocks = 1, value_blocks = 1;
-    const std::int32_t* exact_writes = nullptr;  // [chunks of the slab, HV]
-    States starts;                               // state before segment i: slot i
-    States slab_start;                           // of the sequence that the slab before left unfinished
-    States slab_end;
-    States map_m, map_b;  // kMaps: slot i
-};
-
 // Where a lane reads a swizzled tile for load_matrices: 16 rows by two units at a time. Only an exclusive or and an
 // addition are left to the loop.
-template <int kColumns, bool kTransposed>
+template <int kRows, int kColumns, bool kTransposed>
 struct LaneReads {
-    static constexpr int kPitch = kColumns * 2;
+    using Place = Tile<kRows, kColumns>;
+    static constexpr int kPitch = Place::kUnits * 16, kPairs = Place::kUnits / 2;
     std::uint32_t row, swizzle;
 
     __device__ __forceinline__ LaneReads() {
@@ -60,10 +51,11 @@ struct LaneReads {
         const int token = kTransposed ? lane % 16 : lane % 8 + lane / 16 * 8,
                   unit = kTransposed ? lane / 16 : lane / 8 % 2;
         row = static_cast<std::uint32_t>(token * kPitch);
-        swizzle = static_cast<std::uint32_t>((Tile<kColumns>::unit(token, unit) - token * (kColumns / 8)) * 16);
+        swizzle = static_cast<std::uint32_t>((Place::unit(token, unit) - token * Place::kUnits) * 16);
     }
-    __device__ __forceinline__ std::uint32_t at(std::uint32_t tile, int block, int units) const {
-        return tile + block * 16 * kPitch + row + (swizzle ^ (units * 32));
+    __device__ __forceinline__ std::uint32_t at(std::uint32_t tile, int block, int pair) const {
+        return tile + pair / kPairs * (Place::kPanelUnits * 16) + block * 16 * kPitch + row +
+               (swizzle ^ (pair % kPairs * 32));
     }
     // Keeps the compiler from carrying the addresses of all units through the loop, in registers that S needs.
     __device__ __forceinline__ LaneReads again() const {
@@ -78,7 +70,7 @@ using Packed = std::uint32_t[4];  // 16 x 16, as an A operand
 // product [16 x kRows] += packed (columns 16 step .. of tile [kRows x kColumns])^T, rows from 16 * first on.
 template <class T, int kRows, int kColumns>
 __device__ __forceinline__ void multiply_step(float (&product)[kRows / 8][4], const Packed& packed, std::uint32_t tile,
-                                              const LaneReads<kColumns, false>& reads, int step, int first) {
+                                              const LaneReads<kRows, kColumns, false>& reads, int step, int first) {
 #pragma unroll
     for (int block = 0; block < kRows / 16; ++block) {
         if (block < first) continue;
@@ -92,7 +84,7 @@ __device__ __forceinline__ void multiply_step(float (&product)[kRows / 8][4], co
 // state [16 x kKey] += packed [16 x 16 tokens] tile [16 x kKey], the tile's rows from 16 * block on.
 template <class T, int kKey>
 __device__ __forceinline__ void multiply_carry(float (&state)[kKey / 8][4], const Packed& packed, std::uint32_t tile,
-                                               const LaneReads<kKey, true>& reads, int block) {
+                                               const LaneReads<kTokens<kKey>, kKey, true>& reads, int block) {
 #pragma unroll
     for (int column = 0; column < kKey / 16; ++column) {
         std::uint32_t m[4];
@@ -100,13 +92,6 @@ __device__ __forceinline__ void multiply_carry(float (&state)[kKey / 8][4], cons
         mma_16x8x16<T>(state[2 * column], packed, m[0], m[1]);
         mma_16x8x16<T>(state[2 * column + 1], packed, m[2], m[3]);
     }
-}
-
-// Two words of what packing `x` rounded away.
-template <class T>
-__device__ __forceinline__ std::uint32_t pack_rest(float2 x, std::uint32_t packed) {
-    const float2 rounded = unpack2<T>(packed);
-    return pack2<T>(x.x - rounded.x, x.y - rounded.y);
 }
 
 // The tokens of [first, first + kRows) x channels of a head as they are, zero beyond `count` tokens.
@@ -122,17 +107,17 @@ __device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, cons
 #pragma unroll 4
         for (int token = thread / kUnits; token < kRows; token += step) {
             const bool in = token < count && unit * 8 < key_dim;
-            copy_async(tile_at + Tile<kKey>::unit(token, unit) * 16, base + (in ? token * rows.token + unit * 8 : 0),
-                       in ? 16 : 0);
+            copy_async(tile_at + Tile<kRows, kKey>::unit(token, unit) * 16,
+                       base + (in ? token * rows.token + unit * 8 : 0), in ? 16 : 0);
         }
     } else {
 #pragma unroll 1
         for (int token = thread / kUnits; token < kRows; token += step)
 #pragma unroll 1
             for (int e = 0; e < 8; ++e)
-                tile[Tile<kKey>::unit(token, unit) * 8 + e] = token < count && unit * 8 + e < key_dim
-                                                                  ? base[token * rows.token + unit * 8 + e]
-                                                                  : from_float<T>(0.0f);
+                tile[Tile<kRows, kKey>::unit(token, unit) * 8 + e] = token < count && unit * 8 + e < key_dim
+                                                                         ? base[token * rows.token + unit * 8 + e]
+                                                                         : from_float<T>(0.0f);
     }
 }
 
@@ -149,35 +134,12 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
-    const int row_block = static_cast<int>(blockIdx.x) % p.row_blocks;
-    const int value_head = static_cast<int>(blockIdx.x) / p.row_blocks % a.value_heads;
-    const int number = static_cast<int>(blockIdx.x) / p.row_blocks / a.value_heads;
-    const Segment segment = segment_of(a, schedule, number);
-    const bool of_m = kMaps && row_block >= p.value_blocks;
-    const int row_base =
-        ((of_m ? row_block - p.value_blocks : row_block) * warps + warp) * kWarpRows;  // the warp's first row
-    const int row_end = of_m ? a.key_dim : a.value_dim;
-
-    const auto zero_outputs = [&](std::int64_t batch, std::int64_t begin, std::int64_t end) {
-        for (std::int64_t t = begin; t < end; ++t)
-            if (lane < kWarpRows && row_base + lane < a.value_dim)
-                store_float(a.o.data, a.o.dtype, a.o.offset(batch, t, value_head) + row_base + lane, 0.0f);
-    };
-    // Tokens after the last sequence belong to nobody.
-    if (!kMaps && a.cu_seqlens && number == 0 && schedule.slab_begin == 0)
-        zero_outputs(0, a.sequences > 0 ? clamped_offset(a, a.sequences) : 0, a.tokens);
-    if (segment.sequence < 0) return;
-    if (kMaps && segment.rank + 1 >= segment.count && !p.map_m.slots) return;
-
-    const std::int64_t n = segment.sequence;
-    TokenRange tokens = tokens_of(a, n);
-    const std::int64_t done_before = static_cast<std::int64_t>(segment.chunk) * kRows, whole_length = tokens.length;
-    const StateSlots slots = states_of(a, n);
-    const bool starts_sequence = segment.chunk == 0;
-    const bool ends_sequence = done_before + static_cast<std::int64_t>(segment.chunks) * kRows >= whole_length;
-    tokens.begin += done_before;
-    tokens.length = min(whole_length - done_before, static_cast<std::int64_t>(segment.chunks) * kRows);
-    if (!kMaps && slots.skipped) return zero_outputs(tokens.batch, tokens.begin, tokens.begin + tokens.length);
+    const Walk<kKey, kMaps> walk(a, schedule, p, warp, warps);
+    walk.zero_skipped(schedule);
+    if (walk.nothing()) return;
+    const Segment& segment = walk.segment;
+    const int value_head = walk.value_head, row_base = walk.rows.first;
+    const bool of_m = walk.of_m;
 
     const std::uint32_t shared_base = shared_address(raw_memory);
 
@@ -201,14 +163,13 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         Stage& stage = stages[odd];
         const std::uint32_t stage_at = shared_base + (odd ? static_cast<std::uint32_t>(sizeof(Stage)) : 0u);
         {
-            constexpr int kPart = kDelta ? offsetof(ImageType, inverse_low) : offsetof(ImageType, inverse);
-            const int bytes = kDelta && exact ? static_cast<int>(sizeof(ImageType)) : kPart;
+            const int begin = ImageType::begin(kDelta, kDelta && exact), bytes = ImageType::end() - begin;
             // Eight units of 512 bytes a warp at a time.
             constexpr int kRun = 8 * 512;
             const auto* from =
                 reinterpret_cast<const unsigned char*>(first_image + static_cast<std::int64_t>(chunk) * a.value_heads) +
-                lane * 16;
-            const std::uint32_t to = stage_at + lane * 16;
+                begin + lane * 16;
+            const std::uint32_t to = stage_at + begin + lane * 16;
             int x = warp * kRun;
 #pragma unroll 1
             for (; x + kRun <= bytes; x += warps * kRun)
@@ -220,18 +181,16 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                     if (x + i * 512 + lane * 16 < bytes) copy_async(to + x + i * 512, from + x + i * 512);
             }
         }
-        const int left = static_cast<int>(
-            min(tokens.length - static_cast<std::int64_t>(chunk) * kRows, static_cast<std::int64_t>(kRows)));
-        const std::int64_t t0 = tokens.begin + static_cast<std::int64_t>(chunk) * kRows;
+        const int left = walk.count(chunk);
+        const std::int64_t t0 = walk.token(chunk);
         if constexpr (!kPerChannel) {
             const int head = value_head / a.group;
             if constexpr (!kMaps)
                 copy_tokens<T, kRows, kKey>(stage.raw.q, stage_at + offsetof(Stage, raw), a.q,
-                                            a.q.offset(tokens.batch, t0, head), left, a.key_dim, wide_keys, thread,
+                                            a.q.offset(walk.batch, t0, head), left, a.key_dim, wide_keys, thread,
                                             threads);
             copy_tokens<T, kRows, kKey>(stage.raw.k, stage_at + offsetof(Stage, raw) + offsetof(RawT, k), a.k,
-                                        a.k.offset(tokens.batch, t0, head), left, a.key_dim, wide_keys, thread,
-                                        threads);
+                                        a.k.offset(walk.batch, t0, head), left, a.key_dim, wide_keys, thread, threads);
         }
         if (of_m) return;
         constexpr int kUnits = kWarpRows / 8;
@@ -239,9 +198,10 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         const std::uint32_t values_at = stage_at + offsetof(Stage, values) + warp * sizeof(stage.values[0]);
         // Eight or sixteen tokens on, the permutation is the same.
         constexpr int kStep = 32 / kUnits;
-        const int unit = lane % kUnits, row = row_base + unit * 8, place = Tile<kWarpRows>::unit(lane / kUnits, unit);
-        const T* from = static_cast<const T*>(a.v.data) + a.v.offset(tokens.batch, t0, value_head) + row +
-                        lane / kUnits * a.v.token;
+        const int unit = lane % kUnits, row = row_base + unit * 8,
+                  place = Tile<kRows, kWarpRows>::unit(lane / kUnits, unit);
+        const T* from =
+            static_cast<const T*>(a.v.data) + a.v.offset(walk.batch, t0, value_head) + row + lane / kUnits * a.v.token;
         if (wide_values) {
             const bool in = row < a.value_dim;
 #pragma unroll 1
@@ -263,143 +223,24 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 
     // --- state ---
     float state[kKey / 8][4];  // [channel tile of 8][fragment]
-    // Neighbouring pairs of float where the layout allows, else element by element: body(pair, row, channel).
-    const auto each_pair = [&](auto body) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int tile = 0; tile < kKey / 8; ++tile) {
-                float2 pair{state[tile][2 * half], state[tile][2 * half + 1]};
-                body(pair, 8 * half, 8 * tile);
-                state[tile][2 * half] = pair.x, state[tile][2 * half + 1] = pair.y;
-            }
-    };
-    const int lane_row = row_base + lane / 4, lane_channel = lane % 4 * 2;
-    const bool whole_rows = row_base + kWarpRows <= row_end && a.key_dim == kKey;
-    const auto in_pairs = [&](const States& states, std::int64_t base) {
-        return whole_rows && states.dtype == Dtype::kFloat32 && states.k == 1 && (states.v | base) % 2 == 0 &&
-               reinterpret_cast<std::uintptr_t>(states.data) % 8 == 0;
-    };
-    const auto store_state = [&](const States& states, std::int64_t base) {
-        base += lane_row * states.v + lane_channel * states.k;
-        if (in_pairs(states, base)) {
-            auto* to = static_cast<float*>(states.data) + base;
-            each_pair([&](float2& pair, int row, int channel) {
-                *reinterpret_cast<float2*>(to + row * states.v + channel) = pair;
-            });
-            return;
-        }
-        each_pair([&](float2& pair, int row, int channel) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-                if (lane_row + row < row_end && lane_channel + channel + e < a.key_dim)
-                    store_float(states.data, states.dtype, base + row * states.v + (channel + e) * states.k,
-                                e ? pair.y : pair.x);
-        });
-    };
-    const auto load_state = [&](const States& states, std::int64_t base) {
-        base += lane_row * states.v + lane_channel * states.k;
-        if (in_pairs(states, base)) {
-            const auto* from = static_cast<const float*>(states.data) + base;
-            each_pair([&](float2& pair, int row, int channel) {
-                pair = *reinterpret_cast<const float2*>(from + row * states.v + channel);
-            });
-            return;
-        }
-        each_pair([&](float2& pair, int row, int channel) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const bool in = lane_row + row < row_end && lane_channel + channel + e < a.key_dim;
-                (e ? pair.y : pair.x) =
-                    in ? load_float(states.data, states.dtype, base + row * states.v + (channel + e) * states.k) : 0.0f;
-            }
-        });
-    };
-
     std::int32_t exact = exact_at(0), exact_next = exact_at(1);
     if (segment.chunks > 0) copy_chunk(0, exact);
     commit_copies();
-    {
-        States from{};
-        std::int64_t slot = 0;
-        if constexpr (kMaps) {
-            if (!starts_sequence && p.map_m.slots) from = of_m ? p.map_m : p.map_b, slot = n;
-        } else {
-            if (segment.rank > 0)
-                from = p.starts, slot = number;
-            else if (!starts_sequence)
-                from = p.slab_start;
-            else if (slots.initial >= 0)
-                from = a.initial, slot = slots.initial;
-        }
-        if (from.data)
-            load_state(from, from.offset(slot, value_head));
-        else
-            each_pair([&](float2& pair, int row, int channel) {
-                const int diagonal = of_m ? lane_row + row - lane_channel - channel : -1;
-                pair = {diagonal == 0 ? 1.0f : 0.0f, diagonal == 1 ? 1.0f : 0.0f};
-            });
-    }
-    const ChunkStates dense = !kMaps && a.chunk_states.data ? chunk_states_of(a, n, value_head) : ChunkStates{};
-    // Where the state before chunk `chunk` of the segment goes: the final state, dense chunk states, checkpoints.
-    const auto store_asked = [&](int chunk) {
-        const bool end = chunk == segment.chunks;
-        const std::int64_t done =
-            end ? done_before + tokens.length : done_before + static_cast<std::int64_t>(chunk) * kRows;
-        const bool plan = end ? ends_sequence : true;
-        const std::int64_t asked = plan ? a.num_checkpoints : 0;
-        if (!end && asked == 0 && dense.room == 0) return;
-#pragma unroll 1
-        for (std::int64_t m = -2; m < asked; ++m) {
-            States to{};
-            std::int64_t base = 0;
-            if (m == -2) {
-                if (!end) continue;
-                if (kMaps)
-                    to = of_m ? p.map_m : p.map_b, base = to.offset(p.map_m.slots ? n : number, value_head);
-                else if (!ends_sequence && segment.rank + 1 == segment.count)
-                    to = p.slab_end, base = to.offset(0, value_head);
-                else if (ends_sequence && slots.final >= 0)
-                    to = a.final, base = to.offset(slots.final, value_head);
-            } else if (m == -1) {
-                const std::int64_t index = done / a.chunk_tokens;
-                if (end || index >= dense.room || done % a.chunk_tokens != 0) continue;
-                to = a.chunk_states, base = dense.offset + index * to.slot;
-            } else {
-                const std::int64_t slot = a.checkpoint_plan.at(m, 2);
-                if (a.checkpoint_plan.at(m, 0) != n || a.checkpoint_plan.at(m, 1) != done || slot < 0 ||
-                    slot >= a.checkpoints.slots)
-                    continue;
-                to = a.checkpoints, base = to.offset(slot, value_head);
-            }
-            if (to.data) store_state(to, base);
-        }
-    };
+    walk.first_state(state);
 
-    const LaneReads<kKey, false> key_reads;
-    const LaneReads<kRows, false> pair_reads;
-    const LaneReads<kKey, true> carry_reads;
-    const LaneReads<kWarpRows, false> value_reads;
+    const LaneReads<kRows, kKey, false> key_reads;
+    const LaneReads<kRows, kRows, false> pair_reads;
+    const LaneReads<kRows, kKey, true> carry_reads;
+    const LaneReads<kRows, kWarpRows, false> value_reads;
 
-    // The map of an additive segment is its decay.
-    float whole_decay[kKey / 32];
-#pragma unroll
-    for (int i = 0; i < kKey / 32; ++i) {
-        whole_decay[i] = 1.0f;
-        if (kMaps && !kDelta && !starts_sequence && p.map_m.slots && lane + 32 * i < a.key_dim)
-            whole_decay[i] =
-                static_cast<const float*>(p.map_m.data)[p.map_m.offset(n, value_head) + (lane + 32 * i) * p.map_m.k];
-    }
+    DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(walk);
 
+    const int lane_row = walk.rows.row(), lane_channel = RowWindow::channel();
     const int lane_value = row_base + lane % 4 * 2;  // of an output
     const bool pairs_out = (a.o.batch | a.o.token | a.o.head | a.value_dim) % 2 == 0 &&
                            reinterpret_cast<std::uintptr_t>(a.o.data) % 4 == 0;
     for (int chunk = 0;; ++chunk) {
-        if constexpr (kMaps) {
-            if (chunk == segment.chunks) store_asked(chunk);
-        } else {
-            store_asked(chunk);
-        }
+        walk.store_asked(state, chunk);
         if (chunk == segment.chunks) break;
         const bool odd = chunk % p.stages;
         const ImageType& image = stages[odd].image;
@@ -414,10 +255,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         }
         __syncthreads();
 
-        if constexpr (kMaps && !kDelta) {
-#pragma unroll
-            for (int i = 0; i < kKey / 32; ++i) whole_decay[i] *= image.decay[kPerChannel ? lane + 32 * i : 0];
-        }
+        if constexpr (kMaps && !kDelta) decay_map.pass(image.decay);
         std::uint32_t k_read = stage_at, q_read = stage_at, k_carry = stage_at;
         if constexpr (kPerChannel) {
             k_read += offsetof(ImageType, k_decayed), q_read += offsetof(ImageType, q_decayed);
@@ -528,10 +366,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                     }
                 }
             }
-            const int left = static_cast<int>(
-                min(tokens.length - static_cast<std::int64_t>(chunk) * kRows, static_cast<std::int64_t>(kRows)));
-            const std::int64_t first_out =
-                a.o.offset(tokens.batch, tokens.begin + static_cast<std::int64_t>(chunk) * kRows, value_head);
+            const int left = walk.count(chunk);
+            const std::int64_t first_out = a.o.offset(walk.batch, walk.token(chunk), value_head);
             if (a.o.dtype == Dtype::kFloat32) {
 #pragma unroll
                 for (int tile = 0; tile < kRows / 8; ++tile)
@@ -600,14 +436,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         }
         exact = exact_next, exact_next = exact_after;
     }
-    if constexpr (kMaps && !kDelta) {
-        if (row_block > 0 || warp > 0) return;
-        const std::int64_t base = p.map_m.offset(p.map_m.slots ? n : number, value_head);
-#pragma unroll
-        for (int i = 0; i < kKey / 32; ++i)
-            if (lane + 32 * i < a.key_dim)
-                static_cast<float*>(p.map_m.data)[base + (lane + 32 * i) * p.map_m.k] = whole_decay[i];
-    }
+    if constexpr (kMaps && !kDelta)
+        if (blockIdx.x % p.row_blocks == 0 && warp == 0) decay_map.store(walk);
 }
 
 }  // namespace cula::cuda::sm80

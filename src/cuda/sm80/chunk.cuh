@@ -16,44 +16,52 @@ template <int kKey>
 inline constexpr int kTokens = kKey <= 128 ? 64 : 32;
 inline constexpr int kBlock = 16;  // tokens of a block: rows of one tensor core product
 
-// A [rows x columns] tile of 16-bit elements. Units of 16 bytes are permuted inside each 128 bytes by the row, so that
-// eight rows of one column lie in eight different bank groups.
-template <int kColumns>
+// A [kRows x kColumns] tile of 16-bit elements: panels of at most 64 columns one after the other, and in a row of a
+// panel the units of 16 bytes permuted by the row, so that eight rows of one column lie in eight different bank groups.
+// For whole panels that is what the tensor cores of sm_90 call the 128-byte swizzle.
+template <int kRows, int kColumns>
 struct Tile {
-    static constexpr int kUnits = kColumns / 8;
+    static constexpr int kUnits = kColumns < 64 ? kColumns / 8 : 8;  // of a panel's row
+    static constexpr int kPanelUnits = kRows * kUnits;
     static constexpr CULA_HOST_DEVICE int unit(int row, int unit) {
-        if constexpr (kUnits >= 8)
-            return row * kUnits + (unit ^ (row & 7));
-        else if constexpr (kUnits == 4)
-            return row * kUnits + (unit ^ ((row >> 1) & 3));
-        else
-            return row * kUnits + (unit ^ ((row >> 2) & 1));
+        constexpr int kShift = kUnits == 8 ? 0 : kUnits == 4 ? 1 : 2;
+        return unit / kUnits * kPanelUnits + row * kUnits + (unit % kUnits ^ (row >> kShift & (kUnits - 1)));
     }
 };
 
-// Decay per channel. The parts stand in the order of how many algorithms read them: additive ones stop before
-// `inverse`, and what rounding left over (`inverse_low` and on) is read where it would show (kMostSquares).
+// Decay per channel. The parts stand in the order of how few algorithms read them, the same end for all: what rounding
+// left over is read where it would show (kMostSquares), and additive algorithms begin at q_decayed.
 template <class T, int kKey>
-struct alignas(128) ChannelImage {
+struct alignas(1024) ChannelImage {
     static constexpr int kRows = kTokens<kKey>;
+    T inverse_low[kRows * kRows], scores_low[kRows * kRows];
+    T inverse[kRows * kRows];
+    T k_decayed[kRows * kKey];
     T q_decayed[kRows * kKey];
     T k_remaining[kRows * kKey];
     T scores[kRows * kRows];
     float decay[kKey];  // of the whole chunk
-    T inverse[kRows * kRows];
-    T k_decayed[kRows * kKey];
-    T inverse_low[kRows * kRows], scores_low[kRows * kRows];
+
+    static constexpr CULA_HOST_DEVICE int begin(bool delta, bool exact) {
+        return exact ? 0 : delta ? offsetof(ChannelImage, inverse) : offsetof(ChannelImage, q_decayed);
+    }
+    static constexpr CULA_HOST_DEVICE int end() { return offsetof(ChannelImage, decay) + sizeof(decay); }
 };
 
 // One decay per token: q and k stay as they are, and the factors go to the products.
 template <class T, int kKey>
-struct alignas(128) TokenImage {
+struct alignas(1024) TokenImage {
     static constexpr int kRows = kTokens<kKey>;
+    T inverse_low[kRows * kRows], scores_low[kRows * kRows];
+    T inverse[kRows * kRows];
     T scores[kRows * kRows];
     float q_factor[kRows], k_factor[kRows], k_rest[kRows];
     float decay[kRows];  // of the whole chunk, in decay[0]
-    T inverse[kRows * kRows];
-    T inverse_low[kRows * kRows], scores_low[kRows * kRows];
+
+    static constexpr CULA_HOST_DEVICE int begin(bool delta, bool exact) {
+        return exact ? 0 : delta ? offsetof(TokenImage, inverse) : offsetof(TokenImage, scores);
+    }
+    static constexpr CULA_HOST_DEVICE int end() { return offsetof(TokenImage, decay) + sizeof(decay); }
 };
 
 template <class T, int kKey, bool kPerChannel>
@@ -125,13 +133,15 @@ struct ChunkPlace {
     int count = 0;                      // tokens; 0: no such chunk
 };
 
-// The chunk whose image is number `image` of the slab.
+// The chunk of kRows tokens whose image is number `image` of the slab.
+template <int kRows>
 CULA_HOST_DEVICE ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, std::int32_t image) {
     const std::int32_t chunk = s.slab_begin + image;
-    std::int64_t n, index;
+    std::int32_t n, index;
     if (!s.first_chunk) {
-        const std::int64_t per_sequence = ceil_div(a.tokens, s.chunk_tokens);
-        n = chunk / per_sequence, index = chunk % per_sequence;
+        const std::uint32_t per_sequence = static_cast<std::uint32_t>(ceil_div(a.tokens, kRows));
+        n = static_cast<std::int32_t>(static_cast<std::uint32_t>(chunk) / per_sequence);
+        index = chunk - n * static_cast<std::int32_t>(per_sequence);
         if (n >= a.sequences) return {};
     } else {
         if (chunk >= s.first_chunk[a.sequences]) return {};
@@ -146,9 +156,8 @@ CULA_HOST_DEVICE ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, std
         n = low, index = chunk - s.first_chunk[n];
     }
     const TokenRange tokens = tokens_of(a, n);
-    const std::int64_t left = tokens.length - index * s.chunk_tokens;
-    return {tokens.batch, tokens.begin + index * s.chunk_tokens,
-            static_cast<int>(left < s.chunk_tokens ? left : s.chunk_tokens)};
+    const std::int64_t done = std::int64_t{index} * kRows, left = tokens.length - done;
+    return {tokens.batch, tokens.begin + done, static_cast<int>(left < kRows ? left : kRows)};
 }
 
 }  // namespace cula::cuda::sm80

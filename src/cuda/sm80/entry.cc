@@ -45,16 +45,6 @@ auto with_instance(const Args& args, Body body) {
     });
 }
 
-Call make_call(const Args& args, const Context& context) {
-    Call call;
-    call.args = device_args(args);
-    call.stream = context.stream;
-    call.workspace = context.workspace;
-    call.multiprocessors = context.device.multiprocessors;
-    call.shared_bytes_limit = context.device.shared_bytes;
-    return call;
-}
-
 Support supports_any(const Problem& problem) {
     if (problem.device.compute_capability < 80)
         return Support::no("needs compute capability 8.0, this device has " +
@@ -65,6 +55,16 @@ Support supports_any(const Problem& problem) {
 }
 
 }  // namespace
+
+Call make_call(const Args& args, const Context& context) {
+    Call call;
+    call.args = device_args(args);
+    call.stream = context.stream;
+    call.workspace = context.workspace;
+    call.multiprocessors = context.device.multiprocessors;
+    call.shared_bytes_limit = context.device.shared_bytes;
+    return call;
+}
 
 Support supports_prefill(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;

@@ -22,6 +22,8 @@ struct Call {
     void* workspace = nullptr;
 };
 
+Call make_call(const Args& args, const Context& context);
+
 // Chunked prefill of T inputs with at most kKey key channels: o and final states, or where the arguments ask for them
 // the maps of whole sequences.
 template <class T, int kKey, bool kPerChannel>

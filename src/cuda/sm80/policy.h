@@ -22,10 +22,12 @@ struct PrefillPolicy {
     int slab_chunks = 0;  // chunks whose images stand in the workspace at a time
 };
 
-inline constexpr std::size_t kSlabBytes = std::size_t{1} << 30;
+inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30;
 inline constexpr int kLeastSegment = 8;  // chunks: below it the maps cost more than they free
 
-inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image_bytes, int multiprocessors) {
+// warp_step: the carry's CTAs have a multiple of so many warps.
+inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image_bytes, int multiprocessors,
+                                    int warp_step) {
     PrefillPolicy policy;
     const int tiles = static_cast<int>((shape.value_dim + 15) / 16);
     const auto blocks = [&](int warps) { return (tiles + warps - 1) / warps; };
@@ -34,13 +36,17 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
         const std::int64_t ctas = shape.sequences * shape.value_heads * blocks(warps);
         return static_cast<double>((ctas + multiprocessors - 1) / multiprocessors) * (1.0 + 0.12 * (warps - 4));
     };
-    policy.warps = std::min(tiles, 8);
-    if (policy.warps > 4 && cost((policy.warps + 1) / 2) < cost(policy.warps)) policy.warps = (policy.warps + 1) / 2;
+    const auto whole = [&](int warps) { return (warps + warp_step - 1) / warp_step * warp_step; };
+    policy.warps = whole(std::min(tiles, 8));
+    if (const int half = whole((policy.warps + 1) / 2); policy.warps > 4 && cost(half) < cost(policy.warps))
+        policy.warps = half;
     policy.row_blocks = blocks(policy.warps);
 
-    const std::int64_t longest_slab =
-        std::max<std::int64_t>(1, static_cast<std::int64_t>(kSlabBytes / image_bytes) / shape.value_heads);
     const std::int64_t chunks = std::max<std::int64_t>(shape.chunks, 1);
+    const std::int64_t longest_slab =
+        image_bytes == 0
+            ? chunks
+            : std::max<std::int64_t>(1, static_cast<std::int64_t>(kSlabBytes / image_bytes) / shape.value_heads);
     const std::int64_t slabs = (chunks + longest_slab - 1) / longest_slab;
     policy.slab_chunks = static_cast<int>((chunks + slabs - 1) / slabs);
 

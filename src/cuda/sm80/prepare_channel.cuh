@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// prepare, decay per channel: scores, inverse, scaled operands of every chunk <- q, k, gate, beta      ALGORITHM.md:
-// score, solve
+// prepare, decay per channel: scores, inverse, scaled operands of every chunk <- q, k, gate, beta
 //
-// grid (chunks of the slab * value heads)   128 threads, a warp per block of 16 tokens   phases
+// ALGORITHM.md: score, solve.  grid (chunks of the slab * value heads)   128 threads, a warp per block of 16 tokens
 //   gate    a lane owns a few channels of its warp's block: log decays, summed from the block's middle to both ends
-//   table   per block and channel: the factors from the chunk's start, to its end, and to the middle of every later
-//   block score   a lane turns to two tokens: q and k with exp(G - middle), k with exp(middle - G) are the operands of
-//   the block's own
-//           pairs, times a factor of the table those of pairs with other blocks, and what the carry reads
-//   solve   (I + diag(beta) K K^T)^-1 diag(beta)
+//   table   per block and channel: the factors from the chunk's start, to its end, and to the middle of later blocks
+//   score   a lane turns to two tokens: q and k with exp(G - middle), k with exp(middle - G) are the operands of the
+//           block's own pairs, times a factor of the table those of pairs with other blocks, and what the carry reads
+//   solve   (I + diag(beta) K K^T)^-1 diag(beta): a warp makes, and writes to the image, the row of its block
 //
 // exp(+-(G - middle)) stays in range unless eight tokens decay by more than kMostLog2. A chunk that holds more takes
 // the exact way: pairs inside a block on four levels (8, 4, 2, 1), each token's factor running from the border between
 // the two halves of its level, at most 1 whatever the data; all other factors from one exponent. Chunks decide for
 // themselves.
+//
+// Scores of an additive algorithm are exact up to their own rounding to T (with an inverse, T's error is there anyway).
+// Factors of at most 1 make operands of fp16, with 11 bits, times powers of two that keep tokens of any size in its
+// range; factors that may grow make operands of two bf16 each.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -23,10 +25,42 @@
 
 namespace cula::cuda::sm80 {
 
-template <class T>
-inline constexpr float kMostLog2 = 100.0f;
-template <>
-inline constexpr float kMostLog2<__half> = 4.0f;
+template <class T, bool kDelta>
+using ScoreOperand = std::conditional_t<kDelta, T, __half>;
+
+template <class T, bool kDelta>
+inline constexpr float kMostLog2 = kDelta && std::is_same_v<T, __half> ? 4.0f : 100.0f;
+
+// What the lane's two tokens are multiplied by; q, k.
+template <bool kDelta>
+struct TokenScales {
+    float2 operand[2];  // as operands of the scores
+    float2 back[2];     // without delta: what these still lack of scale and norms
+
+    __device__ __forceinline__ void set(int half, float2 whole, float2 squares) {
+        if constexpr (kDelta) {
+            operand[half] = whole;
+        } else {
+            const std::uint32_t q = power(squares.x), k = power(squares.y);
+            operand[half] = {__uint_as_float(q), __uint_as_float(k)};
+            back[half] = {whole.x * __uint_as_float(kInverse - q), whole.y * __uint_as_float(kInverse - k)};
+        }
+    }
+    // In the image.
+    __device__ __forceinline__ float2 whole(int half) const {
+        if constexpr (kDelta) return operand[half];
+        return {operand[half].x * back[half].x, operand[half].y * back[half].y};
+    }
+
+private:
+    static constexpr std::uint32_t kInverse = 2 * 0x3f800000u;  // less the bits of a power of two: those of its inverse
+
+    // The bits of the power of two that brings a norm nearest to 2^14; of zeros and of what is no number, some power.
+    static __device__ __forceinline__ std::uint32_t power(float squares) {
+        const float inverse = fmaxf(rsqrtf(fmaxf(squares, 1e-37f)), 0x1p-120f);
+        return __float_as_uint(0x1p14f * 1.41421356f * inverse) & 0x7f800000u;
+    }
+};
 
 template <int kKey>
 struct ChannelSmem {
@@ -38,127 +72,199 @@ struct ChannelSmem {
     union {
         std::uint16_t raw_gates[kPrepareThreads / 32][kBlock * P::kChannels];
         Columns<kKey> columns[P::kPairs];
-        Square<kTokens<kKey>> inverse;
     };
-    float head[P::kBlocks][kKey],
-        tail[P::kBlocks][kKey];  // log2 decay from a block's start to its middle, from there to its end
+    // log2 decay from a block's start to its middle, from there to its end; without delta, head becomes the factor.
+    float head[P::kBlocks][kKey], tail[P::kBlocks][kKey];
     float from_start[P::kBlocks][kKey], to_end[P::kBlocks][kKey], between[P::kPairs][kKey];
     float beta[kTokens<kKey>];
     float norms[2][P::kParts][kTokens<kKey>];
+    float back[kTokens<kKey>];  // of k (TokenScales)
 };
 
 // Pair of blocks (row, column): the place of its columns and factors.
 __device__ __forceinline__ constexpr int pair_of(int row, int column) { return row * (row - 1) / 2 + column; }
 
-// The gates of one block: a lane owns kChannels / 32 neighbouring channels, and nobody else touches their places in
-// shared memory until the sums stand there.
-template <int kKey>
+// One float to shared memory, or zero where not `in`.
+__device__ __forceinline__ void copy_float_if(float* to, const float* from, bool in) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(in ? 4 : 0));
+}
+
+// The gates of one block. A lane owns kChannels / 32 neighbouring channels.
+template <class T, int kKey>
 struct BlockGates {
     using P = Parts<kKey>;
     static constexpr int kOwned = P::kChannels / 32;
 
     const DeviceArgs& a;
-    float* sums;          // [token][channel], units of four permuted by the token
-    std::uint16_t* raw;   // [token][channel]
-    int channel, count;   // the lane's first channel; tokens of the block that exist
-    bool narrow = false;  // 16-bit gates wait in raw, all others as floats in sums
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    float* sums;         // [token][channel], units of four permuted by the token
+    std::uint16_t* raw;  // [token][channel]
+    int first_channel;   // of the part
+    int count;           // tokens of the block that exist
+    const bool narrow =  // gates of type T wait in raw, all others as floats in sums
+        a.g.dtype == kDtype<T> && in_pieces<T>(a.g, a.key_dim);
+    const int lane = static_cast<int>(threadIdx.x) % 32, channel = first_channel + lane * kOwned;
 
     __device__ __forceinline__ float* place(int token) const {
         if constexpr (kOwned == 4) return sums + token * P::kChannels + (lane ^ (token & 1)) * 4;
         return sums + token * P::kChannels + (lane / 2 ^ (token & 1)) * 4 + lane % 2 * 2;
     }
+    using Owned = std::conditional_t<kOwned == 4, float4, float2>;
+    __device__ __forceinline__ void get(float (&x)[kOwned], int token) const {
+        const Owned whole = *reinterpret_cast<const Owned*>(place(token));
+        x[0] = whole.x, x[1] = whole.y;
+        if constexpr (kOwned == 4) x[2] = whole.z, x[3] = whole.w;
+    }
+    __device__ __forceinline__ void put(const float (&x)[kOwned], int token) const {
+        if constexpr (kOwned == 4)
+            *reinterpret_cast<float4*>(place(token)) = float4{x[0], x[1], x[2], x[3]};
+        else
+            *reinterpret_cast<float2*>(place(token)) = float2{x[0], x[1]};
+    }
 
-    __device__ __forceinline__ void load(std::int64_t row) {
-        const TokenRows& g = a.g;
-        const bool wide = (g.batch | g.token | g.head | a.key_dim) % kOwned == 0 && channel < a.key_dim &&
-                          reinterpret_cast<std::uintptr_t>(g.data) % (4 * kOwned) == 0;
-        narrow = wide && (g.dtype == Dtype::kBFloat16 || g.dtype == Dtype::kFloat16);
+    // Tokens beyond `count` get the gates of the first; decay_sums() leaves them out.
+    __device__ __forceinline__ void load(std::int64_t row) const {
         if (narrow) {
-            const auto* from = static_cast<const std::uint16_t*>(g.data) + row + channel;
-            const std::uint32_t to = shared_address(raw + lane * kOwned);
-#pragma unroll
-            for (int t = 0; t < kBlock; ++t)
-                copy_async_cached<2 * kOwned>(to + t * P::kChannels * 2, from + (t < count ? t : 0) * g.token);
-        } else if (wide && g.dtype == Dtype::kFloat32) {
-            const auto* from = static_cast<const float*>(g.data) + row + channel;
-#pragma unroll
-            for (int t = 0; t < kBlock; ++t)
-                copy_async_cached<4 * kOwned>(shared_address(place(t)), from + (t < count ? t : 0) * g.token);
+            copy<T>(row, raw, 0);
+        } else if (a.g.dtype == Dtype::kFloat32 && in_pieces<float>(a.g, a.key_dim)) {
+            copy<float>(row, sums, 1);
         } else {
 #pragma unroll 1
             for (int t = 0; t < kBlock; ++t)
 #pragma unroll
                 for (int i = 0; i < kOwned; ++i)
-                    place(t)[i] = t < count && channel + i < a.key_dim
-                                      ? load_float(g.data, g.dtype, row + t * g.token + channel + i)
-                                      : 0.0f;
+                    place(t)[i] =
+                        channel + i < a.key_dim
+                            ? load_float(a.g.data, a.g.dtype, row + (t < count ? t : 0) * a.g.token + channel + i)
+                            : 0.0f;
         }
-        commit_copies();
     }
 
-    // log2 decays of token t.
-    __device__ __forceinline__ void decays(float (&x)[kOwned], const HeadGate& gate, const float (&bias)[kOwned],
-                                           int t) const {
-        if (narrow) {
-            const auto* from = reinterpret_cast<const std::uint32_t*>(raw + t * P::kChannels + lane * kOwned);
+    // 16 bytes a lane, as many rows at once as that makes.
+    template <class Element>
+    __device__ __forceinline__ void copy(std::int64_t row, void* to, int permuted) const {
+        constexpr int kPieces = P::kChannels * sizeof(Element) / 16, kRows = 32 / kPieces;
+        const int piece = lane % kPieces, c = first_channel + piece * (16 / static_cast<int>(sizeof(Element))),
+                  pitch = static_cast<int>(a.g.token) * static_cast<int>(sizeof(Element));
+        uint4* units = static_cast<uint4*>(to);
+        const auto place_of_unit = [&](int t) { return units + t * kPieces + (piece ^ (t & permuted)); };
+        if (c < a.key_dim) {
+            const auto* from = static_cast<const Element*>(a.g.data) + row + c;
 #pragma unroll
-            for (int i = 0; i < kOwned; i += 2) {
-                const float2 pair =
-                    a.g.dtype == Dtype::kBFloat16 ? unpack2<__nv_bfloat16>(from[i / 2]) : unpack2<__half>(from[i / 2]);
-                x[i] = pair.x, x[i + 1] = pair.y;
+            for (int first = 0; first < kBlock; first += kRows) {
+                const int t = first + lane / kPieces;
+                copy_async(shared_address(place_of_unit(t)), advanced(from, t < count ? t : 0, pitch));
             }
         } else {
-#pragma unroll
-            for (int i = 0; i < kOwned; ++i) x[i] = place(t)[i];
+#pragma unroll 1
+            for (int t = lane / kPieces; t < kBlock; t += kRows) *place_of_unit(t) = uint4{};
         }
-        gate.log2_decays(x, bias);
-#pragma unroll
-        for (int i = 0; i < kOwned; ++i) x[i] = t < count ? fmaxf(x[i], kLeastLog2Decay) : 0.0f;
     }
 
-    // Sums from the middle, after token 7, outward; the whole to the middle (head) and from it (tail).
-    __device__ __forceinline__ void sum(const HeadGate& gate, float (&head)[kOwned], float (&tail)[kOwned]) const {
-        float bias[kOwned];
-#pragma unroll
-        for (int i = 0; i < kOwned; ++i) {
-            bias[i] = channel + i < a.key_dim ? channel_bias(a, gate.value_head, channel + i) : 0.0f;
-            head[i] = tail[i] = 0.0f;
+    // log2 decays summed from the middle, after token 7, outward; the whole to the middle (head) and from it (tail).
+    __device__ __forceinline__ void sum(const HeadGate& gate, const float (&bias)[kOwned], float (&head)[kOwned],
+                                        float (&tail)[kOwned]) const {
+        switch (gate.kind) {
+            case Gate::kSoftplus: sum_of<Gate::kSoftplus, true>(gate, bias, head, tail); break;
+            case Gate::kBounded:
+                if (gate.out >= kLeastLog2Decay)
+                    sum_of<Gate::kBounded, false>(gate, bias, head, tail);
+                else
+                    sum_of<Gate::kBounded, true>(gate, bias, head, tail);
+                break;
+            case Gate::kLogDecay: sum_of<Gate::kLogDecay, true>(gate, bias, head, tail); break;
         }
+    }
+    template <Gate kGate, bool kClamped>
+    __device__ __forceinline__ void sum_of(const HeadGate& gate, const float (&bias)[kOwned], float (&head)[kOwned],
+                                           float (&tail)[kOwned]) const {
+        if (narrow)
+            sum_from<kGate, kClamped, true>(gate, bias, head, tail);
+        else
+            sum_from<kGate, kClamped, false>(gate, bias, head, tail);
+    }
+    template <Gate kGate, bool kClamped, bool kNarrow>
+    __device__ __forceinline__ void sum_from(const HeadGate& gate, const float (&bias)[kOwned], float (&head)[kOwned],
+                                             float (&tail)[kOwned]) const {
+        const float most = fminf(__fdividef(kLeastLog2Decay, gate.out), 3e38f);
+        float offset[kOwned];
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) offset[i] = gate.in * bias[i], head[i] = tail[i] = 0.0f;
+        const auto shapes = [&](float(&x)[kOwned], int t) {
+            if constexpr (kNarrow) {
+                const auto* from = reinterpret_cast<const std::uint32_t*>(raw + t * P::kChannels + lane * kOwned);
+                std::uint32_t words[kOwned / 2];
+                if constexpr (kOwned == 4) {
+                    const uint2 two = *reinterpret_cast<const uint2*>(from);
+                    words[0] = two.x, words[1] = two.y;
+                } else {
+                    words[0] = from[0];
+                }
+#pragma unroll
+                for (int i = 0; i < kOwned; i += 2) {
+                    const float2 pair = unpack2<T>(words[i / 2]);
+                    x[i] = pair.x, x[i + 1] = pair.y;
+                }
+            } else {
+                get(x, t);
+            }
+#pragma unroll
+            for (int i = 0; i < kOwned; ++i) {
+                // A given log decay is exactly what it is.
+                x[i] = gate_shape<kGate>(kGate == Gate::kLogDecay ? x[i] : fmaf(gate.in, x[i], offset[i]));
+                if (kClamped) x[i] = fminf(x[i], most);
+            }
+        };
 #pragma unroll 2
-        for (int t = kBlock / 2; t < kBlock; ++t) {
-            float x[kOwned];
-            decays(x, gate, bias, t);
+        for (int i = 0; i < kBlock / 2; ++i) {
+            const int after = kBlock / 2 + i, before = kBlock / 2 - 1 - i;
+            float x[kOwned], y[kOwned];
+            shapes(x, after);
+            shapes(y, before);
+            const float out = after < count ? gate.out : 0.0f, back = before < count ? -gate.out : 0.0f;
 #pragma unroll
-            for (int i = 0; i < kOwned; ++i) place(t)[i] = tail[i] += x[i];
-        }
-#pragma unroll 2
-        for (int t = kBlock / 2 - 1; t >= 0; --t) {
-            float x[kOwned];
-            decays(x, gate, bias, t);
+            for (int c = 0; c < kOwned; ++c) tail[c] = fmaf(out, x[c], tail[c]);
+            put(tail, after);
+            put(head, before);
 #pragma unroll
-            for (int i = 0; i < kOwned; ++i) place(t)[i] = -head[i], head[i] += x[i];
+            for (int c = 0; c < kOwned; ++c) head[c] = fmaf(back, y[c], head[c]);
         }
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) head[i] = -head[i];
     }
 };
 
-template <class T, int kKey>
+template <class T, int kKey, bool kDelta>
 struct ChannelBlock {
     using P = Parts<kKey>;
     using Rows = BlockRows<P::kGroups>;
+    using Operand = ScoreOperand<T, kDelta>;
+    using Wide = __nv_bfloat16;  // what may grow, without delta
 
     ChannelSmem<kKey>& s;
     ChannelImage<T, kKey>& image;
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
     const int block = warp % P::kBlocks, part = warp / P::kBlocks, first = block * kBlock;
+
+    // Where the lane's first units of group 0 stand in the gates and in a tile of the image; the units beside them, and
+    // in the image those of odd groups, differ in one bit.
+    using Place = Tile<kTokens<kKey>, kKey>;
+    const int own_unit = lane / 4 * P::kChannels + (lane % 4 * 2 ^ (lane / 4 & 1)) * 4;
+    const int image_unit = Place::unit(first + lane / 4, part* P::kChannels / 8 + lane % 4) * 8;
 
     // log2 of the decay between the block's middle and token, for eight channels of group g.
     __device__ __forceinline__ void gates(float (&x)[8], int token, int g) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int unit = 8 * g + lane % 4 * 2 + i;
-            load4(x + 4 * i, s.gates[warp] + token * P::kChannels + (unit ^ (token & 1)) * 4);
+            const int unit = lane % 4 * 2 + i;
+            load4(x + 4 * i, s.gates[warp] + token * P::kChannels + (unit ^ (token & 1)) * 4 + 32 * g);
         }
+    }
+    // The same for the lane's token of a half: eight tokens on, units stand where they stood.
+    __device__ __forceinline__ void own_gates(float (&x)[8], int half, int g) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            load4(x + 4 * i, s.gates[warp] + (own_unit ^ 4 * i) + half * 8 * P::kChannels + 32 * g);
     }
     __device__ __forceinline__ void table(float (&x)[8], const float* row, int g) const {
 #pragma unroll
@@ -166,8 +272,8 @@ struct ChannelBlock {
     }
 
     __device__ __forceinline__ void put(T* tile, int half, int g, const Words& words) const {
-        const int unit = (part * P::kChannels) / 8 + 4 * g + lane % 4;
-        *reinterpret_cast<uint4*>(tile + Tile<kKey>::unit(first + lane / 4 + 8 * half, unit) * 8) = as_uint4(words);
+        const int panel = g / 2 * Place::kPanelUnits * 8, rows = 8 * half * Place::kUnits * 8;
+        *reinterpret_cast<uint4*>(tile + panel + rows + (image_unit ^ g % 2 * 32)) = as_uint4(words);
     }
     __device__ __forceinline__ void put_columns(int later, int half, int g, const Words& words) const {
         s.columns[pair_of(later, block)].words[part * P::kGroups + g][half][lane] = as_uint4(words);
@@ -189,67 +295,101 @@ struct ChannelBlock {
     }
     static __device__ __forceinline__ void pack(Words& words, const float (&x)[8]) {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) words[w] = pack2<T>(x[2 * w], x[2 * w + 1]);
+        for (int w = 0; w < 4; ++w) words[w] = pack2<Operand>(x[2 * w], x[2 * w + 1]);
     }
+    // x as the sum of two bf16.
+    static __device__ __forceinline__ void pack_halves(Words& high, Words& low, const float (&x)[8]) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            high[w] = pack2<Wide>(x[2 * w], x[2 * w + 1]);
+            low[w] = pack_rest<Wide>({x[2 * w], x[2 * w + 1]}, high[w]);
+        }
+    }
+    template <class To>
     static __device__ __forceinline__ void pack_product(Words& words, const float (&x)[8], const float (&y)[8]) {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) words[w] = pack2<T>(x[2 * w] * y[2 * w], x[2 * w + 1] * y[2 * w + 1]);
+        for (int w = 0; w < 4; ++w) words[w] = pack2<To>(x[2 * w] * y[2 * w], x[2 * w + 1] * y[2 * w + 1]);
     }
     // words = x exp2(sign gate + exponent)
+    template <class To>
     static __device__ __forceinline__ void pack_exact(Words& words, const float (&x)[8], const float (&gate)[8],
                                                       float sign, const float (&exponent)[8]) {
         float y[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) y[i] = x[i] * exp2_fast(sign * gate[i] + exponent[i]);
-        pack(words, y);
+        for (int i = 0; i < 8; ++i) y[i] = exp2_fast(sign * gate[i] + exponent[i]);
+        pack_product<To>(words, x, y);
     }
 
     // The common way: operands of all kinds from q and k, which become the rows that meet other blocks' columns, and
     // the products inside the block.
-    __device__ __forceinline__ void score(Rows& q, Rows& k, const float2 (&norm)[2], bool delta,
+    __device__ __forceinline__ void score(Rows& q, Rows& k, const TokenScales<kDelta>& scales,
                                           float (&own)[2][2][4]) const {
 #pragma unroll
         for (int g = 0; g < P::kGroups; ++g) {
-            Words columns[2];
+            Words columns[2], rows[2], columns_low[2], rows_low[2], words;  // rows and low halves: without delta
+            float column[2][8], factor[8], head[8];
+            table(factor, s.from_start[block], g);
+            if (!kDelta) table(head, s.head[block], g);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float gate[8], x[8], factor[8];
-                Words words;
-                gates(gate, lane / 4 + 8 * half, g);
-                table(factor, s.from_start[block], g);
-                float fall[8];
+                float gate[8], x[8], fall[8];
+                own_gates(gate, half, g);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) fall[i] = exp2_fast(gate[i]);
-                unpack(x, q.word[half][g], norm[half].x);
+                unpack(x, q.word[half][g], scales.operand[half].x);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) x[i] *= fall[i];
-                pack(q.word[half][g], x);
-                pack_product(words, x, factor);
+                if constexpr (kDelta) {
+                    pack(q.word[half][g], x);
+                } else {
+                    pack_halves(rows[half], rows_low[half], x);
+                    pack_product<Operand>(q.word[half][g], x, head);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) x[i] *= scales.back[half].x;
+                }
+                pack_product<T>(words, x, factor);
                 put(image.q_decayed, half, g, words);
 
-                float column[8];
-                unpack(column, k.word[half][g], norm[half].y);
+                unpack(column[half], k.word[half][g], scales.operand[half].y);
 #pragma unroll
-                for (int i = 0; i < 8; ++i) x[i] = column[i] * fall[i], column[i] *= exp2_fast(-gate[i]);
-                pack(k.word[half][g], x);
-                if (delta) {
-                    pack_product(words, x, factor);
+                for (int i = 0; i < 8; ++i) x[i] = column[half][i] * fall[i], column[half][i] *= exp2_fast(-gate[i]);
+                if constexpr (kDelta) {
+                    pack(columns[half], column[half]);
+                    pack(k.word[half][g], x);
+                    pack_product<T>(words, x, factor);
                     put(image.k_decayed, half, g, words);
+                } else {
+                    pack_halves(columns[half], columns_low[half], column[half]);
                 }
-                pack(columns[half], column);
-                table(factor, s.to_end[block], g);
-                pack_product(words, column, factor);
-                put(image.k_remaining, half, g, words);
+            }
+            if constexpr (kDelta) {
+                multiply_group<T>(own[0], q.word[0][g], q.word[1][g], columns[0], columns[1]);
+                multiply_group<T>(own[1], k.word[0][g], k.word[1][g], columns[0], columns[1]);
+            } else {
+                multiply_group<Wide>(own[0], rows_low[0], rows_low[1], columns[0], columns[1]);
+                multiply_group<Wide>(own[0], rows[0], rows[1], columns_low[0], columns_low[1]);
+                multiply_group<Wide>(own[0], rows[0], rows[1], columns[0], columns[1]);
+            }
+            table(factor, s.to_end[block], g);
 #pragma unroll
-                for (int later = 1; later < P::kBlocks; ++later) {
-                    if (later <= block) continue;
-                    table(factor, s.between[pair_of(later, block)], g);
-                    pack_product(words, column, factor);
+            for (int half = 0; half < 2; ++half) {
+                float rest[8];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) rest[i] = kDelta ? factor[i] : factor[i] * scales.back[half].y;
+                pack_product<T>(words, column[half], rest);
+                put(image.k_remaining, half, g, words);
+            }
+#pragma unroll
+            for (int later = 1; later < P::kBlocks; ++later) {
+                if (later <= block) continue;
+                table(factor, s.between[pair_of(later, block)], g);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    pack_product<Operand>(words, column[half], factor);
                     put_columns(later, half, g, words);
                 }
             }
-            multiply_group<T>(own[0], q.word[0][g], q.word[1][g], columns[0], columns[1]);
-            if (delta) multiply_group<T>(own[1], k.word[0][g], k.word[1][g], columns[0], columns[1]);
+            if (!kDelta) __syncwarp();  // or ptxas keeps all groups' operands until their products come last
         }
     }
 
@@ -257,7 +397,8 @@ struct ChannelBlock {
     // tokens belongs to the level of the highest bit in which their numbers differ; whatever a level computes for other
     // pairs is dropped, be it infinite.
     template <class Load>
-    __device__ __forceinline__ void score_exact(Load load, const float2 (&norm)[2], float (&own)[2][2][4]) const {
+    __device__ __forceinline__ void score_exact(Load load, const TokenScales<kDelta>& scales,
+                                                float (&own)[2][2][4]) const {
         BlockRows<1> q, k;
         float self[2] = {};
 #pragma unroll 1
@@ -276,14 +417,14 @@ struct ChannelBlock {
                     gates(border, token / (2 * level) * (2 * level) + level - 1, g);
 #pragma unroll
                     for (int i = 0; i < 8; ++i) gate[i] -= border[i], border[i] = 0.0f;
-                    unpack(x, q.word[half][0], norm[half].x);
-                    pack_exact(q.word[half][0], x, gate, 1.0f, border);
-                    unpack(x, k.word[half][0], norm[half].y);
-                    pack_exact(k.word[half][0], x, gate, 1.0f, border);
-                    pack_exact(columns[half], x, gate, -1.0f, border);
+                    unpack(x, q.word[half][0], scales.operand[half].x);
+                    pack_exact<Operand>(q.word[half][0], x, gate, 1.0f, border);
+                    unpack(x, k.word[half][0], scales.operand[half].y);
+                    pack_exact<Operand>(k.word[half][0], x, gate, 1.0f, border);
+                    pack_exact<Operand>(columns[half], x, gate, -1.0f, border);
                 }
-                multiply_group<T>(product[0], q.word[0][0], q.word[1][0], columns[0], columns[1]);
-                multiply_group<T>(product[1], k.word[0][0], k.word[1][0], columns[0], columns[1]);
+                multiply_group<Operand>(product[0], q.word[0][0], q.word[1][0], columns[0], columns[1]);
+                if (kDelta) multiply_group<Operand>(product[1], k.word[0][0], k.word[1][0], columns[0], columns[1]);
             }
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile)
@@ -299,12 +440,13 @@ struct ChannelBlock {
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-                if (lane % 4 * 2 + e == lane / 4) own[0][half][2 * half + e] = self[half] * norm[half].x * norm[half].y;
+                if (lane % 4 * 2 + e == lane / 4)
+                    own[0][half][2 * half + e] = self[half] * scales.operand[half].x * scales.operand[half].y;
     }
 
     // Then the operands, and after a barrier the products with earlier blocks, from this block's start.
     template <class Load>
-    __device__ __forceinline__ void operands_exact(Load load, const float2 (&norm)[2], bool delta) const {
+    __device__ __forceinline__ void operands_exact(Load load, const TokenScales<kDelta>& scales) const {
         BlockRows<1> q, k;
 #pragma unroll 1
         for (int g = 0; g < P::kGroups; ++g) {
@@ -313,29 +455,30 @@ struct ChannelBlock {
             for (int half = 0; half < 2; ++half) {
                 float gate[8], x[8], exponent[8];
                 Words words;
-                gates(gate, lane / 4 + 8 * half, g);
+                own_gates(gate, half, g);
                 table(exponent, s.from_start[block], g);
-                unpack(x, q.word[half][0], norm[half].x);
-                pack_exact(words, x, gate, 1.0f, exponent);
+                unpack(x, q.word[half][0], scales.whole(half).x);
+                pack_exact<T>(words, x, gate, 1.0f, exponent);
                 put(image.q_decayed, half, g, words);
-                unpack(x, k.word[half][0], norm[half].y);
-                if (delta) {
-                    pack_exact(words, x, gate, 1.0f, exponent);
+                unpack(x, k.word[half][0], scales.whole(half).y);
+                if (kDelta) {
+                    pack_exact<T>(words, x, gate, 1.0f, exponent);
                     put(image.k_decayed, half, g, words);
                 }
                 table(exponent, s.to_end[block], g);
-                pack_exact(words, x, gate, -1.0f, exponent);
+                pack_exact<T>(words, x, gate, -1.0f, exponent);
                 put(image.k_remaining, half, g, words);
+                if (!kDelta) unpack(x, k.word[half][0], scales.operand[half].y);
                 for (int later = block + 1; later < P::kBlocks; ++later) {
                     table(exponent, s.between[pair_of(later, block)], g);
-                    pack_exact(words, x, gate, -1.0f, exponent);
+                    pack_exact<Operand>(words, x, gate, -1.0f, exponent);
                     put_columns(later, half, g, words);
                 }
             }
         }
     }
     template <class Load>
-    __device__ __forceinline__ void cross_exact(Load load, const float2 (&norm)[2],
+    __device__ __forceinline__ void cross_exact(Load load, const TokenScales<kDelta>& scales,
                                                 float (&cross)[P::kBlocks - 1][2][2][4]) const {
         BlockRows<1> q, k;
 #pragma unroll 1
@@ -344,36 +487,36 @@ struct ChannelBlock {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float gate[8], x[8], exponent[8];
-                gates(gate, lane / 4 + 8 * half, g);
+                own_gates(gate, half, g);
                 table(exponent, s.head[block], g);
-                unpack(x, q.word[half][0], norm[half].x);
-                pack_exact(q.word[half][0], x, gate, 1.0f, exponent);
-                unpack(x, k.word[half][0], norm[half].y);
-                pack_exact(k.word[half][0], x, gate, 1.0f, exponent);
+                unpack(x, q.word[half][0], scales.operand[half].x);
+                pack_exact<Operand>(q.word[half][0], x, gate, 1.0f, exponent);
+                unpack(x, k.word[half][0], scales.operand[half].y);
+                pack_exact<Operand>(k.word[half][0], x, gate, 1.0f, exponent);
             }
 #pragma unroll
             for (int earlier = 0; earlier < P::kBlocks - 1; ++earlier) {
                 if (earlier >= block) continue;
                 Words columns[2];
                 get_columns(columns, earlier, g);
-                multiply_group<T>(cross[earlier][0], q.word[0][0], q.word[1][0], columns[0], columns[1]);
-                multiply_group<T>(cross[earlier][1], k.word[0][0], k.word[1][0], columns[0], columns[1]);
+                multiply_group<Operand>(cross[earlier][0], q.word[0][0], q.word[1][0], columns[0], columns[1]);
+                if (kDelta)
+                    multiply_group<Operand>(cross[earlier][1], k.word[0][0], k.word[1][0], columns[0], columns[1]);
             }
         }
     }
-    __device__ __forceinline__ void cross(const Rows& q, const Rows& k, bool delta, int earlier,
-                                          float (&product)[2][2][4]) const {
+    __device__ __forceinline__ void cross(const Rows& q, const Rows& k, int earlier, float (&product)[2][2][4]) const {
 #pragma unroll
         for (int g = 0; g < P::kGroups; ++g) {
             Words columns[2];
             get_columns(columns, earlier, g);
-            multiply_group<T>(product[0], q.word[0][g], q.word[1][g], columns[0], columns[1]);
-            if (delta) multiply_group<T>(product[1], k.word[0][g], k.word[1][g], columns[0], columns[1]);
+            multiply_group<Operand>(product[0], q.word[0][g], q.word[1][g], columns[0], columns[1]);
+            if (kDelta) multiply_group<Operand>(product[1], k.word[0][g], k.word[1][g], columns[0], columns[1]);
         }
     }
 };
 
-template <class T, int kKey>
+template <class T, int kKey, bool kDelta>
 __global__ void __launch_bounds__(kPrepareThreads, 3)
     prepare_channel(const __grid_constant__ DeviceArgs a, const Schedule schedule, ChannelImage<T, kKey>* images,
                     std::int32_t* exact_writes) {
@@ -382,55 +525,60 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<ChannelSmem<kKey>*>(raw);
 
-    const int value_head = static_cast<int>(blockIdx.x) % a.value_heads,
-              number = static_cast<int>(blockIdx.x) / a.value_heads;
-    const int head = value_head / a.group, thread = static_cast<int>(threadIdx.x);
-    const ChunkPlace place = place_of(a, schedule, number);
+    const int number = static_cast<int>(blockIdx.x / static_cast<unsigned>(a.value_heads)),
+              value_head = static_cast<int>(blockIdx.x) - number * a.value_heads;
+    const int head = static_cast<int>(static_cast<unsigned>(value_head) / static_cast<unsigned>(a.group)),
+              thread = static_cast<int>(threadIdx.x);
+    const ChunkPlace place = place_of<kRows>(a, schedule, number);
     if (place.count <= 0) return;
 
-    const bool delta = a.algorithm.update == Update::kDelta;
-    const std::int64_t at = static_cast<std::int64_t>(number) * a.value_heads + value_head;
-    ChannelBlock<T, kKey> block{s, images[at]};
-    const int lane = block.lane, first = block.first;
-    if (thread < kRows)
-        s.beta[thread] = delta && thread < place.count
-                             ? beta_of(a, load_float(a.beta.data, a.beta.dtype,
-                                                     a.beta.offset(place.batch, place.begin + thread, value_head)))
-                             : 0.0f;
+    const ChannelBlock<T, kKey, kDelta> block{s, images[blockIdx.x], role_of_warp()};
+    const int lane = block.lane, first = block.first, first_channel = block.part * P::kChannels;
 
     // --- gate ---
     // A block without tokens reads the chunk's first one, and drops it.
     const int count = place.count - first;
     const std::int64_t begin = place.begin + (count > 0 ? first : 0);
-    BlockGates<kKey> gates{a, s.gates[block.warp], s.raw_gates[block.warp], block.part * P::kChannels + lane * kOwned,
-                           count};
+    const BlockGates<T, kKey> gates{a, s.gates[block.warp], s.raw_gates[block.warp], first_channel, count};
     gates.load(a.g.offset(place.batch, begin, value_head));
-    typename ChannelBlock<T, kKey>::Rows q, k;
-    q.template fetch<T>(a.q, place.batch, begin, head, count, block.part * P::kChannels, a.key_dim);
-    k.template fetch<T>(a.k, place.batch, begin, head, count, block.part * P::kChannels, a.key_dim);
+    // A_log and bias wait where the lane's sums will stand: they come with the gates, and nothing else is waited for.
+    float *const head_sums = s.head[block.block] + gates.channel, *const tail_sums =
+                                                                      s.tail[block.block] + gates.channel;
+    copy_float_if(tail_sums, a.A_log.data + value_head * a.A_log.head, a.A_log.data);
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i)
+        copy_float_if(head_sums + i,
+                      a.dt_bias.data + value_head * a.dt_bias.head + (gates.channel + i) * a.dt_bias.channel,
+                      a.dt_bias.data && gates.channel + i < a.key_dim);
+    commit_copies();
+    TokenNumber beta_asked;
+    if (kDelta) beta_asked.ask(a.beta, place.batch, place.begin + thread, value_head, thread < place.count);
+    typename ChannelBlock<T, kKey, kDelta>::Rows q, k;
+    q.template fetch<T>(a.q, place.batch, begin, head, count, first_channel, a.key_dim);
+    k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim);
     bool wild = false;
     {
         float head_sum[kOwned], tail_sum[kOwned];
         wait_copies<0>();
         __syncwarp();
-        gates.sum(HeadGate(a, value_head), head_sum, tail_sum);
+        const HeadGate head_gate(value_head, a.gate, *tail_sums, a.lower_bound, 0.0f);
+        float bias[kOwned];
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) bias[i] = head_sums[i];
+        gates.sum(head_gate, bias, head_sum, tail_sum);
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
-            wild |= fmaxf(fabsf(head_sum[i]), fabsf(tail_sum[i])) > kMostLog2<T>;
-            s.head[block.block][gates.channel + i] = head_sum[i], s.tail[block.block][gates.channel + i] = tail_sum[i];
+            wild |=
+                fmaxf(fabsf(head_sum[i]), fabsf(tail_sum[i])) > kMostLog2<T, kDelta> && gates.channel + i < a.key_dim;
+            head_sums[i] = head_sum[i], tail_sums[i] = tail_sum[i];
         }
     }
-    q.mask(count, block.part * P::kChannels, a.key_dim);
-    k.mask(count, block.part * P::kChannels, a.key_dim);
-    if (a.qk_l2norm) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float qq = dot<T>(q, q, half), kk = dot<T>(k, k, half);
-            if (lane % 4 == 0) {
-                s.norms[0][block.part][first + lane / 4 + 8 * half] = qq;
-                s.norms[1][block.part][first + lane / 4 + 8 * half] = kk;
-            }
-        }
+    if (kDelta && thread < kRows) s.beta[thread] = thread < place.count ? beta_of(a, beta_asked.value(a.beta)) : 0.0f;
+    q.mask(count, first_channel, a.key_dim);
+    k.mask(count, first_channel, a.key_dim);
+    if (!kDelta || a.qk_l2norm) {
+        square_tokens<T, false>(s.norms[0][block.part] + first, q);
+        square_tokens<T, false>(s.norms[1][block.part] + first, k);
     }
     const bool exact = __syncthreads_or(wild);
 
@@ -443,12 +591,13 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
             head_sum[b] = s.head[b][c], tail_sum[b] = s.tail[b][c], whole[b] = head_sum[b] + tail_sum[b];
 #pragma unroll
         for (int b = 0; b < P::kBlocks; ++b) {
+            if (!kDelta) s.head[b][c] = entry(head_sum[b]);
             s.from_start[b][c] = entry(start + head_sum[b]);
             start += whole[b];
             float gap = tail_sum[b];
 #pragma unroll
             for (int later = b + 1; later < P::kBlocks; ++later) {
-                s.between[pair_of(later, b)][c] = entry(exact ? gap : gap + head_sum[later]);
+                s.between[pair_of(later, b)][c] = entry(exact || !kDelta ? gap : gap + head_sum[later]);
                 gap += whole[later];
             }
         }
@@ -459,91 +608,106 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
         }
         block.image.decay[c] = exp2_fast(start);
     }
-    float2 norm[2];
+    TokenScales<kDelta> scales;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        norm[half] = {a.scale, 1.0f};
-        if (!a.qk_l2norm) continue;
-        float qq = 0.0f, kk = 0.0f;
+        const int token = first + lane / 4 + 8 * half;
+        float2 sum{0.0f, 0.0f}, whole{a.scale, 1.0f};
+        if (!kDelta || a.qk_l2norm) {
 #pragma unroll
-        for (int p = 0; p < P::kParts; ++p) {
-            qq += s.norms[0][p][first + lane / 4 + 8 * half];
-            kk += s.norms[1][p][first + lane / 4 + 8 * half];
+            for (int p = 0; p < P::kParts; ++p) sum.x += s.norms[0][p][token], sum.y += s.norms[1][p][token];
         }
-        norm[half] = {a.scale * rsqrtf(qq + 1e-6f), rsqrtf(kk + 1e-6f)};
+        if (a.qk_l2norm) whole = {a.scale * rsqrtf(sum.x + 1e-6f), rsqrtf(sum.y + 1e-6f)};
+        scales.set(half, whole, sum);
+        if (!kDelta) s.back[token] = scales.back[half].y;
     }
     __syncthreads();
 
     // --- score ---
     float own[2][2][4] = {};  // q k^T and k k^T of the block
-    float squares = 0.0f;
-    const float beta[2] = {s.beta[first + lane / 4], s.beta[first + lane / 4 + 8]};
-    const auto store = [&](const float(&scores)[2][4], float(&overlaps)[2][4], int column, float2& sum) {
-        store_product(s.pairs.scores, scores, first, column, block.part > 0);
-        if (!delta) return;
+    const auto scaled_back = [&](float(&scores)[2][4], int column) {
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                scores[tile][e] *= scales.back[e / 2].x * s.back[column + 8 * tile + lane % 4 * 2 + e % 2];
+    };
+    const auto scaled = [&](float(&overlaps)[2][4]) {
+        const float beta[2] = {s.beta[first + lane / 4], s.beta[first + lane / 4 + 8]};
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
             for (int e = 0; e < 4; ++e) overlaps[tile][e] *= beta[e / 2];
-        const float2 more = store_product(s.pairs.overlaps, overlaps, first, column, block.part > 0);
-        sum = {sum.x + more.x, sum.y + more.y};
+    };
+    float2 squares{0.0f, 0.0f}, unused{0.0f, 0.0f};
+    const auto store_own = [&] {
+        if (!kDelta) scaled_back(own[0], first);
+        store_product<true>(s.pairs.scores, own[0], first, first, block.part > 0, unused);
+        if (!kDelta) return;
+        scaled(own[1]);
+        store_product<true>(s.pairs.overlaps, own[1], first, first, block.part > 0, squares);
+    };
+    const auto store = [&](float(&scores)[2][4], float(&overlaps)[2][4], int column) {
+        if (!kDelta) scaled_back(scores, column);
+        store_product<false>(s.pairs.scores, scores, first, column, block.part > 0, unused);
+        if (!kDelta) return;
+        scaled(overlaps);
+        store_product<false>(s.pairs.overlaps, overlaps, first, column, block.part > 0, squares);
     };
     if (!exact) {
-        block.score(q, k, norm, delta, own);
+        block.score(q, k, scales, own);
         __syncthreads();
 #pragma unroll
         for (int p = 0; p < P::kParts; ++p) {
             if (block.part == p) {
-                float2 sum{0.0f, 0.0f};
-                store(own[0], own[1], first, sum);
+                store_own();
 #pragma unroll 1
                 for (int earlier = 0; earlier < block.block; ++earlier) {
                     float product[2][2][4] = {};
-                    block.cross(q, k, delta, earlier, product);
-                    store(product[0], product[1], earlier * kBlock, sum);
+                    block.cross(q, k, earlier, product);
+                    store(product[0], product[1], earlier * kBlock);
                 }
-                squares = fmaxf(token_sum(sum.x), token_sum(sum.y));
             }
             if (p + 1 < P::kParts) __syncthreads();
         }
     } else {
         const auto load_group = [&](BlockRows<1>& q1, BlockRows<1>& k1, int g) {
-            const int channel = block.part * P::kChannels + 32 * g;
+            const int channel = first_channel + 32 * g;
             q1.template fetch<T>(a.q, place.batch, begin, head, count, channel, a.key_dim);
             k1.template fetch<T>(a.k, place.batch, begin, head, count, channel, a.key_dim);
             q1.mask(count, channel, a.key_dim);
             k1.mask(count, channel, a.key_dim);
         };
-        block.score_exact(load_group, norm, own);
-        block.operands_exact(load_group, norm, delta);
+        block.score_exact(load_group, scales, own);
+        block.operands_exact(load_group, scales);
         __syncthreads();
         float cross[P::kBlocks - 1][2][2][4] = {};
-        block.cross_exact(load_group, norm, cross);
+        block.cross_exact(load_group, scales, cross);
         __syncthreads();
 #pragma unroll
         for (int p = 0; p < P::kParts; ++p) {
             if (block.part == p) {
-                float2 sum{0.0f, 0.0f};
-                store(own[0], own[1], first, sum);
+                store_own();
 #pragma unroll
                 for (int earlier = 0; earlier < P::kBlocks - 1; ++earlier)
-                    if (earlier < block.block) store(cross[earlier][0], cross[earlier][1], earlier * kBlock, sum);
-                squares = fmaxf(token_sum(sum.x), token_sum(sum.y));
+                    if (earlier < block.block) store(cross[earlier][0], cross[earlier][1], earlier * kBlock);
             }
             if (p + 1 < P::kParts) __syncthreads();
         }
     }
-    const bool coupled = __syncthreads_or(squares > kMostSquares && block.part == P::kParts - 1);
-
-    emit_lower<T>(block.image.scores, s.pairs.scores, nullptr, false);
-    if (!delta) return;
-    invert(s.pairs.overlaps, s.inverse);
-    emit_lower<T>(block.image.inverse, s.inverse, s.beta, false);
-    if (coupled) {
-        emit_lower<T>(block.image.inverse_low, s.inverse, s.beta, true);
-        emit_lower<T>(block.image.scores_low, s.pairs.scores, nullptr, true);
+    const bool last = block.part == P::kParts - 1;
+    if (kDelta && last) {
+        __syncwarp();
+        invert_diagonal(s.pairs.overlaps, block.block);
     }
-    if (thread == 0) exact_writes[at] = coupled;
+    if constexpr (kDelta) {
+        const bool coupled = __syncthreads_or(last && is_coupled(squares));
+        if (last) emit_row<T, kKey>(block.image, s.pairs, s.beta, block.block, true, coupled);
+        if (thread == 0) exact_writes[blockIdx.x] = coupled;
+    } else {
+        __syncwarp();
+        if (last) emit_row<T, kKey>(block.image, s.pairs, s.beta, block.block, false, false);
+    }
 }
 
 }  // namespace cula::cuda::sm80

@@ -18,10 +18,7 @@ template <int kKey>
 struct TokenSmem {
     using P = Parts<kKey>;
     PairSquares<kKey> pairs;
-    union {
-        Columns<kKey> columns[P::kBlocks - 1];
-        Square<kTokens<kKey>> inverse;
-    };
+    Columns<kKey> columns[P::kBlocks - 1];
     float log_decay[kTokens<kKey>];  // log2, from the chunk's start
     float beta[kTokens<kKey>];
     float norms[2][P::kParts][kTokens<kKey>];
@@ -36,16 +33,15 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<TokenSmem<kKey>*>(raw);
 
-    const int value_head = static_cast<int>(blockIdx.x) % a.value_heads,
-              number = static_cast<int>(blockIdx.x) / a.value_heads;
-    const int head = value_head / a.group, thread = static_cast<int>(threadIdx.x), lane = thread % 32,
-              warp = thread / 32;
-    const ChunkPlace place = place_of(a, schedule, number);
+    const int number = static_cast<int>(blockIdx.x / static_cast<unsigned>(a.value_heads)),
+              value_head = static_cast<int>(blockIdx.x) - number * a.value_heads;
+    const int head = static_cast<int>(static_cast<unsigned>(value_head) / static_cast<unsigned>(a.group)),
+              thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = role_of_warp();
+    const ChunkPlace place = place_of<kRows>(a, schedule, number);
     if (place.count <= 0) return;
 
     const bool delta = a.algorithm.update == Update::kDelta;
-    const std::int64_t at = static_cast<std::int64_t>(number) * a.value_heads + value_head;
-    TokenImage<T, kKey>& image = images[at];
+    TokenImage<T, kKey>& image = images[blockIdx.x];
     const int block = warp % P::kBlocks, part = warp / P::kBlocks, first = block * kBlock;
 
     BlockRows<P::kGroups> q, k;
@@ -54,17 +50,27 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
     const std::int64_t begin = place.begin + (count > 0 ? first : 0);
     q.template fetch<T>(a.q, place.batch, begin, head, count, part * P::kChannels, a.key_dim);
     k.template fetch<T>(a.k, place.batch, begin, head, count, part * P::kChannels, a.key_dim);
+    TokenNumber beta;
+    if (delta) beta.ask(a.beta, place.batch, place.begin + thread, value_head, thread < place.count);
     if (warp == 0) {
         // Two neighbouring tokens a lane (one where a chunk has 32), then a scan over the lanes.
         constexpr int kEach = kRows / 32;
+        const bool per_token = a.algorithm.decay == Decay::kPerToken;
+        TokenNumber raw_gates[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int t = lane * kEach + i;
+            if (per_token) raw_gates[i].ask(a.g, place.batch, place.begin + t, value_head, t < place.count);
+        }
         const HeadGate gate(a, value_head);
         float sum[kEach];
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const int t = lane * kEach + i;
-            sum[i] = t < place.count
-                         ? fmaxf(token_log2_decay(a, gate, place.batch, place.begin + t, value_head), kLeastLog2Decay)
-                         : 0.0f;
+            sum[i] = 0.0f;
+            if (lane * kEach + i < place.count) {
+                const float of_gate = per_token ? gate.log2_decay(raw_gates[i].value(a.g) + gate.bias) : 0.0f;
+                sum[i] = fmaxf(of_gate + gate.gamma2, kLeastLog2Decay);
+            }
             if (i > 0) sum[i] += sum[i - 1];
         }
         float before = sum[kEach - 1];
@@ -78,25 +84,19 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
 #pragma unroll
         for (int i = 0; i < kEach; ++i) s.log_decay[lane * kEach + i] = before + sum[i];
     }
-    if (thread < kRows)
-        s.beta[thread] = delta && thread < place.count
-                             ? beta_of(a, load_float(a.beta.data, a.beta.dtype,
-                                                     a.beta.offset(place.batch, place.begin + thread, value_head)))
-                             : 0.0f;
-    q.mask(count, part * P::kChannels, a.key_dim);
-    k.mask(count, part * P::kChannels, a.key_dim);
+    if (thread < kRows) s.beta[thread] = delta && thread < place.count ? beta_of(a, beta.value(a.beta)) : 0.0f;
+    q.mask_moving(count, part * P::kChannels, a.key_dim);
+    k.mask_moving(count, part * P::kChannels, a.key_dim);
+    if (a.qk_l2norm) {
+        square_tokens<T, true>(s.norms[0][part] + first, q);
+        square_tokens<T, true>(s.norms[1][part] + first, k);
+    }
+    if (block < P::kBlocks - 1) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int token = first + lane / 4 + 8 * half;
-        if (a.qk_l2norm) {
-            const float qq = dot<T>(q, q, half), kk = dot<T>(k, k, half);
-            if (lane % 4 == 0) s.norms[0][part][token] = qq, s.norms[1][part][token] = kk;
-        }
-        if (block < P::kBlocks - 1) {
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int g = 0; g < P::kGroups; ++g)
                 s.columns[block].words[part * P::kGroups + g][half][lane] = as_uint4(k.word[half][g]);
-        }
     }
     __syncthreads();
 
@@ -117,30 +117,32 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
     }
 
     // --- score ---
-    float squares = 0.0f;
+    float2 squares{0.0f, 0.0f}, unused{0.0f, 0.0f};
     const int rows[2] = {first + lane / 4, first + lane / 4 + 8};
     const float row_decay[2] = {s.log_decay[rows[0]], s.log_decay[rows[1]]};
     const float q_scale[2] = {a.scale * norm(0, rows[0]), a.scale * norm(0, rows[1])};
     const float k_scale[2] = {s.beta[rows[0]] * norm(1, rows[0]), s.beta[rows[1]] * norm(1, rows[1])};
-    const auto store = [&](float(&scores)[2][4], float(&overlaps)[2][4], int column, float2& sum) {
+    const auto store = [&](float(&scores)[2][4], float(&overlaps)[2][4], int earlier) {
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const int j = column + 8 * tile + lane % 4 * 2 + e % 2;
+                const int j = earlier * kBlock + 8 * tile + lane % 4 * 2 + e % 2;
                 const float factor = norm(1, j) * exp2_fast(row_decay[e / 2] - s.log_decay[j]);
                 scores[tile][e] *= q_scale[e / 2] * factor;
                 overlaps[tile][e] *= k_scale[e / 2] * factor;
             }
-        store_product(s.pairs.scores, scores, first, column, part > 0);
+        const bool add = part > 0;
+        store_product<false>(s.pairs.scores, scores, first, earlier * kBlock, add, unused);
         if (!delta) return;
-        const float2 more = store_product(s.pairs.overlaps, overlaps, first, column, part > 0);
-        sum = {sum.x + more.x, sum.y + more.y};
+        if (earlier < block)
+            store_product<false>(s.pairs.overlaps, overlaps, first, earlier * kBlock, add, squares);
+        else
+            store_product<true>(s.pairs.overlaps, overlaps, first, first, add, squares);
     };
 #pragma unroll
     for (int p = 0; p < P::kParts; ++p) {
         if (part == p) {
-            float2 sum{0.0f, 0.0f};
 #pragma unroll 1
             for (int earlier = 0; earlier <= block; ++earlier) {
                 float product[2][2][4] = {};
@@ -156,23 +158,19 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
                     multiply_group<T>(product[0], q.word[0][g], q.word[1][g], column[0], column[1]);
                     if (delta) multiply_group<T>(product[1], k.word[0][g], k.word[1][g], column[0], column[1]);
                 }
-                store(product[0], product[1], earlier * kBlock, sum);
+                store(product[0], product[1], earlier);
             }
-            squares = fmaxf(token_sum(sum.x), token_sum(sum.y));
         }
         if (P::kParts > 1 && p + 1 < P::kParts) __syncthreads();
     }
-    const bool coupled = __syncthreads_or(squares > kMostSquares && part == P::kParts - 1);
-
-    emit_lower<T>(image.scores, s.pairs.scores, nullptr, false);
-    if (!delta) return;
-    invert(s.pairs.overlaps, s.inverse);
-    emit_lower<T>(image.inverse, s.inverse, s.beta, false);
-    if (coupled) {
-        emit_lower<T>(image.inverse_low, s.inverse, s.beta, true);
-        emit_lower<T>(image.scores_low, s.pairs.scores, nullptr, true);
+    const bool last = part == P::kParts - 1;
+    if (delta && last) {
+        __syncwarp();
+        invert_diagonal(s.pairs.overlaps, block);
     }
-    if (thread == 0) exact_writes[at] = coupled;
+    const bool coupled = __syncthreads_or(last && is_coupled(squares));
+    if (last) emit_row<T, kKey>(image, s.pairs, s.beta, block, delta, coupled);
+    if (delta && thread == 0) exact_writes[blockIdx.x] = coupled;
 }
 
 }  // namespace cula::cuda::sm80

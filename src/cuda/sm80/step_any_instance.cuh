@@ -8,11 +8,11 @@ namespace cula::cuda::sm80 {
 template <int kKey>
 void launch_step_any(const Call& call) {
     if (call.args.segment_m.data)
-        launch_rows(call, step<float, kKey, 1, false, false, true>, 1, call.args.key_dim);
+        launch_rows(call, step<kKey, false, true>, call.args.key_dim);
     else if (call.args.parents.data)
-        launch_rows(call, step<float, kKey, 1, false, true>, 1);
+        launch_rows(call, step<kKey, true>);
     else
-        launch_rows(call, step<float, kKey, 1, false, false>, 1);
+        launch_rows(call, step<kKey, false>);
 }
 
 }  // namespace cula::cuda::sm80

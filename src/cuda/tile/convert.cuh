@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cuda/ptx/memory.cuh"
 #include "cula/tensor.h"
 
 namespace cula::cuda {
@@ -60,41 +61,100 @@ __device__ __forceinline__ void load4(float* to, const float* from) {
     to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
 }
 
-// One number whose dtype is known at run time, loaded without looking at it: nothing waits before value().
-struct RawFloat {
-    std::uint32_t bits = 0;
+// base + index * stride, a 32-bit product of 64 bits.
+template <class T>
+__device__ __forceinline__ T* advanced(T* base, std::int32_t index, std::int32_t stride) {
+    std::int64_t at;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(at) : "r"(index), "r"(stride), "l"(reinterpret_cast<std::int64_t>(base)));
+    return reinterpret_cast<T*>(at);
+}
 
-    __device__ __forceinline__ void load(const void* data, Dtype dtype, std::int64_t i, bool in) {
-        const bool narrow = dtype == Dtype::kBFloat16 || dtype == Dtype::kFloat16;
-        if (in && narrow) bits = __ldg(static_cast<const unsigned short*>(data) + i);
-        if (in && dtype == Dtype::kFloat32) bits = __ldg(static_cast<const std::uint32_t*>(data) + i);
-        if (in && dtype == Dtype::kFloat64)
-            bits = __float_as_uint(static_cast<float>(static_cast<const double*>(data)[i]));
+// What stands at `from` where `in`, otherwise 0. In assembly, since the compiler made branches of the conditions and
+// placed the first use of one number ahead of the next load: many are to be asked for one after another, and each waits
+// where its number is wanted.
+__device__ __forceinline__ std::uint32_t load8_if(const void* from, bool in) {
+    std::uint32_t x;
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u8 %0, [%1]; }"
+                 : "=r"(x)
+                 : "l"(from), "r"(static_cast<int>(in)));
+    return x;
+}
+__device__ __forceinline__ std::uint32_t load16_if(const void* from, bool in) {
+    std::uint32_t x;
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u16 %0, [%1]; }"
+                 : "=r"(x)
+                 : "l"(from), "r"(static_cast<int>(in)));
+    return x;
+}
+__device__ __forceinline__ std::uint32_t load32_if(const void* from, bool in) {
+    std::uint32_t x;
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.b32 %0, [%1]; }"
+                 : "=r"(x)
+                 : "l"(from), "r"(static_cast<int>(in)));
+    return x;
+}
+
+// A dtype as a whole word, which takes no unpacking; kNone: there is no tensor.
+enum class Element : std::int32_t { kNone, kFloat32, kBFloat16, kFloat16 };
+
+__host__ __device__ __forceinline__ Element element(Dtype dtype) {
+    return dtype == Dtype::kFloat32    ? Element::kFloat32
+           : dtype == Dtype::kBFloat16 ? Element::kBFloat16
+           : dtype == Dtype::kFloat16  ? Element::kFloat16
+                                       : Element::kNone;
+}
+
+// One number of 16 or 32 bits whose type is known at run time, asked for without looking at it: nothing waits before
+// value(). Each width has a register of its own, since of two loads into one register the second waits for the first,
+// even where a predicate has switched one of them off.
+struct RawFloat {
+    std::uint32_t narrow = 0, wide = 0;
+
+    __device__ __forceinline__ void load(const void* from, Element type, bool in = true) {
+        narrow = load16_if(from, in && type >= Element::kBFloat16);
+        wide = load32_if(from, in && type == Element::kFloat32);
     }
-    __device__ __forceinline__ float value(Dtype dtype) const {
-        if (dtype == Dtype::kBFloat16) return __uint_as_float(bits << 16);
-        if (dtype == Dtype::kFloat16) return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-        return __uint_as_float(bits);
+    __device__ __forceinline__ float value(Element type) const {
+        const float half = __half2float(__ushort_as_half(static_cast<unsigned short>(narrow)));
+        return type == Element::kFloat16 ? half : __uint_as_float(wide | narrow << 16);
     }
 };
+
+// Without a branch.
+__device__ __forceinline__ void store_float_if(void* to, Element type, float x, bool in) {
+    const unsigned short narrow = type == Element::kBFloat16 ? __bfloat16_as_ushort(from_float<__nv_bfloat16>(x))
+                                                             : __half_as_ushort(from_float<__half>(x));
+    if (in && type == Element::kFloat32) *static_cast<float*>(to) = x;
+    if (in && type != Element::kFloat32) *static_cast<unsigned short*>(to) = narrow;
+}
 
 // Four neighbouring elements of T: 16 bytes of float, 8 of the 16-bit types.
 template <class T>
 struct Four {
     std::uint32_t word[sizeof(T)] = {};
 
-    __device__ __forceinline__ void load(const T* p) {
+    __device__ __forceinline__ explicit Four(const std::uint32_t* shared) {
         if constexpr (sizeof(T) == 4) {
-            const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(p));
+            const uint4 raw = *reinterpret_cast<const uint4*>(shared);
             word[0] = raw.x, word[1] = raw.y, word[2] = raw.z, word[3] = raw.w;
         } else {
-            const uint2 raw = __ldcs(reinterpret_cast<const uint2*>(p));
+            const uint2 raw = *reinterpret_cast<const uint2*>(shared);
             word[0] = raw.x, word[1] = raw.y;
         }
     }
+    Four() = default;
+
+    // Asks for the four at p, or for zeros where not `in`, as words of shared memory.
+    static __device__ __forceinline__ void copy_async_if(std::uint32_t* shared, const T* p, bool in) {
+        if constexpr (sizeof(T) == 4)
+            copy_async(shared_address(shared), p, in ? 16 : 0);
+        else
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(p),
+                         "r"(in ? 8 : 0));
+    }
     __device__ __forceinline__ void store(T* p) const {
         if constexpr (sizeof(T) == 4)
-            __stcs(reinterpret_cast<uint4*>(p), uint4{word[0], word[1], word[2], word[3]});
+            *reinterpret_cast<uint4*>(p) = uint4{word[0], word[1], word[2], word[3]};
         else
             __stcs(reinterpret_cast<uint2*>(p), uint2{word[0], word[1]});
     }

@@ -15,60 +15,89 @@ __device__ __forceinline__ float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp2_fast(-kLog2E * x)); }
+__device__ __forceinline__ float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2E * x)); }
 
-// log2(1 + 2^y): softplus in base 2, as max(y, 0) + log2(1 + e) with e = 2^-|y| at most 1. The logarithm is the series
-// of 2 atanh(e / (2 + e)), good to float's last digits at any size, where the approximate instruction is not for small
-// e.
+// log2(1 + 2^y): softplus in base 2, as max(y, 0) + log2(1 + e) with e = 2^-|y| at most 1. The logarithm is e times the
+// best polynomial for log2(1 + e) / e: good to 2^-22 of itself at any size, where the approximate instruction is not
+// for small e.
 __device__ __forceinline__ float softplus2(float y) {
-    const float e = exp2_fast(-fabsf(y)), z = __fdividef(e, 2.0f + e), zz = z * z;
-    float series = 1.0f / 13.0f;
-    series = series * zz + 1.0f / 11.0f;
-    series = series * zz + 1.0f / 9.0f;
-    series = series * zz + 1.0f / 7.0f;
-    series = series * zz + 1.0f / 5.0f;
-    series = series * zz + 1.0f / 3.0f;
-    series = series * zz + 1.0f;
-    return fmaxf(y, 0.0f) + 2.0f * kLog2E * z * series;
+    const float e = exp2_fast(-fabsf(y));
+    float x = 7.549182046204805e-3f;
+    x = fmaf(x, e, -4.256706312298775e-2f);
+    x = fmaf(x, e, 1.1285619437694550e-1f);
+    x = fmaf(x, e, -1.9711896777153015e-1f);
+    x = fmaf(x, e, 2.7564141154289246e-1f);
+    x = fmaf(x, e, -3.5840848088264465e-1f);
+    x = fmaf(x, e, 4.8069295287132263e-1f);
+    x = fmaf(x, e, -7.2134017944335938e-1f);
+    x = fmaf(x, e, 1.4426950216293335f);
+    return fmaf(x, e, fmaxf(y, 0.0f));
+}
+
+// Every gate is log2 decay = out * shape(in * (x + bias)), where in and out belong to the head (HeadGate), and neither
+// shape nor -out is negative for what decays.
+template <Gate kGate>
+__device__ __forceinline__ float gate_shape(float x) {
+    if constexpr (kGate == Gate::kSoftplus)
+        return softplus2(x);
+    else if constexpr (kGate == Gate::kBounded)
+        return reciprocal_fast(1.0f + exp2_fast(x));
+    else
+        return -x;
 }
 
 struct HeadGate {
     int value_head;
     Gate kind;
-    float slope;         // exp(A_log)
-    float lower_bound2;  // lower_bound in base 2
-    float gamma2;        // log2 of the head's constant decay
-    float bias;          // dt_bias where there is one per head
+    float in, out;
+    float gamma2;  // log2 of the head's constant decay
+    float bias;    // dt_bias where there is one per head
 
     __device__ __forceinline__ HeadGate(const DeviceArgs& a, int head)
-        : value_head(head), kind(a.gate), slope(1.0f), lower_bound2(a.lower_bound * kLog2E), gamma2(0.0f), bias(0.0f) {
-        if (a.A_log.data) slope = exp2_fast(a.A_log.data[head * a.A_log.head] * kLog2E);
-        if (a.gamma.data) gamma2 = a.gamma.data[head * a.gamma.head] * kLog2E;
+        : HeadGate(head, a.gate, a.A_log.data ? a.A_log.data[head * a.A_log.head] : 0.0f, a.lower_bound,
+                   a.gamma.data ? a.gamma.data[head * a.gamma.head] : 0.0f) {
         if (a.dt_bias.data && a.algorithm.decay != Decay::kPerChannel) bias = a.dt_bias.data[head * a.dt_bias.head];
     }
 
-    // log2 of the decay of a raw gate (with its bias added) or a given log decay.
-    __device__ __forceinline__ float log2_decay(float x) const {
-        switch (kind) {
-            case Gate::kSoftplus: return -slope * softplus2(x * kLog2E);
-            case Gate::kBounded: return lower_bound2 * sigmoid(slope * x);
-            case Gate::kLogDecay: break;
-        }
-        return x * kLog2E;
+    // From numbers that have been read already; the bias is the caller's.
+    __device__ __forceinline__ HeadGate(int head, Gate gate, float A_log, float lower_bound, float gamma)
+        : value_head(head), kind(gate), in(1.0f), out(-kLog2E), gamma2(gamma * kLog2E), bias(0.0f) {
+        const float slope = exp2_fast(A_log * kLog2E);
+        if (gate == Gate::kSoftplus) in = kLog2E, out = -slope;
+        if (gate == Gate::kBounded) in = -kLog2E * slope, out = lower_bound * kLog2E;
     }
-    // x <- log2 decays of x + bias, with one branch for all.
+
+    // x <- log2 decays of raw gates with their bias added, or of given log decays: one branch for all.
+    template <int kCount>
+    __device__ __forceinline__ void log2_decays(float (&x)[kCount]) const {
+        switch (kind) {
+            case Gate::kSoftplus: apply<Gate::kSoftplus>(x); break;
+            case Gate::kBounded: apply<Gate::kBounded>(x); break;
+            case Gate::kLogDecay: apply<Gate::kLogDecay>(x); break;
+        }
+    }
     template <int kCount>
     __device__ __forceinline__ void log2_decays(float (&x)[kCount], const float (&bias)[kCount]) const {
-        const auto each = [&](auto decay) {
 #pragma unroll
-            for (int i = 0; i < kCount; ++i) x[i] = decay(x[i] + bias[i]);
-        };
-        if (kind == Gate::kSoftplus)
-            each([&](float y) { return -slope * softplus2(y * kLog2E); });
-        else if (kind == Gate::kBounded)
-            each([&](float y) { return lower_bound2 * sigmoid(slope * y); });
-        else
-            each([](float y) { return y * kLog2E; });
+        for (int i = 0; i < kCount; ++i) x[i] += bias[i];
+        log2_decays(x);
+    }
+    __device__ __forceinline__ float log2_decay(float x) const {
+        float one[1] = {x};
+        log2_decays(one);
+        return one[0];
+    }
+
+private:
+    template <Gate kGate, int kCount>
+    __device__ __forceinline__ void apply(float (&x)[kCount]) const {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) x[i] = out * gate_shape<kGate>(in * x[i]);
     }
 };
 

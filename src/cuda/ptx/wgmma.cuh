@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensor core products of a warpgroup, sm_90a: d [64 x N] += a [64 x 16] b [16 x N], float accumulators.
+//
+// A warpgroup is four warps from a multiple of four on; warp w holds rows 16 w to 16 w + 15 of d and a, as the
+// accumulators and the A operand of ptx/mma.cuh. b lies in shared memory as Tile (sm80/chunk.cuh): [N x 16 channels] of
+// rows that are contiguous along k, or transposed, [16 x N] contiguous along N.
+//
+// Products run on their own after they are issued: fence() before the first that reads or adds to registers that were
+// written since, commit() after a batch, wait<pending>() until all batches but so many are through. hold() keeps the
+// compiler from moving registers that products in flight own.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace cula::cuda::wgmma {
+
+__device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+template <int kTiles>
+__device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[i][e])::"memory");
+}
+
+// Descriptor of an operand in the 128-byte swizzle: its address in shared memory, and the strides between eight rows
+// and, transposed, between panels of 64 columns. Advancing by x bytes adds x / 16.
+__device__ __forceinline__ std::uint64_t operand(std::uint32_t address, std::uint32_t panel_bytes = 16) {
+    return static_cast<std::uint64_t>(1) << 62 | static_cast<std::uint64_t>(1024 >> 4) << 32 |
+           static_cast<std::uint64_t>(panel_bytes >> 4) << 16 | (address & 0x3ffffu) >> 4;
+}
+
+// d += a b, or with add = 0 d = a b. N = 8 kTiles.
+template <class T, int kTiles, bool kTransposed>
+__device__ __forceinline__ void multiply(float (*d)[4], const std::uint32_t (&a)[4], std::uint64_t b, int add);
+
+// Both operands in shared memory, N = 64.
+template <class T>
+__device__ __forceinline__ void multiply_shared(float (&d)[8][4], std::uint64_t a, std::uint64_t b, int add);
+
+#define CULA_TILE(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define CULA_TILES_8 \
+    CULA_TILE(0), CULA_TILE(1), CULA_TILE(2), CULA_TILE(3), CULA_TILE(4), CULA_TILE(5), CULA_TILE(6), CULA_TILE(7)
+#define CULA_TILES_16                                                                                     \
+    CULA_TILES_8, CULA_TILE(8), CULA_TILE(9), CULA_TILE(10), CULA_TILE(11), CULA_TILE(12), CULA_TILE(13), \
+        CULA_TILE(14), CULA_TILE(15)
+#define CULA_D_8                                                             \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define CULA_REST_8 "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;"
+#define CULA_ADD_8 "%37"
+#define CULA_D_16                                                                      \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define CULA_REST_16 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;"
+#define CULA_ADD_16 "%69"
+#define CULA_WGMMA(T, type, tiles, columns, transposed)                                                      \
+    template <>                                                                                              \
+    __device__ __forceinline__ void multiply<T, tiles, transposed>(float(*d)[4], const std::uint32_t(&a)[4], \
+                                                                   std::uint64_t b, int add) {               \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " CULA_ADD_##tiles                                      \
+                     ", 0; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type              \
+                     " {" CULA_D_##tiles CULA_REST_##tiles " }"                                              \
+                     : CULA_TILES_##tiles                                                                    \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(transposed));       \
+    }
+#define CULA_WGMMA_SHARED(T, type)                                                                                   \
+    template <>                                                                                                      \
+    __device__ __forceinline__ void multiply_shared<T>(float(&d)[8][4], std::uint64_t a, std::uint64_t b, int add) { \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type       \
+                     "." type " {" CULA_D_8 "}, %32, %33, p, 1, 1, 0, 0; }"                                          \
+                     : CULA_TILES_8                                                                                  \
+                     : "l"(a), "l"(b), "r"(add));                                                                    \
+    }
+#define CULA_WGMMA_OF(T, type)         \
+    CULA_WGMMA(T, type, 8, 64, false)  \
+    CULA_WGMMA(T, type, 8, 64, true)   \
+    CULA_WGMMA(T, type, 16, 128, true) \
+    CULA_WGMMA_SHARED(T, type)
+
+CULA_WGMMA_OF(__nv_bfloat16, "bf16")
+CULA_WGMMA_OF(__half, "f16")
+
+#undef CULA_WGMMA_OF
+#undef CULA_WGMMA_SHARED
+#undef CULA_WGMMA
+#undef CULA_ADD_8
+#undef CULA_REST_8
+#undef CULA_D_8
+#undef CULA_TILES_8
+#undef CULA_ADD_16
+#undef CULA_REST_16
+#undef CULA_D_16
+#undef CULA_TILES_16
+#undef CULA_TILE
+
+}  // namespace cula::cuda::wgmma

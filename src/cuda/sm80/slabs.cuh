@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// A chunked prefill, or the maps of a segment call, as launches: per slab schedule, prepare, maps and compose, carry.
+//
+// Carry names the kernel that walks the chunks: its types, how many warps its CTAs come in, whether it prepares
+// additive algorithms itself, and launch<delta, maps>().
+#pragma once
+
+#include "core/carve.h"
+#include "cuda/pipe/launch.h"
+#include "cuda/sm80/compose.cuh"
+#include "cuda/sm80/launch.h"
+#include "cuda/sm80/policy.h"
+#include "cuda/sm80/prepare_channel.cuh"
+#include "cuda/sm80/prepare_token.cuh"
+#include "cuda/sm80/schedule.cuh"
+#include "cuda/sm80/walk.cuh"
+
+namespace cula::cuda::sm80 {
+
+inline States float_states(float* data, std::int64_t slots, std::int64_t heads, std::int64_t rows,
+                           std::int64_t columns) {
+    return {data, Dtype::kFloat32, slots, heads * rows * columns, rows * columns, columns, 1};
+}
+
+template <class Carry>
+struct PrefillPlan {
+    using T = typename Carry::Type;
+    static constexpr int kKey = Carry::kKey;
+    static constexpr bool kPerChannel = Carry::kPerChannel;
+
+    PrefillPolicy policy;
+    std::int64_t chunks = 0;
+    std::int32_t max_segments = 0;
+    bool maps = false;
+
+    std::int32_t* first_chunk = nullptr;
+    Segment* segments = nullptr;
+    std::int32_t* exact_writes = nullptr;
+    Image<T, kKey, kPerChannel>* images = nullptr;
+    float *map_m = nullptr, *map_b = nullptr, *starts = nullptr, *unfinished[2] = {};
+    std::size_t bytes = 0;
+
+    explicit PrefillPlan(const Call& call) {
+        const DeviceArgs& a = call.args;
+        const std::int64_t per_sequence = ceil_div(a.tokens, kTokens<kKey>);
+        chunks = a.cu_seqlens ? a.tokens / kTokens<kKey> + a.sequences : per_sequence * a.sequences;
+        const bool of_call = a.segment_m.data;
+        const bool images_wanted = a.algorithm.update == Update::kDelta || !Carry::kPreparesAdditive;
+        policy = prefill_policy({a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads, a.value_dim,
+                                 !a.batch_invariant && !of_call},
+                                images_wanted ? sizeof(Image<T, kKey, kPerChannel>) : 0, call.multiprocessors,
+                                Carry::kWarpStep);
+        maps = policy.segment_chunks < std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
+        if (a.cu_seqlens) {
+            max_segments = a.sequences + ceil_div(policy.slab_chunks, policy.segment_chunks);
+        } else {
+            const std::int64_t in_slab = std::min<std::int64_t>(per_sequence, policy.slab_chunks);
+            const std::int64_t pieces = per_sequence > 0 ? ceil_div(policy.slab_chunks, per_sequence) + 1 : a.sequences;
+            max_segments = static_cast<std::int32_t>(std::min<std::int64_t>(pieces, a.sequences) *
+                                                     (in_slab > 0 ? ceil_div(in_slab, policy.segment_chunks) : 1));
+        }
+        if (max_segments < 1) max_segments = 1;  // somebody has to zero the outputs that belong to no sequence
+
+        Carver carver(call.workspace);
+        const std::int64_t heads = a.value_heads, states = heads * a.value_dim * a.key_dim;
+        if (a.cu_seqlens) {
+            first_chunk = carver.take<std::int32_t>(a.sequences + 1);
+            segments = carver.take<Segment>(max_segments);
+        }
+        if (images_wanted) {
+            exact_writes = carver.take<std::int32_t>(policy.slab_chunks * heads);
+            images = carver.take<Image<T, kKey, kPerChannel>>(policy.slab_chunks * heads);
+        }
+        if (maps) {
+            const std::int64_t m = a.algorithm.update == Update::kDelta ? a.key_dim * a.key_dim : a.key_dim;
+            map_m = carver.take<float>(max_segments * heads * m);
+            map_b = carver.take<float>(max_segments * states);
+            starts = carver.take<float>(max_segments * states);
+        }
+        if (slabs() > 1)
+            for (float*& x : unfinished) x = carver.take<float>(states);
+        bytes = carver.bytes();
+    }
+
+    int slabs() const { return std::max(1, ceil_div(chunks, policy.slab_chunks)); }
+};
+
+template <class Carry, bool kDelta>
+void launch_slabs(const Call& call) {
+    using T = typename Carry::Type;
+    constexpr int kKey = Carry::kKey;
+    const DeviceArgs& a = call.args;
+    const PrefillPlan<Carry> plan(call);
+    const std::int64_t heads = a.value_heads;
+    CarryParams p;
+    p.exact_writes = plan.exact_writes;
+    p.starts = float_states(plan.starts, 0, heads, a.value_dim, a.key_dim);
+    p.map_b = float_states(plan.map_b, 0, heads, a.value_dim, a.key_dim);
+    p.map_m = float_states(plan.map_m, 0, heads, kDelta ? a.key_dim : 1, a.key_dim);
+
+    Schedule schedule_of;
+    schedule_of.chunk_tokens = kTokens<kKey>;
+    schedule_of.segment_chunks = plan.policy.segment_chunks;
+    schedule_of.max_segments = plan.max_segments;
+    schedule_of.first_chunk = plan.first_chunk;
+    schedule_of.segments = plan.segments;
+    for (int slab = 0; slab < plan.slabs(); ++slab) {
+        schedule_of.slab_begin = slab * plan.policy.slab_chunks;
+        schedule_of.slab_end = static_cast<std::int32_t>(
+            std::min<std::int64_t>(plan.chunks, schedule_of.slab_begin + std::int64_t{plan.policy.slab_chunks}));
+        if (a.cu_seqlens)
+            launch(schedule, 1, kScheduleThreads, 0, call.stream, a, schedule_of, plan.first_chunk, plan.segments);
+        const std::size_t blocks =
+            static_cast<std::size_t>(schedule_of.slab_end - schedule_of.slab_begin) * a.value_heads;
+        constexpr bool kPrepares = kDelta || !Carry::kPreparesAdditive;
+        if constexpr (kPrepares && Carry::kPerChannel)
+            launch(prepare_channel<T, kKey, kDelta>, blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>), call.stream, a,
+                   schedule_of, plan.images, plan.exact_writes);
+        else if constexpr (kPrepares)
+            launch(prepare_token<T, kKey>, blocks, kPrepareThreads, sizeof(TokenSmem<kKey>), call.stream, a,
+                   schedule_of, plan.images, plan.exact_writes);
+        if (a.segment_m.data) {
+            // One segment a sequence and slab: the call's own maps, which a later slab continues.
+            p.map_m = a.segment_m, p.map_b = a.segment_b;
+            Carry::template launch<kDelta, true>(call, plan, schedule_of, p);
+            continue;
+        }
+        p.slab_start = float_states(plan.unfinished[slab % 2], 1, heads, a.value_dim, a.key_dim);
+        p.slab_end = float_states(plan.unfinished[(slab + 1) % 2], 1, heads, a.value_dim, a.key_dim);
+        if (plan.maps) {
+            Carry::template launch<kDelta, true>(call, plan, schedule_of, p);
+            launch(compose<kKey>,
+                   static_cast<std::size_t>(ceil_div(a.value_dim, kComposeRows)) * a.value_heads * plan.max_segments,
+                   kComposeThreads, 0, call.stream, a, schedule_of, p, kDelta);
+        }
+        Carry::template launch<kDelta, false>(call, plan, schedule_of, p);
+    }
+}
+
+template <class Carry>
+void launch_slabs(const Call& call) {
+    if (call.args.algorithm.update == Update::kDelta)
+        launch_slabs<Carry, true>(call);
+    else
+        launch_slabs<Carry, false>(call);
+}
+
+}  // namespace cula::cuda::sm80

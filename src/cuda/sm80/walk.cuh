@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a CTA of a carry walks: a segment's chunks, where the state comes from, and where it goes on the way.
+//
+// A warp holds 16 rows of S^T [V, K], or of a map, as tensor cores hold them: lane l has rows l/4 and l/4 + 8 at
+// channels 8 tile + 2 (l%4) and the next (ptx/mma.cuh).
+#pragma once
+
+#include "cuda/sm80/chunk.cuh"
+#include "cuda/tile/convert.cuh"
+
+namespace cula::cuda::sm80 {
+
+inline constexpr int kWarpRows = 16;  // value rows of a warp
+
+// States between segments: [map][HV][rows][K], float.
+struct CarryParams {
+    int stages = 1, row_blocks = 1, value_blocks = 1;
+    const std::int32_t* exact_writes = nullptr;  // [chunks of the slab, HV]
+    States starts;                               // state before segment i: slot i
+    States slab_start;                           // of the sequence that the slab before left unfinished
+    States slab_end;
+    States map_m, map_b;  // maps: slot i
+};
+
+// The rows of a warp: from `first` on, and below `end` those that exist.
+struct RowWindow {
+    int first, end, key_dim;
+
+    // The lane's first row and channel.
+    __device__ __forceinline__ int row() const { return first + static_cast<int>(threadIdx.x) % 32 / 4; }
+    __device__ __forceinline__ static int channel() { return static_cast<int>(threadIdx.x) % 4 * 2; }
+};
+
+// Neighbouring pairs of the lane's numbers: body(pair, row, channel), both counted from the lane's first.
+template <int kTiles, class Body>
+__device__ __forceinline__ void each_pair(float (&state)[kTiles][4], Body body) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+            float2 pair{state[tile][2 * half], state[tile][2 * half + 1]};
+            body(pair, 8 * half, 8 * tile);
+            state[tile][2 * half] = pair.x, state[tile][2 * half + 1] = pair.y;
+        }
+}
+
+// Whether pairs of floats may move as such.
+template <int kKey>
+__device__ __forceinline__ bool in_pairs(const States& states, std::int64_t base, const RowWindow& rows) {
+    return rows.first + kWarpRows <= rows.end && rows.key_dim == kKey && states.dtype == Dtype::kFloat32 &&
+           states.k == 1 && (states.v | base) % 2 == 0 && reinterpret_cast<std::uintptr_t>(states.data) % 8 == 0;
+}
+
+template <int kKey>
+__device__ __forceinline__ void store_state(float (&state)[kKey / 8][4], const States& states, std::int64_t base,
+                                            const RowWindow& rows) {
+    const int lane_row = rows.row(), lane_channel = RowWindow::channel();
+    base += lane_row * states.v + lane_channel * states.k;
+    if (in_pairs<kKey>(states, base, rows)) {
+        auto* to = static_cast<float*>(states.data) + base;
+        each_pair(state, [&](float2& pair, int row, int channel) {
+            *reinterpret_cast<float2*>(to + row * states.v + channel) = pair;
+        });
+        return;
+    }
+    each_pair(state, [&](float2& pair, int row, int channel) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            if (lane_row + row < rows.end && lane_channel + channel + e < rows.key_dim)
+                store_float(states.data, states.dtype, base + row * states.v + (channel + e) * states.k,
+                            e ? pair.y : pair.x);
+    });
+}
+
+template <int kKey>
+__device__ __forceinline__ void load_state(float (&state)[kKey / 8][4], const States& states, std::int64_t base,
+                                           const RowWindow& rows) {
+    const int lane_row = rows.row(), lane_channel = RowWindow::channel();
+    base += lane_row * states.v + lane_channel * states.k;
+    if (in_pairs<kKey>(states, base, rows)) {
+        const auto* from = static_cast<const float*>(states.data) + base;
+        each_pair(state, [&](float2& pair, int row, int channel) {
+            pair = *reinterpret_cast<const float2*>(from + row * states.v + channel);
+        });
+        return;
+    }
+    each_pair(state, [&](float2& pair, int row, int channel) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const bool in = lane_row + row < rows.end && lane_channel + channel + e < rows.key_dim;
+            (e ? pair.y : pair.x) =
+                in ? load_float(states.data, states.dtype, base + row * states.v + (channel + e) * states.k) : 0.0f;
+        }
+    });
+}
+
+template <int kKey, bool kMaps>
+struct Walk {
+    static constexpr int kRows = kTokens<kKey>;
+
+    const DeviceArgs& a;
+    const CarryParams& p;
+    const std::int32_t* first_chunk;  // of every sequence, where cu_seqlens says
+    Segment segment;
+    int number, value_head;  // of the segment in the launch
+    bool of_m;               // rows of the map M
+    RowWindow rows;
+    std::int64_t first_token = 0;
+    int batch = 0, last_count = 0;  // tokens of the last chunk; all others are whole
+    StateSlots slots;
+    bool starts_sequence = false, ends_sequence = false;
+
+    __device__ __forceinline__ Walk(const DeviceArgs& args, const Schedule& schedule, const CarryParams& params,
+                                    int warp, int warps)
+        : a(args), p(params), first_chunk(schedule.first_chunk) {
+        const int row_block = static_cast<int>(blockIdx.x) % p.row_blocks;
+        value_head = static_cast<int>(blockIdx.x) / p.row_blocks % a.value_heads;
+        number = static_cast<int>(blockIdx.x) / p.row_blocks / a.value_heads;
+        segment = segment_of(a, schedule, number);
+        of_m = kMaps && row_block >= p.value_blocks;
+        rows.first = ((of_m ? row_block - p.value_blocks : row_block) * warps + warp) * kWarpRows;
+        rows.end = of_m ? a.key_dim : a.value_dim, rows.key_dim = a.key_dim;
+        if (segment.sequence < 0) return;
+        const TokenRange tokens = tokens_of(a, segment.sequence);
+        slots = states_of(a, segment.sequence);
+        starts_sequence = segment.chunk == 0, ends_sequence = chunk_start(segment.chunks) >= tokens.length;
+        batch = static_cast<int>(tokens.batch), first_token = tokens.begin + chunk_start(0);
+        if (segment.chunks > 0)
+            last_count = static_cast<int>(
+                min(tokens.length - chunk_start(segment.chunks - 1), static_cast<std::int64_t>(kRows)));
+    }
+
+    // Nothing to walk: no such segment, a last segment whose map nobody needs, or a sequence of the null row.
+    __device__ __forceinline__ bool nothing() const {
+        if (segment.sequence < 0) return true;
+        return kMaps ? segment.rank + 1 >= segment.count && !p.map_m.slots : slots.skipped;
+    }
+
+    // Outputs that no walk computes: of the null row, and of tokens after the last sequence.
+    __device__ __forceinline__ void zero_skipped(const Schedule& schedule) const {
+        if (kMaps) return;
+        if (a.cu_seqlens && number == 0 && schedule.slab_begin == 0)
+            zero_outputs(0, a.sequences > 0 ? clamped_offset(a, a.sequences) : 0, a.tokens);
+        if (segment.sequence >= 0 && slots.skipped)
+            zero_outputs(batch, first_token, token(segment.chunks - 1) + last_count);
+    }
+
+    // Tokens of the sequence before chunk `chunk` of the segment.
+    __device__ __forceinline__ std::int64_t chunk_start(int chunk) const {
+        return (static_cast<std::int64_t>(segment.chunk) + chunk) * kRows;
+    }
+    // The first token of chunk `chunk`, and how many it has.
+    __device__ __forceinline__ std::int64_t token(int chunk) const {
+        return first_token + static_cast<std::int64_t>(chunk) * kRows;
+    }
+    __device__ __forceinline__ int count(int chunk) const { return chunk + 1 < segment.chunks ? kRows : last_count; }
+
+    __device__ __forceinline__ void zero_outputs(std::int64_t batch, std::int64_t first, std::int64_t last) const {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        for (std::int64_t t = first; t < last; ++t)
+            if (lane < kWarpRows && rows.first + lane < a.value_dim)
+                store_float(a.o.data, a.o.dtype, a.o.offset(batch, t, value_head) + rows.first + lane, 0.0f);
+    }
+
+    __device__ __forceinline__ void first_state(float (&state)[kKey / 8][4]) const {
+        States from{};
+        std::int64_t slot = 0;
+        if constexpr (kMaps) {
+            if (!starts_sequence && p.map_m.slots) from = of_m ? p.map_m : p.map_b, slot = segment.sequence;
+        } else {
+            if (segment.rank > 0)
+                from = p.starts, slot = number;
+            else if (!starts_sequence)
+                from = p.slab_start;
+            else if (slots.initial >= 0)
+                from = a.initial, slot = slots.initial;
+        }
+        if (from.data) return load_state<kKey>(state, from, from.offset(slot, value_head), rows);
+        const int lane_row = rows.row(), lane_channel = RowWindow::channel();
+        each_pair(state, [&](float2& pair, int row, int channel) {
+            const int diagonal = of_m ? lane_row + row - lane_channel - channel : -1;
+            pair = {diagonal == 0 ? 1.0f : 0.0f, diagonal == 1 ? 1.0f : 0.0f};
+        });
+    }
+
+    // Where the state before chunk `chunk` of the segment goes: the final state, dense chunk states, checkpoints.
+    __device__ __forceinline__ void store_asked(float (&state)[kKey / 8][4], int chunk) const {
+        const bool end = chunk == segment.chunks;
+        if (kMaps && !end) return;
+        const std::int64_t n = segment.sequence;
+        const std::int64_t before = end && chunk > 0 ? chunk_start(chunk - 1) + last_count : chunk_start(chunk);
+        const std::int64_t asked = !end || ends_sequence ? a.num_checkpoints : 0;
+        if (!end && asked == 0 && !a.chunk_states.data) return;
+#pragma unroll 1
+        for (std::int64_t m = -2; m < asked; ++m) {
+            States to{};
+            std::int64_t base = 0;
+            if (m == -2) {
+                if (!end) continue;
+                if (kMaps)
+                    to = of_m ? p.map_m : p.map_b, base = to.offset(p.map_m.slots ? n : number, value_head);
+                else if (!ends_sequence && segment.rank + 1 == segment.count)
+                    to = p.slab_end, base = to.offset(0, value_head);
+                else if (ends_sequence && slots.final >= 0)
+                    to = a.final, base = to.offset(slots.final, value_head);
+            } else if (m == -1) {
+                if (end || !a.chunk_states.data || before % a.chunk_tokens != 0) continue;
+                const ChunkStates dense =
+                    chunk_states_of(a, n, value_head, a.chunk_tokens == kRows ? first_chunk : nullptr);
+                const std::int64_t index = before / a.chunk_tokens;
+                if (index >= dense.room) continue;
+                to = a.chunk_states, base = dense.offset + index * to.slot;
+            } else {
+                const std::int64_t slot = a.checkpoint_plan.at(m, 2);
+                if (a.checkpoint_plan.at(m, 0) != n || a.checkpoint_plan.at(m, 1) != before || slot < 0 ||
+                    slot >= a.checkpoints.slots)
+                    continue;
+                to = a.checkpoints, base = to.offset(slot, value_head);
+            }
+            if (to.data) store_state<kKey>(state, to, base, rows);
+        }
+    }
+};
+
+// The map of an additive segment is its decay: one number a channel. Empty with kKey = 0.
+template <int kKey, bool kPerChannel>
+struct DecayMap {
+    float whole[kKey > 0 ? kKey / 32 : 1];
+
+    template <class W>
+    __device__ __forceinline__ explicit DecayMap(const W& walk) {
+        const States& m = walk.p.map_m;
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+        for (int i = 0; i < kKey / 32; ++i) {
+            const int channel = lane + 32 * i;
+            whole[i] = 1.0f;
+            if (!walk.starts_sequence && m.slots && channel < walk.a.key_dim)
+                whole[i] =
+                    static_cast<const float*>(m.data)[m.offset(walk.segment.sequence, walk.value_head) + channel * m.k];
+        }
+    }
+    __device__ __forceinline__ void pass(const float* decay) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+        for (int i = 0; i < kKey / 32; ++i) whole[i] *= decay[kPerChannel ? lane + 32 * i : 0];
+    }
+    template <class W>
+    __device__ __forceinline__ void store(const W& walk) const {
+        const States& m = walk.p.map_m;
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const std::int64_t base = m.offset(m.slots ? walk.segment.sequence : walk.number, walk.value_head);
+#pragma unroll
+        for (int i = 0; i < kKey / 32; ++i)
+            if (lane + 32 * i < walk.a.key_dim) static_cast<float*>(m.data)[base + (lane + 32 * i) * m.k] = whole[i];
+    }
+};
+
+}  // namespace cula::cuda::sm80

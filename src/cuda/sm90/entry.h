@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Hopper backend as rows of the registry: compute capability 9.0 alone.
+#pragma once
+
+#include <cstddef>
+
+#include "cula/cula.h"
+
+namespace cula::cuda::sm90 {
+
+// Prefill and segment maps.
+Support supports(const Problem& problem);
+std::size_t workspace_bytes(const Args& args, const Context& context);
+void prefill(const Args& args, const Context& context);
+
+}  // namespace cula::cuda::sm90

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an instance of the chunked prefill is made of: sm_80's launches with Hopper's carry.
+#pragma once
+
+#include "cuda/sm80/slabs.cuh"
+#include "cuda/sm90/carry.cuh"
+#include "cuda/sm90/launch.h"
+
+namespace cula::cuda::sm90 {
+
+template <class T, int kKeyDim, bool kDecayPerChannel>
+struct WarpgroupCarry {
+    using Type = T;
+    static constexpr int kKey = kKeyDim, kWarpStep = kGroupWarps;
+    static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = !kDecayPerChannel;
+
+    template <bool kDelta, bool kMaps>
+    static void launch(const Call& call, const PrefillPlan<WarpgroupCarry>& plan, const Schedule& schedule,
+                       CarryParams p) {
+        const DeviceArgs& a = call.args;
+        const int groups = plan.policy.warps / kGroupWarps;
+        p.row_blocks = p.value_blocks = plan.policy.row_blocks;
+        if (kMaps && kDelta) p.row_blocks += ceil_div(a.key_dim, plan.policy.warps * kWarpRows);
+        const auto shared_bytes = [&] { return carry_shared_bytes<T, kKey, kDelta, kPerChannel>(groups, p.stages); };
+        for (p.stages = kMaxStages; shared_bytes() > call.shared_bytes_limit;) --p.stages;
+        constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
+        // Row blocks of one head read the same images: a cluster fetches them once.
+        const int cluster = kScores ? 1 : p.row_blocks % 4 == 0 ? 4 : p.row_blocks % 2 == 0 ? 2 : 1;
+        launch_clusters(cluster, carry<T, kKey, kDelta, kPerChannel, kMaps>,
+                        static_cast<std::size_t>(p.row_blocks) * a.value_heads * schedule.max_segments,
+                        (groups + kHelperGroups<kScores>)*kGroupThreads, shared_bytes(), call.stream, a, schedule,
+                        plan.images, p);
+    }
+};
+
+template <class T, int kKey, bool kPerChannel>
+std::size_t prefill_workspace_bytes(const Call& call) {
+    return PrefillPlan<WarpgroupCarry<T, kKey, kPerChannel>>(call).bytes;
+}
+
+template <class T, int kKey, bool kPerChannel>
+void launch_prefill(const Call& call) {
+    launch_slabs<WarpgroupCarry<T, kKey, kPerChannel>>(call);
+}
+
+}  // namespace cula::cuda::sm90
