@@ -189,7 +189,7 @@ inline constexpr bool kFewerCtas = true;
 inline constexpr bool kFewerCtas = false;
 #endif
 template <int kKey, int kTokens>
-inline constexpr int kDecodeCtas = (kTokens == 1 ? 7 : 4) - (kKey > 128 || kFewerCtas);
+inline constexpr int kDecodeCtas = (kTokens == 1 ? 6 : 4) - (kKey > 128 || kFewerCtas);
 
 template <class State, int kKey, int kRows, int kTokens>
 __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)

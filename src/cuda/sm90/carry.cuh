@@ -191,6 +191,8 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
                 multiply_square(read, writes, image_at + offsetof(ImageType, inverse), false);
                 wgmma::commit();
             }
+            // Additive: ptxas would wait here by itself, as S came out of products too.
+            if constexpr (!kDelta) wgmma::wait<0>();
 #pragma unroll
             for (int tile = 0; tile < kKey / 8; ++tile) {
                 float2 d;
@@ -200,7 +202,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
                     d = {image.decay[0], image.decay[0]};
                 state[tile][0] *= d.x, state[tile][1] *= d.y, state[tile][2] *= d.x, state[tile][3] *= d.y;
             }
-            wgmma::wait<0>();
+            if constexpr (kDelta) wgmma::wait<0>();
             if constexpr (!kMaps) {
                 wgmma::hold(out);
                 scale_tokens(out, q_factor);
@@ -238,24 +240,34 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
                 }
             wgmma::hold(state);
             if (exact) {
-                Packed rests[kBlocks], carried_rests[kBlocks];
+                Packed rests[kBlocks];
+                // What packing takes off `factor` times U.
+                const auto take_rests = [&](const Packed(&rounded)[kBlocks], const float* factor) {
 #pragma unroll
-                for (int block = 0; block < kBlocks; ++block)
+                    for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
-                    for (int x = 0; x < 4; ++x) {
-                        const float* pair = &read[2 * block + x / 2][x % 2 * 2];
-                        float2 factor{1.0f, 1.0f};
-                        if constexpr (!kPerChannel) factor = per_token(image.k_rest, 2 * block + x / 2);
-                        rests[block][x] = pack_rest<T>({pair[0], pair[1]}, writes[block][x]);
-                        carried_rests[block][x] =
-                            pack_rest<T>({pair[0] * factor.x, pair[1] * factor.y}, carried[block][x]);
-                    }
-                wgmma::fence();
-                multiply_carry(carried_rests);
+                        for (int x = 0; x < 4; ++x) {
+                            const float* pair = &read[2 * block + x / 2][x % 2 * 2];
+                            float2 f{1.0f, 1.0f};
+                            if (factor) f = per_token(factor, 2 * block + x / 2);
+                            rests[block][x] = pack_rest<T>({pair[0] * f.x, pair[1] * f.y}, rounded[block][x]);
+                        }
+                };
                 if constexpr (!kMaps) {
+                    take_rests(writes, nullptr);
+                    wgmma::fence();
                     multiply_square(out, rests, image_at + offsetof(ImageType, scores), true);
                     multiply_square(out, writes, image_at + offsetof(ImageType, scores_low), true);
+                    wgmma::commit();
+                    wgmma::wait<0>();
+                    wgmma::hold(out);
                 }
+                if constexpr (kPerChannel)
+                    take_rests(carried, nullptr);
+                else
+                    take_rests(carried, image.k_rest);
+                wgmma::fence();
+                multiply_carry(rests);
                 wgmma::commit();
                 wgmma::wait<0>();
                 wgmma::hold(state);
