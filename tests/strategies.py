@@ -35,7 +35,6 @@ def cases(draw, algorithm: str, packed: bool | None = None, max_sequences: int =
     logit = update == "delta" and draw(flag)
     keys = draw(st.sampled_from(["random", "random", "collinear"]))
     dtype = fixed.get("dtype") or draw(st.sampled_from(DTYPES))
-    beta_per_value = fixed.get("beta_per_value", draw(flag))
     drawn = {
         "algorithm": algorithm,
         "lengths": lengths,
@@ -56,7 +55,7 @@ def cases(draw, algorithm: str, packed: bool | None = None, max_sequences: int =
         "gate_dtype": draw(st.sampled_from([torch.float32, torch.bfloat16])),
         "keys": keys,
         "beta_is_logit": logit,
-        "beta_per_value": beta_per_value,
+        "beta_per_value": draw(flag),
         # Not with collinear keys: beta near 2 then reflects along one direction at every token, and no form of the
         # recurrence ever forgets a rounding.
         "allow_neg_eigval": logit and keys == "random" and draw(flag),
@@ -67,7 +66,8 @@ def cases(draw, algorithm: str, packed: bool | None = None, max_sequences: int =
         "state_dtype": draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16])),
         "k_first": draw(flag),
         "fused": draw(flag),
-        "backend": draw(st.sampled_from(["", *device.able(dtype, beta_per_value=beta_per_value)])),
-        "seed": draw(st.integers(0, 2**16)),
     }
+    per_value = fixed.get("beta_per_value", drawn["beta_per_value"])
+    drawn["backend"] = draw(st.sampled_from(["", *device.able(dtype, beta_per_value=per_value)]))
+    drawn["seed"] = draw(st.integers(0, 2**16))
     return Case(**{**drawn, **fixed})

@@ -9,9 +9,9 @@
 // scores instead.
 //
 // bf16 operands of the delta rules: where keys are nearly collinear the writes U of a chunk nearly cancel, and what
-// rounding takes from U and from the inverse is not corrected by later tokens as in the recurrence. Both are therefore
-// split in two words, the second holding what the first lost. (Unsplit: error 6 to 13 times that of the naive
-// recurrence; split: below it.)
+// rounding takes from U, from the inverse and from the scores is not corrected by later tokens as in the recurrence.
+// All three are therefore split in two words, the second holding what the first lost. (Unsplit: error 6 to 13 times
+// that of the naive recurrence; with scores in one word still up to 3.8 times on outputs of a few numbers.)
 //
 // The running state is S [K, columns] in float; operands of products are Words (gemm.h), bf16 pairs where inputs are
 // bf16 and the CPU multiplies them, floats otherwise.
@@ -49,7 +49,7 @@ struct ScanBuffers {
     float* chunk_decay;
     // [tokens, tokens]
     float *scores, *overlaps, *inverse;
-    Word *scores_w, *inverse_w, *inverse_lost_w;
+    Word *scores_w, *scores_lost_w, *inverse_w, *inverse_lost_w;
     float *beta, *token_decay, *row_decay;
     // [tokens, columns]
     float *values, *read, *out;
@@ -72,7 +72,7 @@ struct ScanBuffers {
             operand(*p, kChunk, channels);
         matrix(b.chunk_decay, 1, channels);
         for (float** p : {&b.scores, &b.overlaps, &b.inverse}) matrix(*p, kChunk, kChunk);
-        for (Word** p : {&b.scores_w, &b.inverse_w, &b.inverse_lost_w}) operand(*p, kChunk, kChunk);
+        for (Word** p : {&b.scores_w, &b.scores_lost_w, &b.inverse_w, &b.inverse_lost_w}) operand(*p, kChunk, kChunk);
         for (float** p : {&b.beta, &b.token_decay, &b.row_decay}) matrix(*p, 1, kChunk);
         for (float** p : {&b.values, &b.read, &b.out}) matrix(*p, kChunk, columns);
         for (Word** p : {&b.values_w, &b.writes_w, &b.writes_lost_w}) operand(*p, kChunk, columns);
@@ -258,7 +258,9 @@ private:
             score_by_channel();
         else
             score_by_token();
-        if (with_output_) to_words(buffers_.scores_w, buffers_.scores);
+        if (!with_output_) return;
+        to_words(buffers_.scores_w, buffers_.scores);
+        if (kSplit && delta_) to_lost_words(buffers_.scores_lost_w, buffers_.scores);
     }
 
     void score_by_token() {
@@ -371,10 +373,7 @@ private:
             inverse[i * kChunk + i] += beta[i];
         }
         to_words(buffers_.inverse_w, inverse);
-        if constexpr (kSplit) {
-            for (int x = 0; x < padded_ * kChunk; x += kLanes) store(inverse + x, lost(load(inverse + x)));
-            to_words(buffers_.inverse_lost_w, inverse);
-        }
+        if constexpr (kSplit) to_lost_words(buffers_.inverse_lost_w, inverse);
     }
 
     void to_words(Word* dst, const float* src) const {
@@ -382,6 +381,12 @@ private:
             for (int j = 0; j < padded_; j += 2 * kLanes)
                 store_words(words_at(dst + i * token_words(), j), load(src + i * kChunk + j),
                             load(src + i * kChunk + j + kLanes));
+    }
+
+    // What to_words rounded away, which takes the place of src.
+    void to_lost_words(Word* dst, float* src) const {
+        for (int x = 0; x < padded_ * kChunk; x += kLanes) store(src + x, lost(load(src + x)));
+        to_words(dst, src);
     }
 
     // dst (+)= lower B for a lower triangular [tokens x tokens] operand.
@@ -411,7 +416,10 @@ private:
         const ScanBuffers<Word>& b = buffers_;
         product(false, padded_, columns_, words_, b.q_decayed, words_, b.state_w, columns_, b.out, columns_);
         lower_product(true, b.scores_w, b.writes_w, b.out);
-        if (kSplit && delta_) lower_product(true, b.scores_w, b.writes_lost_w, b.out);
+        if (kSplit && delta_) {
+            lower_product(true, b.scores_w, b.writes_lost_w, b.out);
+            lower_product(true, b.scores_lost_w, b.writes_w, b.out);
+        }
         for (int i = 0; i < count_; ++i)
             store_row(args_.o.ptr(task_.batch, token + i, task_.value_head, task_.v_begin), args_.o.dtype,
                       b.out + i * columns_, task_.v_count);
