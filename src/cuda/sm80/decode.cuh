@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
 
     // The state and the output after token t, which stands in place j.
     const auto advance = [&](int t, int j) {
-        const TokenScales scales(a.scale, a.qk_l2norm, sum(s.qq[j]), sum(s.kk[j]), sum(s.kq[j]));
+        const SumScales scales(a.scale, a.qk_l2norm, sum(s.qq[j]), sum(s.kk[j]), sum(s.kq[j]));
         float write[kRows], read[kRows] = {}, out[kRows] = {};
 #pragma unroll
         for (int p = 0; p < kFours; ++p) {

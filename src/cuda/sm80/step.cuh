@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const _
 
     // The state after token t, whose inputs stand in place `slot`; its output where asked.
     const auto advance = [&](std::int64_t t, int slot, bool output) {
-        const TokenScales scales(a.scale, a.qk_l2norm, s.qq[slot], s.kk[slot], s.kq[slot]);
+        const SumScales scales(a.scale, a.qk_l2norm, s.qq[slot], s.kk[slot], s.kq[slot]);
         float read = 0.0f, out = 0.0f, write = s.value[slot][own];
 #pragma unroll
         for (int p = 0; p < StateRow<kKey>::kPerLane; p += 4) {

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gates of 16 tokens, one per channel: asked for, turned into log2 decays, and summed from the block's middle,
+// after token 7, to both ends.
+#pragma once
+
+#include "cuda/ptx/memory.cuh"
+#include "cuda/sm80/block.cuh"
+#include "cuda/tile/gate.cuh"
+
+namespace cula::cuda::sm80 {
+
+// One float to shared memory, or zero where not `in`.
+__device__ __forceinline__ void copy_float_if(float* to, const float* from, bool in) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(in ? 4 : 0));
+}
+
+// The gates of one block. A lane owns kChannels / 32 neighbouring channels.
+template <class T, int kKey>
+struct BlockGates {
+    using P = Parts<kKey>;
+    static constexpr int kOwned = P::kChannels / 32;
+
+    const DeviceArgs& a;
+    float* sums;         // [token][channel], units of four permuted by the token
+    std::uint16_t* raw;  // [token][channel]
+    int first_channel;   // of the part
+    int count;           // tokens of the block that exist
+    const bool narrow =  // gates of type T wait in raw, all others as floats in sums
+        a.g.dtype == kDtype<T> && in_pieces<T>(a.g, a.key_dim);
+    const int lane = static_cast<int>(threadIdx.x) % 32, channel = first_channel + lane * kOwned;
+
+    __device__ __forceinline__ float* place(int token) const {
+        if constexpr (kOwned == 4) return sums + token * P::kChannels + (lane ^ (token & 1)) * 4;
+        return sums + token * P::kChannels + (lane / 2 ^ (token & 1)) * 4 + lane % 2 * 2;
+    }
+    using Owned = std::conditional_t<kOwned == 4, float4, float2>;
+    __device__ __forceinline__ void get(float (&x)[kOwned], int token) const {
+        const Owned whole = *reinterpret_cast<const Owned*>(place(token));
+        x[0] = whole.x, x[1] = whole.y;
+        if constexpr (kOwned == 4) x[2] = whole.z, x[3] = whole.w;
+    }
+    __device__ __forceinline__ void put(const float (&x)[kOwned], int token) const {
+        if constexpr (kOwned == 4)
+            *reinterpret_cast<float4*>(place(token)) = float4{x[0], x[1], x[2], x[3]};
+        else
+            *reinterpret_cast<float2*>(place(token)) = float2{x[0], x[1]};
+    }
+
+    // Tokens beyond `count` get the gates of the first; decay_sums() leaves them out.
+    __device__ __forceinline__ void load(std::int64_t row) const {
+        if (narrow) {
+            copy<T>(row, raw, 0);
+        } else if (a.g.dtype == Dtype::kFloat32 && in_pieces<float>(a.g, a.key_dim)) {
+            copy<float>(row, sums, 1);
+        } else {
+#pragma unroll 1
+            for (int t = 0; t < kBlock; ++t)
+#pragma unroll
+                for (int i = 0; i < kOwned; ++i)
+                    place(t)[i] =
+                        channel + i < a.key_dim
+                            ? load_float(a.g.data, a.g.dtype, row + (t < count ? t : 0) * a.g.token + channel + i)
+                            : 0.0f;
+        }
+    }
+
+    // 16 bytes a lane, as many rows at once as that makes.
+    template <class Element>
+    __device__ __forceinline__ void copy(std::int64_t row, void* to, int permuted) const {
+        constexpr int kPieces = P::kChannels * sizeof(Element) / 16, kRows = 32 / kPieces;
+        const int piece = lane % kPieces, c = first_channel + piece * (16 / static_cast<int>(sizeof(Element))),
+                  pitch = static_cast<int>(a.g.token) * static_cast<int>(sizeof(Element));
+        uint4* units = static_cast<uint4*>(to);
+        const auto place_of_unit = [&](int t) { return units + t * kPieces + (piece ^ (t & permuted)); };
+        if (c < a.key_dim) {
+            const auto* from = static_cast<const Element*>(a.g.data) + row + c;
+#pragma unroll
+            for (int first = 0; first < kBlock; first += kRows) {
+                const int t = first + lane / kPieces;
+                copy_async(shared_address(place_of_unit(t)), advanced(from, t < count ? t : 0, pitch));
+            }
+        } else {
+#pragma unroll 1
+            for (int t = lane / kPieces; t < kBlock; t += kRows) *place_of_unit(t) = uint4{};
+        }
+    }
+
+    // log2 decays summed from the middle, after token 7, outward; the whole to the middle (head) and from it (tail).
+    __device__ __forceinline__ void sum(const HeadGate& gate, const float (&bias)[kOwned], float (&head)[kOwned],
+                                        float (&tail)[kOwned]) const {
+        switch (gate.kind) {
+            case Gate::kSoftplus: sum_of<Gate::kSoftplus, true>(gate, bias, head, tail); break;
+            case Gate::kBounded:
+                if (gate.out >= kLeastLog2Decay)
+                    sum_of<Gate::kBounded, false>(gate, bias, head, tail);
+                else
+                    sum_of<Gate::kBounded, true>(gate, bias, head, tail);
+                break;
+            case Gate::kLogDecay: sum_of<Gate::kLogDecay, true>(gate, bias, head, tail); break;
+        }
+    }
+    template <Gate kGate, bool kClamped>
+    __device__ __forceinline__ void sum_of(const HeadGate& gate, const float (&bias)[kOwned], float (&head)[kOwned],
+                                           float (&tail)[kOwned]) const {
+        if (narrow)
+            sum_from<kGate, kClamped, true>(gate, bias, head, tail);
+        else
+            sum_from<kGate, kClamped, false>(gate, bias, head, tail);
+    }
+    template <Gate kGate, bool kClamped, bool kNarrow>
+    __device__ __forceinline__ void sum_from(const HeadGate& gate, const float (&bias)[kOwned], float (&head)[kOwned],
+                                             float (&tail)[kOwned]) const {
+        const float most = fminf(__fdividef(kLeastLog2Decay, gate.out), 3e38f);
+        float offset[kOwned];
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) offset[i] = gate.in * bias[i], head[i] = tail[i] = 0.0f;
+        const auto shapes = [&](float(&x)[kOwned], int t) {
+            if constexpr (kNarrow) {
+                const auto* from = reinterpret_cast<const std::uint32_t*>(raw + t * P::kChannels + lane * kOwned);
+                std::uint32_t words[kOwned / 2];
+                if constexpr (kOwned == 4) {
+                    const uint2 two = *reinterpret_cast<const uint2*>(from);
+                    words[0] = two.x, words[1] = two.y;
+                } else {
+                    words[0] = from[0];
+                }
+#pragma unroll
+                for (int i = 0; i < kOwned; i += 2) {
+                    const float2 pair = unpack2<T>(words[i / 2]);
+                    x[i] = pair.x, x[i + 1] = pair.y;
+                }
+            } else {
+                get(x, t);
+            }
+#pragma unroll
+            for (int i = 0; i < kOwned; ++i) {
+                // A given log decay is exactly what it is.
+                x[i] = gate_shape<kGate>(kGate == Gate::kLogDecay ? x[i] : fmaf(gate.in, x[i], offset[i]));
+                if (kClamped) x[i] = fminf(x[i], most);
+            }
+        };
+#pragma unroll 2
+        for (int i = 0; i < kBlock / 2; ++i) {
+            const int after = kBlock / 2 + i, before = kBlock / 2 - 1 - i;
+            float x[kOwned], y[kOwned];
+            shapes(x, after);
+            shapes(y, before);
+            const float out = after < count ? gate.out : 0.0f, back = before < count ? -gate.out : 0.0f;
+#pragma unroll
+            for (int c = 0; c < kOwned; ++c) tail[c] = fmaf(out, x[c], tail[c]);
+            put(tail, after);
+            put(head, before);
+#pragma unroll
+            for (int c = 0; c < kOwned; ++c) head[c] = fmaf(back, y[c], head[c]);
+        }
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) head[i] = -head[i];
+    }
+};
+
+}  // namespace cula::cuda::sm80
