@@ -100,3 +100,23 @@ def test_explain_of_an_architecture_that_is_not_here():
     assert all(row.verdict == "no" for row in there if row.target.startswith(("cpu", "reference")))
     with pytest.raises(ValueError, match='device must be cpu, cuda or an architecture such as sm_90, got "sm_x"'):
         cula.explain(device="sm_x")
+
+
+@pytest.mark.skipif("sm90" not in [row.target for row in cula.explain()], reason="built without the CUDA kernels")
+@pytest.mark.parametrize(
+    ("device", "named", "chosen"),
+    [
+        ("sm_90", {}, "sm90"),
+        ("sm_90", {"key_dim": 256}, "sm80"),
+        ("sm_90", {"dtype": torch.float32}, "sm80:step"),
+        ("sm_80", {}, "sm80"),
+        ("sm_100", {}, "sm80"),
+    ],
+)
+def test_the_best_kernel_of_an_architecture(device, named, chosen):
+    explanation = cula.explain(device=device, **named)
+    assert explanation.chosen == chosen
+    if device != "sm_90":
+        capability = f"{device[3:-1]}.{device[-1]}"
+        why = {row.target: row.reason for row in explanation}["sm90"]
+        assert why == f"needs compute capability 9.0, this device has {capability}"

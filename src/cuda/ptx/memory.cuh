@@ -41,11 +41,6 @@ __device__ __forceinline__ std::uint32_t transposed(std::uint32_t m) {
 __device__ __forceinline__ void copy_async(std::uint32_t shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global));
 }
-// 4, 8 or 16 bytes.
-template <int kBytes>
-__device__ __forceinline__ void copy_async_cached(std::uint32_t shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(kBytes));
-}
 // 16 bytes; `bytes` of them are read, the rest become zero.
 __device__ __forceinline__ void copy_async(std::uint32_t shared, const void* global, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes));

@@ -11,6 +11,7 @@
 #include "cuda/sm80/block.cuh"
 #include "cuda/sm80/solve.cuh"
 #include "cuda/tile/gate.cuh"
+#include "cuda/tile/scan.cuh"
 
 namespace cula::cuda::sm80 {
 
@@ -71,18 +72,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
                 const float of_gate = per_token ? gate.log2_decay(raw_gates[i].value(a.g) + gate.bias) : 0.0f;
                 sum[i] = fmaxf(of_gate + gate.gamma2, kLeastLog2Decay);
             }
-            if (i > 0) sum[i] += sum[i - 1];
         }
-        float before = sum[kEach - 1];
+        running_sums(sum);
 #pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const float other = __shfl_up_sync(0xffffffffu, before, step);
-            if (lane >= step) before += other;
-        }
-        before = __shfl_up_sync(0xffffffffu, before, 1);
-        if (lane == 0) before = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) s.log_decay[lane * kEach + i] = before + sum[i];
+        for (int i = 0; i < kEach; ++i) s.log_decay[lane * kEach + i] = sum[i];
     }
     if (thread < kRows) s.beta[thread] = delta && thread < place.count ? beta_of(a, beta.value(a.beta)) : 0.0f;
     q.mask_moving(count, part * P::kChannels, a.key_dim);

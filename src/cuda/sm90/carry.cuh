@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// carry on Hopper: o, final states <- chunk images, v, initial states; or the affine maps of segments ALGORITHM.md:
-// read, output, carry
+// carry on Hopper: o, final states <- chunk images, v, initial states; or the affine maps of segments
 //
-// grid (row blocks * value heads * segments), clusters of row blocks   warpgroups of 64 value rows, and one that copies
+// ALGORITHM.md: read, output, carry.  grid (row blocks * value heads * segments), clusters of row blocks   warpgroups
+// of 64 value rows, and one that copies
 //
 // The equations, and what a warp holds, are those of sm80/carry.cuh. Products are a warpgroup's and run on their own,
 // with every second operand in shared memory as prepare left it:

@@ -7,6 +7,7 @@
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/stage.cuh"
 #include "cuda/tile/gate.cuh"
+#include "cuda/tile/scan.cuh"
 
 namespace cula::cuda::sm90 {
 
@@ -55,18 +56,10 @@ struct Scorer {
             sum[i] = t < count ? fmaxf(token_log2_decay(a, gate, walk.batch, walk.token(chunk) + t, walk.value_head),
                                        kLeastLog2Decay)
                                : 0.0f;
-            if (i > 0) sum[i] += sum[i - 1];
         }
-        float before = sum[kEach - 1];
+        running_sums(sum);
 #pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const float other = __shfl_up_sync(0xffffffffu, before, step);
-            if (lane >= step) before += other;
-        }
-        before = __shfl_up_sync(0xffffffffu, before, 1);
-        if (lane == 0) before = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) barriers.log_decay[lane * kEach + i] = before + sum[i];
+        for (int i = 0; i < kEach; ++i) barriers.log_decay[lane * kEach + i] = sum[i];
     }
 
     __device__ __forceinline__ void run() const {

@@ -20,11 +20,12 @@ inline constexpr int kMaxStages = 4;
 template <bool kDelta, bool kPerChannel>
 inline constexpr bool kMakesScores = !kDelta && !kPerChannel;
 
-// How many registers a thread of each role has; all start with as many as the largest CTA leaves them.
 template <bool kScores>
 inline constexpr int kHelperGroups = kScores ? 2 : 1;
 template <bool kScores>
 inline constexpr int kMaxCarryThreads = (kMaxGroups + kHelperGroups<kScores>)*kGroupThreads;
+
+// How many registers a thread of each role has; all start with as many as the largest CTA leaves them.
 inline constexpr int kCopyRegisters = 56, kScoreRegisters = 88;
 template <bool kScores>
 inline constexpr int kMultiplyRegisters = kScores ? 184 : 224;
@@ -54,9 +55,9 @@ inline constexpr int kOutBytes = kTokens<kKey> * kGroupRows * static_cast<int>(s
 
 // Behind the stages and the outputs on their way out.
 struct CarryBarriers {
-    std::uint64_t full[kMaxStages],
-        empty[kMaxStages];           // copies to all; products to copies, of every CTA of the cluster
-    std::uint64_t made[kMaxStages];  // scores to products
+    std::uint64_t full[kMaxStages];                       // copies to all
+    std::uint64_t empty[kMaxStages];                      // products to copies, of every CTA of the cluster
+    std::uint64_t made[kMaxStages];                       // scores to products
     std::uint64_t turned[kMaxGroups], taken[kMaxGroups];  // outputs to copies, and back
     std::int32_t exact[kMaxStages];
     float log_decay[kTokens<128>], norms[2][kTokens<128>];  // of the chunk whose scores are made

@@ -101,10 +101,6 @@ private:
     }
 };
 
-__device__ __forceinline__ float channel_bias(const DeviceArgs& a, int value_head, int channel) {
-    return a.dt_bias.data ? a.dt_bias.data[value_head * a.dt_bias.head + channel * a.dt_bias.channel] : 0.0f;
-}
-
 // log2 of a token's decay where it has one number.
 __device__ __forceinline__ float token_log2_decay(const DeviceArgs& a, const HeadGate& gate, std::int64_t b,
                                                   std::int64_t t, int value_head) {

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Division by a number that the host knows.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device_args.h"
+
+namespace cula::cuda {
+
+// x / value for 0 <= x < 2^31: a multiplication by 2^shift / value, rounded up, with 2^(shift - 31) >= value.
+struct Divisor {
+    std::uint32_t value = 1, factor = 1u << 31, shift = 31;
+
+    Divisor() = default;
+    explicit Divisor(std::uint32_t by) : value(by) {
+        while ((std::uint64_t{1} << (shift - 31)) < value) ++shift;
+        factor = static_cast<std::uint32_t>(((std::uint64_t{1} << shift) + value - 1) / value);
+    }
+    CULA_HOST_DEVICE std::uint32_t divide(std::uint32_t x) const {
+        return static_cast<std::uint32_t>(static_cast<std::uint64_t>(x) * factor >> shift);
+    }
+};
+
+}  // namespace cula::cuda

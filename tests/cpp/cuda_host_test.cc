@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CUDA backends work out on the host; it needs no GPU and no nvcc.
+#include <gtest/gtest.h>
+
+#include "cuda/sm80/policy.h"
+#include "cuda/tile/divisor.h"
+
+namespace cula::cuda {
+namespace {
+
+using sm80::prefill_policy;
+using sm80::PrefillPolicy;
+using sm80::PrefillShape;
+
+constexpr int kMultiprocessors = 132;
+constexpr std::size_t kImage = 82944;
+
+PrefillShape one_sequence(std::int64_t chunks, int heads) {
+    return {.sequences = 1, .chunks = chunks, .longest = chunks, .value_heads = heads, .value_dim = 128};
+}
+
+TEST(Policy, SplitsTheRowsOfAHeadWhereThatTakesFewerRounds) {
+    EXPECT_EQ(prefill_policy(one_sequence(128, 64), kImage, kMultiprocessors, 4).row_blocks, 2);
+    EXPECT_EQ(prefill_policy(one_sequence(128, 96), kImage, kMultiprocessors, 4).row_blocks, 1);
+}
+
+TEST(Policy, CutsSequencesIntoSegmentsThatFillTheDevice) {
+    const auto segments = [](const PrefillShape& shape) {
+        const PrefillPolicy policy = prefill_policy(shape, kImage, kMultiprocessors, 4);
+        return (policy.slab_chunks + policy.segment_chunks - 1) / policy.segment_chunks;
+    };
+    EXPECT_EQ(segments(one_sequence(512, 8)), 8);   // 8 heads x 2 row blocks x 8 segments
+    EXPECT_EQ(segments(one_sequence(512, 64)), 1);  // full without
+    EXPECT_EQ(segments(one_sequence(16, 1)), 1);    // too short to pay for maps
+    PrefillShape invariant = one_sequence(512, 8);
+    invariant.maps_pay = false;
+    EXPECT_EQ(segments(invariant), 1);
+}
+
+TEST(Policy, CutsLongCallsIntoEvenSlabs) {
+    const PrefillPolicy policy = prefill_policy(one_sequence(1000, 64), kImage, kMultiprocessors, 4);
+    EXPECT_EQ(policy.slab_chunks, 334);  // of at most 404
+    EXPECT_LE(policy.slab_chunks * 64 * kImage, sm80::kSlabBytes);
+    EXPECT_EQ(prefill_policy(one_sequence(1000, 64), 0, kMultiprocessors, 4).slab_chunks, 1000);  // no images
+    EXPECT_EQ(prefill_policy(one_sequence(0, 64), kImage, kMultiprocessors, 4).slab_chunks, 1);
+}
+
+TEST(Policy, RowsComeInWholeSteps) {
+    PrefillShape narrow = one_sequence(128, 64);
+    narrow.value_dim = 16;
+    EXPECT_EQ(prefill_policy(narrow, kImage, kMultiprocessors, 1).warps, 1);
+    EXPECT_EQ(prefill_policy(narrow, kImage, kMultiprocessors, 4).warps, 4);
+}
+
+TEST(Divisor, DividesLikeDivision) {
+    for (const std::uint32_t by : {1u, 2u, 3u, 5u, 7u, 12u, 31u, 32u, 33u, 96u, 641u, 65535u, 65537u, 0x7fffffffu}) {
+        const Divisor divisor(by);
+        for (const std::uint32_t around : {0u, by, 2 * by, 1000 * by, 0x7fffffffu / by * by, 0x7fffffffu})
+            for (std::int64_t x = std::int64_t{around} - 2; x <= std::int64_t{around} + 2; ++x)
+                if (x >= 0 && x <= 0x7fffffff) {
+                    EXPECT_EQ(divisor.divide(static_cast<std::uint32_t>(x)), x / by) << x << " / " << by;
+                }
+    }
+}
+
+}  // namespace
+}  // namespace cula::cuda
