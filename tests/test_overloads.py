@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overload that the package calls, `packed`, against the one with named options, and wrong types on the way."""
+"""The overloads that the package calls against the one with named options, and wrong types on the way."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import level1
 from cases import Case, make
 from compare import assert_same_bits
 from cula import _ops
-from test_validation import BASE, arguments
+from test_validation import BASE, PACKED, arguments
 
 PASSES = ("prefill", "decode", "verify", "segment")
 SMALL = Case("kda", (1,), key_dim=16, value_dim=16)
@@ -50,6 +52,87 @@ def test_both_schemas_write_the_same(pass_name):
         for overload in (packet.default, packet.packed)
     ]
     assert written[0] == written[1]
+
+
+def dense(pass_name: str, case: Case = BASE) -> dict:
+    """A call that starts from dense states and leaves its outputs to the operator."""
+    written = {"o", "final_state", "checkpoints", "checkpoint_plan", "chunk_states"}
+    indices = {"initial_state_indices", "final_state_indices"}
+    return {name: value for name, value in pack(arguments(pass_name, case)).items() if name not in written | indices}
+
+
+@pytest.mark.parametrize("pass_name", ["prefill", "decode", "verify"])
+@pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])
+def test_fresh_makes_o(pass_name, case):
+    one, two = arguments(pass_name, case), arguments(pass_name, case)
+    getattr(torch.ops.cula, pass_name).default(**one)
+    two.pop("o")
+    o = getattr(torch.ops.cula, pass_name).fresh(**pack(two))
+    assert_same_bits("o", one["o"], o)
+    assert o.is_contiguous()
+    if pass_name != "verify":
+        assert_same_bits("final_state", one["final_state"], two["final_state"])
+
+
+@pytest.mark.parametrize("pass_name", ["prefill", "decode"])
+@pytest.mark.parametrize("k_first", [False, True], ids=["v_first", "k_first"])
+@pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])
+def test_dense_makes_o_and_the_final_state(pass_name, k_first, case):
+    one, two = arguments(pass_name, case), dense(pass_name, case)
+    getattr(torch.ops.cula, pass_name).default(**one)
+    two["options"] |= k_first << 15
+    o, final_state = getattr(torch.ops.cula, pass_name).dense(**two)
+    assert_same_bits("o", one["o"], o)
+    assert_same_bits("final_state", one["final_state"], final_state.mT if k_first else final_state)
+    assert o.is_contiguous()
+    assert final_state.is_contiguous()
+
+
+def test_dense_state_of_float64_is_float64():
+    x = make(SMALL.but(dtype=torch.float64)).map(torch.Tensor.cpu)  # where the oracle is
+    _, final_state = cula.cula_kda(x.q, x.k, x.v, x.g, x.beta, output_final_state=True, backend="reference")
+    assert final_state.dtype == torch.float64
+
+
+@pytest.mark.parametrize("pass_name", ["prefill", "decode", "verify"])
+def test_opcheck_of_what_makes_outputs(pass_name):
+    packet, named = getattr(torch.ops.cula, pass_name), pack(arguments(pass_name))
+    named.pop("o")
+    torch.library.opcheck(packet.fresh, (), named)
+    if pass_name != "verify":
+        torch.library.opcheck(packet.dense, (), dense(pass_name))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"q": torch.zeros(2, 8, 16)}, "q must have shape [B, T, H, K], got [2, 8, 16]"),
+        ({"v": torch.zeros(8, 4, 24)}, "v must have shape [B, T, HV, V] = [2, 8, HV, V], got [8, 4, 24]"),
+        ({"cu_seqlens": torch.zeros(1, 3)}, "cu_seqlens must have shape [N + 1], got [1, 3]"),
+        ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, "cu_seqlens must have N + 1 >= 1 elements, got 0"),
+    ],
+)
+def test_shapes_that_say_nothing_of_the_outputs(wrong, sentence):
+    named = {**dense("prefill", PACKED if "cu_seqlens" in wrong else BASE), **wrong}
+    with pytest.raises(ValueError, match=f"^{re.escape('prefill: ' + sentence)}$"):
+        torch.ops.cula.prefill.dense(**named)
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 1, 4, 1), (1, 1, 1, 1, 1, 1, 4)])
+def test_parameters_of_heads_have_any_shape(shape):
+    x = make(BASE.but(gate="softplus"))
+    wanted = level1.prefill(x)
+    strided = torch.stack([x.dt_bias.flatten()] * 2, dim=-1)[:, 0]
+    for bias in (x.dt_bias, x.dt_bias.flatten(), x.dt_bias[None, :, None], x.dt_bias.mT.contiguous().mT, strided):
+        for one, other in zip(wanted, level1.prefill(x, A_log=x.A_log.view(shape), dt_bias=bias), strict=True):
+            assert_same_bits("any shape", one, other)
+
+
+def test_scale_by_default():
+    x = make(BASE.but(key_dim=24))
+    wanted = level1.prefill(x, scale=24**-0.5)
+    for one, other in zip(wanted, level1.prefill(x, scale=None), strict=True):
+        assert_same_bits("scale", one, other)
 
 
 @pytest.mark.parametrize("bits", [8, 3 << 8])

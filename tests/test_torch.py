@@ -174,6 +174,27 @@ def test_compile_of_varlen_verify_and_segment():
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+# (how the outputs come about, a call that makes them so)
+CALLS = {
+    "o": lambda q, k, v, g, beta, _: cula.cula_kda(q, k, v, g, beta)[0],
+    "dense": lambda q, k, v, g, beta, _: cula.cula_kda(q, k, v, g, beta, output_final_state=True),
+    "pool": lambda q, k, v, g, beta, pool: cula.cula_kda(q, k, v, g, beta, state_pool=pool),
+    "out": lambda q, k, v, g, beta, _: cula.cula_kda(q, k, v, g, beta, out=torch.empty_like(v)),
+    "verify": lambda q, k, v, g, beta, pool: cula.cula_verify(q, k, v, pool, g=g, beta=beta),
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", CALLS)
+def test_inductor_takes_every_overload(name):
+    x = make(Case("kda", (20, 20), key_dim=16, value_dim=16))
+    tensors, pool = (x.q, x.k, x.v, x.g, x.beta), x.initial_state.clone()
+    found = torch.compile(CALLS[name], fullgraph=True)(*tensors, pool)
+    wanted = CALLS[name](*tensors, x.initial_state)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert_same_bits("pool", x.initial_state, pool)
+
+
 # torch.export
 
 

@@ -31,6 +31,7 @@ public:
     explicit String(StringHandle handle) : handle_(handle) {}
 
     std::string_view view() const {
+        if (!handle_) return {};
         const char* data = nullptr;
         std::size_t length = 0;
         TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle_.get(), &data));
@@ -56,6 +57,7 @@ public:
     TensorHandle tensor() { return TensorHandle(value<AtenTensorHandle>()); }
     TensorHandle optional_tensor() { return TensorHandle(value<std::optional<AtenTensorHandle>>().value_or(nullptr)); }
     String string() { return String(value<StringHandle>()); }
+    String optional_string() { return String(value<std::optional<StringHandle>>().value_or(nullptr)); }
 
 private:
     const StableIValue* next_;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.ops.cula: one operator per pass, and explain. The caller allocates the outputs; an operator returns nothing and
-// writes into the arguments that its schema marks. Fakes for tracing are in Python (a C++ one would see plain integers
-// for symbolic sizes).
+// torch.ops.cula: one operator per pass, and explain. The caller allocates the outputs and an operator returns nothing,
+// but for the overloads that are there to save time; it writes into the arguments that its schema marks. Fakes for
+// tracing are in Python (a C++ one would see plain integers for symbolic sizes).
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "core/kernel.h"
+#include "core/rows.h"
 #include "cula/cula.h"
 #include "handles.h"
 #include "runtime.h"
@@ -27,7 +29,8 @@ struct Parameter {
     std::string_view type;
     TensorRef Args::* field;
 
-    bool optional() const { return type.back() == '?'; }
+    constexpr bool optional() const { return type.back() == '?'; }
+    std::string declaration() const { return std::string(type) + " " + std::string(name); }
 };
 
 constexpr Parameter kInputs[] = {
@@ -85,35 +88,133 @@ constexpr std::span<const Parameter> own_parameters(Pass pass) {
     return {};
 }
 
-// visit(parameter) for every tensor of the pass, in the order of its schema.
-template <class Visit>
-void for_each_tensor(Pass pass, const Visit& visit) {
-    std::ranges::for_each(kInputs, visit);
-    if (has_states(pass)) std::ranges::for_each(kStates, visit);
-    std::ranges::for_each(own_parameters(pass), visit);
+// A pass has several overloads. The one without a name spells its options out. The others are for callers that count
+// microseconds (the package itself). PyTorch spends as much on a number, and on a None, as on a tensor, and next to
+// nothing on what is left out. So their `options` holds chunk_tokens << 16 and, from the lowest bit, 8 bits for the row
+// of kAlgorithms, 2 for the Gate, then the flags in the order in which the unnamed overload has them, in_place, and
+// whether a state that `dense` makes is K-first; all that is optional follows, the usual first. A_log, dt_bias and
+// decay may have any shape, and scale is K ** -0.5 by default.
+//   packed  does the same as the unnamed one
+//   fresh   allocates and returns o: from here that takes half as long as from Python
+//   dense   allocates and returns o and the final state, one for each sequence
+enum class Form : std::uint8_t { kNamed, kPacked, kFresh, kDense };
+
+constexpr std::string_view overload(Form form) {
+    switch (form) {
+        case Form::kNamed: break;
+        case Form::kPacked: return ".packed";
+        case Form::kFresh: return ".fresh";
+        case Form::kDense: return ".dense";
+    }
+    return "";
 }
 
-// A pass has two overloads. The one without a name spells its options out; `packed` is for callers that count
-// microseconds (the package itself), since PyTorch spends as much on each number as on a tensor. Its `options` holds
-// chunk_tokens << 16 and, from the lowest bit: 8 bits for the row of kAlgorithms, 2 for the Gate, then the flags in the
-// order in which the other overload names them, in_place last.
-enum class Form : std::uint8_t { kNamed, kPacked };
-
-constexpr std::string_view overload(Form form) { return form == Form::kPacked ? ".packed" : ""; }
-
-std::string schema(Pass pass, Form form) {
-    std::string text = std::string(name(pass)) + std::string(overload(form)) + "(";
-    const auto declare = [&](const Parameter& parameter) {
-        text += std::string(parameter.type) + " " + std::string(parameter.name) + ", ";
-    };
-    std::ranges::for_each(kInputs, declare);
-    if (has_states(pass)) {
-        std::ranges::for_each(kStates, declare);
-        if (form == Form::kNamed) text += "bool in_place, ";
+constexpr std::string_view returns(Form form) {
+    switch (form) {
+        case Form::kNamed:
+        case Form::kPacked: break;
+        case Form::kFresh: return "Tensor o";
+        case Form::kDense: return "Tensor o, Tensor final_state";
     }
-    std::ranges::for_each(own_parameters(pass), declare);
-    if (form == Form::kPacked)
-        return text + "int options, float scale, float lower_bound, int null_index, str backend) -> ()";
+    return "";
+}
+
+constexpr bool has_overload(Pass pass, Form form) {
+    switch (form) {
+        case Form::kNamed:
+        case Form::kPacked: break;
+        case Form::kFresh: return has_states(pass);
+        case Form::kDense: return pass == Pass::kPrefill || pass == Pass::kDecode;
+    }
+    return true;
+}
+
+// The tensors of the compact overloads, the usual first.
+constexpr TensorRef Args::* kUsualFirst[] = {
+    &Args::q,
+    &Args::k,
+    &Args::v,
+    &Args::o,
+    &Args::segment_m,
+    &Args::segment_b,
+    &Args::g,
+    &Args::beta,
+    &Args::A_log,
+    &Args::dt_bias,
+    &Args::final_state,
+    &Args::initial_state_indices,
+    &Args::initial_state,
+    &Args::cu_seqlens,
+    &Args::gamma,
+    &Args::has_initial_state,
+    &Args::final_state_indices,
+    &Args::checkpoints,
+    &Args::checkpoint_plan,
+    &Args::chunk_states,
+    &Args::state_indices,
+    &Args::num_accepted,
+    &Args::snapshots,
+    &Args::snapshot_indices,
+    &Args::parents,
+};
+
+constexpr bool contains(std::span<TensorRef Args::* const> fields, TensorRef Args::* field) {
+    return std::ranges::find(fields, field) != fields.end();
+}
+
+constexpr bool takes(Form form, TensorRef Args::* field) {
+    constexpr TensorRef Args::* kNotDense[] = {
+        &Args::o,           &Args::final_state,     &Args::initial_state_indices, &Args::final_state_indices,
+        &Args::checkpoints, &Args::checkpoint_plan, &Args::chunk_states};
+    if (form == Form::kDense) return !contains(kNotDense, field);
+    return form != Form::kFresh || field != &Args::o;
+}
+
+// What a caller may hold in any shape.
+constexpr TensorRef Args::* kOfHeads[] = {&Args::A_log, &Args::dt_bias, &Args::gamma};
+
+// The tensors of an overload, in the order of its schema.
+struct Parameters {
+    std::array<Parameter, kMaxTensors> rows{};
+    std::size_t count = 0;
+
+    constexpr auto begin() const { return rows.begin(); }
+    constexpr auto end() const { return rows.begin() + count; }
+};
+
+constexpr Parameters make_parameters(Pass pass, Form form) {
+    Parameters all;
+    const auto add = [&](const Parameter& parameter) {
+        if (takes(form, parameter.field)) all.rows[all.count++] = parameter;
+    };
+    std::ranges::for_each(kInputs, add);
+    if (has_states(pass)) std::ranges::for_each(kStates, add);
+    std::ranges::for_each(own_parameters(pass), add);
+    const auto rank = [](const Parameter& parameter) { return std::ranges::find(kUsualFirst, parameter.field); };
+    if (form != Form::kNamed) std::ranges::sort(all.rows.begin(), all.rows.begin() + all.count, {}, rank);
+    return all;
+}
+
+constexpr std::array kPasses{Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment};
+constexpr std::array kForms{Form::kNamed, Form::kPacked, Form::kFresh, Form::kDense};
+
+const Parameters& parameters(Pass pass, Form form) {
+    static constexpr auto kAll = [] {
+        std::array<std::array<Parameters, kForms.size()>, kPasses.size()> all{};
+        for (Pass one : kPasses)
+            for (Form other : kForms)
+                all[static_cast<std::size_t>(one)][static_cast<std::size_t>(other)] = make_parameters(one, other);
+        return all;
+    }();
+    return kAll[static_cast<std::size_t>(pass)][static_cast<std::size_t>(form)];
+}
+
+std::string named_schema(Pass pass) {
+    std::string text = std::string(name(pass)) + "(";
+    for (const Parameter& parameter : parameters(pass, Form::kNamed)) {
+        text += parameter.declaration() + ", ";
+        if (parameter.field == &Args::final_state) text += "bool in_place, ";
+    }
     text +=
         "*, str algorithm, float scale, str gate, float lower_bound, bool qk_l2norm, bool beta_is_logit, "
         "bool allow_neg_eigval, int null_index, bool batch_invariant, str backend";
@@ -121,38 +222,51 @@ std::string schema(Pass pass, Form form) {
     return text + ") -> ()";
 }
 
+std::string compact_schema(Pass pass, Form form) {
+    std::string text = std::string(name(pass)) + std::string(overload(form)) + "(", optional;
+    for (const Parameter& parameter : parameters(pass, form))
+        if (parameter.optional())
+            optional += ", " + parameter.declaration() + "=None";
+        else
+            text += parameter.declaration() + ", ";
+    text += "int options" + optional +
+            ", float? scale=None, float? lower_bound=None, int? null_index=None, str? backend=None) -> (";
+    return text + std::string(returns(form)) + ")";
+}
+
+std::string schema(Pass pass, Form form) {
+    return form == Form::kNamed ? named_schema(pass) : compact_schema(pass, form);
+}
+
 // The arguments of a call as they lie on its stack.
 struct Call {
-    std::array<TensorHandle, kMaxTensors> tensors;
-    bool in_place = false;
-    double scale, lower_bound;
+    const Parameters& parameters;
+    std::array<TensorHandle, kMaxTensors> tensors;  // in the order of the parameters
+    bool in_place = false, k_first = false;
+    std::optional<double> scale;
+    double lower_bound = 0.0;
     bool qk_l2norm, beta_is_logit, allow_neg_eigval, batch_invariant;
-    std::int64_t null_index;
+    std::int64_t null_index = -1;
     std::int64_t chunk_tokens = kChunkTokens;
     String backend;
     String algorithm, gate;    // kNamed
-    std::int64_t options = 0;  // kPacked
+    std::int64_t options = 0;  // the compact forms
 
-    Call(Pass pass, Form form, const StableIValue* stack) {
+    Call(Pass pass, Form form, const StableIValue* stack) : parameters(torch_binding::parameters(pass, form)) {
         Arguments arguments(stack);
-        std::size_t count = 0;
-        const auto take = [&](const Parameter& parameter) {
-            tensors[count++] = parameter.optional() ? arguments.optional_tensor() : arguments.tensor();
-        };
-        std::ranges::for_each(kInputs, take);
-        if (has_states(pass)) {
-            std::ranges::for_each(kStates, take);
-            if (form == Form::kNamed) in_place = arguments.value<bool>();
-        }
-        std::ranges::for_each(own_parameters(pass), take);
         if (form == Form::kNamed)
             take_named(pass, arguments);
         else
-            take_packed(arguments);
+            take_compact(arguments);
     }
 
 private:
     void take_named(Pass pass, Arguments& arguments) {
+        std::size_t index = 0;
+        for (const Parameter& parameter : parameters) {
+            take(index++, parameter, arguments);
+            if (parameter.field == &Args::final_state) in_place = arguments.value<bool>();
+        }
         algorithm = arguments.string();
         scale = arguments.value<double>();
         gate = arguments.string();
@@ -166,16 +280,28 @@ private:
         if (pass == Pass::kPrefill) chunk_tokens = arguments.value<std::int64_t>();
     }
 
-    void take_packed(Arguments& arguments) {
-        options = arguments.value<std::int64_t>();
-        scale = arguments.value<double>();
-        lower_bound = arguments.value<double>();
-        null_index = arguments.value<std::int64_t>();
-        backend = arguments.string();
+    void take_compact(Arguments& arguments) {
+        bool before_options = true;
+        std::size_t index = 0;
+        for (const Parameter& parameter : parameters) {
+            if (before_options && parameter.optional()) {
+                options = arguments.value<std::int64_t>();
+                before_options = false;
+            }
+            take(index++, parameter, arguments);
+        }
+        scale = arguments.value<std::optional<double>>();
+        lower_bound = arguments.value<std::optional<double>>().value_or(lower_bound);
+        null_index = arguments.value<std::optional<std::int64_t>>().value_or(null_index);
+        backend = arguments.optional_string();
         int bit = 10;
-        for (bool* flag : {&qk_l2norm, &beta_is_logit, &allow_neg_eigval, &batch_invariant, &in_place})
+        for (bool* flag : {&qk_l2norm, &beta_is_logit, &allow_neg_eigval, &batch_invariant, &in_place, &k_first})
             *flag = options >> bit++ & 1;
         chunk_tokens = options >> 16;
+    }
+
+    void take(std::size_t index, const Parameter& parameter, Arguments& arguments) {
+        tensors[index] = parameter.optional() ? arguments.optional_tensor() : arguments.tensor();
     }
 };
 
@@ -209,38 +335,52 @@ Device device_at(Pass pass, const Place& place) {
     fail(pass, "q", "be on the CPU or on a CUDA device", name(place));
 }
 
-// torch's code of a dtype as the library's.
-std::optional<Dtype> find_dtype(std::int32_t code) {
-    struct Row {
-        std::int32_t code;
-        Dtype dtype;
-    };
-    static const Row rows[] = {
+// torch's codes of the library's dtypes.
+struct DtypeCode {
+    std::int32_t code;
+    Dtype dtype;
+};
+
+std::span<const DtypeCode> dtype_codes() {
+    static const DtypeCode rows[] = {
         {aoti_torch_dtype_bfloat16(), Dtype::kBFloat16}, {aoti_torch_dtype_float32(), Dtype::kFloat32},
         {aoti_torch_dtype_int32(), Dtype::kInt32},       {aoti_torch_dtype_float16(), Dtype::kFloat16},
         {aoti_torch_dtype_int64(), Dtype::kInt64},       {aoti_torch_dtype_bool(), Dtype::kBool},
         {aoti_torch_dtype_float64(), Dtype::kFloat64},
     };
-    for (const Row& row : rows)
+    return rows;
+}
+
+std::optional<Dtype> find_dtype(std::int32_t code) {
+    for (const DtypeCode& row : dtype_codes())
         if (row.code == code) return row.dtype;
     return std::nullopt;
 }
+
+std::int32_t dtype_code(Dtype dtype) { return std::ranges::find(dtype_codes(), dtype, &DtypeCode::dtype)->code; }
 
 std::string dtype_name(std::int32_t code) {
     return torch::headeronly::toString(
         torch::stable::detail::to<torch::headeronly::ScalarType>(torch::stable::detail::from(code)));
 }
 
-// The view that the library works on; `place` is q's.
-TensorRef view(Pass pass, std::string_view argument, const TensorHandle& tensor, const Place& place) {
-    if (const Place own = place_of(tensor); own != place)
-        fail(pass, argument, "be on q's device, " + name(place), name(own));
-
+Dtype dtype_of(Pass pass, std::string_view argument, const TensorHandle& tensor) {
     std::int32_t code = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
     const std::optional<Dtype> dtype = find_dtype(code);
     if (!dtype) fail(pass, argument, "be a tensor of floats, int32, int64 or bool", dtype_name(code));
+    return *dtype;
+}
 
+void check_place(Pass pass, std::string_view argument, const TensorHandle& tensor, const Place& place) {
+    if (const Place own = place_of(tensor); own != place)
+        fail(pass, argument, "be on q's device, " + name(place), name(own));
+}
+
+// The view that the library works on; `place` is q's.
+TensorRef view(Pass pass, std::string_view argument, const TensorHandle& tensor, const Place& place) {
+    check_place(pass, argument, tensor, place);
+    const Dtype dtype = dtype_of(pass, argument, tensor);
     std::int64_t ndim = 0, *sizes = nullptr, *strides = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &ndim));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
@@ -248,10 +388,21 @@ TensorRef view(Pass pass, std::string_view argument, const TensorHandle& tensor,
     if (ndim < 1 || ndim > kMaxDims)
         fail(pass, argument, "have from 1 to " + std::to_string(kMaxDims) + " dimensions", std::to_string(ndim));
 
-    TensorRef ref{.data = data_of(tensor), .dtype = *dtype, .ndim = static_cast<int>(ndim), .size = {}, .stride = {}};
+    TensorRef ref{.data = data_of(tensor), .dtype = dtype, .ndim = static_cast<int>(ndim), .size = {}, .stride = {}};
     std::copy_n(sizes, ndim, ref.size.begin());
     std::copy_n(strides, ndim, ref.stride.begin());
     return ref;
+}
+
+// The same in one dimension, where the memory is dense.
+TensorRef flat_view(Pass pass, std::string_view argument, const TensorHandle& tensor, const Place& place) {
+    bool contiguous = false;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(tensor.get(), &contiguous));
+    if (!contiguous) return view(pass, argument, tensor, place);
+    check_place(pass, argument, tensor, place);
+    std::int64_t count = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(tensor.get(), &count));
+    return TensorRef::contiguous(data_of(tensor), dtype_of(pass, argument, tensor), {count});
 }
 
 Algorithm parse_algorithm(Pass pass, std::string_view text) {
@@ -302,10 +453,11 @@ void shape_bias(Args& args) {
 Args make_args(Pass pass, Form form, const Call& call, const Place& place) {
     Args args;
     std::size_t index = 0;
-    for_each_tensor(pass, [&](const Parameter& parameter) {
-        const TensorHandle& tensor = call.tensors[index++];
-        if (tensor) args.*parameter.field = view(pass, parameter.name, tensor, place);
-    });
+    for (const Parameter& parameter : call.parameters)
+        if (const TensorHandle& tensor = call.tensors[index++])
+            args.*parameter.field = form != Form::kNamed && contains(kOfHeads, parameter.field)
+                                        ? flat_view(pass, parameter.name, tensor, place)
+                                        : view(pass, parameter.name, tensor, place);
     if (call.in_place) {
         if (args.initial_state) fail(pass, "initial_state", "be left out in place: it is final_state", "a tensor");
         if (!args.final_state) fail(pass, "final_state", "be given in place", "none");
@@ -319,7 +471,10 @@ Args make_args(Pass pass, Form form, const Call& call, const Place& place) {
         args.gate = unpack_gate(pass, call.options);
     }
     shape_bias(args);
-    args.scale = call.scale;
+    if (call.scale)
+        args.scale = *call.scale;
+    else if (args.q.ndim == 4)
+        args.scale = std::pow(static_cast<double>(args.q.size[3]), -0.5);
     args.lower_bound = call.lower_bound;
     args.qk_l2norm = call.qk_l2norm;
     args.beta_is_logit = call.beta_is_logit;
@@ -329,6 +484,30 @@ Args make_args(Pass pass, Form form, const Call& call, const Place& place) {
     args.chunk_tokens = narrow<int>(pass, "chunk_size", call.chunk_tokens);
     return args;
 }
+
+// What an overload returns, also as arguments of the call. Where the inputs have shapes that say nothing of an output
+// it is left out, and validate() refuses those inputs.
+struct Outputs {
+    TensorHandle o, final_state;
+
+    Outputs(Pass pass, Form form, const Call& call, const Place& place, const Device& device, Args& args) {
+        const TensorRef &q = args.q, &v = args.v, &cu = args.cu_seqlens;
+        if ((form != Form::kFresh && form != Form::kDense) || q.ndim != 4 || v.ndim != 4) return;
+        o = allocate(std::span(v.size).first(4), dtype_code(v.dtype), device);
+        args.o = view(pass, "o", o, place);
+
+        if (form != Form::kDense || (cu && (cu.ndim != 1 || cu.size[0] == 0))) return;
+        const std::int64_t rows = v.size[3], columns = q.size[3];
+        const std::array shape{num_sequences(args), v.size[2], call.k_first ? columns : rows,
+                               call.k_first ? rows : columns};
+        const Dtype exact = q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
+        final_state = allocate(shape, dtype_code(exact), device);
+        TensorRef& state = args.final_state = view(pass, "final_state", final_state, place);
+        if (!call.k_first) return;
+        std::swap(state.size[2], state.size[3]);
+        std::swap(state.stride[2], state.stride[3]);
+    }
+};
 
 // CULA_DEBUG_CHECKS=1 checks on a GPU too what is otherwise checked on a CPU alone, and waits for the GPU to do so.
 bool debug_checks() {
@@ -347,35 +526,44 @@ void check_indices(Pass pass, const Call& call, Args args) {
     };
     std::vector<TensorHandle> copies;
     std::size_t index = 0;
-    for_each_tensor(pass, [&](const Parameter& parameter) {
+    for (const Parameter& parameter : call.parameters) {
         const TensorHandle& tensor = call.tensors[index++];
-        if (!tensor || std::ranges::find(kIndices, parameter.field) == std::end(kIndices)) return;
+        if (!tensor || !contains(kIndices, parameter.field)) continue;
         const TensorHandle& copy = copies.emplace_back(copy_to_host(tensor));
         args.*parameter.field = view(pass, parameter.name, copy, place_of(copy));
-    });
+    }
     validate(pass, args, Indices::kOnHost);
+}
+
+void run_planned(Pass pass, const Args& args, Context& context, std::string_view backend) {
+    const Plan planned = plan(pass, args, context, backend);
+    TensorHandle workspace;
+    if (planned.workspace_bytes > 0) {
+        const auto bytes = static_cast<std::int64_t>(planned.workspace_bytes);
+        workspace = allocate(std::span(&bytes, 1), aoti_torch_dtype_uint8(), context.device);
+        context.workspace = data_of(workspace);
+        context.workspace_bytes = planned.workspace_bytes;
+    }
+    run(planned, args, context);
 }
 
 template <Pass pass, Form form>
 void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const Call call(pass, form, stack);
     const Place place = place_of(call.tensors.front());
-    const Args args = make_args(pass, form, call, place);
+    Args args = make_args(pass, form, call, place);
     Context context;
     context.device = device_at(pass, place);
-    const CurrentStream stream(context.device);
-    context.stream = stream.get();
-    context.parallel_for = torch_threads();
-    if (context.device.kind == DeviceKind::kCuda && debug_checks()) check_indices(pass, call, args);
-
-    const Plan planned = plan(pass, args, context, call.backend.view());
-    TensorHandle workspace;
-    if (planned.workspace_bytes > 0) {
-        workspace = allocate_bytes(planned.workspace_bytes, context.device);
-        context.workspace = data_of(workspace);
-        context.workspace_bytes = planned.workspace_bytes;
+    Outputs outputs(pass, form, call, place, context.device, args);
+    if (context.device.kind == DeviceKind::kCpu) {
+        context.parallel_for = torch_threads();
+    } else {
+        context.stream = current_stream(context.device);
+        if (debug_checks()) check_indices(pass, call, args);
     }
-    run(planned, args, context);
+    run_planned(pass, args, context, call.backend.view());
+    if (outputs.o) stack[0] = torch::stable::detail::from(outputs.o.release());
+    if (outputs.final_state) stack[1] = torch::stable::detail::from(outputs.final_state.release());
 }
 
 constexpr char kExplainSchema[] =
@@ -466,26 +654,32 @@ void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     stack[0] = torch::stable::detail::from(text);
 }
 
-template <Pass pass, class Library>
+template <Pass pass, Form form, class Library>
 void implement(Library& library) {
-    library.impl(std::string(name(pass)).c_str(), run_boxed<pass, Form::kNamed>);
-    library.impl((std::string(name(pass)) + std::string(overload(Form::kPacked))).c_str(),
-                 run_boxed<pass, Form::kPacked>);
+    if constexpr (has_overload(pass, form))
+        library.impl((std::string(name(pass)) + std::string(overload(form))).c_str(), run_boxed<pass, form>);
 }
 
 template <class Library>
 void implement_all(Library& library) {
-    implement<Pass::kPrefill>(library);
-    implement<Pass::kDecode>(library);
-    implement<Pass::kVerify>(library);
-    implement<Pass::kSegment>(library);
+    const auto implement_pass = [&]<Pass pass>(std::integral_constant<Pass, pass>) {
+        implement<pass, Form::kNamed>(library);
+        implement<pass, Form::kPacked>(library);
+        implement<pass, Form::kFresh>(library);
+        implement<pass, Form::kDense>(library);
+    };
+    implement_pass(std::integral_constant<Pass, Pass::kPrefill>{});
+    implement_pass(std::integral_constant<Pass, Pass::kDecode>{});
+    implement_pass(std::integral_constant<Pass, Pass::kVerify>{});
+    implement_pass(std::integral_constant<Pass, Pass::kSegment>{});
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(cula, library) {
-    for (const Pass pass : {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment})
-        for (const Form form : {Form::kNamed, Form::kPacked}) library.def(schema(pass, form).c_str());
+    for (const Pass pass : kPasses)
+        for (const Form form : kForms)
+            if (has_overload(pass, form)) library.def(schema(pass, form).c_str());
     library.def(kExplainSchema);
 }
 

@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 
 namespace cula::torch_binding {
@@ -41,14 +42,15 @@ ParallelFor torch_threads() {
     return {parallel_for, nullptr, static_cast<int>(threads)};
 }
 
-TensorHandle allocate_bytes(std::size_t bytes, const Device& device) {
-    const auto size = static_cast<std::int64_t>(bytes);
-    constexpr std::int64_t kStride = 1;
+TensorHandle allocate(std::span<const std::int64_t> sizes, std::int32_t dtype, const Device& device) {
+    std::array<std::int64_t, kMaxDims> strides{};
+    std::int64_t step = 1;
+    for (std::size_t dim = sizes.size(); dim-- > 0; step *= std::max<std::int64_t>(sizes[dim], 1)) strides[dim] = step;
     const std::int32_t type =
         device.kind == DeviceKind::kCuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
     AtenTensorHandle handle = nullptr;
-    TORCH_ERROR_CODE_CHECK(
-        aoti_torch_empty_strided(1, &size, &kStride, aoti_torch_dtype_uint8(), type, device.index, &handle));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.data(),
+                                                    strides.data(), dtype, type, device.index, &handle));
     return TensorHandle(handle);
 }
 
@@ -64,25 +66,17 @@ TensorHandle copy_to_host(const TensorHandle& tensor) {
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &ndim));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-    std::array<std::int64_t, kMaxDims> strides{};
-    std::int64_t step = 1;
-    for (auto dim = static_cast<std::size_t>(ndim); dim-- > 0; step *= sizes[dim]) strides[dim] = step;
-    AtenTensorHandle handle = nullptr;
-    TORCH_ERROR_CODE_CHECK(
-        aoti_torch_empty_strided(ndim, sizes, strides.data(), dtype, aoti_torch_device_type_cpu(), 0, &handle));
-    TensorHandle copy(handle);
+    TensorHandle copy = allocate({sizes, static_cast<std::size_t>(ndim)}, dtype, {.kind = DeviceKind::kCpu});
     TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), tensor.get(), 0));
     return copy;
 }
 
-CurrentStream::CurrentStream(const Device& device) {
-    if (device.kind != DeviceKind::kCuda) return;
+Stream current_stream(const Device& device) {
     static const GetCurrentStream get_current_stream = find_get_current_stream();
     if (!get_current_stream) throw Error("this build of PyTorch has no CUDA");
-    DeviceGuardHandle guard = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(device.index, &guard));
-    guard_.reset(guard);
-    TORCH_ERROR_CODE_CHECK(get_current_stream(device.index, &stream_));
+    Stream stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(get_current_stream(device.index, &stream));
+    return stream;
 }
 
 }  // namespace cula::torch_binding

@@ -3,7 +3,8 @@
 #pragma once
 
 #include <cstddef>
-#include <optional>
+#include <cstdint>
+#include <span>
 
 #include "cula/cula.h"
 #include "handles.h"
@@ -13,24 +14,15 @@ namespace cula::torch_binding {
 // torch's own pool: it obeys torch.set_num_threads, and a second pool beside it would fight it for the cores.
 ParallelFor torch_threads();
 
-TensorHandle allocate_bytes(std::size_t bytes, const Device& device);
+// A dense tensor of whatever the memory holds; dtype is torch's code.
+TensorHandle allocate(std::span<const std::int64_t> sizes, std::int32_t dtype, const Device& device);
 void* data_of(const TensorHandle& tensor);
 
 // Waits for the stream that the tensor's values come from.
 TensorHandle copy_to_host(const TensorHandle& tensor);
 
-// Makes the device current for the time of the call, and names the stream that the caller works on.
-class CurrentStream {
-public:
-    explicit CurrentStream(const Device& device);
-    Stream get() const { return stream_; }
-
-private:
-    struct DeleteGuard {
-        void operator()(DeviceGuardHandle handle) const { aoti_torch_delete_device_guard(handle); }
-    };
-    std::unique_ptr<DeviceGuardOpaque, DeleteGuard> guard_;
-    Stream stream_ = nullptr;
-};
+// The stream that the caller works on, on a CUDA device. The device need not be current: kernels and allocations see to
+// that themselves.
+Stream current_stream(const Device& device);
 
 }  // namespace cula::torch_binding

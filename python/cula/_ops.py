@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators of `torch.ops.cula`: one per pass, written in C++ (bindings/torch/ops.cc), and `explain`.
 
-The package calls the overload `packed` of each, with its options in one integer (`pack`), because PyTorch spends as
-much time on each number as on a tensor; the default overload spells them out. A bad argument raises `ValueError` from
-C++ with the name of the argument, what was expected and what was given.
+The package calls the overload `packed` of each, with its options in one integer (`pack`) and what is seldom given last,
+because PyTorch spends as much time on each number and on each None as on a tensor; the default overload spells
+everything out. `fresh` also makes o, and `dense` o and a dense final state, in half the time that Python takes. A bad
+argument raises `ValueError` from C++ with the name of the argument, what was expected and what was given.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _LIBRARY = Path(__file__).parent / "lib" / "libcula_torch.so"
 if not _LIBRARY.exists():
@@ -24,6 +26,12 @@ prefill = torch.ops.cula.prefill.packed
 decode = torch.ops.cula.decode.packed
 verify = torch.ops.cula.verify.packed
 segment = torch.ops.cula.segment.packed
+fresh = {
+    prefill: torch.ops.cula.prefill.fresh,
+    decode: torch.ops.cula.decode.fresh,
+    verify: torch.ops.cula.verify.fresh,
+}
+dense = {prefill: torch.ops.cula.prefill.dense, decode: torch.ops.cula.decode.dense}
 explain = torch.ops.cula.explain.default
 
 # The bits of `options` (bindings/torch/ops.cc): algorithm, gate, flags, and from bit 16 on the chunk size.
@@ -41,28 +49,58 @@ def pack(
     batch_invariant: bool,
     in_place: bool,
     chunk_size: int,
+    k_first: bool = False,
 ) -> int:
+    """`k_first`: the state that `dense` makes is `[N, HV, K, V]`."""
     return (
         _ALGORITHM[algorithm] | _GATE[gate] | qk_l2norm << 10 | beta_is_logit << 11 | allow_neg_eigval << 12
-        | batch_invariant << 13 | in_place << 14 | chunk_size << 16
+        | batch_invariant << 13 | in_place << 14 | k_first << 15 | chunk_size << 16
     )  # fmt: skip
 
 
-def _fake(op: torch._ops.OpOverload) -> Callable[..., None]:
-    """What tracing runs in place of an operator: it returns nothing, so only the devices are left to check."""
+def _fake(op: torch._ops.OpOverload) -> Callable[..., object]:
+    """What tracing runs in place of an operator: it checks the devices and makes what the operator would return."""
     names = [argument.name for argument in op._schema.arguments]
+    outputs = [output.name for output in op._schema.returns]
 
-    def fake(*args: object, **kwargs: object) -> None:
+    def fake(*args: object, **kwargs: object) -> object:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         device = given["q"].device
         for name, value in given.items():
             if isinstance(value, torch.Tensor) and value.device != device:
                 pass_name = op._schema.name.removeprefix("cula::")
                 raise ValueError(f"{pass_name}: {name} must be on q's device, {device}, got {value.device}")
+        if outputs:
+            check_dims(op, given["q"], given["v"])
+        made = tuple(_MAKE[name](**given) for name in outputs)
+        return made[0] if len(made) == 1 else made or None
 
     return fake
 
 
+def check_dims(op: torch._ops.OpOverload, q: Tensor, v: Tensor) -> None:
+    """What must hold before the shapes of the outputs can be told."""
+    for argument, tensor, shape in (("q", q, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
+        if tensor.dim() != 4:
+            pass_name = op._schema.name.removeprefix("cula::")
+            raise ValueError(f"{pass_name}: {argument} must have shape {shape}, got {list(tensor.shape)}")
+
+
+def _make_o(v: Tensor, **_: object) -> Tensor:
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+def _make_final_state(q: Tensor, v: Tensor, options: int, cu_seqlens: Tensor | None = None, **_: object) -> Tensor:
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    rows, columns = v.shape[3], q.shape[3]
+    matrix = (columns, rows) if options >> 15 & 1 else (rows, columns)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((sequences, v.shape[2], *matrix), dtype=dtype)
+
+
+_MAKE = {"o": _make_o, "final_state": _make_final_state}
+
 for _packet in (torch.ops.cula.prefill, torch.ops.cula.decode, torch.ops.cula.verify, torch.ops.cula.segment):
-    for _op in (_packet.default, _packet.packed):
+    for _overload in _packet.overloads():
+        _op = getattr(_packet, _overload)
         torch.library.register_fake(_op.name(), _fake(_op))

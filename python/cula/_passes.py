@@ -15,17 +15,17 @@ from torch import Tensor
 
 from cula import _ops
 
-# The numbers among the options, and the types that they may have, the usual one first.
-_NUMBERS = {
-    "scale": (float, int, torch.SymFloat, torch.SymInt),
-    "lower_bound": (float, int),
+# The options that are no tensors, and the types that they may have, the one to name first.
+_PLAIN = {
+    "scale": (float, int, torch.SymFloat, torch.SymInt, type(None)),
+    "lower_bound": (float, int, type(None)),
     "use_qk_l2norm_in_kernel": (bool,),
     "use_beta_sigmoid_in_kernel": (bool,),
     "allow_neg_eigval": (bool,),
     "null_index": (int, torch.SymInt),
+    "backend": (str, type(None)),
     "chunk_size": (int,),
 }
-_USUAL = tuple(types[0] for types in _NUMBERS.values())
 
 # What a schema calls a type.
 _TYPES = {
@@ -55,7 +55,6 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     g: Tensor | None = None,
     decay: Tensor | None = None,
     beta: Tensor | None = None,
@@ -68,7 +67,6 @@ def forward(
     beta_is_logit: bool = False,
     allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     state_v_first: bool = True,
@@ -84,48 +82,64 @@ def forward(
     deterministic: bool | str | None = None,
     out: Tensor | None = None,
     device: torch.device | str | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Runs `_ops.prefill` or `_ops.decode`; returns o, the final state or the pool, and the states at chunk starts."""
-    check_inputs(op, q, k, v, device)
-    o = output(v, out)
-    in_place, returned = state_pool is not None, state_pool
+    """Runs `_ops.prefill` or `_ops.decode`; returns o, the final state or the pool, and the states at chunk starts.
+
+    Level 1 calls it by position: thirty keywords cost Python more than a microsecond.
+    """
+    in_place = state_pool is not None
+    flags = options(
+        algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, null_index, backend,
+        deterministic, in_place, chunk_size, not state_v_first,
+    )  # fmt: skip
+    if device is not None:
+        check_inputs(op, q, k, v, device)
+    if not state_v_first:
+        initial_state = v_first(op, "initial_state", initial_state)
+    A_log, dt_bias = per_head(q, A_log), per_head(q, dt_bias)
+    if null_index == -1:
+        null_index = None
+    dense = not in_place and initial_state_indices is None and final_state_indices is None
+    if dense and output_final_state and out is None and checkpoints is None and not return_chunk_states:
+        o, final_state = call(
+            _ops.dense[op], q, k, v, flags, g, beta, A_log, dt_bias, initial_state, cu_seqlens, decay,
+            has_initial_state, scale, lower_bound, null_index, backend,
+        )  # fmt: skip
+        return o, final_state, None
+
+    final_state = returned = state_pool
     if in_place:
         if initial_state is not None:
             raise ValueError(f"{op_name(op)}: initial_state must be left out with state_pool, which holds it, got both")
-        final_state = state_pool
-    else:
-        if final_state_indices is not None:
-            raise ValueError(f"{op_name(op)}: final_state_indices must come with state_pool, got indices alone")
-        final_state = None
-        if output_final_state:
-            final_state, final_state_indices, returned = _new_final_state(
-                q, v, cu_seqlens, state_v_first, initial_state_indices is not None, null_index
-            )
+    elif final_state_indices is not None:
+        raise ValueError(f"{op_name(op)}: final_state_indices must come with state_pool, got indices alone")
+    elif output_final_state:
+        check_inputs(op, q, k, v)
+        final_state, final_state_indices, returned = _new_final_state(
+            q, v, cu_seqlens, state_v_first, initial_state_indices is not None, null_index
+        )
     if not state_v_first:
-        initial_state = v_first(op, "initial_state", initial_state)
         final_state = v_first(op, "state_pool", final_state)
-    chosen = options(
-        algorithm, q, scale, gate, lower_bound, qk_l2norm, beta_is_logit, allow_neg_eigval, null_index, deterministic,
-        backend, in_place, chunk_size,
-    )  # fmt: skip
     if op is _ops.decode:
-        call(
-            op, q, k, v, g, decay, beta, per_head(q, A_log), per_head(q, dt_bias), cu_seqlens, initial_state,
-            initial_state_indices, final_state_indices, has_initial_state, o, final_state, *chosen,
+        o = call_for_o(
+            op, q, k, v, out, flags, g, beta, A_log, dt_bias, final_state, initial_state_indices, initial_state,
+            cu_seqlens, decay, has_initial_state, final_state_indices, scale, lower_bound, null_index, backend,
         )  # fmt: skip
         return o, returned, None
 
     kept, plan = (None, None) if checkpoints is None else checkpoints
     chunk_states = states_at_chunks = None
     if return_chunk_states:
+        check_inputs(op, q, k, v)
         chunk_states = _new_chunk_states(q, k, v, cu_seqlens, cu_seqlens_cpu, chunk_size, state_v_first)
         states_at_chunks = chunk_states if state_v_first else chunk_states.transpose(-1, -2)
     if not state_v_first:
         kept = v_first(op, "checkpoints.states", kept)
-    call(
-        op, q, k, v, g, decay, beta, per_head(q, A_log), per_head(q, dt_bias), cu_seqlens, initial_state,
-        initial_state_indices, final_state_indices, has_initial_state, o, final_state, kept, plan,
-        states_at_chunks, *chosen,
+    o = call_for_o(
+        op, q, k, v, out, flags, g, beta, A_log, dt_bias, final_state, initial_state_indices, initial_state, cu_seqlens,
+        decay, has_initial_state, final_state_indices, kept, plan, states_at_chunks, scale, lower_bound, null_index,
+        backend,
     )  # fmt: skip
     return o, returned, chunk_states
 
@@ -165,22 +179,21 @@ def verify(
     device: torch.device | str | None,
 ) -> Tensor:
     check_inputs(_ops.verify, q, k, v, device)
-    o = output(v, out)
     if state is not None and state_indices is None and initial_state_indices is None:
         state = state[: _sequences(q, cu_seqlens)]
     if not state_v_first:
         state = v_first(_ops.verify, "state", state)
         snapshots = v_first(_ops.verify, "snapshots", snapshots, 5)
-    call(
-        _ops.verify, q, k, v, g, decay, beta, per_head(q, A_log), per_head(q, dt_bias), cu_seqlens,
-        None if update_state else state, initial_state_indices, None, has_initial_state, o,
-        state if update_state else None, state_indices, num_accepted, snapshots, snapshot_indices, parents,
-        *options(
-            algorithm, q, scale, gate, lower_bound, qk_l2norm, beta_is_logit, allow_neg_eigval, null_index,
-            deterministic, backend, update_state
-        ),
+    flags = options(
+        algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, null_index, backend,
+        deterministic, update_state,
     )  # fmt: skip
-    return o
+    return call_for_o(
+        _ops.verify, q, k, v, out, flags, g, beta, per_head(q, A_log), per_head(q, dt_bias),
+        state if update_state else None, initial_state_indices, None if update_state else state, cu_seqlens, decay,
+        has_initial_state, None, state_indices, num_accepted, snapshots, snapshot_indices, parents, scale, lower_bound,
+        None if null_index == -1 else null_index, backend,
+    )  # fmt: skip
 
 
 def segment(
@@ -211,12 +224,12 @@ def segment(
     m_shape = (sequences, heads, key_dim, key_dim) if beta is not None else (sequences, heads, key_dim)
     m = q.new_empty(m_shape, dtype=dtype)
     b = q.new_empty((sequences, heads, *_matrix(value_dim, key_dim, state_v_first)), dtype=dtype)
+    flags = options(
+        algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, None, lower_bound, -1, backend, deterministic
+    )
     call(
-        _ops.segment, q, k, v, g, decay, beta, per_head(q, A_log), per_head(q, dt_bias), cu_seqlens, m,
-        b if state_v_first else b.transpose(-1, -2),
-        *options(
-            algorithm, q, 1.0, gate, lower_bound, qk_l2norm, beta_is_logit, allow_neg_eigval, -1, deterministic, backend
-        ),
+        _ops.segment, q, k, v, m, b if state_v_first else b.transpose(-1, -2), flags, g, beta, per_head(q, A_log),
+        per_head(q, dt_bias), cu_seqlens, decay, None, lower_bound, None, backend,
     )  # fmt: skip
     return m, b
 
@@ -235,19 +248,16 @@ def refuse_context(cp_context: object | None) -> None:
         )
 
 
-def output(v: Tensor, out: Tensor | None) -> Tensor:
-    return torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
-
-
 def per_head(q: Tensor, parameter: Tensor | None) -> Tensor | None:
-    """A gate's parameter as the operators want it: one dimension, float32 (float64 beside float64 inputs)."""
+    """A gate's parameter as the operators want it: float32 (float64 beside float64 inputs), dense in any shape."""
     if not isinstance(parameter, Tensor):
         return parameter  # absent, or refused with the other types
-    if parameter.dim() != 1:
+    if not parameter.is_contiguous():
         parameter = parameter.reshape(-1)
     dtype = parameter.dtype
-    exact = dtype is torch.float32 or (dtype is torch.float64 and q.dtype is torch.float64)
-    return parameter if exact else parameter.float()
+    if dtype is torch.float32 or (dtype is torch.float64 and isinstance(q, Tensor) and q.dtype is torch.float64):
+        return parameter
+    return parameter.float()
 
 
 def check_inputs(
@@ -257,20 +267,51 @@ def check_inputs(
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         refuse_types(op, (q, k, v))
     if q.dim() != 4 or v.dim() != 4:
-        argument, tensor, shape = ("q", q, "[B, T, H, K]") if q.dim() != 4 else ("v", v, "[B, T, HV, V]")
-        raise ValueError(f"{op_name(op)}: {argument} must have shape {shape}, got {list(tensor.shape)}")
+        _ops.check_dims(op, q, v)
     if device is not None:
         wanted = torch.device(device)
         if wanted.type != q.device.type or wanted.index not in (None, q.device.index):
             raise ValueError(f"{op_name(op)}: device must be q's device, {q.device}, got {wanted}")
 
 
-def call(op: torch._ops.OpOverload, *arguments: object) -> None:
-    """Calls the operator; by position, because a keyword costs PyTorch more than the argument itself."""
+def call_for_o(
+    op: torch._ops.OpOverload,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    flags: int,
+    g: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    final_state: Tensor | None,
+    *arguments: object,
+) -> Tensor:
+    """Calls the operator with `out`, or with a new o, and returns it.
+
+    Only a call that writes a state gets its o from `fresh`: Inductor cannot lower an operator that may write into its
+    arguments, returns a tensor, and writes into none of them.
+    """
+    if out is None and final_state is not None:
+        return call(_ops.fresh[op], q, k, v, flags, g, beta, A_log, dt_bias, final_state, *arguments)
+    if out is None:
+        check_inputs(op, q, k, v)
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    call(op, q, k, v, out, flags, g, beta, A_log, dt_bias, final_state, *arguments)
+    return out
+
+
+def call(op: torch._ops.OpOverload, *arguments: object) -> Tensor | tuple[Tensor, Tensor] | None:
+    """Calls the operator by position, up to the last argument that is given: PyTorch takes longer over a None than over
+    a tensor, and longer still over a keyword."""
+    count = len(arguments)
+    while arguments[count - 1] is None:
+        count -= 1
     if torch.is_grad_enabled():
-        _refuse_gradients(op, arguments)
+        _refuse_gradients(op, arguments[:count])
     try:
-        op(*arguments)
+        return op(*arguments[:count])
     except Exception:
         refuse_types(op, arguments)  # PyTorch says it less well, and turns a number into a tensor first
         raise
@@ -303,38 +344,39 @@ def _refuse_gradients(op: torch._ops.OpOverload, arguments: tuple[object, ...]) 
 
 def options(
     algorithm: str,
-    q: Tensor,
+    gate: str,
+    qk_l2norm: bool,
+    beta_is_logit: bool,
+    allow_neg_eigval: bool,
     scale: float | None,
-    gate: str = "log_decay",
-    lower_bound: float | None = None,
-    qk_l2norm: bool = False,
-    beta_is_logit: bool = False,
-    allow_neg_eigval: bool = False,
-    null_index: int = -1,
+    lower_bound: float | None,
+    null_index: int,
+    backend: str | None,
     deterministic: bool | str | None = None,
-    backend: str | None = None,
     in_place: bool = False,
     chunk_size: int = 64,
-) -> tuple[int, float, float, int, str]:
-    """The last arguments of every operator."""
+    k_first: bool = False,
+) -> int:
+    """The `options` of an operator, after a look at the types of all that is no tensor."""
+    if not (
+        type(qk_l2norm) is type(beta_is_logit) is type(allow_neg_eigval) is bool
+        and type(null_index) is type(chunk_size) is int
+        and (scale is None or type(scale) is float)
+        and (lower_bound is None or type(lower_bound) is float)
+        and backend is None
+    ):
+        given = (scale, lower_bound, qk_l2norm, beta_is_logit, allow_neg_eigval, null_index, backend, chunk_size)
+        for (argument, types), value in zip(_PLAIN.items(), given, strict=True):
+            if not isinstance(value, types):
+                raise TypeError(f"{argument} must be of type {types[0].__name__}, got {type(value).__name__}")
     batch_invariant = False
     if deterministic is not None:
         if deterministic not in (True, "batch_invariant"):
             raise ValueError(f'deterministic must be None, True or "batch_invariant", got {deterministic!r}')
         batch_invariant = deterministic == "batch_invariant"
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    if lower_bound is None:
-        lower_bound = 0.0
-    given = (scale, lower_bound, qk_l2norm, beta_is_logit, allow_neg_eigval, null_index, chunk_size)
-    if tuple(map(type, given)) != _USUAL:
-        for (argument, types), value in zip(_NUMBERS.items(), given, strict=True):
-            if not isinstance(value, types):
-                raise TypeError(f"{argument} must be of type {types[0].__name__}, got {type(value).__name__}")
-    flags = _ops.pack(
-        algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, batch_invariant, in_place, chunk_size
+    return _ops.pack(
+        algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, batch_invariant, in_place, chunk_size, k_first
     )
-    return flags, scale, lower_bound, null_index, "" if backend is None else backend
 
 
 def _state_dtype(q: Tensor) -> torch.dtype:
@@ -359,7 +401,7 @@ def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def _new_final_state(
-    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_v_first: bool, gathered: bool, null_index: int
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_v_first: bool, gathered: bool, null_index: int | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The memory of a dense final state, the indices of the call's rows in it, and those rows.
 
@@ -372,7 +414,7 @@ def _new_final_state(
     if not gathered:
         final_state = q.new_empty((sequences, *shape), dtype=_state_dtype(q))
         return final_state, None, final_state
-    first = max(0, null_index + 1)
+    first = 0 if null_index is None else max(0, null_index + 1)
     memory = q.new_zeros((first + sequences, *shape), dtype=_state_dtype(q))
     return memory, torch.arange(first, first + sequences, dtype=torch.int32, device=q.device), memory[first:]
 

@@ -118,14 +118,11 @@ def cula_kda(
         _check_gate(A_log, lower_bound, safe_gate)
     algorithm, g, dt_bias = _kda_decay(q, g, dt_bias)
     o, final_state, h = _passes.forward(
-        _ops.prefill, algorithm, q, k, v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
-        gate=_passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound=lower_bound, scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
-        state_v_first=state_v_first, state_pool=state_pool, initial_state_indices=initial_state_indices,
-        final_state_indices=final_state_indices, has_initial_state=has_initial_state, null_index=null_index,
-        checkpoints=checkpoints, return_chunk_states=return_intermediate_states, chunk_size=chunk_size,
-        backend=backend, deterministic=deterministic, out=out, device=device,
+        _ops.prefill, algorithm, q, k, v, g, None, beta, A_log, dt_bias,
+        _passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound, scale, use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
+        state_pool, initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
+        return_intermediate_states, chunk_size, backend, deterministic, out, device,
     )  # fmt: skip
     return (o, final_state, h) if return_intermediate_states else (o, final_state)
 
@@ -171,14 +168,11 @@ def cula_gdn(
     if use_gate_in_kernel:
         _check_gate(A_log, lower_bound)
     o, final_state, h = _passes.forward(
-        _ops.prefill, "gdn", q, k, v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
-        gate=_passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound=lower_bound, scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
-        state_v_first=state_v_first, state_pool=state_pool, initial_state_indices=initial_state_indices,
-        final_state_indices=final_state_indices, has_initial_state=has_initial_state, null_index=null_index,
-        checkpoints=checkpoints, return_chunk_states=return_intermediate_states, chunk_size=chunk_size,
-        backend=backend, deterministic=deterministic, out=out, device=device,
+        _ops.prefill, "gdn", q, k, v, g, None, beta, A_log, dt_bias,
+        _passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound, scale, use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
+        state_pool, initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
+        return_intermediate_states, chunk_size, backend, deterministic, out, device,
     )  # fmt: skip
     return (o, final_state, h) if return_intermediate_states else (o, final_state)
 
@@ -409,14 +403,14 @@ def cula_decode(
         pool = state[: q.shape[0]]
     if not state_v_first:
         pool = _passes.v_first(_ops.decode, "state", pool)
-    o = _passes.output(v, out)
-    _passes.call(
-        _ops.decode, q, k, v, g, decay, beta, _passes.per_head(q, A_log), _passes.per_head(q, dt_bias), None, None,
-        state_indices, final_state_indices, has_initial_state, o, pool,
-        *_passes.options(
-            algorithm, q, scale, _passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound, use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, null_index, deterministic, backend, in_place=True
-        ),
+    flags = _passes.options(
+        algorithm, _passes.gate_of(use_gate_in_kernel, lower_bound), use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, scale, lower_bound, null_index, backend, deterministic, True,
+    )  # fmt: skip
+    o = _passes.call_for_o(
+        _ops.decode, q, k, v, out, flags, g, beta, _passes.per_head(q, A_log), _passes.per_head(q, dt_bias), pool,
+        state_indices, None, None, decay, has_initial_state, final_state_indices, scale, lower_bound,
+        None if null_index == -1 else null_index, backend,
     )  # fmt: skip
     return (o.transpose(0, 1) if packed else o), state
 

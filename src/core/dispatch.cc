@@ -26,16 +26,18 @@ Support supports(const Kernel& kernel, const Problem& problem) {
     return kernel.supports(problem);
 }
 
-const Kernel& choose(const Problem& problem, std::string_view backend) {
+bool named(const Kernel& kernel, std::string_view backend) {
+    return backend.empty() || names_target(backend, kernel.target);
+}
+
+[[noreturn]] void refuse(const Problem& problem, std::string_view backend) {
     std::string reasons;
     bool known = backend.empty();
     for (const Kernel& kernel : kernels()) {
-        if (!backend.empty() && !names_target(backend, kernel.target)) continue;
+        if (!named(kernel, backend)) continue;
         known = true;
-        if (kernel.pass != problem.pass) continue;
-        const Support support = supports(kernel, problem);
-        if (support) return kernel;
-        reasons += "\n  " + std::string(kernel.target) + ": " + support.reason();
+        if (kernel.pass == problem.pass)
+            reasons += "\n  " + std::string(kernel.target) + ": " + supports(kernel, problem).reason();
     }
     const std::string pass(name(problem.pass));
     if (!known) {
@@ -47,6 +49,12 @@ const Kernel& choose(const Problem& problem, std::string_view backend) {
     const std::string who =
         backend.empty() ? "no backend takes" : "backend \"" + std::string(backend) + "\" does not take";
     throw Error(pass + ": " + who + " this call:" + reasons);
+}
+
+const Kernel& choose(const Problem& problem, std::string_view backend) {
+    for (const Kernel& kernel : kernels())
+        if (kernel.pass == problem.pass && named(kernel, backend) && supports(kernel, problem)) return kernel;
+    refuse(problem, backend);
 }
 
 struct Free {

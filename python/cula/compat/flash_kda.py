@@ -37,12 +37,10 @@ def fwd(
             f"initial_state and final_state must have one dtype, got {initial_state.dtype} and {final_state.dtype}"
         )
     _passes.check_inputs(_ops.prefill, q, k, v)
+    flags = _passes.options("kda", "bounded", True, True, False, scale, lower_bound, -1, None)
     _passes.call(
-        _ops.prefill, q, k, v, g, None, beta, _passes.per_head(q, A_log), _passes.per_head(q, dt_bias), cu_seqlens,
-        initial_state, None, None, None, out, final_state, None, None, None,
-        *_passes.options(
-            "kda", q, scale, gate="bounded", lower_bound=lower_bound, qk_l2norm=True, beta_is_logit=True
-        ),
+        _ops.prefill, q, k, v, out, flags, g, beta, _passes.per_head(q, A_log), _passes.per_head(q, dt_bias),
+        final_state, None, initial_state, cu_seqlens, None, None, None, None, None, None, scale, lower_bound,
     )  # fmt: skip
 
 

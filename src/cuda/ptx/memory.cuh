@@ -37,6 +37,9 @@ __device__ __forceinline__ std::uint32_t transposed(std::uint32_t m) {
     return t;
 }
 
+// The line of global memory that `p` lies in, to the second-level cache.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // 16 bytes to shared memory, past the first-level cache.
 __device__ __forceinline__ void copy_async(std::uint32_t shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global));

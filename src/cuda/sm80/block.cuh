@@ -9,6 +9,7 @@
 
 #include <type_traits>
 
+#include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/sm80/chunk.cuh"
 #include "cuda/sm80/solve.cuh"
@@ -119,6 +120,37 @@ struct BlockRows {
         if (key_dim < first_channel + 32 * kGroups) mask(count, first_channel, key_dim);
     }
 };
+
+// A chunk's rows of kKey elements of kBytes from `token` on, to the second-level cache. By all threads of a CTA.
+template <int kKey, int kBytes>
+__device__ __forceinline__ void prefetch_rows(const DeviceArgs& a, const TokenRows& rows, std::int64_t batch,
+                                              std::int64_t token, int head) {
+    constexpr int kLines = kKey * kBytes / 128;  // of a row
+#pragma unroll
+    for (int i = 0; i < kTokens<kKey> * kLines; i += kPrepareThreads) {
+        const int line = i + static_cast<int>(threadIdx.x);
+        const std::int64_t t = token + line / kLines;
+        if (t < a.tokens && line < kTokens<kKey> * kLines && line % kLines * 128 < a.key_dim * kBytes)
+            prefetch(static_cast<const char*>(rows.data) + rows.offset(batch, t, head) * kBytes + line % kLines * 128);
+    }
+}
+
+// What the chunk `ahead` chunks behind `place` reads: when a CTA comes to it, it is there. A wrong guess, at the end of
+// a sequence, costs nothing but time.
+template <int kKey>
+__device__ __forceinline__ void prefetch_chunk(const DeviceArgs& a, const ChunkPlace& place, int ahead, int value_head,
+                                               int head) {
+    const std::int64_t first = place.begin + std::int64_t{ahead} * kTokens<kKey>;
+    if (a.algorithm.decay == Decay::kPerChannel) {
+        if (a.g.dtype == Dtype::kFloat32)
+            prefetch_rows<kKey, 4>(a, a.g, place.batch, first, value_head);
+        else
+            prefetch_rows<kKey, 2>(a, a.g, place.batch, first, value_head);
+    }
+    if (value_head != head * a.group) return;  // the first of those that share a head asks
+    prefetch_rows<kKey, 2>(a, a.q, place.batch, first, head);
+    prefetch_rows<kKey, 2>(a, a.k, place.batch, first, head);
+}
 
 // One number of a token, asked for without waiting.
 struct TokenNumber {

@@ -17,6 +17,7 @@
 
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/overlap.cuh"
 #include "cuda/sm80/chunk.cuh"
 #include "cuda/sm80/walk.cuh"
 #include "cuda/tile/convert.cuh"
@@ -125,6 +126,7 @@ template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     carry(const __grid_constant__ DeviceArgs a, const Schedule schedule, const Image<T, kKey, kPerChannel>* images,
           const __grid_constant__ CarryParams p) {
+    follow_kernels();
     constexpr int kRows = kTokens<kKey>, kBlocks = kRows / 16;
     using Stage = CarryStage<T, kKey, kPerChannel>;
     using ImageType = Image<T, kKey, kPerChannel>;

@@ -93,6 +93,7 @@ struct Schedule {
     std::int32_t segment_chunks = 0;
     std::int32_t slab_begin = 0, slab_end = 0;  // chunks of this launch
     std::int32_t max_segments = 0;
+    std::int32_t ahead = 0;  // chunks from those that are prepared to those whose inputs are asked for
 };
 
 CULA_HOST_DEVICE std::int32_t ceil_div(std::int64_t x, std::int64_t y) {

@@ -63,6 +63,7 @@ Call make_call(const Args& args, const Context& context) {
     call.workspace = context.workspace;
     call.multiprocessors = context.device.multiprocessors;
     call.shared_bytes_limit = context.device.shared_bytes;
+    call.follows = context.device.compute_capability >= 90;
     return call;
 }
 

@@ -20,6 +20,7 @@ struct Call {
     int multiprocessors = 0;
     std::size_t shared_bytes_limit = 0;  // of one CTA
     void* workspace = nullptr;
+    bool follows = false;  // kernels may follow each other early (LaunchShape)
 };
 
 Call make_call(const Args& args, const Context& context);

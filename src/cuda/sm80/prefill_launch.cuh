@@ -13,17 +13,18 @@ struct PortableCarry {
     static constexpr int kKey = kKeyDim, kWarpStep = 1;
     static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = false;
 
-    template <bool kDelta, bool kMaps>
+    template <bool kDelta, bool kMaps, class ShapeOf>
     static void launch(const Call& call, const PrefillPlan<PortableCarry>& plan, const Schedule& schedule,
-                       CarryParams p) {
+                       CarryParams p, const ShapeOf& shape) {
         const DeviceArgs& a = call.args;
         using Stage = CarryStage<T, kKey, kPerChannel>;
         p.row_blocks = p.value_blocks = plan.policy.row_blocks;
         if (kMaps && kDelta) p.row_blocks += ceil_div(a.key_dim, plan.policy.warps * kWarpRows);
         p.stages = 2 * sizeof(Stage) <= call.shared_bytes_limit ? 2 : 1;
         cuda::launch(carry<T, kKey, kDelta, kPerChannel, kMaps>,
-                     static_cast<std::size_t>(p.row_blocks) * a.value_heads * schedule.max_segments,
-                     plan.policy.warps * 32, p.stages * sizeof(Stage), call.stream, a, schedule, plan.images, p);
+                     shape({static_cast<std::size_t>(p.row_blocks) * a.value_heads * schedule.max_segments,
+                            plan.policy.warps * 32, p.stages * sizeof(Stage)}),
+                     call.stream, a, schedule, plan.images, p);
     }
 };
 

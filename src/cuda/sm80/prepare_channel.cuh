@@ -19,6 +19,7 @@
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/overlap.cuh"
 #include "cuda/sm80/block.cuh"
 #include "cuda/sm80/channel_gates.cuh"
 #include "cuda/sm80/solve.cuh"
@@ -372,6 +373,7 @@ template <class T, int kKey, bool kDelta>
 __global__ void __launch_bounds__(kPrepareThreads, 3)
     prepare_channel(const __grid_constant__ DeviceArgs a, const Schedule schedule, ChannelImage<T, kKey>* images,
                     std::int32_t* exact_writes) {
+    follow_kernels();
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>, kOwned = P::kChannels / 32;
     extern __shared__ __align__(128) unsigned char raw[];
@@ -408,6 +410,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     typename ChannelBlock<T, kKey, kDelta>::Rows q, k;
     q.template fetch<T>(a.q, place.batch, begin, head, count, first_channel, a.key_dim);
     k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim);
+    prefetch_chunk<kKey>(a, place, schedule.ahead, value_head, head);
     bool wild = false;
     {
         float head_sum[kOwned], tail_sum[kOwned];

@@ -8,6 +8,7 @@
 // but the inputs and what the carry reads.
 #pragma once
 
+#include "cuda/ptx/overlap.cuh"
 #include "cuda/sm80/block.cuh"
 #include "cuda/sm80/solve.cuh"
 #include "cuda/tile/gate.cuh"
@@ -29,6 +30,7 @@ template <class T, int kKey>
 __global__ void __launch_bounds__(kPrepareThreads, 4)
     prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, TokenImage<T, kKey>* images,
                   std::int32_t* exact_writes) {
+    follow_kernels();
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>;
     extern __shared__ __align__(128) unsigned char raw[];
@@ -53,6 +55,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
     k.template fetch<T>(a.k, place.batch, begin, head, count, part * P::kChannels, a.key_dim);
     TokenNumber beta;
     if (delta) beta.ask(a.beta, place.batch, place.begin + thread, value_head, thread < place.count);
+    prefetch_chunk<kKey>(a, place, schedule.ahead, value_head, head);
     if (warp == 0) {
         // Two neighbouring tokens a lane (one where a chunk has 32), then a scan over the lanes.
         constexpr int kEach = kRows / 32;

@@ -72,10 +72,11 @@ struct PrefillPlan {
             images = carver.take<Image<T, kKey, kPerChannel>>(policy.slab_chunks * heads);
         }
         if (maps) {
-            const std::int64_t m = a.algorithm.update == Update::kDelta ? a.key_dim * a.key_dim : a.key_dim;
-            map_m = carver.take<float>(max_segments * heads * m);
-            map_b = carver.take<float>(max_segments * states);
-            starts = carver.take<float>(max_segments * states);
+            // Rows of kKey channels, so that compose reads and writes them in pieces of 16 bytes.
+            const std::int64_t rows = max_segments * heads;
+            map_m = carver.take<float>(rows * (a.algorithm.update == Update::kDelta ? a.key_dim : 1) * kKey);
+            map_b = carver.take<float>(rows * a.value_dim * kKey);
+            starts = carver.take<float>(rows * a.value_dim * kKey);
         }
         if (slabs() > 1)
             for (float*& x : unfinished) x = carver.take<float>(states);
@@ -94,46 +95,59 @@ void launch_slabs(const Call& call) {
     const std::int64_t heads = a.value_heads;
     CarryParams p;
     p.exact_writes = plan.exact_writes;
-    p.starts = float_states(plan.starts, 0, heads, a.value_dim, a.key_dim);
-    p.map_b = float_states(plan.map_b, 0, heads, a.value_dim, a.key_dim);
-    p.map_m = float_states(plan.map_m, 0, heads, kDelta ? a.key_dim : 1, a.key_dim);
+    p.starts = float_states(plan.starts, 0, heads, a.value_dim, kKey);
+    p.map_b = float_states(plan.map_b, 0, heads, a.value_dim, kKey);
+    p.map_m = float_states(plan.map_m, 0, heads, kDelta ? a.key_dim : 1, kKey);
 
     Schedule schedule_of;
     schedule_of.chunk_tokens = kTokens<kKey>;
     schedule_of.segment_chunks = plan.policy.segment_chunks;
     schedule_of.max_segments = plan.max_segments;
+    schedule_of.ahead = std::max(1, call.multiprocessors / a.value_heads);
     schedule_of.first_chunk = plan.first_chunk;
     schedule_of.segments = plan.segments;
+    // Every launch but the call's first follows another kernel of it. Not where there are maps: CTAs of a kernel that
+    // waits would be in the way of those that have not started yet.
+    const bool may_follow = call.follows && !plan.maps;
+    bool first = true;
+    const auto shape = [&](LaunchShape of) {
+        of.early = may_follow && !first;
+        first = false;
+        return of;
+    };
     for (int slab = 0; slab < plan.slabs(); ++slab) {
         schedule_of.slab_begin = slab * plan.policy.slab_chunks;
         schedule_of.slab_end = static_cast<std::int32_t>(
             std::min<std::int64_t>(plan.chunks, schedule_of.slab_begin + std::int64_t{plan.policy.slab_chunks}));
         if (a.cu_seqlens)
-            launch(schedule, 1, kScheduleThreads, 0, call.stream, a, schedule_of, plan.first_chunk, plan.segments);
+            launch(a.sequences <= kFewSequences ? schedule<kFewSequences> : schedule<kScheduleThreads>,
+                   shape({1, a.sequences <= kFewSequences ? kFewSequences : kScheduleThreads}), call.stream, a,
+                   schedule_of, plan.first_chunk, plan.segments);
         const std::size_t blocks =
             static_cast<std::size_t>(schedule_of.slab_end - schedule_of.slab_begin) * a.value_heads;
         constexpr bool kPrepares = kDelta || !Carry::kPreparesAdditive;
         if constexpr (kPrepares && Carry::kPerChannel)
-            launch(prepare_channel<T, kKey, kDelta>, blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>), call.stream, a,
-                   schedule_of, plan.images, plan.exact_writes);
+            launch(prepare_channel<T, kKey, kDelta>, shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}),
+                   call.stream, a, schedule_of, plan.images, plan.exact_writes);
         else if constexpr (kPrepares)
-            launch(prepare_token<T, kKey>, blocks, kPrepareThreads, sizeof(TokenSmem<kKey>), call.stream, a,
+            launch(prepare_token<T, kKey>, shape({blocks, kPrepareThreads, sizeof(TokenSmem<kKey>)}), call.stream, a,
                    schedule_of, plan.images, plan.exact_writes);
         if (a.segment_m.data) {
             // One segment a sequence and slab: the call's own maps, which a later slab continues.
             p.map_m = a.segment_m, p.map_b = a.segment_b;
-            Carry::template launch<kDelta, true>(call, plan, schedule_of, p);
+            Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
             continue;
         }
         p.slab_start = float_states(plan.unfinished[slab % 2], 1, heads, a.value_dim, a.key_dim);
         p.slab_end = float_states(plan.unfinished[(slab + 1) % 2], 1, heads, a.value_dim, a.key_dim);
         if (plan.maps) {
-            Carry::template launch<kDelta, true>(call, plan, schedule_of, p);
-            launch(compose<kKey>,
-                   static_cast<std::size_t>(ceil_div(a.value_dim, kComposeRows)) * a.value_heads * plan.max_segments,
-                   kComposeThreads, 0, call.stream, a, schedule_of, p, kDelta);
+            Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
+            const std::size_t tiles =
+                static_cast<std::size_t>(ceil_div(a.value_dim, kComposeRows)) * a.value_heads * a.sequences;
+            launch(compose<kKey>, shape({tiles, kComposeThreads<kKey>, sizeof(ComposeSmem<kKey>)}), call.stream, a,
+                   schedule_of, p, kDelta);
         }
-        Carry::template launch<kDelta, false>(call, plan, schedule_of, p);
+        Carry::template launch<kDelta, false>(call, plan, schedule_of, p, shape);
     }
 }
 

@@ -12,7 +12,7 @@ namespace cula::cuda::sm80 {
 
 inline constexpr int kWarpRows = 16;  // value rows of a warp
 
-// States between segments: [map][HV][rows][K], float.
+// States between segments: [map][HV][rows][K], float; rows of kKey channels where compose reads them.
 struct CarryParams {
     int stages = 1, row_blocks = 1, value_blocks = 1;
     const std::int32_t* exact_writes = nullptr;  // [chunks of the slab, HV]

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/overlap.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/copier.cuh"
 #include "cuda/sm90/scorer.cuh"
@@ -25,6 +26,7 @@ template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChannel>>, 1)
     carry(const __grid_constant__ DeviceArgs a, const Schedule schedule, const Image<T, kKey, kPerChannel>* images,
           const __grid_constant__ CarryParams p) {
+    follow_kernels();
     using S = Stage<T, kKey, kDelta, kPerChannel>;
     constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
     using ImageType = typename S::ImageType;

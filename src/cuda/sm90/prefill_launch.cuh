@@ -14,22 +14,30 @@ struct WarpgroupCarry {
     static constexpr int kKey = kKeyDim, kWarpStep = kGroupWarps;
     static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = !kDecayPerChannel;
 
-    template <bool kDelta, bool kMaps>
+    template <bool kDelta, bool kMaps, class ShapeOf>
     static void launch(const Call& call, const PrefillPlan<WarpgroupCarry>& plan, const Schedule& schedule,
-                       CarryParams p) {
+                       CarryParams p, const ShapeOf& shape) {
         const DeviceArgs& a = call.args;
-        const int groups = plan.policy.warps / kGroupWarps;
-        p.row_blocks = p.value_blocks = plan.policy.row_blocks;
-        if (kMaps && kDelta) p.row_blocks += ceil_div(a.key_dim, plan.policy.warps * kWarpRows);
+        const std::int64_t columns = std::int64_t{a.value_heads} * schedule.max_segments;
+        const auto blocks = [&](int groups, int rows) { return ceil_div(rows, groups * kGroupRows); };
+        const auto map_blocks = [&](int groups) { return kMaps && kDelta ? blocks(groups, a.key_dim) : 0; };
+        int groups = plan.policy.warps / kGroupWarps;
+        // Maps have the rows of M besides: two warpgroups a CTA where one would take twice the rounds.
+        if (map_blocks(1) && columns * (blocks(1, a.value_dim) + map_blocks(1)) > call.multiprocessors)
+            groups = kMaxGroups;
+        p.value_blocks = blocks(groups, a.value_dim), p.row_blocks = p.value_blocks + map_blocks(groups);
         const auto shared_bytes = [&] { return carry_shared_bytes<T, kKey, kDelta, kPerChannel>(groups, p.stages); };
         for (p.stages = kMaxStages; shared_bytes() > call.shared_bytes_limit;) --p.stages;
         constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
         // Row blocks of one head read the same images: a cluster fetches them once.
         const int cluster = kScores ? 1 : p.row_blocks % 4 == 0 ? 4 : p.row_blocks % 2 == 0 ? 2 : 1;
-        launch_clusters(cluster, carry<T, kKey, kDelta, kPerChannel, kMaps>,
-                        static_cast<std::size_t>(p.row_blocks) * a.value_heads * schedule.max_segments,
-                        (groups + kHelperGroups<kScores>)*kGroupThreads, shared_bytes(), call.stream, a, schedule,
-                        plan.images, p);
+        cuda::launch(carry<T, kKey, kDelta, kPerChannel, kMaps>,
+                     shape({.blocks = static_cast<std::size_t>(p.row_blocks * columns),
+                            .threads = (groups + kHelperGroups<kScores>)*kGroupThreads,
+                            .shared_bytes = shared_bytes(),
+                            .most_shared_bytes = call.shared_bytes_limit,
+                            .cluster = cluster}),
+                     call.stream, a, schedule, plan.images, p);
     }
 };
 

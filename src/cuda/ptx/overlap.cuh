@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels of one call that follow each other without a gap (LaunchShape::early): sm_90. Before it is nothing.
+#pragma once
+
+namespace cula::cuda {
+
+// First thing in every such kernel: lets the next one be put on multiprocessors as they become free, and waits until
+// all kernels before have ended and what they wrote can be read. Every block waits, so that who waits for this kernel
+// waits for those before it, too.
+__device__ __forceinline__ void follow_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace cula::cuda
