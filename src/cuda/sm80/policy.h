@@ -34,7 +34,8 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
     // Rounds of CTAs times the cost of one: eight warps keep a multiprocessor little longer than four do.
     const auto cost = [&](int warps) {
         const std::int64_t ctas = shape.sequences * shape.value_heads * blocks(warps);
-        return static_cast<double>((ctas + multiprocessors - 1) / multiprocessors) * (1.0 + 0.12 * (warps - 4));
+        const std::int64_t rounds = (ctas + multiprocessors - 1) / multiprocessors;
+        return static_cast<double>(rounds) * (1.0 + 0.12 * (warps - 4));
     };
     const auto whole = [&](int warps) { return (warps + warp_step - 1) / warp_step * warp_step; };
     policy.warps = whole(std::min(tiles, 8));
