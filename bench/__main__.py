@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from bench import cost, first, gpu, machine, results
+from bench import cost, dist, first, gpu, machine, results
 from bench.accuracy import Oracle, stand_in
 from bench.impls import OURS, Impl, states_of, verify_inputs
 from bench.measure import Call
@@ -193,11 +193,15 @@ def summary(rows: list[Row]) -> None:
             print(f"{op:9} {pass_name:7} {case:26} {time_of(ours):9.4f} ms  {', '.join(others)}")
 
 
-def suites_named(text: str) -> list[Suite]:
+def suites_named(text: str) -> list[Suite] | str:
+    if text == dist.NAME:  # in processes of its own, so not beside others
+        return text
     suites: list[Suite] = []
     for name in text.split(","):
         if name not in GROUPS and name not in SUITES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join((*GROUPS, *SUITES))}")
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is none of {', '.join((*GROUPS, *SUITES))}, or {dist.NAME} alone"
+            )
         suites += [SUITES[each] for each in GROUPS.get(name, (name,))]
     return suites
 
@@ -209,7 +213,7 @@ def main() -> None:
         type=suites_named,
         default="cpu",
         metavar="NAME,...",
-        help=f"{', '.join(GROUPS)} (groups), {', '.join(SUITES)}; default: cpu",
+        help=f"{', '.join(GROUPS)} (groups), {', '.join(SUITES)}, or {dist.NAME} alone; default: cpu",
     )
     parser.add_argument("--case", default="", help="regular expression on 'op/case'")
     parser.add_argument("--impl", default="", help="regular expression on the implementation")
@@ -220,6 +224,9 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_grad_enabled(False)
+    if options.suite == dist.NAME:
+        dist.run(options)
+        return
     run = Run(options)
     if any(suite.device is gpu for suite in options.suite):
         if not torch.cuda.is_available():

@@ -22,7 +22,7 @@ def source_hash(*folders: str) -> str:
     """Of the folders' names and contents, so that a figure older than the kernels shows itself."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*")):
-        if path.is_file():
+        if path.is_file() and "__pycache__" not in path.parts:
             digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

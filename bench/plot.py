@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m bench.plot: draw result files, time against length and the implementations side by side, beside them.
 
-A section of the benchmark is one figure with a panel per series of its cases, <suite>.png.
+A section of the benchmark is one figure with a panel per series of its cases, <suite>.png; so are the cases of several
+ranks, as speed-ups.
 """
 
 from __future__ import annotations
@@ -201,11 +202,67 @@ def draw_section(result: dict, path: Path) -> None:
         plt.close(figure)
 
 
+# Of several ranks: what is drawn, each beside what it is faster than.
+SPEEDUPS = {
+    "cula:scan": {"label": "scan", "color": "#0072B2", "linestyle": "-", "marker": "o"},
+    "cula:ring": {"label": "ring", "color": "#E69F00", "linestyle": ":", "marker": "s"},
+    "fla": {"label": "FLA, beside its one rank", "color": "#009E73", "linestyle": "-.", "marker": "^"},
+}
+
+
+def speedups_of(result: dict) -> dict[str, Series]:
+    """Case: implementation: (ranks, how much faster than one rank)."""
+    times: dict[str, dict[tuple[str, int], float]] = defaultdict(dict)
+    for row in result["cases"]:
+        case = row["case"].rpartition("-x")[0]
+        times[f"{OPS[row['op']]} {case}"][row["impl"], row["gpus"]] = time_of(row)
+    found: dict[str, Series] = {}
+    for case, measured in times.items():
+        found[case] = {}
+        for impl in SPEEDUPS:
+            one = measured.get(("fla" if impl == "fla" else "cula", 1))
+            points = [
+                (ranks, one / taken) for (name, ranks), taken in measured.items() if one and name == impl and ranks > 1
+            ]
+            if points:
+                found[case][impl] = [(1, 1.0), *sorted(points)]
+    return found
+
+
+def draw_speedups(result: dict, path: Path) -> None:
+    """Speed-up against ranks, a panel per case."""
+    panels = speedups_of(result)
+    with plt.rc_context(PAGE):
+        size = (1.5 + 3.2 * len(panels), 3.9)
+        figure, grid = plt.subplots(1, len(panels), figsize=size, layout="constrained", sharey=True, squeeze=False)
+        for axes, (case, series) in zip(grid.flat, panels.items(), strict=True):
+            ranks = sorted({int(each) for points in series.values() for each, _ in points} | {1})
+            axes.plot(ranks, ranks, color="#7A7A7A", linewidth=1, label="as many times as ranks")
+            for impl, points in series.items():
+                axes.plot(*zip(*points, strict=True), **SPEEDUPS[impl])
+            axes.set_title(case, fontsize="small")
+            axes.set_xticks(ranks)
+            axes.set_xlabel("ranks", fontsize="small")
+            axes.grid()
+        grid[0, 0].set_ylabel("speed-up", fontsize="small")
+        figure.suptitle(f"One sequence over several ranks\n{result['device']}")
+        handles = {
+            label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize="small"
+        )
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
     for path, result in load(parser.parse_args().results):
-        if any(row.get("panel") for row in result["cases"]):
+        if all("gpus" in row for row in result["cases"]):
+            draw_speedups(result, path.with_suffix(".png"))
+        elif any(row.get("panel") for row in result["cases"]):
             draw_section(result, path.with_suffix(".png"))
         else:
             draw_lengths(result, path.with_name(f"{path.stem}-length.png"))

@@ -54,7 +54,8 @@ std::size_t bytes(const Args& args, const Context& context) {
 constexpr Kernel kKernels[] = {
 #if defined(CULA_WITH_CUDA)
     {"sm90", Pass::kPrefill, DeviceKind::kCuda, cuda::sm90::supports, cuda::sm90::workspace_bytes, cuda::sm90::prefill},
-    {"sm90", Pass::kSegment, DeviceKind::kCuda, cuda::sm90::supports, cuda::sm90::workspace_bytes, cuda::sm90::prefill},
+    {"sm90", Pass::kSegment, DeviceKind::kCuda, cuda::sm90::supports, cuda::sm90::workspace_bytes, cuda::sm90::prefill,
+     cuda::sm90::kept_bytes},
     {"sm80", Pass::kPrefill, DeviceKind::kCuda, cuda::sm80::supports_prefill, cuda::sm80::prefill_workspace_bytes,
      cuda::sm80::prefill},
     {"sm80:step", Pass::kPrefill, DeviceKind::kCuda, cuda::sm80::supports_step, cuda::sm80::step_workspace_bytes,
@@ -64,7 +65,7 @@ constexpr Kernel kKernels[] = {
     {"sm80", Pass::kVerify, DeviceKind::kCuda, cuda::sm80::supports_step, cuda::sm80::step_workspace_bytes,
      cuda::sm80::step},
     {"sm80", Pass::kSegment, DeviceKind::kCuda, cuda::sm80::supports_prefill, cuda::sm80::prefill_workspace_bytes,
-     cuda::sm80::prefill},
+     cuda::sm80::prefill, cuda::sm80::prefill_kept_bytes},
     {"sm80:step", Pass::kSegment, DeviceKind::kCuda, cuda::sm80::supports_step, cuda::sm80::step_workspace_bytes,
      cuda::sm80::step},
 #endif

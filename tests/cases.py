@@ -323,6 +323,7 @@ HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
         "T8192-16-64": _prefill("gdn", (8192,), 16, 64),
         "T32768-16-32": _prefill("gdn", (32768,), 16, 32),
         "T32768-2-8": _prefill("gdn", (32768,), 2, 8),
+        "T131072-16-32": _prefill("gdn", (131072,), 16, 32),
     },
     ("lightning", "prefill"): {
         "T8192-H64": _prefill("lightning", (8192,), 64),

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import __main__ as main  # noqa: E402  (once ROOT is on the path)
-from bench import cpu, first, plot, suites  # noqa: E402  (once ROOT is on the path)
+from bench import cpu, dist, first, plot, suites  # noqa: E402  (once ROOT is on the path)
 from bench.impls import OURS, Impl  # noqa: E402  (once ROOT is on the path)
 
 pytestmark = pytest.mark.cpu_only("about the benchmark's host side")
@@ -226,3 +226,48 @@ def test_sections_without_results(monkeypatch, tmp_path):
     monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
     for table in (*result_tables.SECTIONS.values(), result_tables.prefill_plot):
         assert table() == result_tables.NO_SECTION_YET
+
+
+def test_cases_for_ranks_are_headlines_too_large_for_one_gpu():
+    for op, name in dist.CASES["cuda"]:
+        case = HEADLINES[op, "prefill"][name]
+        assert case.tokens * case.value_heads > suites.ONE_GPU
+        assert (case.sequences, case.key_dim, case.value_dim) == (1, 128, 128)
+
+
+def test_two_ranks_from_end_to_end(monkeypatch, tmp_path, capsys):
+    """A small case on the CPU: measured, written, drawn, told in a table."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, value in {"prepare": None, "copy_tbps": 0.02, "gemm_tflops": 0.5}.items():
+        monkeypatch.setattr(cpu, name, lambda value=value: value)
+    small = {"T4096-H16": HEADLINES["kda", "prefill"]["T8192-H32"].but(lengths=(256,), heads=2, value_heads=2)}
+    monkeypatch.setitem(dist.CPU_HEADLINES, ("kda", "prefill"), small)
+    rows = dist.run(Namespace(case="", impl="", quick=True, output=tmp_path))
+    assert {(row.impl, row.gpus) for row in rows} == {("cula", 1), *((impl, 2) for impl in dist.METHODS)}
+    assert all(row.difference < dist.SAME and row.call_ms > 0 for row in rows)
+    assert [row.impl for row in rows if row.exchange_ms is not None] == ["cula:scan"]
+    assert "cula:ring" in capsys.readouterr().out
+
+    (path,) = tmp_path.glob("*/dist.json")
+    found = json.loads(path.read_text())
+    assert [row["case"] for row in found["cases"]] == ["T4096-H16-x1", *["T4096-H16-x2"] * len(dist.METHODS)]
+    monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path)])
+    plot.main()
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
+    lines = result_tables.several_ranks()
+    assert sum(line.startswith("| kda | T4096-H16 | 2 |") for line in lines) == len(dist.METHODS)
+    assert any(line.startswith("![dist, speed-up against ranks]") for line in lines)
+
+
+def test_speed_ups_are_beside_the_same_library_on_one_rank():
+    rows = [("cula", 1, 8.0), ("cula:ring", 2, 10.0), ("cula:ring", 4, 4.0), ("fla", 1, 30.0), ("fla", 4, 15.0)]
+    cases = [{"op": "kda", "case": f"T8-H1-x{n}", "impl": i, "gpus": n, "gpu_ms": ms} for i, n, ms in rows]
+    assert plot.speedups_of({"cases": cases}) == {
+        "KDA T8-H1": {"cula:ring": [(1, 1.0), (2, 0.8), (4, 2.0)], "fla": [(1, 1.0), (4, 2.0)]}
+    }
+
+
+def test_no_results_of_several_ranks(monkeypatch, tmp_path):
+    monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
+    assert result_tables.several_ranks() == result_tables.NO_RANKS_YET

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import level1
 import passes
 from cases import Case, Inputs, make
 from compare import assert_same_bits
@@ -81,3 +82,85 @@ def test_a_write_strength_per_value_has_no_such_map():
     inputs = stateless(make(Case("kda", (5,), beta_per_value=True)))
     with pytest.raises(ValueError, match="write strength per value channel"):
         passes.segment(inputs)
+
+
+def kept_by(inputs: Inputs, backend: str = "") -> tuple[passes.Result, torch.Tensor]:
+    m, b, kept = level1.segment(
+        stateless(inputs), scale=inputs.case.scale, keep=True, **({"backend": backend} if backend else {})
+    )
+    return passes.Result(m=m, b=b), kept
+
+
+def prefill_of_kept(inputs: Inputs, backend: str = "") -> passes.Result:
+    _, kept = kept_by(inputs, backend)
+    o, final_state = level1.prefill(inputs, kept=kept, **({"backend": backend} if backend else {}))
+    return passes.Result(o=o, final_state=final_state)
+
+
+def whole(inputs: Inputs, backend: str) -> passes.Result:
+    return passes.prefill(inputs, backend=backend) if backend == "reference" else prefill_of_kept(inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"lengths": (130, 130), "qk_l2norm": True, "scale": 0.3},
+        {"lengths": (65, 0, 70, 5), "packed": True, "value_heads": 4, "fused": True},
+        {"lengths": (70,), "key_dim": 60, "value_dim": 100},
+    ],
+    ids=["batch", "packed", "odd"],
+)
+def test_a_prefill_goes_on_with_what_a_segment_kept(algorithm, dtype, fields):
+    passes.assert_rule(whole, make(Case(algorithm, dtype=dtype, **fields)))
+
+
+@pytest.mark.parametrize("algorithm", ["kda", "gdn"])
+@pytest.mark.parametrize("gate", ["softplus", "bounded"])
+def test_gates_of_what_is_kept(algorithm, gate):
+    passes.assert_rule(whole, make(Case(algorithm, (130,), gate=gate, decay="mixed", qk_l2norm=True)))
+
+
+# Long enough for segments inside the call, which its maps are composed of.
+LONG = {"heads": 1, "value_heads": 1, "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(("lengths", "packed"), [((2100,), False), ((1100, 0, 1300), True)], ids=["batch", "packed"])
+def test_a_long_sequence_is_kept(algorithm, lengths, packed):
+    inputs = make(Case(algorithm, lengths, packed=packed, **LONG))
+    passes.assert_rule(whole, inputs)
+
+    def maps(inputs: Inputs, backend: str) -> passes.Result:
+        inputs = stateless(inputs)
+        return passes.segment(inputs, backend=backend) if backend == "reference" else kept_by(inputs)[0]
+
+    passes.assert_rule(maps, inputs)
+
+
+def test_what_is_kept_serves_any_number_of_times(algorithm):
+    inputs = make(Case(algorithm, (1100,), **LONG))
+    _, kept = kept_by(inputs)
+    once, twice = (level1.prefill(inputs, kept=kept) for _ in range(2))
+    for name, first, second in zip(("o", "final_state"), once, twice, strict=True):
+        assert_same_bits(name, first, second)
+
+
+def test_what_another_call_kept_is_refused():
+    _, kept = kept_by(make(Case("kda", (200,), **LONG)))
+    longer = make(Case("kda", (2100,), **LONG))
+    if kept.numel() == 0:
+        level1.prefill(longer, kept=kept)
+        return
+    with pytest.raises(ValueError, match="kept must be what a segment of the same inputs has kept"):
+        level1.prefill(longer, kept=kept)
+
+
+def test_kept_is_an_int32_vector():
+    inputs = make(Case("kda", (5,)))
+    words = torch.ones(4, device=inputs.q.device)
+    with pytest.raises(ValueError, match="kept must"):
+        level1.prefill(inputs, kept=words)
+    with pytest.raises(ValueError, match="kept must"):
+        level1.prefill(inputs, kept=words.to(torch.int32)[None])
+    with pytest.raises(ValueError, match="kept must be contiguous"):
+        level1.prefill(inputs, kept=words.to(torch.int32)[::2])

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 NONE_YET = ["No results are recorded yet: run `make bench`."]
 NO_GPU_YET = ["Not measured yet: run `make gpu-bench` on a machine with a GPU."]
+NO_RANKS_YET = ["Not measured yet: run `python -m bench --suite dist` on a machine with several GPUs."]
 NO_SECTION_YET = ["Not measured yet: run `python -m bench --suite hopper` on a machine with a GPU."]
 GPU_PREFILLS = ("kda_prefill", "gdn_prefill", "lightning_prefill", "gla_prefill")
 GPU_STEPS = ("decode", "verify")
@@ -280,10 +281,10 @@ def _spread(lengths: str) -> str:
     return f"{ordered[0]}, {ordered[len(ordered) // 2]}, {ordered[-1]}"
 
 
-def _plots(suite: str, folder: str) -> dict[Path, list[str]]:
+def _plots(suite: str, folder: str, what: str = "time against length") -> dict[Path, list[str]]:
     """Result file: its plot, if there is one, as a page whose way to the results is `folder` shows it."""
     return {
-        path: [f"![{suite.replace('_', ' ')}, time against length]({folder}/{plot.relative_to(RESULTS)})", ""]
+        path: [f"![{suite.replace('_', ' ')}, {what}]({folder}/{plot.relative_to(RESULTS)})", ""]
         if (plot := path.with_suffix(".png")).exists()
         else []
         for path in sorted(RESULTS.glob(f"*/{suite}.json"))
@@ -343,12 +344,77 @@ def _errors_beside_fla(cases: Times) -> list[str]:
     ]
 
 
+def _rank_times(result: dict) -> dict[tuple[str, str, int], dict[str, dict]]:
+    """(op, case, ranks): impl: row."""
+    found: dict[tuple[str, str, int], dict[str, dict]] = {}
+    for row in result["cases"]:
+        case = row["case"].rpartition("-x")[0]
+        found.setdefault((row["op"], case, row["gpus"]), {})[row["impl"]] = row
+    return found
+
+
+def _of_ranks(row: dict) -> float:
+    return row["call_ms"] if row["gpu_ms"] is None else row["gpu_ms"]
+
+
+def several_ranks() -> list[str]:
+    """Every way over several ranks beside one rank, the exchange's share, and FLA's context parallelism."""
+    lines: list[str] = []
+    for path, plot in _plots("dist", "../bench/results", "speed-up against ranks").items():
+        result = json.loads(path.read_text())
+        times, rows = _rank_times(result), []
+        for (op, case, ranks), impls in times.items():
+            for impl, row in impls.items():
+                ours = impl != "fla"
+                one = times.get((op, case, 1), {}).get("cula" if ours else "fla")
+                taken, exchange = _of_ranks(row), row["exchange_ms"]
+                fla = impls.get("fla")
+                rows.append(
+                    [
+                        op,
+                        case,
+                        str(ranks),
+                        impl.removeprefix("cula:").replace("cula", "what the cost model picks" if ranks > 1 else "-"),
+                        f"{taken:.3f}",
+                        "-" if one is None or ranks == 1 else f"{_of_ranks(one) / taken:.2f} x",
+                        "-" if exchange is None else f"{1e3 * exchange:.0f} ({exchange / taken:.1%})",
+                        "-" if fla is None or not ours else f"{_of_ranks(fla) / taken:.2f} x",
+                        f"{row['difference']:.1e}",
+                    ]
+                )
+        head = [
+            "op",
+            "case",
+            "ranks",
+            "method",
+            "ms",
+            "speed-up",
+            "exchange, µs",
+            "FLA takes",
+            "difference from one rank",
+        ]
+        caption = _caption(result) if result["driver"] is None else _gpu_caption(result)
+        lines += [*caption, *plot, *_table(head, rows), ""]
+    return lines[:-1] or NO_RANKS_YET
+
+
 SECTIONS: dict[str, Callable[[], list[str]]] = {
     suite.replace("_", "-"): functools.partial(section, suite)
     for suite in ("prefill_fixed", "prefill_ragged", "prefill_short", "prefill_models", "prefill_low_parallelism")
 }
 
 if __name__ == "__main__":
-    tables = (prefill, growth, decode, targets, gpu_prefill, gpu_decode, gpu_calls, gpu_errors, *SECTIONS.values())
+    tables = (
+        prefill,
+        growth,
+        decode,
+        targets,
+        gpu_prefill,
+        gpu_decode,
+        gpu_calls,
+        gpu_errors,
+        several_ranks,
+        *SECTIONS.values(),
+    )
     for table in tables:
         print("\n".join(table()), end="\n\n")

@@ -16,7 +16,7 @@ import support_matrix
 import test_tables
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("README.md", "docs/benchmarks.md", "docs/fla-tests.md", "docs/gpu-tests.md")
+FILES = ("README.md", "docs/benchmarks.md", "docs/distributed.md", "docs/fla-tests.md", "docs/gpu-tests.md")
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -37,6 +37,7 @@ GENERATORS: dict[str, Callable[[], list[str]]] = {
     "gpu-calls": result_tables.gpu_calls,
     "gpu-errors": result_tables.gpu_errors,
     "prefill-plot": result_tables.prefill_plot,
+    "several-ranks": result_tables.several_ranks,
     **result_tables.SECTIONS,
     "gpu-tests": test_tables.runs,
     "sanitizer": test_tables.sanitizer,

@@ -58,6 +58,7 @@ constexpr Parameter kPrefill[] = {
     {"checkpoints", "Tensor(c!)?", &Args::checkpoints},
     {"checkpoint_plan", "Tensor?", &Args::checkpoint_plan},
     {"chunk_states", "Tensor(d!)?", &Args::chunk_states},
+    {"kept", "Tensor?", &Args::kept},
 };
 
 constexpr Parameter kVerify[] = {
@@ -88,16 +89,17 @@ constexpr std::span<const Parameter> own_parameters(Pass pass) {
     return {};
 }
 
-// A pass has several overloads. The one without a name spells its options out. The others are for callers that count
-// microseconds (the package itself). PyTorch spends as much on a number, and on a None, as on a tensor, and next to
-// nothing on what is left out. So their `options` holds chunk_tokens << 16 and, from the lowest bit, 8 bits for the row
-// of kAlgorithms, 2 for the Gate, then the flags in the order in which the unnamed overload has them, in_place, and
-// whether a state that `dense` makes is K-first; all that is optional follows, the usual first. A_log, dt_bias and
-// decay may have any shape, and scale is K ** -0.5 by default.
-//   packed  does the same as the unnamed one
+// A pass has several overloads. The one without a name spells its options out and has no `kept`. The others are for
+// callers that count microseconds (the package itself). PyTorch spends as much on a number, and on a None, as on a
+// tensor, and next to nothing on what is left out. So their `options` holds chunk_tokens << 16 and, from the lowest
+// bit, 8 bits for the row of kAlgorithms, 2 for the Gate, then the flags in the order in which the unnamed overload has
+// them, in_place, and whether a state that `dense` makes is K-first; all that is optional follows, the usual first.
+// A_log, dt_bias and decay may have any shape, and scale is K ** -0.5 by default.
+//   packed  does the same as the unnamed one, and takes `kept`
 //   fresh   allocates and returns o: from here that takes half as long as from Python
 //   dense   allocates and returns o and the final state, one for each sequence
-enum class Form : std::uint8_t { kNamed, kPacked, kFresh, kDense };
+//   keep    a segment: returns what a prefill of the same tokens takes as `kept`, empty where that would be nothing
+enum class Form : std::uint8_t { kNamed, kPacked, kFresh, kDense, kKeep };
 
 constexpr std::string_view overload(Form form) {
     switch (form) {
@@ -105,6 +107,7 @@ constexpr std::string_view overload(Form form) {
         case Form::kPacked: return ".packed";
         case Form::kFresh: return ".fresh";
         case Form::kDense: return ".dense";
+        case Form::kKeep: return ".keep";
     }
     return "";
 }
@@ -115,6 +118,7 @@ constexpr std::string_view returns(Form form) {
         case Form::kPacked: break;
         case Form::kFresh: return "Tensor o";
         case Form::kDense: return "Tensor o, Tensor final_state";
+        case Form::kKeep: return "Tensor kept";
     }
     return "";
 }
@@ -125,6 +129,7 @@ constexpr bool has_overload(Pass pass, Form form) {
         case Form::kPacked: break;
         case Form::kFresh: return has_states(pass);
         case Form::kDense: return pass == Pass::kPrefill || pass == Pass::kDecode;
+        case Form::kKeep: return pass == Pass::kSegment;
     }
     return true;
 }
@@ -151,6 +156,7 @@ constexpr TensorRef Args::* kUsualFirst[] = {
     &Args::checkpoints,
     &Args::checkpoint_plan,
     &Args::chunk_states,
+    &Args::kept,
     &Args::state_indices,
     &Args::num_accepted,
     &Args::snapshots,
@@ -165,7 +171,8 @@ constexpr bool contains(std::span<TensorRef Args::* const> fields, TensorRef Arg
 constexpr bool takes(Form form, TensorRef Args::* field) {
     constexpr TensorRef Args::* kNotDense[] = {
         &Args::o,           &Args::final_state,     &Args::initial_state_indices, &Args::final_state_indices,
-        &Args::checkpoints, &Args::checkpoint_plan, &Args::chunk_states};
+        &Args::checkpoints, &Args::checkpoint_plan, &Args::chunk_states,          &Args::kept};
+    if (form == Form::kNamed) return field != &Args::kept;  // a matter between two calls of the package
     if (form == Form::kDense) return !contains(kNotDense, field);
     return form != Form::kFresh || field != &Args::o;
 }
@@ -196,7 +203,7 @@ constexpr Parameters make_parameters(Pass pass, Form form) {
 }
 
 constexpr std::array kPasses{Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment};
-constexpr std::array kForms{Form::kNamed, Form::kPacked, Form::kFresh, Form::kDense};
+constexpr std::array kForms{Form::kNamed, Form::kPacked, Form::kFresh, Form::kDense, Form::kKeep};
 
 const Parameters& parameters(Pass pass, Form form) {
     static constexpr auto kAll = [] {
@@ -482,6 +489,7 @@ Args make_args(Pass pass, Form form, const Call& call, const Place& place) {
     args.null_index = narrow<std::int32_t>(pass, "null_index", call.null_index);
     args.batch_invariant = call.batch_invariant;
     args.chunk_tokens = narrow<int>(pass, "chunk_size", call.chunk_tokens);
+    args.keep = form == Form::kKeep;
     return args;
 }
 
@@ -535,16 +543,23 @@ void check_indices(Pass pass, const Call& call, Args args) {
     validate(pass, args, Indices::kOnHost);
 }
 
-void run_planned(Pass pass, const Args& args, Context& context, std::string_view backend) {
+// Of whole words, as `kept` is.
+TensorHandle allocate_workspace(std::size_t bytes, const Device& device) {
+    const auto words = static_cast<std::int64_t>(bytes / sizeof(std::int32_t));
+    return allocate(std::span(&words, 1), aoti_torch_dtype_int32(), device);
+}
+
+// The workspace, for as long as somebody may need it.
+TensorHandle run_planned(Pass pass, const Args& args, Context& context, std::string_view backend) {
     const Plan planned = plan(pass, args, context, backend);
     TensorHandle workspace;
     if (planned.workspace_bytes > 0) {
-        const auto bytes = static_cast<std::int64_t>(planned.workspace_bytes);
-        workspace = allocate(std::span(&bytes, 1), aoti_torch_dtype_uint8(), context.device);
+        workspace = allocate_workspace(planned.workspace_bytes + 3, context.device);
         context.workspace = data_of(workspace);
         context.workspace_bytes = planned.workspace_bytes;
     }
     run(planned, args, context);
+    return args.keep && planned.kept_bytes == 0 ? allocate_workspace(0, context.device) : std::move(workspace);
 }
 
 template <Pass pass, Form form>
@@ -561,7 +576,8 @@ void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
         context.stream = current_stream(context.device);
         if (debug_checks()) check_indices(pass, call, args);
     }
-    run_planned(pass, args, context, call.backend.view());
+    TensorHandle workspace = run_planned(pass, args, context, call.backend.view());
+    if (form == Form::kKeep) stack[0] = torch::stable::detail::from(workspace.release());
     if (outputs.o) stack[0] = torch::stable::detail::from(outputs.o.release());
     if (outputs.final_state) stack[1] = torch::stable::detail::from(outputs.final_state.release());
 }
@@ -667,6 +683,7 @@ void implement_all(Library& library) {
         implement<pass, Form::kPacked>(library);
         implement<pass, Form::kFresh>(library);
         implement<pass, Form::kDense>(library);
+        implement<pass, Form::kKeep>(library);
     };
     implement_pass(std::integral_constant<Pass, Pass::kPrefill>{});
     implement_pass(std::integral_constant<Pass, Pass::kDecode>{});

@@ -46,6 +46,7 @@ struct Kernel;  // a row of the registry
 struct Plan {
     const Kernel* kernel = nullptr;
     std::size_t workspace_bytes = 0;
+    std::size_t kept_bytes = 0;  // what a segment leaves at the start of the workspace for a prefill (Args::keep)
     std::string_view target() const;
 };
 

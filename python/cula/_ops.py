@@ -26,6 +26,7 @@ prefill = torch.ops.cula.prefill.packed
 decode = torch.ops.cula.decode.packed
 verify = torch.ops.cula.verify.packed
 segment = torch.ops.cula.segment.packed
+segment_keep = torch.ops.cula.segment.keep
 fresh = {
     prefill: torch.ops.cula.prefill.fresh,
     decode: torch.ops.cula.decode.fresh,
@@ -70,7 +71,7 @@ def _fake(op: torch._ops.OpOverload) -> Callable[..., object]:
             if isinstance(value, torch.Tensor) and value.device != device:
                 pass_name = op._schema.name.removeprefix("cula::")
                 raise ValueError(f"{pass_name}: {name} must be on q's device, {device}, got {value.device}")
-        if outputs:
+        if "o" in outputs:
             check_dims(op, given["q"], given["v"])
         made = tuple(_MAKE[name](**given) for name in outputs)
         return made[0] if len(made) == 1 else made or None
@@ -98,7 +99,11 @@ def _make_final_state(q: Tensor, v: Tensor, options: int, cu_seqlens: Tensor | N
     return q.new_empty((sequences, v.shape[2], *matrix), dtype=dtype)
 
 
-_MAKE = {"o": _make_o, "final_state": _make_final_state}
+def _make_kept(q: Tensor, **_: object) -> Tensor:
+    return q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32)
+
+
+_MAKE = {"o": _make_o, "final_state": _make_final_state, "kept": _make_kept}
 
 for _packet in (torch.ops.cula.prefill, torch.ops.cula.decode, torch.ops.cula.verify, torch.ops.cula.segment):
     for _overload in _packet.overloads():

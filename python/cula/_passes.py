@@ -83,6 +83,7 @@ def forward(
     out: Tensor | None = None,
     device: torch.device | str | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs `_ops.prefill` or `_ops.decode`; returns o, the final state or the pool, and the states at chunk starts.
 
@@ -101,7 +102,7 @@ def forward(
     if null_index == -1:
         null_index = None
     dense = not in_place and initial_state_indices is None and final_state_indices is None
-    if dense and output_final_state and out is None and checkpoints is None and not return_chunk_states:
+    if dense and output_final_state and out is checkpoints is kept is None and not return_chunk_states:
         o, final_state = call(
             _ops.dense[op], q, k, v, flags, g, beta, A_log, dt_bias, initial_state, cu_seqlens, decay,
             has_initial_state, scale, lower_bound, null_index, backend,
@@ -128,18 +129,18 @@ def forward(
         )  # fmt: skip
         return o, returned, None
 
-    kept, plan = (None, None) if checkpoints is None else checkpoints
+    states, plan = (None, None) if checkpoints is None else checkpoints
     chunk_states = states_at_chunks = None
     if return_chunk_states:
         check_inputs(op, q, k, v)
         chunk_states = _new_chunk_states(q, k, v, cu_seqlens, cu_seqlens_cpu, chunk_size, state_v_first)
         states_at_chunks = chunk_states if state_v_first else chunk_states.transpose(-1, -2)
     if not state_v_first:
-        kept = v_first(op, "checkpoints.states", kept)
+        states = v_first(op, "checkpoints.states", states)
     o = call_for_o(
         op, q, k, v, out, flags, g, beta, A_log, dt_bias, final_state, initial_state_indices, initial_state, cu_seqlens,
-        decay, has_initial_state, final_state_indices, kept, plan, states_at_chunks, scale, lower_bound, null_index,
-        backend,
+        decay, has_initial_state, final_state_indices, states, plan, states_at_chunks, kept, scale, lower_bound,
+        null_index, backend,
     )  # fmt: skip
     return o, returned, chunk_states
 
@@ -217,7 +218,9 @@ def segment(
     backend: str | None,
     deterministic: bool | str | None,
     device: torch.device | str | None,
-) -> tuple[Tensor, Tensor]:
+    scale: float | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     check_inputs(_ops.segment, q, k, v, device)
     sequences, heads, key_dim, value_dim = _sequences(q, cu_seqlens), v.shape[2], q.shape[3], v.shape[3]
     dtype = _state_dtype(q)
@@ -225,13 +228,13 @@ def segment(
     m = q.new_empty(m_shape, dtype=dtype)
     b = q.new_empty((sequences, heads, *_matrix(value_dim, key_dim, state_v_first)), dtype=dtype)
     flags = options(
-        algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, None, lower_bound, -1, backend, deterministic
+        algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, -1, backend, deterministic
     )
-    call(
-        _ops.segment, q, k, v, m, b if state_v_first else b.transpose(-1, -2), flags, g, beta, per_head(q, A_log),
-        per_head(q, dt_bias), cu_seqlens, decay, None, lower_bound, None, backend,
+    kept = call(
+        _ops.segment_keep if keep else _ops.segment, q, k, v, m, b if state_v_first else b.transpose(-1, -2), flags, g,
+        beta, per_head(q, A_log), per_head(q, dt_bias), cu_seqlens, decay, scale, lower_bound, None, backend,
     )  # fmt: skip
-    return m, b
+    return (m, b, kept) if keep else (m, b)
 
 
 def gate_of(use_gate_in_kernel: bool, lower_bound: float | None) -> str:
@@ -244,7 +247,7 @@ def gate_of(use_gate_in_kernel: bool, lower_bound: float | None) -> str:
 def refuse_context(cp_context: object | None) -> None:
     if cp_context is not None:
         raise NotImplementedError(
-            "cp_context: context parallelism is not built yet; cula.cula_segment gives the affine maps it exchanges"
+            "cp_context: context parallelism has functions of its own, as cula.dist.cula_kda_cp, which take a group"
         )
 
 

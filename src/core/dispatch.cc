@@ -82,7 +82,8 @@ std::string_view Plan::target() const { return kernel->target; }
 Plan plan(Pass pass, const Args& args, const Context& context, std::string_view backend) {
     validate(pass, args, context.device.kind == DeviceKind::kCpu ? Indices::kOnHost : Indices::kOnDevice);
     const Kernel& kernel = choose(describe(pass, args, context.device), backend);
-    return {&kernel, kernel.workspace_bytes(args, context)};
+    return {&kernel, kernel.workspace_bytes(args, context),
+            args.keep && kernel.kept_bytes ? kernel.kept_bytes(args, context) : 0};
 }
 
 void run(const Plan& plan, const Args& args, const Context& context) {

@@ -18,6 +18,7 @@ struct Kernel {
     Support (*supports)(const Problem&);
     std::size_t (*workspace_bytes)(const Args&, const Context&);
     void (*run)(const Args&, const Context&);
+    std::size_t (*kept_bytes)(const Args&, const Context&) = nullptr;  // a segment's (Args::keep)
 };
 
 // In order of preference (src/registry.cc).

@@ -338,6 +338,12 @@ private:
     }
 
     void check_prefill_outputs() const {
+        if (args_.kept) {
+            shape("kept", args_.kept, {Dim{"bytes / 4", kAny}});
+            dtype("kept", args_.kept, {Dtype::kInt32});
+            CULA_REQUIRE(args_.kept.stride[0] == 1, "kept", "be contiguous",
+                         "a stride of " + std::to_string(args_.kept.stride[0]));
+        }
         const TensorRef &states = args_.checkpoints, &plan = args_.checkpoint_plan;
         CULA_REQUIRE(static_cast<bool>(states) == static_cast<bool>(plan), "checkpoints",
                      "be given as states and plan together", "one of them");
@@ -477,7 +483,8 @@ private:
             for (const auto& [argument, ref] : refs)
                 CULA_REQUIRE(!*ref, argument, "be left out: it belongs to " + std::string(name(pass)), "a tensor");
         };
-        only(Pass::kPrefill, {{"checkpoints", &args_.checkpoints}, {"chunk_states", &args_.chunk_states}});
+        only(Pass::kPrefill,
+             {{"checkpoints", &args_.checkpoints}, {"chunk_states", &args_.chunk_states}, {"kept", &args_.kept}});
         only(Pass::kVerify, {{"state_indices", &args_.state_indices},
                              {"num_accepted", &args_.num_accepted},
                              {"snapshots", &args_.snapshots},

@@ -37,6 +37,17 @@ TEST(Policy, CutsSequencesIntoSegmentsThatFillTheDevice) {
     EXPECT_EQ(segments(invariant), 1);
 }
 
+TEST(Policy, WhatIsKeptStaysWholeAndIsCutFinely) {
+    PrefillShape shape = one_sequence(1000, 32);
+    EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 500);  // the slab's
+    shape.kept = true;
+    const PrefillPolicy policy = prefill_policy(shape, kImage, kMultiprocessors, 4);
+    EXPECT_EQ(policy.slab_chunks, 1000);
+    EXPECT_EQ(policy.segment_chunks, 500);  // two, which is too few to pay for maps that are not made anyway
+    shape.maps_pay = false;
+    EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 1000);
+}
+
 TEST(Policy, CutsLongCallsIntoEvenSlabs) {
     const PrefillPolicy policy = prefill_policy(one_sequence(1000, 64), kImage, kMultiprocessors, 4);
     EXPECT_EQ(policy.slab_chunks, 334);  // of at most 404

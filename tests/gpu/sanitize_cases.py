@@ -11,13 +11,25 @@ from collections.abc import Iterator
 
 import torch
 
+import level1
 import passes
-from cases import ALGORITHMS, DELTA, FAMILY
-from kinds import Call, ready
+from cases import ALGORITHMS, DELTA, FAMILY, Inputs, make
+from kinds import Call, Kind, ready
 
 WIDTHS = (64, 128, 256)
 HALVES = (torch.bfloat16, torch.float16)
 PORTABLE = ("sm80",)  # also where a newer target would take the call
+
+
+def _prefill_of_kept(inputs: Inputs) -> passes.Result:
+    stateless = inputs.but(initial_state=None, initial_state_indices=None)
+    m, b, kept = level1.segment(stateless, scale=inputs.case.scale, keep=True)
+    o, final_state = level1.prefill(inputs, kept=kept)
+    return passes.Result(o=o, final_state=final_state, m=m, b=b)
+
+
+# Sequences that have segments inside the call.
+KEPT = Kind(_prefill_of_kept, ((1100, 0, 70),), lambda _: {}, {"packed": True, "heads": 1, "value_heads": 1})
 
 
 def on_gpu(call: Call) -> Call:
@@ -58,6 +70,8 @@ def calls() -> Iterator[Call]:
             yield ready("states on the way", algorithm, lengths=(130,), **one, **wide)
         for backend in ("", *PORTABLE):
             yield ready("prefill", algorithm, lengths=(2048,), key_dim=128, value_dim=128, backend=backend, **one)
+            kept = make(KEPT.case(algorithm, key_dim=128, value_dim=128, backend=backend))
+            yield Call(KEPT, kept, {})
         yield ready("prefill", algorithm, dtype=torch.float32, lengths=(70,), key_dim=128, value_dim=128)
         yield ready("varlen", algorithm, lengths=(33, 64), key_dim=60, value_dim=100, value_heads=4, fused=True)
         yield ready("decode", algorithm, lengths=(1, 1), key_dim=60, value_dim=100, value_heads=4, k_first=True)

@@ -40,7 +40,7 @@ def fwd(
     flags = _passes.options("kda", "bounded", True, True, False, scale, lower_bound, -1, None)
     _passes.call(
         _ops.prefill, q, k, v, out, flags, g, beta, _passes.per_head(q, A_log), _passes.per_head(q, dt_bias),
-        final_state, None, initial_state, cu_seqlens, None, None, None, None, None, None, scale, lower_bound,
+        final_state, None, initial_state, cu_seqlens, *[None] * 7, scale, lower_bound,
     )  # fmt: skip
 
 

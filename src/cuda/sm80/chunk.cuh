@@ -75,6 +75,13 @@ struct ImageOf<T, kKey, false> {
 template <class T, int kKey, bool kPerChannel>
 using Image = typename ImageOf<T, kKey, kPerChannel>::type;
 
+// A chunk of a delta rule with unit keys takes the norm of any state, and of any map, down by at least the slowest
+// decay of every token: prepare leaves the log2 of that bound, `fading`. Chunks that together reach kForgotten leave
+// nothing of what was before them in 32-bit floats, unless that was 2^40 times as large as what they write.
+inline constexpr float kForgotten = -64.0f;
+// What a write strength adds to it: |1 - beta|, where that is more than 1; keys are units up to their rounding.
+__device__ __forceinline__ float growth(float beta) { return log2f(fmaxf(fabsf(1.0f - 1.016f * beta), 1.0f)); }
+
 // Consecutive chunks of one sequence that one CTA of the carry walks.
 struct Segment {
     std::int32_t sequence = -1;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // compose: the state before each segment <- the state before the first, maps      ALGORITHM.md: segments
+//          or the map of a whole sequence, whose rows are those of a state that starts from zero and of M from one
 //
-// grid (tiles of 8 value rows * value heads * sequences)      2 K threads
+// grid (tiles of 8 rows * value heads * sequences)      2 K threads
 //
 // S <- M S + B, segment after segment, all in float. A thread owns four channels of one row of S^T. For these channels
 // it adds up an eighth of the sums of all eight rows, and the eight lanes that share them exchange what they have: one
@@ -60,6 +61,13 @@ struct FourChannels {
         for (int e = 0; e < 4; ++e) raw[e].load(at + e * from.k * bytes, type, e < count);
         return {raw[0].value(type), raw[1].value(type), raw[2].value(type), raw[3].value(type)};
     }
+    __device__ __forceinline__ void store(float4 x, const States& to, std::int64_t slot, int value_head) const {
+        const float all[4] = {x.x, x.y, x.z, x.w};
+        const std::int64_t at = to.offset(slot, value_head) + row * to.v + channel * to.k;
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            if (e < count) store_float(to.data, to.dtype, at + e * to.k, all[e]);
+    }
     // Maps have rows of kKey channels, of which those that do not exist hold anything.
     __device__ __forceinline__ float4 existing(float4 x) const {
         return {count > 0 ? x.x : 0.0f, count > 1 ? x.y : 0.0f, count > 2 ? x.z : 0.0f, count > 3 ? x.w : 0.0f};
@@ -83,7 +91,8 @@ __device__ __forceinline__ void exchange_rows(float (&sum)[kComposeRows][4], int
     if constexpr (kHalf > 1) exchange_rows<kHalf>(sum, part);
 }
 
-template <int kKey>
+// kTotal: of the whole sequence, to the call's maps.
+template <int kKey, bool kTotal>
 __global__ void __launch_bounds__(kComposeThreads<kKey>)
     compose(const __grid_constant__ DeviceArgs a, const Schedule schedule, const __grid_constant__ CarryParams p,
             bool delta) {
@@ -91,16 +100,19 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
     constexpr int kGroups = kKey / 32, kStages = ComposeSmem<kKey>::kStages;
     extern __shared__ __align__(128) unsigned char raw[];
     auto& shared = *reinterpret_cast<ComposeSmem<kKey>*>(raw);
-    const int tiles = ceil_div(a.value_dim, kComposeRows);
+    const int value_tiles = ceil_div(a.value_dim, kComposeRows), rows_of_m = delta ? a.key_dim : 1;
+    const int tiles = value_tiles + (kTotal ? ceil_div(rows_of_m, kComposeRows) : 0);
     const int tile = static_cast<int>(blockIdx.x) % tiles,
               value_head = static_cast<int>(blockIdx.x) / tiles % a.value_heads,
               sequence = static_cast<int>(blockIdx.x) / tiles / a.value_heads;
     const FirstSegment first(a, schedule, sequence, shared.first);
-    if (first.count <= 1) return;
+    if (!kTotal && first.count <= 1) return;
 
-    const int thread = static_cast<int>(threadIdx.x), part = thread % 32 / 4, row = tile * kComposeRows + part,
+    const bool of_m = kTotal && tile >= value_tiles;
+    const int thread = static_cast<int>(threadIdx.x), part = thread % 32 / 4,
+              row = (of_m ? tile - value_tiles : tile) * kComposeRows + part,
               channel = (thread / 32 * 4 + thread % 4) * 4;
-    const FourChannels own{row, channel, row < a.value_dim ? a.key_dim - channel : 0};
+    const FourChannels own{row, channel, row < (of_m ? rows_of_m : a.value_dim) ? a.key_dim - channel : 0};
     const bool exists = own.count > 0;
     const auto* m = static_cast<const float*>(p.map_m.data) + p.map_m.offset(first.number, value_head) + channel +
                     (delta ? 4 * part * kKey : 0);
@@ -109,9 +121,10 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
     auto* start =
         static_cast<float*>(p.starts.data) + p.starts.offset(first.number + 1, value_head) + row * kKey + channel;
     const auto four = [](const float* at) { return __ldg(reinterpret_cast<const float4*>(at)); };
+    const auto added_by_map = [&] { return of_m ? float4{} : four(b); };
 
     const int rows = channel < a.key_dim ? a.key_dim - 4 * part : 0;  // of M that are there, from the part's first on
-    int left = first.count - 1;                                       // maps to apply
+    int left = first.count - (kTotal ? 0 : 1);                        // maps to apply
     // Copies a group of M to a stage: counted from the first of the present map, so that it may be of a later one.
     const auto copy_group = [&](int group, int stage) {
         const int map = group / kGroups, begin = group % kGroups * 32, end = map < left ? rows : 0;
@@ -126,21 +139,27 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
         for (int stage = 0; stage < kStages; ++stage) copy_group(stage, stage);
     }
 
-    const StateSlots slots = states_of(a, sequence);
-    if (slots.skipped) return;
-    States from = a.initial;
-    if (first.chunk > 0) from = p.slab_start;
-    const std::int64_t slot = first.chunk > 0 ? 0 : slots.initial;
-    float4 x = slot >= 0 ? own.load(from, slot, value_head) : float4{};
+    float4 x{};
+    if constexpr (kTotal) {
+        const auto one = [&](int e) { return of_m && (!delta || row == channel + e) ? 1.0f : 0.0f; };
+        x = own.existing({one(0), one(1), one(2), one(3)});
+    } else {
+        const StateSlots slots = states_of(a, sequence);
+        if (slots.skipped) return;
+        const std::int64_t slot = first.chunk > 0 ? 0 : slots.initial;
+        if (slot >= 0) x = own.load(first.chunk > 0 ? p.slab_start : a.initial, slot, value_head);
+    }
+    const States& whole = of_m ? a.segment_m : a.segment_b;
     if (!delta) {
         if (!exists) return;
 #pragma unroll 4
         for (; left > 0; --left) {
-            const float4 f = four(m), y = four(b);
+            const float4 f = four(m), y = added_by_map();
             x = own.existing({f.x * x.x + y.x, f.y * x.y + y.y, f.z * x.z + y.z, f.w * x.w + y.w});
-            *reinterpret_cast<float4*>(start) = x;
+            if (!kTotal) *reinterpret_cast<float4*>(start) = x;
             m += p.map_m.slot, b += p.map_b.slot, start += p.starts.slot;
         }
+        if (kTotal) own.store(x, whole, sequence, value_head);
         return;
     }
 
@@ -153,7 +172,7 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
         for (int i = 0; i < 4; ++i) held[group % 2][i] = shared.m[stage][i][thread];
     };
     *reinterpret_cast<float4*>(&shared.state[0][part][channel]) = x;
-    float4 added = exists ? four(b) : float4{};
+    float4 added = exists ? added_by_map() : float4{};
     take_group(0, 0);
     int stage = 0, now = 0;
     for (; left > 0; --left) {
@@ -180,10 +199,11 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
         x = own.existing({sum[0][0] + added.x, sum[0][1] + added.y, sum[0][2] + added.z, sum[0][3] + added.w});
         now ^= 1;
         *reinterpret_cast<float4*>(&shared.state[now][part][channel]) = x;
-        if (exists) *reinterpret_cast<float4*>(start) = x;
+        if (!kTotal && exists) *reinterpret_cast<float4*>(start) = x;
         m += p.map_m.slot, b += p.map_b.slot, start += p.starts.slot;
-        if (exists && left > 1) added = four(b);
+        if (exists && left > 1) added = added_by_map();
     }
+    if (kTotal && exists) own.store(x, whole, sequence, value_head);
 }
 
 }  // namespace cula::cuda::sm80

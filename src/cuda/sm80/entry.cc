@@ -64,6 +64,9 @@ Call make_call(const Args& args, const Context& context) {
     call.multiprocessors = context.device.multiprocessors;
     call.shared_bytes_limit = context.device.shared_bytes;
     call.follows = context.device.compute_capability >= 90;
+    call.keeps = args.keep;
+    call.kept = args.kept.data;
+    if (call.kept) call.kept_bytes = static_cast<std::size_t>(args.kept.size[0]) * sizeof(std::int32_t);
     return call;
 }
 
@@ -83,6 +86,12 @@ std::size_t prefill_workspace_bytes(const Args& args, const Context& context) {
     return with_instance(args, [&]<class T, int kKey, bool kPerChannel>() {
         return prefill_workspace_bytes<T, kKey, kPerChannel>(call);
     });
+}
+
+std::size_t prefill_kept_bytes(const Args& args, const Context& context) {
+    const Call call = make_call(args, context);
+    return with_instance(
+        args, [&]<class T, int kKey, bool kPerChannel>() { return prefill_kept_bytes<T, kKey, kPerChannel>(call); });
 }
 
 void prefill(const Args& args, const Context& context) {

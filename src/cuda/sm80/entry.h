@@ -11,6 +11,7 @@ namespace cula::cuda::sm80 {
 // Chunks on tensor cores: prefill and segment maps.
 Support supports_prefill(const Problem& problem);
 std::size_t prefill_workspace_bytes(const Args& args, const Context& context);
+std::size_t prefill_kept_bytes(const Args& args, const Context& context);
 void prefill(const Args& args, const Context& context);
 
 // Token after token: decode, verify, and whatever prefill the chunks decline.

@@ -21,6 +21,10 @@ struct Call {
     std::size_t shared_bytes_limit = 0;  // of one CTA
     void* workspace = nullptr;
     bool follows = false;  // kernels may follow each other early (LaunchShape)
+    // A segment leaves its workspace to a prefill, which finds it here (Args::keep).
+    bool keeps = false;
+    void* kept = nullptr;
+    std::size_t kept_bytes = 0;
 };
 
 Call make_call(const Args& args, const Context& context);
@@ -29,6 +33,8 @@ Call make_call(const Args& args, const Context& context);
 // the maps of whole sequences.
 template <class T, int kKey, bool kPerChannel>
 std::size_t prefill_workspace_bytes(const Call& call);
+template <class T, int kKey, bool kPerChannel>
+std::size_t prefill_kept_bytes(const Call& call);
 template <class T, int kKey, bool kPerChannel>
 void launch_prefill(const Call& call);
 

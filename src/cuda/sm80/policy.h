@@ -13,6 +13,7 @@ struct PrefillShape {
     std::int64_t longest = 0;                // chunks that one sequence may have
     int value_heads = 1, value_dim = 0;
     bool maps_pay = true;  // segments are allowed: not in batch-invariant mode
+    bool kept = false;     // maps are made anyway, and images stay until a prefill comes for them
 };
 
 struct PrefillPolicy {
@@ -22,7 +23,7 @@ struct PrefillPolicy {
     int slab_chunks = 0;  // chunks whose images stand in the workspace at a time
 };
 
-inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30;
+inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std::size_t{16} << 30;
 inline constexpr int kLeastSegment = 8;  // chunks: below it the maps cost more than they free
 
 // warp_step: the carry's CTAs have a multiple of so many warps.
@@ -45,7 +46,7 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
 
     const std::int64_t chunks = std::max<std::int64_t>(shape.chunks, 1);
     const std::int64_t longest_slab =
-        image_bytes == 0
+        image_bytes == 0 || shape.kept
             ? chunks
             : std::max<std::int64_t>(1, static_cast<std::int64_t>(kSlabBytes / image_bytes) / shape.value_heads);
     const std::int64_t slabs = (chunks + longest_slab - 1) / longest_slab;
@@ -55,10 +56,12 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
         std::max<std::int64_t>(1, std::min<std::int64_t>(shape.longest, policy.slab_chunks));
     policy.segment_chunks = static_cast<int>(per_sequence);
     const std::int64_t columns = shape.sequences * shape.value_heads * policy.row_blocks;
-    // Maps cost more than twice the carry they replace: worth it from three segments on.
-    if (shape.maps_pay && columns > 0 && columns * 3 <= multiprocessors) {
+    // Maps cost more than twice the carry they replace: worth it from three segments on, or two where they are made
+    // anyway.
+    const int least = shape.kept ? 2 : 3;
+    if (shape.maps_pay && columns > 0 && columns * least <= multiprocessors) {
         const std::int64_t segments = std::min<std::int64_t>(multiprocessors / columns, per_sequence / kLeastSegment);
-        if (segments >= 3) policy.segment_chunks = static_cast<int>((per_sequence + segments - 1) / segments);
+        if (segments >= least) policy.segment_chunks = static_cast<int>((per_sequence + segments - 1) / segments);
     }
     return policy;
 }

@@ -5,4 +5,5 @@
 
 #define CULA_INSTANTIATE(type, key)                                                               \
     template std::size_t cula::cuda::sm80::prefill_workspace_bytes<type, key, true>(const Call&); \
+    template std::size_t cula::cuda::sm80::prefill_kept_bytes<type, key, true>(const Call&);      \
     template void cula::cuda::sm80::launch_prefill<type, key, true>(const Call&);

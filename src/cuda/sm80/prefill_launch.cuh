@@ -30,7 +30,12 @@ struct PortableCarry {
 
 template <class T, int kKey, bool kPerChannel>
 std::size_t prefill_workspace_bytes(const Call& call) {
-    return PrefillPlan<PortableCarry<T, kKey, kPerChannel>>(call).bytes;
+    return PrefillPlan<PortableCarry<T, kKey, kPerChannel>>(call).workspace_bytes();
+}
+
+template <class T, int kKey, bool kPerChannel>
+std::size_t prefill_kept_bytes(const Call& call) {
+    return PrefillPlan<PortableCarry<T, kKey, kPerChannel>>(call).kept_bytes();
 }
 
 template <class T, int kKey, bool kPerChannel>

@@ -81,6 +81,7 @@ struct ChannelSmem {
     float beta[kTokens<kKey>];
     float norms[2][P::kParts][kTokens<kKey>];
     float back[kTokens<kKey>];  // of k (TokenScales)
+    float fading[P::kBlocks];
 };
 
 // Pair of blocks (row, column): the place of its columns and factors.
@@ -372,7 +373,7 @@ struct ChannelBlock {
 template <class T, int kKey, bool kDelta>
 __global__ void __launch_bounds__(kPrepareThreads, 3)
     prepare_channel(const __grid_constant__ DeviceArgs a, const Schedule schedule, ChannelImage<T, kKey>* images,
-                    std::int32_t* exact_writes) {
+                    std::int32_t* exact_writes, float* fading) {
     follow_kernels();
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>, kOwned = P::kChannels / 32;
@@ -411,7 +412,9 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     q.template fetch<T>(a.q, place.batch, begin, head, count, first_channel, a.key_dim);
     k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim);
     prefetch_chunk<kKey>(a, place, schedule.ahead, value_head, head);
+    const bool fades = kDelta && P::kParts == 1 && fading && a.qk_l2norm;
     bool wild = false;
+    float fades_by = 0.0f;
     {
         float head_sum[kOwned], tail_sum[kOwned];
         wait_copies<0>();
@@ -421,6 +424,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) bias[i] = head_sums[i];
         gates.sum(head_gate, bias, head_sum, tail_sum);
+        if (fades) fades_by = gates.slowest(head_sum);
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
             wild |=
@@ -436,6 +440,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
         square_tokens<T, false>(s.norms[1][block.part] + first, k);
     }
     const bool exact = __syncthreads_or(wild);
+    if (kDelta && fading) {
+        const float grows_by = fades ? sum_over_warp(growth(lane < kBlock ? s.beta[first + lane] : 0.0f)) : 0.0f;
+        if (lane == 0 && block.part == 0) s.fading[block.block] = fades_by + grows_by;
+    }
 
     // --- table ---
     for (int c = thread; c < kKey; c += kPrepareThreads) {
@@ -477,6 +485,12 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
         if (!kDelta) s.back[token] = scales.back[half].y;
     }
     __syncthreads();
+    if (kDelta && fading && thread == 0) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int b = 0; b < P::kBlocks; ++b) sum += s.fading[b];
+        fading[blockIdx.x] = sum;
+    }
 
     // --- score ---
     float own[2][2][4] = {};  // q k^T and k k^T of the block

@@ -29,7 +29,7 @@ struct TokenSmem {
 template <class T, int kKey>
 __global__ void __launch_bounds__(kPrepareThreads, 4)
     prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, TokenImage<T, kKey>* images,
-                  std::int32_t* exact_writes) {
+                  std::int32_t* exact_writes, float* fading) {
     follow_kernels();
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>;
@@ -95,6 +95,13 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
                 s.columns[block].words[part * P::kGroups + g][half][lane] = as_uint4(k.word[half][g]);
     }
     __syncthreads();
+    if (delta && fading && thread < 32) {
+        float grows_by = 0.0f;
+#pragma unroll
+        for (int t = 0; t < kRows; t += 32) grows_by += growth(s.beta[t + lane]);
+        grows_by = sum_over_warp(grows_by);
+        if (lane == 0) fading[blockIdx.x] = a.qk_l2norm ? s.log_decay[kRows - 1] + grows_by : 0.0f;
+    }
 
     const auto norm = [&](int which, int token) {
         if (!a.qk_l2norm) return 1.0f;

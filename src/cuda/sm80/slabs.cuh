@@ -3,6 +3,9 @@
 //
 // Carry names the kernel that walks the chunks: its types, how many warps its CTAs come in, whether it prepares
 // additive algorithms itself, and launch<delta, maps>().
+//
+// A segment call that keeps (Args::keep) is the first half of a prefill, up to the maps, and one kernel that makes one
+// map of a sequence's: total. The prefill that finds its workspace is the second half, from compose on.
 #pragma once
 
 #include "core/carve.h"
@@ -32,10 +35,12 @@ struct PrefillPlan {
     std::int64_t chunks = 0;
     std::int32_t max_segments = 0;
     bool maps = false;
+    bool kept = false, found = false;  // for a prefill, or by one (Args::keep)
 
     std::int32_t* first_chunk = nullptr;
     Segment* segments = nullptr;
     std::int32_t* exact_writes = nullptr;
+    float* fading = nullptr;
     Image<T, kKey, kPerChannel>* images = nullptr;
     float *map_m = nullptr, *map_b = nullptr, *starts = nullptr, *unfinished[2] = {};
     std::size_t bytes = 0;
@@ -46,10 +51,12 @@ struct PrefillPlan {
         chunks = a.cu_seqlens ? a.tokens / kTokens<kKey> + a.sequences : per_sequence * a.sequences;
         const bool of_call = a.segment_m.data;
         const bool images_wanted = a.algorithm.update == Update::kDelta || !Carry::kPreparesAdditive;
+        const std::size_t image_bytes = images_wanted ? sizeof(Image<T, kKey, kPerChannel>) : 0;
+        kept =
+            (call.keeps || call.kept) && static_cast<std::size_t>(chunks) * a.value_heads * image_bytes <= kKeptBytes;
         policy = prefill_policy({a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads, a.value_dim,
-                                 !a.batch_invariant && !of_call},
-                                images_wanted ? sizeof(Image<T, kKey, kPerChannel>) : 0, call.multiprocessors,
-                                Carry::kWarpStep);
+                                 !a.batch_invariant && (kept || !of_call), kept},
+                                image_bytes, call.multiprocessors, Carry::kWarpStep);
         maps = policy.segment_chunks < std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
         if (a.cu_seqlens) {
             max_segments = a.sequences + ceil_div(policy.slab_chunks, policy.segment_chunks);
@@ -61,7 +68,8 @@ struct PrefillPlan {
         }
         if (max_segments < 1) max_segments = 1;  // somebody has to zero the outputs that belong to no sequence
 
-        Carver carver(call.workspace);
+        found = kept && call.kept;
+        Carver carver(found ? call.kept : call.workspace);
         const std::int64_t heads = a.value_heads, states = heads * a.value_dim * a.key_dim;
         if (a.cu_seqlens) {
             first_chunk = carver.take<std::int32_t>(a.sequences + 1);
@@ -69,6 +77,8 @@ struct PrefillPlan {
         }
         if (images_wanted) {
             exact_writes = carver.take<std::int32_t>(policy.slab_chunks * heads);
+            if (a.algorithm.update == Update::kDelta && (maps || of_call || kept))
+                fading = carver.take<float>(policy.slab_chunks * heads);
             images = carver.take<Image<T, kKey, kPerChannel>>(policy.slab_chunks * heads);
         }
         if (maps) {
@@ -84,6 +94,8 @@ struct PrefillPlan {
     }
 
     int slabs() const { return std::max(1, ceil_div(chunks, policy.slab_chunks)); }
+    std::size_t workspace_bytes() const { return found ? 0 : bytes; }
+    std::size_t kept_bytes() const { return kept ? bytes : 0; }
 };
 
 template <class Carry, bool kDelta>
@@ -92,9 +104,13 @@ void launch_slabs(const Call& call) {
     constexpr int kKey = Carry::kKey;
     const DeviceArgs& a = call.args;
     const PrefillPlan<Carry> plan(call);
+    const bool found = plan.found, of_call = a.segment_m.data;
+    if (found && call.kept_bytes != plan.bytes)
+        throw Error("prefill: kept must be what a segment of the same inputs has kept, " + std::to_string(plan.bytes) +
+                    " bytes, got " + std::to_string(call.kept_bytes));
     const std::int64_t heads = a.value_heads;
     CarryParams p;
-    p.exact_writes = plan.exact_writes;
+    p.exact_writes = plan.exact_writes, p.fading = plan.fading;
     p.starts = float_states(plan.starts, 0, heads, a.value_dim, kKey);
     p.map_b = float_states(plan.map_b, 0, heads, a.value_dim, kKey);
     p.map_m = float_states(plan.map_m, 0, heads, kDelta ? a.key_dim : 1, kKey);
@@ -119,33 +135,43 @@ void launch_slabs(const Call& call) {
         schedule_of.slab_begin = slab * plan.policy.slab_chunks;
         schedule_of.slab_end = static_cast<std::int32_t>(
             std::min<std::int64_t>(plan.chunks, schedule_of.slab_begin + std::int64_t{plan.policy.slab_chunks}));
-        if (a.cu_seqlens)
+        if (a.cu_seqlens && !found)
             launch(a.sequences <= kFewSequences ? schedule<kFewSequences> : schedule<kScheduleThreads>,
                    shape({1, a.sequences <= kFewSequences ? kFewSequences : kScheduleThreads}), call.stream, a,
                    schedule_of, plan.first_chunk, plan.segments);
         const std::size_t blocks =
             static_cast<std::size_t>(schedule_of.slab_end - schedule_of.slab_begin) * a.value_heads;
         constexpr bool kPrepares = kDelta || !Carry::kPreparesAdditive;
-        if constexpr (kPrepares && Carry::kPerChannel)
-            launch(prepare_channel<T, kKey, kDelta>, shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}),
-                   call.stream, a, schedule_of, plan.images, plan.exact_writes);
-        else if constexpr (kPrepares)
-            launch(prepare_token<T, kKey>, shape({blocks, kPrepareThreads, sizeof(TokenSmem<kKey>)}), call.stream, a,
-                   schedule_of, plan.images, plan.exact_writes);
-        if (a.segment_m.data) {
+        if constexpr (kPrepares && Carry::kPerChannel) {
+            if (!found)
+                launch(prepare_channel<T, kKey, kDelta>, shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}),
+                       call.stream, a, schedule_of, plan.images, plan.exact_writes, plan.fading);
+        } else if constexpr (kPrepares) {
+            if (!found)
+                launch(prepare_token<T, kKey>, shape({blocks, kPrepareThreads, sizeof(TokenSmem<kKey>)}), call.stream,
+                       a, schedule_of, plan.images, plan.exact_writes, plan.fading);
+        }
+        const auto launch_compose = [&](auto kernel, int row_tiles) {
+            launch(kernel,
+                   shape({static_cast<std::size_t>(row_tiles) * a.value_heads * a.sequences, kComposeThreads<kKey>,
+                          sizeof(ComposeSmem<kKey>)}),
+                   call.stream, a, schedule_of, p, kDelta);
+        };
+        const int value_tiles = ceil_div(a.value_dim, kComposeRows);
+        if (of_call) {
             // One segment a sequence and slab: the call's own maps, which a later slab continues.
-            p.map_m = a.segment_m, p.map_b = a.segment_b;
+            if (!plan.maps) p.map_m = a.segment_m, p.map_b = a.segment_b;
+            p.last_map = true;
             Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
+            if (plan.maps)
+                launch_compose(compose<kKey, true>, value_tiles + (kDelta ? ceil_div(a.key_dim, kComposeRows) : 1));
             continue;
         }
         p.slab_start = float_states(plan.unfinished[slab % 2], 1, heads, a.value_dim, a.key_dim);
         p.slab_end = float_states(plan.unfinished[(slab + 1) % 2], 1, heads, a.value_dim, a.key_dim);
         if (plan.maps) {
-            Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
-            const std::size_t tiles =
-                static_cast<std::size_t>(ceil_div(a.value_dim, kComposeRows)) * a.value_heads * a.sequences;
-            launch(compose<kKey>, shape({tiles, kComposeThreads<kKey>, sizeof(ComposeSmem<kKey>)}), call.stream, a,
-                   schedule_of, p, kDelta);
+            if (!found) Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
+            launch_compose(compose<kKey, false>, value_tiles);
         }
         Carry::template launch<kDelta, false>(call, plan, schedule_of, p, shape);
     }

@@ -7,6 +7,7 @@
 
 #include "cuda/sm80/chunk.cuh"
 #include "cuda/tile/convert.cuh"
+#include "cuda/tile/scan.cuh"
 
 namespace cula::cuda::sm80 {
 
@@ -16,10 +17,12 @@ inline constexpr int kWarpRows = 16;  // value rows of a warp
 struct CarryParams {
     int stages = 1, row_blocks = 1, value_blocks = 1;
     const std::int32_t* exact_writes = nullptr;  // [chunks of the slab, HV]
+    const float* fading = nullptr;               // the same, where maps need not begin before what they forget
     States starts;                               // state before segment i: slot i
     States slab_start;                           // of the sequence that the slab before left unfinished
     States slab_end;
-    States map_m, map_b;  // maps: slot i
+    States map_m, map_b;    // maps: slot i, or the sequence where they are the call's
+    bool last_map = false;  // of a sequence's last segment too, which no later one needs
 };
 
 // The rows of a warp: from `first` on, and below `end` those that exist.
@@ -104,6 +107,7 @@ struct Walk {
     Segment segment;
     int number, value_head;  // of the segment in the launch
     bool of_m;               // rows of the map M
+    bool forgot = false;     // a map: the walk begins later than the segment, and M is zero
     RowWindow rows;
     std::int64_t first_token = 0;
     int batch = 0, last_count = 0;  // tokens of the last chunk; all others are whole
@@ -121,6 +125,7 @@ struct Walk {
         rows.first = ((of_m ? row_block - p.value_blocks : row_block) * warps + warp) * kWarpRows;
         rows.end = of_m ? a.key_dim : a.value_dim, rows.key_dim = a.key_dim;
         if (segment.sequence < 0) return;
+        if (kMaps && p.fading) leave_out_forgotten();
         const TokenRange tokens = tokens_of(a, segment.sequence);
         slots = states_of(a, segment.sequence);
         starts_sequence = segment.chunk == 0, ends_sequence = chunk_start(segment.chunks) >= tokens.length;
@@ -130,10 +135,32 @@ struct Walk {
                 min(tokens.length - chunk_start(segment.chunks - 1), static_cast<std::int64_t>(kRows)));
     }
 
+    // Of a map's chunks only the last ones matter that by themselves forget the state before them. By whole warps.
+    __device__ __forceinline__ void leave_out_forgotten() {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        float after = 0.0f;
+#pragma unroll 1
+        for (int last = segment.chunks - 1; last >= 0; last -= 32) {
+            const int chunk = last - lane;
+            float x[1] = {0.0f};
+            if (chunk >= 0)
+                x[0] = p.fading[(static_cast<std::int64_t>(segment.image) + chunk) * a.value_heads + value_head];
+            running_sums(x);
+            const unsigned enough = __ballot_sync(0xffffffffu, chunk > 0 && after + x[0] <= kForgotten);
+            if (enough) {
+                const int left_out = last - __ffs(static_cast<int>(enough)) + 1;
+                segment.chunk += left_out, segment.image += left_out, segment.chunks -= left_out;
+                forgot = true;
+                return;
+            }
+            after += __shfl_sync(0xffffffffu, x[0], 31);
+        }
+    }
+
     // Nothing to walk: no such segment, a last segment whose map nobody needs, or a sequence of the null row.
     __device__ __forceinline__ bool nothing() const {
         if (segment.sequence < 0) return true;
-        return kMaps ? segment.rank + 1 >= segment.count && !p.map_m.slots : slots.skipped;
+        return kMaps ? segment.rank + 1 >= segment.count && !p.last_map : slots.skipped;
     }
 
     // Outputs that no walk computes: of the null row, and of tokens after the last sequence.
@@ -166,7 +193,7 @@ struct Walk {
         States from{};
         std::int64_t slot = 0;
         if constexpr (kMaps) {
-            if (!starts_sequence && p.map_m.slots) from = of_m ? p.map_m : p.map_b, slot = segment.sequence;
+            if (!starts_sequence && p.map_m.slots && !forgot) from = of_m ? p.map_m : p.map_b, slot = segment.sequence;
         } else {
             if (segment.rank > 0)
                 from = p.starts, slot = number;
@@ -178,7 +205,7 @@ struct Walk {
         if (from.data) return load_state<kKey>(state, from, from.offset(slot, value_head), rows);
         const int lane_row = rows.row(), lane_channel = RowWindow::channel();
         each_pair(state, [&](float2& pair, int row, int channel) {
-            const int diagonal = of_m ? lane_row + row - lane_channel - channel : -1;
+            const int diagonal = of_m && !forgot ? lane_row + row - lane_channel - channel : -1;
             pair = {diagonal == 0 ? 1.0f : 0.0f, diagonal == 1 ? 1.0f : 0.0f};
         });
     }

@@ -42,6 +42,13 @@ std::size_t workspace_bytes(const Args& args, const Context& context) {
     });
 }
 
+std::size_t kept_bytes(const Args& args, const Context& context) {
+    const Call call = sm80::make_call(args, context);
+    return with_instance(args, [&]<class T, int kKey, bool kPerChannel>() {
+        return sm90::prefill_kept_bytes<T, kKey, kPerChannel>(call);
+    });
+}
+
 void prefill(const Args& args, const Context& context) {
     const DeviceGuard guard(context.device.index);
     const Call call = sm80::make_call(args, context);

@@ -11,6 +11,7 @@ namespace cula::cuda::sm90 {
 // Prefill and segment maps.
 Support supports(const Problem& problem);
 std::size_t workspace_bytes(const Args& args, const Context& context);
+std::size_t kept_bytes(const Args& args, const Context& context);
 void prefill(const Args& args, const Context& context);
 
 }  // namespace cula::cuda::sm90

@@ -12,6 +12,8 @@ using sm80::Call;
 template <class T, int kKey, bool kPerChannel>
 std::size_t prefill_workspace_bytes(const Call& call);
 template <class T, int kKey, bool kPerChannel>
+std::size_t prefill_kept_bytes(const Call& call);
+template <class T, int kKey, bool kPerChannel>
 void launch_prefill(const Call& call);
 
 }  // namespace cula::cuda::sm90

@@ -43,7 +43,12 @@ struct WarpgroupCarry {
 
 template <class T, int kKey, bool kPerChannel>
 std::size_t prefill_workspace_bytes(const Call& call) {
-    return PrefillPlan<WarpgroupCarry<T, kKey, kPerChannel>>(call).bytes;
+    return PrefillPlan<WarpgroupCarry<T, kKey, kPerChannel>>(call).workspace_bytes();
+}
+
+template <class T, int kKey, bool kPerChannel>
+std::size_t prefill_kept_bytes(const Call& call) {
+    return PrefillPlan<WarpgroupCarry<T, kKey, kPerChannel>>(call).kept_bytes();
 }
 
 template <class T, int kKey, bool kPerChannel>

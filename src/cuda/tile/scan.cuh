@@ -22,4 +22,11 @@ __device__ __forceinline__ void running_sums(float (&x)[kEach]) {
     for (int i = 0; i < kEach; ++i) x[i] = before + x[i];
 }
 
+// The sum over a warp, in all lanes.
+__device__ __forceinline__ float sum_over_warp(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
+}
+
 }  // namespace cula::cuda

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call of a Level 1 function as a value: what tensor and context parallelism cut and run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cula import api
+
+FUNCTIONS: dict[str, Callable[..., tuple]] = {
+    "kda": api.cula_kda,
+    "gdn": api.cula_gdn,
+    "gla": api.cula_gla,
+    "simple_gla": api.cula_simple_gla,
+    "lightning": api.cula_lightning,
+    "delta": api.cula_delta,
+}
+
+# Options that a segment's map depends on, or what it keeps, besides the tensors. The others concern o or the states.
+_SEGMENT_OPTIONS = (
+    "A_log", "dt_bias", "lower_bound", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
+    "device", "backend", "deterministic", "scale",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str  # of the function that the user called, for messages
+    mode: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None = None
+    beta: Tensor | None = None
+    decay: Tensor | None = None
+    options: dict[str, object] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def take(name: str, mode: str, arguments: dict[str, object]) -> Call:
+        """The call that a function's `arguments` by name describe. They are taken out; the rest is for the ranks."""
+        options = arguments.pop("kwargs")
+        lower = {x: x.lower() for x in ("q", "k", "v", "Q", "K", "V", "g", "beta", "decay") if x in arguments}
+        return Call(name, mode, **{field: arguments.pop(x) for x, field in lower.items()}, options=options)
+
+    def but(self, **changes: object) -> Call:
+        return dataclasses.replace(self, **changes)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those with tokens, by name."""
+        named = {name: getattr(self, name) for name in ("q", "k", "v", "g", "beta")}
+        return {name: x for name, x in named.items() if x is not None}
+
+    def run(self, **more: object) -> tuple:
+        gates = {name: x for name in ("g", "beta", "decay") if (x := getattr(self, name)) is not None}
+        return FUNCTIONS[self.mode](self.q, self.k, self.v, **gates, **{**self.options, **more})
+
+    def segment(self, cu_seqlens: Tensor | None, keep: bool = False) -> tuple[Tensor, ...]:
+        """(M, B) of every sequence, B V-first, and with `keep` what `run` takes as `kept`."""
+        named = {name: self.options[name] for name in _SEGMENT_OPTIONS if name in self.options}
+        return api.cula_segment(
+            self.q, self.k, self.v, mode=self.mode, g=self.g, beta=self.beta, decay=self.decay, cu_seqlens=cu_seqlens,
+            use_gate_in_kernel=bool(self.options.get("use_gate_in_kernel", False)), keep=keep, **named,
+        )  # fmt: skip
+
+    @property
+    def delta(self) -> bool:
+        return self.mode in ("kda", "gdn", "delta")
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def states(self, count: int) -> Tensor:
+        """So many zero states."""
+        return self.q.new_zeros((count, self.v.shape[2], self.v.shape[3], self.q.shape[3]), dtype=self.state_dtype)
+
+    def check(self) -> None:
+        """What can be said of the arguments before they are cut."""
+        for argument, x, shape in (("q", self.q, "[B, T, H, K]"), ("v", self.v, "[B, T, HV, V]")):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{self.name}: {argument} must be a tensor, got {type(x).__name__}")
+            if x.dim() != 4:
+                raise ValueError(f"{self.name}: {argument} must have shape {shape}, got {list(x.shape)}")
+        for option in self.options:
+            if option not in _options_of(self.mode):
+                raise TypeError(f"{self.name}() got an unexpected keyword argument {option!r}")
+        for argument, x in {**self.tensors(), "decay": self.decay, **self.options}.items():
+            refuse_gradients(self.name, argument, x)
+
+    def check_all(self, initial_state: Tensor | None) -> None:
+        """Everything that Level 1 checks, by a call on none of the tokens: a rank that waits for another before its own
+        call must refuse what the other refuses, or it waits in vain."""
+        for argument, x in self.tensors().items():
+            if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] != self.q.shape[1]:
+                raise ValueError(f"{self.name}: {argument} must have q's {self.q.shape[1]} tokens, got {list(x.shape)}")
+        out = self.options.get("out")
+        if isinstance(out, Tensor) and out.shape != self.v.shape:
+            raise ValueError(f"{self.name}: out must have v's shape, {list(self.v.shape)}, got {list(out.shape)}")
+        none = {name: x[:, :0] for name, x in self.tensors().items() if isinstance(x, Tensor) and x.dim() > 1}
+        options = {**self.options, "out": out[:, :0]} if isinstance(out, Tensor) else self.options
+        if initial_state is not None:  # checked; of packed tokens any row stands for all
+            batch = self.q.shape[0]
+            initial_state = initial_state[:batch] if len(initial_state) >= batch else None
+        self.but(**none, options=options).run(initial_state=initial_state)
+
+
+def refuse_gradients(function: str, argument: str, x: object) -> None:
+    if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
+        raise NotImplementedError(
+            f"{function}: {argument} requires gradients, and the backward pass is not built yet; call under "
+            "torch.no_grad() or torch.inference_mode()"
+        )
+
+
+@functools.cache
+def _options_of(mode: str) -> frozenset[str]:
+    parameters = inspect.signature(FUNCTIONS[mode]).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY) | {"chunk_size"}

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallelism: the tokens of a sequence over several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from cula.dist import cost, methods
+from cula.dist.calls import Call, refuse_gradients
+from cula.dist.groups import Group, GroupLike, resolve
+from cula.dist.lanes import BatchLanes, Lanes, PackedLane
+from cula.dist.shards import TokenShard, check_cu_seqlens, check_splits
+from cula.dist.transport import ProcessGroupTransport, Transport
+
+# Level 1's ways of keeping states elsewhere or on the way, which say nothing of the rank that holds them.
+_ONE_RANK_ONLY = (
+    "state_pool", "initial_state_indices", "final_state_indices", "has_initial_state", "null_index", "checkpoints",
+    "return_intermediate_states", "cp_context", "kept",
+)  # fmt: skip
+
+# What the options are, where they are words.
+_WORDS = {
+    "sp_mode": ("split", "complete"),
+    "method": (None, "scan", "ring"),
+    "final_state_on": (None, "last", "all", "end"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the functions of context parallelism take besides Level 1's options."""
+
+    initial_state: Tensor | None
+    output_final_state: bool
+    cu_seqlens: Tensor | None
+    sp_mode: str
+    sp_splits: Sequence[int] | None
+    method: str | None
+    final_state_on: str | None
+    state_v_first: bool
+    nvshmem_backend: bool
+
+
+def run(call: Call, group: Group, options: Options) -> tuple[Tensor, Tensor | None]:
+    _check(call, options)
+    form = _complete if options.sp_mode == "complete" else _split
+    o, final = form(call, ProcessGroupTransport(group), options)
+    return o, final if final is None or options.state_v_first else final.transpose(-1, -2)
+
+
+def _check(call: Call, options: Options) -> None:
+    if options.nvshmem_backend:
+        raise NotImplementedError("nvshmem_backend: the exchange runs over torch.distributed; see docs/distributed.md")
+    for name in _ONE_RANK_ONLY:
+        if name in call.options:
+            raise ValueError(f"{call.name}: {name} is not supported with context parallelism, got it")
+    call.check()
+    for name, words in _WORDS.items():
+        if (value := getattr(options, name)) not in words:
+            raise ValueError(f"{call.name}: {name} must be {_one_of(words)}, got {value!r}")
+    if options.cu_seqlens is None and options.sp_mode == "complete":
+        raise ValueError(f"{call.name}: cu_seqlens must be given with sp_mode complete, got None")
+    if options.cu_seqlens is not None and call.q.shape[0] != 1:
+        raise ValueError(f"{call.name}: q must have one row with cu_seqlens, got {list(call.q.shape)}")
+    refuse_gradients(call.name, "initial_state", options.initial_state)
+
+
+def _one_of(words: Sequence[str | None]) -> str:
+    *others, last = map(str, words)
+    return f"{', '.join(others)} or {last}"
+
+
+def _initial_state(call: Call, options: Options, sequences: int) -> Tensor | None:
+    """V-first, and checked."""
+    initial = options.initial_state
+    if initial is None:
+        return None
+    if not isinstance(initial, Tensor):
+        raise TypeError(f"{call.name}: initial_state must be a tensor or None, got {type(initial).__name__}")
+    matrix = (call.v.shape[3], call.q.shape[3])
+    wanted = [sequences, call.v.shape[2], *(matrix if options.state_v_first else reversed(matrix))]
+    if list(initial.shape) != wanted:
+        raise ValueError(f"{call.name}: initial_state must have shape {wanted}, got {list(initial.shape)}")
+    return initial if options.state_v_first else initial.transpose(-1, -2)
+
+
+def _complete(call: Call, transport: Transport, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Whole sequences: nothing is exchanged but final states, on request."""
+    cu_seqlens, rank, size = options.cu_seqlens, transport.rank, transport.size
+    check_cu_seqlens(cu_seqlens, None)
+    sequences = cu_seqlens.shape[0] - 1
+    even = [sequences * r // size for r in range(size + 1)]
+    splits = check_splits(even if options.sp_splits is None else options.sp_splits, size, rank)
+    if splits[-1] != sequences:
+        raise ValueError(f"{call.name}: sp_splits must end at the {sequences} sequences, got {list(splits)}")
+    begin, end = splits[rank], splits[rank + 1]
+    given = options.initial_state
+    of_all = isinstance(given, Tensor) and given.dim() > 0 and given.shape[0] == sequences
+    initial = _initial_state(call, options, sequences if of_all else end - begin)
+    if of_all:
+        initial = initial[begin:end]
+    call.check_all(initial)
+    if begin == end:
+        o, final = _nothing(call)
+    else:
+        own = cu_seqlens[begin : end + 1]
+        o, final = call.run(
+            initial_state=initial, output_final_state=options.output_final_state, cu_seqlens=own - own[0]
+        )
+    where = options.final_state_on or "end"
+    if not options.output_final_state or where == "end":
+        return o, final if options.output_final_state else None
+    everyone = final.new_zeros((sequences, *final.shape[1:]))
+    everyone[begin:end] = final
+    return o, _deliver(transport, everyone, where)
+
+
+def _nothing(call: Call) -> tuple[Tensor, Tensor]:
+    """The results of a rank without a sequence: its tokens, if it has any, belong to none."""
+    o = call.options.get("out")
+    o = torch.zeros_like(call.v, memory_format=torch.contiguous_format) if o is None else o.zero_()
+    return o, call.states(0)
+
+
+def _split(call: Call, transport: Transport, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Tokens in rank order, wherever that cuts the sequences."""
+    size, rank = transport.size, transport.rank
+    splits = check_splits(options.sp_splits, size, rank, call.q.shape[1])
+    cu_seqlens, shard = options.cu_seqlens, None
+    lanes: Lanes = BatchLanes(call, rank)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, splits[-1])
+        shard = TokenShard.of(cu_seqlens, splits, rank)
+        lanes = PackedLane(shard, rank)
+    initial = _initial_state(call, options, call.q.shape[0] if shard is None else cu_seqlens.shape[0] - 1)
+    method = _method(call, splits, lanes, options)
+    call.check_all(initial)
+    where = (options.final_state_on or "last") if options.output_final_state else None
+    # In a batch only the last rank's final states are those of whole sequences.
+    keep = where is not None and (shard is not None or rank == size - 1)
+    o, final = (methods.ring if method == "ring" else methods.scan)(call, transport, lanes, initial, keep)
+    if where is None:
+        return o, None
+    if shard is None:
+        if where == "all" and size > 1:
+            final = transport.broadcast(call.states(lanes.count) if final is None else final, size - 1)
+        return o, final if keep or where == "all" else None
+    here = shard.final_ranks == rank
+    final = torch.where(here[:, None, None, None], final, 0)
+    return o, final if where == "end" else _deliver(transport, final, where)
+
+
+def _deliver(transport: Transport, final_state: Tensor, where: str) -> Tensor | None:
+    """Final states of all sequences, each of them zero on all ranks but one, to those that ask: sums are exact."""
+    last = transport.size - 1
+    if transport.size > 1:
+        final_state = transport.sum(final_state, last if where == "last" else None)
+    return final_state if where == "all" or transport.rank == last else None
+
+
+def _method(call: Call, splits: tuple[int, ...], lanes: Lanes, options: Options) -> str:
+    """Every rank must come to the same answer, so it depends on nothing that differs between them."""
+    per_value = isinstance(call.beta, Tensor) and call.beta.dim() == 4
+    if per_value and options.method == "scan":
+        raise ValueError(
+            f"{call.name}: method must be ring, since a write strength per value channel has no map of its segments, "
+            f"got {options.method!r}"
+        )
+    if options.method is not None or per_value:
+        return options.method or "ring"
+    size = cost.Size(
+        ranks=len(splits) - 1, tokens=call.q.shape[0] * max(b - a for a, b in pairwise(splits)), lanes=lanes.count,
+        value_heads=call.v.shape[2], key_dim=call.q.shape[3], value_dim=call.v.shape[3], delta=call.delta,
+        keeps=lanes.keeps,
+    )  # fmt: skip
+    return cost.choose(size)
+
+
+def _run(
+    mode: str, *, sp_group: GroupLike, sp_size: int | None, sp_rank: int | None, **arguments: object
+) -> tuple[Tensor, Tensor | None]:
+    call = Call.take(f"cula_{mode}_cp", mode, arguments)
+    return run(call, resolve("sp", sp_group, sp_size, sp_rank, required=True), Options(**arguments))
+
+
+def cula_kda_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    sp_group: GroupLike,
+    sp_size: int | None = None,
+    sp_rank: int | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    sp_mode: str = "split",
+    sp_splits: Sequence[int] | None = None,
+    method: str | None = None,
+    final_state_on: str | None = None,
+    state_v_first: bool = True,
+    nvshmem_backend: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula.cula_kda` on the rank's tokens of sequences that lie over the ranks of `sp_group`, in rank order.
+
+    q, k, v, g, beta: the rank's tokens. It may have none.
+    sp_size, sp_rank: checked against the group if given.
+    initial_state: `[N, HV, V, K]`; a sequence's row is read on the rank where it begins and may be anything elsewhere.
+    cu_seqlens: of the packed tokens of all ranks, the same on all.
+    sp_mode: "split": sequences go on from rank to rank. "complete": each rank has whole sequences.
+    sp_splits: `sp_size + 1` borders from 0, the same on all ranks: rank r holds the tokens, or with "complete" the
+        sequences, from `sp_splits[r]` to `sp_splits[r + 1]`. Without it all ranks hold as many tokens, or rank r the
+        sequences from `r N // sp_size` on.
+    method: "scan": each rank makes the affine map of its tokens, all ranks gather all maps, and each runs from the
+        state that those before it give. "ring": one message of a state from rank to rank. None: the one that
+        `cula.dist.cost` finds faster. The same on all ranks.
+    final_state_on: "last": the last rank returns all N final states and the others None (what None means with "split").
+        "all": all ranks do. "end": nothing is sent; each rank returns the states of the sequences that end there, with
+        "split" in `[N, HV, V, K]` beside zeros (None from ranks that are not the last of a batch), with "complete" its
+        own sequences' alone (what None means there).
+    nvshmem_backend: reserved.
+    kwargs: the options of `cula.cula_kda`, except those that name slots of a pool or keep states on the way.
+
+    Returns (o of the rank's tokens, final state or None). Arguments that are wrong alike on all ranks raise on all of
+    them before anything is sent; a rank that raises alone leaves the others to the timeout of the group.
+    """
+    return _run("kda", **locals())
+
+
+def cula_gdn_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    sp_group: GroupLike,
+    sp_size: int | None = None,
+    sp_rank: int | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    sp_mode: str = "split",
+    sp_splits: Sequence[int] | None = None,
+    method: str | None = None,
+    final_state_on: str | None = None,
+    state_v_first: bool = True,
+    nvshmem_backend: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula.cula_gdn` on the rank's tokens; everything else as in `cula_kda_cp`."""
+    return _run("gdn", **locals())
+
+
+def cula_gla_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    sp_group: GroupLike,
+    sp_size: int | None = None,
+    sp_rank: int | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    sp_mode: str = "split",
+    sp_splits: Sequence[int] | None = None,
+    method: str | None = None,
+    final_state_on: str | None = None,
+    state_v_first: bool = True,
+    nvshmem_backend: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula.cula_gla` on the rank's tokens; everything else as in `cula_kda_cp`."""
+    return _run("gla", **locals())
+
+
+def cula_simple_gla_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    decay: Tensor | None = None,
+    sp_group: GroupLike,
+    sp_size: int | None = None,
+    sp_rank: int | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    sp_mode: str = "split",
+    sp_splits: Sequence[int] | None = None,
+    method: str | None = None,
+    final_state_on: str | None = None,
+    state_v_first: bool = True,
+    nvshmem_backend: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula.cula_simple_gla` on the rank's tokens; everything else as in `cula_kda_cp`."""
+    return _run("simple_gla", **locals())
+
+
+def cula_lightning_cp(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    decay: Tensor,
+    *,
+    sp_group: GroupLike,
+    sp_size: int | None = None,
+    sp_rank: int | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    sp_mode: str = "split",
+    sp_splits: Sequence[int] | None = None,
+    method: str | None = None,
+    final_state_on: str | None = None,
+    state_v_first: bool = True,
+    nvshmem_backend: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula.cula_lightning` on the rank's tokens; everything else as in `cula_kda_cp`."""
+    return _run("lightning", **locals())
+
+
+def cula_delta_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    decay: Tensor | None = None,
+    sp_group: GroupLike,
+    sp_size: int | None = None,
+    sp_rank: int | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    sp_mode: str = "split",
+    sp_splits: Sequence[int] | None = None,
+    method: str | None = None,
+    final_state_on: str | None = None,
+    state_v_first: bool = True,
+    nvshmem_backend: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula.cula_delta` on the rank's tokens; everything else as in `cula_kda_cp`."""
+    return _run("delta", **locals())

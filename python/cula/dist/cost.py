@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When context parallelism composes maps and when it passes states on: an estimate of each, from numbers that all ranks
+know alike, since they must decide alike.
+
+    ring                      = P prefills + (P - 1) messages of a state
+    scan, if maps keep        = prepare + maps of pieces + exchange + carry of pieces
+    scan, else                = maps + exchange + prefill
+    exchange                  = all-gather of maps + (P - 1) products
+
+Where maps keep nothing, the first rank makes none: its prefill stands in the first place instead, alone where there are
+two ranks, since nobody wants the last one's map.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Microseconds. The defaults fit what 2 and 4 H200 took with their NVLink (docs/distributed.md)."""
+
+    # Per token and value head, keys and values of 128 channels.
+    prepare: float = 0.52e-3  # what does not depend on the state
+    carry: float = 0.64e-3  # the way of the state through the tokens, where few CTAs go it
+    cut: float = 0.43e-3  # the same, cut into pieces that fill the device, and likewise the maps of such pieces
+    call: float = 20.0  # the least that a call takes: launches, and a device that fills and empties
+    message: float = 20.0  # the least that a message or a collective takes
+    megabyte: float = 3.3  # a message's, 300 GB/s
+    product: float = 20.0  # a map made float64 and applied to a state
+
+
+@dataclass(frozen=True)
+class Size:
+    ranks: int
+    tokens: int  # of the fullest rank, all its sequences together
+    lanes: int  # sequences that cross a border
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    delta: bool
+    keeps: bool  # a prefill goes on with what the maps prepared
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * self.lanes * self.value_heads * self.value_dim * self.key_dim
+
+    @property
+    def map_rows(self) -> int:
+        return self.key_dim if self.delta else 1
+
+    @property
+    def map_bytes(self) -> int:
+        return 4 * self.lanes * self.value_heads * (self.value_dim + self.map_rows) * self.key_dim
+
+    @property
+    def token_heads(self) -> float:
+        """In units of 128 keys."""
+        return self.tokens * self.value_heads * self.key_dim / 128
+
+
+def prefill_us(size: Size, machine: Machine) -> float:
+    return machine.call + size.token_heads * (machine.prepare + machine.carry * size.value_dim / 128)
+
+
+def segment_us(size: Size, machine: Machine) -> float:
+    """The rows of M go the same way as those of B; the diagonal of an additive rule is a product of decays."""
+    channels = size.value_dim + (size.key_dim if size.delta else 0)
+    return machine.call + size.token_heads * (machine.prepare + machine.carry * channels / 128)
+
+
+def exchange_us(size: Size, machine: Machine) -> float:
+    hops = size.ranks - 1
+    return machine.message + hops * (machine.megabyte * size.map_bytes / 1e6 + machine.product)
+
+
+def ring_us(size: Size, machine: Machine) -> float:
+    hop = machine.message + machine.megabyte * size.state_bytes / 1e6
+    return size.ranks * prefill_us(size, machine) + (size.ranks - 1) * hop
+
+
+def scan_us(size: Size, machine: Machine) -> float:
+    if size.keeps:
+        pieces = machine.call + size.token_heads * machine.cut * size.value_dim / 128
+        return size.token_heads * machine.prepare + pieces + exchange_us(size, machine) + pieces
+    prefill = prefill_us(size, machine)
+    first = prefill if size.ranks == 2 else max(prefill, segment_us(size, machine))
+    return first + exchange_us(size, machine) + prefill
+
+
+def choose(size: Size, machine: Machine | None = None) -> str:
+    """The method that takes less; one rank has nothing to exchange."""
+    machine = machine or Machine()
+    return "scan" if size.ranks > 1 and scan_us(size, machine) < ring_us(size, machine) else "ring"

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor and context parallelism at once, over a mesh of two dimensions: the exchange carries the rank's heads only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from cula.dist import context, tensor
+from cula.dist.calls import Call
+from cula.dist.context import Options
+from cula.dist.groups import GroupLike, resolve
+from cula.dist.shards import take_heads
+
+
+def _run(
+    mode: str, *, tp_group: GroupLike, tp_size: int | None, tp_rank: int | None, sp_group: GroupLike,
+    sp_size: int | None, sp_rank: int | None, gather_output: bool, full_inputs: bool, full_qk: bool,
+    initial_state: Tensor | None, **arguments: object,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    call = Call.take(f"cula_{mode}_tp_cp", mode, arguments)
+    tp = resolve("tp", tp_group, tp_size, tp_rank, required=True)
+    sp = resolve("sp", sp_group, sp_size, sp_rank, required=True)
+    tensor.check_gather(call, tp, gather_output)
+    local = tensor.local_call(call, tp, full_inputs, full_qk)
+    if isinstance(initial_state, Tensor):
+        initial_state = take_heads("initial_state", initial_state, 1, local.v.shape[2], tp)
+    results = context.run(local, sp, Options(initial_state=initial_state, **arguments))
+    return tensor.gather(local, tp, results) if gather_output else results
+
+
+def cula_kda_tp_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    tp_group: GroupLike,
+    sp_group: GroupLike,
+    tp_size: int | None = None,
+    sp_size: int | None = None,
+    tp_rank: int | None = None,
+    sp_rank: int | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    sp_mode: str = "split",
+    sp_splits: Sequence[int] | None = None,
+    method: str | None = None,
+    final_state_on: str | None = None,
+    state_v_first: bool = True,
+    nvshmem_backend: bool = False,
+    gather_output: bool = False,
+    full_inputs: bool = False,
+    full_qk: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula_kda_cp` on the rank's heads, cut as in `cula_kda_tp`: the rank has some tokens of some heads.
+
+    With a mesh of both, `tp_group=mesh["tp"], sp_group=mesh["cp"]`. `full_inputs` concerns heads, never tokens.
+    """
+    return _run("kda", **locals())
+
+
+def cula_gdn_tp_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    tp_group: GroupLike,
+    sp_group: GroupLike,
+    tp_size: int | None = None,
+    sp_size: int | None = None,
+    tp_rank: int | None = None,
+    sp_rank: int | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    sp_mode: str = "split",
+    sp_splits: Sequence[int] | None = None,
+    method: str | None = None,
+    final_state_on: str | None = None,
+    state_v_first: bool = True,
+    nvshmem_backend: bool = False,
+    gather_output: bool = False,
+    full_inputs: bool = False,
+    full_qk: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula_gdn_cp` on the rank's heads; everything else as in `cula_kda_tp_cp`."""
+    return _run("gdn", **locals())
+
+
+def cula_gla_tp_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    tp_group: GroupLike,
+    sp_group: GroupLike,
+    tp_size: int | None = None,
+    sp_size: int | None = None,
+    tp_rank: int | None = None,
+    sp_rank: int | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    sp_mode: str = "split",
+    sp_splits: Sequence[int] | None = None,
+    method: str | None = None,
+    final_state_on: str | None = None,
+    state_v_first: bool = True,
+    nvshmem_backend: bool = False,
+    gather_output: bool = False,
+    full_inputs: bool = False,
+    full_qk: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula_gla_cp` on the rank's heads; everything else as in `cula_kda_tp_cp`."""
+    return _run("gla", **locals())
+
+
+def cula_simple_gla_tp_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    decay: Tensor | None = None,
+    tp_group: GroupLike,
+    sp_group: GroupLike,
+    tp_size: int | None = None,
+    sp_size: int | None = None,
+    tp_rank: int | None = None,
+    sp_rank: int | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    sp_mode: str = "split",
+    sp_splits: Sequence[int] | None = None,
+    method: str | None = None,
+    final_state_on: str | None = None,
+    state_v_first: bool = True,
+    nvshmem_backend: bool = False,
+    gather_output: bool = False,
+    full_inputs: bool = False,
+    full_qk: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula_simple_gla_cp` on the rank's heads; everything else as in `cula_kda_tp_cp`."""
+    return _run("simple_gla", **locals())
+
+
+def cula_lightning_tp_cp(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    decay: Tensor,
+    *,
+    tp_group: GroupLike,
+    sp_group: GroupLike,
+    tp_size: int | None = None,
+    sp_size: int | None = None,
+    tp_rank: int | None = None,
+    sp_rank: int | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    sp_mode: str = "split",
+    sp_splits: Sequence[int] | None = None,
+    method: str | None = None,
+    final_state_on: str | None = None,
+    state_v_first: bool = True,
+    nvshmem_backend: bool = False,
+    gather_output: bool = False,
+    full_inputs: bool = False,
+    full_qk: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula_lightning_cp` on the rank's heads; everything else as in `cula_kda_tp_cp`."""
+    return _run("lightning", **locals())
+
+
+def cula_delta_tp_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    decay: Tensor | None = None,
+    tp_group: GroupLike,
+    sp_group: GroupLike,
+    tp_size: int | None = None,
+    sp_size: int | None = None,
+    tp_rank: int | None = None,
+    sp_rank: int | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    sp_mode: str = "split",
+    sp_splits: Sequence[int] | None = None,
+    method: str | None = None,
+    final_state_on: str | None = None,
+    state_v_first: bool = True,
+    nvshmem_backend: bool = False,
+    gather_output: bool = False,
+    full_inputs: bool = False,
+    full_qk: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`cula_delta_cp` on the rank's heads; everything else as in `cula_kda_tp_cp`."""
+    return _run("delta", **locals())

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: heads over several ranks. They are independent, so nothing is exchanged unless asked for."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cula import Checkpoints
+from cula.dist.calls import Call
+from cula.dist.groups import Group, GroupLike, resolve
+from cula.dist.shards import take_heads, take_parameter, take_query_heads
+from cula.dist.transport import ProcessGroupTransport, all_gather_dim
+
+
+def local_call(call: Call, group: Group, full_inputs: bool, full_qk: bool) -> Call:
+    """The call on the rank's heads. Parameters and states may have its heads or all, which their sizes tell."""
+    call.check()
+    q, k, v = call.q, call.k, call.v
+    heads = v.shape[2]
+    if full_inputs:
+        if heads % group.size:
+            raise ValueError(f"{call.name}: v must have heads for tp_size {group.size}, got {list(v.shape)}")
+        heads //= group.size
+        v = v.narrow(2, group.rank * heads, heads)
+    if full_inputs or full_qk:
+        q, k = (take_query_heads(name, x, heads * group.size, group) for name, x in (("q", q), ("k", k)))
+    gates = {"g": call.g, "beta": call.beta}
+    gates = {name: x if x is None else take_heads(name, x, 2, heads, group) for name, x in gates.items()}
+    decay = None if call.decay is None else take_parameter("decay", call.decay, heads, (1,), group)
+    return call.but(q=q, k=k, v=v, **gates, decay=decay, options=_local_options(call, heads, group))
+
+
+def _local_options(call: Call, heads: int, group: Group) -> dict[str, object]:
+    options = dict(call.options)
+    bias_widths = (call.q.shape[3],) if call.g is not None and call.g.dim() == 4 else (1, call.q.shape[3])
+    for name, widths in (("A_log", (1,)), ("dt_bias", bias_widths)):
+        if isinstance(options.get(name), Tensor):
+            options[name] = take_parameter(name, options[name], heads, widths, group)
+    for name in ("initial_state", "state_pool"):
+        if isinstance(options.get(name), Tensor):
+            options[name] = take_heads(name, options[name], 1, heads, group)
+    if options.get("checkpoints") is not None:
+        states, plan = options["checkpoints"]
+        options["checkpoints"] = Checkpoints(take_heads("checkpoints.states", states, 1, heads, group), plan)
+    return options
+
+
+def check_gather(call: Call, group: Group, gather_output: bool) -> None:
+    if not gather_output:
+        return
+    if group.process_group is None and group.size > 1:
+        raise ValueError(f"{call.name}: tp_group must be given with gather_output, got None")
+    if call.options.get("out") is not None:
+        raise ValueError(f"{call.name}: out must be left out with gather_output, whose o has all heads")
+
+
+def gather(call: Call, group: Group, results: tuple) -> tuple:
+    """All heads of o, of new final states and of the states on the way. A pool stays where it is."""
+    if group.size == 1:
+        return results
+    transport = ProcessGroupTransport(group)
+    o, final, *on_the_way = results
+    if final is not None and call.options.get("state_pool") is None:
+        final = all_gather_dim(transport, final, 1)
+    return all_gather_dim(transport, o, 2), final, *(all_gather_dim(transport, h, 2) for h in on_the_way)
+
+
+def _run(
+    mode: str, *, tp_group: GroupLike | None, tp_size: int | None, tp_rank: int | None, gather_output: bool,
+    full_inputs: bool, full_qk: bool, **arguments: object,
+) -> tuple:  # fmt: skip
+    call = Call.take(f"cula_{mode}_tp", mode, arguments)
+    group = resolve("tp", tp_group, tp_size, tp_rank, required=False)
+    check_gather(call, group, gather_output)
+    results = local_call(call, group, full_inputs, full_qk).run()
+    return gather(call, group, results) if gather_output else results
+
+
+def cula_kda_tp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    tp_group: GroupLike | None = None,
+    tp_size: int | None = None,
+    tp_rank: int | None = None,
+    gather_output: bool = False,
+    full_inputs: bool = False,
+    full_qk: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """`cula.cula_kda` on the rank's heads: of P ranks, rank r has the value heads from `r HV / P` to `(r + 1) HV / P`.
+
+    q, k, v, g, beta: the rank's heads.
+    full_inputs: they are all ranks' heads instead, and the rank takes its own. Where there are fewer query and key
+        heads than ranks, several ranks take the same one.
+    full_qk: q and k alone are all heads' (replicated); v, g and beta are the rank's.
+    tp_group, tp_size, tp_rank: each defaults to what the others say, without any to one rank. A group is needed for
+        `gather_output` only.
+    gather_output: return all heads of o, of a new final state and of h; a `state_pool` stays cut.
+    kwargs: the options of `cula.cula_kda`. A_log, dt_bias, initial_state, state_pool and checkpoints may have the
+        rank's heads or all heads, whatever the inputs have; a rank reads and writes its own heads of them in place.
+
+    Returns what `cula.cula_kda` does, for the rank's heads unless gathered.
+    """
+    return _run("kda", **locals())
+
+
+def cula_gdn_tp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    tp_group: GroupLike | None = None,
+    tp_size: int | None = None,
+    tp_rank: int | None = None,
+    gather_output: bool = False,
+    full_inputs: bool = False,
+    full_qk: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """`cula.cula_gdn` on the rank's heads; everything else as in `cula_kda_tp`."""
+    return _run("gdn", **locals())
+
+
+def cula_gla_tp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    tp_group: GroupLike | None = None,
+    tp_size: int | None = None,
+    tp_rank: int | None = None,
+    gather_output: bool = False,
+    full_inputs: bool = False,
+    full_qk: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """`cula.cula_gla` on the rank's heads; everything else as in `cula_kda_tp`."""
+    return _run("gla", **locals())
+
+
+def cula_simple_gla_tp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    *,
+    decay: Tensor | None = None,
+    tp_group: GroupLike | None = None,
+    tp_size: int | None = None,
+    tp_rank: int | None = None,
+    gather_output: bool = False,
+    full_inputs: bool = False,
+    full_qk: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """`cula.cula_simple_gla` on the rank's heads; everything else as in `cula_kda_tp`."""
+    return _run("simple_gla", **locals())
+
+
+def cula_lightning_tp(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    decay: Tensor,
+    *,
+    tp_group: GroupLike | None = None,
+    tp_size: int | None = None,
+    tp_rank: int | None = None,
+    gather_output: bool = False,
+    full_inputs: bool = False,
+    full_qk: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """`cula.cula_lightning` on the rank's heads; everything else as in `cula_kda_tp`."""
+    return _run("lightning", **locals())
+
+
+def cula_delta_tp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    decay: Tensor | None = None,
+    tp_group: GroupLike | None = None,
+    tp_size: int | None = None,
+    tp_rank: int | None = None,
+    gather_output: bool = False,
+    full_inputs: bool = False,
+    full_qk: bool = False,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """`cula.cula_delta` on the rank's heads; everything else as in `cula_kda_tp`."""
+    return _run("delta", **locals())

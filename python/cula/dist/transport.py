@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks exchange tensors: the few verbs that context and tensor parallelism need.
+
+Everything above speaks to `Transport`. `ProcessGroupTransport` is torch.distributed; one over symmetric memory, where
+ranks read each other's maps in place, would be another class of the same verbs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cula.dist.groups import Group
+
+# Its name until PyTorch 2.12.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Transport(Protocol):
+    size: int
+    rank: int
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's x: `[size, *x.shape]`."""
+
+    def send_next(self, x: Tensor) -> None:
+        """x, to the next rank."""
+
+    def receive_previous(self, x: Tensor) -> Tensor:
+        """x, filled by the previous rank."""
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """The x of rank `source`, on all ranks."""
+
+    def sum(self, x: Tensor, destination: int | None = None) -> Tensor:
+        """The sum of every rank's x, on rank `destination` or on all."""
+
+
+class ProcessGroupTransport:
+    """No verb is asynchronous: nothing is left to do meanwhile, and NCCL then needs no stream of its own."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group.process_group
+        self.size, self.rank = group.size, group.rank
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        gathered = x.new_empty((self.size, *x.shape))
+        # Backends differ in what shapes they take; one dimension is right for all.
+        _all_gather_single(gathered.view(-1), x.view(-1), group=self._group)
+        return gathered
+
+    def send_next(self, x: Tensor) -> None:
+        dist.send(x.contiguous(), group=self._group, group_dst=self.rank + 1)
+
+    def receive_previous(self, x: Tensor) -> Tensor:
+        dist.recv(x, group=self._group, group_src=self.rank - 1)
+        return x
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        dist.broadcast(x, group=self._group, group_src=source)
+        return x
+
+    def sum(self, x: Tensor, destination: int | None = None) -> Tensor:
+        if destination is None:
+            dist.all_reduce(x, group=self._group)
+        else:
+            dist.reduce(x, group=self._group, group_dst=destination)
+        return x
+
+
+def all_gather_dim(transport: Transport, x: Tensor, dim: int) -> Tensor:
+    """Every rank's x, one after the other along `dim`."""
+    return torch.cat(transport.all_gather(x).unbind(0), dim=dim)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of `ranks.Ranks` do: each makes the same case, takes its part of it and calls `cula.dist`."""
+
+from __future__ import annotations
+
+import functools
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import level1
+from cases import Case, Inputs, make
+from cula import dist as level2
+from cula.dist.lanes import BatchLanes
+
+NAN = float("nan")
+
+
+def function(case: Case, suffix: str):
+    name = {"linear": "simple_gla", "delta_per_head": "delta"}.get(case.algorithm, case.algorithm)
+    return getattr(level2, f"cula_{name}_{suffix}")
+
+
+def drawn(case: Case, exact: bool) -> Inputs:
+    """exact: in float64, for the reference."""
+    return make(case).double() if exact else make(case)
+
+
+def tokens(inputs: Inputs, begin: int, end: int) -> dict[str, torch.Tensor]:
+    cut = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
+    return {name: x[:, begin:end] for name, x in cut.items() if x is not None}
+
+
+def named(inputs: Inputs, exact: bool) -> dict:
+    more = {"cu_seqlens": inputs.cu_seqlens, **level1.common(inputs, "prefill")}
+    return {**more, "backend": "reference"} if exact else more
+
+
+def begins_here(case: Case, splits: tuple[int, ...], rank: int) -> torch.Tensor:
+    """[N]: which sequences start on the rank; the empty ones where the token before them lies."""
+    if not case.packed:
+        return torch.full((case.sequences,), rank == 0)
+    here, begin = [], 0
+    for length in case.lengths:
+        owners = [r for r in range(len(splits) - 1) if splits[r] <= begin < splits[r + 1]]
+        if length == 0:
+            owners = [r for r in range(len(splits) - 1) if splits[r + 1] >= begin][:1]
+        here.append(rank in owners)
+        begin += length
+    return torch.tensor(here)
+
+
+def initial_of(inputs: Inputs, here: torch.Tensor) -> torch.Tensor | None:
+    """The initial states of sequences that start elsewhere are not to be read."""
+    if inputs.initial_state is None:
+        return None
+    return torch.where(here[:, None, None, None], inputs.initial_state, NAN)
+
+
+@functools.cache
+def _mesh(tp: int) -> DeviceMesh:
+    return init_device_mesh(
+        torch.get_default_device().type, (tp, dist.get_world_size() // tp), mesh_dim_names=("tp", "cp")
+    )
+
+
+def split_arguments(case: Case, splits: tuple[int, ...], exact: bool, options: dict) -> dict:
+    inputs, rank = drawn(case, exact), dist.get_rank()
+    return {
+        **named(inputs, exact),
+        **tokens(inputs, splits[rank], splits[rank + 1]),
+        "initial_state": initial_of(inputs, begins_here(case, splits, rank)),
+        "sp_group": dist.group.WORLD,
+        "sp_splits": splits,
+        **options,
+    }
+
+
+def split(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
+    """(o of the rank's tokens, final states)."""
+    return _call(function(case, "cp"), split_arguments(case, splits, exact, options))
+
+
+def split_as_on_gpus(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
+    """As `split`, where every rank of a batch makes maps and prefills go on with what those keep: here, nothing."""
+    with mock.patch.object(BatchLanes, "keeps", True):
+        return split(case, splits, exact, options)
+
+
+def _call(target, arguments: dict):
+    arguments = dict(arguments)
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    return target(q, k, v, **arguments)
+
+
+def into(case: Case, splits: tuple[int, ...], dtype: torch.dtype, options: dict):
+    """`out`, a slice of wider rows, after the call."""
+    held = splits[dist.get_rank() + 1] - splits[dist.get_rank()]
+    wide = torch.full((case.batch, held, 3, 64), NAN, dtype=dtype)
+    out = wide[:, :, :2, : case.value_dim]
+    o, _ = split(case, splits, False, {**options, "out": out})
+    assert o.data_ptr() == out.data_ptr()
+    assert wide[:, :, 2].isnan().all()
+    return out
+
+
+def split_without_waiting(case: Case, splits: tuple[int, ...], options: dict):
+    """As `split`; after a first call has made its connections, none may wait for the GPU."""
+    split(case, splits, False, options)
+    arguments = split_arguments(case, splits, False, options)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return _call(function(case, "cp"), arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def complete(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
+    """Sequences splits[r] to splits[r + 1] on rank r."""
+    inputs, rank = drawn(case, exact), dist.get_rank()
+    begin, end = (sum(case.lengths[: splits[r]]) for r in (rank, rank + 1))
+    arguments = {
+        **named(inputs, exact),
+        **tokens(inputs, begin, end),
+        "initial_state": inputs.initial_state,
+        "sp_group": dist.group.WORLD,
+        "sp_mode": "complete",
+        "sp_splits": splits,
+        **options,
+    }
+    return _call(function(case, "cp"), arguments)
+
+
+def heads(case: Case, exact: bool, given: str, options: dict):
+    """given: what the rank passes, "local" shards, "full" tensors or local ones beside "replicated" q and k."""
+    inputs, rank, size = drawn(case, exact), dist.get_rank(), dist.get_world_size()
+    arguments = {**named(inputs, exact), **tokens(inputs, 0, case.tokens), "initial_state": inputs.initial_state}
+    if given != "full":
+        dims = {**dict.fromkeys(("q", "k", "v", "g", "beta"), 2), "decay": 0, "A_log": 0, "initial_state": 1}
+        for name, dim in dims.items():
+            if arguments.get(name) is not None and not (given == "replicated" and name in ("q", "k")):
+                arguments[name] = arguments[name].chunk(size, dim)[rank]
+    more = {"full_inputs": given == "full", "full_qk": given == "replicated", "tp_group": dist.group.WORLD}
+    return _call(function(case, "tp"), {**arguments, **more, "output_final_state": True, **options})
+
+
+def heads_in_pool(case: Case, exact: bool):
+    """A full pool of which the rank's heads are updated: the pool."""
+    inputs = drawn(case, exact)
+    arguments = {
+        **named(inputs, exact),
+        **tokens(inputs, 0, case.tokens),
+        "state_pool": inputs.initial_state,
+        "initial_state_indices": inputs.initial_state_indices,
+        "full_inputs": True,
+        "tp_size": dist.get_world_size(),
+        "tp_rank": dist.get_rank(),
+    }
+    _call(function(case, "tp"), arguments)
+    return inputs.initial_state
+
+
+def mesh(case: Case, tp: int, splits: tuple[int, ...], exact: bool, options: dict):
+    inputs = drawn(case, exact)
+    grid = _mesh(tp)
+    rank = grid.get_local_rank("cp")
+    arguments = {
+        **named(inputs, exact),
+        **tokens(inputs, splits[rank], splits[rank + 1]),
+        "initial_state": initial_of(inputs, begins_here(case, splits, rank)),
+        "tp_group": (grid, "tp"),
+        "sp_group": grid["cp"],
+        "sp_splits": splits,
+        "full_inputs": True,
+        "gather_output": True,
+        "final_state_on": "all",
+        **options,
+    }
+    return _call(function(case, "tp_cp"), arguments)
+
+
+def boundary(x: torch.Tensor, cu_seqlens: torch.Tensor | None, splits: tuple[int, ...], width: int):
+    """What the rank gets from before its first token."""
+    own = x[:, splits[dist.get_rank()] : splits[dist.get_rank() + 1]]
+    more = {"width": width, "cu_seqlens": cu_seqlens, "sp_splits": splits}
+    return level2.conv_boundary_tokens(own, sp_group=dist.group.WORLD, **more)
+
+
+def arguments(case: Case, suffix: str, changes: dict, _then: str = ""):
+    """A call with some arguments replaced; `only` restricts the change to one rank. Results are dropped."""
+    inputs = make(case)
+    given = {**named(inputs, False), **tokens(inputs, 0, case.tokens)}
+    group = {"tp": "tp_group", "cp": "sp_group"}
+    changes = dict(changes)
+    only = changes.pop("only", None)
+    if suffix in group:
+        given[group[suffix]] = dist.group.WORLD
+    if only in (None, dist.get_rank()):
+        given |= {name: _special(value) for name, value in changes.items()}
+    _call(function(case, suffix), given)
+
+
+def _special(value: object):
+    """Values that only a process of the group can make."""
+    if value == "a mesh of two dimensions":
+        return _mesh(1)
+    if value == "a group of others":
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        return groups[dist.get_rank() - 1]
+    if value == "requires grad":
+        return torch.zeros(1, 8, 2, 64, requires_grad=True)
+    return value
+
+
+def grouped(kind: str) -> list[int]:
+    """Resolves one group given in several ways: (size, rank)."""
+    from cula.dist.groups import resolve
+
+    grid = _mesh(1)
+    given = {"group": dist.group.WORLD, "mesh": grid["cp"], "name": (grid, "cp"), "number": (grid, 1)}[kind]
+    group = resolve("sp", given, None, None, required=True)
+    return [group.size, group.rank]

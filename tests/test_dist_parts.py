@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cula.dist is made of, without other processes: shards of tokens and of heads, maps, the cost model, pools."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import passes
+from cases import Case, make
+from compare import assert_same_bits
+from cula import dist as level2
+from cula.dist import (
+    alloc_decode_state_pool,
+    alloc_state_buffer,
+    cost,
+    cula_kda_tp,
+    even_splits,
+    split_cu_seqlens_for_sp,
+)
+from cula.dist.calls import FUNCTIONS
+from cula.dist.methods import compose
+from cula.dist.shards import TokenShard
+
+pytestmark = pytest.mark.cpu_only("host side; the ranks' tests run on GPUs too")
+
+
+@pytest.mark.parametrize("name", [name for name in level2.__all__ if name.startswith("cula_")])
+def test_every_function_says_what_it_takes(name):
+    """The tensors of the Level 1 function by position, and the words of its kind of parallelism, alike for all."""
+    function = getattr(level2, name)
+    mode = next(mode for mode in sorted(FUNCTIONS, key=len, reverse=True) if name.startswith(f"cula_{mode}_"))
+    level1 = inspect.signature(FUNCTIONS[mode]).parameters
+    kda = inspect.signature(getattr(level2, name.replace(mode, "kda", 1))).parameters
+    parameters = inspect.signature(function).parameters
+
+    def words(of):
+        return {each for each in of.values() if each.kind is inspect.Parameter.KEYWORD_ONLY and each.name != "decay"}
+
+    def positions(of):
+        return [(each.name, each.default) for each in of.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+    assert positions(parameters) == positions(level1)
+    assert words(parameters) == words(kda)
+    assert function.__doc__
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    size=st.integers(1, 5),
+    tail=st.integers(0, 3),
+    data=st.data(),
+)
+def test_shards_of_packed_tokens(lengths, size, tail, data):
+    total = sum(lengths) + tail
+    sequence_of = [n for n, length in enumerate(lengths) for _ in range(length)] + [None] * tail
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    borders = data.draw(st.lists(st.integers(0, total), min_size=size - 1, max_size=size - 1))
+    splits = data.draw(st.sampled_from([even_splits(total, size), [0, *sorted(borders), total]]))
+    for rank in range(size):
+        begin, end = splits[rank], splits[rank + 1]
+        held = sequence_of[begin:end]
+        if splits == even_splits(total, size):
+            local, before = split_cu_seqlens_for_sp(cu_seqlens, rank, size, total)
+            assert local.diff().tolist() == [held.count(n) for n in range(len(lengths))]
+            assert before.tolist() == [sequence_of[:begin].count(n) for n in range(len(lengths))]
+        shard = TokenShard.of(cu_seqlens, splits, rank)
+        assert shard.cu_seqlens.diff().tolist() == [held.count(n) for n in range(len(lengths))]
+
+        def across(border: int) -> int:
+            if 0 < border < total and sequence_of[border - 1] == sequence_of[border] is not None:
+                return sequence_of[border]
+            return -1
+
+        assert shard.entering == across(begin)
+        assert shard.leaving.tolist() == [across(border) for border in splits[1:]]
+        leaves = across(end)
+        skipped = len(held) - held.count(leaves)
+        expected = [0, 0, 0] if leaves < 0 else [0, skipped, len(held)]
+        assert shard.leaving_cu_seqlens.tolist() == expected
+        ends = cu_seqlens[1:].tolist()
+        assert shard.final_ranks.tolist() == [next(r for r in range(size) if splits[r + 1] >= e) for e in ends]
+
+
+def test_wrong_cu_seqlens():
+    good = torch.tensor([0, 4, 9])
+    for cu_seqlens, error, message in (
+        ([0, 4], TypeError, "cu_seqlens must be a tensor, got list"),
+        (good.float(), ValueError, "cu_seqlens must have dtype int32 or int64"),
+        (good[:1], ValueError, r"cu_seqlens must have shape \[N \+ 1\], got \[1\]"),
+        (good + 1, ValueError, "cu_seqlens must ascend from 0"),
+        (good + good, ValueError, "cu_seqlens must end at or before the 9 tokens"),
+    ):
+        with pytest.raises(error, match=message):
+            split_cu_seqlens_for_sp(cu_seqlens, 0, 2, 9)
+
+
+def test_what_lowers_the_precision_of_products_does_not_lower_that_of_maps():
+    torch.manual_seed(0)
+    maps = torch.randn(3, 1, 2, 64 + 64, 64) / 8
+    precise = compose(maps, 64, [None] * 3)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert_same_bits("state", compose(maps, 64, [None] * 3), precise)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("rows", [8, 1])
+def test_maps_compose_in_order(rows):
+    """Three maps of two heads, by hand; what `joins` cuts off does not matter, not even a NaN."""
+    torch.manual_seed(0)
+    maps = torch.randn(3, 1, 2, rows + 4, 8, dtype=torch.float64)
+    m, b = maps[..., :rows, :].clone(), maps[..., rows:, :].clone()
+
+    def after(n: int, state: torch.Tensor) -> torch.Tensor:
+        return (state * m[n] if rows == 1 else state @ m[n].mT) + b[n]
+
+    assert_same_bits("one", compose(maps[:1], rows, [None]), b[0])
+    torch.testing.assert_close(compose(maps.clone(), rows, [None] * 3), after(2, after(1, b[0])))
+    cut = maps.clone()
+    cut[0] = float("nan")
+    joins = [torch.tensor(n != 0) for n in range(3)]
+    torch.testing.assert_close(compose(cut, rows, joins), after(2, b[1]))
+    assert not compose(maps.clone(), rows, [*joins[1:], torch.tensor(False)]).any()
+
+
+def test_tensor_parallelism_needs_no_group():
+    case = Case("kda", (40,), heads=4, value_heads=4)
+    inputs = make(case).double()
+    whole = passes.prefill(inputs, backend="reference")
+    for rank in range(2):
+        o, final = cula_kda_tp(
+            inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, initial_state=inputs.initial_state, tp_size=2,
+            tp_rank=rank, full_inputs=True, output_final_state=True, backend="reference",
+        )  # fmt: skip
+        assert_same_bits("o", o, whole.o[:, :, 2 * rank : 2 * rank + 2])
+        assert_same_bits("final_state", final, whole.final_state[:, 2 * rank : 2 * rank + 2])
+    for wrong, message in (
+        ({"tp_size": 2}, "tp_rank must be given with tp_size"),
+        ({"tp_size": 2, "tp_rank": 2}, r"tp_rank must lie in \[0, 2\), got 2"),
+        ({"tp_size": 0, "tp_rank": 0}, "tp_size must be at least 1, got 0"),
+        ({"tp_size": 2, "tp_rank": 0, "gather_output": True}, "tp_group must be given with gather_output"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cula_kda_tp(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, **wrong)
+
+
+LONG = cost.Size(ranks=4, tokens=32768, lanes=1, value_heads=32, key_dim=128, value_dim=128, delta=True, keeps=True)
+PACKED = dataclasses.replace(LONG, keeps=False)
+
+
+def test_the_cost_model():
+    def choice(size: cost.Size, **changes: int) -> str:
+        return cost.choose(dataclasses.replace(size, **changes))
+
+    assert (LONG.state_bytes, LONG.map_bytes) == (2 << 20, 4 << 20)
+    assert dataclasses.replace(LONG, delta=False).map_bytes == (2 << 20) * 129 // 128
+    assert choice(LONG) == choice(LONG, ranks=2) == choice(PACKED) == "scan"
+    assert choice(LONG, ranks=2, tokens=16) == choice(LONG, ranks=1) == "ring"
+    # Of two ranks that keep nothing the last waits for the first either way, and the ring's message is smaller.
+    assert choice(PACKED, ranks=2) == "ring"
+
+
+def test_estimates_are_sums_of_their_parts():
+    machine = cost.Machine()
+    prefill, segment, exchange = (
+        estimate(LONG, machine) for estimate in (cost.prefill_us, cost.segment_us, cost.exchange_us)
+    )
+    assert segment - prefill == pytest.approx(machine.carry * LONG.token_heads)
+    assert cost.scan_us(PACKED, machine) == segment + exchange + prefill
+    twice = 2 * (machine.call + machine.cut * LONG.token_heads)
+    assert cost.scan_us(LONG, machine) == pytest.approx(machine.prepare * LONG.token_heads + twice + exchange)
+    assert cost.ring_us(dataclasses.replace(LONG, ranks=1), machine) == prefill
+
+
+# Milliseconds on H200s, of 131,072 tokens and 32 heads or 524,288 and 8.
+@pytest.mark.parametrize(
+    ("method", "ranks", "heads", "measured"),
+    [
+        ("scan", 2, 32, 2.836),
+        ("scan", 4, 32, 1.582),
+        ("scan", 2, 8, 2.757),
+        ("scan", 4, 8, 1.501),
+        ("ring", 2, 32, 4.91),
+        ("ring", 4, 32, 4.98),
+    ],
+)
+def test_estimates_are_near_what_was_measured(method, ranks, heads, measured):
+    size = dataclasses.replace(LONG, ranks=ranks, tokens=(1 << 22) // heads // ranks, value_heads=heads)
+    estimate = {"scan": cost.scan_us, "ring": cost.ring_us}[method](size, cost.Machine())
+    assert estimate == pytest.approx(1e3 * measured, rel=0.1)
+
+
+ALLOCATORS = (alloc_state_buffer, alloc_decode_state_pool)
+
+
+@pytest.mark.parametrize("allocate", ALLOCATORS)
+def test_a_rank_gets_its_heads_v_first(allocate):
+    states = allocate(3, 8, 64, 32, tp_size=4, dtype=torch.bfloat16, device="cpu")
+    assert (states.shape, states.dtype) == ((3, 2, 32, 64), torch.bfloat16)
+    assert not states.any()
+    assert allocate(0, 8, 64, 32, device="cpu").shape == (0, 8, 32, 64)
+
+
+@pytest.mark.parametrize("allocate", ALLOCATORS)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 6}, "num_heads must be a multiple of tp_size, 4, got 6"),
+        ({"tp_size": 0}, "tp_size must be at least 1, got 0"),
+        ({"head_dim_k": 0}, "head_dim_k must be at least 1, got 0"),
+        ({"head_dim_v": -1}, "head_dim_v must be at least 1, got -1"),
+        ({"dtype": torch.int32}, "dtype must be float32, bfloat16 or float16, got torch.int32"),
+    ],
+)
+def test_wrong_arguments(allocate, changes, message):
+    given = {"num_heads": 8, "head_dim_k": 64, "head_dim_v": 64, "tp_size": 4, **changes}
+    with pytest.raises(ValueError, match=message):
+        allocate(2, **given, device="cpu")
+    with pytest.raises(ValueError, match="must not be negative, got -2"):
+        allocate(-2, 8, 64, 64, device="cpu")
