@@ -79,6 +79,9 @@ using Image = typename ImageOf<T, kKey, kPerChannel>::type;
 // decay of every token: prepare leaves the log2 of that bound, `fading`. Chunks that together reach kForgotten leave
 // nothing of what was before them in 32-bit floats, unless that was 2^40 times as large as what they write.
 inline constexpr float kForgotten = -64.0f;
+// Not where warps share a block's channels: nobody sees the slowest of them all.
+template <int kKey, bool kPerChannel>
+inline constexpr bool kFades = !kPerChannel || kKey <= 128;
 // What a write strength adds to it: |1 - beta|, where that is more than 1; keys are units up to their rounding.
 __device__ __forceinline__ float growth(float beta) { return log2f(fmaxf(fabsf(1.0f - 1.016f * beta), 1.0f)); }
 

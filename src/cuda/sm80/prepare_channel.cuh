@@ -377,6 +377,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     follow_kernels();
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>, kOwned = P::kChannels / 32;
+    constexpr bool kFading = kDelta && kFades<kKey, true>;
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<ChannelSmem<kKey>*>(raw);
 
@@ -412,7 +413,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     q.template fetch<T>(a.q, place.batch, begin, head, count, first_channel, a.key_dim);
     k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim);
     prefetch_chunk<kKey>(a, place, schedule.ahead, value_head, head);
-    const bool fades = kDelta && P::kParts == 1 && fading && a.qk_l2norm;
+    const bool fades = kFading && fading && a.qk_l2norm;
     bool wild = false;
     float fades_by = 0.0f;
     {
@@ -440,9 +441,9 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
         square_tokens<T, false>(s.norms[1][block.part] + first, k);
     }
     const bool exact = __syncthreads_or(wild);
-    if (kDelta && fading) {
+    if (kFading && fading) {
         const float grows_by = fades ? sum_over_warp(growth(lane < kBlock ? s.beta[first + lane] : 0.0f)) : 0.0f;
-        if (lane == 0 && block.part == 0) s.fading[block.block] = fades_by + grows_by;
+        if (lane == 0) s.fading[block.block] = fades_by + grows_by;
     }
 
     // --- table ---
@@ -485,7 +486,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
         if (!kDelta) s.back[token] = scales.back[half].y;
     }
     __syncthreads();
-    if (kDelta && fading && thread == 0) {
+    if (kFading && fading && thread == 0) {
         float sum = 0.0f;
 #pragma unroll
         for (int b = 0; b < P::kBlocks; ++b) sum += s.fading[b];

@@ -77,7 +77,7 @@ struct PrefillPlan {
         }
         if (images_wanted) {
             exact_writes = carver.take<std::int32_t>(policy.slab_chunks * heads);
-            if (a.algorithm.update == Update::kDelta && (maps || of_call || kept))
+            if (kFades<kKey, kPerChannel> && a.algorithm.update == Update::kDelta && (maps || of_call || kept))
                 fading = carver.take<float>(policy.slab_chunks * heads);
             images = carver.take<Image<T, kKey, kPerChannel>>(policy.slab_chunks * heads);
         }
