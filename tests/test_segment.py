@@ -140,7 +140,9 @@ def test_a_long_sequence_is_kept(algorithm, lengths, packed):
 def test_what_is_kept_serves_any_number_of_times(algorithm):
     inputs = make(Case(algorithm, (1100,), **LONG))
     _, kept = kept_by(inputs)
+    as_it_was = kept.clone()
     once, twice = (level1.prefill(inputs, kept=kept) for _ in range(2))
+    assert torch.equal(kept, as_it_was)
     for name, first, second in zip(("o", "final_state"), once, twice, strict=True):
         assert_same_bits(name, first, second)
 
@@ -153,6 +155,17 @@ def test_what_another_call_kept_is_refused():
         return
     with pytest.raises(ValueError, match="kept must be what a segment of the same inputs has kept"):
         level1.prefill(longer, kept=kept)
+
+
+def test_what_is_kept_says_nothing_of_where_memory_is_read():
+    inputs = make(Case("kda", (1100, 0, 1300), packed=True, **LONG))
+    _, kept = kept_by(inputs)
+    if kept.numel() == 0:
+        pytest.skip("nothing is kept on this device")
+    before = level1.prefill(inputs, kept=kept)
+    level1.prefill(inputs, kept=torch.full_like(kept, 0x7F7F7F7F))
+    for name, first, second in zip(("o", "final_state"), before, level1.prefill(inputs, kept=kept), strict=True):
+        assert_same_bits(name, first, second)
 
 
 def test_kept_is_an_int32_vector():

@@ -35,7 +35,7 @@ fresh = {
 dense = {prefill: torch.ops.cula.prefill.dense, decode: torch.ops.cula.decode.dense}
 explain = torch.ops.cula.explain.default
 
-# The bits of `options` (bindings/torch/ops.cc): algorithm, gate, flags, and from bit 16 on the chunk size.
+# The bits of `options` (bindings/torch/schema.h): algorithm, gate, flags, and from bit 16 on the chunk size.
 _ALGORITHMS = ("kda", "gdn", "gla", "simple_gla", "lightning", "linear", "delta", "delta_per_head")
 _ALGORITHM = {name: row for row, name in enumerate(_ALGORITHMS)}
 _GATE = {"log_decay": 0 << 8, "softplus": 1 << 8, "bounded": 2 << 8}

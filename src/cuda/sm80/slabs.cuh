@@ -43,7 +43,7 @@ struct PrefillPlan {
     float* fading = nullptr;
     Image<T, kKey, kPerChannel>* images = nullptr;
     float *map_m = nullptr, *map_b = nullptr, *starts = nullptr, *unfinished[2] = {};
-    std::size_t bytes = 0;
+    std::size_t bytes = 0, own_bytes = 0;  // of the call that prepares; of the one that finds what it kept
 
     explicit PrefillPlan(const Call& call) {
         const DeviceArgs& a = call.args;
@@ -69,12 +69,15 @@ struct PrefillPlan {
         if (max_segments < 1) max_segments = 1;  // somebody has to zero the outputs that belong to no sequence
 
         found = kept && call.kept;
-        Carver carver(found ? call.kept : call.workspace);
+        Carver carver(found ? call.kept : call.workspace), own(call.workspace);
         const std::int64_t heads = a.value_heads, states = heads * a.value_dim * a.key_dim;
-        if (a.cu_seqlens) {
-            first_chunk = carver.take<std::int32_t>(a.sequences + 1);
-            segments = carver.take<Segment>(max_segments);
-        }
+        // A prefill only reads what is kept, and does not believe it where memory is: it makes these anew.
+        const auto take_schedule = [&](Carver& from) {
+            first_chunk = from.take<std::int32_t>(a.sequences + 1);
+            segments = from.take<Segment>(max_segments);
+        };
+        if (a.cu_seqlens) take_schedule(carver);
+        if (a.cu_seqlens && found) take_schedule(own);
         if (images_wanted) {
             exact_writes = carver.take<std::int32_t>(policy.slab_chunks * heads);
             if (kFades<kKey, kPerChannel> && a.algorithm.update == Update::kDelta && (maps || of_call || kept))
@@ -87,14 +90,15 @@ struct PrefillPlan {
             map_m = carver.take<float>(rows * (a.algorithm.update == Update::kDelta ? a.key_dim : 1) * kKey);
             map_b = carver.take<float>(rows * a.value_dim * kKey);
             starts = carver.take<float>(rows * a.value_dim * kKey);
+            if (found) starts = own.take<float>(rows * a.value_dim * kKey);
         }
         if (slabs() > 1)
             for (float*& x : unfinished) x = carver.take<float>(states);
-        bytes = carver.bytes();
+        bytes = carver.bytes(), own_bytes = own.bytes();
     }
 
     int slabs() const { return std::max(1, ceil_div(chunks, policy.slab_chunks)); }
-    std::size_t workspace_bytes() const { return found ? 0 : bytes; }
+    std::size_t workspace_bytes() const { return found ? own_bytes : bytes; }
     std::size_t kept_bytes() const { return kept ? bytes : 0; }
 };
 
@@ -135,7 +139,7 @@ void launch_slabs(const Call& call) {
         schedule_of.slab_begin = slab * plan.policy.slab_chunks;
         schedule_of.slab_end = static_cast<std::int32_t>(
             std::min<std::int64_t>(plan.chunks, schedule_of.slab_begin + std::int64_t{plan.policy.slab_chunks}));
-        if (a.cu_seqlens && !found)
+        if (a.cu_seqlens)
             launch(a.sequences <= kFewSequences ? schedule<kFewSequences> : schedule<kScheduleThreads>,
                    shape({1, a.sequences <= kFewSequences ? kFewSequences : kScheduleThreads}), call.stream, a,
                    schedule_of, plan.first_chunk, plan.segments);
