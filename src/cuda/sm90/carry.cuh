@@ -25,7 +25,7 @@ using Packed = std::uint32_t[4];  // 16 x 16 of a warp, as an A operand
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChannel>>, 1)
     carry(const __grid_constant__ DeviceArgs a, const Schedule schedule, const Image<T, kKey, kPerChannel>* images,
-          const __grid_constant__ CarryParams p) {
+          const __grid_constant__ CarryParams p, const __grid_constant__ RowMaps maps) {
     follow_kernels();
     using S = Stage<T, kKey, kDelta, kPerChannel>;
     constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
@@ -43,7 +43,6 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     if (role < 0) walk.zero_skipped(schedule);
     if (walk.nothing()) return;
     const int value_head = walk.value_head, chunks = walk.segment.chunks;
-    const bool wide_out = !kMaps && aligned<T>(a.o, a.value_dim);
 
     unsigned char* outs = memory + p.stages * S::bytes(groups);
     auto& barriers = *reinterpret_cast<CarryBarriers*>(outs + groups * kOutBytes<T, kKey>);
@@ -51,13 +50,13 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     const int cluster = cluster_size();
     if (thread == 0) {
         for (int stage = 0; stage < p.stages; ++stage) {
-            init_barrier(full + stage * 8, 1 + kGroupThreads);
+            init_barrier(full + stage * 8, 1 + kFetchThreads);
             init_barrier(empty + stage * 8, cluster * groups * kGroupThreads);
             init_barrier(shared_address(barriers.made + stage), kGroupThreads);
         }
         for (int group = 0; group < groups; ++group) {
             init_barrier(shared_address(barriers.turned + group), kGroupThreads);
-            init_barrier(shared_address(barriers.taken + group), kGroupThreads);
+            init_barrier(shared_address(barriers.taken + group), kPutThreads);
         }
         publish_barriers();
     }
@@ -71,10 +70,15 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         }
     } else if (role >= 0) {
         lower_registers<kCopyRegisters>();
-        const std::int64_t first = static_cast<std::int64_t>(walk.segment.image) * a.value_heads + value_head;
-        const Copier<T, kKey, kDelta, kPerChannel, kMaps> copier{
-            a, walk, images + first, p.exact_writes + first, memory, barriers, groups, p.stages, wide_out};
-        copier.run();
+        const int copier = warp % kGroupWarps;
+        if (copier < kFetchThreads / 32) {
+            const std::int64_t first = static_cast<std::int64_t>(walk.segment.image) * a.value_heads + value_head;
+            const Fetcher<T, kKey, kDelta, kPerChannel, kMaps> fetcher{
+                a, maps, walk, images + first, p.exact_writes + first, memory, barriers, groups, p.stages};
+            fetcher.run();
+        } else if (copier == kGroupWarps - 1 && maps.outputs) {
+            if constexpr (!kMaps) Putter<T, kKey>{a, maps.o, walk, outs, barriers, groups}.run();
+        }
     } else {
         raise_registers<kMultiplyRegisters<kScores>>();
         float state[kKey / 8][4];  // [channel tile of 8][fragment]
@@ -82,8 +86,11 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(walk);
 
         const int row_base = walk.rows.first, lane_channel = RowWindow::channel();
-        const std::uint32_t out_rows = shared_address(outs) + warp * (kOutBytes<T, kKey> / kGroupWarps);
         const int group = warp / kGroupWarps;
+        // Where the lane's row of a matrix stands in a tile of values, as ldmatrix reads it, and of outputs.
+        using RowTile = Tile<kRows, kGroupRows>;
+        const int own_row = RowTile::unit(lane % 8 + lane / 16 * 8, warp % kGroupWarps * 2 + lane / 8 % 2) * 16;
+        const std::uint32_t out_rows = shared_address(outs) + group * kOutBytes<T, kKey> + own_row;
         const std::uint32_t turned = shared_address(barriers.turned + group),
                             taken = shared_address(barriers.taken + group);
         int stage = 0, parity = 0;
@@ -173,12 +180,10 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
             // tokens 8-15.
             Packed writes[kBlocks] = {};
             if (!walk.of_m) {
-                const std::uint32_t values = stage_at + S::kValues + warp / kGroupWarps * S::kValueBytes +
-                                             (lane % 8 + lane / 16 * 8) * S::kValuePitch +
-                                             (warp % kGroupWarps * 2 + lane / 8 % 2) * 16;
+                const std::uint32_t values = stage_at + S::kValues + group * S::kValueBytes + own_row;
 #pragma unroll
                 for (int block = 0; block < kBlocks; ++block)
-                    load_matrices_transposed(writes[block], values + block * 16 * S::kValuePitch);
+                    load_matrices_transposed(writes[block], values + RowTile::unit(block * 16, 0) * 16);
             }
             if constexpr (kDelta) {
 #pragma unroll
@@ -286,7 +291,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
 
             if constexpr (!kMaps) {
                 wgmma::hold(out);
-                if (wide_out) {
+                if (maps.outputs) {
                     wait_barrier(taken, chunk + 1 & 1);
 #pragma unroll
                     for (int block = 0; block < kBlocks; ++block) {
@@ -296,11 +301,9 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
                             const float* pair = &out[2 * block + x / 2][x % 2 * 2];
                             m[x] = pack2<T>(pair[0], pair[1]);
                         }
-                        store_matrices_transposed(
-                            out_rows +
-                                Tile<kRows, kWarpRows>::unit(block * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2) * 16,
-                            m);
+                        store_matrices_transposed(out_rows + RowTile::unit(block * 16, 0) * 16, m);
                     }
+                    fence_async_proxy();
                     arrive(turned);
                 } else {
                     const int count = walk.count(chunk), row = walk.rows.row();

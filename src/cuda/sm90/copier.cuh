@@ -1,29 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warpgroup that copies: images, q, k and v to the stages, outputs to memory.
+// The warpgroup that copies: half of it images, q, k and v to the stages, the other half outputs to memory.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/tensor_copy.cuh"
 #include "cuda/sm90/stage.cuh"
 
 namespace cula::cuda::sm90 {
 
+// Threads of the copying warpgroup that fetch what a chunk needs, and the warp that puts outputs out. Neither waits for
+// the other.
+inline constexpr int kFetchThreads = 64, kPutThreads = 32;
+
 // The tokens of a chunk, kUnits times eight columns of `from`, each 16 bytes to place(token, unit); zero beyond `count`
-// tokens and `columns` columns. Called by one warpgroup.
+// tokens and `columns` columns. Called by the threads that fetch.
 template <class T, int kRows, int kUnits, class Place>
 __device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, std::int64_t pitch, int count,
                                           int columns, bool wide, Place place) {
-    constexpr int kStep = kGroupThreads / kUnits;  // a multiple of eight tokens: the same swizzle again
-    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, unit = thread % kUnits;
-    if (wide && count == kRows && columns >= kUnits * 8) {
-        const std::uint32_t to = shared_address(memory) + place(thread / kUnits, unit);
-        from += thread / kUnits * pitch + unit * 8;
-#pragma unroll
-        for (int token = 0; token < kRows; token += kStep, from += kStep * pitch)
-            copy_async(to + place(token, 0), from);
-        return;
-    }
 #pragma unroll 1
-    for (int token = thread / kUnits; token < kRows; token += kStep) {
+    for (int i = static_cast<int>(threadIdx.x) % kGroupThreads; i < kRows * kUnits; i += kFetchThreads) {
+        const int token = i / kUnits, unit = i % kUnits;
         T* to = reinterpret_cast<T*>(memory + place(token, unit));
         const bool in = token < count && unit * 8 < columns;
         if (wide) {
@@ -36,33 +32,58 @@ __device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, 
     }
 }
 
+// Threads that fetch: images, values, and q and k where they are read as they came.
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
-struct Copier {
+struct Fetcher {
     using S = Stage<T, kKey, kDelta, kPerChannel>;
     using ImageType = typename S::ImageType;
+    static constexpr bool kImages = !kMakesScores<kDelta, kPerChannel>;
+    static constexpr int kPanels = kKey / kBoxChannels;
 
     const DeviceArgs& a;
+    const RowMaps& maps;
     const Walk<kKey, kMaps>& walk;
     const ImageType* images;           // the segment's first
     const std::int32_t* exact_writes;  // the same
     unsigned char* memory;             // of the stages
     CarryBarriers& barriers;
     int groups, stages;
-    bool wide_out;
 
     // This CTA's part of an image, to every CTA of the cluster; the barrier expects all parts.
-    __device__ __forceinline__ void copy_image(const ImageType* image, bool exact, std::uint32_t stage_at,
+    __device__ __forceinline__ void copy_image(const ImageType* image, int begin, int bytes, std::uint32_t stage_at,
                                                std::uint32_t full) const {
-        const int size = cluster_size(), rank = cluster_rank();
-        const int begin = ImageType::begin(kDelta, kDelta && exact), bytes = ImageType::end() - begin;
+        const int cluster = cluster_size(), rank = cluster_rank();
         const std::uint32_t to = stage_at - S::kImageBegin;
         const auto* from = reinterpret_cast<const unsigned char*>(image);
-        arrive_expecting(full, bytes);
-        if (size == 1) return copy_bulk(to + begin, from + begin, bytes, full);
-        const int part = (bytes >> (3 + __ffs(size))) * 16, first = begin + rank * part;  // size is a power of two
-        copy_bulk(to + first, from + first, rank + 1 < size ? part : bytes - rank * part, full, (1u << size) - 1);
+        if (cluster == 1) return copy_bulk(to + begin, from + begin, bytes, full);
+        const int part = (bytes >> (3 + __ffs(cluster))) * 16, first = begin + rank * part;  // a power of two of CTAs
+        copy_bulk(to + first, from + first, rank + 1 < cluster ? part : bytes - rank * part, full, (1u << cluster) - 1);
     }
 
+    // Rows as boxes, where they have maps: how many bytes, and their copies.
+    __device__ __forceinline__ int box_bytes() const {
+        const int tiles = kPerChannel ? 0 : kMaps ? 1 : 2;
+        return (walk.of_m ? 0 : groups * S::kValueBytes) + tiles * kPanels * S::kBoxBytes;
+    }
+    __device__ __forceinline__ void copy_boxes(int chunk, std::uint32_t stage_at, std::uint32_t full) const {
+        BoxPlace at{0, walk.value_head / a.group, static_cast<int>(walk.token(chunk)), walk.batch};
+        if constexpr (!kPerChannel) {
+#pragma unroll
+            for (int panel = 0; panel < kPanels; ++panel) {
+                at.channel = panel * kBoxChannels;
+                if constexpr (!kMaps) copy_box(stage_at + S::kQuery + panel * S::kBoxBytes, maps.q, at, full);
+                copy_box(stage_at + S::kKeyRows + panel * S::kBoxBytes, maps.k, at, full);
+            }
+        }
+        if (walk.of_m) return;
+        at.head = walk.value_head;
+        for (int group = 0; group < groups; ++group) {
+            at.channel = walk.rows.first + group * kGroupRows;
+            copy_box(stage_at + S::kValues + group * S::kValueBytes, maps.v, at, full);
+        }
+    }
+
+    // The same by all threads that fetch, whatever the rows are.
     __device__ __forceinline__ void copy_key_rows(const TokenRows& rows, int chunk, unsigned char* to) const {
         const T* from =
             static_cast<const T*>(rows.data) + rows.offset(walk.batch, walk.token(chunk), walk.value_head / a.group);
@@ -71,80 +92,106 @@ struct Copier {
             [](int token, int unit) { return Tile<S::kRows, kKey>::unit(token, unit) * 16; });
     }
 
-    // Outputs of a chunk, 16 value rows of a warp after the other as Tile<kRows, 16>, once the warpgroups have turned
-    // them.
-    __device__ __forceinline__ void put_out(int chunk) const {
-        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, unit = thread % (kGroupRows / 8);
-        const int count = walk.count(chunk);
+    __device__ __forceinline__ void copy_all_rows(int chunk, unsigned char* to) const {
+        if constexpr (!kPerChannel) {
+            if constexpr (!kMaps) copy_key_rows(a.q, chunk, to + S::kQuery);
+            copy_key_rows(a.k, chunk, to + S::kKeyRows);
+        }
+        if (walk.of_m) return;
+        const T* from = static_cast<const T*>(a.v.data) + a.v.offset(walk.batch, walk.token(chunk), walk.value_head);
 #pragma unroll 1
         for (int group = 0; group < groups; ++group) {
-            const int row = walk.rows.first + group * kGroupRows + unit * 8;
-            const unsigned char* from = memory + stages * S::bytes(groups) + group * kOutBytes<T, kKey> +
-                                        unit / 2 * (kOutBytes<T, kKey> / kGroupWarps);
-            T* to = static_cast<T*>(a.o.data) + a.o.offset(walk.batch, walk.token(chunk), walk.value_head) + row;
-            wait_barrier(shared_address(barriers.turned + group), chunk & 1);
-#pragma unroll 2
-            for (int i = 0; i < S::kRows; i += kGroupThreads / (kGroupRows / 8)) {
-                const int token = i + thread / (kGroupRows / 8);
-                const auto* words =
-                    reinterpret_cast<const uint4*>(from + Tile<S::kRows, kWarpRows>::unit(token, unit % 2) * 16);
-                if (row < a.value_dim && token < count) *reinterpret_cast<uint4*>(to + token * a.o.token) = *words;
-            }
-            arrive(shared_address(barriers.taken + group));
+            const int row = walk.rows.first + group * kGroupRows;
+            copy_rows<T, S::kRows, kGroupRows / 8>(
+                to + S::kValues + group * S::kValueBytes, from + row, a.v.token, walk.count(chunk), a.value_dim - row,
+                aligned<T>(a.v, a.value_dim),
+                [](int token, int unit) { return Tile<S::kRows, kGroupRows>::unit(token, unit) * 16; });
         }
     }
 
     __device__ __forceinline__ void run() const {
         const std::uint32_t full = shared_address(barriers.full), empty = shared_address(barriers.empty);
         const bool first_thread = threadIdx.x % kGroupThreads == 0;
-        const bool all_wide = (!walk.of_m ? aligned<T>(a.v, a.value_dim) : true) &&
-                              (kPerChannel || ((kMaps || aligned<T>(a.q, a.key_dim)) && aligned<T>(a.k, a.key_dim)));
+        const int rows_bytes = box_bytes();
         int stage = 0, parity = 1;
 #pragma unroll 1
         for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
+            const std::int64_t image = static_cast<std::int64_t>(chunk) * a.value_heads;
             // Asked for before the wait, which hides it.
-            const std::int32_t exact =
-                kDelta && first_thread ? __ldg(exact_writes + static_cast<std::int64_t>(chunk) * a.value_heads) : 0;
+            const std::int32_t exact = kDelta && first_thread ? __ldg(exact_writes + image) : 0;
             wait_barrier(empty + stage * 8, parity);
             unsigned char* to = memory + stage * S::bytes(groups);
-            if (kMakesScores<kDelta, kPerChannel>) {
-                if (first_thread) arrive(full + stage * 8);
-            } else if (first_thread) {
-                barriers.exact[stage] = exact;
-                copy_image(images + static_cast<std::int64_t>(chunk) * a.value_heads, exact, shared_address(to),
-                           full + stage * 8);
-            }
-            if constexpr (!kPerChannel) {
-                if constexpr (!kMaps) copy_key_rows(a.q, chunk, to + S::kQuery);
-                copy_key_rows(a.k, chunk, to + S::kKeyRows);
-            }
-            if (!walk.of_m) {
-                const T* from =
-                    static_cast<const T*>(a.v.data) + a.v.offset(walk.batch, walk.token(chunk), walk.value_head);
-#pragma unroll 1
-                for (int group = 0; group < groups; ++group) {
-                    const int row = walk.rows.first + group * kGroupRows;
-                    copy_rows<T, S::kRows, kGroupRows / 8>(
-                        to + S::kValues + group * S::kValueBytes, from + row, a.v.token, walk.count(chunk),
-                        a.value_dim - row, aligned<T>(a.v, a.value_dim),
-                        [](int token, int unit) { return token * S::kValuePitch + unit * 16; });
+            // A box would take what follows a packed sequence for the rest of its last chunk.
+            const bool boxes = maps.inputs && (!a.cu_seqlens || walk.count(chunk) == S::kRows);
+            if (first_thread) {
+                const int begin = ImageType::begin(kDelta, exact), bytes = kImages ? ImageType::end() - begin : 0;
+                arrive_expecting(full + stage * 8, bytes + (boxes ? rows_bytes : 0));
+                if constexpr (kImages) {
+                    barriers.exact[stage] = exact;
+                    copy_image(images + image, begin, bytes, shared_address(to), full + stage * 8);
                 }
+                if (boxes) copy_boxes(chunk, shared_address(to), full + stage * 8);
             }
-            if (all_wide)
-                arrive_after_copies(full + stage * 8);
-            else
-                arrive_after_all(full + stage * 8);
+            if (boxes) {
+                arrive(full + stage * 8);
+            } else {
+                copy_all_rows(chunk, to);
+                commit_copies();
+                wait_copies<0>();
+                arrive(full + stage * 8);
+            }
             if (++stage == stages) stage = 0, parity ^= 1;
-            if (wide_out && chunk >= stages) put_out(chunk - stages);
         }
-        for (int chunk = max(walk.segment.chunks - stages, 0); wide_out && chunk < walk.segment.chunks; ++chunk)
-            put_out(chunk);
+    }
+};
+
+// The warp that puts out what the warpgroups have turned: a Tile of tokens by value rows of each.
+template <class T, int kKey>
+struct Putter {
+    static constexpr int kRows = kTokens<kKey>, kUnits = kGroupRows / 8;
+
+    const DeviceArgs& a;
+    const CUtensorMap& map;
+    const Walk<kKey, false>& walk;
+    const unsigned char* tiles;  // in shared memory
+    CarryBarriers& barriers;
+    int groups;
+
+    __device__ __forceinline__ void run() const {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+        for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
+            const int count = walk.count(chunk);
+#pragma unroll 1
+            for (int group = 0; group < groups; ++group) {
+                const int row = walk.rows.first + group * kGroupRows;
+                const unsigned char* tile = tiles + group * kOutBytes<T, kKey>;
+                wait_barrier(shared_address(barriers.turned + group), chunk & 1);
+                if (!a.cu_seqlens || count == kRows) {
+                    if (lane == 0) {
+                        store_box(map, {row, walk.value_head, static_cast<int>(walk.token(chunk)), walk.batch},
+                                  shared_address(tile));
+                        wait_stores_read();
+                    }
+                    __syncwarp();
+                } else {
+                    put_rows(tile, chunk, count, row, lane);
+                }
+                arrive(shared_address(barriers.taken + group));
+            }
+        }
     }
 
-    static __device__ __forceinline__ void arrive_after_all(std::uint32_t full) {
-        commit_copies();
-        wait_copies<0>();
-        arrive(full);
+    // What a box would write beyond a packed sequence's end is left out.
+    __device__ __forceinline__ void put_rows(const unsigned char* tile, int chunk, int count, int row, int lane) const {
+        T* const to = static_cast<T*>(a.o.data) + a.o.offset(walk.batch, walk.token(chunk), walk.value_head) + row;
+#pragma unroll 1
+        for (int i = lane; i < count * kUnits; i += kPutThreads) {
+            const int token = i / kUnits, unit = i % kUnits;
+            if (row + unit * 8 < a.value_dim)
+                *reinterpret_cast<uint4*>(to + token * a.o.token + unit * 8) =
+                    *reinterpret_cast<const uint4*>(tile + Tile<kRows, kGroupRows>::unit(token, unit) * 16);
+        }
     }
 };
 

@@ -7,12 +7,14 @@
 
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/sm80/walk.cuh"
+#include "cuda/sm90/row_maps.h"
 
 namespace cula::cuda::sm90 {
 
 using namespace sm80;  // images, schedules and walks
 
 inline constexpr int kGroupWarps = 4, kGroupRows = kGroupWarps * kWarpRows, kGroupThreads = kGroupWarps * 32;
+static_assert(kGroupRows == kBoxChannels);
 inline constexpr int kMaxGroups = 2;  // that multiply
 inline constexpr int kMaxStages = 4;
 
@@ -40,9 +42,8 @@ struct Stage {
     static constexpr int kImageBegin = ImageType::begin(kDelta, kDelta);
     static constexpr int kQuery = sizeof(ImageType) - kImageBegin, kKeyRows = kQuery + kTileBytes;
     static constexpr int kValues = kPerChannel ? kQuery : kKeyRows + kTileBytes;
-    static constexpr int kValuePitch =
-        kGroupRows * static_cast<int>(sizeof(T)) + 16;       // eight tokens: eight bank groups
-    static constexpr int kValueBytes = kRows * kValuePitch;  // of a warpgroup: 9 KiB
+    static constexpr int kBoxBytes = static_cast<int>(sizeof(T)) * kRows * kBoxChannels;
+    static constexpr int kValueBytes = kBoxBytes;  // of a warpgroup: 8 KiB
 
     static __device__ __forceinline__ ImageType& image(unsigned char* stage) {
         return *reinterpret_cast<ImageType*>(stage - kImageBegin);

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// Boxes of tensors that a map on the host describes, to and from shared memory: sm_90.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace cula::cuda {
+
+struct BoxPlace {
+    int channel, head, token, batch;
+};
+
+// The box at `at`, with zeros where it reaches beyond the tensor; `barrier` counts its bytes, those too.
+__device__ __forceinline__ void copy_box(std::uint32_t shared, const CUtensorMap& map, const BoxPlace& at,
+                                         std::uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared),
+        "l"(&map), "r"(at.channel), "r"(at.head), "r"(at.token), "r"(at.batch), "r"(barrier)
+        : "memory");
+}
+// The way back, of what lies in the tensor.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, const BoxPlace& at, std::uint32_t shared) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+                 "r"(at.channel), "r"(at.head), "r"(at.token), "r"(at.batch), "r"(shared)
+                 : "memory");
+}
+// Returns when all that the thread has stored so far has been read.
+__device__ __forceinline__ void wait_stores_read() {
+    asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+}  // namespace cula::cuda

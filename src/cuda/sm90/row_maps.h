@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tokens' rows as the tensor copies of sm_90 see them: boxes of a chunk's tokens and 64 channels of a head, laid
+// out in shared memory as panels of a Tile (sm80/chunk.cuh).
+#pragma once
+
+#include <cudaTypedefs.h>
+
+#include <cstdint>
+
+#include "cuda/device_args.h"
+#include "cuda/pipe/launch.h"
+
+namespace cula::cuda::sm90 {
+
+inline constexpr int kBoxChannels = 64;
+
+// Maps of what a carry reads and writes, and whether they are there: rows that tensor copies cannot move (those not of
+// the call's type, or not in whole pieces of 16 bytes) have none.
+struct RowMaps {
+    CUtensorMap v, o, q, k;
+    bool inputs = false, outputs = false;
+};
+
+// [batches, tokens, heads, width]; false where there can be no such map.
+inline bool map_rows(CUtensorMap& map, const TokenRows& rows, Dtype dtype, std::int64_t batches, std::int64_t tokens,
+                     int heads, int width, int box_tokens) {
+    static const auto encode = [] {
+        void* entry = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found),
+              "cuTensorMapEncodeTiled");
+        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
+    }();
+    if (rows.dtype != dtype || (rows.batch | rows.token | rows.head | width) % 8 != 0) return false;
+    const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(heads),
+                                 static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(batches)};
+    const cuuint64_t strides[3] = {static_cast<cuuint64_t>(rows.head) * 2, static_cast<cuuint64_t>(rows.token) * 2,
+                                   static_cast<cuuint64_t>(rows.batch) * 2};
+    const cuuint32_t box[4] = {kBoxChannels, 1, static_cast<cuuint32_t>(box_tokens), 1}, steps[4] = {1, 1, 1, 1};
+    return encode &&
+           encode(&map, dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                  4, rows.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// Of a call whose carry reads values, and q and k if `keys`; outputs if `puts`.
+inline RowMaps row_maps(const DeviceArgs& a, Dtype dtype, bool keys, bool puts, int box_tokens) {
+    RowMaps maps;
+    const std::int64_t batches = a.cu_seqlens ? 1 : a.sequences;
+    const int heads = a.value_heads / a.group;
+    maps.inputs = map_rows(maps.v, a.v, dtype, batches, a.tokens, a.value_heads, a.value_dim, box_tokens) &&
+                  (!keys || (map_rows(maps.k, a.k, dtype, batches, a.tokens, heads, a.key_dim, box_tokens) &&
+                             (!puts || map_rows(maps.q, a.q, dtype, batches, a.tokens, heads, a.key_dim, box_tokens))));
+    maps.outputs = puts && map_rows(maps.o, a.o, dtype, batches, a.tokens, a.value_heads, a.value_dim, box_tokens);
+    return maps;
+}
+
+}  // namespace cula::cuda::sm90
