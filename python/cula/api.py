@@ -579,7 +579,7 @@ def _kda_decay(q: Tensor, g: Tensor | None, dt_bias: Tensor | None) -> tuple[str
 def _log_decay(q: Tensor, decay: Tensor | None) -> Tensor | None:
     if not isinstance(decay, Tensor) or not isinstance(q, Tensor):
         return decay  # absent, or refused with the other types
-    return -_passes.per_head(q, decay).abs()
+    return _passes.per_head(q, decay).copysign(-1.0)  # -abs(decay) in one kernel
 
 
 def _require_tensor(argument: str, value: object) -> None:

@@ -2,33 +2,38 @@
 // prepare, one decay per token: scores, inverse and factors of every chunk <- q, k, gate, beta      ALGORITHM.md:
 // score, solve
 //
-// grid (chunks of the slab * value heads)   128 threads, a warp per block of 16 tokens
+// grid (chunks of the slab * value heads / span)   128 threads, a warp per block of 16 tokens
 //
 // q and k go into the products as they are; norms, scale and exp(G_i - G_j) multiply the results. Nothing is rounded
-// but the inputs and what the carry reads.
+// but the inputs and what the carry reads. A CTA makes the images of `span` value heads that share q and k, one after
+// the other: rows are fetched and summed once.
 #pragma once
 
 #include "cuda/ptx/overlap.cuh"
 #include "cuda/sm80/block.cuh"
+#include "cuda/sm80/policy.h"
 #include "cuda/sm80/solve.cuh"
 #include "cuda/tile/gate.cuh"
 #include "cuda/tile/scan.cuh"
 
 namespace cula::cuda::sm80 {
 
+static_assert(kMostSpan == kPrepareThreads / 32);  // a warp sums the gates of a value head
+
 template <int kKey>
 struct TokenSmem {
     using P = Parts<kKey>;
     PairSquares<kKey> pairs;
     Columns<kKey> columns[P::kBlocks - 1];
-    float log_decay[kTokens<kKey>];  // log2, from the chunk's start
-    float beta[kTokens<kKey>];
-    float norms[2][P::kParts][kTokens<kKey>];
+    float log_decay[kMostSpan][kTokens<kKey>];  // log2, from the chunk's start
+    float beta[kMostSpan][kTokens<kKey>];
+    float squares[2][P::kParts][kTokens<kKey>];
+    float norms[2][kTokens<kKey>];  // that q and k are multiplied by
 };
 
 template <class T, int kKey>
 __global__ void __launch_bounds__(kPrepareThreads, 4)
-    prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, TokenImage<T, kKey>* images,
+    prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, int span, TokenImage<T, kKey>* images,
                   std::int32_t* exact_writes, float* fading) {
     follow_kernels();
     using P = Parts<kKey>;
@@ -36,15 +41,15 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<TokenSmem<kKey>*>(raw);
 
-    const int number = static_cast<int>(blockIdx.x / static_cast<unsigned>(a.value_heads)),
-              value_head = static_cast<int>(blockIdx.x) - number * a.value_heads;
-    const int head = static_cast<int>(static_cast<unsigned>(value_head) / static_cast<unsigned>(a.group)),
+    const int spans = static_cast<int>(static_cast<unsigned>(a.value_heads) / static_cast<unsigned>(span)),
+              number = static_cast<int>(blockIdx.x / static_cast<unsigned>(spans)),
+              first_head = (static_cast<int>(blockIdx.x) - number * spans) * span;
+    const int head = static_cast<int>(static_cast<unsigned>(first_head) / static_cast<unsigned>(a.group)),
               thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = role_of_warp();
     const ChunkPlace place = place_of<kRows>(a, schedule, number);
     if (place.count <= 0) return;
 
     const bool delta = a.algorithm.update == Update::kDelta;
-    TokenImage<T, kKey>& image = images[blockIdx.x];
     const int block = warp % P::kBlocks, part = warp / P::kBlocks, first = block * kBlock;
 
     BlockRows<P::kGroups> q, k;
@@ -53,10 +58,16 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
     const std::int64_t begin = place.begin + (count > 0 ? first : 0);
     q.template fetch<T>(a.q, place.batch, begin, head, count, part * P::kChannels, a.key_dim);
     k.template fetch<T>(a.k, place.batch, begin, head, count, part * P::kChannels, a.key_dim);
-    TokenNumber beta;
-    if (delta) beta.ask(a.beta, place.batch, place.begin + thread, value_head, thread < place.count);
-    prefetch_chunk<kKey>(a, place, schedule.ahead, value_head, head);
-    if (warp == 0) {
+    constexpr int kBetas = kMostSpan * kRows / kPrepareThreads;  // of a thread
+    TokenNumber betas[kBetas];
+#pragma unroll
+    for (int i = 0; i < kBetas; ++i) {
+        const int of = (thread + i * kPrepareThreads) / kRows, t = thread % kRows;
+        if (delta && of < span) betas[i].ask(a.beta, place.batch, place.begin + t, first_head + of, t < place.count);
+    }
+    prefetch_chunk<kKey>(a, place, schedule.ahead, first_head, head);
+    if (warp < span) {
+        const int value_head = first_head + warp;
         // Two neighbouring tokens a lane (one where a chunk has 32), then a scan over the lanes.
         constexpr int kEach = kRows / 32;
         const bool per_token = a.algorithm.decay == Decay::kPerToken;
@@ -78,14 +89,18 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
         }
         running_sums(sum);
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) s.log_decay[lane * kEach + i] = sum[i];
+        for (int i = 0; i < kEach; ++i) s.log_decay[warp][lane * kEach + i] = sum[i];
     }
-    if (thread < kRows) s.beta[thread] = delta && thread < place.count ? beta_of(a, beta.value(a.beta)) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kBetas; ++i) {
+        const int of = (thread + i * kPrepareThreads) / kRows, t = thread % kRows;
+        if (of < span) s.beta[of][t] = delta && t < place.count ? beta_of(a, betas[i].value(a.beta)) : 0.0f;
+    }
     q.mask_moving(count, part * P::kChannels, a.key_dim);
     k.mask_moving(count, part * P::kChannels, a.key_dim);
     if (a.qk_l2norm) {
-        square_tokens<T, true>(s.norms[0][part] + first, q);
-        square_tokens<T, true>(s.norms[1][part] + first, k);
+        square_tokens<T, true>(s.squares[0][part] + first, q);
+        square_tokens<T, true>(s.squares[1][part] + first, k);
     }
     if (block < P::kBlocks - 1) {
 #pragma unroll
@@ -95,85 +110,100 @@ __global__ void __launch_bounds__(kPrepareThreads, 4)
                 s.columns[block].words[part * P::kGroups + g][half][lane] = as_uint4(k.word[half][g]);
     }
     __syncthreads();
-    if (delta && fading && thread < 32) {
+    const std::int64_t first_image = std::int64_t{number} * a.value_heads + first_head;
+    if (delta && fading && warp < span) {
         float grows_by = 0.0f;
 #pragma unroll
-        for (int t = 0; t < kRows; t += 32) grows_by += growth(s.beta[t + lane]);
+        for (int t = 0; t < kRows; t += 32) grows_by += growth(s.beta[warp][t + lane]);
         grows_by = sum_over_warp(grows_by);
-        if (lane == 0) fading[blockIdx.x] = a.qk_l2norm ? s.log_decay[kRows - 1] + grows_by : 0.0f;
+        if (lane == 0) fading[first_image + warp] = a.qk_l2norm ? s.log_decay[warp][kRows - 1] + grows_by : 0.0f;
     }
 
-    const auto norm = [&](int which, int token) {
-        if (!a.qk_l2norm) return 1.0f;
-        float sum = 0.0f;
+    for (int i = thread; i < 2 * kRows; i += kPrepareThreads) {
+        const int which = i / kRows, token = i % kRows;
+        float norm = 1.0f;
+        if (a.qk_l2norm) {
+            float sum = 0.0f;
 #pragma unroll
-        for (int p = 0; p < P::kParts; ++p) sum += s.norms[which][p][token];
-        return rsqrtf(sum + 1e-6f);
-    };
-    if (thread < kRows) {
-        const float q_norm = a.scale * norm(0, thread), k_norm = norm(1, thread), log_decay = s.log_decay[thread];
-        const float whole = s.log_decay[kRows - 1];
-        image.q_factor[thread] = q_norm * exp2_fast(log_decay);
-        image.k_factor[thread] = k_norm * exp2_fast(log_decay);
-        image.k_rest[thread] = thread < place.count ? k_norm * exp2_fast(whole - log_decay) : 0.0f;
-        image.decay[thread] = exp2_fast(whole);
-    }
-
-    // --- score ---
-    float2 squares{0.0f, 0.0f}, unused{0.0f, 0.0f};
-    const int rows[2] = {first + lane / 4, first + lane / 4 + 8};
-    const float row_decay[2] = {s.log_decay[rows[0]], s.log_decay[rows[1]]};
-    const float q_scale[2] = {a.scale * norm(0, rows[0]), a.scale * norm(0, rows[1])};
-    const float k_scale[2] = {s.beta[rows[0]] * norm(1, rows[0]), s.beta[rows[1]] * norm(1, rows[1])};
-    const auto store = [&](float(&scores)[2][4], float(&overlaps)[2][4], int earlier) {
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int j = earlier * kBlock + 8 * tile + lane % 4 * 2 + e % 2;
-                const float factor = norm(1, j) * exp2_fast(row_decay[e / 2] - s.log_decay[j]);
-                scores[tile][e] *= q_scale[e / 2] * factor;
-                overlaps[tile][e] *= k_scale[e / 2] * factor;
-            }
-        const bool add = part > 0;
-        store_product<false>(s.pairs.scores, scores, first, earlier * kBlock, add, unused);
-        if (!delta) return;
-        if (earlier < block)
-            store_product<false>(s.pairs.overlaps, overlaps, first, earlier * kBlock, add, squares);
-        else
-            store_product<true>(s.pairs.overlaps, overlaps, first, first, add, squares);
-    };
-#pragma unroll
-    for (int p = 0; p < P::kParts; ++p) {
-        if (part == p) {
-#pragma unroll 1
-            for (int earlier = 0; earlier <= block; ++earlier) {
-                float product[2][2][4] = {};
-#pragma unroll
-                for (int g = 0; g < P::kGroups; ++g) {
-                    Words column[2];
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const uint4 x = earlier < block ? s.columns[earlier].words[part * P::kGroups + g][half][lane]
-                                                        : as_uint4(k.word[half][g]);
-                        column[half][0] = x.x, column[half][1] = x.y, column[half][2] = x.z, column[half][3] = x.w;
-                    }
-                    multiply_group<T>(product[0], q.word[0][g], q.word[1][g], column[0], column[1]);
-                    if (delta) multiply_group<T>(product[1], k.word[0][g], k.word[1][g], column[0], column[1]);
-                }
-                store(product[0], product[1], earlier);
-            }
+            for (int p = 0; p < P::kParts; ++p) sum += s.squares[which][p][token];
+            norm = rsqrtf(sum + 1e-6f);
         }
-        if (P::kParts > 1 && p + 1 < P::kParts) __syncthreads();
+        s.norms[which][token] = norm;
     }
-    const bool last = part == P::kParts - 1;
-    if (delta && last) {
-        __syncwarp();
-        invert_diagonal(s.pairs.overlaps, block);
+    __syncthreads();
+
+#pragma unroll 1
+    for (int of = 0; of < span; ++of) {
+        TokenImage<T, kKey>& image = images[first_image + of];
+        const float *const log_decays = s.log_decay[of], *const beta = s.beta[of];
+        if (thread < kRows) {
+            const float q_norm = a.scale * s.norms[0][thread], k_norm = s.norms[1][thread],
+                        log_decay = log_decays[thread];
+            const float whole = log_decays[kRows - 1];
+            image.q_factor[thread] = q_norm * exp2_fast(log_decay);
+            image.k_factor[thread] = k_norm * exp2_fast(log_decay);
+            image.k_rest[thread] = thread < place.count ? k_norm * exp2_fast(whole - log_decay) : 0.0f;
+            image.decay[thread] = exp2_fast(whole);
+        }
+
+        // --- score ---
+        float2 squares{0.0f, 0.0f}, unused{0.0f, 0.0f};
+        const int rows[2] = {first + lane / 4, first + lane / 4 + 8};
+        const float row_decay[2] = {log_decays[rows[0]], log_decays[rows[1]]};
+        const float q_scale[2] = {a.scale * s.norms[0][rows[0]], a.scale * s.norms[0][rows[1]]};
+        const float k_scale[2] = {beta[rows[0]] * s.norms[1][rows[0]], beta[rows[1]] * s.norms[1][rows[1]]};
+        const auto store = [&](float(&scores)[2][4], float(&overlaps)[2][4], int earlier) {
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int j = earlier * kBlock + 8 * tile + lane % 4 * 2 + e % 2;
+                    const float factor = s.norms[1][j] * exp2_fast(row_decay[e / 2] - log_decays[j]);
+                    scores[tile][e] *= q_scale[e / 2] * factor;
+                    overlaps[tile][e] *= k_scale[e / 2] * factor;
+                }
+            const bool add = part > 0;
+            store_product<false>(s.pairs.scores, scores, first, earlier * kBlock, add, unused);
+            if (!delta) return;
+            if (earlier < block)
+                store_product<false>(s.pairs.overlaps, overlaps, first, earlier * kBlock, add, squares);
+            else
+                store_product<true>(s.pairs.overlaps, overlaps, first, first, add, squares);
+        };
+#pragma unroll
+        for (int p = 0; p < P::kParts; ++p) {
+            if (part == p) {
+#pragma unroll 1
+                for (int earlier = 0; earlier <= block; ++earlier) {
+                    float product[2][2][4] = {};
+#pragma unroll
+                    for (int g = 0; g < P::kGroups; ++g) {
+                        Words column[2];
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            const uint4 x = earlier < block
+                                                ? s.columns[earlier].words[part * P::kGroups + g][half][lane]
+                                                : as_uint4(k.word[half][g]);
+                            column[half][0] = x.x, column[half][1] = x.y, column[half][2] = x.z, column[half][3] = x.w;
+                        }
+                        multiply_group<T>(product[0], q.word[0][g], q.word[1][g], column[0], column[1]);
+                        if (delta) multiply_group<T>(product[1], k.word[0][g], k.word[1][g], column[0], column[1]);
+                    }
+                    store(product[0], product[1], earlier);
+                }
+            }
+            if (P::kParts > 1 && p + 1 < P::kParts) __syncthreads();
+        }
+        const bool last = part == P::kParts - 1;
+        if (delta && last) {
+            __syncwarp();
+            invert_diagonal(s.pairs.overlaps, block);
+        }
+        const bool coupled = __syncthreads_or(last && is_coupled(squares));
+        if (last) emit_row<T, kKey>(image, s.pairs, beta, block, delta, coupled);
+        if (delta && thread == 0) exact_writes[first_image + of] = coupled;
+        if (of + 1 < span) __syncthreads();
     }
-    const bool coupled = __syncthreads_or(last && is_coupled(squares));
-    if (last) emit_row<T, kKey>(image, s.pairs, s.beta, block, delta, coupled);
-    if (delta && thread == 0) exact_writes[blockIdx.x] = coupled;
 }
 
 }  // namespace cula::cuda::sm80
