@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
             Scorer<T, kKey, kMaps>{a, walk, memory, barriers, groups, p.stages}.run();
         }
     } else if (role >= 0) {
-        lower_registers<kCopyRegisters>();
+        lower_registers<kCopyRegisters<kScores>>();
         const int copier = warp % kGroupWarps;
         if (copier < kFetchThreads / 32) {
             const std::int64_t first = static_cast<std::int64_t>(walk.segment.image) * a.value_heads + value_head;

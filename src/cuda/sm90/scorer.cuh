@@ -17,6 +17,8 @@ struct Scorer {
     using ImageType = typename S::ImageType;
     static constexpr int kRows = S::kRows, kEach = kRows / 32;
 
+    using Products = float[kRows / 8][4];
+
     const DeviceArgs& a;
     const Walk<kKey, kMaps>& walk;
     unsigned char* memory;
@@ -47,8 +49,8 @@ struct Scorer {
     }
 
     // log2 decays from the chunk's start: neighbouring tokens a lane, then a scan over the lanes. By one warp.
-    __device__ __forceinline__ void make_decays(const HeadGate& gate, int chunk) const {
-        const int lane = static_cast<int>(threadIdx.x) % 32, count = walk.count(chunk);
+    __device__ __forceinline__ void make_decays(const HeadGate& gate, int chunk, int count) const {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
         float sum[kEach];
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
@@ -62,66 +64,122 @@ struct Scorer {
         for (int i = 0; i < kEach; ++i) barriers.log_decay[lane * kEach + i] = sum[i];
     }
 
-    __device__ __forceinline__ void run() const {
-        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32, warp = thread / 32;
-        const HeadGate gate(a, walk.value_head);
-        const auto norm = [&](int which, int token) { return a.qk_l2norm ? barriers.norms[which][token] : 1.0f; };
+    __device__ __forceinline__ float norm(int which, int token) const {
+        return a.qk_l2norm ? barriers.norms[which][token] : 1.0f;
+    }
+
+    // What the carry multiplies products with, of the chunk in a stage.
+    __device__ __forceinline__ void put_factors(ImageType& image, int count) const {
+        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+        if (thread >= kRows) return;
+        const float whole = barriers.log_decay[kRows - 1], log_decay = barriers.log_decay[thread];
+        image.q_factor[thread] = a.scale * norm(0, thread) * exp2_fast(log_decay);
+        image.k_rest[thread] = thread < count ? norm(1, thread) * exp2_fast(whole - log_decay) : 0.0f;
+        image.decay[thread] = exp2_fast(whole);
+    }
+
+    // Products of q and k, on their way.
+    __device__ __forceinline__ void multiply(Products& product, const unsigned char* at) const {
+        fence_async_proxy();
+        const std::uint64_t rows = wgmma::operand(shared_address(at) + S::kQuery),
+                            columns = wgmma::operand(shared_address(at) + S::kKeyRows);
+        wgmma::fence();
+#pragma unroll
+        for (int step = 0; step < kKey / 16; ++step) {
+            const int x = step / 4 * (kRows * 128 / 16) + step % 4 * 2;
+            wgmma::multiply_shared<T>(product, rows + x, columns + x, step > 0);
+        }
+        wgmma::commit();
+    }
+
+    // The scores where the carry reads them: products times factor(tile, half, first or second column), of tokens that
+    // are not later. A warp has 16 rows.
+    template <class Factor>
+    __device__ __forceinline__ void put_scores(ImageType& image, Products& product, Factor factor) const {
+        wgmma::wait<0>();
+        wgmma::hold(product);
+        const int lane = static_cast<int>(threadIdx.x) % 32,
+                  first = static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16;
+        auto* const words = reinterpret_cast<std::uint32_t*>(image.scores);
+#pragma unroll
+        for (int tile = 0; tile < kRows / 8; ++tile)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int i = first + lane / 4 + 8 * half, j = tile * 8 + lane % 4 * 2;
+                float2 pair{0.0f, 0.0f};
+                if (tile * 8 < first + 16) {  // the same for all lanes
+                    pair = {product[tile][2 * half] * factor(tile, half, 0),
+                            product[tile][2 * half + 1] * factor(tile, half, 1)};
+                    if (j > i) pair.x = 0.0f;
+                    if (j + 1 > i) pair.y = 0.0f;
+                }
+                words[Tile<kRows, kRows>::unit(i, tile) * 4 + lane % 4] = pack2<T>(pair.x, pair.y);
+            }
+        fence_async_proxy();
+    }
+
+    // Heads whose tokens all decay alike: a factor follows from the distance of two tokens, in every chunk.
+    __device__ __forceinline__ void run_alike(const HeadGate& gate) const {
+        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
+        if (thread < 32) make_decays(gate, 0, kRows);
+        sync_group();
+        float factors[kRows / 8 + 1][2];  // [tile - half + 1][second]
+#pragma unroll
+        for (int x = 0; x <= kRows / 8; ++x)
+#pragma unroll
+            for (int second = 0; second < 2; ++second) {
+                const int distance = thread / 32 * 16 + lane / 4 - 8 * (x - 1) - lane % 4 * 2 - second;
+                factors[x][second] = distance < 0    ? 0.0f
+                                     : distance == 0 ? a.scale
+                                                     : a.scale * exp2_fast(barriers.log_decay[distance - 1]);
+            }
         int stage = 0, parity = 0;
 #pragma unroll 1
         for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
             unsigned char* at = memory + stage * S::bytes(groups);
-            ImageType& image = S::image(at);
+            const int count = walk.count(chunk);
+            Products product;
+            wait_barrier(shared_address(barriers.full + stage), parity);
+            if constexpr (!kMaps) multiply(product, at);
+            if (count < kRows) {
+                sync_group();
+                if (thread < 32) make_decays(gate, chunk, count);
+                sync_group();
+            }
+            if (chunk < stages || count < kRows) put_factors(S::image(at), count);  // which stay there
+            if constexpr (!kMaps)
+                put_scores(S::image(at), product,
+                           [&](int tile, int half, int second) { return factors[tile - half + 1][second]; });
+            arrive(shared_address(barriers.made + stage));
+            if (++stage == stages) stage = 0, parity ^= 1;
+        }
+    }
+
+    __device__ __forceinline__ void run() const {
+        const HeadGate gate(a, walk.value_head);
+        if (a.algorithm.decay != Decay::kPerToken && !a.qk_l2norm) return run_alike(gate);
+        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+        int stage = 0, parity = 0;
+#pragma unroll 1
+        for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
+            unsigned char* at = memory + stage * S::bytes(groups);
+            const int count = walk.count(chunk);
+            Products product;
             sync_group();  // nobody reads the chunk before any more
-            if (warp == 0) make_decays(gate, chunk);
+            if (thread < 32) make_decays(gate, chunk, count);
             wait_barrier(shared_address(barriers.full + stage), parity);
             if (a.qk_l2norm) make_norms(at);
-            float product[kRows / 8][4];
-            if constexpr (!kMaps) {
-                fence_async_proxy();
-                const std::uint64_t rows = wgmma::operand(shared_address(at) + S::kQuery),
-                                    columns = wgmma::operand(shared_address(at) + S::kKeyRows);
-                wgmma::fence();
-#pragma unroll
-                for (int step = 0; step < kKey / 16; ++step) {
-                    const int x = step / 4 * (kRows * 128 / 16) + step % 4 * 2;
-                    wgmma::multiply_shared<T>(product, rows + x, columns + x, step > 0);
-                }
-                wgmma::commit();
-            }
+            if constexpr (!kMaps) multiply(product, at);
             sync_group();
-            const float whole = barriers.log_decay[kRows - 1];
-            if (thread < kRows) {
-                const float log_decay = barriers.log_decay[thread];
-                image.q_factor[thread] = a.scale * norm(0, thread) * exp2_fast(log_decay);
-                image.k_rest[thread] =
-                    thread < walk.count(chunk) ? norm(1, thread) * exp2_fast(whole - log_decay) : 0.0f;
-                image.decay[thread] = exp2_fast(whole);
-            }
+            put_factors(S::image(at), count);
             if constexpr (!kMaps) {
-                wgmma::wait<0>();
-                wgmma::hold(product);
-                const int row = warp * 16 + lane / 4;
+                const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
                 const float decays[2] = {barriers.log_decay[row], barriers.log_decay[row + 8]};
                 const float scales[2] = {a.scale * norm(0, row), a.scale * norm(0, row + 8)};
-#pragma unroll
-                for (int tile = 0; tile < kRows / 8; ++tile) {
-                    const int column = tile * 8 + lane % 4 * 2;
-                    const float2 past = *reinterpret_cast<const float2*>(barriers.log_decay + column);
-                    const float scale[2] = {norm(1, column), norm(1, column + 1)};
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const int i = row + 8 * half;
-                        const auto score = [&](float x, int j, float before, float k_norm) {
-                            return j <= i ? x * scales[half] * k_norm * exp2_fast(decays[half] - before) : 0.0f;
-                        };
-                        const std::uint32_t word =
-                            pack2<T>(score(product[tile][2 * half], column, past.x, scale[0]),
-                                     score(product[tile][2 * half + 1], column + 1, past.y, scale[1]));
-                        reinterpret_cast<std::uint32_t*>(
-                            image.scores)[Tile<kRows, kRows>::unit(i, tile) * 4 + lane % 4] = word;
-                    }
-                }
-                fence_async_proxy();
+                put_scores(S::image(at), product, [&](int tile, int half, int second) {
+                    const int column = tile * 8 + lane % 4 * 2 + second;
+                    return scales[half] * norm(1, column) * exp2_fast(decays[half] - barriers.log_decay[column]);
+                });
             }
             arrive(shared_address(barriers.made + stage));
             if (++stage == stages) stage = 0, parity ^= 1;

@@ -28,7 +28,9 @@ template <bool kScores>
 inline constexpr int kMaxCarryThreads = (kMaxGroups + kHelperGroups<kScores>)*kGroupThreads;
 
 // How many registers a thread of each role has; all start with as many as the largest CTA leaves them.
-inline constexpr int kCopyRegisters = 56, kScoreRegisters = 88;
+inline constexpr int kScoreRegisters = 96;
+template <bool kScores>
+inline constexpr int kCopyRegisters = kScores ? 48 : 56;
 template <bool kScores>
 inline constexpr int kMultiplyRegisters = kScores ? 184 : 224;
 
