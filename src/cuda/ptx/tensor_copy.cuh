@@ -32,4 +32,9 @@ __device__ __forceinline__ void wait_stores_read() {
     asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+// A map, to where tensor copies look for it.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 }  // namespace cula::cuda

@@ -26,7 +26,6 @@ template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChannel>>, 1)
     carry(const __grid_constant__ DeviceArgs a, const Schedule schedule, const Image<T, kKey, kPerChannel>* images,
           const __grid_constant__ CarryParams p, const __grid_constant__ RowMaps maps) {
-    follow_kernels();
     using S = Stage<T, kKey, kDelta, kPerChannel>;
     constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
     using ImageType = typename S::ImageType;
@@ -39,16 +38,16 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
     const int groups = static_cast<int>(blockDim.x) / kGroupThreads - kHelperGroups<kScores>;
     const int role = warp / kGroupWarps - groups;  // negative: multiplies
-    const Walk<kKey, kMaps> walk(a, schedule, p, role < 0 ? warp : 0, groups * kGroupWarps);
-    if (role < 0) walk.zero_skipped(schedule);
-    if (walk.nothing()) return;
-    const int value_head = walk.value_head, chunks = walk.segment.chunks;
-
     unsigned char* outs = memory + p.stages * S::bytes(groups);
     auto& barriers = *reinterpret_cast<CarryBarriers*>(outs + groups * kOutBytes<T, kKey>);
     const std::uint32_t full = shared_address(barriers.full), empty = shared_address(barriers.empty);
     const int cluster = cluster_size();
+    // What needs nothing of the kernels before comes while they end.
     if (thread == 0) {
+        if (maps.inputs && !kPerChannel) prefetch_map(maps.k);
+        if (maps.inputs && !kPerChannel && !kMaps) prefetch_map(maps.q);
+        if (maps.inputs) prefetch_map(maps.v);
+        if (maps.outputs) prefetch_map(maps.o);
         for (int stage = 0; stage < p.stages; ++stage) {
             init_barrier(full + stage * 8, 1 + kFetchThreads);
             init_barrier(empty + stage * 8, cluster * groups * kGroupThreads);
@@ -60,6 +59,11 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         }
         publish_barriers();
     }
+    follow_kernels();
+    const Walk<kKey, kMaps> walk(a, schedule, p, role < 0 ? warp : 0, groups * kGroupWarps);
+    if (role < 0) walk.zero_skipped(schedule);
+    if (walk.nothing()) return;
+    const int value_head = walk.value_head, chunks = walk.segment.chunks;
     __syncthreads();
     if (cluster > 1) sync_cluster();
 

@@ -17,7 +17,7 @@ inline constexpr int kBoxChannels = 64;
 // Maps of what a carry reads and writes, and whether they are there: rows that tensor copies cannot move (those not of
 // the call's type, or not in whole pieces of 16 bytes) have none.
 struct RowMaps {
-    CUtensorMap v, o, q, k;
+    CUtensorMap v{}, o{}, q{}, k{};
     bool inputs = false, outputs = false;
 };
 
