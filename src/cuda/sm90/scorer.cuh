@@ -118,6 +118,19 @@ struct Scorer {
         fence_async_proxy();
     }
 
+    // body(chunk, stage, full), which calls full() before it reads what has been fetched.
+    template <class Body>
+    __device__ __forceinline__ void each_chunk(Body body) const {
+        int stage = 0, parity = 0;
+#pragma unroll 1
+        for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
+            body(chunk, memory + stage * S::bytes(groups),
+                 [&] { wait_barrier(shared_address(barriers.full + stage), parity); });
+            arrive(shared_address(barriers.made + stage));
+            if (++stage == stages) stage = 0, parity ^= 1;
+        }
+    }
+
     // Heads whose tokens all decay alike: a factor follows from the distance of two tokens, in every chunk.
     __device__ __forceinline__ void run_alike(const HeadGate& gate) const {
         const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
@@ -133,13 +146,10 @@ struct Scorer {
                                      : distance == 0 ? a.scale
                                                      : a.scale * exp2_fast(barriers.log_decay[distance - 1]);
             }
-        int stage = 0, parity = 0;
-#pragma unroll 1
-        for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
-            unsigned char* at = memory + stage * S::bytes(groups);
+        each_chunk([&](int chunk, unsigned char* at, auto full) {
             const int count = walk.count(chunk);
             Products product;
-            wait_barrier(shared_address(barriers.full + stage), parity);
+            full();
             if constexpr (!kMaps) multiply(product, at);
             if (count < kRows) {
                 sync_group();
@@ -150,24 +160,19 @@ struct Scorer {
             if constexpr (!kMaps)
                 put_scores(S::image(at), product,
                            [&](int tile, int half, int second) { return factors[tile - half + 1][second]; });
-            arrive(shared_address(barriers.made + stage));
-            if (++stage == stages) stage = 0, parity ^= 1;
-        }
+        });
     }
 
     __device__ __forceinline__ void run() const {
         const HeadGate gate(a, walk.value_head);
         if (a.algorithm.decay != Decay::kPerToken && !a.qk_l2norm) return run_alike(gate);
         const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-        int stage = 0, parity = 0;
-#pragma unroll 1
-        for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
-            unsigned char* at = memory + stage * S::bytes(groups);
+        each_chunk([&](int chunk, unsigned char* at, auto full) {
             const int count = walk.count(chunk);
             Products product;
             sync_group();  // nobody reads the chunk before any more
             if (thread < 32) make_decays(gate, chunk, count);
-            wait_barrier(shared_address(barriers.full + stage), parity);
+            full();
             if (a.qk_l2norm) make_norms(at);
             if constexpr (!kMaps) multiply(product, at);
             sync_group();
@@ -181,9 +186,7 @@ struct Scorer {
                     return scales[half] * norm(1, column) * exp2_fast(decays[half] - barriers.log_decay[column]);
                 });
             }
-            arrive(shared_address(barriers.made + stage));
-            if (++stage == stages) stage = 0, parity ^= 1;
-        }
+        });
     }
 
     static __device__ __forceinline__ void sync_group() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
