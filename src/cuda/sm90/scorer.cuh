@@ -148,7 +148,7 @@ struct Scorer {
             }
         each_chunk([&](int chunk, unsigned char* at, auto full) {
             const int count = walk.count(chunk);
-            Products product;
+            [[maybe_unused]] Products product;
             full();
             if constexpr (!kMaps) multiply(product, at);
             if (count < kRows) {
@@ -169,7 +169,7 @@ struct Scorer {
         const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
         each_chunk([&](int chunk, unsigned char* at, auto full) {
             const int count = walk.count(chunk);
-            Products product;
+            [[maybe_unused]] Products product;
             sync_group();  // nobody reads the chunk before any more
             if (thread < 32) make_decays(gate, chunk, count);
             full();
