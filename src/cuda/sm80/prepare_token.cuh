@@ -31,8 +31,15 @@ struct TokenSmem {
     float norms[2][kTokens<kKey>];  // that q and k are multiplied by
 };
 
+// As many CTAs as fit the shared memory of a multiprocessor.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+inline constexpr int kTokenCtas = 4;
+#else
+inline constexpr int kTokenCtas = 3;
+#endif
+
 template <class T, int kKey>
-__global__ void __launch_bounds__(kPrepareThreads, 4)
+__global__ void __launch_bounds__(kPrepareThreads, kTokenCtas)
     prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, int span, TokenImage<T, kKey>* images,
                   std::int32_t* exact_writes, float* fading) {
     follow_kernels();
