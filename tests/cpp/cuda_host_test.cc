@@ -48,24 +48,6 @@ TEST(Policy, WhatIsKeptStaysWholeAndIsCutFinely) {
     EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 1000);
 }
 
-TEST(Policy, HalvesLongSequencesThatMayForget) {
-    PrefillShape shape = one_sequence(512, 32);  // 64 CTAs
-    EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 512);
-    shape.may_forget = true;
-    const PrefillPolicy halves = prefill_policy(shape, kImage, kMultiprocessors, 4);
-    EXPECT_EQ(halves.segment_chunks, 256);
-    EXPECT_TRUE(halves.if_forgotten);
-    const auto whole = [&](auto change) {
-        PrefillShape other = shape;
-        change(other);
-        return !prefill_policy(other, kImage, kMultiprocessors, 4).if_forgotten;
-    };
-    EXPECT_TRUE(whole([](PrefillShape& s) { s.chunks = s.longest = 128; }));  // too short
-    EXPECT_TRUE(whole([](PrefillShape& s) { s.value_heads = 64; }));          // the device is full
-    EXPECT_TRUE(whole([](PrefillShape& s) { s.value_heads = 8; }));           // more segments, whatever the data
-    EXPECT_TRUE(whole([](PrefillShape& s) { s.maps_pay = false; }));
-}
-
 TEST(Policy, HeadsThatShareKeysArePreparedTogetherWhereCtasAreMany) {
     using sm80::prepare_span;
     EXPECT_EQ(prepare_span(128 * 64, 4, kMultiprocessors), 4);

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 import passes
-from cases import DELTA, GATED, Case, Inputs, make
+from cases import ALGORITHMS, DELTA, FAMILY, GATED, Case, Inputs, make
+from compare import assert_same_bits
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 CALLS = {
@@ -53,6 +54,20 @@ def test_states(algorithm, K, state_dtype, k_first, call):
 @pytest.mark.parametrize("ratio", [2, 4, 8])
 def test_grouped_heads(algorithm, ratio):
     check(Case(algorithm, (300, 70), packed=True, value_heads=2 * ratio, key_dim=128, value_dim=128))
+
+
+@pytest.mark.parametrize("backend", ["", "sm80"])
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("lengths", [(64 * 400 + 5,), (64 * 150 + 5, 0, 64 * 250)], ids=str)
+@pytest.mark.parametrize("one_decay", [name for name in ALGORITHMS if FAMILY[name][0] != "channel"])
+def test_heads_that_are_prepared_together(one_decay, lengths, heads, backend):
+    """With so many chunks one block prepares the 8 / heads value heads that share keys, and with keys repeated one."""
+    like = Case(one_decay, lengths, packed=len(lengths) > 1, heads=heads, value_heads=8, key_dim=128, value_dim=128)
+    inputs = make(like.but(qk_l2norm=True), draw_on="cuda")
+    repeated = inputs.but(q=inputs.q.repeat_interleave(8 // heads, 2), k=inputs.k.repeat_interleave(8 // heads, 2))
+    together, apart = (passes.prefill(each, backend=backend) for each in (inputs, repeated))
+    for name, tensor in together.items():
+        assert_same_bits(name, tensor, getattr(apart, name))
 
 
 @pytest.mark.parametrize("lengths", [(8192,), (4000, 100, 4000)], ids=str)

@@ -33,10 +33,6 @@ __device__ __forceinline__ void arrive_at(std::uint32_t barrier, int rank) {
 __device__ __forceinline__ void arrive_expecting(std::uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// One arrival once the thread's asynchronous copies so far are through.
-__device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 __device__ __forceinline__ void wait_barrier(std::uint32_t barrier, int parity) {
     asm volatile(
         "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; "

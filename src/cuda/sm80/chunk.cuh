@@ -104,25 +104,23 @@ struct Schedule {
     std::int32_t slab_begin = 0, slab_end = 0;  // chunks of this launch
     std::int32_t max_segments = 0;
     std::int32_t ahead = 0;  // chunks from those that are prepared to those whose inputs are asked for
-    // Where only data that forget are cut (forgets.cuh): not zero if these do not.
-    const std::int32_t* whole = nullptr;
 };
 
 CULA_HOST_DEVICE std::int32_t ceil_div(std::int64_t x, std::int64_t y) {
     return static_cast<std::int32_t>((x + y - 1) / y);
 }
 
-CULA_HOST_DEVICE Segment segment_of_piece(const Schedule& s, std::int32_t segment_chunks, std::int32_t sequence,
-                                          std::int32_t first, std::int32_t last, std::int32_t rank) {
+CULA_HOST_DEVICE Segment segment_of_piece(const Schedule& s, std::int32_t sequence, std::int32_t first,
+                                          std::int32_t last, std::int32_t rank) {
     const std::int32_t begin = first > s.slab_begin ? first : s.slab_begin, end = last < s.slab_end ? last : s.slab_end;
     Segment segment;
     segment.sequence = sequence;
     segment.rank = rank;
-    segment.count = end > begin ? ceil_div(end - begin, segment_chunks) : 1;
-    const std::int32_t at = begin + rank * segment_chunks;
+    segment.count = end > begin ? ceil_div(end - begin, s.segment_chunks) : 1;
+    const std::int32_t at = begin + rank * s.segment_chunks;
     segment.chunk = at - first;
     segment.image = at - s.slab_begin;
-    segment.chunks = end - at < segment_chunks ? end - at : segment_chunks;
+    segment.chunks = end - at < s.segment_chunks ? end - at : s.segment_chunks;
     if (segment.chunks < 0) segment.chunks = 0;
     // A sequence without chunks has one empty segment, in the first slab.
     const bool present = first == last ? s.slab_begin == 0 && rank == 0 : at < end;
@@ -135,11 +133,10 @@ CULA_HOST_DEVICE Segment segment_of(const DeviceArgs& a, const Schedule& s, std:
     if (s.segments) return s.segments[i];
     const std::int32_t chunks = ceil_div(a.tokens, s.chunk_tokens);
     const std::int32_t in_slab = chunks < s.slab_end - s.slab_begin ? chunks : s.slab_end - s.slab_begin;
-    const std::int32_t segment_chunks = s.whole && *s.whole ? in_slab : s.segment_chunks;
-    const std::int32_t per_piece = in_slab > 0 ? ceil_div(in_slab, segment_chunks) : 1;
+    const std::int32_t per_piece = in_slab > 0 ? ceil_div(in_slab, s.segment_chunks) : 1;
     const std::int32_t sequence = (chunks > 0 ? s.slab_begin / chunks : 0) + i / per_piece;
     if (sequence >= a.sequences) return {};
-    return segment_of_piece(s, segment_chunks, sequence, sequence * chunks, (sequence + 1) * chunks, i % per_piece);
+    return segment_of_piece(s, sequence, sequence * chunks, (sequence + 1) * chunks, i % per_piece);
 }
 
 struct ChunkPlace {

@@ -12,23 +12,20 @@ struct PrefillShape {
     std::int64_t sequences = 1, chunks = 0;  // of all sequences together, at most
     std::int64_t longest = 0;                // chunks that one sequence may have
     int value_heads = 1, value_dim = 0;
-    bool maps_pay = true;     // segments are allowed: not in batch-invariant mode
-    bool kept = false;        // maps are made anyway, and images stay until a prefill comes for them
-    bool may_forget = false;  // prepare can tell what chunks forget, and sequences are not packed
+    bool maps_pay = true;  // segments are allowed: not in batch-invariant mode
+    bool kept = false;     // maps are made anyway, and images stay until a prefill comes for them
 };
 
 struct PrefillPolicy {
     int warps = 8;       // of a carry CTA, 16 value rows each
     int row_blocks = 1;  // CTAs that share the value rows of a head
     int segment_chunks = 0;
-    int slab_chunks = 0;        // chunks whose images stand in the workspace at a time
-    bool if_forgotten = false;  // the segments are for data that forget (forgets.cuh); others stay whole
+    int slab_chunks = 0;  // chunks whose images stand in the workspace at a time
 };
 
 inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std::size_t{16} << 30;
 inline constexpr int kMostSpan = 4;      // value heads: a warp sums the gates of each
 inline constexpr int kLeastSegment = 8;  // chunks: below it the maps cost more than they free
-inline constexpr int kLeastHalf = 128;   // chunks: what it costs to ask the data, 4 % where they do not forget, is paid
 
 // warp_step: the carry's CTAs have a multiple of so many warps.
 inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image_bytes, int multiprocessors,
@@ -66,11 +63,6 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
     if (shape.maps_pay && columns > 0 && columns * least <= multiprocessors) {
         const std::int64_t segments = std::min<std::int64_t>(multiprocessors / columns, per_sequence / kLeastSegment);
         if (segments >= least) policy.segment_chunks = static_cast<int>((per_sequence + segments - 1) / segments);
-    }
-    if (shape.may_forget && shape.maps_pay && policy.segment_chunks == per_sequence && 2 * columns <= multiprocessors &&
-        per_sequence >= 2 * kLeastHalf) {
-        policy.segment_chunks = static_cast<int>((per_sequence + 1) / 2);
-        policy.if_forgotten = true;
     }
     return policy;
 }

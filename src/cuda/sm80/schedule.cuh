@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
         if (n < a.sequences) first_chunk[n] = own_first;
         chunks += of_chunks.total;
 
-        head = segment_of_piece(s, s.segment_chunks, n, own_first, own_first + own_chunks, 0);
+        head = segment_of_piece(s, n, own_first, own_first + own_chunks, 0);
         if (n >= a.sequences) head.sequence = -1;
         if (whole) {
             if (n < a.sequences) lengths[n] = head.sequence < 0 ? -1 : head.chunks;
@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
             for (int step = kThreads / 2; step > 0; step /= 2)
                 if (first_segment[which + step] <= i) which += step;
-            segments[count + i] = segment_of_piece(s, s.segment_chunks, start + which, first[which], first[which + 1],
-                                                   i - first_segment[which]);
+            segments[count + i] =
+                segment_of_piece(s, start + which, first[which], first[which + 1], i - first_segment[which]);
         }
         count += of_segments.total;
     }
@@ -91,8 +91,7 @@ __global__ void __launch_bounds__(kThreads)
     if (whole) {
         if (a.sequences > kThreads) __syncthreads();
         for (int n = thread; n < a.sequences; n += kThreads) {
-            if (a.sequences > kThreads)
-                head = segment_of_piece(s, s.segment_chunks, n, first_chunk[n], first_chunk[n + 1], 0);
+            if (a.sequences > kThreads) head = segment_of_piece(s, n, first_chunk[n], first_chunk[n + 1], 0);
             if (head.sequence < 0) continue;
             int longer = 0;
 #pragma unroll 8

@@ -11,7 +11,6 @@
 #include "core/carve.h"
 #include "cuda/pipe/launch.h"
 #include "cuda/sm80/compose.cuh"
-#include "cuda/sm80/forgets.cuh"
 #include "cuda/sm80/launch.h"
 #include "cuda/sm80/policy.h"
 #include "cuda/sm80/prepare_channel.cuh"
@@ -42,7 +41,6 @@ struct PrefillPlan {
     Segment* segments = nullptr;
     std::int32_t* exact_writes = nullptr;
     float* fading = nullptr;
-    std::int32_t* whole = nullptr;  // for sequences that are cut only if they forget
     Image<T, kKey, kPerChannel>* images = nullptr;
     float *map_m = nullptr, *map_b = nullptr, *starts = nullptr, *unfinished[2] = {};
     std::size_t bytes = 0, own_bytes = 0;  // of the call that prepares; of the one that finds what it kept
@@ -57,9 +55,7 @@ struct PrefillPlan {
         kept =
             (call.keeps || call.kept) && static_cast<std::size_t>(chunks) * a.value_heads * image_bytes <= kKeptBytes;
         policy = prefill_policy({a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads, a.value_dim,
-                                 !a.batch_invariant && (kept || !of_call), kept,
-                                 kFades<kKey, kPerChannel> && a.algorithm.update == Update::kDelta && a.qk_l2norm &&
-                                     !a.cu_seqlens && !kept && !of_call},
+                                 !a.batch_invariant && (kept || !of_call), kept},
                                 image_bytes, call.multiprocessors, Carry::kWarpStep);
         maps = policy.segment_chunks < std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
         if (a.cu_seqlens) {
@@ -88,12 +84,7 @@ struct PrefillPlan {
                 fading = carver.take<float>(policy.slab_chunks * heads);
             images = carver.take<Image<T, kKey, kPerChannel>>(policy.slab_chunks * heads);
         }
-        if (policy.if_forgotten) {
-            // M is zero: a segment starts from the B of the one before.
-            whole = carver.take<std::int32_t>(1);
-            starts = carver.take<float>((max_segments + 1) * heads * a.value_dim * kKey);
-            map_b = starts + heads * a.value_dim * kKey;
-        } else if (maps) {
+        if (maps) {
             // Rows of kKey channels, so that compose reads and writes them in pieces of 16 bytes.
             const std::int64_t rows = max_segments * heads;
             map_m = carver.take<float>(rows * (a.algorithm.update == Update::kDelta ? a.key_dim : 1) * kKey);
@@ -135,7 +126,6 @@ void launch_slabs(const Call& call) {
     schedule_of.ahead = std::max(1, call.multiprocessors / a.value_heads);
     schedule_of.first_chunk = plan.first_chunk;
     schedule_of.segments = plan.segments;
-    schedule_of.whole = plan.whole;
     // Every launch but the call's first follows another kernel of it. Not where there are maps: CTAs of a kernel that
     // waits would be in the way of those that have not started yet.
     const bool may_follow = call.follows && !plan.maps;
@@ -166,9 +156,6 @@ void launch_slabs(const Call& call) {
                 launch(prepare_token<T, kKey>, shape({blocks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)}),
                        call.stream, a, schedule_of, span, plan.images, plan.exact_writes, plan.fading);
         }
-        if (plan.whole)
-            launch(forgets<kScheduleThreads>, shape({1, kScheduleThreads, 0}), call.stream, a, schedule_of, plan.fading,
-                   plan.whole);
         const auto launch_compose = [&](auto kernel, int row_tiles) {
             launch(kernel,
                    shape({static_cast<std::size_t>(row_tiles) * a.value_heads * a.sequences, kComposeThreads<kKey>,
@@ -189,7 +176,7 @@ void launch_slabs(const Call& call) {
         p.slab_end = float_states(plan.unfinished[(slab + 1) % 2], 1, heads, a.value_dim, a.key_dim);
         if (plan.maps) {
             if (!found) Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
-            if (!plan.whole) launch_compose(compose<kKey, false>, value_tiles);
+            launch_compose(compose<kKey, false>, value_tiles);
         }
         Carry::template launch<kDelta, false>(call, plan, schedule_of, p, shape);
     }

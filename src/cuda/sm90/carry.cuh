@@ -6,10 +6,10 @@
 //
 // The equations, and what a warp holds, are those of sm80/carry.cuh. Products are a warpgroup's and run on their own,
 // with every second operand in shared memory as prepare left it:
-//   copies   the image by bulk copies, each CTA of the cluster a part of it for all; values, q and k by 16-byte copies
+//   copies   the image by bulk copies, each CTA of the cluster a part of it for all; values, q and k as boxes
 //   R, S Q~  issued together; V - R is formed while S Q~ runs
 //   U        S is multiplied by the chunk's decay meanwhile
-//   S, O     both from U; O is turned in shared memory, and the copying warpgroup takes it from there
+//   S, O     both from U; O is turned in shared memory, and a warp that copies takes it from there
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
             // tokens 8-15.
             Packed writes[kBlocks] = {};
             if (!walk.of_m) {
-                const std::uint32_t values = stage_at + S::kValues + group * S::kValueBytes + own_row;
+                const std::uint32_t values = stage_at + S::kValues + group * S::kBoxBytes + own_row;
 #pragma unroll
                 for (int block = 0; block < kBlocks; ++block)
                     load_matrices_transposed(writes[block], values + RowTile::unit(block * 16, 0) * 16);

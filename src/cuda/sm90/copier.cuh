@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warpgroup that copies: half of it images, q, k and v to the stages, the other half outputs to memory.
+// The warpgroup that copies: two warps images, q, k and v to the stages, one outputs to memory.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -63,7 +63,7 @@ struct Fetcher {
     // Rows as boxes, where they have maps: how many bytes, and their copies.
     __device__ __forceinline__ int box_bytes() const {
         const int tiles = kPerChannel ? 0 : kMaps ? 1 : 2;
-        return (walk.of_m ? 0 : groups * S::kValueBytes) + tiles * kPanels * S::kBoxBytes;
+        return (walk.of_m ? 0 : groups * S::kBoxBytes) + tiles * kPanels * S::kBoxBytes;
     }
     __device__ __forceinline__ void copy_boxes(int chunk, std::uint32_t stage_at, std::uint32_t full) const {
         BoxPlace at{0, walk.value_head / a.group, static_cast<int>(walk.token(chunk)), walk.batch};
@@ -79,11 +79,10 @@ struct Fetcher {
         at.head = walk.value_head;
         for (int group = 0; group < groups; ++group) {
             at.channel = walk.rows.first + group * kGroupRows;
-            copy_box(stage_at + S::kValues + group * S::kValueBytes, maps.v, at, full);
+            copy_box(stage_at + S::kValues + group * S::kBoxBytes, maps.v, at, full);
         }
     }
 
-    // The same by all threads that fetch, whatever the rows are.
     __device__ __forceinline__ void copy_key_rows(const TokenRows& rows, int chunk, unsigned char* to) const {
         const T* from =
             static_cast<const T*>(rows.data) + rows.offset(walk.batch, walk.token(chunk), walk.value_head / a.group);
@@ -92,6 +91,7 @@ struct Fetcher {
             [](int token, int unit) { return Tile<S::kRows, kKey>::unit(token, unit) * 16; });
     }
 
+    // What copy_boxes() brings, by all threads that fetch, whatever the rows are.
     __device__ __forceinline__ void copy_all_rows(int chunk, unsigned char* to) const {
         if constexpr (!kPerChannel) {
             if constexpr (!kMaps) copy_key_rows(a.q, chunk, to + S::kQuery);
@@ -103,7 +103,7 @@ struct Fetcher {
         for (int group = 0; group < groups; ++group) {
             const int row = walk.rows.first + group * kGroupRows;
             copy_rows<T, S::kRows, kGroupRows / 8>(
-                to + S::kValues + group * S::kValueBytes, from + row, a.v.token, walk.count(chunk), a.value_dim - row,
+                to + S::kValues + group * S::kBoxBytes, from + row, a.v.token, walk.count(chunk), a.value_dim - row,
                 aligned<T>(a.v, a.value_dim),
                 [](int token, int unit) { return Tile<S::kRows, kGroupRows>::unit(token, unit) * 16; });
         }

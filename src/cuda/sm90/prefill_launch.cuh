@@ -20,9 +20,7 @@ struct WarpgroupCarry {
         const DeviceArgs& a = call.args;
         const std::int64_t columns = std::int64_t{a.value_heads} * schedule.max_segments;
         const auto blocks = [&](int groups, int rows) { return ceil_div(rows, groups * kGroupRows); };
-        const auto map_blocks = [&](int groups) {
-            return kMaps && kDelta && !plan.whole ? blocks(groups, a.key_dim) : 0;
-        };
+        const auto map_blocks = [&](int groups) { return kMaps && kDelta ? blocks(groups, a.key_dim) : 0; };
         int groups = plan.policy.warps / kGroupWarps;
         // Maps have the rows of M besides: two warpgroups a CTA where one would take twice the rounds.
         if (map_blocks(1) && columns * (blocks(1, a.value_dim) + map_blocks(1)) > call.multiprocessors)

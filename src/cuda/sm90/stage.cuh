@@ -44,13 +44,12 @@ struct Stage {
     static constexpr int kImageBegin = ImageType::begin(kDelta, kDelta);
     static constexpr int kQuery = sizeof(ImageType) - kImageBegin, kKeyRows = kQuery + kTileBytes;
     static constexpr int kValues = kPerChannel ? kQuery : kKeyRows + kTileBytes;
-    static constexpr int kBoxBytes = static_cast<int>(sizeof(T)) * kRows * kBoxChannels;
-    static constexpr int kValueBytes = kBoxBytes;  // of a warpgroup: 8 KiB
+    static constexpr int kBoxBytes = static_cast<int>(sizeof(T)) * kRows * kBoxChannels;  // values of a warpgroup, too
 
     static __device__ __forceinline__ ImageType& image(unsigned char* stage) {
         return *reinterpret_cast<ImageType*>(stage - kImageBegin);
     }
-    static constexpr CULA_HOST_DEVICE int bytes(int groups) { return kValues + groups * kValueBytes; }
+    static constexpr CULA_HOST_DEVICE int bytes(int groups) { return kValues + groups * kBoxBytes; }
 };
 
 template <class T, int kKey>
