@@ -37,6 +37,11 @@ __device__ __forceinline__ std::uint64_t operand(std::uint32_t address, std::uin
     return static_cast<std::uint64_t>(1) << 62 | static_cast<std::uint64_t>(1024 >> 4) << 32 |
            static_cast<std::uint64_t>(panel_bytes >> 4) << 16 | (address & 0x3ffffu) >> 4;
 }
+// The same of 16 columns in the 32-byte swizzle.
+__device__ __forceinline__ std::uint64_t narrow_operand(std::uint32_t address) {
+    return static_cast<std::uint64_t>(3) << 62 | static_cast<std::uint64_t>(256 >> 4) << 32 |
+           static_cast<std::uint64_t>(1) << 16 | (address & 0x3ffffu) >> 4;
+}
 
 // d += a b, or with add = 0 d = a b. N = 8 kTiles.
 template <class T, int kTiles, bool kTransposed>

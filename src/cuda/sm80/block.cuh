@@ -264,25 +264,26 @@ __device__ __forceinline__ void store_product(Square<kSize>& square, const float
         }
 }
 
-// Eight columns, from 8 * unit on, of a row of a tile; kLow: what rounding to T left over.
-template <bool kLow, class T, int kSize>
-__device__ __forceinline__ void emit_unit(T* tile, int row, int unit, const float (&x)[8]) {
+// A unit of a triangle; kLow: what rounding to T left over.
+template <bool kLow, class T>
+__device__ __forceinline__ void emit_unit(T* to, const float (&x)[8]) {
     Words words;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
         words[w] = pack2<T>(x[2 * w], x[2 * w + 1]);
         if (kLow) words[w] = pack_rest<T>({x[2 * w], x[2 * w + 1]}, words[w]);
     }
-    *reinterpret_cast<uint4*>(tile + Tile<kSize, kSize>::unit(row, unit) * 8) = as_uint4(words);
+    *reinterpret_cast<uint4*>(to) = as_uint4(words);
 }
 
-// Row `row` of blocks to a tile: from `left` what lies left of the diagonal, then the lower half of the block of
-// `diagonal` there, and zeros; scaled by column. One warp: lane l turns to row l % 16 and one half of each block.
+// Row `row` of blocks to a triangle: from `left` what lies left of the diagonal, then the lower half of the block of
+// `diagonal` there; scaled by column. One warp: lane l turns to row l % 16 and one half of each block.
 template <bool kLow, bool kScaled, class T, int kSize>
-__device__ __forceinline__ void emit_lower(T* tile, const Square<kSize>& left, const Square<kSize>& diagonal,
+__device__ __forceinline__ void emit_lower(T* triangle, const Square<kSize>& left, const Square<kSize>& diagonal,
                                            const float* column_scale, int row) {
-    constexpr int kBlocks = kSize / kBlock;
-    const int lane = static_cast<int>(threadIdx.x) % 32, i = lane % kBlock, half = lane / kBlock, to = row * kBlock + i;
+    using Lower = Triangle<kSize>;
+    const int lane = static_cast<int>(threadIdx.x) % 32, i = lane % kBlock, half = lane / kBlock;
+    T* const to = triangle + Lower::in_block(i, half) * 8;
     const auto read = [&](float(&x)[8], const Square<kSize>& from, int column) {
 #pragma unroll
         for (int e = 0; e < 8; e += 4) {
@@ -294,19 +295,18 @@ __device__ __forceinline__ void emit_lower(T* tile, const Square<kSize>& left, c
             for (int c = 0; c < 4; ++c) x[e + c] *= scale[c];
         }
     };
-#pragma unroll(kLow ? 1 : kBlocks)
-    for (int column = 0; column < kBlocks - 1; ++column) {
-        float x[8] = {};
-        const bool before = column < row;
-        if (before) read(x, left, column);
-        emit_unit<kLow, T, kSize>(tile, to, 2 * (before ? column : column + 1) + half, x);
+#pragma unroll 1
+    for (int column = 0; column < row; ++column) {
+        float x[8];
+        read(x, left, column);
+        emit_unit<kLow>(to + Lower::block_begin(row, column) * 8, x);
     }
     float x[8];
     read(x, diagonal, row);
 #pragma unroll
     for (int e = 0; e < 8; ++e)
         if (8 * half + e > i) x[e] = 0.0f;
-    emit_unit<kLow, T, kSize>(tile, to, 2 * row + half, x);
+    emit_unit<kLow>(to + Lower::block_begin(row, row) * 8, x);
 }
 
 // Overlaps whose squares sum to more than this in some row let roundings of the inverse and of the written values add

@@ -68,15 +68,41 @@ struct LaneReads {
 
 using Packed = std::uint32_t[4];  // 16 x 16, as an A operand
 
-// product [16 x kRows] += packed (columns 16 step .. of tile [kRows x kColumns])^T, rows from 16 * first on.
+// Where a lane reads a triangle for load_matrices: a block of 16 x 16 at a time.
+template <int kRows>
+struct TriangleReads {
+    std::uint32_t place;
+
+    __device__ __forceinline__ TriangleReads() {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        place = static_cast<std::uint32_t>(Triangle<kRows>::in_block(lane % 8 + lane / 16 * 8, lane / 8 % 2) * 16);
+    }
+    __device__ __forceinline__ std::uint32_t at(std::uint32_t triangle, int block, int panel) const {
+        return triangle + Triangle<kRows>::block_begin(block, panel) * 16 + place;
+    }
+};
+
+// product [16 x kRows] += packed (columns 16 step .. of tile [kRows x kColumns])^T.
 template <class T, int kRows, int kColumns>
 __device__ __forceinline__ void multiply_step(float (&product)[kRows / 8][4], const Packed& packed, std::uint32_t tile,
-                                              const LaneReads<kRows, kColumns, false>& reads, int step, int first) {
+                                              const LaneReads<kRows, kColumns, false>& reads, int step) {
 #pragma unroll
     for (int block = 0; block < kRows / 16; ++block) {
-        if (block < first) continue;
         std::uint32_t m[4];
         load_matrices(m, reads.at(tile, block, step));
+        mma_16x8x16<T>(product[2 * block], packed, m[0], m[1]);
+        mma_16x8x16<T>(product[2 * block + 1], packed, m[2], m[3]);
+    }
+}
+
+// product [16 x kRows] += packed (columns 16 step .. of triangle [kRows x kRows])^T.
+template <class T, int kRows>
+__device__ __forceinline__ void multiply_triangle(float (&product)[kRows / 8][4], const Packed& packed,
+                                                  std::uint32_t triangle, const TriangleReads<kRows>& reads, int step) {
+#pragma unroll
+    for (int block = step; block < kRows / 16; ++block) {
+        std::uint32_t m[4];
+        load_matrices(m, reads.at(triangle, block, step));
         mma_16x8x16<T>(product[2 * block], packed, m[0], m[1]);
         mma_16x8x16<T>(product[2 * block + 1], packed, m[2], m[3]);
     }
@@ -165,7 +191,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         Stage& stage = stages[odd];
         const std::uint32_t stage_at = shared_base + (odd ? static_cast<std::uint32_t>(sizeof(Stage)) : 0u);
         {
-            const int begin = ImageType::begin(kDelta, kDelta && exact), bytes = ImageType::end() - begin;
+            const int begin = ImageType::begin(kDelta, kDelta && exact), bytes = ImageType::end(kMaps) - begin;
             // Eight units of 512 bytes a warp at a time.
             constexpr int kRun = 8 * 512;
             const auto* from =
@@ -231,7 +257,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     walk.first_state(state);
 
     const LaneReads<kRows, kKey, false> key_reads;
-    const LaneReads<kRows, kRows, false> pair_reads;
+    const TriangleReads<kRows> pair_reads;
     const LaneReads<kRows, kKey, true> carry_reads;
     const LaneReads<kRows, kWarpRows, false> value_reads;
 
@@ -282,7 +308,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                     const float* pair = &state[2 * step + x / 2][x % 2 * 2];
                     packed[x] = pack2_again<T>(pair[0], pair[1]);
                 }
-                multiply_step<T, kRows, kKey>(product, packed, tile, reads, step, 0);
+                multiply_step<T, kRows, kKey>(product, packed, tile, reads, step);
             }
             if constexpr (!kPerChannel) {
 #pragma unroll
@@ -326,16 +352,14 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         };
         if constexpr (kDelta) {
             float u[kRows / 8][4] = {};
-            const auto reads = pair_reads.again();
 #pragma unroll
             for (int step = 0; step < kBlocks; ++step)
-                multiply_step<T, kRows, kRows>(u, writes[step], stage_at + offsetof(ImageType, inverse), reads, step,
-                                               step);
+                multiply_triangle<T, kRows>(u, writes[step], stage_at + offsetof(ImageType, inverse), pair_reads, step);
             if (exact) {
 #pragma unroll
                 for (int step = 0; step < kBlocks; ++step)
-                    multiply_step<T, kRows, kRows>(u, writes[step], stage_at + offsetof(ImageType, inverse_low), reads,
-                                                   step, step);
+                    multiply_triangle<T, kRows>(u, writes[step], stage_at + offsetof(ImageType, inverse_low),
+                                                pair_reads, step);
                 __syncwarp();
             }
 #pragma unroll
@@ -350,21 +374,20 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         if constexpr (!kMaps) {
             float out[kRows / 8][4] = {};
             read_state(out, q_read, q_factor);
-            const auto reads = pair_reads.again();
 #pragma unroll
             for (int step = 0; step < kBlocks; ++step)
-                multiply_step<T, kRows, kRows>(out, writes[step], stage_at + offsetof(ImageType, scores), reads, step,
-                                               step);
+                multiply_triangle<T, kRows>(out, writes[step], stage_at + offsetof(ImageType, scores), pair_reads,
+                                            step);
             if constexpr (kDelta) {
                 if (exact) {
 #pragma unroll
                     for (int step = 0; step < kBlocks; ++step) {
                         Packed rest;
                         load_rest(rest, step);
-                        multiply_step<T, kRows, kRows>(out, rest, stage_at + offsetof(ImageType, scores), reads, step,
-                                                       step);
-                        multiply_step<T, kRows, kRows>(out, writes[step], stage_at + offsetof(ImageType, scores_low),
-                                                       reads, step, step);
+                        multiply_triangle<T, kRows>(out, rest, stage_at + offsetof(ImageType, scores), pair_reads,
+                                                    step);
+                        multiply_triangle<T, kRows>(out, writes[step], stage_at + offsetof(ImageType, scores_low),
+                                                    pair_reads, step);
                     }
                 }
             }

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/device_args.h"
 
@@ -29,51 +30,72 @@ struct Tile {
     }
 };
 
-// Decay per channel. The parts stand in the order of how few algorithms read them, the same end for all: what rounding
-// left over is read where it would show (kMostSquares), and additive algorithms begin at q_decayed.
-template <class T, int kKey>
-struct alignas(1024) ChannelImage {
-    static constexpr int kRows = kTokens<kKey>;
-    T inverse_low[kRows * kRows], scores_low[kRows * kRows];
-    T inverse[kRows * kRows];
+// The lower triangle of a square of 16-bit elements, in blocks of 16 x 16: a panel per 16 columns, each from its block
+// on the diagonal down. The two units of 16 bytes of a row are permuted so that eight rows of one column lie in eight
+// different bank groups: the 32-byte swizzle of sm_90.
+template <int kSize>
+struct Triangle {
+    static constexpr int kBlocks = kSize / kBlock, kBlockUnits = kBlock * kBlock / 8;
+    static constexpr int kElements = (kBlocks + 1) * kBlocks / 2 * kBlock * kBlock;
+
+    // In units: where block (row, panel) begins, and what of a block is where.
+    static constexpr CULA_HOST_DEVICE int block_begin(int row, int panel) {
+        return (panel * kBlocks - panel * (panel + 1) / 2 + row) * kBlockUnits;
+    }
+    static constexpr CULA_HOST_DEVICE int in_block(int row, int unit) { return 2 * row + (unit ^ (row >> 2 & 1)); }
+};
+
+// How an image stands in memory, and in the shared memory of a carry that reads it as it came.
+struct InMemory {
+    template <int kSize>
+    static constexpr int kTriangle = Triangle<kSize>::kElements;
+    static constexpr int kAlignment = 128;
+};
+
+// Decay per channel. The parts stand in the order of how few read them: what rounding left over is read where it would
+// show (kMostSquares), additive algorithms begin at k_remaining, and maps end at q_decayed.
+template <class T, int kKey, class Layout = InMemory>
+struct alignas(Layout::kAlignment) ChannelImage {
+    static constexpr int kRows = kTokens<kKey>, kTriangle = Layout::template kTriangle<kRows>;
+    T inverse_low[kTriangle], scores_low[kTriangle];
+    T inverse[kTriangle];
     T k_decayed[kRows * kKey];
-    T q_decayed[kRows * kKey];
     T k_remaining[kRows * kKey];
-    T scores[kRows * kRows];
     float decay[kKey];  // of the whole chunk
+    alignas(Layout::kAlignment) T q_decayed[kRows * kKey];
+    T scores[kTriangle];
 
     static constexpr CULA_HOST_DEVICE int begin(bool delta, bool exact) {
-        return exact ? 0 : delta ? offsetof(ChannelImage, inverse) : offsetof(ChannelImage, q_decayed);
+        return exact ? 0 : delta ? offsetof(ChannelImage, inverse) : offsetof(ChannelImage, k_remaining);
     }
-    static constexpr CULA_HOST_DEVICE int end() { return offsetof(ChannelImage, decay) + sizeof(decay); }
+    static constexpr CULA_HOST_DEVICE int end(bool maps) {
+        return maps ? offsetof(ChannelImage, q_decayed) : offsetof(ChannelImage, scores) + sizeof(scores);
+    }
 };
 
-// One decay per token: q and k stay as they are, and the factors go to the products.
-template <class T, int kKey>
-struct alignas(1024) TokenImage {
-    static constexpr int kRows = kTokens<kKey>;
-    T inverse_low[kRows * kRows], scores_low[kRows * kRows];
-    T inverse[kRows * kRows];
-    T scores[kRows * kRows];
-    float q_factor[kRows], k_factor[kRows], k_rest[kRows];
+// One decay per token: q and k stay as they are, and the factors go to the products. Additive algorithms begin at
+// k_rest, and maps end at q_factor.
+template <class T, int kKey, class Layout = InMemory>
+struct alignas(Layout::kAlignment) TokenImage {
+    static constexpr int kRows = kTokens<kKey>, kTriangle = Layout::template kTriangle<kRows>;
+    T inverse_low[kTriangle], scores_low[kTriangle];
+    T inverse[kTriangle];
+    float k_factor[kRows];
+    float k_rest[kRows];
     float decay[kRows];  // of the whole chunk, in decay[0]
+    float q_factor[kRows];
+    alignas(Layout::kAlignment) T scores[kTriangle];
 
     static constexpr CULA_HOST_DEVICE int begin(bool delta, bool exact) {
-        return exact ? 0 : delta ? offsetof(TokenImage, inverse) : offsetof(TokenImage, scores);
+        return exact ? 0 : delta ? offsetof(TokenImage, inverse) : offsetof(TokenImage, k_rest);
     }
-    static constexpr CULA_HOST_DEVICE int end() { return offsetof(TokenImage, decay) + sizeof(decay); }
+    static constexpr CULA_HOST_DEVICE int end(bool maps) {
+        return maps ? offsetof(TokenImage, q_factor) : offsetof(TokenImage, scores) + sizeof(scores);
+    }
 };
 
-template <class T, int kKey, bool kPerChannel>
-struct ImageOf {
-    using type = ChannelImage<T, kKey>;
-};
-template <class T, int kKey>
-struct ImageOf<T, kKey, false> {
-    using type = TokenImage<T, kKey>;
-};
-template <class T, int kKey, bool kPerChannel>
-using Image = typename ImageOf<T, kKey, kPerChannel>::type;
+template <class T, int kKey, bool kPerChannel, class Layout = InMemory>
+using Image = std::conditional_t<kPerChannel, ChannelImage<T, kKey, Layout>, TokenImage<T, kKey, Layout>>;
 
 // A chunk of a delta rule with unit keys takes the norm of any state, and of any map, down by at least the slowest
 // decay of every token: prepare leaves the log2 of that bound, `fading`. Chunks that together reach kForgotten leave

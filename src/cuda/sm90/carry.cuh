@@ -42,6 +42,8 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     auto& barriers = *reinterpret_cast<CarryBarriers*>(outs + groups * kOutBytes<T, kKey>);
     const std::uint32_t full = shared_address(barriers.full), empty = shared_address(barriers.empty);
     const int cluster = cluster_size();
+    for (int stage = 0; stage < p.stages; ++stage) S::clear_upper(memory + stage * S::bytes(groups));
+    fence_async_proxy();
     // What needs nothing of the kernels before comes while they end.
     if (thread == 0) {
         if (maps.inputs && !kPerChannel) prefetch_map(maps.k);
@@ -152,10 +154,11 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
             };
             const auto multiply_square = [&](float(&product)[kRows / 8][4], const Packed(&rows)[kBlocks],
                                              std::uint32_t square, bool add) {
-                const std::uint64_t b = wgmma::operand(square);
+                const std::uint64_t b = wgmma::narrow_operand(square);
 #pragma unroll
                 for (int step = 0; step < kBlocks; ++step)
-                    wgmma::multiply<T, kRows / 8, false>(product, rows[step], b + step * kStepUnits, step > 0 || add);
+                    wgmma::multiply<T, kRows / 8, false>(product, rows[step], b + step * Panels<kRows>::kUnits,
+                                                         step > 0 || add);
             };
             const auto multiply_carry = [&](const Packed(&rows)[kBlocks]) {
                 const std::uint64_t b = wgmma::operand(k_carry, kRows * 128);

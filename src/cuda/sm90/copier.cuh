@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warpgroup that copies: two warps images, q, k and v to the stages, one outputs to memory.
+// The warpgroup that copies: three warps images, q, k and v to the stages, one outputs to memory.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -10,7 +10,8 @@ namespace cula::cuda::sm90 {
 
 // Threads of the copying warpgroup that fetch what a chunk needs, and the warp that puts outputs out. Neither waits for
 // the other.
-inline constexpr int kFetchThreads = 64, kPutThreads = 32;
+inline constexpr int kFetchThreads = 96, kPutThreads = 32;
+static_assert(kFetchThreads + kPutThreads == kGroupThreads);
 
 // The tokens of a chunk, kUnits times eight columns of `from`, each 16 bytes to place(token, unit); zero beyond `count`
 // tokens and `columns` columns. Called by the threads that fetch.
@@ -32,32 +33,77 @@ __device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, 
     }
 }
 
-// Threads that fetch: images, values, and q and k where they are read as they came.
+// Threads that fetch: images, values, and q and k where they are read as they came. To ask for a copy takes a thread
+// some 60 cycles, so that the three warps share them: tiles of the image, and k; the inverse, and values; scores, and
+// q.
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 struct Fetcher {
     using S = Stage<T, kKey, kDelta, kPerChannel>;
     using ImageType = typename S::ImageType;
+    using Source = Image<T, kKey, kPerChannel>;
+    using Lower = Triangle<S::kRows>;
+    using Squares = Panels<S::kRows>;
     static constexpr bool kImages = !kMakesScores<kDelta, kPerChannel>;
     static constexpr int kPanels = kKey / kBoxChannels;
 
     const DeviceArgs& a;
     const RowMaps& maps;
     const Walk<kKey, kMaps>& walk;
-    const ImageType* images;           // the segment's first
+    const Source* images;              // the segment's first
     const std::int32_t* exact_writes;  // the same
     unsigned char* memory;             // of the stages
     CarryBarriers& barriers;
     int groups, stages;
 
-    // This CTA's part of an image, to every CTA of the cluster; the barrier expects all parts.
-    __device__ __forceinline__ void copy_image(const ImageType* image, int begin, int bytes, std::uint32_t stage_at,
+    static __device__ __forceinline__ int image_bytes(bool exact) {
+        constexpr int kLow = (kMaps ? 1 : 2) * static_cast<int>(sizeof(Source::inverse_low));
+        return Source::end(kMaps) - Source::begin(kDelta, false) + (kDelta && exact ? kLow : 0);
+    }
+    // A warp's share of what the carry reads of an image, to every CTA of the cluster; each asks for a part, and the
+    // barrier expects all.
+    __device__ __forceinline__ void copy_image(int warp, const Source* image, bool exact, std::uint32_t stage_at,
                                                std::uint32_t full) const {
-        const int cluster = cluster_size(), rank = cluster_rank();
-        const std::uint32_t to = stage_at - S::kImageBegin;
-        const auto* from = reinterpret_cast<const unsigned char*>(image);
-        if (cluster == 1) return copy_bulk(to + begin, from + begin, bytes, full);
-        const int part = (bytes >> (3 + __ffs(cluster))) * 16, first = begin + rank * part;  // a power of two of CTAs
-        copy_bulk(to + first, from + first, rank + 1 < cluster ? part : bytes - rank * part, full, (1u << cluster) - 1);
+        const int cluster = cluster_size(), rank = cluster_rank(),
+                  shift = __ffs(cluster) - 1;  // a power of two of CTAs
+        const auto* memory_at = reinterpret_cast<const unsigned char*>(image);
+        const std::uint32_t image_at = stage_at - S::kImageBegin;
+        const auto copy = [&](int from, int to, int bytes) {
+            if (cluster == 1)
+                copy_bulk(image_at + to, memory_at + from, bytes, full);
+            else
+                copy_bulk(image_at + to, memory_at + from, bytes, full, (1u << cluster) - 1);
+        };
+        const auto copy_run = [&](int from, int to, int bytes) {
+            const int share = bytes >> shift;
+            copy(from + rank * share, to + rank * share, share);
+        };
+        const auto copy_triangle = [&](int from, int to, int turn) {
+#pragma unroll
+            for (int panel = 0; panel < Lower::kBlocks; ++panel)
+                if (((panel + turn) & (cluster - 1)) == rank)
+                    copy(from + Lower::block_begin(panel, panel) * 16,
+                         to + (panel * Squares::kUnits + Squares::lower_begin(panel)) * 16,
+                         (Squares::kUnits - Squares::lower_begin(panel)) * 16);
+        };
+        if (warp == 0) {
+            if constexpr (kPerChannel) {
+                constexpr int kFrom = kDelta ? offsetof(Source, k_decayed) : offsetof(Source, k_remaining),
+                              kTo = kDelta ? offsetof(ImageType, k_decayed) : offsetof(ImageType, k_remaining);
+                copy_run(kFrom, kTo, offsetof(Source, q_decayed) - kFrom);
+                if constexpr (!kMaps)
+                    copy_run(offsetof(Source, q_decayed), offsetof(ImageType, q_decayed), sizeof(Source::q_decayed));
+            } else {
+                copy_run(
+                    offsetof(Source, k_factor), offsetof(ImageType, k_factor),
+                    offsetof(Source, q_factor) - offsetof(Source, k_factor) + (kMaps ? 0 : sizeof(Source::q_factor)));
+            }
+        } else if (warp == 1) {
+            if constexpr (kDelta) copy_triangle(offsetof(Source, inverse), offsetof(ImageType, inverse), 0);
+            if (kDelta && exact) copy_triangle(offsetof(Source, inverse_low), offsetof(ImageType, inverse_low), 0);
+        } else if constexpr (!kMaps) {
+            copy_triangle(offsetof(Source, scores), offsetof(ImageType, scores), 1);
+            if (kDelta && exact) copy_triangle(offsetof(Source, scores_low), offsetof(ImageType, scores_low), 1);
+        }
     }
 
     // Rows as boxes, where they have maps: how many bytes, and their copies.
@@ -65,21 +111,27 @@ struct Fetcher {
         const int tiles = kPerChannel ? 0 : kMaps ? 1 : 2;
         return (walk.of_m ? 0 : groups * S::kBoxBytes) + tiles * kPanels * S::kBoxBytes;
     }
-    __device__ __forceinline__ void copy_boxes(int chunk, std::uint32_t stage_at, std::uint32_t full) const {
+    __device__ __forceinline__ void copy_boxes(int warp, int chunk, std::uint32_t stage_at, std::uint32_t full) const {
         BoxPlace at{0, walk.value_head / a.group, static_cast<int>(walk.token(chunk)), walk.batch};
-        if constexpr (!kPerChannel) {
-#pragma unroll
+        const auto copy_panels = [&](int to, const CUtensorMap& map) {
+#pragma unroll 1  // or registers run out
             for (int panel = 0; panel < kPanels; ++panel) {
                 at.channel = panel * kBoxChannels;
-                if constexpr (!kMaps) copy_box(stage_at + S::kQuery + panel * S::kBoxBytes, maps.q, at, full);
-                copy_box(stage_at + S::kKeyRows + panel * S::kBoxBytes, maps.k, at, full);
+                copy_box(stage_at + to + panel * S::kBoxBytes, map, at, full);
             }
-        }
-        if (walk.of_m) return;
-        at.head = walk.value_head;
-        for (int group = 0; group < groups; ++group) {
-            at.channel = walk.rows.first + group * kGroupRows;
-            copy_box(stage_at + S::kValues + group * S::kBoxBytes, maps.v, at, full);
+        };
+        if (warp == 1) {
+            if (walk.of_m) return;
+            at.head = walk.value_head;
+            for (int group = 0; group < groups; ++group) {
+                at.channel = walk.rows.first + group * kGroupRows;
+                copy_box(stage_at + S::kValues + group * S::kBoxBytes, maps.v, at, full);
+            }
+        } else if constexpr (!kPerChannel) {
+            if (warp == 0)
+                copy_panels(S::kKeyRows, maps.k);
+            else if constexpr (!kMaps)
+                copy_panels(S::kQuery, maps.q);
         }
     }
 
@@ -111,26 +163,26 @@ struct Fetcher {
 
     __device__ __forceinline__ void run() const {
         const std::uint32_t full = shared_address(barriers.full), empty = shared_address(barriers.empty);
-        const bool first_thread = threadIdx.x % kGroupThreads == 0;
+        const int warp = static_cast<int>(threadIdx.x) % kGroupThreads / 32;
+        const bool asks = threadIdx.x % 32 == 0;
         const int rows_bytes = box_bytes();
         int stage = 0, parity = 1;
 #pragma unroll 1
         for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
             const std::int64_t image = static_cast<std::int64_t>(chunk) * a.value_heads;
             // Asked for before the wait, which hides it.
-            const std::int32_t exact = kDelta && first_thread ? __ldg(exact_writes + image) : 0;
+            const std::int32_t exact = kDelta && asks ? __ldg(exact_writes + image) : 0;
             wait_barrier(empty + stage * 8, parity);
             unsigned char* to = memory + stage * S::bytes(groups);
             // A box would take what follows a packed sequence for the rest of its last chunk.
             const bool boxes = maps.inputs && (!a.cu_seqlens || walk.count(chunk) == S::kRows);
-            if (first_thread) {
-                const int begin = ImageType::begin(kDelta, exact), bytes = kImages ? ImageType::end() - begin : 0;
-                arrive_expecting(full + stage * 8, bytes + (boxes ? rows_bytes : 0));
-                if constexpr (kImages) {
+            if (asks) {
+                if (warp == 0) {
+                    arrive_expecting(full + stage * 8, (kImages ? image_bytes(exact) : 0) + (boxes ? rows_bytes : 0));
                     barriers.exact[stage] = exact;
-                    copy_image(images + image, begin, bytes, shared_address(to), full + stage * 8);
                 }
-                if (boxes) copy_boxes(chunk, shared_address(to), full + stage * 8);
+                if constexpr (kImages) copy_image(warp, images + image, exact, shared_address(to), full + stage * 8);
+                if (boxes) copy_boxes(warp, chunk, shared_address(to), full + stage * 8);
             }
             if (boxes) {
                 arrive(full + stage * 8);

@@ -105,15 +105,13 @@ struct Scorer {
         for (int tile = 0; tile < kRows / 8; ++tile)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
+                if (tile * 8 >= first + 16) continue;  // the same for all lanes
                 const int i = first + lane / 4 + 8 * half, j = tile * 8 + lane % 4 * 2;
-                float2 pair{0.0f, 0.0f};
-                if (tile * 8 < first + 16) {  // the same for all lanes
-                    pair = {product[tile][2 * half] * factor(tile, half, 0),
+                float2 pair{product[tile][2 * half] * factor(tile, half, 0),
                             product[tile][2 * half + 1] * factor(tile, half, 1)};
-                    if (j > i) pair.x = 0.0f;
-                    if (j + 1 > i) pair.y = 0.0f;
-                }
-                words[Tile<kRows, kRows>::unit(i, tile) * 4 + lane % 4] = pack2<T>(pair.x, pair.y);
+                if (j > i) pair.x = 0.0f;
+                if (j + 1 > i) pair.y = 0.0f;
+                words[Panels<kRows>::unit(i, tile) * 4 + lane % 4] = pack2<T>(pair.x, pair.y);
             }
         fence_async_proxy();
     }

@@ -34,14 +34,32 @@ inline constexpr int kCopyRegisters = kScores ? 48 : 56;
 template <bool kScores>
 inline constexpr int kMultiplyRegisters = kScores ? 184 : 224;
 
+// An image in a stage. Products take whole squares, so that triangles stand in panels of all rows, with zeros above.
+struct Staged {
+    template <int kSize>
+    static constexpr int kTriangle = kSize * kSize;
+    static constexpr int kAlignment = 1024;
+};
+template <int kSize>
+struct Panels {
+    using Lower = Triangle<kSize>;
+    static constexpr int kUnits = Lower::kBlocks * Lower::kBlockUnits;  // of a panel, 16 bytes each
+
+    static constexpr CULA_HOST_DEVICE int unit(int row, int unit) {
+        return unit / 2 * kUnits + row / kBlock * Lower::kBlockUnits + Lower::in_block(row % kBlock, unit % 2);
+    }
+    // Where in a panel the blocks begin that are not above the diagonal.
+    static constexpr CULA_HOST_DEVICE int lower_begin(int panel) { return panel * Lower::kBlockUnits; }
+};
+
 template <class T, int kKey, bool kDelta, bool kPerChannel>
 struct Stage {
-    using ImageType = Image<T, kKey, kPerChannel>;
+    using ImageType = Image<T, kKey, kPerChannel, Staged>;
     static constexpr int kRows = kTokens<kKey>;
     static constexpr int kTileBytes = kRows * kKey * static_cast<int>(sizeof(T));
     // The image from where the algorithm begins to read it; q and k where they are read as they came; the values of
     // every warpgroup.
-    static constexpr int kImageBegin = ImageType::begin(kDelta, kDelta);
+    static constexpr int kImageBegin = ImageType::begin(kDelta, kDelta) / Staged::kAlignment * Staged::kAlignment;
     static constexpr int kQuery = sizeof(ImageType) - kImageBegin, kKeyRows = kQuery + kTileBytes;
     static constexpr int kValues = kPerChannel ? kQuery : kKeyRows + kTileBytes;
     static constexpr int kBoxBytes = static_cast<int>(sizeof(T)) * kRows * kBoxChannels;  // values of a warpgroup, too
@@ -50,6 +68,22 @@ struct Stage {
         return *reinterpret_cast<ImageType*>(stage - kImageBegin);
     }
     static constexpr CULA_HOST_DEVICE int bytes(int groups) { return kValues + groups * kBoxBytes; }
+
+    // What lies above the diagonals of all triangles, which no copy ever writes. By all threads.
+    static __device__ __forceinline__ void clear_upper(unsigned char* stage) {
+        using P = Panels<kRows>;
+        constexpr int kSquares = kDelta ? 4 : 1, kSquareUnits = P::kUnits * kRows / kBlock;
+        static_assert(offsetof(ImageType, scores_low) == kSquareUnits * 16 &&
+                      offsetof(ImageType, inverse) == 2 * kSquareUnits * 16);
+        const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+        for (int i = thread; i < kSquares * kSquareUnits; i += threads) {
+            const int square = i / kSquareUnits, x = i % kSquareUnits, panel = x / P::kUnits;
+            if (x % P::kUnits >= P::lower_begin(panel)) continue;
+            unsigned char* of = square < kSquares - 1 ? stage + square * kSquareUnits * 16
+                                                      : reinterpret_cast<unsigned char*>(image(stage).scores);
+            *reinterpret_cast<uint4*>(of + x * 16) = uint4{};
+        }
+    }
 };
 
 template <class T, int kKey>
