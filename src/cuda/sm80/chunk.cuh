@@ -45,24 +45,19 @@ struct Triangle {
     static constexpr CULA_HOST_DEVICE int in_block(int row, int unit) { return 2 * row + (unit ^ (row >> 2 & 1)); }
 };
 
-// How an image stands in memory, and in the shared memory of a carry that reads it as it came.
-struct InMemory {
-    template <int kSize>
-    static constexpr int kTriangle = Triangle<kSize>::kElements;
-    static constexpr int kAlignment = 128;
-};
+inline constexpr int kImageAlignment = 128;
 
 // Decay per channel. The parts stand in the order of how few read them: what rounding left over is read where it would
 // show (kMostSquares), additive algorithms begin at k_remaining, and maps end at q_decayed.
-template <class T, int kKey, class Layout = InMemory>
-struct alignas(Layout::kAlignment) ChannelImage {
-    static constexpr int kRows = kTokens<kKey>, kTriangle = Layout::template kTriangle<kRows>;
+template <class T, int kKey>
+struct alignas(kImageAlignment) ChannelImage {
+    static constexpr int kRows = kTokens<kKey>, kTriangle = Triangle<kRows>::kElements;
     T inverse_low[kTriangle], scores_low[kTriangle];
     T inverse[kTriangle];
     T k_decayed[kRows * kKey];
     T k_remaining[kRows * kKey];
     float decay[kKey];  // of the whole chunk
-    alignas(Layout::kAlignment) T q_decayed[kRows * kKey];
+    alignas(kImageAlignment) T q_decayed[kRows * kKey];
     T scores[kTriangle];
 
     static constexpr CULA_HOST_DEVICE int begin(bool delta, bool exact) {
@@ -75,16 +70,16 @@ struct alignas(Layout::kAlignment) ChannelImage {
 
 // One decay per token: q and k stay as they are, and the factors go to the products. Additive algorithms begin at
 // k_rest, and maps end at q_factor.
-template <class T, int kKey, class Layout = InMemory>
-struct alignas(Layout::kAlignment) TokenImage {
-    static constexpr int kRows = kTokens<kKey>, kTriangle = Layout::template kTriangle<kRows>;
+template <class T, int kKey>
+struct alignas(kImageAlignment) TokenImage {
+    static constexpr int kRows = kTokens<kKey>, kTriangle = Triangle<kRows>::kElements;
     T inverse_low[kTriangle], scores_low[kTriangle];
     T inverse[kTriangle];
     float k_factor[kRows];
     float k_rest[kRows];
     float decay[kRows];  // of the whole chunk, in decay[0]
     float q_factor[kRows];
-    alignas(Layout::kAlignment) T scores[kTriangle];
+    alignas(kImageAlignment) T scores[kTriangle];
 
     static constexpr CULA_HOST_DEVICE int begin(bool delta, bool exact) {
         return exact ? 0 : delta ? offsetof(TokenImage, inverse) : offsetof(TokenImage, k_rest);
@@ -94,8 +89,8 @@ struct alignas(Layout::kAlignment) TokenImage {
     }
 };
 
-template <class T, int kKey, bool kPerChannel, class Layout = InMemory>
-using Image = std::conditional_t<kPerChannel, ChannelImage<T, kKey, Layout>, TokenImage<T, kKey, Layout>>;
+template <class T, int kKey, bool kPerChannel>
+using Image = std::conditional_t<kPerChannel, ChannelImage<T, kKey>, TokenImage<T, kKey>>;
 
 // A chunk of a delta rule with unit keys takes the norm of any state, and of any map, down by at least the slowest
 // decay of every token: prepare leaves the log2 of that bound, `fading`. Chunks that together reach kForgotten leave

@@ -31,8 +31,8 @@ struct TokenSmem {
     float norms[2][kTokens<kKey>];  // that q and k are multiplied by
 };
 
-// As many CTAs as fit the shared memory of a multiprocessor.
-#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+// As many CTAs as fit the shared memory of a multiprocessor, and their registers without spills.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 inline constexpr int kTokenCtas = 4;
 #else
 inline constexpr int kTokenCtas = 3;

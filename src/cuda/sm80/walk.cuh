@@ -16,6 +16,7 @@ inline constexpr int kWarpRows = 16;  // value rows of a warp
 // States between segments: [map][HV][rows][K], float; rows of kKey channels where compose reads them.
 struct CarryParams {
     int stages = 1, row_blocks = 1, value_blocks = 1;
+    int cluster = 1;                             // CTAs that share images
     const std::int32_t* exact_writes = nullptr;  // [chunks of the slab, HV]
     const float* fading = nullptr;               // the same, where maps need not begin before what they forget
     States starts;                               // state before segment i: slot i
@@ -117,9 +118,11 @@ struct Walk {
     __device__ __forceinline__ Walk(const DeviceArgs& args, const Schedule& schedule, const CarryParams& params,
                                     int warp, int warps)
         : a(args), p(params), first_chunk(schedule.first_chunk) {
-        const int row_block = static_cast<int>(blockIdx.x) % p.row_blocks;
-        value_head = static_cast<int>(blockIdx.x) / p.row_blocks % a.value_heads;
-        number = static_cast<int>(blockIdx.x) / p.row_blocks / a.value_heads;
+        int block = static_cast<int>(blockIdx.x);
+        asm volatile("" : "+r"(block));  // a walk that is made again shares no registers with the first
+        const int row_block = block % p.row_blocks;
+        value_head = block / p.row_blocks % a.value_heads;
+        number = block / p.row_blocks / a.value_heads;
         segment = segment_of(a, schedule, number);
         of_m = kMaps && row_block >= p.value_blocks;
         rows.first = ((of_m ? row_block - p.value_blocks : row_block) * warps + warp) * kWarpRows;

@@ -39,71 +39,81 @@ __device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, 
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 struct Fetcher {
     using S = Stage<T, kKey, kDelta, kPerChannel>;
-    using ImageType = typename S::ImageType;
-    using Source = Image<T, kKey, kPerChannel>;
+    using F = Factors<kKey, kPerChannel>;
+    using ImageType = Image<T, kKey, kPerChannel>;
     using Lower = Triangle<S::kRows>;
     using Squares = Panels<S::kRows>;
     static constexpr bool kImages = !kMakesScores<kDelta, kPerChannel>;
     static constexpr int kPanels = kKey / kBoxChannels;
+    static constexpr int kTriangleBytes = Lower::kElements * static_cast<int>(sizeof(T));
 
     const DeviceArgs& a;
     const RowMaps& maps;
     const Walk<kKey, kMaps>& walk;
-    const Source* images;              // the segment's first
+    const ImageType* images;           // the segment's first
     const std::int32_t* exact_writes;  // the same
     unsigned char* memory;             // of the stages
+    F* factors;                        // the same
     CarryBarriers& barriers;
     int groups, stages;
 
-    static __device__ __forceinline__ int image_bytes(bool exact) {
-        constexpr int kLow = (kMaps ? 1 : 2) * static_cast<int>(sizeof(Source::inverse_low));
-        return Source::end(kMaps) - Source::begin(kDelta, false) + (kDelta && exact ? kLow : 0);
-    }
-    // A warp's share of what the carry reads of an image, to every CTA of the cluster; each asks for a part, and the
-    // barrier expects all.
-    __device__ __forceinline__ void copy_image(int warp, const Source* image, bool exact, std::uint32_t stage_at,
-                                               std::uint32_t full) const {
-        const int cluster = cluster_size(), rank = cluster_rank(),
-                  shift = __ffs(cluster) - 1;  // a power of two of CTAs
-        const auto* memory_at = reinterpret_cast<const unsigned char*>(image);
-        const std::uint32_t image_at = stage_at - S::kImageBegin;
-        const auto copy = [&](int from, int to, int bytes) {
+    // Parts of images go to every CTA of the cluster. Each CTA asks for its share, and the barrier expects all.
+    struct Part {
+        const unsigned char* image;
+        std::uint32_t full;
+        int cluster, rank = cluster_rank();
+
+        __device__ __forceinline__ void copy(std::uint32_t to, int from, int bytes) const {
             if (cluster == 1)
-                copy_bulk(image_at + to, memory_at + from, bytes, full);
+                copy_bulk(to, image + from, bytes, full);
             else
-                copy_bulk(image_at + to, memory_at + from, bytes, full, (1u << cluster) - 1);
-        };
-        const auto copy_run = [&](int from, int to, int bytes) {
-            const int share = bytes >> shift;
-            copy(from + rank * share, to + rank * share, share);
-        };
-        const auto copy_triangle = [&](int from, int to, int turn) {
+                copy_bulk(to, image + from, bytes, full, (1u << cluster) - 1);
+        }
+        __device__ __forceinline__ void copy_run(std::uint32_t to, int from, int bytes) const {
+            const int share = bytes >> (__ffs(cluster) - 1);  // a power of two of CTAs
+            copy(to + rank * share, from + rank * share, share);
+        }
+        __device__ __forceinline__ void copy_triangle(std::uint32_t to, int from, int turn) const {
 #pragma unroll
             for (int panel = 0; panel < Lower::kBlocks; ++panel)
                 if (((panel + turn) & (cluster - 1)) == rank)
-                    copy(from + Lower::block_begin(panel, panel) * 16,
-                         to + (panel * Squares::kUnits + Squares::lower_begin(panel)) * 16,
+                    copy(to + (panel * Squares::kUnits + Squares::lower_begin(panel)) * 16,
+                         from + Lower::block_begin(panel, panel) * 16,
                          (Squares::kUnits - Squares::lower_begin(panel)) * 16);
-        };
+        }
+    };
+
+    static constexpr int kTileBytes = kPerChannel ? (1 + kDelta + !kMaps) * S::kTileBytes : 0;
+    static constexpr int kFactorBytes = sizeof(F);
+    static constexpr int kLowBytes = (kMaps ? 1 : 2) * kTriangleBytes;  // of a coupled chunk's second stage
+    static constexpr int kImageBytes = kTileBytes + kFactorBytes + (kDelta + !kMaps) * kTriangleBytes;
+
+    // A warp's share of an image.
+    __device__ __forceinline__ void copy_image(int warp, const Part& part, std::uint32_t stage_at,
+                                               std::uint32_t factors_at) const {
         if (warp == 0) {
             if constexpr (kPerChannel) {
-                constexpr int kFrom = kDelta ? offsetof(Source, k_decayed) : offsetof(Source, k_remaining),
-                              kTo = kDelta ? offsetof(ImageType, k_decayed) : offsetof(ImageType, k_remaining);
-                copy_run(kFrom, kTo, offsetof(Source, q_decayed) - kFrom);
+                if constexpr (kDelta)
+                    part.copy_run(stage_at + S::kKeyRead, offsetof(ImageType, k_decayed), 2 * S::kTileBytes);
+                else
+                    part.copy_run(stage_at + S::kKeyCarry, offsetof(ImageType, k_remaining), S::kTileBytes);
                 if constexpr (!kMaps)
-                    copy_run(offsetof(Source, q_decayed), offsetof(ImageType, q_decayed), sizeof(Source::q_decayed));
+                    part.copy_run(stage_at + S::kQuery, offsetof(ImageType, q_decayed), S::kTileBytes);
+                part.copy_run(factors_at, offsetof(ImageType, decay), kFactorBytes);
             } else {
-                copy_run(
-                    offsetof(Source, k_factor), offsetof(ImageType, k_factor),
-                    offsetof(Source, q_factor) - offsetof(Source, k_factor) + (kMaps ? 0 : sizeof(Source::q_factor)));
+                part.copy_run(factors_at, offsetof(ImageType, k_factor), kFactorBytes);
             }
         } else if (warp == 1) {
-            if constexpr (kDelta) copy_triangle(offsetof(Source, inverse), offsetof(ImageType, inverse), 0);
-            if (kDelta && exact) copy_triangle(offsetof(Source, inverse_low), offsetof(ImageType, inverse_low), 0);
+            if constexpr (kDelta) part.copy_triangle(stage_at + S::kInverse, offsetof(ImageType, inverse), 0);
         } else if constexpr (!kMaps) {
-            copy_triangle(offsetof(Source, scores), offsetof(ImageType, scores), 1);
-            if (kDelta && exact) copy_triangle(offsetof(Source, scores_low), offsetof(ImageType, scores_low), 1);
+            part.copy_triangle(stage_at + S::kScores, offsetof(ImageType, scores), 1);
         }
+    }
+    __device__ __forceinline__ void copy_low(int warp, const Part& part, std::uint32_t stage_at) const {
+        if (warp == 1)
+            part.copy_triangle(stage_at + S::kInverse, offsetof(ImageType, inverse_low), 0);
+        else if (warp == 2 && !kMaps)
+            part.copy_triangle(stage_at + S::kScores, offsetof(ImageType, scores_low), 1);
     }
 
     // Rows as boxes, where they have maps: how many bytes, and their copies.
@@ -129,7 +139,7 @@ struct Fetcher {
             }
         } else if constexpr (!kPerChannel) {
             if (warp == 0)
-                copy_panels(S::kKeyRows, maps.k);
+                copy_panels(S::kKeyRead, maps.k);
             else if constexpr (!kMaps)
                 copy_panels(S::kQuery, maps.q);
         }
@@ -147,7 +157,7 @@ struct Fetcher {
     __device__ __forceinline__ void copy_all_rows(int chunk, unsigned char* to) const {
         if constexpr (!kPerChannel) {
             if constexpr (!kMaps) copy_key_rows(a.q, chunk, to + S::kQuery);
-            copy_key_rows(a.k, chunk, to + S::kKeyRows);
+            copy_key_rows(a.k, chunk, to + S::kKeyRead);
         }
         if (walk.of_m) return;
         const T* from = static_cast<const T*>(a.v.data) + a.v.offset(walk.batch, walk.token(chunk), walk.value_head);
@@ -162,37 +172,51 @@ struct Fetcher {
     }
 
     __device__ __forceinline__ void run() const {
-        const std::uint32_t full = shared_address(barriers.full), empty = shared_address(barriers.empty);
         const int warp = static_cast<int>(threadIdx.x) % kGroupThreads / 32;
         const bool asks = threadIdx.x % 32 == 0;
         const int rows_bytes = box_bytes();
         int stage = 0, parity = 1;
+        const auto full = [&] { return shared_address(barriers.full + stage); };
+        const auto next_stage = [&] {
+            if (++stage == stages) stage = 0, parity ^= 1;
+        };
 #pragma unroll 1
         for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
             const std::int64_t image = static_cast<std::int64_t>(chunk) * a.value_heads;
             // Asked for before the wait, which hides it.
-            const std::int32_t exact = kDelta && asks ? __ldg(exact_writes + image) : 0;
-            wait_barrier(empty + stage * 8, parity);
+            const bool exact = kDelta && __ldg(exact_writes + image);
+            wait_barrier(shared_address(barriers.empty + stage), parity);
             unsigned char* to = memory + stage * S::bytes(groups);
             // A box would take what follows a packed sequence for the rest of its last chunk.
             const bool boxes = maps.inputs && (!a.cu_seqlens || walk.count(chunk) == S::kRows);
             if (asks) {
                 if (warp == 0) {
-                    arrive_expecting(full + stage * 8, (kImages ? image_bytes(exact) : 0) + (boxes ? rows_bytes : 0));
+                    arrive_expecting(full(), (kImages ? kImageBytes : 0) + (boxes ? rows_bytes : 0));
                     barriers.exact[stage] = exact;
                 }
-                if constexpr (kImages) copy_image(warp, images + image, exact, shared_address(to), full + stage * 8);
-                if (boxes) copy_boxes(warp, chunk, shared_address(to), full + stage * 8);
+                if constexpr (kImages)
+                    copy_image(warp, {reinterpret_cast<const unsigned char*>(images + image), full(), walk.p.cluster},
+                               shared_address(to), shared_address(factors + stage));
+                if (boxes) copy_boxes(warp, chunk, shared_address(to), full());
             }
-            if (boxes) {
-                arrive(full + stage * 8);
-            } else {
+            if (!boxes) {
                 copy_all_rows(chunk, to);
                 commit_copies();
                 wait_copies<0>();
-                arrive(full + stage * 8);
             }
-            if (++stage == stages) stage = 0, parity ^= 1;
+            arrive(full());
+            next_stage();
+            if constexpr (kDelta) {
+                if (!exact) continue;
+                wait_barrier(shared_address(barriers.empty + stage), parity);
+                if (asks) {
+                    if (warp == 0) arrive_expecting(full(), kLowBytes);
+                    copy_low(warp, {reinterpret_cast<const unsigned char*>(images + image), full(), walk.p.cluster},
+                             shared_address(memory + stage * S::bytes(groups)));
+                }
+                arrive(full());
+                next_stage();
+            }
         }
     }
 };

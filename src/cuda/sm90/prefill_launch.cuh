@@ -30,13 +30,13 @@ struct WarpgroupCarry {
         for (p.stages = kMaxStages; shared_bytes() > call.shared_bytes_limit;) --p.stages;
         constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
         // Row blocks of one head read the same images: a cluster fetches them once.
-        const int cluster = kScores ? 1 : p.row_blocks % 4 == 0 ? 4 : p.row_blocks % 2 == 0 ? 2 : 1;
+        p.cluster = kScores ? 1 : p.row_blocks % 4 == 0 ? 4 : p.row_blocks % 2 == 0 ? 2 : 1;
         cuda::launch(carry<T, kKey, kDelta, kPerChannel, kMaps>,
                      shape({.blocks = static_cast<std::size_t>(p.row_blocks * columns),
                             .threads = (groups + kHelperGroups<kScores>)*kGroupThreads,
                             .shared_bytes = shared_bytes(),
                             .most_shared_bytes = call.shared_bytes_limit,
-                            .cluster = cluster}),
+                            .cluster = p.cluster}),
                      call.stream, a, schedule, plan.images, p,
                      row_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
     }

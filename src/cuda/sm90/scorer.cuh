@@ -14,7 +14,7 @@ namespace cula::cuda::sm90 {
 template <class T, int kKey, bool kMaps>
 struct Scorer {
     using S = Stage<T, kKey, false, false>;
-    using ImageType = typename S::ImageType;
+    using F = Factors<kKey, false>;
     static constexpr int kRows = S::kRows, kEach = kRows / 32;
 
     using Products = float[kRows / 8][4];
@@ -22,6 +22,7 @@ struct Scorer {
     const DeviceArgs& a;
     const Walk<kKey, kMaps>& walk;
     unsigned char* memory;
+    F* factors;
     CarryBarriers& barriers;
     int groups, stages;
 
@@ -30,7 +31,7 @@ struct Scorer {
         const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, token = thread / 2;
 #pragma unroll
         for (int which = kMaps ? 1 : 0; which < 2; ++which) {
-            const unsigned char* tile = stage + (which == 0 ? S::kQuery : S::kKeyRows);
+            const unsigned char* tile = stage + (which == 0 ? S::kQuery : S::kKeyRead);
             float sum = 0.0f;
 #pragma unroll 4
             for (int i = 0; i < kKey / 16; ++i) {
@@ -69,20 +70,20 @@ struct Scorer {
     }
 
     // What the carry multiplies products with, of the chunk in a stage.
-    __device__ __forceinline__ void put_factors(ImageType& image, int count) const {
+    __device__ __forceinline__ void put_factors(F& of, int count) const {
         const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
         if (thread >= kRows) return;
         const float whole = barriers.log_decay[kRows - 1], log_decay = barriers.log_decay[thread];
-        image.q_factor[thread] = a.scale * norm(0, thread) * exp2_fast(log_decay);
-        image.k_rest[thread] = thread < count ? norm(1, thread) * exp2_fast(whole - log_decay) : 0.0f;
-        image.decay[thread] = exp2_fast(whole);
+        of.q_factor[thread] = a.scale * norm(0, thread) * exp2_fast(log_decay);
+        of.k_rest[thread] = thread < count ? norm(1, thread) * exp2_fast(whole - log_decay) : 0.0f;
+        of.decay[thread] = exp2_fast(whole);
     }
 
     // Products of q and k, on their way.
     __device__ __forceinline__ void multiply(Products& product, const unsigned char* at) const {
         fence_async_proxy();
         const std::uint64_t rows = wgmma::operand(shared_address(at) + S::kQuery),
-                            columns = wgmma::operand(shared_address(at) + S::kKeyRows);
+                            columns = wgmma::operand(shared_address(at) + S::kKeyRead);
         wgmma::fence();
 #pragma unroll
         for (int step = 0; step < kKey / 16; ++step) {
@@ -95,12 +96,12 @@ struct Scorer {
     // The scores where the carry reads them: products times factor(tile, half, first or second column), of tokens that
     // are not later. A warp has 16 rows.
     template <class Factor>
-    __device__ __forceinline__ void put_scores(ImageType& image, Products& product, Factor factor) const {
+    __device__ __forceinline__ void put_scores(unsigned char* stage, Products& product, Factor factor) const {
         wgmma::wait<0>();
         wgmma::hold(product);
         const int lane = static_cast<int>(threadIdx.x) % 32,
                   first = static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16;
-        auto* const words = reinterpret_cast<std::uint32_t*>(image.scores);
+        auto* const words = reinterpret_cast<std::uint32_t*>(stage + S::kScores);
 #pragma unroll
         for (int tile = 0; tile < kRows / 8; ++tile)
 #pragma unroll
@@ -116,13 +117,13 @@ struct Scorer {
         fence_async_proxy();
     }
 
-    // body(chunk, stage, full), which calls full() before it reads what has been fetched.
+    // body(chunk, stage, its factors, full), which calls full() before it reads what has been fetched.
     template <class Body>
     __device__ __forceinline__ void each_chunk(Body body) const {
         int stage = 0, parity = 0;
 #pragma unroll 1
         for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
-            body(chunk, memory + stage * S::bytes(groups),
+            body(chunk, memory + stage * S::bytes(groups), factors[stage],
                  [&] { wait_barrier(shared_address(barriers.full + stage), parity); });
             arrive(shared_address(barriers.made + stage));
             if (++stage == stages) stage = 0, parity ^= 1;
@@ -134,17 +135,17 @@ struct Scorer {
         const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
         if (thread < 32) make_decays(gate, 0, kRows);
         sync_group();
-        float factors[kRows / 8 + 1][2];  // [tile - half + 1][second]
+        float by_distance[kRows / 8 + 1][2];  // [tile - half + 1][second]
 #pragma unroll
         for (int x = 0; x <= kRows / 8; ++x)
 #pragma unroll
             for (int second = 0; second < 2; ++second) {
                 const int distance = thread / 32 * 16 + lane / 4 - 8 * (x - 1) - lane % 4 * 2 - second;
-                factors[x][second] = distance < 0    ? 0.0f
-                                     : distance == 0 ? a.scale
-                                                     : a.scale * exp2_fast(barriers.log_decay[distance - 1]);
+                by_distance[x][second] = distance < 0    ? 0.0f
+                                         : distance == 0 ? a.scale
+                                                         : a.scale * exp2_fast(barriers.log_decay[distance - 1]);
             }
-        each_chunk([&](int chunk, unsigned char* at, auto full) {
+        each_chunk([&](int chunk, unsigned char* at, F& of, auto full) {
             const int count = walk.count(chunk);
             [[maybe_unused]] Products product;
             full();
@@ -154,10 +155,10 @@ struct Scorer {
                 if (thread < 32) make_decays(gate, chunk, count);
                 sync_group();
             }
-            if (chunk < stages || count < kRows) put_factors(S::image(at), count);  // which stay there
+            if (chunk < stages || count < kRows) put_factors(of, count);  // which stay there
             if constexpr (!kMaps)
-                put_scores(S::image(at), product,
-                           [&](int tile, int half, int second) { return factors[tile - half + 1][second]; });
+                put_scores(at, product,
+                           [&](int tile, int half, int second) { return by_distance[tile - half + 1][second]; });
         });
     }
 
@@ -165,7 +166,7 @@ struct Scorer {
         const HeadGate gate(a, walk.value_head);
         if (a.algorithm.decay != Decay::kPerToken && !a.qk_l2norm) return run_alike(gate);
         const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-        each_chunk([&](int chunk, unsigned char* at, auto full) {
+        each_chunk([&](int chunk, unsigned char* at, F& of, auto full) {
             const int count = walk.count(chunk);
             [[maybe_unused]] Products product;
             sync_group();  // nobody reads the chunk before any more
@@ -174,12 +175,12 @@ struct Scorer {
             if (a.qk_l2norm) make_norms(at);
             if constexpr (!kMaps) multiply(product, at);
             sync_group();
-            put_factors(S::image(at), count);
+            put_factors(of, count);
             if constexpr (!kMaps) {
                 const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
                 const float decays[2] = {barriers.log_decay[row], barriers.log_decay[row + 8]};
                 const float scales[2] = {a.scale * norm(0, row), a.scale * norm(0, row + 8)};
-                put_scores(S::image(at), product, [&](int tile, int half, int second) {
+                put_scores(at, product, [&](int tile, int half, int second) {
                     const int column = tile * 8 + lane % 4 * 2 + second;
                     return scales[half] * norm(1, column) * exp2_fast(decays[half] - barriers.log_decay[column]);
                 });

@@ -30,16 +30,11 @@ inline constexpr int kMaxCarryThreads = (kMaxGroups + kHelperGroups<kScores>)*kG
 // How many registers a thread of each role has; all start with as many as the largest CTA leaves them.
 inline constexpr int kScoreRegisters = 96;
 template <bool kScores>
-inline constexpr int kCopyRegisters = kScores ? 48 : 56;
+inline constexpr int kCopyRegisters = kScores ? 64 : 72;
 template <bool kScores>
-inline constexpr int kMultiplyRegisters = kScores ? 184 : 224;
+inline constexpr int kMultiplyRegisters = kScores ? 176 : 216;
 
-// An image in a stage. Products take whole squares, so that triangles stand in panels of all rows, with zeros above.
-struct Staged {
-    template <int kSize>
-    static constexpr int kTriangle = kSize * kSize;
-    static constexpr int kAlignment = 1024;
-};
+// A triangle in a stage. Products take whole squares, so that it stands in panels of all rows, with zeros above.
 template <int kSize>
 struct Panels {
     using Lower = Triangle<kSize>;
@@ -52,45 +47,46 @@ struct Panels {
     static constexpr CULA_HOST_DEVICE int lower_begin(int panel) { return panel * Lower::kBlockUnits; }
 };
 
+// What the products of a chunk read, in bytes from the stage's begin: the inverse and the scores; K^, K+ and Q~, or k,
+// which is both, and q; and the values of every warpgroup. A coupled chunk takes two stages: the second has what
+// rounding took off the inverse and the scores, in their places.
 template <class T, int kKey, bool kDelta, bool kPerChannel>
 struct Stage {
-    using ImageType = Image<T, kKey, kPerChannel, Staged>;
     static constexpr int kRows = kTokens<kKey>;
-    static constexpr int kTileBytes = kRows * kKey * static_cast<int>(sizeof(T));
-    // The image from where the algorithm begins to read it; q and k where they are read as they came; the values of
-    // every warpgroup.
-    static constexpr int kImageBegin = ImageType::begin(kDelta, kDelta) / Staged::kAlignment * Staged::kAlignment;
-    static constexpr int kQuery = sizeof(ImageType) - kImageBegin, kKeyRows = kQuery + kTileBytes;
-    static constexpr int kValues = kPerChannel ? kQuery : kKeyRows + kTileBytes;
-    static constexpr int kBoxBytes = static_cast<int>(sizeof(T)) * kRows * kBoxChannels;  // values of a warpgroup, too
+    static constexpr int kSquareBytes = kRows * kRows * static_cast<int>(sizeof(T)),
+                         kTileBytes = kRows * kKey * static_cast<int>(sizeof(T)),
+                         kBoxBytes = kRows * kBoxChannels * static_cast<int>(sizeof(T));  // values of a warpgroup, too
+    static constexpr int kInverse = 0, kScores = kDelta ? kSquareBytes : 0;
+    static constexpr int kKeyRead = kScores + kSquareBytes,
+                         kKeyCarry = kKeyRead + (kDelta && kPerChannel ? kTileBytes : 0),
+                         kQuery = kKeyCarry + kTileBytes, kValues = kQuery + kTileBytes;
 
-    static __device__ __forceinline__ ImageType& image(unsigned char* stage) {
-        return *reinterpret_cast<ImageType*>(stage - kImageBegin);
-    }
     static constexpr CULA_HOST_DEVICE int bytes(int groups) { return kValues + groups * kBoxBytes; }
 
-    // What lies above the diagonals of all triangles, which no copy ever writes. By all threads.
+    // What lies above the diagonals, which no copy ever writes. By all threads.
     static __device__ __forceinline__ void clear_upper(unsigned char* stage) {
         using P = Panels<kRows>;
-        constexpr int kSquares = kDelta ? 4 : 1, kSquareUnits = P::kUnits * kRows / kBlock;
-        static_assert(offsetof(ImageType, scores_low) == kSquareUnits * 16 &&
-                      offsetof(ImageType, inverse) == 2 * kSquareUnits * 16);
-        const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-        for (int i = thread; i < kSquares * kSquareUnits; i += threads) {
-            const int square = i / kSquareUnits, x = i % kSquareUnits, panel = x / P::kUnits;
-            if (x % P::kUnits >= P::lower_begin(panel)) continue;
-            unsigned char* of = square < kSquares - 1 ? stage + square * kSquareUnits * 16
-                                                      : reinterpret_cast<unsigned char*>(image(stage).scores);
-            *reinterpret_cast<uint4*>(of + x * 16) = uint4{};
-        }
+        for (int i = static_cast<int>(threadIdx.x); i < kKeyRead / 16; i += static_cast<int>(blockDim.x))
+            if (i % P::kUnits < P::lower_begin(i / P::kUnits % P::Lower::kBlocks))
+                reinterpret_cast<uint4*>(stage)[i] = uint4{};
     }
+};
+
+// What products and the state are multiplied by, of the chunk in a stage.
+template <int kKey, bool kPerChannel>
+struct alignas(kImageAlignment) Factors {
+    float decay[kKey];
+};
+template <int kKey>
+struct alignas(kImageAlignment) Factors<kKey, false> {
+    float k_factor[kTokens<kKey>], k_rest[kTokens<kKey>], decay[kTokens<kKey>], q_factor[kTokens<kKey>];
 };
 
 template <class T, int kKey>
 inline constexpr int kOutBytes = kTokens<kKey> * kGroupRows * static_cast<int>(sizeof(T));  // of a warpgroup
 
-// Behind the stages and the outputs on their way out.
-struct CarryBarriers {
+// Behind the stages and the outputs on their way out; then come the factors.
+struct alignas(kImageAlignment) CarryBarriers {
     std::uint64_t full[kMaxStages];                       // copies to all
     std::uint64_t empty[kMaxStages];                      // products to copies, of every CTA of the cluster
     std::uint64_t made[kMaxStages];                       // scores to products
@@ -101,7 +97,7 @@ struct CarryBarriers {
 
 template <class T, int kKey, bool kDelta, bool kPerChannel>
 std::size_t carry_shared_bytes(int groups, int stages) {
-    return 1024 + static_cast<std::size_t>(stages) * Stage<T, kKey, kDelta, kPerChannel>::bytes(groups) +
+    return stages * (Stage<T, kKey, kDelta, kPerChannel>::bytes(groups) + sizeof(Factors<kKey, kPerChannel>)) +
            groups * kOutBytes<T, kKey> + sizeof(CarryBarriers);
 }
 
