@@ -4,6 +4,9 @@
 # report on every kernel. This stands before ccache, which repeats what was said when it has the object already.
 set -uo pipefail
 
+# Preprocessed, a source shows one of its architectures: ccache would miss a change that others see.
+export CCACHE_DEPEND=1
+
 object=
 for ((i = 1; i < $#; ++i)); do
     if [ "${!i}" = -o ]; then
