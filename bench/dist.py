@@ -36,6 +36,7 @@ from bench.suites import GPU_SOURCES
 from cases import CPU_HEADLINES, HEADLINES, Case, Inputs, make
 from cula.dist import even_splits, methods
 from cula.dist.groups import Group
+from cula.dist.messages import Message
 from cula.dist.transport import ProcessGroupTransport
 
 NAME = "dist"
@@ -243,9 +244,10 @@ def _fla(inputs: Inputs, ranks: Ranks, _splits: list[int], own: slice, _method: 
 def _exchange(inputs: Inputs, ranks: Ranks) -> Call:
     """Of maps alone, and their composition, as a scan does it."""
     call = cula.dist.calls.Call("exchange", inputs.case.algorithm, inputs.q, inputs.k, inputs.v)
-    message, rows = methods.new_message(call, inputs.case.batch).zero_(), methods.rows_of_m(call)
+    message = Message.empty(call, inputs.case.batch)
+    message.whole.zero_()
     transport = ProcessGroupTransport(Group(ranks.group, ranks.size, ranks.rank))
-    return lambda: methods.exchange(transport, message, rows, [None] * ranks.rank)
+    return lambda: methods.exchange(transport, message, None)
 
 
 def _rank(

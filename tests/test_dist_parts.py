@@ -23,8 +23,8 @@ from cula.dist import (
     even_splits,
     split_cu_seqlens_for_sp,
 )
-from cula.dist.calls import FUNCTIONS
-from cula.dist.methods import compose
+from cula.dist.calls import FUNCTIONS, Call
+from cula.dist.messages import Message
 from cula.dist.shards import TokenShard
 
 pytestmark = pytest.mark.cpu_only("host side; the ranks' tests run on GPUs too")
@@ -100,13 +100,20 @@ def test_wrong_cu_seqlens():
             split_cu_seqlens_for_sp(cu_seqlens, 0, 2, 9)
 
 
-def test_what_lowers_the_precision_of_products_does_not_lower_that_of_maps():
+def compose(m: torch.Tensor, b: torch.Tensor, joins: torch.Tensor | None = None) -> torch.Tensor:
+    state = torch.empty_like(b[0])
+    torch.ops.cula.compose(m, b, state, joins)
+    return state
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_what_lowers_the_precision_of_products_does_not_lower_that_of_maps(precision):
     torch.manual_seed(0)
-    maps = torch.randn(3, 1, 2, 64 + 64, 64) / 8
-    precise = compose(maps, 64, [None] * 3)
-    torch.set_float32_matmul_precision("medium")
+    m, b = (torch.randn(3, 1, 2, 64, 64) / 8 for _ in range(2))
+    precise = compose(m, b)
+    torch.set_float32_matmul_precision(precision)
     try:
-        assert_same_bits("state", compose(maps, 64, [None] * 3), precise)
+        assert_same_bits("state", compose(m, b), precise)
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -115,19 +122,57 @@ def test_what_lowers_the_precision_of_products_does_not_lower_that_of_maps():
 def test_maps_compose_in_order(rows):
     """Three maps of two heads, by hand; what `joins` cuts off does not matter, not even a NaN."""
     torch.manual_seed(0)
-    maps = torch.randn(3, 1, 2, rows + 4, 8, dtype=torch.float64)
-    m, b = maps[..., :rows, :].clone(), maps[..., rows:, :].clone()
+    m, b = (torch.randn(3, 1, 2, size, 8, dtype=torch.float64) for size in (rows, 4))  # m: transposed
 
     def after(n: int, state: torch.Tensor) -> torch.Tensor:
-        return (state * m[n] if rows == 1 else state @ m[n].mT) + b[n]
+        return (state * m[n] if rows == 1 else state @ m[n]) + b[n]
 
-    assert_same_bits("one", compose(maps[:1], rows, [None]), b[0])
-    torch.testing.assert_close(compose(maps.clone(), rows, [None] * 3), after(2, after(1, b[0])))
-    cut = maps.clone()
-    cut[0] = float("nan")
-    joins = [torch.tensor(n != 0) for n in range(3)]
-    torch.testing.assert_close(compose(cut, rows, joins), after(2, b[1]))
-    assert not compose(maps.clone(), rows, [*joins[1:], torch.tensor(False)]).any()
+    assert_same_bits("one", compose(m[:1], b[:1]), b[0])
+    torch.testing.assert_close(compose(m, b), after(2, after(1, b[0])))
+    joins = torch.tensor([False, True, True])
+    cut = [torch.cat((torch.full_like(x[:1], float("nan")), x[1:])) for x in (m, b)]
+    torch.testing.assert_close(compose(*cut, joins), after(2, b[1]))
+    assert not compose(m, b, joins.flip(0)).any()
+
+
+@pytest.mark.parametrize(("delta", "key_dim"), [(True, 8), (True, 6), (False, 7)])
+def test_messages_hold_maps_as_they_are_written_and_composed(delta, key_dim):
+    torch.manual_seed(0)
+    q, v = torch.zeros(1, 5, 2, key_dim, dtype=torch.float64), torch.zeros(1, 5, 2, 4, dtype=torch.float64)
+    call = Call("a call", "kda" if delta else "gla", q, q, v)
+    message = Message.empty(call, 3)
+    m = torch.randn(3, 2, key_dim, key_dim if delta else 1, dtype=torch.float64)
+    b, start = (torch.randn(3, 2, 4, key_dim, dtype=torch.float64) for _ in range(2))
+    message.written_m.copy_(m if delta else m[..., 0])
+    message.b.copy_(b)
+    after = (start @ m.mT if delta else start * m.mT) + b
+    twice = (after @ m.mT if delta else after * m.mT) + b
+    torch.testing.assert_close(message.m, m.mT)
+    message.start_from(start)
+    torch.testing.assert_close(message.b, after)
+    second = dataclasses.replace(message, whole=message.whole.clone())
+    second.b.copy_(b)
+    torch.testing.assert_close(message.compose(torch.stack((message.whole, second.whole)), None), twice)
+    assert_same_bits("the end is b", message.whole[-message.b_count :].view(message.b_shape)[..., :key_dim], message.b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"m": torch.zeros(2, 1, 2, 9, 8)}, r"m must have shape \[P, N, HV, K, K\] or \[P, N, HV, 1, K\] of"),
+        ({"b": torch.zeros(3, 1, 2, 4, 8)}, r"b must have shape \[P, N, HV, V, K\] of m's P"),
+        ({"m": torch.zeros(2, 1, 2, 8, 8, dtype=torch.float16)}, "m must have dtype float32 or float64"),
+        ({"b": torch.zeros(2, 1, 2, 4, 8, dtype=torch.float64)}, "b must have state's dtype, float32, got float64"),
+        ({"m": torch.zeros(2, 1, 2, 8, 16)[..., ::2]}, "m must have a contiguous last dimension, got a stride of 2"),
+        ({"state": torch.zeros(2, 4, 8)}, r"state must have shape \[N, HV, V, K\]"),
+        ({"joins": torch.ones(3, dtype=torch.bool)}, r"joins must have shape \[P\] = \[2\]"),
+        ({"joins": torch.ones(2)}, "joins must be contiguous and have dtype bool"),
+    ],
+)
+def test_compose_names_what_is_wrong(changes, message):
+    right = {"m": torch.zeros(2, 1, 2, 8, 8), "b": torch.zeros(2, 1, 2, 4, 8), "state": torch.zeros(1, 2, 4, 8)}
+    with pytest.raises(ValueError, match=f"compose: {message}"):
+        torch.ops.cula.compose(**{**right, **changes})
 
 
 def test_tensor_parallelism_needs_no_group():
@@ -177,24 +222,6 @@ def test_estimates_are_sums_of_their_parts():
     twice = 2 * (machine.call + machine.cut * LONG.token_heads)
     assert cost.scan_us(LONG, machine) == pytest.approx(machine.prepare * LONG.token_heads + twice + exchange)
     assert cost.ring_us(dataclasses.replace(LONG, ranks=1), machine) == prefill
-
-
-# Milliseconds on H200s, of 131,072 tokens and 32 heads or 524,288 and 8.
-@pytest.mark.parametrize(
-    ("method", "ranks", "heads", "measured"),
-    [
-        ("scan", 2, 32, 2.836),
-        ("scan", 4, 32, 1.582),
-        ("scan", 2, 8, 2.757),
-        ("scan", 4, 8, 1.501),
-        ("ring", 2, 32, 4.91),
-        ("ring", 4, 32, 4.98),
-    ],
-)
-def test_estimates_are_near_what_was_measured(method, ranks, heads, measured):
-    size = dataclasses.replace(LONG, ranks=ranks, tokens=(1 << 22) // heads // ranks, value_heads=heads)
-    estimate = {"scan": cost.scan_us, "ring": cost.ring_us}[method](size, cost.Machine())
-    assert estimate == pytest.approx(1e3 * measured, rel=0.1)
 
 
 ALLOCATORS = (alloc_state_buffer, alloc_decode_state_pool)

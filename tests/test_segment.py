@@ -84,6 +84,37 @@ def test_a_write_strength_per_value_has_no_such_map():
         passes.segment(inputs)
 
 
+@pytest.mark.parametrize("state_v_first", [True, False])
+@pytest.mark.parametrize("keep", [False, True])
+def test_maps_go_where_they_are_asked_to(algorithm, keep, state_v_first):
+    """Transposed as well, and where the call cuts its tokens and composes what it returns."""
+    inputs = stateless(make(Case(algorithm, (2100,), **LONG)))
+    named = {"scale": inputs.case.scale, "keep": keep, "state_v_first": state_v_first}
+    m, b, *_ = level1.segment(inputs, **named)
+    rooms = [torch.full((2, *x.shape), float("nan"), device=x.device)[1] for x in (m, b)]
+    for turn in (lambda x: x, lambda x: x.transpose(-1, -2) if x.ndim == 4 else x):
+        into = tuple(turn(room) for room in rooms)
+        returned = level1.segment(inputs, **named, out=into)
+        for name, found, place, wanted in zip("mb", returned, into, (m, b), strict=False):
+            assert found is place
+            assert_same_bits(name, found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m, b: (m[:, :, :3], b), r"m must have shape"),
+        (lambda m, b: (m, b.half()), "b must have dtype float32"),
+        (lambda m, b: (m, b.mT[..., :5]), "b must have shape"),
+    ],
+)
+def test_room_that_does_not_fit_is_refused(change, message):
+    inputs = stateless(make(Case("kda", (5,), heads=1, value_heads=1)))
+    m, b = level1.segment(inputs)
+    with pytest.raises(ValueError, match=f"segment: {message}"):
+        level1.segment(inputs, out=change(m, b))
+
+
 def kept_by(inputs: Inputs, backend: str = "") -> tuple[passes.Result, torch.Tensor]:
     m, b, kept = level1.segment(
         stateless(inputs), scale=inputs.case.scale, keep=True, **({"backend": backend} if backend else {})

@@ -28,6 +28,12 @@ def test_opcheck(pass_name, case):
     torch.library.opcheck(op, (), arguments(pass_name, case))
 
 
+def test_opcheck_of_compose():
+    m, b = torch.randn(3, 1, 2, 8, 8), torch.randn(3, 1, 2, 4, 8)
+    joins = torch.tensor([True, False, True])
+    torch.library.opcheck(torch.ops.cula.compose.default, (m, b, torch.zeros(1, 2, 4, 8), joins))
+
+
 def test_opcheck_in_place():
     for pass_name in ("prefill", "decode"):
         named = arguments(pass_name)

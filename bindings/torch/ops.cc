@@ -94,8 +94,16 @@ private:
     }
 };
 
-[[noreturn]] void fail(Pass pass, std::string_view argument, std::string_view expected, std::string_view given) {
-    throw Error(std::string(name(pass)) + ": " + std::string(argument) + " must " + std::string(expected) + ", got " +
+// An operator as messages name it, and its first tensor.
+struct Operator {
+    std::string_view name, first = "q";
+
+    Operator(Pass pass) : name(cula::name(pass)) {}
+    Operator(std::string_view other, std::string_view other_first) : name(other), first(other_first) {}
+};
+
+[[noreturn]] void fail(Operator op, std::string_view argument, std::string_view expected, std::string_view given) {
+    throw Error(std::string(op.name) + ": " + std::string(argument) + " must " + std::string(expected) + ", got " +
                 std::string(given));
 }
 
@@ -118,10 +126,10 @@ std::string name(const Place& place) {
     return "another kind of device";
 }
 
-Device device_at(Pass pass, const Place& place) {
+Device device_at(Operator op, const Place& place) {
     if (place.type == aoti_torch_device_type_cpu()) return {.kind = DeviceKind::kCpu};
     if (place.type == aoti_torch_device_type_cuda()) return cuda_device(place.index);
-    fail(pass, "q", "be on the CPU or on a CUDA device", name(place));
+    fail(op, op.first, "be on the CPU or on a CUDA device", name(place));
 }
 
 // torch's codes of the library's dtypes.
@@ -153,29 +161,29 @@ std::string dtype_name(std::int32_t code) {
         torch::stable::detail::to<torch::headeronly::ScalarType>(torch::stable::detail::from(code)));
 }
 
-Dtype dtype_of(Pass pass, std::string_view argument, const TensorHandle& tensor) {
+Dtype dtype_of(Operator op, std::string_view argument, const TensorHandle& tensor) {
     std::int32_t code = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
     const std::optional<Dtype> dtype = find_dtype(code);
-    if (!dtype) fail(pass, argument, "be a tensor of floats, int32, int64 or bool", dtype_name(code));
+    if (!dtype) fail(op, argument, "be a tensor of floats, int32, int64 or bool", dtype_name(code));
     return *dtype;
 }
 
-void check_place(Pass pass, std::string_view argument, const TensorHandle& tensor, const Place& place) {
+void check_place(Operator op, std::string_view argument, const TensorHandle& tensor, const Place& place) {
     if (const Place own = place_of(tensor); own != place)
-        fail(pass, argument, "be on q's device, " + name(place), name(own));
+        fail(op, argument, "be on " + std::string(op.first) + "'s device, " + name(place), name(own));
 }
 
 // The view that the library works on; `place` is q's.
-TensorRef view(Pass pass, std::string_view argument, const TensorHandle& tensor, const Place& place) {
-    check_place(pass, argument, tensor, place);
-    const Dtype dtype = dtype_of(pass, argument, tensor);
+TensorRef view(Operator op, std::string_view argument, const TensorHandle& tensor, const Place& place) {
+    check_place(op, argument, tensor, place);
+    const Dtype dtype = dtype_of(op, argument, tensor);
     std::int64_t ndim = 0, *sizes = nullptr, *strides = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &ndim));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
     if (ndim < 1 || ndim > kMaxDims)
-        fail(pass, argument, "have from 1 to " + std::to_string(kMaxDims) + " dimensions", std::to_string(ndim));
+        fail(op, argument, "have from 1 to " + std::to_string(kMaxDims) + " dimensions", std::to_string(ndim));
 
     TensorRef ref{.data = data_of(tensor), .dtype = dtype, .ndim = static_cast<int>(ndim), .size = {}, .stride = {}};
     std::copy_n(sizes, ndim, ref.size.begin());
@@ -364,6 +372,28 @@ void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     if (outputs.final_state) stack[1] = torch::stable::detail::from(outputs.final_state.release());
 }
 
+constexpr char kComposeSchema[] = "compose(Tensor m, Tensor b, Tensor(a!) state, Tensor? joins=None) -> ()";
+
+void compose_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
+    Arguments arguments(stack);
+    const TensorHandle m = arguments.tensor(), b = arguments.tensor(), state = arguments.tensor(),
+                       joins = arguments.optional_tensor();
+    const Operator op("compose", "m");
+    const Place place = place_of(m);
+    Composition composition{.m = view(op, "m", m, place),
+                            .b = view(op, "b", b, place),
+                            .joins = {},
+                            .state = view(op, "state", state, place)};
+    if (joins) composition.joins = view(op, "joins", joins, place);
+    Context context;
+    context.device = device_at(op, place);
+    if (context.device.kind == DeviceKind::kCpu)
+        context.parallel_for = torch_threads();
+    else
+        context.stream = current_stream(context.device);
+    compose(composition, context);
+}
+
 constexpr char kExplainSchema[] =
     "explain(str pass_name, str algorithm, str device, *, int batch, int tokens, int sequences, int heads, int "
     "value_heads, "
@@ -471,6 +501,7 @@ void implement_all(Library& library) {
     implement_pass(std::integral_constant<Pass, Pass::kDecode>{});
     implement_pass(std::integral_constant<Pass, Pass::kVerify>{});
     implement_pass(std::integral_constant<Pass, Pass::kSegment>{});
+    library.impl("compose", compose_boxed);
 }
 
 }  // namespace
@@ -479,6 +510,7 @@ STABLE_TORCH_LIBRARY(cula, library) {
     for (const Pass pass : kPasses)
         for (const Form form : kForms)
             if (has_overload(pass, form)) library.def(schema(pass, form).c_str());
+    library.def(kComposeSchema);
     library.def(kExplainSchema);
 }
 

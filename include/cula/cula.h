@@ -61,6 +61,18 @@ void decode(const Args& args, const Context& context = {}, std::string_view back
 void verify(const Args& args, const Context& context = {}, std::string_view backend = {});
 void segment(const Args& args, const Context& context = {}, std::string_view backend = {});
 
+// What consecutive segments make of a zero state: S <- M S + B for each of their maps in turn, the first of which gives
+// its B alone.
+struct Composition {
+    TensorRef m;      // [P, N, HV, K, K], M transposed, or [P, N, HV, 1, K], the diagonal of an additive rule's
+    TensorRef b;      // [P, N, HV, V, K], as a state is stored
+    TensorRef joins;  // [P] bool; absent: all. Where it is false the state after the map is zero
+    TensorRef state;  // [N, HV, V, K]
+};
+// Of float32, or on a CPU float64. Products and sums are float32 on a GPU, which reads rows of maps in pieces of 16
+// bytes, and float64 on a CPU.
+void compose(const Composition& composition, const Context& context = {});
+
 struct Explanation {
     std::string_view target;
     Support support;

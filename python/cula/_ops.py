@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of `torch.ops.cula`: one per pass, written in C++ (bindings/torch/ops.cc), and `explain`.
+"""The operators of `torch.ops.cula`, written in C++ (bindings/torch/ops.cc): one per pass, `compose`, and `explain`.
 
 The package calls the overload `packed` of each, with its options in one integer (`pack`) and what is seldom given last,
 because PyTorch spends as much time on each number and on each None as on a tensor; the default overload spells
@@ -33,6 +33,7 @@ fresh = {
     verify: torch.ops.cula.verify.fresh,
 }
 dense = {prefill: torch.ops.cula.prefill.dense, decode: torch.ops.cula.decode.dense}
+compose = torch.ops.cula.compose.default
 explain = torch.ops.cula.explain.default
 
 # The bits of `options` (bindings/torch/schema.h): algorithm, gate, flags, and from bit 16 on the chunk size.
@@ -105,6 +106,7 @@ def _make_kept(q: Tensor, **_: object) -> Tensor:
 
 _MAKE = {"o": _make_o, "final_state": _make_final_state, "kept": _make_kept}
 
+torch.library.register_fake(compose.name(), lambda *_: None)
 for _packet in (torch.ops.cula.prefill, torch.ops.cula.decode, torch.ops.cula.verify, torch.ops.cula.segment):
     for _overload in _packet.overloads():
         _op = getattr(_packet, _overload)

@@ -220,13 +220,14 @@ def segment(
     device: torch.device | str | None,
     scale: float | None,
     keep: bool,
+    out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     check_inputs(_ops.segment, q, k, v, device)
     sequences, heads, key_dim, value_dim = _sequences(q, cu_seqlens), v.shape[2], q.shape[3], v.shape[3]
     dtype = _state_dtype(q)
     m_shape = (sequences, heads, key_dim, key_dim) if beta is not None else (sequences, heads, key_dim)
-    m = q.new_empty(m_shape, dtype=dtype)
-    b = q.new_empty((sequences, heads, *_matrix(value_dim, key_dim, state_v_first)), dtype=dtype)
+    b_shape = (sequences, heads, *_matrix(value_dim, key_dim, state_v_first))
+    m, b = out or (q.new_empty(m_shape, dtype=dtype), q.new_empty(b_shape, dtype=dtype))
     flags = options(
         algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, -1, backend, deterministic
     )

@@ -512,6 +512,7 @@ def cula_segment(
     deterministic: bool | str | None = None,
     scale: float | None = None,
     keep: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """What a run of tokens does to any state: the affine map S -> M S + B, with S as `[K, V]`.
 
@@ -522,6 +523,7 @@ def cula_segment(
         same inputs, options and `scale` that gets it as `kept` saves most of its work, as often as one likes; nothing
         but its size is checked. It takes 40 to 80 KiB for each 64 tokens and value head (K = 128), and is empty where
         nothing can be saved: on a CPU, or beyond 16 GiB.
+    out: (m, b) to write to, in the shapes and of the dtype that are returned otherwise; any strides.
 
     Returns float32 (m, b): m `[N, HV, K, K]` for the delta rules, the diagonal `[N, HV, K]` for the additive ones; b in
     the layout of a state, `[N, HV, V, K]`, or `[N, HV, K, V]` with `state_v_first=False`.
@@ -534,7 +536,7 @@ def cula_segment(
         gate=_passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound=lower_bound,
         qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         cu_seqlens=cu_seqlens, state_v_first=state_v_first, backend=backend, deterministic=deterministic, device=device,
-        scale=scale, keep=keep,
+        scale=scale, keep=keep, out=out,
     )  # fmt: skip
 
 

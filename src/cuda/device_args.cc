@@ -9,11 +9,6 @@ TokenRows token_rows(const TensorRef& ref) {
     return {ref.data, ref.dtype, ref.stride[0], ref.stride[1], ref.stride[2], ref.ndim > 3 ? ref.stride[3] : 1};
 }
 
-States states(const TensorRef& ref) {
-    if (!ref) return {};
-    return {ref.data, ref.dtype, ref.size[0], ref.stride[0], ref.stride[1], ref.stride[2], ref.stride[3]};
-}
-
 Indices indices(const TensorRef& ref) {
     if (!ref) return {};
     return {static_cast<const std::int32_t*>(ref.data), ref.stride[0], ref.ndim > 1 ? ref.stride[1] : 0,
@@ -26,6 +21,11 @@ HeadParameter head_parameter(const TensorRef& ref) {
 }
 
 }  // namespace
+
+States states(const TensorRef& ref) {
+    if (!ref) return {};
+    return {ref.data, ref.dtype, ref.size[0], ref.stride[0], ref.stride[1], ref.stride[2], ref.stride[3]};
+}
 
 DeviceArgs device_args(const Args& args) {
     DeviceArgs a;

@@ -83,6 +83,7 @@ struct DeviceArgs {
 };
 
 DeviceArgs device_args(const Args& args);
+States states(const TensorRef& ref);
 
 struct TokenRange {
     std::int64_t batch, begin, length;

@@ -32,6 +32,12 @@ TEST(Policy, CutsSequencesIntoSegmentsThatFillTheDevice) {
     EXPECT_EQ(segments(one_sequence(512, 8)), 8);   // 8 heads x 2 row blocks x 8 segments
     EXPECT_EQ(segments(one_sequence(512, 64)), 1);  // full without
     EXPECT_EQ(segments(one_sequence(16, 1)), 1);    // too short to pay for maps
+    PrefillShape halves = one_sequence(512, 32);
+    EXPECT_EQ(segments(halves), 1);
+    halves.least_segments = 2;
+    EXPECT_EQ(segments(halves), 2);
+    halves.longest = halves.chunks = 255;  // too short to halve
+    EXPECT_EQ(segments(halves), 1);
     PrefillShape invariant = one_sequence(512, 8);
     invariant.maps_pay = false;
     EXPECT_EQ(segments(invariant), 1);

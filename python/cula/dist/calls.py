@@ -61,12 +61,13 @@ class Call:
         gates = {name: x for name in ("g", "beta", "decay") if (x := getattr(self, name)) is not None}
         return FUNCTIONS[self.mode](self.q, self.k, self.v, **gates, **{**self.options, **more})
 
-    def segment(self, cu_seqlens: Tensor | None, keep: bool = False) -> tuple[Tensor, ...]:
-        """(M, B) of every sequence, B V-first, and with `keep` what `run` takes as `kept`."""
+    def segment(self, cu_seqlens: Tensor | None, keep: bool = False, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, ...]:
+        """(M, B) of every sequence, B V-first, in `out` if given; and with `keep` what `run` takes as `kept`."""
         named = {name: self.options[name] for name in _SEGMENT_OPTIONS if name in self.options}
         return api.cula_segment(
             self.q, self.k, self.v, mode=self.mode, g=self.g, beta=self.beta, decay=self.decay, cu_seqlens=cu_seqlens,
-            use_gate_in_kernel=bool(self.options.get("use_gate_in_kernel", False)), keep=keep, **named,
+            use_gate_in_kernel=bool(self.options.get("use_gate_in_kernel", False)), keep=keep, out=out,
+            **named,
         )  # fmt: skip
 
     @property

@@ -5,7 +5,7 @@ know alike, since they must decide alike.
     ring                      = P prefills + (P - 1) messages of a state
     scan, if maps keep        = prepare + maps of pieces + exchange + carry of pieces
     scan, else                = maps + exchange + prefill
-    exchange                  = all-gather of maps + (P - 1) products
+    exchange                  = a message of all maps that the last rank needs + (P - 1) products
 
 Where maps keep nothing, the first rank makes none: its prefill stands in the first place instead, alone where there are
 two ranks, since nobody wants the last one's map.
@@ -22,12 +22,12 @@ class Machine:
 
     # Per token and value head, keys and values of 128 channels.
     prepare: float = 0.52e-3  # what does not depend on the state
-    carry: float = 0.64e-3  # the way of the state through the tokens, where few CTAs go it
-    cut: float = 0.43e-3  # the same, cut into pieces that fill the device, and likewise the maps of such pieces
+    carry: float = 0.53e-3  # the way of the state through the tokens, where few CTAs go it
+    cut: float = 0.32e-3  # the same, cut into pieces that fill the device, and likewise the maps of such pieces
     call: float = 20.0  # the least that a call takes: launches, and a device that fills and empties
-    message: float = 20.0  # the least that a message or a collective takes
-    megabyte: float = 3.3  # a message's, 300 GB/s
-    product: float = 20.0  # a map made float64 and applied to a state
+    message: float = 15.0  # the least that a message takes
+    megabyte: float = 4.5  # a message's, 220 GB/s
+    product: float = 5.0  # a map applied to a state
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,9 @@ def segment_us(size: Size, machine: Machine) -> float:
 
 
 def exchange_us(size: Size, machine: Machine) -> float:
-    hops = size.ranks - 1
-    return machine.message + hops * (machine.megabyte * size.map_bytes / 1e6 + machine.product)
+    """The last rank's, which needs the state of the first and the maps of those between."""
+    received = size.state_bytes + (size.ranks - 2) * size.map_bytes
+    return machine.message + machine.megabyte * received / 1e6 + (size.ranks - 1) * machine.product
 
 
 def ring_us(size: Size, machine: Machine) -> float:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cula.dist.calls import Call
+from cula.dist.messages import Message
 from cula.dist.shards import TokenShard
 
 
@@ -25,14 +26,14 @@ class Lanes(Protocol):
     def keeps(self) -> bool:
         """Whether `segment` prepares for the prefill, so that the first and the last rank should call it too."""
 
-    def segment(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    def segment(self, call: Call) -> tuple[Message, Tensor | None]:
         """The maps of the rank's tokens of each lane, and what a prefill of all the rank's tokens takes as `kept`."""
 
     def start(self, initial_state: Tensor | None) -> Tensor | None:
         """The states of lanes whose sequence begins on this rank, zero for the others; None for none."""
 
-    def joins(self, rank: int) -> Tensor | None:
-        """Whether the lane that leaves `rank` carries what enters this one, if anything does; None: always."""
+    def joins(self) -> Tensor | None:
+        """`[rank]`: whether the lane that leaves each rank before carries what enters this one; None: all do."""
 
     def enter(self, initial_state: Tensor | None, state: Tensor) -> Tensor:
         """The initial states of the rank's sequences, where a lane brings `state`."""
@@ -50,13 +51,14 @@ class BatchLanes:
     def keeps(self) -> bool:
         return self._on_gpu
 
-    def segment(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-        return call.segment(None, keep=True)
+    def segment(self, call: Call) -> tuple[Message, Tensor | None]:
+        message = Message.empty(call, self.count)
+        return message, call.segment(None, keep=True, out=(message.written_m, message.b))[2]
 
     def start(self, initial_state: Tensor | None) -> Tensor | None:
         return initial_state if self._rank == 0 else None
 
-    def joins(self, rank: int) -> Tensor | None:
+    def joins(self) -> Tensor | None:
         return None
 
     def enter(self, initial_state: Tensor | None, state: Tensor) -> Tensor:
@@ -71,11 +73,14 @@ class PackedLane:
 
     def __init__(self, shard: TokenShard, rank: int) -> None:
         self.count, self.cu_seqlens = 1, shard.cu_seqlens
-        self._shard, self._leaving = shard, shard.leaving[rank]
+        self._shard, self._rank, self._leaving = shard, rank, shard.leaving[rank]
 
-    def segment(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
+    def segment(self, call: Call) -> tuple[Message, Tensor | None]:
+        message = Message.empty(call, 1)
         m, b = call.segment(self._shard.leaving_cu_seqlens)
-        return m[1:], b[1:], None
+        message.written_m.copy_(m[1:])
+        message.b.copy_(b[1:])
+        return message, None
 
     def start(self, initial_state: Tensor | None) -> Tensor | None:
         if initial_state is None:
@@ -83,8 +88,8 @@ class PackedLane:
         begins = self._leaving != self._shard.entering
         return torch.where(begins, self.leave(initial_state), 0)
 
-    def joins(self, rank: int) -> Tensor | None:
-        return self._shard.leaving[rank] == self._shard.entering
+    def joins(self) -> Tensor | None:
+        return self._shard.leaving[: self._rank] == self._shard.entering
 
     def enter(self, initial_state: Tensor | None, state: Tensor) -> Tensor:
         entering, sequences = self._shard.entering, self.cu_seqlens.shape[0] - 1

@@ -7,6 +7,7 @@ ranks read each other's maps in place, would be another class of the same verbs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,6 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cula.dist.groups import Group
+
+# Up to so many ranks what later ones need is sent to each of them: half of what an all-gather moves, and of the first
+# rank's message a part. Beyond, a ring shares its links better.
+MOST_DIRECT = 8
 
 # Its name until PyTorch 2.12.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,6 +30,10 @@ class Transport(Protocol):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x: `[size, *x.shape]`."""
+
+    def gather_earlier(self, x: Tensor, of_first: int) -> Tensor:
+        """The x, `[n]`, of every rank before this one: `[rank, n]`. Of the first rank's only the last `of_first` numbers,
+        the others are anything."""
 
     def send_next(self, x: Tensor) -> None:
         """x, to the next rank."""
@@ -51,6 +60,24 @@ class ProcessGroupTransport:
         gathered = x.new_empty((self.size, *x.shape))
         # Backends differ in what shapes they take; one dimension is right for all.
         _all_gather_single(gathered.view(-1), x.view(-1), group=self._group)
+        return gathered
+
+    def gather_earlier(self, x: Tensor, of_first: int) -> Tensor:
+        if self.size > MOST_DIRECT:
+            return self.all_gather(x)[: self.rank]
+        gathered = x.new_empty((self.rank, *x.shape))
+
+        def part(message: Tensor, rank: int) -> Tensor:
+            return message[-of_first:] if rank == 0 else message
+
+        def operation(verb: Callable[..., object], message: Tensor, peer: int) -> dist.P2POp:
+            return dist.P2POp(verb, message, group=self._group, group_peer=peer)
+
+        receives = [operation(dist.irecv, part(to, peer), peer) for peer, to in enumerate(gathered)]
+        own = part(x, self.rank)
+        sends = [operation(dist.isend, own, peer) for peer in range(self.rank + 1, self.size)]
+        for work in dist.batch_isend_irecv(receives + sends):
+            work.wait()
         return gathered
 
     def send_next(self, x: Tensor) -> None:

@@ -2,6 +2,8 @@
 // The portable CUDA backend's rows: what it takes, and which instance runs.
 #include "cuda/sm80/entry.h"
 
+#include <algorithm>
+#include <cstdint>
 #include <string>
 #include <type_traits>
 
@@ -100,6 +102,28 @@ void prefill(const Args& args, const Context& context) {
     with_instance(args, [&]<class T, int kKey, bool kPerChannel>() { launch_prefill<T, kKey, kPerChannel>(call); });
 }
 
+void compose(const Composition& c, const Context& context) {
+    const DeviceGuard guard(context.device.index);
+    const auto rows = [](const TensorRef& ref) {
+        return GivenMaps::Rows{static_cast<const float*>(ref.data), ref.stride[0], ref.stride[1], ref.stride[2],
+                               ref.stride[3]};
+    };
+    const auto dim = [](std::int64_t size) { return static_cast<std::int32_t>(size); };
+    const TensorRef& state = c.state;
+    const GivenMaps given{.m = rows(c.m),
+                          .b = rows(c.b),
+                          .joins = static_cast<const bool*>(c.joins.data),
+                          .state = states(state),
+                          .count = dim(c.m.size[0]),
+                          .value_heads = dim(state.size[1]),
+                          .value_dim = dim(state.size[2]),
+                          .key_dim = dim(state.size[3]),
+                          .matrices = c.m.size[3] == c.m.size[4]};
+    with_key(state.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
+        launch_compose<kKey>(given, state.size[0], context.stream);
+    });
+}
+
 Support supports_step(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;
     if (problem.pass == Pass::kSegment && problem.beta_per_value)
@@ -108,6 +132,21 @@ Support supports_step(const Problem& problem) {
         return Support::no("walks trees of up to " + std::to_string(kMaxTreeTokens) + " tokens, got " +
                            std::to_string(problem.draft_tokens));
     return Support::yes();
+}
+
+Support supports_few(const Problem& problem) {
+    if (Support any = supports_step(problem); !any) return any;
+    if (problem.batch_invariant) return Support::no("is chosen by the number of sequences, too");
+    // What an H200 does with K = V = 128 before the chunks' kernels are through with one chunk. Those of an additive
+    // algorithm with one decay per token have half the work.
+    constexpr std::int64_t kLeastHeads = 40;
+    const bool additive = problem.algorithm.update == Update::kAdditive;
+    const std::int64_t most = additive && problem.algorithm.decay != Decay::kPerChannel ? 400 : 800;
+    const std::int64_t heads = std::max(kLeastHeads, problem.sequences * problem.value_heads);
+    if (problem.tokens * heads <= most) return Support::yes();
+    return Support::no("takes T times the value heads of all sequences, or " + std::to_string(kLeastHeads) +
+                       " where those are fewer, up to " + std::to_string(most) + "; this call has " +
+                       std::to_string(problem.tokens) + " times " + std::to_string(heads));
 }
 
 std::size_t step_workspace_bytes(const Args&, const Context&) { return 0; }

@@ -14,8 +14,12 @@ std::size_t prefill_workspace_bytes(const Args& args, const Context& context);
 std::size_t prefill_kept_bytes(const Args& args, const Context& context);
 void prefill(const Args& args, const Context& context);
 
-// Token after token: decode, verify, and whatever prefill the chunks decline.
+// Maps that were gathered, applied one after the other.
+void compose(const Composition& given, const Context& context);
+
+// Token after token: decode, verify, whatever prefill the chunks decline, and those of so few tokens that it is faster.
 Support supports_step(const Problem& problem);
+Support supports_few(const Problem& problem);
 std::size_t step_workspace_bytes(const Args& args, const Context& context);
 void step(const Args& args, const Context& context);
 

@@ -29,6 +29,19 @@ struct Call {
 
 Call make_call(const Args& args, const Context& context);
 
+// What compose() of cula.h gets, as its kernel reads it: rows of whole pieces of 16 bytes.
+struct GivenMaps {
+    struct Rows {
+        const float* data = nullptr;
+        std::int64_t map = 0, sequence = 0, head = 0, row = 0;  // strides
+    };
+    Rows m, b;
+    const bool* joins = nullptr;
+    States state;
+    std::int32_t count = 0, value_heads = 0, value_dim = 0, key_dim = 0;
+    bool matrices = false;  // m: or diagonals
+};
+
 // Chunked prefill of T inputs with at most kKey key channels: o and final states, or where the arguments ask for them
 // the maps of whole sequences.
 template <class T, int kKey, bool kPerChannel>
@@ -37,6 +50,9 @@ template <class T, int kKey, bool kPerChannel>
 std::size_t prefill_kept_bytes(const Call& call);
 template <class T, int kKey, bool kPerChannel>
 void launch_prefill(const Call& call);
+
+template <int kKey>
+void launch_compose(const GivenMaps& given, std::int64_t sequences, void* stream);
 
 // Token by token, on states of type State in whole 16-byte pieces; false where they are not, and nothing is launched.
 template <class State, int kKey>

@@ -12,8 +12,9 @@ struct PrefillShape {
     std::int64_t sequences = 1, chunks = 0;  // of all sequences together, at most
     std::int64_t longest = 0;                // chunks that one sequence may have
     int value_heads = 1, value_dim = 0;
-    bool maps_pay = true;  // segments are allowed: not in batch-invariant mode
-    bool kept = false;     // maps are made anyway, and images stay until a prefill comes for them
+    bool maps_pay = true;    // segments are allowed: not in batch-invariant mode
+    bool kept = false;       // maps are made anyway, and images stay until a prefill comes for them
+    int least_segments = 3;  // that maps pay for
 };
 
 struct PrefillPolicy {
@@ -26,6 +27,7 @@ struct PrefillPolicy {
 inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std::size_t{16} << 30;
 inline constexpr int kMostSpan = 4;      // value heads: a warp sums the gates of each
 inline constexpr int kLeastSegment = 8;  // chunks: below it the maps cost more than they free
+inline constexpr int kLeastHalf = 128;   // the same, of two
 
 // warp_step: the carry's CTAs have a multiple of so many warps.
 inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image_bytes, int multiprocessors,
@@ -57,12 +59,12 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
         std::max<std::int64_t>(1, std::min<std::int64_t>(shape.longest, policy.slab_chunks));
     policy.segment_chunks = static_cast<int>(per_sequence);
     const std::int64_t columns = shape.sequences * shape.value_heads * policy.row_blocks;
-    // Maps cost more than twice the carry they replace: worth it from three segments on, or two where they are made
-    // anyway.
-    const int least = shape.kept ? 2 : 3;
+    const int least = shape.kept ? 2 : shape.least_segments;
     if (shape.maps_pay && columns > 0 && columns * least <= multiprocessors) {
         const std::int64_t segments = std::min<std::int64_t>(multiprocessors / columns, per_sequence / kLeastSegment);
-        if (segments >= least) policy.segment_chunks = static_cast<int>((per_sequence + segments - 1) / segments);
+        const bool long_enough = shape.kept || segments > 2 || per_sequence >= 2 * kLeastHalf;
+        if (segments >= least && long_enough)
+            policy.segment_chunks = static_cast<int>((per_sequence + segments - 1) / segments);
     }
     return policy;
 }

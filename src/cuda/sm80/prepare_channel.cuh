@@ -425,7 +425,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) bias[i] = head_sums[i];
         gates.sum(head_gate, bias, head_sum, tail_sum);
-        if (fades) fades_by = gates.slowest(head_sum);
+        if (fades) fades_by = gates.slowest();
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
             wild |=

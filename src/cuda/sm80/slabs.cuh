@@ -55,7 +55,8 @@ struct PrefillPlan {
         kept =
             (call.keeps || call.kept) && static_cast<std::size_t>(chunks) * a.value_heads * image_bytes <= kKeptBytes;
         policy = prefill_policy({a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads, a.value_dim,
-                                 !a.batch_invariant && (kept || !of_call), kept},
+                                 !a.batch_invariant && (kept || !of_call), kept,
+                                 Carry::least_segments(a.algorithm.update == Update::kDelta)},
                                 image_bytes, call.multiprocessors, Carry::kWarpStep);
         maps = policy.segment_chunks < std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
         if (a.cu_seqlens) {

@@ -21,7 +21,7 @@ template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChannel>>, 1)
     carry(const __grid_constant__ DeviceArgs a, const Schedule schedule, const Image<T, kKey, kPerChannel>* images,
           const __grid_constant__ CarryParams p, const __grid_constant__ RowMaps maps) {
-    using S = Stage<T, kKey, kDelta, kPerChannel>;
+    using S = Stage<T, kKey, kDelta, kPerChannel, kMaps>;
     using F = Factors<kKey, kPerChannel>;
     constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     const int groups = static_cast<int>(blockDim.x) / kGroupThreads - kHelperGroups<kScores>;
     const int role = warp / kGroupWarps - groups;  // negative: multiplies
     unsigned char* const outs = memory + p.stages * S::bytes(groups);
-    auto& barriers = *reinterpret_cast<CarryBarriers*>(outs + groups * kOutBytes<T, kKey>);
+    auto& barriers = *reinterpret_cast<CarryBarriers*>(outs + groups * kOutBytes<T, kKey, kMaps>);
     auto* const factors = reinterpret_cast<F*>(&barriers + 1);
     const std::uint32_t full = shared_address(barriers.full), empty = shared_address(barriers.empty);
     for (int stage = 0; stage < p.stages; ++stage) S::clear_upper(memory + stage * S::bytes(groups));

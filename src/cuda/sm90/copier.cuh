@@ -38,7 +38,7 @@ __device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, 
 // q.
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 struct Fetcher {
-    using S = Stage<T, kKey, kDelta, kPerChannel>;
+    using S = Stage<T, kKey, kDelta, kPerChannel, kMaps>;
     using F = Factors<kKey, kPerChannel>;
     using ImageType = Image<T, kKey, kPerChannel>;
     using Lower = Triangle<S::kRows>;
@@ -241,7 +241,7 @@ struct Putter {
 #pragma unroll 1
             for (int group = 0; group < groups; ++group) {
                 const int row = walk.rows.first + group * kGroupRows;
-                const unsigned char* tile = tiles + group * kOutBytes<T, kKey>;
+                const unsigned char* tile = tiles + group * kOutBytes<T, kKey, false>;
                 wait_barrier(shared_address(barriers.turned + group), chunk & 1);
                 if (!a.cu_seqlens || count == kRows) {
                     if (lane == 0) {

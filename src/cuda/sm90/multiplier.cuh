@@ -22,7 +22,7 @@ using Packed = std::uint32_t[4];  // 16 x 16 of a warp, as an A operand
 
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 struct Multiplier {
-    using S = Stage<T, kKey, kDelta, kPerChannel>;
+    using S = Stage<T, kKey, kDelta, kPerChannel, kMaps>;
     using F = Factors<kKey, kPerChannel>;
     using W = Walk<kKey, kMaps>;
     static constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
@@ -207,7 +207,7 @@ struct Multiplier {
 
     // O, turned, to where the warp that puts out takes it from.
     __device__ __forceinline__ void turn_out(const Product& out) const {
-        const std::uint32_t to = shared_address(outs) + group * kOutBytes<T, kKey> + own_row();
+        const std::uint32_t to = shared_address(outs) + group * kOutBytes<T, kKey, kMaps> + own_row();
         Rows rows;
         pack(rows, out);
 #pragma unroll

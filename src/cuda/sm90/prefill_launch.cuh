@@ -14,6 +14,10 @@ struct WarpgroupCarry {
     static constexpr int kKey = kKeyDim, kWarpStep = kGroupWarps;
     static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = !kDecayPerChannel;
 
+    // Two halves gain where the images of a chunk are small, GDN's: elsewhere memory sets the pace of a carry that
+    // fills the device.
+    static constexpr int least_segments(bool delta) { return delta && !kPerChannel ? 2 : 3; }
+
     template <bool kDelta, bool kMaps, class ShapeOf>
     static void launch(const Call& call, const PrefillPlan<WarpgroupCarry>& plan, const Schedule& schedule,
                        CarryParams p, const ShapeOf& shape) {
@@ -26,7 +30,9 @@ struct WarpgroupCarry {
         if (map_blocks(1) && columns * (blocks(1, a.value_dim) + map_blocks(1)) > call.multiprocessors)
             groups = kMaxGroups;
         p.value_blocks = blocks(groups, a.value_dim), p.row_blocks = p.value_blocks + map_blocks(groups);
-        const auto shared_bytes = [&] { return carry_shared_bytes<T, kKey, kDelta, kPerChannel>(groups, p.stages); };
+        const auto shared_bytes = [&] {
+            return carry_shared_bytes<T, kKey, kDelta, kPerChannel, kMaps>(groups, p.stages);
+        };
         for (p.stages = kMaxStages; shared_bytes() > call.shared_bytes_limit;) --p.stages;
         constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
         // Row blocks of one head read the same images: a cluster fetches them once.

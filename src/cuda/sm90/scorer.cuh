@@ -13,7 +13,7 @@ namespace cula::cuda::sm90 {
 
 template <class T, int kKey, bool kMaps>
 struct Scorer {
-    using S = Stage<T, kKey, false, false>;
+    using S = Stage<T, kKey, false, false, kMaps>;
     using F = Factors<kKey, false>;
     static constexpr int kRows = S::kRows, kEach = kRows / 32;
 

@@ -48,18 +48,18 @@ struct Panels {
 };
 
 // What the products of a chunk read, in bytes from the stage's begin: the inverse and the scores; K^, K+ and Q~, or k,
-// which is both, and q; and the values of every warpgroup. A coupled chunk takes two stages: the second has what
-// rounding took off the inverse and the scores, in their places.
-template <class T, int kKey, bool kDelta, bool kPerChannel>
+// which is both, and q; and the values of every warpgroup. Maps read neither scores nor q. A coupled chunk takes two
+// stages: the second has what rounding took off the inverse and the scores, in their places.
+template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 struct Stage {
     static constexpr int kRows = kTokens<kKey>;
     static constexpr int kSquareBytes = kRows * kRows * static_cast<int>(sizeof(T)),
                          kTileBytes = kRows * kKey * static_cast<int>(sizeof(T)),
                          kBoxBytes = kRows * kBoxChannels * static_cast<int>(sizeof(T));  // values of a warpgroup, too
     static constexpr int kInverse = 0, kScores = kDelta ? kSquareBytes : 0;
-    static constexpr int kKeyRead = kScores + kSquareBytes,
+    static constexpr int kKeyRead = kScores + (kMaps ? 0 : kSquareBytes),
                          kKeyCarry = kKeyRead + (kDelta && kPerChannel ? kTileBytes : 0),
-                         kQuery = kKeyCarry + kTileBytes, kValues = kQuery + kTileBytes;
+                         kQuery = kKeyCarry + kTileBytes, kValues = kQuery + (kMaps ? 0 : kTileBytes);
 
     static constexpr CULA_HOST_DEVICE int bytes(int groups) { return kValues + groups * kBoxBytes; }
 
@@ -82,8 +82,9 @@ struct alignas(kImageAlignment) Factors<kKey, false> {
     float k_factor[kTokens<kKey>], k_rest[kTokens<kKey>], decay[kTokens<kKey>], q_factor[kTokens<kKey>];
 };
 
-template <class T, int kKey>
-inline constexpr int kOutBytes = kTokens<kKey> * kGroupRows * static_cast<int>(sizeof(T));  // of a warpgroup
+template <class T, int kKey, bool kMaps>
+inline constexpr int kOutBytes =
+    kMaps ? 0 : kTokens<kKey> * kGroupRows * static_cast<int>(sizeof(T));  // of a warpgroup
 
 // Behind the stages and the outputs on their way out; then come the factors.
 struct alignas(kImageAlignment) CarryBarriers {
@@ -95,10 +96,10 @@ struct alignas(kImageAlignment) CarryBarriers {
     float log_decay[kTokens<128>], norms[2][kTokens<128>];  // of the chunk whose scores are made
 };
 
-template <class T, int kKey, bool kDelta, bool kPerChannel>
+template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 std::size_t carry_shared_bytes(int groups, int stages) {
-    return stages * (Stage<T, kKey, kDelta, kPerChannel>::bytes(groups) + sizeof(Factors<kKey, kPerChannel>)) +
-           groups * kOutBytes<T, kKey> + sizeof(CarryBarriers);
+    return stages * (Stage<T, kKey, kDelta, kPerChannel, kMaps>::bytes(groups) + sizeof(Factors<kKey, kPerChannel>)) +
+           groups * kOutBytes<T, kKey, kMaps> + sizeof(CarryBarriers);
 }
 
 // Whether rows of T move in pieces of 16 bytes.

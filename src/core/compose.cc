@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// compose() of cula.h: its checks, and how a CPU does it.
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cula/cula.h"
+#if defined(CULA_WITH_CUDA)
+#include "cuda/sm80/entry.h"
+#endif
+
+namespace cula {
+namespace {
+
+constexpr std::int64_t kLargestDim = 256;
+
+void require(bool good, std::string_view argument, std::string_view expected, const std::string& given) {
+    if (!good) throw Error("compose: " + std::string(argument) + " must " + std::string(expected) + ", got " + given);
+}
+
+std::string shape_of(const TensorRef& ref) {
+    std::string text = "[";
+    for (int i = 0; i < ref.ndim; ++i) text += (i ? ", " : "") + std::to_string(ref.size[static_cast<std::size_t>(i)]);
+    return text + "]";
+}
+
+void check_floats(const TensorRef& ref, std::string_view argument, const TensorRef& like, bool on_cpu) {
+    require(ref.dtype == Dtype::kFloat32 || (on_cpu && ref.dtype == Dtype::kFloat64), argument,
+            on_cpu ? "have dtype float32 or float64" : "have dtype float32", std::string(name(ref.dtype)));
+    require(ref.dtype == like.dtype, argument, "have state's dtype, " + std::string(name(like.dtype)),
+            std::string(name(ref.dtype)));
+}
+
+void check_maps(const TensorRef& ref, std::string_view argument, const TensorRef& state, bool on_cpu) {
+    check_floats(ref, argument, state, on_cpu);
+    require(ref.stride[4] == 1, argument, "have a contiguous last dimension",
+            "a stride of " + std::to_string(ref.stride[4]));
+    if (on_cpu) return;
+    require((ref.stride[0] | ref.stride[1] | ref.stride[2] | ref.stride[3]) % 4 == 0 &&
+                reinterpret_cast<std::uintptr_t>(ref.data) % 16 == 0,
+            argument, "have rows that start at multiples of 16 bytes", "others");
+}
+
+void check(const Composition& c, const Context& context) {
+    const TensorRef &m = c.m, &b = c.b, &state = c.state, &joins = c.joins;
+    const bool on_cpu = context.device.kind == DeviceKind::kCpu;
+    require(state.ndim == 4 && state.size[2] <= kLargestDim && state.size[3] <= kLargestDim, "state",
+            "have shape [N, HV, V, K], V and K up to 256", shape_of(state));
+    check_floats(state, "state", state, on_cpu);
+    const auto maps = [&](const TensorRef& ref) {
+        return ref.ndim == 5 && ref.size[1] == state.size[0] && ref.size[2] == state.size[1] &&
+               ref.size[4] == state.size[3];
+    };
+    require(maps(m) && (m.size[3] == m.size[4] || m.size[3] == 1), "m",
+            "have shape [P, N, HV, K, K] or [P, N, HV, 1, K] of state's N, HV and K", shape_of(m));
+    require(maps(b) && b.size[0] == m.size[0] && b.size[3] == state.size[2], "b",
+            "have shape [P, N, HV, V, K] of m's P and state's N, HV, V and K", shape_of(b));
+    check_maps(m, "m", state, on_cpu);
+    check_maps(b, "b", state, on_cpu);
+    if (!joins) return;
+    require(joins.ndim == 1 && joins.size[0] == m.size[0], "joins",
+            "have shape [P] = [" + std::to_string(m.size[0]) + "]", shape_of(joins));
+    require(joins.dtype == Dtype::kBool && joins.stride[0] == 1, "joins", "be contiguous and have dtype bool",
+            std::string(name(joins.dtype)));
+}
+
+// The state of one sequence and value head.
+template <class Float>
+void compose_head(const Composition& c, std::int64_t n, std::int64_t head) {
+    const TensorRef& state = c.state;
+    const std::int64_t rows = state.size[2], columns = state.size[3];
+    std::vector<double> now(static_cast<std::size_t>(rows * columns)), next(now.size());
+    for (std::int64_t p = 0; p < c.m.size[0]; ++p) {
+        for (std::int64_t r = 0; r < rows; ++r) {
+            double* to = next.data() + r * columns;
+            const double* from = now.data() + r * columns;
+            const auto* b = c.b.at<Float>(p, n, head, r);
+            for (std::int64_t k = 0; k < columns; ++k) to[k] = b[k];
+            if (p == 0) continue;
+            if (c.m.size[3] == 1) {
+                const auto* m = c.m.at<Float>(p, n, head);
+                for (std::int64_t k = 0; k < columns; ++k) to[k] += m[k] * from[k];
+                continue;
+            }
+            for (std::int64_t i = 0; i < columns; ++i) {
+                const auto* m = c.m.at<Float>(p, n, head, i);
+                for (std::int64_t k = 0; k < columns; ++k) to[k] += from[i] * m[k];
+            }
+        }
+        std::swap(now, next);
+        if (c.joins && !*c.joins.at<bool>(p)) std::ranges::fill(now, 0.0);
+    }
+    for (std::int64_t r = 0; r < rows; ++r)
+        for (std::int64_t k = 0; k < columns; ++k)
+            *state.at<Float>(n, head, r, k) = static_cast<Float>(now[static_cast<std::size_t>(r * columns + k)]);
+}
+
+struct Heads {
+    const Composition& composition;
+    std::int64_t heads;
+};
+
+void compose_one(void* arg, int index) {
+    const auto& [c, heads] = *static_cast<const Heads*>(arg);
+    if (c.state.dtype == Dtype::kFloat64)
+        compose_head<double>(c, index / heads, index % heads);
+    else
+        compose_head<float>(c, index / heads, index % heads);
+}
+
+}  // namespace
+
+void compose(const Composition& c, const Context& context) {
+    check(c, context);
+#if defined(CULA_WITH_CUDA)
+    if (context.device.kind == DeviceKind::kCuda) return cuda::sm80::compose(c, context);
+#endif
+    Heads heads{c, c.state.size[1]};
+    const auto count = static_cast<int>(c.state.size[0] * c.state.size[1]);
+    if (context.parallel_for.run)
+        return context.parallel_for.run(context.parallel_for.context, count, compose_one, &heads);
+    for (int i = 0; i < count; ++i) compose_one(&heads, i);
+}
+
+}  // namespace cula

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "cuda/pipe/launch.h"
+#include "cuda/sm80/compose.cuh"
+#include "cuda/sm80/launch.h"
+
+namespace cula::cuda::sm80 {
+
+template <int kKey>
+void launch_compose(const GivenMaps& given, std::int64_t sequences, void* stream) {
+    const std::size_t tiles = static_cast<std::size_t>(ceil_div(given.value_dim, kComposeRows));
+    launch(compose_given<kKey>, tiles * static_cast<std::size_t>(given.value_heads * sequences), kComposeThreads<kKey>,
+           sizeof(ComposeSmem<kKey>), stream, given);
+}
+
+}  // namespace cula::cuda::sm80
+
+#define CULA_INSTANTIATE(type, key) \
+    template void cula::cuda::sm80::launch_compose<key>(const GivenMaps&, std::int64_t, void*);
