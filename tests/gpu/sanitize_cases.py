@@ -83,6 +83,8 @@ def calls() -> Iterator[Call]:
         yield ready("tree", algorithm)
         if algorithm in DELTA:
             yield ready("prefill", algorithm, lengths=(70,), beta_per_value=True)
+            # Maps by two warpgroups a CTA.
+            yield ready("prefill", algorithm, lengths=(1600,), heads=22, value_heads=22, key_dim=128, value_dim=128)
         if FAMILY[algorithm][0] in ("channel", "token"):
             for gate in ("softplus", "bounded"):
                 gated = {"gate": gate, "decay": "mixed", "qk_l2norm": True}
@@ -106,8 +108,20 @@ def malformed(algorithm: str) -> Iterator[Call]:
         yield call
 
 
+def compose_maps() -> int:
+    """Maps as ranks send them; the number of calls."""
+    shapes = [(rows, K) for K in (36, *WIDTHS) for rows in (K, 1)]
+    for rows, K in shapes:
+        m, b = (torch.randn(3, 1, 2, size, K).cuda() for size in (rows, 20))
+        joins = torch.tensor([True, False, True]).cuda()
+        torch.ops.cula.compose(m, b, torch.empty(1, 2, 20, K, device="cuda"), joins)
+        torch.ops.cula.compose(m, b, torch.empty(1, 2, 20, K, device="cuda"))
+        torch.cuda.synchronize()
+    return 2 * len(shapes)
+
+
 def main() -> None:
-    count = 0
+    count = compose_maps()
     for call in calls():
         on_gpu(call)()
         torch.cuda.synchronize()
