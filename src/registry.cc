@@ -53,8 +53,6 @@ std::size_t bytes(const Args& args, const Context& context) {
 
 constexpr Kernel kKernels[] = {
 #if defined(CULA_WITH_CUDA)
-    {"few", Pass::kPrefill, DeviceKind::kCuda, cuda::sm80::supports_few, cuda::sm80::step_workspace_bytes,
-     cuda::sm80::step},
     {"sm90", Pass::kPrefill, DeviceKind::kCuda, cuda::sm90::supports, cuda::sm90::workspace_bytes, cuda::sm90::prefill},
     {"sm90", Pass::kSegment, DeviceKind::kCuda, cuda::sm90::supports, cuda::sm90::workspace_bytes, cuda::sm90::prefill,
      cuda::sm90::kept_bytes},

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,6 +224,18 @@ def test_estimates_are_sums_of_their_parts():
     twice = 2 * (machine.call + machine.cut * LONG.token_heads)
     assert cost.scan_us(LONG, machine) == pytest.approx(machine.prepare * LONG.token_heads + twice + exchange)
     assert cost.ring_us(dataclasses.replace(LONG, ranks=1), machine) == prefill
+
+
+RESULTS = json.loads((Path(__file__).parent.parent / "bench/results/nvidia-h200/dist.json").read_text())
+MEASURED = [row for row in RESULTS["cases"] if row["op"] == "kda" and row["impl"] in ("cula:scan", "cula:ring")]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['case']}-{row['impl']}")
+def test_estimates_are_near_what_was_measured(row):
+    heads, ranks = row["value_heads"], row["gpus"]
+    size = dataclasses.replace(LONG, ranks=ranks, tokens=row["tokens"] // ranks, value_heads=heads)
+    estimate = {"cula:scan": cost.scan_us, "cula:ring": cost.ring_us}[row["impl"]](size, cost.Machine())
+    assert estimate == pytest.approx(1e3 * row["gpu_ms"], rel=0.1)
 
 
 ALLOCATORS = (alloc_state_buffer, alloc_decode_state_pool)

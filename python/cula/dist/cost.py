@@ -22,7 +22,7 @@ class Machine:
 
     # Per token and value head, keys and values of 128 channels.
     prepare: float = 0.52e-3  # what does not depend on the state
-    carry: float = 0.53e-3  # the way of the state through the tokens, where few CTAs go it
+    carry: float = 0.57e-3  # the way of the state through the tokens, where few CTAs go it
     cut: float = 0.32e-3  # the same, cut into pieces that fill the device, and likewise the maps of such pieces
     call: float = 20.0  # the least that a call takes: launches, and a device that fills and empties
     message: float = 15.0  # the least that a message takes

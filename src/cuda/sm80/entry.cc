@@ -2,8 +2,6 @@
 // The portable CUDA backend's rows: what it takes, and which instance runs.
 #include "cuda/sm80/entry.h"
 
-#include <algorithm>
-#include <cstdint>
 #include <string>
 #include <type_traits>
 
@@ -132,21 +130,6 @@ Support supports_step(const Problem& problem) {
         return Support::no("walks trees of up to " + std::to_string(kMaxTreeTokens) + " tokens, got " +
                            std::to_string(problem.draft_tokens));
     return Support::yes();
-}
-
-Support supports_few(const Problem& problem) {
-    if (Support any = supports_step(problem); !any) return any;
-    if (problem.batch_invariant) return Support::no("is chosen by the number of sequences, too");
-    // What an H200 does with K = V = 128 before the chunks' kernels are through with one chunk. Those of an additive
-    // algorithm with one decay per token have half the work.
-    constexpr std::int64_t kLeastHeads = 40;
-    const bool additive = problem.algorithm.update == Update::kAdditive;
-    const std::int64_t most = additive && problem.algorithm.decay != Decay::kPerChannel ? 400 : 800;
-    const std::int64_t heads = std::max(kLeastHeads, problem.sequences * problem.value_heads);
-    if (problem.tokens * heads <= most) return Support::yes();
-    return Support::no("takes T times the value heads of all sequences, or " + std::to_string(kLeastHeads) +
-                       " where those are fewer, up to " + std::to_string(most) + "; this call has " +
-                       std::to_string(problem.tokens) + " times " + std::to_string(heads));
 }
 
 std::size_t step_workspace_bytes(const Args&, const Context&) { return 0; }

@@ -17,9 +17,8 @@ void prefill(const Args& args, const Context& context);
 // Maps that were gathered, applied one after the other.
 void compose(const Composition& given, const Context& context);
 
-// Token after token: decode, verify, whatever prefill the chunks decline, and those of so few tokens that it is faster.
+// Token after token: decode, verify, and whatever prefill the chunks decline.
 Support supports_step(const Problem& problem);
-Support supports_few(const Problem& problem);
 std::size_t step_workspace_bytes(const Args& args, const Context& context);
 void step(const Args& args, const Context& context);
 
