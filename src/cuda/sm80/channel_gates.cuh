@@ -103,7 +103,7 @@ struct BlockGates {
     // bound for all of them, and a quarter of the work.
     __device__ __forceinline__ float slowest() const {
         float sum = 0.0f;
-#pragma unroll
+#pragma unroll 2
         for (int t = 3; t < kBlock; t += 4) {
             float before[kOwned], x[kOwned], least = 3e38f;
             get(before, t - 1);

@@ -256,7 +256,8 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
 }
 
 template <int kKey>
-__global__ void __launch_bounds__(kComposeThreads<kKey>) compose_given(const __grid_constant__ GivenMaps given) {
+__global__ void __launch_bounds__(kComposeThreads<kKey>, kKey > 128 ? 1 : 2)  // as many as shared memory holds
+    compose_given(const __grid_constant__ GivenMaps given) {
     extern __shared__ __align__(128) unsigned char raw[];
     const int tiles = ceil_div(given.value_dim, kComposeRows);
     const int tile = static_cast<int>(blockIdx.x) % tiles,
