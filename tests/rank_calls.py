@@ -83,6 +83,12 @@ def split(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
     return _call(function(case, "cp"), split_arguments(case, splits, exact, options))
 
 
+def split_by_all_gather(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
+    """As more ranks would than send to each other."""
+    with mock.patch("cula.dist.transport.MOST_DIRECT", 1):
+        return split(case, splits, exact, options)
+
+
 def split_as_on_gpus(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
     """As `split`, where every rank of a batch makes maps and prefills go on with what those keep: here, nothing."""
     with mock.patch.object(BatchLanes, "keeps", True):
@@ -104,6 +110,10 @@ def into(case: Case, splits: tuple[int, ...], dtype: torch.dtype, options: dict)
     assert o.data_ptr() == out.data_ptr()
     assert wide[:, :, 2].isnan().all()
     return out
+
+
+def without_rows(q, k, v, g, beta, method: str) -> torch.Tensor:
+    return level2.cula_kda_cp(q, k, v, g, beta, sp_group=dist.group.WORLD, method=method)[0]
 
 
 def split_without_waiting(case: Case, splits: tuple[int, ...], options: dict):

@@ -137,6 +137,31 @@ def test_a_scan_in_the_order_of_gpus(algorithm, layout, pools, precisions):
         assert_same(case, one_rank(case), **joined(answers))
 
 
+@pytest.mark.parametrize("layout", ["two ranks", "an empty rank in between"])
+def test_a_scan_by_an_all_gather(algorithm, layout, pools, precisions):
+    lengths, packed, splits = LAYOUTS[layout]
+    case = Case(algorithm, lengths, packed=packed, value_heads=4, value_dim=32)
+    for exact in precisions:
+        answers = pools(len(splits) - 1).call("split_by_all_gather", case, splits, exact, {"method": "scan"})
+        assert_same(case, one_rank(case), **joined(answers))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("key_dim", [1, 3])
+def test_a_scan_of_few_channels(algorithm, key_dim, packed, pools, precisions):
+    case = Case(algorithm, (20,), packed=packed, key_dim=key_dim, value_dim=5)
+    for exact in precisions:
+        answers = pools(3).call("split", case, (0, 7, 15, 20), exact, {"method": "scan"})
+        assert_same(case, one_rank(case), **joined(answers))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_without_rows(method, pools):
+    inputs = [torch.zeros(0, 4, 2, 8) for _ in range(4)]
+    answers = pools(3).call("without_rows", *inputs, torch.zeros(0, 4, 2), method)
+    assert [o.shape for o in answers] == 3 * [(0, 4, 2, 8)]
+
+
 @pytest.mark.parametrize("layout", ["two ranks", "packed, two ranks"])
 def test_nothing_waits_for_the_device(layout, pools, kind):
     if kind == "cpu":

@@ -132,19 +132,24 @@ def test_maps_compose_in_order(rows):
     assert_same_bits("one", compose(m[:1], b[:1]), b[0])
     torch.testing.assert_close(compose(m, b), after(2, after(1, b[0])))
     joins = torch.tensor([False, True, True])
-    cut = [torch.cat((torch.full_like(x[:1], float("nan")), x[1:])) for x in (m, b)]
+    cut = [x.clone() for x in (m, b)]
+    cut[0][:2], cut[1][:1] = float("nan"), float("nan")
     torch.testing.assert_close(compose(*cut, joins), after(2, b[1]))
     assert not compose(m, b, joins.flip(0)).any()
+    state = torch.ones(1, 2, 4, 8, dtype=torch.float64)
+    torch.ops.cula.compose(m[:0], b[:0], state)
+    assert not state.any()
 
 
-@pytest.mark.parametrize(("delta", "key_dim"), [(True, 8), (True, 6), (False, 7)])
-def test_messages_hold_maps_as_they_are_written_and_composed(delta, key_dim):
+@pytest.mark.parametrize("lanes", [3, 0])
+@pytest.mark.parametrize(("delta", "key_dim"), [(True, 8), (True, 6), (True, 1), (False, 7), (False, 1)])
+def test_messages_hold_maps_as_they_are_written_and_composed(delta, key_dim, lanes):
     torch.manual_seed(0)
     q, v = torch.zeros(1, 5, 2, key_dim, dtype=torch.float64), torch.zeros(1, 5, 2, 4, dtype=torch.float64)
     call = Call("a call", "kda" if delta else "gla", q, q, v)
-    message = Message.empty(call, 3)
-    m = torch.randn(3, 2, key_dim, key_dim if delta else 1, dtype=torch.float64)
-    b, start = (torch.randn(3, 2, 4, key_dim, dtype=torch.float64) for _ in range(2))
+    message = Message.empty(call, lanes)
+    m = torch.randn(lanes, 2, key_dim, key_dim if delta else 1, dtype=torch.float64)
+    b, start = (torch.randn(lanes, 2, 4, key_dim, dtype=torch.float64) for _ in range(2))
     message.written_m.copy_(m if delta else m[..., 0])
     message.b.copy_(b)
     after = (start @ m.mT if delta else start * m.mT) + b
@@ -155,7 +160,8 @@ def test_messages_hold_maps_as_they_are_written_and_composed(delta, key_dim):
     second = dataclasses.replace(message, whole=message.whole.clone())
     second.b.copy_(b)
     torch.testing.assert_close(message.compose(torch.stack((message.whole, second.whole)), None), twice)
-    assert_same_bits("the end is b", message.whole[-message.b_count :].view(message.b_shape)[..., :key_dim], message.b)
+    end = message.whole[len(message.whole) - message.b_count :]
+    assert_same_bits("the end is b", end.view(message.b_shape)[..., :key_dim], message.b)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +174,9 @@ def test_messages_hold_maps_as_they_are_written_and_composed(delta, key_dim):
         ({"m": torch.zeros(2, 1, 2, 8, 16)[..., ::2]}, "m must have a contiguous last dimension, got a stride of 2"),
         ({"state": torch.zeros(2, 4, 8)}, r"state must have shape \[N, HV, V, K\]"),
         ({"joins": torch.ones(3, dtype=torch.bool)}, r"joins must have shape \[P\] = \[2\]"),
-        ({"joins": torch.ones(2)}, "joins must be contiguous and have dtype bool"),
+        ({"joins": torch.ones(2)}, "joins must have dtype bool, got float32"),
+        ({"joins": torch.ones(4, dtype=torch.bool)[::2]}, "joins must be contiguous, got a stride of 2"),
+        ({"state": torch.zeros(1, 1, 4, 8).expand(1, 2, 4, 8)}, "state must not overlap itself in memory"),
     ],
 )
 def test_compose_names_what_is_wrong(changes, message):
@@ -228,6 +236,7 @@ def test_estimates_are_sums_of_their_parts():
 
 RESULTS = json.loads((Path(__file__).parent.parent / "bench/results/nvidia-h200/dist.json").read_text())
 MEASURED = [row for row in RESULTS["cases"] if row["op"] == "kda" and row["impl"] in ("cula:scan", "cula:ring")]
+assert MEASURED
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['case']}-{row['impl']}")

@@ -115,6 +115,12 @@ def test_room_that_does_not_fit_is_refused(change, message):
         level1.segment(inputs, out=change(m, b))
 
 
+@pytest.mark.parametrize("out", [torch.zeros(2, 2), (torch.zeros(1),), 3], ids=str)
+def test_room_is_a_pair(out):
+    with pytest.raises(TypeError, match=r"segment: out must be a pair \(m, b\), got"):
+        level1.segment(stateless(make(Case("kda", (5,), heads=1, value_heads=1))), out=out)
+
+
 def kept_by(inputs: Inputs, backend: str = "") -> tuple[passes.Result, torch.Tensor]:
     m, b, kept = level1.segment(
         stateless(inputs), scale=inputs.case.scale, keep=True, **({"backend": backend} if backend else {})

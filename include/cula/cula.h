@@ -66,7 +66,7 @@ void segment(const Args& args, const Context& context = {}, std::string_view bac
 struct Composition {
     TensorRef m;      // [P, N, HV, K, K], M transposed, or [P, N, HV, 1, K], the diagonal of an additive rule's
     TensorRef b;      // [P, N, HV, V, K], as a state is stored
-    TensorRef joins;  // [P] bool; absent: all. Where it is false the state after the map is zero
+    TensorRef joins;  // [P] bool; absent: all. Where it is false the map and those before it do not count
     TensorRef state;  // [N, HV, V, K]
 };
 // Of float32, or on a CPU float64. Products and sums are float32 on a GPU, which reads rows of maps in pieces of 16

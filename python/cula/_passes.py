@@ -227,7 +227,11 @@ def segment(
     dtype = _state_dtype(q)
     m_shape = (sequences, heads, key_dim, key_dim) if beta is not None else (sequences, heads, key_dim)
     b_shape = (sequences, heads, *_matrix(value_dim, key_dim, state_v_first))
-    m, b = out or (q.new_empty(m_shape, dtype=dtype), q.new_empty(b_shape, dtype=dtype))
+    if out is None:
+        out = q.new_empty(m_shape, dtype=dtype), q.new_empty(b_shape, dtype=dtype)
+    elif not isinstance(out, tuple | list) or len(out) != 2:
+        raise TypeError(f"segment: out must be a pair (m, b), got {type(out).__name__}")
+    m, b = out
     flags = options(
         algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, -1, backend, deterministic
     )

@@ -523,7 +523,8 @@ def cula_segment(
         same inputs, options and `scale` that gets it as `kept` saves most of its work, as often as one likes; nothing
         but its size is checked. It takes 40 to 80 KiB for each 64 tokens and value head (K = 128), and is empty where
         nothing can be saved: on a CPU, or beyond 16 GiB.
-    out: (m, b) to write to, in the shapes and of the dtype that are returned otherwise; any strides.
+    out: (m, b) to write to, in the shapes and of the dtype that are returned otherwise; any strides, but no memory in
+        common.
 
     Returns float32 (m, b): m `[N, HV, K, K]` for the delta rules, the diagonal `[N, HV, K]` for the additive ones; b in
     the layout of a state, `[N, HV, V, K]`, or `[N, HV, K, V]` with `state_v_first=False`.

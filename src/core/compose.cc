@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // compose() of cula.h: its checks, and how a CPU does it.
-#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "core/rows.h"
 #include "cula/cula.h"
 #if defined(CULA_WITH_CUDA)
 #include "cuda/sm80/entry.h"
@@ -15,6 +16,7 @@ namespace cula {
 namespace {
 
 constexpr std::int64_t kLargestDim = 256;
+constexpr std::int64_t kMostPitch = 1 << 23;  // distances within a map are 32-bit numbers on a GPU
 
 void require(bool good, std::string_view argument, std::string_view expected, const std::string& given) {
     if (!good) throw Error("compose: " + std::string(argument) + " must " + std::string(expected) + ", got " + given);
@@ -38,6 +40,8 @@ void check_maps(const TensorRef& ref, std::string_view argument, const TensorRef
     require(ref.stride[4] == 1, argument, "have a contiguous last dimension",
             "a stride of " + std::to_string(ref.stride[4]));
     if (on_cpu) return;
+    require(ref.stride[3] < kMostPitch, argument, "have rows less than 2^23 numbers apart",
+            "a stride of " + std::to_string(ref.stride[3]));
     require((ref.stride[0] | ref.stride[1] | ref.stride[2] | ref.stride[3]) % 4 == 0 &&
                 reinterpret_cast<std::uintptr_t>(ref.data) % 16 == 0,
             argument, "have rows that start at multiples of 16 bytes", "others");
@@ -49,6 +53,8 @@ void check(const Composition& c, const Context& context) {
     require(state.ndim == 4 && state.size[2] <= kLargestDim && state.size[3] <= kLargestDim, "state",
             "have shape [N, HV, V, K], V and K up to 256", shape_of(state));
     check_floats(state, "state", state, on_cpu);
+    require(!overlaps_itself(state), "state", "not overlap itself in memory",
+            "strides that make elements share an address");
     const auto maps = [&](const TensorRef& ref) {
         return ref.ndim == 5 && ref.size[1] == state.size[0] && ref.size[2] == state.size[1] &&
                ref.size[4] == state.size[3];
@@ -62,8 +68,9 @@ void check(const Composition& c, const Context& context) {
     if (!joins) return;
     require(joins.ndim == 1 && joins.size[0] == m.size[0], "joins",
             "have shape [P] = [" + std::to_string(m.size[0]) + "]", shape_of(joins));
-    require(joins.dtype == Dtype::kBool && joins.stride[0] == 1, "joins", "be contiguous and have dtype bool",
-            std::string(name(joins.dtype)));
+    require(joins.dtype == Dtype::kBool, "joins", "have dtype bool", std::string(name(joins.dtype)));
+    require(joins.stride[0] == 1 || joins.size[0] < 2, "joins", "be contiguous",
+            "a stride of " + std::to_string(joins.stride[0]));
 }
 
 // The state of one sequence and value head.
@@ -72,13 +79,15 @@ void compose_head(const Composition& c, std::int64_t n, std::int64_t head) {
     const TensorRef& state = c.state;
     const std::int64_t rows = state.size[2], columns = state.size[3];
     std::vector<double> now(static_cast<std::size_t>(rows * columns)), next(now.size());
-    for (std::int64_t p = 0; p < c.m.size[0]; ++p) {
+    std::int64_t first = c.m.size[0];  // of those that count
+    while (first > 0 && (!c.joins || *c.joins.at<bool>(first - 1))) --first;
+    for (std::int64_t p = first; p < c.m.size[0]; ++p) {
         for (std::int64_t r = 0; r < rows; ++r) {
             double* to = next.data() + r * columns;
             const double* from = now.data() + r * columns;
             const auto* b = c.b.at<Float>(p, n, head, r);
             for (std::int64_t k = 0; k < columns; ++k) to[k] = b[k];
-            if (p == 0) continue;
+            if (p == first) continue;
             if (c.m.size[3] == 1) {
                 const auto* m = c.m.at<Float>(p, n, head);
                 for (std::int64_t k = 0; k < columns; ++k) to[k] += m[k] * from[k];
@@ -90,7 +99,6 @@ void compose_head(const Composition& c, std::int64_t n, std::int64_t head) {
             }
         }
         std::swap(now, next);
-        if (c.joins && !*c.joins.at<bool>(p)) std::ranges::fill(now, 0.0);
     }
     for (std::int64_t r = 0; r < rows; ++r)
         for (std::int64_t k = 0; k < columns; ++k)

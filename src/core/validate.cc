@@ -125,23 +125,8 @@ private:
 
     // Two elements of an output must not share memory: sorted by stride, each dimension steps over all smaller ones.
     void writable(std::string_view argument, const TensorRef& ref) const {
-        struct Step {
-            std::int64_t stride, size;
-        };
-        std::array<Step, kMaxDims> dims{};
-        std::size_t count = 0;
-        for (std::size_t i = 0; i < static_cast<std::size_t>(ref.ndim); ++i) {
-            if (ref.size[i] <= 1) continue;
-            std::size_t at = count++;
-            for (; at > 0 && dims[at - 1].stride > std::abs(ref.stride[i]); --at) dims[at] = dims[at - 1];
-            dims[at] = {std::abs(ref.stride[i]), ref.size[i]};
-        }
-        std::int64_t reach = 0;
-        for (auto [stride, size] : std::span(dims).first(count)) {
-            CULA_REQUIRE(stride > reach, argument, "not overlap itself in memory",
-                         "strides that make elements share an address");
-            reach += stride * (size - 1);
-        }
+        CULA_REQUIRE(!overlaps_itself(ref), argument, "not overlap itself in memory",
+                     "strides that make elements share an address");
     }
 
     void state(std::string_view argument, const TensorRef& ref, Dim first) const {

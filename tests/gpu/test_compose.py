@@ -31,6 +31,20 @@ def test_maps_compose_as_in_float64(key_dim, value_dim, additive, joins):
     assert (room[..., value_dim:] == -1).all()
 
 
+@pytest.mark.parametrize("rows", [64, 1], ids=["delta", "additive"])
+def test_no_map_one_map_and_one_for_all(rows):
+    m, b = torch.randn(1, 2, 3, rows, 64, device="cuda") / 8, torch.randn(1, 2, 3, 8, 64, device="cuda")
+    state = torch.full((2, 3, 8, 64), float("nan"), device="cuda")
+    torch.ops.cula.compose(m, b, state)
+    assert torch.equal(state, b[0])
+    torch.ops.cula.compose(m.expand(2, -1, -1, -1, -1), b.expand(2, -1, -1, -1, -1), state)
+    after = b[0].double() @ m[0].double() if rows > 1 else b[0].double() * m[0].double()
+    torch.testing.assert_close(state.double(), after + b[0], rtol=1e-5, atol=1e-5)
+    torch.ops.cula.compose(m[:0], b[:0], state)
+    assert not state.any()
+    torch.ops.cula.compose(m[:, :0], b[:, :0], state[:0])
+
+
 @pytest.mark.parametrize("offset", [1, 2])
 def test_rows_that_are_not_whole_pieces_are_refused(offset):
     b = torch.zeros(2 * 4 * 8 + offset, device="cuda")[offset:].view(2, 1, 1, 4, 8)

@@ -70,7 +70,8 @@ def segment_us(size: Size, machine: Machine) -> float:
 
 
 def exchange_us(size: Size, machine: Machine) -> float:
-    """The last rank's, which needs the state of the first and the maps of those between."""
+    """The last rank's, which needs the state of the first and the maps of those between; an all-gather brings a little
+    more."""
     received = size.state_bytes + (size.ranks - 2) * size.map_bytes
     return machine.message + machine.megabyte * received / 1e6 + (size.ranks - 1) * machine.product
 

@@ -24,6 +24,7 @@ class Message:
     m_shape: tuple[int, int, int, int]  # lanes, HV, K or 1, K'
     b_shape: tuple[int, int, int, int]  # lanes, HV, V, K'
     key_dim: int
+    delta: bool
 
     @staticmethod
     def empty(call: Call, lanes: int) -> Message:
@@ -31,7 +32,7 @@ class Message:
         pitch = -(-key_dim // 4) * 4
         m_shape, b_shape = (lanes, heads, key_dim if call.delta else 1, pitch), (lanes, heads, value_dim, pitch)
         whole = call.q.new_empty(prod(m_shape) + prod(b_shape), dtype=call.state_dtype)
-        return Message(whole, m_shape, b_shape, key_dim)
+        return Message(whole, m_shape, b_shape, key_dim, call.delta)
 
     @property
     def m(self) -> Tensor:
@@ -40,7 +41,7 @@ class Message:
     @property
     def written_m(self) -> Tensor:
         """m as `cula_segment` writes it."""
-        return self.m.mT if self.m_shape[2] > 1 else self.m[:, :, 0]
+        return self.m.mT if self.delta else self.m[:, :, 0]
 
     @property
     def b(self) -> Tensor:
@@ -53,10 +54,10 @@ class Message:
 
     def ms_of(self, messages: Tensor) -> Tensor:
         """m of each: `messages` is `[P, numbers of both]`."""
-        return messages[:, : -self.b_count].view(-1, *self.m_shape)[..., : self.key_dim]
+        return messages[:, : prod(self.m_shape)].view(len(messages), *self.m_shape)[..., : self.key_dim]
 
     def bs_of(self, messages: Tensor) -> Tensor:
-        return messages[:, -self.b_count :].view(-1, *self.b_shape)[..., : self.key_dim]
+        return messages[:, prod(self.m_shape) :].view(len(messages), *self.b_shape)[..., : self.key_dim]
 
     def start_from(self, state: Tensor) -> None:
         """The state that the tokens start from, `[lanes, HV, V, K]`, goes into B: then all start from zero."""

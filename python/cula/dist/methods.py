@@ -2,11 +2,11 @@
 """The two ways of passing states on, from any rank's point of view.
 
 A run of tokens maps the state, S -> M S + B, and maps compose (ALGORITHM.md). `scan`: every rank makes the map of its
-tokens, one all-gather brings all maps to all ranks, each composes those before it into the state that its tokens start
-from, and runs from there. `ring`: each rank runs when the state from the rank before has come, and sends its own on.
+tokens and sends it to the later ones, each composes those before it into the state that its tokens start from, and runs
+from there. `ring`: each rank runs when the state from the rank before has come, and sends its own on.
 
-Products of maps are the library's own kernel, in float32 on a GPU and float64 on a CPU: no setting of the process (TF32,
-bf16) lowers their precision.
+Products of maps are the library's own kernel, in float32 on a GPU and float64 on a CPU: no setting of the process
+(TF32, bf16) lowers their precision.
 """
 
 from __future__ import annotations

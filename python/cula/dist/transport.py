@@ -32,8 +32,8 @@ class Transport(Protocol):
         """Every rank's x: `[size, *x.shape]`."""
 
     def gather_earlier(self, x: Tensor, of_first: int) -> Tensor:
-        """The x, `[n]`, of every rank before this one: `[rank, n]`. Of the first rank's only the last `of_first` numbers,
-        the others are anything."""
+        """The x, `[n]`, of every rank before this one: `[rank, n]`. Of the first rank's only the last `of_first`
+        numbers count."""
 
     def send_next(self, x: Tensor) -> None:
         """x, to the next rank."""
@@ -68,7 +68,7 @@ class ProcessGroupTransport:
         gathered = x.new_empty((self.rank, *x.shape))
 
         def part(message: Tensor, rank: int) -> Tensor:
-            return message[-of_first:] if rank == 0 else message
+            return message[len(message) - of_first :] if rank == 0 else message
 
         def operation(verb: Callable[..., object], message: Tensor, peer: int) -> dist.P2POp:
             return dist.P2POp(verb, message, group=self._group, group_peer=peer)

@@ -137,6 +137,7 @@ struct ComposedRow {
     template <class Each>
     __device__ __forceinline__ void pass_matrices(float4& x, MapChain chain, bool adds, int key_dim,
                                                   ComposeSmem<kKey>& shared, Each each) const {
+        if (chain.count == 0) return;
         constexpr int kGroups = kKey / 32, kStages = ComposeSmem<kKey>::kStages;
         const int rows = channel < key_dim ? key_dim - 4 * part : 0;  // of M that are there, from the part's first on
         // Copies a group of M to a stage: counted from the first of the present map, so that it may be of a later one.
@@ -256,7 +257,7 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
 }
 
 template <int kKey>
-__global__ void __launch_bounds__(kComposeThreads<kKey>, kKey > 128 ? 1 : 2)  // as many as shared memory holds
+__global__ void __launch_bounds__(kComposeThreads<kKey>, kKey > 128 ? 1 : 2)
     compose_given(const __grid_constant__ GivenMaps given) {
     extern __shared__ __align__(128) unsigned char raw[];
     const int tiles = ceil_div(given.value_dim, kComposeRows);
