@@ -137,7 +137,6 @@ struct ComposedRow {
     template <class Each>
     __device__ __forceinline__ void pass_matrices(float4& x, MapChain chain, bool adds, int key_dim,
                                                   ComposeSmem<kKey>& shared, Each each) const {
-        if (chain.count == 0) return;
         constexpr int kGroups = kKey / 32, kStages = ComposeSmem<kKey>::kStages;
         const int rows = channel < key_dim ? key_dim - 4 * part : 0;  // of M that are there, from the part's first on
         // Copies a group of M to a stage: counted from the first of the present map, so that it may be of a later one.
