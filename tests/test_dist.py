@@ -128,21 +128,13 @@ def test_any_split_of_the_tokens_is_one_rank(algorithm, layout, pools, precision
             assert_same(case, expected, **joined(answers))
 
 
+@pytest.mark.parametrize("how", ["split_as_on_gpus", "split_by_all_gather"])
 @pytest.mark.parametrize("layout", ["two ranks", "an empty rank in between", "empty ranks at the ends"])
-def test_a_scan_in_the_order_of_gpus(algorithm, layout, pools, precisions):
+def test_scans_that_few_ranks_on_cpus_would_not_make(algorithm, layout, how, pools, precisions):
     lengths, packed, splits = LAYOUTS[layout]
     case = Case(algorithm, lengths, packed=packed, value_heads=4, value_dim=32)
     for exact in precisions:
-        answers = pools(len(splits) - 1).call("split_as_on_gpus", case, splits, exact, {"method": "scan"})
-        assert_same(case, one_rank(case), **joined(answers))
-
-
-@pytest.mark.parametrize("layout", ["two ranks", "an empty rank in between"])
-def test_a_scan_by_an_all_gather(algorithm, layout, pools, precisions):
-    lengths, packed, splits = LAYOUTS[layout]
-    case = Case(algorithm, lengths, packed=packed, value_heads=4, value_dim=32)
-    for exact in precisions:
-        answers = pools(len(splits) - 1).call("split_by_all_gather", case, splits, exact, {"method": "scan"})
+        answers = pools(len(splits) - 1).call(how, case, splits, exact, {"method": "scan"})
         assert_same(case, one_rank(case), **joined(answers))
 
 

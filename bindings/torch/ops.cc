@@ -174,7 +174,7 @@ void check_place(Operator op, std::string_view argument, const TensorHandle& ten
         fail(op, argument, "be on " + std::string(op.first) + "'s device, " + name(place), name(own));
 }
 
-// The view that the library works on; `place` is q's.
+// The view that the library works on; `place` is the first tensor's.
 TensorRef view(Operator op, std::string_view argument, const TensorHandle& tensor, const Place& place) {
     check_place(op, argument, tensor, place);
     const Dtype dtype = dtype_of(op, argument, tensor);

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/rows.h"
+#include "core/check.h"
 #include "cula/cula.h"
 #if defined(CULA_WITH_CUDA)
 #include "cuda/sm80/entry.h"
@@ -15,62 +15,55 @@
 namespace cula {
 namespace {
 
-constexpr std::int64_t kLargestDim = 256;
 constexpr std::int64_t kMostPitch = 1 << 23;  // distances within a map are 32-bit numbers on a GPU
 
-void require(bool good, std::string_view argument, std::string_view expected, const std::string& given) {
-    if (!good) throw Error("compose: " + std::string(argument) + " must " + std::string(expected) + ", got " + given);
-}
-
-std::string shape_of(const TensorRef& ref) {
-    std::string text = "[";
-    for (int i = 0; i < ref.ndim; ++i) text += (i ? ", " : "") + std::to_string(ref.size[static_cast<std::size_t>(i)]);
-    return text + "]";
+[[noreturn]] void fail(std::string_view argument, std::string_view expected, const std::string& given) {
+    throw Error("compose: " + std::string(argument) + " must " + std::string(expected) + ", got " + given);
 }
 
 void check_floats(const TensorRef& ref, std::string_view argument, const TensorRef& like, bool on_cpu) {
-    require(ref.dtype == Dtype::kFloat32 || (on_cpu && ref.dtype == Dtype::kFloat64), argument,
-            on_cpu ? "have dtype float32 or float64" : "have dtype float32", std::string(name(ref.dtype)));
-    require(ref.dtype == like.dtype, argument, "have state's dtype, " + std::string(name(like.dtype)),
-            std::string(name(ref.dtype)));
+    CULA_REQUIRE(ref.dtype == Dtype::kFloat32 || (on_cpu && ref.dtype == Dtype::kFloat64), argument,
+                 on_cpu ? "have dtype float32 or float64" : "have dtype float32", std::string(name(ref.dtype)));
+    CULA_REQUIRE(ref.dtype == like.dtype, argument, "have state's dtype, " + std::string(name(like.dtype)),
+                 std::string(name(ref.dtype)));
 }
 
 void check_maps(const TensorRef& ref, std::string_view argument, const TensorRef& state, bool on_cpu) {
     check_floats(ref, argument, state, on_cpu);
-    require(ref.stride[4] == 1, argument, "have a contiguous last dimension",
-            "a stride of " + std::to_string(ref.stride[4]));
+    CULA_REQUIRE(ref.stride[4] == 1, argument, "have a contiguous last dimension",
+                 "a stride of " + std::to_string(ref.stride[4]));
     if (on_cpu) return;
-    require(ref.stride[3] < kMostPitch, argument, "have rows less than 2^23 numbers apart",
-            "a stride of " + std::to_string(ref.stride[3]));
-    require((ref.stride[0] | ref.stride[1] | ref.stride[2] | ref.stride[3]) % 4 == 0 &&
-                reinterpret_cast<std::uintptr_t>(ref.data) % 16 == 0,
-            argument, "have rows that start at multiples of 16 bytes", "others");
+    CULA_REQUIRE(ref.stride[3] < kMostPitch, argument, "have rows less than 2^23 numbers apart",
+                 "a stride of " + std::to_string(ref.stride[3]));
+    CULA_REQUIRE((ref.stride[0] | ref.stride[1] | ref.stride[2] | ref.stride[3]) % 4 == 0 &&
+                     reinterpret_cast<std::uintptr_t>(ref.data) % 16 == 0,
+                 argument, "have rows that start at multiples of 16 bytes", "others");
 }
 
 void check(const Composition& c, const Context& context) {
     const TensorRef &m = c.m, &b = c.b, &state = c.state, &joins = c.joins;
     const bool on_cpu = context.device.kind == DeviceKind::kCpu;
-    require(state.ndim == 4 && state.size[2] <= kLargestDim && state.size[3] <= kLargestDim, "state",
-            "have shape [N, HV, V, K], V and K up to 256", shape_of(state));
+    CULA_REQUIRE(state.ndim == 4 && state.size[2] <= kLargestDim && state.size[3] <= kLargestDim, "state",
+                 "have shape [N, HV, V, K], V and K up to 256", shape_of(state));
     check_floats(state, "state", state, on_cpu);
-    require(!overlaps_itself(state), "state", "not overlap itself in memory",
-            "strides that make elements share an address");
+    CULA_REQUIRE(!overlaps_itself(state), "state", "not overlap itself in memory",
+                 "strides that make elements share an address");
     const auto maps = [&](const TensorRef& ref) {
         return ref.ndim == 5 && ref.size[1] == state.size[0] && ref.size[2] == state.size[1] &&
                ref.size[4] == state.size[3];
     };
-    require(maps(m) && (m.size[3] == m.size[4] || m.size[3] == 1), "m",
-            "have shape [P, N, HV, K, K] or [P, N, HV, 1, K] of state's N, HV and K", shape_of(m));
-    require(maps(b) && b.size[0] == m.size[0] && b.size[3] == state.size[2], "b",
-            "have shape [P, N, HV, V, K] of m's P and state's N, HV, V and K", shape_of(b));
+    CULA_REQUIRE(maps(m) && (m.size[3] == m.size[4] || m.size[3] == 1), "m",
+                 "have shape [P, N, HV, K, K] or [P, N, HV, 1, K] of state's N, HV and K", shape_of(m));
+    CULA_REQUIRE(maps(b) && b.size[0] == m.size[0] && b.size[3] == state.size[2], "b",
+                 "have shape [P, N, HV, V, K] of m's P and state's N, HV, V and K", shape_of(b));
     check_maps(m, "m", state, on_cpu);
     check_maps(b, "b", state, on_cpu);
     if (!joins) return;
-    require(joins.ndim == 1 && joins.size[0] == m.size[0], "joins",
-            "have shape [P] = [" + std::to_string(m.size[0]) + "]", shape_of(joins));
-    require(joins.dtype == Dtype::kBool, "joins", "have dtype bool", std::string(name(joins.dtype)));
-    require(joins.stride[0] == 1 || joins.size[0] < 2, "joins", "be contiguous",
-            "a stride of " + std::to_string(joins.stride[0]));
+    CULA_REQUIRE(joins.ndim == 1 && joins.size[0] == m.size[0], "joins",
+                 "have shape [P] = [" + std::to_string(m.size[0]) + "]", shape_of(joins));
+    CULA_REQUIRE(joins.dtype == Dtype::kBool, "joins", "have dtype bool", std::string(name(joins.dtype)));
+    CULA_REQUIRE(joins.stride[0] == 1 || joins.size[0] < 2, "joins", "be contiguous",
+                 "a stride of " + std::to_string(joins.stride[0]));
 }
 
 // The state of one sequence and value head.

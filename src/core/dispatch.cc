@@ -3,6 +3,7 @@
 #include <memory>
 #include <new>
 
+#include "core/check.h"
 #include "core/kernel.h"
 
 namespace cula {
@@ -19,7 +20,6 @@ Support supports(const Kernel& kernel, const Problem& problem) {
     if (kernel.device != problem.device.kind)
         return Support::no("runs on " + std::string(name(kernel.device)) + " tensors, these are on " +
                            std::string(name(problem.device.kind)));
-    constexpr std::int64_t kLargestDim = 256;
     if (problem.key_dim > kLargestDim || problem.value_dim > kLargestDim)
         return Support::no("takes K and V up to 256, got " + std::to_string(problem.key_dim) + " and " +
                            std::to_string(problem.value_dim));

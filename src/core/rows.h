@@ -2,11 +2,7 @@
 // Host-side reading of a call's rows: which tokens a sequence has, and which states it starts from and ends in.
 #pragma once
 
-#include <array>
-#include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <span>
 
 #include "cula/problem.h"
 
@@ -14,27 +10,6 @@ namespace cula {
 
 inline std::int64_t read_index(const TensorRef& ref, std::int64_t i) {
     return ref.dtype == Dtype::kInt64 ? *ref.at<const std::int64_t>(i) : *ref.at<const std::int32_t>(i);
-}
-
-// Whether two elements share an address.
-inline bool overlaps_itself(const TensorRef& ref) {
-    struct Step {
-        std::int64_t stride, size;
-    };
-    std::array<Step, kMaxDims> dims{};
-    std::size_t count = 0;
-    for (std::size_t i = 0; i < static_cast<std::size_t>(ref.ndim); ++i) {
-        if (ref.size[i] <= 1) continue;
-        std::size_t at = count++;
-        for (; at > 0 && dims[at - 1].stride > std::abs(ref.stride[i]); --at) dims[at] = dims[at - 1];
-        dims[at] = {std::abs(ref.stride[i]), ref.size[i]};
-    }
-    std::int64_t reach = 0;
-    for (auto [stride, size] : std::span(dims).first(count)) {
-        if (stride <= reach) return true;
-        reach += stride * (size - 1);
-    }
-    return false;
 }
 
 inline std::int64_t num_sequences(const Args& args) {

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/check.h"
 #include "core/kernel.h"
 #include "core/rows.h"
 
@@ -23,13 +24,6 @@ constexpr bool is_float(Dtype dtype) {
     return dtype == Dtype::kFloat64 || dtype == Dtype::kFloat32 || dtype == Dtype::kBFloat16 ||
            dtype == Dtype::kFloat16;
 }
-
-// Inside Validator. A macro, so that the words are put together only when they are needed: a valid call makes no
-// strings.
-#define CULA_REQUIRE(good, argument, expected, given) \
-    do {                                              \
-        if (!(good)) fail(argument, expected, given); \
-    } while (false)
 
 class Validator {
 public:
@@ -62,13 +56,6 @@ private:
             sizes += separator + (dim.size == kAny ? std::string(dim.name) : std::to_string(dim.size));
         }
         return "[" + names + "]" + (names == sizes ? "" : " = [" + sizes + "]");
-    }
-
-    static std::string shape_of(const TensorRef& ref) {
-        std::string text = "[";
-        for (int i = 0; i < ref.ndim; ++i)
-            text += (i ? ", " : "") + std::to_string(ref.size[static_cast<std::size_t>(i)]);
-        return text + "]";
     }
 
     void given(std::string_view argument, const TensorRef& ref, std::string_view why) const {

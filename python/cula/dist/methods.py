@@ -38,7 +38,7 @@ def scan(
     rank, last = transport.rank, transport.rank == transport.size - 1
     if transport.size == 1:
         return prefill(call, lanes, initial_state, keep)
-    message, kept = None, None
+    kept = None
     if rank == 0 and not lanes.keeps:
         # It knows where it starts, and its final state is its B. Nobody reads the M of a first rank.
         message = Message.empty(call, lanes.count)

@@ -49,7 +49,7 @@ class Transport(Protocol):
 
 
 class ProcessGroupTransport:
-    """No verb is asynchronous: nothing is left to do meanwhile, and NCCL then needs no stream of its own."""
+    """No verb is asynchronous: nothing is left to do meanwhile. Collectives then need no stream of NCCL's own."""
 
     def __init__(self, group: Group) -> None:
         self._group = group.process_group
