@@ -115,6 +115,22 @@ struct BlockGates {
         }
         return sum;
     }
+    // Where a half of a channel decays by more than `most`, its sums run from where both halves decay alike instead;
+    // head, tail: what sum() gave, of the lane's channels. Whether that is still too much for one. Rare, and one number
+    // at a time, so that it takes no registers.
+    __device__ __forceinline__ bool balance(float* head, float* tail, float most) const {
+        bool too_much = false;
+#pragma unroll 1
+        for (int i = 0; i < kOwned; ++i) {
+            const float half = 0.5f * (head[i] + tail[i]), shift = head[i] - half;
+            if (channel + i >= a.key_dim || fminf(head[i], tail[i]) >= -most) continue;
+            head[i] = tail[i] = half;
+            too_much |= half < -most;
+#pragma unroll 1
+            for (int t = 0; t < kBlock; ++t) place(t)[i] += shift;
+        }
+        return too_much;
+    }
     template <Gate kGate, bool kClamped>
     __device__ __forceinline__ void sum_of(const HeadGate& gate, const float (&bias)[kOwned], float (&head)[kOwned],
                                            float (&tail)[kOwned]) const {
@@ -151,7 +167,8 @@ struct BlockGates {
 #pragma unroll
             for (int i = 0; i < kOwned; ++i) {
                 // A given log decay is exactly what it is.
-                x[i] = gate_shape<kGate>(kGate == Gate::kLogDecay ? x[i] : fmaf(gate.in, x[i], offset[i]));
+                x[i] =
+                    gate_shape<kGate, GateBits::k14>(kGate == Gate::kLogDecay ? x[i] : fmaf(gate.in, x[i], offset[i]));
                 if (kClamped) x[i] = fminf(x[i], most);
             }
         };

@@ -8,7 +8,7 @@
 //           block's own pairs, times a factor of the table those of pairs with other blocks, and what the carry reads
 //   solve   (I + diag(beta) K K^T)^-1 diag(beta): a warp makes, and writes to the image, the row of its block
 //
-// exp(+-(G - middle)) stays in range unless eight tokens decay by more than kMostLog2. A chunk that holds more takes
+// exp(+-(G - middle)) stays in range unless a block decays by more than twice kMostLog2. A chunk that holds more takes
 // the exact way: pairs inside a block on four levels (8, 4, 2, 1), each token's factor running from the border between
 // the two halves of its level, at most 1 whatever the data; all other factors from one exponent. Chunks decide for
 // themselves.
@@ -29,6 +29,10 @@ namespace cula::cuda::sm80 {
 
 template <class T, bool kDelta>
 using ScoreOperand = std::conditional_t<kDelta, T, __half>;
+
+// What a factor of the table takes a column from its token to a later block's middle with must not vanish (2^-126)
+// where the row may be as large as the later half decays. Beyond this of a half, columns go there in two steps.
+inline constexpr float kSteepLog2 = 60.0f;
 
 template <class T, bool kDelta>
 inline constexpr float kMostLog2 = kDelta && std::is_same_v<T, __half> ? 4.0f : 100.0f;
@@ -75,13 +79,15 @@ struct ChannelSmem {
         std::uint16_t raw_gates[kPrepareThreads / 32][kBlock * P::kChannels];
         Columns<kKey> columns[P::kPairs];
     };
-    // log2 decay from a block's start to its middle, from there to its end; without delta, head becomes the factor.
+    // log2 decay from a block's start to its middle, from there to its end; without delta, head becomes the factor, and
+    // so does tail in two steps.
     float head[P::kBlocks][kKey], tail[P::kBlocks][kKey];
     float from_start[P::kBlocks][kKey], to_end[P::kBlocks][kKey], between[P::kPairs][kKey];
     float beta[kTokens<kKey>];
     float norms[2][P::kParts][kTokens<kKey>];
     float back[kTokens<kKey>];  // of k (TokenScales)
     float fading[P::kBlocks];
+    int steep[kPrepareThreads / 32];  // of a warp's block and channels
 };
 
 // Pair of blocks (row, column): the place of its columns and factors.
@@ -176,7 +182,7 @@ struct ChannelBlock {
 
     // The common way: operands of all kinds from q and k, which become the rows that meet other blocks' columns, and
     // the products inside the block.
-    __device__ __forceinline__ void score(Rows& q, Rows& k, const TokenScales<kDelta>& scales,
+    __device__ __forceinline__ void score(Rows& q, Rows& k, const TokenScales<kDelta>& scales, bool two_steps,
                                           float (&own)[2][2][4]) const {
 #pragma unroll
         for (int g = 0; g < P::kGroups; ++g) {
@@ -223,6 +229,13 @@ struct ChannelBlock {
                 multiply_group<Wide>(own[0], rows_low[0], rows_low[1], columns[0], columns[1]);
                 multiply_group<Wide>(own[0], rows[0], rows[1], columns_low[0], columns_low[1]);
                 multiply_group<Wide>(own[0], rows[0], rows[1], columns[0], columns[1]);
+            }
+            if (kDelta && two_steps) {
+                table(factor, s.tail[block], g);
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) column[half][i] *= factor[i];
             }
             table(factor, s.to_end[block], g);
 #pragma unroll
@@ -414,7 +427,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim);
     prefetch_chunk<kKey>(a, place, schedule.ahead, value_head, head);
     const bool fades = kFading && fading && a.qk_l2norm;
-    bool wild = false;
+    bool wild = false, steep = false;
     float fades_by = 0.0f;
     {
         float head_sum[kOwned], tail_sum[kOwned];
@@ -428,9 +441,14 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
         if (fades) fades_by = gates.slowest();
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
-            wild |=
-                fmaxf(fabsf(head_sum[i]), fabsf(tail_sum[i])) > kMostLog2<T, kDelta> && gates.channel + i < a.key_dim;
+            const float worst = gates.channel + i < a.key_dim ? fmaxf(fabsf(head_sum[i]), fabsf(tail_sum[i])) : 0.0f;
+            wild |= worst > kMostLog2<T, kDelta>, steep |= worst > kSteepLog2;
             head_sums[i] = head_sum[i], tail_sums[i] = tail_sum[i];
+        }
+        if (wild) wild = gates.balance(head_sums, tail_sums, kMostLog2<T, kDelta>);
+        if constexpr (kDelta) {
+            steep = __any_sync(0xffffffffu, steep);
+            if (lane == 0) s.steep[thread / 32] = steep;
         }
     }
     if (kDelta && thread < kRows) s.beta[thread] = thread < place.count ? beta_of(a, beta_asked.value(a.beta)) : 0.0f;
@@ -441,6 +459,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
         square_tokens<T, false>(s.norms[1][block.part] + first, k);
     }
     const bool exact = __syncthreads_or(wild);
+    bool two_steps = false;
+    if (kDelta && !exact)
+#pragma unroll
+        for (int w = 0; w < kPrepareThreads / 32; ++w) two_steps |= s.steep[w] != 0;
     if (kFading && fading) {
         const float grows_by = fades ? sum_over_warp(growth(lane < kBlock ? s.beta[first + lane] : 0.0f)) : 0.0f;
         if (lane == 0) s.fading[block.block] = fades_by + grows_by;
@@ -458,7 +480,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
             if (!kDelta) s.head[b][c] = entry(head_sum[b]);
             s.from_start[b][c] = entry(start + head_sum[b]);
             start += whole[b];
-            float gap = tail_sum[b];
+            float gap = two_steps ? 0.0f : tail_sum[b];
 #pragma unroll
             for (int later = b + 1; later < P::kBlocks; ++later) {
                 s.between[pair_of(later, b)][c] = entry(exact || !kDelta ? gap : gap + head_sum[later]);
@@ -467,7 +489,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
         }
 #pragma unroll
         for (int b = P::kBlocks - 1; b >= 0; --b) {
-            s.to_end[b][c] = entry(end + tail_sum[b]);
+            s.to_end[b][c] = entry(two_steps ? end : end + tail_sum[b]);
+            if (two_steps) s.tail[b][c] = exp2_fast(tail_sum[b]);
             end += whole[b];
         }
         block.image.decay[c] = exp2_fast(start);
@@ -525,7 +548,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
         store_product<false>(s.pairs.overlaps, overlaps, first, column, block.part > 0, squares);
     };
     if (!exact) {
-        block.score(q, k, scales, own);
+        block.score(q, k, scales, two_steps, own);
         __syncthreads();
 #pragma unroll
         for (int p = 0; p < P::kParts; ++p) {

@@ -22,11 +22,24 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 }
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2E * x)); }
 
+// How well a softplus is known, of itself: to 2^-22; or to 2^-14, for sums that become factors of 16-bit operands. A
+// factor 2^-x is then wrong by 2^-14 x 2^-x ln 2, which is 2^-15 at most, however many tokens the sum is over.
+enum class GateBits { k22, k14 };
+
 // log2(1 + 2^y): softplus in base 2, as max(y, 0) + log2(1 + e) with e = 2^-|y| at most 1. The logarithm is e times the
-// best polynomial for log2(1 + e) / e: good to 2^-22 of itself at any size, where the approximate instruction is not
-// for small e.
+// best polynomial for log2(1 + e) / e, and so as good at any size, where the approximate instruction is not for small
+// e.
+template <GateBits kBits>
 __device__ __forceinline__ float softplus2(float y) {
     const float e = exp2_fast(-fabsf(y));
+    if constexpr (kBits == GateBits::k14) {
+        float x = 5.965154706981091e-2f;
+        x = fmaf(x, e, -2.2711944897776432e-1f);
+        x = fmaf(x, e, 4.4189883063345275e-1f);
+        x = fmaf(x, e, -7.169874149351245e-1f);
+        x = fmaf(x, e, 1.4426132082633483f);
+        return fmaf(x, e, fmaxf(y, 0.0f));
+    }
     float x = 7.549182046204805e-3f;
     x = fmaf(x, e, -4.256706312298775e-2f);
     x = fmaf(x, e, 1.1285619437694550e-1f);
@@ -41,10 +54,10 @@ __device__ __forceinline__ float softplus2(float y) {
 
 // Every gate is log2 decay = out * shape(in * (x + bias)), where in and out belong to the head (HeadGate), and neither
 // shape nor -out is negative for what decays.
-template <Gate kGate>
+template <Gate kGate, GateBits kBits>
 __device__ __forceinline__ float gate_shape(float x) {
     if constexpr (kGate == Gate::kSoftplus)
-        return softplus2(x);
+        return softplus2<kBits>(x);
     else if constexpr (kGate == Gate::kBounded)
         return reciprocal_fast(1.0f + exp2_fast(x));
     else
@@ -97,7 +110,7 @@ private:
     template <Gate kGate, int kCount>
     __device__ __forceinline__ void apply(float (&x)[kCount]) const {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) x[i] = out * gate_shape<kGate>(in * x[i]);
+        for (int i = 0; i < kCount; ++i) x[i] = out * gate_shape<kGate, GateBits::k22>(in * x[i]);
     }
 };
 

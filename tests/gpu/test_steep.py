@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decays per channel that take a block of 16 tokens, or a half of it, out of the range that factors have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import device
+import passes
+from cases import Case, make
+from compare import errors
+
+BLOCK = 16
+# Natural log decays of a block's tokens: 8 of -12 are 2^-138. A half may decay by 2^-100, or 2^-4 in fp16.
+PATTERNS = {
+    "late half": [-0.01] * 8 + [-12.0] * 8,
+    "early half": [-12.0] * 8 + [-0.01] * 8,
+    "one token": [-0.01] * 11 + [-105.0] + [-0.01] * 4,
+    "both halves": [-12.0] * 16,
+    "all in turn": [-0.01] * 6 + [-30.0, -0.5] * 3 + [-2.0] * 4,
+}
+CLOSE = 1e-2  # to the walk of every token: one rounding of the operands is 2^-9
+
+
+@pytest.fixture(params=["sm90", "sm80"])
+def backend(request) -> str:
+    if request.param not in device.able(torch.bfloat16):
+        pytest.skip(f"{request.param} does not run here")
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("algorithm", ["kda", "gla"])
+def test_outputs_are_those_of_every_token(algorithm, pattern, dtype, backend):
+    """One channel in four is steep: the others carry what is compared."""
+    sizes = {"heads": 2, "value_heads": 2, "key_dim": 128, "value_dim": 128}
+    case = Case(algorithm, (BLOCK * 20,), dtype=dtype, qk_l2norm=True, **sizes)
+    inputs = make(case, draw_on="cuda")
+    g = torch.full_like(inputs.g, -0.01)
+    g[..., ::4] = torch.tensor(PATTERNS[pattern], device="cuda").repeat(20)[None, :, None, None].to(g.dtype)
+    inputs = inputs.but(g=g)
+    found = passes.prefill(inputs, backend=backend)
+    by_token = passes.prefill(inputs, backend="sm80:step")
+    for name in ("o", "final_state"):
+        one, two = getattr(found, name), getattr(by_token, name)
+        assert errors(one, two.double()).rms < CLOSE, name
