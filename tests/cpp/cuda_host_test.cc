@@ -14,6 +14,7 @@ using sm80::PrefillShape;
 
 constexpr int kMultiprocessors = 132;
 constexpr std::size_t kImage = 82944;
+constexpr sm80::CutCosts kCosts{.whole = 1.2, .map = 1.0, .narrow = 1.4, .wide = 2.0, .halves = 0.8};
 
 PrefillShape one_sequence(std::int64_t chunks, int heads) {
     return {.sequences = 1, .chunks = chunks, .longest = chunks, .value_heads = heads, .value_dim = 128};
@@ -32,15 +33,39 @@ TEST(Policy, CutsSequencesIntoSegmentsThatFillTheDevice) {
     EXPECT_EQ(segments(one_sequence(512, 8)), 8);   // 8 heads x 2 row blocks x 8 segments
     EXPECT_EQ(segments(one_sequence(512, 64)), 1);  // full without
     EXPECT_EQ(segments(one_sequence(16, 1)), 1);    // too short to pay for maps
-    PrefillShape halves = one_sequence(512, 32);
-    EXPECT_EQ(segments(halves), 1);
-    halves.least_segments = 2;
-    EXPECT_EQ(segments(halves), 2);
-    halves.longest = halves.chunks = 255;  // too short to halve
-    EXPECT_EQ(segments(halves), 1);
     PrefillShape invariant = one_sequence(512, 8);
     invariant.maps_pay = false;
     EXPECT_EQ(segments(invariant), 1);
+}
+
+TEST(Policy, CutsByCost) {
+    PrefillShape shape = one_sequence(512, 32);
+    EXPECT_FALSE(prefill_policy(shape, kImage, kMultiprocessors, 4).halves);
+    shape.costs = kCosts;
+    PrefillPolicy policy = prefill_policy(shape, kImage, kMultiprocessors, 4);
+    EXPECT_TRUE(policy.halves);  // two segments of 64 CTAs, the first longer; four of 32 would take two rounds of maps
+    EXPECT_EQ(policy.segment_chunks, 320);
+    EXPECT_EQ(policy.warps, 4);
+    shape.longest = shape.chunks = 63;
+    EXPECT_FALSE(prefill_policy(shape, kImage, kMultiprocessors, 4).halves);
+
+    shape = one_sequence(512, 8);
+    shape.costs = kCosts;
+    policy = prefill_policy(shape, kImage, kMultiprocessors, 4);
+    EXPECT_FALSE(policy.halves);
+    EXPECT_EQ(policy.warps, 8);  // whole heads, so that twice as many segments fit
+    EXPECT_EQ(policy.segment_chunks, 32);
+    shape.longest = shape.chunks = 96;  // composing twelve segments costs more than it saves
+    policy = prefill_policy(shape, kImage, kMultiprocessors, 4);
+    EXPECT_EQ(policy.warps, 4);
+    EXPECT_EQ(policy.segment_chunks, 12);
+    shape.longest = shape.chunks = 24;
+    EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 24);
+
+    PrefillShape kept = one_sequence(512, 32);
+    kept.costs = kCosts;
+    kept.kept = true;  // nobody knows the state yet
+    EXPECT_FALSE(prefill_policy(kept, kImage, kMultiprocessors, 4).halves);
 }
 
 TEST(Policy, WhatIsKeptStaysWholeAndIsCutFinely) {

@@ -74,6 +74,9 @@ def calls() -> Iterator[Call]:
             yield ready("states on the way", algorithm, lengths=(130,), **one, **wide)
         for backend in ("", *PORTABLE):
             yield ready("prefill", algorithm, lengths=(2048,), key_dim=128, value_dim=128, backend=backend, **one)
+            if algorithm == "gdn":  # cut in two where Hopper's kernels run
+                many = {"heads": 8, "value_heads": 16, "key_dim": 128, "value_dim": 128}
+                yield ready("prefill", algorithm, lengths=(4096,), backend=backend, **many)
             kept = make(KEPT.case(algorithm, key_dim=128, value_dim=128, backend=backend))
             yield Call(KEPT, kept, {})
         yield ready("prefill", algorithm, dtype=torch.float32, lengths=(70,), key_dim=128, value_dim=128)

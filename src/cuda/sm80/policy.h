@@ -3,18 +3,27 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
 namespace cula::cuda::sm80 {
 
+// What a chunk takes, in microseconds of an H200 with K = V = 128: the carry of a whole sequence; of one that is cut
+// its map, of which many walk the last chunks only, and its carry, in CTAs of four warps and of eight; and its part of
+// all where the sequence is cut in two (PrefillPolicy::halves). Without a cost for whole sequences all that can be are
+// cut, in narrow CTAs.
+struct CutCosts {
+    double whole = 0.0, map = 0.0, narrow = 0.0, wide = 0.0, halves = 0.0;
+};
+
 struct PrefillShape {
     std::int64_t sequences = 1, chunks = 0;  // of all sequences together, at most
     std::int64_t longest = 0;                // chunks that one sequence may have
     int value_heads = 1, value_dim = 0;
-    bool maps_pay = true;    // segments are allowed: not in batch-invariant mode
-    bool kept = false;       // maps are made anyway, and images stay until a prefill comes for them
-    int least_segments = 3;  // that maps pay for
+    bool maps_pay = true;  // segments are allowed: not in batch-invariant mode
+    bool kept = false;     // maps are made anyway, and images stay until a prefill comes for them
+    CutCosts costs = {};
 };
 
 struct PrefillPolicy {
@@ -22,12 +31,18 @@ struct PrefillPolicy {
     int row_blocks = 1;  // CTAs that share the value rows of a head
     int segment_chunks = 0;
     int slab_chunks = 0;  // chunks whose images stand in the workspace at a time
+    // Two segments, of which the second starts from what the map of the first makes of its state. The first is walked
+    // beside its map, which takes less time a chunk, and is longer.
+    bool halves = false;
 };
 
 inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std::size_t{16} << 30;
-inline constexpr int kMostSpan = 4;      // value heads: a warp sums the gates of each
-inline constexpr int kLeastSegment = 8;  // chunks: below it the maps cost more than they free
-inline constexpr int kLeastHalf = 128;   // the same, of two
+inline constexpr int kMostSpan = 4;       // value heads: a warp sums the gates of each
+inline constexpr int kLeastSegment = 8;   // chunks: below it the maps cost more than they free
+inline constexpr int kLeastSegments = 3;  // the same
+inline constexpr int kLeastHalved = 64;   // chunks that are worth cutting in two
+// Microseconds: of kernels that do not follow each other early; of compose, a head and segment.
+inline constexpr double kMapStarts = 16.0, kComposed = 0.19;
 
 // warp_step: the carry's CTAs have a multiple of so many warps.
 inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image_bytes, int multiprocessors,
@@ -58,13 +73,39 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
     const std::int64_t per_sequence =
         std::max<std::int64_t>(1, std::min<std::int64_t>(shape.longest, policy.slab_chunks));
     policy.segment_chunks = static_cast<int>(per_sequence);
-    const std::int64_t columns = shape.sequences * shape.value_heads * policy.row_blocks;
-    const int least = shape.kept ? 2 : shape.least_segments;
-    if (shape.maps_pay && columns > 0 && columns * least <= multiprocessors) {
-        const std::int64_t segments = std::min<std::int64_t>(multiprocessors / columns, per_sequence / kLeastSegment);
-        const bool long_enough = shape.kept || segments > 2 || per_sequence >= 2 * kLeastHalf;
-        if (segments >= least && long_enough)
-            policy.segment_chunks = static_cast<int>((per_sequence + segments - 1) / segments);
+    const std::int64_t heads = shape.sequences * shape.value_heads;
+    if (!shape.maps_pay || heads == 0) return policy;
+    struct Cut {
+        int warps;
+        std::int64_t segments;
+        double cost;
+    };
+    const CutCosts& costs = shape.costs;
+    const bool by_cost = costs.whole > 0;
+    const double all = static_cast<double>(per_sequence);
+    const Cut none{policy.warps, 1, by_cost ? (costs.whole + (shape.kept ? costs.map : 0.0)) * all : HUGE_VAL};
+    // As many equal segments as fill the device, if they pay for their maps.
+    const auto equal_segments = [&](int warps, double carry) {
+        const std::int64_t count =
+            std::min<std::int64_t>(multiprocessors / (heads * blocks(warps)), per_sequence / kLeastSegment);
+        if (count < (shape.kept ? 2 : kLeastSegments)) return none;
+        const std::int64_t maps = shape.kept ? count : count - 1;
+        const std::int64_t map_ctas = maps * heads * 2 * blocks(8);  // M has about as many rows as B
+        const std::int64_t rounds = (map_ctas + multiprocessors - 1) / multiprocessors;
+        return Cut{warps, count,
+                   (costs.map * static_cast<double>(rounds) + carry) * all / static_cast<double>(count) + kMapStarts +
+                       kComposed * static_cast<double>(maps * heads)};
+    };
+    const auto cheaper = [](const Cut& one, const Cut& other) { return other.cost < one.cost ? other : one; };
+    Cut cut = cheaper(none, equal_segments(policy.warps, costs.narrow));
+    if (by_cost) cut = cheaper(cut, equal_segments(whole(std::min(tiles, 8)), costs.wide));
+    if (by_cost && !shape.kept && per_sequence >= kLeastHalved && 2 * heads * policy.row_blocks <= multiprocessors &&
+        costs.halves * all < cut.cost) {
+        policy.halves = true;
+        policy.segment_chunks = static_cast<int>((5 * per_sequence + 7) / 8);
+    } else if (cut.segments > 1) {
+        policy.warps = cut.warps, policy.row_blocks = blocks(cut.warps);
+        policy.segment_chunks = static_cast<int>((per_sequence + cut.segments - 1) / cut.segments);
     }
     return policy;
 }

@@ -13,8 +13,8 @@ struct PortableCarry {
     static constexpr int kKey = kKeyDim, kWarpStep = 1;
     static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = false;
 
-    // Maps cost more than twice the carry that they replace.
-    static constexpr int least_segments(bool) { return 3; }
+    // Maps cost more than twice the carry that they replace: cut where three segments fit, and in no other way.
+    static constexpr CutCosts cut_costs(bool) { return {}; }
 
     template <bool kDelta, bool kMaps, class ShapeOf>
     static void launch(const Call& call, const PrefillPlan<PortableCarry>& plan, const Schedule& schedule,

@@ -54,10 +54,10 @@ struct PrefillPlan {
         const std::size_t image_bytes = images_wanted ? sizeof(Image<T, kKey, kPerChannel>) : 0;
         kept =
             (call.keeps || call.kept) && static_cast<std::size_t>(chunks) * a.value_heads * image_bytes <= kKeptBytes;
-        policy = prefill_policy({a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads, a.value_dim,
-                                 !a.batch_invariant && (kept || !of_call), kept,
-                                 Carry::least_segments(a.algorithm.update == Update::kDelta)},
-                                image_bytes, call.multiprocessors, Carry::kWarpStep);
+        policy = prefill_policy(
+            {a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads, a.value_dim,
+             !a.batch_invariant && (kept || !of_call), kept, Carry::cut_costs(a.algorithm.update == Update::kDelta)},
+            image_bytes, call.multiprocessors, Carry::kWarpStep);
         maps = policy.segment_chunks < std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
         if (a.cu_seqlens) {
             max_segments = a.sequences + ceil_div(policy.slab_chunks, policy.segment_chunks);
@@ -88,9 +88,11 @@ struct PrefillPlan {
         if (maps) {
             // Rows of kKey channels, so that compose reads and writes them in pieces of 16 bytes.
             const std::int64_t rows = max_segments * heads;
-            map_m = carver.take<float>(rows * (a.algorithm.update == Update::kDelta ? a.key_dim : 1) * kKey);
             map_b = carver.take<float>(rows * a.value_dim * kKey);
-            starts = carver.take<float>(rows * a.value_dim * kKey);
+            if (!policy.halves) {
+                map_m = carver.take<float>(rows * (a.algorithm.update == Update::kDelta ? a.key_dim : 1) * kKey);
+                starts = carver.take<float>(rows * a.value_dim * kKey);
+            }
             if (found) starts = own.take<float>(rows * a.value_dim * kKey);
         }
         if (slabs() > 1)
@@ -119,6 +121,7 @@ void launch_slabs(const Call& call) {
     p.starts = float_states(plan.starts, 0, heads, a.value_dim, kKey);
     p.map_b = float_states(plan.map_b, 0, heads, a.value_dim, kKey);
     p.map_m = float_states(plan.map_m, 0, heads, kDelta ? a.key_dim : 1, kKey);
+    p.halves = plan.policy.halves;
 
     Schedule schedule_of;
     schedule_of.chunk_tokens = kTokens<kKey>;
@@ -127,9 +130,9 @@ void launch_slabs(const Call& call) {
     schedule_of.ahead = std::max(1, call.multiprocessors / a.value_heads);
     schedule_of.first_chunk = plan.first_chunk;
     schedule_of.segments = plan.segments;
-    // Every launch but the call's first follows another kernel of it. Not where there are maps: CTAs of a kernel that
-    // waits would be in the way of those that have not started yet.
-    const bool may_follow = call.follows && !plan.maps;
+    // Every launch but the call's first follows another kernel of it. Not where maps are composed: CTAs of a kernel
+    // that waits would be in the way of those that have not started yet.
+    const bool may_follow = call.follows && (!plan.maps || p.halves);
     bool first = true;
     const auto shape = [&](LaunchShape of) {
         of.early = may_follow && !first;
@@ -177,7 +180,7 @@ void launch_slabs(const Call& call) {
         p.slab_end = float_states(plan.unfinished[(slab + 1) % 2], 1, heads, a.value_dim, a.key_dim);
         if (plan.maps) {
             if (!found) Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
-            launch_compose(compose<kKey, false>, value_tiles);
+            if (!p.halves) launch_compose(compose<kKey, false>, value_tiles);
         }
         Carry::template launch<kDelta, false>(call, plan, schedule_of, p, shape);
     }

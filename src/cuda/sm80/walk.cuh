@@ -24,6 +24,9 @@ struct CarryParams {
     States slab_end;
     States map_m, map_b;    // maps: slot i, or the sequence where they are the call's
     bool last_map = false;  // of a sequence's last segment too, which no later one needs
+    // Two segments at most: the map of the first begins from the sequence's state, so that its B is the state before
+    // the second and it has no M. The first is walked beside it.
+    bool halves = false;
 };
 
 // The rows of a warp: from `first` on, and below `end` those that exist.
@@ -98,6 +101,16 @@ __device__ __forceinline__ void load_state(float (&state)[kKey / 8][4], const St
     });
 }
 
+// Which segment of the launch a CTA walks. Of halves all the first ones come before the second ones, which wait for
+// maps.
+__device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedule& schedule, const CarryParams& p,
+                                              int block) {
+    const int i = block / p.row_blocks / a.value_heads;
+    if (!p.halves || schedule.segments) return i;
+    const int sequences = schedule.max_segments / 2;
+    return i % sequences * 2 + i / sequences;
+}
+
 template <int kKey, bool kMaps>
 struct Walk {
     static constexpr int kRows = kTokens<kKey>;
@@ -122,7 +135,7 @@ struct Walk {
         asm volatile("" : "+r"(block));  // a walk that is made again shares no registers with the first
         const int row_block = block % p.row_blocks;
         value_head = block / p.row_blocks % a.value_heads;
-        number = block / p.row_blocks / a.value_heads;
+        number = segment_number(a, schedule, p, block);
         segment = segment_of(a, schedule, number);
         of_m = kMaps && row_block >= p.value_blocks;
         rows.first = ((of_m ? row_block - p.value_blocks : row_block) * warps + warp) * kWarpRows;
@@ -163,7 +176,8 @@ struct Walk {
     // Nothing to walk: no such segment, a last segment whose map nobody needs, or a sequence of the null row.
     __device__ __forceinline__ bool nothing() const {
         if (segment.sequence < 0) return true;
-        return kMaps ? segment.rank + 1 >= segment.count && !p.last_map : slots.skipped;
+        if (kMaps && segment.rank + 1 >= segment.count && !p.last_map) return true;
+        return slots.skipped && (!kMaps || p.halves);
     }
 
     // Outputs that no walk computes: of the null row, and of tokens after the last sequence.
@@ -195,11 +209,11 @@ struct Walk {
     __device__ __forceinline__ void first_state(float (&state)[kKey / 8][4]) const {
         States from{};
         std::int64_t slot = 0;
-        if constexpr (kMaps) {
+        if (kMaps && !p.halves) {
             if (!starts_sequence && p.map_m.slots && !forgot) from = of_m ? p.map_m : p.map_b, slot = segment.sequence;
-        } else {
+        } else if (!forgot) {
             if (segment.rank > 0)
-                from = p.starts, slot = number;
+                from = p.halves ? p.map_b : p.starts, slot = p.halves ? number - 1 : number;
             else if (!starts_sequence)
                 from = p.slab_start;
             else if (slots.initial >= 0)

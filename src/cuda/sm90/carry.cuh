@@ -52,10 +52,22 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         }
         publish_barriers();
     }
-    follow_kernels();
+    // A first half needs no map, and what it needs the maps have waited for. It waits for them before it ends.
+    const auto needs_map = [&] {
+        __threadfence();
+        return segment_of(a, schedule, segment_number(a, schedule, p, static_cast<int>(blockIdx.x))).rank > 0;
+    };
+    const bool waits_last = !kMaps && p.halves;
+    if (kMaps)
+        follow_kernels_and_lead();
+    else if (!waits_last || needs_map())
+        follow_kernels();
     const Walk<kKey, kMaps> walk(a, schedule, p, role < 0 ? warp : 0, groups * kGroupWarps);
     if (role < 0) walk.zero_skipped(schedule);
-    if (walk.nothing()) return;
+    if (walk.nothing()) {
+        if (waits_last) follow_kernels();
+        return;
+    }
     __syncthreads();
     if (p.cluster > 1) sync_cluster();
 
@@ -82,6 +94,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         multiplier.run(walk);
     }
     if (p.cluster > 1) sync_cluster();
+    if (waits_last) follow_kernels();
 }
 
 }  // namespace cula::cuda::sm90

@@ -14,9 +14,11 @@ struct WarpgroupCarry {
     static constexpr int kKey = kKeyDim, kWarpStep = kGroupWarps;
     static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = !kDecayPerChannel;
 
-    // Two halves gain where the images of a chunk are small, GDN's: elsewhere memory sets the pace of a carry that
-    // fills the device.
-    static constexpr int least_segments(bool delta) { return delta && !kPerChannel ? 2 : 3; }
+    // Of GDN, whose images are small: elsewhere memory sets the pace of a carry that fills the device.
+    static constexpr CutCosts cut_costs(bool delta) {
+        if (!delta || kPerChannel) return {};
+        return {.whole = 1.2, .map = 0.9, .narrow = 1.33, .wide = 2.05, .halves = 0.85};
+    }
 
     template <bool kDelta, bool kMaps, class ShapeOf>
     static void launch(const Call& call, const PrefillPlan<WarpgroupCarry>& plan, const Schedule& schedule,
@@ -24,7 +26,9 @@ struct WarpgroupCarry {
         const DeviceArgs& a = call.args;
         const std::int64_t columns = std::int64_t{a.value_heads} * schedule.max_segments;
         const auto blocks = [&](int groups, int rows) { return ceil_div(rows, groups * kGroupRows); };
-        const auto map_blocks = [&](int groups) { return kMaps && kDelta ? blocks(groups, a.key_dim) : 0; };
+        const auto map_blocks = [&](int groups) {
+            return kMaps && kDelta && !p.halves ? blocks(groups, a.key_dim) : 0;
+        };
         int groups = plan.policy.warps / kGroupWarps;
         // Maps have the rows of M besides: two warpgroups a CTA where one would take twice the rounds.
         if (map_blocks(1) && columns * (blocks(1, a.value_dim) + map_blocks(1)) > call.multiprocessors)

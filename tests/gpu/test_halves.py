@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hopper's sequences in two pieces: the first is walked beside its map, which the second starts from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import device
+import passes
+from cases import Case, Inputs, make
+from compare import assert_same_bits
+
+TOKENS = 64 * 80 - 3  # of the longest sequence
+
+# 32 heads of all sequences together, whose value rows are 64 CTAs.
+SHAPES = {
+    "one": {"lengths": (TOKENS,), "heads": 16, "value_heads": 32},
+    "batch": {"lengths": (TOKENS, TOKENS), "heads": 4, "value_heads": 16},
+    "packed": {"lengths": (300, TOKENS - 64 * 5), "heads": 4, "value_heads": 16, "packed": True, "tail": 9},
+    "null rows": {"lengths": (TOKENS, TOKENS), "heads": 4, "value_heads": 16, "pool": True},
+    "no state": {"lengths": (TOKENS,), "heads": 32, "value_heads": 32, "state": False},
+    "narrow states": {"lengths": (TOKENS,), "heads": 32, "value_heads": 32, "state_dtype": torch.bfloat16},
+    "coupled": {"lengths": (TOKENS,), "heads": 32, "value_heads": 32, "keys": "collinear", "qk_l2norm": True},
+}
+
+pytestmark = pytest.mark.skipif("sm90" not in device.able(torch.bfloat16), reason="sm90 does not run here")
+
+
+def inputs_of(algorithm: str, shape: str, seed: int = 0) -> Inputs:
+    fields = {"key_dim": 128, "value_dim": 128, "dtype": torch.bfloat16, "seed": seed, **SHAPES[shape]}
+    return make(Case(algorithm, **fields), draw_on="cuda")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("algorithm", ["gdn", "delta_per_head", "delta"])
+def test_halves_change_no_bit(algorithm, shape):
+    """The map of the first piece makes the state that the walk makes, by the same products; nothing here forgets."""
+    inputs = inputs_of(algorithm, shape)
+    cut = passes.prefill(inputs, backend="sm90")
+    whole = passes.prefill(inputs, backend="sm90", batch_invariant=True)
+    assert_same_bits("o", cut.o, whole.o)
+    assert_same_bits("final_state", cut.final_state, whole.final_state)
+
+
+@pytest.mark.parametrize(("batch_invariant", "carries"), [(False, 2), (True, 1)])
+def test_what_is_cut(batch_invariant, carries):
+    """Two kernels, the map's and the walk's, and none that composes."""
+    inputs = inputs_of("gdn", "one")
+    passes.prefill(inputs, backend="sm90")
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        passes.prefill(inputs, backend="sm90", batch_invariant=batch_invariant)
+        torch.cuda.synchronize()
+    names = [event.name for event in trace.events() if event.device_type == DeviceType.CUDA]
+    assert sum("sm90::carry" in name for name in names) == carries
+    assert not any("compose" in name for name in names)
+
+
+@pytest.mark.parametrize("algorithm", ["gdn", "delta"])
+def test_one_call_after_another(algorithm):
+    """Calls that find the same workspace: no kernel reads what the call before left there."""
+    cases = [inputs_of(algorithm, "coupled", seed) for seed in (0, 1)] + [inputs_of(algorithm, "one")]
+    first = [passes.prefill(inputs, backend="sm90") for inputs in cases]
+    for _ in range(20):
+        for inputs, expected in zip(cases, first, strict=True):
+            again = passes.prefill(inputs, backend="sm90")
+            assert_same_bits("o", again.o, expected.o)
+            assert_same_bits("final_state", again.final_state, expected.final_state)
