@@ -72,6 +72,8 @@ class Message:
         A rank where a sequence begins has put the state that it starts from into its B, so all start from zero. Where
         `joins`, `[P]`, is False, the map belongs to another sequence, as those before it do.
         """
+        if len(messages) == 1 and joins is None:
+            return self.bs_of(messages)[0]
         state = torch.empty_like(self.b, memory_format=torch.contiguous_format)
         _ops.compose(self.ms_of(messages), self.bs_of(messages), state, joins)
         return state
