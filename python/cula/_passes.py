@@ -42,7 +42,8 @@ class Checkpoints(NamedTuple):
 
     states: `[slots, HV, V, K]` (`[slots, HV, K, V]` with `state_v_first=False`), float32, bfloat16 or float16.
     plan: int32 `[M, 3]` rows (sequence, tokens, slot): the state after that many tokens of the sequence, a multiple of
-        64 or the sequence's length, goes to `states[slot]`; a negative slot skips the row.
+        64 or the sequence's length, goes to `states[slot]`; a negative slot skips the row. No slot may be one that a
+        sequence of the same call starts from: it is written while that state may still be read.
     """
 
     states: Tensor
