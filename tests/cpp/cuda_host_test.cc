@@ -65,7 +65,17 @@ TEST(Policy, CutsByCost) {
     PrefillShape kept = one_sequence(512, 32);
     kept.costs = kCosts;
     kept.kept = true;  // nobody knows the state yet
-    EXPECT_FALSE(prefill_policy(kept, kImage, kMultiprocessors, 4).halves);
+    policy = prefill_policy(kept, kImage, kMultiprocessors, 4);
+    EXPECT_FALSE(policy.halves);
+    EXPECT_EQ(policy.warps, 8);  // four segments of 32 CTAs; their maps, of the last one too, take two rounds
+    EXPECT_EQ(policy.segment_chunks, 128);
+    kept.longest = kept.chunks = 16;
+    policy = prefill_policy(kept, kImage, kMultiprocessors, 4);
+    EXPECT_EQ(policy.segment_chunks, 16);  // too short to cut, though maps are made
+    kept = one_sequence(512, 200);         // more heads than multiprocessors
+    kept.costs = kCosts;
+    EXPECT_EQ(prefill_policy(kept, kImage, kMultiprocessors, 4).segment_chunks,
+              prefill_policy(one_sequence(512, 200), kImage, kMultiprocessors, 4).segment_chunks);
 }
 
 TEST(Policy, WhatIsKeptStaysWholeAndIsCutFinely) {

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import device
+
 
 @pytest.fixture(autouse=True)
 def gpu() -> Iterator[None]:
@@ -14,3 +16,11 @@ def gpu() -> Iterator[None]:
         pytest.skip("needs a GPU: torch finds none here")
     with torch.device("cuda"):
         yield
+
+
+@pytest.fixture(params=["sm90", "sm80"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The targets that work in chunks, one after the other."""
+    if request.param not in device.able(torch.bfloat16):
+        pytest.skip(f"{request.param} does not run here")
+    return request.param

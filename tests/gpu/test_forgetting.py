@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import device
 import passes
 from cases import Case, Inputs, make
 from compare import errors
@@ -18,13 +17,6 @@ DECAYS = (0.0, -0.04, -1.2, -150.0)
 SHORT = slice(2, None)  # the heads whose segments begin behind what they forget
 # One rounding of the operands is 2^-9: composed states are rounded elsewhere, and those of every token nowhere.
 CLOSE, CLOSE_TO_EXACT = 6e-3, 1e-2
-
-
-@pytest.fixture(params=["sm90", "sm80"])
-def backend(request) -> str:
-    if request.param not in device.able(torch.bfloat16):
-        pytest.skip(f"{request.param} does not run here")
-    return request.param
 
 
 def inputs_of(algorithm: str, packed: bool, **fields) -> Inputs:

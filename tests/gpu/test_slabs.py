@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import device
 import passes
 from cases import Case, Inputs, make
 from compare import assert_same_bits, errors
@@ -17,15 +16,6 @@ WIDE = {"dtype": torch.bfloat16, "gate_dtype": torch.bfloat16, "key_dim": 128, "
 PART = 64  # heads whose chunks fit one slab; four times as many do not
 HEAD_DIM = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "decay": 0, "A_log": 0, "dt_bias": 0, "initial_state": 1}
 pytestmark = pytest.mark.xdist_group("large")
-# The targets that work in chunks, and the portable one where there is no other.
-CHUNKED = ("sm90", "sm80")
-
-
-@pytest.fixture(params=CHUNKED)
-def backend(request) -> str:
-    if request.param not in device.able(torch.bfloat16):
-        pytest.skip(f"{request.param} does not run here")
-    return request.param
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import device
 import passes
 from cases import Case, make
 from compare import errors
@@ -21,13 +20,6 @@ PATTERNS = {
     "all in turn": [-0.01] * 6 + [-30.0, -0.5] * 3 + [-2.0] * 4,
 }
 CLOSE = 1e-2  # to the walk of every token: one rounding of the operands is 2^-9
-
-
-@pytest.fixture(params=["sm90", "sm80"])
-def backend(request) -> str:
-    if request.param not in device.able(torch.bfloat16):
-        pytest.skip(f"{request.param} does not run here")
-    return request.param
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
