@@ -48,7 +48,7 @@ def test_opcheck_of_packed(pass_name):
 def test_both_schemas_write_the_same(pass_name):
     packet = getattr(torch.ops.cula, pass_name)
     written = [
-        [argument.name for argument in overload._schema.arguments if argument.alias_info]
+        {argument.name for argument in overload._schema.arguments if argument.alias_info}
         for overload in (packet.default, packet.packed)
     ]
     assert written[0] == written[1]

@@ -100,6 +100,20 @@ def test_maps_go_where_they_are_asked_to(algorithm, keep, state_v_first):
             assert_same_bits(name, found, wanted)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("tokens", [70, 2100])
+def test_without_m_b_is_the_same(algorithm, tokens, keep):
+    inputs = stateless(make(Case(algorithm, (tokens,), **LONG)))
+    named = {"scale": inputs.case.scale, "keep": keep}
+    _, b, *kept = level1.segment(inputs, **named)
+    m, alone, *kept_alone = level1.segment(inputs, **named, out=(None, torch.full_like(b, float("nan"))))
+    assert m is None
+    assert_same_bits("b", alone, b)
+    if keep and kept[0].numel():
+        one, two = (level1.prefill(inputs, kept=each) for each in (kept[0], kept_alone[0]))
+        assert_same_bits("o", one[0], two[0])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -43,7 +43,7 @@ constexpr Parameter kVerify[] = {
 };
 
 constexpr Parameter kSegment[] = {
-    {"m", "Tensor(a!)", &Args::segment_m},
+    {"m", "Tensor(a!)?", &Args::segment_m},
     {"b", "Tensor(b!)", &Args::segment_b},
 };
 
@@ -77,8 +77,8 @@ constexpr TensorRef Args::* kUsualFirst[] = {
     &Args::k,
     &Args::v,
     &Args::o,
-    &Args::segment_m,
     &Args::segment_b,
+    &Args::segment_m,
     &Args::g,
     &Args::beta,
     &Args::A_log,

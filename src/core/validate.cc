@@ -431,16 +431,13 @@ private:
     void check_segment() const {
         const TensorRef &m = args_.segment_m, &b = args_.segment_b;
         const Dim N{"N", sequences_}, HV{"HV", value_heads_}, K{"K", key_dim_}, V{"V", value_dim_};
-        given("m", m, "as the output");
         given("b", b, "as the output");
-        if (args_.algorithm.update == Update::kDelta)
-            shape("m", m, {N, HV, K, K});
-        else
-            shape("m", m, {N, HV, K});
+        if (m && args_.algorithm.update == Update::kDelta) shape("m", m, {N, HV, K, K});
+        if (m && args_.algorithm.update != Update::kDelta) shape("m", m, {N, HV, K});
         shape("b", b, {N, HV, V, K});
-        parameter("m", m);
+        if (m) parameter("m", m);
         parameter("b", b);
-        writable("m", m);
+        if (m) writable("m", m);
         writable("b", b);
         const std::pair<std::string_view, const TensorRef*> states[] = {{"initial_state", &args_.initial_state},
                                                                         {"final_state", &args_.final_state}};

@@ -313,7 +313,7 @@ void segment(const Isa& isa, const Args& args, const Context& context) {
     const bool delta = args.algorithm.update == Update::kDelta;
     const int key_dim = static_cast<int>(args.q.size[3]), value_dim = static_cast<int>(args.v.size[3]);
     const Cut values = cut(args, context, value_dim), channels = cut(args, context, key_dim);
-    const std::int64_t maps = delta ? channels.tasks() : 0, tasks = values.tasks() + maps;
+    const std::int64_t maps = delta && args.segment_m ? channels.tasks() : 0, tasks = values.tasks() + maps;
     const int workers = num_workers(context, values.tasks());
     const std::size_t scratch_bytes = isa.scan_scratch_bytes(args, std::max(values.block, channels.block), 1);
     for_each_task(context, workers, tasks, false, [&](int worker, std::int64_t index) {
@@ -327,7 +327,7 @@ void segment(const Isa& isa, const Args& args, const Context& context) {
             task.final = {m.ptr(place.sequence, place.value_head), m.dtype, m.stride[3], m.stride[2]};
         } else {
             task.final = {b.ptr(place.sequence, place.value_head), b.dtype, b.stride[2], b.stride[3]};
-            if (!delta && place.v_begin == 0) {
+            if (!delta && m && place.v_begin == 0) {
                 task.total_decay = m.at<float>(place.sequence, place.value_head);
                 task.total_decay_stride = m.stride[2];
             }

@@ -74,8 +74,8 @@ DeviceArgs device_args(const Args& args) {
     if (const TensorRef& m = args.segment_m) {
         const bool square = m.ndim == 4;
         a.segment_m = {m.data, m.dtype, m.size[0], m.stride[0], m.stride[1], square ? m.stride[3] : 0, m.stride[2]};
-        a.segment_b = states(args.segment_b);
     }
+    if (args.segment_b) a.segment_b = states(args.segment_b);
     a.state_indices = indices(args.state_indices);
     a.num_accepted = indices(args.num_accepted);
     a.snapshot_indices = indices(args.snapshot_indices);

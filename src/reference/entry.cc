@@ -90,6 +90,7 @@ public:
                 if (!diagonal) update(args_.algorithm.update, token, nothing, M);
             }
             store(matrix_at(args_.segment_b, n, hv), B);
+            if (!args_.segment_m) return;
             for (std::int64_t i = 0; i < M.key_dim; ++i)
                 for (std::int64_t j = 0; j < M.value_dim; ++j) {
                     if (diagonal)
@@ -112,7 +113,7 @@ private:
     std::int64_t bytes_per_worker() const {
         const std::int64_t key_dim = args_.q.size[3], value_dim = args_.v.size[3];
         const std::int64_t states = args_.parents ? longest_row(args_) + 1 : 1;
-        const std::int64_t scalars = states * key_dim * value_dim + (args_.segment_m ? key_dim * key_dim : 0);
+        const std::int64_t scalars = states * key_dim * value_dim + (args_.segment_b ? key_dim * key_dim : 0);
         return (scalars * static_cast<std::int64_t>(sizeof(Scalar)) + kAlignment - 1) / kAlignment * kAlignment;
     }
 

@@ -26,8 +26,9 @@ class Lanes(Protocol):
     def keeps(self) -> bool:
         """Whether `segment` prepares for the prefill, so that the first and the last rank should call it too."""
 
-    def segment(self, call: Call) -> tuple[Message, Tensor | None]:
-        """The maps of the rank's tokens of each lane, and what a prefill of all the rank's tokens takes as `kept`."""
+    def segment(self, call: Call, with_m: bool) -> tuple[Message, Tensor | None]:
+        """The maps of the rank's tokens of each lane, and what a prefill of all the rank's tokens takes as `kept`.
+        Without M it may be anything."""
 
     def start(self, initial_state: Tensor | None) -> Tensor | None:
         """The states of lanes whose sequence begins on this rank, zero for the others; None for none."""
@@ -51,9 +52,10 @@ class BatchLanes:
     def keeps(self) -> bool:
         return self._on_gpu
 
-    def segment(self, call: Call) -> tuple[Message, Tensor | None]:
+    def segment(self, call: Call, with_m: bool) -> tuple[Message, Tensor | None]:
         message = Message.empty(call, self.count)
-        return message, call.segment(None, keep=True, out=(message.written_m, message.b))[2]
+        out = message.written_m if with_m else None, message.b
+        return message, call.segment(None, keep=True, out=out)[2]
 
     def start(self, initial_state: Tensor | None) -> Tensor | None:
         return initial_state if self._rank == 0 else None
@@ -75,7 +77,7 @@ class PackedLane:
         self.count, self.cu_seqlens = 1, shard.cu_seqlens
         self._shard, self._rank, self._leaving = shard, rank, shard.leaving[rank]
 
-    def segment(self, call: Call) -> tuple[Message, Tensor | None]:
+    def segment(self, call: Call, with_m: bool) -> tuple[Message, Tensor | None]:
         message = Message.empty(call, 1)
         m, b = call.segment(self._shard.leaving_cu_seqlens)
         message.written_m.copy_(m[1:])

@@ -47,8 +47,10 @@ def scan(
         transport.gather_earlier(message.whole, message.b_count)
         return o, final if keep else None
     if lanes.keeps or not last:
-        message, kept = lanes.segment(call)
-        if (start := lanes.start(initial_state)) is not None:
+        # Nobody reads the M of a first rank but its own state, if it has one.
+        start = lanes.start(initial_state)
+        message, kept = lanes.segment(call, with_m=rank > 0 or start is not None)
+        if start is not None:
             message.start_from(start)
     else:  # what the last rank says nobody reads
         message = Message.empty(call, lanes.count)

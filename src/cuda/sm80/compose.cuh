@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
     extern __shared__ __align__(128) unsigned char raw[];
     auto& shared = *reinterpret_cast<ComposeSmem<kKey>*>(raw);
     const int value_tiles = ceil_div(a.value_dim, kComposeRows), rows_of_m = delta ? a.key_dim : 1;
-    const int tiles = value_tiles + (kTotal ? ceil_div(rows_of_m, kComposeRows) : 0);
+    const int tiles = value_tiles + (kTotal && a.segment_m.data ? ceil_div(rows_of_m, kComposeRows) : 0);
     const int tile = static_cast<int>(blockIdx.x) % tiles,
               value_head = static_cast<int>(blockIdx.x) / tiles % a.value_heads,
               sequence = static_cast<int>(blockIdx.x) / tiles / a.value_heads;

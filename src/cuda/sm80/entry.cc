@@ -142,7 +142,7 @@ void step(const Args& args, const Context& context) {
                                                 : args.snapshots;
     with_dtype(state ? state.dtype : Dtype::kFloat32, [&]<class State>(Type<State>) {
         with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
-            if (call.args.segment_m.data || !launch_step_packed<State, kKey>(call)) launch_step_any<kKey>(call);
+            if (call.args.segment_b.data || !launch_step_packed<State, kKey>(call)) launch_step_any<kKey>(call);
         });
     });
 }

@@ -22,7 +22,7 @@ struct PortableCarry {
         const DeviceArgs& a = call.args;
         using Stage = CarryStage<T, kKey, kPerChannel>;
         p.row_blocks = p.value_blocks = plan.policy.row_blocks;
-        if (kMaps && kDelta) p.row_blocks += ceil_div(a.key_dim, plan.policy.warps * kWarpRows);
+        if (kMaps && kDelta && p.wants_m) p.row_blocks += ceil_div(a.key_dim, plan.policy.warps * kWarpRows);
         p.stages = 2 * sizeof(Stage) <= call.shared_bytes_limit ? 2 : 1;
         cuda::launch(carry<T, kKey, kDelta, kPerChannel, kMaps>,
                      shape({static_cast<std::size_t>(p.row_blocks) * a.value_heads * schedule.max_segments,

@@ -49,7 +49,7 @@ struct PrefillPlan {
         const DeviceArgs& a = call.args;
         const std::int64_t per_sequence = ceil_div(a.tokens, kTokens<kKey>);
         chunks = a.cu_seqlens ? a.tokens / kTokens<kKey> + a.sequences : per_sequence * a.sequences;
-        const bool of_call = a.segment_m.data;
+        const bool of_call = a.segment_b.data;
         const bool images_wanted = a.algorithm.update == Update::kDelta || !Carry::kPreparesAdditive;
         const std::size_t image_bytes = images_wanted ? sizeof(Image<T, kKey, kPerChannel>) : 0;
         kept =
@@ -111,7 +111,7 @@ void launch_slabs(const Call& call) {
     constexpr int kKey = Carry::kKey;
     const DeviceArgs& a = call.args;
     const PrefillPlan<Carry> plan(call);
-    const bool found = plan.found, of_call = a.segment_m.data;
+    const bool found = plan.found, of_call = a.segment_b.data;
     if (found && call.kept_bytes != plan.bytes)
         throw Error("prefill: kept must be what a segment of the same inputs has kept, " + std::to_string(plan.bytes) +
                     " bytes, got " + std::to_string(call.kept_bytes));
@@ -121,7 +121,7 @@ void launch_slabs(const Call& call) {
     p.starts = float_states(plan.starts, 0, heads, a.value_dim, kKey);
     p.map_b = float_states(plan.map_b, 0, heads, a.value_dim, kKey);
     p.map_m = float_states(plan.map_m, 0, heads, kDelta ? a.key_dim : 1, kKey);
-    p.halves = plan.policy.halves;
+    p.halves = plan.policy.halves, p.wants_m = !p.halves;
 
     Schedule schedule_of;
     schedule_of.chunk_tokens = kTokens<kKey>;
@@ -169,11 +169,13 @@ void launch_slabs(const Call& call) {
         const int value_tiles = ceil_div(a.value_dim, kComposeRows);
         if (of_call) {
             // One segment a sequence and slab: the call's own maps, which a later slab continues.
-            if (!plan.maps) p.map_m = a.segment_m, p.map_b = a.segment_b;
+            if (!plan.maps) p.map_m = a.segment_m, p.map_b = a.segment_b, p.wants_m = a.segment_m.data;
             p.last_map = true;
             Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
             if (plan.maps)
-                launch_compose(compose<kKey, true>, value_tiles + (kDelta ? ceil_div(a.key_dim, kComposeRows) : 1));
+                launch_compose(compose<kKey, true>, value_tiles + (!a.segment_m.data ? 0
+                                                                   : kDelta          ? ceil_div(a.key_dim, kComposeRows)
+                                                                                     : 1));
             continue;
         }
         p.slab_start = float_states(plan.unfinished[slab % 2], 1, heads, a.value_dim, a.key_dim);

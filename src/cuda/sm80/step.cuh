@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const _
     __shared__ StepInputs<kKey> s;
 
     const int value_blocks = (a.value_dim + kRowsPerPass - 1) / kRowsPerPass;
-    const int blocks = value_blocks + (kMaps ? (a.key_dim + kRowsPerPass - 1) / kRowsPerPass : 0);
+    const int blocks = value_blocks + (kMaps && a.segment_m.data ? (a.key_dim + kRowsPerPass - 1) / kRowsPerPass : 0);
     const int value_head = blockIdx.x / blocks % a.value_heads;
     const bool of_m = kMaps && static_cast<int>(blockIdx.x % blocks) >= value_blocks;
     const int block = blockIdx.x % blocks - (of_m ? value_blocks : 0), row_end = of_m ? a.key_dim : a.value_dim;

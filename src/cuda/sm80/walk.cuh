@@ -24,6 +24,7 @@ struct CarryParams {
     States slab_end;
     States map_m, map_b;    // maps: slot i, or the sequence where they are the call's
     bool last_map = false;  // of a sequence's last segment too, which no later one needs
+    bool wants_m = true;    // maps: or B alone
     // Two segments at most: the map of the first begins from the sequence's state, so that its B is the state before
     // the second and it has no M. The first is walked beside it.
     bool halves = false;
@@ -210,7 +211,7 @@ struct Walk {
         States from{};
         std::int64_t slot = 0;
         if (kMaps && !p.halves) {
-            if (!starts_sequence && p.map_m.slots && !forgot) from = of_m ? p.map_m : p.map_b, slot = segment.sequence;
+            if (!starts_sequence && p.map_b.slots && !forgot) from = of_m ? p.map_m : p.map_b, slot = segment.sequence;
         } else if (!forgot) {
             if (segment.rank > 0)
                 from = p.halves ? p.map_b : p.starts, slot = p.halves ? number - 1 : number;
@@ -242,7 +243,7 @@ struct Walk {
             if (m == -2) {
                 if (!end) continue;
                 if (kMaps)
-                    to = of_m ? p.map_m : p.map_b, base = to.offset(p.map_m.slots ? n : number, value_head);
+                    to = of_m ? p.map_m : p.map_b, base = to.offset(p.map_b.slots ? n : number, value_head);
                 else if (!ends_sequence && segment.rank + 1 == segment.count)
                     to = p.slab_end, base = to.offset(0, value_head);
                 else if (ends_sequence && slots.final >= 0)
@@ -292,6 +293,7 @@ struct DecayMap {
     template <class W>
     __device__ __forceinline__ void store(const W& walk) const {
         const States& m = walk.p.map_m;
+        if (!m.data) return;
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const std::int64_t base = m.offset(m.slots ? walk.segment.sequence : walk.number, walk.value_head);
 #pragma unroll

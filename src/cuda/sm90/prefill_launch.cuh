@@ -27,7 +27,7 @@ struct WarpgroupCarry {
         const std::int64_t columns = std::int64_t{a.value_heads} * schedule.max_segments;
         const auto blocks = [&](int groups, int rows) { return ceil_div(rows, groups * kGroupRows); };
         const auto map_blocks = [&](int groups) {
-            return kMaps && kDelta && !p.halves ? blocks(groups, a.key_dim) : 0;
+            return kMaps && kDelta && p.wants_m ? blocks(groups, a.key_dim) : 0;
         };
         int groups = plan.policy.warps / kGroupWarps;
         // Maps have the rows of M besides: two warpgroups a CTA where one would take twice the rounds.
