@@ -5,8 +5,8 @@
 namespace cula::cuda {
 
 // Before such a kernel touches global memory: lets the next one be put on multiprocessors as they become free, and
-// waits until all kernels before have ended and what they wrote can be read. Every block waits, at the
-// latest before it ends, so that who waits for this kernel waits for those before it, too.
+// waits until all kernels before have ended and what they wrote can be read. Every block waits, at the latest before it
+// ends, so that who waits for this kernel waits for those before it, too.
 __device__ __forceinline__ void follow_kernels() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");

@@ -30,9 +30,11 @@ namespace cula::cuda::sm80 {
 template <class T, bool kDelta>
 using ScoreOperand = std::conditional_t<kDelta, T, __half>;
 
-// What a factor of the table takes a column from its token to a later block's middle with must not vanish (2^-126)
-// where the row may be as large as the later half decays. Beyond this of a half, columns go there in two steps.
-inline constexpr float kSteepLog2 = 60.0f;
+// A column meets the rows of a later block by a factor of the table, from middle to middle: the tail of its own block,
+// what lies between, the head of the later one. Column and row bring what tail and head take. The factor vanishes below
+// 2^-126: with halves of 2^-54 at most, only where what lies between takes 2^-18 or more and the pair hardly shows.
+// Where some half decays by more, columns go there in two steps.
+inline constexpr float kSteepLog2 = 54.0f;
 
 template <class T, bool kDelta>
 inline constexpr float kMostLog2 = kDelta && std::is_same_v<T, __half> ? 4.0f : 100.0f;
