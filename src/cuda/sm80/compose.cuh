@@ -3,34 +3,30 @@
 //          or the map of a whole sequence, whose rows are those of a state that starts from zero and of M from one
 // compose_given: a state <- maps that the caller has gathered
 //
-// grid (tiles of 16 rows * value heads * sequences)      2 K threads
+// grid (tiles of 8 rows * value heads * sequences)      2 K threads
 //
-// S <- M S + B, segment after segment. Products of float on the tensor cores, both factors as two TF32 numbers (22
-// bits); sums in float. A CTA has 16 rows of S^T in shared memory, in two parts, and M passes through in groups of 32
-// rows, of the next segment too, since M does not depend on the state. A warp makes 16 channels of all rows; a lane has
-// four neighbours of them in two rows.
+// S <- M S + B, segment after segment, all in float. A thread owns four channels of one row of S^T. For these channels
+// it adds up an eighth of the sums of all eight rows, and the eight lanes that share them exchange what they have: one
+// barrier a segment. M does not depend on the state, so every thread copies what it multiplies with well ahead.
 #pragma once
 
-#include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/overlap.cuh"
 #include "cuda/sm80/launch.h"
-#include "cuda/sm80/solve.cuh"
 #include "cuda/sm80/walk.cuh"
 
 namespace cula::cuda::sm80 {
 
-inline constexpr int kComposeRows = 16;
+inline constexpr int kComposeRows = 8;  // as many as a sum has parts: after the exchange every lane has one row
 
 template <int kKey>
-inline constexpr int kComposeThreads = 2 * kKey;
+inline constexpr int kComposeThreads = kComposeRows / 4 * kKey;
 
 template <int kKey>
 struct ComposeSmem {
-    static constexpr int kGroup = 32;                   // rows of M
-    static constexpr int kStages = kKey > 128 ? 2 : 4;  // of a group each: all fit the 99 KiB of 8.6, 8.9 and 12.0
-    // Pitches that keep the operands of products free of conflicts.
-    alignas(16) float m[kStages][kGroup][kKey + 4];
-    alignas(16) Tf32 state[kComposeRows][kKey + 8];  // S^T
+    // M comes in groups of 32 rows, four for each part of the sums. All stages fit the 99 KiB of 8.6, 8.9 and 12.0.
+    static constexpr int kStages = kKey > 128 ? 2 : 5;
+    float4 m[kStages][4][kComposeThreads<kKey>];
+    float state[2][kComposeRows][kKey];  // S^T before and after a segment, by turns
     int first[3];
 };
 
@@ -86,140 +82,123 @@ struct FourChannels {
     }
 };
 
-// Maps that follow one another, of one head.
+// Adds up over the lanes of all parts (lane / 4), and leaves in sum[0] the row that has the number of this lane's part:
+// of two lanes each hands over the rows of the other.
+template <int kRows>
+__device__ __forceinline__ void exchange_rows(float (&sum)[kComposeRows][4], int part) {
+    constexpr int kHalf = kRows / 2;
+    const bool upper = part & kHalf;
+#pragma unroll
+    for (int row = 0; row < kHalf; ++row)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float kept = upper ? sum[row + kHalf][e] : sum[row][e];
+            const float given = upper ? sum[row][e] : sum[row + kHalf][e];
+            sum[row][e] = kept + __shfl_xor_sync(0xffffffffu, given, 4 * kHalf);
+        }
+    if constexpr (kHalf > 1) exchange_rows<kHalf>(sum, part);
+}
+
+// Maps that follow one another, as a thread of compose finds its part of the first.
 struct MapChain {
-    const float *m, *b;  // m: a matrix or a diagonal
+    const float *m, *b;  // m: the rows of its part, or the diagonal, at its channels; b: its row there
     std::int64_t m_slot, b_slot;
-    int m_pitch, b_pitch, count;
+    int m_pitch, count;
 
     __device__ __forceinline__ void advance() { m += m_slot, b += b_slot, --count; }
 };
 
 __device__ __forceinline__ float4 load_four(const float* at) { return __ldg(reinterpret_cast<const float4*>(at)); }
 
-// What a thread of compose turns to: four channels of two rows, 8 apart, of S^T or of M^T.
+// What a thread of compose turns to: a row of S^T, or of M^T, and four of its channels.
 template <int kKey>
-struct ComposedRows {
-    using Smem = ComposeSmem<kKey>;
-
-    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, in_tile = lane / 4,
-              channel = thread / 32 * 16 + lane % 4 * 4;
+struct ComposedRow {
+    const int thread = static_cast<int>(threadIdx.x), part = thread % 32 / 4,
+              channel = (thread / 32 * 4 + thread % 4) * 4;
     int row;
-    FourChannels own[2];
+    FourChannels own;
 
-    __device__ __forceinline__ ComposedRows(int tile, int rows, int key_dim)
-        : row(tile * kComposeRows + in_tile),
-          own{{row, channel, row < rows ? key_dim - channel : 0},
-              {row + 8, channel, row + 8 < rows ? key_dim - channel : 0}} {}
+    __device__ __forceinline__ ComposedRow(int tile, int rows, int key_dim)
+        : row(tile * kComposeRows + part), own{row, channel, row < rows ? key_dim - channel : 0} {}
 
-    // What stands in rows of kKey or more floats.
-    __device__ __forceinline__ void load(float4 (&x)[2], const float* from, int pitch) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            x[i] = own[i].count > 0 ? own[i].existing(load_four(from + own[i].row * pitch + channel)) : float4{};
-    }
-
-    __device__ __forceinline__ void store(const float4 (&x)[2], const States& to, std::int64_t slot,
-                                          int value_head) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            if (own[i].count > 0) own[i].store(x[i], to, slot, value_head);
-    }
+    __device__ __forceinline__ bool exists() const { return own.count > 0; }
 
     // x after every map of the chain in turn, and each(x) after each of them.
     template <class Each>
-    __device__ __forceinline__ void pass_diagonals(float4 (&x)[2], MapChain chain, bool adds, Each each) const {
-        if (own[0].count <= 0) return;
-#pragma unroll 2
+    __device__ __forceinline__ void pass_diagonals(float4& x, MapChain chain, bool adds, Each each) const {
+        if (!exists()) return;
+#pragma unroll 4
         for (; chain.count > 0; chain.advance()) {
-            const float4 f = load_four(chain.m + channel);
-            float4 added[2] = {};
-            if (adds) load(added, chain.b, chain.b_pitch);
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                x[i] = own[i].existing({f.x * x[i].x + added[i].x, f.y * x[i].y + added[i].y, f.z * x[i].z + added[i].z,
-                                        f.w * x[i].w + added[i].w});
+            const float4 f = load_four(chain.m), y = adds ? load_four(chain.b) : float4{};
+            x = own.existing({f.x * x.x + y.x, f.y * x.y + y.y, f.z * x.z + y.z, f.w * x.w + y.w});
             each(x);
         }
     }
     template <class Each>
-    __device__ __forceinline__ void pass_matrices(float4 (&x)[2], MapChain chain, bool adds, int key_dim, Smem& shared,
-                                                  Each each) const {
-        constexpr int kGroups = kKey / Smem::kGroup, kAhead = Smem::kStages - 1, kUnits = kKey / 4;
-        const int unit = thread % kUnits, first_row = thread / kUnits;
-        // Copies a group of M: counted from the first of the present map, so that it may be of a later one.
+    __device__ __forceinline__ void pass_matrices(float4& x, MapChain chain, bool adds, int key_dim,
+                                                  ComposeSmem<kKey>& shared, Each each) const {
+        constexpr int kGroups = kKey / 32, kStages = ComposeSmem<kKey>::kStages;
+        const int rows = channel < key_dim ? key_dim - 4 * part : 0;  // of M that are there, from the part's first on
+        // Copies a group of M to a stage: counted from the first of the present map, so that it may be of a later one.
         const auto copy_group = [&](int group, int stage) {
-            const int map = group / kGroups, begin = group % kGroups * Smem::kGroup;
-            const bool wanted = map < chain.count && unit * 4 < key_dim;
+            const int map = group / kGroups, begin = group % kGroups * 32, end = map < chain.count ? rows : 0;
 #pragma unroll
-            for (int i = first_row; i < first_row + Smem::kGroup; i += kComposeThreads<kKey> / kUnits)
-                copy_async(shared_address(&shared.m[stage][i][unit * 4]),
-                           chain.m + map * chain.m_slot + (begin + i) * chain.m_pitch + unit * 4,
-                           wanted && begin + i < key_dim ? 16 : 0);
+            for (int i = 0; i < 4; ++i)
+                copy_async(shared_address(&shared.m[stage][i][thread]),
+                           chain.m + map * chain.m_slot + (begin + i) * chain.m_pitch, begin + i < end ? 16 : 0);
             commit_copies();
         };
-        const auto put_state = [&] {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const Tf32 parts[4] = {Tf32(x[i].x), Tf32(x[i].y), Tf32(x[i].z), Tf32(x[i].w)};
-                auto* const to = reinterpret_cast<uint4*>(&shared.state[in_tile + 8 * i][channel]);
-                to[0] = {parts[0].rounded, parts[0].rest, parts[1].rounded, parts[1].rest};
-                to[1] = {parts[2].rounded, parts[2].rest, parts[3].rounded, parts[3].rest};
-            }
+        for (int stage = 0; stage < kStages; ++stage) copy_group(stage, stage);
+
+        // The rows of a group and of the next are held in registers, which frees the stage while they are multiplied
+        // with.
+        float4 held[2][4];
+        const auto take_group = [&](int group, int stage) {
+            wait_copies<kStages - 1>();
+            asm volatile("" ::: "memory");
+#pragma unroll
+            for (int i = 0; i < 4; ++i) held[group % 2][i] = shared.m[stage][i][thread];
         };
-        // sum += state m, of eight rows of m from k on. Neighbouring channels of the state serve as k and k + 4, and
-        // neighbouring columns of m belong to different tiles.
-        const auto multiply = [&](float(&sum)[2][4], const float(&m)[Smem::kGroup][kKey + 4], int group, int k) {
-            uint4 rows[2];
+        adds = adds && exists();
+        *reinterpret_cast<float4*>(&shared.state[0][part][channel]) = x;
+        float4 added = adds && chain.count > 0 ? load_four(chain.b) : float4{};
+        take_group(0, 0);
+        int stage = 0, now = 0;
+        while (chain.count > 0) {
+            float sum[kComposeRows][4] = {};
+            __syncthreads();
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-                rows[i] = *reinterpret_cast<const uint4*>(
-                    &shared.state[in_tile + 8 * i][group * Smem::kGroup + k + lane % 4 * 2]);
-            float2 columns[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                columns[i] = *reinterpret_cast<const float2*>(&m[k + lane % 4 * 2 + i][thread / 32 * 16 + in_tile * 2]);
-            const std::uint32_t rounded[4] = {rows[0].x, rows[1].x, rows[0].z, rows[1].z},
-                                rest[4] = {rows[0].y, rows[1].y, rows[0].w, rows[1].w};
-#pragma unroll
-            for (int tile = 0; tile < 2; ++tile) {
-                const Tf32 b0(tile ? columns[0].y : columns[0].x), b1(tile ? columns[1].y : columns[1].x);
-                mma_16x8x8_tf32(sum[tile], rest, b0.rounded, b1.rounded);
-                mma_16x8x8_tf32(sum[tile], rounded, b0.rest, b1.rest);
-                mma_16x8x8_tf32(sum[tile], rounded, b0.rounded, b1.rounded);
-            }
-        };
-#pragma unroll
-        for (int group = 0; group < kAhead; ++group) copy_group(group, group);
-        put_state();
-        int stage = 0;
-        for (; chain.count > 0; chain.advance()) {
-            float4 added[2] = {};
-            if (adds) load(added, chain.b, chain.b_pitch);
-            float sum[2][4] = {};
-#pragma unroll 1
             for (int group = 0; group < kGroups; ++group) {
-                wait_copies<kAhead - 1>();
-                __syncthreads();
-                copy_group(group + kAhead, (stage + kAhead) % Smem::kStages);
+                float of_s[kComposeRows][4];
 #pragma unroll
-                for (int k = 0; k < Smem::kGroup; k += 8) multiply(sum, shared.m[stage], group, k);
-                stage = (stage + 1) % Smem::kStages;
+                for (int r = 0; r < kComposeRows; ++r) load4(of_s[r], &shared.state[now][r][32 * group + 4 * part]);
+                copy_group(group + kStages, stage);
+                stage = stage + 1 < kStages ? stage + 1 : 0;
+                take_group(group + 1, stage);
+#pragma unroll
+                for (int r = 0; r < kComposeRows; ++r)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float4 column = held[group % 2][i];
+                        sum[r][0] += column.x * of_s[r][i], sum[r][1] += column.y * of_s[r][i];
+                        sum[r][2] += column.z * of_s[r][i], sum[r][3] += column.w * of_s[r][i];
+                    }
             }
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                x[i] = own[i].existing({sum[0][2 * i] + added[i].x, sum[1][2 * i] + added[i].y,
-                                        sum[0][2 * i + 1] + added[i].z, sum[1][2 * i + 1] + added[i].w});
-            each(x);
-            __syncthreads();  // everybody has read the state
-            put_state();
+            exchange_rows<kComposeRows>(sum, part);
+            x = own.existing({sum[0][0] + added.x, sum[0][1] + added.y, sum[0][2] + added.z, sum[0][3] + added.w});
+            now ^= 1;
+            *reinterpret_cast<float4*>(&shared.state[now][part][channel]) = x;
+            if (exists()) each(x);
+            chain.advance();
+            if (adds && chain.count > 0) added = load_four(chain.b);
         }
     }
 };
 
 // kTotal: of the whole sequence, to the call's maps.
 template <int kKey, bool kTotal>
-__global__ void __launch_bounds__(kComposeThreads<kKey>, kKey > 128 ? 1 : 2)
+__global__ void __launch_bounds__(kComposeThreads<kKey>)
     compose(const __grid_constant__ DeviceArgs a, const Schedule schedule, const __grid_constant__ CarryParams p,
             bool delta) {
     follow_kernels();
@@ -234,53 +213,46 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>, kKey > 128 ? 1 : 2)
     if (!kTotal && first.count <= 1) return;
 
     const bool of_m = kTotal && tile >= value_tiles;
-    const ComposedRows<kKey> rows(of_m ? tile - value_tiles : tile, of_m ? rows_of_m : a.value_dim, a.key_dim);
-    MapChain chain{static_cast<const float*>(p.map_m.data) + p.map_m.offset(first.number, value_head),
-                   static_cast<const float*>(p.map_b.data) + p.map_b.offset(first.number, value_head),
+    const ComposedRow<kKey> row(of_m ? tile - value_tiles : tile, of_m ? rows_of_m : a.value_dim, a.key_dim);
+    const FourChannels& own = row.own;
+    const auto* m = static_cast<const float*>(p.map_m.data) + p.map_m.offset(first.number, value_head) + row.channel;
+    MapChain chain{m + (delta ? 4 * row.part * kKey : 0),
+                   static_cast<const float*>(p.map_b.data) + p.map_b.offset(first.number, value_head) + row.row * kKey +
+                       row.channel,
                    p.map_m.slot,
                    p.map_b.slot,
                    kKey,
-                   kKey,
                    first.count};
-    float4 x[2] = {};
+    float4 x{};
     float* start = nullptr;
     if constexpr (kTotal) {
         // The first map, of a state that starts from zero or of one that starts from one.
         if (chain.count == 0) {
-            const auto one = [&](int i, int e) {
-                return of_m && (!delta || rows.own[i].row == rows.channel + e) ? 1.0f : 0.0f;
-            };
-#pragma unroll
-            for (int i = 0; i < 2; ++i) x[i] = rows.own[i].existing({one(i, 0), one(i, 1), one(i, 2), one(i, 3)});
+            const auto one = [&](int e) { return of_m && (!delta || row.row == row.channel + e) ? 1.0f : 0.0f; };
+            x = own.existing({one(0), one(1), one(2), one(3)});
         } else {
-            rows.load(x, of_m ? chain.m : chain.b, kKey);
+            if (row.exists()) x = own.existing(load_four(of_m ? m + row.row * kKey : chain.b));
             chain.advance();
         }
     } else {
         const StateSlots slots = states_of(a, sequence);
         if (slots.skipped) return;
         const std::int64_t slot = first.chunk > 0 ? 0 : slots.initial;
-        if (slot >= 0) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                x[i] = rows.own[i].load(first.chunk > 0 ? p.slab_start : a.initial, slot, value_head);
-        }
+        if (slot >= 0) x = own.load(first.chunk > 0 ? p.slab_start : a.initial, slot, value_head);
         --chain.count;  // nothing comes behind the last segment
-        start = static_cast<float*>(p.starts.data) + p.starts.offset(first.number + 1, value_head) + rows.channel;
+        start = static_cast<float*>(p.starts.data) + p.starts.offset(first.number + 1, value_head) + row.row * kKey +
+                row.channel;
     }
-    const auto each = [&](const float4(&now)[2]) {
-        if constexpr (!kTotal) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                if (rows.own[i].count > 0) *reinterpret_cast<float4*>(start + rows.own[i].row * kKey) = now[i];
-            start += p.starts.slot;
-        }
+    const auto each = [&](float4 now) {
+        if (kTotal) return;
+        *reinterpret_cast<float4*>(start) = now;
+        start += p.starts.slot;
     };
     if (delta)
-        rows.pass_matrices(x, chain, !of_m, a.key_dim, shared, each);
+        row.pass_matrices(x, chain, !of_m, a.key_dim, shared, each);
     else
-        rows.pass_diagonals(x, chain, !of_m, each);
-    if constexpr (kTotal) rows.store(x, of_m ? a.segment_m : a.segment_b, sequence, value_head);
+        row.pass_diagonals(x, chain, !of_m, each);
+    if (kTotal && row.exists()) own.store(x, of_m ? a.segment_m : a.segment_b, sequence, value_head);
 }
 
 template <int kKey>
@@ -295,28 +267,27 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>, kKey > 128 ? 1 : 2)
     int first = given.count;
     while (first > 0 && (!given.joins || given.joins[first - 1])) --first;
 
-    const ComposedRows<kKey> rows(tile, given.value_dim, given.key_dim);
-    const auto first_of = [&](const GivenMaps::Rows& of) {
-        return of.data + first * of.map + sequence * of.sequence + value_head * of.head;
+    const ComposedRow<kKey> row(tile, given.value_dim, given.key_dim);
+    const auto rows_of = [&](const GivenMaps::Rows& of) {
+        return of.data + first * of.map + sequence * of.sequence + value_head * of.head + row.channel;
     };
-    MapChain chain{first_of(given.m),
-                   first_of(given.b),
+    MapChain chain{rows_of(given.m) + (given.matrices ? 4 * row.part * given.m.row : 0),
+                   rows_of(given.b) + row.row * given.b.row,
                    given.m.map,
                    given.b.map,
                    static_cast<int>(given.m.row),
-                   static_cast<int>(given.b.row),
                    given.count - first};
-    float4 x[2] = {};
+    float4 x{};
     if (chain.count > 0) {
-        rows.load(x, chain.b, chain.b_pitch);
+        if (row.exists()) x = row.own.existing(load_four(chain.b));
         chain.advance();
     }
-    const auto each = [](const float4(&)[2]) {};
+    const auto each = [](float4) {};
     if (given.matrices)
-        rows.pass_matrices(x, chain, true, given.key_dim, *reinterpret_cast<ComposeSmem<kKey>*>(raw), each);
+        row.pass_matrices(x, chain, true, given.key_dim, *reinterpret_cast<ComposeSmem<kKey>*>(raw), each);
     else
-        rows.pass_diagonals(x, chain, true, each);
-    rows.store(x, given.state, sequence, value_head);
+        row.pass_diagonals(x, chain, true, each);
+    if (row.exists()) row.own.store(x, given.state, sequence, value_head);
 }
 
 }  // namespace cula::cuda::sm80
