@@ -114,12 +114,26 @@ def test_without_m_b_is_the_same(algorithm, tokens, keep):
         assert_same_bits("o", one[0], two[0])
 
 
+@pytest.mark.parametrize("tokens", [70, 2100])
+def test_without_m_and_b_the_kept_is_the_same(algorithm, tokens):
+    inputs = stateless(make(Case(algorithm, (tokens,), **LONG)))
+    named = {"scale": inputs.case.scale, "keep": True}
+    (*_, kept), (*nothing, alone) = level1.segment(inputs, **named), level1.segment(inputs, **named, out=(None, None))
+    assert nothing == [None, None]
+    assert alone.shape == kept.shape
+    if kept.numel():
+        one, two = (level1.prefill(inputs, kept=each) for each in (kept, alone))
+        assert_same_bits("o", one[0], two[0])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda m, b: (m[:, :, :3], b), r"m must have shape"),
         (lambda m, b: (m, b.half()), "b must have dtype float32"),
         (lambda m, b: (m, b.mT[..., :5]), "b must have shape"),
+        (lambda m, b: (m, None), "b must be given as the output"),
+        (lambda m, b: (None, None), "b must be given as the output"),
     ],
 )
 def test_room_that_does_not_fit_is_refused(change, message):

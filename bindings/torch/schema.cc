@@ -44,7 +44,7 @@ constexpr Parameter kVerify[] = {
 
 constexpr Parameter kSegment[] = {
     {"m", "Tensor(a!)?", &Args::segment_m},
-    {"b", "Tensor(b!)", &Args::segment_b},
+    {"b", "Tensor(b!)?", &Args::segment_b},
 };
 
 static_assert(std::size(kInputs) + std::size(kStates) + std::max(std::size(kPrefill), std::size(kVerify)) ==

@@ -100,7 +100,8 @@ struct Args {
     // A tree: token t continues the state after token parents[n, t] < t; negative: the state the row starts from.
     TensorRef parents;  // [N, S] int32
 
-    // Segment. S_end = M S_start + B for each sequence. Without segment_m B alone is made.
+    // Segment. S_end = M S_start + B for each sequence. Without segment_m B alone is made; without either, what the
+    // segment keeps.
     TensorRef
         segment_m;  // kDelta [N, HV, K, K] (row: channel written, column: read), kAdditive [N, HV, K] (the diagonal)
     TensorRef segment_b;  // [N, HV, V, K]

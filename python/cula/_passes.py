@@ -221,8 +221,8 @@ def segment(
     device: torch.device | str | None,
     scale: float | None,
     keep: bool,
-    out: tuple[Tensor | None, Tensor] | None,
-) -> tuple[Tensor | None, Tensor] | tuple[Tensor | None, Tensor, Tensor]:
+    out: tuple[Tensor | None, Tensor | None] | None,
+) -> tuple[Tensor | None, ...]:
     check_inputs(_ops.segment, q, k, v, device)
     sequences, heads, key_dim, value_dim = _sequences(q, cu_seqlens), v.shape[2], q.shape[3], v.shape[3]
     dtype = _state_dtype(q)
@@ -237,7 +237,8 @@ def segment(
         algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, -1, backend, deterministic
     )
     kept = call(
-        _ops.segment_keep if keep else _ops.segment, q, k, v, b if state_v_first else b.transpose(-1, -2), flags, m, g,
+        _ops.segment_keep if keep else _ops.segment, q, k, v, b if state_v_first or b is None else b.transpose(-1, -2),
+        flags, m, g,
         beta, per_head(q, A_log), per_head(q, dt_bias), cu_seqlens, decay, scale, lower_bound, None, backend,
     )  # fmt: skip
     return (m, b, kept) if keep else (m, b)

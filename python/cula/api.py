@@ -512,8 +512,8 @@ def cula_segment(
     deterministic: bool | str | None = None,
     scale: float | None = None,
     keep: bool = False,
-    out: tuple[Tensor | None, Tensor] | None = None,
-) -> tuple[Tensor | None, Tensor] | tuple[Tensor | None, Tensor, Tensor]:
+    out: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor | None, ...]:
     """What a run of tokens does to any state: the affine map S -> M S + B, with S as `[K, V]`.
 
     Maps compose, `(M2, B2) after (M1, B1) = (M2 M1, M2 B1 + B2)`, which is what parallelism over the sequence needs.
@@ -524,7 +524,8 @@ def cula_segment(
         but its size is checked. It takes 40 to 80 KiB for each 64 tokens and value head (K = 128), and is empty where
         nothing can be saved: on a CPU, or beyond 16 GiB.
     out: (m, b) to write to, in the shapes and of the dtype that are returned otherwise; any strides, but no memory in
-        common. Without m, `(None, b)`, B alone is made, and m returned as None.
+        common. `(None, b)` makes B alone, and `(None, None)` what `keep` asks for alone; what is not made is returned
+        as None.
 
     Returns float32 (m, b): m `[N, HV, K, K]` for the delta rules, the diagonal `[N, HV, K]` for the additive ones; b in
     the layout of a state, `[N, HV, V, K]`, or `[N, HV, K, V]` with `state_v_first=False`.

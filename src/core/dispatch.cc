@@ -90,6 +90,8 @@ void run(const Plan& plan, const Args& args, const Context& context) {
     if (context.workspace_bytes < plan.workspace_bytes)
         throw Error(std::string(name(plan.kernel->pass)) + ": workspace must hold " +
                     std::to_string(plan.workspace_bytes) + " bytes, got " + std::to_string(context.workspace_bytes));
+    // A segment that is asked for neither m nor b, of a kernel that keeps nothing.
+    if (plan.kernel->pass == Pass::kSegment && !args.segment_b && plan.kept_bytes == 0) return;
     plan.kernel->run(args, context);
 }
 

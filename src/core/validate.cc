@@ -431,14 +431,15 @@ private:
     void check_segment() const {
         const TensorRef &m = args_.segment_m, &b = args_.segment_b;
         const Dim N{"N", sequences_}, HV{"HV", value_heads_}, K{"K", key_dim_}, V{"V", value_dim_};
-        given("b", b, "as the output");
+        if (m || !args_.keep) given("b", b, "as the output");
         if (m && args_.algorithm.update == Update::kDelta) shape("m", m, {N, HV, K, K});
         if (m && args_.algorithm.update != Update::kDelta) shape("m", m, {N, HV, K});
-        shape("b", b, {N, HV, V, K});
-        if (m) parameter("m", m);
-        parameter("b", b);
-        if (m) writable("m", m);
-        writable("b", b);
+        if (b) shape("b", b, {N, HV, V, K});
+        for (const auto& [argument, ref] : {std::pair{"m", &m}, std::pair{"b", &b}}) {
+            if (!*ref) continue;
+            parameter(argument, *ref);
+            writable(argument, *ref);
+        }
         const std::pair<std::string_view, const TensorRef*> states[] = {{"initial_state", &args_.initial_state},
                                                                         {"final_state", &args_.final_state}};
         for (const auto& [argument, ref] : states)

@@ -187,8 +187,10 @@ const Wrong kWrongs[] = {
     {"ParentsInPrefill", Pass::kPrefill, kKda, [](Call& c) { c.args.parents = c.ints({0}); },
      "prefill: parents must be left out: it belongs to verify, got a tensor"},
 
-    {"SegmentWithoutM", Pass::kSegment, kKda, [](Call& c) { c.args.segment_m = {}; },
-     "segment: m must be given as the output, got none"},
+    {"SegmentWithoutB", Pass::kSegment, kKda, [](Call& c) { c.args.segment_b = {}, c.args.keep = true; },
+     "segment: b must be given as the output, got none"},
+    {"SegmentForNothing", Pass::kSegment, kKda, [](Call& c) { c.args.segment_m = c.args.segment_b = {}; },
+     "segment: b must be given as the output, got none"},
     {"DiagonalSegment", Pass::kSegment, kGla,
      [](Call& c) { c.args.segment_m = c.zeros(Dtype::kFloat32, {2, 2, 4, 4}); },
      "segment: m must have shape [N, HV, K] = [2, 2, 4], got [2, 2, 4, 4]"},

@@ -62,7 +62,7 @@ class Call:
         return FUNCTIONS[self.mode](self.q, self.k, self.v, **gates, **{**self.options, **more})
 
     def segment(
-        self, cu_seqlens: Tensor | None, keep: bool = False, out: tuple[Tensor | None, Tensor] | None = None
+        self, cu_seqlens: Tensor | None, keep: bool = False, out: tuple[Tensor | None, Tensor | None] | None = None
     ) -> tuple[Tensor | None, ...]:
         """(M, B) of every sequence, B V-first, in `out` if given; and with `keep` what `run` takes as `kept`."""
         named = {name: self.options[name] for name in _SEGMENT_OPTIONS if name in self.options}

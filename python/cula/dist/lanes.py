@@ -26,9 +26,9 @@ class Lanes(Protocol):
     def keeps(self) -> bool:
         """Whether `segment` prepares for the prefill, so that the first and the last rank should call it too."""
 
-    def segment(self, call: Call, with_m: bool) -> tuple[Message, Tensor | None]:
-        """The maps of the rank's tokens of each lane, and what a prefill of all the rank's tokens takes as `kept`.
-        Without M it may be anything."""
+    def segment(self, call: Call, m: bool, b: bool) -> tuple[Message, Tensor | None]:
+        """The maps of the rank's tokens of each lane, of which `m` and `b` say what is wanted, and what a prefill of
+        all the rank's tokens takes as `kept`."""
 
     def start(self, initial_state: Tensor | None) -> Tensor | None:
         """The states of lanes whose sequence begins on this rank, zero for the others; None for none."""
@@ -52,9 +52,9 @@ class BatchLanes:
     def keeps(self) -> bool:
         return self._on_gpu
 
-    def segment(self, call: Call, with_m: bool) -> tuple[Message, Tensor | None]:
+    def segment(self, call: Call, m: bool, b: bool) -> tuple[Message, Tensor | None]:
         message = Message.empty(call, self.count)
-        out = message.written_m if with_m else None, message.b
+        out = message.written_m if m else None, message.b if b else None
         return message, call.segment(None, keep=True, out=out)[2]
 
     def start(self, initial_state: Tensor | None) -> Tensor | None:
@@ -77,11 +77,11 @@ class PackedLane:
         self.count, self.cu_seqlens = 1, shard.cu_seqlens
         self._shard, self._rank, self._leaving = shard, rank, shard.leaving[rank]
 
-    def segment(self, call: Call, with_m: bool) -> tuple[Message, Tensor | None]:
+    def segment(self, call: Call, m: bool, b: bool) -> tuple[Message, Tensor | None]:
         message = Message.empty(call, 1)
-        m, b = call.segment(self._shard.leaving_cu_seqlens)
-        message.written_m.copy_(m[1:])
-        message.b.copy_(b[1:])
+        written_m, written_b = call.segment(self._shard.leaving_cu_seqlens)
+        message.written_m.copy_(written_m[1:])
+        message.b.copy_(written_b[1:])
         return message, None
 
     def start(self, initial_state: Tensor | None) -> Tensor | None:

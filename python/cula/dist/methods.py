@@ -47,12 +47,12 @@ def scan(
         transport.gather_earlier(message.whole, message.b_count)
         return o, final if keep else None
     if lanes.keeps or not last:
-        # Nobody reads the M of a first rank but its own state, if it has one.
-        start = lanes.start(initial_state)
-        message, kept = lanes.segment(call, with_m=rank > 0 or start is not None)
+        # What the last rank says nobody reads; of what the first one says, M nobody but its own state, if it has one.
+        start = None if last else lanes.start(initial_state)
+        message, kept = lanes.segment(call, m=not last and (rank > 0 or start is not None), b=not last)
         if start is not None:
             message.start_from(start)
-    else:  # what the last rank says nobody reads
+    else:
         message = Message.empty(call, lanes.count)
     state = exchange(transport, message, lanes.joins())
     return prefill(call, lanes, initial_state if state is None else lanes.enter(initial_state, state), keep, kept)

@@ -25,6 +25,9 @@ inline States float_states(float* data, std::int64_t slots, std::int64_t heads, 
     return {data, Dtype::kFloat32, slots, heads * rows * columns, rows * columns, columns, 1};
 }
 
+// A segment: for its maps or for what it keeps.
+inline bool is_segment(const Call& call) { return call.args.segment_b.data || call.keeps; }
+
 template <class Carry>
 struct PrefillPlan {
     using T = typename Carry::Type;
@@ -49,7 +52,7 @@ struct PrefillPlan {
         const DeviceArgs& a = call.args;
         const std::int64_t per_sequence = ceil_div(a.tokens, kTokens<kKey>);
         chunks = a.cu_seqlens ? a.tokens / kTokens<kKey> + a.sequences : per_sequence * a.sequences;
-        const bool of_call = a.segment_b.data;
+        const bool of_call = is_segment(call);
         const bool images_wanted = a.algorithm.update == Update::kDelta || !Carry::kPreparesAdditive;
         const std::size_t image_bytes = images_wanted ? sizeof(Image<T, kKey, kPerChannel>) : 0;
         kept =
@@ -111,7 +114,7 @@ void launch_slabs(const Call& call) {
     constexpr int kKey = Carry::kKey;
     const DeviceArgs& a = call.args;
     const PrefillPlan<Carry> plan(call);
-    const bool found = plan.found, of_call = a.segment_b.data;
+    const bool found = plan.found;
     if (found && call.kept_bytes != plan.bytes)
         throw Error("prefill: kept must be what a segment of the same inputs has kept, " + std::to_string(plan.bytes) +
                     " bytes, got " + std::to_string(call.kept_bytes));
@@ -167,15 +170,13 @@ void launch_slabs(const Call& call) {
                    call.stream, a, schedule_of, p, kDelta);
         };
         const int value_tiles = ceil_div(a.value_dim, kComposeRows);
-        if (of_call) {
+        if (is_segment(call)) {
             // One segment a sequence and slab: the call's own maps, which a later slab continues.
             if (!plan.maps) p.map_m = a.segment_m, p.map_b = a.segment_b, p.wants_m = a.segment_m.data;
-            p.last_map = true;
-            Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
-            if (plan.maps)
-                launch_compose(compose<kKey, true>, value_tiles + (!a.segment_m.data ? 0
-                                                                   : kDelta          ? ceil_div(a.key_dim, kComposeRows)
-                                                                                     : 1));
+            p.last_map = a.segment_b.data;
+            if (plan.maps || p.last_map) Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
+            const int map_tiles = !a.segment_m.data ? 0 : kDelta ? ceil_div(a.key_dim, kComposeRows) : 1;
+            if (plan.maps && p.last_map) launch_compose(compose<kKey, true>, value_tiles + map_tiles);
             continue;
         }
         p.slab_start = float_states(plan.unfinished[slab % 2], 1, heads, a.value_dim, a.key_dim);
