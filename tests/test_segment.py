@@ -100,30 +100,59 @@ def test_maps_go_where_they_are_asked_to(algorithm, keep, state_v_first):
             assert_same_bits(name, found, wanted)
 
 
+# (lengths, other fields): of one piece and of several; packed; token by token; sizes that no tile has.
+PARTS = {
+    "short": ((70, 70), {}),
+    "long": ((2100,), {}),
+    "packed": ((1100, 0, 1300), {"packed": True}),
+    "heads": ((130,) * 5, {"heads": 16, "value_heads": 16}),
+    "float32": ((70,), {"dtype": torch.float32}),
+    "odd": ((2100,), {"key_dim": 60, "value_dim": 100}),
+    "wide": ((300,), {"key_dim": 256, "value_dim": 64}),
+}
+
+
+def part(algorithm: str, name: str) -> Inputs:
+    lengths, fields = PARTS[name]
+    return stateless(make(Case(algorithm, lengths, **{**LONG, **fields})))
+
+
+def spoil(kept: torch.Tensor) -> None:
+    """So that memory which the next call gets does not hold what it should make."""
+    kept.fill_(0x7F7F7F7F)
+
+
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("tokens", [70, 2100])
-def test_without_m_b_is_the_same(algorithm, tokens, keep):
-    inputs = stateless(make(Case(algorithm, (tokens,), **LONG)))
+@pytest.mark.parametrize("name", PARTS)
+def test_without_m_b_is_the_same(algorithm, name, keep):
+    inputs = part(algorithm, name)
     named = {"scale": inputs.case.scale, "keep": keep}
     _, b, *kept = level1.segment(inputs, **named)
-    m, alone, *kept_alone = level1.segment(inputs, **named, out=(None, torch.full_like(b, float("nan"))))
+    before = level1.prefill(inputs, kept=kept[0]) if keep else ()
+    for each in kept:
+        spoil(each)
+    del kept
+    m, alone, *kept = level1.segment(inputs, **named, out=(None, torch.full_like(b, float("nan"))))
     assert m is None
     assert_same_bits("b", alone, b)
-    if keep and kept[0].numel():
-        one, two = (level1.prefill(inputs, kept=each) for each in (kept[0], kept_alone[0]))
-        assert_same_bits("o", one[0], two[0])
+    if keep:
+        for of, one, two in zip(("o", "final_state"), before, level1.prefill(inputs, kept=kept[0]), strict=True):
+            assert_same_bits(of, one, two)
 
 
-@pytest.mark.parametrize("tokens", [70, 2100])
-def test_without_m_and_b_the_kept_is_the_same(algorithm, tokens):
-    inputs = stateless(make(Case(algorithm, (tokens,), **LONG)))
+@pytest.mark.parametrize("name", PARTS)
+def test_without_m_and_b_what_is_kept_is_the_same(algorithm, name):
+    inputs = part(algorithm, name)
     named = {"scale": inputs.case.scale, "keep": True}
-    (*_, kept), (*nothing, alone) = level1.segment(inputs, **named), level1.segment(inputs, **named, out=(None, None))
+    *_, kept = level1.segment(inputs, **named)
+    size, before = kept.shape, level1.prefill(inputs, kept=kept)
+    spoil(kept)
+    del kept
+    *nothing, kept = level1.segment(inputs, **named, out=(None, None))
     assert nothing == [None, None]
-    assert alone.shape == kept.shape
-    if kept.numel():
-        one, two = (level1.prefill(inputs, kept=each) for each in (kept, alone))
-        assert_same_bits("o", one[0], two[0])
+    assert kept.shape == size
+    for of, one, two in zip(("o", "final_state"), before, level1.prefill(inputs, kept=kept), strict=True):
+        assert_same_bits(of, one, two)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +161,8 @@ def test_without_m_and_b_the_kept_is_the_same(algorithm, tokens):
         (lambda m, b: (m[:, :, :3], b), r"m must have shape"),
         (lambda m, b: (m, b.half()), "b must have dtype float32"),
         (lambda m, b: (m, b.mT[..., :5]), "b must have shape"),
-        (lambda m, b: (m, None), "b must be given as the output"),
-        (lambda m, b: (None, None), "b must be given as the output"),
+        (lambda m, _: (m, None), "b must be given as the output"),
+        (lambda *_: (None, None), "b must be given as the output"),
     ],
 )
 def test_room_that_does_not_fit_is_refused(change, message):

@@ -186,6 +186,9 @@ CALLS = {
     "dense": lambda q, k, v, g, beta, _: cula.cula_kda(q, k, v, g, beta, output_final_state=True),
     "pool": lambda q, k, v, g, beta, pool: cula.cula_kda(q, k, v, g, beta, state_pool=pool),
     "out": lambda q, k, v, g, beta, _: cula.cula_kda(q, k, v, g, beta, out=torch.empty_like(v)),
+    "kept": lambda q, k, v, g, beta, _: cula.cula_segment(
+        q, k, v, mode="kda", g=g, beta=beta, keep=True, out=(None, None)
+    )[2],
     "verify": lambda q, k, v, g, beta, pool: cula.cula_verify(q, k, v, pool, g=g, beta=beta),
 }
 

@@ -461,6 +461,7 @@ private:
                              {"snapshot_indices", &args_.snapshot_indices},
                              {"parents", &args_.parents}});
         only(Pass::kSegment, {{"m", &args_.segment_m}, {"b", &args_.segment_b}});
+        CULA_REQUIRE(!args_.keep || pass_ == Pass::kSegment, "keep", "be false: it belongs to segment", "true");
     }
 
     Pass pass_;

@@ -75,7 +75,7 @@ struct DeviceArgs {
     States chunk_states;  // slot: chunk
     std::int64_t chunk_states_batch = 0;
 
-    States segment_m, segment_b;  // m: or none; slot: sequence; of m, v is the channel read, k the one written
+    States segment_m, segment_b;  // or none; slot: sequence; of m, v is the channel read, k the one written
 
     Indices state_indices, num_accepted, snapshot_indices, parents;
     States snapshots;

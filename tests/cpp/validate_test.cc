@@ -187,6 +187,8 @@ const Wrong kWrongs[] = {
     {"ParentsInPrefill", Pass::kPrefill, kKda, [](Call& c) { c.args.parents = c.ints({0}); },
      "prefill: parents must be left out: it belongs to verify, got a tensor"},
 
+    {"KeepInPrefill", Pass::kPrefill, kKda, [](Call& c) { c.args.keep = true; },
+     "prefill: keep must be false: it belongs to segment, got true"},
     {"SegmentWithoutB", Pass::kSegment, kKda, [](Call& c) { c.args.segment_b = {}, c.args.keep = true; },
      "segment: b must be given as the output, got none"},
     {"SegmentForNothing", Pass::kSegment, kKda, [](Call& c) { c.args.segment_m = c.args.segment_b = {}; },

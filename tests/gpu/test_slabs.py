@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import level1
 import passes
 from cases import Case, Inputs, make
 from compare import assert_same_bits, errors
@@ -54,3 +55,14 @@ def test_segments_of_several_slabs(backend, algorithm):
     two = passes.prefill(inputs, backend=backend, batch_invariant=True)
     for name in ("o", "final_state"):  # within one rounding of the operands, which is 2^-9
         assert errors(getattr(one, name), getattr(two, name).double()).rms < 2e-3, name
+
+
+@pytest.mark.parametrize("algorithm", ["kda", "gdn", "gla", "lightning"])
+def test_maps_of_several_slabs_without_m(backend, algorithm):
+    """A later slab goes on from the call's own B, and from its M if there is one."""
+    heads = 4 * PART * (1 if algorithm in ("kda", "gla") else 4)
+    inputs = make(Case(algorithm, (16384,), heads=heads, value_heads=heads, **WIDE), draw_on="cuda")
+    inputs = inputs.but(initial_state=None)
+    _, b = level1.segment(inputs, backend=backend)
+    _, alone = level1.segment(inputs, backend=backend, out=(None, torch.full_like(b, float("nan"))))
+    assert_same_bits("b", alone, b)

@@ -27,8 +27,8 @@ class Lanes(Protocol):
         """Whether `segment` prepares for the prefill, so that the first and the last rank should call it too."""
 
     def segment(self, call: Call, m: bool, b: bool) -> tuple[Message, Tensor | None]:
-        """The maps of the rank's tokens of each lane, of which `m` and `b` say what is wanted, and what a prefill of
-        all the rank's tokens takes as `kept`."""
+        """The maps of the rank's tokens of each lane, and what a prefill of all the rank's tokens takes as `kept`. What
+        is not wanted of `m` and `b` may be anything."""
 
     def start(self, initial_state: Tensor | None) -> Tensor | None:
         """The states of lanes whose sequence begins on this rank, zero for the others; None for none."""

@@ -2,8 +2,9 @@
 """The two ways of passing states on, from any rank's point of view.
 
 A run of tokens maps the state, S -> M S + B, and maps compose (ALGORITHM.md). `scan`: every rank makes the map of its
-tokens and sends it to the later ones, each composes those before it into the state that its tokens start from, and runs
-from there. `ring`: each rank runs when the state from the rank before has come, and sends its own on.
+tokens, as far as later ranks want it, and sends it to them; each composes those before it into the state that its
+tokens start from, and runs from there. `ring`: each rank runs when the state from the rank before has come, and sends
+its own on.
 
 Products of maps are the library's own kernel, in float32 on a GPU and float64 on a CPU: no setting of the process
 (TF32, bf16) lowers their precision.
@@ -48,7 +49,7 @@ def scan(
         return o, final if keep else None
     if lanes.keeps or not last:
         # What the last rank says nobody reads; of what the first one says, M nobody but its own state, if it has one.
-        start = None if last else lanes.start(initial_state)
+        start = lanes.start(initial_state)
         message, kept = lanes.segment(call, m=not last and (rank > 0 or start is not None), b=not last)
         if start is not None:
             message.start_from(start)

@@ -64,6 +64,7 @@ Call make_call(const Args& args, const Context& context) {
     call.multiprocessors = context.device.multiprocessors;
     call.shared_bytes_limit = context.device.shared_bytes;
     call.follows = context.device.compute_capability >= 90;
+    call.segment = args.segment_b || args.keep;
     call.keeps = args.keep;
     call.kept = args.kept.data;
     if (call.kept) call.kept_bytes = static_cast<std::size_t>(args.kept.size[0]) * sizeof(std::int32_t);
@@ -142,7 +143,7 @@ void step(const Args& args, const Context& context) {
                                                 : args.snapshots;
     with_dtype(state ? state.dtype : Dtype::kFloat32, [&]<class State>(Type<State>) {
         with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
-            if (call.args.segment_b.data || !launch_step_packed<State, kKey>(call)) launch_step_any<kKey>(call);
+            if (call.segment || !launch_step_packed<State, kKey>(call)) launch_step_any<kKey>(call);
         });
     });
 }

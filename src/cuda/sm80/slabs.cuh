@@ -4,8 +4,9 @@
 // Carry names the kernel that walks the chunks: its types, how many warps its CTAs come in, whether it prepares
 // additive algorithms itself, and launch<delta, maps>().
 //
-// A segment call that keeps (Args::keep) is the first half of a prefill, up to the maps, and one kernel that makes one
-// map of a sequence's: total. The prefill that finds its workspace is the second half, from compose on.
+// A segment call that keeps (Args::keep) is the first half of a prefill, up to the maps, and, where it is asked for
+// them, one kernel that makes one map of a sequence's: total. The prefill that finds its workspace is the second half,
+// from compose on.
 #pragma once
 
 #include "core/carve.h"
@@ -24,9 +25,6 @@ inline States float_states(float* data, std::int64_t slots, std::int64_t heads, 
                            std::int64_t columns) {
     return {data, Dtype::kFloat32, slots, heads * rows * columns, rows * columns, columns, 1};
 }
-
-// A segment: for its maps or for what it keeps.
-inline bool is_segment(const Call& call) { return call.args.segment_b.data || call.keeps; }
 
 template <class Carry>
 struct PrefillPlan {
@@ -52,15 +50,14 @@ struct PrefillPlan {
         const DeviceArgs& a = call.args;
         const std::int64_t per_sequence = ceil_div(a.tokens, kTokens<kKey>);
         chunks = a.cu_seqlens ? a.tokens / kTokens<kKey> + a.sequences : per_sequence * a.sequences;
-        const bool of_call = is_segment(call);
         const bool images_wanted = a.algorithm.update == Update::kDelta || !Carry::kPreparesAdditive;
         const std::size_t image_bytes = images_wanted ? sizeof(Image<T, kKey, kPerChannel>) : 0;
         kept =
             (call.keeps || call.kept) && static_cast<std::size_t>(chunks) * a.value_heads * image_bytes <= kKeptBytes;
-        policy = prefill_policy(
-            {a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads, a.value_dim,
-             !a.batch_invariant && (kept || !of_call), kept, Carry::cut_costs(a.algorithm.update == Update::kDelta)},
-            image_bytes, call.multiprocessors, Carry::kWarpStep);
+        policy = prefill_policy({a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads, a.value_dim,
+                                 !a.batch_invariant && (kept || !call.segment), kept,
+                                 Carry::cut_costs(a.algorithm.update == Update::kDelta)},
+                                image_bytes, call.multiprocessors, Carry::kWarpStep);
         maps = policy.segment_chunks < std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
         if (a.cu_seqlens) {
             max_segments = a.sequences + ceil_div(policy.slab_chunks, policy.segment_chunks);
@@ -84,7 +81,7 @@ struct PrefillPlan {
         if (a.cu_seqlens && found) take_schedule(own);
         if (images_wanted) {
             exact_writes = carver.take<std::int32_t>(policy.slab_chunks * heads);
-            if (kFades<kKey, kPerChannel> && a.algorithm.update == Update::kDelta && (maps || of_call || kept))
+            if (kFades<kKey, kPerChannel> && a.algorithm.update == Update::kDelta && (maps || call.segment || kept))
                 fading = carver.take<float>(policy.slab_chunks * heads);
             images = carver.take<Image<T, kKey, kPerChannel>>(policy.slab_chunks * heads);
         }
@@ -170,7 +167,7 @@ void launch_slabs(const Call& call) {
                    call.stream, a, schedule_of, p, kDelta);
         };
         const int value_tiles = ceil_div(a.value_dim, kComposeRows);
-        if (is_segment(call)) {
+        if (call.segment) {
             // One segment a sequence and slab: the call's own maps, which a later slab continues.
             if (!plan.maps) p.map_m = a.segment_m, p.map_b = a.segment_b, p.wants_m = a.segment_m.data;
             p.last_map = a.segment_b.data;

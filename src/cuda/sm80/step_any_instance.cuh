@@ -7,7 +7,7 @@ namespace cula::cuda::sm80 {
 
 template <int kKey>
 void launch_step_any(const Call& call) {
-    if (call.args.segment_b.data)
+    if (call.segment)
         launch_rows(call, step<kKey, false, true>, call.args.segment_m.data ? call.args.key_dim : 0);
     else if (call.args.parents.data)
         launch_rows(call, step<kKey, true>);
