@@ -180,15 +180,17 @@ def test_compile_of_varlen_verify_and_segment():
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+def kept_alone(q, k, v, g, beta):
+    return cula.cula_segment(q, k, v, mode="kda", g=g, beta=beta, keep=True, out=(None, None))[2]
+
+
 # (how the outputs come about, a call that makes them so)
 CALLS = {
     "o": lambda q, k, v, g, beta, _: cula.cula_kda(q, k, v, g, beta)[0],
     "dense": lambda q, k, v, g, beta, _: cula.cula_kda(q, k, v, g, beta, output_final_state=True),
     "pool": lambda q, k, v, g, beta, pool: cula.cula_kda(q, k, v, g, beta, state_pool=pool),
     "out": lambda q, k, v, g, beta, _: cula.cula_kda(q, k, v, g, beta, out=torch.empty_like(v)),
-    "kept": lambda q, k, v, g, beta, _: cula.cula_segment(
-        q, k, v, mode="kda", g=g, beta=beta, keep=True, out=(None, None)
-    )[2],
+    "kept": lambda q, k, v, g, beta, _: cula.cula_kda(q, k, v, g, beta, kept=kept_alone(q, k, v, g, beta))[0],
     "verify": lambda q, k, v, g, beta, pool: cula.cula_verify(q, k, v, pool, g=g, beta=beta),
 }
 
