@@ -396,10 +396,10 @@ def test_a_rank_that_raises_does_not_leave_the_others_waiting(method, tmp_path, 
         answers = ranks.answers("arguments", SMALL, "cp", bad, "then leave")
         assert time.monotonic() - begin < 60
         assert (answers[1].kind, "initial_state must have shape" in answers[1].message) == ("ValueError", True)
-        # In a ring the first rank has nothing to wait for but the message to be taken.
+        # The first rank has nothing to wait for but its messages to be taken, which NCCL does ahead of the receiver.
         failed = [answer for answer in (answers[0], answers[2]) if isinstance(answer, RankError)]
         assert answers[2] in failed
-        assert len(failed) == 2 or method == "ring"
+        assert len(failed) == 2 or method == "ring" or kind == "cuda"
         assert all(answer.kind in ("RuntimeError", "DistBackendError", "exit") for answer in failed)
     finally:
         ranks.close()
