@@ -109,9 +109,11 @@ class Ranks:
         device = None
         if self.device == "cuda":
             wait = self._wait_seconds(call)
-            own = [self._device_ms(call, wait) for _ in range(samples)]
-            if self.all_of(None not in own):
-                device = median(self.slowest(own))
+            while device is None and wait <= MAX_WAIT:
+                own = [self._device_ms(call, wait) for _ in range(samples)]
+                if self.all_of(None not in own):
+                    device = median(self.slowest(own))
+                wait *= 4
         seen = []
         for _ in range(samples):
             self.together()
@@ -131,7 +133,7 @@ class Ranks:
         return min(MAX_WAIT, max(MIN_WAIT, 3 * self.slowest([host])[0]))
 
     def _device_ms(self, call: Call, wait: float) -> float | None:
-        """None of a call that itself waits for the device."""
+        """None of a call that was launched too late, or itself waits for the device."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.together()
         torch.cuda._sleep(int(wait * gpu.MAX_CLOCK_HZ))

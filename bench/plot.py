@@ -211,9 +211,11 @@ SPEEDUPS = {
 
 
 def speedups_of(result: dict) -> dict[str, Series]:
-    """Case: implementation: (ranks, how much faster than one rank)."""
+    """Case: implementation: (ranks, how much faster than one rank). On GPUs by device time alone."""
     times: dict[str, dict[tuple[str, int], float]] = defaultdict(dict)
     for row in result["cases"]:
+        if result["driver"] is not None and row["gpu_ms"] is None:
+            continue
         case = row["case"].rpartition("-x")[0]
         times[f"{OPS[row['op']]} {case}"][row["impl"], row["gpus"]] = time_of(row)
     found: dict[str, Series] = {}

@@ -262,10 +262,13 @@ def test_two_ranks_from_end_to_end(monkeypatch, tmp_path, capsys):
 
 def test_speed_ups_are_beside_the_same_library_on_one_rank():
     rows = [("cula", 1, 8.0), ("cula:ring", 2, 10.0), ("cula:ring", 4, 4.0), ("fla", 1, 30.0), ("fla", 4, 15.0)]
+    # Of a call on GPUs that was launched too late nothing but the time of a call is known.
+    late = {"op": "kda", "case": "T8-H1-x2", "impl": "fla", "gpus": 2, "gpu_ms": None, "call_ms": 1.0}
     cases = [{"op": "kda", "case": f"T8-H1-x{n}", "impl": i, "gpus": n, "gpu_ms": ms} for i, n, ms in rows]
-    assert plot.speedups_of({"cases": cases}) == {
-        "KDA T8-H1": {"cula:ring": [(1, 1.0), (2, 0.8), (4, 2.0)], "fla": [(1, 1.0), (4, 2.0)]}
-    }
+    expected = {"cula:ring": [(1, 1.0), (2, 0.8), (4, 2.0)], "fla": [(1, 1.0), (4, 2.0)]}
+    assert plot.speedups_of({"driver": "1", "cases": [*cases, late]}) == {"KDA T8-H1": expected}
+    expected["fla"].insert(1, (2, 30.0))
+    assert plot.speedups_of({"driver": None, "cases": [*cases, late]}) == {"KDA T8-H1": expected}
 
 
 def test_no_results_of_several_ranks(monkeypatch, tmp_path):

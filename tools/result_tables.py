@@ -345,9 +345,11 @@ def _errors_beside_fla(cases: Times) -> list[str]:
 
 
 def _rank_times(result: dict) -> dict[tuple[str, str, int], dict[str, dict]]:
-    """(op, case, ranks): impl: row."""
+    """(op, case, ranks): impl: row. On GPUs, of those whose device time could be taken."""
     found: dict[tuple[str, str, int], dict[str, dict]] = {}
     for row in result["cases"]:
+        if result["driver"] is not None and row["gpu_ms"] is None:
+            continue
         case = row["case"].rpartition("-x")[0]
         found.setdefault((row["op"], case, row["gpus"]), {})[row["impl"]] = row
     return found
