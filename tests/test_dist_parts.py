@@ -235,8 +235,12 @@ def test_estimates_are_sums_of_their_parts():
 
 
 RESULTS = json.loads((Path(__file__).parent.parent / "bench/results/nvidia-h200/dist.json").read_text())
-MEASURED = [row for row in RESULTS["cases"] if row["op"] == "kda" and row["impl"] in ("cula:scan", "cula:ring")]
-assert MEASURED
+MEASURED = [
+    row
+    for row in RESULTS["cases"]
+    if row["op"] == "kda" and row["impl"] in ("cula:scan", "cula:ring") and row["gpu_ms"] is not None
+]
+assert {(row["impl"], row["gpus"]) for row in MEASURED} == {(f"cula:{x}", n) for x in ("scan", "ring") for n in (2, 4)}
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['case']}-{row['impl']}")
