@@ -4,9 +4,15 @@
 namespace cula::cuda {
 namespace {
 
+bool at_multiple_of_16(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; }
+
 TokenRows token_rows(const TensorRef& ref) {
     if (!ref) return {};
-    return {ref.data, ref.dtype, ref.stride[0], ref.stride[1], ref.stride[2], ref.ndim > 3 ? ref.stride[3] : 1};
+    TokenRows rows{ref.data, ref.dtype, ref.stride[0], ref.stride[1], ref.stride[2], ref.ndim > 3 ? ref.stride[3] : 1};
+    const std::int64_t piece = ref.dtype == Dtype::kFloat64 ? 2 : ref.dtype == Dtype::kFloat32 ? 4 : 8;
+    rows.pieces = ref.ndim > 3 && rows.last == 1 && (rows.batch | rows.token | rows.head | ref.size[3]) % piece == 0 &&
+                  at_multiple_of_16(ref.data) && rows.token < (1 << 28);
+    return rows;
 }
 
 Indices indices(const TensorRef& ref) {
@@ -17,7 +23,10 @@ Indices indices(const TensorRef& ref) {
 
 HeadParameter head_parameter(const TensorRef& ref) {
     if (!ref) return {};
-    return {static_cast<const float*>(ref.data), ref.stride[0], ref.ndim > 1 ? ref.stride[1] : 0};
+    HeadParameter parameter{static_cast<const float*>(ref.data), ref.stride[0], ref.ndim > 1 ? ref.stride[1] : 0};
+    parameter.pieces = ref.ndim > 1 && parameter.channel == 1 && (parameter.head | ref.size[1]) % 4 == 0 &&
+                       at_multiple_of_16(ref.data);
+    return parameter;
 }
 
 }  // namespace
@@ -41,6 +50,8 @@ DeviceArgs device_args(const Args& args) {
     a.heads = static_cast<std::int32_t>(args.q.size[2]);
     a.value_heads = static_cast<std::int32_t>(args.v.size[2]);
     a.group = a.value_heads / a.heads;
+    a.by_value_heads = Divisor(static_cast<std::uint32_t>(a.value_heads));
+    a.by_group = Divisor(static_cast<std::uint32_t>(a.group));
     a.key_dim = static_cast<std::int32_t>(args.q.size[3]);
     a.value_dim = static_cast<std::int32_t>(args.v.size[3]);
     a.chunk_tokens = args.chunk_tokens;

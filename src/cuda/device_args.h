@@ -7,13 +7,9 @@
 
 #include <cstdint>
 
+#include "cuda/host_device.h"
+#include "cuda/tile/divisor.h"
 #include "cula/problem.h"
-
-#if defined(__CUDACC__)
-#define CULA_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define CULA_HOST_DEVICE inline
-#endif
 
 namespace cula::cuda {
 
@@ -22,6 +18,7 @@ struct TokenRows {
     void* data = nullptr;
     Dtype dtype = Dtype::kFloat32;
     std::int64_t batch = 0, token = 0, head = 0, last = 1;
+    bool pieces = false;  // whether rows can be read in pieces of 16 bytes, at distances of 32 bits
 
     CULA_HOST_DEVICE std::int64_t offset(std::int64_t b, std::int64_t t, std::int64_t h) const {
         return b * batch + t * token + h * head;
@@ -49,6 +46,7 @@ struct Indices {
 struct HeadParameter {
     const float* data = nullptr;
     std::int64_t head = 0, channel = 0;
+    bool pieces = false;  // whether four neighbouring channels can be read at once
 };
 
 struct DeviceArgs {
@@ -59,6 +57,7 @@ struct DeviceArgs {
     std::int32_t null_index = -1;
     std::int32_t heads = 1, value_heads = 1, group = 1, key_dim = 0, value_dim = 0, chunk_tokens = kChunkTokens;
     std::int32_t sequences = 1;
+    Divisor by_value_heads, by_group;
     float scale = 1.0f, lower_bound = 0.0f;
     std::int64_t tokens = 0;  // T
 

@@ -38,14 +38,6 @@ __device__ __forceinline__ int role_of_warp() {
 
 using Words = std::uint32_t[4];  // eight channels of a token
 
-// Rows whose pieces of 16 bytes can be read as they are, at 32-bit distances.
-template <class T>
-__device__ __forceinline__ bool in_pieces(const TokenRows& rows, int key_dim) {
-    constexpr int kPiece = 16 / sizeof(T);
-    return (rows.batch | rows.token | rows.head | key_dim) % kPiece == 0 &&
-           reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0 && rows.token < (1 << 28);  // bytes fit 32 bits
-}
-
 template <int kGroups>
 struct BlockRows {
     Words word[2][kGroups];  // [token half][group]
@@ -59,16 +51,16 @@ struct BlockRows {
                                           int count, int first_channel, int key_dim) {
         const int lane = static_cast<int>(threadIdx.x) % 32, channel = first_channel + lane % 4 * 8;
         const T* first = static_cast<const T*>(rows.data) + rows.offset(batch, first_token, head) + channel;
-        const bool pieces = in_pieces<T>(rows, key_dim);
         const int pitch = static_cast<int>(rows.token) * 2;
-        const T* from[2] = {advanced(first, lane / 4 < count ? lane / 4 : 0, pitch),
-                            advanced(first, lane / 4 + 8 < count ? lane / 4 + 8 : 0, pitch)};
+        const int last = count > 0 ? count - 1 : 0;
+        const T* from[2] = {advanced(first, min(lane / 4, last), pitch),
+                            advanced(first, min(lane / 4 + 8, last), pitch)};
 #pragma unroll
         for (int g = 0; g < kGroups; ++g)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                load_if(word[half][g], from[half] + 32 * g, pieces && channel + 32 * g < key_dim);
-        if (pieces) return;
+                load_if(word[half][g], from[half] + 32 * g, rows.pieces && channel + 32 * g < key_dim);
+        if (rows.pieces) return;
 #pragma unroll 1
         for (int unit = 0; unit < 2 * kGroups; ++unit) {
             const int token = lane / 4 + unit % 2 * 8, c = unit / 2 * 32;
@@ -126,12 +118,15 @@ template <int kKey, int kBytes>
 __device__ __forceinline__ void prefetch_rows(const DeviceArgs& a, const TokenRows& rows, std::int64_t batch,
                                               std::int64_t token, int head) {
     constexpr int kLines = kKey * kBytes / 128;  // of a row
+    if (!rows.pieces) return;
+    const char* const first = static_cast<const char*>(rows.data) + rows.offset(batch, token, head) * kBytes;
+    const std::int64_t left = a.tokens - token;
+    const int count = left < kTokens<kKey> ? static_cast<int>(left) : kTokens<kKey>;
 #pragma unroll
     for (int i = 0; i < kTokens<kKey> * kLines; i += kPrepareThreads) {
-        const int line = i + static_cast<int>(threadIdx.x);
-        const std::int64_t t = token + line / kLines;
-        if (t < a.tokens && line < kTokens<kKey> * kLines && line % kLines * 128 < a.key_dim * kBytes)
-            prefetch(static_cast<const char*>(rows.data) + rows.offset(batch, t, head) * kBytes + line % kLines * 128);
+        const int line = i + static_cast<int>(threadIdx.x), at = line % kLines * 128;
+        if (line / kLines < count && at < a.key_dim * kBytes)
+            prefetch(advanced(first + at, line / kLines, static_cast<int>(rows.token) * kBytes));
     }
 }
 

@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         const int left = walk.count(chunk);
         const std::int64_t t0 = walk.token(chunk);
         if constexpr (!kPerChannel) {
-            const int head = value_head / a.group;
+            const int head = a.by_group.divide(value_head);
             if constexpr (!kMaps)
                 copy_tokens<T, kRows, kKey>(stage.raw.q, stage_at + offsetof(Stage, raw), a.q,
                                             a.q.offset(walk.batch, t0, head), left, a.key_dim, wide_keys, thread,
@@ -462,7 +462,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         exact = exact_next, exact_next = exact_after;
     }
     if constexpr (kMaps && !kDelta)
-        if (blockIdx.x % p.row_blocks == 0 && warp == 0) decay_map.store(walk);
+        if (blockIdx.x % p.row_blocks.value == 0 && warp == 0) decay_map.store(walk);
 }
 
 }  // namespace cula::cuda::sm80

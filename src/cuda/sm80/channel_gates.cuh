@@ -9,9 +9,12 @@
 
 namespace cula::cuda::sm80 {
 
-// One float to shared memory, or zero where not `in`.
-__device__ __forceinline__ void copy_float_if(float* to, const float* from, bool in) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(in ? 4 : 0));
+// One, two or four floats to shared memory, or zero where not `in`.
+template <int kCount>
+__device__ __forceinline__ void copy_floats_if(float* to, const float* from, bool in) {
+    constexpr int kBytes = 4 * kCount;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes),
+                 "r"(in ? kBytes : 0));
 }
 
 // The gates of one block. A lane owns kChannels / 32 neighbouring channels.
@@ -26,9 +29,10 @@ struct BlockGates {
     int first_channel;   // of the part
     int count;           // tokens of the block that exist
     const bool narrow =  // gates of type T wait in raw, all others as floats in sums
-        a.g.dtype == kDtype<T> && in_pieces<T>(a.g, a.key_dim);
+        a.g.dtype == kDtype<T> && a.g.pieces;
     const int lane = static_cast<int>(threadIdx.x) % 32, channel = first_channel + lane * kOwned;
 
+    __device__ __forceinline__ int last() const { return count > 0 ? count - 1 : 0; }
     __device__ __forceinline__ float* place(int token) const {
         if constexpr (kOwned == 4) return sums + token * P::kChannels + (lane ^ (token & 1)) * 4;
         return sums + token * P::kChannels + (lane / 2 ^ (token & 1)) * 4 + lane % 2 * 2;
@@ -46,21 +50,20 @@ struct BlockGates {
             *reinterpret_cast<float2*>(place(token)) = float2{x[0], x[1]};
     }
 
-    // Tokens beyond `count` get the gates of the first; decay_sums() leaves them out.
+    // Tokens beyond `count` get the gates of the last; sum() leaves them out.
     __device__ __forceinline__ void load(std::int64_t row) const {
         if (narrow) {
             copy<T>(row, raw, 0);
-        } else if (a.g.dtype == Dtype::kFloat32 && in_pieces<float>(a.g, a.key_dim)) {
+        } else if (a.g.dtype == Dtype::kFloat32 && a.g.pieces) {
             copy<float>(row, sums, 1);
         } else {
 #pragma unroll 1
             for (int t = 0; t < kBlock; ++t)
 #pragma unroll
                 for (int i = 0; i < kOwned; ++i)
-                    place(t)[i] =
-                        channel + i < a.key_dim
-                            ? load_float(a.g.data, a.g.dtype, row + (t < count ? t : 0) * a.g.token + channel + i)
-                            : 0.0f;
+                    place(t)[i] = channel + i < a.key_dim
+                                      ? load_float(a.g.data, a.g.dtype, row + min(t, last()) * a.g.token + channel + i)
+                                      : 0.0f;
         }
     }
 
@@ -77,7 +80,7 @@ struct BlockGates {
 #pragma unroll
             for (int first = 0; first < kBlock; first += kRows) {
                 const int t = first + lane / kPieces;
-                copy_async(shared_address(place_of_unit(t)), advanced(from, t < count ? t : 0, pitch));
+                copy_async(shared_address(place_of_unit(t)), advanced(from, min(t, last()), pitch));
             }
         } else {
 #pragma unroll 1

@@ -116,11 +116,14 @@ struct Segment {
 struct Schedule {
     const std::int32_t* first_chunk = nullptr;
     const Segment* segments = nullptr;
-    std::int32_t chunk_tokens = 64;
-    std::int32_t segment_chunks = 0;
+    std::int32_t chunk_tokens = 64, segment_chunks = 0;
+    Divisor by_segment;                         // segment_chunks
     std::int32_t slab_begin = 0, slab_end = 0;  // chunks of this launch
     std::int32_t max_segments = 0;
     std::int32_t ahead = 0;  // chunks from those that are prepared to those whose inputs are asked for
+    // Without cu_seqlens: chunks of a sequence, and how many segments one has in this slab.
+    std::int32_t chunks = 0;
+    Divisor by_chunks, by_pieces;
 };
 
 CULA_HOST_DEVICE std::int32_t ceil_div(std::int64_t x, std::int64_t y) {
@@ -133,7 +136,7 @@ CULA_HOST_DEVICE Segment segment_of_piece(const Schedule& s, std::int32_t sequen
     Segment segment;
     segment.sequence = sequence;
     segment.rank = rank;
-    segment.count = end > begin ? ceil_div(end - begin, s.segment_chunks) : 1;
+    segment.count = end > begin ? s.by_segment.divide(end - begin + s.segment_chunks - 1) : 1;
     const std::int32_t at = begin + rank * s.segment_chunks;
     segment.chunk = at - first;
     segment.image = at - s.slab_begin;
@@ -148,12 +151,10 @@ CULA_HOST_DEVICE Segment segment_of_piece(const Schedule& s, std::int32_t sequen
 CULA_HOST_DEVICE Segment segment_of(const DeviceArgs& a, const Schedule& s, std::int32_t i) {
     if (a.sequences == 0) return {};
     if (s.segments) return s.segments[i];
-    const std::int32_t chunks = ceil_div(a.tokens, s.chunk_tokens);
-    const std::int32_t in_slab = chunks < s.slab_end - s.slab_begin ? chunks : s.slab_end - s.slab_begin;
-    const std::int32_t per_piece = in_slab > 0 ? ceil_div(in_slab, s.segment_chunks) : 1;
-    const std::int32_t sequence = (chunks > 0 ? s.slab_begin / chunks : 0) + i / per_piece;
+    const std::int32_t piece = s.by_pieces.divide(i), sequence = s.by_chunks.divide(s.slab_begin) + piece;
     if (sequence >= a.sequences) return {};
-    return segment_of_piece(s, sequence, sequence * chunks, (sequence + 1) * chunks, i % per_piece);
+    return segment_of_piece(s, sequence, sequence * s.chunks, (sequence + 1) * s.chunks,
+                            i - piece * static_cast<std::int32_t>(s.by_pieces.value));
 }
 
 struct ChunkPlace {
@@ -167,9 +168,7 @@ CULA_HOST_DEVICE ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, std
     const std::int32_t chunk = s.slab_begin + image;
     std::int32_t n, index;
     if (!s.first_chunk) {
-        const std::uint32_t per_sequence = static_cast<std::uint32_t>(ceil_div(a.tokens, kRows));
-        n = static_cast<std::int32_t>(static_cast<std::uint32_t>(chunk) / per_sequence);
-        index = chunk - n * static_cast<std::int32_t>(per_sequence);
+        n = s.by_chunks.divide(chunk), index = chunk - n * s.chunks;
         if (n >= a.sequences) return {};
     } else {
         if (chunk >= s.first_chunk[a.sequences]) return {};

@@ -85,8 +85,8 @@ bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
     const bool per_channel = a.algorithm.decay == Decay::kPerChannel;
 
     to.blocks = Divisor(static_cast<std::uint32_t>(blocks));
-    to.value_heads = Divisor(static_cast<std::uint32_t>(a.value_heads));
-    to.group = Divisor(static_cast<std::uint32_t>(a.group));
+    to.value_heads = a.by_value_heads;
+    to.group = a.by_group;
     to.null_index = a.null_index;
     to.value_dim = a.value_dim;
     to.initial_indices = indices(a.initial_indices);

@@ -21,11 +21,12 @@ struct PortableCarry {
                        CarryParams p, const ShapeOf& shape) {
         const DeviceArgs& a = call.args;
         using Stage = CarryStage<T, kKey, kPerChannel>;
-        p.row_blocks = p.value_blocks = plan.policy.row_blocks;
-        if (kMaps && kDelta && p.wants_m) p.row_blocks += ceil_div(a.key_dim, plan.policy.warps * kWarpRows);
+        p.value_blocks = plan.policy.row_blocks;
+        p.row_blocks = divisor(p.value_blocks +
+                               (kMaps && kDelta && p.wants_m ? ceil_div(a.key_dim, plan.policy.warps * kWarpRows) : 0));
         p.stages = 2 * sizeof(Stage) <= call.shared_bytes_limit ? 2 : 1;
         cuda::launch(carry<T, kKey, kDelta, kPerChannel, kMaps>,
-                     shape({static_cast<std::size_t>(p.row_blocks) * a.value_heads * schedule.max_segments,
+                     shape({std::size_t{p.row_blocks.value} * a.value_heads * schedule.max_segments,
                             plan.policy.warps * 32, p.stages * sizeof(Stage)}),
                      call.stream, a, schedule, plan.images, p);
     }

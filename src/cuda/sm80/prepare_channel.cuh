@@ -396,6 +396,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<ChannelSmem<kKey>*>(raw);
 
+    // Not by Divisors: what follows from them would be in uniform registers, and ptxas spills in score.
     const int number = static_cast<int>(blockIdx.x / static_cast<unsigned>(a.value_heads)),
               value_head = static_cast<int>(blockIdx.x) - number * a.value_heads;
     const int head = static_cast<int>(static_cast<unsigned>(value_head) / static_cast<unsigned>(a.group)),
@@ -415,12 +416,16 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     // A_log and bias wait where the lane's sums will stand: they come with the gates, and nothing else is waited for.
     float *const head_sums = s.head[block.block] + gates.channel, *const tail_sums =
                                                                       s.tail[block.block] + gates.channel;
-    copy_float_if(tail_sums, a.A_log.data + value_head * a.A_log.head, a.A_log.data);
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i)
-        copy_float_if(head_sums + i,
-                      a.dt_bias.data + value_head * a.dt_bias.head + (gates.channel + i) * a.dt_bias.channel,
-                      a.dt_bias.data && gates.channel + i < a.key_dim);
+    copy_floats_if<1>(tail_sums, a.A_log.data + value_head * a.A_log.head, a.A_log.data);
+    const float* const bias_of_head = a.dt_bias.data + value_head * a.dt_bias.head;
+    if (a.dt_bias.pieces) {
+        copy_floats_if<kOwned>(head_sums, bias_of_head + gates.channel, gates.channel < a.key_dim);
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < kOwned; ++i)
+            copy_floats_if<1>(head_sums + i, bias_of_head + (gates.channel + i) * a.dt_bias.channel,
+                              a.dt_bias.data && gates.channel + i < a.key_dim);
+    }
     commit_copies();
     TokenNumber beta_asked;
     if (kDelta) beta_asked.ask(a.beta, place.batch, place.begin + thread, value_head, thread < place.count);

@@ -48,11 +48,11 @@ __global__ void __launch_bounds__(kPrepareThreads, kTokenCtas)
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<TokenSmem<kKey>*>(raw);
 
-    const int spans = static_cast<int>(static_cast<unsigned>(a.value_heads) / static_cast<unsigned>(span)),
-              number = static_cast<int>(blockIdx.x / static_cast<unsigned>(spans)),
-              first_head = (static_cast<int>(blockIdx.x) - number * spans) * span;
-    const int head = static_cast<int>(static_cast<unsigned>(first_head) / static_cast<unsigned>(a.group)),
-              thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = role_of_warp();
+    // Spans of heads are of a power of two.
+    const int first_of_all = static_cast<int>(blockIdx.x) * span, number = a.by_value_heads.divide(first_of_all),
+              first_head = first_of_all - number * a.value_heads;
+    const int head = a.by_group.divide(first_head), thread = static_cast<int>(threadIdx.x), lane = thread % 32,
+              warp = role_of_warp();
     const ChunkPlace place = place_of<kRows>(a, schedule, number);
     if (place.count <= 0) return;
 

@@ -105,6 +105,8 @@ struct PrefillPlan {
     std::size_t kept_bytes() const { return kept ? bytes : 0; }
 };
 
+inline Divisor divisor(std::int32_t by) { return Divisor(static_cast<std::uint32_t>(by)); }
+
 template <class Carry, bool kDelta>
 void launch_slabs(const Call& call) {
     using T = typename Carry::Type;
@@ -126,6 +128,9 @@ void launch_slabs(const Call& call) {
     Schedule schedule_of;
     schedule_of.chunk_tokens = kTokens<kKey>;
     schedule_of.segment_chunks = plan.policy.segment_chunks;
+    schedule_of.by_segment = divisor(plan.policy.segment_chunks);
+    schedule_of.chunks = ceil_div(a.tokens, kTokens<kKey>);
+    schedule_of.by_chunks = divisor(schedule_of.chunks);
     schedule_of.max_segments = plan.max_segments;
     schedule_of.ahead = std::max(1, call.multiprocessors / a.value_heads);
     schedule_of.first_chunk = plan.first_chunk;
@@ -143,6 +148,8 @@ void launch_slabs(const Call& call) {
         schedule_of.slab_begin = slab * plan.policy.slab_chunks;
         schedule_of.slab_end = static_cast<std::int32_t>(
             std::min<std::int64_t>(plan.chunks, schedule_of.slab_begin + std::int64_t{plan.policy.slab_chunks}));
+        schedule_of.by_pieces = divisor(ceil_div(
+            std::min(schedule_of.chunks, schedule_of.slab_end - schedule_of.slab_begin), plan.policy.segment_chunks));
         if (a.cu_seqlens)
             launch(a.sequences <= kFewSequences ? schedule<kFewSequences> : schedule<kScheduleThreads>,
                    shape({1, a.sequences <= kFewSequences ? kFewSequences : kScheduleThreads}), call.stream, a,

@@ -15,7 +15,8 @@ inline constexpr int kWarpRows = 16;  // value rows of a warp
 
 // States between segments: [map][HV][rows][K], float; rows of kKey channels where compose reads them.
 struct CarryParams {
-    int stages = 1, row_blocks = 1, value_blocks = 1;
+    int stages = 1, value_blocks = 1;
+    Divisor row_blocks;
     int cluster = 1;                             // CTAs that share images
     const std::int32_t* exact_writes = nullptr;  // [chunks of the slab, HV]
     const float* fading = nullptr;               // the same, where maps need not begin before what they forget
@@ -106,7 +107,7 @@ __device__ __forceinline__ void load_state(float (&state)[kKey / 8][4], const St
 // maps.
 __device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedule& schedule, const CarryParams& p,
                                               int block) {
-    const int i = block / p.row_blocks / a.value_heads;
+    const int i = a.by_value_heads.divide(p.row_blocks.divide(block));
     if (!p.halves || schedule.segments) return i;
     const int sequences = schedule.max_segments / 2;
     return i % sequences * 2 + i / sequences;
@@ -134,8 +135,9 @@ struct Walk {
         : a(args), p(params), first_chunk(schedule.first_chunk) {
         int block = static_cast<int>(blockIdx.x);
         asm volatile("" : "+r"(block));  // a walk that is made again shares no registers with the first
-        const int row_block = block % p.row_blocks;
-        value_head = block / p.row_blocks % a.value_heads;
+        const int column = p.row_blocks.divide(block),
+                  row_block = block - column * static_cast<int>(p.row_blocks.value);
+        value_head = column - a.by_value_heads.divide(column) * a.value_heads;
         number = segment_number(a, schedule, p, block);
         segment = segment_of(a, schedule, number);
         of_m = kMaps && row_block >= p.value_blocks;

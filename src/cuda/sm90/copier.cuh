@@ -122,7 +122,7 @@ struct Fetcher {
         return (walk.of_m ? 0 : groups * S::kBoxBytes) + tiles * kPanels * S::kBoxBytes;
     }
     __device__ __forceinline__ void copy_boxes(int warp, int chunk, std::uint32_t stage_at, std::uint32_t full) const {
-        BoxPlace at{0, walk.value_head / a.group, static_cast<int>(walk.token(chunk)), walk.batch};
+        BoxPlace at{0, a.by_group.divide(walk.value_head), static_cast<int>(walk.token(chunk)), walk.batch};
         const auto copy_panels = [&](int to, const CUtensorMap& map) {
 #pragma unroll 1  // or registers run out
             for (int panel = 0; panel < kPanels; ++panel) {
@@ -146,8 +146,8 @@ struct Fetcher {
     }
 
     __device__ __forceinline__ void copy_key_rows(const TokenRows& rows, int chunk, unsigned char* to) const {
-        const T* from =
-            static_cast<const T*>(rows.data) + rows.offset(walk.batch, walk.token(chunk), walk.value_head / a.group);
+        const T* from = static_cast<const T*>(rows.data) +
+                        rows.offset(walk.batch, walk.token(chunk), a.by_group.divide(walk.value_head));
         copy_rows<T, S::kRows, kKey / 8>(
             to, from, rows.token, walk.count(chunk), a.key_dim, aligned<T>(rows, a.key_dim),
             [](int token, int unit) { return Tile<S::kRows, kKey>::unit(token, unit) * 16; });

@@ -352,7 +352,7 @@ struct Multiplier {
     template <class Map>
     __device__ __forceinline__ void store_decays(const Map& decay_map) const {
         if constexpr (kMaps && !kDelta)
-            if (blockIdx.x % p.row_blocks == 0 && warp == 0) decay_map.store(walk_again());
+            if (blockIdx.x % p.row_blocks.value == 0 && warp == 0) decay_map.store(walk_again());
     }
 };
 

@@ -33,16 +33,17 @@ struct WarpgroupCarry {
         // Maps have the rows of M besides: two warpgroups a CTA where one would take twice the rounds.
         if (map_blocks(1) && columns * (blocks(1, a.value_dim) + map_blocks(1)) > call.multiprocessors)
             groups = kMaxGroups;
-        p.value_blocks = blocks(groups, a.value_dim), p.row_blocks = p.value_blocks + map_blocks(groups);
+        const int row_blocks = blocks(groups, a.value_dim) + map_blocks(groups);
+        p.value_blocks = blocks(groups, a.value_dim), p.row_blocks = divisor(row_blocks);
         const auto shared_bytes = [&] {
             return carry_shared_bytes<T, kKey, kDelta, kPerChannel, kMaps>(groups, p.stages);
         };
         for (p.stages = kMaxStages; shared_bytes() > call.shared_bytes_limit;) --p.stages;
         constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
         // Row blocks of one head read the same images: a cluster fetches them once.
-        p.cluster = kScores ? 1 : p.row_blocks % 4 == 0 ? 4 : p.row_blocks % 2 == 0 ? 2 : 1;
+        p.cluster = kScores ? 1 : row_blocks % 4 == 0 ? 4 : row_blocks % 2 == 0 ? 2 : 1;
         cuda::launch(carry<T, kKey, kDelta, kPerChannel, kMaps>,
-                     shape({.blocks = static_cast<std::size_t>(p.row_blocks * columns),
+                     shape({.blocks = static_cast<std::size_t>(row_blocks * columns),
                             .threads = (groups + kHelperGroups<kScores>)*kGroupThreads,
                             .shared_bytes = shared_bytes(),
                             .most_shared_bytes = call.shared_bytes_limit,

@@ -4,21 +4,25 @@
 
 #include <cstdint>
 
-#include "cuda/device_args.h"
+#include "cuda/host_device.h"
 
 namespace cula::cuda {
 
-// x / value for 0 <= x < 2^31: a multiplication by 2^shift / value, rounded up, with 2^(shift - 31) >= value.
+// x / value for 0 <= x < 2^31, by 1 where there is nothing to divide: a multiplication by 2^shift / value, rounded up,
+// with 2^(shift - 31) >= value.
 struct Divisor {
     std::uint32_t value = 1, factor = 1u << 31, shift = 31;
 
     Divisor() = default;
-    explicit Divisor(std::uint32_t by) : value(by) {
+    explicit Divisor(std::uint32_t by) : value(by > 0 ? by : 1) {
         while ((std::uint64_t{1} << (shift - 31)) < value) ++shift;
         factor = static_cast<std::uint32_t>(((std::uint64_t{1} << shift) + value - 1) / value);
     }
     CULA_HOST_DEVICE std::uint32_t divide(std::uint32_t x) const {
         return static_cast<std::uint32_t>(static_cast<std::uint64_t>(x) * factor >> shift);
+    }
+    CULA_HOST_DEVICE std::int32_t divide(std::int32_t x) const {
+        return static_cast<std::int32_t>(divide(static_cast<std::uint32_t>(x)));
     }
 };
 

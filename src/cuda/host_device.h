@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+// CULA_HOST_DEVICE: functions that kernels and the host share.
+#pragma once
+
+#if defined(__CUDACC__)
+#define CULA_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define CULA_HOST_DEVICE inline
+#endif
