@@ -141,6 +141,13 @@ class Inputs:
         """Exact float64 copies, for the oracle."""
         return self.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
+    def first_heads(self, count: int) -> Inputs:
+        """The same sequences (states not in a pool), and of their heads the first ones."""
+        assert self.case.heads == self.case.value_heads
+        dims = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "decay": 0, "A_log": 0, "dt_bias": 0, "initial_state": 1}
+        cut = {name: x.narrow(dim, 0, count) for name, dim in dims.items() if (x := getattr(self, name)) is not None}
+        return self.but(case=self.case.but(heads=count, value_heads=count), **cut)
+
     def tokens(self, begin: int, end: int) -> Inputs:
         """The same sequences (batch form) cut to some of their tokens."""
         assert self.cu_seqlens is None

@@ -100,6 +100,16 @@ TEST(Policy, HeadsThatShareKeysArePreparedTogetherWhereCtasAreMany) {
     EXPECT_EQ(prepare_span(0, 1, kMultiprocessors), 1);
 }
 
+TEST(Policy, CarriesWaitPerChunkWherePrepareEndsRaggedly) {
+    using sm80::pays_per_chunk;
+    EXPECT_TRUE(pays_per_chunk(1, kMultiprocessors));
+    EXPECT_TRUE(pays_per_chunk(kMultiprocessors / 2, kMultiprocessors));  // half of the device is free anyway
+    EXPECT_FALSE(pays_per_chunk(kMultiprocessors, kMultiprocessors));
+    EXPECT_FALSE(pays_per_chunk(3 * kMultiprocessors, kMultiprocessors));  // they all end together
+    EXPECT_TRUE(pays_per_chunk(3 * kMultiprocessors + 1, kMultiprocessors));
+    EXPECT_FALSE(pays_per_chunk(12 * kMultiprocessors + 1, kMultiprocessors));  // what a CTA pays adds up
+}
+
 TEST(Policy, CutsLongCallsIntoEvenSlabs) {
     const PrefillPolicy policy = prefill_policy(one_sequence(1000, 64), kImage, kMultiprocessors, 4);
     EXPECT_EQ(policy.slab_chunks, 334);  // of at most 404

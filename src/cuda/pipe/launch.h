@@ -4,7 +4,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 #include "cula/status.h"
@@ -26,16 +29,23 @@ struct LaunchShape {
     bool early = false;
 };
 
-// Dynamic shared memory beyond 48 KiB has to be asked for once per kernel and device; asking again costs less than
-// remembering, and always for the same amount, as two threads may launch one kernel. Arguments pass by reference, since
-// a kernel's may be kilobytes: only the runtime copies them.
+// Dynamic shared memory beyond 48 KiB has to be asked for once per kernel and device: always for the same amount, as
+// two threads may launch one kernel. Asking takes a microsecond.
+template <auto kKernel>
+void ask_for_shared(std::size_t bytes) {
+    static std::atomic<std::uint64_t> asked = 0;  // a bit for each of the first devices
+    int device = 0;
+    check(cudaGetDevice(&device), "current device");
+    const std::uint64_t bit = device < 64 ? std::uint64_t{1} << device : 0;
+    if (asked.load(std::memory_order_relaxed) & bit) return;
+    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+          "shared memory");
+    asked.fetch_or(bit, std::memory_order_relaxed);
+}
+
+// Arguments pass by reference, since a kernel's may be kilobytes: only the runtime copies them.
 template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), const LaunchShape& shape, void* stream, const Args&... args) {
-    if (shape.blocks == 0) return;
-    const std::size_t most = shape.most_shared_bytes ? shape.most_shared_bytes : shape.shared_bytes;
-    if (most > 48 * 1024)
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most)),
-              "shared memory");
+void launch_as(void (*kernel)(Params...), const LaunchShape& shape, void* stream, const Args&... args) {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
@@ -56,10 +66,12 @@ void launch(void (*kernel)(Params...), const LaunchShape& shape, void* stream, c
     check(cudaLaunchKernelEx(&config, kernel, static_cast<const Params&>(args)...), "launch");
 }
 
-template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), std::size_t blocks, int threads, std::size_t shared_bytes, void* stream,
-            const Args&... args) {
-    launch(kernel, LaunchShape{.blocks = blocks, .threads = threads, .shared_bytes = shared_bytes}, stream, args...);
+template <auto kKernel, class... Args>
+void launch(const LaunchShape& shape, void* stream, const Args&... args) {
+    if (shape.blocks == 0) return;
+    const std::size_t most = std::max(shape.most_shared_bytes, shape.shared_bytes);
+    if (most > 48 * 1024) ask_for_shared<kKernel>(most);
+    launch_as(kKernel, shape, stream, args...);
 }
 
 // The calling thread's current device, put back at the end.

@@ -42,6 +42,8 @@ __device__ __forceinline__ void wait_barrier(std::uint32_t barrier, int parity) 
 }
 // What ordinary stores and copies wrote to shared memory, before tensor cores and bulk copies read it.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What ordinary stores wrote to global memory, before bulk copies read it.
+__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Whole 16-byte pieces of global memory to the same place in every CTA of the cluster that `ranks` names by a bit; each
 // one's barrier, at the same place too, counts the bytes.

@@ -2,22 +2,40 @@
 // Kernels of one call that follow each other without a gap (LaunchShape::early): sm_90. Before it is nothing.
 #pragma once
 
+#include <cstdint>
+
 namespace cula::cuda {
 
-// Before such a kernel touches global memory: lets the next one be put on multiprocessors as they become free, and
-// waits until all kernels before have ended and what they wrote can be read. Every block waits, at the latest before it
-// ends, so that who waits for this kernel waits for those before it, too.
-__device__ __forceinline__ void follow_kernels() {
+// Until all kernels before have ended and what they wrote can be read. Every block waits, at the latest before it ends,
+// so that who waits for this kernel waits for those before it, too.
+__device__ __forceinline__ void wait_for_kernels() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The same in the other order: when the next kernel starts, those before this one have ended.
-__device__ __forceinline__ void follow_kernels_and_lead() {
+// Lets the next kernel be put on multiprocessors as they become free, once every block has come here or ended.
+__device__ __forceinline__ void lead_kernel() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// Before such a kernel touches global memory.
+__device__ __forceinline__ void follow_kernels() {
+    lead_kernel();
+    wait_for_kernels();
+}
+
+// A number by which a kernel tells one that runs beside it that what this thread wrote, or saw written before a
+// barrier, can be read; and its other end.
+__device__ __forceinline__ void publish(std::int32_t* at, std::int32_t number) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(number) : "memory");
+}
+__device__ __forceinline__ std::int32_t published(const std::int32_t* at) {
+    std::int32_t number;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(number) : "l"(at) : "memory");
+    return number;
 }
 
 }  // namespace cula::cuda

@@ -11,6 +11,7 @@
 
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/overlap.cuh"
 #include "cuda/sm80/chunk.cuh"
 #include "cuda/sm80/solve.cuh"
 #include "cuda/tile/convert.cuh"
@@ -145,6 +146,31 @@ __device__ __forceinline__ void prefetch_chunk(const DeviceArgs& a, const ChunkP
     if (value_head != head * a.group) return;  // the first of those that share a head asks
     prefetch_rows<kKey, 2>(a, a.q, place.batch, first, head);
     prefetch_rows<kKey, 2>(a, a.k, place.batch, first, head);
+}
+
+// Schedule::per_chunk; false where the carry is a portable one, which does not.
+template <int kKey>
+__device__ __forceinline__ bool per_chunk(const Schedule& schedule) {
+    return kKey <= 128 && schedule.per_chunk;
+}
+// Before prepare touches global memory; where the carry waits per chunk, it is let start later.
+template <int kKey>
+__device__ __forceinline__ void follow_kernels_before_carry(const Schedule& schedule) {
+    wait_for_kernels();
+    if (!per_chunk<kKey>(schedule)) lead_kernel();
+}
+// By one thread of a CTA: before the carry starts, which waits per chunk; and when all warps have written an image.
+__device__ __forceinline__ void lead_carry(std::int32_t* exact_writes, int images) {
+    for (int i = 0; i < images; ++i) exact_writes[i] = kUnprepared;
+    __threadfence();
+    lead_kernel();
+}
+template <int kKey>
+__device__ __forceinline__ void hand_over(const Schedule& schedule, std::int32_t* exact_writes, bool exact) {
+    if (per_chunk<kKey>(schedule))
+        publish(exact_writes, exact);
+    else
+        *exact_writes = exact;
 }
 
 // One number of a token, asked for without waiting.

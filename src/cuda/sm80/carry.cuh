@@ -152,7 +152,8 @@ template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     carry(const __grid_constant__ DeviceArgs a, const Schedule schedule, const Image<T, kKey, kPerChannel>* images,
           const __grid_constant__ CarryParams p) {
-    follow_kernels();
+    wait_for_kernels();
+    lead_kernel();
     constexpr int kRows = kTokens<kKey>, kBlocks = kRows / 16;
     using Stage = CarryStage<T, kKey, kPerChannel>;
     using ImageType = Image<T, kKey, kPerChannel>;

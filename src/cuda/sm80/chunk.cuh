@@ -102,6 +102,9 @@ inline constexpr bool kFades = !kPerChannel || kKey <= 128;
 // What a write strength adds to it: |1 - beta|, where that is more than 1; keys are units up to their rounding.
 __device__ __forceinline__ float growth(float beta) { return log2f(fmaxf(fabsf(1.0f - 1.016f * beta), 1.0f)); }
 
+// Instead of whether its writes are split (exact_writes), of a chunk whose image is not there yet.
+inline constexpr std::int32_t kUnprepared = -1;
+
 // Consecutive chunks of one sequence that one CTA of the carry walks.
 struct Segment {
     std::int32_t sequence = -1;
@@ -120,6 +123,10 @@ struct Schedule {
     Divisor by_segment;                         // segment_chunks
     std::int32_t slab_begin = 0, slab_end = 0;  // chunks of this launch
     std::int32_t max_segments = 0;
+    // Where the carry has only the kernel before it to wait for, as that lets it start when those before are done: for
+    // its images; for each by itself, and then it starts when all CTAs of prepare have; or for the states before
+    // segments.
+    bool awaits_images = false, per_chunk = false, awaits_states = false;
     std::int32_t ahead = 0;  // chunks from those that are prepared to those whose inputs are asked for
     // Without cu_seqlens: chunks of a sequence, and how many segments one has in this slab.
     std::int32_t chunks = 0;

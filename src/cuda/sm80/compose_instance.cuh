@@ -10,8 +10,10 @@ namespace cula::cuda::sm80 {
 template <int kKey>
 void launch_compose(const GivenMaps& given, std::int64_t sequences, void* stream) {
     const std::size_t tiles = static_cast<std::size_t>(ceil_div(given.value_dim, kComposeRows));
-    launch(compose_given<kKey>, tiles * static_cast<std::size_t>(given.value_heads * sequences), kComposeThreads<kKey>,
-           sizeof(ComposeSmem<kKey>), stream, given);
+    launch<compose_given<kKey>>({.blocks = tiles * static_cast<std::size_t>(given.value_heads * sequences),
+                                 .threads = kComposeThreads<kKey>,
+                                 .shared_bytes = sizeof(ComposeSmem<kKey>)},
+                                stream, given);
 }
 
 }  // namespace cula::cuda::sm80

@@ -119,4 +119,12 @@ inline int prepare_span(std::size_t images, int group, int multiprocessors) {
     return span;
 }
 
+// Whether a carry that only waits for images should start when the last of `blocks` CTAs of prepare has started, and
+// wait for each chunk by itself: a microsecond more a CTA, but a chain that begins up to 11 us earlier where CTAs end
+// one after another. Three CTAs share a multiprocessor: those that all fit end together, and leave no room before.
+inline bool pays_per_chunk(std::size_t blocks, int multiprocessors) {
+    const auto all = static_cast<std::size_t>(multiprocessors);
+    return 2 * blocks <= all || (blocks > 3 * all && blocks <= 12 * all);
+}
+
 }  // namespace cula::cuda::sm80

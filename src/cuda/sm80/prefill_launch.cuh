@@ -11,7 +11,7 @@ template <class T, int kKeyDim, bool kDecayPerChannel>
 struct PortableCarry {
     using Type = T;
     static constexpr int kKey = kKeyDim, kWarpStep = 1;
-    static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = false;
+    static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = false, kWaitsItself = false;
 
     // Maps cost more than twice the carry that they replace: cut where three segments fit, and in no other way.
     static constexpr CutCosts cut_costs(bool) { return {}; }
@@ -25,10 +25,10 @@ struct PortableCarry {
         p.row_blocks = divisor(p.value_blocks +
                                (kMaps && kDelta && p.wants_m ? ceil_div(a.key_dim, plan.policy.warps * kWarpRows) : 0));
         p.stages = 2 * sizeof(Stage) <= call.shared_bytes_limit ? 2 : 1;
-        cuda::launch(carry<T, kKey, kDelta, kPerChannel, kMaps>,
-                     shape({std::size_t{p.row_blocks.value} * a.value_heads * schedule.max_segments,
-                            plan.policy.warps * 32, p.stages * sizeof(Stage)}),
-                     call.stream, a, schedule, plan.images, p);
+        cuda::launch<carry<T, kKey, kDelta, kPerChannel, kMaps>>(
+            shape({std::size_t{p.row_blocks.value} * a.value_heads * schedule.max_segments, plan.policy.warps * 32,
+                   p.stages * sizeof(Stage)}),
+            call.stream, a, schedule, plan.images, p);
     }
 };
 

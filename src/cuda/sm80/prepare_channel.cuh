@@ -19,7 +19,6 @@
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
-#include "cuda/ptx/overlap.cuh"
 #include "cuda/sm80/block.cuh"
 #include "cuda/sm80/channel_gates.cuh"
 #include "cuda/sm80/solve.cuh"
@@ -389,7 +388,7 @@ template <class T, int kKey, bool kDelta>
 __global__ void __launch_bounds__(kPrepareThreads, 3)
     prepare_channel(const __grid_constant__ DeviceArgs a, const Schedule schedule, ChannelImage<T, kKey>* images,
                     std::int32_t* exact_writes, float* fading) {
-    follow_kernels();
+    follow_kernels_before_carry<kKey>(schedule);
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>, kOwned = P::kChannels / 32;
     constexpr bool kFading = kDelta && kFades<kKey, true>;
@@ -433,6 +432,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     q.template fetch<T>(a.q, place.batch, begin, head, count, first_channel, a.key_dim);
     k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim);
     prefetch_chunk<kKey>(a, place, schedule.ahead, value_head, head);
+    if (per_chunk<kKey>(schedule) && thread == 0) lead_carry(exact_writes + blockIdx.x, 1);
     const bool fades = kFading && fading && a.qk_l2norm;
     bool wild = false, steep = false;
     float fades_by = 0.0f;
@@ -603,10 +603,13 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     if constexpr (kDelta) {
         const bool coupled = __syncthreads_or(last && is_coupled(squares));
         if (last) emit_row<T, kKey>(block.image, s.pairs, s.beta, block.block, true, coupled);
-        if (thread == 0) exact_writes[blockIdx.x] = coupled;
+        if (per_chunk<kKey>(schedule)) __syncthreads();
+        if (thread == 0) hand_over<kKey>(schedule, exact_writes + blockIdx.x, coupled);
     } else {
         __syncwarp();
         if (last) emit_row<T, kKey>(block.image, s.pairs, s.beta, block.block, false, false);
+        if (per_chunk<kKey>(schedule)) __syncthreads();
+        if (thread == 0) hand_over<kKey>(schedule, exact_writes + blockIdx.x, false);
     }
 }
 

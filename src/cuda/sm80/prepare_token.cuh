@@ -42,7 +42,7 @@ template <class T, int kKey>
 __global__ void __launch_bounds__(kPrepareThreads, kTokenCtas)
     prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, int span, TokenImage<T, kKey>* images,
                   std::int32_t* exact_writes, float* fading) {
-    follow_kernels();
+    follow_kernels_before_carry<kKey>(schedule);
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>;
     extern __shared__ __align__(128) unsigned char raw[];
@@ -73,6 +73,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kTokenCtas)
         if (delta && of < span) betas[i].ask(a.beta, place.batch, place.begin + t, first_head + of, t < place.count);
     }
     prefetch_chunk<kKey>(a, place, schedule.ahead, first_head, head);
+    if (per_chunk<kKey>(schedule) && thread == 0)
+        lead_carry(exact_writes + std::int64_t{number} * a.value_heads + first_head, span);
     if (warp < span) {
         const int value_head = first_head + warp;
         // Two neighbouring tokens a lane (one where a chunk has 32), then a scan over the lanes.
@@ -208,8 +210,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kTokenCtas)
         }
         const bool coupled = __syncthreads_or(last && is_coupled(squares));
         if (last) emit_row<T, kKey>(image, s.pairs, beta, block, delta, coupled);
-        if (delta && thread == 0) exact_writes[first_image + of] = coupled;
-        if (of + 1 < span) __syncthreads();
+        if (per_chunk<kKey>(schedule) || of + 1 < span) __syncthreads();
+        if (thread == 0) hand_over<kKey>(schedule, exact_writes + first_image + of, coupled);
     }
 }
 

@@ -2,7 +2,7 @@
 // A chunked prefill, or the maps of a segment call, as launches: per slab schedule, prepare, maps and compose, carry.
 //
 // Carry names the kernel that walks the chunks: its types, how many warps its CTAs come in, whether it prepares
-// additive algorithms itself, and launch<delta, maps>().
+// additive algorithms itself, whether it knows what to wait for (Schedule::awaits_images), and launch<delta, maps>().
 //
 // A segment call that keeps (Args::keep) is the first half of a prefill, up to the maps, and, where it is asked for
 // them, one kernel that makes one map of a sequence's: total. The prefill that finds its workspace is the second half,
@@ -135,12 +135,13 @@ void launch_slabs(const Call& call) {
     schedule_of.ahead = std::max(1, call.multiprocessors / a.value_heads);
     schedule_of.first_chunk = plan.first_chunk;
     schedule_of.segments = plan.segments;
-    // Every launch but the call's first follows another kernel of it. Not where maps are composed: CTAs of a kernel
-    // that waits would be in the way of those that have not started yet.
-    const bool may_follow = call.follows && (!plan.maps || p.halves);
+    // Every launch but the call's first follows another kernel of it. Where maps are composed only a carry does that
+    // waits for compose itself: CTAs of others would wait in the way of maps.
+    const bool composes = plan.maps && !p.halves, waits_itself = call.follows && Carry::kWaitsItself && !call.segment;
+    schedule_of.awaits_images = waits_itself && plan.images && !plan.maps && !found;
     bool first = true;
     const auto shape = [&](LaunchShape of) {
-        of.early = may_follow && !first;
+        of.early = call.follows && !first && (!composes || schedule_of.awaits_states);
         first = false;
         return of;
     };
@@ -150,28 +151,34 @@ void launch_slabs(const Call& call) {
             std::min<std::int64_t>(plan.chunks, schedule_of.slab_begin + std::int64_t{plan.policy.slab_chunks}));
         schedule_of.by_pieces = divisor(ceil_div(
             std::min(schedule_of.chunks, schedule_of.slab_end - schedule_of.slab_begin), plan.policy.segment_chunks));
-        if (a.cu_seqlens)
-            launch(a.sequences <= kFewSequences ? schedule<kFewSequences> : schedule<kScheduleThreads>,
-                   shape({1, a.sequences <= kFewSequences ? kFewSequences : kScheduleThreads}), call.stream, a,
-                   schedule_of, plan.first_chunk, plan.segments);
+        const auto launch_schedule = [&]<int kThreads>(std::integral_constant<int, kThreads>) {
+            launch<schedule<kThreads>>(shape({1, kThreads}), call.stream, a, schedule_of, plan.first_chunk,
+                                       plan.segments);
+        };
+        if (a.cu_seqlens && a.sequences <= kFewSequences)
+            launch_schedule(std::integral_constant<int, kFewSequences>{});
+        else if (a.cu_seqlens)
+            launch_schedule(std::integral_constant<int, kScheduleThreads>{});
         const std::size_t blocks =
             static_cast<std::size_t>(schedule_of.slab_end - schedule_of.slab_begin) * a.value_heads;
         constexpr bool kPrepares = kDelta || !Carry::kPreparesAdditive;
+        const int span = kPrepares && !Carry::kPerChannel ? prepare_span(blocks, a.group, call.multiprocessors) : 1;
+        schedule_of.per_chunk = schedule_of.awaits_images && pays_per_chunk(blocks / span, call.multiprocessors);
         if constexpr (kPrepares && Carry::kPerChannel) {
             if (!found)
-                launch(prepare_channel<T, kKey, kDelta>, shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}),
-                       call.stream, a, schedule_of, plan.images, plan.exact_writes, plan.fading);
+                launch<prepare_channel<T, kKey, kDelta>>(shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}),
+                                                         call.stream, a, schedule_of, plan.images, plan.exact_writes,
+                                                         plan.fading);
         } else if constexpr (kPrepares) {
-            const int span = prepare_span(blocks, a.group, call.multiprocessors);
             if (!found)
-                launch(prepare_token<T, kKey>, shape({blocks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)}),
-                       call.stream, a, schedule_of, span, plan.images, plan.exact_writes, plan.fading);
+                launch<prepare_token<T, kKey>>(shape({blocks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)}),
+                                               call.stream, a, schedule_of, span, plan.images, plan.exact_writes,
+                                               plan.fading);
         }
-        const auto launch_compose = [&](auto kernel, int row_tiles) {
-            launch(kernel,
-                   shape({static_cast<std::size_t>(row_tiles) * a.value_heads * a.sequences, kComposeThreads<kKey>,
-                          sizeof(ComposeSmem<kKey>)}),
-                   call.stream, a, schedule_of, p, kDelta);
+        const auto launch_compose = [&]<bool kTotal>(std::bool_constant<kTotal>, int row_tiles) {
+            launch<compose<kKey, kTotal>>(shape({static_cast<std::size_t>(row_tiles) * a.value_heads * a.sequences,
+                                                 kComposeThreads<kKey>, sizeof(ComposeSmem<kKey>)}),
+                                          call.stream, a, schedule_of, p, kDelta);
         };
         const int value_tiles = ceil_div(a.value_dim, kComposeRows);
         if (call.segment) {
@@ -180,16 +187,18 @@ void launch_slabs(const Call& call) {
             p.last_map = a.segment_b.data;
             if (plan.maps || p.last_map) Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
             const int map_tiles = !a.segment_m.data ? 0 : kDelta ? ceil_div(a.key_dim, kComposeRows) : 1;
-            if (plan.maps && p.last_map) launch_compose(compose<kKey, true>, value_tiles + map_tiles);
+            if (plan.maps && p.last_map) launch_compose(std::true_type{}, value_tiles + map_tiles);
             continue;
         }
         p.slab_start = float_states(plan.unfinished[slab % 2], 1, heads, a.value_dim, a.key_dim);
         p.slab_end = float_states(plan.unfinished[(slab + 1) % 2], 1, heads, a.value_dim, a.key_dim);
         if (plan.maps) {
             if (!found) Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
-            if (!p.halves) launch_compose(compose<kKey, false>, value_tiles);
+            if (!p.halves) launch_compose(std::false_type{}, value_tiles);
         }
+        schedule_of.awaits_states = waits_itself && composes;
         Carry::template launch<kDelta, false>(call, plan, schedule_of, p, shape);
+        schedule_of.awaits_states = false;
     }
 }
 

@@ -8,11 +8,11 @@ namespace cula::cuda::sm80 {
 template <int kKey>
 void launch_step_any(const Call& call) {
     if (call.segment)
-        launch_rows(call, step<kKey, false, true>, call.args.segment_m.data ? call.args.key_dim : 0);
+        launch_rows<step<kKey, false, true>>(call, call.args.segment_m.data ? call.args.key_dim : 0);
     else if (call.args.parents.data)
-        launch_rows(call, step<kKey, true>);
+        launch_rows<step<kKey, true>>(call);
     else
-        launch_rows(call, step<kKey, false>);
+        launch_rows<step<kKey, false>>(call);
 }
 
 }  // namespace cula::cuda::sm80

@@ -23,7 +23,8 @@ bool launch_decode(const Call& call) {
     if (!decode_args<State>(a, blocks, args)) return false;
     // Without sequences somebody still has to zero the outputs.
     const std::size_t sequences = a.cu_seqlens ? static_cast<std::size_t>(std::max(a.sequences, 1)) : a.sequences;
-    launch(decode<State, kKey, kRows, kTokens>, sequences * a.value_heads * blocks, kStepThreads, 0, call.stream, args);
+    launch<decode<State, kKey, kRows, kTokens>>({.blocks = sequences * a.value_heads * blocks, .threads = kStepThreads},
+                                                call.stream, args);
     return true;
 }
 

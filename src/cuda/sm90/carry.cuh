@@ -52,16 +52,23 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         }
         publish_barriers();
     }
-    // A first half needs no map, and what it needs the maps have waited for. It waits for them before it ends.
+    // When maps are done, those before them are, too. A first half needs no map, and what it needs the maps have waited
+    // for. They wait before they end.
     const auto needs_map = [&] {
         __threadfence();
         return segment_of(a, schedule, segment_number(a, schedule, p, static_cast<int>(blockIdx.x))).rank > 0;
     };
-    const bool waits_last = !kMaps && p.halves;
-    if (kMaps)
-        follow_kernels_and_lead();
-    else if (!waits_last || needs_map())
+    const bool waits_itself = schedule.awaits_images || schedule.awaits_states;
+    const bool waits_last = !kMaps && (p.halves || waits_itself);
+    if (kMaps) {
+        wait_for_kernels();
+        lead_kernel();
+    } else if (waits_itself) {
+        lead_kernel();
+        __threadfence();
+    } else if (!p.halves || needs_map()) {
         follow_kernels();
+    }
     const Walk<kKey, kMaps> walk(a, schedule, p, role < 0 ? warp : 0, groups * kGroupWarps);
     if (role < 0) walk.zero_skipped(schedule);
     if (walk.nothing()) {
@@ -82,13 +89,16 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         if (copier < kFetchThreads / 32) {
             const std::int64_t first = static_cast<std::int64_t>(walk.segment.image) * a.value_heads + walk.value_head;
             const Fetcher<T, kKey, kDelta, kPerChannel, kMaps> fetcher{
-                a, maps, walk, images + first, p.exact_writes + first, memory, factors, barriers, groups, p.stages};
+                a,       maps,     walk,   images + first, p.exact_writes + first, memory,
+                factors, barriers, groups, p.stages,       schedule.per_chunk};
+            if (!kMaps && schedule.awaits_images && !schedule.per_chunk) wait_for_kernels();
             fetcher.run();
         } else if (maps.outputs) {
             if constexpr (!kMaps) Putter<T, kKey>{a, maps.o, walk, outs, barriers, groups}.run();
         }
     } else {
         raise_registers<kMultiplyRegisters<kScores>>();
+        if (!kMaps && schedule.awaits_states) wait_for_kernels();
         Multiplier<T, kKey, kDelta, kPerChannel, kMaps> multiplier{a,      schedule, p,        maps,
                                                                    memory, outs,     barriers, groups};
         multiplier.run(walk);

@@ -56,6 +56,7 @@ struct Fetcher {
     F* factors;                        // the same
     CarryBarriers& barriers;
     int groups, stages;
+    bool per_chunk;  // Schedule
 
     // Parts of images go to every CTA of the cluster. Each CTA asks for its share, and the barrier expects all.
     struct Part {
@@ -184,8 +185,17 @@ struct Fetcher {
         for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
             const std::int64_t image = static_cast<std::int64_t>(chunk) * a.value_heads;
             // Asked for before the wait, which hides it.
-            const bool exact = kDelta && __ldg(exact_writes + image);
+            std::int32_t prepared = 0;
+            if (kImages && per_chunk)
+                prepared = published(exact_writes + image);
+            else if (kDelta)
+                prepared = __ldg(exact_writes + image);
             wait_barrier(shared_address(barriers.empty + stage), parity);
+            if (kImages && per_chunk) {
+                while (prepared == kUnprepared) prepared = published(exact_writes + image);
+                fence_async_global();
+            }
+            const bool exact = kDelta && prepared;
             unsigned char* to = memory + stage * S::bytes(groups);
             // A box would take what follows a packed sequence for the rest of its last chunk.
             const bool boxes = maps.inputs && (!a.cu_seqlens || walk.count(chunk) == S::kRows);

@@ -12,7 +12,7 @@ template <class T, int kKeyDim, bool kDecayPerChannel>
 struct WarpgroupCarry {
     using Type = T;
     static constexpr int kKey = kKeyDim, kWarpStep = kGroupWarps;
-    static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = !kDecayPerChannel;
+    static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = !kDecayPerChannel, kWaitsItself = true;
 
     // Of GDN, whose images are small: elsewhere memory sets the pace of a carry that fills the device.
     static constexpr CutCosts cut_costs(bool delta) {
@@ -42,14 +42,13 @@ struct WarpgroupCarry {
         constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
         // Row blocks of one head read the same images: a cluster fetches them once.
         p.cluster = kScores ? 1 : row_blocks % 4 == 0 ? 4 : row_blocks % 2 == 0 ? 2 : 1;
-        cuda::launch(carry<T, kKey, kDelta, kPerChannel, kMaps>,
-                     shape({.blocks = static_cast<std::size_t>(row_blocks * columns),
-                            .threads = (groups + kHelperGroups<kScores>)*kGroupThreads,
-                            .shared_bytes = shared_bytes(),
-                            .most_shared_bytes = call.shared_bytes_limit,
-                            .cluster = p.cluster}),
-                     call.stream, a, schedule, plan.images, p,
-                     row_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
+        cuda::launch<carry<T, kKey, kDelta, kPerChannel, kMaps>>(
+            shape({.blocks = static_cast<std::size_t>(row_blocks * columns),
+                   .threads = (groups + kHelperGroups<kScores>)*kGroupThreads,
+                   .shared_bytes = shared_bytes(),
+                   .most_shared_bytes = call.shared_bytes_limit,
+                   .cluster = p.cluster}),
+            call.stream, a, schedule, plan.images, p, row_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
     }
 };
 
