@@ -102,12 +102,15 @@ TEST(Policy, HeadsThatShareKeysArePreparedTogetherWhereCtasAreMany) {
 
 TEST(Policy, CarriesWaitPerChunkWherePrepareEndsRaggedly) {
     using sm80::pays_per_chunk;
-    EXPECT_TRUE(pays_per_chunk(1, kMultiprocessors));
-    EXPECT_TRUE(pays_per_chunk(kMultiprocessors / 2, kMultiprocessors));  // half of the device is free anyway
-    EXPECT_FALSE(pays_per_chunk(kMultiprocessors, kMultiprocessors));
-    EXPECT_FALSE(pays_per_chunk(3 * kMultiprocessors, kMultiprocessors));  // they all end together
-    EXPECT_TRUE(pays_per_chunk(3 * kMultiprocessors + 1, kMultiprocessors));
-    EXPECT_FALSE(pays_per_chunk(12 * kMultiprocessors + 1, kMultiprocessors));  // what a CTA pays adds up
+    constexpr int kAll = kMultiprocessors;
+    EXPECT_TRUE(pays_per_chunk(1, 3, kAll));
+    EXPECT_TRUE(pays_per_chunk(kAll / 2, 3, kAll));  // half of the device is free anyway
+    EXPECT_FALSE(pays_per_chunk(kAll, 3, kAll));
+    EXPECT_FALSE(pays_per_chunk(3 * kAll, 3, kAll));  // they all end together
+    EXPECT_TRUE(pays_per_chunk(3 * kAll + 1, 3, kAll));
+    EXPECT_FALSE(pays_per_chunk(3 * kAll + 1, 4, kAll));
+    EXPECT_TRUE(pays_per_chunk(12 * kAll, 4, kAll));
+    EXPECT_FALSE(pays_per_chunk(12 * kAll + 1, 4, kAll));  // what a CTA pays adds up
 }
 
 TEST(Policy, CutsLongCallsIntoEvenSlabs) {

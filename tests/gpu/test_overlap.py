@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries that start before the kernel before them has ended: each chunk is there when it is read."""
+"""Carries that start before the kernel before them has ended: what they read is there. Before each call comes one of
+other inputs, so that what is read too early is wrong."""
 
 from __future__ import annotations
 
@@ -13,64 +14,70 @@ import passes
 from cases import Case, Inputs, make
 from compare import assert_same_bits
 
-# CTAs that prepare them are more than are resident at once, and not so many that a carry waits for the last to end.
-MANY, FEW = 32, 8
+RUNS = 20
+WIDE = {"key_dim": 128, "value_dim": 128, "dtype": torch.bfloat16}
 SHAPES = {
-    "one": {"lengths": (1500,)},
-    "batch": {"lengths": (700, 700)},
-    "packed": {"lengths": (600, 0, 1, 900), "packed": True, "tail": 9},
+    "one": {"lengths": (2100,)},
+    "batch": {"lengths": (1000, 1000)},
+    "packed": {"lengths": (600, 0, 1, 1400), "packed": True, "tail": 9},
 }
+# Of 32 the CTAs that prepare them are more than are resident at once, and not so many that a carry waits for the last
+# to end; of 8 it waits, and of 64 that share keys in fours a CTA prepares two. One makes segments.
+MANY, FEW = 32, 8
+HEADS = [(1, 1), (FEW, FEW), (MANY, MANY), (16, 64), (128, 128)]
 
 
-def inputs_of(algorithm: str, shape: str, heads: int) -> Inputs:
-    fields = {"key_dim": 128, "value_dim": 128, "dtype": torch.bfloat16, **SHAPES[shape]}
-    return make(Case(algorithm, heads=heads, value_heads=heads, **fields), draw_on="cuda")
+def inputs_of(algorithm: str, shape: str, heads: int, value_heads: int, seed: int = 0) -> Inputs:
+    case = Case(algorithm, heads=heads, value_heads=value_heads, seed=seed, **WIDE, **SHAPES[shape])
+    return make(case, draw_on="cuda")
 
 
 @contextmanager
 def busy_device() -> Iterator[None]:
-    """Another stream keeps multiprocessors from the calls, now more of them and now fewer."""
+    """Another stream keeps multiprocessors from the calls, now more of them and now fewer; both begin when all of it
+    has been asked for."""
     side, matrix = torch.cuda.Stream(), torch.ones(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    torch.cuda._sleep(50_000_000)
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for i in range(400):
             matrix @ matrix[:, : 1024 >> i % 4]
     yield
-    side.synchronize()
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("algorithm", ["kda", "gdn", "gla", "delta"])
 def test_heads_that_start_together_change_no_bit(algorithm, shape, backend):
-    """Of few heads the carry waits for all images, of many for each."""
-    inputs = inputs_of(algorithm, shape, MANY)
+    inputs, others = (inputs_of(algorithm, shape, MANY, MANY, seed) for seed in (0, 1))
     alone = passes.prefill(inputs.first_heads(FEW), backend=backend, batch_invariant=True)
-    for _ in range(20):
+    for _ in range(RUNS):
+        passes.prefill(others, backend=backend, batch_invariant=True)
         whole = passes.prefill(inputs, backend=backend, batch_invariant=True)
         assert_same_bits("o", alone.o, whole.o[:, :, :FEW].contiguous())
         assert_same_bits("final_state", alone.final_state, whole.final_state[:, :FEW].contiguous())
 
 
-@pytest.mark.parametrize("heads", [1, FEW, MANY, 128])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("algorithm", ["kda", "gdn", "gla"])
 def test_a_busy_device_changes_no_bit(algorithm, shape, heads, backend):
-    inputs = inputs_of(algorithm, shape, heads)
-    alone = passes.prefill(inputs, backend=backend)
+    inputs, others = (inputs_of(algorithm, shape, *heads, seed) for seed in (0, 1))
+    alone, beside = passes.prefill(inputs, backend=backend), []
     with busy_device():
-        beside = [passes.prefill(inputs, backend=backend) for _ in range(20)]
+        for _ in range(RUNS):
+            passes.prefill(others, backend=backend)
+            beside.append(passes.prefill(inputs, backend=backend))
     for result in beside:
         assert_same_bits("o", alone.o, result.o)
         assert_same_bits("final_state", alone.final_state, result.final_state)
 
 
-@pytest.mark.parametrize("algorithm", ["kda", "gdn", "gla"])
-def test_segments_beside_a_busy_device(algorithm, backend):
-    """The states before segments are there when their carry starts from them."""
-    fields = {"key_dim": 128, "value_dim": 128, "dtype": torch.bfloat16}
-    inputs = make(Case(algorithm, (6000,), heads=4, value_heads=4, **fields), draw_on="cuda")
-    alone = passes.prefill(inputs, backend=backend)
-    with busy_device():
-        beside = [passes.prefill(inputs, backend=backend) for _ in range(20)]
-    for result in beside:
-        assert_same_bits("o", alone.o, result.o)
-        assert_same_bits("final_state", alone.final_state, result.final_state)
+def test_no_tokens_after_a_call(algorithm, backend):
+    """A call that prepares nothing starts from what the call before leaves, when that has ended."""
+    nothing = make(Case(algorithm, (0, 0), heads=4, value_heads=4, **WIDE), draw_on="cuda")
+    for seed in range(RUNS):
+        before = make(Case(algorithm, (2000, 2000), heads=4, value_heads=4, seed=seed, **WIDE), draw_on="cuda")
+        left = passes.prefill(before, backend=backend).final_state
+        found = passes.prefill(nothing.but(initial_state=left), backend=backend).final_state
+        assert_same_bits("final_state", left, found)

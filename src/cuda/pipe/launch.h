@@ -30,7 +30,8 @@ struct LaunchShape {
 };
 
 // Dynamic shared memory beyond 48 KiB has to be asked for once per kernel and device: always for the same amount, as
-// two threads may launch one kernel. Asking takes a microsecond.
+// two threads may launch one kernel. Asking takes a microsecond. A device that is reset forgets, and is not asked
+// again.
 template <auto kKernel>
 void ask_for_shared(std::size_t bytes) {
     static std::atomic<std::uint64_t> asked = 0;  // a bit for each of the first devices

@@ -14,7 +14,9 @@ __device__ __forceinline__ void wait_for_kernels() {
 #endif
 }
 
-// Lets the next kernel be put on multiprocessors as they become free, once every block has come here or ended.
+// Lets the next kernel be put on multiprocessors as they become free, once every block has come here or ended. After
+// wait_for_kernels() it tells the next one that those before this one have ended: what they wrote lies in memory, and a
+// fence there keeps it from reading what its first-level cache held before.
 __device__ __forceinline__ void lead_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -41,8 +41,8 @@ inline constexpr int kMostSpan = 4;       // value heads: a warp sums the gates 
 inline constexpr int kLeastSegment = 8;   // chunks: below it the maps cost more than they free
 inline constexpr int kLeastSegments = 3;  // the same
 inline constexpr int kLeastHalved = 64;   // chunks that are worth cutting in two
-// Microseconds: of kernels that do not follow each other early; of compose, a head and segment.
-inline constexpr double kMapStarts = 16.0, kComposed = 0.19;
+// Microseconds: of maps and compose, which do not follow early, and their ends; of compose, a head and segment.
+inline constexpr double kMapStarts = 12.0, kComposed = 0.19;
 
 // warp_step: the carry's CTAs have a multiple of so many warps.
 inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image_bytes, int multiprocessors,
@@ -119,12 +119,12 @@ inline int prepare_span(std::size_t images, int group, int multiprocessors) {
     return span;
 }
 
-// Whether a carry that only waits for images should start when the last of `blocks` CTAs of prepare has started, and
-// wait for each chunk by itself: a microsecond more a CTA, but a chain that begins up to 11 us earlier where CTAs end
-// one after another. Three CTAs share a multiprocessor: those that all fit end together, and leave no room before.
-inline bool pays_per_chunk(std::size_t blocks, int multiprocessors) {
+// Whether a carry that only waits for images should wait for each chunk by itself, not for all `blocks` CTAs of
+// prepare, of which `resident` share a multiprocessor: 1.4 us more a CTA, but a chain that begins up to 11 us earlier.
+// Few CTAs leave it room from the start, and of more than fit at once some end early; those that just fit end together.
+inline bool pays_per_chunk(std::size_t blocks, int resident, int multiprocessors) {
     const auto all = static_cast<std::size_t>(multiprocessors);
-    return 2 * blocks <= all || (blocks > 3 * all && blocks <= 12 * all);
+    return 2 * blocks <= all || (blocks > static_cast<std::size_t>(resident) * all && blocks <= 12 * all);
 }
 
 }  // namespace cula::cuda::sm80

@@ -19,6 +19,7 @@
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/overlap.cuh"
 #include "cuda/sm80/block.cuh"
 #include "cuda/sm80/channel_gates.cuh"
 #include "cuda/sm80/solve.cuh"
@@ -608,8 +609,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 3)
     } else {
         __syncwarp();
         if (last) emit_row<T, kKey>(block.image, s.pairs, s.beta, block.block, false, false);
-        if (per_chunk<kKey>(schedule)) __syncthreads();
-        if (thread == 0) hand_over<kKey>(schedule, exact_writes + blockIdx.x, false);
+        if (per_chunk<kKey>(schedule)) {
+            __syncthreads();
+            if (thread == 0) publish(exact_writes + blockIdx.x, 0);
+        }
     }
 }
 

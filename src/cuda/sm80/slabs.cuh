@@ -138,11 +138,11 @@ void launch_slabs(const Call& call) {
     // Every launch but the call's first follows another kernel of it. Where maps are composed only a carry does that
     // waits for compose itself: CTAs of others would wait in the way of maps.
     const bool composes = plan.maps && !p.halves, waits_itself = call.follows && Carry::kWaitsItself && !call.segment;
-    schedule_of.awaits_images = waits_itself && plan.images && !plan.maps && !found;
+    schedule_of.awaits_images = waits_itself && plan.images && plan.chunks > 0 && !plan.maps && !found;
     bool first = true;
     const auto shape = [&](LaunchShape of) {
         of.early = call.follows && !first && (!composes || schedule_of.awaits_states);
-        first = false;
+        first = first && of.blocks == 0;  // which launches nothing
         return of;
     };
     for (int slab = 0; slab < plan.slabs(); ++slab) {
@@ -163,7 +163,8 @@ void launch_slabs(const Call& call) {
             static_cast<std::size_t>(schedule_of.slab_end - schedule_of.slab_begin) * a.value_heads;
         constexpr bool kPrepares = kDelta || !Carry::kPreparesAdditive;
         const int span = kPrepares && !Carry::kPerChannel ? prepare_span(blocks, a.group, call.multiprocessors) : 1;
-        schedule_of.per_chunk = schedule_of.awaits_images && pays_per_chunk(blocks / span, call.multiprocessors);
+        schedule_of.per_chunk = schedule_of.awaits_images &&
+                                pays_per_chunk(blocks / span, Carry::kPerChannel ? 3 : 4, call.multiprocessors);
         if constexpr (kPrepares && Carry::kPerChannel) {
             if (!found)
                 launch<prepare_channel<T, kKey, kDelta>>(shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}),

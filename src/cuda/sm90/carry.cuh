@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         publish_barriers();
     }
     // When maps are done, those before them are, too. A first half needs no map, and what it needs the maps have waited
-    // for. They wait before they end.
+    // for. Who waits itself does so where images are fetched or the first state is loaded. They all wait before they
+    // end.
     const auto needs_map = [&] {
         __threadfence();
         return segment_of(a, schedule, segment_number(a, schedule, p, static_cast<int>(blockIdx.x))).rank > 0;

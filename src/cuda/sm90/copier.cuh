@@ -184,7 +184,7 @@ struct Fetcher {
 #pragma unroll 1
         for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
             const std::int64_t image = static_cast<std::int64_t>(chunk) * a.value_heads;
-            // Asked for before the wait, which hides it.
+            // Asked for before the wait, which hides it where the number is not waited for itself.
             std::int32_t prepared = 0;
             if (kImages && per_chunk)
                 prepared = published(exact_writes + image);
