@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// compose(), as a C++ caller has it: maps against the products spelled out.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cula/cula.h"
+
+namespace cula {
+namespace {
+
+constexpr int kMaps = 3, kSequences = 2, kHeads = 2, kValue = 3, kKey = 4;
+
+struct Maps {
+    bool diagonal;
+    std::vector<double> m, b, state;
+    std::array<bool, kMaps> joins{true, true, true};
+
+    explicit Maps(bool of_additive)
+        : diagonal(of_additive),
+          m(fill(kMaps * kSequences * kHeads * (of_additive ? 1 : kKey) * kKey, 3)),
+          b(fill(kMaps * kSequences * kHeads * kValue * kKey, 5)),
+          state(kSequences * kHeads * kValue * kKey, -1.0) {}
+
+    static std::vector<double> fill(std::size_t count, int step) {
+        std::vector<double> x(count);
+        for (std::size_t i = 0; i < count; ++i) x[i] = static_cast<double>(static_cast<int>(i) * step % 7 - 3) / 4;
+        return x;
+    }
+
+    Composition composition() {
+        return {.m = TensorRef::contiguous(m.data(), Dtype::kFloat64,
+                                           {kMaps, kSequences, kHeads, diagonal ? 1 : kKey, kKey}),
+                .b = TensorRef::contiguous(b.data(), Dtype::kFloat64, {kMaps, kSequences, kHeads, kValue, kKey}),
+                .joins = {},
+                .state = TensorRef::contiguous(state.data(), Dtype::kFloat64, {kSequences, kHeads, kValue, kKey})};
+    }
+
+    // S <- S M^T + B, S being [V, K], from the map `first` on, which gives its B alone.
+    std::vector<double> spelled_out(int first) const {
+        constexpr int kColumns = kSequences * kHeads, kState = kColumns * kValue * kKey;
+        std::vector<double> now(b.begin() + first * kState, b.begin() + (first + 1) * kState);
+        for (int map = first + 1; map < kMaps; ++map) {
+            std::vector<double> next(b.begin() + map * kState, b.begin() + (map + 1) * kState);
+            for (int column = 0; column < kColumns; ++column)
+                for (int row = 0; row < kValue; ++row)
+                    for (int to = 0; to < kKey; ++to)
+                        for (int from = 0; from < kKey; ++from) {
+                            if (diagonal && from != to) continue;
+                            const int of_m = (map * kColumns + column) * (diagonal ? 1 : kKey);
+                            const double factor =
+                                m[static_cast<std::size_t>((of_m + (diagonal ? 0 : from)) * kKey + to)];
+                            const int rows = (column * kValue + row) * kKey;
+                            next[static_cast<std::size_t>(rows + to)] +=
+                                now[static_cast<std::size_t>(rows + from)] * factor;
+                        }
+            now = next;
+        }
+        return now;
+    }
+};
+
+class Compose : public testing::TestWithParam<bool> {};
+
+TEST_P(Compose, AppliesEachMapInTurn) {
+    Maps maps(GetParam());
+    compose(maps.composition());
+    const std::vector<double> wanted = maps.spelled_out(0);
+    for (std::size_t i = 0; i < wanted.size(); ++i) EXPECT_NEAR(maps.state[i], wanted[i], 1e-12) << i;
+}
+
+TEST_P(Compose, BeginsAfterTheLastMapThatDoesNotJoin) {
+    Maps maps(GetParam());
+    Composition composition = maps.composition();
+    maps.joins = {true, false, true};
+    composition.joins = TensorRef::contiguous(maps.joins.data(), Dtype::kBool, {kMaps});
+    compose(composition);
+    const std::vector<double> wanted = maps.spelled_out(2);
+    for (std::size_t i = 0; i < wanted.size(); ++i) EXPECT_NEAR(maps.state[i], wanted[i], 1e-12) << i;
+}
+
+INSTANTIATE_TEST_SUITE_P(Rules, Compose, testing::Bool(),
+                         [](const auto& rule) { return std::string(rule.param ? "additive" : "delta"); });
+
+TEST(ComposeErrors, NameTheArgument) {
+    Maps maps(false);
+    Composition composition = maps.composition();
+    composition.b.size[0] = kMaps - 1;
+    try {
+        compose(composition);
+        FAIL() << "b of fewer maps than m was taken";
+    } catch (const Error& error) {
+        EXPECT_NE(std::string(error.what()).find("compose: b"), std::string::npos) << error.what();
+    }
+    EXPECT_TRUE(std::ranges::all_of(maps.state, [](double x) { return x == -1.0; }));
+}
+
+}  // namespace
+}  // namespace cula
