@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -13,7 +14,7 @@
 namespace cula {
 namespace {
 
-constexpr int kMaps = 3, kSequences = 2, kHeads = 2, kValue = 3, kKey = 4;
+constexpr std::size_t kMaps = 3, kSequences = 2, kHeads = 2, kValue = 3, kKey = 4;
 
 struct Maps {
     bool diagonal;
@@ -33,32 +34,35 @@ struct Maps {
     }
 
     Composition composition() {
-        return {.m = TensorRef::contiguous(m.data(), Dtype::kFloat64,
-                                           {kMaps, kSequences, kHeads, diagonal ? 1 : kKey, kKey}),
+        return {.m = TensorRef::contiguous(
+                    m.data(), Dtype::kFloat64,
+                    {kMaps, kSequences, kHeads, static_cast<std::int64_t>(diagonal ? 1 : kKey), kKey}),
                 .b = TensorRef::contiguous(b.data(), Dtype::kFloat64, {kMaps, kSequences, kHeads, kValue, kKey}),
                 .joins = {},
                 .state = TensorRef::contiguous(state.data(), Dtype::kFloat64, {kSequences, kHeads, kValue, kKey})};
     }
 
     // S <- S M^T + B, S being [V, K], from the map `first` on, which gives its B alone.
-    std::vector<double> spelled_out(int first) const {
-        constexpr int kColumns = kSequences * kHeads, kState = kColumns * kValue * kKey;
-        std::vector<double> now(b.begin() + first * kState, b.begin() + (first + 1) * kState);
-        for (int map = first + 1; map < kMaps; ++map) {
-            std::vector<double> next(b.begin() + map * kState, b.begin() + (map + 1) * kState);
-            for (int column = 0; column < kColumns; ++column)
-                for (int row = 0; row < kValue; ++row)
-                    for (int to = 0; to < kKey; ++to)
-                        for (int from = 0; from < kKey; ++from) {
-                            if (diagonal && from != to) continue;
-                            const int of_m = (map * kColumns + column) * (diagonal ? 1 : kKey);
-                            const double factor =
-                                m[static_cast<std::size_t>((of_m + (diagonal ? 0 : from)) * kKey + to)];
-                            const int rows = (column * kValue + row) * kKey;
-                            next[static_cast<std::size_t>(rows + to)] +=
-                                now[static_cast<std::size_t>(rows + from)] * factor;
-                        }
-            now = next;
+    std::vector<double> spelled_out(std::size_t first) const {
+        constexpr std::size_t kColumns = kSequences * kHeads;
+        const auto b_of = [&](std::size_t map) {
+            std::vector<double> x(kColumns * kValue * kKey);
+            for (std::size_t i = 0; i < x.size(); ++i) x[i] = b[map * x.size() + i];
+            return x;
+        };
+        std::vector<double> now = b_of(first);
+        for (std::size_t map = first + 1; map < kMaps; ++map) {
+            std::vector<double> next = b_of(map);
+            for (std::size_t row = 0; row < kColumns * kValue; ++row)
+                for (std::size_t to = 0; to < kKey; ++to)
+                    for (std::size_t from = 0; from < kKey; ++from) {
+                        const std::size_t column = map * kColumns + row / kValue;
+                        const double factor = !diagonal    ? m[(column * kKey + from) * kKey + to]
+                                              : from == to ? m[column * kKey + to]
+                                                           : 0.0;
+                        next[row * kKey + to] += now[row * kKey + from] * factor;
+                    }
+            now.swap(next);
         }
         return now;
     }
