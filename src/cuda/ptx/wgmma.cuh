@@ -31,25 +31,39 @@ __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
         for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[i][e])::"memory");
 }
 
-// Descriptor of an operand in the 128-byte swizzle: its address in shared memory, and the strides between eight rows
-// and, transposed, between panels of 64 columns. Advancing by x bytes adds x / 16.
-__device__ __forceinline__ std::uint64_t operand(std::uint32_t address, std::uint32_t panel_bytes = 16) {
-    return static_cast<std::uint64_t>(1) << 62 | static_cast<std::uint64_t>(1024 >> 4) << 32 |
-           static_cast<std::uint64_t>(panel_bytes >> 4) << 16 | (address & 0x3ffffu) >> 4;
+// Where an operand lies in shared memory. Advancing by x bytes adds x / 16, which leaves the upper half as it is.
+struct Operand {
+    std::uint32_t low, high;
+
+    __device__ __forceinline__ Operand operator+(int units) const { return {low + units, high}; }
+    __device__ __forceinline__ std::uint64_t whole() const {
+        std::uint64_t both;
+        asm("mov.b64 %0, {%1, %2};" : "=l"(both) : "r"(low), "r"(high));
+        return both;
+    }
+};
+
+// In the 128-byte swizzle: the address, and the strides between eight rows and, transposed, between panels of 64
+// columns. The address should be uniform().
+__device__ __forceinline__ Operand operand(std::uint32_t address, std::uint32_t panel_bytes = 16) {
+    return {(panel_bytes >> 4) << 16 | (address & 0x3ffffu) >> 4, 1u << 30 | 1024 >> 4};
 }
 // The same of 16 columns in the 32-byte swizzle.
-__device__ __forceinline__ std::uint64_t narrow_operand(std::uint32_t address) {
-    return static_cast<std::uint64_t>(3) << 62 | static_cast<std::uint64_t>(256 >> 4) << 32 |
-           static_cast<std::uint64_t>(1) << 16 | (address & 0x3ffffu) >> 4;
+__device__ __forceinline__ Operand narrow_operand(std::uint32_t address) {
+    return {1u << 16 | (address & 0x3ffffu) >> 4, 3u << 30 | 256 >> 4};
 }
+
+// x, which is the same in all lanes, where the compiler can tell. Products take descriptors from registers that a warp
+// has once: of a uniform address they are made there, of any other in every lane, and moved, for each product.
+__device__ __forceinline__ std::uint32_t uniform(std::uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // d += a b, or with add = 0 d = a b. N = 8 kTiles.
 template <class T, int kTiles, bool kTransposed>
-__device__ __forceinline__ void multiply(float (*d)[4], const std::uint32_t (&a)[4], std::uint64_t b, int add);
+__device__ __forceinline__ void multiply(float (*d)[4], const std::uint32_t (&a)[4], Operand b, int add);
 
 // Both operands in shared memory, N = 64.
 template <class T>
-__device__ __forceinline__ void multiply_shared(float (&d)[8][4], std::uint64_t a, std::uint64_t b, int add);
+__device__ __forceinline__ void multiply_shared(float (&d)[8][4], Operand a, Operand b, int add);
 
 #define CULA_TILE(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define CULA_TILES_8 \
@@ -69,23 +83,23 @@ __device__ __forceinline__ void multiply_shared(float (&d)[8][4], std::uint64_t 
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define CULA_REST_16 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;"
 #define CULA_ADD_16 "%69"
-#define CULA_WGMMA(T, type, tiles, columns, transposed)                                                      \
-    template <>                                                                                              \
-    __device__ __forceinline__ void multiply<T, tiles, transposed>(float(*d)[4], const std::uint32_t(&a)[4], \
-                                                                   std::uint64_t b, int add) {               \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, " CULA_ADD_##tiles                                      \
-                     ", 0; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type              \
-                     " {" CULA_D_##tiles CULA_REST_##tiles " }"                                              \
-                     : CULA_TILES_##tiles                                                                    \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(transposed));       \
+#define CULA_WGMMA(T, type, tiles, columns, transposed)                                                        \
+    template <>                                                                                                \
+    __device__ __forceinline__ void multiply<T, tiles, transposed>(float(*d)[4], const std::uint32_t(&a)[4],   \
+                                                                   Operand b, int add) {                       \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " CULA_ADD_##tiles                                        \
+                     ", 0; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                \
+                     " {" CULA_D_##tiles CULA_REST_##tiles " }"                                                \
+                     : CULA_TILES_##tiles                                                                      \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.whole()), "r"(add), "n"(transposed)); \
     }
-#define CULA_WGMMA_SHARED(T, type)                                                                                   \
-    template <>                                                                                                      \
-    __device__ __forceinline__ void multiply_shared<T>(float(&d)[8][4], std::uint64_t a, std::uint64_t b, int add) { \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type       \
-                     "." type " {" CULA_D_8 "}, %32, %33, p, 1, 1, 0, 0; }"                                          \
-                     : CULA_TILES_8                                                                                  \
-                     : "l"(a), "l"(b), "r"(add));                                                                    \
+#define CULA_WGMMA_SHARED(T, type)                                                                             \
+    template <>                                                                                                \
+    __device__ __forceinline__ void multiply_shared<T>(float(&d)[8][4], Operand a, Operand b, int add) {       \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type \
+                     "." type " {" CULA_D_8 "}, %32, %33, p, 1, 1, 0, 0; }"                                    \
+                     : CULA_TILES_8                                                                            \
+                     : "l"(a.whole()), "l"(b.whole()), "r"(add));                                              \
     }
 #define CULA_WGMMA_OF(T, type)         \
     CULA_WGMMA(T, type, 8, 64, false)  \

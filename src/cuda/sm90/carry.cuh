@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
     extern __shared__ __align__(1024) unsigned char memory[];
 
-    const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
+    const int thread = static_cast<int>(threadIdx.x), warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
     const int groups = static_cast<int>(blockDim.x) / kGroupThreads - kHelperGroups<kScores>;
     const int role = warp / kGroupWarps - groups;  // negative: multiplies
     unsigned char* const outs = memory + p.stages * S::bytes(groups);

@@ -213,6 +213,7 @@ struct Fetcher {
                 copy_all_rows(chunk, to);
                 commit_copies();
                 wait_copies<0>();
+                if constexpr (!kPerChannel) fence_async_proxy();  // products read q and k
             }
             arrive(full());
             next_stage();

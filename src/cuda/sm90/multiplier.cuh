@@ -75,7 +75,7 @@ struct Multiplier {
     // product = S^T tile^T; product = or += rows square^T; S^T += rows tile.
     static __device__ __forceinline__ void read_state(Product& product, const Packed (&state)[kKey / 16],
                                                       std::uint32_t tile) {
-        const std::uint64_t b = wgmma::operand(tile);
+        const wgmma::Operand b = wgmma::operand(tile);
 #pragma unroll
         for (int step = 0; step < kKey / 16; ++step)
             wgmma::multiply<T, kRows / 8, false>(product, state[step],
@@ -83,14 +83,14 @@ struct Multiplier {
     }
     static __device__ __forceinline__ void multiply_square(Product& product, const Rows& rows, std::uint32_t square,
                                                            bool add) {
-        const std::uint64_t b = wgmma::narrow_operand(square);
+        const wgmma::Operand b = wgmma::narrow_operand(square);
 #pragma unroll
         for (int step = 0; step < kBlocks; ++step)
             wgmma::multiply<T, kRows / 8, false>(product, rows[step], b + step * Panels<kRows>::kUnits,
                                                  step > 0 || add);
     }
     static __device__ __forceinline__ void multiply_carry(State& state, const Rows& rows, std::uint32_t tile) {
-        const std::uint64_t b = wgmma::operand(tile, kRows * 128);
+        const wgmma::Operand b = wgmma::operand(tile, kRows * 128);
 #pragma unroll
         for (int step = 0; step < kBlocks; ++step)
             wgmma::multiply<T, kKey / 8, true>(state, rows[step], b + step * kRowUnits, 1);
@@ -118,8 +118,8 @@ struct Multiplier {
     }
 
     // V^T in the layout of accumulators: words 0, 1: rows 0-7 and 8-15 of tokens 0-7; 2, 3: of tokens 8-15.
-    __device__ __forceinline__ void load_values(Rows& values, const unsigned char* stage) const {
-        const std::uint32_t from = shared_address(stage) + S::kValues + group * S::kBoxBytes + own_row();
+    __device__ __forceinline__ void load_values(Rows& values, std::uint32_t stage_at) const {
+        const std::uint32_t from = stage_at + S::kValues + group * S::kBoxBytes + own_row();
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block)
             load_matrices_transposed(values[block], from + block * kRowBlockBytes);
@@ -237,6 +237,7 @@ struct Multiplier {
         const std::uint32_t empty = shared_address(barriers.empty + stage);
         arrive_at(empty, 0);
         if (cluster > 1) arrive_at(empty, 1);
+#pragma unroll 1  // few are larger
         for (int other = 2; other < cluster; ++other) arrive_at(empty, other);
     }
 
@@ -257,16 +258,15 @@ struct Multiplier {
         const auto next_stage = [&] {
             if (++stage == p.stages) stage = 0, parity ^= 1;
         };
+        const auto stage_at = [&] { return wgmma::uniform(shared_address(memory + stage * S::bytes(groups))); };
         Product read, out;
         const auto multiply = [&](int chunk) {
             const int own_stage = stage;
-            unsigned char* const at = memory + stage * S::bytes(groups);
-            const std::uint32_t stage_at = shared_address(at);
+            const std::uint32_t at = stage_at();
             const F& of = factors[stage];
             wait_barrier(shared_address(barriers.full + stage), parity);
             if (kScores) wait_barrier(shared_address(barriers.made + stage), parity);
             const bool coupled = kDelta && barriers.exact[stage];
-            if constexpr (!kPerChannel) fence_async_proxy();
             if constexpr (kMaps && !kDelta) decay_map.pass(of.decay);
             next_stage();
 
@@ -274,11 +274,11 @@ struct Multiplier {
             if (!of_m) load_values(writes, at);
             wgmma::fence();
             if constexpr (kDelta) {
-                read_state(read, packed, stage_at + S::kKeyRead);
+                read_state(read, packed, at + S::kKeyRead);
                 wgmma::commit();
             }
             if constexpr (!kMaps) {
-                read_state(out, packed, stage_at + S::kQuery);
+                read_state(out, packed, at + S::kQuery);
                 wgmma::commit();
             }
             if constexpr (kDelta) {
@@ -286,7 +286,7 @@ struct Multiplier {
                 wgmma::hold(read);
                 take_off(writes, read, of);
                 wgmma::fence();
-                multiply_square(read, writes, stage_at + S::kInverse, false);
+                multiply_square(read, writes, at + S::kInverse, false);
                 wgmma::commit();
             }
             if constexpr (!kMaps)
@@ -303,7 +303,7 @@ struct Multiplier {
                 wgmma::hold(read);
                 if (coupled) {
                     wait_barrier(shared_address(barriers.full + stage), parity);
-                    add_low(state, out, read, writes, stage_at, shared_address(memory + stage * S::bytes(groups)), of);
+                    add_low(state, out, read, writes, at, stage_at(), of);
                     free_stage(stage, cluster);
                     next_stage();
                 } else {
@@ -314,10 +314,10 @@ struct Multiplier {
             pack_carried(carried, writes, read, of);
             wgmma::hold(state);
             wgmma::fence();
-            multiply_carry(state, carried, stage_at + S::kKeyCarry);
+            multiply_carry(state, carried, at + S::kKeyCarry);
             wgmma::commit();
             if constexpr (!kMaps) {
-                multiply_square(out, writes, stage_at + S::kScores, true);
+                multiply_square(out, writes, at + S::kScores, true);
                 wgmma::commit();
             }
             wgmma::wait<kMaps ? 0 : 1>();
