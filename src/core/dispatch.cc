@@ -61,6 +61,19 @@ struct Free {
     void operator()(void* memory) const { std::free(memory); }
 };
 
+// A prefill of no tokens whose states go nowhere (its kernel would still look at `kept`); a segment that is asked for
+// neither m nor b, of a kernel that keeps nothing. Such calls check their arguments.
+bool writes_nothing(const Plan& plan, const Args& args) {
+    switch (plan.kernel->pass) {
+        case Pass::kPrefill:
+            return args.q.size[1] == 0 && !args.final_state && !args.checkpoints && !args.chunk_states && !args.kept;
+        case Pass::kSegment: return !args.segment_b && plan.kept_bytes == 0;
+        case Pass::kDecode:
+        case Pass::kVerify: break;
+    }
+    return false;
+}
+
 void plan_and_run(Pass pass, const Args& args, const Context& context, std::string_view backend) {
     const Plan planned = plan(pass, args, context, backend);
     if (context.workspace || planned.workspace_bytes == 0 || context.device.kind != DeviceKind::kCpu)
@@ -90,9 +103,7 @@ void run(const Plan& plan, const Args& args, const Context& context) {
     if (context.workspace_bytes < plan.workspace_bytes)
         throw Error(std::string(name(plan.kernel->pass)) + ": workspace must hold " +
                     std::to_string(plan.workspace_bytes) + " bytes, got " + std::to_string(context.workspace_bytes));
-    // A segment that is asked for neither m nor b, of a kernel that keeps nothing.
-    if (plan.kernel->pass == Pass::kSegment && !args.segment_b && plan.kept_bytes == 0) return;
-    plan.kernel->run(args, context);
+    if (!writes_nothing(plan, args)) plan.kernel->run(args, context);
 }
 
 void prefill(const Args& args, const Context& context, std::string_view backend) {

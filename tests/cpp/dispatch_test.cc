@@ -150,6 +150,25 @@ TEST(Workspace, OfTheCallerIsUsedAndMustBeLargeEnough) {
     EXPECT_EQ(ran, "");
 }
 
+TEST(Dispatch, ACallThatWritesNothingIsCheckedAndNotRun) {
+    Call call(Pass::kPrefill, kKda, {.tokens = 0});
+    ran = "";
+    prefill(call.args);
+    EXPECT_EQ(ran, "cpu:even");  // the final state is the initial one
+
+    call.args.final_state = {};
+    ran = "";
+    prefill(call.args);
+    EXPECT_EQ(ran, "");
+    EXPECT_EQ(error_of([&] { prefill(call.args, {}, "cpu:odd"); }),
+              "prefill: backend \"cpu:odd\" does not take this call:\n  cpu:odd: is not of this world");
+
+    Call tokens(Pass::kPrefill, kKda, {.tokens = 1});
+    tokens.args.final_state = {};
+    prefill(tokens.args);
+    EXPECT_EQ(ran, "cpu:even");
+}
+
 }  // namespace
 
 std::span<const Kernel> kernels() { return kRows; }

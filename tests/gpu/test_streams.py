@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from cases import ALGORITHMS
+import level1
+from cases import ALGORITHMS, Case, make
 from kinds import KINDS, assert_same_results, ready
 
 LONG = 1 << 29  # clock cycles: a quarter of a second or more
@@ -53,17 +54,32 @@ def test_does_not_wait_for_the_device(algorithm, name):
     assert not asleep.query(), "the call returned only after what was queued before it had run"
 
 
+def seen_on_the_device(call) -> list[str]:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_copies_nothing_between_host_and_device(name):
     call = ready(name, "kda")
     call()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        call()
-        torch.cuda.synchronize()
-    device = [event.name for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    device = seen_on_the_device(call)
     if not device:
         pytest.skip("the profiler sees no device activity on this machine")
     assert not [name for name in device if "HtoD" in name or "DtoH" in name], device
+
+
+def test_a_call_that_writes_nothing_launches_no_kernel(algorithm):
+    """As several ranks check their arguments. What PyTorch does to a gate's parameters before is another matter."""
+    inputs = make(Case(algorithm, (0,), heads=2, value_heads=2, key_dim=64, value_dim=64, dtype=torch.bfloat16))
+    stored = seen_on_the_device(lambda: level1.prefill(inputs))
+    if not stored:
+        pytest.skip("the profiler sees no device activity on this machine")
+    assert any("cula::" in name for name in stored), stored
+    nothing = seen_on_the_device(lambda: level1.prefill(inputs, output_final_state=False))
+    assert not any("cula::" in name for name in nothing), nothing
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -98,8 +98,8 @@ class Call:
             refuse_gradients(self.name, argument, x)
 
     def check_all(self, initial_state: Tensor | None) -> None:
-        """Everything that Level 1 checks, by a call on none of the tokens: a rank that waits for another before its own
-        call must refuse what the other refuses, or it waits in vain."""
+        """Everything that Level 1 checks, by a call on none of the tokens, which writes nothing: a rank that waits for
+        another before its own call must refuse what the other refuses, or it waits in vain."""
         for argument, x in self.tensors().items():
             if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] != self.q.shape[1]:
                 raise ValueError(f"{self.name}: {argument} must have q's {self.q.shape[1]} tokens, got {list(x.shape)}")
@@ -111,7 +111,7 @@ class Call:
         if initial_state is not None:  # checked; of packed tokens any row stands for all
             batch = self.q.shape[0]
             initial_state = initial_state[:batch] if len(initial_state) >= batch else None
-        self.but(**none, options=options).run(initial_state=initial_state)
+        self.but(**none, options=options).run(initial_state=initial_state, output_final_state=False)
 
 
 def refuse_gradients(function: str, argument: str, x: object) -> None:
