@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels of one call that follow each other without a gap (LaunchShape::early): sm_90. Before it is nothing.
+// Kernels of one call that follow each other without a gap (LaunchShape::early), which before sm_90 they never do: what
+// waits or leads is nothing there.
 #pragma once
 
 #include <cstdint>

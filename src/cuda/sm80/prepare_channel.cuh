@@ -22,6 +22,7 @@
 #include "cuda/ptx/overlap.cuh"
 #include "cuda/sm80/block.cuh"
 #include "cuda/sm80/channel_gates.cuh"
+#include "cuda/sm80/policy.h"
 #include "cuda/sm80/solve.cuh"
 #include "cuda/tile/gate.cuh"
 
@@ -386,7 +387,7 @@ struct ChannelBlock {
 };
 
 template <class T, int kKey, bool kDelta>
-__global__ void __launch_bounds__(kPrepareThreads, 3)
+__global__ void __launch_bounds__(kPrepareThreads, kChannelCtas)
     prepare_channel(const __grid_constant__ DeviceArgs a, const Schedule schedule, ChannelImage<T, kKey>* images,
                     std::int32_t* exact_writes, float* fading) {
     follow_kernels_before_carry<kKey>(schedule);

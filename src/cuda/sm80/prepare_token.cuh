@@ -31,15 +31,14 @@ struct TokenSmem {
     float norms[2][kTokens<kKey>];  // that q and k are multiplied by
 };
 
-// As many CTAs as fit the shared memory of a multiprocessor, and their registers without spills.
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
-inline constexpr int kTokenCtas = 4;
+inline constexpr int kFewestTokenCtas = kTokenCtas;
 #else
-inline constexpr int kTokenCtas = 3;
+inline constexpr int kFewestTokenCtas = 3;
 #endif
 
 template <class T, int kKey>
-__global__ void __launch_bounds__(kPrepareThreads, kTokenCtas)
+__global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, int span, TokenImage<T, kKey>* images,
                   std::int32_t* exact_writes, float* fading) {
     follow_kernels_before_carry<kKey>(schedule);

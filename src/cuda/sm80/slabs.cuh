@@ -162,9 +162,10 @@ void launch_slabs(const Call& call) {
         const std::size_t blocks =
             static_cast<std::size_t>(schedule_of.slab_end - schedule_of.slab_begin) * a.value_heads;
         constexpr bool kPrepares = kDelta || !Carry::kPreparesAdditive;
+        constexpr int kPrepareCtas = Carry::kPerChannel ? kChannelCtas : kTokenCtas;
         const int span = kPrepares && !Carry::kPerChannel ? prepare_span(blocks, a.group, call.multiprocessors) : 1;
-        schedule_of.per_chunk = schedule_of.awaits_images &&
-                                pays_per_chunk(blocks / span, Carry::kPerChannel ? 3 : 4, call.multiprocessors);
+        schedule_of.per_chunk =
+            schedule_of.awaits_images && pays_per_chunk(blocks / span, kPrepareCtas, call.multiprocessors);
         if constexpr (kPrepares && Carry::kPerChannel) {
             if (!found)
                 launch<prepare_channel<T, kKey, kDelta>>(shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}),
