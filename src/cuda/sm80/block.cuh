@@ -43,13 +43,14 @@ template <int kGroups>
 struct BlockRows {
     Words word[2][kGroups];  // [token half][group]
 
-    // Asks for rows first_token + .. of `rows`, the first of which exists. What lies beyond `count` tokens or key_dim
-    // channels is anything until mask(), so that nothing waits for the memory before. Rows that cannot be read in
-    // pieces come afterwards, an element at a time, to the registers that the loads left alone: two ways that each
-    // wrote them would meet in moves, which wait for what they move.
+    // Asks for rows first_token + .. of `rows`, the first of which exists, and for those that are `ahead` tokens
+    // further on, where that is not zero, in the second-level cache: when a CTA comes to them, they are there. What
+    // lies beyond `count` tokens or key_dim channels is anything until mask(), so that nothing waits for the memory
+    // before. Rows that cannot be read in pieces come afterwards, an element at a time, to the registers that the loads
+    // left alone: two ways that each wrote them would meet in moves, which wait for what they move.
     template <class T>
     __device__ __forceinline__ void fetch(const TokenRows& rows, std::int64_t batch, std::int64_t first_token, int head,
-                                          int count, int first_channel, int key_dim) {
+                                          int count, int first_channel, int key_dim, int ahead = 0) {
         const int lane = static_cast<int>(threadIdx.x) % 32, channel = first_channel + lane % 4 * 8;
         const T* first = static_cast<const T*>(rows.data) + rows.offset(batch, first_token, head) + channel;
         const int pitch = static_cast<int>(rows.token) * 2;
@@ -61,6 +62,12 @@ struct BlockRows {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 load_if(word[half][g], from[half] + 32 * g, rows.pieces && channel + 32 * g < key_dim);
+        if (ahead > 0 && rows.pieces) {
+            // Of 16 rows with 64 bytes a group: a line a lane.
+            const int line = lane / 2 % 2 * 64;
+            if (line < 32 * kGroups && channel + line < key_dim)
+                prefetch(advanced((lane % 2 ? from[1] : from[0]) + line, ahead, pitch));
+        }
         if (rows.pieces) return;
 #pragma unroll 1
         for (int unit = 0; unit < 2 * kGroups; ++unit) {
@@ -114,38 +121,12 @@ struct BlockRows {
     }
 };
 
-// A chunk's rows of kKey elements of kBytes from `token` on, to the second-level cache. By all threads of a CTA.
-template <int kKey, int kBytes>
-__device__ __forceinline__ void prefetch_rows(const DeviceArgs& a, const TokenRows& rows, std::int64_t batch,
-                                              std::int64_t token, int head) {
-    constexpr int kLines = kKey * kBytes / 128;  // of a row
-    if (!rows.pieces) return;
-    const char* const first = static_cast<const char*>(rows.data) + rows.offset(batch, token, head) * kBytes;
-    const std::int64_t left = a.tokens - token;
-    const int count = left < kTokens<kKey> ? static_cast<int>(left) : kTokens<kKey>;
-#pragma unroll
-    for (int i = 0; i < kTokens<kKey> * kLines; i += kPrepareThreads) {
-        const int line = i + static_cast<int>(threadIdx.x), at = line % kLines * 128;
-        if (line / kLines < count && at < a.key_dim * kBytes)
-            prefetch(advanced(first + at, line / kLines, static_cast<int>(rows.token) * kBytes));
-    }
-}
-
-// What the chunk `ahead` chunks behind `place` reads: when a CTA comes to it, it is there. A wrong guess, at the end of
-// a sequence, costs nothing but time.
+// How far from a block's tokens those are that a later CTA reads, or zero where there are none. A wrong guess, at the
+// end of a sequence, costs nothing but time.
 template <int kKey>
-__device__ __forceinline__ void prefetch_chunk(const DeviceArgs& a, const ChunkPlace& place, int ahead, int value_head,
-                                               int head) {
-    const std::int64_t first = place.begin + std::int64_t{ahead} * kTokens<kKey>;
-    if (a.algorithm.decay == Decay::kPerChannel) {
-        if (a.g.dtype == Dtype::kFloat32)
-            prefetch_rows<kKey, 4>(a, a.g, place.batch, first, value_head);
-        else
-            prefetch_rows<kKey, 2>(a, a.g, place.batch, first, value_head);
-    }
-    if (value_head != head * a.group) return;  // the first of those that share a head asks
-    prefetch_rows<kKey, 2>(a, a.q, place.batch, first, head);
-    prefetch_rows<kKey, 2>(a, a.k, place.batch, first, head);
+__device__ __forceinline__ int tokens_ahead(const DeviceArgs& a, const Schedule& schedule, std::int64_t first_token) {
+    const int ahead = schedule.ahead * kTokens<kKey>;
+    return first_token + ahead + kBlock <= a.tokens ? ahead : 0;
 }
 
 // Schedule::per_chunk; false where the carry is a portable one, which does not.
@@ -247,11 +228,8 @@ __device__ __forceinline__ void square_tokens(float* squares, const BlockRows<kG
     }
 }
 
-// Columns of a block in shared memory, each lane's words where the same lane of any warp reads them.
-template <int kKey>
-struct Columns {
-    uint4 words[kKey / 32][2][32];
-};
+// Columns of a block in shared memory, of 32 channels: [token half][lane], where the same lane of any warp reads them.
+using ColumnWords = uint4[2][32];
 
 __device__ __forceinline__ uint4 as_uint4(const Words& w) { return {w[0], w[1], w[2], w[3]}; }
 

@@ -24,7 +24,7 @@ struct BlockGates {
     static constexpr int kOwned = P::kChannels / 32;
 
     const DeviceArgs& a;
-    float* sums;         // [token][channel], units of four permuted by the token
+    float* sums;         // [group][token][channel of 32], units of four permuted by the token
     std::uint16_t* raw;  // [token][channel]
     int first_channel;   // of the part
     int count;           // tokens of the block that exist
@@ -33,9 +33,13 @@ struct BlockGates {
     const int lane = static_cast<int>(threadIdx.x) % 32, channel = first_channel + lane * kOwned;
 
     __device__ __forceinline__ int last() const { return count > 0 ? count - 1 : 0; }
+    // Unit of four channels of a token; the lane's own.
+    static __device__ __forceinline__ int unit_at(int unit, int token) {
+        return unit / 8 * (kBlock * 8) + token * 8 + (unit % 8 ^ (token & 1));
+    }
     __device__ __forceinline__ float* place(int token) const {
-        if constexpr (kOwned == 4) return sums + token * P::kChannels + (lane ^ (token & 1)) * 4;
-        return sums + token * P::kChannels + (lane / 2 ^ (token & 1)) * 4 + lane % 2 * 2;
+        if constexpr (kOwned == 4) return sums + unit_at(lane, token) * 4;
+        return sums + unit_at(lane / 2, token) * 4 + lane % 2 * 2;
     }
     using Owned = std::conditional_t<kOwned == 4, float4, float2>;
     __device__ __forceinline__ void get(float (&x)[kOwned], int token) const {
@@ -50,12 +54,12 @@ struct BlockGates {
             *reinterpret_cast<float2*>(place(token)) = float2{x[0], x[1]};
     }
 
-    // Tokens beyond `count` get the gates of the last; sum() leaves them out.
-    __device__ __forceinline__ void load(std::int64_t row) const {
+    // Tokens beyond `count` get the gates of the last; sum() leaves them out. `ahead` as that of BlockRows::fetch.
+    __device__ __forceinline__ void load(std::int64_t row, int ahead) const {
         if (narrow) {
-            copy<T>(row, raw, 0);
+            copy<T>(row, raw, ahead);
         } else if (a.g.dtype == Dtype::kFloat32 && a.g.pieces) {
-            copy<float>(row, sums, 1);
+            copy<float>(row, sums, ahead);
         } else {
 #pragma unroll 1
             for (int t = 0; t < kBlock; ++t)
@@ -69,12 +73,14 @@ struct BlockGates {
 
     // 16 bytes a lane, as many rows at once as that makes.
     template <class Element>
-    __device__ __forceinline__ void copy(std::int64_t row, void* to, int permuted) const {
+    __device__ __forceinline__ void copy(std::int64_t row, void* to, int ahead) const {
         constexpr int kPieces = P::kChannels * sizeof(Element) / 16, kRows = 32 / kPieces;
         const int piece = lane % kPieces, c = first_channel + piece * (16 / static_cast<int>(sizeof(Element))),
                   pitch = static_cast<int>(a.g.token) * static_cast<int>(sizeof(Element));
         uint4* units = static_cast<uint4*>(to);
-        const auto place_of_unit = [&](int t) { return units + t * kPieces + (piece ^ (t & permuted)); };
+        const auto place_of_unit = [&](int t) {
+            return units + (sizeof(Element) == 4 ? unit_at(piece, t) : t * kPieces + piece);
+        };
         if (c < a.key_dim) {
             const auto* from = static_cast<const Element*>(a.g.data) + row + c;
 #pragma unroll
@@ -85,6 +91,14 @@ struct BlockGates {
         } else {
 #pragma unroll 1
             for (int t = lane / kPieces; t < kBlock; t += kRows) *place_of_unit(t) = uint4{};
+        }
+        constexpr int kLine = 128 / static_cast<int>(sizeof(Element)), kLines = P::kChannels / kLine;
+        if (ahead == 0) return;
+#pragma unroll
+        for (int i = lane / kBlock; i < kLines; i += 2) {
+            const int line = first_channel + i * kLine;
+            if (line < a.key_dim)
+                prefetch(advanced(static_cast<const Element*>(a.g.data) + row + line, lane % kBlock + ahead, pitch));
         }
     }
 

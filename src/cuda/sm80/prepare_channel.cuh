@@ -18,6 +18,8 @@
 // range; factors that may grow make operands of two bf16 each.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/overlap.cuh"
 #include "cuda/sm80/block.cuh"
@@ -71,21 +73,40 @@ private:
     }
 };
 
+// Up to the products. What is done with makes room for what comes: shared memory leaves the first-level cache what it
+// does not take, and through that q and k come (docs/sm80.md).
 template <int kKey>
-struct ChannelSmem {
+struct ChannelOperands {
     using P = Parts<kKey>;
+    static constexpr int kWarps = kPrepareThreads / 32;
+    static constexpr int kColumns = std::max(kKey / 32, P::kPairs* P::kParts);
+
+    // Of each warp: the gates of its tokens, [token][channel of the group], units of four permuted by the token; behind
+    // them its columns for the two blocks that follow.
     union {
-        float gates[kPrepareThreads / 32][kBlock * P::kChannels];
-        PairSquares<kKey> pairs;
-    };
+        float gates[kBlock * 32];
+        ColumnWords columns[2];
+    } group[kWarps][P::kGroups];
     union {
-        std::uint16_t raw_gates[kPrepareThreads / 32][kBlock * P::kChannels];
-        Columns<kKey> columns[P::kPairs];
+        std::uint16_t raw_gates[kWarps][kBlock * P::kChannels];
+        struct {
+            float from_start[P::kBlocks][kKey], to_end[P::kBlocks][kKey], between[P::kPairs][kKey];
+            // The first block's for the last of four, by group; the exact way: all of one group, by pair and part.
+            ColumnWords columns[kColumns];
+        } table;
     };
     // log2 decay from a block's start to its middle, from there to its end; without delta, head becomes the factor, and
     // so does tail in two steps.
     float head[P::kBlocks][kKey], tail[P::kBlocks][kKey];
-    float from_start[P::kBlocks][kKey], to_end[P::kBlocks][kKey], between[P::kPairs][kKey];
+};
+
+template <int kKey>
+struct ChannelSmem {
+    using P = Parts<kKey>;
+    union {
+        ChannelOperands<kKey> operands;
+        PairSquares<kKey> pairs;
+    };
     float beta[kTokens<kKey>];
     float norms[2][P::kParts][kTokens<kKey>];
     float back[kTokens<kKey>];  // of k (TokenScales)
@@ -93,8 +114,11 @@ struct ChannelSmem {
     int steep[kPrepareThreads / 32];  // of a warp's block and channels
 };
 
-// Pair of blocks (row, column): the place of its columns and factors.
-__device__ __forceinline__ constexpr int pair_of(int row, int column) { return row * (row - 1) / 2 + column; }
+// Pair of blocks (row, column): the place of its factors; those of a column stand side by side.
+template <int kBlocks>
+__device__ __forceinline__ constexpr int pair_of(int row, int column) {
+    return column * (2 * kBlocks - column - 1) / 2 + row - column - 1;
+}
 
 template <class T, int kKey, bool kDelta>
 struct ChannelBlock {
@@ -103,7 +127,7 @@ struct ChannelBlock {
     using Operand = ScoreOperand<T, kDelta>;
     using Wide = __nv_bfloat16;  // what may grow, without delta
 
-    ChannelSmem<kKey>& s;
+    ChannelOperands<kKey>& s;
     ChannelImage<T, kKey>& image;
     const int warp;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -112,7 +136,7 @@ struct ChannelBlock {
     // Where the lane's first units of group 0 stand in the gates and in a tile of the image; the units beside them, and
     // in the image those of odd groups, differ in one bit.
     using Place = Tile<kTokens<kKey>, kKey>;
-    const int own_unit = lane / 4 * P::kChannels + (lane % 4 * 2 ^ (lane / 4 & 1)) * 4;
+    const int own_unit = lane / 4 * 32 + (lane % 4 * 2 ^ (lane / 4 & 1)) * 4;
     const int image_unit = Place::unit(first + lane / 4, part* P::kChannels / 8 + lane % 4) * 8;
 
     // log2 of the decay between the block's middle and token, for eight channels of group g.
@@ -120,14 +144,13 @@ struct ChannelBlock {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int unit = lane % 4 * 2 + i;
-            load4(x + 4 * i, s.gates[warp] + token * P::kChannels + (unit ^ (token & 1)) * 4 + 32 * g);
+            load4(x + 4 * i, s.group[warp][g].gates + token * 32 + (unit ^ (token & 1)) * 4);
         }
     }
     // The same for the lane's token of a half: eight tokens on, units stand where they stood.
     __device__ __forceinline__ void own_gates(float (&x)[8], int half, int g) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            load4(x + 4 * i, s.gates[warp] + (own_unit ^ 4 * i) + half * 8 * P::kChannels + 32 * g);
+        for (int i = 0; i < 2; ++i) load4(x + 4 * i, s.group[warp][g].gates + (own_unit ^ 4 * i) + half * 8 * 32);
     }
     __device__ __forceinline__ void table(float (&x)[8], const float* row, int g) const {
 #pragma unroll
@@ -138,13 +161,20 @@ struct ChannelBlock {
         const int panel = g / 2 * Place::kPanelUnits * 8, rows = 8 * half * Place::kUnits * 8;
         *reinterpret_cast<uint4*>(tile + panel + rows + (image_unit ^ g % 2 * 32)) = as_uint4(words);
     }
-    __device__ __forceinline__ void put_columns(int later, int half, int g, const Words& words) const {
-        s.columns[pair_of(later, block)].words[part * P::kGroups + g][half][lane] = as_uint4(words);
+    // Where the columns of `earlier` for `later` stand, each lane's words where the same lane of another warp finds
+    // them: of group g, and of the one group that the exact way has.
+    __device__ __forceinline__ ColumnWords& columns_of(int later, int earlier, int g) const {
+        const int between = later - earlier - 1;
+        return between < 2 ? s.group[part * P::kBlocks + earlier][g].columns[between]
+                           : s.table.columns[part * P::kGroups + g];
     }
-    __device__ __forceinline__ void get_columns(Words (&words)[2], int earlier, int g) const {
+    __device__ __forceinline__ ColumnWords& columns_of(int later, int earlier) const {
+        return s.table.columns[pair_of<P::kBlocks>(later, earlier) * P::kParts + part];
+    }
+    __device__ __forceinline__ void get_columns(Words (&words)[2], const ColumnWords& from) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const uint4 x = s.columns[pair_of(block, earlier)].words[part * P::kGroups + g][half][lane];
+            const uint4 x = from[half][lane];
             words[half][0] = x.x, words[half][1] = x.y, words[half][2] = x.z, words[half][3] = x.w;
         }
     }
@@ -187,11 +217,12 @@ struct ChannelBlock {
     // the products inside the block.
     __device__ __forceinline__ void score(Rows& q, Rows& k, const TokenScales<kDelta>& scales, bool two_steps,
                                           float (&own)[2][2][4]) const {
+        const int first_pair = pair_of<P::kBlocks>(block + 1, block);
 #pragma unroll
         for (int g = 0; g < P::kGroups; ++g) {
             Words columns[2], rows[2], columns_low[2], rows_low[2], words;  // rows and low halves: without delta
             float column[2][8], factor[8], head[8];
-            table(factor, s.from_start[block], g);
+            table(factor, s.table.from_start[block], g);
             if (!kDelta) table(head, s.head[block], g);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -240,7 +271,9 @@ struct ChannelBlock {
 #pragma unroll
                     for (int i = 0; i < 8; ++i) column[half][i] *= factor[i];
             }
-            table(factor, s.to_end[block], g);
+            table(factor, s.table.to_end[block], g);
+            float between[2][8];  // factors are asked for a block ahead
+            table(between[0], s.table.between[min(first_pair, P::kPairs - 1)], g);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float rest[8];
@@ -249,17 +282,19 @@ struct ChannelBlock {
                 pack_product<T>(words, column[half], rest);
                 put(image.k_remaining, half, g, words);
             }
+            __syncwarp();  // all lanes have the group's gates
 #pragma unroll
-            for (int later = 1; later < P::kBlocks; ++later) {
-                if (later <= block) continue;
-                table(factor, s.between[pair_of(later, block)], g);
+            for (int i = 0; i + 1 < P::kBlocks; ++i) {
+                if (block + i + 1 >= P::kBlocks) break;
+                if (i + 2 < P::kBlocks)
+                    table(between[(i + 1) % 2], s.table.between[min(first_pair + i + 1, P::kPairs - 1)], g);
+                ColumnWords& to = i < 2 ? s.group[warp][g].columns[i] : s.table.columns[part * P::kGroups + g];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    pack_product<Operand>(words, column[half], factor);
-                    put_columns(later, half, g, words);
+                    pack_product<Operand>(words, column[half], between[i % 2]);
+                    to[half][lane] = as_uint4(words);
                 }
             }
-            if (!kDelta) __syncwarp();  // or ptxas keeps all groups' operands until their products come last
         }
     }
 
@@ -314,74 +349,75 @@ struct ChannelBlock {
                     own[0][half][2 * half + e] = self[half] * scales.operand[half].x * scales.operand[half].y;
     }
 
-    // Then the operands, and after a barrier the products with earlier blocks, from this block's start.
+    // Then, group by group, the operands, and behind a barrier the products with earlier blocks, from this block's
+    // start.
     template <class Load>
-    __device__ __forceinline__ void operands_exact(Load load, const TokenScales<kDelta>& scales) const {
+    __device__ __forceinline__ void operands_exact(Load load, const TokenScales<kDelta>& scales, int g) const {
         BlockRows<1> q, k;
-#pragma unroll 1
-        for (int g = 0; g < P::kGroups; ++g) {
-            load(q, k, g);
+        load(q, k, g);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float gate[8], x[8], exponent[8];
-                Words words;
-                own_gates(gate, half, g);
-                table(exponent, s.from_start[block], g);
-                unpack(x, q.word[half][0], scales.whole(half).x);
+        for (int half = 0; half < 2; ++half) {
+            float gate[8], x[8], exponent[8];
+            Words words;
+            own_gates(gate, half, g);
+            table(exponent, s.table.from_start[block], g);
+            unpack(x, q.word[half][0], scales.whole(half).x);
+            pack_exact<T>(words, x, gate, 1.0f, exponent);
+            put(image.q_decayed, half, g, words);
+            unpack(x, k.word[half][0], scales.whole(half).y);
+            if (kDelta) {
                 pack_exact<T>(words, x, gate, 1.0f, exponent);
-                put(image.q_decayed, half, g, words);
-                unpack(x, k.word[half][0], scales.whole(half).y);
-                if (kDelta) {
-                    pack_exact<T>(words, x, gate, 1.0f, exponent);
-                    put(image.k_decayed, half, g, words);
-                }
-                table(exponent, s.to_end[block], g);
-                pack_exact<T>(words, x, gate, -1.0f, exponent);
-                put(image.k_remaining, half, g, words);
-                if (!kDelta) unpack(x, k.word[half][0], scales.operand[half].y);
-                for (int later = block + 1; later < P::kBlocks; ++later) {
-                    table(exponent, s.between[pair_of(later, block)], g);
-                    pack_exact<Operand>(words, x, gate, -1.0f, exponent);
-                    put_columns(later, half, g, words);
-                }
+                put(image.k_decayed, half, g, words);
+            }
+            table(exponent, s.table.to_end[block], g);
+            pack_exact<T>(words, x, gate, -1.0f, exponent);
+            put(image.k_remaining, half, g, words);
+            if (!kDelta) unpack(x, k.word[half][0], scales.operand[half].y);
+            for (int later = block + 1; later < P::kBlocks; ++later) {
+                table(exponent, s.table.between[pair_of<P::kBlocks>(later, block)], g);
+                pack_exact<Operand>(words, x, gate, -1.0f, exponent);
+                columns_of(later, block)[half][lane] = as_uint4(words);
             }
         }
     }
+    using Cross = float[P::kBlocks - 1][2][2][4];  // q k^T and k k^T with each earlier block
+
     template <class Load>
-    __device__ __forceinline__ void cross_exact(Load load, const TokenScales<kDelta>& scales,
-                                                float (&cross)[P::kBlocks - 1][2][2][4]) const {
+    __device__ __forceinline__ void cross_exact(Load load, const TokenScales<kDelta>& scales, int g,
+                                                Cross& product) const {
         BlockRows<1> q, k;
-#pragma unroll 1
-        for (int g = 0; g < P::kGroups; ++g) {
-            load(q, k, g);
+        load(q, k, g);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float gate[8], x[8], exponent[8];
-                own_gates(gate, half, g);
-                table(exponent, s.head[block], g);
-                unpack(x, q.word[half][0], scales.operand[half].x);
-                pack_exact<Operand>(q.word[half][0], x, gate, 1.0f, exponent);
-                unpack(x, k.word[half][0], scales.operand[half].y);
-                pack_exact<Operand>(k.word[half][0], x, gate, 1.0f, exponent);
-            }
+        for (int half = 0; half < 2; ++half) {
+            float gate[8], x[8], exponent[8];
+            own_gates(gate, half, g);
+            table(exponent, s.head[block], g);
+            unpack(x, q.word[half][0], scales.operand[half].x);
+            pack_exact<Operand>(q.word[half][0], x, gate, 1.0f, exponent);
+            unpack(x, k.word[half][0], scales.operand[half].y);
+            pack_exact<Operand>(k.word[half][0], x, gate, 1.0f, exponent);
+        }
 #pragma unroll
-            for (int earlier = 0; earlier < P::kBlocks - 1; ++earlier) {
-                if (earlier >= block) continue;
-                Words columns[2];
-                get_columns(columns, earlier, g);
-                multiply_group<Operand>(cross[earlier][0], q.word[0][0], q.word[1][0], columns[0], columns[1]);
-                if (kDelta)
-                    multiply_group<Operand>(cross[earlier][1], k.word[0][0], k.word[1][0], columns[0], columns[1]);
-            }
+        for (int earlier = 0; earlier < P::kBlocks - 1; ++earlier) {
+            if (earlier >= block) continue;
+            Words column[2];
+            get_columns(column, columns_of(block, earlier));
+            multiply_group<Operand>(product[earlier][0], q.word[0][0], q.word[1][0], column[0], column[1]);
+            if (kDelta) multiply_group<Operand>(product[earlier][1], k.word[0][0], k.word[1][0], column[0], column[1]);
         }
     }
-    __device__ __forceinline__ void cross(const Rows& q, const Rows& k, int earlier, float (&product)[2][2][4]) const {
+    __device__ __forceinline__ void cross(const Rows& q, const Rows& k, Cross& product) const {
 #pragma unroll
-        for (int g = 0; g < P::kGroups; ++g) {
-            Words columns[2];
-            get_columns(columns, earlier, g);
-            multiply_group<Operand>(product[0], q.word[0][g], q.word[1][g], columns[0], columns[1]);
-            if (kDelta) multiply_group<Operand>(product[1], k.word[0][g], k.word[1][g], columns[0], columns[1]);
+        for (int earlier = 0; earlier < P::kBlocks - 1; ++earlier) {
+            if (earlier >= block) continue;
+#pragma unroll
+            for (int g = 0; g < P::kGroups; ++g) {
+                Words column[2];
+                get_columns(column, columns_of(block, earlier, g));
+                multiply_group<Operand>(product[earlier][0], q.word[0][g], q.word[1][g], column[0], column[1]);
+                if (kDelta)
+                    multiply_group<Operand>(product[earlier][1], k.word[0][g], k.word[1][g], column[0], column[1]);
+            }
         }
     }
 };
@@ -405,18 +441,22 @@ __global__ void __launch_bounds__(kPrepareThreads, kChannelCtas)
     const ChunkPlace place = place_of<kRows>(a, schedule, number);
     if (place.count <= 0) return;
 
-    const ChannelBlock<T, kKey, kDelta> block{s, images[blockIdx.x], role_of_warp()};
+    auto& operands = s.operands;
+    const ChannelBlock<T, kKey, kDelta> block{operands, images[blockIdx.x], role_of_warp()};
     const int lane = block.lane, first = block.first, first_channel = block.part * P::kChannels;
 
     // --- gate ---
     // A block without tokens reads the chunk's first one, and drops it.
     const int count = place.count - first;
     const std::int64_t begin = place.begin + (count > 0 ? first : 0);
-    const BlockGates<T, kKey> gates{a, s.gates[block.warp], s.raw_gates[block.warp], first_channel, count};
-    gates.load(a.g.offset(place.batch, begin, value_head));
+    const BlockGates<T, kKey> gates{a, operands.group[block.warp][0].gates, operands.raw_gates[block.warp],
+                                    first_channel, count};
+    const int ahead = tokens_ahead<kKey>(a, schedule, begin),
+              head_ahead = value_head == head * a.group ? ahead : 0;  // the first of those that share a head asks
+    gates.load(a.g.offset(place.batch, begin, value_head), ahead);
     // A_log and bias wait where the lane's sums will stand: they come with the gates, and nothing else is waited for.
-    float *const head_sums = s.head[block.block] + gates.channel, *const tail_sums =
-                                                                      s.tail[block.block] + gates.channel;
+    float *const head_sums = operands.head[block.block] + gates.channel, *const tail_sums =
+                                                                             operands.tail[block.block] + gates.channel;
     copy_floats_if<1>(tail_sums, a.A_log.data + value_head * a.A_log.head, a.A_log.data);
     const float* const bias_of_head = a.dt_bias.data + value_head * a.dt_bias.head;
     if (a.dt_bias.pieces) {
@@ -431,9 +471,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kChannelCtas)
     TokenNumber beta_asked;
     if (kDelta) beta_asked.ask(a.beta, place.batch, place.begin + thread, value_head, thread < place.count);
     typename ChannelBlock<T, kKey, kDelta>::Rows q, k;
-    q.template fetch<T>(a.q, place.batch, begin, head, count, first_channel, a.key_dim);
-    k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim);
-    prefetch_chunk<kKey>(a, place, schedule.ahead, value_head, head);
+    q.template fetch<T>(a.q, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
+    k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
     if (per_chunk<kKey>(schedule) && thread == 0) lead_carry(exact_writes + blockIdx.x, 1);
     const bool fades = kFading && fading && a.qk_l2norm;
     bool wild = false, steep = false;
@@ -483,23 +522,24 @@ __global__ void __launch_bounds__(kPrepareThreads, kChannelCtas)
         float head_sum[P::kBlocks], whole[P::kBlocks], tail_sum[P::kBlocks], start = 0.0f, end = 0.0f;
 #pragma unroll
         for (int b = 0; b < P::kBlocks; ++b)
-            head_sum[b] = s.head[b][c], tail_sum[b] = s.tail[b][c], whole[b] = head_sum[b] + tail_sum[b];
+            head_sum[b] = operands.head[b][c], tail_sum[b] = operands.tail[b][c], whole[b] = head_sum[b] + tail_sum[b];
 #pragma unroll
         for (int b = 0; b < P::kBlocks; ++b) {
-            if (!kDelta) s.head[b][c] = entry(head_sum[b]);
-            s.from_start[b][c] = entry(start + head_sum[b]);
+            if (!kDelta) operands.head[b][c] = entry(head_sum[b]);
+            operands.table.from_start[b][c] = entry(start + head_sum[b]);
             start += whole[b];
             float gap = two_steps ? 0.0f : tail_sum[b];
 #pragma unroll
             for (int later = b + 1; later < P::kBlocks; ++later) {
-                s.between[pair_of(later, b)][c] = entry(exact || !kDelta ? gap : gap + head_sum[later]);
+                operands.table.between[pair_of<P::kBlocks>(later, b)][c] =
+                    entry(exact || !kDelta ? gap : gap + head_sum[later]);
                 gap += whole[later];
             }
         }
 #pragma unroll
         for (int b = P::kBlocks - 1; b >= 0; --b) {
-            s.to_end[b][c] = entry(two_steps ? end : end + tail_sum[b]);
-            if (two_steps) s.tail[b][c] = exp2_fast(tail_sum[b]);
+            operands.table.to_end[b][c] = entry(two_steps ? end : end + tail_sum[b]);
+            if (two_steps) operands.tail[b][c] = exp2_fast(tail_sum[b]);
             end += whole[b];
         }
         block.image.decay[c] = exp2_fast(start);
@@ -556,22 +596,11 @@ __global__ void __launch_bounds__(kPrepareThreads, kChannelCtas)
         scaled(overlaps);
         store_product<false>(s.pairs.overlaps, overlaps, first, column, block.part > 0, squares);
     };
+    typename ChannelBlock<T, kKey, kDelta>::Cross cross = {};
     if (!exact) {
         block.score(q, k, scales, two_steps, own);
         __syncthreads();
-#pragma unroll
-        for (int p = 0; p < P::kParts; ++p) {
-            if (block.part == p) {
-                store_own();
-#pragma unroll 1
-                for (int earlier = 0; earlier < block.block; ++earlier) {
-                    float product[2][2][4] = {};
-                    block.cross(q, k, earlier, product);
-                    store(product[0], product[1], earlier * kBlock);
-                }
-            }
-            if (p + 1 < P::kParts) __syncthreads();
-        }
+        block.cross(q, k, cross);
     } else {
         const auto load_group = [&](BlockRows<1>& q1, BlockRows<1>& k1, int g) {
             const int channel = first_channel + 32 * g;
@@ -581,21 +610,24 @@ __global__ void __launch_bounds__(kPrepareThreads, kChannelCtas)
             k1.mask(count, channel, a.key_dim);
         };
         block.score_exact(load_group, scales, own);
-        block.operands_exact(load_group, scales);
-        __syncthreads();
-        float cross[P::kBlocks - 1][2][2][4] = {};
-        block.cross_exact(load_group, scales, cross);
-        __syncthreads();
-#pragma unroll
-        for (int p = 0; p < P::kParts; ++p) {
-            if (block.part == p) {
-                store_own();
-#pragma unroll
-                for (int earlier = 0; earlier < P::kBlocks - 1; ++earlier)
-                    if (earlier < block.block) store(cross[earlier][0], cross[earlier][1], earlier * kBlock);
-            }
-            if (p + 1 < P::kParts) __syncthreads();
+#pragma unroll 1
+        for (int g = 0; g < P::kGroups; ++g) {
+            if (g > 0) __syncthreads();
+            block.operands_exact(load_group, scales, g);
+            __syncthreads();
+            block.cross_exact(load_group, scales, g, cross);
         }
+    }
+    __syncthreads();  // the products take the place of their operands
+#pragma unroll
+    for (int p = 0; p < P::kParts; ++p) {
+        if (block.part == p) {
+            store_own();
+#pragma unroll
+            for (int earlier = 0; earlier < P::kBlocks - 1; ++earlier)
+                if (earlier < block.block) store(cross[earlier][0], cross[earlier][1], earlier * kBlock);
+        }
+        if (p + 1 < P::kParts) __syncthreads();
     }
     const bool last = block.part == P::kParts - 1;
     if (kDelta && last) {

@@ -24,7 +24,7 @@ template <int kKey>
 struct TokenSmem {
     using P = Parts<kKey>;
     PairSquares<kKey> pairs;
-    Columns<kKey> columns[P::kBlocks - 1];
+    ColumnWords columns[P::kBlocks - 1][kKey / 32];
     float log_decay[kMostSpan][kTokens<kKey>];  // log2, from the chunk's start
     float beta[kMostSpan][kTokens<kKey>];
     float squares[2][P::kParts][kTokens<kKey>];
@@ -62,8 +62,10 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     // A block without tokens reads the chunk's first one, and drops it.
     const int count = place.count - first;
     const std::int64_t begin = place.begin + (count > 0 ? first : 0);
-    q.template fetch<T>(a.q, place.batch, begin, head, count, part * P::kChannels, a.key_dim);
-    k.template fetch<T>(a.k, place.batch, begin, head, count, part * P::kChannels, a.key_dim);
+    // The first of the value heads that share a head asks for what is ahead.
+    const int ahead = first_head == head * a.group ? tokens_ahead<kKey>(a, schedule, begin) : 0;
+    q.template fetch<T>(a.q, place.batch, begin, head, count, part * P::kChannels, a.key_dim, ahead);
+    k.template fetch<T>(a.k, place.batch, begin, head, count, part * P::kChannels, a.key_dim, ahead);
     constexpr int kBetas = kMostSpan * kRows / kPrepareThreads;  // of a thread
     TokenNumber betas[kBetas];
 #pragma unroll
@@ -71,7 +73,6 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
         const int of = (thread + i * kPrepareThreads) / kRows, t = thread % kRows;
         if (delta && of < span) betas[i].ask(a.beta, place.batch, place.begin + t, first_head + of, t < place.count);
     }
-    prefetch_chunk<kKey>(a, place, schedule.ahead, first_head, head);
     if (per_chunk<kKey>(schedule) && thread == 0)
         lead_carry(exact_writes + std::int64_t{number} * a.value_heads + first_head, span);
     if (warp < span) {
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int g = 0; g < P::kGroups; ++g)
-                s.columns[block].words[part * P::kGroups + g][half][lane] = as_uint4(k.word[half][g]);
+                s.columns[block][part * P::kGroups + g][half][lane] = as_uint4(k.word[half][g]);
     }
     __syncthreads();
     const std::int64_t first_image = std::int64_t{number} * a.value_heads + first_head;
@@ -189,9 +190,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
                         Words column[2];
 #pragma unroll
                         for (int half = 0; half < 2; ++half) {
-                            const uint4 x = earlier < block
-                                                ? s.columns[earlier].words[part * P::kGroups + g][half][lane]
-                                                : as_uint4(k.word[half][g]);
+                            const uint4 x = earlier < block ? s.columns[earlier][part * P::kGroups + g][half][lane]
+                                                            : as_uint4(k.word[half][g]);
                             column[half][0] = x.x, column[half][1] = x.y, column[half][2] = x.z, column[half][3] = x.w;
                         }
                         multiply_group<T>(product[0], q.word[0][g], q.word[1][g], column[0], column[1]);
