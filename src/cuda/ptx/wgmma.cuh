@@ -43,14 +43,12 @@ struct Operand {
     }
 };
 
-// In the 128-byte swizzle: the address, and the strides between eight rows and, transposed, between panels of 64
-// columns. The address should be uniform().
+// In panels of kColumns 16-bit elements, 64, 32 or 16, whose rows are permuted by the swizzle of as many bytes: the
+// address, and the strides between eight rows and, transposed, between panels. The address should be uniform().
+template <int kColumns>
 __device__ __forceinline__ Operand operand(std::uint32_t address, std::uint32_t panel_bytes = 16) {
-    return {(panel_bytes >> 4) << 16 | (address & 0x3ffffu) >> 4, 1u << 30 | 1024 >> 4};
-}
-// The same of 16 columns in the 32-byte swizzle.
-__device__ __forceinline__ Operand narrow_operand(std::uint32_t address) {
-    return {1u << 16 | (address & 0x3ffffu) >> 4, 3u << 30 | 256 >> 4};
+    constexpr std::uint32_t kSwizzle = kColumns == 64 ? 1 : kColumns == 32 ? 2 : 3;
+    return {(panel_bytes >> 4) << 16 | (address & 0x3ffffu) >> 4, kSwizzle << 30 | kColumns};
 }
 
 // x, which is the same in all lanes, where the compiler can tell. Products take descriptors from registers that a warp

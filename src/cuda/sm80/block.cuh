@@ -43,11 +43,11 @@ template <int kGroups>
 struct BlockRows {
     Words word[2][kGroups];  // [token half][group]
 
-    // Asks for rows first_token + .. of `rows`, the first of which exists, and for those that are `ahead` tokens
-    // further on, where that is not zero, in the second-level cache: when a CTA comes to them, they are there. What
-    // lies beyond `count` tokens or key_dim channels is anything until mask(), so that nothing waits for the memory
-    // before. Rows that cannot be read in pieces come afterwards, an element at a time, to the registers that the loads
-    // left alone: two ways that each wrote them would meet in moves, which wait for what they move.
+    // Asks for rows first_token + .. of `rows`, the first of which exists, and has those that are `ahead` tokens
+    // further on, where that is not zero, brought to the second-level cache: when a CTA comes to them, they are there.
+    // What lies beyond `count` tokens or key_dim channels is anything until mask(), so that nothing waits for the
+    // memory before. Rows that cannot be read in pieces come afterwards, an element at a time, to the registers that
+    // the loads left alone: two ways that each wrote them would meet in moves, which wait for what they move.
     template <class T>
     __device__ __forceinline__ void fetch(const TokenRows& rows, std::int64_t batch, std::int64_t first_token, int head,
                                           int count, int first_channel, int key_dim, int ahead = 0) {
@@ -63,7 +63,7 @@ struct BlockRows {
             for (int half = 0; half < 2; ++half)
                 load_if(word[half][g], from[half] + 32 * g, rows.pieces && channel + 32 * g < key_dim);
         if (ahead > 0 && rows.pieces) {
-            // Of 16 rows with 64 bytes a group: a line a lane.
+            // Two rows and at most two lines of each for the four lanes that share them.
             const int line = lane / 2 % 2 * 64;
             if (line < 32 * kGroups && channel + line < key_dim)
                 prefetch(advanced((lane % 2 ? from[1] : from[0]) + line, ahead, pitch));

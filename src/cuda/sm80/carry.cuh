@@ -41,9 +41,8 @@ struct CarryStage {
 
 // Where a lane reads a swizzled tile for load_matrices: 16 rows by two units at a time. Only an exclusive or and an
 // addition are left to the loop.
-template <int kRows, int kColumns, bool kTransposed>
+template <class Place, bool kTransposed>
 struct LaneReads {
-    using Place = Tile<kRows, kColumns>;
     static constexpr int kPitch = Place::kUnits * 16, kPairs = Place::kUnits / 2;
     std::uint32_t row, swizzle;
 
@@ -82,10 +81,10 @@ struct TriangleReads {
     }
 };
 
-// product [16 x kRows] += packed (columns 16 step .. of tile [kRows x kColumns])^T.
-template <class T, int kRows, int kColumns>
+// product [16 x kRows] += packed (columns 16 step .. of tile, of kRows rows)^T.
+template <class T, int kRows, class Place>
 __device__ __forceinline__ void multiply_step(float (&product)[kRows / 8][4], const Packed& packed, std::uint32_t tile,
-                                              const LaneReads<kRows, kColumns, false>& reads, int step) {
+                                              const LaneReads<Place, false>& reads, int step) {
 #pragma unroll
     for (int block = 0; block < kRows / 16; ++block) {
         std::uint32_t m[4];
@@ -109,9 +108,9 @@ __device__ __forceinline__ void multiply_triangle(float (&product)[kRows / 8][4]
 }
 
 // state [16 x kKey] += packed [16 x 16 tokens] tile [16 x kKey], the tile's rows from 16 * block on.
-template <class T, int kKey>
+template <class T, int kKey, class Place>
 __device__ __forceinline__ void multiply_carry(float (&state)[kKey / 8][4], const Packed& packed, std::uint32_t tile,
-                                               const LaneReads<kTokens<kKey>, kKey, true>& reads, int block) {
+                                               const LaneReads<Place, true>& reads, int block) {
 #pragma unroll
     for (int column = 0; column < kKey / 16; ++column) {
         std::uint32_t m[4];
@@ -257,10 +256,10 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     commit_copies();
     walk.first_state(state);
 
-    const LaneReads<kRows, kKey, false> key_reads;
+    const LaneReads<OperandTile<kKey, kPerChannel>, false> key_reads;
     const TriangleReads<kRows> pair_reads;
-    const LaneReads<kRows, kKey, true> carry_reads;
-    const LaneReads<kRows, kWarpRows, false> value_reads;
+    const LaneReads<OperandTile<kKey, kPerChannel>, true> carry_reads;
+    const LaneReads<Tile<kRows, kWarpRows>, false> value_reads;
 
     DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(walk);
 
@@ -309,7 +308,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                     const float* pair = &state[2 * step + x / 2][x % 2 * 2];
                     packed[x] = pack2_again<T>(pair[0], pair[1]);
                 }
-                multiply_step<T, kRows, kKey>(product, packed, tile, reads, step);
+                multiply_step<T, kRows>(product, packed, tile, reads, step);
             }
             if constexpr (!kPerChannel) {
 #pragma unroll

@@ -47,11 +47,11 @@ struct BlockGates {
         x[0] = whole.x, x[1] = whole.y;
         if constexpr (kOwned == 4) x[2] = whole.z, x[3] = whole.w;
     }
-    __device__ __forceinline__ void put(const float (&x)[kOwned], int token) const {
+    static __device__ __forceinline__ void put(const float (&x)[kOwned], float* to) {
         if constexpr (kOwned == 4)
-            *reinterpret_cast<float4*>(place(token)) = float4{x[0], x[1], x[2], x[3]};
+            *reinterpret_cast<float4*>(to) = float4{x[0], x[1], x[2], x[3]};
         else
-            *reinterpret_cast<float2*>(place(token)) = float2{x[0], x[1]};
+            *reinterpret_cast<float2*>(to) = float2{x[0], x[1]};
     }
 
     // Tokens beyond `count` get the gates of the last; sum() leaves them out. `ahead` as that of BlockRows::fetch.
@@ -198,8 +198,8 @@ struct BlockGates {
             const float out = after < count ? gate.out : 0.0f, back = before < count ? -gate.out : 0.0f;
 #pragma unroll
             for (int c = 0; c < kOwned; ++c) tail[c] = fmaf(out, x[c], tail[c]);
-            put(tail, after);
-            put(head, before);
+            put(tail, place(after));
+            put(head, place(before));
 #pragma unroll
             for (int c = 0; c < kOwned; ++c) head[c] = fmaf(back, y[c], head[c]);
         }

@@ -17,18 +17,24 @@ template <int kKey>
 inline constexpr int kTokens = kKey <= 128 ? 64 : 32;
 inline constexpr int kBlock = 16;  // tokens of a block: rows of one tensor core product
 
-// A [kRows x kColumns] tile of 16-bit elements: panels of at most 64 columns one after the other, and in a row of a
+// A [kRows x kColumns] tile of 16-bit elements: panels of at most kPanel columns one after the other, and in a row of a
 // panel the units of 16 bytes permuted by the row, so that eight rows of one column lie in eight different bank groups.
-// For whole panels that is what the tensor cores of sm_90 call the 128-byte swizzle.
-template <int kRows, int kColumns>
+// For whole panels of 64 columns that is what the tensor cores of sm_90 call the 128-byte swizzle, of 32 the 64-byte
+// one.
+template <int kRows, int kColumns, int kPanel = 64>
 struct Tile {
-    static constexpr int kUnits = kColumns < 64 ? kColumns / 8 : 8;  // of a panel's row
+    static constexpr int kUnits = (kColumns < kPanel ? kColumns : kPanel) / 8;  // of a panel's row
     static constexpr int kPanelUnits = kRows * kUnits;
     static constexpr CULA_HOST_DEVICE int unit(int row, int unit) {
         constexpr int kShift = kUnits == 8 ? 0 : kUnits == 4 ? 1 : 2;
         return unit / kUnits * kPanelUnits + row * kUnits + (unit % kUnits ^ (row >> kShift & (kUnits - 1)));
     }
 };
+
+// q and k of a chunk as the carry reads them. Those that prepare scales stand in panels of 32 channels, which is how it
+// has them: a warp stores eight tokens at a time, and in such panels these are four whole lines.
+template <int kKey, bool kPerChannel>
+using OperandTile = Tile<kTokens<kKey>, kKey, kPerChannel ? 32 : 64>;
 
 // The lower triangle of a square of 16-bit elements, in blocks of 16 x 16: a panel per 16 columns, each from its block
 // on the diagonal down. The two units of 16 bytes of a row are permuted so that eight rows of one column lie in eight

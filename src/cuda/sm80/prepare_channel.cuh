@@ -133,11 +133,11 @@ struct ChannelBlock {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int block = warp % P::kBlocks, part = warp / P::kBlocks, first = block * kBlock;
 
-    // Where the lane's first units of group 0 stand in the gates and in a tile of the image; the units beside them, and
-    // in the image those of odd groups, differ in one bit.
-    using Place = Tile<kTokens<kKey>, kKey>;
+    // Where the lane's first units of group 0 stand in the gates, whose units beside them differ in one bit, and in a
+    // tile of the image.
+    using Place = OperandTile<kKey, true>;
     const int own_unit = lane / 4 * 32 + (lane % 4 * 2 ^ (lane / 4 & 1)) * 4;
-    const int image_unit = Place::unit(first + lane / 4, part* P::kChannels / 8 + lane % 4) * 8;
+    const int image_unit = Place::unit(first + lane / 4, part* P::kGroups * 4 + lane % 4) * 8;
 
     // log2 of the decay between the block's middle and token, for eight channels of group g.
     __device__ __forceinline__ void gates(float (&x)[8], int token, int g) const {
@@ -158,11 +158,10 @@ struct ChannelBlock {
     }
 
     __device__ __forceinline__ void put(T* tile, int half, int g, const Words& words) const {
-        const int panel = g / 2 * Place::kPanelUnits * 8, rows = 8 * half * Place::kUnits * 8;
-        *reinterpret_cast<uint4*>(tile + panel + rows + (image_unit ^ g % 2 * 32)) = as_uint4(words);
+        const int panel = g * Place::kPanelUnits * 8, rows = 8 * half * Place::kUnits * 8;
+        *reinterpret_cast<uint4*>(tile + panel + rows + image_unit) = as_uint4(words);
     }
-    // Where the columns of `earlier` for `later` stand, each lane's words where the same lane of another warp finds
-    // them: of group g, and of the one group that the exact way has.
+    // Where the columns of `earlier` for `later` stand: of group g, and of the one group that the exact way has.
     __device__ __forceinline__ ColumnWords& columns_of(int later, int earlier, int g) const {
         const int between = later - earlier - 1;
         return between < 2 ? s.group[part * P::kBlocks + earlier][g].columns[between]
@@ -272,7 +271,7 @@ struct ChannelBlock {
                     for (int i = 0; i < 8; ++i) column[half][i] *= factor[i];
             }
             table(factor, s.table.to_end[block], g);
-            float between[2][8];  // factors are asked for a block ahead
+            float between[2][8];  // to the next blocks' middles, asked for a block ahead
             table(between[0], s.table.between[min(first_pair, P::kPairs - 1)], g);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -288,7 +287,7 @@ struct ChannelBlock {
                 if (block + i + 1 >= P::kBlocks) break;
                 if (i + 2 < P::kBlocks)
                     table(between[(i + 1) % 2], s.table.between[min(first_pair + i + 1, P::kPairs - 1)], g);
-                ColumnWords& to = i < 2 ? s.group[warp][g].columns[i] : s.table.columns[part * P::kGroups + g];
+                ColumnWords& to = columns_of(block + i + 1, block, g);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     pack_product<Operand>(words, column[half], between[i % 2]);
@@ -457,7 +456,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kChannelCtas)
     // A_log and bias wait where the lane's sums will stand: they come with the gates, and nothing else is waited for.
     float *const head_sums = operands.head[block.block] + gates.channel, *const tail_sums =
                                                                              operands.tail[block.block] + gates.channel;
-    copy_floats_if<1>(tail_sums, a.A_log.data + value_head * a.A_log.head, a.A_log.data);
+    float* const A_log = operands.tail[block.block] + first_channel;
+    if (lane == 0) copy_floats_if<1>(A_log, a.A_log.data + value_head * a.A_log.head, a.A_log.data);
     const float* const bias_of_head = a.dt_bias.data + value_head * a.dt_bias.head;
     if (a.dt_bias.pieces) {
         copy_floats_if<kOwned>(head_sums, bias_of_head + gates.channel, gates.channel < a.key_dim);
@@ -481,7 +481,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kChannelCtas)
         float head_sum[kOwned], tail_sum[kOwned];
         wait_copies<0>();
         __syncwarp();
-        const HeadGate head_gate(value_head, a.gate, *tail_sums, a.lower_bound, 0.0f);
+        const HeadGate head_gate(value_head, a.gate, *A_log, a.lower_bound, 0.0f);
         float bias[kOwned];
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) bias[i] = head_sums[i];
@@ -491,8 +491,9 @@ __global__ void __launch_bounds__(kPrepareThreads, kChannelCtas)
         for (int i = 0; i < kOwned; ++i) {
             const float worst = gates.channel + i < a.key_dim ? fmaxf(fabsf(head_sum[i]), fabsf(tail_sum[i])) : 0.0f;
             wild |= worst > kMostLog2<T, kDelta>, steep |= worst > kSteepLog2;
-            head_sums[i] = head_sum[i], tail_sums[i] = tail_sum[i];
         }
+        __syncwarp();  // all lanes have A_log
+        gates.put(head_sum, head_sums), gates.put(tail_sum, tail_sums);
         if (wild) wild = gates.balance(head_sums, tail_sums, kMostLog2<T, kDelta>);
         if constexpr (kDelta) {
             steep = __any_sync(0xffffffffu, steep);

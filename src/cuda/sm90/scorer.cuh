@@ -82,7 +82,7 @@ struct Scorer {
     // Products of q and k, on their way.
     __device__ __forceinline__ void multiply(Products& product, const unsigned char* stage) const {
         const std::uint32_t at = wgmma::uniform(shared_address(stage));
-        const wgmma::Operand rows = wgmma::operand(at + S::kQuery), columns = wgmma::operand(at + S::kKeyRead);
+        const wgmma::Operand rows = wgmma::operand<64>(at + S::kQuery), columns = wgmma::operand<64>(at + S::kKeyRead);
         wgmma::fence();
 #pragma unroll
         for (int step = 0; step < kKey / 16; ++step) {
