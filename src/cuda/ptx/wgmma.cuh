@@ -43,12 +43,13 @@ struct Operand {
     }
 };
 
-// In panels of kColumns 16-bit elements, 64, 32 or 16, whose rows are permuted by the swizzle of as many bytes: the
-// address, and the strides between eight rows and, transposed, between panels. The address should be uniform().
+// In panels of kColumns columns, whose rows of twice as many bytes are what the swizzle permutes: the address, and the
+// strides between eight rows and, transposed, between panels. The address should be uniform().
 template <int kColumns>
 __device__ __forceinline__ Operand operand(std::uint32_t address, std::uint32_t panel_bytes = 16) {
-    constexpr std::uint32_t kSwizzle = kColumns == 64 ? 1 : kColumns == 32 ? 2 : 3;
-    return {(panel_bytes >> 4) << 16 | (address & 0x3ffffu) >> 4, kSwizzle << 30 | kColumns};
+    static_assert(kColumns == 64 || kColumns == 32 || kColumns == 16);
+    constexpr std::uint32_t kSwizzle = kColumns == 64 ? 1 : kColumns == 32 ? 2 : 3, kEightRows = 8 * 2 * kColumns;
+    return {(panel_bytes >> 4) << 16 | (address & 0x3ffffu) >> 4, kSwizzle << 30 | kEightRows >> 4};
 }
 
 // x, which is the same in all lanes, where the compiler can tell. Products take descriptors from registers that a warp

@@ -121,8 +121,8 @@ struct BlockRows {
     }
 };
 
-// How far from a block's tokens those are that a later CTA reads, or zero where there are none. A wrong guess, at the
-// end of a sequence, costs nothing but time.
+// How far from a block's tokens those are that a later CTA reads, or zero where that is no whole block. A wrong guess,
+// at the end of a sequence, costs nothing but time.
 template <int kKey>
 __device__ __forceinline__ int tokens_ahead(const DeviceArgs& a, const Schedule& schedule, std::int64_t first_token) {
     const int ahead = schedule.ahead * kTokens<kKey>;

@@ -37,8 +37,8 @@ struct PrefillPolicy {
 };
 
 inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std::size_t{16} << 30;
-// CTAs of prepare on a multiprocessor: as many as fit its shared memory, and their registers without spills. Fewer of
-// the second where that is not sm_90's.
+// CTAs of prepare on a multiprocessor: as many as fit its shared memory, and their registers without spills. Fewer
+// where that is not sm_90's.
 inline constexpr int kChannelCtas = 3, kTokenCtas = 4;
 inline constexpr int kMostSpan = 4;       // value heads: a warp sums the gates of each
 inline constexpr int kLeastSegment = 8;   // chunks: below it the maps cost more than they free

@@ -30,6 +30,14 @@
 
 namespace cula::cuda::sm80 {
 
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+template <bool kDelta>
+inline constexpr int kFewestChannelCtas = kChannelCtas;
+#else
+template <bool kDelta>
+inline constexpr int kFewestChannelCtas = kDelta ? 2 : kChannelCtas;  // three would spill
+#endif
+
 template <class T, bool kDelta>
 using ScoreOperand = std::conditional_t<kDelta, T, __half>;
 
@@ -81,12 +89,13 @@ struct ChannelOperands {
     static constexpr int kWarps = kPrepareThreads / 32;
     static constexpr int kColumns = std::max(kKey / 32, P::kPairs* P::kParts);
 
-    // Of each warp: the gates of its tokens, [token][channel of the group], units of four permuted by the token; behind
-    // them its columns for the two blocks that follow.
+    // Of each warp: the gates of its tokens, as BlockGates has them; in their place, once all lanes have a group's, its
+    // columns for the two blocks that follow.
     union {
         float gates[kBlock * 32];
         ColumnWords columns[2];
     } group[kWarps][P::kGroups];
+    static_assert(sizeof(ColumnWords[2]) == sizeof(float[kBlock * 32]));  // gates run on from group to group
     union {
         std::uint16_t raw_gates[kWarps][kBlock * P::kChannels];
         struct {
@@ -163,9 +172,9 @@ struct ChannelBlock {
     }
     // Where the columns of `earlier` for `later` stand: of group g, and of the one group that the exact way has.
     __device__ __forceinline__ ColumnWords& columns_of(int later, int earlier, int g) const {
-        const int between = later - earlier - 1;
-        return between < 2 ? s.group[part * P::kBlocks + earlier][g].columns[between]
-                           : s.table.columns[part * P::kGroups + g];
+        const int distance = later - earlier - 1;
+        return distance < 2 ? s.group[part * P::kBlocks + earlier][g].columns[distance]
+                            : s.table.columns[part * P::kGroups + g];
     }
     __device__ __forceinline__ ColumnWords& columns_of(int later, int earlier) const {
         return s.table.columns[pair_of<P::kBlocks>(later, earlier) * P::kParts + part];
@@ -271,8 +280,8 @@ struct ChannelBlock {
                     for (int i = 0; i < 8; ++i) column[half][i] *= factor[i];
             }
             table(factor, s.table.to_end[block], g);
-            float between[2][8];  // to the next blocks' middles, asked for a block ahead
-            table(between[0], s.table.between[min(first_pair, P::kPairs - 1)], g);
+            float factors[2][8];  // to the next blocks' middles, asked for a block ahead; the last are any
+            table(factors[0], s.table.between[min(first_pair, P::kPairs - 1)], g);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float rest[8];
@@ -286,11 +295,11 @@ struct ChannelBlock {
             for (int i = 0; i + 1 < P::kBlocks; ++i) {
                 if (block + i + 1 >= P::kBlocks) break;
                 if (i + 2 < P::kBlocks)
-                    table(between[(i + 1) % 2], s.table.between[min(first_pair + i + 1, P::kPairs - 1)], g);
+                    table(factors[(i + 1) % 2], s.table.between[min(first_pair + i + 1, P::kPairs - 1)], g);
                 ColumnWords& to = columns_of(block + i + 1, block, g);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    pack_product<Operand>(words, column[half], between[i % 2]);
+                    pack_product<Operand>(words, column[half], factors[i % 2]);
                     to[half][lane] = as_uint4(words);
                 }
             }
@@ -422,7 +431,7 @@ struct ChannelBlock {
 };
 
 template <class T, int kKey, bool kDelta>
-__global__ void __launch_bounds__(kPrepareThreads, kChannelCtas)
+__global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kDelta>)
     prepare_channel(const __grid_constant__ DeviceArgs a, const Schedule schedule, ChannelImage<T, kKey>* images,
                     std::int32_t* exact_writes, float* fading) {
     follow_kernels_before_carry<kKey>(schedule);
@@ -453,7 +462,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kChannelCtas)
     const int ahead = tokens_ahead<kKey>(a, schedule, begin),
               head_ahead = value_head == head * a.group ? ahead : 0;  // the first of those that share a head asks
     gates.load(a.g.offset(place.batch, begin, value_head), ahead);
-    // A_log and bias wait where the lane's sums will stand: they come with the gates, and nothing else is waited for.
+    // The bias waits where the lane's sums will stand, A_log where the first lane's will: they come with the gates, and
+    // nothing else is waited for.
     float *const head_sums = operands.head[block.block] + gates.channel, *const tail_sums =
                                                                              operands.tail[block.block] + gates.channel;
     float* const A_log = operands.tail[block.block] + first_channel;
