@@ -133,7 +133,7 @@ __device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, cons
 #pragma unroll 4
         for (int token = thread / kUnits; token < kRows; token += step) {
             const bool in = token < count && unit * 8 < key_dim;
-            copy_async(tile_at + Tile<kRows, kKey>::unit(token, unit) * 16,
+            copy_async(tile_at + OperandTile<kKey, false>::unit(token, unit) * 16,
                        base + (in ? token * rows.token + unit * 8 : 0), in ? 16 : 0);
         }
     } else {
@@ -141,9 +141,9 @@ __device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, cons
         for (int token = thread / kUnits; token < kRows; token += step)
 #pragma unroll 1
             for (int e = 0; e < 8; ++e)
-                tile[Tile<kRows, kKey>::unit(token, unit) * 8 + e] = token < count && unit * 8 + e < key_dim
-                                                                         ? base[token * rows.token + unit * 8 + e]
-                                                                         : from_float<T>(0.0f);
+                tile[OperandTile<kKey, false>::unit(token, unit) * 8 + e] =
+                    token < count && unit * 8 + e < key_dim ? base[token * rows.token + unit * 8 + e]
+                                                            : from_float<T>(0.0f);
     }
 }
 

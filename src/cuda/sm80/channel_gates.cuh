@@ -33,7 +33,7 @@ struct BlockGates {
     const int lane = static_cast<int>(threadIdx.x) % 32, channel = first_channel + lane * kOwned;
 
     __device__ __forceinline__ int last() const { return count > 0 ? count - 1 : 0; }
-    // Unit of four channels of a token; the lane's own.
+    // Where a unit of four channels of a token stands; where the lane's own channels do.
     static __device__ __forceinline__ int unit_at(int unit, int token) {
         return unit / 8 * (kBlock * 8) + token * 8 + (unit % 8 ^ (token & 1));
     }

@@ -123,6 +123,10 @@ struct ChannelSmem {
     int steep[kPrepareThreads / 32];  // of a warp's block and channels
 };
 
+// With the KiB that every CTA has besides: sm_90 gives shared memory 164 KiB, and what does not fit them 196, of the
+// 256 that the first-level cache has a part in.
+static_assert((sizeof(ChannelSmem<128>) + 1024) * kChannelCtas <= 164 * 1024);
+
 // Pair of blocks (row, column): the place of its factors; those of a column stand side by side.
 template <int kBlocks>
 __device__ __forceinline__ constexpr int pair_of(int row, int column) {

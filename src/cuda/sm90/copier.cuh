@@ -151,7 +151,7 @@ struct Fetcher {
                         rows.offset(walk.batch, walk.token(chunk), a.by_group.divide(walk.value_head));
         copy_rows<T, S::kRows, kKey / 8>(
             to, from, rows.token, walk.count(chunk), a.key_dim, aligned<T>(rows, a.key_dim),
-            [](int token, int unit) { return Tile<S::kRows, kKey>::unit(token, unit) * 16; });
+            [](int token, int unit) { return OperandTile<kKey, false>::unit(token, unit) * 16; });
     }
 
     // What copy_boxes() brings, by all threads that fetch, whatever the rows are.

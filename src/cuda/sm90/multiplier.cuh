@@ -26,9 +26,8 @@ struct Multiplier {
     using F = Factors<kKey, kPerChannel>;
     using W = Walk<kKey, kMaps>;
     static constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
-    static constexpr int kRows = S::kRows, kBlocks = kRows / 16, kStepUnits = 2;  // of 16 columns along k
+    static constexpr int kRows = S::kRows, kBlocks = kRows / 16;
     using Place = OperandTile<kKey, kPerChannel>;
-    static constexpr int kPanelColumns = Place::kUnits * 8, kPanelSteps = kPanelColumns / 16;
     // Of values and outputs: Tile<kRows, kGroupRows>, one panel of 128 bytes a row.
     static_assert(kGroupRows == 64);
     static constexpr int kRowBlockBytes = 16 * 128;
@@ -75,12 +74,10 @@ struct Multiplier {
     // product = S^T tile^T; product = or += rows square^T; S^T += rows tile.
     static __device__ __forceinline__ void read_state(Product& product, const Packed (&state)[kKey / 16],
                                                       std::uint32_t tile) {
-        const wgmma::Operand b = wgmma::operand<kPanelColumns>(tile);
+        const wgmma::Operand b = wgmma::operand<Place::kUnits * 8>(tile);
 #pragma unroll
         for (int step = 0; step < kKey / 16; ++step)
-            wgmma::multiply<T, kRows / 8, false>(
-                product, state[step], b + step / kPanelSteps * Place::kPanelUnits + step % kPanelSteps * kStepUnits,
-                step > 0);
+            wgmma::multiply<T, kRows / 8, false>(product, state[step], b + Place::unit(0, 2 * step), step > 0);
     }
     static __device__ __forceinline__ void multiply_square(Product& product, const Rows& rows, std::uint32_t square,
                                                            bool add) {
@@ -91,10 +88,10 @@ struct Multiplier {
                                                  step > 0 || add);
     }
     static __device__ __forceinline__ void multiply_carry(State& state, const Rows& rows, std::uint32_t tile) {
-        const wgmma::Operand b = wgmma::operand<kPanelColumns>(tile, Place::kPanelUnits * 16);
+        const wgmma::Operand b = wgmma::operand<Place::kUnits * 8>(tile, Place::kPanelUnits * 16);
 #pragma unroll
         for (int step = 0; step < kBlocks; ++step)
-            wgmma::multiply<T, kKey / 8, true>(state, rows[step], b + step * 16 * Place::kUnits, 1);
+            wgmma::multiply<T, kKey / 8, true>(state, rows[step], b + Place::unit(16 * step, 0), 1);
     }
 
     static __device__ __forceinline__ void scale_state(State& state, const F& of) {

@@ -18,6 +18,7 @@ struct Scorer {
     static constexpr int kRows = S::kRows, kEach = kRows / 32;
 
     using Products = float[kRows / 8][4];
+    using Place = OperandTile<kKey, false>;
 
     const DeviceArgs& a;
     const Walk<kKey, kMaps>& walk;
@@ -36,7 +37,7 @@ struct Scorer {
 #pragma unroll 4
             for (int i = 0; i < kKey / 16; ++i) {
                 const int unit = thread % 2 * (kKey / 16) + i;
-                const uint4 x = *reinterpret_cast<const uint4*>(tile + Tile<kRows, kKey>::unit(token, unit) * 16);
+                const uint4 x = *reinterpret_cast<const uint4*>(tile + Place::unit(token, unit) * 16);
                 const std::uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
                 for (int w = 0; w < 4; ++w) {
@@ -82,11 +83,12 @@ struct Scorer {
     // Products of q and k, on their way.
     __device__ __forceinline__ void multiply(Products& product, const unsigned char* stage) const {
         const std::uint32_t at = wgmma::uniform(shared_address(stage));
-        const wgmma::Operand rows = wgmma::operand<64>(at + S::kQuery), columns = wgmma::operand<64>(at + S::kKeyRead);
+        const wgmma::Operand rows = wgmma::operand<Place::kUnits * 8>(at + S::kQuery),
+                             columns = wgmma::operand<Place::kUnits * 8>(at + S::kKeyRead);
         wgmma::fence();
 #pragma unroll
         for (int step = 0; step < kKey / 16; ++step) {
-            const int x = step / 4 * (kRows * 128 / 16) + step % 4 * 2;
+            const int x = Place::unit(0, 2 * step);
             wgmma::multiply_shared<T>(product, rows + x, columns + x, step > 0);
         }
         wgmma::commit();
