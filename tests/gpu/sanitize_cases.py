@@ -88,6 +88,11 @@ def calls() -> Iterator[Call]:
             yield ready("prefill", algorithm, lengths=(70,), beta_per_value=True)
             # Maps by two warpgroups a CTA.
             yield ready("prefill", algorithm, lengths=(1600,), heads=22, value_heads=22, key_dim=128, value_dim=128)
+        if FAMILY[algorithm][0] == "channel":
+            for K in (64, 72, 128):  # gates of the inputs' type, which tensor copies can bring
+                narrow = {"dtype": torch.bfloat16, "gate_dtype": torch.bfloat16, "key_dim": K, "value_dim": K}
+                yield ready("prefill", algorithm, lengths=(150,), **one, **narrow)
+                yield ready("varlen", algorithm, lengths=(79, 0, 16, 3), **one, **narrow)
         if FAMILY[algorithm][0] in ("channel", "token"):
             for gate in ("softplus", "bounded"):
                 gated = {"gate": gate, "decay": "mixed", "qk_l2norm": True}

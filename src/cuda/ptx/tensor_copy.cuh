@@ -21,6 +21,12 @@ __device__ __forceinline__ void copy_box(std::uint32_t shared, const CUtensorMap
         "l"(&map), "r"(at.channel), "r"(at.head), "r"(at.token), "r"(at.batch), "r"(barrier)
         : "memory");
 }
+// To the second-level cache alone.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap& map, const BoxPlace& at) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(at.channel),
+                 "r"(at.head), "r"(at.token), "r"(at.batch)
+                 : "memory");
+}
 // The way back, of what lies in the tensor.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, const BoxPlace& at, std::uint32_t shared) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),

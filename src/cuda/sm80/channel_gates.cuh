@@ -17,6 +17,17 @@ __device__ __forceinline__ void copy_floats_if(float* to, const float* from, boo
                  "r"(in ? kBytes : 0));
 }
 
+// Where prepare has no other way to raw gates than loads. What a kernel knows instead (sm90/gate_boxes.cuh):
+struct NoGateBoxes {
+    // Whether a block of `count` tokens can come as a box: whole ones, where the call's gates have a map.
+    static __device__ __forceinline__ bool has(int) { return false; }
+    // By one thread of a warp: the block from `token` on, [token][channel], to shared memory; `full`, which nobody has
+    // used, completes its first phase with it. `ahead` as that of BlockRows::fetch.
+    static __device__ __forceinline__ void ask(std::uint16_t*, std::uint64_t*, std::int64_t, std::int64_t, int, int) {}
+    // After the thread that asked and all others of the warp have met.
+    static __device__ __forceinline__ void wait(std::uint64_t*) {}
+};
+
 // The gates of one block. A lane owns kChannels / 32 neighbouring channels.
 template <class T, int kKey>
 struct BlockGates {

@@ -13,6 +13,9 @@ struct PortableCarry {
     static constexpr int kKey = kKeyDim, kWarpStep = 1;
     static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = false, kWaitsItself = false;
 
+    using GateBoxes = NoGateBoxes;
+    static GateBoxes gate_boxes(const DeviceArgs&) { return {}; }
+
     // Maps cost more than twice the carry that they replace: cut where three segments fit, and in no other way.
     static constexpr CutCosts cut_costs(bool) { return {}; }
 

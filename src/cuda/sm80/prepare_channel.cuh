@@ -27,6 +27,7 @@
 #include "cuda/sm80/policy.h"
 #include "cuda/sm80/solve.cuh"
 #include "cuda/tile/gate.cuh"
+#include "cuda/tile/scan.cuh"
 
 namespace cula::cuda::sm80 {
 
@@ -120,7 +121,8 @@ struct ChannelSmem {
     float norms[2][P::kParts][kTokens<kKey>];
     float back[kTokens<kKey>];  // of k (TokenScales)
     float fading[P::kBlocks];
-    int steep[kPrepareThreads / 32];  // of a warp's block and channels
+    int steep[kPrepareThreads / 32];                  // of a warp's block and channels
+    std::uint64_t gates_there[kPrepareThreads / 32];  // barriers, where a warp's gates come as a box
 };
 
 // With the KiB that every CTA has besides: sm_90 gives shared memory 164 KiB, and what does not fit them 196, of the
@@ -434,10 +436,10 @@ struct ChannelBlock {
     }
 };
 
-template <class T, int kKey, bool kDelta>
+template <class T, int kKey, bool kDelta, class GateBoxes>
 __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kDelta>)
-    prepare_channel(const __grid_constant__ DeviceArgs a, const Schedule schedule, ChannelImage<T, kKey>* images,
-                    std::int32_t* exact_writes, float* fading) {
+    prepare_channel(const __grid_constant__ DeviceArgs a, const __grid_constant__ GateBoxes gate_boxes,
+                    const Schedule schedule, ChannelImage<T, kKey>* images, std::int32_t* exact_writes, float* fading) {
     follow_kernels_before_carry<kKey>(schedule);
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>, kOwned = P::kChannels / 32;
@@ -465,7 +467,11 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kDelta>)
                                     first_channel, count};
     const int ahead = tokens_ahead<kKey>(a, schedule, begin),
               head_ahead = value_head == head * a.group ? ahead : 0;  // the first of those that share a head asks
-    gates.load(a.g.offset(place.batch, begin, value_head), ahead);
+    const bool boxed = gate_boxes.has(count);
+    if (!boxed)
+        gates.load(a.g.offset(place.batch, begin, value_head), ahead);
+    else if (lane == 0)
+        gate_boxes.ask(gates.raw, s.gates_there + block.warp, place.batch, begin, value_head, ahead);
     // The bias waits where the lane's sums will stand, A_log where the first lane's will: they come with the gates, and
     // nothing else is waited for.
     float *const head_sums = operands.head[block.block] + gates.channel, *const tail_sums =
@@ -495,6 +501,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kDelta>)
         float head_sum[kOwned], tail_sum[kOwned];
         wait_copies<0>();
         __syncwarp();
+        if (boxed) gate_boxes.wait(s.gates_there + block.warp);
         const HeadGate head_gate(value_head, a.gate, *A_log, a.lower_bound, 0.0f);
         float bias[kOwned];
 #pragma unroll

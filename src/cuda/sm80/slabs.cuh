@@ -168,9 +168,9 @@ void launch_slabs(const Call& call) {
             schedule_of.awaits_images && pays_per_chunk(blocks / span, kPrepareCtas, call.multiprocessors);
         if constexpr (kPrepares && Carry::kPerChannel) {
             if (!found)
-                launch<prepare_channel<T, kKey, kDelta>>(shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}),
-                                                         call.stream, a, schedule_of, plan.images, plan.exact_writes,
-                                                         plan.fading);
+                launch<prepare_channel<T, kKey, kDelta, typename Carry::GateBoxes>>(
+                    shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}), call.stream, a, Carry::gate_boxes(a),
+                    schedule_of, plan.images, plan.exact_writes, plan.fading);
         } else if constexpr (kPrepares) {
             if (!found)
                 launch<prepare_token<T, kKey>>(shape({blocks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)}),

@@ -4,6 +4,7 @@
 
 #include "cuda/sm80/slabs.cuh"
 #include "cuda/sm90/carry.cuh"
+#include "cuda/sm90/gate_boxes.cuh"
 #include "cuda/sm90/launch.h"
 
 namespace cula::cuda::sm90 {
@@ -13,6 +14,9 @@ struct WarpgroupCarry {
     using Type = T;
     static constexpr int kKey = kKeyDim, kWarpStep = kGroupWarps;
     static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = !kDecayPerChannel, kWaitsItself = true;
+
+    using GateBoxes = sm90::GateBoxes<T, kKey>;
+    static GateBoxes gate_boxes(const DeviceArgs& a) { return GateBoxes(a); }
 
     // Of GDN, whose images are small: elsewhere memory sets the pace of a carry that fills the device.
     static constexpr CutCosts cut_costs(bool delta) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tokens' rows as the tensor copies of sm_90 see them: boxes of a chunk's tokens and 64 channels of a head, laid
-// out in shared memory as panels of a Tile (sm80/chunk.cuh).
+// The tokens' rows as the tensor copies of sm_90 see them. Those of a carry are boxes of a chunk's tokens and 64
+// channels of a head, laid out in shared memory as panels of a Tile (sm80/chunk.cuh).
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -21,9 +21,14 @@ struct RowMaps {
     bool inputs = false, outputs = false;
 };
 
+struct Box {
+    int channels, tokens;
+    CUtensorMapSwizzle swizzle;
+};
+
 // [batches, tokens, heads, width]; false where there can be no such map.
 inline bool map_rows(CUtensorMap& map, const TokenRows& rows, Dtype dtype, std::int64_t batches, std::int64_t tokens,
-                     int heads, int width, int box_tokens) {
+                     int heads, int width, const Box& box) {
     static const auto encode = [] {
         void* entry = nullptr;
         cudaDriverEntryPointQueryResult found;
@@ -36,10 +41,11 @@ inline bool map_rows(CUtensorMap& map, const TokenRows& rows, Dtype dtype, std::
                                  static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(batches)};
     const cuuint64_t strides[3] = {static_cast<cuuint64_t>(rows.head) * 2, static_cast<cuuint64_t>(rows.token) * 2,
                                    static_cast<cuuint64_t>(rows.batch) * 2};
-    const cuuint32_t box[4] = {kBoxChannels, 1, static_cast<cuuint32_t>(box_tokens), 1}, steps[4] = {1, 1, 1, 1};
+    const cuuint32_t size[4] = {static_cast<cuuint32_t>(box.channels), 1, static_cast<cuuint32_t>(box.tokens), 1},
+                     steps[4] = {1, 1, 1, 1};
     return encode &&
            encode(&map, dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                  4, rows.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  4, rows.data, sizes, strides, size, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, box.swizzle,
                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -48,10 +54,13 @@ inline RowMaps row_maps(const DeviceArgs& a, Dtype dtype, bool keys, bool puts, 
     RowMaps maps;
     const std::int64_t batches = a.cu_seqlens ? 1 : a.sequences;
     const int heads = a.value_heads / a.group;
-    maps.inputs = map_rows(maps.v, a.v, dtype, batches, a.tokens, a.value_heads, a.value_dim, box_tokens) &&
-                  (!keys || (map_rows(maps.k, a.k, dtype, batches, a.tokens, heads, a.key_dim, box_tokens) &&
-                             (!puts || map_rows(maps.q, a.q, dtype, batches, a.tokens, heads, a.key_dim, box_tokens))));
-    maps.outputs = puts && map_rows(maps.o, a.o, dtype, batches, a.tokens, a.value_heads, a.value_dim, box_tokens);
+    const auto map = [&](CUtensorMap& to, const TokenRows& rows, int of_heads, int width) {
+        return map_rows(to, rows, dtype, batches, a.tokens, of_heads, width,
+                        {kBoxChannels, box_tokens, CU_TENSOR_MAP_SWIZZLE_128B});
+    };
+    maps.inputs = map(maps.v, a.v, a.value_heads, a.value_dim) &&
+                  (!keys || (map(maps.k, a.k, heads, a.key_dim) && (!puts || map(maps.q, a.q, heads, a.key_dim))));
+    maps.outputs = puts && map(maps.o, a.o, a.value_heads, a.value_dim);
     return maps;
 }
 
