@@ -104,6 +104,7 @@ def test_maps_go_where_they_are_asked_to(algorithm, keep, state_v_first):
 PARTS = {
     "short": ((70, 70), {}),
     "long": ((2100,), {}),
+    "batch": ((2100, 2100), {}),
     "packed": ((1100, 0, 1300), {"packed": True}),
     "heads": ((130,) * 5, {"heads": 16, "value_heads": 16}),
     "float32": ((70,), {"dtype": torch.float32}),
@@ -138,6 +139,38 @@ def test_without_m_b_is_the_same(algorithm, name, keep):
     if keep:
         for of, one, two in zip(("o", "final_state"), before, level1.prefill(inputs, kept=kept[0]), strict=True):
             assert_same_bits(of, one, two)
+
+
+def b_alone(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    b = torch.empty_like(level1.segment(inputs)[1])
+    return level1.segment(inputs, scale=inputs.case.scale, keep=True, out=(None, b))[1:]
+
+
+@pytest.mark.parametrize("lengths", [(1100,), (600, 600)], ids=["one", "two"])
+def test_from_zero_b_is_the_final_state(algorithm, lengths):
+    """So many heads that the device cuts a sequence in two, unequally where no M of the first part is needed."""
+    heads = 32 // len(lengths)
+    inputs = stateless(make(Case(algorithm, lengths, heads=heads, value_heads=heads, dtype=torch.bfloat16)))
+
+    def either(inputs: Inputs, backend: str) -> passes.Result:
+        if backend == "reference":
+            whole = passes.prefill(inputs, backend=backend)
+            return passes.Result(o=whole.o, final_state=whole.final_state, b=whole.final_state)
+        b, kept = b_alone(inputs)
+        o, final_state = level1.prefill(inputs, kept=kept)
+        return passes.Result(o=o, final_state=final_state, b=b)
+
+    passes.assert_rule(either, inputs)
+
+
+def test_what_is_kept_without_m_is_for_no_initial_state():
+    inputs = make(Case("kda", (2100,), **LONG))
+    _, kept = b_alone(stateless(inputs))
+    if kept.numel() == 0:
+        level1.prefill(inputs, kept=kept)
+        return
+    with pytest.raises(ValueError, match=r"kept must be .*, got .* made b alone, which has no initial_state"):
+        level1.prefill(inputs, kept=kept)
 
 
 @pytest.mark.parametrize("name", PARTS)

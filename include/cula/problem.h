@@ -107,7 +107,8 @@ struct Args {
     TensorRef segment_b;  // [N, HV, V, K]
     // What does not depend on the state, made once for a segment and for the prefill of the same tokens: with `keep` a
     // segment leaves it in its workspace (Plan::kept_bytes), and `kept` hands it to the prefill. Inputs and options
-    // must be the same in both calls; only the size is checked. A kernel that has no use for it makes its own.
+    // must be the same in both calls; only the size is checked. Of a segment with segment_b alone it is for a prefill
+    // without initial_state. A kernel that has no use for it makes its own.
     bool keep = false;
     TensorRef kept;  // [bytes / 4] int32
 

@@ -85,6 +85,14 @@ TEST(Policy, WhatIsKeptStaysWholeAndIsCutFinely) {
     const PrefillPolicy policy = prefill_policy(shape, kImage, kMultiprocessors, 4);
     EXPECT_EQ(policy.slab_chunks, 1000);
     EXPECT_EQ(policy.segment_chunks, 500);  // two, which is too few to pay for maps that are not made anyway
+    shape.from_zero = true;
+    shape.costs.first = 1.25;
+    EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 556);  // no M of the first: longer
+    shape.value_heads = 8;
+    EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 125);
+    EXPECT_TRUE(prefill_policy(shape, kImage, kMultiprocessors, 4).first_apart);
+    shape.value_heads = 32, shape.costs = kCosts;
+    EXPECT_FALSE(prefill_policy(shape, kImage, kMultiprocessors, 4).first_apart);  // four: not all maps fit at once
     shape.maps_pay = false;
     EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 1000);
 }

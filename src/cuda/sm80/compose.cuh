@@ -226,6 +226,7 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
                    first.count};
     float4 x{};
     float* start = nullptr;
+    bool from_zero = false;
     if constexpr (kTotal) {
         // The first map, of a state that starts from zero or of one that starts from one.
         if (chain.count == 0) {
@@ -243,12 +244,18 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
         --chain.count;  // nothing comes behind the last segment
         start = static_cast<float*>(p.starts.data) + p.starts.offset(first.number + 1, value_head) + row.row * kKey +
                 row.channel;
+        from_zero = first.chunk == 0 && slot < 0;
     }
     const auto each = [&](float4 now) {
         if (kTotal) return;
         *reinterpret_cast<float4*>(start) = now;
         start += p.starts.slot;
     };
+    if (from_zero) {
+        // Its first segment need not have an M.
+        if (row.exists()) each(x = own.existing(load_four(chain.b)));
+        chain.advance();
+    }
     if (delta)
         row.pass_matrices(x, chain, !of_m, a.key_dim, shared, each);
     else

@@ -15,14 +15,16 @@ namespace cula::cuda::sm80 {
 // cut, in narrow CTAs.
 struct CutCosts {
     double whole = 0.0, map = 0.0, narrow = 0.0, wide = 0.0, halves = 0.0;
+    double first = 1.0;  // how much longer the first of two segments is that are mapped at once, itself without an M
 };
 
 struct PrefillShape {
     std::int64_t sequences = 1, chunks = 0;  // of all sequences together, at most
     std::int64_t longest = 0;                // chunks that one sequence may have
     int value_heads = 1, value_dim = 0;
-    bool maps_pay = true;  // segments are allowed: not in batch-invariant mode
-    bool kept = false;     // maps are made anyway, and images stay until a prefill comes for them
+    bool maps_pay = true;    // segments are allowed: not in batch-invariant mode
+    bool kept = false;       // maps are made anyway, and images stay until a prefill comes for them
+    bool from_zero = false;  // nobody needs the M of a sequence's first segment
     CutCosts costs = {};
 };
 
@@ -34,6 +36,8 @@ struct PrefillPolicy {
     // Two segments, of which the second starts from what the map of the first makes of its state. The first is walked
     // beside its map, which takes less time a chunk, and is longer.
     bool halves = false;
+    // Maps of first segments have no M, and are made beside those of the others, all of them at once.
+    bool first_apart = false;
 };
 
 inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std::size_t{16} << 30;
@@ -109,6 +113,10 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
     } else if (cut.segments > 1) {
         policy.warps = cut.warps, policy.row_blocks = blocks(cut.warps);
         policy.segment_chunks = static_cast<int>((per_sequence + cut.segments - 1) / cut.segments);
+        policy.first_apart =
+            shape.from_zero && heads * blocks(8) * (1 + 2 * (cut.segments - 1)) <= std::int64_t{multiprocessors};
+        if (policy.first_apart && cut.segments == 2)
+            policy.segment_chunks = static_cast<int>(std::ceil(all * costs.first / (1.0 + costs.first)));
     }
     return policy;
 }

@@ -37,12 +37,12 @@ struct PortableCarry {
 
 template <class T, int kKey, bool kPerChannel>
 std::size_t prefill_workspace_bytes(const Call& call) {
-    return PrefillPlan<PortableCarry<T, kKey, kPerChannel>>(call).workspace_bytes();
+    return PrefillPlan<PortableCarry<T, kKey, kPerChannel>>::of(call).workspace_bytes();
 }
 
 template <class T, int kKey, bool kPerChannel>
 std::size_t prefill_kept_bytes(const Call& call) {
-    return PrefillPlan<PortableCarry<T, kKey, kPerChannel>>(call).kept_bytes();
+    return PrefillPlan<PortableCarry<T, kKey, kPerChannel>>::of(call).kept_bytes();
 }
 
 template <class T, int kKey, bool kPerChannel>

@@ -37,7 +37,6 @@ struct PrefillPlan {
     std::int32_t max_segments = 0;
     bool maps = false;
     bool kept = false, found = false;  // for a prefill, or by one (Args::keep)
-
     std::int32_t* first_chunk = nullptr;
     Segment* segments = nullptr;
     std::int32_t* exact_writes = nullptr;
@@ -46,17 +45,30 @@ struct PrefillPlan {
     float *map_m = nullptr, *map_b = nullptr, *starts = nullptr, *unfinished[2] = {};
     std::size_t bytes = 0, own_bytes = 0;  // of the call that prepares; of the one that finds what it kept
 
-    explicit PrefillPlan(const Call& call) {
+    static PrefillPlan of(const Call& call) {
+        const DeviceArgs& a = call.args;
+        const PrefillPlan plan(call, call.segment && a.segment_b.data && !a.segment_m.data);
+        if (!plan.found || plan.bytes == call.kept_bytes) return plan;
+        // A segment that makes B alone says nothing of a state before.
+        const PrefillPlan from_zero(call, true);
+        if (from_zero.bytes == call.kept_bytes && !a.initial.data) return from_zero;
+        throw Error(
+            "prefill: kept must be what a segment of the same inputs has kept, " + std::to_string(plan.bytes) +
+            " bytes, got " + std::to_string(call.kept_bytes) +
+            (from_zero.bytes == call.kept_bytes ? ", of one that made b alone, which has no initial_state" : ""));
+    }
+    PrefillPlan(const Call& call, bool b_alone) {
         const DeviceArgs& a = call.args;
         const std::int64_t per_sequence = ceil_div(a.tokens, kTokens<kKey>);
         chunks = a.cu_seqlens ? a.tokens / kTokens<kKey> + a.sequences : per_sequence * a.sequences;
-        const bool images_wanted = a.algorithm.update == Update::kDelta || !Carry::kPreparesAdditive;
+        const bool delta = a.algorithm.update == Update::kDelta, images_wanted = delta || !Carry::kPreparesAdditive;
         const std::size_t image_bytes = images_wanted ? sizeof(Image<T, kKey, kPerChannel>) : 0;
         kept =
             (call.keeps || call.kept) && static_cast<std::size_t>(chunks) * a.value_heads * image_bytes <= kKeptBytes;
         policy = prefill_policy({a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads, a.value_dim,
                                  !a.batch_invariant && (kept || !call.segment), kept,
-                                 Carry::cut_costs(a.algorithm.update == Update::kDelta)},
+                                 // Of packed sequences the host does not know which segments come first.
+                                 b_alone && kept && delta && !a.cu_seqlens, Carry::cut_costs(delta)},
                                 image_bytes, call.multiprocessors, Carry::kWarpStep);
         maps = policy.segment_chunks < std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
         if (a.cu_seqlens) {
@@ -81,7 +93,7 @@ struct PrefillPlan {
         if (a.cu_seqlens && found) take_schedule(own);
         if (images_wanted) {
             exact_writes = carver.take<std::int32_t>(policy.slab_chunks * heads);
-            if (kFades<kKey, kPerChannel> && a.algorithm.update == Update::kDelta && (maps || call.segment || kept))
+            if (kFades<kKey, kPerChannel> && delta && (maps || call.segment || kept))
                 fading = carver.take<float>(policy.slab_chunks * heads);
             images = carver.take<Image<T, kKey, kPerChannel>>(policy.slab_chunks * heads);
         }
@@ -90,7 +102,9 @@ struct PrefillPlan {
             const std::int64_t rows = max_segments * heads;
             map_b = carver.take<float>(rows * a.value_dim * kKey);
             if (!policy.halves) {
-                map_m = carver.take<float>(rows * (a.algorithm.update == Update::kDelta ? a.key_dim : 1) * kKey);
+                const std::int64_t of_head = (delta ? a.key_dim : 1) * kKey;
+                // Without the first of all segments, which has none then.
+                map_m = carver.take<float>((rows - (policy.first_apart ? heads : 0)) * of_head);
                 starts = carver.take<float>(rows * a.value_dim * kKey);
             }
             if (found) starts = own.take<float>(rows * a.value_dim * kKey);
@@ -112,18 +126,16 @@ void launch_slabs(const Call& call) {
     using T = typename Carry::Type;
     constexpr int kKey = Carry::kKey;
     const DeviceArgs& a = call.args;
-    const PrefillPlan<Carry> plan(call);
+    const auto plan = PrefillPlan<Carry>::of(call);
     const bool found = plan.found;
-    if (found && call.kept_bytes != plan.bytes)
-        throw Error("prefill: kept must be what a segment of the same inputs has kept, " + std::to_string(plan.bytes) +
-                    " bytes, got " + std::to_string(call.kept_bytes));
     const std::int64_t heads = a.value_heads;
     CarryParams p;
     p.exact_writes = plan.exact_writes, p.fading = plan.fading;
     p.starts = float_states(plan.starts, 0, heads, a.value_dim, kKey);
     p.map_b = float_states(plan.map_b, 0, heads, a.value_dim, kKey);
     p.map_m = float_states(plan.map_m, 0, heads, kDelta ? a.key_dim : 1, kKey);
-    p.halves = plan.policy.halves, p.wants_m = !p.halves;
+    if (plan.policy.first_apart) p.map_m.data = plan.map_m - p.map_m.slot;
+    p.halves = plan.policy.halves, p.wants_m = !p.halves, p.first_m = !plan.policy.first_apart;
 
     Schedule schedule_of;
     schedule_of.chunk_tokens = kTokens<kKey>;

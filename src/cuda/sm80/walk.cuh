@@ -26,6 +26,12 @@ struct CarryParams {
     States map_m, map_b;    // maps: slot i, or the sequence where they are the call's
     bool last_map = false;  // of a sequence's last segment too, which no later one needs
     bool wants_m = true;    // maps: or B alone
+    bool first_m = true;    // of sequences' first segments, too
+    // Maps: the segments of every sequence that a launch makes, where it is not all; and whether the launch before has
+    // others, and so has waited for what is before both.
+    std::int32_t first_rank = 0;
+    Divisor ranks;
+    bool some_ranks = false, beside_maps = false;
     // Two segments at most: the map of the first begins from the sequence's state, so that its B is the state before
     // the second and it has no M. The first is walked beside it.
     bool halves = false;
@@ -103,11 +109,15 @@ __device__ __forceinline__ void load_state(float (&state)[kKey / 8][4], const St
     });
 }
 
-// Which segment of the launch a CTA walks. Of halves all the first ones come before the second ones, which wait for
-// maps.
+// Which segment of the slab a CTA walks. Of halves all the first ones come before the second ones, which wait for maps.
+template <bool kMaps>
 __device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedule& schedule, const CarryParams& p,
                                               int block) {
     const int i = a.by_value_heads.divide(p.row_blocks.divide(block));
+    if (kMaps && p.some_ranks) {
+        const int sequence = p.ranks.divide(i), rank = i - sequence * static_cast<int>(p.ranks.value);
+        return sequence * static_cast<int>(schedule.by_pieces.value) + p.first_rank + rank;
+    }
     if (!p.halves || schedule.segments) return i;
     const int sequences = schedule.max_segments / 2;
     return i % sequences * 2 + i / sequences;
@@ -121,7 +131,7 @@ struct Walk {
     const CarryParams& p;
     const std::int32_t* first_chunk;  // of every sequence, where cu_seqlens says
     Segment segment;
-    int number, value_head;  // of the segment in the launch
+    int number, value_head;  // of the segment in the slab
     bool of_m;               // rows of the map M
     bool forgot = false;     // a map: the walk begins later than the segment, and M is zero
     RowWindow rows;
@@ -138,7 +148,7 @@ struct Walk {
         const int column = p.row_blocks.divide(block),
                   row_block = block - column * static_cast<int>(p.row_blocks.value);
         value_head = column - a.by_value_heads.divide(column) * a.value_heads;
-        number = segment_number(a, schedule, p, block);
+        number = segment_number<kMaps>(a, schedule, p, block);
         segment = segment_of(a, schedule, number);
         of_m = kMaps && row_block >= p.value_blocks;
         rows.first = ((of_m ? row_block - p.value_blocks : row_block) * warps + warp) * kWarpRows;
@@ -176,10 +186,12 @@ struct Walk {
         }
     }
 
-    // Nothing to walk: no such segment, a last segment whose map nobody needs, or a sequence of the null row.
+    // Nothing to walk: no such segment, a last one whose map or a first one whose M nobody needs, or a sequence of the
+    // null row.
     __device__ __forceinline__ bool nothing() const {
         if (segment.sequence < 0) return true;
         if (kMaps && segment.rank + 1 >= segment.count && !p.last_map) return true;
+        if (of_m && segment.rank == 0 && !p.first_m) return true;
         return slots.skipped && (!kMaps || p.halves);
     }
 

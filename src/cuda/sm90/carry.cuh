@@ -53,15 +53,17 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         publish_barriers();
     }
     // When maps are done, those before them are, too. A first half needs no map, and what it needs the maps have waited
-    // for. Who waits itself does so where images are fetched or the first state is loaded. They all wait before they
-    // end.
+    // for, as other maps have. Who waits itself does so where images are fetched or the first state is loaded. They all
+    // wait before they end.
     const auto needs_map = [&] {
         __threadfence();
-        return segment_of(a, schedule, segment_number(a, schedule, p, static_cast<int>(blockIdx.x))).rank > 0;
+        return segment_of(a, schedule, segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x))).rank > 0;
     };
     const bool waits_itself = schedule.awaits_images || schedule.awaits_states;
-    const bool waits_last = !kMaps && (p.halves || waits_itself);
-    if (kMaps) {
+    const bool waits_last = kMaps ? p.beside_maps : p.halves || waits_itself;
+    if (kMaps && p.beside_maps) {
+        __threadfence();
+    } else if (kMaps) {
         wait_for_kernels();
         lead_kernel();
     } else if (waits_itself) {

@@ -18,37 +18,83 @@ struct WarpgroupCarry {
     using GateBoxes = sm90::GateBoxes<T, kKey>;
     static GateBoxes gate_boxes(const DeviceArgs& a) { return GateBoxes(a); }
 
-    // Of GDN, whose images are small: elsewhere memory sets the pace of a carry that fills the device.
+    // Of GDN, whose images are small: elsewhere memory sets the pace of a carry that fills the device. Of a first
+    // segment's B two CTAs of one warpgroup make a chunk in 0.89 us, of another's map two of two warpgroups in 1.11.
     static constexpr CutCosts cut_costs(bool delta) {
-        if (!delta || kPerChannel) return {};
-        return {.whole = 1.2, .map = 0.9, .narrow = 1.33, .wide = 2.05, .halves = 0.85};
+        if (!delta || kPerChannel) return {.first = 1.25};
+        return {.whole = 1.2, .map = 0.9, .narrow = 1.33, .wide = 2.05, .halves = 0.85, .first = 1.25};
+    }
+
+    // CTAs of one or two warpgroups that the rows of a head's values, and those of its M, are for.
+    struct Rows {
+        int groups, of_values, of_m;
+        int blocks() const { return of_values + of_m; }
+    };
+    static Rows rows(const DeviceArgs& a, int groups, bool m) {
+        const auto blocks = [&](int of) { return ceil_div(of, groups * kGroupRows); };
+        return {groups, blocks(a.value_dim), m ? blocks(a.key_dim) : 0};
     }
 
     template <bool kDelta, bool kMaps, class ShapeOf>
     static void launch(const Call& call, const PrefillPlan<WarpgroupCarry>& plan, const Schedule& schedule,
                        CarryParams p, const ShapeOf& shape) {
         const DeviceArgs& a = call.args;
+        const int groups = plan.policy.warps / kGroupWarps;
         const std::int64_t columns = std::int64_t{a.value_heads} * schedule.max_segments;
-        const auto blocks = [&](int groups, int rows) { return ceil_div(rows, groups * kGroupRows); };
-        const auto map_blocks = [&](int groups) {
-            return kMaps && kDelta && p.wants_m ? blocks(groups, a.key_dim) : 0;
+        if (!kMaps || !kDelta || !p.wants_m)
+            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, rows(a, groups, false), columns, shape);
+        // Two warpgroups a CTA where one would take twice the rounds.
+        const auto fewer_rounds = [&](std::int64_t of, int room) {
+            const Rows as_the_carry = rows(a, groups, true);
+            return of * as_the_carry.blocks() > room ? rows(a, kMaxGroups, true) : as_the_carry;
         };
-        int groups = plan.policy.warps / kGroupWarps;
-        // Maps have the rows of M besides: two warpgroups a CTA where one would take twice the rounds.
-        if (map_blocks(1) && columns * (blocks(1, a.value_dim) + map_blocks(1)) > call.multiprocessors)
-            groups = kMaxGroups;
-        const int row_blocks = blocks(groups, a.value_dim) + map_blocks(groups);
-        p.value_blocks = blocks(groups, a.value_dim), p.row_blocks = divisor(row_blocks);
+        if (!plan.kept || a.cu_seqlens)
+            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(columns, call.multiprocessors),
+                                              columns, shape);
+        // What a segment call keeps lacks some: M of the first segments, the maps of the last ones.
+        const std::int64_t firsts = std::int64_t{a.value_heads} * a.sequences;
+        const int pieces = static_cast<int>(schedule.by_pieces.value);
+        p.some_ranks = true;
+        int room = call.multiprocessors;
+        if (!p.first_m) {
+            const Rows others = rows(a, kMaxGroups, true);
+            Rows first = rows(a, groups, false);
+            if (firsts * first.blocks() + firsts * (pieces - 1) * others.blocks() > room)
+                first = rows(a, kMaxGroups, false);
+            p.first_rank = 0, p.ranks = divisor(1);
+            launch_rows<kDelta, kMaps>(call, plan, schedule, p, first, firsts, shape);
+            p.first_rank = 1, p.beside_maps = call.follows;
+            room -= static_cast<int>(firsts * first.blocks());
+        }
+        const int ranks = pieces - p.first_rank - (p.last_map ? 0 : 1);
+        p.ranks = divisor(ranks);
+        launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(firsts * ranks, room), firsts * ranks,
+                                   [&](LaunchShape of) {
+                                       of = shape(of);
+                                       of.early |= p.beside_maps;
+                                       return of;
+                                   });
+    }
+
+private:
+    template <bool kDelta, bool kMaps, class ShapeOf>
+    static void launch_rows(const Call& call, const PrefillPlan<WarpgroupCarry>& plan, const Schedule& schedule,
+                            CarryParams p, const Rows& rows, std::int64_t columns, const ShapeOf& shape) {
+        const DeviceArgs& a = call.args;
+        p.value_blocks = rows.of_values, p.row_blocks = divisor(rows.blocks());
         const auto shared_bytes = [&] {
-            return carry_shared_bytes<T, kKey, kDelta, kPerChannel, kMaps>(groups, p.stages);
+            return carry_shared_bytes<T, kKey, kDelta, kPerChannel, kMaps>(rows.groups, p.stages);
         };
         for (p.stages = kMaxStages; shared_bytes() > call.shared_bytes_limit;) --p.stages;
         constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
-        // Row blocks of one head read the same images: a cluster fetches them once.
-        p.cluster = kScores ? 1 : row_blocks % 4 == 0 ? 4 : row_blocks % 2 == 0 ? 2 : 1;
+        // Row blocks of one head read the same images: a cluster fetches them once. Where clusters of four would take
+        // nearly all multiprocessors, the last ones find no four side by side.
+        const bool in_fours =
+            rows.blocks() % 4 == 0 && (!kMaps || 5 * columns * rows.blocks() < 4 * call.multiprocessors);
+        p.cluster = kScores ? 1 : in_fours ? 4 : rows.blocks() % 2 == 0 ? 2 : 1;
         cuda::launch<carry<T, kKey, kDelta, kPerChannel, kMaps>>(
-            shape({.blocks = static_cast<std::size_t>(row_blocks * columns),
-                   .threads = (groups + kHelperGroups<kScores>)*kGroupThreads,
+            shape({.blocks = static_cast<std::size_t>(rows.blocks() * columns),
+                   .threads = (rows.groups + kHelperGroups<kScores>)*kGroupThreads,
                    .shared_bytes = shared_bytes(),
                    .most_shared_bytes = call.shared_bytes_limit,
                    .cluster = p.cluster}),
@@ -58,12 +104,12 @@ struct WarpgroupCarry {
 
 template <class T, int kKey, bool kPerChannel>
 std::size_t prefill_workspace_bytes(const Call& call) {
-    return PrefillPlan<WarpgroupCarry<T, kKey, kPerChannel>>(call).workspace_bytes();
+    return PrefillPlan<WarpgroupCarry<T, kKey, kPerChannel>>::of(call).workspace_bytes();
 }
 
 template <class T, int kKey, bool kPerChannel>
 std::size_t prefill_kept_bytes(const Call& call) {
-    return PrefillPlan<WarpgroupCarry<T, kKey, kPerChannel>>(call).kept_bytes();
+    return PrefillPlan<WarpgroupCarry<T, kKey, kPerChannel>>::of(call).kept_bytes();
 }
 
 template <class T, int kKey, bool kPerChannel>
