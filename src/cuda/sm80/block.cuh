@@ -239,73 +239,92 @@ struct PairSquares {
     Square<kTokens<kKey>> scores, overlaps;  // q k^T; beta k k^T
 };
 
-// Writes a 16 x 16 product to its place; `add` where another part of the channels is there already. `squares` gains
-// the squares of this lane's elements in rows l/4 and l/4 + 8, of a block on the diagonal those below it.
-template <bool kDiagonal, int kSize>
-__device__ __forceinline__ void store_product(Square<kSize>& square, const float (&product)[2][4], int row, int column,
-                                              bool add, float2& squares) {
+// Writes a 16 x 16 product to its place; `add`: and to what another part of the channels has left there.
+template <int kSize>
+__device__ __forceinline__ void add_product(Square<kSize>& square, float (&product)[2][4], int row, int column,
+                                            bool add) {
+    if (add) {
+        float before[2][4];
+        load_block(before, square, row, column);
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) product[tile][e] += before[tile][e];
+    }
+    store_block(square, product, row, column);
+}
+
+// The squares of the lane's elements in rows l/4 and l/4 + 8; of a block on the diagonal, those below it.
+template <bool kDiagonal>
+__device__ __forceinline__ void add_squares(float2& squares, const float (&product)[2][4]) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            auto* to = reinterpret_cast<float2*>(pair_at(square, row, column, tile, half));
-            float2 pair{product[tile][2 * half], product[tile][2 * half + 1]};
-            if (add) pair = {pair.x + to->x, pair.y + to->y};
-            *to = pair;
-            if (kDiagonal) {
-                const int i = lane / 4 + 8 * half, j = 8 * tile + lane % 4 * 2;
-                if (j >= i) pair.x = 0.0f;
-                if (j + 1 >= i) pair.y = 0.0f;
-            }
-            float& sum = half ? squares.y : squares.x;
-            sum = fmaf(pair.x, pair.x, fmaf(pair.y, pair.y, sum));
+        for (int e = 0; e < 4; ++e) {
+            const bool below = !kDiagonal || 8 * tile + lane % 4 * 2 + e % 2 < lane / 4 + e / 2 * 8;
+            const float x = below ? product[tile][e] : 0.0f;
+            float& sum = e / 2 ? squares.y : squares.x;
+            sum = fmaf(x, x, sum);
         }
 }
 
-// A unit of a triangle; kLow: what rounding to T left over.
-template <bool kLow, class T>
-__device__ __forceinline__ void emit_unit(T* to, const float (&x)[8]) {
-    Words words;
+// Of a block on the diagonal.
+__device__ __forceinline__ void zero_above_diagonal(float (&product)[2][4]) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        words[w] = pack2<T>(x[2 * w], x[2 * w + 1]);
-        if (kLow) words[w] = pack_rest<T>({x[2 * w], x[2 * w + 1]}, words[w]);
-    }
-    *reinterpret_cast<uint4*>(to) = as_uint4(words);
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            if (8 * tile + lane % 4 * 2 + e % 2 > lane / 4 + e / 2 * 8) product[tile][e] = 0.0f;
 }
 
-// Row `row` of blocks to a triangle: from `left` what lies left of the diagonal, then the lower half of the block of
-// `diagonal` there; scaled by column. One warp: lane l turns to row l % 16 and one half of each block.
-template <bool kLow, bool kScaled, class T, int kSize>
-__device__ __forceinline__ void emit_lower(T* triangle, const Square<kSize>& left, const Square<kSize>& diagonal,
-                                           const float* column_scale, int row) {
+// A block on its way to a triangle: as accumulators hold it, to a slot in shared memory, and from there to `block`, 16
+// bytes a lane. kLow: what rounding to T leaves over. The warp meets before, between and after.
+inline constexpr int kSlot = kBlock * kBlock / 2;  // floats
+
+template <bool kLow, class T>
+__device__ __forceinline__ void turn_block(float* slot, const float (&x)[2][4]) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    auto* const to = reinterpret_cast<std::uint32_t*>(slot) + lane / 4 * 8 + lane % 4;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 pair{x[tile][2 * half], x[tile][2 * half + 1]};
+            const std::uint32_t word = pack2<T>(pair.x, pair.y);
+            to[half * kSlot / 2 + (tile ^ lane / 16) * 4] = kLow ? pack_rest<T>(pair, word) : word;
+        }
+}
+template <class T>
+__device__ __forceinline__ void put_block(T* block, const float* slot) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    reinterpret_cast<uint4*>(block)[lane] = reinterpret_cast<const uint4*>(slot)[lane];
+}
+
+// Rows of scores, in `scores` of a chunk, to a triangle: what lies left of the diagonal, then the lower half of the
+// block there. One warp: lane l turns to row l % 16 and one half of each block.
+template <bool kLow, class T, int kSize>
+__device__ __forceinline__ void emit_lower(T* triangle, const Square<kSize>& scores, int row) {
     using Lower = Triangle<kSize>;
     const int lane = static_cast<int>(threadIdx.x) % 32, i = lane % kBlock, half = lane / kBlock;
     T* const to = triangle + Lower::in_block(i, half) * 8;
-    const auto read = [&](float(&x)[8], const Square<kSize>& from, int column) {
-#pragma unroll
-        for (int e = 0; e < 8; e += 4) {
-            load4(x + e, from.at(row * kBlock, column * kBlock, i, 8 * half + e));
-            if (!kScaled) continue;
-            float scale[4];
-            load4(scale, column_scale + column * kBlock + 8 * half + e);
-#pragma unroll
-            for (int c = 0; c < 4; ++c) x[e + c] *= scale[c];
-        }
-    };
 #pragma unroll 1
-    for (int column = 0; column < row; ++column) {
+    for (int column = 0; column <= row; ++column) {
         float x[8];
-        read(x, left, column);
-        emit_unit<kLow>(to + Lower::block_begin(row, column) * 8, x);
-    }
-    float x[8];
-    read(x, diagonal, row);
 #pragma unroll
-    for (int e = 0; e < 8; ++e)
-        if (8 * half + e > i) x[e] = 0.0f;
-    emit_unit<kLow>(to + Lower::block_begin(row, row) * 8, x);
+        for (int e = 0; e < 8; e += 4) load4(x + e, scores.at(row * kBlock, column * kBlock, i, 8 * half + e));
+        Words words;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+#pragma unroll
+            for (int e = 2 * w; e < 2 * w + 2; ++e)
+                if (column == row && 8 * half + e > i) x[e] = 0.0f;
+            words[w] = pack2<T>(x[2 * w], x[2 * w + 1]);
+            if (kLow) words[w] = pack_rest<T>({x[2 * w], x[2 * w + 1]}, words[w]);
+        }
+        *reinterpret_cast<uint4*>(to + Lower::block_begin(row, column) * 8) = as_uint4(words);
+    }
 }
 
 // Overlaps whose squares sum to more than this in some row let roundings of the inverse and of the written values add
@@ -319,23 +338,49 @@ __device__ __forceinline__ bool is_coupled(float2 squares) {
     return !(x <= kMostSquares && y <= kMostSquares);
 }
 
-// The end of prepare, for one row of blocks: scores and inverse from shared memory to the image. One warp, which has
-// stored the row of `pairs` itself and inverted its diagonal, after all have. The row of the inverse takes the place of
-// the scores, which have left by then.
+// The end of prepare of a delta rule: the inverse, times beta, to the image. All warps that have blocks of the chunk,
+// after each has stored its row of overlaps and inverted its diagonal and all have met. `slots`: memory of the warp.
 template <class T, int kKey, class Image>
-__device__ __forceinline__ void emit_row(Image& image, PairSquares<kKey>& pairs, const float* beta, int row, bool delta,
-                                         bool coupled) {
-    emit_lower<false, false>(image.scores, pairs.scores, pairs.scores, nullptr, row);
-    if (coupled) emit_lower<true, false>(image.scores_low, pairs.scores, pairs.scores, nullptr, row);
-    if (!delta) return;
-    __syncwarp();
+__device__ __forceinline__ void emit_inverse(Image& image, Square<kTokens<kKey>>& overlaps, const float* beta,
+                                             float* slots, int block, bool coupled) {
+    constexpr int kRows = kTokens<kKey>, kBlocks = kRows / kBlock;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const auto emit = [&](float(&x)[2][4], int row, int column) {
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+            const auto scale = *reinterpret_cast<const float2*>(beta + column * kBlock + 8 * tile + lane % 4 * 2);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[tile][e] *= e % 2 ? scale.y : scale.x;
+        }
+        const int begin = Triangle<kRows>::block_begin(row, column) * 8;
+        __syncwarp();
+        turn_block<false, T>(slots, x);
+        if (coupled) turn_block<true, T>(slots + kSlot, x);
+        __syncwarp();
+        put_block(image.inverse + begin, slots);
+        if (coupled) put_block(image.inverse_low + begin, slots + kSlot);
+    };
+    const auto emit_stored = [&](int row, int column, int from_row, int from_column) {
+        float x[2][4];
+        load_block(x, overlaps, from_row * kBlock, from_column * kBlock);
+        emit(x, row, column);
+    };
+    // While the other warps join their blocks.
+    if (block >= kBlocks / 2)
+#pragma unroll 1
+        for (int b = block; b >= 0; b -= kBlocks / 2) emit_stored(b, b, b, b);
+    float x[2][4];
     // Where T has 8 bits, products of factors of 11 are lost in its own rounding; coupled keys are what magnifies them.
     if (coupled || std::is_same_v<T, __half>)
-        invert_row<true>(pairs.overlaps, pairs.scores, row);
+        invert_lower<true>(overlaps, block, x);
     else
-        invert_row<false>(pairs.overlaps, pairs.scores, row);
-    emit_lower<false, true>(image.inverse, pairs.scores, pairs.overlaps, beta, row);
-    if (coupled) emit_lower<true, true>(image.inverse_low, pairs.scores, pairs.overlaps, beta, row);
+        invert_lower<false>(overlaps, block, x);
+    if constexpr (kBlocks == 2) {
+        if (block == 0) emit(x, 1, 0);
+    } else {
+        emit(x, 3 - block / 2, block % 2);
+        if (block % 2) emit_stored(block, block - 1, block - 1, block);
+    }
 }
 
 }  // namespace cula::cuda::sm80

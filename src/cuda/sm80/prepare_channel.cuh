@@ -6,7 +6,7 @@
 //   table   per block and channel: the factors from the chunk's start, to its end, and to the middle of later blocks
 //   score   a lane turns to two tokens: q and k with exp(G - middle), k with exp(middle - G) are the operands of the
 //           block's own pairs, times a factor of the table those of pairs with other blocks, and what the carry reads
-//   solve   (I + diag(beta) K K^T)^-1 diag(beta): a warp makes, and writes to the image, the row of its block
+//   solve   (I + diag(beta) K K^T)^-1 diag(beta): solve.cuh; meanwhile scores go from registers to the image
 //
 // exp(+-(G - middle)) stays in range unless a block decays by more than twice kMostLog2. A chunk that holds more takes
 // the exact way: pairs inside a block on four levels (8, 4, 2, 1), each token's factor running from the border between
@@ -420,9 +420,10 @@ struct ChannelBlock {
             if (kDelta) multiply_group<Operand>(product[earlier][1], k.word[0][0], k.word[1][0], column[0], column[1]);
         }
     }
+    // The nearest block first: the other way round ptxas spills where T is fp16.
     __device__ __forceinline__ void cross(const Rows& q, const Rows& k, Cross& product) const {
 #pragma unroll
-        for (int earlier = 0; earlier < P::kBlocks - 1; ++earlier) {
+        for (int earlier = P::kBlocks - 2; earlier >= 0; --earlier) {
             if (earlier >= block) continue;
 #pragma unroll
             for (int g = 0; g < P::kGroups; ++g) {
@@ -603,21 +604,6 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kDelta>)
 #pragma unroll
             for (int e = 0; e < 4; ++e) overlaps[tile][e] *= beta[e / 2];
     };
-    float2 squares{0.0f, 0.0f}, unused{0.0f, 0.0f};
-    const auto store_own = [&] {
-        if (!kDelta) scaled_back(own[0], first);
-        store_product<true>(s.pairs.scores, own[0], first, first, block.part > 0, unused);
-        if (!kDelta) return;
-        scaled(own[1]);
-        store_product<true>(s.pairs.overlaps, own[1], first, first, block.part > 0, squares);
-    };
-    const auto store = [&](float(&scores)[2][4], float(&overlaps)[2][4], int column) {
-        if (!kDelta) scaled_back(scores, column);
-        store_product<false>(s.pairs.scores, scores, first, column, block.part > 0, unused);
-        if (!kDelta) return;
-        scaled(overlaps);
-        store_product<false>(s.pairs.overlaps, overlaps, first, column, block.part > 0, squares);
-    };
     typename ChannelBlock<T, kKey, kDelta>::Cross cross = {};
     if (!exact) {
         block.score(q, k, scales, two_steps, own);
@@ -640,35 +626,66 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kDelta>)
             block.cross_exact(load_group, scales, g, cross);
         }
     }
-    __syncthreads();  // the products take the place of their operands
-#pragma unroll
-    for (int p = 0; p < P::kParts; ++p) {
-        if (block.part == p) {
-            store_own();
-#pragma unroll
-            for (int earlier = 0; earlier < P::kBlocks - 1; ++earlier)
-                if (earlier < block.block) store(cross[earlier][0], cross[earlier][1], earlier * kBlock);
-        }
-        if (p + 1 < P::kParts) __syncthreads();
-    }
+    // --- solve ---
     const bool last = block.part == P::kParts - 1;
+    const auto each_product = [&](auto body) {
+        body(own[0], own[1], block.block, std::true_type{});
+#pragma unroll
+        for (int earlier = 0; earlier < P::kBlocks - 1; ++earlier)
+            if (earlier < block.block) body(cross[earlier][0], cross[earlier][1], earlier, std::false_type{});
+    };
+    if constexpr (P::kParts > 1) {
+#pragma unroll
+        for (int p = 0; p < P::kParts; ++p) {
+            __syncthreads();  // the products take the place of their operands
+            if (block.part != p) continue;
+            each_product([&](float(&scores)[2][4], float(&overlaps)[2][4], int column, auto) {
+                add_product(s.pairs.scores, scores, first, column * kBlock, p > 0);
+                if (kDelta) add_product(s.pairs.overlaps, overlaps, first, column * kBlock, p > 0);
+            });
+        }
+    }
+    float2 squares{0.0f, 0.0f};
+    each_product([&](float(&scores)[2][4], float(&overlaps)[2][4], int column, auto diagonal) {
+        if (!kDelta) scaled_back(scores, column * kBlock);
+        if (!kDelta) return;
+        scaled(overlaps);
+        add_squares<decltype(diagonal)::value>(squares, overlaps);
+    });
+    zero_above_diagonal(own[0]);
+    float* const slots = s.pairs.scores.at(first, 0, 0, 0);  // the row of the warp's block
+    const auto emit_scores = [&](T* triangle, auto low) {
+        constexpr bool kLow = decltype(low)::value;
+        __syncwarp();
+        each_product([&](float(&scores)[2][4], float(&)[2][4], int column, auto) {
+            turn_block<kLow, T>(slots + column * kSlot, scores);
+        });
+        __syncwarp();
+#pragma unroll
+        for (int column = 0; column < P::kBlocks; ++column)
+            if (column <= block.block)
+                put_block(triangle + Triangle<kRows>::block_begin(block.block, column) * 8, slots + column * kSlot);
+    };
+    __syncthreads();  // the products take the place of their operands
     if (kDelta && last) {
+        each_product([&](float(&)[2][4], float(&overlaps)[2][4], int column, auto) {
+            store_block(s.pairs.overlaps, overlaps, first, column * kBlock);
+        });
         __syncwarp();
         invert_diagonal(s.pairs.overlaps, block.block);
     }
-    if constexpr (kDelta) {
-        const bool coupled = __syncthreads_or(last && is_coupled(squares));
-        if (last) emit_row<T, kKey>(block.image, s.pairs, s.beta, block.block, true, coupled);
-        if (per_chunk<kKey>(schedule)) __syncthreads();
-        if (thread == 0) hand_over<kKey>(schedule, exact_writes + blockIdx.x, coupled);
-    } else {
-        __syncwarp();
-        if (last) emit_row<T, kKey>(block.image, s.pairs, s.beta, block.block, false, false);
-        if (per_chunk<kKey>(schedule)) {
-            __syncthreads();
-            if (thread == 0) publish(exact_writes + blockIdx.x, 0);
-        }
+    const bool coupled = kDelta && __syncthreads_or(last && is_coupled(squares));
+    if (last) {
+        emit_scores(block.image.scores, std::false_type{});
+        if (coupled) emit_scores(block.image.scores_low, std::true_type{});
+        if constexpr (kDelta) emit_inverse<T, kKey>(block.image, s.pairs.overlaps, s.beta, slots, block.block, coupled);
     }
+    if (per_chunk<kKey>(schedule)) __syncthreads();
+    if (thread != 0) return;
+    if constexpr (kDelta)
+        hand_over<kKey>(schedule, exact_writes + blockIdx.x, coupled);
+    else if (per_chunk<kKey>(schedule))
+        publish(exact_writes + blockIdx.x, 0);
 }
 
 }  // namespace cula::cuda::sm80

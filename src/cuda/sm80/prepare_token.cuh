@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
             for (int p = 0; p < P::kParts; ++p) sum += s.squares[which][p][token];
             norm = rsqrtf(sum + 1e-6f);
         }
-        s.norms[which][token] = norm;
+        s.norms[which][token] = token < place.count ? norm : 0.0f;
     }
     __syncthreads();
 
@@ -151,12 +151,12 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
             const float whole = log_decays[kRows - 1];
             image.q_factor[thread] = q_norm * exp2_fast(log_decay);
             image.k_factor[thread] = k_norm * exp2_fast(log_decay);
-            image.k_rest[thread] = thread < place.count ? k_norm * exp2_fast(whole - log_decay) : 0.0f;
+            image.k_rest[thread] = k_norm * exp2_fast(whole - log_decay);
             image.decay[thread] = exp2_fast(whole);
         }
 
         // --- score ---
-        float2 squares{0.0f, 0.0f}, unused{0.0f, 0.0f};
+        float2 squares{0.0f, 0.0f};
         const int rows[2] = {first + lane / 4, first + lane / 4 + 8};
         const float row_decay[2] = {log_decays[rows[0]], log_decays[rows[1]]};
         const float q_scale[2] = {a.scale * s.norms[0][rows[0]], a.scale * s.norms[0][rows[1]]};
@@ -171,13 +171,16 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
                     scores[tile][e] *= q_scale[e / 2] * factor;
                     overlaps[tile][e] *= k_scale[e / 2] * factor;
                 }
-            const bool add = part > 0;
-            store_product<false>(s.pairs.scores, scores, first, earlier * kBlock, add, unused);
+            const bool add = P::kParts > 1 && part > 0;
+            add_product(s.pairs.scores, scores, first, earlier * kBlock, add);
             if (!delta) return;
-            if (earlier < block)
-                store_product<false>(s.pairs.overlaps, overlaps, first, earlier * kBlock, add, squares);
-            else
-                store_product<true>(s.pairs.overlaps, overlaps, first, first, add, squares);
+            if (earlier < block) {
+                add_product(s.pairs.overlaps, overlaps, first, earlier * kBlock, add);
+                add_squares<false>(squares, overlaps);
+            } else {
+                add_product(s.pairs.overlaps, overlaps, first, first, add);
+                add_squares<true>(squares, overlaps);
+            }
         };
 #pragma unroll
         for (int p = 0; p < P::kParts; ++p) {
@@ -208,7 +211,13 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
             invert_diagonal(s.pairs.overlaps, block);
         }
         const bool coupled = __syncthreads_or(last && is_coupled(squares));
-        if (last) emit_row<T, kKey>(image, s.pairs, beta, block, delta, coupled);
+        if (last) {
+            emit_lower<false>(image.scores, s.pairs.scores, block);
+            if (coupled) emit_lower<true>(image.scores_low, s.pairs.scores, block);
+            // The row of scores has left, and makes room.
+            if (delta)
+                emit_inverse<T, kKey>(image, s.pairs.overlaps, beta, s.pairs.scores.at(first, 0, 0, 0), block, coupled);
+        }
         if (per_chunk<kKey>(schedule) || of + 1 < span) __syncthreads();
         if (thread == 0) hand_over<kKey>(schedule, exact_writes + first_image + of, coupled);
     }

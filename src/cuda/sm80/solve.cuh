@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // solve: X = (I + M)^-1 for a strictly lower triangular M, in float      ALGORITHM.md: solve
 //
-// A warp makes a row of blocks of 16, from the diagonal to the left: X_rr by substitution, then
-//   X_rj = -(sum over l in (j, r] of X_rl M_lj) X_jj
-// on the tensor cores. It reads what the others made on the diagonal, and of its own row alone what lies left of it, so
-// that one barrier does.
+// By halves: the inverse of a lower triangle [A 0; C B] is [A^-1 0; -B^-1 C A^-1 B^-1]. A warp inverts a block of 16 on
+// the diagonal, its halves of 8 by substitution; then warps join blocks to squares of 32, and these to one of 64, with
+// products on the tensor cores.
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
@@ -86,47 +85,124 @@ __device__ __forceinline__ void load_block(float (&block)[2][4], const Square<kS
         }
 }
 
-// X in place of M in block (row, row), what lies above the diagonal included. One warp.
+// product [8 x 8] = left right, left as accumulators hold it, at 22 bits: x0, x1 of what a lane has of `left`; right
+// from (row, column) of the block at `first` on the diagonal.
+template <int kSize>
+__device__ __forceinline__ void multiply_eighths(float (&product)[4], float x0, float x1, const Square<kSize>& right,
+                                                 int first, int row, int column) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const float* from = right.at(first, first, row + lane % 4 * 2, column + lane / 4);
+    const Tf32 a0(x0), a2(x1), b0(from[0]), b1(from[right.kPitch]);
+    const std::uint32_t a[4] = {a0.rounded, 0u, a2.rounded, 0u}, rest[4] = {a0.rest, 0u, a2.rest, 0u};
+    mma_16x8x8_tf32(product, rest, b0.rounded, b1.rounded);
+    mma_16x8x8_tf32(product, a, b0.rest, b1.rest);
+    mma_16x8x8_tf32(product, a, b0.rounded, b1.rounded);
+}
+
+// X in place of M in block (row, row), zeros above the diagonal included. One warp.
 template <int kSize>
 __device__ __forceinline__ void invert_diagonal(Square<kSize>& m, int row) {
-    // Lane j, and j + 16: column j of the block, x_i = [i = j] - sum_{l < i} m_il x_l.
+    // Lane j < 16: column j of the two halves, x_i = [i = j] - sum_{l < i} m_il x_l. The last eight lanes: zeros in the
+    // upper half of the columns of the lower one.
+    constexpr int kHalf = kBlock / 2;
     const int lane = static_cast<int>(threadIdx.x) % 32, first = row * kBlock, j = lane % kBlock;
-    float column[kBlock];
+    const int begin = j / kHalf * kHalf;  // of the half
+    float column[kHalf];
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-        float of_row[kBlock], even = i == j ? 1.0f : 0.0f, odd = 0.0f;
+    for (int i = 0; i < kHalf; ++i) {
+        float of_row[kHalf], even = begin + i == j ? 1.0f : 0.0f, odd = 0.0f;
 #pragma unroll
-        for (int l = 0; l < i; l += 4) load4(of_row + l, m.at(first, first, i, l));
+        for (int l = 0; l < i; l += 4) load4(of_row + l, m.at(first, first, begin + i, begin + l));
 #pragma unroll
         for (int l = 0; l < i; ++l) (l % 2 ? odd : even) -= of_row[l] * column[l];
         column[i] = even + odd;
     }
     __syncwarp();
+    const int to = lane < kBlock ? begin : 0;
+    if (lane < kBlock || begin > 0)
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) *m.at(first, first, i, j) = column[i];
+        for (int i = 0; i < kHalf; ++i) *m.at(first, first, to + i, j) = lane < kBlock ? column[i] : 0.0f;
+    __syncwarp();
+    float left[4] = {}, joined[4] = {};
+    const auto pair = *reinterpret_cast<const float2*>(m.at(first, first, kHalf + lane / 4, kHalf + lane % 4 * 2));
+    multiply_eighths(left, pair.x, pair.y, m, first, kHalf, 0);
+    multiply_eighths(joined, left[0], left[1], m, first, 0, 0);
+    __syncwarp();
+    *reinterpret_cast<float2*>(m.at(first, first, kHalf + lane / 4, lane % 4 * 2)) = float2{-joined[0], -joined[1]};
 }
 
-// Row `row` of X left of the diagonal to x, from M and the inverses on its diagonal. One warp, after all others have
-// made theirs.
+template <int kSize>
+__device__ __forceinline__ void store_block(Square<kSize>& s, const float (&block)[2][4], int row, int column) {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            *reinterpret_cast<float2*>(pair_at(s, row, column, tile, half)) =
+                float2{block[tile][2 * half], block[tile][2 * half + 1]};
+}
+
+// The blocks of X left of the diagonal, after all warps have inverted theirs and met. Of four blocks a warp returns
+// (3 - warp / 2, warp % 2), as accumulators hold it, and (1, 0) and (3, 2) then stand above the diagonal, where M has
+// nothing, at (0, 1) and (2, 3). All four warps take part. Of two, warp 0 returns (1, 0).
 template <bool kExact, int kSize>
-__device__ __forceinline__ void invert_row(const Square<kSize>& m, Square<kSize>& x, int row) {
-#pragma unroll 1
-    for (int column = row - 1; column >= 0; --column) {
-        float sum[2][4] = {}, product[2][4] = {};
-#pragma unroll 1
-        for (int inner = row; inner > column; --inner) {
-            float left[2][4];
-            load_block(left, inner == row ? m : x, row * kBlock, inner * kBlock);
-            multiply_block<kExact>(sum, left, m, inner * kBlock, column * kBlock);
-        }
-        multiply_block<kExact>(product, sum, m, column * kBlock, column * kBlock);
+__device__ __forceinline__ void invert_lower(Square<kSize>& m, int warp, float (&x)[2][4]) {
+    const auto load = [&](float(&block)[2][4], int row, int column) {
+        load_block(block, m, row * kBlock, column * kBlock);
+    };
+    const auto multiply = [&](float(&product)[2][4], const float(&left)[2][4], int row, int column) {
+        multiply_block<kExact>(product, left, m, row * kBlock, column * kBlock);
+    };
+    const auto negate = [&] {
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<float2*>(pair_at(x, row * kBlock, column * kBlock, tile, half)) =
-                    float2{-product[tile][2 * half], -product[tile][2 * half + 1]};
-        __syncwarp();
+            for (int e = 0; e < 4; ++e) x[tile][e] = -x[tile][e];
+    };
+    // Two neighbours on the diagonal, of which `upper` is the first: -X_ll M_lu X_uu.
+    const auto join = [&](int upper) {
+        const int lower = upper + 1;
+        load(x, lower, lower);
+#pragma unroll 1
+        for (int right = lower; right >= upper; --right) {
+            float product[2][4] = {};
+            multiply(product, x, right, upper);
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[tile][e] = product[tile][e];
+        }
+        negate();
+    };
+    if constexpr (kSize == 2 * kBlock) {
+        if (warp == 0) join(0);
+    } else {
+        static_assert(kSize == 4 * kBlock);
+        if (warp < 2) {
+            join(2 * warp);
+            store_block(m, x, 2 * warp * kBlock, (2 * warp + 1) * kBlock);
+        }
+        __syncthreads();
+        // Y = X_lower M, a block each; then -Y X_upper, of whose first column two blocks are not zero.
+        const int row = 3 - warp / 2, column = warp % 2;
+        float left[2][4], y[2][4] = {};
+#pragma unroll 1
+        for (int inner = 2; inner <= row; ++inner) {
+            load(left, inner == row ? row : 2, inner == row ? row : 3);
+            multiply(y, left, inner, column);
+        }
+        if (column == 1) store_block(m, y, 0, row * kBlock);
+        __syncthreads();
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[tile][e] = 0.0f;
+#pragma unroll 1
+        for (int inner = column;; ++inner) {
+            multiply(x, y, inner == column ? column : 0, inner);
+            if (inner == 1) break;
+            load(y, 0, row);
+        }
+        negate();
     }
 }
 
