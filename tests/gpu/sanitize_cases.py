@@ -32,8 +32,18 @@ def _prefill_of_kept(inputs: Inputs) -> passes.Result:
     return passes.Result(o=o, final_state=final_state, m=m, b=b)
 
 
+def _prefill_from_zero(inputs: Inputs) -> passes.Result:
+    stateless = inputs.but(initial_state=None, initial_state_indices=None)
+    b = inputs.q.new_empty((inputs.case.sequences, 1, inputs.v.shape[3], inputs.q.shape[3]), dtype=torch.float32)
+    with mock.patch("cula.api._log_decay", lambda _, decay: decay):
+        kept = level1.segment(stateless, scale=inputs.case.scale, keep=True, out=(None, b))[2]
+        o, final_state = level1.prefill(stateless, kept=kept)
+    return passes.Result(o=o, final_state=final_state, b=b)
+
+
 # Sequences that have segments inside the call.
 KEPT = Kind(_prefill_of_kept, ((1100, 0, 70),), lambda _: {}, {"packed": True, "heads": 1, "value_heads": 1})
+FROM_ZERO = Kind(_prefill_from_zero, ((1100, 1100),), lambda _: {}, {"heads": 1, "value_heads": 1})
 
 
 def on_gpu(call: Call) -> Call:
@@ -77,8 +87,8 @@ def calls() -> Iterator[Call]:
             if algorithm == "gdn":  # cut in two where Hopper's kernels run
                 many = {"heads": 8, "value_heads": 16, "key_dim": 128, "value_dim": 128}
                 yield ready("prefill", algorithm, lengths=(4096,), backend=backend, **many)
-            kept = make(KEPT.case(algorithm, key_dim=128, value_dim=128, backend=backend))
-            yield Call(KEPT, kept, {})
+            for kind in (KEPT, FROM_ZERO):
+                yield Call(kind, make(kind.case(algorithm, key_dim=128, value_dim=128, backend=backend)), {})
         yield ready("prefill", algorithm, dtype=torch.float32, lengths=(70,), key_dim=128, value_dim=128)
         yield ready("varlen", algorithm, lengths=(33, 64), key_dim=60, value_dim=100, value_heads=4, fused=True)
         yield ready("decode", algorithm, lengths=(1, 1), key_dim=60, value_dim=100, value_heads=4, k_first=True)
