@@ -3,7 +3,8 @@
 
 A process per rank, started here. Every rank draws the whole case from its seed, runs it alone, which is the figure for
 one rank and what its part of every other result is compared with, and then takes its tokens. A result is the median
-over calls of the slowest rank's time. docs/distributed.md says what the figures mean.
+over calls of the slowest rank's time. The result file is dist_x<ranks>.json, of as many as there were at most.
+docs/distributed.md says what the figures mean.
 """
 
 from __future__ import annotations
@@ -324,7 +325,7 @@ def run(options: argparse.Namespace, chosen: Callable[[str, list], list] | None 
         failed |= row.impl != "fla" and row.difference > SAME
         show(row, rows)
         if output is not None:
-            path = results.write(output, NAME, head, rows)
+            path = results.write(output, f"{NAME}_x{sizes[-1]}", head, rows)
     if rows and output is not None:
         print(f"wrote {path}")
     print(f"{NAME}: {time.perf_counter() - start:.0f} s", flush=True)

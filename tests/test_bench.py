@@ -248,7 +248,7 @@ def test_two_ranks_from_end_to_end(monkeypatch, tmp_path, capsys):
     assert [row.impl for row in rows if row.exchange_ms is not None] == ["cula:scan"]
     assert "cula:ring" in capsys.readouterr().out
 
-    (path,) = tmp_path.glob("*/dist.json")
+    (path,) = tmp_path.glob("*/dist_x2.json")
     found = json.loads(path.read_text())
     assert [row["case"] for row in found["cases"]] == ["T4096-H16-x1", *["T4096-H16-x2"] * len(dist.METHODS)]
     monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path)])
@@ -257,7 +257,7 @@ def test_two_ranks_from_end_to_end(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
     lines = result_tables.several_ranks()
     assert sum(line.startswith("| kda | T4096-H16 | 2 |") for line in lines) == len(dist.METHODS)
-    assert any(line.startswith("![dist, speed-up against ranks]") for line in lines)
+    assert any(line.startswith("![dist x2, speed-up against ranks]") for line in lines)
 
 
 def test_speed_ups_are_beside_the_same_library_on_one_rank():

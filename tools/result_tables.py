@@ -284,7 +284,7 @@ def _spread(lengths: str) -> str:
 def _plots(suite: str, folder: str, what: str = "time against length") -> dict[Path, list[str]]:
     """Result file: its plot, if there is one, as a page whose way to the results is `folder` shows it."""
     return {
-        path: [f"![{suite.replace('_', ' ')}, {what}]({folder}/{plot.relative_to(RESULTS)})", ""]
+        path: [f"![{path.stem.replace('_', ' ')}, {what}]({folder}/{plot.relative_to(RESULTS)})", ""]
         if (plot := path.with_suffix(".png")).exists()
         else []
         for path in sorted(RESULTS.glob(f"*/{suite}.json"))
@@ -362,7 +362,7 @@ def _of_ranks(row: dict) -> float:
 def several_ranks() -> list[str]:
     """Every way over several ranks beside one rank, the exchange's share, and FLA's context parallelism."""
     lines: list[str] = []
-    for path, plot in _plots("dist", "../bench/results", "speed-up against ranks").items():
+    for path, plot in _plots("dist_x*", "../bench/results", "speed-up against ranks").items():
         result = json.loads(path.read_text())
         times, rows = _rank_times(result), []
         for (op, case, ranks), impls in times.items():

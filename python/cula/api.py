@@ -524,7 +524,7 @@ def cula_segment(
         but its size is checked. It takes 40 to 80 KiB for each 64 tokens and value head (K = 128), and is empty where
         nothing can be saved: on a CPU, or beyond 16 GiB.
     out: (m, b) to write to, in the shapes and of the dtype that are returned otherwise; any strides, but no memory in
-        common. `(None, b)` makes B alone: where no state is before the tokens, nobody needs M, and so a prefill takes no
+        common. `(None, b)` makes B alone: where no state is before the tokens nobody needs M, and so a prefill takes no
         `initial_state` with what this call keeps. `(None, None)` makes what `keep` asks for alone. What is not made is
         returned as None.
 
