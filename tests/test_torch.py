@@ -206,6 +206,17 @@ def test_inductor_takes_every_overload(name):
     assert_same_bits("pool", x.initial_state, pool)
 
 
+def test_what_a_compiled_segment_keeps_is_for_any_state():
+    """B that nobody asked for, without M, would say that no state is before the tokens."""
+    x, graphs = make(Case("kda", (20, 20), key_dim=16, value_dim=16)), []
+    torch.compile(kept_alone, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)(
+        x.q, x.k, x.v, x.g, x.beta
+    )
+    (segment,) = [node for graph in graphs for node in graph.graph.nodes if node.target == torch.ops.cula.segment.keep]
+    named = dict(zip((each.name for each in segment.target._schema.arguments), segment.args, strict=False))
+    assert (named["b"] is None) == (named["m"] is None)
+
+
 # torch.export
 
 

@@ -233,15 +233,18 @@ def segment(
     elif not isinstance(out, tuple | list) or len(out) != 2:
         raise TypeError(f"segment: out must be a pair (m, b), got {type(out).__name__}")
     m, b = out
-    # Inductor cannot lower an operator that may write into its arguments, returns a tensor, and writes into none.
-    written = q.new_empty(b_shape, dtype=dtype) if b is None and keep and torch.compiler.is_compiling() else b
+    written_m, written_b = m, b
+    if m is None and b is None and keep and torch.compiler.is_compiling():
+        # Inductor cannot lower an operator that may write into its arguments, returns a tensor, and writes into none.
+        # B alone would keep less.
+        written_m, written_b = q.new_empty(m_shape, dtype=dtype), q.new_empty(b_shape, dtype=dtype)
     flags = options(
         algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, -1, backend, deterministic
     )
     kept = call(
         _ops.segment_keep if keep else _ops.segment, q, k, v, flags,
-        written if state_v_first or written is None else written.transpose(-1, -2), m, g, beta, per_head(q, A_log),
-        per_head(q, dt_bias), cu_seqlens, decay, scale, lower_bound, None, backend,
+        written_b if state_v_first or written_b is None else written_b.transpose(-1, -2), written_m, g, beta,
+        per_head(q, A_log), per_head(q, dt_bias), cu_seqlens, decay, scale, lower_bound, None, backend,
     )  # fmt: skip
     return (m, b, kept) if keep else (m, b)
 

@@ -21,7 +21,7 @@ class Machine:
     """Microseconds. The defaults fit what 2 and 4 H200 took with their NVLink (docs/distributed.md)."""
 
     # Per token and value head, keys and values of 128 channels.
-    prepare: float = 0.48e-3  # what does not depend on the state
+    prepare: float = 0.52e-3  # what does not depend on the state
     carry: float = 0.57e-3  # the way of the state through the tokens, where few CTAs go it
     cut: float = 0.32e-3  # the same, cut into pieces that fill the device, and likewise the maps of such pieces
     call: float = 20.0  # the least that a call takes: launches, and a device that fills and empties
