@@ -87,6 +87,8 @@ def calls() -> Iterator[Call]:
             if algorithm == "gdn":  # cut in two where Hopper's kernels run
                 many = {"heads": 8, "value_heads": 16, "key_dim": 128, "value_dim": 128}
                 yield ready("prefill", algorithm, lengths=(4096,), backend=backend, **many)
+            scheduled = (65, *[0, 5] * 16)
+            yield ready("varlen", algorithm, lengths=scheduled, key_dim=128, value_dim=128, backend=backend, **one)
             for kind in (KEPT, FROM_ZERO):
                 yield Call(kind, make(kind.case(algorithm, key_dim=128, value_dim=128, backend=backend)), {})
         yield ready("prefill", algorithm, dtype=torch.float32, lengths=(70,), key_dim=128, value_dim=128)
@@ -117,9 +119,10 @@ def malformed(algorithm: str) -> Iterator[Call]:
         call = ready(name, algorithm)
         call.inputs.cu_seqlens = torch.tensor([0, 2**31 - 1, -(2**31), 10**6, 200], dtype=torch.int32)
         yield call
-        call = ready(name, algorithm, lengths=(200, 0, 0, 0, 0, 0, 0, 0, 0))
-        call.inputs.cu_seqlens = torch.tensor([0, 200] * 5, dtype=torch.int32)
-        yield call
+        for sequences in (9, 33):  # found by every warp; scheduled
+            call = ready(name, algorithm, lengths=(200, *[0] * (sequences - 1)))
+            call.inputs.cu_seqlens = torch.tensor([0, 200] * ((sequences + 1) // 2), dtype=torch.int32)
+            yield call
     for name in ("pool", "decode"):
         call = ready(name, algorithm)
         call.inputs.initial_state_indices[1], call.inputs.initial_state_indices[2] = 2**31 - 1, -(2**31)

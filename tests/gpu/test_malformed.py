@@ -57,10 +57,11 @@ def a_right_call_is_right_afterwards():
     ],
     ids=str,
 )
-def test_cu_seqlens(algorithm, name, bounds):
-    call = ready(name, algorithm)
+@pytest.mark.parametrize("times", [1, 9])  # 44 sequences: scheduled
+def test_cu_seqlens(algorithm, name, bounds, times):
+    call = ready(name, algorithm, lengths=(200, *[0] * (len(bounds) * times - 2)))
     wide = torch.int64 if max(map(abs, bounds)) > 2**31 else torch.int32
-    call.inputs.cu_seqlens = torch.tensor(bounds, dtype=wide)
+    call.inputs.cu_seqlens = torch.tensor(bounds * times, dtype=wide)
     arena, call, before = held(call)
     call()
     torch.cuda.synchronize()

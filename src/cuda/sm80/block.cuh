@@ -233,10 +233,11 @@ using ColumnWords = uint4[2][32];
 
 __device__ __forceinline__ uint4 as_uint4(const Words& w) { return {w[0], w[1], w[2], w[3]}; }
 
-// What score leaves for solve and emit.
+// What score leaves for solve and emit: q k^T, or room for blocks of it and of the inverse on their way out; beta k
+// k^T.
 template <int kKey>
 struct PairSquares {
-    Square<kTokens<kKey>> scores, overlaps;  // q k^T; beta k k^T
+    Square<kTokens<kKey>> scores, overlaps;
 };
 
 // Writes a 16 x 16 product to its place; `add`: and to what another part of the channels has left there.

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "cuda/device_args.h"
+#include "cuda/tile/scan.cuh"
 
 namespace cula::cuda::sm80 {
 
@@ -120,11 +121,22 @@ struct Segment {
     std::int32_t rank = 0, count = 0;  // among the segments of the sequence in this slab
 };
 
+// The tokens of a chunk of packed sequences; none: there is no such chunk.
+struct alignas(16) PackedChunk {
+    std::int64_t begin = 0;
+    std::int32_t count = 0;
+};
+
+// So many packed sequences every warp finds its way through by itself, where they stay whole: lane n has sequence n.
+inline constexpr int kFewSequences = 32;
+
 // Chunks are numbered sequence after sequence. Without cu_seqlens everything follows from shapes; with it schedule.cuh
-// has written first_chunk [N + 1] and the segments.
+// has written first_chunk [N + 1], the slab's chunks and the segments, unless sequences are few.
 struct Schedule {
     const std::int32_t* first_chunk = nullptr;
+    const PackedChunk* packed = nullptr;
     const Segment* segments = nullptr;
+    bool few = false;  // sequences, all whole
     std::int32_t chunk_tokens = 64, segment_chunks = 0;
     Divisor by_segment;                         // segment_chunks
     std::int32_t slab_begin = 0, slab_end = 0;  // chunks of this launch
@@ -161,8 +173,38 @@ CULA_HOST_DEVICE Segment segment_of_piece(const Schedule& s, std::int32_t sequen
     return segment;
 }
 
-CULA_HOST_DEVICE Segment segment_of(const DeviceArgs& a, const Schedule& s, std::int32_t i) {
+// Of few sequences: the tokens and chunks of the lane's, none beyond the last.
+struct LaneSequence {
+    TokenRange tokens{0, 0, 0};
+    std::int32_t chunks = 0, first = 0;  // how many, and those before
+
+    __device__ __forceinline__ LaneSequence(const DeviceArgs& a, std::int32_t chunk_tokens) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        if (lane < a.sequences) tokens = tokens_of(a, lane);
+        chunks = ceil_div(tokens.length, chunk_tokens);
+        first = sum_before_in_warp(chunks).before;
+    }
+};
+
+// The longest goes first: what starts late ends late. By whole warps.
+__device__ __forceinline__ Segment segment_of_few(const DeviceArgs& a, const Schedule& s, std::int32_t i) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const LaneSequence of(a, s.chunk_tokens);
+    int longer = 0;
+#pragma unroll 8
+    for (int other = 0; other < a.sequences; ++other)
+        longer += __shfl_sync(0xffffffffu, of.chunks, other) > of.chunks - (other < lane ? 1 : 0);
+    const unsigned found = __ballot_sync(0xffffffffu, lane < a.sequences && longer == i);
+    if (!found) return {};
+    const int n = __ffs(static_cast<int>(found)) - 1;
+    const std::int32_t first = __shfl_sync(0xffffffffu, of.first, n);
+    return segment_of_piece(s, n, first, first + __shfl_sync(0xffffffffu, of.chunks, n), 0);
+}
+
+// By whole warps.
+__device__ __forceinline__ Segment segment_of(const DeviceArgs& a, const Schedule& s, std::int32_t i) {
     if (a.sequences == 0) return {};
+    if (s.few) return segment_of_few(a, s, i);
     if (s.segments) return s.segments[i];
     const std::int32_t piece = s.by_pieces.divide(i), sequence = s.by_chunks.divide(s.slab_begin) + piece;
     if (sequence >= a.sequences) return {};
@@ -171,33 +213,32 @@ CULA_HOST_DEVICE Segment segment_of(const DeviceArgs& a, const Schedule& s, std:
 }
 
 struct ChunkPlace {
-    std::int64_t batch = 0, begin = 0;  // first token
-    int count = 0;                      // tokens; 0: no such chunk
+    int batch = 0, count = 0;  // tokens; 0: no such chunk
+    std::int64_t begin = 0;    // the first
 };
 
-// The chunk of kRows tokens whose image is number `image` of the slab.
+// The chunk of kRows tokens whose image is number `image` of the slab. By whole warps.
 template <int kRows>
-CULA_HOST_DEVICE ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, std::int32_t image) {
-    const std::int32_t chunk = s.slab_begin + image;
-    std::int32_t n, index;
-    if (!s.first_chunk) {
-        n = s.by_chunks.divide(chunk), index = chunk - n * s.chunks;
-        if (n >= a.sequences) return {};
-    } else {
-        if (chunk >= s.first_chunk[a.sequences]) return {};
-        std::int32_t low = 0, high = a.sequences;  // the last sequence that starts at or before the chunk is not empty
-        while (high - low > 1) {
-            const std::int32_t middle = (low + high) / 2;
-            if (s.first_chunk[middle] <= chunk)
-                low = middle;
-            else
-                high = middle;
-        }
-        n = low, index = chunk - s.first_chunk[n];
+__device__ __forceinline__ ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, std::int32_t image) {
+    if (s.packed) {
+        const PackedChunk chunk = s.packed[image];
+        return {0, chunk.count, chunk.begin};
     }
-    const TokenRange tokens = tokens_of(a, n);
-    const std::int64_t done = std::int64_t{index} * kRows, left = tokens.length - done;
-    return {tokens.batch, tokens.begin + done, static_cast<int>(left < kRows ? left : kRows)};
+    std::int32_t n, first;
+    std::int64_t begin = 0, length = a.tokens;
+    const std::int32_t chunk = s.slab_begin + image;
+    if (s.few) {
+        const LaneSequence of(a, kRows);
+        const int from = 31 - __clz(static_cast<int>(__ballot_sync(0xffffffffu, of.first <= chunk)));
+        n = 0, first = __shfl_sync(0xffffffffu, of.first, from);
+        begin = __shfl_sync(0xffffffffu, of.tokens.begin, from);
+        length = __shfl_sync(0xffffffffu, of.tokens.length, from);
+    } else {
+        n = s.by_chunks.divide(chunk), first = n * s.chunks;
+        if (n >= a.sequences) return {};
+    }
+    const std::int64_t done = std::int64_t{chunk - first} * kRows, left = length - done;
+    return {n, static_cast<int>(left < kRows ? left : kRows), begin + done};
 }
 
 }  // namespace cula::cuda::sm80

@@ -47,8 +47,10 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<TokenSmem<kKey>*>(raw);
 
-    // Spans of heads are of a power of two.
-    const int first_of_all = static_cast<int>(blockIdx.x) * span, number = a.by_value_heads.divide(first_of_all),
+    // Spans of heads are of a power of two. The chunk's number not by a Divisor: what follows from that would be in
+    // uniform registers, and ptxas spills where K = 256.
+    const int first_of_all = static_cast<int>(blockIdx.x) * span,
+              number = static_cast<int>(static_cast<unsigned>(first_of_all) / static_cast<unsigned>(a.value_heads)),
               first_head = first_of_all - number * a.value_heads;
     const int head = a.by_group.divide(first_head), thread = static_cast<int>(threadIdx.x), lane = thread % 32,
               warp = role_of_warp();

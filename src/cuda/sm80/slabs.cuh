@@ -36,8 +36,10 @@ struct PrefillPlan {
     std::int64_t chunks = 0;
     std::int32_t max_segments = 0;
     bool maps = false;
+    bool few = false;                  // Schedule
     bool kept = false, found = false;  // for a prefill, or by one (Args::keep)
     std::int32_t* first_chunk = nullptr;
+    PackedChunk* packed = nullptr;
     Segment* segments = nullptr;
     std::int32_t* exact_writes = nullptr;
     float* fading = nullptr;
@@ -71,7 +73,10 @@ struct PrefillPlan {
                                  b_alone && kept && delta && !a.cu_seqlens, Carry::cut_costs(delta)},
                                 image_bytes, call.multiprocessors, Carry::kWarpStep);
         maps = policy.segment_chunks < std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
-        if (a.cu_seqlens) {
+        few = a.cu_seqlens && a.sequences <= kFewSequences && slabs() == 1 && !maps;
+        if (few) {
+            max_segments = a.sequences;
+        } else if (a.cu_seqlens) {
             max_segments = a.sequences + ceil_div(policy.slab_chunks, policy.segment_chunks);
         } else {
             const std::int64_t in_slab = std::min<std::int64_t>(per_sequence, policy.slab_chunks);
@@ -87,10 +92,12 @@ struct PrefillPlan {
         // A prefill only reads what is kept, and does not believe it where memory is: it makes these anew.
         const auto take_schedule = [&](Carver& from) {
             first_chunk = from.take<std::int32_t>(a.sequences + 1);
+            packed = from.take<PackedChunk>(policy.slab_chunks);
             segments = from.take<Segment>(max_segments);
         };
-        if (a.cu_seqlens) take_schedule(carver);
-        if (a.cu_seqlens && found) take_schedule(own);
+        const bool scheduled = a.cu_seqlens && !few;
+        if (scheduled) take_schedule(carver);
+        if (scheduled && found) take_schedule(own);
         if (images_wanted) {
             exact_writes = carver.take<std::int32_t>(policy.slab_chunks * heads);
             if (kFades<kKey, kPerChannel> && delta && (maps || call.segment || kept))
@@ -145,7 +152,9 @@ void launch_slabs(const Call& call) {
     schedule_of.by_chunks = divisor(schedule_of.chunks);
     schedule_of.max_segments = plan.max_segments;
     schedule_of.ahead = std::max(1, call.multiprocessors / a.value_heads);
+    schedule_of.few = plan.few;
     schedule_of.first_chunk = plan.first_chunk;
+    schedule_of.packed = plan.packed;
     schedule_of.segments = plan.segments;
     // Every launch but the call's first follows another kernel of it. Where maps are composed only a carry does that
     // waits for compose itself: CTAs of others would wait in the way of maps.
@@ -163,14 +172,10 @@ void launch_slabs(const Call& call) {
             std::min<std::int64_t>(plan.chunks, schedule_of.slab_begin + std::int64_t{plan.policy.slab_chunks}));
         schedule_of.by_pieces = divisor(ceil_div(
             std::min(schedule_of.chunks, schedule_of.slab_end - schedule_of.slab_begin), plan.policy.segment_chunks));
-        const auto launch_schedule = [&]<int kThreads>(std::integral_constant<int, kThreads>) {
-            launch<schedule<kThreads>>(shape({1, kThreads}), call.stream, a, schedule_of, plan.first_chunk,
-                                       plan.segments);
-        };
-        if (a.cu_seqlens && a.sequences <= kFewSequences)
-            launch_schedule(std::integral_constant<int, kFewSequences>{});
-        else if (a.cu_seqlens)
-            launch_schedule(std::integral_constant<int, kScheduleThreads>{});
+        p.ranks = schedule_of.by_pieces;
+        if (plan.packed)
+            launch<schedule<kScheduleThreads>>(shape({1, kScheduleThreads}), call.stream, a, schedule_of,
+                                               plan.first_chunk, plan.packed, plan.segments);
         const std::size_t blocks =
             static_cast<std::size_t>(schedule_of.slab_end - schedule_of.slab_begin) * a.value_heads;
         constexpr bool kPrepares = kDelta || !Carry::kPreparesAdditive;

@@ -27,11 +27,11 @@ struct CarryParams {
     bool last_map = false;  // of a sequence's last segment too, which no later one needs
     bool wants_m = true;    // maps: or B alone
     bool first_m = true;    // of sequences' first segments, too
-    // Maps: the segments of every sequence that a launch makes, where it is not all; and whether the launch before has
+    // Maps: the first segment of every sequence that a launch makes, and how many; and whether the launch before has
     // others, and so has waited for what is before both.
     std::int32_t first_rank = 0;
     Divisor ranks;
-    bool some_ranks = false, beside_maps = false;
+    bool beside_maps = false;
     // Two segments at most: the map of the first begins from the sequence's state, so that its B is the state before
     // the second and it has no M. The first is walked beside it.
     bool halves = false;
@@ -114,13 +114,15 @@ template <bool kMaps>
 __device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedule& schedule, const CarryParams& p,
                                               int block) {
     const int i = a.by_value_heads.divide(p.row_blocks.divide(block));
-    if (kMaps && p.some_ranks) {
-        const int sequence = p.ranks.divide(i), rank = i - sequence * static_cast<int>(p.ranks.value);
-        return sequence * static_cast<int>(schedule.by_pieces.value) + p.first_rank + rank;
-    }
+    if (kMaps && !p.halves)
+        return i + p.ranks.divide(i) * static_cast<int>(schedule.by_pieces.value - p.ranks.value) + p.first_rank;
     if (!p.halves || schedule.segments) return i;
     const int sequences = schedule.max_segments / 2;
     return i % sequences * 2 + i / sequences;
+}
+template <bool kMaps>
+__device__ __forceinline__ Segment own_segment(const DeviceArgs& a, const Schedule& schedule, const CarryParams& p) {
+    return segment_of(a, schedule, segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x)));
 }
 
 template <int kKey, bool kMaps>
@@ -141,15 +143,14 @@ struct Walk {
     bool starts_sequence = false, ends_sequence = false;
 
     __device__ __forceinline__ Walk(const DeviceArgs& args, const Schedule& schedule, const CarryParams& params,
-                                    int warp, int warps)
-        : a(args), p(params), first_chunk(schedule.first_chunk) {
+                                    const Segment& of, int warp, int warps)
+        : a(args), p(params), first_chunk(schedule.first_chunk), segment(of) {
         int block = static_cast<int>(blockIdx.x);
         asm volatile("" : "+r"(block));  // a walk that is made again shares no registers with the first
         const int column = p.row_blocks.divide(block),
                   row_block = block - column * static_cast<int>(p.row_blocks.value);
         value_head = column - a.by_value_heads.divide(column) * a.value_heads;
         number = segment_number<kMaps>(a, schedule, p, block);
-        segment = segment_of(a, schedule, number);
         of_m = kMaps && row_block >= p.value_blocks;
         rows.first = ((of_m ? row_block - p.value_blocks : row_block) * warps + warp) * kWarpRows;
         rows.end = of_m ? a.key_dim : a.value_dim, rows.key_dim = a.key_dim;

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     const int groups = static_cast<int>(blockDim.x) / kGroupThreads - kHelperGroups<kScores>;
     const int role = warp / kGroupWarps - groups;  // negative: multiplies
     unsigned char* const outs = memory + p.stages * S::bytes(groups);
-    auto& barriers = *reinterpret_cast<CarryBarriers*>(outs + groups * kOutBytes<T, kKey, kMaps>);
+    auto& barriers = carry_barriers<T, kKey, kDelta, kPerChannel, kMaps>(memory, p.stages, groups);
     auto* const factors = reinterpret_cast<F*>(&barriers + 1);
     const std::uint32_t full = shared_address(barriers.full), empty = shared_address(barriers.empty);
     for (int stage = 0; stage < p.stages; ++stage) S::clear_upper(memory + stage * S::bytes(groups));
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     // wait before they end.
     const auto needs_map = [&] {
         __threadfence();
-        return segment_of(a, schedule, segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x))).rank > 0;
+        return own_segment<kMaps>(a, schedule, p).rank > 0;
     };
     const bool waits_itself = schedule.awaits_images || schedule.awaits_states;
     const bool waits_last = kMaps ? p.beside_maps : p.halves || waits_itself;
@@ -72,7 +72,9 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     } else if (!p.halves || needs_map()) {
         follow_kernels();
     }
-    const Walk<kKey, kMaps> walk(a, schedule, p, role < 0 ? warp : 0, groups * kGroupWarps);
+    const Segment segment = own_segment<kMaps>(a, schedule, p);
+    if (thread == 0) barriers.segment = segment;
+    const Walk<kKey, kMaps> walk(a, schedule, p, segment, role < 0 ? warp : 0, groups * kGroupWarps);
     if (role < 0) walk.zero_skipped(schedule);
     if (walk.nothing()) {
         if (waits_last) follow_kernels();

@@ -45,8 +45,13 @@ struct Multiplier {
     int groups;
     const int warp = static_cast<int>(threadIdx.x) / 32, group = warp / kGroupWarps;
 
-    // What few chunks need of the walk is not kept in registers.
-    __device__ __forceinline__ W walk_again() const { return W(a, schedule, p, warp, groups * kGroupWarps); }
+    // What few chunks need of the walk is not kept in registers, nor where its segment stands.
+    __device__ __forceinline__ W walk_again() const {
+        int stages = p.stages;
+        asm volatile("" : "+r"(stages));
+        const auto& shared = carry_barriers<T, kKey, kDelta, kPerChannel, kMaps>(memory, stages, groups);
+        return W(a, schedule, p, shared.segment, warp, groups * kGroupWarps);
+    }
 
     // Where the lane's row of a matrix stands in a tile of values or outputs.
     __device__ __forceinline__ std::uint32_t own_row() const {

@@ -54,7 +54,6 @@ struct WarpgroupCarry {
         // What a segment call keeps lacks some: M of the first segments, the maps of the last ones.
         const std::int64_t firsts = std::int64_t{a.value_heads} * a.sequences;
         const int pieces = static_cast<int>(schedule.by_pieces.value);
-        p.some_ranks = true;
         int room = call.multiprocessors;
         if (!p.first_m) {
             const Rows others = rows(a, kMaxGroups, true);

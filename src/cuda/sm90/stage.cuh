@@ -93,8 +93,16 @@ struct alignas(kImageAlignment) CarryBarriers {
     std::uint64_t made[kMaxStages];                       // scores to products
     std::uint64_t turned[kMaxGroups], taken[kMaxGroups];  // outputs to copies, and back
     std::int32_t exact[kMaxStages];
+    Segment segment;                                        // the CTA's
     float log_decay[kTokens<128>], norms[2][kTokens<128>];  // of the chunk whose scores are made
 };
+
+template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
+__device__ __forceinline__ CarryBarriers& carry_barriers(unsigned char* memory, int stages, int groups) {
+    return *reinterpret_cast<CarryBarriers*>(memory +
+                                             stages * Stage<T, kKey, kDelta, kPerChannel, kMaps>::bytes(groups) +
+                                             groups * kOutBytes<T, kKey, kMaps>);
+}
 
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 std::size_t carry_shared_bytes(int groups, int stages) {

@@ -29,4 +29,20 @@ __device__ __forceinline__ float sum_over_warp(float x) {
     return x;
 }
 
+struct SumBefore {
+    std::int32_t before, total;  // over the threads before this one, and over all
+};
+
+// The sum over a warp: `before` excludes the lane's own.
+__device__ __forceinline__ SumBefore sum_before_in_warp(std::int32_t x) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    std::int32_t sum = x;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const std::int32_t other = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += other;
+    }
+    return {sum - x, __shfl_sync(0xffffffffu, sum, 31)};
+}
+
 }  // namespace cula::cuda
