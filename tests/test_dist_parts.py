@@ -227,23 +227,37 @@ def test_estimates_are_sums_of_their_parts():
     prefill, segment, exchange = (
         estimate(LONG, machine) for estimate in (cost.prefill_us, cost.segment_us, cost.exchange_us)
     )
-    assert segment - prefill == pytest.approx(machine.carry * LONG.token_heads)
+    assert segment - prefill == pytest.approx(machine.walk * LONG.tokens)
     assert cost.scan_us(PACKED, machine) == segment + exchange + prefill
     twice = 2 * (machine.call + machine.cut * LONG.token_heads)
     assert cost.scan_us(LONG, machine) == pytest.approx(machine.prepare * LONG.token_heads + twice + exchange)
     assert cost.ring_us(dataclasses.replace(LONG, ranks=1), machine) == prefill
 
 
-RESULTS = json.loads((Path(__file__).parent.parent / "bench/results/nvidia-h200/dist_x4.json").read_text())
+def test_a_carry_is_whole_while_its_heads_have_room_and_cut_where_they_are_few():
+    machine = cost.Machine()
+
+    def per_token(heads: int) -> float:
+        return cost.carry_us(dataclasses.replace(LONG, value_heads=heads), 128, machine) / LONG.tokens
+
+    assert per_token(8) == pytest.approx(2 * 8 * machine.cut)
+    assert per_token(32) == pytest.approx(machine.walk)
+    assert per_token(96) == pytest.approx(96 * machine.cut)
+
+
+RESULTS = Path(__file__).parent.parent / "bench/results/nvidia-h200"
 MEASURED = [
-    row
-    for row in RESULTS["cases"]
+    pytest.param(row, id=f"{path.stem}-{row['case']}-{row['impl']}")
+    for path in sorted(RESULTS.glob("dist_x*.json"))
+    for row in json.loads(path.read_text())["cases"]
     if row["op"] == "kda" and row["impl"] in ("cula:scan", "cula:ring") and row["gpu_ms"] is not None
 ]
-assert {(row["impl"], row["gpus"]) for row in MEASURED} == {(f"cula:{x}", n) for x in ("scan", "ring") for n in (2, 4)}
+assert {(row["impl"], row["gpus"]) for (row,) in (each.values for each in MEASURED)} == {
+    (f"cula:{x}", n) for x in ("scan", "ring") for n in (2, 4)
+}
 
 
-@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['case']}-{row['impl']}")
+@pytest.mark.parametrize("row", MEASURED)
 def test_estimates_are_near_what_was_measured(row):
     heads, ranks = row["value_heads"], row["gpus"]
     size = dataclasses.replace(LONG, ranks=ranks, tokens=row["tokens"] // ranks, value_heads=heads)

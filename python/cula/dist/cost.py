@@ -21,9 +21,10 @@ class Machine:
     """Microseconds. The defaults fit what 2 and 4 H200 took with their NVLink (docs/distributed.md)."""
 
     # Per token and value head, keys and values of 128 channels.
-    prepare: float = 0.52e-3  # what does not depend on the state
-    carry: float = 0.57e-3  # the way of the state through the tokens, where few CTAs go it
-    cut: float = 0.32e-3  # the same, cut into pieces that fill the device, and likewise the maps of such pieces
+    prepare: float = 0.50e-3  # what does not depend on the state
+    cut: float = 0.32e-3  # the way of the state through pieces that fill the device, and likewise their maps
+    # Per token, of 128 channels: the way of the state through whole sequences, all heads side by side.
+    walk: float = 15.5e-3
     call: float = 20.0  # the least that a call takes: launches, and a device that fills and empties
     message: float = 15.0  # the least that a message takes
     megabyte: float = 4.5  # a message's, 220 GB/s
@@ -54,19 +55,29 @@ class Size:
         return 4 * self.lanes * self.value_heads * (self.value_dim + self.map_rows) * self.key_dim
 
     @property
-    def token_heads(self) -> float:
+    def wide_tokens(self) -> float:
         """In units of 128 keys."""
-        return self.tokens * self.value_heads * self.key_dim / 128
+        return self.tokens * self.key_dim / 128
+
+    @property
+    def token_heads(self) -> float:
+        return self.wide_tokens * self.value_heads
+
+
+def carry_us(size: Size, channels: int, machine: Machine) -> float:
+    """Whole, or cut into pieces that fill the device, which need their maps."""
+    filled = machine.cut * size.token_heads
+    return min(max(machine.walk * size.wide_tokens, filled), 2 * filled) * channels / 128
 
 
 def prefill_us(size: Size, machine: Machine) -> float:
-    return machine.call + size.token_heads * (machine.prepare + machine.carry * size.value_dim / 128)
+    return machine.call + machine.prepare * size.token_heads + carry_us(size, size.value_dim, machine)
 
 
 def segment_us(size: Size, machine: Machine) -> float:
     """The rows of M go the same way as those of B; the diagonal of an additive rule is a product of decays."""
     channels = size.value_dim + (size.key_dim if size.delta else 0)
-    return machine.call + size.token_heads * (machine.prepare + machine.carry * channels / 128)
+    return machine.call + machine.prepare * size.token_heads + carry_us(size, channels, machine)
 
 
 def exchange_us(size: Size, machine: Machine) -> float:
