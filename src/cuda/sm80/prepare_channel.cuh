@@ -31,12 +31,14 @@
 
 namespace cula::cuda::sm80 {
 
+// Two where three would spill.
+template <int kKey, bool kDelta>
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
-template <bool kDelta>
 inline constexpr int kFewestChannelCtas = kChannelCtas;
+#elif __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+inline constexpr int kFewestChannelCtas = kDelta || kKey > 128 ? 2 : kChannelCtas;
 #else
-template <bool kDelta>
-inline constexpr int kFewestChannelCtas = kDelta ? 2 : kChannelCtas;  // three would spill
+inline constexpr int kFewestChannelCtas = kDelta ? 2 : kChannelCtas;
 #endif
 
 template <class T, bool kDelta>
@@ -438,7 +440,7 @@ struct ChannelBlock {
 };
 
 template <class T, int kKey, bool kDelta, class GateBoxes>
-__global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kDelta>)
+__global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDelta>)
     prepare_channel(const __grid_constant__ DeviceArgs a, const __grid_constant__ GateBoxes gate_boxes,
                     const Schedule schedule, ChannelImage<T, kKey>* images, std::int32_t* exact_writes, float* fading) {
     follow_kernels_before_carry<kKey>(schedule);
