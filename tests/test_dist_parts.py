@@ -227,7 +227,7 @@ def test_estimates_are_sums_of_their_parts():
     prefill, segment, exchange = (
         estimate(LONG, machine) for estimate in (cost.prefill_us, cost.segment_us, cost.exchange_us)
     )
-    assert segment - prefill == pytest.approx(machine.walk * LONG.tokens)
+    assert segment - prefill == pytest.approx(2 * machine.cut * LONG.token_heads - machine.walk * LONG.tokens)
     assert cost.scan_us(PACKED, machine) == segment + exchange + prefill
     twice = 2 * (machine.call + machine.cut * LONG.token_heads)
     assert cost.scan_us(LONG, machine) == pytest.approx(machine.prepare * LONG.token_heads + twice + exchange)
@@ -238,11 +238,15 @@ def test_a_carry_is_whole_while_its_heads_have_room_and_cut_where_they_are_few()
     machine = cost.Machine()
 
     def per_token(heads: int) -> float:
-        return cost.carry_us(dataclasses.replace(LONG, value_heads=heads), 128, machine) / LONG.tokens
+        return cost.carry_us(dataclasses.replace(LONG, value_heads=heads), machine) / LONG.tokens
 
     assert per_token(8) == pytest.approx(2 * 8 * machine.cut)
     assert per_token(32) == pytest.approx(machine.walk)
     assert per_token(96) == pytest.approx(96 * machine.cut)
+    few = dataclasses.replace(LONG, value_heads=8)  # a segment that keeps nothing is not cut
+    assert cost.segment_us(few, machine) - cost.prefill_us(few, machine) == pytest.approx(
+        (machine.walk - 2 * 8 * machine.cut) * LONG.tokens
+    )
 
 
 RESULTS = Path(__file__).parent.parent / "bench/results/nvidia-h200"

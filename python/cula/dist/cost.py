@@ -64,20 +64,25 @@ class Size:
         return self.wide_tokens * self.value_heads
 
 
-def carry_us(size: Size, channels: int, machine: Machine) -> float:
+def walk_us(size: Size, channels: int, machine: Machine) -> float:
+    """Whole sequences: heads and channels go side by side, until they fill the device."""
+    return max(machine.walk * size.wide_tokens, machine.cut * size.token_heads * channels / 128)
+
+
+def carry_us(size: Size, machine: Machine) -> float:
     """Whole, or cut into pieces that fill the device, which need their maps."""
-    filled = machine.cut * size.token_heads
-    return min(max(machine.walk * size.wide_tokens, filled), 2 * filled) * channels / 128
+    pieces = machine.cut * size.token_heads * size.value_dim / 128
+    return min(walk_us(size, size.value_dim, machine), 2 * pieces)
 
 
 def prefill_us(size: Size, machine: Machine) -> float:
-    return machine.call + machine.prepare * size.token_heads + carry_us(size, size.value_dim, machine)
+    return machine.call + machine.prepare * size.token_heads + carry_us(size, machine)
 
 
 def segment_us(size: Size, machine: Machine) -> float:
-    """The rows of M go the same way as those of B; the diagonal of an additive rule is a product of decays."""
+    """Never cut. The rows of M go the way of those of B; the diagonal of an additive rule is a product of decays."""
     channels = size.value_dim + (size.key_dim if size.delta else 0)
-    return machine.call + machine.prepare * size.token_heads + carry_us(size, channels, machine)
+    return machine.call + machine.prepare * size.token_heads + walk_us(size, channels, machine)
 
 
 def exchange_us(size: Size, machine: Machine) -> float:
