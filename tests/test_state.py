@@ -203,10 +203,13 @@ def test_checkpoints_are_final_states_of_prefixes(algorithm, data):
             assert_same_bits("last checkpoint", room[slot], plain.final_state[n])
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize(
+    ("packed", "lengths"),
+    [(False, (150, 150)), (True, (150, 0, 16, 65)), (True, (150, *[0, 16] * 16, 65))],
+    ids=["batch", "packed", "many"],
+)
 @pytest.mark.parametrize("chunk", [16, 32, 64])
-def test_chunk_states_are_states_of_prefixes(algorithm, packed, chunk):
-    lengths = (150, 0, 16, 65) if packed else (150, 150)
+def test_chunk_states_are_states_of_prefixes(algorithm, packed, lengths, chunk):
     inputs = make(Case(algorithm, lengths, packed=packed))
 
     def call(inputs, backend):

@@ -88,16 +88,30 @@ struct TokenRange {
     std::int64_t batch, begin, length;
 };
 
-CULA_HOST_DEVICE std::int64_t clamped_offset(const DeviceArgs& a, std::int64_t i) {
-    const std::int64_t at = a.cu_seqlens_64 ? static_cast<const std::int64_t*>(a.cu_seqlens)[i]
-                                            : static_cast<const std::int32_t*>(a.cu_seqlens)[i];
-    return at < 0 ? 0 : at > a.tokens ? a.tokens : at;
-}
+// cu_seqlens, clamped to the tensors.
+struct Offsets {
+    const void* data;
+    std::int64_t tokens;
+    std::int32_t sequences;
+    bool wide;  // int64
+
+    CULA_HOST_DEVICE explicit Offsets(const DeviceArgs& a)
+        : data(a.cu_seqlens), tokens(a.tokens), sequences(a.sequences), wide(a.cu_seqlens_64) {}
+
+    CULA_HOST_DEVICE std::int64_t at(std::int64_t i) const {
+        const std::int64_t token =
+            wide ? static_cast<const std::int64_t*>(data)[i] : static_cast<const std::int32_t*>(data)[i];
+        return token < 0 ? 0 : token > tokens ? tokens : token;
+    }
+    CULA_HOST_DEVICE TokenRange tokens_of(std::int64_t n) const {
+        const std::int64_t begin = at(n), end = at(n + 1);
+        return {0, begin, end > begin ? end - begin : 0};
+    }
+};
 
 CULA_HOST_DEVICE TokenRange tokens_of(const DeviceArgs& a, std::int64_t n) {
     if (!a.cu_seqlens) return {n, 0, a.tokens};
-    const std::int64_t begin = clamped_offset(a, n), end = clamped_offset(a, n + 1);
-    return {0, begin, end > begin ? end - begin : 0};
+    return Offsets(a).tokens_of(n);
 }
 
 CULA_HOST_DEVICE bool is_null(const DeviceArgs& a, const States& states, std::int64_t index) {
@@ -134,18 +148,22 @@ CULA_HOST_DEVICE void for_each_checkpoint(const DeviceArgs& a, std::int64_t n, s
     }
 }
 
-// Where chunk_states holds the chunks of sequence n, and how many of them fit. first_chunk [N + 1] saves the count of
-// those before, where somebody has it.
+// How many chunk states the packed sequences before n have.
+CULA_HOST_DEVICE std::int64_t chunk_states_before(const DeviceArgs& a, std::int64_t n) {
+    std::int64_t before = 0;
+    for (std::int64_t i = 0; a.cu_seqlens && i < n; ++i)
+        before += (tokens_of(a, i).length + a.chunk_tokens - 1) / a.chunk_tokens;
+    return before;
+}
+
+// Where chunk_states holds those of sequence n, and how many of them fit.
 struct ChunkStates {
     std::int64_t offset = 0, room = 0;
 };
 
 CULA_HOST_DEVICE ChunkStates chunk_states_of(const DeviceArgs& a, std::int64_t n, std::int64_t value_head,
-                                             const std::int32_t* first_chunk = nullptr) {
-    std::int64_t first = first_chunk ? first_chunk[n] : 0;
-    for (std::int64_t i = 0; !first_chunk && a.cu_seqlens && i < n; ++i)
-        first += (tokens_of(a, i).length + a.chunk_tokens - 1) / a.chunk_tokens;
-    const std::int64_t batch = a.cu_seqlens ? 0 : n;
+                                             std::int64_t before) {
+    const std::int64_t batch = a.cu_seqlens ? 0 : n, first = a.cu_seqlens ? before : 0;
     return {batch * a.chunk_states_batch + a.chunk_states.offset(first, value_head), a.chunk_states.slots - first};
 }
 

@@ -23,7 +23,7 @@ def check(case: Case, call: str = "prefill") -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("count", [32, 33, 1000])  # every warp finds its way through 32; more are scheduled
+@pytest.mark.parametrize("count", [32, 33, 1000, 1025, 4097])  # scheduled beyond 32: 1,024 at a time, 4,096 in order
 def test_many_short_sequences(algorithm, dtype, count):
     lengths = tuple((7 * n) % 23 for n in range(count))
     check(Case(algorithm, lengths, packed=True, heads=1, value_heads=1, dtype=dtype, pool=True))

@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
-    const Walk<kKey, kMaps> walk(a, schedule, p, own_segment<kMaps>(a, schedule, p), warp, warps);
+    const Walk<kKey, kMaps> walk(a, schedule, p, own_segment<kKey, kMaps>(a, schedule, p), warp, warps);
     walk.zero_skipped(schedule);
     if (walk.nothing()) return;
     const Segment& segment = walk.segment;

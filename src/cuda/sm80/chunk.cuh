@@ -131,12 +131,11 @@ struct alignas(16) PackedChunk {
 inline constexpr int kFewSequences = 32;
 
 // Chunks are numbered sequence after sequence. Without cu_seqlens everything follows from shapes; with it schedule.cuh
-// has written first_chunk [N + 1], the slab's chunks and the segments, unless sequences are few.
+// has written the slab's chunks and the segments, unless sequences are few.
 struct Schedule {
-    const std::int32_t* first_chunk = nullptr;
     const PackedChunk* packed = nullptr;
     const Segment* segments = nullptr;
-    bool few = false;  // sequences, all whole
+    bool few = false;  // sequences, all whole, in one slab
     std::int32_t chunk_tokens = 64, segment_chunks = 0;
     Divisor by_segment;                         // segment_chunks
     std::int32_t slab_begin = 0, slab_end = 0;  // chunks of this launch
@@ -174,24 +173,26 @@ CULA_HOST_DEVICE Segment segment_of_piece(const Schedule& s, std::int32_t sequen
 }
 
 // Of few sequences: the tokens and chunks of the lane's, none beyond the last.
+template <int kRows>
 struct LaneSequence {
     TokenRange tokens{0, 0, 0};
     std::int32_t chunks = 0, first = 0;  // how many, and those before
 
-    __device__ __forceinline__ LaneSequence(const DeviceArgs& a, std::int32_t chunk_tokens) {
+    __device__ __forceinline__ explicit LaneSequence(const Offsets& offsets) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        if (lane < a.sequences) tokens = tokens_of(a, lane);
-        chunks = ceil_div(tokens.length, chunk_tokens);
+        if (lane < offsets.sequences) tokens = offsets.tokens_of(lane);
+        chunks = ceil_div(tokens.length, kRows);
         first = sum_before_in_warp(chunks).before;
     }
 };
 
 // The longest goes first: what starts late ends late. By whole warps.
+template <int kRows>
 __device__ __forceinline__ Segment segment_of_few(const DeviceArgs& a, const Schedule& s, std::int32_t i) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const LaneSequence of(a, s.chunk_tokens);
+    const LaneSequence<kRows> of{Offsets(a)};
     int longer = 0;
-#pragma unroll 8
+#pragma unroll 4
     for (int other = 0; other < a.sequences; ++other)
         longer += __shfl_sync(0xffffffffu, of.chunks, other) > of.chunks - (other < lane ? 1 : 0);
     const unsigned found = __ballot_sync(0xffffffffu, lane < a.sequences && longer == i);
@@ -201,10 +202,9 @@ __device__ __forceinline__ Segment segment_of_few(const DeviceArgs& a, const Sch
     return segment_of_piece(s, n, first, first + __shfl_sync(0xffffffffu, of.chunks, n), 0);
 }
 
-// By whole warps.
+// Where sequences are not few.
 __device__ __forceinline__ Segment segment_of(const DeviceArgs& a, const Schedule& s, std::int32_t i) {
     if (a.sequences == 0) return {};
-    if (s.few) return segment_of_few(a, s, i);
     if (s.segments) return s.segments[i];
     const std::int32_t piece = s.by_pieces.divide(i), sequence = s.by_chunks.divide(s.slab_begin) + piece;
     if (sequence >= a.sequences) return {};
@@ -217,28 +217,28 @@ struct ChunkPlace {
     std::int64_t begin = 0;    // the first
 };
 
-// The chunk of kRows tokens whose image is number `image` of the slab. By whole warps.
+// Of few sequences, by whole warps. Out of line: in the way of calls without cu_seqlens it costs those up to 2 us.
+template <int kRows>
+__device__ __noinline__ PackedChunk chunk_of_few(Offsets offsets, std::int32_t chunk) {
+    const LaneSequence<kRows> of(offsets);
+    const int n = 31 - __clz(static_cast<int>(__ballot_sync(0xffffffffu, of.first <= chunk)));
+    const std::int64_t done = std::int64_t{chunk - __shfl_sync(0xffffffffu, of.first, n)} * kRows,
+                       left = __shfl_sync(0xffffffffu, of.tokens.length, n) - done;
+    return {__shfl_sync(0xffffffffu, of.tokens.begin, n) + done,
+            static_cast<std::int32_t>(left < kRows ? left : kRows)};
+}
+
+// The chunk of kRows tokens whose image is number `image` of the slab. Of few sequences by whole warps.
 template <int kRows>
 __device__ __forceinline__ ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, std::int32_t image) {
-    if (s.packed) {
-        const PackedChunk chunk = s.packed[image];
+    if (s.packed || s.few) {
+        const PackedChunk chunk = s.packed ? s.packed[image] : chunk_of_few<kRows>(Offsets(a), image);
         return {0, chunk.count, chunk.begin};
     }
-    std::int32_t n, first;
-    std::int64_t begin = 0, length = a.tokens;
-    const std::int32_t chunk = s.slab_begin + image;
-    if (s.few) {
-        const LaneSequence of(a, kRows);
-        const int from = 31 - __clz(static_cast<int>(__ballot_sync(0xffffffffu, of.first <= chunk)));
-        n = 0, first = __shfl_sync(0xffffffffu, of.first, from);
-        begin = __shfl_sync(0xffffffffu, of.tokens.begin, from);
-        length = __shfl_sync(0xffffffffu, of.tokens.length, from);
-    } else {
-        n = s.by_chunks.divide(chunk), first = n * s.chunks;
-        if (n >= a.sequences) return {};
-    }
-    const std::int64_t done = std::int64_t{chunk - first} * kRows, left = length - done;
-    return {n, static_cast<int>(left < kRows ? left : kRows), begin + done};
+    const std::int32_t chunk = s.slab_begin + image, n = s.by_chunks.divide(chunk);
+    if (n >= a.sequences) return {};
+    const std::int64_t begin = std::int64_t{chunk - n * s.chunks} * kRows, left = a.tokens - begin;
+    return {n, static_cast<int>(left < kRows ? left : kRows), begin};
 }
 
 }  // namespace cula::cuda::sm80

@@ -14,6 +14,7 @@
 // and stores a state for each that asks for one.
 #pragma once
 
+#include "cuda/ptx/memory.cuh"
 #include "cuda/sm80/decode_args.h"
 #include "cuda/sm80/rows.cuh"
 #include "cuda/tile/convert.cuh"
@@ -191,6 +192,33 @@ inline constexpr bool kFewerCtas = false;
 template <int kKey, int kTokens>
 inline constexpr int kDecodeCtas = (kTokens == 1 ? 6 : 4) - (kKey > 128 || kFewerCtas);
 
+// What a CTA has: a row of the call, a head, and of its state the rows from row0 on.
+struct DecodePlace {
+    int n, value_head, row0;
+};
+template <int kBlockRows>
+__device__ __forceinline__ DecodePlace decode_place(const DecodeArgs& a, unsigned block) {
+    const unsigned head_of_all = a.blocks.divide(block), n = a.value_heads.divide(head_of_all);
+    return {static_cast<int>(n), static_cast<int>(head_of_all - n * a.value_heads.value),
+            static_cast<int>(block - head_of_all * a.blocks.value) * kBlockRows};
+}
+
+// The state of a CTA that is yet to come, to the second-level cache: there it waits for less.
+template <class State, int kKey, int kBlockRows>
+__device__ __forceinline__ void prefetch_state(const DecodeArgs& a, unsigned block) {
+    if (block >= gridDim.x || !a.initial.data) return;
+    const DecodePlace place = decode_place<kBlockRows>(a, block);
+    const std::int32_t slot = a.initial_indices.data ? load(a.initial_indices, place.n) : place.n;
+    if (is_null(a, a.initial, slot)) return;
+    constexpr int kRowBytes = kKey * static_cast<int>(sizeof(State)), kLine = 128;
+    const char* const head = advanced(a.initial.data, place.value_head, a.initial.head);
+#pragma unroll
+    for (int at = static_cast<int>(threadIdx.x) * kLine; at < kBlockRows * kRowBytes; at += kStepThreads * kLine) {
+        const int row = min(place.row0 + at / kRowBytes, a.value_dim - 1);
+        prefetch(advanced(advanced(head, row, a.initial.v) + at % kRowBytes, slot, a.initial.slot));
+    }
+}
+
 template <class State, int kKey, int kRows, int kTokens>
 __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
     decode(const __grid_constant__ DecodeArgs a) {
@@ -201,10 +229,8 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
     // token, since all loads share six counters.
     alignas(16) __shared__ std::uint32_t state[kRows][kFours][kStepThreads][sizeof(State)];
 
-    const unsigned thread = threadIdx.x, head_of_all = a.blocks.divide(blockIdx.x);
-    const int n = static_cast<int>(a.value_heads.divide(head_of_all));
-    const int value_head = static_cast<int>(head_of_all - n * a.value_heads.value);
-    const int row0 = static_cast<int>(blockIdx.x - head_of_all * a.blocks.value) * kBlockRows;
+    const unsigned thread = threadIdx.x;
+    const auto [n, value_head, row0] = decode_place<kBlockRows>(a, blockIdx.x);
     const int own = static_cast<int>(thread / kLanesPerRow);  // of the CTA's rows; the next are kRowsPerPass apart
 
     // What decides where the state lies, and whether there is one.
@@ -265,6 +291,7 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
             Four<State>::copy_async_if(state[r][p][thread], at + p * 4 * kLanesPerRow, starts);
     }
     commit_copies();
+    if (kOne) prefetch_state<State, kKey, kBlockRows>(a, blockIdx.x + a.ahead);
     float x[kRows][kKey / kLanesPerRow];
     const auto put_state = [&](const DecodeStates& states, std::int32_t slot, int t = 0, std::int32_t token = 0) {
 #pragma unroll

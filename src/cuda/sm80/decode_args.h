@@ -45,6 +45,7 @@ struct DecodeArgs {
     float scale = 1.0f, lower_bound = 0.0f, most_beta = 1.0f;
     Gate gate = Gate::kLogDecay;
     bool qk_l2norm = false, delta = false, beta_is_logit = false;
+    std::int32_t ahead = 0;  // CTAs, to the one whose state is asked for
 
     // Of calls with other than one token a row.
     bool cu_seqlens_64 = false;

@@ -153,7 +153,6 @@ void launch_slabs(const Call& call) {
     schedule_of.max_segments = plan.max_segments;
     schedule_of.ahead = std::max(1, call.multiprocessors / a.value_heads);
     schedule_of.few = plan.few;
-    schedule_of.first_chunk = plan.first_chunk;
     schedule_of.packed = plan.packed;
     schedule_of.segments = plan.segments;
     // Every launch but the call's first follows another kernel of it. Where maps are composed only a carry does that

@@ -244,7 +244,8 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const _
     };
 
     // Prefill: the states that were asked for after so many tokens.
-    const ChunkStates dense = a.chunk_states.data ? chunk_states_of(a, n, value_head) : ChunkStates{};
+    const ChunkStates dense =
+        a.chunk_states.data ? chunk_states_of(a, n, value_head, chunk_states_before(a, n)) : ChunkStates{};
     const auto store_prefix = [&](std::int64_t done) {
         if (a.num_checkpoints && (done % kChunkTokens == 0 || done == tokens.length))
             for_each_checkpoint(a, n, done, [&](std::int64_t slot) {

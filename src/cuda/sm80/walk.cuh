@@ -120,9 +120,11 @@ __device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedul
     const int sequences = schedule.max_segments / 2;
     return i % sequences * 2 + i / sequences;
 }
-template <bool kMaps>
+// Of few sequences by whole warps.
+template <int kKey, bool kMaps>
 __device__ __forceinline__ Segment own_segment(const DeviceArgs& a, const Schedule& schedule, const CarryParams& p) {
-    return segment_of(a, schedule, segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x)));
+    const int number = segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x));
+    return schedule.few ? segment_of_few<kTokens<kKey>>(a, schedule, number) : segment_of(a, schedule, number);
 }
 
 template <int kKey, bool kMaps>
@@ -131,20 +133,20 @@ struct Walk {
 
     const DeviceArgs& a;
     const CarryParams& p;
-    const std::int32_t* first_chunk;  // of every sequence, where cu_seqlens says
     Segment segment;
     int number, value_head;  // of the segment in the slab
     bool of_m;               // rows of the map M
     bool forgot = false;     // a map: the walk begins later than the segment, and M is zero
     RowWindow rows;
     std::int64_t first_token = 0;
-    int batch = 0, last_count = 0;  // tokens of the last chunk; all others are whole
+    std::int32_t sequence_chunk = 0;  // the sequence's first chunk, among those of the call
+    int batch = 0, last_count = 0;    // tokens of the last chunk; all others are whole
     StateSlots slots;
     bool starts_sequence = false, ends_sequence = false;
 
     __device__ __forceinline__ Walk(const DeviceArgs& args, const Schedule& schedule, const CarryParams& params,
                                     const Segment& of, int warp, int warps)
-        : a(args), p(params), first_chunk(schedule.first_chunk), segment(of) {
+        : a(args), p(params), segment(of) {
         int block = static_cast<int>(blockIdx.x);
         asm volatile("" : "+r"(block));  // a walk that is made again shares no registers with the first
         const int column = p.row_blocks.divide(block),
@@ -155,6 +157,7 @@ struct Walk {
         rows.first = ((of_m ? row_block - p.value_blocks : row_block) * warps + warp) * kWarpRows;
         rows.end = of_m ? a.key_dim : a.value_dim, rows.key_dim = a.key_dim;
         if (segment.sequence < 0) return;
+        sequence_chunk = schedule.slab_begin + segment.image - segment.chunk;
         if (kMaps && p.fading) leave_out_forgotten();
         const TokenRange tokens = tokens_of(a, segment.sequence);
         slots = states_of(a, segment.sequence);
@@ -200,7 +203,7 @@ struct Walk {
     __device__ __forceinline__ void zero_skipped(const Schedule& schedule) const {
         if (kMaps) return;
         if (a.cu_seqlens && number == 0 && schedule.slab_begin == 0)
-            zero_outputs(0, a.sequences > 0 ? clamped_offset(a, a.sequences) : 0, a.tokens);
+            zero_outputs(0, a.sequences > 0 ? Offsets(a).at(a.sequences) : 0, a.tokens);
         if (segment.sequence >= 0 && slots.skipped)
             zero_outputs(batch, first_token, token(segment.chunks - 1) + last_count);
     }
@@ -265,8 +268,8 @@ struct Walk {
                     to = a.final, base = to.offset(slots.final, value_head);
             } else if (m == -1) {
                 if (end || !a.chunk_states.data || before % a.chunk_tokens != 0) continue;
-                const ChunkStates dense =
-                    chunk_states_of(a, n, value_head, a.chunk_tokens == kRows ? first_chunk : nullptr);
+                const ChunkStates dense = chunk_states_of(
+                    a, n, value_head, a.chunk_tokens == kRows ? sequence_chunk : chunk_states_before(a, n));
                 const std::int64_t index = before / a.chunk_tokens;
                 if (index >= dense.room) continue;
                 to = a.chunk_states, base = dense.offset + index * to.slot;

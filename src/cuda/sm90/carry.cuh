@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     // wait before they end.
     const auto needs_map = [&] {
         __threadfence();
-        return own_segment<kMaps>(a, schedule, p).rank > 0;
+        return segment_of(a, schedule, segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x))).rank > 0;
     };
     const bool waits_itself = schedule.awaits_images || schedule.awaits_states;
     const bool waits_last = kMaps ? p.beside_maps : p.halves || waits_itself;
@@ -72,15 +72,18 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     } else if (!p.halves || needs_map()) {
         follow_kernels();
     }
-    const Segment segment = own_segment<kMaps>(a, schedule, p);
-    if (thread == 0) barriers.segment = segment;
-    const Walk<kKey, kMaps> walk(a, schedule, p, segment, role < 0 ? warp : 0, groups * kGroupWarps);
+    // From memory it is read alike by all, and a lane's place among the operands is not computed anew in every chunk.
+    if (warp == 0) {
+        const Segment segment = own_segment<kKey, kMaps>(a, schedule, p);
+        if (thread == 0) barriers.segment = segment;
+    }
+    __syncthreads();
+    const Walk<kKey, kMaps> walk(a, schedule, p, barriers.segment, role < 0 ? warp : 0, groups * kGroupWarps);
     if (role < 0) walk.zero_skipped(schedule);
     if (walk.nothing()) {
         if (waits_last) follow_kernels();
         return;
     }
-    __syncthreads();
     if (p.cluster > 1) sync_cluster();
 
     if (kScores && role == 0) {
