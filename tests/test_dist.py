@@ -147,6 +147,15 @@ def test_a_scan_of_few_channels(algorithm, key_dim, packed, pools, precisions):
         assert_same(case, one_rank(case), **joined(answers))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_more_values_than_a_kernel_takes(algorithm, method, packed, pools, precisions):
+    case = Case(algorithm, (20,), packed=packed, key_dim=8, value_dim=300)
+    for exact in precisions:
+        answers = pools(3).call("split", case, (0, 7, 15, 20), exact, {"method": method})
+        assert_same(case, one_rank(case), **joined(answers))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_batch_without_rows(method, pools):
     inputs = [torch.zeros(0, 4, 2, 8) for _ in range(4)]

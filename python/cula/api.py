@@ -2,7 +2,7 @@
 """Level 1: one function per member of the family, on whatever device its tensors are.
 
 Shapes: B batch, T tokens, N sequences, H query/key heads, HV value heads (HV % H == 0; value head hv reads query/key
-head hv // (HV / H)), K and V the key and value dimensions (up to 256). q and k are `[B, T, H, K]`, v is
+head hv // (HV / H)), K (up to 256) and V the key and value dimensions. q and k are `[B, T, H, K]`, v is
 `[B, T, HV, V]`, in one dtype: bfloat16, float16 or float32 (float64 for the oracle). The last dimension must be
 contiguous, every other stride is free.
 
@@ -522,7 +522,7 @@ def cula_segment(
     keep: also make what a prefill of the same tokens needs and the maps do not, and return it third. A prefill with the
         same inputs, options and `scale` that gets it as `kept` saves most of its work, as often as one likes; nothing
         but its size is checked. It takes 40 to 80 KiB for each 64 tokens and value head (K = 128), and is empty where
-        nothing can be saved: on a CPU, or beyond 16 GiB.
+        nothing can be saved: on a CPU, or beyond 16 GiB. V is up to 256 then.
     out: (m, b) to write to, in the shapes and of the dtype that are returned otherwise; any strides, but no memory in
         common. `(None, b)` makes B alone, which says that no state is before the tokens: what this call keeps is for a
         prefill without `initial_state`, and where M was left out of it another is refused. `(None, None)` makes what

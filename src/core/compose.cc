@@ -43,8 +43,8 @@ void check_maps(const TensorRef& ref, std::string_view argument, const TensorRef
 void check(const Composition& c, const Context& context) {
     const TensorRef &m = c.m, &b = c.b, &state = c.state, &joins = c.joins;
     const bool on_cpu = context.device.kind == DeviceKind::kCpu;
-    CULA_REQUIRE(state.ndim == 4 && state.size[2] <= kLargestDim && state.size[3] <= kLargestDim, "state",
-                 "have shape [N, HV, V, K], V and K up to 256", shape_of(state));
+    CULA_REQUIRE(state.ndim == 4 && state.size[3] <= kLargestDim, "state", "have shape [N, HV, V, K], K up to 256",
+                 shape_of(state));
     check_floats(state, "state", state, on_cpu);
     CULA_REQUIRE(!overlaps_itself(state), "state", "not overlap itself in memory",
                  "strides that make elements share an address");

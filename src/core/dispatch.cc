@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -20,9 +21,7 @@ Support supports(const Kernel& kernel, const Problem& problem) {
     if (kernel.device != problem.device.kind)
         return Support::no("runs on " + std::string(name(kernel.device)) + " tensors, these are on " +
                            std::string(name(problem.device.kind)));
-    if (problem.key_dim > kLargestDim || problem.value_dim > kLargestDim)
-        return Support::no("takes K and V up to 256, got " + std::to_string(problem.key_dim) + " and " +
-                           std::to_string(problem.value_dim));
+    if (problem.key_dim > kLargestDim) return Support::no("takes K up to 256, got " + std::to_string(problem.key_dim));
     return kernel.supports(problem);
 }
 
@@ -55,6 +54,32 @@ const Kernel& choose(const Problem& problem, std::string_view backend) {
     for (const Kernel& kernel : kernels())
         if (kernel.pass == problem.pass && named(kernel, backend) && supports(kernel, problem)) return kernel;
     refuse(problem, backend);
+}
+
+// The call for `count` value channels from `first` on. M of a segment is the same for all of them, and the first ones'.
+Args value_channels(const Args& args, std::int64_t first, std::int64_t count) {
+    Args part = args;
+    const auto take = [&](TensorRef& ref, std::size_t dim) {
+        if (!ref) return;
+        ref.size[dim] = count;
+        if (ref.data)
+            ref.data = static_cast<std::byte*>(ref.data) +
+                       first * ref.stride[dim] * static_cast<std::int64_t>(size_bytes(ref.dtype));
+    };
+    for (TensorRef* ref : {&part.v, &part.o, &part.chunk_states, &part.snapshots}) take(*ref, 3);
+    for (TensorRef* ref : {&part.initial_state, &part.final_state, &part.checkpoints, &part.segment_b}) take(*ref, 2);
+    if (part.beta.ndim == 4) take(part.beta, 3);
+    if (first > 0) part.segment_m = {};
+    return part;
+}
+
+// Value channels never meet: more of them than a kernel takes are one call after another.
+template <class Body>
+void each_call(const Args& args, Body body) {
+    const std::int64_t value_dim = args.v.size[3];
+    if (value_dim <= kLargestDim) return body(args);
+    for (std::int64_t first = 0; first < value_dim; first += kLargestDim)
+        body(value_channels(args, first, std::min(kLargestDim, value_dim - first)));
 }
 
 struct Free {
@@ -95,15 +120,19 @@ std::string_view Plan::target() const { return kernel->target; }
 Plan plan(Pass pass, const Args& args, const Context& context, std::string_view backend) {
     validate(pass, args, context.device.kind == DeviceKind::kCpu ? Indices::kOnHost : Indices::kOnDevice);
     const Kernel& kernel = choose(describe(pass, args, context.device), backend);
-    return {&kernel, kernel.workspace_bytes(args, context),
-            args.keep && kernel.kept_bytes ? kernel.kept_bytes(args, context) : 0};
+    Plan planned{.kernel = &kernel};
+    each_call(args, [&](const Args& part) {
+        planned.workspace_bytes = std::max(planned.workspace_bytes, kernel.workspace_bytes(part, context));
+    });
+    if (args.keep && kernel.kept_bytes) planned.kept_bytes = kernel.kept_bytes(args, context);
+    return planned;
 }
 
 void run(const Plan& plan, const Args& args, const Context& context) {
     if (context.workspace_bytes < plan.workspace_bytes)
         throw Error(std::string(name(plan.kernel->pass)) + ": workspace must hold " +
                     std::to_string(plan.workspace_bytes) + " bytes, got " + std::to_string(context.workspace_bytes));
-    if (!writes_nothing(plan, args)) plan.kernel->run(args, context);
+    if (!writes_nothing(plan, args)) each_call(args, [&](const Args& part) { plan.kernel->run(part, context); });
 }
 
 void prefill(const Args& args, const Context& context, std::string_view backend) {

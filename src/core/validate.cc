@@ -148,8 +148,11 @@ private:
                      std::to_string(value_heads_));
         CULA_REQUIRE(key_dim_ >= 1 && key_dim_ <= 256, "q", "have a key dimension K from 1 to 256",
                      std::to_string(key_dim_));
-        CULA_REQUIRE(value_dim_ >= 1 && value_dim_ <= 256, "v", "have a value dimension V from 1 to 256",
-                     std::to_string(value_dim_));
+        CULA_REQUIRE(value_dim_ >= 1, "v", "have a value dimension V of at least 1", "0");
+        CULA_REQUIRE(value_dim_ <= kLargestDim || !args_.keep, "keep", "be false with V beyond 256",
+                     "true with V = " + std::to_string(value_dim_));
+        CULA_REQUIRE(value_dim_ <= kLargestDim || !args_.kept, "kept", "be left out with V beyond 256",
+                     "a tensor with V = " + std::to_string(value_dim_));
         floating("q", q);
         dtype("k", k, {q.dtype});
         dtype("v", v, {q.dtype});

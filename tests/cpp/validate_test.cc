@@ -189,6 +189,12 @@ const Wrong kWrongs[] = {
 
     {"KeepInPrefill", Pass::kPrefill, kKda, [](Call& c) { c.args.keep = true; },
      "prefill: keep must be false: it belongs to segment, got true"},
+    {"KeepOfManyValues", Pass::kSegment, kKda,
+     [](Call& c) { c.args.keep = true, c.args.v = c.zeros(Dtype::kFloat32, {2, 5, 2, 257}); },
+     "segment: keep must be false with V beyond 256, got true with V = 257"},
+    {"KeptOfManyValues", Pass::kPrefill, kKda,
+     [](Call& c) { c.args.kept = c.zeros(Dtype::kInt32, {4}), c.args.v = c.zeros(Dtype::kFloat32, {2, 5, 2, 257}); },
+     "prefill: kept must be left out with V beyond 256, got a tensor with V = 257"},
     {"SegmentWithoutB", Pass::kSegment, kKda, [](Call& c) { c.args.segment_b = {}, c.args.keep = true; },
      "segment: b must be given as the output, got none"},
     {"SegmentForNothing", Pass::kSegment, kKda, [](Call& c) { c.args.segment_m = c.args.segment_b = {}; },

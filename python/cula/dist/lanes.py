@@ -46,16 +46,18 @@ class Lanes(Protocol):
 class BatchLanes:
     def __init__(self, call: Call, rank: int) -> None:
         self.count, self.cu_seqlens, self._rank = call.q.shape[0], None, rank
+        self._may_keep = call.v.shape[3] <= 256
         self._on_gpu = call.q.is_cuda
 
     @property
     def keeps(self) -> bool:
-        return self._on_gpu
+        return self._on_gpu and self._may_keep
 
     def segment(self, call: Call, m: bool, b: bool) -> tuple[Message, Tensor | None]:
         message = Message.empty(call, self.count)
         out = message.written_m if m else None, message.b if b else None
-        return message, call.segment(None, keep=True, out=out)[2]
+        made = call.segment(None, keep=self._may_keep, out=out)
+        return message, made[2] if self._may_keep else None
 
     def start(self, initial_state: Tensor | None) -> Tensor | None:
         return initial_state if self._rank == 0 else None
