@@ -54,6 +54,8 @@ std::size_t bytes(const Args& args, const Context& context) {
 constexpr Kernel kKernels[] = {
 #if defined(CULA_WITH_CUDA)
     {"sm90", Pass::kPrefill, DeviceKind::kCuda, cuda::sm90::supports, cuda::sm90::workspace_bytes, cuda::sm90::prefill},
+    {"sm90:fused", Pass::kPrefill, DeviceKind::kCuda, cuda::sm90::supports_fused, cuda::sm90::fused_workspace_bytes,
+     cuda::sm90::prefill_fused},
     {"sm90", Pass::kSegment, DeviceKind::kCuda, cuda::sm90::supports, cuda::sm90::workspace_bytes, cuda::sm90::prefill,
      cuda::sm90::kept_bytes},
     {"sm80", Pass::kPrefill, DeviceKind::kCuda, cuda::sm80::supports_prefill, cuda::sm80::prefill_workspace_bytes,

@@ -136,6 +136,28 @@ TEST(Policy, RowsComeInWholeSteps) {
     EXPECT_EQ(prefill_policy(narrow, kImage, kMultiprocessors, 4).warps, 4);
 }
 
+TEST(Policy, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
+    constexpr sm80::FusedCosts kFused{
+        .image = 4.0, .carry = {1.2, 2.5}, .fused = {3.0, 4.0}, .round = 8.0, .kernel = 10.0};
+    const auto groups = [&](int heads, std::int64_t sequences, std::int64_t tokens, bool invariant = false,
+                            bool always = false) {
+        PrefillShape shape = one_sequence(128, heads);
+        shape.sequences = sequences;
+        return sm80::fused_groups(shape, sequences * tokens, invariant, kMultiprocessors, always, kFused);
+    };
+    EXPECT_EQ(groups(96, 1, 8192), 2);  // 96 CTAs; 192 of one warpgroup would take two rounds
+    EXPECT_EQ(groups(64, 1, 8192), 1);
+    EXPECT_EQ(groups(16, 1, 8192), 0);  // images of few heads are made by the whole device
+    EXPECT_EQ(groups(16, 1, 8192, false, true), 1);
+    EXPECT_EQ(groups(16, 1, 256), 1);  // a second kernel would take as long as the first
+    EXPECT_EQ(groups(40, 4, 8192), 2);
+    EXPECT_EQ(groups(8, 32, 8192), 0);        // one of them may be as long as all
+    EXPECT_EQ(groups(8, 32, 16), 2);          // but not very long
+    EXPECT_EQ(groups(40, 4, 8192, true), 0);  // as each alone
+    EXPECT_EQ(groups(64, 4, 8192, true), 1);
+    EXPECT_EQ(groups(16, 1, 256, true), 0);  // whatever its length
+}
+
 TEST(Divisor, DividesLikeDivision) {
     for (const std::uint32_t by : {1u, 2u, 3u, 5u, 7u, 12u, 31u, 32u, 33u, 96u, 641u, 65535u, 65537u, 0x7fffffffu}) {
         const Divisor divisor(by);

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 
+import device
 import level1
 import passes
 from cases import ALGORITHMS, DELTA, FAMILY, Inputs, make
@@ -111,6 +112,19 @@ def calls() -> Iterator[Call]:
                 yield ready("prefill", algorithm, lengths=(70,), key_dim=128, value_dim=128, **gated)
                 yield ready("decode", algorithm, lengths=(1, 1), key_dim=128, value_dim=128, **gated)
         yield from malformed(algorithm)
+    if "sm90" in device.able(torch.bfloat16):
+        yield from by_one_kernel()
+
+
+def by_one_kernel() -> Iterator[Call]:
+    """KDA by one kernel, one and two warpgroups a CTA that multiply: where sequences end, and what states ask for."""
+    fields = {"gate": "bounded", "gate_dtype": torch.bfloat16, "dtype": torch.bfloat16, "qk_l2norm": True}
+    fields |= {"key_dim": 128, "value_dim": 128, "backend": "sm90:fused"}
+    for heads in (1, 70):
+        sizes = {"heads": heads, "value_heads": heads, **fields}
+        yield ready("prefill", "kda", lengths=(230 if heads == 1 else 70,), **sizes)
+        yield ready("varlen", "kda", lengths=(33, 0, 64, 7), **sizes)
+        yield ready("states on the way", "kda", lengths=(130,), **sizes)
 
 
 def malformed(algorithm: str) -> Iterator[Call]:

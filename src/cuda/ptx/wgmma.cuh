@@ -60,16 +60,19 @@ __device__ __forceinline__ std::uint32_t uniform(std::uint32_t x) { return __shf
 template <class T, int kTiles, bool kTransposed>
 __device__ __forceinline__ void multiply(float (*d)[4], const std::uint32_t (&a)[4], Operand b, int add);
 
-// Both operands in shared memory, N = 64.
-template <class T>
-__device__ __forceinline__ void multiply_shared(float (&d)[8][4], Operand a, Operand b, int add);
+// Both operands in shared memory.
+template <class T, int kTiles>
+__device__ __forceinline__ void multiply_shared(float (&d)[kTiles][4], Operand a, Operand b, int add);
 
 #define CULA_TILE(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define CULA_TILES_8 \
-    CULA_TILE(0), CULA_TILE(1), CULA_TILE(2), CULA_TILE(3), CULA_TILE(4), CULA_TILE(5), CULA_TILE(6), CULA_TILE(7)
+#define CULA_TILES_4 CULA_TILE(0), CULA_TILE(1), CULA_TILE(2), CULA_TILE(3)
+#define CULA_TILES_8 CULA_TILES_4, CULA_TILE(4), CULA_TILE(5), CULA_TILE(6), CULA_TILE(7)
 #define CULA_TILES_16                                                                                     \
     CULA_TILES_8, CULA_TILE(8), CULA_TILE(9), CULA_TILE(10), CULA_TILE(11), CULA_TILE(12), CULA_TILE(13), \
         CULA_TILE(14), CULA_TILE(15)
+#define CULA_D_4 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define CULA_REST_4 "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22;"
+#define CULA_ADD_4 "%21"
 #define CULA_D_8                                                             \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -92,19 +95,22 @@ __device__ __forceinline__ void multiply_shared(float (&d)[8][4], Operand a, Ope
                      : CULA_TILES_##tiles                                                                      \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.whole()), "r"(add), "n"(transposed)); \
     }
-#define CULA_WGMMA_SHARED(T, type)                                                                             \
-    template <>                                                                                                \
-    __device__ __forceinline__ void multiply_shared<T>(float(&d)[8][4], Operand a, Operand b, int add) {       \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type \
-                     "." type " {" CULA_D_8 "}, %32, %33, p, 1, 1, 0, 0; }"                                    \
-                     : CULA_TILES_8                                                                            \
-                     : "l"(a.whole()), "l"(b.whole()), "r"(add));                                              \
+#define CULA_WGMMA_SHARED(T, type, tiles, columns, a, b, add)                                                   \
+    template <>                                                                                                 \
+    __device__ __forceinline__ void multiply_shared<T, tiles>(float(&d)[tiles][4], Operand left, Operand right, \
+                                                              int adds) {                                       \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" #columns    \
+                     "k16.f32." type "." type " {" CULA_D_##tiles "}, " a ", " b ", p, 1, 1, 0, 0; }"           \
+                     : CULA_TILES_##tiles                                                                       \
+                     : "l"(left.whole()), "l"(right.whole()), "r"(adds));                                       \
     }
-#define CULA_WGMMA_OF(T, type)         \
-    CULA_WGMMA(T, type, 8, 64, false)  \
-    CULA_WGMMA(T, type, 8, 64, true)   \
-    CULA_WGMMA(T, type, 16, 128, true) \
-    CULA_WGMMA_SHARED(T, type)
+#define CULA_WGMMA_OF(T, type)                             \
+    CULA_WGMMA(T, type, 8, 64, false)                      \
+    CULA_WGMMA(T, type, 8, 64, true)                       \
+    CULA_WGMMA(T, type, 16, 128, true)                     \
+    CULA_WGMMA(T, type, 4, 32, false)                      \
+    CULA_WGMMA_SHARED(T, type, 8, 64, "%32", "%33", "%34") \
+    CULA_WGMMA_SHARED(T, type, 4, 32, "%16", "%17", "%18")
 
 CULA_WGMMA_OF(__nv_bfloat16, "bf16")
 CULA_WGMMA_OF(__half, "f16")
@@ -115,7 +121,11 @@ CULA_WGMMA_OF(__half, "f16")
 #undef CULA_ADD_8
 #undef CULA_REST_8
 #undef CULA_D_8
+#undef CULA_ADD_4
+#undef CULA_REST_4
+#undef CULA_D_4
 #undef CULA_TILES_8
+#undef CULA_TILES_4
 #undef CULA_ADD_16
 #undef CULA_REST_16
 #undef CULA_D_16

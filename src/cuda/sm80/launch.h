@@ -21,6 +21,7 @@ struct Call {
     std::size_t shared_bytes_limit = 0;  // of one CTA
     void* workspace = nullptr;
     bool follows = false;  // kernels may follow each other early (LaunchShape)
+    bool fused = false;    // by one kernel, whatever that costs (sm90/fused.cuh)
     bool segment = false;  // for its maps, or for what it keeps
     // A segment leaves its workspace to a prefill, which finds it here (Args::keep).
     bool keeps = false;

@@ -121,6 +121,44 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
     return policy;
 }
 
+// What a chunk takes, in microseconds of an H200 with K = V = 128: its image, of which the device's multiprocessors
+// make as many at a time; its carry, and one kernel that does both (sm90/fused.cuh), in CTAs of four warps and of eight
+// that multiply. And what begins take: of a round of CTAs, and of a second kernel.
+struct FusedCosts {
+    double image = 3.9, carry[2] = {1.2, 2.6}, fused[2] = {2.9, 3.75}, round = 8.0, kernel = 10.0;
+};
+
+// How many warpgroups a CTA of that one kernel has that multiply, or 0 where two kernels take less time (`always`: they
+// are out of the question). It goes by the mean length, so that a batch and the same sequences packed get the same
+// bits: one long sequence with many short ones may take the one kernel, which cuts nothing, this much longer. A
+// batch-invariant call looks at one sequence, as if it were endless.
+inline int fused_groups(const PrefillShape& shape, std::int64_t tokens, bool batch_invariant, int multiprocessors,
+                        bool always = false, const FusedCosts& costs = {}) {
+    constexpr double kMostRegret = 1.75, kEndless = 1e6;
+    const auto rounds = [&](std::int64_t sequences, int group) {
+        const std::int64_t rows = 64 * (group + 1), blocks = (shape.value_dim + rows - 1) / rows;
+        const std::int64_t all = (shape.value_heads * sequences * blocks + multiprocessors - 1) / multiprocessors;
+        return static_cast<double>(all);
+    };
+    const auto one = [&](std::int64_t sequences, double chunks, int group) {
+        return rounds(sequences, group) * (costs.round + costs.fused[group] * chunks);
+    };
+    const auto two = [&](std::int64_t sequences, double chunks) {
+        const auto carry = [&](int group) {
+            return rounds(sequences, group) * (costs.round + costs.carry[group] * chunks);
+        };
+        const double images = static_cast<double>(shape.value_heads * sequences) / multiprocessors;
+        return costs.kernel + images * costs.image * chunks + std::min(carry(0), carry(1));
+    };
+    const std::int64_t sequences = batch_invariant ? 1 : std::max<std::int64_t>(shape.sequences, 1);
+    const double all = batch_invariant ? kEndless : static_cast<double>(tokens) / 64.0,
+                 mean = all / static_cast<double>(sequences);
+    const int group = one(sequences, mean, 0) <= one(sequences, mean, 1) ? 0 : 1;
+    const bool pays =
+        one(sequences, mean, group) < two(sequences, mean) && one(1, all, group) <= kMostRegret * two(1, all);
+    return always || pays ? group + 1 : 0;
+}
+
 // Of `images` to make, with one decay per token: how many value heads that share q and k one CTA prepares. As many as
 // leave a round and a half of CTAs, of which four share a multiprocessor.
 inline int prepare_span(std::size_t images, int group, int multiprocessors) {

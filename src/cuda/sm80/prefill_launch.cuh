@@ -15,6 +15,7 @@ struct PortableCarry {
 
     using GateBoxes = NoGateBoxes;
     static GateBoxes gate_boxes(const DeviceArgs&) { return {}; }
+    using Fused = NotFused;
 
     // Maps cost more than twice the carry that they replace: cut where three segments fit, and in no other way.
     static constexpr CutCosts cut_costs(bool) { return {}; }

@@ -9,6 +9,8 @@
 // from compose on.
 #pragma once
 
+#include <optional>
+
 #include "core/carve.h"
 #include "cuda/pipe/launch.h"
 #include "cuda/sm80/compose.cuh"
@@ -26,6 +28,14 @@ inline States float_states(float* data, std::int64_t slots, std::int64_t heads, 
     return {data, Dtype::kFloat32, slots, heads * rows * columns, rows * columns, columns, 1};
 }
 
+// Carry::Fused of a carry that has no kernel that does all. Such a kernel pays where it can run and takes less time.
+struct NotFused {
+    static constexpr bool pays = false;
+    NotFused(const Call&, const PrefillShape&) {}
+    template <class ShapeOf>
+    void launch(const Call&, const Schedule&, const CarryParams&, const ShapeOf&) const {}
+};
+
 template <class Carry>
 struct PrefillPlan {
     using T = typename Carry::Type;
@@ -33,6 +43,7 @@ struct PrefillPlan {
     static constexpr bool kPerChannel = Carry::kPerChannel;
 
     PrefillPolicy policy;
+    std::optional<typename Carry::Fused> fused;
     std::int64_t chunks = 0;
     std::int32_t max_segments = 0;
     bool maps = false;
@@ -63,15 +74,19 @@ struct PrefillPlan {
         const DeviceArgs& a = call.args;
         const std::int64_t per_sequence = ceil_div(a.tokens, kTokens<kKey>);
         chunks = a.cu_seqlens ? a.tokens / kTokens<kKey> + a.sequences : per_sequence * a.sequences;
-        const bool delta = a.algorithm.update == Update::kDelta, images_wanted = delta || !Carry::kPreparesAdditive;
+        const bool delta = a.algorithm.update == Update::kDelta;
+        PrefillShape shape{a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads, a.value_dim};
+        fused.emplace(call, shape);
+        const bool images_wanted = (delta || !Carry::kPreparesAdditive) && !fused->pays;
         const std::size_t image_bytes = images_wanted ? sizeof(Image<T, kKey, kPerChannel>) : 0;
         kept =
             (call.keeps || call.kept) && static_cast<std::size_t>(chunks) * a.value_heads * image_bytes <= kKeptBytes;
-        policy = prefill_policy({a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads, a.value_dim,
-                                 !a.batch_invariant && (kept || !call.segment), kept,
-                                 // Of packed sequences the host does not know which segments come first.
-                                 b_alone && kept && delta && !a.cu_seqlens, Carry::cut_costs(delta)},
-                                image_bytes, call.multiprocessors, Carry::kWarpStep);
+        shape.maps_pay = !a.batch_invariant && !fused->pays && (kept || !call.segment);
+        shape.kept = kept;
+        // Of packed sequences the host does not know which segments come first.
+        shape.from_zero = b_alone && kept && delta && !a.cu_seqlens;
+        shape.costs = Carry::cut_costs(delta);
+        policy = prefill_policy(shape, image_bytes, call.multiprocessors, Carry::kWarpStep);
         maps = policy.segment_chunks < std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
         few = a.cu_seqlens && a.sequences <= kFewSequences && slabs() == 1 && !maps;
         if (few) {
@@ -175,6 +190,7 @@ void launch_slabs(const Call& call) {
         if (plan.packed)
             launch<schedule<kScheduleThreads>>(shape({1, kScheduleThreads}), call.stream, a, schedule_of,
                                                plan.first_chunk, plan.packed, plan.segments);
+        if (plan.fused->pays) return plan.fused->launch(call, schedule_of, p, shape);
         const std::size_t blocks =
             static_cast<std::size_t>(schedule_of.slab_end - schedule_of.slab_begin) * a.value_heads;
         constexpr bool kPrepares = kDelta || !Carry::kPreparesAdditive;

@@ -24,6 +24,12 @@ auto with_instance(const Args& args, Body body) {
                                 : with_type.template operator()<128, false>();
 }
 
+Call fused_call(const Args& args, const Context& context) {
+    Call call = sm80::make_call(args, context);
+    call.fused = true;
+    return call;
+}
+
 }  // namespace
 
 Support supports(const Problem& problem) {
@@ -54,6 +60,27 @@ void prefill(const Args& args, const Context& context) {
     const Call call = sm80::make_call(args, context);
     with_instance(args,
                   [&]<class T, int kKey, bool kPerChannel>() { sm90::launch_prefill<T, kKey, kPerChannel>(call); });
+}
+
+Support supports_fused(const Problem& problem) {
+    if (Support any = supports(problem); !any) return any;
+    if (problem.algorithm.decay != Decay::kPerChannel || problem.algorithm.update != Update::kDelta)
+        return Support::no("fuses the delta rule with decays per channel");
+    if (problem.dtype != Dtype::kBFloat16)
+        return Support::no("takes bfloat16, whose range factors of whole halves of a chunk need");
+    if (problem.key_dim <= 64) return Support::no("takes K above 64, got " + std::to_string(problem.key_dim));
+    if (problem.gate != Gate::kBounded || !bounds_halves(static_cast<float>(problem.lower_bound)))
+        return Support::no("takes bounded gates whose lower_bound is -5 or nearer to zero");
+    return Support::yes();
+}
+
+std::size_t fused_workspace_bytes(const Args& args, const Context& context) {
+    return sm90::prefill_workspace_bytes<__nv_bfloat16, 128, true>(fused_call(args, context));
+}
+
+void prefill_fused(const Args& args, const Context& context) {
+    const DeviceGuard guard(context.device.index);
+    sm90::launch_prefill<__nv_bfloat16, 128, true>(fused_call(args, context));
 }
 
 }  // namespace cula::cuda::sm90

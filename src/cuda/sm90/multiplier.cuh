@@ -15,10 +15,9 @@
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/stage.cuh"
+#include "cuda/sm90/value_rows.cuh"
 
 namespace cula::cuda::sm90 {
-
-using Packed = std::uint32_t[4];  // 16 x 16 of a warp, as an A operand
 
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 struct Multiplier {
@@ -28,10 +27,6 @@ struct Multiplier {
     static constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
     static constexpr int kRows = S::kRows, kBlocks = kRows / 16;
     using Place = OperandTile<kKey, kPerChannel>;
-    // Of values and outputs: Tile<kRows, kGroupRows>, one panel of 128 bytes a row.
-    static_assert(kGroupRows == 64);
-    static constexpr int kRowBlockBytes = 16 * 128;
-
     using State = float[kKey / 8][4];  // [channel tile of 8][fragment]
     using Product = float[kRows / 8][4];
     using Rows = Packed[kBlocks];
@@ -53,27 +48,9 @@ struct Multiplier {
         return W(a, schedule, p, shared.segment, warp, groups * kGroupWarps);
     }
 
-    // Where the lane's row of a matrix stands in a tile of values or outputs.
-    __device__ __forceinline__ std::uint32_t own_row() const {
-        const unsigned row = threadIdx.x % 8 + threadIdx.x / 16 % 2 * 8,
-                       unit = threadIdx.x / 32 % kGroupWarps * 2 + threadIdx.x / 8 % 2;
-        return row * 128 + (unit ^ row % 8) * 16;
-    }
-
     // A factor per token: two neighbouring tokens of tile `tile`.
     static __device__ __forceinline__ float2 per_token(const float* factor, int tile) {
         return *reinterpret_cast<const float2*>(factor + tile * 8 + threadIdx.x % 4 * 2);
-    }
-
-    template <int kTiles>
-    static __device__ __forceinline__ void pack(Packed (&rows)[kTiles / 2], const float (&x)[kTiles][4]) {
-#pragma unroll
-        for (int block = 0; block < kTiles / 2; ++block)
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                const float* pair = &x[2 * block + w / 2][w % 2 * 2];
-                rows[block][w] = pack2<T>(pair[0], pair[1]);
-            }
     }
 
     // product = S^T tile^T; product = or += rows square^T; S^T += rows tile.
@@ -120,12 +97,8 @@ struct Multiplier {
         }
     }
 
-    // V^T in the layout of accumulators: words 0, 1: rows 0-7 and 8-15 of tokens 0-7; 2, 3: of tokens 8-15.
     __device__ __forceinline__ void load_values(Rows& values, std::uint32_t stage_at) const {
-        const std::uint32_t from = stage_at + S::kValues + group * S::kBoxBytes + own_row();
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block)
-            load_matrices_transposed(values[block], from + block * kRowBlockBytes);
+        load_value_rows(values, stage_at + S::kValues + group * S::kBoxBytes);
     }
     // V - R.
     static __device__ __forceinline__ void take_off(Rows& values, const Product& read, const F& of) {
@@ -184,7 +157,7 @@ struct Multiplier {
         wgmma::commit();
         wgmma::wait<0>();
         wgmma::hold(u);
-        pack(writes, u);
+        pack<T>(writes, u);
         Rows rests;
         if constexpr (!kMaps) {
             take_rests(rests, writes, u, nullptr);
@@ -210,12 +183,7 @@ struct Multiplier {
 
     // O, turned, to where the warp that puts out takes it from.
     __device__ __forceinline__ void turn_out(const Product& out) const {
-        const std::uint32_t to = shared_address(outs) + group * kOutBytes<T, kKey, kMaps> + own_row();
-        Rows rows;
-        pack(rows, out);
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block)
-            store_matrices_transposed(to + block * kRowBlockBytes, rows[block]);
+        store_value_rows<T>(shared_address(outs) + group * kOutBytes<T, kKey, kMaps>, out);
     }
     __device__ __forceinline__ void put_out() const {
         fence_async_proxy();
@@ -310,7 +278,7 @@ struct Multiplier {
                     free_stage(stage, cluster);
                     next_stage();
                 } else {
-                    pack(writes, read);
+                    pack<T>(writes, read);
                 }
             }
             Rows carried;
@@ -325,7 +293,7 @@ struct Multiplier {
             }
             wgmma::wait<kMaps ? 0 : 1>();
             wgmma::hold(state);
-            pack(packed, state);
+            pack<T>(packed, state);
             if constexpr (!kMaps) {
                 if (outputs) wait_barrier(shared_address(barriers.taken + group), chunk + 1 & 1);
                 wgmma::wait<0>();
@@ -340,7 +308,7 @@ struct Multiplier {
         for (;;) {
             walk_again().store_asked(state, chunk);
             if (chunk == chunks) break;
-            pack(packed, state);  // again, so that storing has its registers
+            pack<T>(packed, state);  // again, so that storing has its registers
 #pragma unroll 1
             do multiply(chunk);
             while (++chunk < chunks && plain);

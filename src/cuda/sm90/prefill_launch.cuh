@@ -4,6 +4,7 @@
 
 #include "cuda/sm80/slabs.cuh"
 #include "cuda/sm90/carry.cuh"
+#include "cuda/sm90/fused_launch.cuh"
 #include "cuda/sm90/gate_boxes.cuh"
 #include "cuda/sm90/launch.h"
 
@@ -14,6 +15,9 @@ struct WarpgroupCarry {
     using Type = T;
     static constexpr int kKey = kKeyDim, kWarpStep = kGroupWarps;
     static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = !kDecayPerChannel, kWaitsItself = true;
+    // fp16's range is too small for factors of whole halves; 64 channels would leave half of the threads without any.
+    using Fused = std::conditional_t<kDecayPerChannel && kKeyDim == 128 && std::is_same_v<T, __nv_bfloat16>,
+                                     FusedPrefill<T, kKeyDim>, NotFused>;
 
     using GateBoxes = sm90::GateBoxes<T, kKey>;
     static GateBoxes gate_boxes(const DeviceArgs& a) { return GateBoxes(a); }

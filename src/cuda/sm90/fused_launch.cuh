@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// Whether one kernel does a whole prefill (fused.cuh), and its launch.
+#pragma once
+
+#include "cuda/sm80/slabs.cuh"
+#include "cuda/sm90/fused.cuh"
+#include "cuda/sm90/launch.h"
+#include "cuda/sm90/row_maps.h"
+
+namespace cula::cuda::sm90 {
+
+template <class T, int kKey>
+struct FusedPrefill {
+    FusedMaps maps;
+    int groups = 0;
+    bool pays = false;
+
+    FusedPrefill(const Call& call, const PrefillShape& shape) {
+        const DeviceArgs& a = call.args;
+        if (a.tokens == 0 || a.sequences == 0) return;
+        const std::int64_t tokens = a.tokens * static_cast<std::int64_t>(a.cu_seqlens ? 1 : a.sequences);
+        groups = fused_groups(shape, tokens, a.batch_invariant, call.multiprocessors, call.fused);
+        if (groups == 0) return;
+        const std::string no = declines(call);
+        if (call.fused && !no.empty()) throw Error("prefill: backend \"sm90:fused\" does not take this call: " + no);
+        pays = no.empty();
+    }
+
+    template <class ShapeOf>
+    void launch(const Call& call, const Schedule& schedule, const CarryParams& p, const ShapeOf& shape) const {
+        if (groups == 1)
+            launch_groups<1>(call, schedule, p, shape);
+        else
+            launch_groups<2>(call, schedule, p, shape);
+    }
+
+private:
+    // Empty where it can run: maps are there then.
+    std::string declines(const Call& call) {
+        constexpr float kMostScale = 256.0f;
+        const DeviceArgs& a = call.args;
+        if (a.algorithm.update != Update::kDelta || a.gate != Gate::kBounded || !bounds_halves(a.lower_bound))
+            return "it takes the delta rule with bounded gates";
+        if (call.segment || call.kept) return "it keeps nothing, and finds nothing that was kept";
+        if (!a.qk_l2norm) return "it normalizes q and k (qk_l2norm)";
+        if (!(std::fabs(a.scale) <= kMostScale)) return "it takes scale up to 256, got " + std::to_string(a.scale);
+        if (a.beta_per_value || a.beta.dtype == Dtype::kFloat64) return "it takes one beta per token, not of float64";
+        const auto map = [&](CUtensorMap& to, const TokenRows& rows, int heads, int width) {
+            return map_rows(to, rows, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, heads, width,
+                            {kBoxChannels, kFusedTokens, CU_TENSOR_MAP_SWIZZLE_128B});
+        };
+        const int heads = a.value_heads / a.group;
+        if (!map(maps.q, a.q, heads, a.key_dim) || !map(maps.k, a.k, heads, a.key_dim) ||
+            !map(maps.g, a.g, a.value_heads, a.key_dim) || !map(maps.v, a.v, a.value_heads, a.value_dim) ||
+            !map(maps.o, a.o, a.value_heads, a.value_dim))
+            return "q, k, v, g and o must be bfloat16 and lie in whole pieces of 16 bytes";
+        return {};
+    }
+
+    template <int kGroups, class ShapeOf>
+    void launch_groups(const Call& call, const Schedule& schedule, CarryParams p, const ShapeOf& shape) const {
+        const DeviceArgs& a = call.args;
+        const int blocks = ceil_div(a.value_dim, kGroups * kGroupRows);
+        p.value_blocks = blocks, p.row_blocks = divisor(blocks);
+        cuda::launch<fused_prefill<T, kKey, kGroups>>(
+            shape({.blocks = static_cast<std::size_t>(blocks) * a.value_heads * schedule.max_segments,
+                   .threads = kFusedThreads<kGroups>,
+                   .shared_bytes = static_cast<std::size_t>(FusedMemory<kKey, kGroups>::kBytes)}),
+            call.stream, a, schedule, p, maps);
+    }
+};
+
+}  // namespace cula::cuda::sm90

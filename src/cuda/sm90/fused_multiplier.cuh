@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+// A warpgroup of a fused prefill that multiplies: 64 value rows of S^T, [V, K], in accumulators from the first chunk
+// to the last (multiplier.cuh has the same for chunks that were prepared before).
+#pragma once
+
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/fused_stage.cuh"
+#include "cuda/sm90/value_rows.cuh"
+
+namespace cula::cuda::sm90 {
+
+template <class T, int kKey, int kGroups>
+struct FusedMultiplier {
+    using S = FusedStage<kKey, kGroups>;
+    using W = Walk<kKey, false>;
+    static constexpr int kBlocks = kFusedTokens / 16;
+
+    using State = float[kKey / 8][4];
+    using Product = float[kFusedTokens / 8][4];
+    using Rows = Packed[kBlocks];
+
+    const DeviceArgs& a;
+    const Schedule& schedule;
+    const CarryParams& p;
+    unsigned char* memory;
+    FusedShared<kKey, kGroups>& shared;
+    const int warp = static_cast<int>(threadIdx.x) / 32, group = warp / kGroupWarps;
+
+    __device__ __forceinline__ W walk_again() const {
+        return W(a, schedule, p, shared.segment, warp, kGroups * kGroupWarps);
+    }
+    // product = S^T tile^T; product = or += rows square^T; S^T += rows tile.
+    static __device__ __forceinline__ void read_state(Product& product, const Packed (&state)[kKey / 16],
+                                                      std::uint32_t tile) {
+        const wgmma::Operand b = wgmma::operand<64>(tile);
+#pragma unroll
+        for (int step = 0; step < kKey / 16; ++step)
+            wgmma::multiply<T, 4, false>(product, state[step], b + (step / 4 * S::kPanelBytes / 16 + step % 4 * 2),
+                                         step > 0);
+    }
+    static __device__ __forceinline__ void multiply_square(Product& product, const Rows& rows, std::uint32_t square,
+                                                           bool add) {
+        const wgmma::Operand b = wgmma::operand<32>(square);
+#pragma unroll
+        for (int step = 0; step < kBlocks; ++step)
+            wgmma::multiply<T, 4, false>(product, rows[step], b + step * 2, step > 0 || add);
+    }
+    static __device__ __forceinline__ void multiply_carry(State& state, const Rows& rows, std::uint32_t tile) {
+        const wgmma::Operand b = wgmma::operand<64>(tile, S::kPanelBytes);
+#pragma unroll
+        for (int step = 0; step < kBlocks; ++step)
+            wgmma::multiply<T, kKey / 8, true>(state, rows[step], b + step * (16 * S::kRowBytes / 16), 1);
+    }
+    // By factors of channels that are turned (FusedFactors).
+    static __device__ __forceinline__ void scale(State& state, const float* by) {
+#pragma unroll
+        for (int tile = 0; tile < kKey / 8; tile += 2) {
+            float d[4];
+            load4(d, by + tile * 8 + threadIdx.x % 4 * 4);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) state[tile + e / 4][e % 4] *= d[e / 4 * 2 + e % 2];
+        }
+    }
+
+    static __device__ __forceinline__ void take_off(Rows& values, const Product& read) {
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                const int tile = 2 * block + x / 2;
+                const float2 v = unpack2<T>(values[block][x]);
+                values[block][x] = pack2<T>(v.x - read[tile][x % 2 * 2], v.y - read[tile][x % 2 * 2 + 1]);
+            }
+    }
+    static __device__ __forceinline__ void take_rests(Rows& rests, const Rows& rounded, const Product& u) {
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                const int tile = 2 * block + x / 2;
+                rests[block][x] = pack_rest<T>({u[tile][x % 2 * 2], u[tile][x % 2 * 2 + 1]}, rounded[block][x]);
+            }
+    }
+    // A coupled chunk: what rounding took off the inverse, to U; and what it takes off U, to O and the state.
+    static __device__ __forceinline__ void add_low(State& state, Product& out, Product& u, Rows& writes,
+                                                   std::uint32_t at) {
+        wgmma::fence();
+        multiply_square(u, writes, at + S::kInverseLow, true);
+        wgmma::commit();
+        wgmma::wait<0>();
+        wgmma::hold(u);
+        pack<T>(writes, u);
+        Rows rests;
+        take_rests(rests, writes, u);
+        wgmma::hold(state);
+        wgmma::fence();
+        multiply_square(out, rests, at + S::kScores, true);
+        multiply_square(out, writes, at + S::kScoresLow, true);
+        multiply_carry(state, rests, at + S::kCarried);
+        wgmma::commit();
+        wgmma::wait<0>();
+        wgmma::hold(out);
+        wgmma::hold(state);
+    }
+
+    __device__ __forceinline__ void run(const W& walk) const {
+        State state;
+        walk.first_state(state);
+        const int chunks = FusedWalk(walk).chunks;
+        const bool plain = a.num_checkpoints <= 0 && !a.chunk_states.data;
+        int stage = 0, parity = 0;
+        Product read, out;
+        const auto multiply = [&](int i) {
+            if (i > 0 && ++stage == kFusedStages) stage = 0, parity ^= 1;
+            const std::uint32_t at = wgmma::uniform(shared_address(memory + stage * S::kBytes));
+            const FusedFactors<kKey>& factors = shared.factors[stage];
+            wait_barrier(shared_address(shared.values + stage), parity);
+            wait_barrier(shared_address(shared.made + stage), parity);
+            const bool coupled = shared.coupled[stage];
+            if (factors.any_apart()) scale(state, factors.brings);
+            scale(state, factors.reads);
+            Packed packed[kKey / 16];
+            pack<T>(packed, state);
+            wgmma::fence();
+            read_state(read, packed, at + S::kKeys);
+            wgmma::commit();
+            read_state(out, packed, at + S::kQuery);
+            wgmma::commit();
+            Rows writes;
+            const std::uint32_t own_box = at + S::kValues + group * S::kBoxBytes;
+            load_value_rows(writes, own_box);
+            wgmma::wait<1>();
+            wgmma::hold(read);
+            take_off(writes, read);
+            wgmma::fence();
+            multiply_square(read, writes, at + S::kInverse, false);
+            wgmma::commit();
+            wgmma::wait<0>();
+            wgmma::hold(out);
+            wgmma::hold(read);
+            if (coupled)
+                add_low(state, out, read, writes, at);
+            else
+                pack<T>(writes, read);
+            wgmma::hold(state);
+            wgmma::fence();
+            multiply_carry(state, writes, at + S::kCarried);
+            multiply_square(out, writes, at + S::kScores, true);
+            wgmma::commit();
+            wgmma::wait<0>();
+            wgmma::hold(state);
+            wgmma::hold(out);
+            store_value_rows<T>(own_box, out);  // in the place of values
+        };
+        const auto turn = [&] {
+            fence_async_proxy();
+            arrive(shared_address(shared.turned + stage));
+        };
+        int i = 0;
+#pragma unroll 1
+        for (;;) {
+            const float* const after = i > 0 ? shared.factors[stage].after : nullptr;
+            walk_again().store_asked(state, i == chunks ? walk_again().segment.chunks : i / 2, after);
+            if (i == chunks) break;
+            if (i > 0) turn();  // `after` has been read
+            bool more;
+#pragma unroll 1
+            do {
+                multiply(i);
+                more = ++i < chunks && (plain || i % 2 == 1);
+                if (more || i == chunks) turn();
+            } while (more);
+        }
+    }
+};
+
+}  // namespace cula::cuda::sm90

@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+// A warpgroup of a fused prefill that prepares: operands in place of q, k and gates, and the products of keys with
+// queries and keys. kPreparers of them take turns.
+//
+// Log decays x run from the chunk's middle, after its token 15, to both ends; a thread has two channels of a half and
+// goes outward, token by token. Rows are q, k exp2(x), columns k exp2(-x), so that the state is multiplied by
+// exp2(head) before it is read and added to, and by exp2(tail) at the end: head and tail are what the halves decay.
+// All x are larger by kShift, and so is tail, and head is smaller. This takes gates with a bound: no half decays by
+// more than 2^-kMostLog2 (fused_launch.cuh).
+#pragma once
+
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/fused_stage.cuh"
+#include "cuda/tile/gate.cuh"
+
+namespace cula::cuda::sm90 {
+
+__device__ __forceinline__ std::uint32_t load_word(std::uint32_t at) {
+    std::uint32_t word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
+    return word;
+}
+__device__ __forceinline__ void load_words(std::uint32_t (&words)[4], std::uint32_t at) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(at));
+}
+__device__ __forceinline__ void store_word(std::uint32_t at, std::uint32_t word) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
+}
+
+// A square's 16 x 16 block as accumulators hold it, rounded; and, where `low` is not null, what that takes off.
+template <class T, class S>
+__device__ __forceinline__ void put_square(unsigned char* square, unsigned char* low, const float (*x)[4], int row,
+                                           int column, int lane) {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int at = S::square_unit(row + lane / 4 + 8 * half, column / 8 + tile) * 4 + lane % 4;
+            const float2 two{x[tile][2 * half], x[tile][2 * half + 1]};
+            const std::uint32_t rounded = pack2<T>(two.x, two.y);
+            reinterpret_cast<std::uint32_t*>(square)[at] = rounded;
+            if (low) reinterpret_cast<std::uint32_t*>(low)[at] = pack_rest<T>(two, rounded);
+        }
+}
+
+template <class T, int kKey, int kGroups>
+struct FusedPreparer {
+    using S = FusedStage<kKey, kGroups>;
+    using Shared = FusedShared<kKey, kGroups>;
+    using W = Walk<kKey, false>;
+    using Products = float[kFusedTokens / 8][4];  // of a warp's 16 rows with all columns
+    static constexpr int kHalf = kFusedTokens / 2;
+    // Where x is counted from, in powers of two: columns leave the state, which is a sum of them times values, room.
+    static constexpr float kShift = 8.0f;
+
+    const DeviceArgs& a;
+    const W& walk;
+    unsigned char* memory;
+    Shared& shared;
+    const int number;  // of the warpgroup
+    // Anew for every part of a chunk: what follows from them would be kept in registers from one to the next.
+    const int thread = own_thread(), lane = thread & 31, warp = thread >> 5;
+    const int half = thread >> 6, pair = thread & 63, panel = pair >> 5;  // the thread's; and its channels
+    FusedScales& scales = shared.scales[number];
+
+    static __device__ __forceinline__ int own_thread() {
+        unsigned thread;
+        asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));
+        return static_cast<int>(thread % kGroupThreads);
+    }
+    __device__ __forceinline__ FusedPreparer anew() const { return {a, walk, memory, shared, number}; }
+    __device__ __forceinline__ void sync() const {
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + number), "n"(kGroupThreads) : "memory");
+    }
+    // A chunk's tail is the business of whoever prepares the next one; and that overlaps of the chunk before are
+    // solved, which the next but one counts on.
+    static __device__ __forceinline__ void pass_on(int i) { hand_over<false>(i + 1); }
+    static __device__ __forceinline__ void take_over(int i) { hand_over<true>(i); }
+    // One barrier for each that takes over: it may be late, and who passed on to it already take over the next.
+    template <bool kWaits>
+    static __device__ __forceinline__ void hand_over(int i) {
+        const int barrier = 1 + kPreparers<kGroups> + i % kPreparers<kGroups>;
+        if (kWaits)
+            asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(2 * kGroupThreads) : "memory");
+        else
+            asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(2 * kGroupThreads) : "memory");
+    }
+
+    // A packed sequence's last chunk: what follows in memory is nobody's.
+    __device__ __forceinline__ void clear_rows(unsigned char* stage, int count) const {
+        for (int i = thread; i < (3 * S::kPanels + kGroups) * S::kBoxBytes / 16; i += kGroupThreads) {
+            const int box = i / (S::kBoxBytes / 16), row = i % (S::kBoxBytes / 16) / 8;
+            unsigned char* to = stage + (box < 3 * S::kPanels ? 0 : S::kValues - S::kInverse);
+            if (row >= count) reinterpret_cast<uint4*>(to)[i] = uint4{};
+        }
+        sync();
+    }
+
+    // Factors of q and k: one over their norms, times the scale. A warp has 16 rows, of q or of k; a lane half of one.
+    __device__ __forceinline__ void norms(std::uint32_t stage) const {
+        static_assert(S::kPanels == 2);
+        const int own_panel = lane % 2, row = warp * 16 + lane / 2, token = warp % 2 * kHalf + lane / 2;
+        const std::uint32_t from = stage + own_panel * S::kPanelBytes + row * S::kRowBytes;
+        float sums[4] = {};
+#pragma unroll
+        for (int unit = 0; unit < kBoxChannels / 8; ++unit) {
+            std::uint32_t x[4];
+            load_words(x, from + (unit ^ own_panel * 4 ^ row % 8) * 16);
+#pragma unroll
+            for (int word = 0; word < 4; ++word) {
+                const float2 two = unpack2<T>(x[word]);
+                sums[word] = fmaf(two.y, two.y, fmaf(two.x, two.x, sums[word]));
+            }
+        }
+        float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        if (own_panel == 0)
+            (warp < 2 ? scales.q : scales.k)[FusedScales::place(token)] =
+                rsqrtf(sum + 1e-6f) * (warp < 2 ? a.scale : 1.0f);
+    }
+
+    // Four tokens of the thread's half, from its first-th on outward: where the j-th stands in a panel's rows.
+    template <bool kSecond>
+    struct Four {
+        std::uint32_t rows;
+
+        __device__ __forceinline__ Four(std::uint32_t panel_at, int pair, int first) {
+            const int row = kSecond ? kHalf + first : kHalf - 4 - first;
+            rows = panel_at + row * S::kRowBytes + ((pair >> 2 & 7) ^ (row & 4)) * 16 + (pair & 3) * 4;
+        }
+        __device__ __forceinline__ std::uint32_t at(int j) const {
+            const int row = kSecond ? j : 3 - j;
+            return (rows ^ row * 16) + row * S::kRowBytes;
+        }
+        // All that is asked for comes before anything that is stored: no load waits for a store.
+        __device__ __forceinline__ void load(std::uint32_t (&words)[4], int box) const {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) words[j] = load_word(at(j) + box);
+        }
+    };
+    // Operands of the thread's half and channels, in place; head or tail.
+    template <bool kSecond>
+    __device__ __forceinline__ float2 operands(const HeadGate& gate, float2 offset, std::uint32_t panel_at) const {
+        const int place = half * kHalf;
+        float2 sum{kShift, kShift};
+#pragma unroll 1
+        for (int first = 0; first < kHalf; first += 4) {
+            const Four<kSecond> four(panel_at, pair, first);
+            std::uint32_t gates[4], q_words[4], k_words[4];
+            four.load(gates, S::kCarried);
+            four.load(q_words, S::kQuery);
+            four.load(k_words, S::kKeys);
+            float out[4], q_norm[4], k_norm[4];
+            load4(out, scales.out + place + first);
+            load4(q_norm, scales.q + place + first);
+            load4(k_norm, scales.k + place + first);
+            float2 x[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const auto shape = [&](float raw, float bias) {
+                    return gate_shape<Gate::kBounded, GateBits::k14>(fmaf(gate.in, raw, bias));
+                };
+                const float2 raw = unpack2<T>(gates[j]);
+                if (!kSecond) x[j] = sum;
+                sum = {fmaf(out[j], shape(raw.x, offset.x), sum.x), fmaf(out[j], shape(raw.y, offset.y), sum.y)};
+                if (kSecond) x[j] = sum;
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const std::uint32_t at = four.at(j);
+                const float2 fall{exp2_fast(x[j].x), exp2_fast(x[j].y)}, rise{exp2_fast(-x[j].x), exp2_fast(-x[j].y)};
+                float2 q = unpack2<T>(q_words[j]), k = unpack2<T>(k_words[j]);
+                q = {q.x * q_norm[j], q.y * q_norm[j]}, k = {k.x * k_norm[j], k.y * k_norm[j]};
+                store_word(at + S::kQuery, pack2<T>(q.x * fall.x, q.y * fall.y));
+                store_word(at + S::kKeys, pack2<T>(k.x * fall.x, k.y * fall.y));
+                store_word(at + S::kCarried, pack2<T>(k.x * rise.x, k.y * rise.y));
+            }
+        }
+        return kSecond ? sum : float2{-sum.x, -sum.y};
+    }
+
+    // Products of rows, q over k, with all columns.
+    static __device__ __forceinline__ void multiply(Products& products, std::uint32_t stage) {
+        const wgmma::Operand rows = wgmma::operand<64>(stage + S::kQuery),
+                             columns = wgmma::operand<64>(stage + S::kCarried);
+#pragma unroll
+        for (int step = 0; step < kKey / 16; ++step) {
+            const int at = step / 4 * S::kPanelBytes / 16 + step % 4 * 2;
+            wgmma::multiply_shared<T>(products, rows + at, columns + at, step > 0);
+        }
+    }
+    // To the squares: scores by the warps of q, with what rounding takes off; overlaps, times beta, by those of k.
+    __device__ __forceinline__ void put(const Products& products, unsigned char* stage, const float* beta,
+                                        Square<kFusedTokens>& overlaps) const {
+        const int row = warp % 2 * 16;
+#pragma unroll
+        for (int column = 0; column < kFusedTokens; column += 16) {
+            if (column > row) break;
+            float x[2][4];
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int below = row + lane / 4 + e / 2 * 8 - (column + tile * 8 + lane % 4 * 2 + e % 2);
+                    x[tile][e] = below > 0 || (below == 0 && warp < 2) ? products[column / 8 + tile][e] : 0.0f;
+                }
+            if (warp < 2) {
+                put_square<T, S>(stage + S::kScores, stage + S::kScoresLow, x, row, column, lane);
+                continue;
+            }
+#pragma unroll
+            for (int lower = 0; lower < 2; ++lower) {
+                const float strength = beta[row + lane / 4 + 8 * lower];
+#pragma unroll
+                for (int tile = 0; tile < 2; ++tile)
+                    *reinterpret_cast<float2*>(
+                        overlaps.at(row + 8 * lower, column, lane / 4, 8 * tile + lane % 4 * 2)) =
+                        float2{x[tile][2 * lower] * strength, x[tile][2 * lower + 1] * strength};
+            }
+        }
+    }
+
+    // Of the i-th chunk of the walk: operands; head or tail of the thread's channels.
+    __device__ __forceinline__ float2 make(const HeadGate& gate, int i, int count) const {
+        const int stage = i % kFusedStages;
+        unsigned char* const at = memory + stage * S::kBytes;
+        const std::uint32_t stage_at = shared_address(at);
+        wait_barrier(shared_address(shared.full + stage), i / kFusedStages & 1);
+        if (count < kFusedTokens) {
+            wait_barrier(shared_address(shared.values + stage), i / kFusedStages & 1);
+            clear_rows(at, count);
+        }
+        norms(stage_at);
+        if (thread < kFusedTokens)
+            scales.out[FusedScales::place(thread)] = thread >= count ? 0.0f : thread < kHalf ? -gate.out : gate.out;
+        sync();
+        const float2 offset = *reinterpret_cast<const float2*>(shared.offsets + 2 * pair);
+        const std::uint32_t panel_at = stage_at + panel * S::kPanelBytes;
+        return half == 0 ? operands<false>(gate, offset, panel_at) : operands<true>(gate, offset, panel_at);
+    }
+    // Its factors and products.
+    __device__ __forceinline__ void finish(int i, bool last, float2 own) const {
+        const int stage = i % kFusedStages, solver = i % kSolvers;
+        FusedFactors<kKey>& factors = shared.factors[stage];
+        unsigned char* const at = memory + stage * S::kBytes;
+        const auto powers = [](float x, float y) { return float2{exp2_fast(x), exp2_fast(y)}; };
+        if (half == 1) {
+            *reinterpret_cast<float2*>(shared.tails[stage] + 2 * pair) = own;
+            *reinterpret_cast<float2*>(factors.after + 2 * pair) = powers(own.x, own.y);
+        }
+        fence_async_proxy();
+        sync();
+        Products products;
+        wgmma::fence();
+        multiply(products, wgmma::uniform(shared_address(at)));
+        wgmma::commit();
+        if (i > 0) take_over(i);
+        if (half == 0) {
+            // With what the chunk before decays after its middle.
+            float2 since{0.0f, 0.0f};
+            if (i > 0) since = *reinterpret_cast<const float2*>(shared.tails[(i - 1) % kFusedStages] + 2 * pair);
+            const float2 all{since.x + own.x, since.y + own.y};
+            const bool apart_x = all.x < kLeastPower, apart_y = all.y < kLeastPower;
+            const int place = FusedFactors<kKey>::turned(pair);
+            *reinterpret_cast<float2*>(factors.reads + place) =
+                powers(apart_x ? own.x : all.x, apart_y ? own.y : all.y);
+            *reinterpret_cast<float2*>(factors.brings + place) =
+                powers(apart_x ? since.x : 0.0f, apart_y ? since.y : 0.0f);
+            factors.apart[panel] = __any_sync(0xffffffffu, apart_x || apart_y);
+        }
+        wait_barrier(shared_address(shared.solved + solver), i / kSolvers & 1 ^ 1);
+        if (!last) pass_on(i);
+        wgmma::wait<0>();
+        wgmma::hold(products);
+        put(products, at, shared.beta[stage], shared.overlaps[solver]);
+        fence_async_proxy();
+        arrive(shared_address(shared.scored + solver));
+        arrive(shared_address(shared.made + stage));
+    }
+
+    __device__ __forceinline__ void run() const {
+        const HeadGate gate(a, walk.value_head);
+        for (int channel = thread; channel < kKey; channel += kGroupThreads)
+            shared.offsets[channel] =
+                a.dt_bias.data && channel < a.key_dim
+                    ? gate.in * a.dt_bias.data[walk.value_head * a.dt_bias.head + channel * a.dt_bias.channel]
+                    : 0.0f;
+        sync();
+        const FusedWalk fused(walk);
+#pragma unroll 1
+        for (int i = number; i < fused.chunks; i += kPreparers<kGroups>) {
+            const float2 own = anew().make(gate, i, fused.count(i));
+            anew().finish(i, i + 1 == fused.chunks, own);
+        }
+    }
+};
+
+}  // namespace cula::cuda::sm90
