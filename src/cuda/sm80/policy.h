@@ -130,7 +130,7 @@ struct FusedCosts {
 
 // How many warpgroups a CTA of that one kernel has that multiply, or 0 where two kernels take less time (`always`: they
 // are out of the question). It goes by the mean length, so that a batch and the same sequences packed get the same
-// bits: one long sequence with many short ones may take the one kernel, which cuts nothing, this much longer. A
+// bits: one long sequence with many short ones may take it, which cuts nothing, kMostRegret times as long as two. A
 // batch-invariant call looks at one sequence, as if it were endless.
 inline int fused_groups(const PrefillShape& shape, std::int64_t tokens, bool batch_invariant, int multiprocessors,
                         bool always = false, const FusedCosts& costs = {}) {

@@ -2,7 +2,7 @@
 // A whole prefill of a delta rule with decays per channel in one kernel: nothing goes to memory but outputs and states
 //
 // ALGORITHM.md: score, solve, read, output, carry.  grid (row blocks * value heads * sequences)   warpgroups that
-// multiply, 64 value rows each; two that prepare; one whose warps fetch, put out, and solve
+// multiply, 64 value rows each; two or three that prepare; one whose warps fetch, put out, and solve
 //
 // Chunks of 32 tokens go through five stages of shared memory: fetched as they came (boxes), prepared in place
 // (fused_preparer.cuh), solved (fused_solver.cuh), multiplied (fused_multiplier.cuh), each by its own warps.

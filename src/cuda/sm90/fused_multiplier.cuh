@@ -63,25 +63,6 @@ struct FusedMultiplier {
         }
     }
 
-    static __device__ __forceinline__ void take_off(Rows& values, const Product& read) {
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block)
-#pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                const int tile = 2 * block + x / 2;
-                const float2 v = unpack2<T>(values[block][x]);
-                values[block][x] = pack2<T>(v.x - read[tile][x % 2 * 2], v.y - read[tile][x % 2 * 2 + 1]);
-            }
-    }
-    static __device__ __forceinline__ void take_rests(Rows& rests, const Rows& rounded, const Product& u) {
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block)
-#pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                const int tile = 2 * block + x / 2;
-                rests[block][x] = pack_rest<T>({u[tile][x % 2 * 2], u[tile][x % 2 * 2 + 1]}, rounded[block][x]);
-            }
-    }
     // A coupled chunk: what rounding took off the inverse, to U; and what it takes off U, to O and the state.
     static __device__ __forceinline__ void add_low(State& state, Product& out, Product& u, Rows& writes,
                                                    std::uint32_t at) {
@@ -92,7 +73,7 @@ struct FusedMultiplier {
         wgmma::hold(u);
         pack<T>(writes, u);
         Rows rests;
-        take_rests(rests, writes, u);
+        take_rests<T>(rests, writes, u);
         wgmma::hold(state);
         wgmma::fence();
         multiply_square(out, rests, at + S::kScores, true);
@@ -132,7 +113,7 @@ struct FusedMultiplier {
             load_value_rows(writes, own_box);
             wgmma::wait<1>();
             wgmma::hold(read);
-            take_off(writes, read);
+            take_off<T>(writes, read);
             wgmma::fence();
             multiply_square(read, writes, at + S::kInverse, false);
             wgmma::commit();

@@ -74,8 +74,8 @@ struct FusedPreparer {
     __device__ __forceinline__ void sync() const {
         asm volatile("bar.sync %0, %1;" ::"r"(1 + number), "n"(kGroupThreads) : "memory");
     }
-    // A chunk's tail is the business of whoever prepares the next one; and that overlaps of the chunk before are
-    // solved, which the next but one counts on.
+    // A chunk's tail is the business of whoever prepares the next one; and so is that overlaps of the chunk two before
+    // it are solved, lest waiting for a later phase of their barrier find an earlier one (docs/fused.md).
     static __device__ __forceinline__ void pass_on(int i) { hand_over<false>(i + 1); }
     static __device__ __forceinline__ void take_over(int i) { hand_over<true>(i); }
     // One barrier for each that takes over: it may be late, and who passed on to it already take over the next.

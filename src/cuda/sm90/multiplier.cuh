@@ -100,22 +100,6 @@ struct Multiplier {
     __device__ __forceinline__ void load_values(Rows& values, std::uint32_t stage_at) const {
         load_value_rows(values, stage_at + S::kValues + group * S::kBoxBytes);
     }
-    // V - R.
-    static __device__ __forceinline__ void take_off(Rows& values, const Product& read, const F& of) {
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block)
-#pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                const int tile = 2 * block + x / 2;
-                const float2 v = unpack2<T>(values[block][x]);
-                float2 r{read[tile][x % 2 * 2], read[tile][x % 2 * 2 + 1]};
-                if constexpr (!kPerChannel) {
-                    const float2 factor = per_token(of.k_factor, tile);
-                    r.x *= factor.x, r.y *= factor.y;
-                }
-                values[block][x] = pack2<T>(v.x - r.x, v.y - r.y);
-            }
-    }
     // With one decay per token, U goes to the state times the rest of the chunk's decay.
     static __device__ __forceinline__ void pack_carried(Rows& carried, const Rows& writes, const Product& u,
                                                         const F& of) {
@@ -134,21 +118,6 @@ struct Multiplier {
                 }
             }
     }
-    // What packing took off U, times a factor per token if there is one.
-    static __device__ __forceinline__ void take_rests(Rows& rests, const Rows& rounded, const Product& u,
-                                                      const float* factor) {
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block)
-#pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                const int tile = 2 * block + x / 2;
-                float2 f{1.0f, 1.0f};
-                if (factor) f = per_token(factor, tile);
-                rests[block][x] =
-                    pack_rest<T>({u[tile][x % 2 * 2] * f.x, u[tile][x % 2 * 2 + 1] * f.y}, rounded[block][x]);
-            }
-    }
-
     // A coupled chunk: what rounding took off the inverse, to U; and what it takes off U, to O and the state.
     static __device__ __forceinline__ void add_low(State& state, Product& out, Product& u, Rows& writes,
                                                    std::uint32_t stage_at, std::uint32_t low_at, const F& of) {
@@ -160,7 +129,7 @@ struct Multiplier {
         pack<T>(writes, u);
         Rows rests;
         if constexpr (!kMaps) {
-            take_rests(rests, writes, u, nullptr);
+            take_rests<T>(rests, writes, u);
             wgmma::fence();
             multiply_square(out, rests, stage_at + S::kScores, true);
             multiply_square(out, writes, low_at + S::kScores, true);
@@ -171,9 +140,9 @@ struct Multiplier {
         Rows carried;
         pack_carried(carried, writes, u, of);
         if constexpr (kPerChannel)
-            take_rests(rests, carried, u, nullptr);
+            take_rests<T>(rests, carried, u);
         else
-            take_rests(rests, carried, u, of.k_rest);
+            take_rests<T>(rests, carried, u, [&](int tile) { return per_token(of.k_rest, tile); });
         wgmma::hold(state);
         wgmma::fence();
         multiply_carry(state, rests, stage_at + S::kKeyCarry);
@@ -255,7 +224,10 @@ struct Multiplier {
             if constexpr (kDelta) {
                 wgmma::wait<kMaps ? 0 : 1>();
                 wgmma::hold(read);
-                take_off(writes, read, of);
+                if constexpr (kPerChannel)
+                    take_off<T>(writes, read);
+                else
+                    take_off<T>(writes, read, [&](int tile) { return per_token(of.k_factor, tile); });
                 wgmma::fence();
                 multiply_square(read, writes, at + S::kInverse, false);
                 wgmma::commit();

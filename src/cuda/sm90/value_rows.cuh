@@ -24,6 +24,38 @@ __device__ __forceinline__ void pack(Packed (&rows)[kTiles / 2], const float (&x
         }
 }
 
+// A factor of two tokens of a tile that each lane has, by which something else is multiplied: none.
+struct NoFactor {
+    __device__ __forceinline__ float2 operator()(int) const { return {1.0f, 1.0f}; }
+};
+// Values less what was read, times a factor per token.
+template <class T, int kBlocks, int kTiles, class Factor = NoFactor>
+__device__ __forceinline__ void take_off(Packed (&values)[kBlocks], const float (&read)[kTiles][4],
+                                         const Factor& factor = {}) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+            const int tile = 2 * block + x / 2;
+            const float2 v = unpack2<T>(values[block][x]), f = factor(tile);
+            const float2 r{read[tile][x % 2 * 2] * f.x, read[tile][x % 2 * 2 + 1] * f.y};
+            values[block][x] = pack2<T>(v.x - r.x, v.y - r.y);
+        }
+}
+// What packing took off u times a factor per token.
+template <class T, int kBlocks, int kTiles, class Factor = NoFactor>
+__device__ __forceinline__ void take_rests(Packed (&rests)[kBlocks], const Packed (&rounded)[kBlocks],
+                                           const float (&u)[kTiles][4], const Factor& factor = {}) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+            const int tile = 2 * block + x / 2;
+            const float2 f = factor(tile);
+            rests[block][x] = pack_rest<T>({u[tile][x % 2 * 2] * f.x, u[tile][x % 2 * 2 + 1] * f.y}, rounded[block][x]);
+        }
+}
+
 // Where the lane's row of a matrix stands in a box.
 static_assert(kGroupRows == 64);
 __device__ __forceinline__ std::uint32_t own_value_row() {
