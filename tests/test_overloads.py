@@ -88,6 +88,18 @@ def test_dense_makes_o_and_the_final_state(pass_name, k_first, case):
     assert final_state.is_contiguous()
 
 
+@pytest.mark.parametrize("pass_name", ["prefill", "decode"])
+@pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])
+def test_alone_makes_o_and_writes_nothing(pass_name, case):
+    one, two = arguments(pass_name, case), dense(pass_name, case)
+    getattr(torch.ops.cula, pass_name).default(**one)
+    alone = getattr(torch.ops.cula, pass_name).alone
+    o = alone(**two)
+    assert_same_bits("o", one["o"], o)
+    assert o.is_contiguous()
+    assert not any(argument.alias_info for argument in alone._schema.arguments)
+
+
 def test_dense_state_of_float64_is_float64():
     x = make(SMALL.but(dtype=torch.float64)).map(torch.Tensor.cpu)  # where the oracle is
     _, final_state = cula.cula_kda(x.q, x.k, x.v, x.g, x.beta, output_final_state=True, backend="reference")
@@ -101,6 +113,7 @@ def test_opcheck_of_what_makes_outputs(pass_name):
     torch.library.opcheck(packet.fresh, (), named)
     if pass_name != "verify":
         torch.library.opcheck(packet.dense, (), dense(pass_name))
+        torch.library.opcheck(packet.alone, (), dense(pass_name))
 
 
 @pytest.mark.parametrize(
@@ -126,6 +139,29 @@ def test_parameters_of_heads_have_any_shape(shape):
     for bias in (x.dt_bias, x.dt_bias.flatten(), x.dt_bias[None, :, None], x.dt_bias.mT.contiguous().mT, strided):
         for one, other in zip(wanted, level1.prefill(x, A_log=x.A_log.view(shape), dt_bias=bias), strict=True):
             assert_same_bits("any shape", one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
+@pytest.mark.parametrize("shape", [(4,), (1, 1, 4, 1), (1, 1, 1, 1, 1, 1, 4)])
+def test_parameters_of_heads_have_any_dtype(dtype, shape):
+    x = make(BASE.but(gate="softplus"))
+    A_log, dt_bias = x.A_log.to(dtype), x.dt_bias.to(dtype)
+    wanted = level1.prefill(x, A_log=A_log.float(), dt_bias=dt_bias.float())
+    strided = torch.stack([A_log.view(shape)] * 2, dim=-1)[..., 0]
+    for rates in (A_log.view(shape), strided):
+        found = level1.prefill(x, A_log=rates, dt_bias=dt_bias.mT.contiguous().mT)
+        for one, other in zip(wanted, found, strict=True):
+            assert_same_bits("any dtype", one, other)
+
+
+def test_parameters_of_heads_beside_float64():
+    x = make(SMALL.but(dtype=torch.float64, gate="softplus")).map(torch.Tensor.cpu)  # where the oracle is
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        kept = dtype if dtype == torch.float64 else torch.float32
+        rates = x.A_log.to(dtype)
+        found = level1.prefill(x, A_log=rates, backend="reference")
+        for one, other in zip(level1.prefill(x, A_log=rates.to(kept), backend="reference"), found, strict=True):
+            assert_same_bits("beside float64", one, other)
 
 
 def test_scale_by_default():

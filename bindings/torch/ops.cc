@@ -24,7 +24,7 @@
 namespace cula::torch_binding {
 namespace {
 
-// What a caller may hold in any shape.
+// What a caller may hold in any shape, strides and dtype.
 constexpr TensorRef Args::* kOfHeads[] = {&Args::A_log, &Args::dt_bias, &Args::gamma};
 
 // The arguments of a call as they lie on its stack.
@@ -78,9 +78,10 @@ private:
                 before_options = false;
             }
             take(index++, parameter, arguments);
+            if (parameter.field == &Args::dt_bias)
+                lower_bound = arguments.value<std::optional<double>>().value_or(lower_bound);
+            if (parameter.field == &Args::cu_seqlens) scale = arguments.value<std::optional<double>>();
         }
-        scale = arguments.value<std::optional<double>>();
-        lower_bound = arguments.value<std::optional<double>>().value_or(lower_bound);
         null_index = arguments.value<std::optional<std::int64_t>>().value_or(null_index);
         backend = arguments.optional_string();
         int bit = 10;
@@ -191,15 +192,20 @@ TensorRef view(Operator op, std::string_view argument, const TensorHandle& tenso
     return ref;
 }
 
-// The same in one dimension, where the memory is dense.
-TensorRef flat_view(Pass pass, std::string_view argument, const TensorHandle& tensor, const Place& place) {
-    bool contiguous = false;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(tensor.get(), &contiguous));
-    if (!contiguous) return view(pass, argument, tensor, place);
+// A parameter of the gate in one dimension: float32, or float64 beside inputs of float64. `tensor` becomes a copy where
+// its memory is not that.
+TensorRef flat_view(Pass pass, std::string_view argument, TensorHandle& tensor, const Place& place, Dtype inputs) {
     check_place(pass, argument, tensor, place);
+    bool contiguous = false;
+    std::int32_t code = 0;
     std::int64_t count = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(tensor.get(), &contiguous));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(tensor.get(), &count));
-    return TensorRef::contiguous(data_of(tensor), dtype_of(pass, argument, tensor), {count});
+    const bool exact = inputs == Dtype::kFloat64 && code == aoti_torch_dtype_float64();
+    const Dtype dtype = exact ? Dtype::kFloat64 : Dtype::kFloat32;
+    if (!contiguous || code != dtype_code(dtype)) tensor = dense_copy(std::move(tensor), dtype_code(dtype));
+    return TensorRef::contiguous(data_of(tensor), dtype, {count});
 }
 
 Algorithm parse_algorithm(Pass pass, std::string_view text) {
@@ -247,13 +253,13 @@ void shape_bias(Args& args) {
             .stride = {key_dim * bias.stride[0], bias.stride[0]}};
 }
 
-Args make_args(Pass pass, Form form, const Call& call, const Place& place) {
+Args make_args(Pass pass, Form form, Call& call, const Place& place) {
     Args args;
     std::size_t index = 0;
     for (const Parameter& parameter : call.parameters)
-        if (const TensorHandle& tensor = call.tensors[index++])
+        if (TensorHandle& tensor = call.tensors[index++])
             args.*parameter.field = form != Form::kNamed && contains(kOfHeads, parameter.field)
-                                        ? flat_view(pass, parameter.name, tensor, place)
+                                        ? flat_view(pass, parameter.name, tensor, place, args.q.dtype)
                                         : view(pass, parameter.name, tensor, place);
     if (call.in_place) {
         if (args.initial_state) fail(pass, "initial_state", "be left out in place: it is final_state", "a tensor");
@@ -290,7 +296,7 @@ struct Outputs {
 
     Outputs(Pass pass, Form form, const Call& call, const Place& place, const Device& device, Args& args) {
         const TensorRef &q = args.q, &v = args.v, &cu = args.cu_seqlens;
-        if ((form != Form::kFresh && form != Form::kDense) || q.ndim != 4 || v.ndim != 4) return;
+        if (!makes_o(form) || q.ndim != 4 || v.ndim != 4) return;
         o = allocate(std::span(v.size).first(4), dtype_code(v.dtype), device);
         args.o = view(pass, "o", o, place);
 
@@ -354,7 +360,7 @@ TensorHandle run_planned(Pass pass, const Args& args, Context& context, std::str
 
 template <Pass pass, Form form>
 void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
-    const Call call(pass, form, stack);
+    Call call(pass, form, stack);
     const Place place = place_of(call.tensors.front());
     Args args = make_args(pass, form, call, place);
     Context context;
@@ -495,6 +501,7 @@ void implement_all(Library& library) {
         implement<pass, Form::kPacked>(library);
         implement<pass, Form::kFresh>(library);
         implement<pass, Form::kDense>(library);
+        implement<pass, Form::kAlone>(library);
         implement<pass, Form::kKeep>(library);
     };
     implement_pass(std::integral_constant<Pass, Pass::kPrefill>{});

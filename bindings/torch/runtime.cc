@@ -60,6 +60,15 @@ void* data_of(const TensorHandle& tensor) {
     return data;
 }
 
+TensorHandle dense_copy(TensorHandle tensor, std::int32_t dtype) {
+    namespace stable = torch::stable::detail;
+    const bool non_blocking = false, copy = true;
+    std::array stack{stable::from(tensor.release()), stable::from(dtype), stable::from(non_blocking),
+                     stable::from(copy), stable::from(std::optional(torch::headeronly::MemoryFormat::Contiguous))};
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::to", "dtype", stack.data(), TORCH_ABI_VERSION));
+    return TensorHandle(stable::to<AtenTensorHandle>(stack.front()));
+}
+
 TensorHandle copy_to_host(const TensorHandle& tensor) {
     std::int64_t ndim = 0, *sizes = nullptr;
     std::int32_t dtype = 0;

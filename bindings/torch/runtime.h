@@ -18,6 +18,9 @@ ParallelFor torch_threads();
 TensorHandle allocate(std::span<const std::int64_t> sizes, std::int32_t dtype, const Device& device);
 void* data_of(const TensorHandle& tensor);
 
+// Row-major; dtype is torch's code.
+TensorHandle dense_copy(TensorHandle tensor, std::int32_t dtype);
+
 // Waits for the stream that the tensor's values come from.
 TensorHandle copy_to_host(const TensorHandle& tensor);
 

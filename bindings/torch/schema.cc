@@ -64,7 +64,8 @@ constexpr std::string_view returns(Form form) {
     switch (form) {
         case Form::kNamed:
         case Form::kPacked: break;
-        case Form::kFresh: return "Tensor o";
+        case Form::kFresh:
+        case Form::kAlone: return "Tensor o";
         case Form::kDense: return "Tensor o, Tensor final_state";
         case Form::kKeep: return "Tensor kept";
     }
@@ -106,7 +107,7 @@ constexpr bool takes(Form form, TensorRef Args::* field) {
         &Args::o,           &Args::final_state,     &Args::initial_state_indices, &Args::final_state_indices,
         &Args::checkpoints, &Args::checkpoint_plan, &Args::chunk_states,          &Args::kept};
     if (form == Form::kNamed) return field != &Args::kept;  // a matter between two calls of the package
-    if (form == Form::kDense) return !contains(kNotDense, field);
+    if (form == Form::kDense || form == Form::kAlone) return !contains(kNotDense, field);
     return form != Form::kFresh || field != &Args::o;
 }
 
@@ -138,13 +139,15 @@ std::string named_schema(Pass pass) {
 
 std::string compact_schema(Pass pass, Form form) {
     std::string text = std::string(name(pass)) + std::string(overload(form)) + "(", optional;
-    for (const Parameter& parameter : parameters(pass, form))
+    for (const Parameter& parameter : parameters(pass, form)) {
         if (parameter.optional())
             optional += ", " + parameter.declaration() + "=None";
         else
             text += parameter.declaration() + ", ";
-    text += "int options" + optional +
-            ", float? scale=None, float? lower_bound=None, int? null_index=None, str? backend=None) -> (";
+        if (parameter.field == &Args::dt_bias) optional += ", float? lower_bound=None";
+        if (parameter.field == &Args::cu_seqlens) optional += ", float? scale=None";
+    }
+    text += "int options" + optional + ", int? null_index=None, str? backend=None) -> (";
     return text + std::string(returns(form)) + ")";
 }
 

@@ -28,16 +28,18 @@ struct Parameter {
 // callers that count microseconds (the package itself). PyTorch spends as much on a number, and on a None, as on a
 // tensor, and next to nothing on what is left out. So their `options` holds chunk_tokens << 16 and, from the lowest
 // bit, 8 bits for the row of kAlgorithms, 2 for the Gate, then the flags in the order in which the unnamed overload has
-// them, in_place, and whether a state that `dense` makes is K-first; all that is optional follows, the usual first.
-// A_log, dt_bias and decay may have any shape, and scale is K ** -0.5 by default.
+// them, in_place, and whether a state that `dense` makes is K-first; all that is optional follows, the usual first:
+// lower_bound after dt_bias, scale after cu_seqlens, null_index and backend last. A_log, dt_bias and decay may have any
+// shape, strides and dtype, and scale is K ** -0.5 by default.
 //   packed  does the same as the unnamed one, and takes `kept`
 //   fresh   allocates and returns o: from here that takes half as long as from Python
 //   dense   allocates and returns o and the final state, one for each sequence
+//   alone   allocates and returns o, and writes nothing else
 //   keep    a segment: returns what a prefill of the same tokens takes as `kept`, empty where that would be nothing
-enum class Form : std::uint8_t { kNamed, kPacked, kFresh, kDense, kKeep };
+enum class Form : std::uint8_t { kNamed, kPacked, kFresh, kDense, kAlone, kKeep };
 
 inline constexpr std::array kPasses{Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment};
-inline constexpr std::array kForms{Form::kNamed, Form::kPacked, Form::kFresh, Form::kDense, Form::kKeep};
+inline constexpr std::array kForms{Form::kNamed, Form::kPacked, Form::kFresh, Form::kDense, Form::kAlone, Form::kKeep};
 
 constexpr std::string_view overload(Form form) {
     switch (form) {
@@ -45,10 +47,13 @@ constexpr std::string_view overload(Form form) {
         case Form::kPacked: return ".packed";
         case Form::kFresh: return ".fresh";
         case Form::kDense: return ".dense";
+        case Form::kAlone: return ".alone";
         case Form::kKeep: return ".keep";
     }
     return "";
 }
+
+constexpr bool makes_o(Form form) { return form == Form::kFresh || form == Form::kDense || form == Form::kAlone; }
 
 constexpr bool has_states(Pass pass) { return pass != Pass::kSegment; }
 
@@ -57,7 +62,8 @@ constexpr bool has_overload(Pass pass, Form form) {
         case Form::kNamed:
         case Form::kPacked: break;
         case Form::kFresh: return has_states(pass);
-        case Form::kDense: return pass == Pass::kPrefill || pass == Pass::kDecode;
+        case Form::kDense:
+        case Form::kAlone: return pass == Pass::kPrefill || pass == Pass::kDecode;
         case Form::kKeep: return pass == Pass::kSegment;
     }
     return true;

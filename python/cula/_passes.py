@@ -7,13 +7,13 @@ indices, dispatch) is C++.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cula import _ops
+from cula._ops import op_name
 
 # The options that are no tensors, and the types that they may have, the one to name first.
 _PLAIN = {
@@ -36,6 +36,10 @@ _TYPES = {
     "float": (float, int, torch.SymFloat, torch.SymInt),
 }
 
+# What makes the log decay of g: gate_of(), A_log, dt_bias and lower_bound.
+Gate = tuple[str, Tensor | None, Tensor | None, float | None]
+LOG_DECAY: Gate = ("log_decay", None, None, None)
+
 
 class Checkpoints(NamedTuple):
     """States to keep on the way through a prefill.
@@ -51,18 +55,14 @@ class Checkpoints(NamedTuple):
 
 
 def forward(
-    op: Callable[..., None],
+    op: torch._ops.OpOverloadPacket,
     algorithm: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor | None = None,
-    decay: Tensor | None = None,
     beta: Tensor | None = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    gate: str = "log_decay",
-    lower_bound: float | None = None,
+    gate: Gate = LOG_DECAY,
     scale: float | None = None,
     qk_l2norm: bool = False,
     beta_is_logit: bool = False,
@@ -83,32 +83,35 @@ def forward(
     deterministic: bool | str | None = None,
     out: Tensor | None = None,
     device: torch.device | str | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
     kept: Tensor | None = None,
+    decay: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs `_ops.prefill` or `_ops.decode`; returns o, the final state or the pool, and the states at chunk starts.
 
-    Level 1 calls it by position: thirty keywords cost Python more than a microsecond.
+    Level 1 calls it by position, with thirty arguments at the most: keywords cost Python more than a microsecond, and
+    more than thirty arguments, which go through a list, a third of one.
     """
     in_place = state_pool is not None
+    kind, A_log, dt_bias, lower_bound = gate
     flags = options(
-        algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, null_index, backend,
+        algorithm, kind, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, null_index, backend,
         deterministic, in_place, chunk_size, not state_v_first,
     )  # fmt: skip
     if device is not None:
         check_inputs(op, q, k, v, device)
     if not state_v_first:
         initial_state = v_first(op, "initial_state", initial_state)
-    A_log, dt_bias = per_head(q, A_log), per_head(q, dt_bias)
     if null_index == -1:
         null_index = None
     dense = not in_place and initial_state_indices is None and final_state_indices is None
-    if dense and output_final_state and out is checkpoints is kept is None and not return_chunk_states:
-        o, final_state = call(
-            _ops.dense[op], q, k, v, flags, g, beta, A_log, dt_bias, initial_state, cu_seqlens, decay,
-            has_initial_state, scale, lower_bound, null_index, backend,
+    if dense and out is checkpoints is kept is None and not return_chunk_states:
+        made = call(
+            op.dense if output_final_state else op.alone,
+            (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, scale, decay,
+             has_initial_state, null_index, backend),
         )  # fmt: skip
-        return o, final_state, None
+        return (*made, None) if output_final_state else (made, None, None)
 
     final_state = returned = state_pool
     if in_place:
@@ -125,8 +128,9 @@ def forward(
         final_state = v_first(op, "state_pool", final_state)
     if op is _ops.decode:
         o = call_for_o(
-            op, q, k, v, out, flags, g, beta, A_log, dt_bias, final_state, initial_state_indices, initial_state,
-            cu_seqlens, decay, has_initial_state, final_state_indices, scale, lower_bound, null_index, backend,
+            op, out, final_state,
+            (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices, initial_state,
+             cu_seqlens, scale, decay, has_initial_state, final_state_indices, null_index, backend),
         )  # fmt: skip
         return o, returned, None
 
@@ -139,9 +143,10 @@ def forward(
     if not state_v_first:
         states = v_first(op, "checkpoints.states", states)
     o = call_for_o(
-        op, q, k, v, out, flags, g, beta, A_log, dt_bias, final_state, initial_state_indices, initial_state, cu_seqlens,
-        decay, has_initial_state, final_state_indices, states, plan, states_at_chunks, kept, scale, lower_bound,
-        null_index, backend,
+        op, out, final_state,
+        (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices, initial_state,
+         cu_seqlens, scale, decay, has_initial_state, final_state_indices, states, plan, states_at_chunks, kept,
+         null_index, backend),
     )  # fmt: skip
     return o, returned, chunk_states
 
@@ -156,10 +161,7 @@ def verify(
     g: Tensor | None,
     decay: Tensor | None,
     beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    gate: str,
-    lower_bound: float | None,
+    gate: Gate,
     scale: float | None,
     qk_l2norm: bool,
     beta_is_logit: bool,
@@ -186,15 +188,17 @@ def verify(
     if not state_v_first:
         state = v_first(_ops.verify, "state", state)
         snapshots = v_first(_ops.verify, "snapshots", snapshots, 5)
+    kind, A_log, dt_bias, lower_bound = gate
     flags = options(
-        algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, null_index, backend,
+        algorithm, kind, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, null_index, backend,
         deterministic, update_state,
     )  # fmt: skip
+    final_state, initial_state = (state, None) if update_state else (None, state)
     return call_for_o(
-        _ops.verify, q, k, v, out, flags, g, beta, per_head(q, A_log), per_head(q, dt_bias),
-        state if update_state else None, initial_state_indices, None if update_state else state, cu_seqlens, decay,
-        has_initial_state, None, state_indices, num_accepted, snapshots, snapshot_indices, parents, scale, lower_bound,
-        None if null_index == -1 else null_index, backend,
+        _ops.verify, out, final_state,
+        (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices, initial_state,
+         cu_seqlens, scale, decay, has_initial_state, None, state_indices, num_accepted, snapshots, snapshot_indices,
+         parents, None if null_index == -1 else null_index, backend),
     )  # fmt: skip
 
 
@@ -207,10 +211,7 @@ def segment(
     g: Tensor | None,
     decay: Tensor | None,
     beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    gate: str,
-    lower_bound: float | None,
+    gate: Gate,
     qk_l2norm: bool,
     beta_is_logit: bool,
     allow_neg_eigval: bool,
@@ -238,13 +239,14 @@ def segment(
         # Inductor cannot lower an operator that may write into its arguments, returns a tensor, and writes into none.
         # B alone would keep less.
         written_m, written_b = q.new_empty(m_shape, dtype=dtype), q.new_empty(b_shape, dtype=dtype)
+    kind, A_log, dt_bias, lower_bound = gate
     flags = options(
-        algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, -1, backend, deterministic
+        algorithm, kind, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, -1, backend, deterministic
     )
     kept = call(
-        _ops.segment_keep if keep else _ops.segment, q, k, v, flags,
-        written_b if state_v_first or written_b is None else written_b.transpose(-1, -2), written_m, g, beta,
-        per_head(q, A_log), per_head(q, dt_bias), cu_seqlens, decay, scale, lower_bound, None, backend,
+        _ops.segment.keep if keep else _ops.segment.packed,
+        (q, k, v, flags, written_b if state_v_first or written_b is None else written_b.transpose(-1, -2), written_m, g,
+         beta, A_log, dt_bias, lower_bound, cu_seqlens, scale, decay, None, backend),
     )  # fmt: skip
     return (m, b, kept) if keep else (m, b)
 
@@ -256,31 +258,18 @@ def gate_of(use_gate_in_kernel: bool, lower_bound: float | None) -> str:
     return "softplus" if lower_bound is None else "bounded"
 
 
-def refuse_context(cp_context: object | None) -> None:
-    if cp_context is not None:
-        raise NotImplementedError(
-            "cp_context: context parallelism has functions of its own, as cula.dist.cula_kda_cp, which take a group"
-        )
-
-
-def per_head(q: Tensor, parameter: Tensor | None) -> Tensor | None:
-    """A gate's parameter as the operators want it: float32 (float64 beside float64 inputs), dense in any shape."""
-    if not isinstance(parameter, Tensor):
-        return parameter  # absent, or refused with the other types
-    if not parameter.is_contiguous():
-        parameter = parameter.reshape(-1)
-    dtype = parameter.dtype
-    if dtype is torch.float32 or (dtype is torch.float64 and isinstance(q, Tensor) and q.dtype is torch.float64):
-        return parameter
-    return parameter.float()
+def refuse_context() -> None:
+    raise NotImplementedError(
+        "cp_context: context parallelism has functions of its own, as cula.dist.cula_kda_cp, which take a group"
+    )
 
 
 def check_inputs(
-    op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, device: torch.device | str | None = None
+    op: torch._ops.OpOverloadPacket, q: Tensor, k: Tensor, v: Tensor, device: torch.device | str | None = None
 ) -> None:
     """What must hold before shapes can be read; everything else is checked in C++."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        refuse_types(op, (q, k, v))
+        refuse_types(op.packed, (q, k, v))
     if q.dim() != 4 or v.dim() != 4:
         _ops.check_dims(op, q, v)
     if device is not None:
@@ -290,50 +279,37 @@ def check_inputs(
 
 
 def call_for_o(
-    op: torch._ops.OpOverload,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    flags: int,
-    g: Tensor | None,
-    beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    final_state: Tensor | None,
-    *arguments: object,
+    op: torch._ops.OpOverloadPacket, out: Tensor | None, final_state: Tensor | None, arguments: tuple[object, ...]
 ) -> Tensor:
-    """Calls the operator with `out`, or with a new o, and returns it.
+    """Calls the operator with `out`, or with a new o, and returns it. `arguments` are those of `fresh`.
 
-    Only a call that writes a state gets its o from `fresh`: Inductor cannot lower an operator that may write into its
+    Only a call that writes a state gets its o from there: Inductor cannot lower an operator that may write into its
     arguments, returns a tensor, and writes into none of them.
     """
     if out is None and final_state is not None:
-        return call(_ops.fresh[op], q, k, v, flags, g, beta, A_log, dt_bias, final_state, *arguments)
+        return call(op.fresh, arguments)
+    q, k, v, *others = arguments
     if out is None:
         check_inputs(op, q, k, v)
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    call(op, q, k, v, out, flags, g, beta, A_log, dt_bias, final_state, *arguments)
+    call(op.packed, (q, k, v, out, *others))
     return out
 
 
-def call(op: torch._ops.OpOverload, *arguments: object) -> Tensor | tuple[Tensor, Tensor] | None:
+def call(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> Tensor | tuple[Tensor, Tensor] | None:
     """Calls the operator by position, up to the last argument that is given: PyTorch takes longer over a None than over
     a tensor, and longer still over a keyword."""
     count = len(arguments)
     while arguments[count - 1] is None:
         count -= 1
+    arguments = arguments[:count]
     if torch.is_grad_enabled():
-        _refuse_gradients(op, arguments[:count])
+        _refuse_gradients(op, arguments)
     try:
-        return op(*arguments[:count])
+        return op(*arguments)
     except Exception:
         refuse_types(op, arguments)  # PyTorch says it less well, and turns a number into a tensor first
         raise
-
-
-def op_name(op: torch._ops.OpOverload) -> str:
-    return op._schema.name.removeprefix("cula::")
 
 
 def refuse_types(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> None:
@@ -350,7 +326,7 @@ def refuse_types(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> No
 
 def _refuse_gradients(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> None:
     for position, value in enumerate(arguments):
-        if isinstance(value, Tensor) and value.requires_grad:
+        if value is not None and isinstance(value, Tensor) and value.requires_grad:
             raise NotImplementedError(
                 f"{op_name(op)}: {op._schema.arguments[position].name} requires gradients, and the backward pass is "
                 "not built yet; call under torch.no_grad() or torch.inference_mode()"
@@ -402,9 +378,9 @@ def _matrix(value_dim: int, key_dim: int, state_v_first: bool) -> tuple[int, int
     return (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
 
 
-def v_first(op: torch._ops.OpOverload, argument: str, states: Tensor | None, ndim: int = 4) -> Tensor | None:
+def v_first(op: torch._ops.OpOverloadPacket, argument: str, states: Tensor | None, ndim: int = 4) -> Tensor | None:
     """The V-first view of K-first states: the operators take any strides, so no layout needs a copy."""
-    if not isinstance(states, Tensor):
+    if states is None or not isinstance(states, Tensor):
         return states  # absent, or refused with the other types
     if states.dim() != ndim:
         raise ValueError(f"{op_name(op)}: {argument} must have {ndim} dimensions, got {list(states.shape)}")

@@ -113,17 +113,18 @@ def cula_kda(
 
     Returns (o `[B, T, HV, V]` in q's dtype, final state or None), and h if asked for. Everything else: `cula.api`.
     """
-    _passes.refuse_context(cp_context)
+    if cp_context is not None:
+        _passes.refuse_context()
     chunk_size = _chunk_size("cula_kda", kwargs) if kwargs else 64
     if use_gate_in_kernel:
         _check_gate(A_log, lower_bound, safe_gate)
     algorithm, g, dt_bias = _kda_decay(q, g, dt_bias)
     o, final_state, h = _passes.forward(
-        _ops.prefill, algorithm, q, k, v, g, None, beta, A_log, dt_bias,
-        _passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound, scale, use_qk_l2norm_in_kernel,
+        _ops.prefill, algorithm, q, k, v, g, beta,
+        (_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale, use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
         state_pool, initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
-        return_intermediate_states, chunk_size, backend, deterministic, out, device, None, kept,
+        return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
     )  # fmt: skip
     return (o, final_state, h) if return_intermediate_states else (o, final_state)
 
@@ -170,11 +171,11 @@ def cula_gdn(
     if use_gate_in_kernel:
         _check_gate(A_log, lower_bound)
     o, final_state, h = _passes.forward(
-        _ops.prefill, "gdn", q, k, v, g, None, beta, A_log, dt_bias,
-        _passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound, scale, use_qk_l2norm_in_kernel,
+        _ops.prefill, "gdn", q, k, v, g, beta,
+        (_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale, use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
         state_pool, initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
-        return_intermediate_states, chunk_size, backend, deterministic, out, device, None, kept,
+        return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
     )  # fmt: skip
     return (o, final_state, h) if return_intermediate_states else (o, final_state)
 
@@ -209,14 +210,14 @@ def cula_gla(
 
     g: the log decay `[B, T, HV, K]`, any floating dtype. Everything else: `cula.api`.
     """
-    return _additive(
-        "cula_gla", "gla", q, k, v, kwargs, g=g, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
-        initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
-        state_pool=state_pool, initial_state_indices=initial_state_indices, final_state_indices=final_state_indices,
-        has_initial_state=has_initial_state, null_index=null_index, checkpoints=checkpoints,
-        return_chunk_states=return_intermediate_states, backend=backend, deterministic=deterministic, out=out,
-        device=device, kept=kept,
+    chunk_size = _chunk_size("cula_gla", kwargs) if kwargs else 64
+    o, final_state, h = _passes.forward(
+        _ops.prefill, "gla", q, k, v, g, None, _passes.LOG_DECAY, scale, use_qk_l2norm_in_kernel, False, False,
+        cu_seqlens, initial_state, output_final_state, state_v_first, state_pool, initial_state_indices,
+        final_state_indices, has_initial_state, null_index, checkpoints, return_intermediate_states, chunk_size,
+        backend, deterministic, out, device, kept,
     )  # fmt: skip
+    return (o, final_state, h) if return_intermediate_states else (o, final_state)
 
 
 def cula_simple_gla(
@@ -251,15 +252,14 @@ def cula_simple_gla(
     g: the log decay `[B, T, HV]`. decay: a constant per head `[HV]`, as in `cula_lightning`, on top of g or alone.
     With neither it is plain linear attention (arXiv:2006.16236). Everything else: `cula.api`.
     """
-    return _additive(
-        "cula_simple_gla", _algorithm("simple_gla", g, decay), q, k, v, kwargs, g=g, decay=_log_decay(q, decay),
-        scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
-        output_final_state=output_final_state, state_v_first=state_v_first, state_pool=state_pool,
-        initial_state_indices=initial_state_indices, final_state_indices=final_state_indices,
-        has_initial_state=has_initial_state, null_index=null_index, checkpoints=checkpoints,
-        return_chunk_states=return_intermediate_states, backend=backend, deterministic=deterministic, out=out,
-        device=device, kept=kept,
+    chunk_size = _chunk_size("cula_simple_gla", kwargs) if kwargs else 64
+    o, final_state, h = _passes.forward(
+        _ops.prefill, _algorithm("simple_gla", g, decay), q, k, v, g, None, _passes.LOG_DECAY, scale,
+        use_qk_l2norm_in_kernel, False, False, cu_seqlens, initial_state, output_final_state, state_v_first, state_pool,
+        initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
+        return_intermediate_states, chunk_size, backend, deterministic, out, device, kept, _log_decay(decay),
     )  # fmt: skip
+    return (o, final_state, h) if return_intermediate_states else (o, final_state)
 
 
 def cula_lightning(
@@ -296,15 +296,14 @@ def cula_lightning(
         index here.
     Everything else: `cula.api`.
     """
-    return _additive(
-        "cula_lightning", "lightning", Q, K, V, {"chunk_size": chunk_size, **kwargs}, decay=_log_decay(Q, decay),
-        scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
-        output_final_state=output_final_state, state_v_first=state_v_first, state_pool=state_pool,
-        initial_state_indices=initial_state_indices, final_state_indices=final_state_indices,
-        has_initial_state=has_initial_state, null_index=null_index, checkpoints=checkpoints,
-        return_chunk_states=return_intermediate_states, backend=backend, deterministic=deterministic, out=out,
-        device=device, kept=kept,
+    _refuse_unknown("cula_lightning", kwargs)
+    o, final_state, h = _passes.forward(
+        _ops.prefill, "lightning", Q, K, V, None, None, _passes.LOG_DECAY, scale, use_qk_l2norm_in_kernel, False, False,
+        cu_seqlens, initial_state, output_final_state, state_v_first, state_pool, initial_state_indices,
+        final_state_indices, has_initial_state, null_index, checkpoints, return_intermediate_states, chunk_size,
+        backend, deterministic, out, device, kept, _log_decay(decay),
     )  # fmt: skip
+    return (o, final_state, h) if return_intermediate_states else (o, final_state)
 
 
 def cula_delta(
@@ -342,13 +341,11 @@ def cula_delta(
     """
     chunk_size = _chunk_size("cula_delta", kwargs) if kwargs else 64
     o, final_state, h = _passes.forward(
-        _ops.prefill, _algorithm("delta", None, decay), q, k, v, beta=beta, decay=_log_decay(q, decay), scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
-        state_v_first=state_v_first, state_pool=state_pool, initial_state_indices=initial_state_indices,
-        final_state_indices=final_state_indices, has_initial_state=has_initial_state, null_index=null_index,
-        checkpoints=checkpoints, return_chunk_states=return_intermediate_states, chunk_size=chunk_size,
-        backend=backend, deterministic=deterministic, out=out, device=device, kept=kept,
+        _ops.prefill, _algorithm("delta", None, decay), q, k, v, None, beta, _passes.LOG_DECAY, scale,
+        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
+        output_final_state, state_v_first, state_pool, initial_state_indices, final_state_indices, has_initial_state,
+        null_index, checkpoints, return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
+        _log_decay(decay),
     )  # fmt: skip
     return (o, final_state, h) if return_intermediate_states else (o, final_state)
 
@@ -414,9 +411,9 @@ def cula_decode(
         use_beta_sigmoid_in_kernel, allow_neg_eigval, scale, lower_bound, null_index, backend, deterministic, True,
     )  # fmt: skip
     o = _passes.call_for_o(
-        _ops.decode, q, k, v, out, flags, g, beta, _passes.per_head(q, A_log), _passes.per_head(q, dt_bias), pool,
-        state_indices, None, None, decay, has_initial_state, final_state_indices, scale, lower_bound,
-        None if null_index == -1 else null_index, backend,
+        _ops.decode, out, pool,
+        (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, pool, state_indices, None, None, scale, decay,
+         has_initial_state, final_state_indices, None if null_index == -1 else null_index, backend),
     )  # fmt: skip
     return (o.transpose(0, 1) if packed else o), state
 
@@ -477,8 +474,8 @@ def cula_verify(
         use_gate_in_kernel = A_log is not None or lower_bound is not None
     algorithm, g, dt_bias, decay = _decay_of(mode, q, g, dt_bias, decay)
     o = _passes.verify(
-        algorithm, q, k, v, state, g=g, decay=decay, beta=beta, A_log=A_log, dt_bias=dt_bias,
-        gate=_passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound=lower_bound, scale=scale,
+        algorithm, q, k, v, state, g=g, decay=decay, beta=beta,
+        gate=(_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale=scale,
         qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         cu_seqlens=cu_seqlens, state_v_first=state_v_first,
         update_state=state is not None and state_indices is not None and not disable_state_update,
@@ -535,20 +532,12 @@ def cula_segment(
         use_gate_in_kernel = A_log is not None or lower_bound is not None
     algorithm, g, dt_bias, decay = _decay_of(mode, q, g, dt_bias, decay)
     return _passes.segment(
-        algorithm, q, k, v, g=g, decay=decay, beta=beta, A_log=A_log, dt_bias=dt_bias,
-        gate=_passes.gate_of(use_gate_in_kernel, lower_bound), lower_bound=lower_bound,
+        algorithm, q, k, v, g=g, decay=decay, beta=beta,
+        gate=(_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound),
         qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         cu_seqlens=cu_seqlens, state_v_first=state_v_first, backend=backend, deterministic=deterministic, device=device,
         scale=scale, keep=keep, out=out,
     )  # fmt: skip
-
-
-def _additive(
-    name: str, algorithm: str, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, object], **arguments: object
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    chunk_size = _chunk_size(name, kwargs) if kwargs else 64
-    o, final_state, h = _passes.forward(_ops.prefill, algorithm, q, k, v, chunk_size=chunk_size, **arguments)
-    return (o, final_state, h) if arguments["return_chunk_states"] else (o, final_state)
 
 
 def _algorithm(mode: str, g: Tensor | None, decay: Tensor | None) -> str:
@@ -568,7 +557,7 @@ def _decay_of(
     algorithm = _algorithm(mode, g, decay)
     if algorithm == "kda":
         algorithm, g, dt_bias = _kda_decay(q, g, dt_bias)
-    return algorithm, g, dt_bias, _log_decay(q, decay)
+    return algorithm, g, dt_bias, _log_decay(decay)
 
 
 def _kda_decay(q: Tensor, g: Tensor | None, dt_bias: Tensor | None) -> tuple[str, Tensor | None, Tensor | None]:
@@ -581,10 +570,10 @@ def _kda_decay(q: Tensor, g: Tensor | None, dt_bias: Tensor | None) -> tuple[str
     return "kda", g.unsqueeze(-1).expand(*g.shape, q.shape[-1]).contiguous(), dt_bias
 
 
-def _log_decay(q: Tensor, decay: Tensor | None) -> Tensor | None:
-    if not isinstance(decay, Tensor) or not isinstance(q, Tensor):
+def _log_decay(decay: Tensor | None) -> Tensor | None:
+    if decay is None or not isinstance(decay, Tensor):
         return decay  # absent, or refused with the other types
-    return _passes.per_head(q, decay).copysign(-1.0)  # -abs(decay) in one kernel
+    return decay.copysign(-1.0)  # -abs(decay) in one kernel
 
 
 def _require_tensor(argument: str, value: object) -> None:

@@ -55,15 +55,15 @@ def chunk_gated_delta_rule(
     _fla.options("chunk_gated_delta_rule", kwargs)
     if chunk_size not in (16, 32, 64):
         raise ValueError(f"`chunk_size` must be 16, 32 or 64, got {chunk_size}.")
-    _passes.refuse_context(cp_context)
+    if cp_context is not None:
+        _passes.refuse_context()
     _fla.sequences(q, cu_seqlens, initial_state)
     _fla.require(not use_gate_in_kernel or A_log is not None, "A_log must be provided when use_gate_in_kernel=True.")
     _fla.beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    gate = {"A_log": A_log, "dt_bias": dt_bias, "gate": "softplus"} if use_gate_in_kernel else {}
+    gate = ("softplus", A_log, dt_bias, None) if use_gate_in_kernel else _passes.LOG_DECAY
     o, final_state, _ = _passes.forward(
-        _ops.prefill, "gdn", q, k, v, g=g, beta=beta, **gate, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
-        beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens,
-        initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
+        _ops.prefill, "gdn", q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
     )  # fmt: skip
     return o, final_state
 
@@ -100,13 +100,13 @@ def fused_recurrent_gated_delta_rule(
     _fla.forward_only(False, gv)
     _fla.sequences(q, cu_seqlens, initial_state)
     _fla.beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    gate = {}
+    gate = _passes.LOG_DECAY
     if use_gate_in_kernel:
         if g is None or A_log is None:
             raise ValueError("`g` and `A_log` must be provided when `use_gate_in_kernel=True`.")
         if gk is not None:
             raise NotImplementedError("gk beside a raw gate is not built: gate g first")
-        gate = {"A_log": A_log, "dt_bias": dt_bias, "gate": "softplus"}
+        gate = ("softplus", A_log, dt_bias, None)
     if beta is None:
         beta = v.new_ones(v.shape[:3])
     algorithm = "kda" if gk is not None else "delta" if g is None else "gdn"
@@ -115,8 +115,7 @@ def fused_recurrent_gated_delta_rule(
     if gk is not None:
         g = gk if g is None else gk + g.unsqueeze(-1)
     o, final_state, _ = _passes.forward(
-        _ops.decode, algorithm, q, k, v, g=g, beta=beta, **gate, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
-        beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens,
-        initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
+        _ops.decode, algorithm, q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
     )  # fmt: skip
     return o.to(dtype), final_state

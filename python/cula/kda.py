@@ -57,7 +57,8 @@ def chunk_kda(
     """
     state_v_first = _fla.state_layout(kwargs, state_v_first)
     _fla.options("chunk_kda", kwargs, ("use_graph", "max_num_seqs"))
-    _passes.refuse_context(cp_context)
+    if cp_context is not None:
+        _passes.refuse_context()
     _fla.sequences(q, cu_seqlens, initial_state)
     _fla.float32_state(initial_state)
     if chunk_size not in (32, 64):
@@ -70,11 +71,10 @@ def chunk_kda(
         _fla.require(allowed, "return_intermediate_states is only allowed in inference mode")
         _fla.require(not disable_recompute, "return_intermediate_states must be used with disable_recompute=False")
     o, final_state, h = _passes.forward(
-        _ops.prefill, "kda", q, k, v, g=g, beta=beta, **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
-        scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
-        initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
-        return_chunk_states=return_intermediate_states, chunk_size=chunk_size,
+        _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale,
+        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
+        output_final_state, state_v_first, return_chunk_states=return_intermediate_states, chunk_size=chunk_size,
+        cu_seqlens_cpu=cu_seqlens_cpu,
     )  # fmt: skip
     return (o, final_state, h) if return_intermediate_states else (o, final_state)
 
@@ -109,10 +109,9 @@ def fused_recurrent_kda(
     if use_gate_in_kernel and A_log is None and lower_bound is None:
         A_log = g.new_ones(v.shape[2], dtype=torch.float32)
     o, final_state, _ = _passes.forward(
-        _ops.decode, "kda", q, k, v, g=g, beta=beta, **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
-        scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens, initial_state=initial_state,
-        output_final_state=output_final_state, state_v_first=state_v_first,
+        _ops.decode, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale,
+        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
+        output_final_state, state_v_first,
     )  # fmt: skip
     return o, final_state
 
@@ -147,8 +146,8 @@ def kda_prefill_hopper(
     _fla.gate(use_gate_in_kernel, A_log, lower_bound, safe_gate)
     _check_shapes(q, k, v, g, beta)
     o, final_state, _ = _passes.forward(
-        _ops.prefill, "kda", q, k, v, g=g, beta=beta, **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
-        scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
+        _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale,
+        use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
         output_final_state=output_final_state,
     )  # fmt: skip
     return o, final_state
@@ -257,7 +256,7 @@ def _decode(
     o, _, _ = _passes.forward(
         _ops.decode, algorithm, q, k, v,
         g=a.reshape(rows, 1, heads, key_dim) if algorithm == "kda" else a.reshape(rows, 1, heads),
-        beta=b.reshape(rows, 1, heads), A_log=A_log, dt_bias=dt_bias, gate="softplus", scale=scale,
+        beta=b.reshape(rows, 1, heads), gate=("softplus", A_log, dt_bias, None), scale=scale,
         qk_l2norm=qk_l2norm, beta_is_logit=True, state_pool=source, state_v_first=state_layout == "vk",
         initial_state_indices=None if source is None else indices, out=out,
     )  # fmt: skip
@@ -266,12 +265,11 @@ def _decode(
 
 def _gate(
     use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
-) -> dict[str, object]:
+) -> _passes.Gate:
     """FLA ignores the gate's parameters where g is the log decay already."""
     if not use_gate_in_kernel:
-        return {}
-    gate = _passes.gate_of(use_gate_in_kernel, lower_bound)
-    return {"A_log": A_log, "dt_bias": dt_bias, "gate": gate, "lower_bound": lower_bound}
+        return _passes.LOG_DECAY
+    return _passes.gate_of(True, lower_bound), A_log, dt_bias, lower_bound
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:

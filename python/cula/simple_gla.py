@@ -74,7 +74,7 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     algorithm = "simple_gla" if g is not None else "linear" if g_gamma is None else "lightning"
     o, final_state, _ = _passes.forward(
-        op, algorithm, q, k, v, g=g, decay=_passes.per_head(q, g_gamma), scale=scale, cu_seqlens=cu_seqlens,
+        op, algorithm, q, k, v, g=g, decay=g_gamma, scale=scale, cu_seqlens=cu_seqlens,
         initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
     )  # fmt: skip
     return o, final_state

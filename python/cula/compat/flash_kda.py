@@ -39,8 +39,9 @@ def fwd(
     _passes.check_inputs(_ops.prefill, q, k, v)
     flags = _passes.options("kda", "bounded", True, True, False, scale, lower_bound, -1, None)
     _passes.call(
-        _ops.prefill, q, k, v, out, flags, g, beta, _passes.per_head(q, A_log), _passes.per_head(q, dt_bias),
-        final_state, None, initial_state, cu_seqlens, *[None] * 7, scale, lower_bound,
+        _ops.prefill.packed,
+        (q, k, v, out, flags, g, beta, A_log, dt_bias, lower_bound, final_state, None, initial_state, cu_seqlens,
+         scale),
     )  # fmt: skip
 
 
