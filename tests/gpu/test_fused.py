@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hopper's prefill by one kernel: KDA with bounded gates. Chunks of 32 tokens, five at a time; 64 value rows a
-warpgroup, one or two of which make a CTA."""
+"""Hopper's prefill by one kernel: KDA with bounded gates. Chunks of 32 tokens, five or six at a time; 64 value rows a
+warpgroup, in pairs of CTAs of one or in CTAs of two."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIELDS = {
     "value_dim": 128,
 }
 # Of one sequence: parts of chunks and of the ring of stages, and more than the ring.
-LENGTHS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 128, 160, 161, 192, 333)
+LENGTHS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 128, 160, 161, 192, 333, 1100)
 SHAPES = {
     "batch": {"lengths": (97, 97, 97)},
     "packed": {"lengths": (64, 0, 31, 32, 33, 95, 1, 130), "packed": True, "tail": 20},

@@ -33,6 +33,33 @@ __device__ __forceinline__ void arrive_at(std::uint32_t barrier, int rank) {
 __device__ __forceinline__ void arrive_expecting(std::uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void arrive_expecting_at(std::uint32_t barrier, int bytes, int rank) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %2; "
+        "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [there], %1; }" ::"r"(barrier),
+        "r"(bytes), "r"(rank)
+        : "memory");
+}
+// No arrival, but so many bytes more.
+__device__ __forceinline__ void expect(std::uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void expect_at(std::uint32_t barrier, int bytes, int rank) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %2; "
+        "mbarrier.expect_tx.relaxed.cluster.shared::cluster.b64 [there], %1; }" ::"r"(barrier),
+        "r"(bytes), "r"(rank)
+        : "memory");
+}
+// Whether the phase is over.
+__device__ __forceinline__ bool test_barrier(std::uint32_t barrier, int parity) {
+    std::uint32_t done;
+    asm volatile("{ .reg .pred is; mbarrier.test_wait.parity.shared::cta.b64 is, [%1], %2; selp.u32 %0, 1, 0, is; }"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
 __device__ __forceinline__ void wait_barrier(std::uint32_t barrier, int parity) {
     asm volatile(
         "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; "
@@ -60,6 +87,25 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t shared, const void* glob
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
         "l"(global), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// From this CTA's shared memory to `shared` in CTA `rank`, whose barrier counts the bytes.
+__device__ __forceinline__ void copy_bulk_to(std::uint32_t shared, std::uint32_t from, int bytes, std::uint32_t barrier,
+                                             int rank) {
+    asm volatile(
+        "{ .reg .b32 to, there; mapa.shared::cluster.u32 to, %0, %4; mapa.shared::cluster.u32 there, %3, %4; "
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%1], %2, [there]; }" ::"r"(
+            shared),
+        "r"(from), "r"(bytes), "r"(barrier), "r"(rank)
+        : "memory");
+}
+// Two floats, the same way.
+__device__ __forceinline__ void send_to(std::uint32_t shared, float2 x, std::uint32_t barrier, int rank) {
+    asm volatile(
+        "{ .reg .b32 to, there; mapa.shared::cluster.u32 to, %0, %4; mapa.shared::cluster.u32 there, %3, %4; "
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [to], {%1, %2}, [there]; }" ::"r"(shared),
+        "f"(x.x), "f"(x.y), "r"(barrier), "r"(rank)
         : "memory");
 }
 

@@ -122,10 +122,11 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
 }
 
 // What a chunk takes, in microseconds of an H200 with K = V = 128: its image, of which the device's multiprocessors
-// make as many at a time; its carry, and one kernel that does both (sm90/fused.cuh), in CTAs of four warps and of eight
-// that multiply. And what begins take: of a round of CTAs, and of a second kernel.
+// make as many at a time; its carry in CTAs of four warps and of eight; and one kernel that does both (sm90/fused.cuh),
+// in pairs of CTAs of four warps that multiply, and in CTAs of eight. And what begins take: of a round of CTAs, and of
+// a second kernel.
 struct FusedCosts {
-    double image = 3.9, carry[2] = {1.2, 2.6}, fused[2] = {2.9, 3.75}, round = 8.0, kernel = 10.0;
+    double image = 3.9, carry[2] = {1.2, 2.6}, fused[2] = {2.3, 3.75}, round = 8.0, kernel = 10.0;
 };
 
 // How many warpgroups a CTA of that one kernel has that multiply, or 0 where two kernels take less time (`always`: they
@@ -135,17 +136,17 @@ struct FusedCosts {
 inline int fused_groups(const PrefillShape& shape, std::int64_t tokens, bool batch_invariant, int multiprocessors,
                         bool always = false, const FusedCosts& costs = {}) {
     constexpr double kMostRegret = 1.75, kEndless = 1e6;
-    const auto rounds = [&](std::int64_t sequences, int group) {
-        const std::int64_t rows = 64 * (group + 1), blocks = (shape.value_dim + rows - 1) / rows;
+    const auto rounds = [&](std::int64_t sequences, std::int64_t blocks) {
         const std::int64_t all = (shape.value_heads * sequences * blocks + multiprocessors - 1) / multiprocessors;
         return static_cast<double>(all);
     };
+    const auto blocks = [&](std::int64_t rows) { return (shape.value_dim + rows - 1) / rows; };
     const auto one = [&](std::int64_t sequences, double chunks, int group) {
-        return rounds(sequences, group) * (costs.round + costs.fused[group] * chunks);
+        return rounds(sequences, blocks(128) * (2 - group)) * (costs.round + costs.fused[group] * chunks);
     };
     const auto two = [&](std::int64_t sequences, double chunks) {
         const auto carry = [&](int group) {
-            return rounds(sequences, group) * (costs.round + costs.carry[group] * chunks);
+            return rounds(sequences, blocks(64 * (group + 1))) * (costs.round + costs.carry[group] * chunks);
         };
         const double images = static_cast<double>(shape.value_heads * sequences) / multiprocessors;
         return costs.kernel + images * costs.image * chunks + std::min(carry(0), carry(1));

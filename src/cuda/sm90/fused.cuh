@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // A whole prefill of a delta rule with decays per channel in one kernel: nothing goes to memory but outputs and states
 //
-// ALGORITHM.md: score, solve, read, output, carry.  grid (row blocks * value heads * sequences)   warpgroups that
-// multiply, 64 value rows each; two or three that prepare; one whose warps fetch, put out, and solve
+// ALGORITHM.md: score, solve, read, output, carry.  grid (row blocks * value heads * sequences), clusters of two where
+// a CTA has one warpgroup that multiplies   warpgroups that multiply, 64 value rows each; two or three that prepare;
+// one whose warps fetch, put out, and solve
 //
-// Chunks of 32 tokens go through five stages of shared memory: fetched as they came (boxes), prepared in place
-// (fused_preparer.cuh), solved (fused_solver.cuh), multiplied (fused_multiplier.cuh), each by its own warps.
+// Chunks of 32 tokens go through stages of shared memory: fetched as they came (boxes), prepared in place
+// (fused_preparer.cuh), solved (fused_solver.cuh), multiplied (fused_multiplier.cuh), each by its own warps. CTAs of a
+// pair prepare every other chunk and send it to each other.
 #pragma once
 
 #include "cuda/ptx/overlap.cuh"
@@ -34,16 +36,18 @@ inline constexpr int kHelpRegisters = kGroups == 1 ? 80 : 48;
 template <class T, int kKey, int kGroups>
 struct FusedCopier {
     using S = FusedStage<kKey, kGroups>;
+    using Memory = FusedMemory<kKey, kGroups>;
+    using Shared = FusedShared<kKey, kGroups>;
 
     const DeviceArgs& a;
     const FusedMaps& maps;
     const Walk<kKey, false>& walk;
     unsigned char* memory;
-    FusedShared<kKey, kGroups>& shared;
+    Shared& shared;
 
     __device__ __forceinline__ void fetch() const {
         const int lane = static_cast<int>(threadIdx.x) % 32, head = a.by_group.divide(walk.value_head);
-        const FusedWalk fused(walk);
+        const FusedWalk<kGroups> fused(walk);
         const Element type = element(a.beta.dtype);
         const int width = type == Element::kFloat32 ? 4 : 2;
         const char* const first_beta = static_cast<const char*>(a.beta.data) +
@@ -53,70 +57,78 @@ struct FusedCopier {
             const int token = i * kFusedTokens + lane;
             beta.load(first_beta + token * a.beta.token * width, type, token < fused.tokens);
         };
-        ask(0);
-        int stage = 0, parity = 1;
+        ask(fused.rank);
+        Ring<Shared::kStages> stage{.parity = 1};
 #pragma unroll 1
-        for (int i = 0; i < fused.chunks; ++i) {
-            wait_barrier(shared_address(shared.turned + stage), parity);
-            const std::uint32_t full = shared_address(shared.full + stage),
-                                to = shared_address(memory + stage * S::kBytes);
+        for (int i = fused.rank; i < fused.chunks; i += kPeers<kGroups>) {
+            wait_barrier(shared_address(shared.turned + stage.at), stage.parity);
+            unsigned char* const at = memory + Memory::stage(stage.at);
+            const std::uint32_t full = shared_address(shared.full + stage.at), to = shared_address(at);
             if (lane == 0) {
                 arrive_expecting(full, 3 * S::kPanels * S::kBoxBytes);
-                BoxPlace at{0, head, first_token(i), walk.batch};
+                BoxPlace from{0, head, first_token(i), walk.batch};
 #pragma unroll 1
                 for (int panel = 0; panel < S::kPanels; ++panel) {
-                    at.channel = panel * kBoxChannels, at.head = head;
+                    from.channel = panel * kBoxChannels, from.head = head;
                     const std::uint32_t to_panel = to + panel * S::kPanelBytes;
-                    copy_box(to_panel + S::kKeys, maps.k, at, full);
-                    copy_box(to_panel + S::kQuery, maps.q, at, full);
-                    at.head = walk.value_head;
-                    copy_box(to_panel + S::kCarried, maps.g, at, full);
+                    copy_box(to_panel + S::kKeys, maps.k, from, full);
+                    copy_box(to_panel + S::kQuery, maps.q, from, full);
+                    from.head = walk.value_head;
+                    copy_box(to_panel + S::kCarried, maps.g, from, full);
                 }
             }
-            shared.beta[stage][lane] = lane < fused.count(i) ? beta_of(a, beta.value(type)) : 0.0f;
-            ask(i + 1);
+            S::factors(at).beta[lane] = lane < fused.count(i) ? beta_of(a, beta.value(type)) : 0.0f;
+            ask(i + kPeers<kGroups>);
             arrive(full);
-            if (++stage == kFusedStages) stage = 0, parity ^= 1;
+            stage.next();
         }
     }
 
     // Outputs to memory, and other chunks' values in their place.
     __device__ __forceinline__ void put() const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        const FusedWalk fused(walk);
-        const auto tile = [&](int stage, int group) {
-            return memory + stage * S::kBytes + S::kValues + group * S::kBoxBytes;
-        };
+        const FusedWalk<kGroups> fused(walk);
         const auto place = [&](int i, int group) {
             return BoxPlace{walk.rows.first + group * kGroupRows, walk.value_head, first_token(i), walk.batch};
         };
-        const auto fetch_values = [&](int i, int stage) {
+        // What a box would read or write beyond a packed sequence's end is another's.
+        const auto by_rows = [&](int i) { return a.cu_seqlens && fused.count(i) < kFusedTokens; };
+        const auto fetch_values = [&](int i, int tile) {
             if (i >= fused.chunks) return;
-            const std::uint32_t values = shared_address(shared.values + stage);
-            arrive_expecting(values, kGroups * S::kBoxBytes);
-            for (int group = 0; group < kGroups; ++group)
-                copy_box(shared_address(tile(stage, group)), maps.v, place(i, group), values);
+            const std::uint32_t values = shared_address(shared.values + tile);
+            if (by_rows(i)) {
+#pragma unroll 1
+                for (int group = 0; group < kGroups; ++group)
+                    take_rows(memory + Memory::tile(tile, group), place(i, group), fused.count(i));
+            } else if (lane == 0) {
+                expect(values, Memory::kTileBytes);
+                for (int group = 0; group < kGroups; ++group)
+                    copy_box(shared_address(memory + Memory::tile(tile, group)), maps.v, place(i, group), values);
+            }
+            arrive(values);
         };
-        int stage = 0, parity = 0;
-        if (lane == 0)
-            for (int i = 0; i < kFusedStages; ++i) fetch_values(i, i);
+        Ring<Shared::kTiles> tile;
+#pragma unroll 1
+        for (int i = 0; i < Shared::kTiles; ++i) fetch_values(i, i);
 #pragma unroll 1
         for (int i = 0; i < fused.chunks; ++i) {
-            const int count = fused.count(i);
-            wait_barrier(shared_address(shared.turned + stage), parity);
+            if constexpr (kPaired<kGroups>)
+                wait_barrier(shared_address(shared.outputs + tile.at), tile.parity);
+            else
+                wait_barrier(shared_address(shared.turned + tile.at), tile.parity);
 #pragma unroll 1
             for (int group = 0; group < kGroups; ++group) {
-                const BoxPlace at = place(i, group);
-                if (a.cu_seqlens && count < kFusedTokens)
-                    put_rows(tile(stage, group), at.token, count, at.channel, lane);
+                const BoxPlace to = place(i, group);
+                const unsigned char* const from = memory + Memory::tile(tile.at, group);
+                if (by_rows(i))
+                    put_rows(from, to, fused.count(i));
                 else if (lane == 0)
-                    store_box(maps.o, at, shared_address(tile(stage, group)));
+                    store_box(maps.o, to, shared_address(from));
             }
-            if (lane == 0) {
-                wait_stores_read();
-                fetch_values(i + kFusedStages, stage);
-            }
-            if (++stage == kFusedStages) stage = 0, parity ^= 1;
+            if (lane == 0) wait_stores_read();
+            __syncwarp();
+            fetch_values(i + Shared::kTiles, tile.at);
+            tile.next();
         }
     }
 
@@ -124,17 +136,31 @@ private:
     __device__ __forceinline__ int first_token(int i) const {
         return static_cast<int>(walk.first_token) + i * kFusedTokens;
     }
-    // What a box would write beyond a packed sequence's end is left out.
-    __device__ __forceinline__ void put_rows(const unsigned char* tile, int first, int count, int row, int lane) const {
+    // Rows of a tile, in pieces of 16 bytes: body(place in the tile, token, row), of which count tokens are there.
+    template <class Body>
+    static __device__ __forceinline__ void each_piece(const BoxPlace& at, Body body) {
         constexpr int kUnits = kGroupRows / 8;
-        T* const to = static_cast<T*>(a.o.data) + a.o.offset(walk.batch, first, walk.value_head) + row;
 #pragma unroll 1
-        for (int x = lane; x < count * kUnits; x += 32) {
+        for (int x = static_cast<int>(threadIdx.x) % 32; x < kFusedTokens * kUnits; x += 32) {
             const int token = x / kUnits, unit = x % kUnits;
-            if (row + unit * 8 < a.value_dim)
-                *reinterpret_cast<uint4*>(to + token * a.o.token + unit * 8) =
-                    *reinterpret_cast<const uint4*>(tile + Tile<kFusedTokens, kGroupRows>::unit(token, unit) * 16);
+            body(Tile<kFusedTokens, kGroupRows>::unit(token, unit) * 16, token, at.channel + unit * 8);
         }
+    }
+    __device__ __forceinline__ void take_rows(unsigned char* tile, const BoxPlace& at, int count) const {
+        const T* const from = static_cast<const T*>(a.v.data) + a.v.offset(walk.batch, at.token, walk.value_head);
+        each_piece(at, [&](int place, int token, int row) {
+            uint4 piece{};
+            if (token < count && row < a.value_dim)
+                piece = *reinterpret_cast<const uint4*>(from + token * a.v.token + row);
+            *reinterpret_cast<uint4*>(tile + place) = piece;
+        });
+    }
+    __device__ __forceinline__ void put_rows(const unsigned char* tile, const BoxPlace& at, int count) const {
+        T* const to = static_cast<T*>(a.o.data) + a.o.offset(walk.batch, at.token, walk.value_head);
+        each_piece(at, [&](int place, int token, int row) {
+            if (token < count && row < a.value_dim)
+                *reinterpret_cast<uint4*>(to + token * a.o.token + row) = *reinterpret_cast<const uint4*>(tile + place);
+        });
     }
 };
 
@@ -144,33 +170,41 @@ __global__ void __launch_bounds__(kFusedThreads<kGroups>, 1)
                   const __grid_constant__ FusedMaps maps) {
     using S = FusedStage<kKey, kGroups>;
     using Memory = FusedMemory<kKey, kGroups>;
+    using Shared = FusedShared<kKey, kGroups>;
     extern __shared__ __align__(1024) unsigned char memory[];
 
     const int thread = static_cast<int>(threadIdx.x), warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
     const int role = warp / kGroupWarps - kGroups;  // negative: multiplies
-    auto& shared = *reinterpret_cast<FusedShared<kKey, kGroups>*>(memory + Memory::kShared);
+    auto& shared = *reinterpret_cast<Shared*>(memory + Memory::kShared);
     if (thread == 0) {
         prefetch_map(maps.q);
         prefetch_map(maps.k);
         prefetch_map(maps.g);
         prefetch_map(maps.v);
         prefetch_map(maps.o);
-        for (int stage = 0; stage < kFusedStages; ++stage) {
+        for (int stage = 0; stage < Shared::kStages; ++stage) {
             init_barrier(shared_address(shared.full + stage), 1 + 32);
-            init_barrier(shared_address(shared.values + stage), 1);
+            init_barrier(shared_address(shared.scored + stage), kGroupThreads);
             init_barrier(shared_address(shared.made + stage), kGroupThreads + 32);
-            init_barrier(shared_address(shared.turned + stage), kGroups * kGroupThreads);
+            // Of the peer a thread of each warp.
+            init_barrier(shared_address(shared.turned + stage),
+                         kGroups * kGroupThreads + (kPaired<kGroups> ? kGroupWarps : 0));
         }
-        for (int i = 0; i < kSolvers; ++i) {
-            init_barrier(shared_address(shared.scored + i), kGroupThreads);
-            init_barrier(shared_address(shared.solved + i), 32);
+        for (int tile = 0; tile < Shared::kTiles; ++tile) init_barrier(shared_address(shared.values + tile), 32);
+        if constexpr (kPaired<kGroups>) {
+            for (int i = 0; i < kPeerStages<kGroups>; ++i)
+                init_barrier(shared_address(shared.made + Shared::kStages + i), 1);
+            for (int i = 0; i < Shared::kTiles; ++i) init_barrier(shared_address(shared.outputs + i), kGroupThreads);
+            for (int i = 0; i < Shared::kTails; ++i) init_barrier(shared_address(shared.tailed + i), 1);
+        } else {
+            for (int i = 0; i < kSolvers; ++i) init_barrier(shared_address(shared.solved + i), 32);
         }
         publish_barriers();
     }
-    // The block above the diagonal of every square, which nobody ever writes: 32 units of 16 bytes.
-    for (int i = thread; i < kFusedStages * 4 * 32; i += static_cast<int>(blockDim.x)) {
-        unsigned char* const square = memory + i / 128 * S::kBytes + S::kInverse + i / 32 % 4 * S::kSquareBytes;
-        reinterpret_cast<uint4*>(square)[S::square_unit(i % 32 / 2, 2 + i % 2)] = uint4{};
+    // The block above the diagonal of every square, which nobody writes zeros to.
+    for (int i = thread; i < Shared::kStages * 4 * 32; i += static_cast<int>(blockDim.x)) {
+        const int scores = i / 64 % 2 ? S::kScores : S::kScoresLow, inverse = i / 64 % 2 ? S::kInverse : S::kInverseLow;
+        S::clear_above(memory + Memory::stage(i / 128) + (i / 32 % 2 ? scores : inverse), i % 32);
     }
     fence_async_proxy();
     follow_kernels();
@@ -178,7 +212,10 @@ __global__ void __launch_bounds__(kFusedThreads<kGroups>, 1)
         const Segment segment = own_segment<kKey, false>(a, schedule, p);
         if (thread == 0) shared.segment = segment;
     }
-    __syncthreads();
+    if constexpr (kPaired<kGroups>)
+        sync_cluster();
+    else
+        __syncthreads();
     // Each role makes its own: no register of one is another's.
     const auto make_walk = [&] {
         return Walk<kKey, false>(a, schedule, p, shared.segment, role < 0 ? warp : 0, kGroups * kGroupWarps);
@@ -207,6 +244,10 @@ __global__ void __launch_bounds__(kFusedThreads<kGroups>, 1)
             copier.put();
         else
             FusedSolver<T, kKey, kGroups>{walk, memory, shared, helper - 2}.run();
+    }
+    if constexpr (kPaired<kGroups>) {
+        __syncwarp();
+        sync_cluster();  // the peer may still tell, or be told
     }
 }
 

@@ -60,12 +60,13 @@ private:
     template <int kGroups, class ShapeOf>
     void launch_groups(const Call& call, const Schedule& schedule, CarryParams p, const ShapeOf& shape) const {
         const DeviceArgs& a = call.args;
-        const int blocks = ceil_div(a.value_dim, kGroups * kGroupRows);
+        const int blocks = ceil_div(a.value_dim, kPeers<kGroups> * kGroups * kGroupRows) * kPeers<kGroups>;
         p.value_blocks = blocks, p.row_blocks = divisor(blocks);
         cuda::launch<fused_prefill<T, kKey, kGroups>>(
             shape({.blocks = static_cast<std::size_t>(blocks) * a.value_heads * schedule.max_segments,
                    .threads = kFusedThreads<kGroups>,
-                   .shared_bytes = static_cast<std::size_t>(FusedMemory<kKey, kGroups>::kBytes)}),
+                   .shared_bytes = static_cast<std::size_t>(FusedMemory<kKey, kGroups>::kBytes),
+                   .cluster = kPeers<kGroups>}),
             call.stream, a, schedule, p, maps);
     }
 };

@@ -13,6 +13,8 @@ namespace cula::cuda::sm90 {
 template <class T, int kKey, int kGroups>
 struct FusedMultiplier {
     using S = FusedStage<kKey, kGroups>;
+    using Memory = FusedMemory<kKey, kGroups>;
+    using Shared = FusedShared<kKey, kGroups>;
     using W = Walk<kKey, false>;
     static constexpr int kBlocks = kFusedTokens / 16;
 
@@ -24,7 +26,7 @@ struct FusedMultiplier {
     const Schedule& schedule;
     const CarryParams& p;
     unsigned char* memory;
-    FusedShared<kKey, kGroups>& shared;
+    Shared& shared;
     const int warp = static_cast<int>(threadIdx.x) / 32, group = warp / kGroupWarps;
 
     __device__ __forceinline__ W walk_again() const {
@@ -85,20 +87,66 @@ struct FusedMultiplier {
         wgmma::hold(state);
     }
 
+    // Where a chunk stands: its stage and tile of values, and the phases of their barriers.
+    struct Place {
+        unsigned chunk = 0, rank = 0;
+        int stage = 0, parity = 0;
+        bool own = true;  // made here
+        Ring<Shared::kTiles> tile;
+
+        __device__ __forceinline__ Place() {
+            if constexpr (kPaired<kGroups>) rank = cluster_rank(), find();
+        }
+        __device__ __forceinline__ void next() {
+            ++chunk, tile.next();
+            find();
+        }
+        __device__ __forceinline__ void find() {
+            if constexpr (kPaired<kGroups>) {
+                constexpr unsigned kOwn = Shared::kStages, kPeers = kPeerStages<kGroups>;
+                const unsigned n = chunk / 2;
+                own = chunk % 2 == rank;
+                stage = own ? n % kOwn : kOwn + n % kPeers;
+                parity = (own ? n / kOwn : n / kPeers) % 2;
+            } else {
+                stage = tile.at, parity = tile.parity;
+            }
+        }
+    };
+    // Nobody here reads the chunk's stage any more: to those who fill it.
+    __device__ __forceinline__ void turn(const Place& place) const {
+        if constexpr (kPaired<kGroups>)
+            if (!place.own) {
+                __syncwarp();
+                if (threadIdx.x % 32 == 0)
+                    arrive_at(shared_address(shared.turned + place.chunk / 2 % Shared::kStages), place.rank ^ 1);
+                return;
+            }
+        arrive(shared_address(shared.turned + place.stage));
+    }
+
     __device__ __forceinline__ void run(const W& walk) const {
         State state;
         walk.first_state(state);
-        const int chunks = FusedWalk(walk).chunks;
+        const int chunks = FusedWalk<kGroups>(walk).chunks;
         const bool plain = a.num_checkpoints <= 0 && !a.chunk_states.data;
-        int stage = 0, parity = 0;
+        Place place, next;
         Product read, out;
-        const auto multiply = [&](int i) {
-            if (i > 0 && ++stage == kFusedStages) stage = 0, parity ^= 1;
-            const std::uint32_t at = wgmma::uniform(shared_address(memory + stage * S::kBytes));
-            const FusedFactors<kKey>& factors = shared.factors[stage];
-            wait_barrier(shared_address(shared.values + stage), parity);
-            wait_barrier(shared_address(shared.made + stage), parity);
-            const bool coupled = shared.coupled[stage];
+        int i = 0;
+        bool more = false;  // before a state is asked for
+        const auto advance = [&] {
+            next = place, next.next();
+            more = ++i < chunks && (plain || i % 2 == 1);
+        };
+        const auto multiply = [&] {
+            unsigned char* const stage = memory + Memory::stage(place.stage);
+            std::uint32_t at = shared_address(stage);
+            if constexpr (kPaired<kGroups>) asm volatile("" : "+r"(at));  // lest it be taken for uniform, and copied
+            at = wgmma::uniform(at);
+            const FusedFactors<kKey>& factors = S::factors(stage);
+            wait_barrier(shared_address(shared.values + place.tile.at), place.tile.parity);
+            wait_barrier(shared_address(shared.made + place.stage), place.parity);
+            const bool coupled = factors.coupled;
             if (factors.any_apart()) scale(state, factors.brings);
             scale(state, factors.reads);
             Packed packed[kKey / 16];
@@ -108,8 +156,9 @@ struct FusedMultiplier {
             wgmma::commit();
             read_state(out, packed, at + S::kQuery);
             wgmma::commit();
+            if constexpr (kPaired<kGroups>) advance();
             Rows writes;
-            const std::uint32_t own_box = at + S::kValues + group * S::kBoxBytes;
+            const std::uint32_t own_box = shared_address(memory + Memory::tile(place.tile.at, group));
             load_value_rows(writes, own_box);
             wgmma::wait<1>();
             wgmma::hold(read);
@@ -132,25 +181,26 @@ struct FusedMultiplier {
             wgmma::wait<0>();
             wgmma::hold(state);
             wgmma::hold(out);
+            if (kPaired<kGroups> && more) turn(place);
             store_value_rows<T>(own_box, out);  // in the place of values
-        };
-        const auto turn = [&] {
             fence_async_proxy();
-            arrive(shared_address(shared.turned + stage));
+            if constexpr (kPaired<kGroups>) {
+                arrive(shared_address(shared.outputs + place.tile.at));
+            } else {
+                advance();
+                if (more || i == chunks) turn(place);
+            }
         };
-        int i = 0;
 #pragma unroll 1
         for (;;) {
-            const float* const after = i > 0 ? shared.factors[stage].after : nullptr;
+            const float* const after = i > 0 ? S::factors(memory + Memory::stage(place.stage)).after : nullptr;
             walk_again().store_asked(state, i == chunks ? walk_again().segment.chunks : i / 2, after);
             if (i == chunks) break;
-            if (i > 0) turn();  // `after` has been read
-            bool more;
+            if (i > 0) turn(place), place = next;  // `after` has been read
 #pragma unroll 1
             do {
-                multiply(i);
-                more = ++i < chunks && (plain || i % 2 == 1);
-                if (more || i == chunks) turn();
+                multiply();
+                if (more) place = next;
             } while (more);
         }
     }

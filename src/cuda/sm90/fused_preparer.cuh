@@ -29,25 +29,34 @@ __device__ __forceinline__ void store_word(std::uint32_t at, std::uint32_t word)
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
 }
 
-// A square's 16 x 16 block as accumulators hold it, rounded; and, where `low` is not null, what that takes off.
-template <class T, class S>
-__device__ __forceinline__ void put_square(unsigned char* square, unsigned char* low, const float (*x)[4], int row,
-                                           int column, int lane) {
+// A square's 16 x 16 block: what accumulators hold, rounded, in words; what that takes off; and where words go.
+using BlockWords = std::uint32_t[4];
+
+template <class T>
+__device__ __forceinline__ void round_block(BlockWords& words, const float (&x)[2][4]) {
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile)
+    for (int pair = 0; pair < 4; ++pair)
+        words[pair] = pack2<T>(x[pair / 2][pair % 2 * 2], x[pair / 2][pair % 2 * 2 + 1]);
+}
+template <class T>
+__device__ __forceinline__ void take_rests(BlockWords& rests, const BlockWords& words, const float (&x)[2][4]) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int at = S::square_unit(row + lane / 4 + 8 * half, column / 8 + tile) * 4 + lane % 4;
-            const float2 two{x[tile][2 * half], x[tile][2 * half + 1]};
-            const std::uint32_t rounded = pack2<T>(two.x, two.y);
-            reinterpret_cast<std::uint32_t*>(square)[at] = rounded;
-            if (low) reinterpret_cast<std::uint32_t*>(low)[at] = pack_rest<T>(two, rounded);
-        }
+    for (int pair = 0; pair < 4; ++pair)
+        rests[pair] = pack_rest<T>({x[pair / 2][pair % 2 * 2], x[pair / 2][pair % 2 * 2 + 1]}, words[pair]);
+}
+template <class S>
+__device__ __forceinline__ void put_block(unsigned char* square, const BlockWords& words, int row, int column,
+                                          int lane) {
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair)
+        reinterpret_cast<std::uint32_t*>(
+            square)[S::square_unit(row + lane / 4 + pair % 2 * 8, column / 8 + pair / 2) * 4 + lane % 4] = words[pair];
 }
 
 template <class T, int kKey, int kGroups>
 struct FusedPreparer {
     using S = FusedStage<kKey, kGroups>;
+    using Memory = FusedMemory<kKey, kGroups>;
     using Shared = FusedShared<kKey, kGroups>;
     using W = Walk<kKey, false>;
     using Products = float[kFusedTokens / 8][4];  // of a warp's 16 rows with all columns
@@ -74,8 +83,22 @@ struct FusedPreparer {
     __device__ __forceinline__ void sync() const {
         asm volatile("bar.sync %0, %1;" ::"r"(1 + number), "n"(kGroupThreads) : "memory");
     }
-    // A chunk's tail is the business of whoever prepares the next one; and so is that overlaps of the chunk two before
-    // it are solved, lest waiting for a later phase of their barrier find an earlier one (docs/fused.md).
+    // A chunk's tail is the business of whoever prepares the next one. Of a pair that is the peer: what the thread's
+    // channels decay goes there, and comes from there.
+    __device__ __forceinline__ void send_tail(int i, float2 own) const {
+        const int place = i / 2 % Shared::kTails;
+        send_to(shared_address(shared.tails[place] + 2 * pair), own, shared_address(shared.tailed + place),
+                cluster_rank() ^ 1);
+    }
+    __device__ __forceinline__ float2 received_tail(int i) const {
+        const int use = (i - 1) / 2, place = use % Shared::kTails;
+        const std::uint32_t tailed = shared_address(shared.tailed + place);
+        if (pair == 0) arrive_expecting(tailed, kKey * static_cast<int>(sizeof(float)));
+        wait_barrier(tailed, use / Shared::kTails & 1);
+        return *reinterpret_cast<const float2*>(shared.tails[place] + 2 * pair);
+    }
+    // Otherwise it is the next warpgroup; and so is that overlaps of the chunk two before it are solved, lest waiting
+    // for a later phase of their barrier find an earlier one (docs/fused.md).
     static __device__ __forceinline__ void pass_on(int i) { hand_over<false>(i + 1); }
     static __device__ __forceinline__ void take_over(int i) { hand_over<true>(i); }
     // One barrier for each that takes over: it may be late, and who passed on to it already take over the next.
@@ -89,12 +112,9 @@ struct FusedPreparer {
     }
 
     // A packed sequence's last chunk: what follows in memory is nobody's.
-    __device__ __forceinline__ void clear_rows(unsigned char* stage, int count) const {
-        for (int i = thread; i < (3 * S::kPanels + kGroups) * S::kBoxBytes / 16; i += kGroupThreads) {
-            const int box = i / (S::kBoxBytes / 16), row = i % (S::kBoxBytes / 16) / 8;
-            unsigned char* to = stage + (box < 3 * S::kPanels ? 0 : S::kValues - S::kInverse);
-            if (row >= count) reinterpret_cast<uint4*>(to)[i] = uint4{};
-        }
+    __device__ __forceinline__ void clear_rows(unsigned char* boxes, int count) const {
+        for (int i = thread; i < S::kPanels * S::kPanelBytes / 16; i += kGroupThreads)
+            if (i % (S::kBoxBytes / 16) / 8 >= count) reinterpret_cast<uint4*>(boxes)[i] = uint4{};
         sync();
     }
 
@@ -104,10 +124,11 @@ struct FusedPreparer {
         const int own_panel = lane % 2, row = warp * 16 + lane / 2, token = warp % 2 * kHalf + lane / 2;
         const std::uint32_t from = stage + own_panel * S::kPanelBytes + row * S::kRowBytes;
         float sums[4] = {};
-#pragma unroll
+        const int turn = own_panel * 4 ^ row % 8;
+#pragma unroll(kPaired<kGroups> ? 2 : 8)
         for (int unit = 0; unit < kBoxChannels / 8; ++unit) {
             std::uint32_t x[4];
-            load_words(x, from + (unit ^ own_panel * 4 ^ row % 8) * 16);
+            load_words(x, from + (unit ^ turn) * 16);
 #pragma unroll
             for (int word = 0; word < 4; ++word) {
                 const float2 two = unpack2<T>(x[word]);
@@ -122,16 +143,18 @@ struct FusedPreparer {
     }
 
     // Four tokens of the thread's half, from its first-th on outward: where the j-th stands in a panel's rows.
-    template <bool kSecond>
+    template <class Bool>
     struct Four {
+        Bool second;
         std::uint32_t rows;
 
-        __device__ __forceinline__ Four(std::uint32_t panel_at, int pair, int first) {
-            const int row = kSecond ? kHalf + first : kHalf - 4 - first;
+        __device__ __forceinline__ Four(Bool of_second, std::uint32_t panel_at, int pair, int first)
+            : second(of_second) {
+            const int row = second ? kHalf + first : kHalf - 4 - first;
             rows = panel_at + row * S::kRowBytes + ((pair >> 2 & 7) ^ (row & 4)) * 16 + (pair & 3) * 4;
         }
         __device__ __forceinline__ std::uint32_t at(int j) const {
-            const int row = kSecond ? j : 3 - j;
+            const int row = second ? j : 3 - j;
             return (rows ^ row * 16) + row * S::kRowBytes;
         }
         // All that is asked for comes before anything that is stored: no load waits for a store.
@@ -140,14 +163,15 @@ struct FusedPreparer {
             for (int j = 0; j < 4; ++j) words[j] = load_word(at(j) + box);
         }
     };
-    // Operands of the thread's half and channels, in place; head or tail.
-    template <bool kSecond>
-    __device__ __forceinline__ float2 operands(const HeadGate& gate, float2 offset, std::uint32_t panel_at) const {
+    // Operands of the thread's half, whether it is the second, and channels, in place; head or tail.
+    template <class Bool>
+    __device__ __forceinline__ float2 operands(Bool second, const HeadGate& gate, float2 offset,
+                                               std::uint32_t panel_at) const {
         const int place = half * kHalf;
         float2 sum{kShift, kShift};
 #pragma unroll 1
         for (int first = 0; first < kHalf; first += 4) {
-            const Four<kSecond> four(panel_at, pair, first);
+            const Four<Bool> four(second, panel_at, pair, first);
             std::uint32_t gates[4], q_words[4], k_words[4];
             four.load(gates, S::kCarried);
             four.load(q_words, S::kQuery);
@@ -163,9 +187,9 @@ struct FusedPreparer {
                     return gate_shape<Gate::kBounded, GateBits::k14>(fmaf(gate.in, raw, bias));
                 };
                 const float2 raw = unpack2<T>(gates[j]);
-                if (!kSecond) x[j] = sum;
+                const float2 before = sum;
                 sum = {fmaf(out[j], shape(raw.x, offset.x), sum.x), fmaf(out[j], shape(raw.y, offset.y), sum.y)};
-                if (kSecond) x[j] = sum;
+                x[j] = second ? sum : before;
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -178,7 +202,7 @@ struct FusedPreparer {
                 store_word(at + S::kCarried, pack2<T>(k.x * rise.x, k.y * rise.y));
             }
         }
-        return kSecond ? sum : float2{-sum.x, -sum.y};
+        return second ? sum : float2{-sum.x, -sum.y};
     }
 
     // Products of rows, q over k, with all columns.
@@ -207,7 +231,11 @@ struct FusedPreparer {
                     x[tile][e] = below > 0 || (below == 0 && warp < 2) ? products[column / 8 + tile][e] : 0.0f;
                 }
             if (warp < 2) {
-                put_square<T, S>(stage + S::kScores, stage + S::kScoresLow, x, row, column, lane);
+                BlockWords words, rests;
+                round_block<T>(words, x);
+                take_rests<T>(rests, words, x);
+                put_block<S>(stage + S::kScores, words, row, column, lane);
+                put_block<S>(stage + S::kScoresLow, rests, row, column, lane);
                 continue;
             }
 #pragma unroll
@@ -222,32 +250,37 @@ struct FusedPreparer {
         }
     }
 
-    // Of the i-th chunk of the walk: operands; head or tail of the thread's channels.
-    __device__ __forceinline__ float2 make(const HeadGate& gate, int i, int count) const {
-        const int stage = i % kFusedStages;
-        unsigned char* const at = memory + stage * S::kBytes;
+    // Of the CTA's n-th chunk: operands; head or tail of the thread's channels.
+    __device__ __forceinline__ float2 make(const HeadGate& gate, int n, int count) const {
+        const int stage = n % Shared::kStages;
+        unsigned char* const at = memory + Memory::stage(stage);
         const std::uint32_t stage_at = shared_address(at);
-        wait_barrier(shared_address(shared.full + stage), i / kFusedStages & 1);
-        if (count < kFusedTokens) {
-            wait_barrier(shared_address(shared.values + stage), i / kFusedStages & 1);
-            clear_rows(at, count);
-        }
+        wait_barrier(shared_address(shared.full + stage), n / Shared::kStages & 1);
+        if (count < kFusedTokens) clear_rows(at, count);
         norms(stage_at);
         if (thread < kFusedTokens)
             scales.out[FusedScales::place(thread)] = thread >= count ? 0.0f : thread < kHalf ? -gate.out : gate.out;
         sync();
         const float2 offset = *reinterpret_cast<const float2*>(shared.offsets + 2 * pair);
         const std::uint32_t panel_at = stage_at + panel * S::kPanelBytes;
-        return half == 0 ? operands<false>(gate, offset, panel_at) : operands<true>(gate, offset, panel_at);
+        // There is little room for code where warps of one CTA do so much (docs/fused.md).
+        if constexpr (kPaired<kGroups>)
+            return operands(half == 1, gate, offset, panel_at);
+        else
+            return half == 0 ? operands(std::false_type{}, gate, offset, panel_at)
+                             : operands(std::true_type{}, gate, offset, panel_at);
     }
-    // Its factors and products.
-    __device__ __forceinline__ void finish(int i, bool last, float2 own) const {
-        const int stage = i % kFusedStages, solver = i % kSolvers;
-        FusedFactors<kKey>& factors = shared.factors[stage];
-        unsigned char* const at = memory + stage * S::kBytes;
+    // Its factors and products; it is the i-th of the walk.
+    __device__ __forceinline__ void finish(int n, int i, bool last, float2 own) const {
+        const int stage = n % Shared::kStages;
+        unsigned char* const at = memory + Memory::stage(stage);
+        FusedFactors<kKey>& factors = S::factors(at);
         const auto powers = [](float x, float y) { return float2{exp2_fast(x), exp2_fast(y)}; };
         if (half == 1) {
-            *reinterpret_cast<float2*>(shared.tails[stage] + 2 * pair) = own;
+            if constexpr (!kPaired<kGroups>)
+                *reinterpret_cast<float2*>(shared.tails[stage] + 2 * pair) = own;
+            else if (!last)
+                send_tail(i, own);
             *reinterpret_cast<float2*>(factors.after + 2 * pair) = powers(own.x, own.y);
         }
         fence_async_proxy();
@@ -256,11 +289,17 @@ struct FusedPreparer {
         wgmma::fence();
         multiply(products, wgmma::uniform(shared_address(at)));
         wgmma::commit();
-        if (i > 0) take_over(i);
+        if constexpr (!kPaired<kGroups>)
+            if (i > 0) take_over(i);
         if (half == 0) {
             // With what the chunk before decays after its middle.
             float2 since{0.0f, 0.0f};
-            if (i > 0) since = *reinterpret_cast<const float2*>(shared.tails[(i - 1) % kFusedStages] + 2 * pair);
+            if (i > 0) {
+                if constexpr (kPaired<kGroups>)
+                    since = received_tail(i);
+                else
+                    since = *reinterpret_cast<const float2*>(shared.tails[(i - 1) % Shared::kStages] + 2 * pair);
+            }
             const float2 all{since.x + own.x, since.y + own.y};
             const bool apart_x = all.x < kLeastPower, apart_y = all.y < kLeastPower;
             const int place = FusedFactors<kKey>::turned(pair);
@@ -270,13 +309,20 @@ struct FusedPreparer {
                 powers(apart_x ? since.x : 0.0f, apart_y ? since.y : 0.0f);
             factors.apart[panel] = __any_sync(0xffffffffu, apart_x || apart_y);
         }
-        wait_barrier(shared_address(shared.solved + solver), i / kSolvers & 1 ^ 1);
-        if (!last) pass_on(i);
+        Square<kFusedTokens>* overlaps;
+        if constexpr (kPaired<kGroups>) {
+            overlaps = reinterpret_cast<Square<kFusedTokens>*>(at + S::kInverse);
+        } else {
+            const int solver = i % kSolvers;
+            wait_barrier(shared_address(shared.solved + solver), i / kSolvers & 1 ^ 1);
+            if (!last) pass_on(i);
+            overlaps = shared.overlaps + solver;
+        }
         wgmma::wait<0>();
         wgmma::hold(products);
-        put(products, at, shared.beta[stage], shared.overlaps[solver]);
+        put(products, at, factors.beta, *overlaps);
         fence_async_proxy();
-        arrive(shared_address(shared.scored + solver));
+        arrive(shared_address(shared.scored + stage));
         arrive(shared_address(shared.made + stage));
     }
 
@@ -288,11 +334,12 @@ struct FusedPreparer {
                     ? gate.in * a.dt_bias.data[walk.value_head * a.dt_bias.head + channel * a.dt_bias.channel]
                     : 0.0f;
         sync();
-        const FusedWalk fused(walk);
+        const FusedWalk<kGroups> fused(walk);
 #pragma unroll 1
-        for (int i = number; i < fused.chunks; i += kPreparers<kGroups>) {
-            const float2 own = anew().make(gate, i, fused.count(i));
-            anew().finish(i, i + 1 == fused.chunks, own);
+        for (int n = number; fused.chunk(n) < fused.chunks; n += kPreparers<kGroups>) {
+            const int i = fused.chunk(n);
+            const float2 own = anew().make(gate, n, fused.count(i));
+            anew().finish(n, i, i + 1 == fused.chunks, own);
         }
     }
 };

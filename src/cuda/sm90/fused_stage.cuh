@@ -8,38 +8,21 @@
 
 namespace cula::cuda::sm90 {
 
-inline constexpr int kFusedTokens = 32, kFusedStages = 5, kSolvers = 2;
-// Warpgroups that prepare, by those that multiply: as many as registers are left for.
+inline constexpr int kFusedTokens = 32, kSolvers = 2;
+// CTAs of one warpgroup that multiplies come in pairs, for 128 value rows of a head: each prepares every other chunk,
+// for both. A CTA of two is alone.
 template <int kGroups>
-inline constexpr int kPreparers = kGroups == 1 ? 3 : 2;
-
-// A stage, in bytes from its begin. Each panel of 64 channels has the rows of q, those of k, and gates, all as they
-// came; preparation leaves Q~, K^ and K+ in their places. Then come squares of 32 x 32 with zeros above: inverse and
-// scores, and what rounding took off them; and values, in whose place outputs come.
-template <int kKey, int kGroups>
-struct FusedStage {
-    static constexpr int kPanels = kKey / kBoxChannels, kRowBytes = 2 * kBoxChannels;
-    static constexpr int kBoxBytes = kFusedTokens * kRowBytes;
-    static constexpr int kQuery = 0, kKeys = kBoxBytes, kCarried = 2 * kBoxBytes, kPanelBytes = 3 * kBoxBytes;
-    static constexpr int kInverse = kPanels * kPanelBytes;  // and squares
-    static constexpr int kSquareBytes = kFusedTokens * kFusedTokens * 2;
-    static constexpr int kScores = kInverse + kSquareBytes, kInverseLow = kScores + kSquareBytes,
-                         kScoresLow = kInverseLow + kSquareBytes, kValues = kScoresLow + kSquareBytes;
-    static constexpr int kBytes = kValues + kGroups * kBoxBytes;
-
-    // Unit of 16 bytes `unit` of a square's row.
-    static constexpr CULA_HOST_DEVICE int square_unit(int row, int unit) { return row * 4 + (unit ^ (row >> 1 & 3)); }
-};
-
-// Factors of a chunk's tokens: norms, with the scale; and what a gate's shape is multiplied by, with the sign that it
-// has on the way from the middle, zero where there is no token. From the middle to the begin, then to the end.
-struct FusedScales {
-    alignas(16) float q[kFusedTokens], k[kFusedTokens], out[kFusedTokens];
-
-    static constexpr CULA_HOST_DEVICE int place(int token) {
-        return token < kFusedTokens / 2 ? kFusedTokens / 2 - 1 - token : token;
-    }
-};
+inline constexpr bool kPaired = kGroups == 1;
+template <int kGroups>
+inline constexpr int kPeers = kPaired<kGroups> ? 2 : 1;
+// Warpgroups that prepare: as many as registers are left for.
+template <int kGroups>
+inline constexpr int kPreparers = kPaired<kGroups> ? 3 : 2;
+// Stages of chunks that the CTA prepares; and of those that come from its peer.
+template <int kGroups>
+inline constexpr int kFusedStages = kPaired<kGroups> ? 4 : 5;
+template <int kGroups>
+inline constexpr int kPeerStages = kPaired<kGroups> ? 2 : 0;
 
 // Of a chunk, per channel: what the state is multiplied by to be at the chunk's middle, where it is read and added to;
 // and from there to be at its end. The first includes what the chunk before decays after its own middle, but where both
@@ -49,7 +32,9 @@ struct FusedFactors {
     static constexpr int kPanels = kKey / kBoxChannels;
     alignas(16) float reads[kKey], brings[kKey];  // turned()
     float after[kKey];
+    float beta[kFusedTokens];
     std::int32_t apart[kPanels];  // whether some channel is
+    std::int32_t coupled;         // whether keys are: squares of what rounding takes off are there
 
     // Where a pair of channels stands so that the four of two tiles that a lane of a multiplying warp has come
     // together.
@@ -64,36 +49,114 @@ struct FusedFactors {
 };
 inline constexpr float kLeastPower = -126.0f;  // exp2 of less is zero
 
+// A stage, in bytes from its begin. Each panel of 64 channels has the rows of q, those of k, and gates, all as they
+// came; preparation leaves Q~, K^ and K+ in their places. Then come squares of 32 x 32 with zeros above: scores, the
+// inverse, and what rounding took off them; and factors. One CTA alone has values behind them, in whose place outputs
+// come. Of a pair, overlaps lie where the inverse comes to, and values in tiles of their own.
 template <int kKey, int kGroups>
-struct alignas(kImageAlignment) FusedShared {
-    std::uint64_t full[kFusedStages], values[kFusedStages], made[kFusedStages], turned[kFusedStages];
-    std::uint64_t scored[kSolvers], solved[kSolvers];
-    std::int32_t coupled[kFusedStages];
-    Segment segment;
-    alignas(16) float beta[kFusedStages][kFusedTokens];
-    FusedScales scales[kPreparers<kGroups>];
-    float offsets[kKey];              // biases, times the gate's factor
-    float tails[kFusedStages][kKey];  // log2 of factors.after
-    FusedFactors<kKey> factors[kFusedStages];
+struct FusedStage {
+    static constexpr int kPanels = kKey / kBoxChannels, kRowBytes = 2 * kBoxChannels;
+    static constexpr int kBoxBytes = kFusedTokens * kRowBytes;
+    static constexpr int kQuery = 0, kKeys = kBoxBytes, kCarried = 2 * kBoxBytes, kPanelBytes = 3 * kBoxBytes;
+    static constexpr int kSquareBytes = kFusedTokens * kFusedTokens * 2;
+    static constexpr int kScores = kPanels * kPanelBytes, kFactors = kScores + kSquareBytes,
+                         kInverse = kFactors + kSquareBytes, kInverseLow = kInverse + kSquareBytes,
+                         kScoresLow = kPaired<kGroups> ? kInverse + static_cast<int>(sizeof(Square<kFusedTokens>))
+                                                       : kInverseLow + kSquareBytes,
+                         kValues = kScoresLow + kSquareBytes,
+                         kBytes = kValues + (kPaired<kGroups> ? 0 : kGroups * kBoxBytes);
+    static_assert(sizeof(FusedFactors<kKey>) <= kSquareBytes && kBytes % 1024 == 0);
+
+    // Unit of 16 bytes `unit` of a square's row.
+    static constexpr CULA_HOST_DEVICE int square_unit(int row, int unit) { return row * 4 + (unit ^ (row >> 1 & 3)); }
+    // A lane's unit of a square's block above the diagonal.
+    static __device__ __forceinline__ void clear_above(unsigned char* square, int lane) {
+        reinterpret_cast<uint4*>(square)[square_unit(lane / 2, 2 + lane % 2)] = uint4{};
+    }
+    static __device__ __forceinline__ FusedFactors<kKey>& factors(unsigned char* stage) {
+        return *reinterpret_cast<FusedFactors<kKey>*>(stage + kFactors);
+    }
+};
+
+// Factors of a chunk's tokens: norms, with the scale; and what a gate's shape is multiplied by, with the sign that it
+// has on the way from the middle, zero where there is no token. From the middle to the begin, then to the end.
+struct FusedScales {
+    alignas(16) float q[kFusedTokens], k[kFusedTokens], out[kFusedTokens];
+
+    static constexpr CULA_HOST_DEVICE int place(int token) {
+        return token < kFusedTokens / 2 ? kFusedTokens / 2 - 1 - token : token;
+    }
+};
+
+// What a CTA alone has: overlaps of chunks that are being solved, and when they have been; outputs leave their stage.
+template <int kKey, int kGroups>
+struct FusedAlone {
+    static constexpr int kTiles = kFusedStages<kGroups>;
+    std::uint64_t solved[kSolvers];
     Square<kFusedTokens> overlaps[kSolvers];
 };
-
+// What one of a pair has: when tiles of values hold outputs; and when a tail has come from its peer.
 template <int kKey, int kGroups>
-struct FusedMemory {
-    static constexpr int kShared = kFusedStages * FusedStage<kKey, kGroups>::kBytes,
-                         kBytes = kShared + static_cast<int>(sizeof(FusedShared<kKey, kGroups>));
+struct FusedPeer {
+    static constexpr int kTiles = 3;
+    std::uint64_t outputs[kTiles], tailed[kFusedStages<kGroups> + 1];
 };
 
-// The chunks that a fused prefill takes.
+template <int kKey, int kGroups>
+struct alignas(kImageAlignment) FusedShared
+    : std::conditional_t<kPaired<kGroups>, FusedPeer<kKey, kGroups>, FusedAlone<kKey, kGroups>> {
+    static constexpr int kStages = kFusedStages<kGroups>;
+    // Of a pair: a tail's place is written again kTails of the CTA's chunks later, by whoever prepares in the stage of
+    // one before that, which both have multiplied: whoever read the tail is done.
+    static constexpr int kTails = kStages + (kPaired<kGroups> ? 1 : 0);
+
+    std::uint64_t full[kStages], scored[kStages], made[kStages + kPeerStages<kGroups>], turned[kStages];
+    std::uint64_t values[FusedShared::kTiles];
+    Segment segment;
+    FusedScales scales[kPreparers<kGroups>];
+    float offsets[kKey];        // biases, times the gate's factor
+    float tails[kTails][kKey];  // log2 of factors.after
+};
+
+// Stages, those of the peer's chunks, tiles of values, and the rest.
+template <int kKey, int kGroups>
+struct FusedMemory {
+    using Stage = FusedStage<kKey, kGroups>;
+    using Shared = FusedShared<kKey, kGroups>;
+    static constexpr int kTileBytes = kGroups * Stage::kBoxBytes,
+                         kTiles = (kFusedStages<kGroups> + kPeerStages<kGroups>)*Stage::kBytes,
+                         kShared = kTiles + (kPaired<kGroups> ? Shared::kTiles * kTileBytes : 0),
+                         kBytes = kShared + static_cast<int>(sizeof(Shared));
+
+    static constexpr CULA_HOST_DEVICE int stage(int i) { return i * Stage::kBytes; }
+    static constexpr CULA_HOST_DEVICE int tile(int i, int group) {
+        return (kPaired<kGroups> ? kTiles + i * kTileBytes : stage(i) + Stage::kValues) + group * Stage::kBoxBytes;
+    }
+};
+
+// Where someone who takes every chunk stands among so many places, and the phase of its barrier there.
+template <int kCount>
+struct Ring {
+    int at = 0, parity = 0;
+
+    __device__ __forceinline__ void next() {
+        if (++at == kCount) at = 0, parity ^= 1;
+    }
+};
+
+// The chunks that a fused prefill takes; and those that a CTA prepares, of which the n-th is chunk(n).
+template <int kGroups>
 struct FusedWalk {
-    int tokens, chunks;
+    int tokens, chunks, rank;
 
     template <class W>
     __device__ __forceinline__ explicit FusedWalk(const W& walk)
         : tokens((walk.segment.chunks - 1) * W::kRows + walk.last_count),
-          chunks(walk.segment.chunks > 0 ? (tokens + kFusedTokens - 1) / kFusedTokens : 0) {}
+          chunks(walk.segment.chunks > 0 ? (tokens + kFusedTokens - 1) / kFusedTokens : 0),
+          rank(kPaired<kGroups> ? cluster_rank() : 0) {}
 
     __device__ __forceinline__ int count(int i) const { return min(tokens - i * kFusedTokens, kFusedTokens); }
+    __device__ __forceinline__ int chunk(int n) const { return n * kPeers<kGroups> + rank; }
 };
 
 }  // namespace cula::cuda::sm90
