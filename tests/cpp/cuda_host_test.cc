@@ -156,6 +156,9 @@ TEST(Policy, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
     EXPECT_EQ(groups(40, 4, 8192, true), 0);  // as each alone
     EXPECT_EQ(groups(64, 4, 8192, true), 1);
     EXPECT_EQ(groups(16, 1, 256, true), 0);  // whatever its length
+    PrefillShape narrow = one_sequence(128, 96);
+    narrow.value_dim = 64;  // for one CTA of one warpgroup, which has a peer all the same
+    EXPECT_EQ(sm80::fused_groups(narrow, 8192, false, kMultiprocessors, false, kFused), 2);
 }
 
 TEST(Divisor, DividesLikeDivision) {

@@ -11,6 +11,7 @@
 
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/fused_stage.cuh"
+#include "cuda/sm90/value_rows.cuh"
 #include "cuda/tile/gate.cuh"
 
 namespace cula::cuda::sm90 {
@@ -29,28 +30,16 @@ __device__ __forceinline__ void store_word(std::uint32_t at, std::uint32_t word)
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
 }
 
-// A square's 16 x 16 block: what accumulators hold, rounded, in words; what that takes off; and where words go.
-using BlockWords = std::uint32_t[4];
+// A 16 x 16 block of a square: packed accumulators to their place.
+using Block = Packed[1];
 
-template <class T>
-__device__ __forceinline__ void round_block(BlockWords& words, const float (&x)[2][4]) {
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair)
-        words[pair] = pack2<T>(x[pair / 2][pair % 2 * 2], x[pair / 2][pair % 2 * 2 + 1]);
-}
-template <class T>
-__device__ __forceinline__ void take_rests(BlockWords& rests, const BlockWords& words, const float (&x)[2][4]) {
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair)
-        rests[pair] = pack_rest<T>({x[pair / 2][pair % 2 * 2], x[pair / 2][pair % 2 * 2 + 1]}, words[pair]);
-}
 template <class S>
-__device__ __forceinline__ void put_block(unsigned char* square, const BlockWords& words, int row, int column,
-                                          int lane) {
+__device__ __forceinline__ void put_block(unsigned char* square, const Block& block, int row, int column, int lane) {
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair)
         reinterpret_cast<std::uint32_t*>(
-            square)[S::square_unit(row + lane / 4 + pair % 2 * 8, column / 8 + pair / 2) * 4 + lane % 4] = words[pair];
+            square)[S::square_unit(row + lane / 4 + pair % 2 * 8, column / 8 + pair / 2) * 4 + lane % 4] =
+            block[0][pair];
 }
 
 template <class T, int kKey, int kGroups>
@@ -231,10 +220,10 @@ struct FusedPreparer {
                     x[tile][e] = below > 0 || (below == 0 && warp < 2) ? products[column / 8 + tile][e] : 0.0f;
                 }
             if (warp < 2) {
-                BlockWords words, rests;
-                round_block<T>(words, x);
-                take_rests<T>(rests, words, x);
-                put_block<S>(stage + S::kScores, words, row, column, lane);
+                Block rounded, rests;
+                pack<T>(rounded, x);
+                take_rests<T>(rests, rounded, x);
+                put_block<S>(stage + S::kScores, rounded, row, column, lane);
                 put_block<S>(stage + S::kScoresLow, rests, row, column, lane);
                 continue;
             }

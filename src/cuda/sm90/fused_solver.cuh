@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warp of a fused prefill that solves: every kSolvers-th chunk's inverse, times beta.
+// A warp of a fused prefill that solves: every kSolvers-th chunk's inverse, times beta. Of a pair of CTAs it sends the
+// chunk to the peer, too.
 #pragma once
 
 #include "cuda/sm80/block.cuh"
@@ -50,7 +51,7 @@ struct FusedSolver {
         Square<kFusedTokens>& m = overlaps(at);
         const bool both = exact || coupled(m, lane);
         // A block of the inverse to its square, and what rounding takes off it.
-        const auto emit = [&](float(&x)[2][4], int row, int column, BlockWords& rests) {
+        const auto emit = [&](float(&x)[2][4], int row, int column, Block& rests) {
             const int lane = lane_anew();
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) {
@@ -58,12 +59,12 @@ struct FusedSolver {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) x[tile][e] *= e % 2 ? scale.y : scale.x;
             }
-            BlockWords words;
-            round_block<T>(words, x);
-            if (both) take_rests<T>(rests, words, x);
-            put_block<S>(at + S::kInverse, words, row, column, lane);
+            Block rounded;
+            pack<T>(rounded, x);
+            if (both) take_rests<T>(rests, rounded, x);
+            put_block<S>(at + S::kInverse, rounded, row, column, lane);
         };
-        const auto emit_rests = [&](const BlockWords& rests, int row, int column) {
+        const auto emit_rests = [&](const Block& rests, int row, int column) {
             if (both) put_block<S>(at + S::kInverseLow, rests, row, column, lane_anew());
         };
         const auto join = [&](float(&x)[2][4]) {
@@ -73,14 +74,14 @@ struct FusedSolver {
                 invert_lower<false>(m, 0, x, lane);
         };
         float x[2][4];
-        BlockWords rests;
+        Block rests;
         invert_diagonals(m, lane);
         __syncwarp();
         if constexpr (kPaired<kGroups>) {
             // The inverse comes in the place of the overlaps: of their upper half first. What rounding takes off it
             // would reach the lower one, too.
             float joining[2][4];
-            BlockWords upper_rests, joining_rests;
+            Block upper_rests, joining_rests;
             join(joining);
             load_block(x, m, 0, 0, lane);
             __syncwarp();

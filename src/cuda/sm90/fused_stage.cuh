@@ -89,33 +89,32 @@ struct FusedScales {
 };
 
 // What a CTA alone has: overlaps of chunks that are being solved, and when they have been; outputs leave their stage.
-template <int kKey, int kGroups>
+template <int kGroups>
 struct FusedAlone {
-    static constexpr int kTiles = kFusedStages<kGroups>;
+    static constexpr int kTiles = kFusedStages<kGroups>, kTails = kFusedStages<kGroups>;
     std::uint64_t solved[kSolvers];
     Square<kFusedTokens> overlaps[kSolvers];
 };
 // What one of a pair has: when tiles of values hold outputs; and when a tail has come from its peer.
-template <int kKey, int kGroups>
+// A tail's place is written again kTails of the CTA's chunks later, by whoever prepares in the stage of one before
+// that, which both have multiplied: whoever read the tail is done.
+template <int kGroups>
 struct FusedPeer {
-    static constexpr int kTiles = 3;
-    std::uint64_t outputs[kTiles], tailed[kFusedStages<kGroups> + 1];
+    static constexpr int kTiles = 3, kTails = kFusedStages<kGroups> + 1;
+    std::uint64_t outputs[kTiles], tailed[kTails];
 };
 
 template <int kKey, int kGroups>
 struct alignas(kImageAlignment) FusedShared
-    : std::conditional_t<kPaired<kGroups>, FusedPeer<kKey, kGroups>, FusedAlone<kKey, kGroups>> {
+    : std::conditional_t<kPaired<kGroups>, FusedPeer<kGroups>, FusedAlone<kGroups>> {
     static constexpr int kStages = kFusedStages<kGroups>;
-    // Of a pair: a tail's place is written again kTails of the CTA's chunks later, by whoever prepares in the stage of
-    // one before that, which both have multiplied: whoever read the tail is done.
-    static constexpr int kTails = kStages + (kPaired<kGroups> ? 1 : 0);
 
     std::uint64_t full[kStages], scored[kStages], made[kStages + kPeerStages<kGroups>], turned[kStages];
     std::uint64_t values[FusedShared::kTiles];
     Segment segment;
     FusedScales scales[kPreparers<kGroups>];
-    float offsets[kKey];        // biases, times the gate's factor
-    float tails[kTails][kKey];  // log2 of factors.after
+    float offsets[kKey];                     // biases, times the gate's factor
+    float tails[FusedShared::kTails][kKey];  // log2 of factors.after
 };
 
 // Stages, those of the peer's chunks, tiles of values, and the rest.
