@@ -48,7 +48,7 @@ class Case:
     cu_dtype: torch.dtype = torch.int32
 
     gate: str = "log_decay"  # or "softplus", "bounded": g is raw
-    decay: str = "mild"  # one of DECAYS
+    decay: str = "mild"  # one of DECAYS; or of raw softplus gates "initial"
     lower_bound: float = -5.0  # bounded
     A_log: bool = True  # raw gates
     dt_bias: bool = True  # raw gates
@@ -203,10 +203,21 @@ def _raw_gate(kind: str, shape: tuple[int, ...], draw: torch.Generator) -> torch
         "strong": 20 * torch.rand(shape, generator=draw),
         "extreme": torch.full(shape, 1000.0),
     }
+    if kind == "initial":
+        return 0.2 * normal
     if kind != "mixed":
         return kinds[kind]
     choice = torch.randint(len(kinds), shape, generator=draw)
     return torch.stack(list(kinds.values())).gather(0, choice[None])[0]
+
+
+def _dt_bias(kind: str, shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
+    """ "initial" is what a layer of FLA's starts with, as Mamba's do: its softplus is 0.001 to 0.1, evenly in the
+    logarithm. Raw gates then come from two projections with weights of 0.02, and have a deviation of 0.2."""
+    if kind != "initial":
+        return torch.randn(shape, generator=draw)
+    dt = 0.001 * 100 ** torch.rand(shape, generator=draw)
+    return dt + torch.log(-torch.expm1(-dt))
 
 
 def make(case: Case, device: torch.device | str | None = None, draw_on: torch.device | str = "cpu") -> Inputs:
@@ -249,7 +260,8 @@ def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
             if case.A_log:
                 inputs.A_log = place(torch.log(1 + 15 * torch.rand(HV, generator=draw)), torch.float32)
             if case.dt_bias:
-                inputs.dt_bias = place(normal(HV, K) if decay == "channel" else normal(HV), torch.float32)
+                shape = (HV, K) if decay == "channel" else (HV,)
+                inputs.dt_bias = place(_dt_bias(case.decay, shape, draw), torch.float32)
     if decay == "head" or (decay == "token" and case.head_decay):
         slopes = torch.zeros(HV) if case.decay == "zero" else -torch.logspace(-3, 0, HV)
         inputs.decay = place(torch.full((HV,), -1000.0) if case.decay == "extreme" else slopes, torch.float32)
@@ -317,6 +329,7 @@ HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
         "1024x8-H96": _prefill("kda", (1024,) * 8, 96, packed=True),
         "T8192-H64": _prefill("kda", (8192,), 64),
         "T8192-H64-softplus": _prefill("kda", (8192,), 64).but(gate="softplus"),
+        "T8192-H64-softplus-initial": _prefill("kda", (8192,), 64, decay="initial").but(gate="softplus"),
         "B2-T8192-H64": _prefill("kda", (8192,) * 2, 64),
         "T8192-H32": _prefill("kda", (8192,), 32),
         "T32768-H32": _prefill("kda", (32768,), 32),

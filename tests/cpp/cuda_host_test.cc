@@ -156,6 +156,15 @@ TEST(Policy, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
     EXPECT_EQ(groups(40, 4, 8192, true), 0);  // as each alone
     EXPECT_EQ(groups(64, 4, 8192, true), 1);
     EXPECT_EQ(groups(16, 1, 256, true), 0);  // whatever its length
+    const auto softplus = [&](int heads, std::int64_t tokens) {
+        return sm80::fused_groups(one_sequence(128, heads), tokens, false, kMultiprocessors, false,
+                                  sm80::kSoftplusCosts);
+    };
+    EXPECT_EQ(softplus(64, 8192), 1);
+    EXPECT_EQ(softplus(48, 8192), 1);
+    EXPECT_EQ(softplus(32, 8192), 0);
+    EXPECT_EQ(softplus(96, 8192), 0);  // pairs would take two rounds
+    EXPECT_EQ(softplus(32, 1024), 1);
     PrefillShape narrow = one_sequence(128, 96);
     narrow.value_dim = 64;  // for one CTA of one warpgroup, which has a peer all the same
     EXPECT_EQ(sm80::fused_groups(narrow, 8192, false, kMultiprocessors, false, kFused), 2);

@@ -118,10 +118,10 @@ def calls() -> Iterator[Call]:
 
 def by_one_kernel() -> Iterator[Call]:
     """KDA by one kernel, one and two warpgroups a CTA that multiply: where sequences end, and what states ask for."""
-    fields = {"gate": "bounded", "gate_dtype": torch.bfloat16, "dtype": torch.bfloat16, "qk_l2norm": True}
+    fields = {"gate_dtype": torch.bfloat16, "dtype": torch.bfloat16, "qk_l2norm": True}
     fields |= {"key_dim": 128, "value_dim": 128, "backend": "sm90:fused"}
-    for heads in (1, 70):
-        sizes = {"heads": heads, "value_heads": heads, **fields}
+    for heads, gate in ((1, "bounded"), (70, "bounded"), (1, "softplus"), (70, "softplus")):
+        sizes = {"heads": heads, "value_heads": heads, **fields, "gate": gate, "decay": "mixed"}
         yield ready("prefill", "kda", lengths=(230 if heads == 1 else 70,), **sizes)
         yield ready("varlen", "kda", lengths=(33, 0, 64, 7), **sizes)
         yield ready("states on the way", "kda", lengths=(130,), **sizes)

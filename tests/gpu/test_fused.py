@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hopper's prefill by one kernel: KDA with bounded gates. Chunks of 32 tokens, five or six at a time; 64 value rows a
-warpgroup, in pairs of CTAs of one or in CTAs of two."""
+"""Hopper's prefill by one kernel: KDA with gates that it makes itself. Chunks of 32 tokens, five or six at a time; 64
+value rows a warpgroup, in pairs of CTAs of one or in CTAs of two."""
 
 from __future__ import annotations
 
@@ -76,24 +76,68 @@ def names_of_kernels(call) -> list[str]:
 def ours(names: list[str], groups: int) -> bool:
     """Whether the one kernel did all, with so many warpgroups a CTA that multiply."""
     assert names
-    return len(names) == 1 and re.search(rf"fused_prefill<.*, (\(int\))?{groups}>", names[0]) is not None
+    return len(names) == 1 and re.search(rf"fused_prefill<.*, (\(int\))?{groups}, [^,]*>", names[0]) is not None
 
 
+GATES = pytest.mark.parametrize("gate", ["bounded", "softplus"])
+
+
+@GATES
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_every_length_keeps_the_rule(tokens):
-    passes.assert_rule(fused, inputs_of(lengths=(tokens,), decay="mixed"), FUSED)
+def test_every_length_keeps_the_rule(tokens, gate):
+    passes.assert_rule(fused, inputs_of(lengths=(tokens,), decay="mixed", gate=gate), FUSED)
 
 
+@GATES
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_keeps_the_rule(shape):
-    passes.assert_rule(fused, inputs_of(**SHAPES[shape]), FUSED)
+def test_every_shape_keeps_the_rule(shape, gate):
+    if gate == "softplus" and "lower_bound" in SHAPES[shape]:
+        pytest.skip("about bounded gates")
+    passes.assert_rule(fused, inputs_of(**SHAPES[shape], gate=gate), FUSED)
 
 
+@GATES
 @pytest.mark.parametrize("decay", ["mild", "slow", "zero", "strong", "extreme", "mixed"])
 @pytest.mark.parametrize("keys", ["random", "collinear"])
-def test_every_decay_keeps_the_rule(decay, keys):
-    """At the bound, -5, a half of a chunk decays by 2^-115 and what two halves decay is no float."""
-    passes.assert_rule(fused, inputs_of(lengths=(200,), decay=decay, keys=keys), FUSED)
+def test_every_decay_keeps_the_rule(decay, keys, gate):
+    """At the bound, -5, a half of a chunk decays by 2^-115 and what two halves decay is no float; softplus gates decay
+    by what they like."""
+    passes.assert_rule(fused, inputs_of(lengths=(200,), decay=decay, keys=keys, gate=gate), FUSED)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 7, 64])
+@pytest.mark.parametrize("raw", [9.0, 40.0, 1e5])
+def test_steep_channels(channels, raw):
+    """Softplus gates, chunks of 32: channels of which a first half, a second, a quarter, one token, all, or all of
+    every other chunk or of every sixth decay fast, by more than there is room for as a rule: expected from what the
+    warpgroup had before, or not."""
+    tokens = 850
+    inputs = inputs_of(lengths=(tokens,), gate="softplus")
+    steep = torch.arange(channels, device="cuda") * (128 // channels) + 1
+    at = torch.arange(tokens, device="cuda")
+    chunk, token = at // 32, at % 32
+    for which in (
+        token < 16,
+        token >= 16,
+        token // 8 == 1,
+        token == 13,
+        token == 31,
+        token >= 0,
+        chunk % 2 == 1,
+        chunk % 7 == 6,
+    ):
+        g = torch.full_like(inputs.g, -4.0)
+        g[:, which.nonzero()[:, 0, None], :, steep] = raw
+        passes.assert_rule(fused, inputs.but(g=g), FUSED)
+
+
+def test_steep_channels_come_and_go():
+    """Each pair of channels now and then: of some the numbers are as they came, of others they come again."""
+    inputs = inputs_of(lengths=(1500,), gate="softplus")
+    draw = torch.Generator("cuda").manual_seed(1)
+    often = torch.rand(47, 128, device="cuda", generator=draw) < 0.05
+    g = torch.where(often.repeat_interleave(32, 0)[:1500], 9.0, -4.0).to(inputs.g)
+    passes.assert_rule(fused, inputs.but(g=g[None, :, None].expand_as(inputs.g).contiguous()), FUSED)
 
 
 @pytest.mark.parametrize("channels", [1, 64, 127])
@@ -105,6 +149,18 @@ def test_decays_that_change(channels):
         g = torch.full_like(inputs.g, -9.0)
         g[:, (token // every) % 2 == 0, :, :channels] = 20.0
         passes.assert_rule(fused, inputs.but(g=g), FUSED)
+
+
+@pytest.mark.parametrize("raw", [70.0, 85.0, 110.0, float("inf")])
+def test_small_values_before_a_fast_decay(raw):
+    """One token of each half decays by nearly as much as operands have room for, or by more; those before it not at
+    all."""
+    inputs = inputs_of(lengths=(130,), gate="softplus", A_log=False, dt_bias=False)
+    g = torch.full_like(inputs.g, -9.0)
+    g[:, torch.arange(130, device="cuda") % 16 == 15] = raw
+    for size in (1.0, 1e-5):
+        small = inputs.but(g=g, v=inputs.v * size, initial_state=inputs.initial_state * size)
+        passes.assert_rule(fused, small, FUSED)
 
 
 # Nearly as many heads as multiprocessors: a CTA each, where two would take twice the rounds.
@@ -178,10 +234,11 @@ def test_large_values_at_the_bound():
     passes.assert_rule(fused, inputs.but(v=inputs.v * 1e4, initial_state=inputs.initial_state * 1e4), FUSED)
 
 
+@GATES
 @pytest.mark.parametrize("decay", ["mild", "extreme", "mixed"])
-def test_what_is_kept_on_the_way_changes_no_bit(decay):
+def test_what_is_kept_on_the_way_changes_no_bit(decay, gate):
     """And is what a shorter call ends with."""
-    inputs = inputs_of(lengths=(333,), decay=decay)
+    inputs = inputs_of(lengths=(333,), decay=decay, gate=gate)
     plain = fused(inputs)
     room = passes.empty_states(inputs, 6).unflatten(0, (1, 6))
     kept = passes.prefill(inputs, backend=FUSED, chunk_states=room)
@@ -214,7 +271,7 @@ def test_many_heads_of_long_sequences_are_fused():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"gate": "softplus"}, "bounded gates"),
+        ({"gate": "log_decay"}, "softplus gates"),
         ({"lower_bound": -6.0}, "lower_bound"),
         ({"qk_l2norm": False}, "qk_l2norm"),
         ({"scale": 1e3}, "scale"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import device
 from arena import Arena
 from compare import assert_same_bits
 from kinds import DRAFTS, Call, assert_same_results, ready
@@ -69,6 +70,21 @@ def test_cu_seqlens(algorithm, name, bounds, times):
     if name == "pool":
         written += [call.inputs.initial_state[slot] for slot in call.inputs.initial_state_indices.tolist()]
     assert arena.changed_outside(before, written) == 0
+
+
+@pytest.mark.skipif("sm90" not in device.able(torch.bfloat16), reason="sm90 does not run here")
+@pytest.mark.parametrize("bounds", [(0, 150, 100, 200, 150), (0, 50, 10**6, 10**6, 10**6), (-5, 50, 100, 150, 200)])
+@pytest.mark.parametrize("times", [1, 9])
+def test_cu_seqlens_of_one_kernel(bounds, times):
+    """Boxes, and rows where a sequence ends within one."""
+    fields = {"gate": "bounded", "gate_dtype": torch.bfloat16, "dtype": torch.bfloat16, "qk_l2norm": True}
+    fields |= {"key_dim": 128, "value_dim": 128, "backend": "sm90:fused"}
+    call = ready("varlen", "kda", lengths=(200, *[0] * (len(bounds) * times - 2)), **fields)
+    call.inputs.cu_seqlens = i32(bounds * times)
+    arena, call, before = held(call)
+    call()
+    torch.cuda.synchronize()
+    assert arena.changed_outside(before, list(call.results().values())) == 0
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -37,6 +37,39 @@ __device__ __forceinline__ std::uint32_t transposed(std::uint32_t m) {
     return t;
 }
 
+// Words of shared memory; in the order of the program.
+__device__ __forceinline__ std::uint32_t load_word(std::uint32_t at) {
+    std::uint32_t word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
+    return word;
+}
+__device__ __forceinline__ void load_words(std::uint32_t (&words)[4], std::uint32_t at) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(at));
+}
+// Again wherever it is asked for.
+__device__ __forceinline__ float2 load_pair(std::uint32_t at) {
+    float2 pair;
+    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(at));
+    return pair;
+}
+__device__ __forceinline__ void store_word(std::uint32_t at, std::uint32_t word) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
+}
+__device__ __forceinline__ void store_word_if(bool is, std::uint32_t at, std::uint32_t word) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.b32 [%1], %2; }" ::"r"(static_cast<std::uint32_t>(is)),
+        "r"(at), "r"(word)
+        : "memory");
+}
+__device__ __forceinline__ void store_pair_if(bool is, std::uint32_t at, float2 pair) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.v2.f32 [%1], {%2, %3}; }" ::"r"(
+                     static_cast<std::uint32_t>(is)),
+                 "r"(at), "f"(pair.x), "f"(pair.y)
+                 : "memory");
+}
+
 // The line of global memory that `p` lies in, to the second-level cache.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 

@@ -129,6 +129,10 @@ struct FusedCosts {
     double image = 3.9, carry[2] = {1.2, 2.6}, fused[2] = {2.3, 3.75}, round = 8.0, kernel = 10.0;
 };
 
+// Softplus gates take pairs: two warpgroups a CTA that multiply leave too few registers for steep channels. These take
+// up to half as long again in one kernel, which is half reckoned with.
+inline constexpr FusedCosts kSoftplusCosts{.image = 4.3, .fused = {2.82, 1e9}};
+
 // How many warpgroups a CTA of that one kernel has that multiply, or 0 where two kernels take less time (`always`: they
 // are out of the question). It goes by the mean length, so that a batch and the same sequences packed get the same
 // bits: one long sequence with many short ones may take it, which cuts nothing, kMostRegret times as long as two. A

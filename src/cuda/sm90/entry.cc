@@ -69,8 +69,8 @@ Support supports_fused(const Problem& problem) {
     if (problem.dtype != Dtype::kBFloat16)
         return Support::no("takes bfloat16, whose range factors of whole halves of a chunk need");
     if (problem.key_dim <= 64) return Support::no("takes K above 64, got " + std::to_string(problem.key_dim));
-    if (problem.gate != Gate::kBounded || !bounds_halves(static_cast<float>(problem.lower_bound)))
-        return Support::no("takes bounded gates whose lower_bound is -5 or nearer to zero");
+    if (!fuses_gate(problem.gate, static_cast<float>(problem.lower_bound)))
+        return Support::no("takes softplus gates, and bounded ones whose lower_bound is -5 or nearer to zero");
     return Support::yes();
 }
 

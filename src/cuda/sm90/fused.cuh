@@ -24,13 +24,14 @@ struct FusedMaps {
 
 template <int kGroups>
 inline constexpr int kFusedThreads = (kGroups + kPreparers<kGroups> + 1) * kGroupThreads;
-// Of the 96 that each starts with.
-template <int kGroups>
-inline constexpr int kFusedRegisters = kGroups == 1 ? 208 : 168;
-template <int kGroups>
-inline constexpr int kPrepareRegisters = kGroups == 1 ? 64 : 48;
-template <int kGroups>
-inline constexpr int kHelpRegisters = kGroups == 1 ? 80 : 48;
+// A thread's, of the 96 that each starts with.
+struct FusedRegisters {
+    int multiply, prepare, help;
+};
+template <int kGroups, bool kMaySteep>
+inline constexpr FusedRegisters kFusedRegisters = kGroups == 2 ? FusedRegisters{168, 48, 48}
+                                                  : kMaySteep  ? FusedRegisters{176, 80, 64}
+                                                               : FusedRegisters{208, 64, 80};
 
 // The warp that fetches, and the one that puts out and fetches values.
 template <class T, int kKey, int kGroups>
@@ -164,13 +165,15 @@ private:
     }
 };
 
-template <class T, int kKey, int kGroups>
+template <class T, int kKey, int kGroups, Gate kGate>
 __global__ void __launch_bounds__(kFusedThreads<kGroups>, 1)
     fused_prefill(const __grid_constant__ DeviceArgs a, const Schedule schedule, const __grid_constant__ CarryParams p,
                   const __grid_constant__ FusedMaps maps) {
     using S = FusedStage<kKey, kGroups>;
     using Memory = FusedMemory<kKey, kGroups>;
     using Shared = FusedShared<kKey, kGroups>;
+    constexpr bool kMaySteep = kGate != Gate::kBounded;
+    constexpr FusedRegisters kRegisters = kFusedRegisters<kGroups, kMaySteep>;
     extern __shared__ __align__(1024) unsigned char memory[];
 
     const int thread = static_cast<int>(threadIdx.x), warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
@@ -224,17 +227,28 @@ __global__ void __launch_bounds__(kFusedThreads<kGroups>, 1)
         const auto walk = make_walk();
         if (role < 0) walk.zero_skipped(schedule);
         if (walk.nothing()) return;
+        if (kMaySteep && thread == 0) {
+            const int head = a.by_group.divide(walk.value_head);
+            constexpr std::int64_t kBytes = sizeof(T);
+            const auto first = [&](const TokenRows& rows, int of) {
+                return static_cast<const char*>(rows.data) + rows.offset(walk.batch, walk.first_token, of) * kBytes;
+            };
+            shared.rows = {{first(a.q, head), first(a.k, head), first(a.g, walk.value_head)},
+                           {a.q.token * kBytes, a.k.token * kBytes, a.g.token * kBytes},
+                           FusedWalk<kGroups>(walk).tokens};
+        }
     }
+    if (kMaySteep) __syncthreads();
 
     if (role < 0) {
-        raise_registers<kFusedRegisters<kGroups>>();
-        FusedMultiplier<T, kKey, kGroups>{a, schedule, p, memory, shared}.run(make_walk());
+        raise_registers<kRegisters.multiply>();
+        FusedMultiplier<T, kKey, kGroups, kMaySteep>{a, schedule, p, memory, shared}.run(make_walk());
     } else if (role < kPreparers<kGroups>) {
-        lower_registers<kPrepareRegisters<kGroups>>();
+        lower_registers<kRegisters.prepare>();
         const auto walk = make_walk();
-        FusedPreparer<T, kKey, kGroups>{a, walk, memory, shared, role}.run();
+        FusedPreparer<T, kKey, kGroups, kGate>{a, walk, memory, shared, role}.run();
     } else {
-        lower_registers<kHelpRegisters<kGroups>>();
+        lower_registers<kRegisters.help>();
         const int helper = warp % kGroupWarps;
         const auto walk = make_walk();
         const FusedCopier<T, kKey, kGroups> copier{a, maps, walk, memory, shared};

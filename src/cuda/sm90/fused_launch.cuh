@@ -19,7 +19,8 @@ struct FusedPrefill {
         const DeviceArgs& a = call.args;
         if (a.tokens == 0 || a.sequences == 0) return;
         const std::int64_t tokens = a.tokens * static_cast<std::int64_t>(a.cu_seqlens ? 1 : a.sequences);
-        groups = fused_groups(shape, tokens, a.batch_invariant, call.multiprocessors, call.fused);
+        groups = fused_groups(shape, tokens, a.batch_invariant, call.multiprocessors, call.fused,
+                              a.gate == Gate::kSoftplus ? kSoftplusCosts : FusedCosts{});
         if (groups == 0) return;
         const std::string no = declines(call);
         if (call.fused && !no.empty()) throw Error("prefill: backend \"sm90:fused\" does not take this call: " + no);
@@ -28,10 +29,12 @@ struct FusedPrefill {
 
     template <class ShapeOf>
     void launch(const Call& call, const Schedule& schedule, const CarryParams& p, const ShapeOf& shape) const {
-        if (groups == 1)
-            launch_groups<1>(call, schedule, p, shape);
+        if (call.args.gate == Gate::kSoftplus)
+            launch_as<1, Gate::kSoftplus>(call, schedule, p, shape);
+        else if (groups == 1)
+            launch_as<1, Gate::kBounded>(call, schedule, p, shape);
         else
-            launch_groups<2>(call, schedule, p, shape);
+            launch_as<2, Gate::kBounded>(call, schedule, p, shape);
     }
 
 private:
@@ -39,8 +42,8 @@ private:
     std::string declines(const Call& call) {
         constexpr float kMostScale = 256.0f;
         const DeviceArgs& a = call.args;
-        if (a.algorithm.update != Update::kDelta || a.gate != Gate::kBounded || !bounds_halves(a.lower_bound))
-            return "it takes the delta rule with bounded gates";
+        if (a.algorithm.update != Update::kDelta || !fuses_gate(a.gate, a.lower_bound))
+            return "it takes the delta rule with gates that it makes itself";
         if (call.segment || call.kept) return "it keeps nothing, and finds nothing that was kept";
         if (!a.qk_l2norm) return "it normalizes q and k (qk_l2norm)";
         if (!(std::fabs(a.scale) <= kMostScale)) return "it takes scale up to 256, got " + std::to_string(a.scale);
@@ -57,12 +60,12 @@ private:
         return {};
     }
 
-    template <int kGroups, class ShapeOf>
-    void launch_groups(const Call& call, const Schedule& schedule, CarryParams p, const ShapeOf& shape) const {
+    template <int kGroups, Gate kGate, class ShapeOf>
+    void launch_as(const Call& call, const Schedule& schedule, CarryParams p, const ShapeOf& shape) const {
         const DeviceArgs& a = call.args;
         const int blocks = ceil_div(a.value_dim, kPeers<kGroups> * kGroups * kGroupRows) * kPeers<kGroups>;
         p.value_blocks = blocks, p.row_blocks = divisor(blocks);
-        cuda::launch<fused_prefill<T, kKey, kGroups>>(
+        cuda::launch<fused_prefill<T, kKey, kGroups, kGate>>(
             shape({.blocks = static_cast<std::size_t>(blocks) * a.value_heads * schedule.max_segments,
                    .threads = kFusedThreads<kGroups>,
                    .shared_bytes = static_cast<std::size_t>(FusedMemory<kKey, kGroups>::kBytes),

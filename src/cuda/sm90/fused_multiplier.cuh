@@ -10,7 +10,7 @@
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, int kGroups>
+template <class T, int kKey, int kGroups, bool kMaySteep>
 struct FusedMultiplier {
     using S = FusedStage<kKey, kGroups>;
     using Memory = FusedMemory<kKey, kGroups>;
@@ -63,6 +63,35 @@ struct FusedMultiplier {
 #pragma unroll
             for (int e = 0; e < 8; ++e) state[tile + e / 4][e % 4] *= d[e / 4 * 2 + e % 2];
         }
+    }
+
+    // Steep pairs, by what the chunk decays.
+    static __device__ __forceinline__ void pass(State& state, const FusedFactors<kKey>& factors) {
+        const int first = static_cast<int>(threadIdx.x) % 4;  // pair of each tile
+#pragma unroll
+        for (int tile = 0; tile < kKey / 8; ++tile) {
+            const int pair = tile * 4 % 32;
+            if (!(factors.steep.of[tile / 8] >> (pair + first) & 1)) continue;
+            const float2 d = *reinterpret_cast<const float2*>(factors.ends + 8 * tile + 2 * first);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) state[tile][e] *= e % 2 ? d.y : d.x;
+        }
+    }
+    // What the state is multiplied by to be at the chunk's end, channel by channel; of steep pairs it is there. A copy
+    // in the place of operands, which nobody reads any more.
+    __device__ __forceinline__ const float* factors_to_end(unsigned char* stage) const {
+        const FusedFactors<kKey>& factors = S::factors(stage);
+        if (!kMaySteep || !factors.any_steep) return factors.ends;
+        float* const copy = reinterpret_cast<float*>(stage) + warp * kKey;
+#pragma unroll
+        for (int panel = 0; panel < kKey / kBoxChannels; ++panel) {
+            const int pair = panel * 32 + static_cast<int>(threadIdx.x) % 32;
+            const bool is = factors.steep.of[panel] >> (threadIdx.x % 32) & 1;
+            const float2 end = *reinterpret_cast<const float2*>(factors.ends + 2 * pair);
+            *reinterpret_cast<float2*>(copy + 2 * pair) = is ? float2{1.0f, 1.0f} : end;
+        }
+        __syncwarp();
+        return copy;
     }
 
     // A coupled chunk: what rounding took off the inverse, to U; and what it takes off U, to O and the state.
@@ -138,17 +167,24 @@ struct FusedMultiplier {
             next = place, next.next();
             more = ++i < chunks && (plain || i % 2 == 1);
         };
-        const auto multiply = [&] {
+        const auto found = [&] {
+            if (!more) return Found::kNone;
+            wait_barrier(shared_address(shared.values + place.tile.at), place.tile.parity);
+            wait_barrier(shared_address(shared.made + place.stage), place.parity);
+            return S::factors(memory + Memory::stage(place.stage)).plain() ? Found::kPlain : Found::kOther;
+        };
+        const auto multiply = [&](auto is_plain) {
+            constexpr bool kPlain = decltype(is_plain)::value;
             unsigned char* const stage = memory + Memory::stage(place.stage);
             std::uint32_t at = shared_address(stage);
             if constexpr (kPaired<kGroups>) asm volatile("" : "+r"(at));  // lest it be taken for uniform, and copied
             at = wgmma::uniform(at);
             const FusedFactors<kKey>& factors = S::factors(stage);
-            wait_barrier(shared_address(shared.values + place.tile.at), place.tile.parity);
-            wait_barrier(shared_address(shared.made + place.stage), place.parity);
-            const bool coupled = factors.coupled;
-            if (factors.any_apart()) scale(state, factors.brings);
-            scale(state, factors.reads);
+#pragma unroll 1
+            for (const float* by = factors.any_apart() ? factors.brings : factors.reads;; by = factors.reads) {
+                scale(state, by);
+                if (by == factors.reads) break;
+            }
             Packed packed[kKey / 16];
             pack<T>(packed, state);
             wgmma::fence();
@@ -156,7 +192,9 @@ struct FusedMultiplier {
             wgmma::commit();
             read_state(out, packed, at + S::kQuery);
             wgmma::commit();
+            const bool coupled = factors.coupled;
             if constexpr (kPaired<kGroups>) advance();
+            if (kMaySteep && !kPlain && factors.any_steep) pass(state, factors);
             Rows writes;
             const std::uint32_t own_box = shared_address(memory + Memory::tile(place.tile.at, group));
             load_value_rows(writes, own_box);
@@ -169,7 +207,7 @@ struct FusedMultiplier {
             wgmma::wait<0>();
             wgmma::hold(out);
             wgmma::hold(read);
-            if (coupled)
+            if (!kPlain && coupled)
                 add_low(state, out, read, writes, at);
             else
                 pack<T>(writes, read);
@@ -190,18 +228,16 @@ struct FusedMultiplier {
                 advance();
                 if (more || i == chunks) turn(place);
             }
+            if (more) place = next;
         };
 #pragma unroll 1
         for (;;) {
-            const float* const after = i > 0 ? S::factors(memory + Memory::stage(place.stage)).after : nullptr;
+            const float* const after = i > 0 ? factors_to_end(memory + Memory::stage(place.stage)) : nullptr;
             walk_again().store_asked(state, i == chunks ? walk_again().segment.chunks : i / 2, after);
             if (i == chunks) break;
             if (i > 0) turn(place), place = next;  // `after` has been read
-#pragma unroll 1
-            do {
-                multiply();
-                if (more) place = next;
-            } while (more);
+            more = true;
+            each_chunk(found, [&] { multiply(std::true_type{}); }, [&] { multiply(std::false_type{}); });
         }
     }
 };

@@ -5,30 +5,17 @@
 // Log decays x run from the chunk's middle, after its token 15, to both ends; a thread has two channels of a half and
 // goes outward, token by token. Rows are q, k exp2(x), columns k exp2(-x), so that the state is multiplied by
 // exp2(head) before it is read and added to, and by exp2(tail) at the end: head and tail are what the halves decay.
-// All x are larger by kShift, and so is tail, and head is smaller. This takes gates with a bound: no half decays by
-// more than 2^-kMostLog2 (fused_launch.cuh).
+// All x are larger by kShift, and so is tail, and head is smaller. There is room for half a chunk of gates at -5
+// (fuses_gate in launch.h); of softplus gates, pairs of channels that take more are taken apart (fused_steep.cuh).
 #pragma once
 
+#include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/wgmma.cuh"
-#include "cuda/sm90/fused_stage.cuh"
+#include "cuda/sm90/fused_steep.cuh"
 #include "cuda/sm90/value_rows.cuh"
 #include "cuda/tile/gate.cuh"
 
 namespace cula::cuda::sm90 {
-
-__device__ __forceinline__ std::uint32_t load_word(std::uint32_t at) {
-    std::uint32_t word;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
-    return word;
-}
-__device__ __forceinline__ void load_words(std::uint32_t (&words)[4], std::uint32_t at) {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(at));
-}
-__device__ __forceinline__ void store_word(std::uint32_t at, std::uint32_t word) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
-}
 
 // A 16 x 16 block of a square: packed accumulators to their place.
 using Block = Packed[1];
@@ -42,7 +29,7 @@ __device__ __forceinline__ void put_block(unsigned char* square, const Block& bl
             block[0][pair];
 }
 
-template <class T, int kKey, int kGroups>
+template <class T, int kKey, int kGroups, Gate kGate>
 struct FusedPreparer {
     using S = FusedStage<kKey, kGroups>;
     using Memory = FusedMemory<kKey, kGroups>;
@@ -51,7 +38,17 @@ struct FusedPreparer {
     using Products = float[kFusedTokens / 8][4];  // of a warp's 16 rows with all columns
     static constexpr int kHalf = kFusedTokens / 2;
     // Where x is counted from, in powers of two: columns leave the state, which is a sum of them times values, room.
-    static constexpr float kShift = 8.0f;
+    // Softplus gates have theirs below, and keep what is small.
+    static constexpr float kShift = kGate == Gate::kBounded ? 8.0f : 0.0f;
+    static constexpr bool kMaySteep = kGate != Gate::kBounded;
+    // What makes no decay at all where there is no channel: none of those is steep.
+    static constexpr float kNoGate = kGate == Gate::kBounded ? 1e30f : -1e30f;
+    // What the tokens of a half decay at most, in powers of two, or their pair is steep. Rows may be as large as the
+    // largest scale more; and the state, where it is read, as much smaller as they are larger, but no smaller than bf16
+    // can tell.
+    static constexpr float kMostHead = 100.0f, kMostTail = 107.5f;
+    // What decays by more may well be steep in the next chunk; and what was taken to be, by more than the second.
+    static constexpr float kLikely = 90.0f, kStillLikely = 75.0f;
 
     const DeviceArgs& a;
     const W& walk;
@@ -59,19 +56,12 @@ struct FusedPreparer {
     Shared& shared;
     const int number;  // of the warpgroup
     // Anew for every part of a chunk: what follows from them would be kept in registers from one to the next.
-    const int thread = own_thread(), lane = thread & 31, warp = thread >> 5;
+    const int thread = thread_anew(), lane = thread & 31, warp = thread >> 5;
     const int half = thread >> 6, pair = thread & 63, panel = pair >> 5;  // the thread's; and its channels
     FusedScales& scales = shared.scales[number];
 
-    static __device__ __forceinline__ int own_thread() {
-        unsigned thread;
-        asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));
-        return static_cast<int>(thread % kGroupThreads);
-    }
     __device__ __forceinline__ FusedPreparer anew() const { return {a, walk, memory, shared, number}; }
-    __device__ __forceinline__ void sync() const {
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + number), "n"(kGroupThreads) : "memory");
-    }
+    __device__ __forceinline__ void sync() const { sync_preparer(number); }
     // A chunk's tail is the business of whoever prepares the next one. Of a pair that is the peer: what the thread's
     // channels decay goes there, and comes from there.
     __device__ __forceinline__ void send_tail(int i, float2 own) const {
@@ -102,6 +92,7 @@ struct FusedPreparer {
 
     // A packed sequence's last chunk: what follows in memory is nobody's.
     __device__ __forceinline__ void clear_rows(unsigned char* boxes, int count) const {
+#pragma unroll 1
         for (int i = thread; i < S::kPanels * S::kPanelBytes / 16; i += kGroupThreads)
             if (i % (S::kBoxBytes / 16) / 8 >= count) reinterpret_cast<uint4*>(boxes)[i] = uint4{};
         sync();
@@ -131,49 +122,72 @@ struct FusedPreparer {
                 rsqrtf(sum + 1e-6f) * (warp < 2 ? a.scale : 1.0f);
     }
 
-    // Four tokens of the thread's half, from its first-th on outward: where the j-th stands in a panel's rows.
+    // Tokens of the thread's half that it turns to together, few where there is least room for code; from its first-th
+    // on outward: where the j-th stands in a panel's rows.
+    static constexpr int kFew = kMaySteep ? 2 : 4;
     template <class Bool>
-    struct Four {
+    struct Few {
         Bool second;
         std::uint32_t rows;
 
-        __device__ __forceinline__ Four(Bool of_second, std::uint32_t panel_at, int pair, int first)
+        __device__ __forceinline__ Few(Bool of_second, std::uint32_t panel_at, int pair, int first)
             : second(of_second) {
-            const int row = second ? kHalf + first : kHalf - 4 - first;
-            rows = panel_at + row * S::kRowBytes + ((pair >> 2 & 7) ^ (row & 4)) * 16 + (pair & 3) * 4;
+            const int row = second ? kHalf + first : kHalf - kFew - first;
+            rows = panel_at + row * S::kRowBytes + ((pair >> 2 & 7) ^ (row & (8 - kFew))) * 16 + (pair & 3) * 4;
         }
         __device__ __forceinline__ std::uint32_t at(int j) const {
-            const int row = second ? j : 3 - j;
+            const int row = second ? j : kFew - 1 - j;
             return (rows ^ row * 16) + row * S::kRowBytes;
         }
         // All that is asked for comes before anything that is stored: no load waits for a store.
-        __device__ __forceinline__ void load(std::uint32_t (&words)[4], int box) const {
+        __device__ __forceinline__ void load(std::uint32_t (&words)[kFew], int box) const {
 #pragma unroll
-            for (int j = 0; j < 4; ++j) words[j] = load_word(at(j) + box);
+            for (int j = 0; j < kFew; ++j) words[j] = load_word(at(j) + box);
+        }
+    };
+    static __device__ __forceinline__ void load_few(float (&x)[kFew], const float* from) {
+        if constexpr (kFew == 4) {
+            load4(x, from);
+        } else {
+            const float2 two = *reinterpret_cast<const float2*>(from);
+            x[0] = two.x, x[1] = two.y;
+        }
+    }
+    // Whether the thread's pair is expected to be steep: it stays as it came, but for columns, which are zeros; its
+    // decays are written down, where there is room.
+    struct Expected {
+        bool is = false;
+        std::uint32_t decays = 0;
+        float most = 0.0f;  // of a token's shape of the gate
+
+        __device__ __forceinline__ void put(int token, float2 x) const {
+            store_pair_if(decays != 0, decays + token * static_cast<int>(sizeof(float2)), x);
         }
     };
     // Operands of the thread's half, whether it is the second, and channels, in place; head or tail.
-    template <class Bool>
-    __device__ __forceinline__ float2 operands(Bool second, const HeadGate& gate, float2 offset,
-                                               std::uint32_t panel_at) const {
+    template <class Bool, class AnyLikely>
+    __device__ __forceinline__ float2 operands(Bool second, AnyLikely any_likely, const HeadGate& gate, float2 offset,
+                                               std::uint32_t panel_at, const Expected& expected) const {
         const int place = half * kHalf;
         float2 sum{kShift, kShift};
 #pragma unroll 1
-        for (int first = 0; first < kHalf; first += 4) {
-            const Four<Bool> four(second, panel_at, pair, first);
-            std::uint32_t gates[4], q_words[4], k_words[4];
-            four.load(gates, S::kCarried);
-            four.load(q_words, S::kQuery);
-            four.load(k_words, S::kKeys);
-            float out[4], q_norm[4], k_norm[4];
-            load4(out, scales.out + place + first);
-            load4(q_norm, scales.q + place + first);
-            load4(k_norm, scales.k + place + first);
-            float2 x[4];
+        for (int first = 0; first < kHalf; first += kFew) {
+            const Few<Bool> few(second, panel_at, pair, first);
+            std::uint32_t gates[kFew], q_words[kFew], k_words[kFew];
+            few.load(gates, S::kCarried);
+            few.load(q_words, S::kQuery);
+            few.load(k_words, S::kKeys);
+            float out[kFew], q_norm[kFew], k_norm[kFew];
+            load_few(out, scales.out + place + first);
+            load_few(q_norm, scales.q + place + first);
+            load_few(k_norm, scales.k + place + first);
+            float2 x[kFew];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
+            for (int j = 0; j < kFew; ++j) {
                 const auto shape = [&](float raw, float bias) {
-                    return gate_shape<Gate::kBounded, GateBits::k14>(fmaf(gate.in, raw, bias));
+                    const float in = kGate == Gate::kSoftplus ? kLog2E : gate.in;
+                    const float shaped = gate_shape<kGate, GateBits::k11>(fmaf(in, raw, bias));
+                    return any_likely ? min_or_nan(shaped, expected.most) : shaped;
                 };
                 const float2 raw = unpack2<T>(gates[j]);
                 const float2 before = sum;
@@ -181,16 +195,19 @@ struct FusedPreparer {
                 x[j] = second ? sum : before;
             }
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const std::uint32_t at = four.at(j);
+            for (int j = 0; j < kFew; ++j) {
+                const std::uint32_t at = few.at(j);
                 const float2 fall{exp2_fast(x[j].x), exp2_fast(x[j].y)}, rise{exp2_fast(-x[j].x), exp2_fast(-x[j].y)};
                 float2 q = unpack2<T>(q_words[j]), k = unpack2<T>(k_words[j]);
                 q = {q.x * q_norm[j], q.y * q_norm[j]}, k = {k.x * k_norm[j], k.y * k_norm[j]};
-                store_word(at + S::kQuery, pack2<T>(q.x * fall.x, q.y * fall.y));
-                store_word(at + S::kKeys, pack2<T>(k.x * fall.x, k.y * fall.y));
-                store_word(at + S::kCarried, pack2<T>(k.x * rise.x, k.y * rise.y));
+                const bool left = any_likely && expected.is;
+                store_word_if(!left, at + S::kQuery, pack2<T>(q.x * fall.x, q.y * fall.y));
+                store_word_if(!left, at + S::kKeys, pack2<T>(k.x * fall.x, k.y * fall.y));
+                store_word(at + S::kCarried, left ? 0 : pack2<T>(k.x * rise.x, k.y * rise.y));
+                if (any_likely) expected.put(second ? kHalf + first + j : kHalf - 1 - first - j, x[j]);
             }
         }
+        if (any_likely && !second) expected.put(SteepDecays::kBegin, sum);
         return second ? sum : float2{-sum.x, -sum.y};
     }
 
@@ -239,41 +256,102 @@ struct FusedPreparer {
         }
     }
 
-    // Of the CTA's n-th chunk: operands; head or tail of the thread's channels.
-    __device__ __forceinline__ float2 make(const HeadGate& gate, int n, int count) const {
+    // Pairs that the warpgroup takes to be steep, one half or both; and whether the thread's is one of some.
+    __device__ __forceinline__ PairMask<kKey> likely() const { return halves(shared.likely[number]); }
+    static __device__ __forceinline__ PairMask<kKey> halves(const std::uint32_t* of_warps) {
+        const uint4 of = *reinterpret_cast<const uint4*>(of_warps);
+        return {{of.x | of.z, of.y | of.w}};
+    }
+    __device__ __forceinline__ bool has(const PairMask<kKey>& mask) const {
+        return (panel ? mask.of[1] : mask.of[0]) >> lane & 1;
+    }
+
+    // Of the CTA's n-th chunk, once it is there: norms.
+    __device__ __forceinline__ void begin(const HeadGate& gate, int n, int count) const {
         const int stage = n % Shared::kStages;
         unsigned char* const at = memory + Memory::stage(stage);
-        const std::uint32_t stage_at = shared_address(at);
         wait_barrier(shared_address(shared.full + stage), n / Shared::kStages & 1);
         if (count < kFusedTokens) clear_rows(at, count);
-        norms(stage_at);
+        norms(shared_address(at));
         if (thread < kFusedTokens)
             scales.out[FusedScales::place(thread)] = thread >= count ? 0.0f : thread < kHalf ? -gate.out : gate.out;
         sync();
+    }
+    // Then operands; head or tail of the thread's channels. Of `likely` pairs decays, where there are any.
+    template <class AnyLikely>
+    __device__ __forceinline__ float2 make(AnyLikely any_likely, const HeadGate& gate, int n,
+                                           const PairMask<kKey>& likely) const {
+        unsigned char* const at = memory + Memory::stage(n % Shared::kStages);
         const float2 offset = *reinterpret_cast<const float2*>(shared.offsets + 2 * pair);
-        const std::uint32_t panel_at = stage_at + panel * S::kPanelBytes;
+        const std::uint32_t panel_at = shared_address(at) + panel * S::kPanelBytes;
+        Expected expected;
+        if constexpr (any_likely) {
+            auto& decays = *reinterpret_cast<SteepDecays*>(at + S::kInverse);
+            const int slot = likely.before(pair);
+            expected.is = has(likely);
+            expected.most = expected.is ? shared.steepest : 1e30f;
+            if (expected.is && slot < SteepDecays::kSlots) {
+                expected.decays = shared_address(decays.x[slot]);
+                if (half == 0) decays.pair[slot] = pair;
+            }
+        }
         // There is little room for code where warps of one CTA do so much (docs/fused.md).
         if constexpr (kPaired<kGroups>)
-            return operands(half == 1, gate, offset, panel_at);
+            return operands(half == 1, any_likely, gate, offset, panel_at, expected);
         else
-            return half == 0 ? operands(std::false_type{}, gate, offset, panel_at)
-                             : operands(std::true_type{}, gate, offset, panel_at);
+            return half == 0 ? operands(std::false_type{}, any_likely, gate, offset, panel_at, expected)
+                             : operands(std::true_type{}, any_likely, gate, offset, panel_at, expected);
     }
-    // Its factors and products; it is the i-th of the walk.
-    __device__ __forceinline__ void finish(int n, int i, bool last, float2 own) const {
+    // After it, operands are there, to be multiplied; whether some pair is steep that was not expected to be. `own`:
+    // what the thread's half decays.
+    __device__ __forceinline__ bool unexpected(float2 own, const PairMask<kKey>& expected) const {
+        const bool left = has(expected);
+        const float2 sums{half == 0 ? -own.x - kShift : kShift - own.x, half == 0 ? -own.y - kShift : kShift - own.y};
+        const float most = half == 0 ? kMostHead : kMostTail, enough = left ? kStillLikely : kLikely;
+        const bool is = !(sums.x <= most && sums.y <= most);
+        fence_async_proxy();
+        const bool some = sync_preparer_any(number, is && !left);
+        const std::uint32_t again = __ballot_sync(0xffffffffu, !(sums.x <= enough && sums.y <= enough)),
+                            here = __ballot_sync(0xffffffffu, is || left);
+        if (lane == 0) shared.likely[number][warp] = again, shared.steep[number][warp] = here;
+        return some;
+    }
+    // Pairs that go without the products: as they came, but for columns. What was made of one that was not expected is
+    // too large.
+    template <class Steep>
+    __device__ __forceinline__ PairMask<kKey> steep_pairs(const Steep& steep, const PairMask<kKey>& expected,
+                                                          bool others) const {
+        if (!others) return expected;
+        sync();
+        const PairMask<kKey> apart = halves(shared.steep[number]);
+        steep.take_again(apart);
+        fence_async_proxy();
+        sync();
+        return apart;
+    }
+    // Its factors and products; it is the i-th of the walk. kSteep: with steep pairs.
+    template <bool kSteep>
+    __device__ __forceinline__ void finish(int n, int i, bool last, float2 own, const PairMask<kKey>& expected,
+                                           bool others) const {
         const int stage = n % Shared::kStages;
         unsigned char* const at = memory + Memory::stage(stage);
         FusedFactors<kKey>& factors = S::factors(at);
         const auto powers = [](float x, float y) { return float2{exp2_fast(x), exp2_fast(y)}; };
+        const FusedSteep<T, kKey, kGroups, kGate> steep{a, shared, number, i, at};
+        PairMask<kKey> apart{};
+        if constexpr (kSteep) {
+            apart = steep_pairs(steep.anew(), expected, others);
+            if (has(apart)) own = float2{0.0f, 0.0f};
+            if (thread == 0) factors.steep = apart;
+        }
+        if (thread == 0) factors.any_steep = kSteep;
         if (half == 1) {
             if constexpr (!kPaired<kGroups>)
                 *reinterpret_cast<float2*>(shared.tails[stage] + 2 * pair) = own;
             else if (!last)
                 send_tail(i, own);
-            *reinterpret_cast<float2*>(factors.after + 2 * pair) = powers(own.x, own.y);
+            if (!kSteep || !has(apart)) *reinterpret_cast<float2*>(factors.ends + 2 * pair) = powers(own.x, own.y);
         }
-        fence_async_proxy();
-        sync();
         Products products;
         wgmma::fence();
         multiply(products, wgmma::uniform(shared_address(at)));
@@ -309,6 +387,7 @@ struct FusedPreparer {
         }
         wgmma::wait<0>();
         wgmma::hold(products);
+        if constexpr (kSteep) steep.anew().add(products, apart);
         put(products, at, factors.beta, *overlaps);
         fence_async_proxy();
         arrive(shared_address(shared.scored + stage));
@@ -319,17 +398,61 @@ struct FusedPreparer {
         const HeadGate gate(a, walk.value_head);
         for (int channel = thread; channel < kKey; channel += kGroupThreads)
             shared.offsets[channel] =
-                a.dt_bias.data && channel < a.key_dim
+                channel >= a.key_dim ? kNoGate
+                : a.dt_bias.data
                     ? gate.in * a.dt_bias.data[walk.value_head * a.dt_bias.head + channel * a.dt_bias.channel]
                     : 0.0f;
-        sync();
-        const FusedWalk<kGroups> fused(walk);
-#pragma unroll 1
-        for (int n = number; fused.chunk(n) < fused.chunks; n += kPreparers<kGroups>) {
-            const int i = fused.chunk(n);
-            const float2 own = anew().make(gate, n, fused.count(i));
-            anew().finish(n, i, i + 1 == fused.chunks, own);
+        if constexpr (kMaySteep) {
+            if (thread == 0) shared.steepest = kSteepest / -gate.out;
+            if (thread < kGroupWarps) shared.likely[number][thread] = 0;
         }
+        sync();
+        // Asked for anew, where registers are few.
+        const auto walk_again = [&] {
+            if constexpr (kMaySteep)
+                return FusedWalk<kGroups>(*const_cast<volatile std::int32_t*>(&shared.rows.tokens));
+            else
+                return FusedWalk<kGroups>(walk);
+        };
+        int n = number;
+        float2 own;
+        PairMask<kKey> expected{};
+        bool others = false;  // are steep, too
+        const auto next = [&] {
+            const FusedWalk<kGroups> fused = walk_again();
+            if (fused.chunk(n) >= fused.chunks) return Found::kNone;
+            anew().begin(gate, n, fused.count(fused.chunk(n)));
+            if constexpr (kMaySteep) {
+                expected = anew().likely();
+                if (expected.any()) return Found::kOther;
+            }
+            own = anew().make(std::false_type{}, gate, n, expected);
+            if constexpr (kMaySteep) {
+                others = anew().unexpected(own, expected);
+                if (others) return Found::kOther;
+            } else {
+                fence_async_proxy();
+                sync();
+            }
+            return Found::kPlain;
+        };
+        const auto finish_one = [&](auto steep) {
+            const FusedWalk<kGroups> fused = walk_again();
+            const int i = fused.chunk(n);
+            anew().template finish<decltype(steep)::value>(n, i, i + 1 == fused.chunks, own, expected, others);
+            n += kPreparers<kGroups>;
+        };
+        each_chunk(
+            next, [&] { finish_one(std::false_type{}); },
+            [&] {
+                if constexpr (kMaySteep) {
+                    if (expected.any()) {
+                        own = anew().make(std::true_type{}, gate, n, expected);
+                        others = anew().unexpected(own, expected);
+                    }
+                    finish_one(std::true_type{});
+                }
+            });
     }
 };
 

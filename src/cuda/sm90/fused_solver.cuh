@@ -44,12 +44,13 @@ struct FusedSolver {
             return shared.overlaps[number];
     }
 
-    __device__ __forceinline__ void solve(int stage, bool exact) const {
+    // kBoth: to 22 bits instead of 11, with what rounding takes off.
+    template <bool kBoth>
+    __device__ __forceinline__ void solve(int stage) const {
         const int lane = lane_anew();
         unsigned char* const at = memory + Memory::stage(stage);
         FusedFactors<kKey>& factors = S::factors(at);
         Square<kFusedTokens>& m = overlaps(at);
-        const bool both = exact || coupled(m, lane);
         // A block of the inverse to its square, and what rounding takes off it.
         const auto emit = [&](float(&x)[2][4], int row, int column, Block& rests) {
             const int lane = lane_anew();
@@ -61,17 +62,11 @@ struct FusedSolver {
             }
             Block rounded;
             pack<T>(rounded, x);
-            if (both) take_rests<T>(rests, rounded, x);
+            if (kBoth) take_rests<T>(rests, rounded, x);
             put_block<S>(at + S::kInverse, rounded, row, column, lane);
         };
         const auto emit_rests = [&](const Block& rests, int row, int column) {
-            if (both) put_block<S>(at + S::kInverseLow, rests, row, column, lane_anew());
-        };
-        const auto join = [&](float(&x)[2][4]) {
-            if (both)
-                invert_lower<true>(m, 0, x, lane);
-            else
-                invert_lower<false>(m, 0, x, lane);
+            if (kBoth) put_block<S>(at + S::kInverseLow, rests, row, column, lane_anew());
         };
         float x[2][4];
         Block rests;
@@ -82,7 +77,7 @@ struct FusedSolver {
             // would reach the lower one, too.
             float joining[2][4];
             Block upper_rests, joining_rests;
-            join(joining);
+            invert_lower<kBoth>(m, 0, joining, lane);
             load_block(x, m, 0, 0, lane);
             __syncwarp();
             emit(joining, 16, 0, joining_rests);
@@ -94,7 +89,7 @@ struct FusedSolver {
             emit_rests(joining_rests, 16, 0);
             emit_rests(rests, 16, 16);
             S::clear_above(at + S::kInverse, lane_anew());
-            if (both) S::clear_above(at + S::kInverseLow, lane_anew());
+            if (kBoth) S::clear_above(at + S::kInverseLow, lane_anew());
         } else {
             const auto emit_both = [&](int row, int column) {
                 emit(x, row, column, rests);
@@ -104,10 +99,10 @@ struct FusedSolver {
             emit_both(0, 0);
             load_block(x, m, 16, 16, lane);
             emit_both(16, 16);
-            join(x);
+            invert_lower<kBoth>(m, 0, x, lane);
             emit_both(16, 0);
         }
-        if (lane == 0) factors.coupled = both;
+        if (lane == 0) factors.coupled = kBoth;
         fence_async_proxy();
         if constexpr (!kPaired<kGroups>) arrive(shared_address(shared.solved + number));
         arrive(shared_address(shared.made + stage));
@@ -150,20 +145,26 @@ struct FusedSolver {
 
     __device__ __forceinline__ void run() const {
         const FusedWalk<kGroups> fused(walk);
-#pragma unroll 1
-        for (int n = number; fused.chunk(n) < fused.chunks; n += kSolvers) {
-            const int stage = n % Shared::kStages;
-            const bool exact = fused.chunk(n) < kExactChunks;
+        unsigned n = static_cast<unsigned>(number);
+        Sent to{};
+        const auto next = [&] {
+            const int i = fused.chunk(static_cast<int>(n)), stage = n % Shared::kStages;
+            if (i >= fused.chunks) return Found::kNone;
             wait_barrier(shared_address(shared.scored + stage), n / Shared::kStages & 1);
             if constexpr (kPaired<kGroups>) {
-                Sent to{static_cast<unsigned>(n)};
+                to.n = n;
                 if (lane_anew() == 0) send_early(to);
-                solve(stage, exact);
-                if (lane_anew() == 0) send_rest(to);
-            } else {
-                solve(stage, exact);
             }
-        }
+            return i < kExactChunks || coupled(overlaps(memory + Memory::stage(stage)), lane_anew()) ? Found::kOther
+                                                                                                     : Found::kPlain;
+        };
+        const auto take = [&](auto both) {
+            solve<decltype(both)::value>(n % Shared::kStages);
+            if constexpr (kPaired<kGroups>)
+                if (lane_anew() == 0) send_rest(to);
+            n += kSolvers;
+        };
+        each_chunk(next, [&] { take(std::false_type{}); }, [&] { take(std::true_type{}); });
     }
 };
 

@@ -10,10 +10,12 @@ namespace cula::cuda::sm90 {
 
 using sm80::Call;
 
-// Of a fused prefill: what half a chunk of 32 tokens decays at most, in powers of two, so that operands times it are
-// floats; and whether gates of such a bound keep to it.
-inline constexpr float kMostLog2 = 116.0f;
-inline bool bounds_halves(float lower_bound) { return std::fabs(lower_bound) * 1.442696f * 16 <= kMostLog2; }
+// Which gates a fused prefill makes. Bounded ones may decay by what operands have room for in half a chunk of 32
+// tokens, in powers of two; of softplus gates it looks for channels that decay by more.
+inline bool fuses_gate(Gate gate, float lower_bound) {
+    constexpr float kMostLog2 = 116.0f;
+    return gate == Gate::kSoftplus || (gate == Gate::kBounded && std::fabs(lower_bound) * 1.442696f * 16 <= kMostLog2);
+}
 
 // As sm80's, for at most 128 key channels.
 template <class T, int kKey, bool kPerChannel>

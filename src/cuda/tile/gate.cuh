@@ -20,11 +20,18 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// A NaN where one of them is.
+__device__ __forceinline__ float min_or_nan(float x, float y) {
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
+    return least;
+}
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2E * x)); }
 
-// How well a softplus is known, of itself: to 2^-22; or to 2^-14, for sums that become factors of 16-bit operands. A
-// factor 2^-x is then wrong by 2^-14 x 2^-x ln 2, which is 2^-15 at most, however many tokens the sum is over.
-enum class GateBits { k22, k14 };
+// How well a softplus is known, of itself: to 2^-22; or, for sums that become factors of 16-bit operands, to 2^-14 or
+// 2^-11. A factor 2^-x is then wrong by 2^-14 x 2^-x ln 2, which is 2^-15 at most, or by 2^-12, however many tokens the
+// sum is over.
+enum class GateBits { k22, k14, k11 };
 
 // log2(1 + 2^y): softplus in base 2, as max(y, 0) + log2(1 + e) with e = 2^-|y| at most 1. The logarithm is e times the
 // best polynomial for log2(1 + e) / e, and so as good at any size, where the approximate instruction is not for small
@@ -32,6 +39,13 @@ enum class GateBits { k22, k14 };
 template <GateBits kBits>
 __device__ __forceinline__ float softplus2(float y) {
     const float e = exp2_fast(-fabsf(y));
+    if constexpr (kBits == GateBits::k11) {
+        float x = -1.0725442377519066e-1f;
+        x = fmaf(x, e, 3.6648061144688676e-1f);
+        x = fmaf(x, e, -7.0174725937861730e-1f);
+        x = fmaf(x, e, 1.4421280942258700f);
+        return fmaf(x, e, fmaxf(y, 0.0f));
+    }
     if constexpr (kBits == GateBits::k14) {
         float x = 5.965154706981091e-2f;
         x = fmaf(x, e, -2.2711944897776432e-1f);
@@ -80,7 +94,8 @@ struct HeadGate {
     // From numbers that have been read already; the bias is the caller's.
     __device__ __forceinline__ HeadGate(int head, Gate gate, float A_log, float lower_bound, float gamma)
         : value_head(head), kind(gate), in(1.0f), out(-kLog2E), gamma2(gamma * kLog2E), bias(0.0f) {
-        const float slope = exp2_fast(A_log * kLog2E);
+        float slope = exp2_fast(A_log * kLog2E);
+        if (slope > 1e30f) slope = 1e30f;  // times no shape at all it is zero
         if (gate == Gate::kSoftplus) in = kLog2E, out = -slope;
         if (gate == Gate::kBounded) in = -kLog2E * slope, out = lower_bound * kLog2E;
     }
