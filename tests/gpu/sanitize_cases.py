@@ -117,7 +117,8 @@ def calls() -> Iterator[Call]:
 
 
 def by_one_kernel() -> Iterator[Call]:
-    """KDA by one kernel, one and two warpgroups a CTA that multiply: where sequences end, and what states ask for."""
+    """KDA by one kernel, in pairs of CTAs and, bounded gates of many heads, in CTAs alone: where sequences end, and
+    what states ask for."""
     fields = {"gate_dtype": torch.bfloat16, "dtype": torch.bfloat16, "qk_l2norm": True}
     fields |= {"key_dim": 128, "value_dim": 128, "backend": "sm90:fused"}
     for heads, gate in ((1, "bounded"), (70, "bounded"), (1, "softplus"), (70, "softplus")):

@@ -109,7 +109,7 @@ def test_every_decay_keeps_the_rule(decay, keys, gate):
 @pytest.mark.parametrize("raw", [9.0, 40.0, 1e5])
 def test_steep_channels(channels, raw):
     """Softplus gates, chunks of 32: channels of which a first half, a second, a quarter, one token, all, or all of
-    every other chunk or of every sixth decay fast, by more than there is room for as a rule: expected from what the
+    every other chunk or of every seventh decay fast, by more than there is room for as a rule: expected from what the
     warpgroup had before, or not."""
     tokens = 850
     inputs = inputs_of(lengths=(tokens,), gate="softplus")
@@ -234,11 +234,28 @@ def test_large_values_at_the_bound():
     passes.assert_rule(fused, inputs.but(v=inputs.v * 1e4, initial_state=inputs.initial_state * 1e4), FUSED)
 
 
+def test_steep_channels_of_large_queries():
+    """Scale and decays together reach what bfloat16 holds."""
+    inputs = inputs_of(lengths=(70,), gate="softplus", scale=256.0, A_log=False, dt_bias=False)
+    q = torch.zeros_like(inputs.q)
+    q[..., 1] = 1.0
+    passes.assert_rule(fused, inputs.but(q=q, g=torch.full_like(inputs.g, 1000.0)), FUSED)
+
+
+@pytest.mark.parametrize("bias", [float("inf"), 3e38, float("-inf")])
+def test_biases_without_bound(bias):
+    inputs = inputs_of(lengths=(70,), gate="softplus")
+    dt_bias = inputs.dt_bias.clone()
+    dt_bias[:, 3] = bias
+    passes.assert_rule(fused, inputs.but(dt_bias=dt_bias), FUSED)
+
+
 @GATES
 @pytest.mark.parametrize("decay", ["mild", "extreme", "mixed"])
-def test_what_is_kept_on_the_way_changes_no_bit(decay, gate):
-    """And is what a shorter call ends with."""
-    inputs = inputs_of(lengths=(333,), decay=decay, gate=gate)
+@pytest.mark.parametrize("value_dim", [64, 128])
+def test_what_is_kept_on_the_way_changes_no_bit(decay, gate, value_dim):
+    """And is what a shorter call ends with. Of 64 value rows one of a pair has none, and is ahead."""
+    inputs = inputs_of(lengths=(333,), decay=decay, gate=gate, value_dim=value_dim)
     plain = fused(inputs)
     room = passes.empty_states(inputs, 6).unflatten(0, (1, 6))
     kept = passes.prefill(inputs, backend=FUSED, chunk_states=room)

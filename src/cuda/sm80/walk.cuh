@@ -66,26 +66,25 @@ __device__ __forceinline__ bool in_pairs(const States& states, std::int64_t base
            states.k == 1 && (states.v | base) % 2 == 0 && reinterpret_cast<std::uintptr_t>(states.data) % 8 == 0;
 }
 
-// Times `factors` of channels, if any.
-template <int kKey>
+// Two channels of a state, from the lane's first and `channel` on, as they are stored.
+struct AsTheyAre {
+    __device__ __forceinline__ float2 operator()(float2 pair, int) const { return pair; }
+};
+
+template <int kKey, class Stored = AsTheyAre>
 __device__ __forceinline__ void store_state(float (&state)[kKey / 8][4], const States& states, std::int64_t base,
-                                            const RowWindow& rows, const float* factors = nullptr) {
+                                            const RowWindow& rows, const Stored& stored = {}) {
     const int lane_row = rows.row(), lane_channel = RowWindow::channel();
     base += lane_row * states.v + lane_channel * states.k;
-    const auto times = [&](const float2& pair, int channel) {
-        if (!factors) return pair;
-        const float2 f = *reinterpret_cast<const float2*>(factors + lane_channel + channel);
-        return float2{pair.x * f.x, pair.y * f.y};
-    };
     if (in_pairs<kKey>(states, base, rows)) {
         auto* to = static_cast<float*>(states.data) + base;
         each_pair(state, [&](const float2& pair, int row, int channel) {
-            *reinterpret_cast<float2*>(to + row * states.v + channel) = times(pair, channel);
+            *reinterpret_cast<float2*>(to + row * states.v + channel) = stored(pair, channel);
         });
         return;
     }
     each_pair(state, [&](const float2& of_state, int row, int channel) {
-        const float2 pair = times(of_state, channel);
+        const float2 pair = stored(of_state, channel);
 #pragma unroll
         for (int e = 0; e < 2; ++e)
             if (lane_row + row < rows.end && lane_channel + channel + e < rows.key_dim)
@@ -254,8 +253,9 @@ struct Walk {
     }
 
     // Where the state before chunk `chunk` of the segment goes: the final state, dense chunk states, checkpoints.
+    template <class Stored = AsTheyAre>
     __device__ __forceinline__ void store_asked(float (&state)[kKey / 8][4], int chunk,
-                                                const float* factors = nullptr) const {
+                                                const Stored& stored = {}) const {
         const bool end = chunk == segment.chunks;
         if (kMaps && !end) return;
         const std::int64_t n = segment.sequence;
@@ -288,7 +288,7 @@ struct Walk {
                     continue;
                 to = a.checkpoints, base = to.offset(slot, value_head);
             }
-            if (to.data) store_state<kKey>(state, to, base, rows, factors);
+            if (to.data) store_state<kKey>(state, to, base, rows, stored);
         }
     }
 };

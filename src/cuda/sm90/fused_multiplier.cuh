@@ -77,22 +77,25 @@ struct FusedMultiplier {
             for (int e = 0; e < 4; ++e) state[tile][e] *= e % 2 ? d.y : d.x;
         }
     }
-    // What the state is multiplied by to be at the chunk's end, channel by channel; of steep pairs it is there. A copy
-    // in the place of operands, which nobody reads any more.
-    __device__ __forceinline__ const float* factors_to_end(unsigned char* stage) const {
-        const FusedFactors<kKey>& factors = S::factors(stage);
-        if (!kMaySteep || !factors.any_steep) return factors.ends;
-        float* const copy = reinterpret_cast<float*>(stage) + warp * kKey;
+    // The state as it is at the chunk's end, where steep pairs are already; before the first chunk, as it is.
+    struct AtEnd {
+        const float* ends = nullptr;  // from the lane's first channel on
+        std::uint32_t steep = 0;      // which of the lane's pairs are
+
+        __device__ __forceinline__ explicit AtEnd(const FusedFactors<kKey>* factors) {
+            if (!factors) return;
+            ends = factors->ends + RowWindow::channel();
+            if (!kMaySteep || !factors->any_steep) return;
 #pragma unroll
-        for (int panel = 0; panel < kKey / kBoxChannels; ++panel) {
-            const int pair = panel * 32 + static_cast<int>(threadIdx.x) % 32;
-            const bool is = factors.steep.of[panel] >> (threadIdx.x % 32) & 1;
-            const float2 end = *reinterpret_cast<const float2*>(factors.ends + 2 * pair);
-            *reinterpret_cast<float2*>(copy + 2 * pair) = is ? float2{1.0f, 1.0f} : end;
+            for (int tile = 0; tile < kKey / 8; ++tile)
+                steep |= (factors->steep.of[tile / 8] >> (tile * 4 % 32 + threadIdx.x % 4) & 1) << tile;
         }
-        __syncwarp();
-        return copy;
-    }
+        __device__ __forceinline__ float2 operator()(float2 pair, int channel) const {
+            if (!ends || (kMaySteep && steep >> channel / 8 & 1)) return pair;
+            const float2 end = *reinterpret_cast<const float2*>(ends + channel);
+            return {pair.x * end.x, pair.y * end.y};
+        }
+    };
 
     // A coupled chunk: what rounding took off the inverse, to U; and what it takes off U, to O and the state.
     static __device__ __forceinline__ void add_low(State& state, Product& out, Product& u, Rows& writes,
@@ -232,10 +235,10 @@ struct FusedMultiplier {
         };
 #pragma unroll 1
         for (;;) {
-            const float* const after = i > 0 ? factors_to_end(memory + Memory::stage(place.stage)) : nullptr;
-            walk_again().store_asked(state, i == chunks ? walk_again().segment.chunks : i / 2, after);
+            const AtEnd at_end(i > 0 ? &S::factors(memory + Memory::stage(place.stage)) : nullptr);
+            walk_again().store_asked(state, i == chunks ? walk_again().segment.chunks : i / 2, at_end);
             if (i == chunks) break;
-            if (i > 0) turn(place), place = next;  // `after` has been read
+            if (i > 0) turn(place), place = next;  // factors have been read
             more = true;
             each_chunk(found, [&] { multiply(std::true_type{}); }, [&] { multiply(std::false_type{}); });
         }

@@ -6,7 +6,7 @@
 // goes outward, token by token. Rows are q, k exp2(x), columns k exp2(-x), so that the state is multiplied by
 // exp2(head) before it is read and added to, and by exp2(tail) at the end: head and tail are what the halves decay.
 // All x are larger by kShift, and so is tail, and head is smaller. There is room for half a chunk of gates at -5
-// (fuses_gate in launch.h); of softplus gates, pairs of channels that take more are taken apart (fused_steep.cuh).
+// (fuses_gate in launch.h); of softplus gates, pairs of channels that take more go another way (fused_steep.cuh).
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -35,6 +35,7 @@ struct FusedPreparer {
     using Memory = FusedMemory<kKey, kGroups>;
     using Shared = FusedShared<kKey, kGroups>;
     using W = Walk<kKey, false>;
+    using Steep = FusedSteep<T, kKey, kGroups, kGate>;
     using Products = float[kFusedTokens / 8][4];  // of a warp's 16 rows with all columns
     static constexpr int kHalf = kFusedTokens / 2;
     // Where x is counted from, in powers of two: columns leave the state, which is a sum of them times values, room.
@@ -306,7 +307,8 @@ struct FusedPreparer {
     // what the thread's half decays.
     __device__ __forceinline__ bool unexpected(float2 own, const PairMask<kKey>& expected) const {
         const bool left = has(expected);
-        const float2 sums{half == 0 ? -own.x - kShift : kShift - own.x, half == 0 ? -own.y - kShift : kShift - own.y};
+        static_assert(!kMaySteep || kShift == 0);
+        const float2 sums{-own.x, -own.y};
         const float most = half == 0 ? kMostHead : kMostTail, enough = left ? kStillLikely : kLikely;
         const bool is = !(sums.x <= most && sums.y <= most);
         fence_async_proxy();
@@ -318,16 +320,15 @@ struct FusedPreparer {
     }
     // Pairs that go without the products: as they came, but for columns. What was made of one that was not expected is
     // too large.
-    template <class Steep>
     __device__ __forceinline__ PairMask<kKey> steep_pairs(const Steep& steep, const PairMask<kKey>& expected,
                                                           bool others) const {
         if (!others) return expected;
         sync();
-        const PairMask<kKey> apart = halves(shared.steep[number]);
-        steep.take_again(apart);
+        const PairMask<kKey> pairs = halves(shared.steep[number]);
+        steep.take_again(pairs);
         fence_async_proxy();
         sync();
-        return apart;
+        return pairs;
     }
     // Its factors and products; it is the i-th of the walk. kSteep: with steep pairs.
     template <bool kSteep>
@@ -337,12 +338,12 @@ struct FusedPreparer {
         unsigned char* const at = memory + Memory::stage(stage);
         FusedFactors<kKey>& factors = S::factors(at);
         const auto powers = [](float x, float y) { return float2{exp2_fast(x), exp2_fast(y)}; };
-        const FusedSteep<T, kKey, kGroups, kGate> steep{a, shared, number, i, at};
-        PairMask<kKey> apart{};
+        const Steep steep{a, shared, number, i, at};
+        PairMask<kKey> pairs{};
         if constexpr (kSteep) {
-            apart = steep_pairs(steep.anew(), expected, others);
-            if (has(apart)) own = float2{0.0f, 0.0f};
-            if (thread == 0) factors.steep = apart;
+            pairs = steep_pairs(steep.anew(), expected, others);
+            if (has(pairs)) own = float2{0.0f, 0.0f};
+            if (thread == 0) factors.steep = pairs;
         }
         if (thread == 0) factors.any_steep = kSteep;
         if (half == 1) {
@@ -350,7 +351,7 @@ struct FusedPreparer {
                 *reinterpret_cast<float2*>(shared.tails[stage] + 2 * pair) = own;
             else if (!last)
                 send_tail(i, own);
-            if (!kSteep || !has(apart)) *reinterpret_cast<float2*>(factors.ends + 2 * pair) = powers(own.x, own.y);
+            if (!kSteep || !has(pairs)) *reinterpret_cast<float2*>(factors.ends + 2 * pair) = powers(own.x, own.y);
         }
         Products products;
         wgmma::fence();
@@ -387,7 +388,7 @@ struct FusedPreparer {
         }
         wgmma::wait<0>();
         wgmma::hold(products);
-        if constexpr (kSteep) steep.anew().add(products, apart);
+        if constexpr (kSteep) steep.anew().add(products, pairs);
         put(products, at, factors.beta, *overlaps);
         fence_async_proxy();
         arrive(shared_address(shared.scored + stage));
@@ -396,12 +397,14 @@ struct FusedPreparer {
 
     __device__ __forceinline__ void run() const {
         const HeadGate gate(a, walk.value_head);
-        for (int channel = thread; channel < kKey; channel += kGroupThreads)
-            shared.offsets[channel] =
-                channel >= a.key_dim ? kNoGate
-                : a.dt_bias.data
-                    ? gate.in * a.dt_bias.data[walk.value_head * a.dt_bias.head + channel * a.dt_bias.channel]
-                    : 0.0f;
+        // A bias of softplus gates stays a number: tokens that are not there have it, too.
+        const auto offset = [&](int channel) {
+            if (channel >= a.key_dim) return kNoGate;
+            if (!a.dt_bias.data) return 0.0f;
+            const float bias = gate.in * a.dt_bias.data[walk.value_head * a.dt_bias.head + channel * a.dt_bias.channel];
+            return kMaySteep ? min_or_nan(bias, 1e30f) : bias;
+        };
+        for (int channel = thread; channel < kKey; channel += kGroupThreads) shared.offsets[channel] = offset(channel);
         if constexpr (kMaySteep) {
             if (thread == 0) shared.steepest = kSteepest / -gate.out;
             if (thread < kGroupWarps) shared.likely[number][thread] = 0;

@@ -36,7 +36,6 @@ struct PairMask {
         for (const std::uint32_t panel : of) bits |= panel;
         return bits != 0;
     }
-    __device__ __forceinline__ bool has(int pair) const { return (pair < 32 ? of[0] : of[1]) >> pair % 32 & 1; }
     __device__ __forceinline__ int count() const { return __popc(of[0]) + __popc(of[1]); }
     // How many there are before the pair.
     __device__ __forceinline__ int before(int pair) const {
@@ -75,7 +74,7 @@ struct FusedFactors {
     // together.
     static constexpr CULA_HOST_DEVICE int turned(int pair) { return pair / 8 * 16 + pair % 4 * 4 + pair / 4 % 2 * 2; }
 
-    // Neither of the latter is so.
+    // Neither coupled nor with steep pairs.
     __device__ __forceinline__ bool plain() const {
         const int2 flags = *reinterpret_cast<const int2*>(&coupled);
         return (flags.x | flags.y) == 0;

@@ -4,7 +4,7 @@
 //
 // A steep pair goes without the products of operands. Its part of scores and overlaps is products of its own, eight
 // pairs at a time: blocks of eight tokens, x counted from the middle of the columns' block, for which no token may
-// decay by more than 2^-30. The state's channels are read where the chunk begins and written to where it ends: rows
+// decay by more than 2^-29.75. The state's channels are read where the chunk begins and written to where it ends: rows
 // decay from the begin, columns to the end, and the state by the whole chunk in between (FusedFactors::ends).
 //
 // Pairs that were steep, or nearly, in the warpgroup's last chunk are expected to be again: instead of operands their
@@ -26,7 +26,9 @@ struct SteepDecays {
     float2 x[kSlots][kRow];
     std::int32_t pair[kSlots];
 };
-inline constexpr float kSteepest = 30.0f;  // what a token decays at most, in powers of two
+// What a token decays at most, in powers of two: four of them, times the largest scale (fused_launch.cuh), are in
+// range.
+inline constexpr float kSteepest = 29.75f;
 
 template <class T>
 __device__ __forceinline__ float2 times(std::uint32_t word, float by) {
