@@ -85,10 +85,12 @@ struct FusedMultiplier {
         __device__ __forceinline__ explicit AtEnd(const FusedFactors<kKey>* factors) {
             if (!factors) return;
             ends = factors->ends + RowWindow::channel();
-            if (!kMaySteep || !factors->any_steep) return;
+            if constexpr (kMaySteep)
+                if (factors->any_steep) {
 #pragma unroll
-            for (int tile = 0; tile < kKey / 8; ++tile)
-                steep |= (factors->steep.of[tile / 8] >> (tile * 4 % 32 + threadIdx.x % 4) & 1) << tile;
+                    for (int tile = 0; tile < kKey / 8; ++tile)
+                        steep |= (factors->steep.of[tile / 8] >> (tile * 4 % 32 + threadIdx.x % 4) & 1) << tile;
+                }
         }
         __device__ __forceinline__ float2 operator()(float2 pair, int channel) const {
             if (!ends || (kMaySteep && steep >> channel / 8 & 1)) return pair;
