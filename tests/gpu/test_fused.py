@@ -271,8 +271,10 @@ def test_what_is_kept_on_the_way_changes_no_bit(decay, gate, value_dim):
         assert_same_bits("chunk_states", shorter.final_state[0], kept.chunk_states[0, chunk])
 
 
-def test_short_calls_are_fused():
-    assert ours(names_of_kernels(lambda: passes.prefill(inputs_of(lengths=(128,)), backend="sm90")), groups=1)
+@GATES
+def test_short_calls_are_fused(gate):
+    inputs = inputs_of(lengths=(128,), gate=gate)
+    assert ours(names_of_kernels(lambda: passes.prefill(inputs, backend="sm90")), groups=1)
 
 
 def test_many_heads_of_long_sequences_are_fused():

@@ -129,8 +129,8 @@ struct FusedCosts {
     double image = 3.9, carry[2] = {1.2, 2.6}, fused[2] = {2.3, 3.75}, round = 8.0, kernel = 10.0;
 };
 
-// Softplus gates take pairs: two warpgroups a CTA that multiply leave too few registers for steep channels. These take
-// up to half as long again in one kernel, which is half reckoned with.
+// Softplus gates take pairs: two warpgroups a CTA that multiply leave too few registers for steep channels. Without
+// any they take 2.4; what those cost, up to as much as half of it, is reckoned with in part (docs/fused.md).
 inline constexpr FusedCosts kSoftplusCosts{.image = 4.3, .fused = {2.82, 1e9}};
 
 // How many warpgroups a CTA of that one kernel has that multiply, or 0 where two kernels take less time (`always`: they

@@ -6,8 +6,8 @@
 // one whose warps fetch, put out, and solve
 //
 // Chunks of 32 tokens go through stages of shared memory: fetched as they came (boxes), prepared in place
-// (fused_preparer.cuh), solved (fused_solver.cuh), multiplied (fused_multiplier.cuh), each by its own warps. CTAs of a
-// pair prepare every other chunk and send it to each other.
+// (fused_preparer.cuh; steep channels, fused_steep.cuh), solved (fused_solver.cuh), multiplied (fused_multiplier.cuh),
+// each by its own warps. CTAs of a pair prepare every other chunk and send it to each other.
 #pragma once
 
 #include "cuda/ptx/overlap.cuh"

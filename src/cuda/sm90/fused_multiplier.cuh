@@ -65,14 +65,16 @@ struct FusedMultiplier {
         }
     }
 
+    // Whether the lane's pair of a tile is steep.
+    static __device__ __forceinline__ std::uint32_t is_steep(const FusedFactors<kKey>& factors, int tile) {
+        return factors.steep.of[tile / 8] >> (tile * 4 % 32 + static_cast<int>(threadIdx.x) % 4) & 1;
+    }
     // Steep pairs, by what the chunk decays.
     static __device__ __forceinline__ void pass(State& state, const FusedFactors<kKey>& factors) {
-        const int first = static_cast<int>(threadIdx.x) % 4;  // pair of each tile
 #pragma unroll
         for (int tile = 0; tile < kKey / 8; ++tile) {
-            const int pair = tile * 4 % 32;
-            if (!(factors.steep.of[tile / 8] >> (pair + first) & 1)) continue;
-            const float2 d = *reinterpret_cast<const float2*>(factors.ends + 8 * tile + 2 * first);
+            if (!is_steep(factors, tile)) continue;
+            const float2 d = *reinterpret_cast<const float2*>(factors.ends + RowWindow::channel() + 8 * tile);
 #pragma unroll
             for (int e = 0; e < 4; ++e) state[tile][e] *= e % 2 ? d.y : d.x;
         }
@@ -80,7 +82,7 @@ struct FusedMultiplier {
     // The state as it is at the chunk's end, where steep pairs are already; before the first chunk, as it is.
     struct AtEnd {
         const float* ends = nullptr;  // from the lane's first channel on
-        std::uint32_t steep = 0;      // which of the lane's pairs are
+        std::uint32_t steep = 0;      // which of the lane's pairs are, a bit a tile
 
         __device__ __forceinline__ explicit AtEnd(const FusedFactors<kKey>* factors) {
             if (!factors) return;
@@ -88,8 +90,7 @@ struct FusedMultiplier {
             if constexpr (kMaySteep)
                 if (factors->any_steep) {
 #pragma unroll
-                    for (int tile = 0; tile < kKey / 8; ++tile)
-                        steep |= (factors->steep.of[tile / 8] >> (tile * 4 % 32 + threadIdx.x % 4) & 1) << tile;
+                    for (int tile = 0; tile < kKey / 8; ++tile) steep |= is_steep(*factors, tile) << tile;
                 }
         }
         __device__ __forceinline__ float2 operator()(float2 pair, int channel) const {

@@ -338,10 +338,10 @@ struct FusedPreparer {
         unsigned char* const at = memory + Memory::stage(stage);
         FusedFactors<kKey>& factors = S::factors(at);
         const auto powers = [](float x, float y) { return float2{exp2_fast(x), exp2_fast(y)}; };
-        const Steep steep{a, shared, number, i, at};
+        const auto steep = [&] { return Steep{a, shared, number, i, at}; };
         PairMask<kKey> pairs{};
         if constexpr (kSteep) {
-            pairs = steep_pairs(steep.anew(), expected, others);
+            pairs = steep_pairs(steep(), expected, others);
             if (has(pairs)) own = float2{0.0f, 0.0f};
             if (thread == 0) factors.steep = pairs;
         }
@@ -388,7 +388,7 @@ struct FusedPreparer {
         }
         wgmma::wait<0>();
         wgmma::hold(products);
-        if constexpr (kSteep) steep.anew().add(products, pairs);
+        if constexpr (kSteep) steep().add(products, pairs);
         put(products, at, factors.beta, *overlaps);
         fence_async_proxy();
         arrive(shared_address(shared.scored + stage));
