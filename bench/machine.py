@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -12,6 +13,10 @@ from types import ModuleType
 import torch
 
 from bench import ROOT
+
+
+# The libraries that a GPU's suites measure beside ours (bench/peers.py): their name, and their distribution's.
+PEERS = {"FlashKDA": "flash_kda", "FLA": "flash-linear-attention"}
 
 
 def file_safe(name: str) -> str:
@@ -37,6 +42,17 @@ def commit() -> str | None:
     return os.environ.get("CULA_COMMIT") or found or None
 
 
+def peer_versions() -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name, distribution in PEERS.items():
+        try:
+            found[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
 def describe(device: ModuleType) -> dict:
     """The head of a result file; `device` is bench.cpu or bench.gpu."""
     return {
@@ -45,6 +61,7 @@ def describe(device: ModuleType) -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "commit": commit(),
+        "peers": peer_versions(),
         "copy_tbps": round(device.copy_tbps(), 4),
         "gemm_tflops": round(device.gemm_tflops(), 3),
         "clock_mhz": device.clock_mhz(),  # before the suite; a reading after it joins it

@@ -89,6 +89,22 @@ def test_dense_makes_o_and_the_final_state(pass_name, k_first, case):
 
 
 @pytest.mark.parametrize("pass_name", ["prefill", "decode"])
+@pytest.mark.parametrize("k_first", [False, True], ids=["v_first", "k_first"])
+@pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])
+def test_into_writes_o_and_makes_the_final_state(pass_name, k_first, case):
+    one, two = arguments(pass_name, case), dense(pass_name, case)
+    getattr(torch.ops.cula, pass_name).default(**one)
+    o = torch.full_like(one["o"], float("nan"))
+    two["options"] |= k_first << 15
+    into = getattr(torch.ops.cula, pass_name).into
+    final_state = into(**two, o=o)
+    assert_same_bits("o", one["o"], o)
+    assert_same_bits("final_state", one["final_state"], final_state.mT if k_first else final_state)
+    assert final_state.is_contiguous()
+    assert [argument.name for argument in into._schema.arguments if argument.alias_info] == ["o"]
+
+
+@pytest.mark.parametrize("pass_name", ["prefill", "decode"])
 @pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])
 def test_alone_makes_o_and_writes_nothing(pass_name, case):
     one, two = arguments(pass_name, case), dense(pass_name, case)
@@ -114,6 +130,7 @@ def test_opcheck_of_what_makes_outputs(pass_name):
     if pass_name != "verify":
         torch.library.opcheck(packet.dense, (), dense(pass_name))
         torch.library.opcheck(packet.alone, (), dense(pass_name))
+        torch.library.opcheck(packet.into, (), {**dense(pass_name), "o": arguments(pass_name)["o"]})
 
 
 @pytest.mark.parametrize(
@@ -126,9 +143,12 @@ def test_opcheck_of_what_makes_outputs(pass_name):
     ],
 )
 def test_shapes_that_say_nothing_of_the_outputs(wrong, sentence):
-    named = {**dense("prefill", PACKED if "cu_seqlens" in wrong else BASE), **wrong}
+    case = PACKED if "cu_seqlens" in wrong else BASE
+    named = {**dense("prefill", case), **wrong}
     with pytest.raises(ValueError, match=f"^{re.escape('prefill: ' + sentence)}$"):
         torch.ops.cula.prefill.dense(**named)
+    with pytest.raises(ValueError, match=f"^{re.escape('prefill: ' + sentence)}$"):
+        torch.ops.cula.prefill.into(**named, o=arguments("prefill", case)["o"])
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 1, 4, 1), (1, 1, 1, 1, 1, 1, 4)])

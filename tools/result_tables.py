@@ -169,9 +169,11 @@ def _gpu_results(suites: tuple[str, ...]) -> list[tuple[dict, Times]]:
 def _gpu_caption(result: dict) -> list[str]:
     clocks = sorted({*result["clock_mhz"]})
     clock = f", {clocks[0]} to {clocks[-1]} MHz" if len(clocks) > 1 else f", {clocks[0]} MHz" if clocks else ""
+    peers = "".join(f"; {name} {version}" for name, version in result.get("peers", {}).items())
     return [
         f"{result['device']}, driver {result['driver']}{clock}; copy {result['copy_tbps']:.2f} TB/s, bf16 matrix"
-        f" product {result['gemm_tflops']:.0f} TFLOP/s; torch {result['torch']}; sources `{result['source_hash']}`.",
+        f" product {result['gemm_tflops']:.0f} TFLOP/s; torch {result['torch']}{peers}; sources"
+        f" `{result['source_hash']}`.",
         "",
     ]
 

@@ -296,11 +296,12 @@ struct Outputs {
 
     Outputs(Pass pass, Form form, const Call& call, const Place& place, const Device& device, Args& args) {
         const TensorRef &q = args.q, &v = args.v, &cu = args.cu_seqlens;
-        if (!makes_o(form) || q.ndim != 4 || v.ndim != 4) return;
-        o = allocate(std::span(v.size).first(4), dtype_code(v.dtype), device);
-        args.o = view(pass, "o", o, place);
-
-        if (form != Form::kDense || (cu && (cu.ndim != 1 || cu.size[0] == 0))) return;
+        if (q.ndim != 4 || v.ndim != 4) return;
+        if (makes_o(form)) {
+            o = allocate(std::span(v.size).first(4), dtype_code(v.dtype), device);
+            args.o = view(pass, "o", o, place);
+        }
+        if (!makes_final_state(form) || (cu && (cu.ndim != 1 || cu.size[0] == 0))) return;
         const std::int64_t rows = v.size[3], columns = q.size[3];
         const std::array shape{num_sequences(args), v.size[2], call.k_first ? columns : rows,
                                call.k_first ? rows : columns};
@@ -373,9 +374,9 @@ void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
         if (debug_checks()) check_indices(pass, call, args);
     }
     TensorHandle workspace = run_planned(pass, args, context, call.backend.view());
-    if (form == Form::kKeep) stack[0] = torch::stable::detail::from(workspace.release());
-    if (outputs.o) stack[0] = torch::stable::detail::from(outputs.o.release());
-    if (outputs.final_state) stack[1] = torch::stable::detail::from(outputs.final_state.release());
+    TensorHandle* const made[] = {&outputs.o, &outputs.final_state, form == Form::kKeep ? &workspace : nullptr};
+    for (TensorHandle* one : made)
+        if (one && *one) *stack++ = torch::stable::detail::from(one->release());
 }
 
 constexpr char kComposeSchema[] = "compose(Tensor m, Tensor b, Tensor(a!) state, Tensor? joins=None) -> ()";
@@ -501,6 +502,7 @@ void implement_all(Library& library) {
         implement<pass, Form::kPacked>(library);
         implement<pass, Form::kFresh>(library);
         implement<pass, Form::kDense>(library);
+        implement<pass, Form::kInto>(library);
         implement<pass, Form::kAlone>(library);
         implement<pass, Form::kKeep>(library);
     };

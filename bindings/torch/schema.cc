@@ -67,6 +67,7 @@ constexpr std::string_view returns(Form form) {
         case Form::kFresh:
         case Form::kAlone: return "Tensor o";
         case Form::kDense: return "Tensor o, Tensor final_state";
+        case Form::kInto: return "Tensor final_state";
         case Form::kKeep: return "Tensor kept";
     }
     return "";
@@ -104,11 +105,11 @@ constexpr TensorRef Args::* kUsualFirst[] = {
 
 constexpr bool takes(Form form, TensorRef Args::* field) {
     constexpr TensorRef Args::* kNotDense[] = {
-        &Args::o,           &Args::final_state,     &Args::initial_state_indices, &Args::final_state_indices,
-        &Args::checkpoints, &Args::checkpoint_plan, &Args::chunk_states,          &Args::kept};
+        &Args::final_state,     &Args::initial_state_indices, &Args::final_state_indices, &Args::checkpoints,
+        &Args::checkpoint_plan, &Args::chunk_states,          &Args::kept};
     if (form == Form::kNamed) return field != &Args::kept;  // a matter between two calls of the package
-    if (form == Form::kDense || form == Form::kAlone) return !contains(kNotDense, field);
-    return form != Form::kFresh || field != &Args::o;
+    if (makes_o(form) && field == &Args::o) return false;
+    return !(makes_final_state(form) || form == Form::kAlone) || !contains(kNotDense, field);
 }
 
 constexpr Parameters make_parameters(Pass pass, Form form) {

@@ -34,12 +34,14 @@ struct Parameter {
 //   packed  does the same as the unnamed one, and takes `kept`
 //   fresh   allocates and returns o: from here that takes half as long as from Python
 //   dense   allocates and returns o and the final state, one for each sequence
+//   into    allocates and returns the final state like `dense`; o is the caller's
 //   alone   allocates and returns o, and writes nothing else
 //   keep    a segment: returns what a prefill of the same tokens takes as `kept`, empty where that would be nothing
-enum class Form : std::uint8_t { kNamed, kPacked, kFresh, kDense, kAlone, kKeep };
+enum class Form : std::uint8_t { kNamed, kPacked, kFresh, kDense, kInto, kAlone, kKeep };
 
 inline constexpr std::array kPasses{Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment};
-inline constexpr std::array kForms{Form::kNamed, Form::kPacked, Form::kFresh, Form::kDense, Form::kAlone, Form::kKeep};
+inline constexpr std::array kForms{Form::kNamed, Form::kPacked, Form::kFresh, Form::kDense,
+                                   Form::kInto,  Form::kAlone,  Form::kKeep};
 
 constexpr std::string_view overload(Form form) {
     switch (form) {
@@ -47,6 +49,7 @@ constexpr std::string_view overload(Form form) {
         case Form::kPacked: return ".packed";
         case Form::kFresh: return ".fresh";
         case Form::kDense: return ".dense";
+        case Form::kInto: return ".into";
         case Form::kAlone: return ".alone";
         case Form::kKeep: return ".keep";
     }
@@ -54,6 +57,8 @@ constexpr std::string_view overload(Form form) {
 }
 
 constexpr bool makes_o(Form form) { return form == Form::kFresh || form == Form::kDense || form == Form::kAlone; }
+
+constexpr bool makes_final_state(Form form) { return form == Form::kDense || form == Form::kInto; }
 
 constexpr bool has_states(Pass pass) { return pass != Pass::kSegment; }
 
@@ -63,6 +68,7 @@ constexpr bool has_overload(Pass pass, Form form) {
         case Form::kPacked: break;
         case Form::kFresh: return has_states(pass);
         case Form::kDense:
+        case Form::kInto:
         case Form::kAlone: return pass == Pass::kPrefill || pass == Pass::kDecode;
         case Form::kKeep: return pass == Pass::kSegment;
     }

@@ -3,9 +3,9 @@
 
 The package calls the overload `packed` of each, with its options in one integer (`pack`) and what is seldom given last,
 because PyTorch spends as much time on each number and on each None as on a tensor; the default overload spells
-everything out. `fresh` also makes o, and `dense` o and a dense final state, in half the time that Python takes; `alone`
-makes o and writes nothing else. A bad argument raises `ValueError` from C++ with the name of the argument, what was
-expected and what was given.
+everything out. `fresh` also makes o, `dense` o and a dense final state, and `into` that state alone, in half the time
+that Python takes; `alone` makes o and writes nothing else. A bad argument raises `ValueError` from C++ with the name of
+the argument, what was expected and what was given.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _fake(op: torch._ops.OpOverload) -> Callable[..., object]:
         for name, value in given.items():
             if isinstance(value, torch.Tensor) and value.device != device:
                 raise ValueError(f"{op_name(op)}: {name} must be on q's device, {device}, got {value.device}")
-        if "o" in outputs:
+        if outputs and "kept" not in outputs:
             check_dims(op, given["q"], given["v"])
         made = tuple(_MAKE[name](**given) for name in outputs)
         return made[0] if len(made) == 1 else made or None

@@ -105,12 +105,14 @@ def forward(
     if null_index == -1:
         null_index = None
     dense = not in_place and initial_state_indices is None and final_state_indices is None
-    if dense and out is checkpoints is kept is None and not return_chunk_states:
-        made = call(
-            op.dense if output_final_state else op.alone,
-            (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, scale, decay,
-             has_initial_state, null_index, backend),
+    if dense and checkpoints is kept is None and not return_chunk_states and (out is None or output_final_state):
+        rest = (
+            flags, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, scale, decay, has_initial_state,
+            null_index, backend,
         )  # fmt: skip
+        if out is not None:
+            return out, call(op.into, (q, k, v, out, *rest)), None
+        made = call(op.dense if output_final_state else op.alone, (q, k, v, *rest))
         return (*made, None) if output_final_state else (made, None, None)
 
     final_state = returned = state_pool

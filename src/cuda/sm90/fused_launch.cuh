@@ -11,7 +11,6 @@ namespace cula::cuda::sm90 {
 
 template <class T, int kKey>
 struct FusedPrefill {
-    FusedMaps maps;
     int groups = 0;
     bool pays = false;
 
@@ -38,8 +37,8 @@ struct FusedPrefill {
     }
 
 private:
-    // Empty where it can run: maps are there then.
-    std::string declines(const Call& call) {
+    // Empty where it can run.
+    static std::string declines(const Call& call) {
         constexpr float kMostScale = 256.0f;
         const DeviceArgs& a = call.args;
         if (a.algorithm.update != Update::kDelta || !fuses_gate(a.gate, a.lower_bound))
@@ -48,16 +47,32 @@ private:
         if (!a.qk_l2norm) return "it normalizes q and k (qk_l2norm)";
         if (!(std::fabs(a.scale) <= kMostScale)) return "it takes scale up to 256, got " + std::to_string(a.scale);
         if (a.beta_per_value || a.beta.dtype == Dtype::kFloat64) return "it takes one beta per token, not of float64";
-        const auto map = [&](CUtensorMap& to, const TokenRows& rows, int heads, int width) {
-            return map_rows(to, rows, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, heads, width,
-                            {kBoxChannels, kFusedTokens, CU_TENSOR_MAP_SWIZZLE_128B});
-        };
-        const int heads = a.value_heads / a.group;
-        if (!map(maps.q, a.q, heads, a.key_dim) || !map(maps.k, a.k, heads, a.key_dim) ||
-            !map(maps.g, a.g, a.value_heads, a.key_dim) || !map(maps.v, a.v, a.value_heads, a.value_dim) ||
-            !map(maps.o, a.o, a.value_heads, a.value_dim))
-            return "q, k, v, g and o must be bfloat16 and lie in whole pieces of 16 bytes";
+        bool all_mappable = true;
+        each_map(a, [&](auto, const TokenRows& rows, int, int width) {
+            all_mappable = all_mappable && mappable(rows, kDtype<T>, width);
+        });
+        if (!all_mappable) return "q, k, v, g and o must be bfloat16 and lie in whole pieces of 16 bytes";
         return {};
+    }
+
+    // body(map, its rows, their heads and channels)
+    template <class Body>
+    static void each_map(const DeviceArgs& a, Body body) {
+        const int heads = a.value_heads / a.group;
+        body(&FusedMaps::q, a.q, heads, a.key_dim);
+        body(&FusedMaps::k, a.k, heads, a.key_dim);
+        body(&FusedMaps::g, a.g, a.value_heads, a.key_dim);
+        body(&FusedMaps::v, a.v, a.value_heads, a.value_dim);
+        body(&FusedMaps::o, a.o, a.value_heads, a.value_dim);
+    }
+    static FusedMaps make_maps(const DeviceArgs& a) {
+        FusedMaps maps;
+        each_map(a, [&](CUtensorMap FusedMaps::* map, const TokenRows& rows, int heads, int width) {
+            if (!map_rows(maps.*map, rows, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, heads, width,
+                          {kBoxChannels, kFusedTokens, CU_TENSOR_MAP_SWIZZLE_128B}))
+                throw std::runtime_error("cula: cuTensorMapEncodeTiled: no map of these rows");
+        });
+        return maps;
     }
 
     template <int kGroups, Gate kGate, class ShapeOf>
@@ -70,7 +85,7 @@ private:
                    .threads = kFusedThreads<kGroups>,
                    .shared_bytes = static_cast<std::size_t>(FusedMemory<kKey, kGroups>::kBytes),
                    .cluster = kPeers<kGroups>}),
-            call.stream, a, schedule, p, maps);
+            call.stream, a, schedule, p, make_maps(a));
     }
 };
 

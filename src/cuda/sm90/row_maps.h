@@ -5,6 +5,7 @@
 
 #include <cudaTypedefs.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/device_args.h"
@@ -26,6 +27,14 @@ struct Box {
     CUtensorMapSwizzle swizzle;
 };
 
+// Whether there can be a map of such rows (CUDA driver API, cuTensorMapEncodeTiled).
+inline bool mappable(const TokenRows& rows, Dtype dtype, int width) {
+    constexpr std::int64_t kMostStride = (std::int64_t{1} << 40) / 2;
+    return rows.dtype == dtype && (rows.batch | rows.token | rows.head | width) % 8 == 0 &&
+           std::max({rows.batch, rows.token, rows.head}) < kMostStride &&
+           reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
+}
+
 // [batches, tokens, heads, width]; false where there can be no such map.
 inline bool map_rows(CUtensorMap& map, const TokenRows& rows, Dtype dtype, std::int64_t batches, std::int64_t tokens,
                      int heads, int width, const Box& box) {
@@ -36,7 +45,7 @@ inline bool map_rows(CUtensorMap& map, const TokenRows& rows, Dtype dtype, std::
               "cuTensorMapEncodeTiled");
         return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
     }();
-    if (rows.dtype != dtype || (rows.batch | rows.token | rows.head | width) % 8 != 0) return false;
+    if (!mappable(rows, dtype, width)) return false;
     const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(heads),
                                  static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(batches)};
     const cuuint64_t strides[3] = {static_cast<cuuint64_t>(rows.head) * 2, static_cast<cuuint64_t>(rows.token) * 2,
