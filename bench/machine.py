@@ -14,7 +14,6 @@ import torch
 
 from bench import ROOT
 
-
 # The libraries that a GPU's suites measure beside ours (bench/peers.py): their name, and their distribution's.
 PEERS = {"FlashKDA": "flash_kda", "FLA": "flash-linear-attention"}
 

@@ -105,8 +105,9 @@ constexpr TensorRef Args::* kUsualFirst[] = {
 
 constexpr bool takes(Form form, TensorRef Args::* field) {
     constexpr TensorRef Args::* kNotDense[] = {
-        &Args::final_state,     &Args::initial_state_indices, &Args::final_state_indices, &Args::checkpoints,
-        &Args::checkpoint_plan, &Args::chunk_states,          &Args::kept};
+        &Args::final_state, &Args::initial_state_indices, &Args::final_state_indices,
+        &Args::checkpoints, &Args::checkpoint_plan,       &Args::chunk_states,
+        &Args::kept};
     if (form == Form::kNamed) return field != &Args::kept;  // a matter between two calls of the package
     if (makes_o(form) && field == &Args::o) return false;
     return !(makes_final_state(form) || form == Form::kAlone) || !contains(kNotDense, field);

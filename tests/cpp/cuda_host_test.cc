@@ -2,6 +2,8 @@
 // What the CUDA backends work out on the host; it needs no GPU and no nvcc.
 #include <gtest/gtest.h>
 
+#include <utility>
+
 #include "cuda/sm80/policy.h"
 #include "cuda/tile/divisor.h"
 
@@ -76,6 +78,31 @@ TEST(Policy, CutsByCost) {
     kept.costs = kCosts;
     EXPECT_EQ(prefill_policy(kept, kImage, kMultiprocessors, 4).segment_chunks,
               prefill_policy(one_sequence(512, 200), kImage, kMultiprocessors, 4).segment_chunks);
+}
+
+TEST(Policy, FirstSegmentsAreWalkedBesideTheMapsOfOthers) {
+    const auto policy_of = [](const PrefillShape& shape) { return prefill_policy(shape, kImage, kMultiprocessors, 4); };
+    PrefillShape shape = one_sequence(512, 8);
+    EXPECT_FALSE(policy_of(shape).first_walks);
+    shape.costs.walks = true;
+    EXPECT_TRUE(policy_of(shape).first_walks);
+    EXPECT_EQ(policy_of(shape).segment_chunks, 57);  // nine: 16 CTAs and 7 x 16 of maps, then 8 x 16
+    for (const auto& [heads, chunks] : {std::pair{4, 512}, {12, 86}, {16, 103}, {22, 128}, {32, 512}}) {
+        shape.value_heads = heads;  // of 4 segments are too short, of 32 too few
+        EXPECT_EQ(policy_of(shape).first_walks, heads > 4 && heads < 32) << heads;
+        if (heads > 4) EXPECT_EQ(policy_of(shape).segment_chunks, chunks) << heads;
+    }
+    shape = {.sequences = 2, .chunks = 1024, .longest = 512, .value_heads = 8, .value_dim = 128};
+    shape.costs.walks = true;
+    EXPECT_TRUE(policy_of(shape).first_walks);
+    shape.chunks = 6000, shape.longest = 3000;
+    EXPECT_FALSE(policy_of(shape).first_walks);  // several slabs, with parts of sequences
+    shape.sequences = 1, shape.longest = 6000;
+    EXPECT_TRUE(policy_of(shape).first_walks);
+    shape.longest = shape.chunks = 512, shape.kept = true;
+    EXPECT_FALSE(policy_of(shape).first_walks);
+    shape.kept = false, shape.maps_pay = false;
+    EXPECT_FALSE(policy_of(shape).first_walks);
 }
 
 TEST(Policy, WhatIsKeptStaysWholeAndIsCutFinely) {

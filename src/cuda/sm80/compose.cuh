@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
         --chain.count;  // nothing comes behind the last segment
         start = static_cast<float*>(p.starts.data) + p.starts.offset(first.number + 1, value_head) + row.row * kKey +
                 row.channel;
-        from_zero = first.chunk == 0 && slot < 0;
+        from_zero = p.first_walks || (first.chunk == 0 && slot < 0);
     }
     const auto each = [&](float4 now) {
         if (kTotal) return;
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
         start += p.starts.slot;
     };
     if (from_zero) {
-        // Its first segment need not have an M.
+        // Its first segment need not have an M, nor if it has been walked.
         if (row.exists()) each(x = own.existing(load_four(chain.b)));
         chain.advance();
     }

@@ -16,6 +16,7 @@ namespace cula::cuda::sm80 {
 struct CutCosts {
     double whole = 0.0, map = 0.0, narrow = 0.0, wide = 0.0, halves = 0.0;
     double first = 1.0;  // how much longer the first of two segments is that are mapped at once, itself without an M
+    bool walks = false;  // whether first segments may be walked beside maps (PrefillPolicy::first_walks)
 };
 
 struct PrefillShape {
@@ -36,6 +37,8 @@ struct PrefillPolicy {
     // Two segments, of which the second starts from what the map of the first makes of its state. The first is walked
     // beside its map, which takes less time a chunk, and is longer.
     bool halves = false;
+    // One segment more than fill the device: the first is walked beside the maps of the others, and needs none.
+    bool first_walks = false;
     // Maps of first segments have no M, and are made beside those of the others, all of them at once.
     bool first_apart = false;
 };
@@ -48,6 +51,7 @@ inline constexpr int kMostSpan = 4;       // value heads: a warp sums the gates 
 inline constexpr int kLeastSegment = 8;   // chunks: below it the maps cost more than they free
 inline constexpr int kLeastSegments = 3;  // the same
 inline constexpr int kLeastHalved = 64;   // chunks that are worth cutting in two
+inline constexpr int kLeastWalked = 32;   // of the first segment, for which a kernel more pays
 // Microseconds: of maps and compose, which do not follow early, and their ends; of compose, a head and segment.
 inline constexpr double kMapStarts = 12.0, kComposed = 0.19;
 
@@ -112,6 +116,10 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
         policy.segment_chunks = static_cast<int>((5 * per_sequence + 7) / 8);
     } else if (cut.segments > 1) {
         policy.warps = cut.warps, policy.row_blocks = blocks(cut.warps);
+        policy.first_walks = costs.walks && !shape.kept && per_sequence >= kLeastWalked * (cut.segments + 1) &&
+                             (slabs == 1 || shape.sequences == 1) &&
+                             heads * (policy.row_blocks + 2 * blocks(8) * (cut.segments - 1)) <= multiprocessors;
+        if (policy.first_walks) ++cut.segments;
         policy.segment_chunks = static_cast<int>((per_sequence + cut.segments - 1) / cut.segments);
         policy.first_apart =
             shape.from_zero && heads * blocks(8) * (1 + 2 * (cut.segments - 1)) <= std::int64_t{multiprocessors};

@@ -83,9 +83,10 @@ struct PrefillPlan {
             (call.keeps || call.kept) && static_cast<std::size_t>(chunks) * a.value_heads * image_bytes <= kKeptBytes;
         shape.maps_pay = !a.batch_invariant && !fused->pays && (kept || !call.segment);
         shape.kept = kept;
-        // Of packed sequences the host does not know which segments come first.
+        // Of packed sequences the host does not know which segments come first: here, and where first ones would walk.
         shape.from_zero = b_alone && kept && delta && !a.cu_seqlens;
         shape.costs = Carry::cut_costs(delta);
+        shape.costs.walks = shape.costs.walks && !a.cu_seqlens;
         policy = prefill_policy(shape, image_bytes, call.multiprocessors, Carry::kWarpStep);
         maps = policy.segment_chunks < std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
         few = a.cu_seqlens && a.sequences <= kFewSequences && slabs() == 1 && !maps;
@@ -157,7 +158,8 @@ void launch_slabs(const Call& call) {
     p.map_b = float_states(plan.map_b, 0, heads, a.value_dim, kKey);
     p.map_m = float_states(plan.map_m, 0, heads, kDelta ? a.key_dim : 1, kKey);
     if (plan.policy.first_apart) p.map_m.data = plan.map_m - p.map_m.slot;
-    p.halves = plan.policy.halves, p.wants_m = !p.halves, p.first_m = !plan.policy.first_apart;
+    p.halves = plan.policy.halves, p.first_walks = plan.policy.first_walks;
+    p.wants_m = !p.halves, p.first_m = !plan.policy.first_apart;
 
     Schedule schedule_of;
     schedule_of.chunk_tokens = kTokens<kKey>;
@@ -225,10 +227,22 @@ void launch_slabs(const Call& call) {
             continue;
         }
         p.slab_start = float_states(plan.unfinished[slab % 2], 1, heads, a.value_dim, a.key_dim);
-        p.slab_end = float_states(plan.unfinished[(slab + 1) % 2], 1, heads, a.value_dim, a.key_dim);
+        States slab_end = float_states(plan.unfinished[(slab + 1) % 2], 1, heads, a.value_dim, a.key_dim);
+        slab_end.slot = 0;  // whatever sequence it is that goes on
+        p.slab_end = slab_end;
+        const int pieces = static_cast<int>(schedule_of.by_pieces.value);
+        p.first_rank = 0;
         if (plan.maps) {
+            if (p.first_walks) {
+                p.first_only = true, p.slab_end = p.map_b, p.slab_end.slot *= pieces;
+                Carry::template launch<kDelta, false>(call, plan, schedule_of, p, shape);
+                p.first_only = false, p.slab_end = slab_end;
+                p.first_rank = 1, p.ranks = divisor(std::max(1, pieces - 2)), p.beside_others = call.follows;
+            }
             if (!found) Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
             if (!p.halves) launch_compose(std::false_type{}, value_tiles);
+            // Of several sequences the CTAs of first segments end at once.
+            p.first_rank = p.first_walks && a.sequences == 1 ? 1 : 0;
         }
         schedule_of.awaits_states = waits_itself && composes;
         Carry::template launch<kDelta, false>(call, plan, schedule_of, p, shape);

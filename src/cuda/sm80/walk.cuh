@@ -28,13 +28,16 @@ struct CarryParams {
     bool wants_m = true;    // maps: or B alone
     bool first_m = true;    // of sequences' first segments, too
     // Maps: the first segment of every sequence that a launch makes, and how many; and whether the launch before has
-    // others, and so has waited for what is before both.
+    // others, and so has waited for what is before both. Elsewhere: the first of all segments.
     std::int32_t first_rank = 0;
     Divisor ranks;
-    bool beside_maps = false;
+    bool beside_others = false;
     // Two segments at most: the map of the first begins from the sequence's state, so that its B is the state before
     // the second and it has no M. The first is walked beside it.
     bool halves = false;
+    // First segments are walked beside the maps of others, by a launch for them only, which leaves their last states in
+    // slab_end, a slot for each sequence.
+    bool first_walks = false, first_only = false;
 };
 
 // The rows of a warp: from `first` on, and below `end` those that exist.
@@ -122,7 +125,7 @@ __device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedul
     const int i = a.by_value_heads.divide(p.row_blocks.divide(block));
     if (kMaps && !p.halves)
         return i + p.ranks.divide(i) * static_cast<int>(schedule.by_pieces.value - p.ranks.value) + p.first_rank;
-    if (!p.halves || schedule.segments) return i;
+    if (!p.halves || schedule.segments) return i + p.first_rank;
     const int sequences = schedule.max_segments / 2;
     return i % sequences * 2 + i / sequences;
 }
@@ -130,7 +133,12 @@ __device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedul
 template <int kKey, bool kMaps>
 __device__ __forceinline__ Segment own_segment(const DeviceArgs& a, const Schedule& schedule, const CarryParams& p) {
     const int number = segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x));
-    return schedule.few ? segment_of_few<kTokens<kKey>>(a, schedule, number) : segment_of(a, schedule, number);
+    Segment own = schedule.few ? segment_of_few<kTokens<kKey>>(a, schedule, number) : segment_of(a, schedule, number);
+    if (!kMaps && p.first_walks) {
+        if ((own.rank == 0) != p.first_only) own = {};
+        if (p.first_only) own.count = 1;  // its state is stored like that of a slab's last one
+    }
+    return own;
 }
 
 template <int kKey, bool kMaps>
@@ -271,7 +279,7 @@ struct Walk {
                 if (kMaps)
                     to = of_m ? p.map_m : p.map_b, base = to.offset(p.map_b.slots ? n : number, value_head);
                 else if (!ends_sequence && segment.rank + 1 == segment.count)
-                    to = p.slab_end, base = to.offset(0, value_head);
+                    to = p.slab_end, base = to.offset(n, value_head);
                 else if (ends_sequence && slots.final >= 0)
                     to = a.final, base = to.offset(slots.final, value_head);
             } else if (m == -1) {

@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         return segment_of(a, schedule, segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x))).rank > 0;
     };
     const bool waits_itself = schedule.awaits_images || schedule.awaits_states;
-    const bool waits_last = kMaps ? p.beside_maps : p.halves || waits_itself;
-    if (kMaps && p.beside_maps) {
+    const bool waits_last = kMaps ? p.beside_others : p.halves || waits_itself;
+    if (kMaps && p.beside_others) {
         __threadfence();
     } else if (kMaps) {
         wait_for_kernels();

@@ -25,7 +25,7 @@ struct WarpgroupCarry {
     // Of GDN, whose images are small: elsewhere memory sets the pace of a carry that fills the device. Of a first
     // segment's B two CTAs of one warpgroup make a chunk in 0.89 us, of another's map two of two warpgroups in 1.11.
     static constexpr CutCosts cut_costs(bool delta) {
-        if (!delta || kPerChannel) return {.first = 1.25};
+        if (!delta || kPerChannel) return {.first = 1.25, .walks = delta};
         return {.whole = 1.2, .map = 0.9, .narrow = 1.33, .wide = 2.05, .halves = 0.85, .first = 1.25};
     }
 
@@ -44,7 +44,11 @@ struct WarpgroupCarry {
                        CarryParams p, const ShapeOf& shape) {
         const DeviceArgs& a = call.args;
         const int groups = plan.policy.warps / kGroupWarps;
-        const std::int64_t columns = std::int64_t{a.value_heads} * schedule.max_segments;
+        const int pieces = static_cast<int>(schedule.by_pieces.value);
+        const std::int64_t firsts = std::int64_t{a.value_heads} * a.sequences;
+        std::int64_t columns = std::int64_t{a.value_heads} * (schedule.max_segments - p.first_rank);
+        if (p.first_walks && kMaps) columns = firsts * p.ranks.value;
+        if (p.first_only) columns = std::int64_t{a.value_heads} * ((a.sequences - 1) * pieces + 1);
         if (!kMaps || !kDelta || !p.wants_m)
             return launch_rows<kDelta, kMaps>(call, plan, schedule, p, rows(a, groups, false), columns, shape);
         // Two warpgroups a CTA where one would take twice the rounds.
@@ -52,13 +56,20 @@ struct WarpgroupCarry {
             const Rows as_the_carry = rows(a, groups, true);
             return of * as_the_carry.blocks() > room ? rows(a, kMaxGroups, true) : as_the_carry;
         };
-        if (!plan.kept || a.cu_seqlens)
-            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(columns, call.multiprocessors),
-                                              columns, shape);
-        // What a segment call keeps lacks some: M of the first segments, the maps of the last ones.
-        const std::int64_t firsts = std::int64_t{a.value_heads} * a.sequences;
-        const int pieces = static_cast<int>(schedule.by_pieces.value);
+        const auto beside_others = [&](LaunchShape of) {
+            of = shape(of);
+            of.early |= p.beside_others;
+            return of;
+        };
         int room = call.multiprocessors;
+        if (p.first_walks) {
+            room -= static_cast<int>(firsts) * rows(a, groups, false).blocks();
+            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(columns, room), columns,
+                                              beside_others);
+        }
+        if (!plan.kept || a.cu_seqlens)
+            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(columns, room), columns, shape);
+        // What a segment call keeps lacks some: M of the first segments, the maps of the last ones.
         if (!p.first_m) {
             const Rows others = rows(a, kMaxGroups, true);
             Rows first = rows(a, groups, false);
@@ -66,17 +77,13 @@ struct WarpgroupCarry {
                 first = rows(a, kMaxGroups, false);
             p.first_rank = 0, p.ranks = divisor(1);
             launch_rows<kDelta, kMaps>(call, plan, schedule, p, first, firsts, shape);
-            p.first_rank = 1, p.beside_maps = call.follows;
+            p.first_rank = 1, p.beside_others = call.follows;
             room -= static_cast<int>(firsts * first.blocks());
         }
         const int ranks = pieces - p.first_rank - (p.last_map ? 0 : 1);
         p.ranks = divisor(ranks);
         launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(firsts * ranks, room), firsts * ranks,
-                                   [&](LaunchShape of) {
-                                       of = shape(of);
-                                       of.early |= p.beside_maps;
-                                       return of;
-                                   });
+                                   beside_others);
     }
 
 private:
