@@ -88,6 +88,9 @@ def calls() -> Iterator[Call]:
             if algorithm == "gdn":  # cut in two where Hopper's kernels run
                 many = {"heads": 8, "value_heads": 16, "key_dim": 128, "value_dim": 128}
                 yield ready("prefill", algorithm, lengths=(4096,), backend=backend, **many)
+            if algorithm == "kda" and not backend:  # in four, of which the first walks beside maps
+                many = {"heads": 22, "value_heads": 22, "key_dim": 128, "value_dim": 128}
+                yield ready("prefill", algorithm, lengths=(64 * 128 - 3,), **many)
             scheduled = (65, *[0, 5] * 16)
             yield ready("varlen", algorithm, lengths=scheduled, key_dim=128, value_dim=128, backend=backend, **one)
             for kind in (KEPT, FROM_ZERO):
