@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import cula
 from cula._explain import Row
@@ -38,6 +41,16 @@ def able(dtype: torch.dtype, pass_name: str = "prefill", *, beta_per_value: bool
 def serves(target: str, pass_name: str) -> bool:
     """Whether the target has a kernel for the pass: on a GPU, one may be made for a single pass."""
     return any(name == target or name.startswith(f"{target}:") for name in targets(pass_name))
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """The names of the library's kernels that a call launches on a GPU, in their order. It is made once before."""
+    call()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in trace.events() if event.device_type == DeviceType.CUDA]
+    return [name for name in names if "cula::" in name]
 
 
 def family() -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import __main__ as main  # noqa: E402  (once ROOT is on the path)
-from bench import cpu, dist, first, plot, suites  # noqa: E402  (once ROOT is on the path)
+from bench import cpu, dist, first, machine, plot, suites  # noqa: E402  (once ROOT is on the path)
 from bench.impls import OURS, Impl  # noqa: E402  (once ROOT is on the path)
 
 pytestmark = pytest.mark.cpu_only("about the benchmark's host side")
@@ -220,6 +221,21 @@ def test_a_small_section_from_end_to_end(monkeypatch, tmp_path):
     assert sum(line.startswith("| kda, ") for line in lines) == len(chosen)
     assert any(line.startswith("![") and line.endswith("/prefill_ragged.png)") for line in lines)
     assert lines[-1].startswith(f"Our error is no larger than FLA's in {len(chosen)} of the {len(chosen)} cases")
+
+
+def test_results_name_the_peers_that_are_installed(monkeypatch):
+    def version(distribution: str) -> str:
+        if distribution != "flash-linear-attention":
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return "1.2"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert machine.peer_versions() == {"FLA": "1.2"}
+    for name, value in {"copy_tbps": 4.0, "gemm_tflops": 700.0, "clock_mhz": []}.items():
+        monkeypatch.setattr(cpu, name, lambda value=value: value)
+    head = {**machine.describe(cpu), "source_hash": "0"}
+    assert "; FLA 1.2; sources" in result_tables._gpu_caption(head)[0]
+    assert "FlashKDA" not in result_tables._gpu_caption(head)[0]
 
 
 def test_sections_without_results(monkeypatch, tmp_path):

@@ -80,7 +80,10 @@ def fla() -> list[str]:
         ]
         total = sum(outcomes.values(), Counter())
         gradients = sum(case["gradients"] for case in result["cases"].values())
-        lines += _caption(result)
+        caption = _caption(result)
+        if version := result.get("fla"):
+            caption[0] = f"FLA {version}; {caption[0]}"
+        lines += caption
         lines += [
             f"{total['passed']} cases passed, {total['failed']} failed, {total['skipped']} were skipped; {gradients}"
             " comparisons of gradients were not evaluated.",

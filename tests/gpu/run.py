@@ -161,6 +161,7 @@ def fla(options: argparse.Namespace) -> bool:
         if not record.exists():
             raise SystemExit("run.py: FLA's tests did not run to the end")
         result = json.loads(record.read_text())
+    result["fla"] = machine.peer_versions().get("FLA")
     print(dict(Counter(case["outcome"] for case in result["cases"].values())))
     if not options.pytest:
         write("fla_tests", result, options.output)

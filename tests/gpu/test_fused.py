@@ -8,8 +8,6 @@ import re
 
 import pytest
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 import device
 import passes
@@ -61,16 +59,6 @@ def inputs_of(**fields) -> Inputs:
 
 def fused(inputs: Inputs, backend: str = FUSED) -> passes.Result:
     return passes.prefill(inputs, backend=backend)
-
-
-def names_of_kernels(call) -> list[str]:
-    """The library's."""
-    call()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        call()
-        torch.cuda.synchronize()
-    names = [event.name for event in trace.events() if event.device_type == DeviceType.CUDA]
-    return [name for name in names if "cula::" in name]
 
 
 def ours(names: list[str], groups: int) -> bool:
@@ -177,9 +165,9 @@ def test_two_warpgroups_a_cta_change_no_bit(shape):
     heads = all_of_them * 7 // 8 // len(WIDE[shape]["lengths"])
     inputs = make(Case(**{**FIELDS, **WIDE[shape], "heads": heads, "value_heads": heads}), draw_on="cuda")
     found = {}
-    assert ours(names_of_kernels(lambda: found.update(whole=fused(inputs))), groups=2)
+    assert ours(device.kernels_of(lambda: found.update(whole=fused(inputs))), groups=2)
     few = 8
-    assert ours(names_of_kernels(lambda: found.update(alone=fused(inputs.first_heads(few)))), groups=1)
+    assert ours(device.kernels_of(lambda: found.update(alone=fused(inputs.first_heads(few)))), groups=1)
     assert_same_bits("o", found["alone"].o, found["whole"].o[:, :, :few].contiguous())
     assert_same_bits("final_state", found["alone"].final_state, found["whole"].final_state[:, :few].contiguous())
 
@@ -274,14 +262,14 @@ def test_what_is_kept_on_the_way_changes_no_bit(decay, gate, value_dim):
 @GATES
 def test_short_calls_are_fused(gate):
     inputs = inputs_of(lengths=(128,), gate=gate)
-    assert ours(names_of_kernels(lambda: passes.prefill(inputs, backend="sm90")), groups=1)
+    assert ours(device.kernels_of(lambda: passes.prefill(inputs, backend="sm90")), groups=1)
 
 
 def test_many_heads_of_long_sequences_are_fused():
     inputs = make(Case(**{**FIELDS, "lengths": (512,) * 4, "heads": 66, "value_heads": 66}), draw_on="cuda")
-    assert ours(names_of_kernels(lambda: passes.prefill(inputs, backend="sm90")), groups=2)
+    assert ours(device.kernels_of(lambda: passes.prefill(inputs, backend="sm90")), groups=2)
     by_two = inputs.but(g=strided(inputs.g, 3))  # not in whole pieces
-    assert not ours(names_of_kernels(lambda: passes.prefill(by_two, backend="sm90")), groups=2)
+    assert not ours(device.kernels_of(lambda: passes.prefill(by_two, backend="sm90")), groups=2)
     one, two = passes.prefill(inputs, backend="sm90"), passes.prefill(by_two, backend="sm90")
     for name in ("o", "final_state"):
         assert errors(getattr(one, name), getattr(two, name).double()).rms < CLOSE, name

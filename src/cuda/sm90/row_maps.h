@@ -31,6 +31,7 @@ struct Box {
 inline bool mappable(const TokenRows& rows, Dtype dtype, int width) {
     constexpr std::int64_t kMostStride = (std::int64_t{1} << 40) / 2;
     return rows.dtype == dtype && (rows.batch | rows.token | rows.head | width) % 8 == 0 &&
+           std::min({rows.batch, rows.token, rows.head}) >= 0 &&
            std::max({rows.batch, rows.token, rows.head}) < kMostStride &&
            reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
 }
