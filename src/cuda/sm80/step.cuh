@@ -26,6 +26,13 @@ struct alignas(16) StepInputs {
     std::int32_t path[kMaxTreeTokens];
 };
 
+// What a tree's row starts from, each thread's part where it alone looks. Its memory may be the slot of one of its own
+// tokens, as in vLLM's convention, and be overwritten before a later token continues it.
+template <int kKey, bool kTree>
+struct TreeBase {
+    float x[kTree ? kKey / kLanesPerRow : 1][kStepThreads];
+};
+
 // One warp readies a token: fetch() asks for everything that the CTA's rows need of it, ready() leaves it in place
 // `slot`, and nobody asks memory for anything between two tokens.
 template <int kKey>
@@ -155,6 +162,7 @@ struct StateRow {
 template <int kKey, bool kTree, bool kMaps = false>
 __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const __grid_constant__ DeviceArgs a) {
     __shared__ StepInputs<kKey> s;
+    __shared__ TreeBase<kKey, kTree> base;
 
     const int value_blocks = (a.value_dim + kRowsPerPass - 1) / kRowsPerPass;
     const int blocks = value_blocks + (kMaps && a.segment_m.data ? (a.key_dim + kRowsPerPass - 1) / kRowsPerPass : 0);
@@ -199,13 +207,10 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const _
     if (slots.skipped) return zero_outputs(tokens.begin, tokens.begin + tokens.length);
 
     StateRow<kKey> state;
-    const auto load_base = [&] {
-        if (slots.initial >= 0)
-            state.load(a, a.initial, a.initial.offset(slots.initial, value_head), row, row_end);
-        else
-            for (float& x : state.x) x = 0.0f;
-    };
-    load_base();
+    if (slots.initial >= 0)
+        state.load(a, a.initial, a.initial.offset(slots.initial, value_head), row, row_end);
+    else
+        for (float& x : state.x) x = 0.0f;
     if (of_m) {
 #pragma unroll
         for (int i = 0; i < StateRow<kKey>::kPerLane; ++i) state.x[i] = row == lane_channel(i) ? 1.0f : 0.0f;
@@ -296,12 +301,15 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const _
             __syncthreads();
             return index;
         };
+#pragma unroll
+        for (int i = 0; i < StateRow<kKey>::kPerLane; ++i) base.x[i][threadIdx.x] = state.x[i];
         std::int64_t done = -1;
         for (std::int64_t t = 0; t < tokens.length && t < a.parents.columns && t < kMaxTreeTokens; ++t) {
             std::int64_t parent = a.parents.at(n, t);
             if (parent >= t) parent = -1;
             if (parent != done) {
-                load_base();
+#pragma unroll
+                for (int i = 0; i < StateRow<kKey>::kPerLane; ++i) state.x[i] = base.x[i][threadIdx.x];
                 int depth = 0;
                 for (std::int64_t p = parent; p >= 0; ++depth) {
                     if (threadIdx.x == 0) s.path[depth] = static_cast<std::int32_t>(p);
