@@ -173,7 +173,12 @@ struct BlockGates {
         const float most = fminf(__fdividef(kLeastLog2Decay, gate.out), 3e38f);
         float offset[kOwned];
 #pragma unroll
-        for (int i = 0; i < kOwned; ++i) offset[i] = gate.in * bias[i], head[i] = tail[i] = 0.0f;
+        for (int i = 0; i < kOwned; ++i) {
+            // Channels beyond K hold zeros, which a factor out of range would turn into NaN: they do not decay.
+            constexpr float kNoGate = kGate == Gate::kBounded ? 3e38f : -3e38f;
+            offset[i] = channel + i < a.key_dim ? gate.in * bias[i] : kNoGate;
+            head[i] = tail[i] = 0.0f;
+        }
         const auto shapes = [&](float(&x)[kOwned], int t) {
             if constexpr (kNarrow) {
                 const auto* from = reinterpret_cast<const std::uint32_t*>(raw + t * P::kChannels + lane * kOwned);
