@@ -30,6 +30,13 @@ __device__ __forceinline__ void follow_kernels() {
     wait_for_kernels();
 }
 
+// A number that a kernel wrote which has ended since this one started: not through the cache of what never changes.
+__device__ __forceinline__ std::int32_t written_before(const std::int32_t* at) {
+    std::int32_t number;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(number) : "l"(at) : "memory");
+    return number;
+}
+
 // A number by which a kernel tells one that runs beside it that what this thread wrote, or saw written before a
 // barrier, can be read; and its other end.
 __device__ __forceinline__ void publish(std::int32_t* at, std::int32_t number) {

@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     const bool waits_last = kMaps ? p.beside_others : p.halves || waits_itself;
     if (kMaps && p.beside_others) {
         __threadfence();
+        fence_async_global();  // images come by bulk copies
     } else if (kMaps) {
         wait_for_kernels();
         lead_kernel();

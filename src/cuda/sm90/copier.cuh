@@ -189,7 +189,7 @@ struct Fetcher {
             if (kImages && per_chunk)
                 prepared = published(exact_writes + image);
             else if (kDelta)
-                prepared = __ldg(exact_writes + image);
+                prepared = written_before(exact_writes + image);
             wait_barrier(shared_address(barriers.empty + stage), parity);
             if (kImages && per_chunk) {
                 while (prepared == kUnprepared) prepared = published(exact_writes + image);
