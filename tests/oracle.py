@@ -39,7 +39,7 @@ def log_decay(inputs: Inputs) -> torch.Tensor:
                 a = a + inputs.dt_bias.double().view(HV, -1)
             rate = torch.ones(HV, 1, dtype=torch.float64)
             if inputs.A_log is not None:
-                rate = inputs.A_log.double().exp()[:, None]
+                rate = inputs.A_log.double().exp().clamp(max=1e30)[:, None]
             if case.gate == "softplus":
                 a = -rate * functional.softplus(a, threshold=1e3)
             else:

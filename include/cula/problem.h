@@ -50,6 +50,9 @@ struct Device {
 // Dense states at chunk starts are this many tokens apart, and checkpoints lie on multiples of it.
 inline constexpr int kChunkTokens = 64;
 
+// exp(A_log) counts as at most this, so that its products with gates stay numbers.
+inline constexpr float kMostGateSlope = 1e30f;
+
 struct Args {
     Algorithm algorithm;
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <array>
-#include <cstdlib>
+#include <cmath>
+#include <limits>
 #include <span>
 #include <string>
 #include <utility>
@@ -106,6 +107,12 @@ private:
 
     void last_contiguous(std::string_view argument, const TensorRef& ref) const {
         const auto last = static_cast<std::size_t>(ref.ndim - 1);
+    // Kernels read options as float32.
+    void finite(std::string_view argument, double value) const {
+        CULA_REQUIRE(std::abs(value) <= std::numeric_limits<float>::max(), argument, "be a finite float32 number",
+                     std::to_string(value));
+    }
+
         CULA_REQUIRE(ref.stride[last] == 1 || ref.size[last] <= 1, argument, "be contiguous in its last dimension",
                      "stride " + std::to_string(ref.stride[last]));
     }
@@ -166,7 +173,7 @@ private:
             last_contiguous("o", args_.o);
             writable("o", args_.o);
         }
-        CULA_REQUIRE(args_.scale == args_.scale, "scale", "be a number", "NaN");
+        finite("scale", args_.scale);
         const int chunk = args_.chunk_tokens;
         CULA_REQUIRE(chunk == 16 || chunk == 32 || chunk == 64, "chunk_size", "be 16, 32 or 64", std::to_string(chunk));
     }
@@ -217,6 +224,8 @@ private:
             CULA_REQUIRE(args_.lower_bound < 0, "lower_bound", "be negative", std::to_string(args_.lower_bound));
 
         if (args_.algorithm.update == Update::kDelta) {
+            finite("lower_bound", args_.lower_bound);
+        }
             given_for_algorithm("beta", beta);
             if (beta.ndim == 4)
                 shape("beta", beta, {B, T, HV, {"V", value_dim_}});

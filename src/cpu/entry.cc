@@ -183,8 +183,9 @@ struct PrefillPlan {
     std::size_t scratch_bytes;  // of one worker
 };
 
-// Where each value channel has its own beta there is no chunk form, and prefill goes token by token.
-bool steps(const Args& args) { return args.beta.ndim == 4; }
+// Where each value channel has its own beta there is no chunk form, and in chunks of one key channel cancels what in
+// tokens does not: prefill goes token by token.
+bool steps(const Args& args) { return args.beta.ndim == 4 || args.q.size[3] == 1; }
 
 PrefillPlan carve_prefill(Carver& carver, const Isa& isa, const Args& args, const Context& context, const Cut& cut) {
     PrefillPlan plan{};

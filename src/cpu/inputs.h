@@ -21,7 +21,7 @@ struct HeadInputs {
     const Args& args;
     std::int64_t batch, head, value_head;
     int key_dim, padded_key_dim;
-    float gate_slope;        // exp(A_log)
+    float gate_slope;        // exp(A_log), at most kMostGateSlope
     float gate_bias_scalar;  // dt_bias, where there is one per head
     float head_log_decay;    // gamma
     const float* gate_bias;  // dt_bias [padded K], where there is one per channel
@@ -40,6 +40,7 @@ struct HeadInputs {
           head_log_decay(0.0f),
           gate_bias(bias) {
         if (a.A_log) gate_slope = expf(load_scalar(a.A_log.ptr(value_head), a.A_log.dtype));
+        if (gate_slope > kMostGateSlope) gate_slope = kMostGateSlope;
         if (a.gamma) head_log_decay = load_scalar(a.gamma.ptr(value_head), a.gamma.dtype);
         if (a.algorithm.decay == Decay::kPerChannel) {
             const int given = a.dt_bias ? key_dim : 0;

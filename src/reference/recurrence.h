@@ -105,7 +105,8 @@ struct Token {
 
     static Sum gated(const Args& args, Sum g, std::int64_t hv, Sum bias) {
         if (args.gate == Gate::kLogDecay) return g;
-        const Sum x = g + bias, rate = args.A_log ? std::exp(read<Sum>(args.A_log, hv)) : 1;
+        const Sum x = g + bias, exponential = args.A_log ? std::exp(read<Sum>(args.A_log, hv)) : 1;
+        const Sum rate = exponential > kMostGateSlope ? kMostGateSlope : exponential;
         const Sum a =
             args.gate == Gate::kSoftplus ? -rate * softplus(x) : static_cast<Sum>(args.lower_bound) * sigmoid(rate * x);
         return static_cast<Sum>(static_cast<Scalar>(a));

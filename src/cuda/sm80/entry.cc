@@ -77,6 +77,7 @@ Support supports_prefill(const Problem& problem) {
     if (problem.beta_per_value)
         return Support::no("the chunked form takes one beta per token, not a write strength per value channel");
     const int rows = problem.key_dim <= 128 ? 64 : 32;
+    if (problem.key_dim == 1) return Support::no("takes K from 2 on: chunks of one channel cancel where tokens do not");
     if (problem.chunk_states && problem.chunk_tokens % rows != 0)
         return Support::no("stores chunk states every " + std::to_string(rows) + " tokens for this K");
     return Support::yes();

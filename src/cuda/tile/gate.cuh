@@ -95,7 +95,7 @@ struct HeadGate {
     __device__ __forceinline__ HeadGate(int head, Gate gate, float A_log, float lower_bound, float gamma)
         : value_head(head), kind(gate), in(1.0f), out(-kLog2E), gamma2(gamma * kLog2E), bias(0.0f) {
         float slope = exp2_fast(A_log * kLog2E);
-        if (slope > 1e30f) slope = 1e30f;  // times no shape at all it is zero
+        if (slope > kMostGateSlope) slope = kMostGateSlope;
         if (gate == Gate::kSoftplus) in = kLog2E, out = -slope;
         if (gate == Gate::kBounded) in = -kLog2E * slope, out = lower_bound * kLog2E;
     }

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options and gates at the ends of their ranges (docs/api.md, "Numbers")."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import device
+import passes
+from cases import Case, make
+from compare import assert_same_bits
+from test_validation import arguments, refused
+
+# As assert_rule calls them.
+PASSES = {
+    "prefill": lambda inputs, backend: passes.prefill(inputs, backend=backend),
+    "decode": lambda inputs, backend: passes.decode(inputs, backend=backend),
+    "segment": lambda inputs, backend: passes.segment(inputs, backend=backend),
+}
+INFINITE = [float("inf"), float("-inf"), 1e39, float("nan")]
+STRONG = {"gate": "bounded", "lower_bound": -80.0, "qk_l2norm": True}
+
+
+@pytest.mark.parametrize("pass_name", ["prefill", "decode", "verify"])
+@pytest.mark.parametrize("value", INFINITE)
+def test_scale_is_a_number(pass_name, value):
+    assert refused(pass_name, {**arguments(pass_name), "scale": value}).startswith(
+        f"{pass_name}: scale must be a finite float32 number, got "
+    )
+
+
+@pytest.mark.parametrize("value", [float("-inf"), -1e39, float("nan")])
+def test_lower_bound_is_a_number(value):
+    sentence = refused("prefill", {**arguments("prefill"), "gate": "bounded", "lower_bound": value})
+    assert sentence.startswith("prefill: lower_bound must be ")
+
+
+def bounded(algorithm: str, call, lengths: tuple[int, ...], shift: float, A_log: float, **fields):
+    """Raw gates around `shift`: of a channel that hardly decays beside the bound."""
+    inputs = make(Case(algorithm, lengths, packed=True, dt_bias=False, **{**STRONG, **fields}))
+    inputs.g.copy_(torch.randn(inputs.g.shape) + shift)
+    inputs.A_log.fill_(A_log)
+    result = passes.assert_rule(call, inputs, fields.get("backend", ""))
+    for name, tensor in result.items():
+        assert tensor.isfinite().all(), name
+
+
+@pytest.mark.parametrize("shift", [-4.0, -30.0])
+@pytest.mark.parametrize("A_log", [1.5, 2.6])
+@pytest.mark.parametrize("dims", [(100, 100), (72, 40), (130, 200), (64, 64), (128, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bounds_far_below_zero(target, shift, A_log, dims, dtype):
+    """Channels that pad K must not decay: their zeros would meet factors out of range."""
+    if dtype == torch.float16 and target not in device.able(dtype):
+        pytest.skip(f"{target} takes no float16")
+    if dims[0] > 128 and target == "sm90":
+        pytest.skip("sm90 takes K up to 128")
+    fields = {"key_dim": dims[0], "value_dim": dims[1], "dtype": dtype, "backend": target}
+    bounded("kda", PASSES["prefill"], (32, 17), shift, A_log, **fields)
+    if device.serves(target, "segment"):
+        bounded("kda", PASSES["segment"], (32, 17), shift, A_log, **fields)
+
+
+@pytest.mark.parametrize("gate", ["softplus", "bounded"])
+@pytest.mark.parametrize("A_log", [5.0, 20.0, 89.0, 1000.0])
+@pytest.mark.parametrize("pass_name", ["prefill", "decode"])
+@pytest.mark.parametrize("key_dim", [128, 100])
+def test_steep_gates_stay_numbers(gate, A_log, pass_name, key_dim):
+    """exp(A_log) counts as at most 1e30, so that a gate of zero times it is no NaN."""
+    inputs = make(Case("kda", (70, 3), packed=True, gate=gate, dt_bias=False, key_dim=key_dim, qk_l2norm=True))
+    inputs.g.copy_(torch.where(torch.rand(inputs.g.shape) < 0.5, 0.0, torch.randn(inputs.g.shape) - 200.0))
+    inputs.A_log.fill_(A_log)
+    for name, tensor in passes.assert_rule(PASSES[pass_name], inputs).items():
+        assert tensor.isfinite().all(), name
+
+
+@pytest.mark.parametrize("strength", ["beta near 2", "a large state"])
+def test_one_key_channel(algorithm, strength):
+    """Chunks of one channel would cancel what tokens do not: such calls go token by token."""
+    inputs = make(Case(algorithm, (300,), key_dim=1, value_dim=32, qk_l2norm=True, beta_is_logit=False))
+    if inputs.beta is not None:
+        inputs.beta.fill_(1.99)
+    if strength == "a large state":
+        inputs.initial_state.mul_(1e6)
+    passes.assert_rule(PASSES["prefill"], inputs)
+
+
+def test_a_token_that_is_no_number_reaches_no_other_sequence(algorithm):
+    inputs = make(Case(algorithm, (70, 66, 5), packed=True))
+    clean = passes.prefill(inputs)
+    inputs.v[0, 80] = float("nan")
+    result = passes.prefill(inputs)
+    for tokens in (slice(0, 70), slice(136, 141)):
+        assert_same_bits("o", clean.o[:, tokens], result.o[:, tokens])
+    assert result.o[0, 80].isnan().all()
+    assert_same_bits("states", clean.final_state[[0, 2]], result.final_state[[0, 2]])
