@@ -39,6 +39,13 @@ def _in_place(inputs: Inputs) -> dict:
     return {**_o(inputs), "in_place": True}
 
 
+def _forks(inputs: Inputs) -> dict:
+    """All sequences start from the first one's slot, and end in the slots that they had."""
+    ends = inputs.initial_state_indices.clone()
+    inputs.initial_state_indices[:] = ends[0]
+    return {**_in_place(inputs), "final_state_indices": ends}
+
+
 def _on_the_way(inputs: Inputs) -> dict:
     """Checkpoints after 64 tokens and at the end of every sequence, and the states of every chunk."""
     case = inputs.case
@@ -76,9 +83,11 @@ KINDS = {
     "prefill": Kind(passes.prefill, ((200, 200),), _dense, {}),
     "varlen": Kind(passes.prefill, PACKED, _dense, {"packed": True}),
     "pool": Kind(passes.prefill, PACKED, _in_place, {"packed": True, "pool": True}),
+    "forks": Kind(passes.prefill, PACKED, _forks, {"packed": True, "pool": True}),
     "states on the way": Kind(passes.prefill, ((200, 200),), _on_the_way, {}),
     "recurrent": Kind(passes.decode, PACKED, _dense, {"packed": True}),
     "decode": Kind(passes.decode, ((1,) * 5,), _in_place, {"pool": True}),
+    "forked decode": Kind(passes.decode, ((1,) * 5,), _forks, {"pool": True}),
     "verify": Kind(passes.verify, ROWS, _snapshots, {}),
     "tree": Kind(passes.verify, ROWS, _tree, {}),
     "segment": Kind(passes.segment, PACKED, _map, {"packed": True, "state": False}),

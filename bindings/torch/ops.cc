@@ -326,8 +326,9 @@ bool debug_checks() {
 // The values of the indices, which the core reads from copies on the host.
 void check_indices(Pass pass, const Call& call, Args args) {
     constexpr TensorRef Args::* kIndices[] = {
-        &Args::cu_seqlens,    &Args::initial_state_indices, &Args::final_state_indices, &Args::checkpoint_plan,
-        &Args::state_indices, &Args::num_accepted,          &Args::snapshot_indices,    &Args::parents,
+        &Args::cu_seqlens,        &Args::initial_state_indices, &Args::final_state_indices, &Args::checkpoint_plan,
+        &Args::state_indices,     &Args::num_accepted,          &Args::snapshot_indices,    &Args::parents,
+        &Args::has_initial_state,
     };
     std::vector<TensorHandle> copies;
     std::size_t index = 0;

@@ -75,8 +75,8 @@ struct Args {
     // index names are not touched.
     TensorRef initial_state;
     TensorRef final_state;
-    TensorRef initial_state_indices;  // [N] int32: row n starts from this slot
-    TensorRef final_state_indices;    // [N] int32: row n ends in this slot
+    TensorRef initial_state_indices;  // [N] int32 or int64: row n starts from this slot
+    TensorRef final_state_indices;    // [N] int32 or int64: row n ends in this slot
     TensorRef has_initial_state;      // [N] bool: false starts from zero whatever the slot holds
     std::int32_t null_index = -1;
 
@@ -86,7 +86,7 @@ struct Args {
     // Prefill: states written in the same pass. The plan has rows (sequence, tokens, slot): the state after that many
     // tokens of the sequence, a multiple of kChunkTokens or its length; rows with a negative slot are skipped.
     TensorRef checkpoints;      // [slots, HV, V, K]
-    TensorRef checkpoint_plan;  // [M, 3] int32
+    TensorRef checkpoint_plan;  // [M, 3] int32 or int64
 
     // Prefill: the state at the start of every chunk. With cu_seqlens the chunks of all sequences in order, NT >= their
     // number.
@@ -95,13 +95,13 @@ struct Args {
 
     // Verify. The state after token t goes to pool slot [n, t]; the row starts from slot [n, num_accepted[n] - 1], or
     // from initial_state_indices when given. S >= the tokens of every row.
-    TensorRef state_indices;  // [N, S] int32
-    TensorRef num_accepted;   // [N] int32 in 1..S; absent: 1
+    TensorRef state_indices;  // [N, S] int32 or int64
+    TensorRef num_accepted;   // [N] int32 or int64 in 1..S; absent: 1
     // The state after token t goes to [snapshot_indices[n], t].
     TensorRef snapshots;         // [slots, S, HV, V, K]
-    TensorRef snapshot_indices;  // [N] int32; absent: n
+    TensorRef snapshot_indices;  // [N] int32 or int64; absent: n
     // A tree: token t continues the state after token parents[n, t] < t; negative: the state the row starts from.
-    TensorRef parents;  // [N, S] int32
+    TensorRef parents;  // [N, S] int32 or int64
 
     // Segment. S_end = M S_start + B for each sequence. Without segment_m B alone is made; without either, what the
     // segment keeps.

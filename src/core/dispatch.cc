@@ -5,7 +5,11 @@
 #include <new>
 
 #include "core/check.h"
+#include "core/forks.h"
 #include "core/kernel.h"
+#if defined(CULA_WITH_CUDA)
+#include "cuda/sm80/entry.h"
+#endif
 
 namespace cula {
 namespace {
@@ -82,6 +86,10 @@ void each_call(const Args& args, Body body) {
         body(value_channels(args, first, std::min(kLargestDim, value_dim - first)));
 }
 
+// A workspace's alignment.
+constexpr std::size_t kLineBytes = 64;
+constexpr std::size_t whole_lines(std::size_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes; }
+
 struct Free {
     void operator()(void* memory) const { std::free(memory); }
 };
@@ -103,9 +111,8 @@ void plan_and_run(Pass pass, const Args& args, const Context& context, std::stri
     const Plan planned = plan(pass, args, context, backend);
     if (context.workspace || planned.workspace_bytes == 0 || context.device.kind != DeviceKind::kCpu)
         return run(planned, args, context);
-    constexpr std::size_t kAlignment = 64;
-    const std::size_t bytes = (planned.workspace_bytes + kAlignment - 1) / kAlignment * kAlignment;
-    const std::unique_ptr<void, Free> memory(std::aligned_alloc(kAlignment, bytes));
+    const std::size_t bytes = whole_lines(planned.workspace_bytes);
+    const std::unique_ptr<void, Free> memory(std::aligned_alloc(kLineBytes, bytes));
     if (!memory) throw std::bad_alloc();
     Context own = context;
     own.workspace = memory.get();
@@ -125,6 +132,7 @@ Plan plan(Pass pass, const Args& args, const Context& context, std::string_view 
         planned.workspace_bytes = std::max(planned.workspace_bytes, kernel.workspace_bytes(part, context));
     });
     if (args.keep && kernel.kept_bytes) planned.kept_bytes = kernel.kept_bytes(args, context);
+    if (may_fork(args)) planned.workspace_bytes = whole_lines(planned.workspace_bytes) + SettledIndices::bytes(args);
     return planned;
 }
 
@@ -132,7 +140,20 @@ void run(const Plan& plan, const Args& args, const Context& context) {
     if (context.workspace_bytes < plan.workspace_bytes)
         throw Error(std::string(name(plan.kernel->pass)) + ": workspace must hold " +
                     std::to_string(plan.workspace_bytes) + " bytes, got " + std::to_string(context.workspace_bytes));
-    if (!writes_nothing(plan, args)) each_call(args, [&](const Args& part) { plan.kernel->run(part, context); });
+    if (writes_nothing(plan, args)) return;
+    const auto run_all = [&](const Args& whole) {
+        each_call(whole, [&](const Args& part) { plan.kernel->run(part, context); });
+    };
+    if (!may_fork(args)) return run_all(args);
+    const SettledIndices indices(
+        args, static_cast<std::byte*>(context.workspace) + plan.workspace_bytes - SettledIndices::bytes(args));
+#if defined(CULA_WITH_CUDA)
+    if (context.device.kind == DeviceKind::kCuda)
+        cuda::sm80::settle_forks(args, indices, context);
+    else
+#endif
+        settle_forks(args, indices);
+    run_all(indices.apply(args));
 }
 
 void prefill(const Args& args, const Context& context, std::string_view backend) {

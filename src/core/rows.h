@@ -8,8 +8,10 @@
 
 namespace cula {
 
-inline std::int64_t read_index(const TensorRef& ref, std::int64_t i) {
-    return ref.dtype == Dtype::kInt64 ? *ref.at<const std::int64_t>(i) : *ref.at<const std::int32_t>(i);
+// An element of a tensor of indices, int32 or int64.
+template <class... Index>
+std::int64_t read_index(const TensorRef& ref, Index... i) {
+    return ref.dtype == Dtype::kInt64 ? *ref.at<const std::int64_t>(i...) : *ref.at<const std::int32_t>(i...);
 }
 
 inline std::int64_t num_sequences(const Args& args) {
@@ -42,22 +44,22 @@ struct StateRow {
 struct StateRows {
     bool skipped = false;  // a padding row: o is zero, nothing is read or stored
     StateRow initial;      // absent: zero
-    StateRow final;        // absent: not stored
+    StateRow final;        // absent: not stored; with state_indices, which name a slot for each token, always
 };
 
-// The slots of prefill and decode; verify names its own (state_indices).
 inline StateRows states_of(const Args& args, std::int64_t n) {
     StateRows rows;
-    const TensorRef& read = args.initial_state_indices;
+    const TensorRef &read = args.initial_state_indices, &drafts = args.state_indices;
     const TensorRef& write = args.final_state_indices ? args.final_state_indices : read;
-    const std::int64_t from = read ? read_index(read, n) : n;
+    std::int64_t from = read ? read_index(read, n) : n;
+    if (drafts && !read) from = read_index(drafts, n, args.num_accepted ? read_index(args.num_accepted, n) - 1 : 0);
     const std::int64_t to = write ? read_index(write, n) : n;
     // Without index tensors slot n is meant literally, even where n equals null_index.
-    if ((read && is_null(args, from)) || (write && is_null(args, to)))
+    if (((read || drafts) && is_null(args, from)) || (write && is_null(args, to)))
         return {.skipped = true, .initial = {}, .final = {}};
     const bool starts = !args.has_initial_state || *args.has_initial_state.at<const bool>(n);
     if (args.initial_state && starts) rows.initial = {args.initial_state, from};
-    if (args.final_state) rows.final = {args.final_state, to};
+    if (args.final_state && !drafts) rows.final = {args.final_state, to};
     return rows;
 }
 

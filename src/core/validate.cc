@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/forks.h"
 #include "core/kernel.h"
 #include "core/rows.h"
 
@@ -40,6 +41,7 @@ public:
         if (pass_ == Pass::kVerify) check_verify();
         if (pass_ == Pass::kSegment) check_segment();
         refuse_foreign();
+        if (host_readable_ && may_fork(args_)) check_forks();
     }
 
 private:
@@ -105,14 +107,14 @@ private:
             dtype(argument, ref, {Dtype::kFloat32});
     }
 
-    void last_contiguous(std::string_view argument, const TensorRef& ref) const {
-        const auto last = static_cast<std::size_t>(ref.ndim - 1);
     // Kernels read options as float32.
     void finite(std::string_view argument, double value) const {
         CULA_REQUIRE(std::abs(value) <= std::numeric_limits<float>::max(), argument, "be a finite float32 number",
                      std::to_string(value));
     }
 
+    void last_contiguous(std::string_view argument, const TensorRef& ref) const {
+        const auto last = static_cast<std::size_t>(ref.ndim - 1);
         CULA_REQUIRE(ref.stride[last] == 1 || ref.size[last] <= 1, argument, "be contiguous in its last dimension",
                      "stride " + std::to_string(ref.stride[last]));
     }
@@ -220,12 +222,12 @@ private:
                 parameter("dt_bias", args_.dt_bias);
             }
         }
-        if (args_.gate == Gate::kBounded)
+        if (args_.gate == Gate::kBounded) {
             CULA_REQUIRE(args_.lower_bound < 0, "lower_bound", "be negative", std::to_string(args_.lower_bound));
-
-        if (args_.algorithm.update == Update::kDelta) {
             finite("lower_bound", args_.lower_bound);
         }
+
+        if (args_.algorithm.update == Update::kDelta) {
             given_for_algorithm("beta", beta);
             if (beta.ndim == 4)
                 shape("beta", beta, {B, T, HV, {"V", value_dim_}});
@@ -268,7 +270,7 @@ private:
     void indices(std::string_view argument, const TensorRef& ref, const TensorRef& states, bool written) const {
         if (!ref) return;
         shape(argument, ref, {{"N", sequences_}});
-        dtype(argument, ref, {Dtype::kInt32});
+        dtype(argument, ref, {Dtype::kInt32, Dtype::kInt64});
         if (host_readable_) slots(argument, ref, states, written);
     }
 
@@ -278,7 +280,7 @@ private:
         std::vector<std::pair<std::int64_t, std::int64_t>> used;  // slot, position
         for (std::int64_t n = 0; n < ref.size[0]; ++n) {
             for (std::int64_t s = 0; s < columns; ++s) {
-                const std::int64_t slot = *ref.at<const std::int32_t>(n, s);
+                const std::int64_t slot = ref.ndim > 1 ? read_index(ref, n, s) : read_index(ref, n);
                 if (is_null(args_, slot)) continue;
                 CULA_REQUIRE(slot < states.size[0], argument,
                              "stay below the " + std::to_string(states.size[0]) + " slots of the pool",
@@ -335,7 +337,7 @@ private:
             state("checkpoints.states", states, {"slots", kAny});
             writable("checkpoints.states", states);
             shape("checkpoints.plan", plan, {{"M", kAny}, {"3", 3}});
-            dtype("checkpoints.plan", plan, {Dtype::kInt32});
+            dtype("checkpoints.plan", plan, {Dtype::kInt32, Dtype::kInt64});
             if (host_readable_) check_plan();
         }
         const TensorRef& dense = args_.chunk_states;
@@ -354,8 +356,8 @@ private:
         const TensorRef& plan = args_.checkpoint_plan;
         std::vector<std::int64_t> used;
         for (std::int64_t m = 0; m < plan.size[0]; ++m) {
-            const std::int64_t n = *plan.at<const std::int32_t>(m, 0), offset = *plan.at<const std::int32_t>(m, 1);
-            const std::int64_t slot = *plan.at<const std::int32_t>(m, 2);
+            const std::int64_t n = read_index(plan, m, 0), offset = read_index(plan, m, 1),
+                               slot = read_index(plan, m, 2);
             if (slot < 0) continue;
             const auto where = [&] { return " in row " + std::to_string(m); };
             CULA_REQUIRE(n >= 0 && n < sequences_, "checkpoints.plan",
@@ -388,7 +390,7 @@ private:
         };
         if (per_token) {
             shape("state_indices", per_token, {{"N", sequences_}, {"S", kAny}});
-            dtype("state_indices", per_token, {Dtype::kInt32});
+            dtype("state_indices", per_token, {Dtype::kInt32, Dtype::kInt64});
             CULA_REQUIRE(args_.initial_state || args_.final_state, "state_indices", "come with a state pool",
                          "indices alone");
             CULA_REQUIRE(!args_.final_state_indices, "final_state_indices", "be left out with state_indices", "both");
@@ -400,10 +402,10 @@ private:
         if (accepted) {
             given("state_indices", per_token, "with num_accepted");
             shape("num_accepted", accepted, {{"N", sequences_}});
-            dtype("num_accepted", accepted, {Dtype::kInt32});
+            dtype("num_accepted", accepted, {Dtype::kInt32, Dtype::kInt64});
             if (host_readable_)
                 for (std::int64_t n = 0; n < sequences_; ++n) {
-                    const std::int32_t count = *accepted.at<const std::int32_t>(n);
+                    const std::int64_t count = read_index(accepted, n);
                     CULA_REQUIRE(count >= 1 && count <= per_token.size[1], "num_accepted",
                                  "lie in 1.." + std::to_string(per_token.size[1]),
                                  std::to_string(count) + " for sequence " + std::to_string(n));
@@ -425,7 +427,7 @@ private:
         CULA_REQUIRE(!args_.snapshot_indices || snapshots, "snapshot_indices", "come with snapshots", "indices alone");
         if (!args_.parents) return;
         shape("parents", args_.parents, {{"N", sequences_}, {"S", kAny}});
-        dtype("parents", args_.parents, {Dtype::kInt32});
+        dtype("parents", args_.parents, {Dtype::kInt32, Dtype::kInt64});
         holds_row("parents", args_.parents, 1);
         CULA_REQUIRE(!args_.final_state || per_token, "final_state",
                      "be left out with parents (a tree has no last state), or be indexed per token by state_indices",
@@ -433,7 +435,7 @@ private:
         if (host_readable_)
             for (std::int64_t n = 0; n < sequences_; ++n)
                 for (std::int64_t t = 0; t < tokens_of(args_, n).length; ++t) {
-                    const std::int32_t parent = *args_.parents.at<const std::int32_t>(n, t);
+                    const std::int64_t parent = read_index(args_.parents, n, t);
                     CULA_REQUIRE(
                         parent < t, "parents", "name an earlier token of the row",
                         std::to_string(parent) + " for token " + std::to_string(t) + " of row " + std::to_string(n));
@@ -456,6 +458,17 @@ private:
                                                                         {"final_state", &args_.final_state}};
         for (const auto& [argument, ref] : states)
             CULA_REQUIRE(!*ref, argument, "be left out: a segment's map does not depend on it", "a state");
+    }
+
+    void check_forks() const {
+        const std::optional<Chain> chain = find_chain(args_);
+        if (!chain) return;
+        const std::string sequence = "sequence " + std::to_string(chain->sequence),
+                          expected = "not let " + sequence + " start from a slot that another sequence writes";
+        if (chain->slot < 0) fail("initial_state_indices", expected + " where it writes none itself", "such a slot");
+        fail("initial_state_indices", expected + " and write one itself that a third starts from",
+             "slot " + std::to_string(chain->slot) + ", from which sequence " + std::to_string(chain->other) +
+                 " starts");
     }
 
     // Arguments that belong to another pass.

@@ -202,7 +202,7 @@ PrefillPlan carve_prefill(Carver& carver, const Isa& isa, const Args& args, cons
 
 void sort_checkpoints(const Args& args, const Cut& cut, PrefillPlan& plan) {
     const TensorRef& rows = args.checkpoint_plan;
-    const auto field = [&](std::int64_t m, int column) { return *rows.at<const std::int32_t>(m, column); };
+    const auto field = [&](std::int64_t m, int column) { return read_index(rows, m, column); };
     std::fill_n(plan.first_checkpoint, cut.sequences + 1, 0);
     if (!rows) return;
     // Counting sort by sequence; the few of one sequence then by tokens.
@@ -233,6 +233,10 @@ void make_prefill_plan(const Args& args, const Cut& cut, PrefillPlan& plan) {
             return tokens_of(args, a).length > tokens_of(args, b).length;
         });
     sort_checkpoints(args, cut, plan);
+}
+
+IndexRow index_row(const TensorRef& ref, std::int64_t n) {
+    return {ref.ptr(n), ref.dtype == Dtype::kInt64, ref.stride[1]};
 }
 
 // What scan and step tasks have in common.
@@ -356,19 +360,6 @@ std::size_t step_workspace_bytes(const Isa& isa, const Args& args, const Context
     return step_scratch_bytes(isa, args, cut) * static_cast<std::size_t>(num_workers(context, cut.tasks()));
 }
 
-// The states of verify: by token where state_indices say so, as in decode otherwise.
-StateRows verify_states(const Args& args, std::int64_t n) {
-    if (!args.state_indices) return states_of(args, n);
-    StateRows rows;
-    const std::int64_t accepted = args.num_accepted ? *args.num_accepted.at<const std::int32_t>(n) : 1;
-    const std::int64_t from = args.initial_state_indices ? read_index(args.initial_state_indices, n)
-                                                         : *args.state_indices.at<const std::int32_t>(n, accepted - 1);
-    rows.skipped = is_null(args, from);
-    const bool starts = !args.has_initial_state || *args.has_initial_state.at<const bool>(n);
-    if (args.initial_state && starts && !rows.skipped) rows.initial = {args.initial_state, from};
-    return rows;
-}
-
 void step_through(const Isa& isa, const Args& args, const Context& context) {
     const Cut cut = cpu::cut(args, context, static_cast<int>(args.v.size[3]));
     const std::int64_t most = longest(args);
@@ -381,12 +372,11 @@ void step_through(const Isa& isa, const Args& args, const Context& context) {
     for_each_task(context, workers, cut.tasks(), most <= 1, [&](int worker, std::int64_t index) {
         const Place place = place_of(cut, index);
         const Tokens tokens = tokens_of(args, place.sequence);
-        const StateRows states = verify_states(args, place.sequence);
+        const StateRows states = states_of(args, place.sequence);
         if (states.skipped) return zero_output(args, place, tokens);
         StepTask task = make_task<StepTask>(place, tokens, states);
         if (args.state_indices) {
-            task.slots = args.state_indices.at<const std::int32_t>(place.sequence);
-            task.slots_stride = args.state_indices.stride[1];
+            task.slots = index_row(args.state_indices, place.sequence);
             if (args.final_state) {
                 task.pool = view({args.final_state, 0}, place.value_head);
                 task.pool_stride = args.final_state.stride[0];
@@ -401,8 +391,7 @@ void step_through(const Isa& isa, const Args& args, const Context& context) {
             }
         }
         if (args.parents) {
-            task.parents = args.parents.at<const std::int32_t>(place.sequence);
-            task.parents_stride = args.parents.stride[1];
+            task.parents = index_row(args.parents, place.sequence);
         }
         isa.step(args, task,
                  static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes);

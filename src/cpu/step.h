@@ -31,7 +31,7 @@ public:
 
     void run() {
         const bool stores_within =
-            task_.slots || task_.snapshots.data || task_.num_checkpoints || task_.chunk_states.data;
+            task_.slots.data || task_.snapshots.data || task_.num_checkpoints || task_.chunk_states.data;
         if (task_.length == 1 && !stores_within && works_in_place()) return run_in_place();
         load_initial();
         for (std::int64_t t = 0; t < task_.length; ++t) {
@@ -41,8 +41,8 @@ public:
             store_checkpoints(t);
             const float* before = buffers_.state;
             float* after = buffers_.state;
-            if (task_.parents) {
-                const std::int32_t parent = task_.parents[t * task_.parents_stride];
+            if (task_.parents.data) {
+                const std::int64_t parent = task_.parents[t];
                 if (parent >= 0) before = node(parent);
                 after = node(t);
             }
@@ -82,7 +82,7 @@ private:
     static Buffers carved(std::byte* scratch, const Args& args, const StepTask& task) {
         Carver carver(scratch);
         Buffers buffers;
-        buffers.carve(carver, args, task.v_count, task.parents ? task.length : 0);
+        buffers.carve(carver, args, task.v_count, task.parents.data ? task.length : 0);
         return buffers;
     }
 
@@ -174,8 +174,8 @@ private:
     }
 
     void store_token_states(std::int64_t t, const float* state) {
-        if (task_.slots && task_.pool.data) {
-            const std::int64_t slot = task_.slots[t * task_.slots_stride];
+        if (task_.slots.data && task_.pool.data) {
+            const std::int64_t slot = task_.slots[t];
             if (slot >= 0 && slot != args_.null_index)
                 store_state(advance(task_.pool, slot * task_.pool_stride), state);
         }

@@ -17,6 +17,18 @@ struct StateView {
     std::int64_t stride_v = 0, stride_k = 0;
 };
 
+// A row of a tensor of indices; data == nullptr: absent.
+struct IndexRow {
+    const void* data = nullptr;
+    bool wide = false;  // int64, else int32
+    std::int64_t stride = 0;
+
+    [[gnu::always_inline]] std::int64_t operator[](std::int64_t i) const {
+        return wide ? static_cast<const std::int64_t*>(data)[i * stride]
+                    : static_cast<const std::int32_t*>(data)[i * stride];
+    }
+};
+
 struct Checkpoint {
     std::int64_t tokens;  // after this many tokens of the sequence
     std::int64_t slot;
@@ -55,14 +67,12 @@ struct StepTask {
     std::int64_t chunk_states_stride = 0;
 
     // Verify.
-    const std::int32_t* slots = nullptr;  // per token: the slot of `pool` that its state goes to, or null
-    std::int64_t slots_stride = 0;
+    IndexRow slots;  // per token: the slot of `pool` that its state goes to, or null
     StateView pool;  // slot 0
     std::int64_t pool_stride = 0;
     StateView snapshots;  // of token 0
     std::int64_t snapshots_stride = 0;
-    const std::int32_t* parents = nullptr;
-    std::int64_t parents_stride = 0;
+    IndexRow parents;
 };
 
 inline constexpr int kMaxScanHeads = 4;

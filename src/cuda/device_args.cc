@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/device_args.h"
 
+#include <bit>
+
 namespace cula::cuda {
 namespace {
 
@@ -17,7 +19,9 @@ TokenRows token_rows(const TensorRef& ref) {
 
 Indices indices(const TensorRef& ref) {
     if (!ref) return {};
-    return {static_cast<const std::int32_t*>(ref.data), ref.stride[0], ref.ndim > 1 ? ref.stride[1] : 0,
+    static_assert(std::endian::native == std::endian::little);
+    const std::int64_t words = ref.dtype == Dtype::kInt64 ? 2 : 1;
+    return {static_cast<const std::int32_t*>(ref.data), ref.stride[0] * words, ref.ndim > 1 ? ref.stride[1] * words : 0,
             static_cast<std::int32_t>(ref.ndim > 1 ? ref.size[1] : 1)};
 }
 

@@ -34,6 +34,7 @@ struct States {
     CULA_HOST_DEVICE std::int64_t offset(std::int64_t s, std::int64_t h) const { return s * slot + h * head; }
 };
 
+// int32, or the lower halves of int64. (Upper halves are not looked at: what no int32 holds is no slot of any pool.)
 struct Indices {
     const std::int32_t* data = nullptr;
     std::int64_t row = 0, column = 0;

@@ -47,7 +47,7 @@ public:
     // Verify: a state per draft token, each the child of the token before it or of its parent in the tree.
     void run_drafts() const {
         for_each_task([this](std::int64_t n, std::int64_t hv, Scalar* scratch) {
-            const StateRows rows = args_.state_indices ? drafts_states_of(n) : states_of(args_, n);
+            const StateRows rows = states_of(args_, n);
             const Tokens tokens = tokens_of(args_, n);
             if (rows.skipped) return zero_output(tokens, hv);
             // states[0] is the base, states[t + 1] the state after token t; a chain reuses states[0].
@@ -56,14 +56,14 @@ public:
             for (std::int64_t t = 0; t < tokens.length; ++t) {
                 State<Scalar> S = base;
                 if (args_.parents) {
-                    const std::int64_t parent = std::max<std::int64_t>(-1, *args_.parents.at<const std::int32_t>(n, t));
+                    const std::int64_t parent = std::max<std::int64_t>(-1, read_index(args_.parents, n, t));
                     S = state(base.data + (t + 1) * base.size());
                     std::copy_n(base.data + (parent + 1) * base.size(), base.size(), S.data);
                 }
                 step(tokens, t, hv, S);
                 store_draft(n, t, hv, S);
             }
-            if (!args_.state_indices) store(rows.final, hv, base);
+            store(rows.final, hv, base);
         });
         zero_tail();
     }
@@ -170,31 +170,15 @@ private:
         if (!args_.checkpoints || (done % kChunkTokens != 0 && done != tokens.length)) return;
         const TensorRef& plan = args_.checkpoint_plan;
         for (std::int64_t m = 0; m < plan.size[0]; ++m) {
-            const std::int64_t slot = int32_at(plan, m, 2);
-            if (slot >= 0 && int32_at(plan, m, 0) == n && int32_at(plan, m, 1) == done)
+            const std::int64_t slot = read_index(plan, m, 2);
+            if (slot >= 0 && read_index(plan, m, 0) == n && read_index(plan, m, 1) == done)
                 store(matrix_at(args_.checkpoints, slot, hv), S);
         }
     }
 
-    static std::int64_t int32_at(const TensorRef& ref, std::int64_t i, std::int64_t j) {
-        return *ref.at<const std::int32_t>(i, j);
-    }
-
-    // With state_indices a row starts from the slot of its last accepted token, and ends in none of its own.
-    StateRows drafts_states_of(std::int64_t n) const {
-        const std::int64_t accepted = args_.num_accepted ? read_index(args_.num_accepted, n) : 1;
-        const std::int64_t slot = args_.initial_state_indices ? read_index(args_.initial_state_indices, n)
-                                                              : int32_at(args_.state_indices, n, accepted - 1);
-        StateRows rows;
-        rows.skipped = is_null(args_, slot);
-        const bool starts = !args_.has_initial_state || *args_.has_initial_state.at<const bool>(n);
-        if (args_.initial_state && starts) rows.initial = {args_.initial_state, slot};
-        return rows;
-    }
-
     void store_draft(std::int64_t n, std::int64_t t, std::int64_t hv, State<Scalar> S) const {
         if (args_.state_indices && args_.final_state) {
-            const std::int64_t slot = int32_at(args_.state_indices, n, t);
+            const std::int64_t slot = read_index(args_.state_indices, n, t);
             if (!is_null(args_, slot)) store(matrix_at(args_.final_state, slot, hv), S);
         }
         if (args_.snapshots) {

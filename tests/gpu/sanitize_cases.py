@@ -15,8 +15,8 @@ import torch
 import device
 import level1
 import passes
-from cases import ALGORITHMS, DELTA, FAMILY, Inputs, make
-from kinds import Call, Kind, ready
+from cases import ALGORITHMS, DELTA, FAMILY, Case, Inputs, make, state_like
+from kinds import DRAFTS, KINDS, Call, Kind, ready
 
 WIDTHS = (64, 128, 256)
 HALVES = (torch.bfloat16, torch.float16)
@@ -100,6 +100,7 @@ def calls() -> Iterator[Call]:
         yield ready("decode", algorithm, lengths=(1, 1), key_dim=60, value_dim=100, value_heads=4, k_first=True)
         yield ready("pool", algorithm, lengths=(70, 1), key_dim=100, value_dim=40, state_dtype=torch.bfloat16)
         yield ready("tree", algorithm)
+        yield from forks(algorithm)
         if algorithm in DELTA:
             yield ready("prefill", algorithm, lengths=(70,), beta_per_value=True)
             # Maps by two warpgroups a CTA.
@@ -129,6 +130,24 @@ def by_one_kernel() -> Iterator[Call]:
         yield ready("prefill", "kda", lengths=(230 if heads == 1 else 70,), **sizes)
         yield ready("varlen", "kda", lengths=(33, 0, 64, 7), **sizes)
         yield ready("states on the way", "kda", lengths=(130,), **sizes)
+
+
+def forks(algorithm: str) -> Iterator[Call]:
+    """Slots that one row reads and another writes, also in chains, and trees whose base lies in their own slots."""
+    for name in ("forks", "forked decode"):
+        yield ready(name, algorithm)
+        yield ready(name, algorithm, key_dim=60, value_dim=100, k_first=True, state_dtype=torch.bfloat16)
+        call = ready(name, algorithm)
+        call.inputs.initial_state_indices = call.named["final_state_indices"].roll(1)
+        yield call
+    inputs = make(Case(algorithm, (DRAFTS,) * 2))
+    table = torch.arange(2 * DRAFTS, dtype=torch.int64).view(2, DRAFTS)
+    for base in (None, torch.tensor([0, 0], dtype=torch.int64)):
+        rows = inputs.but(initial_state=state_like(inputs.case, 2 * DRAFTS, fill=1.0), initial_state_indices=base)
+        named = {"o": passes.empty_o(rows), "in_place": True, "state_indices": table}
+        for parents in (None, torch.tensor([[-1, 0, -1, 2]] * 2)):
+            tree = {} if parents is None else {"parents": parents}
+            yield Call(KINDS["verify"], rows, {**named, **tree})
 
 
 def malformed(algorithm: str) -> Iterator[Call]:

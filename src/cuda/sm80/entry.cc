@@ -5,6 +5,7 @@
 #include <string>
 #include <type_traits>
 
+#include "core/check.h"
 #include "cuda/device_args.h"
 #include "cuda/pipe/launch.h"
 #include "cuda/sm80/launch.h"
@@ -76,8 +77,8 @@ Support supports_prefill(const Problem& problem) {
     if (problem.dtype == Dtype::kFloat32) return Support::no("multiplies bfloat16 and float16; q is float32");
     if (problem.beta_per_value)
         return Support::no("the chunked form takes one beta per token, not a write strength per value channel");
-    const int rows = problem.key_dim <= 128 ? 64 : 32;
     if (problem.key_dim == 1) return Support::no("takes K from 2 on: chunks of one channel cancel where tokens do not");
+    const int rows = problem.key_dim <= 128 ? 64 : 32;
     if (problem.chunk_states && problem.chunk_tokens % rows != 0)
         return Support::no("stores chunk states every " + std::to_string(rows) + " tokens for this K");
     return Support::yes();
@@ -122,6 +123,11 @@ void compose(const Composition& c, const Context& context) {
     with_key(state.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
         launch_compose<kKey>(given, state.size[0], context.stream);
     });
+}
+
+void settle_forks(const Args& args, const SettledIndices& to, const Context& context) {
+    const DeviceGuard guard(context.device.index);
+    launch_settle_forks<static_cast<int>(kLargestDim)>(device_args(args), to.starts, to.ends, context.stream);
 }
 
 Support supports_step(const Problem& problem) {

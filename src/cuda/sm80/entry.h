@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "core/forks.h"
 #include "cula/cula.h"
 
 namespace cula::cuda::sm80 {
@@ -16,6 +17,9 @@ void prefill(const Args& args, const Context& context);
 
 // Maps that were gathered, applied one after the other.
 void compose(const Composition& given, const Context& context);
+
+// core/forks.h.
+void settle_forks(const Args& args, const SettledIndices& to, const Context& context);
 
 // Token after token: decode, verify, and whatever prefill the chunks decline.
 Support supports_step(const Problem& problem);

@@ -56,6 +56,10 @@ void launch_prefill(const Call& call);
 template <int kKey>
 void launch_compose(const GivenMaps& given, std::int64_t sequences, void* stream);
 
+// core/forks.h, on any states: kKey is the largest.
+template <int kKey>
+void launch_settle_forks(const DeviceArgs& a, std::int32_t* starts, std::int32_t* ends, void* stream);
+
 // Token by token, on states of type State in whole 16-byte pieces; false where they are not, and nothing is launched.
 template <class State, int kKey>
 bool launch_step_packed(const Call& call);

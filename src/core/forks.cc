@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/forks.h"
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "core/carve.h"
+#include "core/rows.h"
+
+namespace cula {
+namespace {
+
+struct Fork {
+    std::int64_t sequence, from, to;  // to: the slot that the sequence writes first, or negative
+};
+
+// Which sequences read and write the slots of a pool.
+class Slots {
+public:
+    explicit Slots(const Args& args) : args_(args) {
+        for (std::int64_t n = 0; n < num_sequences(args); ++n) {
+            const StateRows rows = states_of(args, n);
+            if (rows.initial) readers_.emplace(rows.initial.slot, n);
+            each_written(n, rows, [&](std::int64_t slot) { writers_.emplace(slot, n); });
+        }
+    }
+
+    // body(fork) for every sequence that starts from a slot of another's, in order.
+    template <class Body>
+    void each_fork(Body body) const {
+        for (std::int64_t n = 0; n < num_sequences(args_); ++n) {
+            const StateRows rows = states_of(args_, n);
+            if (!rows.initial) continue;
+            const auto writer = writers_.find(rows.initial.slot);
+            if (writer == writers_.end() || writer->second == n) continue;
+            Fork fork{n, rows.initial.slot, -1};
+            each_written(n, rows, [&](std::int64_t slot) {
+                if (fork.to < 0) fork.to = slot;
+            });
+            body(fork);
+        }
+    }
+
+    // A sequence that keeps the fork from being settled, or -1.
+    std::int64_t other_reader(const Fork& fork) const {
+        const auto [first, last] = readers_.equal_range(fork.to);
+        const auto other =
+            std::find_if(first, last, [&](const auto& reader) { return reader.second != fork.sequence; });
+        return other == last ? -1 : other->second;
+    }
+
+private:
+    template <class Body>
+    void each_written(std::int64_t n, const StateRows& rows, Body body) const {
+        if (rows.final) body(rows.final.slot);
+        if (!args_.state_indices || rows.skipped) return;
+        for (std::int64_t t = 0; t < tokens_of(args_, n).length; ++t) {
+            const std::int64_t slot = read_index(args_.state_indices, n, t);
+            if (!is_null(args_, slot)) body(slot);
+        }
+    }
+
+    const Args& args_;
+    std::unordered_multimap<std::int64_t, std::int64_t> readers_;
+    std::unordered_map<std::int64_t, std::int64_t> writers_;
+};
+
+void copy_state(const TensorRef& pool, std::int64_t from, std::int64_t to) {
+    for (std::int64_t hv = 0; hv < pool.size[1]; ++hv)
+        for (std::int64_t v = 0; v < pool.size[2]; ++v)
+            for (std::int64_t k = 0; k < pool.size[3]; ++k)
+                std::copy_n(static_cast<const std::byte*>(pool.ptr(from, hv, v, k)), size_bytes(pool.dtype),
+                            static_cast<std::byte*>(pool.ptr(to, hv, v, k)));
+}
+
+}  // namespace
+
+bool may_fork(const Args& args) {
+    const TensorRef &read = args.initial_state_indices, &write = args.final_state_indices;
+    if (!args.initial_state || !args.final_state || args.initial_state.data != args.final_state.data) return false;
+    if (args.state_indices) return static_cast<bool>(read);
+    return write && !(read && read.data == write.data && read.stride[0] == write.stride[0]);
+}
+
+std::size_t SettledIndices::bytes(const Args& args) {
+    Carver carver(nullptr);
+    carver.take<std::int32_t>(num_sequences(args) * (args.state_indices ? 1 : 2));
+    return carver.bytes();
+}
+
+SettledIndices::SettledIndices(const Args& args, void* memory) : starts(static_cast<std::int32_t*>(memory)) {
+    if (!args.state_indices) ends = starts + num_sequences(args);
+}
+
+Args SettledIndices::apply(const Args& args) const {
+    Args settled = args;
+    const auto indices = [&](std::int32_t* data) {
+        return TensorRef::contiguous(data, Dtype::kInt32, {num_sequences(args)});
+    };
+    settled.initial_state_indices = indices(starts);
+    if (!ends) return settled;
+    settled.final_state_indices = indices(ends);
+    settled.null_index = -1;  // without indices a sequence starts from the slot of its own number, even that one
+    return settled;
+}
+
+std::optional<Chain> find_chain(const Args& args) {
+    const Slots slots(args);
+    std::optional<Chain> found;
+    slots.each_fork([&](const Fork& fork) {
+        const std::int64_t other = fork.to < 0 ? -1 : slots.other_reader(fork);
+        const bool settles = fork.to < 0 ? tokens_of(args, fork.sequence).length == 0 : other < 0;
+        if (!found && !settles) found = Chain{fork.sequence, fork.to, other};
+    });
+    return found;
+}
+
+void settle_forks(const Args& args, const SettledIndices& to) {
+    const Slots slots(args);
+    for (std::int64_t n = 0; n < num_sequences(args); ++n) {
+        const StateRows rows = states_of(args, n);
+        const std::int64_t from = args.initial_state_indices ? read_index(args.initial_state_indices, n) : n;
+        to.starts[n] = rows.skipped ? -1 : static_cast<std::int32_t>(from);
+        if (to.ends) to.ends[n] = rows.skipped ? -1 : static_cast<std::int32_t>(rows.final.slot);
+    }
+    slots.each_fork([&](const Fork& fork) {
+        if (fork.to < 0) return;
+        copy_state(args.initial_state, fork.from, fork.to);
+        to.starts[fork.sequence] = static_cast<std::int32_t>(fork.to);
+    });
+}
+
+}  // namespace cula

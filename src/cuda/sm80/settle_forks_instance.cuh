@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "cuda/pipe/launch.h"
+#include "cuda/sm80/launch.h"
+#include "cuda/sm80/settle_forks.cuh"
+
+namespace cula::cuda::sm80 {
+
+template <int kKey>
+void launch_settle_forks(const DeviceArgs& a, std::int32_t* starts, std::int32_t* ends, void* stream) {
+    launch<settle_forks>({.blocks = static_cast<std::size_t>(a.value_heads) * static_cast<std::size_t>(a.sequences),
+                          .threads = kSettleThreads},
+                         stream, a, starts, ends);
+}
+
+}  // namespace cula::cuda::sm80
+
+#define CULA_INSTANTIATE(type, key) \
+    template void cula::cuda::sm80::launch_settle_forks<key>(const DeviceArgs&, std::int32_t*, std::int32_t*, void*);
