@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <string_view>
 
 namespace cula {
@@ -66,7 +67,7 @@ struct TensorRef {
         return at<std::byte>((static_cast<std::int64_t>(index) * static_cast<std::int64_t>(size_bytes(dtype)))...);
     }
 
-    // A dense row-major view.
+    // A dense row-major view. Where a stride does not fit it is the largest number, which calls refuse.
     static TensorRef contiguous(void* data, Dtype dtype, std::initializer_list<std::int64_t> sizes) {
         TensorRef ref{data, dtype, static_cast<int>(sizes.size()), {}, {}};
         std::size_t dim = 0;
@@ -74,7 +75,7 @@ struct TensorRef {
         std::int64_t step = 1;
         while (dim-- > 0) {
             ref.stride[dim] = step;
-            step *= ref.size[dim];
+            if (__builtin_mul_overflow(step, ref.size[dim], &step)) step = std::numeric_limits<std::int64_t>::max();
         }
         return ref;
     }

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // compose() of cula.h: its checks, and how a CPU does it.
+#include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -15,6 +18,7 @@
 namespace cula {
 namespace {
 
+constexpr std::int64_t kMostOnGpu = std::numeric_limits<std::int32_t>::max();
 constexpr std::int64_t kMostPitch = 1 << 23;  // distances within a map are 32-bit numbers on a GPU
 
 [[noreturn]] void fail(std::string_view argument, std::string_view expected, const std::string& given) {
@@ -45,6 +49,7 @@ void check(const Composition& c, const Context& context) {
     const bool on_cpu = context.device.kind == DeviceKind::kCpu;
     CULA_REQUIRE(state.ndim == 4 && state.size[3] <= kLargestDim, "state", "have shape [N, HV, V, K], K up to 256",
                  shape_of(state));
+    CULA_REQUIRE_MEMORY("state", state);
     check_floats(state, "state", state, on_cpu);
     CULA_REQUIRE(!overlaps_itself(state), "state", "not overlap itself in memory",
                  "strides that make elements share an address");
@@ -56,28 +61,38 @@ void check(const Composition& c, const Context& context) {
                  "have shape [P, N, HV, K, K] or [P, N, HV, 1, K] of state's N, HV and K", shape_of(m));
     CULA_REQUIRE(maps(b) && b.size[0] == m.size[0] && b.size[3] == state.size[2], "b",
                  "have shape [P, N, HV, V, K] of m's P and state's N, HV, V and K", shape_of(b));
+    CULA_REQUIRE_MEMORY("m", m);
+    CULA_REQUIRE_MEMORY("b", b);
     check_maps(m, "m", state, on_cpu);
     check_maps(b, "b", state, on_cpu);
+    if (!on_cpu)
+        for (const TensorRef* ref : {&m, &state})
+            CULA_REQUIRE(std::ranges::all_of(std::span(ref->size).first(4), [](auto n) { return n <= kMostOnGpu; }),
+                         ref == &m ? "m" : "state", "have sizes below 2^31 on a GPU", shape_of(*ref));
     if (!joins) return;
     CULA_REQUIRE(joins.ndim == 1 && joins.size[0] == m.size[0], "joins",
                  "have shape [P] = [" + std::to_string(m.size[0]) + "]", shape_of(joins));
     CULA_REQUIRE(joins.dtype == Dtype::kBool, "joins", "have dtype bool", std::string(name(joins.dtype)));
     CULA_REQUIRE(joins.stride[0] == 1 || joins.size[0] < 2, "joins", "be contiguous",
                  "a stride of " + std::to_string(joins.stride[0]));
+    CULA_REQUIRE_MEMORY("joins", joins);
 }
 
-// The state of one sequence and value head.
+// Whether map p joins what is before it. (A byte may hold more than a bool does.)
+bool joins_at(const Composition& c, std::int64_t p) { return !c.joins || *c.joins.at<const unsigned char>(p) != 0; }
+
+// The state of one sequence and value head; `now` and `next` have room for one each.
 template <class Float>
-void compose_head(const Composition& c, std::int64_t n, std::int64_t head) {
+void compose_head(const Composition& c, std::int64_t n, std::int64_t head, double* now, double* next) {
     const TensorRef& state = c.state;
     const std::int64_t rows = state.size[2], columns = state.size[3];
-    std::vector<double> now(static_cast<std::size_t>(rows * columns)), next(now.size());
+    std::fill_n(now, rows * columns, 0.0);
     std::int64_t first = c.m.size[0];  // of those that count
-    while (first > 0 && (!c.joins || *c.joins.at<bool>(first - 1))) --first;
+    while (first > 0 && joins_at(c, first - 1)) --first;
     for (std::int64_t p = first; p < c.m.size[0]; ++p) {
         for (std::int64_t r = 0; r < rows; ++r) {
-            double* to = next.data() + r * columns;
-            const double* from = now.data() + r * columns;
+            double* to = next + r * columns;
+            const double* from = now + r * columns;
             const auto* b = c.b.at<Float>(p, n, head, r);
             for (std::int64_t k = 0; k < columns; ++k) to[k] = b[k];
             if (p == first) continue;
@@ -95,20 +110,26 @@ void compose_head(const Composition& c, std::int64_t n, std::int64_t head) {
     }
     for (std::int64_t r = 0; r < rows; ++r)
         for (std::int64_t k = 0; k < columns; ++k)
-            *state.at<Float>(n, head, r, k) = static_cast<Float>(now[static_cast<std::size_t>(r * columns + k)]);
+            *state.at<Float>(n, head, r, k) = static_cast<Float>(now[r * columns + k]);
 }
 
+// The heads of all sequences, dealt out to workers that have room for two states each.
 struct Heads {
     const Composition& composition;
-    std::int64_t heads;
+    std::int64_t workers;
+    std::vector<double> states;
 };
 
-void compose_one(void* arg, int index) {
-    const auto& [c, heads] = *static_cast<const Heads*>(arg);
-    if (c.state.dtype == Dtype::kFloat64)
-        compose_head<double>(c, index / heads, index % heads);
-    else
-        compose_head<float>(c, index / heads, index % heads);
+void compose_some(void* arg, int worker) {
+    auto& [c, workers, states] = *static_cast<Heads*>(arg);
+    const std::int64_t heads = c.state.size[1], of_state = c.state.size[2] * c.state.size[3];
+    double *now = states.data() + 2 * worker * of_state, *next = now + of_state;
+    for (std::int64_t i = worker; i < c.state.size[0] * heads; i += workers) {
+        if (c.state.dtype == Dtype::kFloat64)
+            compose_head<double>(c, i / heads, i % heads, now, next);
+        else
+            compose_head<float>(c, i / heads, i % heads, now, next);
+    }
 }
 
 }  // namespace
@@ -118,11 +139,15 @@ void compose(const Composition& c, const Context& context) {
 #if defined(CULA_WITH_CUDA)
     if (context.device.kind == DeviceKind::kCuda) return cuda::sm80::compose(c, context);
 #endif
-    Heads heads{c, c.state.size[1]};
-    const auto count = static_cast<int>(c.state.size[0] * c.state.size[1]);
-    if (context.parallel_for.run)
-        return context.parallel_for.run(context.parallel_for.context, count, compose_one, &heads);
-    for (int i = 0; i < count; ++i) compose_one(&heads, i);
+    if (!c.state.size[2] || !c.state.size[3]) return;
+    const std::int64_t heads = c.state.size[0] * c.state.size[1],
+                       threads = context.parallel_for.run ? context.parallel_for.threads : 1;
+    Heads all{c, std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(heads, 1)), {}};
+    all.states.resize(static_cast<std::size_t>(2 * all.workers * c.state.size[2] * c.state.size[3]));
+    if (all.workers > 1)
+        context.parallel_for.run(context.parallel_for.context, static_cast<int>(all.workers), compose_some, &all);
+    else
+        compose_some(&all, 0);
 }
 
 }  // namespace cula

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -94,15 +95,15 @@ struct Free {
     void operator()(void* memory) const { std::free(memory); }
 };
 
-// A prefill of no tokens whose states go nowhere (its kernel would still look at `kept`); a segment that is asked for
-// neither m nor b, of a kernel that keeps nothing. Such calls check their arguments.
+// A call of no tokens whose states go nowhere (a prefill's kernel would still look at `kept`); a segment that is asked
+// for neither m nor b, of a kernel that keeps nothing. Such calls check their arguments.
 bool writes_nothing(const Plan& plan, const Args& args) {
     switch (plan.kernel->pass) {
         case Pass::kPrefill:
             return args.q.size[1] == 0 && !args.final_state && !args.checkpoints && !args.chunk_states && !args.kept;
         case Pass::kSegment: return !args.segment_b && plan.kept_bytes == 0;
-        case Pass::kDecode:
-        case Pass::kVerify: break;
+        case Pass::kDecode: return args.q.size[1] == 0 && !args.final_state;
+        case Pass::kVerify: return args.q.size[1] == 0 && (!args.final_state || args.state_indices);
     }
     return false;
 }
@@ -137,9 +138,21 @@ Plan plan(Pass pass, const Args& args, const Context& context, std::string_view 
 }
 
 void run(const Plan& plan, const Args& args, const Context& context) {
-    if (context.workspace_bytes < plan.workspace_bytes)
-        throw Error(std::string(name(plan.kernel->pass)) + ": workspace must hold " +
-                    std::to_string(plan.workspace_bytes) + " bytes, got " + std::to_string(context.workspace_bytes));
+    const auto fail = [&](std::string_view argument, std::string_view expected, const std::string& given) {
+        throw Error(std::string(name(plan.kernel->pass)) + ": " + std::string(argument) + " must " +
+                    std::string(expected) + ", got " + given);
+    };
+    if (!plan.kernel) throw Error("run: plan must be one that plan() has made, got an empty one");
+    if (plan.workspace_bytes > 0) {
+        CULA_REQUIRE(context.workspace_bytes >= plan.workspace_bytes, "workspace",
+                     "hold " + std::to_string(plan.workspace_bytes) + " bytes",
+                     std::to_string(context.workspace_bytes));
+        CULA_REQUIRE(context.workspace != nullptr, "workspace", "point to memory", "a null pointer");
+        CULA_REQUIRE(
+            reinterpret_cast<std::uintptr_t>(context.workspace) % kLineBytes == 0, "workspace",
+            "start at a multiple of 64 bytes",
+            std::to_string(reinterpret_cast<std::uintptr_t>(context.workspace) % kLineBytes) + " bytes beyond one");
+    }
     if (writes_nothing(plan, args)) return;
     const auto run_all = [&](const Args& whole) {
         each_call(whole, [&](const Args& part) { plan.kernel->run(part, context); });

@@ -24,8 +24,8 @@ struct Kernel {
 // In order of preference (src/registry.cc).
 std::span<const Kernel> kernels();
 
-// Where the tensors lie whose values decide which memory a call touches: cu_seqlens, plans, parents, counts and
-// indices.
+// Where the tensors lie whose values decide which memory a call touches: cu_seqlens, plans, parents, counts,
+// indices and has_initial_state.
 enum class Indices : std::uint8_t { kOnHost, kOnDevice };
 
 // Throws Error unless the arguments fit the pass and each other, with the values of the indices where they are on the

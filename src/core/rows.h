@@ -32,6 +32,11 @@ inline Tokens tokens_of(const Args& args, std::int64_t n) {
 
 inline bool is_null(const Args& args, std::int64_t index) { return index < 0 || index == args.null_index; }
 
+// Whether row n starts from the state of its slot, not from zero. (A byte may hold more than a bool does.)
+inline bool starts_from_state(const Args& args, std::int64_t n) {
+    return !args.has_initial_state || *args.has_initial_state.at<const unsigned char>(n) != 0;
+}
+
 // A state [HV, V, K] inside a tensor, or absent.
 struct StateRow {
     TensorRef states;
@@ -57,8 +62,7 @@ inline StateRows states_of(const Args& args, std::int64_t n) {
     // Without index tensors slot n is meant literally, even where n equals null_index.
     if (((read || drafts) && is_null(args, from)) || (write && is_null(args, to)))
         return {.skipped = true, .initial = {}, .final = {}};
-    const bool starts = !args.has_initial_state || *args.has_initial_state.at<const bool>(n);
-    if (args.initial_state && starts) rows.initial = {args.initial_state, from};
+    if (args.initial_state && starts_from_state(args, n)) rows.initial = {args.initial_state, from};
     if (args.final_state && !drafts) rows.final = {args.final_state, to};
     return rows;
 }

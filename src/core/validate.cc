@@ -21,6 +21,7 @@ struct Dim {
     std::int64_t size;  // kAny: not fixed
 };
 constexpr std::int64_t kAny = -1;
+constexpr std::int64_t kMostSequences = std::numeric_limits<std::int32_t>::max();
 
 constexpr bool is_float(Dtype dtype) {
     return dtype == Dtype::kFloat64 || dtype == Dtype::kFloat32 || dtype == Dtype::kBFloat16 ||
@@ -33,6 +34,7 @@ public:
         : pass_(pass), args_(args), host_readable_(indices == Indices::kOnHost) {}
 
     void check() {
+        check_algorithm();
         check_inputs();
         check_gate();
         check_sequences();
@@ -79,13 +81,7 @@ private:
             ++i;
         }
         CULA_REQUIRE(good, argument, "have shape " + words(dims), shape_of(ref));
-        CULA_REQUIRE(ref.data != nullptr || numel(ref) == 0, argument, "point to memory", "a null pointer");
-    }
-
-    static std::int64_t numel(const TensorRef& ref) {
-        std::int64_t count = 1;
-        for (int i = 0; i < ref.ndim; ++i) count *= ref.size[static_cast<std::size_t>(i)];
-        return count;
+        CULA_REQUIRE_MEMORY(argument, ref);
     }
 
     void dtype(std::string_view argument, const TensorRef& ref, std::initializer_list<Dtype> allowed) const {
@@ -139,6 +135,15 @@ private:
         CULA_REQUIRE(ref.stride[k] == 1 || ref.stride[v] == 1 || ref.size[k] <= 1 || ref.size[v] <= 1, argument,
                      "be contiguous along K or along V",
                      "strides " + std::to_string(ref.stride[v]) + ", " + std::to_string(ref.stride[k]));
+    }
+
+    void check_algorithm() const {
+        const auto [decay, update] = args_.algorithm;
+        CULA_REQUIRE(decay <= Decay::kPerChannel && update <= Update::kDelta, "algorithm", "be one of kAlgorithms",
+                     "decay " + std::to_string(static_cast<int>(decay)) + ", update " +
+                         std::to_string(static_cast<int>(update)));
+        CULA_REQUIRE(args_.gate <= Gate::kBounded, "gate", "be one that Gate names",
+                     std::to_string(static_cast<int>(args_.gate)));
     }
 
     void check_inputs() {
@@ -245,6 +250,7 @@ private:
     void check_sequences() {
         const TensorRef& cu = args_.cu_seqlens;
         sequences_ = batch_;
+        CULA_REQUIRE(sequences_ <= kMostSequences, "q", "have a batch size below 2^31", std::to_string(sequences_));
         if (!cu) return;
         shape("cu_seqlens", cu, {{"N + 1", kAny}});
         dtype("cu_seqlens", cu, {Dtype::kInt32, Dtype::kInt64});
@@ -253,6 +259,8 @@ private:
                      std::to_string(batch_));
         CULA_REQUIRE(cu.size[0] >= 1, "cu_seqlens", "have N + 1 >= 1 elements", "0");
         sequences_ = cu.size[0] - 1;
+        CULA_REQUIRE(sequences_ <= kMostSequences, "cu_seqlens", "name fewer than 2^31 sequences",
+                     std::to_string(sequences_));
         if (!host_readable_) return;
         std::int64_t previous = 0;
         for (std::int64_t i = 0; i <= sequences_; ++i) {
@@ -306,6 +314,10 @@ private:
             state("final_state", final, read || write || pool_by_token ? slots : slots_or_n);
             writable("final_state", final);
         }
+        if (initial && final)
+            CULA_REQUIRE(same_places(initial, final) || apart(initial, final), "final_state",
+                         "have each element where initial_state has it, or lie elsewhere",
+                         "memory that overlaps initial_state in other places");
         CULA_REQUIRE(!read || initial || final, "initial_state_indices", "come with a state", "indices alone");
         CULA_REQUIRE(!write || final, "final_state_indices", "come with a state to write", "indices alone");
         const bool writes_at_read = final && !write && !pool_by_token;
@@ -394,6 +406,8 @@ private:
             CULA_REQUIRE(args_.initial_state || args_.final_state, "state_indices", "come with a state pool",
                          "indices alone");
             CULA_REQUIRE(!args_.final_state_indices, "final_state_indices", "be left out with state_indices", "both");
+            CULA_REQUIRE(per_token.size[1] > 0 || sequences_ == 0, "state_indices",
+                         "have a slot that each sequence starts from", shape_of(per_token));
             holds_row("state_indices", per_token, 1);
             if (host_readable_)
                 slots("state_indices", per_token, args_.final_state ? args_.final_state : args_.initial_state,
@@ -478,14 +492,18 @@ private:
             for (const auto& [argument, ref] : refs)
                 CULA_REQUIRE(!*ref, argument, "be left out: it belongs to " + std::string(name(pass)), "a tensor");
         };
-        only(Pass::kPrefill,
-             {{"checkpoints", &args_.checkpoints}, {"chunk_states", &args_.chunk_states}, {"kept", &args_.kept}});
+        only(Pass::kPrefill, {{"checkpoints", &args_.checkpoints},
+                              {"checkpoints.plan", &args_.checkpoint_plan},
+                              {"chunk_states", &args_.chunk_states},
+                              {"kept", &args_.kept}});
         only(Pass::kVerify, {{"state_indices", &args_.state_indices},
                              {"num_accepted", &args_.num_accepted},
                              {"snapshots", &args_.snapshots},
                              {"snapshot_indices", &args_.snapshot_indices},
                              {"parents", &args_.parents}});
         only(Pass::kSegment, {{"m", &args_.segment_m}, {"b", &args_.segment_b}});
+        CULA_REQUIRE(!args_.o || pass_ != Pass::kSegment, "o", "be left out: a segment has a map, no outputs",
+                     "a tensor");
         CULA_REQUIRE(!args_.keep || pass_ == Pass::kSegment, "keep", "be false: it belongs to segment", "true");
     }
 

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls whose states lie in each other's way, whose tables have no room, or for which memory does not suffice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import device
+import passes
+from cases import Case, make, state_like
+from process import run_python
+from test_validation import BASE, arguments, pooled, refused
+
+
+def test_a_table_of_no_drafts_is_refused():
+    """Of rows without tokens, which would start from an element that is not there."""
+    case = BASE.but(lengths=(0, 0))
+    more = pooled(initial_state_indices=None, state_indices=torch.empty(2, 0, dtype=torch.int32))
+    sentence = refused("verify", {**arguments("verify", case), **more})
+    assert sentence == "verify: state_indices must have a slot that each sequence starts from, got [2, 0]"
+
+
+def flash_kda_fwd(initial_state: torch.Tensor, final_state: torch.Tensor) -> None:
+    from cula.compat import flash_kda
+
+    case = Case("kda", (20, 20), key_dim=16, value_dim=16, gate="bounded", qk_l2norm=True, beta_is_logit=True)
+    x = make(case.but(gate_dtype=torch.bfloat16, scale=0.1))
+    flash_kda.fwd(
+        x.q, x.k, x.v, x.g, x.beta, 0.1, passes.empty_o(x), A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=-5.0,
+        initial_state=initial_state, final_state=final_state,
+    )  # fmt: skip
+
+
+def test_buffers_that_overlap_in_other_places_are_refused():
+    case = Case("kda", (20, 20), key_dim=16, value_dim=16)
+    heads = make(case).v.shape[2]
+    states = torch.zeros(3, heads, 16, 16)
+    before = states.clone()
+    for other in (states[1:], states[:2].mT):
+        with pytest.raises(ValueError, match="final_state must have each element where initial_state has it"):
+            flash_kda_fwd(states[:2], other)
+    assert_same_bits("states", before, states)
+    flash_kda_fwd(states[:2], states[:2])  # in place
+    pages = torch.zeros(2, 3, heads, 16, 16)  # two states and something else in each page
+    flash_kda_fwd(pages[:, 0], pages[:, 2])
+    assert_same_bits("states", states[:2], pages[:, 2])
+    assert not pages[:, :2].any()
+
+
+# A tree of 2,000 tokens takes a gigabyte of workspace, of which there are 64 MiB.
+OUT_OF_MEMORY = """
+import resource, torch, cula
+N, T, K = 1, 2000, 256
+pages = int(open("/proc/self/statm").read().split()[0])
+x = torch.ones(N, T, 1, K)
+o = torch.full_like(x, 7.0)
+beta = torch.ones(N, T, 1)
+parents = torch.full((N, T), -1, dtype=torch.int32)
+state = torch.ones(N, 1, K, K)
+options = {"algorithm": "delta", "scale": 1.0, "gate": "log_decay", "lower_bound": 0.0, "null_index": -1}
+options |= dict.fromkeys(("qk_l2norm", "beta_is_logit", "allow_neg_eigval", "batch_invariant", "in_place"), False)
+nothing = dict.fromkeys(argument.name for argument in torch.ops.cula.verify.default._schema.arguments)
+def verify(tokens, backend):
+    cut = {"q": x, "k": x, "v": x, "o": o, "beta": beta, "parents": parents}
+    cut = {name: tensor[:, :tokens] for name, tensor in cut.items()}
+    torch.ops.cula.verify.default(**{**nothing, **options, **cut, "initial_state": state, "backend": backend})
+verify(2, "reference")
+o.fill_(7.0)
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20),) * 2)
+for backend in ("reference", ""):
+    try:
+        verify(T, backend)
+    except (RuntimeError, MemoryError) as error:
+        assert "memory" in str(error), error
+    else:
+        raise AssertionError("there was memory")
+    assert (o == 7.0).all() and (state == 1.0).all()
+verify(2, "reference")
+assert (o[:, :2] != 7.0).all()
+print("raised")
+"""
+
+
+@pytest.mark.skipif(device.kind() == "cuda", reason="limits the memory of the host")
+def test_a_call_without_memory_raises():
+    assert run_python("-c", OUT_OF_MEMORY, OMP_NUM_THREADS="1") == "raised\n"
