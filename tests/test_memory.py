@@ -8,7 +8,8 @@ import torch
 
 import device
 import passes
-from cases import Case, make, state_like
+from cases import Case, make
+from compare import assert_same_bits
 from process import run_python
 from test_validation import BASE, arguments, pooled, refused
 

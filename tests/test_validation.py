@@ -265,7 +265,8 @@ ROWS = [
 # only with this switch; without it the kernels stay within bounds (tests/gpu/test_malformed.py).
 DEBUG_CHECKS = "CULA_DEBUG_CHECKS"
 VALUES = re.compile(
-    r"cu_seqlens must (start|not decrease|end)|must stay below|must name|must not let|num_accepted must lie|room for \d+ chunks"
+    r"cu_seqlens must (start|not decrease|end)|must stay below|must name|must not let|num_accepted must lie"
+    r"|room for \d+ chunks"
 )
 
 

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/device_args.h"
 
+#include <algorithm>
 #include <bit>
+#include <cstdlib>
+
+#include "cuda/limits.h"
 
 namespace cula::cuda {
 namespace {
@@ -12,8 +16,9 @@ TokenRows token_rows(const TensorRef& ref) {
     if (!ref) return {};
     TokenRows rows{ref.data, ref.dtype, ref.stride[0], ref.stride[1], ref.stride[2], ref.ndim > 3 ? ref.stride[3] : 1};
     const std::int64_t piece = ref.dtype == Dtype::kFloat64 ? 2 : ref.dtype == Dtype::kFloat32 ? 4 : 8;
+    constexpr std::int64_t kMostPitch = 1 << 28;
     rows.pieces = ref.ndim > 3 && rows.last == 1 && (rows.batch | rows.token | rows.head | ref.size[3]) % piece == 0 &&
-                  at_multiple_of_16(ref.data) && rows.token < (1 << 28);
+                  at_multiple_of_16(ref.data) && std::abs(rows.token) < kMostPitch;
     return rows;
 }
 
@@ -22,7 +27,7 @@ Indices indices(const TensorRef& ref) {
     static_assert(std::endian::native == std::endian::little);
     const std::int64_t words = ref.dtype == Dtype::kInt64 ? 2 : 1;
     return {static_cast<const std::int32_t*>(ref.data), ref.stride[0] * words, ref.ndim > 1 ? ref.stride[1] * words : 0,
-            static_cast<std::int32_t>(ref.ndim > 1 ? ref.size[1] : 1)};
+            static_cast<std::int32_t>(ref.ndim > 1 ? std::min(ref.size[1], kMostCounted) : 1)};
 }
 
 HeadParameter head_parameter(const TensorRef& ref) {

@@ -2,8 +2,12 @@
 // What the CUDA backends work out on the host; it needs no GPU and no nvcc.
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <limits>
 #include <utility>
 
+#include "cuda/device_args.h"
+#include "cuda/limits.h"
 #include "cuda/sm80/policy.h"
 #include "cuda/tile/divisor.h"
 
@@ -206,6 +210,63 @@ TEST(Divisor, DividesLikeDivision) {
                     EXPECT_EQ(divisor.divide(static_cast<std::uint32_t>(x)), x / by) << x << " / " << by;
                 }
     }
+}
+
+// Distances between tokens are 32-bit numbers where rows are read in pieces: forwards and backwards.
+TEST(DeviceArgs, RowsFarApartAreNotReadInPieces) {
+    alignas(16) static float memory[4];
+    const auto pieces = [](Dtype dtype, std::int64_t token) {
+        Args args;
+        args.q = args.k = args.v = args.o = {memory, dtype, 4, {1, 2, 1, 8}, {0, 8, 8, 1}};
+        args.q.stride[1] = token;
+        return device_args(args).q.pieces;
+    };
+    constexpr std::int64_t kLimit = 1 << 28;
+    for (Dtype dtype : {Dtype::kBFloat16, Dtype::kFloat32}) {
+        EXPECT_TRUE(pieces(dtype, 8));
+        EXPECT_TRUE(pieces(dtype, -8));
+        EXPECT_TRUE(pieces(dtype, kLimit - 8));
+        EXPECT_TRUE(pieces(dtype, 8 - kLimit));
+        EXPECT_FALSE(pieces(dtype, kLimit));
+        EXPECT_FALSE(pieces(dtype, -kLimit));
+        EXPECT_FALSE(pieces(dtype, -(std::int64_t{1} << 32) + 8));  // as an int it would be 8
+        EXPECT_FALSE(pieces(dtype, -(std::int64_t{1} << 40)));
+    }
+}
+
+TEST(DeviceArgs, TablesOfManyColumnsKeepThem) {
+    Args args;
+    args.q = args.k = args.v = args.o = {nullptr, Dtype::kFloat32, 4, {1, 1, 1, 8}, {8, 8, 8, 1}};
+    args.state_indices = {nullptr, Dtype::kInt32, 2, {1, (std::int64_t{1} << 32) + 3}, {0, 1}};
+    EXPECT_EQ(device_args(args).state_indices.columns, kMostCounted);
+}
+
+TEST(Limits, CallsThatThirtyTwoBitsCannotCountAreRefused) {
+    Problem problem;
+    problem.tokens = 1, problem.batch = problem.sequences = 8;
+    problem.heads = problem.value_heads = 4;
+    problem.key_dim = problem.value_dim = 128;
+    EXPECT_TRUE(counts_fit(problem));
+    const auto reason = [&](std::int64_t Problem::* of, std::int64_t count) {
+        Problem large = problem;
+        large.*of = count;
+        return counts_fit(large).reason();
+    };
+    constexpr std::int64_t kMany = std::int64_t{1} << 31;
+    EXPECT_EQ(reason(&Problem::sequences, kMany), "takes up to 2147418112 sequences, got 2147483648");
+    EXPECT_EQ(reason(&Problem::tokens, kMany), "takes up to 2147418112 tokens a row, got 2147483648");
+    EXPECT_EQ(reason(&Problem::value_heads, kMany), "takes up to 2147418112 value heads, got 2147483648");
+    EXPECT_EQ(reason(&Problem::sequences, kMany / 4),
+              "takes up to 2147418112 value heads of all sequences, got 2147483648");
+    // 2^32 + 512 blocks, of which 32 bits leave 512
+    EXPECT_EQ(reason(&Problem::sequences, kMany / 16 + 16),
+              "takes up to 2147418112 thread blocks of 16 rows of a state, got 4294967808");
+    problem.value_dim = problem.value_heads = problem.heads = 1;
+    problem.tokens = 6400;
+    EXPECT_EQ(reason(&Problem::sequences, kMany / 128), "takes up to 2147418112 chunks of 32 tokens, got 3372220416");
+    problem.varlen = true;
+    EXPECT_EQ(reason(&Problem::sequences, kMany / 128), "");
+    EXPECT_NE(reason(&Problem::tokens, std::numeric_limits<std::int64_t>::max()), "");
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/limits.h"
 #include "cula/status.h"
 
 namespace cula::cuda {
@@ -70,6 +71,9 @@ void launch_as(void (*kernel)(Params...), const LaunchShape& shape, void* stream
 template <auto kKernel, class... Args>
 void launch(const LaunchShape& shape, void* stream, const Args&... args) {
     if (shape.blocks == 0) return;
+    if (shape.blocks > static_cast<std::size_t>(kMostBlocks))
+        throw Error("launch: a call must have at most " + std::to_string(kMostBlocks) + " thread blocks, got " +
+                    std::to_string(shape.blocks));
     const std::size_t most = std::max(shape.most_shared_bytes, shape.shared_bytes);
     if (most > 48 * 1024) ask_for_shared<kKernel>(most);
     launch_as(kKernel, shape, stream, args...);

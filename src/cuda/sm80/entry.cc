@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "cuda/device_args.h"
+#include "cuda/limits.h"
 #include "cuda/pipe/launch.h"
 #include "cuda/sm80/launch.h"
 
@@ -52,7 +53,7 @@ Support supports_any(const Problem& problem) {
                            std::to_string(problem.device.compute_capability / 10) + "." +
                            std::to_string(problem.device.compute_capability % 10));
     if (problem.dtype == Dtype::kFloat64) return Support::no("takes float32, bfloat16 and float16; q is float64");
-    return Support::yes();
+    return counts_fit(problem);
 }
 
 }  // namespace

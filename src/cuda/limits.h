@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// How large a call may be: kernels count in 32 bits, and a grid has one dimension.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "core/check.h"
+#include "cula/problem.h"
+#include "cula/status.h"
+
+namespace cula::cuda {
+
+inline constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 31) - 1;
+// Of anything that is counted; what lies a little beyond is still a number.
+inline constexpr std::int64_t kMostCounted = (std::int64_t{1} << 31) - (1 << 16);
+
+inline Support counts_fit(const Problem& problem) {
+    constexpr std::int64_t kLeastRows = 16, kLeastChunk = 32;  // of a CTA, of a chunk
+    const auto refuse = [](const std::string& what, std::int64_t count) {
+        return Support::no("takes up to " + std::to_string(kMostCounted) + " " + what + ", got " +
+                           std::to_string(count));
+    };
+    // Of wider values there are several calls.
+    const auto blocks = [](std::int64_t rows) { return (std::min(rows, kLargestDim) + kLeastRows - 1) / kLeastRows; };
+    if (problem.sequences > kMostCounted) return refuse("sequences", problem.sequences);
+    if (problem.tokens > kMostCounted) return refuse("tokens a row", problem.tokens);
+    if (problem.value_heads > kMostCounted) return refuse("value heads", problem.value_heads);
+    const std::int64_t heads = std::max<std::int64_t>(problem.sequences, 1) * problem.value_heads;
+    if (heads > kMostCounted) return refuse("value heads of all sequences", heads);
+    const std::int64_t of_map = problem.pass == Pass::kSegment ? blocks(problem.key_dim) : 0;
+    const std::int64_t all = heads * (blocks(problem.value_dim) + of_map);
+    if (all > kMostCounted) return refuse("thread blocks of 16 rows of a state", all);
+    const std::int64_t rows = problem.varlen ? 1 : problem.sequences,
+                       chunks = (problem.tokens + kLeastChunk - 1) / kLeastChunk * rows + problem.sequences;
+    if (chunks > kMostCounted) return refuse("chunks of 32 tokens", chunks);
+    return Support::yes();
+}
+
+}  // namespace cula::cuda
