@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <array>
+#include <stdexcept>
+#include <string>
 
 namespace cula::torch_binding {
 namespace {
@@ -49,8 +51,10 @@ TensorHandle allocate(std::span<const std::int64_t> sizes, std::int32_t dtype, c
     const std::int32_t type =
         device.kind == DeviceKind::kCuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
     AtenTensorHandle handle = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.data(),
-                                                    strides.data(), dtype, type, device.index, &handle));
+    if (aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, type,
+                                 device.index, &handle) != AOTI_TORCH_SUCCESS)
+        throw std::runtime_error("cula: out of memory: PyTorch gives no tensor of " + std::to_string(step) +
+                                 " elements of " + (device.kind == DeviceKind::kCuda ? "GPU" : "host") + " memory");
     return TensorHandle(handle);
 }
 
