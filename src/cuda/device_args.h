@@ -139,24 +139,6 @@ CULA_HOST_DEVICE StateSlots states_of(const DeviceArgs& a, std::int64_t n) {
     return slots;
 }
 
-// Calls body(slot) for every checkpoint of sequence n after `done` tokens.
-template <class Body>
-CULA_HOST_DEVICE void for_each_checkpoint(const DeviceArgs& a, std::int64_t n, std::int64_t done, Body body) {
-    for (std::int64_t m = 0; m < a.num_checkpoints; ++m) {
-        if (a.checkpoint_plan.at(m, 0) != n || a.checkpoint_plan.at(m, 1) != done) continue;
-        const std::int64_t slot = a.checkpoint_plan.at(m, 2);
-        if (slot >= 0 && slot < a.checkpoints.slots) body(slot);
-    }
-}
-
-// How many chunk states the packed sequences before n have.
-CULA_HOST_DEVICE std::int64_t chunk_states_before(const DeviceArgs& a, std::int64_t n) {
-    std::int64_t before = 0;
-    for (std::int64_t i = 0; a.cu_seqlens && i < n; ++i)
-        before += (tokens_of(a, i).length + a.chunk_tokens - 1) / a.chunk_tokens;
-    return before;
-}
-
 // Where chunk_states holds those of sequence n, and how many of them fit.
 struct ChunkStates {
     std::int64_t offset = 0, room = 0;

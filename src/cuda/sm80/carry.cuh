@@ -183,8 +183,9 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         kDelta ? p.exact_writes + static_cast<std::int64_t>(segment.image) * a.value_heads + value_head : nullptr;
     // Loaded two chunks ahead and not looked at before: nothing waits for it.
     const auto exact_at = [&](int chunk) {
-        return kDelta && chunk < segment.chunks ? written_before(exact_writes + static_cast<std::int64_t>(chunk) * a.value_heads)
-                                                : 0;
+        return kDelta && chunk < segment.chunks
+                   ? written_before(exact_writes + static_cast<std::int64_t>(chunk) * a.value_heads)
+                   : 0;
     };
     const auto copy_chunk = [&](int chunk, std::int32_t exact) {
         const bool odd = chunk % p.stages;

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cuda/device_args.h"
+#include "cuda/sm80/asked.cuh"
 #include "cuda/sm80/launch.h"
 #include "cuda/sm80/rows.cuh"
 #include "cuda/tile/convert.cuh"
@@ -253,9 +254,9 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const _
         a.chunk_states.data ? chunk_states_of(a, n, value_head, chunk_states_before(a, n)) : ChunkStates{};
     const auto store_prefix = [&](std::int64_t done) {
         if (a.num_checkpoints && (done % kChunkTokens == 0 || done == tokens.length))
-            for_each_checkpoint(a, n, done, [&](std::int64_t slot) {
-                state.store(a, a.checkpoints, a.checkpoints.offset(slot, value_head), row, row_end);
-            });
+            for (std::int64_t m = 0; (m = next_checkpoint(a, m, n, done)) < a.num_checkpoints; ++m)
+                if (const std::int64_t slot = checkpoint_slot(a, m); slot >= 0)
+                    state.store(a, a.checkpoints, a.checkpoints.offset(slot, value_head), row, row_end);
         if (dense.room > 0 && done % a.chunk_tokens == 0 && done < tokens.length && done / a.chunk_tokens < dense.room)
             state.store(a, a.chunk_states, dense.offset + done / a.chunk_tokens * a.chunk_states.slot, row, row_end);
     };

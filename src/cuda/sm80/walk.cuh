@@ -5,6 +5,7 @@
 // channels 8 tile + 2 (l%4) and the next (ptx/mma.cuh).
 #pragma once
 
+#include "cuda/sm80/asked.cuh"
 #include "cuda/sm80/chunk.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/scan.cuh"
@@ -290,10 +291,9 @@ struct Walk {
                 if (index >= dense.room) continue;
                 to = a.chunk_states, base = dense.offset + index * to.slot;
             } else {
-                const std::int64_t slot = a.checkpoint_plan.at(m, 2);
-                if (a.checkpoint_plan.at(m, 0) != n || a.checkpoint_plan.at(m, 1) != before || slot < 0 ||
-                    slot >= a.checkpoints.slots)
-                    continue;
+                m = next_checkpoint(a, m, n, before);
+                const std::int64_t slot = m < asked ? checkpoint_slot(a, m) : -1;
+                if (slot < 0) continue;
                 to = a.checkpoints, base = to.offset(slot, value_head);
             }
             if (to.data) store_state<kKey>(state, to, base, rows, stored);
