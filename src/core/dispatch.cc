@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <new>
 
@@ -92,7 +91,7 @@ constexpr std::size_t kLineBytes = 64;
 constexpr std::size_t whole_lines(std::size_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes; }
 
 struct Free {
-    void operator()(void* memory) const { std::free(memory); }
+    void operator()(void* memory) const { ::operator delete(memory, std::align_val_t{kLineBytes}); }
 };
 
 // A call of no tokens whose states go nowhere (a prefill's kernel would still look at `kept`); a segment that is asked
@@ -112,12 +111,10 @@ void plan_and_run(Pass pass, const Args& args, const Context& context, std::stri
     const Plan planned = plan(pass, args, context, backend);
     if (context.workspace || planned.workspace_bytes == 0 || context.device.kind != DeviceKind::kCpu)
         return run(planned, args, context);
-    const std::size_t bytes = whole_lines(planned.workspace_bytes);
-    const std::unique_ptr<void, Free> memory(std::aligned_alloc(kLineBytes, bytes));
-    if (!memory) throw std::bad_alloc();
+    const std::unique_ptr<void, Free> memory(::operator new(planned.workspace_bytes, std::align_val_t{kLineBytes}));
     Context own = context;
     own.workspace = memory.get();
-    own.workspace_bytes = bytes;
+    own.workspace_bytes = planned.workspace_bytes;
     run(planned, args, own);
 }
 

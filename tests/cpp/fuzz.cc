@@ -1,0 +1,562 @@
+// SPDX-License-Identifier: Apache-2.0
+// Random calls, right and wrong, over the public headers: fuzz [count] [seed] [first call].
+//
+// Each tensor has memory of exactly its extent, and a sanitizer watches. What is refused is refused by an Error (or
+// std::bad_alloc) and leaves every byte as it was; what is taken writes nothing but outputs, and every CPU target gives
+// about what the oracle gives.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <limits>
+#include <new>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "cula/kernels.h"
+#include "fuzz_memory.h"
+
+namespace cula::test {
+namespace {
+
+struct Field {
+    const char* name;
+    TensorRef Args::* ref;
+    bool output = false;
+};
+
+constexpr Field kFields[] = {
+    {"q", &Args::q},
+    {"k", &Args::k},
+    {"v", &Args::v},
+    {"g", &Args::g},
+    {"gamma", &Args::gamma},
+    {"beta", &Args::beta},
+    {"A_log", &Args::A_log},
+    {"dt_bias", &Args::dt_bias},
+    {"cu_seqlens", &Args::cu_seqlens},
+    {"initial_state", &Args::initial_state},
+    {"final_state", &Args::final_state, true},
+    {"initial_state_indices", &Args::initial_state_indices},
+    {"final_state_indices", &Args::final_state_indices},
+    {"has_initial_state", &Args::has_initial_state},
+    {"o", &Args::o, true},
+    {"checkpoints", &Args::checkpoints, true},
+    {"checkpoint_plan", &Args::checkpoint_plan},
+    {"chunk_states", &Args::chunk_states, true},
+    {"state_indices", &Args::state_indices},
+    {"num_accepted", &Args::num_accepted},
+    {"snapshots", &Args::snapshots, true},
+    {"snapshot_indices", &Args::snapshot_indices},
+    {"parents", &Args::parents},
+    {"segment_m", &Args::segment_m, true},
+    {"segment_b", &Args::segment_b, true},
+    {"kept", &Args::kept},
+};
+
+constexpr std::int64_t kLimits[] = {
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    63,
+    64,
+    65,
+    257,
+    1 << 20,
+    std::numeric_limits<std::int32_t>::max(),
+    std::int64_t{1} << 32,
+    -(std::int64_t{1} << 32),
+    std::int64_t{1} << 62,
+    std::numeric_limits<std::int64_t>::max(),
+    std::numeric_limits<std::int64_t>::min(),
+    std::numeric_limits<std::int32_t>::min(),
+};
+
+[[noreturn]] void fail(const std::string& what) { throw std::logic_error(what); }
+
+class Fuzz {
+public:
+    explicit Fuzz(std::uint64_t seed) : random_(seed) {}
+
+    // What became of the call.
+    enum class Outcome { kTaken, kRefused };
+
+    Outcome run() {
+        if (random_.one_in(20)) return random_.one_in(2) ? run_compose() : run_explain();
+        make_call();
+        const bool spoilt = random_.one_in(2);
+        if (spoilt)
+            for (std::int64_t i = random_.between(1, 2); i > 0; --i) spoil();
+        memory_.remember();
+        const std::optional<std::vector<double>> oracle = outcome_of("reference");
+        if (!oracle && !spoilt && args_.q.dtype != Dtype::kFloat64) fail("a valid call is refused: " + message_);
+        for (const std::string_view target : targets()) {
+            if (target == "reference" || !random_.one_in(2)) continue;
+            memory_.restore();
+            const std::optional<std::vector<double>> found = outcome_of(target);
+            if (found && !oracle) fail(std::string(target) + " takes what the oracle refuses: " + message_);
+            if (found && finite_) compare(target, *oracle, *found);
+        }
+        memory_.restore();
+        return oracle ? Outcome::kTaken : Outcome::kRefused;
+    }
+
+    // Maps for compose(), some of them wrong.
+    Outcome run_compose() {
+        const std::int64_t P = random_.between(0, 3), N = random_.between(0, 3), heads = random_.between(1, 3),
+                           rows = random_.between(0, 20), keys = random_.between(1, 20);
+        const Dtype dtype = random_.of({Dtype::kFloat32, Dtype::kFloat64});
+        Composition given;
+        given.m = tensor(dtype, {P, N, heads, random_.one_in(2) ? 1 : keys, keys}, -1, 1);
+        given.b = tensor(dtype, {P, N, heads, rows, keys}, -1, 1);
+        given.state = tensor(dtype, {N, heads, rows, keys}, -1, 1, true);
+        if (random_.one_in(2))
+            given.joins = integers(Dtype::kBool, {P}, std::vector<std::int64_t>(static_cast<std::size_t>(P), 1), true);
+        if (random_.one_in(2)) {
+            TensorRef* const tensors[] = {&given.m, &given.b, &given.state, &given.joins};
+            spoil_layout(*tensors[random_.between(0, 3)]);
+        }
+        memory_.remember();
+        Context context;
+        if (random_.one_in(2)) context.parallel_for = std_threads(static_cast<int>(random_.between(1, 3)));
+        bool taken = true;
+        try {
+            compose(given, context);
+            memory_.expect_writes(given.state);
+        } catch (const Error&) {
+            taken = false;
+        } catch (const std::bad_alloc&) {
+            taken = false;
+        }
+        if (!memory_.kept()) fail("compose has written what is no state");
+        return taken ? Outcome::kTaken : Outcome::kRefused;
+    }
+
+    // Whatever the numbers are, there is an answer.
+    Outcome run_explain() {
+        Problem problem;
+        problem.pass = random_.of({Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment});
+        problem.algorithm = kAlgorithms[static_cast<std::size_t>(random_.between(0, 7))].algorithm;
+        problem.device.kind = random_.of({DeviceKind::kCpu, DeviceKind::kCuda});
+        problem.device.compute_capability = random_.of({0, 70, 80, 90, 100});
+        problem.dtype = static_cast<Dtype>(random_.between(0, 6));
+        for (auto number : {&Problem::batch, &Problem::tokens, &Problem::sequences, &Problem::heads,
+                            &Problem::value_heads, &Problem::key_dim, &Problem::value_dim, &Problem::draft_tokens})
+            problem.*number = random_.one_in(3) ? some_limit() : random_.between(0, 300);
+        problem.tree = random_.one_in(2), problem.varlen = random_.one_in(2);
+        int chosen = 0;
+        for (const Explanation& row : explain(problem)) chosen += row.chosen;
+        if (chosen > 1) fail("explain chooses more than one kernel");
+        return chosen ? Outcome::kTaken : Outcome::kRefused;
+    }
+
+    std::string describe_call() const {
+        std::string text = std::string(name(pass_)) + " " + std::string(name(args_.algorithm));
+        for (const Field& field : kFields) {
+            const TensorRef& ref = args_.*field.ref;
+            if (ref)
+                text += "\n  " + std::string(field.name) + ": " + std::string(name(ref.dtype)) + ", " + layout_of(ref) +
+                        (ref.data ? "" : ", null");
+        }
+        return text;
+    }
+
+private:
+    // --- a valid call ---
+
+    TensorRef tensor(Dtype dtype, std::initializer_list<std::int64_t> sizes, double low, double high,
+                     bool output = false) {
+        TensorRef ref = some_layout(random_, dtype, sizes, 1, output);
+        memory_.place(ref);
+        memory_.fill(ref, random_, low, high);
+        return ref;
+    }
+
+    TensorRef integers(Dtype dtype, std::initializer_list<std::int64_t> sizes, const std::vector<std::int64_t>& values,
+                       bool dense = false) {
+        TensorRef ref =
+            dense ? TensorRef::contiguous(nullptr, dtype, sizes) : some_layout(random_, dtype, sizes, 0, true);
+        memory_.place(ref);
+        std::size_t i = 0;
+        each_element(ref,
+                     [&](std::int64_t place) { write(element_at(ref, place), 0, static_cast<double>(values[i++])); });
+        return ref;
+    }
+
+    // Stored with K or V last.
+    TensorRef states(std::int64_t slots, std::optional<std::int64_t> columns = {}) {
+        const std::int64_t heads = args_.v.size[2], rows = args_.v.size[3], keys = args_.q.size[3];
+        const bool k_first = random_.one_in(3);
+        const std::int64_t outer = k_first ? keys : rows, inner = k_first ? rows : keys;
+        TensorRef ref = columns ? tensor(state_dtype_, {slots, *columns, heads, outer, inner}, -1, 1, true)
+                                : tensor(state_dtype_, {slots, heads, outer, inner}, -1, 1, true);
+        const auto last = static_cast<std::size_t>(ref.ndim - 1);
+        if (k_first) std::swap(ref.size[last], ref.size[last - 1]), std::swap(ref.stride[last], ref.stride[last - 1]);
+        return ref;
+    }
+
+    std::vector<std::int64_t> distinct(std::int64_t count, std::int64_t below) {
+        std::vector<std::int64_t> all;
+        for (std::int64_t i = 0; i < below; ++i) all.push_back(i);
+        random_.shuffle(all);
+        all.resize(static_cast<std::size_t>(count));
+        for (std::int64_t& one : all)
+            if (random_.one_in(10)) one = random_.of<std::int64_t>({-1, -7, args_.null_index});
+        return all;
+    }
+
+    std::int64_t some_dim() {
+        return random_.of<std::int64_t>({1, 2, 3, 4, 8, 15, 16, 17, 24, 31, 32, 33, 40, 64, 65, 100, 128, 200, 256});
+    }
+
+    void make_call() {
+        pass_ = random_.of({Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment});
+        args_.algorithm = kAlgorithms[static_cast<std::size_t>(random_.between(0, 7))].algorithm;
+        const bool chunked = pass_ == Pass::kPrefill || pass_ == Pass::kSegment;
+        const bool packed = random_.one_in(3);
+        std::int64_t rows = random_.between(0, 4), tokens = random_.between(0, chunked ? 80 : 4);
+        const std::int64_t heads = random_.between(1, 2), group = random_.between(1, 2), value_heads = heads * group;
+        std::int64_t keys = some_dim(), values = random_.one_in(40) ? 300 : some_dim();
+        while (std::max<std::int64_t>(rows * value_heads, 1) * (tokens + 2) * keys * values > kMostWork)
+            (random_.one_in(2) ? keys : values) = random_.between(1, 40),
+                                        tokens = std::max<std::int64_t>(tokens / 2, 1);
+        std::vector<std::int64_t> ends{0};
+        if (packed) {
+            for (std::int64_t n = 0; n < rows; ++n) ends.push_back(ends.back() + random_.between(0, tokens));
+            tokens = ends.back() + (random_.one_in(2) ? random_.between(0, 3) : 0);
+        }
+        lengths_.clear();
+        for (std::size_t n = 0; n < static_cast<std::size_t>(rows); ++n)
+            lengths_.push_back(packed ? ends[n + 1] - ends[n] : tokens);
+
+        const Dtype dtype =
+            random_.one_in(20) ? Dtype::kFloat64 : random_.of({Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
+        const Dtype parameter = dtype == Dtype::kFloat64 && random_.one_in(2) ? Dtype::kFloat64 : Dtype::kFloat32;
+        const auto gate_dtype = [&] { return random_.of({Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16, dtype}); };
+        state_dtype_ = random_.of({Dtype::kFloat32, Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
+        const std::int64_t B = packed ? 1 : rows;
+        const double key = 1 / std::sqrt(static_cast<double>(keys));
+        args_.q = tensor(dtype, {B, tokens, heads, keys}, -1, 1);
+        args_.k = tensor(dtype, {B, tokens, heads, keys}, -key, key);
+        args_.v = tensor(dtype, {B, tokens, value_heads, values}, -1, 1);
+        if (packed) args_.cu_seqlens = integers(random_.of({Dtype::kInt32, Dtype::kInt64}), {rows + 1}, ends, true);
+        args_.qk_l2norm = random_.one_in(2);
+        args_.scale = random_.real(-1, 1);
+        args_.batch_invariant = random_.one_in(4);
+        args_.null_index = random_.of({-1, 0, 3, std::numeric_limits<std::int32_t>::max()});
+        args_.chunk_tokens = random_.of({16, 32, 64});
+
+        const Decay decay = args_.algorithm.decay;
+        if (decay == Decay::kPerChannel) args_.g = tensor(gate_dtype(), {B, tokens, value_heads, keys}, -1, 0);
+        if (decay == Decay::kPerToken) args_.g = tensor(gate_dtype(), {B, tokens, value_heads}, -1, 0);
+        if (decay == Decay::kPerHead || (decay == Decay::kPerToken && random_.one_in(4)))
+            args_.gamma = tensor(parameter, {value_heads}, -1, 0);
+        if (args_.g && random_.one_in(2)) {
+            args_.gate = random_.of({Gate::kSoftplus, Gate::kBounded});
+            args_.lower_bound = random_.of({-5.0, -1.0, -80.0});
+            if (random_.one_in(2)) args_.A_log = tensor(parameter, {value_heads}, -1, 1);
+            if (random_.one_in(2))
+                args_.dt_bias = decay == Decay::kPerChannel ? tensor(parameter, {value_heads, keys}, -1, 1)
+                                                            : tensor(parameter, {value_heads}, -1, 1);
+        }
+        if (args_.algorithm.update == Update::kDelta) {
+            args_.beta_is_logit = random_.one_in(3);
+            args_.allow_neg_eigval = args_.beta_is_logit && random_.one_in(2);
+            const bool by_value = pass_ != Pass::kSegment && random_.one_in(5);
+            args_.beta = by_value ? tensor(gate_dtype(), {B, tokens, value_heads, values}, 0, 1)
+                                  : tensor(gate_dtype(), {B, tokens, value_heads}, 0, 1);
+        }
+        if (pass_ == Pass::kSegment) return make_segment(parameter);
+        args_.o = tensor(random_.one_in(4) ? Dtype::kFloat32 : dtype, {B, tokens, value_heads, values}, -1, 1, true);
+        make_states(rows);
+        if (pass_ == Pass::kPrefill) make_prefill(rows);
+        if (pass_ == Pass::kVerify) make_verify(rows);
+    }
+
+    void make_segment(Dtype parameter) {
+        const std::int64_t N = static_cast<std::int64_t>(lengths_.size()), heads = args_.v.size[2],
+                           keys = args_.q.size[3];
+        state_dtype_ = parameter;
+        args_.segment_b = states(N);
+        if (random_.one_in(4)) return;
+        args_.segment_m = args_.algorithm.update == Update::kDelta
+                              ? tensor(parameter, {N, heads, keys, keys}, -1, 1, true)
+                              : tensor(parameter, {N, heads, keys}, -1, 1, true);
+    }
+
+    void make_states(std::int64_t rows) {
+        if (random_.one_in(4)) return;
+        const std::int64_t slots = rows + random_.between(0, 3);
+        const bool pool = random_.one_in(2);
+        if (!random_.one_in(4)) args_.initial_state = states(pool ? slots : rows);
+        if (!args_.initial_state || random_.one_in(2)) args_.final_state = states(pool ? slots : rows);
+        if (args_.initial_state && random_.one_in(3)) args_.final_state = args_.initial_state;
+        if (pool) {
+            args_.initial_state_indices = integers(Dtype::kInt32, {rows}, distinct(rows, slots));
+            if (args_.final_state && random_.one_in(3) && !same_places(args_.initial_state, args_.final_state))
+                args_.final_state_indices = integers(Dtype::kInt32, {rows}, distinct(rows, slots));
+        }
+        if (args_.initial_state && random_.one_in(3)) {
+            std::vector<std::int64_t> flags;
+            for (std::int64_t n = 0; n < rows; ++n) flags.push_back(random_.between(0, 1));
+            args_.has_initial_state = integers(Dtype::kBool, {rows}, flags, true);
+        }
+    }
+
+    void make_prefill(std::int64_t rows) {
+        if (random_.one_in(3)) {
+            std::vector<std::int64_t> plan;
+            const std::int64_t count = random_.between(0, 4);
+            const std::vector<std::int64_t> slots = distinct(count, count + 2);
+            for (std::int64_t m = 0; m < count && rows > 0; ++m) {
+                const std::int64_t n = random_.between(0, rows - 1), length = lengths_[static_cast<std::size_t>(n)];
+                const std::int64_t offset = random_.one_in(2) ? length : random_.between(0, length / 64) * 64;
+                plan.insert(plan.end(), {n, offset, slots[static_cast<std::size_t>(m)]});
+            }
+            args_.checkpoints = states(count + 2);
+            // -1 alone is null in a plan, and slot 0 may be null_index in `slots`: names are distinct all the same.
+            std::vector<std::int64_t> seen;
+            for (std::size_t at = 2; at < plan.size(); at += 3) {
+                if (plan[at] >= count + 2 || std::find(seen.begin(), seen.end(), plan[at]) != seen.end()) plan[at] = -1;
+                seen.push_back(plan[at]);
+            }
+            args_.checkpoint_plan = integers(Dtype::kInt32, {static_cast<std::int64_t>(plan.size()) / 3, 3}, plan);
+        }
+        if (random_.one_in(3)) {
+            std::int64_t chunks = 0;
+            for (const std::int64_t length : lengths_) {
+                const std::int64_t own = (length + args_.chunk_tokens - 1) / args_.chunk_tokens;
+                chunks = args_.cu_seqlens ? chunks + own : own;
+            }
+            if (!args_.cu_seqlens) chunks = (args_.q.size[1] + args_.chunk_tokens - 1) / args_.chunk_tokens;
+            const std::int64_t heads = args_.v.size[2];
+            args_.chunk_states =
+                tensor(state_dtype_,
+                       {args_.q.size[0], chunks + random_.between(0, 1), heads, args_.v.size[3], args_.q.size[3]}, -1,
+                       1, true);
+        }
+    }
+
+    void make_verify(std::int64_t rows) {
+        std::int64_t longest = args_.cu_seqlens ? 0 : args_.q.size[1];
+        for (const std::int64_t length : lengths_) longest = std::max(longest, length);
+        const std::int64_t columns = std::max<std::int64_t>(longest, 1) + random_.between(0, 1);
+        if ((args_.initial_state || args_.final_state) && random_.one_in(2)) {
+            const std::int64_t slots = rows * columns + 2;
+            args_.initial_state_indices = args_.final_state_indices = {};
+            const bool in_place = same_places(args_.initial_state, args_.final_state);
+            if (args_.initial_state) args_.initial_state = states(slots);
+            if (args_.final_state) args_.final_state = in_place ? args_.initial_state : states(slots);
+            args_.state_indices = integers(Dtype::kInt32, {rows, columns}, distinct(rows * columns, slots));
+            if (random_.one_in(2)) {
+                std::vector<std::int64_t> counts;
+                for (std::int64_t n = 0; n < rows; ++n) counts.push_back(random_.between(1, columns));
+                args_.num_accepted = integers(Dtype::kInt32, {rows}, counts);
+            }
+        }
+        if (random_.one_in(3)) {
+            args_.snapshots = states(rows + 1, columns);
+            if (random_.one_in(2)) args_.snapshot_indices = integers(Dtype::kInt32, {rows}, distinct(rows, rows + 1));
+        }
+        if (random_.one_in(3)) {
+            std::vector<std::int64_t> parents;
+            for (std::int64_t n = 0; n < rows; ++n)
+                for (std::int64_t t = 0; t < columns; ++t) parents.push_back(random_.between(-1, t - 1));
+            args_.parents = integers(Dtype::kInt32, {rows, columns}, parents);
+            if (!args_.state_indices) args_.final_state = {}, args_.final_state_indices = {};
+            if (!args_.state_indices && !args_.initial_state)
+                args_.initial_state_indices = {}, args_.has_initial_state = {};
+        }
+    }
+
+    // --- a call that is wrong, or just different ---
+
+    std::int64_t some_limit() { return kLimits[random_.between(0, std::ssize(kLimits) - 1)]; }
+
+    TensorRef& some_tensor() {
+        for (int tries = 0;; ++tries) {
+            TensorRef& ref = args_.*kFields[random_.between(0, std::ssize(kFields) - 1)].ref;
+            if (ref || tries == 50) return ref;
+        }
+    }
+
+    void spoil() {
+        switch (random_.between(0, 9)) {
+            case 0: some_tensor().data = nullptr; break;
+            case 1: some_tensor() = {}; break;
+            case 2: args_.*kFields[random_.between(0, std::ssize(kFields) - 1)].ref = some_tensor(); break;
+            case 3: spoil_values(); break;
+            case 4: spoil_options(); break;
+            case 5: {
+                TensorRef& ref = some_tensor();
+                if (ref.data) ref.data = static_cast<std::byte*>(ref.data) + random_.between(0, 1);
+                // One byte less than it claims to have would not be its extent.
+                const auto step = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(ref.data) & 1);
+                if (step == 0 && ref.data) memory_.place(ref);
+                break;
+            }
+            default: spoil_layout(some_tensor()); break;
+        }
+    }
+
+    void spoil_layout(TensorRef& ref) {
+        const auto dim = static_cast<std::size_t>(random_.between(0, kMaxDims - 1));
+        switch (random_.between(0, 3)) {
+            case 0: ref.size[dim] = random_.one_in(2) ? some_limit() : ref.size[dim] + random_.between(-2, 2); break;
+            case 1: ref.stride[dim] = random_.one_in(2) ? some_limit() : random_.between(-40, 40); break;
+            case 2:
+                ref.dtype = static_cast<Dtype>(random_.one_in(4) ? random_.between(0, 255) : random_.between(0, 6));
+                break;
+            default: ref.ndim = static_cast<int>(random_.between(-1, kMaxDims + 2)); break;
+        }
+        const bool small = ref.size[dim] < kMostMutated && std::abs(ref.stride[dim] / 2) < kMostMutated;
+        memory_.place(ref);
+        // Of what is written somewhere between, every value is a number.
+        if (small && ref.ndim > 0 && size_bytes(ref.dtype) > 0) memory_.fill(ref, random_, 0, 1);
+    }
+
+    // Of indices, lengths, flags and plans.
+    void spoil_values() {
+        constexpr TensorRef Args::* kValues[] = {
+            &Args::cu_seqlens,    &Args::initial_state_indices, &Args::final_state_indices,
+            &Args::state_indices, &Args::num_accepted,          &Args::snapshot_indices,
+            &Args::parents,       &Args::checkpoint_plan,       &Args::has_initial_state,
+        };
+        const TensorRef& ref = args_.*kValues[random_.between(0, std::ssize(kValues) - 1)];
+        if (!ref.data || !memory_.on_heap(ref)) return;
+        const std::int64_t limit = some_limit();
+        const bool close = random_.one_in(2);
+        each_element(ref, [&](std::int64_t place) {
+            if (!random_.one_in(3)) return;
+            const std::int64_t value = close ? random_.between(-2, 5) : limit;
+            std::byte* to = static_cast<std::byte*>(ref.data) + place;
+            std::memcpy(to, &value, size_bytes(ref.dtype));
+        });
+    }
+
+    void spoil_options() {
+        const double huge = random_.of({0.0, 1e30, -1e300, HUGE_VAL, std::nan("")});
+        switch (random_.between(0, 9)) {
+            case 0: args_.scale = huge, finite_ = false; break;
+            case 1: args_.lower_bound = huge, finite_ = false; break;
+            case 2: args_.chunk_tokens = static_cast<int>(random_.between(-1, 200)); break;
+            case 3: args_.null_index = static_cast<std::int32_t>(random_.between(-5, 5)); break;
+            case 4: args_.gate = static_cast<Gate>(random_.between(0, 4)); break;
+            case 5: args_.algorithm.decay = static_cast<Decay>(random_.between(0, 5)); break;
+            case 6: args_.algorithm.update = static_cast<Update>(random_.between(0, 3)); break;
+            case 7: args_.keep = !args_.keep; break;
+            case 8: args_.allow_neg_eigval = !args_.allow_neg_eigval; break;
+            default: pass_ = static_cast<Pass>(random_.between(0, 3)); break;
+        }
+    }
+
+    // --- what comes of it ---
+
+    bool is_output(const Field& field) const { return field.output && (args_.*field.ref).data; }
+
+    // The values of all outputs, or none where the call is refused.
+    std::optional<std::vector<double>> outcome_of(std::string_view backend) {
+        Context context;
+        const auto threads = static_cast<int>(random_.between(-1, 3));
+        if (threads > 0) context.parallel_for = std_threads(threads);
+        try {
+            if (random_.one_in(2))
+                run_in_own_workspace(context, backend);
+            else
+                run_pass(context, backend);
+        } catch (const Error& error) {
+            message_ = error.what();
+            if (!memory_.kept()) fail("a refused call has written: " + message_);
+            return {};
+        } catch (const std::bad_alloc&) {
+            message_ = "out of memory";
+            if (!memory_.kept()) fail("a call without memory has written");
+            return {};
+        }
+        std::vector<double> values;
+        for (const Field& field : kFields) {
+            const TensorRef& ref = args_.*field.ref;
+            if (!is_output(field) || !memory_.on_heap(ref)) continue;
+            memory_.expect_writes(ref);
+            each_element(ref, [&](std::int64_t place) { values.push_back(read(element_at(ref, place), 0)); });
+        }
+        if (!memory_.kept()) fail("a call has written what is no output");
+        return values;
+    }
+
+    void run_pass(const Context& context, std::string_view backend) const {
+        switch (pass_) {
+            case Pass::kPrefill: return prefill(args_, context, backend);
+            case Pass::kDecode: return decode(args_, context, backend);
+            case Pass::kVerify: return verify(args_, context, backend);
+            case Pass::kSegment: return segment(args_, context, backend);
+        }
+    }
+
+    void run_in_own_workspace(Context context, std::string_view backend) {
+        const Plan planned = plan(pass_, args_, context, backend);
+        if (planned.workspace_bytes > kMostWorkspace) throw std::bad_alloc();
+        void* workspace = nullptr;
+        if (posix_memalign(&workspace, 64, planned.workspace_bytes) != 0) throw std::bad_alloc();
+        const std::unique_ptr<void, decltype(&std::free)> owner(workspace, &std::free);
+        std::memset(workspace, 0xff, planned.workspace_bytes);
+        context.workspace = workspace, context.workspace_bytes = planned.workspace_bytes;
+        cula::run(planned, args_, context);
+    }
+
+    // Loosely: how accurate the targets are is tested elsewhere. What grows without bound is nobody's contract.
+    void compare(std::string_view target, const std::vector<double>& oracle, const std::vector<double>& found) {
+        double largest = 1e-2;
+        for (const double x : oracle)
+            if (std::isfinite(x)) largest = std::max(largest, std::abs(x));
+        if (largest > 1e3) return;
+        const double allowed = (target == "reference:naive" ? 0.5 : 0.1) * largest;
+        for (std::size_t i = 0; i < oracle.size(); ++i) {
+            if (!std::isfinite(oracle[i])) continue;
+            if (!(std::abs(found[i] - oracle[i]) <= allowed))
+                fail(std::string(target) + " gives " + std::to_string(found[i]) + " where the oracle gives " +
+                     std::to_string(oracle[i]));
+        }
+    }
+
+    static constexpr std::int64_t kMostWork = 400'000, kMostMutated = 1 << 16;
+    static constexpr std::size_t kMostWorkspace = 1 << 26;
+
+    Random random_;
+    Memory memory_;
+    Pass pass_ = Pass::kPrefill;
+    Args args_;
+    Dtype state_dtype_ = Dtype::kFloat32;
+    std::vector<std::int64_t> lengths_;
+    bool finite_ = true;
+    std::string message_;
+};
+
+int fuzz(std::int64_t count, std::uint64_t seed, std::int64_t first) {
+    std::int64_t taken = 0;
+    for (std::int64_t i = first; i < first + count; ++i) {
+        Fuzz one(seed * 1'000'003 + static_cast<std::uint64_t>(i));
+        try {
+            taken += one.run() == Fuzz::Outcome::kTaken;
+        } catch (const std::exception& error) {
+            std::fprintf(stderr, "call %lld of seed %llu: %s\n%s\n", static_cast<long long>(i),
+                         static_cast<unsigned long long>(seed), error.what(), one.describe_call().c_str());
+            return 1;
+        }
+    }
+    std::printf("%lld calls, of which %lld were taken and %lld refused\n", static_cast<long long>(count),
+                static_cast<long long>(taken), static_cast<long long>(count - taken));
+    return 0;
+}
+
+}  // namespace
+}  // namespace cula::test
+
+int main(int argc, char** argv) {
+    const auto argument = [&](int i, long long otherwise) { return argc > i ? std::atoll(argv[i]) : otherwise; };
+    return cula::test::fuzz(argument(1, 1000), static_cast<std::uint64_t>(argument(2, 1)), argument(3, 0));
+}
