@@ -26,7 +26,8 @@ VF = "state_v_first=False"
 # What upstream's positional parameters are, in order, with their defaults.
 SIGNATURES = {
     "cula.kda.chunk_kda": f"q, k, v, g, beta, {STD}, {L2}, {GATE}, {BETA}, safe_gate=False, lower_bound=None, "
-    f"disable_recompute=False, return_intermediate_states=False, {VF}, {CU}, cp_context=None",
+    f"disable_recompute=False, return_intermediate_states=False, {VF}, {CU}, cp_context=None, use_graph=False, "
+    "max_num_seqs=None",
     "cula.kda.fused_recurrent_kda": f"q, k, v, g, beta, A_log=None, dt_bias=None, {STD}, {L2}, {GATE}, {BETA}, "
     f"lower_bound=None, {VF}, cu_seqlens=None",
     "cula.kda.kda_prefill_hopper": f"q, k, v, g, beta, {STD}, {L2}, {GATE}, safe_gate=False, lower_bound=None, "
@@ -35,8 +36,13 @@ SIGNATURES = {
     "cu_seqlens=None, scale=None, use_qk_l2norm_in_kernel=True, softplus_beta=1.0, softplus_threshold=20.0, "
     "out=None, state_layout='vk'",
     "cula.kda.fused_sigmoid_gating_delta_rule_update": "A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, "
-    f"v, b, initial_state_source, initial_state_indices, scale=None, {L2}, cu_seqlens=None, is_kda=False, out=None, "
-    "state_layout='vk'",
+    f"v, b, initial_state_source, initial_state_indices, scale=None, {L2}, cu_seqlens=None, is_kda=False, "
+    "lower_bound=None, disable_state_update=False, intermediate_states_buffer=None, intermediate_state_indices=None, "
+    "cache_steps=None, retrieve_parent_token=None, cache_ring=False, replayssm_rawv=None, replayssm_rawk=None, "
+    "replayssm_g=None, replayssm_beta=None, match_cutedsl_decode=False",
+    "cula.compat.vllm.fused_sigmoid_gating_delta_rule_update": "A_log, a, b, dt_bias, q, k, v, beta=1.0, "
+    "threshold=20.0, scale=None, initial_state=None, inplace_final_state=True, cu_seqlens=None, "
+    f"ssm_state_indices=None, num_accepted_tokens=None, {L2}, is_kda=False",
     "cula.gdn.chunk_gated_delta_rule": f"q, k, v, g, beta, {STD}, {L2}, {BETA}, {VF}, {CU}, chunk_indices=None, "
     "cp_context=None",
     "cula.gdn.fused_recurrent_gated_delta_rule": f"q, k, v, g=None, gk=None, gv=None, beta=None, {STD}, {L2}, {GATE}, "
@@ -46,9 +52,14 @@ SIGNATURES = {
     "cula.simple_gla.chunk_simple_gla": f"q, k, v, g=None, g_gamma=None, {STD}, {VF}, {CU}",
     "cula.simple_gla.fused_recurrent_simple_gla": f"q, k, v, g=None, g_gamma=None, {STD}, reverse=False, {VF}, "
     "cu_seqlens=None",
+    "cula.simple_gla.fused_chunk_simple_gla": f"q, k, v, g=None, g_gamma=None, {STD}, cu_seqlens=None",
     "cula.delta_rule.chunk_delta_rule": f"q, k, v, beta, {STD}, {L2}, {CU}",
     "cula.delta_rule.fused_recurrent_delta_rule": f"q, k, v, beta=None, {STD}, {L2}, cu_seqlens=None",
     "cula.retention.chunk_retention": f"q, k, v, {STD}, cu_seqlens=None",
+    "cula.retention.fused_chunk_retention": f"q, k, v, {STD}, cu_seqlens=None",
+    "cula.linear_attn.chunk_linear_attn": f"q, k, v, {STD}, normalize=True, cu_seqlens=None",
+    "cula.linear_attn.fused_chunk_linear_attn": f"q, k, v, {STD}, normalize=True, cu_seqlens=None",
+    "cula.linear_attn.fused_recurrent_linear_attn": f"q, k, v, {STD}, reverse=False, normalize=False, cu_seqlens=None",
     "cula.lightning.chunk_lightning_attn": f"q, k, v, layer_idx, num_layers, {STD}, cu_seqlens=None",
     "cula.lightning.fused_recurrent_lightning_attn": f"q, k, v, layer_idx, num_layers, {STD}, reverse=False, "
     "cu_seqlens=None",
@@ -67,6 +78,7 @@ SIGNATURES = {
 KEYWORDS = {
     "cula.kda.chunk_kda": {"A_log", "dt_bias", "chunk_size"},
     "cula.kda.kda_prefill_hopper": {"A_log", "dt_bias"},
+    "cula.kda.fused_sigmoid_gating_delta_rule_update": {"out", "state_layout"},  # cuLA's
     "cula.gdn.chunk_gated_delta_rule": {"use_gate_in_kernel", "A_log", "dt_bias", "chunk_size"},
 }
 

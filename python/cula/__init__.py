@@ -6,13 +6,14 @@
     o, state = cula.cula_decode(q1, k1, v1, state, g=g1, beta=beta1)         # the next token, state updated in place
     print(cula.explain())                                                    # which kernel runs, and why not the others
 
-Level 1 is in `cula.api`; drop-ins for FLA, cuLA, SGLang and FlashKDA in `cula.kda`, `cula.gdn`, `cula.gla`,
-`cula.simple_gla`, `cula.delta_rule`, `cula.lightning`, `cula.retention`, `cula.ops`, `cula.utils` and `cula.compat`.
+Level 1 is in `cula.api`, Level 2, over several processes, in `cula.dist`; drop-ins for FLA, cuLA, SGLang, vLLM and
+FlashKDA in `cula.kda`, `cula.gdn`, `cula.gla`, `cula.simple_gla`, `cula.delta_rule`, `cula.lightning`,
+`cula.linear_attn`, `cula.retention`, `cula.ops`, `cula.utils` and `cula.compat`.
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
-from cula import api, compat, delta_rule, gdn, gla, kda, lightning, ops, retention, simple_gla, utils
+from cula import api, compat, delta_rule, gdn, gla, kda, lightning, linear_attn, ops, retention, simple_gla, utils
 from cula._explain import Explanation, explain
 from cula.api import (
     Checkpoints,
@@ -54,6 +55,7 @@ __all__ = [
     "gla",
     "kda",
     "lightning",
+    "linear_attn",
     "ops",
     "retention",
     "simple_gla",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cula import _fla, _ops, _passes
 
-__all__ = ["chunk_delta_rule", "fused_recurrent_delta_rule"]
+__all__ = ["chunk_delta_rule", "fused_chunk_delta_rule", "fused_recurrent_delta_rule"]
 
 
 def chunk_delta_rule(
@@ -67,3 +67,7 @@ def fused_recurrent_delta_rule(
         cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state, state_v_first=False,
     )  # fmt: skip
     return o, final_state
+
+
+# Withdrawn from FLA, whose advice is to call this.
+fused_chunk_delta_rule = chunk_delta_rule

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cula import _fla, _ops, _passes
 
-__all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
+__all__ = ["chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn"]
 
 
 def chunk_gated_delta_rule(
@@ -119,3 +119,8 @@ def fused_recurrent_gated_delta_rule(
         allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
     )  # fmt: skip
     return o.to(dtype), final_state
+
+
+# FLA's short names.
+chunk_gdn = chunk_gated_delta_rule
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cula import _fla, _ops, _passes
 
-__all__ = ["chunk_gla", "fused_recurrent_gla"]
+__all__ = ["chunk_gla", "fused_chunk_gla", "fused_recurrent_gla"]
 
 
 def chunk_gla(
@@ -61,3 +61,7 @@ def fused_recurrent_gla(
         initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
     )  # fmt: skip
     return o, final_state
+
+
+# Withdrawn from FLA, whose advice is to call this.
+fused_chunk_gla = chunk_gla

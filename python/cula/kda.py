@@ -41,6 +41,8 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: object | None = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -52,11 +54,12 @@ def chunk_kda(
     q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g `[B, T, HV, K]` the log decay or, with `use_gate_in_kernel`, the raw gate
     (softplus, or bounded where `lower_bound` is given), beta `[B, T, HV]`. `A_log` and `dt_bias` hold HV and HV * K
     values. States are float32 `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; h, the states at chunk starts, is
-    `[B, NT, HV, K, V]` in k's dtype and needs `torch.inference_mode()`.
+    `[B, NT, HV, K, V]` in k's dtype and needs `torch.inference_mode()`. `use_graph` and `max_num_seqs` change nothing:
+    no call reads lengths on the host, so every one can be captured, and tokens of no sequence give zeros.
     Errors are FLA's; where FLA asserts, the error is a ValueError as well as an AssertionError.
     """
     state_v_first = _fla.state_layout(kwargs, state_v_first)
-    _fla.options("chunk_kda", kwargs, ("use_graph", "max_num_seqs"))
+    _fla.options("chunk_kda", kwargs)
     if cp_context is not None:
         _passes.refuse_context()
     _fla.sequences(q, cu_seqlens, initial_state)
@@ -201,17 +204,100 @@ def fused_sigmoid_gating_delta_rule_update(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     is_kda: bool = False,
+    lower_bound: float | None = None,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    cache_ring: bool = False,
+    replayssm_rawv: Tensor | None = None,
+    replayssm_rawk: Tensor | None = None,
+    replayssm_g: Tensor | None = None,
+    replayssm_beta: Tensor | None = None,
+    match_cutedsl_decode: bool = False,
+    *,
     out: Tensor | None = None,
     state_layout: str = "vk",
 ) -> Tensor:
-    """The decode step of SGLang and FLA: `kda_decode` with `is_kda`.
+    """SGLang's decode and verification of KDA, with `is_kda`, and of GDN; the signature of SGLang 0.5.23.
 
-    Without, the same for GDN: a is `[N, 1, HV]` and dt_bias holds HV values.
+    q, k `[B, T, H, K]`, or `[1, T, H, K]` with `cu_seqlens` for rows of different length; v and the result likewise
+    with HV and V; a the raw gate, HV * K values a token (KDA) or HV (GDN), b the logit of beta, HV values a token, in
+    any shape that holds them in this order; A_log HV values, dt_bias as many as a has a token. The gate is
+    `-exp(A_log) * softplus(a + dt_bias)`, with `lower_bound` `lower_bound * sigmoid(exp(A_log) * (a + dt_bias))`.
+    Without `cu_seqlens`, `[1, T, ..]` is T rows of one token where there are T indices (cuLA's reading), else one row.
+
+    Row n starts from slot `initial_state_indices[n]` of the pool `[P, HV, V, K]`, and its tokens run in order. The
+    state after the last goes back to that slot unless `disable_state_update`; the one after token t goes to
+    `intermediate_states_buffer[intermediate_state_indices[n], t]` where that buffer is given, `[slots, S, HV, V, K]`.
+    `retrieve_parent_token` `[N, S]` makes the row a tree: token t > 0 continues the state after that earlier token.
+    A negative index skips the row: its result is zero here. Indices of more rows than there are may be given. The
+    buffer has its number of steps in its shape, and `cache_steps` may not exceed it. ReplaySSM's rings (`cache_ring`)
+    and the rounding of another kernel (`match_cutedsl_decode`) are refused.
+
+    out: where to write the result. state_layout: `"kv"` for pools and buffers `[.., HV, K, V]`.
     """
-    return _decode(
-        "kda" if is_kda else "gdn", A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, scale,
-        use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout,
+    if cache_ring or match_cutedsl_decode:
+        name = "cache_ring" if cache_ring else "match_cutedsl_decode"
+        raise NotImplementedError(f"{name}=True is not built: states are kept, and rounded where they are stored")
+    algorithm = "kda" if is_kda else "gdn"
+    if lower_bound is not None and not is_kda:
+        raise ValueError(f"lower_bound must be left out with is_kda=False, got {lower_bound}")
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    decodes = not disable_state_update and intermediate_states_buffer is None and retrieve_parent_token is None
+    by_token = False
+    if initial_state_indices is not None:
+        count = initial_state_indices.shape[0]
+        by_token = decodes and cu_seqlens is None and rows == 1 and count == q.shape[1]
+        if count > rows and not by_token:
+            initial_state_indices = initial_state_indices[:rows]
+    if decodes:
+        return _decode(
+            algorithm, A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, scale,
+            use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout, lower_bound, cu_seqlens,
+            by_token,
+        )  # fmt: skip
+    return _verify(
+        algorithm, A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, scale,
+        use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout, lower_bound, cu_seqlens,
+        not disable_state_update, intermediate_states_buffer, intermediate_state_indices, cache_steps,
+        retrieve_parent_token,
     )  # fmt: skip
+
+
+def _check_engine(
+    algorithm: str,
+    q: Tensor,
+    v: Tensor,
+    source: Tensor | None,
+    scale: float | None,
+    softplus_beta: float,
+    softplus_threshold: float,
+    state_layout: str,
+) -> None:
+    _fla.require(scale is None or scale > 0, "scale must be positive, got {}", scale)
+    if (softplus_beta, softplus_threshold) != (1.0, 20.0):
+        raise NotImplementedError(
+            "the gate is the exact softplus: softplus_beta must be 1 and softplus_threshold 20, "
+            f"got {softplus_beta} and {softplus_threshold}"
+        )
+    if state_layout not in ("vk", "kv"):
+        raise ValueError(f'state_layout must be "vk" or "kv", got {state_layout!r}')
+    heads, key_dim, value_dim = v.shape[2], q.shape[3], v.shape[3]
+    matrix = (value_dim, key_dim) if state_layout == "vk" else (key_dim, value_dim)
+    if source is not None and tuple(source.shape[1:]) != (heads, *matrix):
+        raise ValueError(
+            f"State layout mismatch: initial_state_source must be [pool, {heads}, {matrix[0]}, {matrix[1]}] for "
+            f"state_layout={state_layout!r}, got {list(source.shape)}"
+        )
+
+
+def _raw(algorithm: str, q: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The raw gate and the logits of beta in the shapes of Level 1."""
+    lead, heads = q.shape[:2], v.shape[2]
+    g = a.reshape(*lead, heads, q.shape[3]) if algorithm == "kda" else a.reshape(*lead, heads)
+    return g, b.reshape(*lead, heads)
 
 
 def _decode(
@@ -231,36 +317,97 @@ def _decode(
     softplus_threshold: float,
     out: Tensor | None,
     state_layout: str,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    by_token: bool = True,
 ) -> Tensor:
-    _fla.require(scale is None or scale > 0, "scale must be positive, got {}", scale)
-    if (softplus_beta, softplus_threshold) != (1.0, 20.0):
-        raise NotImplementedError(
-            "the gate is the exact softplus: softplus_beta must be 1 and softplus_threshold 20, "
-            f"got {softplus_beta} and {softplus_threshold}"
-        )
-    if state_layout not in ("vk", "kv"):
-        raise ValueError(f'state_layout must be "vk" or "kv", got {state_layout!r}')
-    packed = q.shape[0] == 1 and q.shape[1] > 1
+    """`by_token`: the rows of `[1, T, ..]` are its tokens."""
+    _check_engine(algorithm, q, v, source, scale, softplus_beta, softplus_threshold, state_layout)
+    packed = by_token and q.shape[0] == 1 and q.shape[1] > 1
     if packed:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         out = None if out is None else out.transpose(0, 1)
-    rows, heads, key_dim, value_dim = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
-    matrix = (value_dim, key_dim) if state_layout == "vk" else (key_dim, value_dim)
-    if source is not None and tuple(source.shape[1:]) != (heads, *matrix):
-        raise ValueError(
-            f"State layout mismatch: initial_state_source must be [pool, {heads}, {matrix[0]}, {matrix[1]}] for "
-            f"state_layout={state_layout!r}, got {list(source.shape)}"
-        )
+    g, beta = _raw(algorithm, q, v, a, b)
     if source is not None and indices is None:
-        source = source[:rows]
+        source = source[: q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1]
     o, _, _ = _passes.forward(
-        _ops.decode, algorithm, q, k, v,
-        g=a.reshape(rows, 1, heads, key_dim) if algorithm == "kda" else a.reshape(rows, 1, heads),
-        beta=b.reshape(rows, 1, heads), gate=("softplus", A_log, dt_bias, None), scale=scale,
-        qk_l2norm=qk_l2norm, beta_is_logit=True, state_pool=source, state_v_first=state_layout == "vk",
+        _ops.decode, algorithm, q, k, v, g=g, beta=beta,
+        gate=(_passes.gate_of(True, lower_bound), A_log, dt_bias, lower_bound), scale=scale, qk_l2norm=qk_l2norm,
+        beta_is_logit=True, cu_seqlens=cu_seqlens, state_pool=source, state_v_first=state_layout == "vk",
         initial_state_indices=None if source is None else indices, out=out,
     )  # fmt: skip
     return o.transpose(0, 1) if packed else o
+
+
+def _verify(
+    algorithm: str,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    source: Tensor | None,
+    indices: Tensor | None,
+    scale: float | None,
+    qk_l2norm: bool,
+    softplus_beta: float,
+    softplus_threshold: float,
+    out: Tensor | None,
+    state_layout: str,
+    lower_bound: float | None,
+    cu_seqlens: Tensor | None,
+    update_state: bool,
+    snapshots: Tensor | None,
+    snapshot_indices: Tensor | None,
+    steps: int | None,
+    parents: Tensor | None,
+) -> Tensor:
+    _check_engine(algorithm, q, v, source, scale, softplus_beta, softplus_threshold, state_layout)
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if snapshots is None:
+        snapshot_indices = None
+    elif steps is not None and steps > snapshots.shape[1]:
+        raise ValueError(
+            f"cache_steps must be at most the {snapshots.shape[1]} steps of intermediate_states_buffer, got {steps}"
+        )
+    elif snapshot_indices is not None and snapshot_indices.shape[0] > rows:
+        snapshot_indices = snapshot_indices[:rows]
+    if parents is not None:
+        parents = _tree(parents[:rows])
+    table = None
+    update_state = update_state and source is not None
+    if update_state:
+        if indices is None:
+            indices = torch.arange(rows, dtype=torch.int32, device=q.device)
+        table = _last_slots(indices, q.shape[1], cu_seqlens)
+    g, beta = _raw(algorithm, q, v, a, b)
+    return _passes.verify(
+        algorithm, q, k, v, source, g=g, decay=None, beta=beta,
+        gate=(_passes.gate_of(True, lower_bound), A_log, dt_bias, lower_bound), scale=scale, qk_l2norm=qk_l2norm,
+        beta_is_logit=True, allow_neg_eigval=False, cu_seqlens=cu_seqlens, state_v_first=state_layout == "vk",
+        update_state=update_state, initial_state_indices=None if source is None else indices, state_indices=table,
+        num_accepted=None, has_initial_state=None, snapshots=snapshots, snapshot_indices=snapshot_indices,
+        parents=parents, null_index=-1, backend=None, deterministic=None, out=out, device=None,
+    )  # fmt: skip
+
+
+def _tree(parents: Tensor) -> Tensor:
+    """SGLang leaves the parent of a row's first token unset. A CUDA kernel takes no parent that is not before its
+    token; where the host reads them, such a parent is an error."""
+    if not parents.is_cpu:
+        return parents.to(torch.int32)
+    parents = parents.to(torch.int32, copy=True)
+    parents[:, :1] = -1
+    return parents
+
+
+def _last_slots(slots: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor:
+    """`[N, tokens]`: a row's slot at its last token, and -1 at the others, whose states go to no slot."""
+    step = torch.arange(tokens, device=slots.device)
+    last = tokens - 1 if cu_seqlens is None else cu_seqlens.diff().unsqueeze(1) - 1
+    return torch.where(step == last, slots.unsqueeze(1), -1)
 
 
 def _gate(

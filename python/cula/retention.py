@@ -12,7 +12,7 @@ from torch import Tensor
 from cula import _fla
 from cula.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
-__all__ = ["chunk_retention", "fused_recurrent_retention"]
+__all__ = ["chunk_retention", "fused_chunk_retention", "fused_recurrent_retention"]
 
 
 def chunk_retention(
@@ -28,6 +28,19 @@ def chunk_retention(
     """`fla.ops.retention.chunk_retention`: a whole prompt; states `[N, H, K, V]`."""
     _fla.options("chunk_retention", kwargs, ("chunk_size",))
     return chunk_simple_gla(q, k, v, None, _decay(q), scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+
+
+def fused_chunk_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.retention.fused_chunk_retention`: as `chunk_retention`, of which it is a schedule."""
+    return chunk_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def fused_recurrent_retention(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cula import _fla, _ops, _passes
 
-__all__ = ["chunk_simple_gla", "fused_recurrent_simple_gla"]
+__all__ = ["chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla"]
 
 
 def chunk_simple_gla(
@@ -35,6 +35,21 @@ def chunk_simple_gla(
     _fla.options("chunk_simple_gla", kwargs, ("chunk_size",))
     _fla.sequences(q, cu_seqlens, initial_state)
     return _run(_ops.prefill, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+
+
+def fused_chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`fla.ops.simple_gla.fused_chunk_simple_gla`: as `chunk_simple_gla`, of which it is a schedule."""
+    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
 
 
 def fused_recurrent_simple_gla(

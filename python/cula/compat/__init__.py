@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole modules of other projects under their own names."""
+"""Modules of other projects, and functions of engines, under their own names."""
