@@ -12,10 +12,8 @@ JOBS ?= $(shell nproc)
 
 configure = cmake --preset release --log-level=WARNING -DCULA_TORCH=ON $(1) $(CMAKE_ARGS) >/dev/null
 
-# CUDA kernels take minutes to compile, so a new build directory gets them where there is a GPU to run them; `make cuda`
-# builds them anyway, and from then on they stay.
+# cmake/CulaCuda.cmake decides whether CUDA kernels are built. `make cuda` builds them anyway, and from then on they stay.
 has_gpu = nvidia-smi -L >/dev/null 2>&1
-cuda = $$([ -e build/CMakeCache.txt ] || $(has_gpu) || echo -DCULA_CUDA=OFF)
 
 .PHONY: help build demo test bench cuda gpu gpu-test gpu-sanitize gpu-bench format lint wheel clean
 
@@ -24,7 +22,7 @@ help:  ## show this list
 
 build:  ## the library and the PyTorch operators
 	@tools/setup.sh build
-	@$(call configure,$(cuda))
+	@$(call configure)
 	@cmake --build build --target cula_torch --parallel $(JOBS)
 
 demo: build  ## linear attention on real text, with a table and a plot
@@ -32,7 +30,7 @@ demo: build  ## linear attention on real text, with a table and a plot
 
 test:  ## every test: C++, then Python
 	@tools/setup.sh test
-	@$(call configure,-DCULA_TESTS=ON -DCULA_WERROR=ON $(cuda))
+	@$(call configure,-DCULA_TESTS=ON -DCULA_WERROR=ON)
 	@cmake --build build --parallel $(JOBS)
 	@ctest --test-dir build --output-on-failure --parallel $(JOBS)
 	@python -m pytest -n $(JOBS) $(PYTEST_ARGS)
@@ -65,11 +63,11 @@ format:  ## rewrite the sources in the project's style
 
 lint:  ## the checks of .ci/run that need no build of their own
 	@tools/setup.sh test
-	@$(call configure,-DCULA_TESTS=ON $(cuda))
+	@$(call configure,-DCULA_TESTS=ON)
 	@tools/check_format.sh
 	@tools/check_tidy.sh
 
-wheel:  ## dist/cula-*.whl, with the CUDA kernels where nvcc is
+wheel:  ## dist/cula-*.whl, with the CUDA kernels where a GPU and nvcc are, or with CULA_CUDA=ON
 	@tools/setup.sh test
 	@python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 

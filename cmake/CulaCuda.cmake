@@ -1,16 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-# The CUDA kernels. Without an nvcc that knows every architecture below, the library is built for CPUs alone.
+# The CUDA kernels. Whether they are built is decided here, alike for make, pip and CMake: CULA_CUDA is ON, OFF, or AUTO,
+# where they are built on a machine with a GPU and an nvcc that knows every architecture below.
 include_guard(GLOBAL)
 
-set(CULA_CUDA AUTO CACHE STRING "Build the CUDA kernels: AUTO (where nvcc is found), ON or OFF")
+set(cuda AUTO)
+if(NOT "$ENV{CULA_CUDA}" STREQUAL "")
+  set(cuda "$ENV{CULA_CUDA}")  # for front ends that pass no options on
+endif()
+set(CULA_CUDA "${cuda}" CACHE STRING "Build the CUDA kernels: ON, OFF, or AUTO (where a GPU and nvcc are found)")
 set_property(CACHE CULA_CUDA PROPERTY STRINGS AUTO ON OFF)
 # Machine code for every architecture that a kernel is measured or used on, and PTX for those to come. 80 also runs on
 # 86 and 89, 100 on 103.
 set(CULA_CUDA_ARCHITECTURES "80;90-real;100-real;120" CACHE STRING "CUDA architectures of the portable kernels")
 set(cuda_minimum 12.8)  # the first with 100 and 120
 
+# cula_without_cuda(reason): the library is for CPUs alone, and says why where it is asked for more.
+function(cula_without_cuda reason)
+  set(CULA_WITHOUT_CUDA "${reason}" PARENT_SCOPE)
+  set_property(SOURCE "${PROJECT_SOURCE_DIR}/src/registry.cc" APPEND
+               PROPERTY COMPILE_DEFINITIONS "CULA_WITHOUT_CUDA=\"${reason}\"")
+  message(STATUS "The CUDA kernels are not built: ${reason}")
+endfunction()
+
 if(NOT CULA_CUDA)
+  cula_without_cuda("it was built with CULA_CUDA=${CULA_CUDA}")
   return()
+endif()
+if(CULA_CUDA STREQUAL "AUTO")
+  execute_process(COMMAND nvidia-smi -L OUTPUT_VARIABLE gpus ERROR_QUIET RESULT_VARIABLE found)
+  if(NOT found EQUAL 0 OR NOT gpus MATCHES "^GPU ")
+    cula_without_cuda("no GPU was found where it was built")
+    return()
+  endif()
 endif()
 
 # A distribution's own nvcc is often too old, so the search goes on behind it; last comes what tools/setup.sh installs.
@@ -41,7 +62,10 @@ endif()
 if(NOT CMAKE_CUDA_COMPILER)
   unset(CMAKE_CUDA_COMPILER CACHE)  # so that the next configuration looks again
   if(CULA_CUDA STREQUAL "AUTO")
-    message(STATUS "No working nvcc >= ${cuda_minimum}: the CUDA kernels are not built")
+    cula_without_cuda("no nvcc >= ${cuda_minimum} that works was found where it was built")
+    message(WARNING "This machine has a GPU, but no nvcc >= ${cuda_minimum} that works with ${CMAKE_CXX_COMPILER}: cula is "
+                    "built for CPUs alone. Put nvcc on PATH or set CUDACXX, then build again; 'make cuda' installs one "
+                    "into .venv.")
     return()
   endif()
   message(FATAL_ERROR "CULA_CUDA=ON needs nvcc >= ${cuda_minimum} that works with ${CMAKE_CXX_COMPILER}: put it on "
@@ -107,7 +131,8 @@ file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cc")
 target_sources(cula PRIVATE ${cuda_sources})
 target_compile_definitions(cula PRIVATE CULA_WITH_CUDA=1)
 target_link_libraries(cula PRIVATE CUDA::cudart_static)
-set(CULA_WITH_CUDA ON)  # for culaConfig.cmake
+set(CULA_WITH_CUDA ON)  # for culaConfig.cmake and cula.build_info()
 
 cula_add_cuda_target(sm80 "${CULA_CUDA_ARCHITECTURES}")
 cula_add_cuda_target(sm90 "90a-real")
+set(cuda_architectures ${CULA_CUDA_ARCHITECTURES} 90a-real)

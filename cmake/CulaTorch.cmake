@@ -41,9 +41,8 @@ if(NOT EXISTS "${torch_dir}/include/torch/csrc/stable/library.h")
   endif()
   message(
     FATAL_ERROR
-      "cula needs PyTorch >= 2.10 to build its operators and found none. Install torch, then run "
-      "'pip install --no-build-isolation .' with scikit-build-core installed in the same environment, "
-      "or set CULA_TORCH_DIR to the torch package directory.")
+      "cula is built against the PyTorch that is installed (>= 2.10), and none was found: run 'pip install torch', then "
+      "'pip install .' again. (CULA_TORCH_DIR names the folder of a torch package elsewhere.)")
 endif()
 file(STRINGS "${torch_dir}/version.py" torch_version REGEX "^__version__")
 string(REGEX MATCH "[0-9]+\\.[0-9]+" torch_version "${torch_version}")
@@ -52,10 +51,11 @@ if(torch_version VERSION_LESS 2.10)
 endif()
 message(STATUS "PyTorch ${torch_version}: ${torch_dir}")
 
+include(CulaBuildInfo)
 add_library(cula_torch MODULE ${torch_sources})
 cula_compile_options(cula_torch)
 target_include_directories(cula_torch SYSTEM PRIVATE "${torch_dir}/include")
-# 2.10, the oldest that can load it.
+set(torch_target 2.10)  # the oldest that can load it
 target_compile_definitions(cula_torch PRIVATE TORCH_TARGET_VERSION=0x020a000000000000)
 target_link_libraries(cula_torch PRIVATE cula "${torch_dir}/lib/libtorch_cpu.so")
 # Registration happens in static initializers, so nothing is exported; nothing may stay undefined but what torch has.
@@ -68,3 +68,4 @@ if(SKBUILD)
 elseif(PROJECT_IS_TOP_LEVEL)
   set_target_properties(cula_torch PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${PROJECT_SOURCE_DIR}/python/cula/lib")
 endif()
+cula_build_info(cula_torch)

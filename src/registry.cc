@@ -90,7 +90,10 @@ Device cuda_device([[maybe_unused]] int index) {
 #if defined(CULA_WITH_CUDA)
     return cuda::device(index);
 #else
-    throw Error("this build of cula has no CUDA kernels");
+    throw Error(
+        "this build of cula has no CUDA kernels (" CULA_WITHOUT_CUDA
+        "); to get them, build it where nvcc >= 12.8 is with CULA_CUDA=ON in the environment: `pip install .`, or "
+        "`make cuda`, which brings an nvcc");
 #endif
 }
 

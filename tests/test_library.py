@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), 
 
 
 def test_symbols_and_dependencies():
-    run_python(str(ROOT / "tools" / "check_symbols.py"), str(_ops._LIBRARY))
+    run_python(str(ROOT / "tools" / "check_symbols.py"), str(_ops.library()))
 
 
 def test_the_readme_shows_python():

@@ -11,9 +11,12 @@ FlashKDA in `cula.kda`, `cula.gdn`, `cula.gla`, `cula.simple_gla`, `cula.delta_r
 `cula.linear_attn`, `cula.retention`, `cula.ops`, `cula.utils` and `cula.compat`.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+import importlib as _importlib
+import importlib.metadata as _metadata
+from types import ModuleType as _ModuleType
 
 from cula import api, compat, delta_rule, gdn, gla, kda, lightning, linear_attn, ops, retention, simple_gla, utils
+from cula._build import BuildInfo, build_info
 from cula._explain import Explanation, explain
 from cula.api import (
     Checkpoints,
@@ -30,15 +33,17 @@ from cula.api import (
 from cula.lightning import LinearAttentionChunkwiseDecay
 
 try:
-    __version__ = version("cula")
-except PackageNotFoundError:  # run from the source tree
+    __version__ = _metadata.version("cula")
+except _metadata.PackageNotFoundError:  # run from the source tree
     __version__ = "0.0.0+source"
 
 __all__ = [
+    "BuildInfo",
     "Checkpoints",
     "Explanation",
     "LinearAttentionChunkwiseDecay",
     "api",
+    "build_info",
     "compat",
     "cula_decode",
     "cula_delta",
@@ -61,3 +66,14 @@ __all__ = [
     "simple_gla",
     "utils",
 ]
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """`cula.dist` is imported where it is first named: the others need no process groups."""
+    if name != "dist":
+        raise AttributeError(f"module 'cula' has no attribute {name!r}")
+    return _importlib.import_module("cula.dist")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "dist"})

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from cula import _ops
+from cula._build import build_info
 
 
 class Row(NamedTuple):
@@ -26,6 +27,7 @@ class Explanation:
 
     problem: str
     rows: tuple[Row, ...]
+    note: str = ""  # what a build without CUDA kernels has to say of a problem on a GPU
 
     @property
     def chosen(self) -> str | None:
@@ -45,7 +47,7 @@ class Explanation:
         table = [Row("target", "runs", "why not"), *self.rows]
         width = max(len(row.target) for row in table)
         lines = [f"  {row.target:{width}}  {row.verdict:6}  {row.reason}".rstrip() for row in table]
-        return "\n".join([self.problem, *lines])
+        return "\n".join([self.problem, *lines, *([self.note] if self.note else [])])
 
 
 def explain(
@@ -109,7 +111,9 @@ def explain(
     )
     shape = f"B={batch} T={tokens} H={heads} HV={value_heads} K={key_dim} V={value_dim}"
     problem = f"{algorithm} {pass_name} on {place}: {shape}, {_name(dtype)}, {_name(state_dtype)} state"
-    return Explanation(problem, tuple(Row(*line.split("\t")) for line in text.splitlines()))
+    rows = tuple(Row(*line.split("\t")) for line in text.splitlines())
+    note = "" if place == "cpu" or build_info().cuda else build_info().note()
+    return Explanation(problem, rows, note)
 
 
 def _place(device: torch.device | str | None) -> str:

@@ -16,12 +16,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_LIBRARY = Path(__file__).parent / "lib" / "libcula_torch.so"
-if not _LIBRARY.exists():
+import cula
+
+
+def library() -> Path:
+    """The file of the operators. An editable install has it apart from the sources, in the package's second folder."""
+    folders = [Path(folder, "lib") for folder in cula.__path__]
+    for folder in reversed(folders):
+        if (path := folder / "libcula_torch.so").exists():
+            return path
     raise ImportError(
-        f"cula is not built: {_LIBRARY} does not exist; run `pip install .` or `make build` in its source tree"
+        f"cula is not built: there is no libcula_torch.so in {' or '.join(map(str, folders))}; install torch, then run "
+        "`pip install .` or `make build` in its source tree"
     )
-torch.ops.load_library(_LIBRARY)
+
+
+torch.ops.load_library(library())
 
 prefill = torch.ops.cula.prefill
 decode = torch.ops.cula.decode
