@@ -60,7 +60,9 @@ target_compile_definitions(cula_torch PRIVATE TORCH_TARGET_VERSION=0x020a0000000
 target_link_libraries(cula_torch PRIVATE cula "${torch_dir}/lib/libtorch_cpu.so")
 # Registration happens in static initializers, so nothing is exported; nothing may stay undefined but what torch has.
 set(map "${PROJECT_SOURCE_DIR}/cmake/cula_torch.map")
-target_link_options(cula_torch PRIVATE "LINKER:--version-script=${map}" LINKER:--no-undefined LINKER:--as-needed)
+target_link_options(
+  cula_torch PRIVATE "LINKER:--version-script=${map}" LINKER:--no-undefined LINKER:--as-needed LINKER:-z,relro
+  LINKER:-z,now LINKER:-z,noexecstack)
 # No run path: Python has loaded PyTorch's libraries before.
 set_target_properties(cula_torch PROPERTIES LINK_DEPENDS "${map}" SKIP_BUILD_RPATH ON)
 if(SKBUILD)
