@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # setup.sh build|cuda|test|ci: makes this machine ready for it. Installs the missing system packages (where it may; else
 # says which) and keeps .venv in step with the pinned requirements. Quick when there is nothing to do.
+# CULA_INSTALL says whether system packages may be installed: yes, no, or ask. Left out, it is yes in CI (CI=true) and in
+# containers, which are there for that, and ask elsewhere.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,6 +26,33 @@ missing_packages() {
     have git || echo git
 }
 
+# A machine whose first process is no init system was started for one task.
+in_container() {
+    [ -e /.dockerenv ] || [ -e /run/.containerenv ] || [ -n "${container:-}${KUBERNETES_SERVICE_HOST:-}" ] && return
+    case $(cat /proc/1/comm 2>/dev/null) in
+        '' | systemd | init | runit | openrc-init | dinit | s6-svscan | busybox) return 1 ;;
+    esac
+}
+
+# Whether system packages may be installed, from CULA_INSTALL or by a question on the terminal.
+may_install() {
+    local mode=ask answer=
+    if [ "${CI:-}" = true ] || in_container; then mode=yes; fi
+    mode=${CULA_INSTALL:-$mode}
+    case $mode in
+        yes) return 0 ;;
+        no) return 1 ;;
+        ask) ;;
+        *) echo "cula: CULA_INSTALL must be yes, no or ask, got $mode" >&2 && exit 1 ;;
+    esac
+    if [ ! -t 0 ] || [ ! -t 2 ]; then
+        echo "cula: nobody can be asked here; CULA_INSTALL=yes lets it install them" >&2
+        return 1
+    fi
+    read -r -p "cula: install the system packages $* with apt-get? [y/N] " answer
+    [[ $answer == [yY]* ]]
+}
+
 install_packages() {
     local root=()
     if [ "$(id -u)" -ne 0 ]; then
@@ -38,6 +67,10 @@ install_packages() {
         echo "cula: ask an administrator to run: apt-get install $* (or your distribution's packages of that name)" >&2
         exit 1
     fi
+    may_install "$@" || {
+        echo "cula: these system packages are missing: run apt-get install $* first, or set CULA_INSTALL=yes" >&2
+        exit 1
+    }
     echo "cula: installing system packages: $*"
     "${root[@]}" apt-get update -qq
     "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
