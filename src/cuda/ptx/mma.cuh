@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace cula::cuda {
 
@@ -104,11 +105,23 @@ __device__ __forceinline__ float2 unpack2<__half>(std::uint32_t word) {
     return __half22float2(reinterpret_cast<const __half2&>(word));
 }
 
+// As pack2, and in float16 what is larger than its largest number becomes that: a zero of the other operand times it is
+// zero, not NaN. A NaN stays one.
+template <class T>
+__device__ __forceinline__ std::uint32_t pack2_finite(float low, float high) {
+    std::uint32_t word = pack2<T>(low, high);
+    if constexpr (std::is_same_v<T, __half>)
+        asm("{ .reg .b32 most; min.NaN.f16x2 most, %0, %1; max.NaN.f16x2 %0, most, %2; }"
+            : "+r"(word)
+            : "r"(0x7bff7bffu), "r"(0xfbfffbffu));
+    return word;
+}
+
 // What packing `x` rounded away, packed.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack_rest(float2 x, std::uint32_t packed) {
     const float2 rounded = unpack2<T>(packed);
-    return pack2<T>(x.x - rounded.x, x.y - rounded.y);
+    return pack2_finite<T>(x.x - rounded.x, x.y - rounded.y);
 }
 
 }  // namespace cula::cuda

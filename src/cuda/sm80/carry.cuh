@@ -447,7 +447,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                         pair = {pair.x + more.x, pair.y + more.y};
                     }
                     pair = {pair.x * factor.x, pair.y * factor.y};
-                    writes[block][x] = pack2<T>(pair.x, pair.y);
+                    writes[block][x] = pack2_finite<T>(pair.x, pair.y);
                     if constexpr (kDelta) rest[x] = pack_rest<T>(pair, writes[block][x]);
                 }
             }

@@ -145,12 +145,24 @@ struct DecodeInputs {
                     s.q[j][channel(i)] = x, s.k[j][channel(i)] = y;
                     decay[j * kOwned + i] = g[j][i].value(a.g.type), shift[j * kOwned + i] = bias[i];
                 }
-            if (a.g.type != Element::kNone) gate.log2_decays(decay, shift);
+            if (a.q.type == Element::kFloat32) {
+                const ExactGate exact(a.gate, A_log, a.lower_bound, gamma);
 #pragma unroll
-            for (int j = 0; j < kTokens; ++j)
+                for (int i = 0; i < kTokens * kOwned; ++i)
+                    s.decay[i / kOwned][channel(i % kOwned)] = decay[i] + shift[i];
+#pragma unroll 1  // few calls come here
+                for (int i = 0; i < kTokens * kOwned; ++i) {
+                    float& own = s.decay[i / kOwned][channel(i % kOwned)];
+                    own = exact.decay(own);
+                }
+            } else {
+                if (a.g.type != Element::kNone) gate.log2_decays(decay, shift);
 #pragma unroll
-                for (int i = 0; i < kOwned; ++i)
-                    s.decay[j][channel(i)] = exp2_fast(decay[j * kOwned + i] + gate.gamma2);
+                for (int j = 0; j < kTokens; ++j)
+#pragma unroll
+                    for (int i = 0; i < kOwned; ++i)
+                        s.decay[j][channel(i)] = exp2_fast(decay[j * kOwned + i] + gate.gamma2);
+            }
             const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
             const bool puts = lane % (32 / kTokens) == 0;
             const int j = lane / (32 / kTokens);
@@ -166,7 +178,7 @@ struct DecodeInputs {
             if (!owns_value(i)) continue;
             const float strength = beta[i].value(a.beta.type);
             s.value[token_of(i)][row_of(i)] = value[i].value(a.v.type);
-            s.beta[token_of(i)][row_of(i)] = a.beta_is_logit ? a.most_beta * sigmoid(strength) : strength;
+            s.beta[token_of(i)][row_of(i)] = a.beta_is_logit ? a.most_beta * sigmoid_exact(strength) : strength;
         }
         if (kTokens > 1 && threadIdx.x < kTokens) s.state_index[threadIdx.x] = state_index;
     }

@@ -111,19 +111,34 @@ struct TokenInputs {
             kq[i] = warp_sum(kq[i]);
             if (a.qk_l2norm) qq[i] = warp_sum(qq[i]), kk[i] = warp_sum(kk[i]);
         }
-        if (a.algorithm.decay == Decay::kPerChannel) {
-            gate.log2_decays(decay, bias);
+        const bool per_channel = a.algorithm.decay == Decay::kPerChannel;
+        if (type == Element::kFloat32) {
+            const ExactGate exact(a.gate, A_log, a.lower_bound, per_channel ? 0.0f : gamma);
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) s.decay[slot][channel(i)] = decay[i] + bias[i];
+#pragma unroll 1  // few calls come here
+            for (int i = 0; i < kPerLane; ++i) {
+                float& own = s.decay[slot][channel(i)];
+                own = exact.decay(own);
+            }
         } else {
-            const float one =
-                a.algorithm.decay == Decay::kPerToken ? gate.log2_decay(decay[0] + bias[0]) + gate.gamma2 : gate.gamma2;
+            if (per_channel) {
+                gate.log2_decays(decay, bias);
+            } else {
+                const float one = a.algorithm.decay == Decay::kPerToken
+                                      ? gate.log2_decay(decay[0] + bias[0]) + gate.gamma2
+                                      : gate.gamma2;
 #pragma unroll
-            for (float& d : decay) d = one;
+                for (float& d : decay) d = one;
+            }
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) s.decay[slot][channel(i)] = exp2_fast(decay[i]);
         }
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) s.decay[slot][channel(i)] = exp2_fast(decay[i]);
         if (channel(0) < kRowsPerPass) {
             s.value[slot][channel(0)] = value.value(type);
-            s.beta[slot][channel(0)] = beta_of(a, beta.value(beta_type));
+            const float strength = beta.value(beta_type);
+            s.beta[slot][channel(0)] =
+                a.beta_is_logit ? (a.allow_neg_eigval ? 2.0f : 1.0f) * sigmoid_exact(strength) : strength;
         }
         if (threadIdx.x % 32 == 0) {
             s.qq[slot] = sum(qq), s.kk[slot] = sum(kk), s.kq[slot] = sum(kq);

@@ -114,7 +114,7 @@ struct Multiplier {
                     float2 pair{u[tile][x % 2 * 2], u[tile][x % 2 * 2 + 1]};
                     if constexpr (!kDelta) pair = unpack2<T>(writes[block][x]);
                     const float2 factor = per_token(of.k_rest, tile);
-                    carried[block][x] = pack2<T>(pair.x * factor.x, pair.y * factor.y);
+                    carried[block][x] = pack2_finite<T>(pair.x * factor.x, pair.y * factor.y);
                 }
             }
     }

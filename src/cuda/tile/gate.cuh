@@ -28,6 +28,26 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
 }
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2E * x)); }
 
+// exp(x) to little more than half a unit in the last place, zero where it has no normal number. The approximate
+// instruction is off by up to two units, alike for equal gates, and off by |x| 2^-24 more: what hundreds of float32
+// tokens multiply would show it.
+__device__ __forceinline__ float exp_exact(float x) {
+    const float n = fminf(rintf(x * kLog2E), 127.0f);
+    const float r = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, x));  // ln 2 in two numbers
+    float p = 1.98412698e-4f;
+    p = fmaf(p, r, 1.38888889e-3f);
+    p = fmaf(p, r, 8.33333333e-3f);
+    p = fmaf(p, r, 4.16666667e-2f);
+    p = fmaf(p, r, 1.66666667e-1f);
+    p = fmaf(p, r, 0.5f);
+    p = fmaf(p, r * r, r) + 1.0f;
+    return n < -126.0f ? 0.0f : p * __int_as_float((static_cast<int>(n) + 127) << 23);
+}
+__device__ __forceinline__ float sigmoid_exact(float x) {
+    const float e = exp_exact(-fabsf(x));
+    return __fdiv_rn(x < 0.0f ? e : 1.0f, 1.0f + e);
+}
+
 // How well a softplus is known, of itself: to 2^-22; or, for sums that become factors of 16-bit operands, to 2^-14 or
 // 2^-11. A factor 2^-x is then wrong by 2^-14 x 2^-x ln 2, which is 2^-15 at most, or by 2^-12, however many tokens the
 // sum is over.
@@ -126,6 +146,22 @@ private:
     __device__ __forceinline__ void apply(float (&x)[kCount]) const {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) x[i] = out * gate_shape<kGate, GateBits::k22>(in * x[i]);
+    }
+};
+
+// The same for float32 inputs, token by token: the decay itself, as exact as float32 gets.
+struct ExactGate {
+    Gate kind;
+    float slope, lower_bound, gamma;
+
+    __device__ __forceinline__ ExactGate(Gate gate, float A_log, float bound, float head_decay)
+        : kind(gate), slope(fminf(expf(A_log), kMostGateSlope)), lower_bound(bound), gamma(head_decay) {}
+
+    // Of a raw gate with its bias added, or of a given log decay.
+    __device__ __forceinline__ float decay(float x) const {
+        if (kind == Gate::kSoftplus) x = -slope * (fmaxf(x, 0.0f) + log1pf(exp_exact(-fabsf(x))));
+        if (kind == Gate::kBounded) x = lower_bound * sigmoid_exact(slope * x);
+        return exp_exact(x + gamma);
     }
 };
 
