@@ -28,9 +28,10 @@ __device__ __forceinline__ std::int64_t checkpoint_slot(const DeviceArgs& a, std
 
 // How many chunk states the packed sequences before n have.
 __device__ __forceinline__ std::int32_t chunk_states_before(const DeviceArgs& a, std::int64_t n) {
+    const int shift = a.chunk_tokens == 16 ? 4 : a.chunk_tokens == 32 ? 5 : 6;
     std::int32_t before = 0;
     for (std::int64_t i = threadIdx.x % 32; a.cu_seqlens && i < n; i += 32)
-        before += static_cast<std::int32_t>((tokens_of(a, i).length + a.chunk_tokens - 1) / a.chunk_tokens);
+        before += static_cast<std::int32_t>((tokens_of(a, i).length + a.chunk_tokens - 1) >> shift);
     return __reduce_add_sync(0xffffffffu, before);
 }
 
