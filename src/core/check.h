@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -38,53 +39,63 @@ inline std::string layout_of(const TensorRef& ref) {
 
 // No tensor spans as many bytes, or would have as many if its empty dimensions had an element each: sums and products
 // of a few such numbers are still far from the largest integer.
-inline constexpr std::int64_t kTooManyBytes = std::int64_t{1} << 56;
+inline constexpr double kTooManyBytes = 0x1p56;
 
-// The bytes from `first` up to `end`, counted from the tensor's data, that its elements lie in.
+// Whether no size is negative, and nothing about the tensor is as large as that: with numbers that do not overflow,
+// whose rounding does not matter here.
+inline bool fits(const TensorRef& ref) {
+    const auto bytes = static_cast<double>(size_bytes(ref.dtype));
+    double all = bytes, reach = 0.0;
+    bool good = ref.ndim <= kMaxDims;
+    for (std::size_t i = 0; good && i < static_cast<std::size_t>(ref.ndim); ++i) {
+        const auto size = static_cast<double>(ref.size[i]);
+        good = ref.size[i] >= 0;
+        all *= std::max(size, 1.0);
+        reach += std::fabs(static_cast<double>(ref.stride[i])) * std::max(size - 1.0, 1.0);
+    }
+    return good && all < kTooManyBytes && reach * bytes < kTooManyBytes;
+}
+
+inline bool empty(const TensorRef& ref) {
+    bool any = false;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(ref.ndim); ++i) any = any || ref.size[i] == 0;
+    return any;
+}
+
+// The bytes from `first` up to `end`, counted from the tensor's data, that the elements of a tensor that fits lie in.
 struct Extent {
     std::int64_t first = 0, end = 0;
 };
 
-// False where a size is negative, or something about the tensor is as large as kTooManyBytes.
-inline bool extent_of(const TensorRef& ref, Extent& extent) {
+inline Extent extent_of(const TensorRef& ref) {
     const auto bytes = static_cast<std::int64_t>(size_bytes(ref.dtype));
-    bool good = ref.ndim <= kMaxDims, empty = false;
-    std::int64_t all = bytes;
-    extent = {0, bytes};
-    for (std::size_t i = 0; good && i < static_cast<std::size_t>(ref.ndim); ++i) {
-        std::int64_t step = 0, reach = 0;
-        good = ref.size[i] >= 0 && !__builtin_mul_overflow(all, std::max<std::int64_t>(ref.size[i], 1), &all) &&
-               all < kTooManyBytes && !__builtin_mul_overflow(ref.stride[i], bytes, &step) &&
-               !__builtin_mul_overflow(step, std::max<std::int64_t>(ref.size[i], 1) - 1, &reach) &&
-               !__builtin_add_overflow(reach, reach < 0 ? extent.first : extent.end,
-                                       reach < 0 ? &extent.first : &extent.end);
-        empty = empty || ref.size[i] == 0;
+    Extent extent{0, bytes};
+    if (empty(ref)) return {};
+    for (std::size_t i = 0; i < static_cast<std::size_t>(ref.ndim); ++i) {
+        const std::int64_t reach = (ref.size[i] - 1) * ref.stride[i] * bytes;
+        (reach < 0 ? extent.first : extent.end) += reach;
     }
-    if (empty) extent = {};
-    return good && extent.first > -kTooManyBytes && extent.end < kTooManyBytes &&
-           extent.end - extent.first < kTooManyBytes;
+    return extent;
 }
 
 // Whether the elements' addresses are multiples of their size.
 inline bool aligned(const TensorRef& ref) {
     const std::size_t bytes = size_bytes(ref.dtype);
-    return bytes <= 1 || reinterpret_cast<std::uintptr_t>(ref.data) % bytes == 0;
+    return bytes <= 1 || (reinterpret_cast<std::uintptr_t>(ref.data) & (bytes - 1)) == 0;
 }
 
 // What the memory of a tensor is refused for, whatever it is for. Where a fail(argument, expected, given) is in scope.
 #define CULA_REQUIRE_MEMORY(argument, ref)                                                                    \
     do {                                                                                                      \
-        Extent extent;                                                                                        \
-        CULA_REQUIRE(extent_of(ref, extent), argument,                                                        \
-                     "have sizes that are not negative and span less than 2^56 bytes", layout_of(ref));       \
-        CULA_REQUIRE((ref).data != nullptr || extent.end == extent.first, argument, "point to memory",        \
-                     "a null pointer");                                                                       \
+        CULA_REQUIRE(fits(ref), argument, "have sizes that are not negative and span less than 2^56 bytes",   \
+                     layout_of(ref));                                                                         \
+        CULA_REQUIRE((ref).data != nullptr || empty(ref), argument, "point to memory", "a null pointer");     \
         CULA_REQUIRE(aligned(ref), argument, "start at a multiple of its elements' size",                     \
                      std::to_string(reinterpret_cast<std::uintptr_t>((ref).data) % size_bytes((ref).dtype)) + \
                          " bytes beyond one of " + std::to_string(size_bytes((ref).dtype)));                  \
     } while (false)
 
-// Whether two elements share an address, of a tensor that has an extent.
+// Whether two elements share an address, of a tensor that fits.
 inline bool overlaps_itself(const TensorRef& ref) {
     struct Step {
         std::int64_t stride, size;
@@ -123,9 +134,7 @@ inline bool apart(const TensorRef& a, const TensorRef& b) {
         const auto bytes = static_cast<std::int64_t>(size_bytes(ref.dtype));
         for (std::size_t i = 0; i < static_cast<std::size_t>(ref.ndim); ++i)
             if (period > 0 && ref.stride[i] * bytes % period == 0 && rest.size[i] > 1) rest.size[i] = 1;
-        Extent extent;
-        extent_of(rest, extent);
-        return extent;
+        return extent_of(rest);
     };
     const auto address = [](const TensorRef& ref) { return reinterpret_cast<std::uintptr_t>(ref.data); };
     // How far the first byte of b lies behind that of a.

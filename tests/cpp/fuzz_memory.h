@@ -83,9 +83,9 @@ public:
     // Points the tensor to memory of its extent, or nowhere where there can be none.
     void place(TensorRef& ref) {
         constexpr std::int64_t kMostOnHeap = 1 << 22, kMostMapped = std::int64_t{1} << 36;
-        Extent extent;
         ref.data = nullptr;
-        if (ref.ndim < 1 || ref.ndim > kMaxDims || size_bytes(ref.dtype) == 0 || !extent_of(ref, extent)) return;
+        if (ref.ndim < 1 || size_bytes(ref.dtype) == 0 || !fits(ref)) return;
+        const Extent extent = extent_of(ref);
         const std::int64_t bytes = extent.end - extent.first;
         if (bytes <= kMostOnHeap) {
             void* base = std::malloc(static_cast<std::size_t>(bytes));
@@ -148,8 +148,8 @@ private:
     };
 
     const Block* block_of(const TensorRef& ref) const {
-        Extent extent;
-        if (!ref.data || ref.ndim < 1 || !extent_of(ref, extent) || extent.end == extent.first) return nullptr;
+        if (!ref.data || ref.ndim < 1 || !fits(ref) || empty(ref)) return nullptr;
+        const Extent extent = extent_of(ref);
         const auto* first = static_cast<const std::byte*>(ref.data) + extent.first;
         for (const Block& block : blocks_) {
             const auto* base = static_cast<const std::byte*>(block.base);
