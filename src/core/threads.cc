@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
 #include <new>
 #include <system_error>
 #include <thread>
@@ -14,13 +13,18 @@ ParallelFor std_threads(int threads) {
     if (threads <= 0) threads = 1;
     const auto run = [](void*, int count, void (*worker)(void* arg, int index), void* arg) {
         std::vector<std::jthread> others;
+        const auto starts = [&](int index) {
+            try {
+                others.emplace_back(worker, arg, index);
+                return true;
+            } catch (const std::system_error&) {
+                return false;
+            } catch (const std::bad_alloc&) {
+                return false;
+            }
+        };
         int next = 1;
-        try {
-            others.reserve(static_cast<std::size_t>(std::max(count - 1, 0)));
-            for (; next < count; ++next) others.emplace_back(worker, arg, next);
-        } catch (const std::system_error&) {
-        } catch (const std::bad_alloc&) {
-        }
+        while (next < count && starts(next)) ++next;
         if (count > 0) worker(arg, 0);
         for (; next < count; ++next) worker(arg, next);  // those that there was no thread for
     };

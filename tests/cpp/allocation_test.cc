@@ -150,16 +150,18 @@ TEST(Allocation, OfAMessageFailsWithoutAnotherException) {
     call.args.k = call.zeros(Dtype::kFloat32, {1, 4, 1, 8});
     for (std::int64_t nth = 1; nth < 100; ++nth) {
         const std::int64_t alive = living;
-        bool refused = false;
+        bool failed = false, refused = false;
         left = nth;
         try {
             call.run();
         } catch (const Error&) {
             refused = true;
         } catch (const std::bad_alloc&) {
+            failed = true;
         }
         left = kNever;
         EXPECT_EQ(living, alive);
+        EXPECT_NE(failed, refused);
         if (refused) return;
     }
     FAIL() << "never refused";

@@ -10,6 +10,7 @@
 #include <exception>
 #include <limits>
 #include <new>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -83,7 +84,7 @@ public:
     explicit Fuzz(std::uint64_t seed) : random_(seed) {}
 
     // What became of the call.
-    enum class Outcome { kTaken, kRefused };
+    enum class Outcome : std::uint8_t { kTaken, kRefused };
 
     Outcome run() {
         if (random_.one_in(20)) return random_.one_in(2) ? run_compose() : run_explain();
@@ -208,8 +209,8 @@ private:
     }
 
     std::vector<std::int64_t> distinct(std::int64_t count, std::int64_t below) {
-        std::vector<std::int64_t> all;
-        for (std::int64_t i = 0; i < below; ++i) all.push_back(i);
+        std::vector<std::int64_t> all(static_cast<std::size_t>(below));
+        std::iota(all.begin(), all.end(), 0);
         random_.shuffle(all);
         all.resize(static_cast<std::size_t>(count));
         for (std::int64_t& one : all)
@@ -311,8 +312,8 @@ private:
                 args_.final_state_indices = integers(Dtype::kInt32, {rows}, distinct(rows, slots));
         }
         if (args_.initial_state && random_.one_in(3)) {
-            std::vector<std::int64_t> flags;
-            for (std::int64_t n = 0; n < rows; ++n) flags.push_back(random_.between(0, 1));
+            std::vector<std::int64_t> flags(lengths_.size());
+            for (std::int64_t& flag : flags) flag = random_.between(0, 1);
             args_.has_initial_state = integers(Dtype::kBool, {rows}, flags, true);
         }
     }
@@ -363,8 +364,8 @@ private:
             if (args_.final_state) args_.final_state = in_place ? args_.initial_state : states(slots);
             args_.state_indices = integers(Dtype::kInt32, {rows, columns}, distinct(rows * columns, slots));
             if (random_.one_in(2)) {
-                std::vector<std::int64_t> counts;
-                for (std::int64_t n = 0; n < rows; ++n) counts.push_back(random_.between(1, columns));
+                std::vector<std::int64_t> counts(lengths_.size());
+                for (std::int64_t& count : counts) count = random_.between(1, columns);
                 args_.num_accepted = integers(Dtype::kInt32, {rows}, counts);
             }
         }
