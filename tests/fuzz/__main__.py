@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m fuzz`: see docs/fuzzing.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from fuzz.draw import CLASSES, DEFAULT, FAMILY, PASSES, draw
+from fuzz.run import Options, Tally, one, run
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the run: which cases are drawn")
+    parser.add_argument("--count", type=int, default=0, help="calls in all; 0 for no limit")
+    parser.add_argument("--seconds", type=float, default=0, help="time in all; 0 for no limit")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--backend", default="", help='this target or family alone; "auto": the library\'s choice')
+    parser.add_argument("--only", type=int, metavar="CASE", help="one case, by the seed that a failure names")
+    parser.add_argument("--pass", dest="pass_name", choices=PASSES)
+    parser.add_argument("--algorithm", choices=FAMILY)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"])
+    parser.add_argument("--with", dest="extra", action="append", default=[], choices=CLASSES, help="draw this class")
+    parser.add_argument("--without", action="append", default=[], choices=CLASSES, help="do not draw this class")
+    parser.add_argument("--workers", type=int, default=1, help="processes, each with its share of the seeds")
+    parser.add_argument("--json", metavar="FILE", help="write the counts and failures there")
+    return parser.parse_args()
+
+
+def work(args: argparse.Namespace, options: Options, worker: int, results=None) -> Tally:  # noqa: ANN001
+    torch.set_num_threads(1)
+    count = -(-args.count // args.workers)
+    tally = run(args.seed, count, args.seconds, options, worker, args.workers)
+    if results is not None:
+        results.put(tally)
+    return tally
+
+
+def shared(args: argparse.Namespace, options: Options) -> Tally:
+    """The work of several processes. One that dies is a failure of its own."""
+    processes = torch.multiprocessing.get_context("spawn")
+    results, tally = processes.SimpleQueue(), Tally()
+    workers = [processes.Process(target=work, args=(args, options, n, results)) for n in range(args.workers)]
+    for worker in workers:
+        worker.start()
+    for n, worker in enumerate(workers):
+        worker.join()
+        if worker.exitcode != 0:
+            tally.failures.append({"worker": n, "wrong": [f"worker {n} ended with {worker.exitcode}"]})
+    while not results.empty():
+        tally.add(results.get())
+    return tally
+
+
+def main() -> int:
+    args = arguments()
+    fixed = {name: getattr(args, name) for name in ("pass_name", "algorithm", "dtype") if getattr(args, name)}
+    classes = (DEFAULT | set(args.extra)) - set(args.without)
+    options = Options(args.device, args.backend, frozenset(classes), tuple(fixed.items()))
+    torch.set_num_threads(1)  # a case says with how many its calls run
+    if args.only is not None:
+        case = draw(args.only, options.classes, **fixed)
+        print(case.brief())
+        tally = one(case, options)
+        for failure in tally.failures:
+            print("\n    ".join([failure["reproduce"], *failure["wrong"]]))
+    elif not (args.count or args.seconds):
+        raise SystemExit("python -m fuzz: give --count, --seconds or --only")
+    else:
+        tally = shared(args, options) if args.workers > 1 else work(args, options, 0)
+    print(f"{tally.cases} cases, {tally.calls} calls, {len(tally.failures)} failures")
+    for name in ("by_pass", "by_algorithm", "by_backend", "skipped"):
+        counts = ", ".join(f"{key} {count}" for key, count in sorted(getattr(tally, name).items()))
+        print(f"  {name}: {counts}")
+    if args.json:
+        tally.write(args.json, args.device, args.seed)
+    return 1 if tally.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

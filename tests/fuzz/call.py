@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A case as a call of `cula.api`, what it returned, and what it must not have touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+import cula
+from fuzz.draw import Case
+from fuzz.memory import changed_outside, fresh, place, place_indices, place_states, poison, whole
+from fuzz.values import Values
+
+FUNCTIONS = {
+    "kda": cula.cula_kda,
+    "gdn": cula.cula_gdn,
+    "gla": cula.cula_gla,
+    "simple_gla": cula.cula_simple_gla,
+    "linear": cula.cula_simple_gla,
+    "lightning": cula.cula_lightning,
+    "delta": cula.cula_delta,
+    "delta_per_head": cula.cula_delta,
+}
+MODES = {"linear": "simple_gla", "delta_per_head": "delta"}
+
+
+@dataclass
+class Found:
+    """What a call returned, on the CPU; states by (sequence, tokens done)."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # o, m, b
+    states: dict[str, dict[tuple[int, int], torch.Tensor]] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)  # promises other than about numbers
+
+
+class Call:
+    """The tensors of one case, laid out on the CPU; `run` gives a backend copies of them."""
+
+    def __init__(self, case: Case, values: Values, device: str) -> None:
+        self.case, self.values, self.device = case, values, device
+        layouts = dict(case.layouts)
+        inputs = {
+            name: place(x, layouts.get(name, "")) if x.ndim >= 3 else x for name, x in values.tensors.items()
+        }
+        if case.packed:
+            bounds = torch.tensor([0, *(end for _, _, end in case.spans())], dtype=getattr(torch, case.cu_dtype))
+            inputs["cu_seqlens"] = bounds
+        if case.pass_name == "decode" and case.rows_along_tokens:
+            for name in ("q", "k", "v", "g", "beta"):
+                if name in inputs:
+                    inputs[name] = inputs[name].transpose(0, 1)
+        if case.algorithm == "kda" and case.flat_bias and "dt_bias" in inputs:
+            inputs["dt_bias"] = inputs["dt_bias"].flatten()
+        for name in ("initial", "final", "has_initial", "table", "accepted", "parents", "snapshot_indices"):
+            given = getattr(case, name)
+            if given is not None:
+                kind = torch.bool if name == "has_initial" else self._index_dtype(name)
+                shape = (case.sequences, -1) if name in ("table", "parents") and case.sequences else (-1,)
+                if name in ("table", "parents") and not (case.sequences and len(given[0])):
+                    shape = (case.sequences, 0)
+                x = torch.tensor(given, dtype=kind).reshape(shape)
+                inputs[name] = x if kind == torch.bool else place_indices(x, case.index_strided)
+        if case.plan is not None:
+            inputs["plan"] = torch.tensor(case.plan, dtype=torch.int32).reshape(-1, 3)
+        self.cpu_inputs = inputs
+        self.inputs = {name: fresh(x, device) for name, x in inputs.items()}
+        self.before = {name: whole(x) for name, x in inputs.items()}
+        self.poisoned = self._poisoned()
+
+    def _index_dtype(self, name: str) -> torch.dtype:
+        wide = self.case.index_dtype == "int64" and name != "parents"
+        return torch.int64 if wide else torch.int32
+
+    def _poisoned(self) -> dict[str, torch.Tensor]:
+        """What the call writes, and the states that it starts from, as they are before it."""
+        case, made = self.case, {}
+        if case.state != "none":
+            made["states"] = place_states(case, (case.slots,), case.state_dtype)
+            for n in range(case.sequences):
+                masked = case.has_initial is not None and not case.has_initial[n]
+                if not case.skipped(n) and not masked:
+                    made["states"][case.base(n)] = self.values.base[n]
+        if case.plan is not None and not case.plan_in_pool:
+            made["checkpoints"] = place_states(case, (case.checkpoint_slots,), case.checkpoint_dtype)
+        if case.snapshot_slots is not None:
+            made["snapshots"] = place_states(case, case.snapshot_slots, case.snapshot_dtype)
+        if case.out and case.pass_name != "segment":
+            shape = self.inputs["v"].shape
+            made["o"] = place(poison(shape, getattr(torch, case.out)), dict(case.layouts).get("out", ""))
+        if case.pass_name == "segment" and case.segment_out:
+            N, HV, K, V = case.sequences, case.value_heads, case.key_dim, case.value_dim
+            dtype = "float64" if case.dtype == "float64" else "float32"
+            made["m"] = poison((N, HV, K, K) if case.delta else (N, HV, K), getattr(torch, dtype))
+            made["b"] = place_states(case, (N,), dtype)
+        return made
+
+    def _argument(self, states: torch.Tensor | None) -> torch.Tensor | None:
+        """States as the call names them, whatever `state_v_first` says."""
+        return states if states is None or self.case.v_first else states.mT
+
+    def _common(self, backend: str | None) -> dict:
+        case, inputs = self.case, self.inputs
+        named = {name: inputs[name] for name in ("g", "beta", "decay", "A_log", "dt_bias") if name in inputs}
+        if case.gate != "log_decay":
+            named["use_gate_in_kernel"] = True
+        if case.gate == "bounded":
+            named["lower_bound"] = case.lower_bound
+        if case.delta:
+            named["use_beta_sigmoid_in_kernel"] = case.beta_is_logit
+            named["allow_neg_eigval"] = case.allow_neg_eigval
+        named |= {"use_qk_l2norm_in_kernel": case.qk_l2norm, "scale": case.scale, "backend": backend}
+        named |= {"state_v_first": case.v_first, "deterministic": case.deterministic}
+        return named
+
+    def _qkv(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.inputs[name] for name in "qkv")
+
+    def run(self, backend: str | None) -> Found:
+        """The call, on fresh copies of all that it writes."""
+        made = {name: fresh(x, self.device) for name, x in self.poisoned.items()}
+        self.returned = {}  # tensors that the library made
+        before = torch.get_num_threads()
+        if before != self.case.threads:
+            torch.set_num_threads(self.case.threads)
+        try:
+            found = getattr(self, f"_{self.case.pass_name}")(backend, made)
+        finally:
+            if before != self.case.threads:
+                torch.set_num_threads(before)
+        for name, x in self.inputs.items():
+            if not torch.equal(_bytes(whole(x)), _bytes(self.before[name])):
+                found.broken.append(f"{name}, an input, has changed")
+        for name, x in made.items():
+            count = changed_outside(whole(self.poisoned[name]), whole(x), self.poisoned[name], self._named(name))
+            if count:
+                found.broken.append(f"{name}: {count} elements that nothing names have changed")
+        return found
+
+    def _named(self, name: str) -> list:
+        """The places of an output that the call may write."""
+        case = self.case
+        rows = [n for n in range(case.sequences) if not case.skipped(n)]
+        match name:
+            case "states":
+                named = [case.plan[row][2] for row in self._plan_rows()] if case.plan_in_pool else []
+                if case.pass_name == "decode" or (case.pass_name == "prefill" and case.state == "pool"):
+                    named += [case.end(n) for n in rows]
+                if case.pass_name == "verify" and case.table is not None and not case.disable_update:
+                    named += [case.table[n][t] for n, t in self._drafts() if not case.is_null(case.table[n][t])]
+                return named
+            case "checkpoints":
+                return [case.plan[row][2] for row in self._plan_rows()]
+            case "snapshots":
+                return [(slot, t) for (n, t), slot in self._snapshot_places().items()]
+            case "m":
+                return [...] if case.segment_out == "both" else []
+            case _:
+                return [...]
+
+    def _plan_rows(self) -> list[int]:
+        skipped = self.case.skipped
+        return [row for row, (n, _, slot) in enumerate(self.case.plan) if slot >= 0 and not skipped(n)]
+
+    def _drafts(self) -> list[tuple[int, int]]:
+        case = self.case
+        rows = [n for n in range(case.sequences) if not case.skipped(n)]
+        return [(n, t) for n in rows for t in range(case.lengths[n])]
+
+    def _snapshot_places(self) -> dict[tuple[int, int], int]:
+        case, indices = self.case, self.case.snapshot_indices
+        slots = {(n, t): n if indices is None else indices[n] for n, t in self._drafts()}
+        return {place: slot for place, slot in slots.items() if indices is None or not case.is_null(slot)}
+
+    def _indices(self, **names: str) -> dict:
+        return {argument: self.inputs[name] for argument, name in names.items() if name in self.inputs}
+
+    def _prefill(self, backend: str | None, made: dict) -> Found:
+        case = self.case
+        named = self._common(backend) | self._indices(
+            cu_seqlens="cu_seqlens",
+            initial_state_indices="initial",
+            final_state_indices="final",
+            has_initial_state="has_initial",
+        )
+        states = self._argument(made.get("states"))
+        if case.state != "none":
+            named["state_pool" if case.state == "pool" else "initial_state"] = states
+            named["null_index"] = case.null_index
+        named["output_final_state"] = case.output_final
+        if case.plan is not None:
+            kept = states if case.plan_in_pool else self._argument(made["checkpoints"])
+            named["checkpoints"] = cula.Checkpoints(kept, self.inputs["plan"])
+        if case.chunk_size:
+            named |= {"return_intermediate_states": True, "chunk_size": case.chunk_size}
+        result = FUNCTIONS[case.algorithm](*self._qkv(), out=made.get("o"), **named)
+        found = self._o(result[0], made)
+        rows = [n for n in range(case.sequences) if not case.skipped(n)]
+        if case.state == "pool":
+            if result[1] is not states:
+                found.broken.append("the pool is not what is returned")
+            found.states["final"] = {(n, case.lengths[n]): made["states"][case.end(n)].cpu() for n in rows}
+        elif case.output_final:
+            final = self._argument(result[1]).cpu()
+            found.states["final"] = {(n, case.lengths[n]): final[n] for n in rows}
+            if any(final[n].any() for n in range(case.sequences) if case.skipped(n)):
+                found.broken.append("final_state: the row of a null row is not zero")
+        if case.plan is not None:
+            kept = made["states" if case.plan_in_pool else "checkpoints"].cpu()
+            rows_of_plan = [case.plan[row] for row in self._plan_rows()]
+            found.states["checkpoints"] = {(n, t): kept[slot] for n, t, slot in rows_of_plan}
+        if case.chunk_size:
+            found.states["chunks"] = self._chunks(self._argument(result[2]).cpu())
+        return found
+
+    def _chunks(self, h: torch.Tensor) -> dict[tuple[int, int], torch.Tensor]:
+        case, chunks, at = self.case, {}, 0
+        for n, length in enumerate(case.lengths):
+            count = -(-length // case.chunk_size)
+            for i in range(count):
+                if not case.skipped(n):
+                    chunks[n, i * case.chunk_size] = h[0, at + i] if case.packed else h[n, i]
+            at += count
+        return chunks
+
+    def _split(self, backend: str | None, made: dict) -> Found:
+        case, tokens = self.case, self.case.tokens
+        state, parts = self._argument(made.get("states")), []
+        for begin, end in ((0, case.cut), (case.cut, tokens)):
+            named = self._common(backend)
+            named |= {name: named[name][:, begin:end] for name in ("g", "beta") if name in named}
+            out = None if "o" not in made else made["o"][:, begin:end]
+            q, k, v = (x[:, begin:end] for x in self._qkv())
+            o, state = FUNCTIONS[case.algorithm](
+                q, k, v, initial_state=state, output_final_state=True, out=out, **named
+            )
+            parts.append(o)
+        found = self._o(torch.cat(parts, dim=1), {})
+        final = self._argument(state).cpu()
+        found.states["final"] = {(n, tokens): final[n] for n in range(case.sequences)}
+        return found
+
+    def _decode(self, backend: str | None, made: dict) -> Found:
+        case = self.case
+        named = self._common(backend) | self._indices(
+            state_indices="initial", final_state_indices="final", has_initial_state="has_initial"
+        )
+        states = self._argument(made["states"])
+        mode = MODES.get(case.algorithm, case.algorithm)
+        o, returned = cula.cula_decode(
+            *self._qkv(), states, mode=mode, null_index=case.null_index, out=made.get("o"), **named
+        )
+        found = self._o(o, made)
+        if returned is not states:
+            found.broken.append("the pool is not what is returned")
+        rows = [n for n in range(case.sequences) if not case.skipped(n)]
+        found.states["final"] = {(n, case.lengths[n]): made["states"][case.end(n)].cpu() for n in rows}
+        return found
+
+    def _verify(self, backend: str | None, made: dict) -> Found:
+        case = self.case
+        named = self._common(backend) | self._indices(
+            cu_seqlens="cu_seqlens",
+            state_indices="table",
+            num_accepted="accepted",
+            parents="parents",
+            snapshot_indices="snapshot_indices",
+            initial_state_indices="initial",
+            has_initial_state="has_initial",
+        )
+        snapshots = self._argument(made.get("snapshots"))
+        states = self._argument(made.get("states"))
+        mode = MODES.get(case.algorithm, case.algorithm)
+        o, returned = cula.cula_verify(
+            *self._qkv(), states, mode=mode, snapshots=snapshots, disable_state_update=case.disable_update,
+            null_index=case.null_index, out=made.get("o"), **named,
+        )  # fmt: skip
+        found = self._o(o, made)
+        if returned is not states:
+            found.broken.append("the pool is not what is returned")
+        if case.table is not None and not case.disable_update:
+            pool = made["states"].cpu()
+            places = {(n, t): case.table[n][t] for n, t in self._drafts()}
+            found.states["table"] = {
+                (n, t + 1): pool[slot] for (n, t), slot in places.items() if not case.is_null(slot)
+            }
+        if snapshots is not None:
+            kept = made["snapshots"].cpu()
+            found.states["snapshots"] = {(n, t + 1): kept[slot, t] for (n, t), slot in self._snapshot_places().items()}
+        return found
+
+    def _segment(self, backend: str | None, made: dict) -> Found:
+        case = self.case
+        named = self._common(backend) | self._indices(cu_seqlens="cu_seqlens")
+        mode = MODES.get(case.algorithm, case.algorithm)
+        out = None
+        if case.segment_out:
+            out = (made["m"] if case.segment_out == "both" else None, self._argument(made["b"]))
+        m, b, *kept = cula.cula_segment(*self._qkv(), mode=mode, out=out, keep=case.keep, **named)
+        found = Found()
+        if m is not None:
+            found.tensors["m"] = m.cpu()
+        found.tensors["b"] = self._argument(b).cpu()
+        if kept:
+            named = self._common(backend) | self._indices(cu_seqlens="cu_seqlens")
+            o, final = FUNCTIONS[case.algorithm](*self._qkv(), kept=kept[0], output_final_state=True, **named)
+            found.tensors["o"] = o.cpu()
+            final = self._argument(final).cpu()
+            found.states["final"] = {(n, length): final[n] for n, length in enumerate(case.lengths)}
+        return found
+
+    def _o(self, o: torch.Tensor, made: dict) -> Found:
+        """o as [B, T, HV, V], after a look at what is promised about it."""
+        case, found = self.case, Found()
+        if "o" in made and o.data_ptr() != made["o"].data_ptr():
+            found.broken.append("out is not what is returned")
+        wanted = case.out or case.dtype
+        if o.dtype != getattr(torch, wanted):
+            found.broken.append(f"o has dtype {o.dtype}, wanted {wanted}")
+        o = (o.transpose(0, 1) if case.rows_along_tokens else o).cpu()
+        found.tensors["o"] = o
+        idle = torch.ones(o.shape[:2], dtype=torch.bool)
+        for n, (b, begin, end) in enumerate(case.spans()):
+            if not case.skipped(n):
+                idle[b, begin:end] = False
+        if o[idle].count_nonzero():
+            found.broken.append("o is not zero at null rows or at tokens of no sequence")
+        return found
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8)

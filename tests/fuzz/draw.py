@@ -1,0 +1,582 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One integer seed makes one `Case`: everything about a call except its numbers, which `values.py` draws from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from random import Random
+
+# algorithm: (decay, update)
+FAMILY = {
+    "kda": ("channel", "delta"),
+    "gdn": ("token", "delta"),
+    "gla": ("channel", "additive"),
+    "simple_gla": ("token", "additive"),
+    "lightning": ("head", "additive"),
+    "linear": ("none", "additive"),
+    "delta": ("none", "delta"),
+    "delta_per_head": ("head", "delta"),
+}
+PASSES = ("prefill", "decode", "verify", "segment", "split")
+
+# Classes of calls that have a switch each (`--with`, `--without`), and whether they are drawn by default.
+CLASSES = {
+    # Beta near 2 along one direction: with K = 1, or keys that do not move. No form forgets a rounding.
+    "reflections": False,
+    # K = 1 and values a million times smaller than the initial state.
+    "small_values_k1": False,
+    # float16 values below 6e-5, which have fewer bits the smaller they are.
+    "fp16_subnormals": False,
+    # Rows whose writes cancel in bfloat16: v follows the state that the keys meet.
+    "cancelling": False,
+    # float16 scores q . k beyond the largest float16.
+    "fp16_scores": False,
+    # Results of so few numbers that the naive recurrence may be exact by luck.
+    "few_numbers": False,
+    # Rows that start from a slot that another row of the call ends in.
+    "forks": True,
+    # Slots and counts in int64.
+    "int64_indices": True,
+    # A table of slots without columns, for rows without tokens.
+    "empty_tables": True,
+}
+DEFAULT = frozenset(name for name, drawn in CLASSES.items() if drawn)
+
+GATES = ("mild", "slow", "zero", "tiny", "strong", "extreme", "mixed", "one_slow", "bursts")
+BETAS = ("random", "zero", "one", "near_one", "mixed", "steep")
+DIMS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 48, 60, 63, 64, 65, 72, 80, 96, 100, 112, 127, 128, 129)
+LARGE_DIMS = (160, 192, 200, 224, 250, 255, 256)
+BEYOND_DIMS = (257, 288, 300)  # of V alone
+EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 95, 96, 100, 127, 128, 129, 130, 191, 192, 193, 200, 257)
+LAYOUTS = ("contiguous", "padded", "odd", "by_head", "by_token", "fused")
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    pass_name: str  # "split": a prefill whose tokens are cut in two, with the state handed over
+    algorithm: str
+    dtype: str  # of q, k, v
+    lengths: tuple[int, ...]  # tokens of each sequence
+    packed: bool  # with cu_seqlens; else a batch of equal lengths
+    slack: int  # packed: tokens beyond the last sequence
+    heads: int
+    ratio: int  # value heads per head
+    key_dim: int
+    value_dim: int
+    cu_dtype: str = "int32"
+    scale: float | None = None
+    qk_l2norm: bool = False
+    deterministic: str | bool | None = None
+    out: str = ""  # dtype of a preallocated o, "" for none
+    layouts: tuple[tuple[str, str], ...] = ()  # tensor: how it lies in memory
+    expanded: tuple[tuple[str, int], ...] = ()  # tensor: the dimension that has stride 0
+    rows_along_tokens: bool = False  # decode: [1, N] instead of [N, 1]
+    repeat: bool = False  # call twice and compare the bits
+    automatic: bool = False  # also call without naming a backend
+    threads: int = 1  # on a CPU
+
+    # numbers
+    keys: str = "random"  # collinear, sparse (rows of zeros)
+    key_size: float = 1.0
+    query_size: float = 1.0
+    value_size: float = 1.0
+    state_size: float = 1.0
+    mixed_sizes: bool = False  # another power of ten for each sequence
+    edge: bool = False  # as large as the dtypes hold
+    cancelling: bool = False
+
+    # gates and write strengths
+    gate: str = "log_decay"
+    decay: str = "mild"
+    gate_dtype: str = "float32"
+    gate_per_head: bool = False  # kda with g [B, T, HV]
+    lower_bound: float = -5.0
+    A_log: tuple[float, float] | None = None  # range
+    dt_bias: float | None = None  # deviation
+    flat_bias: bool = False
+    head_decay: bool = False  # simple_gla: a constant per head on top
+    beta: str = "random"
+    beta_dtype: str = "float32"
+    beta_is_logit: bool = False
+    beta_per_value: bool = False
+    allow_neg_eigval: bool = False
+
+    # states
+    state: str = "none"  # dense, pool (in place), readonly (a pool that is only read)
+    state_dtype: str = "float32"
+    v_first: bool = True  # the argument state_v_first
+    transposed: bool = False  # the other one of the two matrix dimensions is contiguous
+    slot_pad: int = 0
+    head_pad: int = 0
+    slots: int = 0
+    initial: tuple[int, ...] | None = None
+    final: tuple[int, ...] | None = None
+    has_initial: tuple[bool, ...] | None = None
+    null_index: int = -1
+    index_dtype: str = "int32"
+    index_strided: bool = False
+    output_final: bool = True
+
+    # prefill
+    plan: tuple[tuple[int, int, int], ...] | None = None
+    plan_in_pool: bool = False
+    checkpoint_slots: int = 0
+    checkpoint_dtype: str = "float32"
+    chunk_size: int = 0  # of h, 0 for none
+    cut: int = 0  # split
+
+    # segment
+    segment_out: str = ""  # "", "both", "b"
+    keep: bool = False
+
+    # verify
+    table: tuple[tuple[int, ...], ...] | None = None  # state_indices
+    accepted: tuple[int, ...] | None = None
+    disable_update: bool = False
+    parents: tuple[tuple[int, ...], ...] | None = None
+    snapshot_slots: tuple[int, int] | None = None  # slots, S
+    snapshot_indices: tuple[int, ...] | None = None
+    snapshot_dtype: str = "float32"
+
+    @property
+    def value_heads(self) -> int:
+        return self.heads * self.ratio
+
+    @property
+    def sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def batch(self) -> int:
+        return 1 if self.packed else len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) + self.slack if self.packed else self.lengths[0]
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths, default=0)
+
+    @property
+    def delta(self) -> bool:
+        return FAMILY[self.algorithm][1] == "delta"
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(row of the batch, first token, end) of each sequence."""
+        if not self.packed:
+            return [(n, 0, length) for n, length in enumerate(self.lengths)]
+        ends = [sum(self.lengths[: n + 1]) for n in range(len(self.lengths))]
+        return [(0, end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
+
+    def is_null(self, slot: int) -> bool:
+        return slot < 0 or slot == self.null_index
+
+    def base(self, n: int) -> int:
+        """The slot that sequence n starts from."""
+        if self.initial is not None:
+            return self.initial[n]
+        if self.table is not None:
+            return self.table[n][(1 if self.accepted is None else self.accepted[n]) - 1]
+        return n
+
+    def end(self, n: int) -> int:
+        """The slot that sequence n ends in: prefill and decode."""
+        return self.base(n) if self.final is None else self.final[n]
+
+    def skipped(self, n: int) -> bool:
+        """A null row. Without indices a slot is meant literally."""
+        if self.state == "none":
+            return False
+        by_index = self.initial is not None or self.table is not None
+        return (by_index and self.is_null(self.base(n))) or (self.final is not None and self.is_null(self.final[n]))
+
+    def shared_slots(self) -> bool:
+        """Whether a row starts from a slot that another row of the call writes."""
+        rows = [n for n in range(self.sequences) if not self.skipped(n)]
+        if self.state != "pool":
+            return False
+        writes = {n: {self.end(n)} for n in rows}
+        if self.pass_name == "verify":
+            written = self.table is not None and not self.disable_update
+            writes = {n: set(self.table[n][: self.lengths[n]]) if written else set() for n in rows}
+        return any(self.base(n) in writes[m] for n in rows for m in rows if n != m)
+
+    def but(self, **changes) -> Case:
+        return dataclasses.replace(self, **changes)
+
+    def brief(self) -> str:
+        """The fields that are not the defaults."""
+        fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return " ".join(f"{field.name}={value}" for field, value in fields if value != field.default)
+
+
+def draw(seed: int, classes: frozenset[str] = DEFAULT, **fixed) -> Case:
+    """The case of a seed; `fixed` pins pass_name, algorithm or dtype."""
+    random = Random(seed)
+    fields = {"seed": seed}
+    fields["pass_name"] = fixed.get("pass_name") or random.choices(PASSES, (40, 20, 20, 12, 8))[0]
+    fields["algorithm"] = fixed.get("algorithm") or random.choices(tuple(FAMILY), (4, 3, 2, 2, 2, 1, 2, 1))[0]
+    dtypes = ("bfloat16", "float16", "float32", "float64")
+    fields["dtype"] = fixed.get("dtype") or random.choices(dtypes, (48, 24, 26, 2))[0]
+    fields |= _shape(random, fields, classes)
+    fields |= _gate(random, fields)
+    fields |= _numbers(random, fields, classes)
+    fields |= _memory(random, fields)
+    case = Case(**fields)
+    return _without(_states(random, case, classes), classes)
+
+
+def _chance(random: Random, probability: float) -> bool:
+    return random.random() < probability
+
+
+def _lengths(random: Random, pass_name: str) -> tuple[tuple[int, ...], bool]:
+    """Tokens of each sequence, and whether they are packed."""
+    if pass_name == "decode":
+        kind = random.random()
+        if kind < 0.75:
+            return (1,) * random.randint(1, 9), False
+        if kind < 0.9:
+            return (random.randint(2, 6),) * random.randint(2, 3), False
+        return (random.randint(0, 1),) * random.randint(1, 3), False
+    if pass_name == "verify":
+        if _chance(random, 0.6):
+            return (random.choice((1, 2, 3, 4, 4, 6, 8)),) * random.randint(1, 4), False
+        return tuple(random.choice((0, 1, 2, 4, 5, 8)) for _ in range(random.randint(0, 5))), True
+
+    def length() -> int:
+        return random.randint(0, 20) if _chance(random, 0.5) else random.choice(EDGES)
+
+    if pass_name == "split" or _chance(random, 0.4):
+        tokens = max(length(), 1 if pass_name == "split" else 0)
+        return (tokens,) * random.randint(1, 3), False
+    count = random.choice((1, 1, 2, 2, 3, 4, 5, 9))
+    if _chance(random, 0.02):
+        count = 0
+    return tuple(length() if count < 9 else random.randint(0, 9) for _ in range(count)), True
+
+
+def _shape(random: Random, drawn: dict, classes: frozenset[str]) -> dict:
+    lengths, packed = _lengths(random, drawn["pass_name"])
+
+    def dim(more: tuple[int, ...] = ()) -> int:
+        kind = random.random()
+        if kind < 0.25:
+            return random.choice((64, 128))
+        return random.choice(DIMS) if kind < 0.85 else random.choice((*LARGE_DIMS, *more))
+
+    key_dim, value_dim = dim(), dim(BEYOND_DIMS)
+    heads, ratio = random.choice((1, 1, 2, 2, 3, 4)), random.choice((1, 1, 1, 2, 3, 4, 8))
+    fewest = 64
+    if "few_numbers" in classes and _chance(random, 0.3):
+        fewest = 1
+    budget = 10 ** random.uniform(4.5, 6.4)
+
+    def cost() -> float:
+        per_token = heads * ratio * key_dim * (value_dim + (key_dim if drawn["pass_name"] == "segment" else 0))
+        return per_token * (sum(lengths) + 4 * len(lengths) + 4)
+
+    def enough() -> None:
+        # The error rule compares statistics: every token needs some numbers.
+        nonlocal heads
+        heads = max(heads, -(-fewest // (ratio * value_dim)))
+
+    enough()
+    for _ in range(60):
+        if cost() <= budget:
+            break
+        options = []
+        if sum(lengths) > 4 * len(lengths) and drawn["pass_name"] in ("prefill", "segment", "split"):
+            options.append("lengths")
+        if len(lengths) > 1:
+            options.append("count")
+        if ratio * heads > 1 and ratio * heads * value_dim > fewest:
+            options.append("heads")
+        if key_dim > 16 or (key_dim > 1 and not options):
+            options.append("key_dim")
+        if value_dim > 16:
+            options.append("value_dim")
+        if not options:
+            break
+        which = random.choice(options)
+        if which == "lengths":
+            shorter = random.choice((2, 3))
+            lengths = tuple(-(-length // shorter) for length in lengths)
+        elif which == "count":
+            lengths = lengths[: -(-len(lengths) // 2)]
+        elif which == "heads":
+            heads, ratio = (heads // 2, ratio) if heads > 1 else (heads, -(-ratio // 2))
+        elif which == "key_dim":
+            key_dim = random.choice([size for size in (*DIMS, *LARGE_DIMS) if size < key_dim])
+        else:
+            value_dim = random.choice([size for size in (*DIMS, *LARGE_DIMS) if size < value_dim])
+        enough()
+    if drawn["pass_name"] == "decode" and len(lengths) == 1:
+        lengths = (min(lengths[0], 1),)  # [1, T] is T rows to decode
+    return {
+        "lengths": lengths,
+        "packed": packed,
+        "slack": random.choice((0, 0, 1, 3, 17)) if packed else 0,
+        "heads": heads,
+        "ratio": ratio,
+        "key_dim": key_dim,
+        "value_dim": value_dim,
+    }
+
+
+def _gate(random: Random, drawn: dict) -> dict:
+    decay, update = FAMILY[drawn["algorithm"]]
+    floats = ("float32", "float32", "bfloat16", "float16", "float64")
+    fields = {
+        "decay": random.choice(GATES),
+        "gate_dtype": random.choice(floats),
+        "beta": random.choice(BETAS),
+        "beta_dtype": random.choice(floats),
+    }
+    # The functions of gla and simple_gla take no raw gate; decode, verify and segment do.
+    additive_prefill = update == "additive" and drawn["pass_name"] in ("prefill", "split")
+    if decay in ("channel", "token") and not additive_prefill:
+        fields["gate"] = random.choice(("log_decay", "softplus", "bounded"))
+    gate = fields.get("gate", "log_decay")
+    if drawn["algorithm"] == "kda" and _chance(random, 0.1):
+        fields["gate_per_head"] = True
+    if gate != "log_decay":
+        if gate == "softplus" or _chance(random, 0.7):
+            low = random.uniform(-3, 5)
+            fields["A_log"] = (low, random.uniform(low, 5))
+        if _chance(random, 0.6):
+            fields["dt_bias"] = random.choice((0.1, 1.0, 1.0, 4.0))
+            fields["flat_bias"] = _chance(random, 0.5)
+    if gate == "bounded":
+        fields["lower_bound"] = random.choice((-5.0, -1.0, -0.1, -80.0, -(10 ** random.uniform(-1, 1.9))))
+    if drawn["algorithm"] == "simple_gla":
+        fields["head_decay"] = _chance(random, 0.3)
+    if update == "delta":
+        fields["beta_is_logit"] = _chance(random, 0.5)
+        fields["allow_neg_eigval"] = fields["beta_is_logit"] and _chance(random, 0.4)
+        fields["beta_per_value"] = drawn["pass_name"] != "segment" and _chance(random, 0.15)
+    return fields
+
+
+def _numbers(random: Random, drawn: dict, classes: frozenset[str]) -> dict:
+    delta = FAMILY[drawn["algorithm"]][1] == "delta"
+
+    def size(low: float = -3, high: float = 3) -> float:
+        return 1.0 if _chance(random, 0.5) else 10 ** random.uniform(low, high)
+
+    l2norm = _chance(random, 0.5)
+    return {
+        "keys": random.choice(("random", "random", "collinear", "sparse")),
+        # Without a norm the delta rule contracts only for keys up to 1.
+        "key_size": size() if l2norm or not delta else min(1.0, size(-2, 0)),
+        "query_size": size(),
+        "value_size": size(),
+        "state_size": size(),
+        "mixed_sizes": _chance(random, 0.2),
+        "edge": _chance(random, 0.08),
+        "cancelling": "cancelling" in classes and delta and _chance(random, 0.2),
+        "qk_l2norm": l2norm,
+        "scale": random.choice((None, None, None, 1.0, 0.1, 10 ** random.uniform(-3, 3), -0.5, 0.0)),
+    }
+
+
+def _memory(random: Random, drawn: dict) -> dict:
+    names = ("q", "k", "v", "g", "beta", "out")
+    plain = _chance(random, 0.3)
+    layouts = [(name, random.choice(LAYOUTS)) for name in names if not plain and _chance(random, 0.6)]
+    expanded = []
+    if _chance(random, 0.12):
+        expanded = [(random.choice(("q", "k", "v", "g", "beta")), random.choice((0, 1, 2)))]
+    return {
+        "layouts": tuple((name, "padded" if (name, how) == ("out", "fused") else how) for name, how in layouts),
+        "expanded": tuple(expanded),
+        "cu_dtype": random.choice(("int32", "int64")),
+        "deterministic": random.choice((None, None, None, True, "batch_invariant")),
+        "out": random.choice(("", drawn["dtype"], drawn["dtype"], "float32")) if drawn["dtype"] != "float64" else "",
+        "repeat": _chance(random, 0.1),
+        "automatic": _chance(random, 0.25),
+        "threads": 1 if _chance(random, 0.95) else 2,
+        "rows_along_tokens": drawn["pass_name"] == "decode" and drawn["lengths"][:1] == (1,) and _chance(random, 0.4),
+    }
+
+
+def _states(random: Random, case: Case, classes: frozenset[str]) -> Case:
+    wide = case.dtype == "float64"
+
+    def state_dtype() -> str:
+        return "float64" if wide else random.choice(("float32", "float32", "bfloat16", "float16"))
+
+    common = {
+        "state_dtype": state_dtype(),
+        "v_first": _chance(random, 0.6),
+        "transposed": _chance(random, 0.25),
+        "slot_pad": random.choice((0, 0, 1, 8, 192)),
+        "head_pad": random.choice((0, 0, 0, 3, 16)),
+        "null_index": random.choice((-1, -1, -1, 0, 2)),
+        "index_dtype": "int64" if "int64_indices" in classes and _chance(random, 0.2) else "int32",
+        "index_strided": _chance(random, 0.25),
+    }
+    case = case.but(**common)
+    match case.pass_name:
+        case "segment":
+            # The functions of gla and simple_gla, which would take what is kept, have no raw gate.
+            keep = (case.delta or case.gate == "log_decay") and case.value_dim <= 256 and _chance(random, 0.3)
+            return case.but(segment_out=random.choice(("", "both", "b")), keep=keep)
+        case "split":
+            state = random.choice(("none", "dense"))
+            return case.but(state=state, slots=case.sequences, cut=random.randint(0, case.tokens))
+        case "verify":
+            return _verify(random, case.but(snapshot_dtype=state_dtype()), classes)
+        case "decode":
+            case = case.but(state="pool")
+        case _:
+            case = case.but(state=random.choice(("none", "dense", "pool", "pool", "readonly")))
+            case = case.but(output_final=_chance(random, 0.8))
+    case = _slots(random, case, classes)
+    if case.pass_name == "prefill":
+        if _chance(random, 0.25):
+            case = _plan(random, case.but(checkpoint_dtype=state_dtype()))
+        if _chance(random, 0.25):
+            case = case.but(chunk_size=random.choice((16, 32, 64)))
+    return case
+
+
+def _slots(random: Random, case: Case, classes: frozenset[str]) -> Case:
+    """The slots that sequences start from and end in."""
+    N = case.sequences
+    if case.state == "none":
+        return case
+    if _chance(random, 0.25):
+        case = case.but(has_initial=tuple(_chance(random, 0.6) for _ in range(N)))
+    if case.state == "dense":
+        return case.but(slots=N)
+    slots = 2 * N + random.randint(1, 3)
+    free = [slot for slot in range(slots) if slot != case.null_index]
+    random.shuffle(free)
+    if case.state == "readonly":
+        initial = [random.choice(free) for _ in range(N)]
+        return case.but(slots=slots, initial=_nulls(random, case, initial))
+    kind = random.choice(("none", "same", "same", "apart", "apart", "shared", "final_only"))
+    if "forks" in classes and N > 1 and _chance(random, 0.15):
+        kind = random.choice(("fork", "shift", "rotate"))
+    if kind == "none":
+        return case.but(slots=N + (random.randint(0, 2) if case.pass_name == "decode" else 0))
+    if kind == "final_only":  # the rows start from slots 0 to N - 1, which a pool of that size is
+        order = list(range(N))
+        if "forks" in classes and _chance(random, 0.3):
+            random.shuffle(order)
+        return case.but(slots=N, final=tuple(order), null_index=-1)
+    first, last = free[:N], None
+    if len(free) >= 2 * N and kind in ("apart", "shared"):
+        last = free[N : 2 * N]
+    if kind == "shared" and last is not None:
+        first = [random.choice(first) for _ in range(N)]
+    if kind == "fork":  # some rows go on from one slot, and one of them in place
+        first, last = [first[0]] * N, [first[0], *free[N : 2 * N - 1]]
+        random.shuffle(last)
+    if kind == "shift":
+        last = [*first[1:], free[N]]
+    if kind == "rotate":
+        last = [*first[1:], first[0]]
+    initial = _nulls(random, case, first)
+    final = None if last is None else _nulls(random, case, last)
+    return case.but(slots=slots, initial=initial, final=final)
+
+
+def _nulls(random: Random, case: Case, slots: list[int]) -> tuple[int, ...]:
+    if not _chance(random, 0.35):
+        return tuple(slots)
+    null = (-1, case.null_index, -7)
+    return tuple(random.choice(null) if _chance(random, 0.3) else slot for slot in slots)
+
+
+def _plan(random: Random, case: Case) -> Case:
+    """Checkpoints: states of their own, or free slots of the pool."""
+    places = [(n, t) for n, length in enumerate(case.lengths) for t in {*range(0, length + 1, 64), length}]
+    random.shuffle(places)
+    places = places[: random.randint(0, 6)]
+    slots, in_pool = len(places) + random.randint(0, 2), False
+    free = list(range(slots))
+    if case.state == "pool" and _chance(random, 0.3):
+        named = {case.base(n) for n in range(case.sequences)} | {case.end(n) for n in range(case.sequences)}
+        free = [slot for slot in range(case.slots) if slot not in named]
+        places, in_pool, slots = places[: len(free)], True, case.slots
+    random.shuffle(free)
+    rows = [(n, t, slot) for (n, t), slot in zip(places, free, strict=False)]
+    if _chance(random, 0.2):
+        rows.insert(random.randint(0, len(rows)), (0, 0, -1))
+    return case.but(plan=tuple(rows), plan_in_pool=in_pool, checkpoint_slots=slots)
+
+
+def _verify(random: Random, case: Case, classes: frozenset[str]) -> Case:
+    N, longest = case.sequences, case.longest
+    columns = longest + random.choice((0, 0, 1, 2))
+    if columns == 0 and "empty_tables" not in classes:
+        columns = 1
+    kind = random.choice(("none", "dense", "readonly", "table", "table", "table", "table_and_initial", "table_read"))
+    if columns == 0 and kind in ("table", "table_read"):
+        kind = "table_and_initial"  # a table without columns names no slot to start from
+    if kind in ("none", "dense", "readonly"):
+        case = case.but(state=kind)
+        if kind == "dense":
+            case = case.but(slots=N + random.randint(0, 2))
+        if kind == "readonly":
+            slots = N + 3
+            initial = [random.choice([slot for slot in range(slots) if slot != case.null_index]) for _ in range(N)]
+            case = case.but(slots=slots, initial=_nulls(random, case, initial))
+    else:
+        slots = N * columns + N + 3
+        free = [slot for slot in range(slots) if slot != case.null_index]
+        random.shuffle(free)
+        table = [free[n * columns : (n + 1) * columns] for n in range(N)]
+        table = [_nulls(random, case, row) for row in table] if _chance(random, 0.3) else table
+        case = case.but(state="pool", slots=slots, table=tuple(map(tuple, table)))
+        case = case.but(disable_update=kind == "table_read")
+        if columns and _chance(random, 0.7):
+            case = case.but(accepted=tuple(random.randint(1, columns) for _ in range(N)))
+        if kind == "table_and_initial":
+            bases = free[N * columns : N * columns + N]
+            if columns and _chance(random, 0.4):  # the base is a slot of a token of the same row
+                bases = [random.choice(row) for row in table]
+            if "forks" in classes and columns and N > 1 and _chance(random, 0.2):
+                bases = [random.choice(table[random.randrange(N)]) for _ in range(N)]
+            case = case.but(initial=_nulls(random, case, list(bases)))
+    if case.state != "none" and _chance(random, 0.25):
+        case = case.but(has_initial=tuple(_chance(random, 0.6) for _ in range(N)))
+    if _chance(random, 0.5):
+        width = longest + random.choice((0, 0, 1))
+        rows = [[random.choice((-1, -5, random.randint(-1, t - 1), t - 1)) for t in range(width)] for _ in range(N)]
+        # What lies beyond a row's tokens is not read.
+        parents = [[p if t < length else 99 for t, p in enumerate(row)] for row, length in zip(rows, case.lengths)]
+        case = case.but(parents=tuple(map(tuple, parents)))
+    if case.state == "none" or case.table is None or _chance(random, 0.4):
+        slots, room = N + random.randint(0, 2), longest + random.choice((0, 0, 1))
+        case = case.but(snapshot_slots=(slots, room))
+        if _chance(random, 0.5):
+            free = [slot for slot in range(slots + 1) if slot != case.null_index]
+            random.shuffle(free)
+            indices = _nulls(random, case, free[:N])
+            case = case.but(snapshot_slots=(slots + 1, room), snapshot_indices=indices)
+    return case
+
+
+def _without(case: Case, classes: frozenset[str]) -> Case:
+    """The case moved out of every class that is switched off."""
+    still = case.key_dim == 1 or case.keys == "collinear" or dict(case.expanded).get("k") == 1
+    if "reflections" not in classes and still and case.delta:
+        case = case.but(allow_neg_eigval=False)
+    if "small_values_k1" not in classes and case.key_dim == 1 and case.delta:
+        case = case.but(value_size=max(case.value_size, case.state_size))
+    if "fp16_subnormals" not in classes and case.dtype == "float16":
+        case = case.but(value_size=max(case.value_size, 1e-1), query_size=max(case.query_size, 1e-1))
+        case = case.but(key_size=max(case.key_size, 1e-1), mixed_sizes=False)
+        case = case.but(scale=None if case.scale is None else case.scale and max(abs(case.scale), 0.1))
+    if "fp16_subnormals" not in classes and case.state_dtype == "float16":
+        case = case.but(state_size=max(case.state_size, 1e-1), value_size=max(case.value_size, 1e-1))
+        case = case.but(mixed_sizes=False)
+    if "fp16_scores" not in classes and case.dtype == "float16" and not case.qk_l2norm:
+        case = case.but(key_size=min(case.key_size, 30.0), query_size=min(case.query_size, 30.0))
+    return case

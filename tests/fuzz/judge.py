@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The error rule of `compare.py` on a call: over each result as a whole, and over each sequence's part of it.
+
+The budget is the naive recurrence's, on the same numbers with plain dense states, so that slots, null rows, layouts and
+trees of the call under test have no part in it. A sequence is judged alone too because it is a call of its own: rows of
+large numbers must not hide what small ones got.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import cula  # noqa: F401  (loads torch.ops.cula)
+from compare import BUDGET, assert_accurate, bits, errors, floor
+from fuzz.call import Found
+from fuzz.draw import Case
+from fuzz.oracle import Expected
+from fuzz.values import Values
+
+
+def _operator(name: str, given: dict) -> None:
+    """The default overload, which spells every option out: what is not given is left out."""
+    op = getattr(torch.ops.cula, name).default
+    plain = {"bool": False, "int": 64, "float": 0.0, "str": ""}
+    names = {argument.name: plain.get(str(argument.type)) for argument in op._schema.arguments}
+    op(**names | given)
+
+
+# What is smaller may be zero: subnormal numbers are 2^-126 and less, and a result is a product of a few.
+VANISHING = 2.0**-110
+
+
+class Naive:
+    """`reference:naive` on dense states: o [B, T, HV, V], states by (sequence, tokens done), m and b."""
+
+    def __init__(self, case: Case, values: Values) -> None:
+        self.case = case
+        N, HV, K, V = case.sequences, case.value_heads, case.key_dim, case.value_dim
+        self.dtype = torch.float64 if case.dtype == "float64" else torch.float32
+        self.states: dict[tuple[int, int], torch.Tensor] = {}
+        tensors = {name: x.contiguous() for name, x in values.tensors.items()}
+        if "decay" in tensors:
+            tensors["decay"] = -tensors["decay"].abs()
+        if case.packed:
+            tensors["cu_seqlens"] = torch.tensor([0, *(end for _, _, end in case.spans())])
+        base = None
+        if case.state != "none" and case.pass_name != "segment":
+            base = values.base.to(self.dtype).clone()
+            base[[n for n in range(N) if case.has_initial is not None and not case.has_initial[n]]] = 0
+        tensors |= {
+            "algorithm": "gdn" if case.gate_per_head else case.algorithm,
+            "scale": K**-0.5 if case.scale is None else case.scale,
+            "gate": case.gate,
+            "lower_bound": case.lower_bound if case.gate == "bounded" else 0.0,
+            "qk_l2norm": case.qk_l2norm,
+            "beta_is_logit": case.beta_is_logit,
+            "allow_neg_eigval": case.allow_neg_eigval,
+            "backend": "reference:naive",
+        }
+        if case.pass_name == "segment":
+            self.m, self.b = self._empty(N, HV, K, K) if case.delta else self._empty(N, HV, K), self._empty(N, HV, V, K)
+            _operator("segment", {**tensors, "m": self.m, "b": self.b, "null_index": -1})
+            if not case.keep:
+                return
+        self.o = torch.zeros(values.tensors["v"].shape, dtype=getattr(torch, case.out or case.dtype))
+        tensors |= {"o": self.o, "initial_state": base}
+        if case.pass_name == "verify":
+            self._verify(tensors)
+        else:
+            self._prefill(tensors)
+        for n, (b, begin, end) in enumerate(case.spans()):
+            if case.skipped(n):
+                self.o[b, begin:end] = 0
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self.dtype)
+
+    def _prefill(self, tensors: dict) -> None:
+        case = self.case
+        final = self._empty(case.sequences, case.value_heads, case.value_dim, case.key_dim)
+        rows = sorted({(n, t) for n, t, slot in case.plan or () if slot >= 0})
+        tensors |= {"final_state": final, "null_index": -1}
+        if rows:
+            kept = self._empty(len(rows), *final.shape[1:])
+            plan = [(n, t, slot) for slot, (n, t) in enumerate(rows)]
+            tensors |= {"checkpoints": kept, "checkpoint_plan": torch.tensor(plan, dtype=torch.int32)}
+        places = []
+        if case.chunk_size:
+            for n, length in enumerate(case.lengths):
+                places += [(n, t) for t in range(0, length, case.chunk_size)]
+            most = len(places) if case.packed else -(-case.tokens // case.chunk_size)
+            chunks = self._empty(case.batch, most, *final.shape[1:])
+            tensors |= {"chunk_states": chunks, "chunk_tokens": case.chunk_size}
+        _operator("prefill", tensors)
+        self.states = {(n, length): final[n] for n, length in enumerate(case.lengths)}
+        if rows:
+            self.states |= dict(zip(rows, kept, strict=True))
+        if places:
+            self.states |= dict(zip(places, chunks.flatten(0, 1), strict=True))
+
+    def _verify(self, tensors: dict) -> None:
+        case = self.case
+        room = self._empty(case.sequences, case.longest, case.value_heads, case.value_dim, case.key_dim)
+        tensors |= {"snapshots": room, "null_index": -1}
+        if case.parents is not None:
+            shape = (case.sequences, len(case.parents[0]) if case.parents else 0)
+            tensors["parents"] = torch.tensor(case.parents, dtype=torch.int32).reshape(shape)
+        _operator("verify", tensors)
+        self.states = {(n, t + 1): room[n, t] for n, length in enumerate(case.lengths) for t in range(length)}
+
+    def finite(self) -> bool:
+        """Whether there is a budget: the naive recurrence may leave the range that a wider one keeps to."""
+        tensors = [getattr(self, name) for name in ("o", "m", "b") if hasattr(self, name)]
+        return all(bool(x.isfinite().all()) for x in (*tensors, *self.states.values()))
+
+
+class Judge:
+    """What one case has to give, and the sentences about what a backend gave instead."""
+
+    def __init__(self, case: Case, values: Values) -> None:
+        self.case, self.values = case, values
+        self.expected = Expected(values)
+        self.usable = self.expected.in_range()
+        if not self.usable:
+            return
+        self.naive = Naive(case, values)
+        self.usable = self.naive.finite()
+        self.inputs = getattr(torch, case.dtype)
+        self.budgets: dict[tuple, tuple[float, float]] = {}  # of the parts of the results, for all backends
+
+    def state(self, kind: str, n: int, t: int) -> torch.Tensor:
+        """The oracle's state of sequence n after t tokens."""
+        expected = self.expected
+        if kind in ("table", "snapshots"):
+            return torch.from_numpy(expected.snapshots[n, t - 1])
+        if kind == "final":
+            return torch.from_numpy(expected.final[n])
+        return torch.from_numpy(expected.passing[n, t])
+
+    def verdict(self, found: Found, backend: str | None) -> list[str]:
+        """One sentence for each result that breaks the rule; nothing where all is well."""
+        wrong, exact = list(found.broken), backend == "reference"
+        for name, x in found.tensors.items():
+            oracle, naive = torch.from_numpy(getattr(self.expected, name)), getattr(self.naive, name)
+            spans = self.case.spans() if name == "o" else [(n, 0, None) for n in range(self.case.sequences)]
+            parts = [(f"{name} of sequence {n}", (b, slice(begin, end))) for n, (b, begin, end) in enumerate(spans)]
+            if name != "o":
+                parts = [(what, (index[0],)) for what, index in parts]
+            wrong += self._rule(name, x, oracle, naive, parts, exact)
+        for kind, states in found.states.items():
+            if not states:
+                continue
+            places = list(states)
+            x = torch.stack([states[place] for place in places])
+            oracle = torch.stack([self.state(kind, *place) for place in places])
+            naive = torch.stack([self.naive.states[place] for place in places])
+            rows = sorted({n for n, _ in places})
+            parts = [(f"{kind} of sequence {n}", ([i for i, p in enumerate(places) if p[0] == n],)) for n in rows]
+            wrong += self._rule(kind, x, oracle, naive, parts, exact, places)
+        if self.case.pass_name == "segment" and "m" in found.tensors:
+            wrong += self._applied(found, exact)
+        return wrong
+
+    def _applied(self, found: Found, exact: bool) -> list[str]:
+        """M applied to states, plus B."""
+        states = self.values.base.double()
+
+        def applied(m: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            m = m.double()
+            moved = m[:, :, None, :] * states if m.ndim == 3 else torch.einsum("nhij,nhvj->nhvi", m, states)
+            return moved + b.double()
+
+        x = applied(found.tensors["m"], found.tensors["b"]).to(self.naive.dtype)
+        oracle = applied(torch.from_numpy(self.expected.m), torch.from_numpy(self.expected.b))
+        naive = applied(self.naive.m, self.naive.b)
+        return self._rule("m applied to a state, plus b", x, oracle, naive, [], exact)
+
+    def _rule(
+        self,
+        what: str,
+        x: torch.Tensor,
+        oracle: torch.Tensor,
+        naive: torch.Tensor,
+        parts: list[tuple[str, tuple]],
+        exact: bool,
+        places: list[tuple[int, int]] | None = None,
+    ) -> list[str]:
+        if x.shape != oracle.shape:
+            return [f"{what}: shape {list(x.shape)}, wanted {list(oracle.shape)}"]
+        # The float64 reference has no budget but one rounding of what it stores.
+        naive = oracle.to(x.dtype) if exact else naive.to(x.dtype)
+        beside = None
+        if what == "m":
+            beside = torch.ones(1) if x.ndim == 3 else torch.eye(x.shape[-1])
+        for name, index in [(what, (...,)), *(parts if len(parts) > 1 else [])]:
+            part = oracle[index]
+            if self._within(name, x[index], part, naive[index], beside, exact) or vanishes(x[index], part):
+                continue
+            try:
+                assert_accurate(name, x[index], part, naive[index], self.inputs, beside)
+            except AssertionError as broken:
+                return [f"{broken} {self._where(what, x, oracle, places)}"]
+        return []
+
+    def _within(
+        self,
+        name: str,
+        x: torch.Tensor,
+        oracle: torch.Tensor,
+        naive: torch.Tensor,
+        beside: torch.Tensor | None,
+        exact: bool,
+    ) -> bool:
+        """What `assert_accurate` says, for half the time: the budget is the same for all backends."""
+        key = (name, x.dtype, exact)
+        if key not in self.budgets:
+            allowed, least = errors(naive, oracle, beside), floor(x.dtype, self.inputs)
+            self.budgets[key] = BUDGET * allowed.rms + least, BUDGET * allowed.max + least
+        found, (rms, most) = errors(x, oracle, beside), self.budgets[key]
+        return found.rms <= rms and found.max <= most
+
+    def _where(self, what: str, x: torch.Tensor, oracle: torch.Tensor, places: list | None) -> str:
+        """The first place that is wrong by a hundredth of the largest number, or the one that is most wrong."""
+        difference = (x.double() - oracle).abs().nan_to_num(nan=float("inf"))
+        size = oracle.abs().max() + torch.finfo(torch.float32).tiny
+        wrong = (difference > size / 100).nonzero()
+        index = wrong[0].tolist() if len(wrong) else list(_unravel(int(difference.argmax()), x.shape))
+        names = {"o": "row token head value", "m": "row head i j", "b": "row head value key"}
+        words = names.get(what, "row head value key").split()
+        place = list(zip(words, index, strict=False))
+        if places is not None:
+            n, t = places[index[0]]
+            place = [("sequence", n), ("tokens", t), *place[1:]]
+        at = ", ".join(f"{word} {i}" for word, i in place)
+        values = f"{float(x[tuple(index)]):.6g} for {float(oracle[tuple(index)]):.6g}"
+        found = errors(x, oracle)
+        return f"(at {at}: {values}; {len(wrong)} of {x.numel()} off by 1 %; rms {found.rms:.2e})"
+
+
+def vanishes(x: torch.Tensor, oracle: torch.Tensor) -> bool:
+    """Numbers near float32's subnormals, which kernels may flush to zero on the way."""
+    return bool(x.isfinite().all()) and max(float(x.abs().max()), float(oracle.abs().max())) < VANISHING
+
+
+def _unravel(position: int, shape: torch.Size) -> tuple[int, ...]:
+    index = []
+    for size in reversed(shape):
+        index.append(position % size)
+        position //= size
+    return tuple(reversed(index))
+
+
+def same_bits(one: Found, two: Found) -> list[str]:
+    """Sentences about what differs between two runs of one call."""
+    pairs = [(name, x, two.tensors[name]) for name, x in one.tensors.items()]
+    for kind, states in one.states.items():
+        pairs += [(f"{kind} {place}", x, two.states[kind][place]) for place, x in states.items()]
+    return [f"{name} differs between two runs" for name, x, y in pairs if not torch.equal(bits(x), bits(y))]

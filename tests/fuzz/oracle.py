@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a case's call has to give: the recurrence of ALGORITHM.md in float64, all heads and sequences at a time.
+
+It reads the call's numbers exactly as the library gets them. Nothing here comes from the library or the tests' oracle.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fuzz.draw import Case
+from fuzz.values import Values
+
+# The largest number that a state or an output may have on the way, where one of them is stored in float16.
+LARGEST_FP16 = 6e4
+
+
+def wide(x: torch.Tensor) -> np.ndarray:
+    return x.double().numpy()
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    small = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1, small) / (1 + small)
+
+
+def _softplus(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+
+
+def log_decay(values: Values) -> np.ndarray:
+    """[B, T, HV, K or 1]."""
+    case, tensors = values.case, values.tensors
+    a = np.zeros((case.batch, case.tokens, case.value_heads, 1))
+    if "g" in tensors:
+        a = wide(tensors["g"])
+        a = a if a.ndim == 4 else a[..., None]
+        if case.gate != "log_decay":
+            if "dt_bias" in tensors:
+                a = a + wide(tensors["dt_bias"]).reshape(case.value_heads, -1)
+            rate = np.exp(wide(tensors["A_log"]))[:, None] if "A_log" in tensors else 1.0
+            a = -rate * _softplus(a) if case.gate == "softplus" else case.lower_bound * _sigmoid(rate * a)
+    if "decay" in tensors:
+        a = a - np.abs(wide(tensors["decay"]))[:, None]
+    return a
+
+
+def write_strength(values: Values) -> np.ndarray:
+    """[B, T, HV, V or 1]."""
+    case = values.case
+    beta = wide(values.tensors["beta"])
+    if case.beta_is_logit:
+        beta = _sigmoid(beta) * (2 if case.allow_neg_eigval else 1)
+    return beta if beta.ndim == 4 else beta[..., None]
+
+
+class Tokens:
+    """The inputs of all sequences side by side, [N, L, HV, ..]: padded with tokens that change nothing."""
+
+    def __init__(self, values: Values) -> None:
+        case = values.case
+        q, k, v = (wide(values.tensors[name]) for name in "qkv")
+        if case.qk_l2norm:
+            q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+        q, k = (np.repeat(x, case.ratio, axis=2) for x in (q, k))
+        self.q, self.k, self.v = (self._rows(case, x) for x in (q, k, v))
+        self.alpha = self._rows(case, np.exp(log_decay(values)), 1.0)
+        self.beta = self._rows(case, write_strength(values)) if case.delta else None
+        self.scale = case.key_dim**-0.5 if case.scale is None else case.scale
+
+    @staticmethod
+    def _rows(case: Case, x: np.ndarray, fill: float = 0.0) -> np.ndarray:
+        if not case.packed:
+            return x
+        rows = np.full((case.sequences, case.longest, *x.shape[2:]), fill)
+        for n, (_, begin, end) in enumerate(case.spans()):
+            rows[n, : end - begin] = x[0, begin:end]
+        return rows
+
+    def step(self, t: int, state: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """The states [N, HV, V, K] after token t."""
+        state = state * self.alpha[:, t, :, None, :]
+        k = self.k[:, t]
+        u = v
+        if self.beta is not None:
+            u = self.beta[:, t] * (v - (state @ k[..., None])[..., 0])
+        return state + u[..., None] * k[..., None, :]
+
+
+class Expected:
+    """Everything that a call may return, by name; for verify also the state after each token.
+
+    o [B, T, HV, V]; final [N, HV, V, K]; chunks: (sequence, chunk): state; passing: (sequence, tokens): state;
+    snapshots [N, L, HV, V, K]; m, b; map_final: m applied to the initial state, plus b.
+    """
+
+    def __init__(self, values: Values) -> None:
+        case = values.case
+        self.case, self.largest = case, 0.0
+        with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
+            self._run(values, Tokens(values))
+
+    def _start(self, values: Values) -> np.ndarray:
+        case = self.case
+        base = wide(values.base).copy()
+        for n in range(case.sequences):
+            if case.state == "none" or (case.has_initial is not None and not case.has_initial[n]):
+                base[n] = 0
+        return base
+
+    def _run(self, values: Values, tokens: Tokens) -> None:
+        case = self.case
+        N, L, HV, V = tokens.v.shape
+        state = self._start(values)
+        if case.pass_name == "segment":
+            self._map(tokens)
+            if not case.keep:
+                return
+        track = "float16" in (case.dtype, case.state_dtype, case.checkpoint_dtype, case.snapshot_dtype)
+        rows = np.zeros((N, L, HV, V))
+        tree, states = case.parents is not None, [state]
+        self.passing = {}
+        wanted = {(n, t) for n, t, slot in case.plan or () if slot >= 0}
+        if case.chunk_size:
+            wanted |= {(n, t) for n, length in enumerate(case.lengths) for t in range(0, length, case.chunk_size)}
+        self._keep(wanted, 0, state)
+        every = np.arange(N)
+        for t in range(L):
+            if tree:
+                parents = [max(case.parents[n][t], -1) if t < case.lengths[n] else -1 for n in range(N)]
+                state = np.stack(states)[np.array(parents) + 1, every] if N else state
+            state = tokens.step(t, state, tokens.v[:, t])
+            rows[:, t] = tokens.scale * (state @ tokens.q[:, t, ..., None])[..., 0]
+            if case.pass_name == "verify":
+                states.append(state)
+            self._keep(wanted, t + 1, state)
+            if track:
+                self.largest = max(self.largest, np.abs(state).max(initial=0), np.abs(rows[:, t]).max(initial=0))
+        self.final = state
+        if case.pass_name == "verify":
+            self.snapshots = np.stack(states[1:], axis=1) if L else np.zeros((N, 0, *state.shape[1:]))
+        self.o = np.zeros((case.batch, case.tokens, HV, V))
+        for n, (b, begin, end) in enumerate(case.spans()):
+            if not case.skipped(n):
+                self.o[b, begin:end] = rows[n, : end - begin]
+
+    def _keep(self, wanted: set[tuple[int, int]], done: int, state: np.ndarray) -> None:
+        for n, t in wanted:
+            if t == done:
+                self.passing[n, t] = state[n]
+
+    def _map(self, tokens: Tokens) -> None:
+        """M column by column: where the recurrence without values takes the unit vectors."""
+        N, L, HV, V = tokens.v.shape
+        K = tokens.k.shape[-1]
+        self.b = np.zeros((N, HV, V, K))
+        units = np.broadcast_to(np.eye(K), (N, HV, K, K))
+        self.m = np.ones((N, HV, K))
+        for t in range(L):
+            self.b = tokens.step(t, self.b, tokens.v[:, t])
+            if tokens.beta is not None:
+                units = tokens.step(t, units, np.zeros((N, HV, K)))
+            self.m = self.m * tokens.alpha[:, t]
+        if tokens.beta is not None:
+            self.m = units.swapaxes(-1, -2).copy()
+
+    def everything(self) -> list[np.ndarray]:
+        named = [getattr(self, name) for name in ("m", "b", "o", "final", "snapshots") if hasattr(self, name)]
+        return [*named, *getattr(self, "passing", {}).values()]
+
+    def in_range(self) -> bool:
+        """Whether all of it fits the dtypes that store it."""
+        finite = all(np.isfinite(x).all() for x in self.everything())
+        return finite and self.largest <= LARGEST_FP16

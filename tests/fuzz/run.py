@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeds, one after the other: each case on every backend that takes it, judged and counted."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+import cula
+from fuzz.call import Call
+from fuzz.draw import DEFAULT, PASSES, Case, draw
+from fuzz.judge import Judge, same_bits
+from fuzz.values import Values
+
+REFERENCES = ("reference", "reference:naive")
+
+
+@dataclass
+class Tally:
+    calls: int = 0
+    cases: int = 0
+    by_backend: Counter = field(default_factory=Counter)
+    by_pass: Counter = field(default_factory=Counter)
+    by_algorithm: Counter = field(default_factory=Counter)
+    skipped: Counter = field(default_factory=Counter)  # why a case or a call was not judged
+    failures: list[dict] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        self.calls += other.calls
+        self.cases += other.cases
+        for name in ("by_backend", "by_pass", "by_algorithm", "skipped"):
+            getattr(self, name).update(getattr(other, name))
+        self.failures += other.failures
+
+    def write(self, path: str, device: str, seed: int) -> None:
+        name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        content = {"device": name, "torch": torch.__version__, "seed": seed, **vars(self)}
+        with open(path, "w") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+
+
+@dataclass(frozen=True)
+class Options:
+    device: str = "cpu"
+    backend: str = ""  # this one alone; a family's name stands for all of it
+    classes: frozenset[str] = DEFAULT
+    fixed: tuple[tuple[str, str], ...] = ()  # pass_name, algorithm or dtype that every case has
+    references: bool = True  # call the references by name too
+
+    def reproduce(self, seed: int, backend: str | None) -> str:
+        """The command line that makes one call again."""
+        words = [f"python -m fuzz --only {seed} --device {self.device} --backend {backend or 'auto'}"]
+        words += [f"--{name.removesuffix('_name')} {value}" for name, value in self.fixed]
+        words += [f"--with {name}" for name in sorted(self.classes - DEFAULT)]
+        words += [f"--without {name}" for name in sorted(DEFAULT - self.classes)]
+        return " ".join(words)
+
+
+def backends(case: Case, options: Options) -> list[str | None]:
+    """The targets of the registry that take the case; None is the library's own choice."""
+    pass_name = "prefill" if case.pass_name == "split" else case.pass_name
+    rows = cula.explain(
+        "gdn" if case.gate_per_head else case.algorithm,
+        pass_name,
+        batch=case.batch,
+        tokens=case.tokens,
+        sequences=case.sequences,
+        heads=case.heads,
+        value_heads=case.value_heads,
+        key_dim=case.key_dim,
+        value_dim=min(case.value_dim, 256),
+        dtype=getattr(torch, case.dtype),
+        state_dtype=getattr(torch, case.state_dtype),
+        gate=case.gate,
+        lower_bound=case.lower_bound,
+        varlen=case.packed,
+        beta_per_value=case.beta_per_value,
+        checkpoints=case.plan is not None,
+        chunk_states=bool(case.chunk_size),
+        tree=case.parents is not None,
+        chunk_size=case.chunk_size or 64,
+        deterministic=case.deterministic,
+        device=options.device,
+    )
+    names = [row.target for row in rows if row.verdict != "no" and row.target not in REFERENCES]
+    if options.device == "cpu" and options.references:
+        names += REFERENCES
+    if options.backend == "auto":
+        return [None]
+    if options.backend:
+        wanted = [options.backend] if options.backend in REFERENCES else names
+        return [name for name in wanted if name == options.backend or name.startswith(f"{options.backend}:")]
+    return [*names, None] if case.automatic and names else names
+
+
+def one(case: Case, options: Options) -> Tally:
+    """One case on every backend."""
+    tally = Tally(cases=1)
+    targets = backends(case, options)
+    if not targets:
+        tally.skipped["no backend takes it"] += 1
+        return tally
+    values = Values(case)
+    judge = Judge(case, values)
+    if not judge.usable:
+        tally.skipped["out of range"] += 1
+        return tally
+    call = Call(case, values, options.device)
+    for backend in targets:
+        if case.shared_slots() and backend in REFERENCES:
+            continue  # they run row after row in place
+        wrong = []
+        try:
+            found = call.run(backend)
+            wrong += judge.verdict(found, backend)
+            if case.repeat:
+                wrong += same_bits(found, call.run(backend))
+        except Exception as raised:  # noqa: BLE001  (whatever the call raises is a finding)
+            refusal = _expected_refusal(case, raised)
+            if refusal:
+                tally.skipped[refusal] += 1
+                continue
+            wrong.append(f"{type(raised).__name__}: {raised}")
+        tally.calls += 1
+        tally.by_backend[backend or "auto"] += 1
+        tally.by_pass[case.pass_name] += 1
+        tally.by_algorithm[case.algorithm] += 1
+        if wrong:
+            line = options.reproduce(case.seed, backend)
+            failure = {"seed": case.seed, "backend": backend or "auto", "reproduce": line, "wrong": wrong}
+            tally.failures.append(failure | {"case": case.brief()})
+    return tally
+
+
+def _expected_refusal(case: Case, raised: Exception) -> str:
+    """Why a call may be refused although its case is drawn; "" where it may not."""
+    text = str(raised)
+    if isinstance(raised, ValueError) and "does not take this call" in text:
+        return "declined"
+    if isinstance(raised, ValueError) and case.index_dtype == "int64" and "must have dtype int32, got int64" in text:
+        return "int64 indices refused"
+    names = ("initial_state_indices", "final_state_indices", "state_indices")
+    if isinstance(raised, ValueError) and case.shared_slots() and any(name in text for name in names):
+        return "shared slots refused"
+    return ""
+
+
+def seeds_of(seed: int, worker: int, workers: int):  # noqa: ANN201
+    """The seeds of a run, shared out: a run's cases do not depend on how many workers it has."""
+    at = worker
+    while True:
+        yield seed * 1_000_003 + at
+        at += workers
+
+
+def run(seed: int, count: int, seconds: float, options: Options, worker: int = 0, workers: int = 1, report=print):  # noqa: ANN001, ANN201
+    """Cases until `count` calls or `seconds` are over (0: no limit); returns the tally."""
+    tally, start = Tally(), time.monotonic()
+    fixed, stamp = dict(options.fixed), start
+    assert not fixed.get("pass_name") or fixed["pass_name"] in PASSES
+    for case_seed in seeds_of(seed, worker, workers):
+        if (count and tally.calls >= count) or (seconds and time.monotonic() - start >= seconds):
+            return tally
+        part = one(draw(case_seed, options.classes, **fixed), options)
+        tally.add(part)
+        for failure in part.failures:
+            report(f"{failure['reproduce']}\n    {failure['wrong'][0]}", flush=True)
+        if time.monotonic() - stamp > 60:
+            stamp = time.monotonic()
+            report(f"... {tally.calls} calls, {len(tally.failures)} failures", flush=True)
