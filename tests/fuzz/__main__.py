@@ -30,7 +30,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def work(args: argparse.Namespace, options: Options, worker: int, results=None) -> Tally:  # noqa: ANN001
+def work(args: argparse.Namespace, options: Options, worker: int, results=None) -> Tally:
     torch.set_num_threads(1)
     count = -(-args.count // args.workers)
     tally = run(args.seed, count, args.seconds, options, worker, args.workers)

@@ -40,9 +40,7 @@ class Call:
     def __init__(self, case: Case, values: Values, device: str) -> None:
         self.case, self.values, self.device = case, values, device
         layouts = dict(case.layouts)
-        inputs = {
-            name: place(x, layouts.get(name, "")) if x.ndim >= 3 else x for name, x in values.tensors.items()
-        }
+        inputs = {name: place(x, layouts.get(name, "")) if x.ndim >= 3 else x for name, x in values.tensors.items()}
         if case.packed:
             bounds = torch.tensor([0, *(end for _, _, end in case.spans())], dtype=getattr(torch, case.cu_dtype))
             inputs["cu_seqlens"] = bounds
@@ -89,7 +87,7 @@ class Call:
             shape = self.inputs["v"].shape
             made["o"] = place(poison(shape, getattr(torch, case.out)), dict(case.layouts).get("out", ""))
         if case.pass_name == "segment" and case.segment_out:
-            N, HV, K, V = case.sequences, case.value_heads, case.key_dim, case.value_dim
+            N, HV, K = case.sequences, case.value_heads, case.key_dim
             dtype = "float64" if case.dtype == "float64" else "float32"
             made["m"] = poison((N, HV, K, K) if case.delta else (N, HV, K), getattr(torch, dtype))
             made["b"] = place_states(case, (N,), dtype)

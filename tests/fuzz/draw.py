@@ -24,7 +24,7 @@ PASSES = ("prefill", "decode", "verify", "segment", "split")
 CLASSES = {
     # Beta near 2 along one direction: with K = 1, or keys that do not move. No form forgets a rounding.
     "reflections": False,
-    # K = 1 and values a million times smaller than the initial state.
+    # K = 1 and values, zeros too, that are far smaller than the state that they overwrite.
     "small_values_k1": False,
     # float16 values below 6e-5, which have fewer bits the smaller they are.
     "fp16_subnormals": False,
@@ -39,7 +39,9 @@ CLASSES = {
     # Slots and counts in int64.
     "int64_indices": True,
     # A table of slots without columns, for rows without tokens.
-    "empty_tables": True,
+    "empty_tables": False,
+    # Malformed lengths near 2^31 where h is asked for.
+    "far_lengths": False,
 }
 DEFAULT = frozenset(name for name, drawn in CLASSES.items() if drawn)
 
@@ -179,6 +181,8 @@ class Case:
         if self.initial is not None:
             return self.initial[n]
         if self.table is not None:
+            if not self.table[n]:
+                return -1  # no slot is named, and there are no tokens
             return self.table[n][(1 if self.accepted is None else self.accepted[n]) - 1]
         return n
 
@@ -517,8 +521,6 @@ def _verify(random: Random, case: Case, classes: frozenset[str]) -> Case:
     if columns == 0 and "empty_tables" not in classes:
         columns = 1
     kind = random.choice(("none", "dense", "readonly", "table", "table", "table", "table_and_initial", "table_read"))
-    if columns == 0 and kind in ("table", "table_read"):
-        kind = "table_and_initial"  # a table without columns names no slot to start from
     if kind in ("none", "dense", "readonly"):
         case = case.but(state=kind)
         if kind == "dense":
@@ -550,7 +552,7 @@ def _verify(random: Random, case: Case, classes: frozenset[str]) -> Case:
         width = longest + random.choice((0, 0, 1))
         rows = [[random.choice((-1, -5, random.randint(-1, t - 1), t - 1)) for t in range(width)] for _ in range(N)]
         # What lies beyond a row's tokens is not read.
-        parents = [[p if t < length else 99 for t, p in enumerate(row)] for row, length in zip(rows, case.lengths)]
+        parents = [row[:length] + [99] * (width - length) for row, length in zip(rows, case.lengths, strict=True)]
         case = case.but(parents=tuple(map(tuple, parents)))
     if case.state == "none" or case.table is None or _chance(random, 0.4):
         slots, room = N + random.randint(0, 2), longest + random.choice((0, 0, 1))
@@ -570,6 +572,7 @@ def _without(case: Case, classes: frozenset[str]) -> Case:
         case = case.but(allow_neg_eigval=False)
     if "small_values_k1" not in classes and case.key_dim == 1 and case.delta:
         case = case.but(value_size=max(case.value_size, case.state_size))
+        case = case.but(keys="random" if case.keys == "sparse" else case.keys)  # values of zero
     if "fp16_subnormals" not in classes and case.dtype == "float16":
         case = case.but(value_size=max(case.value_size, 1e-1), query_size=max(case.query_size, 1e-1))
         case = case.but(key_size=max(case.key_size, 1e-1), mixed_sizes=False)

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 import cula
 from fuzz.call import Call
-from fuzz.draw import DEFAULT, PASSES, Case, draw
+from fuzz.draw import DEFAULT, Case, draw
 from fuzz.judge import Judge, same_bits
+from fuzz.malformed import refused
 from fuzz.values import Values
 
 REFERENCES = ("reference", "reference:naive")
+MALFORMED = 4  # one case in so many is also called with wrong values
 
 
 @dataclass
@@ -35,6 +39,17 @@ class Tally:
         for name in ("by_backend", "by_pass", "by_algorithm", "skipped"):
             getattr(self, name).update(getattr(other, name))
         self.failures += other.failures
+
+    def count(self, case: Case, backend: str | None, pass_name: str = "") -> None:
+        self.calls += 1
+        self.by_backend[backend or "auto"] += 1
+        self.by_pass[pass_name or case.pass_name] += 1
+        self.by_algorithm[case.algorithm] += 1
+
+    def fail(self, case: Case, backend: str | None, options: Options, wrong: list[str]) -> None:
+        line = options.reproduce(case.seed, backend)
+        failure = {"seed": case.seed, "backend": backend or "auto", "reproduce": line, "wrong": wrong}
+        self.failures.append(failure | {"case": case.brief()})
 
     def write(self, path: str, device: str, seed: int) -> None:
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
@@ -120,20 +135,20 @@ def one(case: Case, options: Options) -> Tally:
             wrong += judge.verdict(found, backend)
             if case.repeat:
                 wrong += same_bits(found, call.run(backend))
-        except Exception as raised:  # noqa: BLE001  (whatever the call raises is a finding)
+        except Exception as raised:
             refusal = _expected_refusal(case, raised)
             if refusal:
                 tally.skipped[refusal] += 1
                 continue
             wrong.append(f"{type(raised).__name__}: {raised}")
-        tally.calls += 1
-        tally.by_backend[backend or "auto"] += 1
-        tally.by_pass[case.pass_name] += 1
-        tally.by_algorithm[case.algorithm] += 1
+        tally.count(case, backend)
         if wrong:
-            line = options.reproduce(case.seed, backend)
-            failure = {"seed": case.seed, "backend": backend or "auto", "reproduce": line, "wrong": wrong}
-            tally.failures.append(failure | {"case": case.brief()})
+            tally.fail(case, backend, options, wrong)
+    if options.device == "cpu" and case.seed % MALFORMED == 0:
+        for backend, sentence in refused(case, targets, options.classes):
+            tally.count(case, backend, "malformed")
+            if sentence:
+                tally.fail(case, backend, options, [sentence])
     return tally
 
 
@@ -144,32 +159,31 @@ def _expected_refusal(case: Case, raised: Exception) -> str:
         return "declined"
     if isinstance(raised, ValueError) and case.index_dtype == "int64" and "must have dtype int32, got int64" in text:
         return "int64 indices refused"
-    names = ("initial_state_indices", "final_state_indices", "state_indices")
-    if isinstance(raised, ValueError) and case.shared_slots() and any(name in text for name in names):
+    if isinstance(raised, ValueError) and case.shared_slots() and "state_indices" in text:
         return "shared slots refused"
+    if isinstance(raised, ValueError) and case.table and not case.table[0] and "state_indices" in text:
+        return "table without columns refused"
     return ""
 
 
-def seeds_of(seed: int, worker: int, workers: int):  # noqa: ANN201
+def seeds_of(seed: int, worker: int, workers: int) -> Iterator[int]:
     """The seeds of a run, shared out: a run's cases do not depend on how many workers it has."""
-    at = worker
-    while True:
-        yield seed * 1_000_003 + at
-        at += workers
+    return (seed * 1_000_003 + at for at in itertools.count(worker, workers))
 
 
-def run(seed: int, count: int, seconds: float, options: Options, worker: int = 0, workers: int = 1, report=print):  # noqa: ANN001, ANN201
-    """Cases until `count` calls or `seconds` are over (0: no limit); returns the tally."""
+def run(seed: int, count: int, seconds: float, options: Options, worker: int = 0, workers: int = 1) -> Tally:
+    """Cases until `count` calls or `seconds` are over (0: no limit). Failures are printed as they come."""
     tally, start = Tally(), time.monotonic()
     fixed, stamp = dict(options.fixed), start
-    assert not fixed.get("pass_name") or fixed["pass_name"] in PASSES
     for case_seed in seeds_of(seed, worker, workers):
-        if (count and tally.calls >= count) or (seconds and time.monotonic() - start >= seconds):
-            return tally
         part = one(draw(case_seed, options.classes, **fixed), options)
         tally.add(part)
         for failure in part.failures:
-            report(f"{failure['reproduce']}\n    {failure['wrong'][0]}", flush=True)
-        if time.monotonic() - stamp > 60:
-            stamp = time.monotonic()
-            report(f"... {tally.calls} calls, {len(tally.failures)} failures", flush=True)
+            print(f"{failure['reproduce']}\n    {failure['wrong'][0]}", flush=True)
+        now = time.monotonic()
+        if (count and tally.calls >= count) or (seconds and now - start >= seconds):
+            break
+        if now - stamp > 60:
+            stamp = now
+            print(f"... {tally.calls} calls, {len(tally.failures)} failures", flush=True)
+    return tally

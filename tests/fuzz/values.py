@@ -12,7 +12,9 @@ NAN = float("nan")
 
 
 def to_torch(x: np.ndarray, dtype: str) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(x)).to(getattr(torch, dtype), memory_format=torch.contiguous_format)
+    kind = getattr(torch, dtype)
+    # numpy gives an array without elements strides of 0.
+    return torch.from_numpy(np.ascontiguousarray(x)).to(kind) if x.size else torch.empty(x.shape, dtype=kind)
 
 
 class Values:

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fuzzer (docs/fuzzing.md): a bounded run over fixed seeds, and a judge that finds what is planted."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import device
+from fuzz.call import Call, Found
+from fuzz.draw import CLASSES, DEFAULT, FAMILY, PASSES, Case, draw
+from fuzz.judge import Judge
+from fuzz.run import Options, Tally, backends, one, seeds_of
+from fuzz.values import Values
+
+SEED = 30  # of the bounded run
+SECONDS = {"cpu": 25.0, "cuda": 60.0}
+CASES = {"cpu": 560, "cuda": 2000}
+SHARES = 4
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu_by_one_thread():
+    """The fuzzer says itself where its tensors lie and how many threads a call has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.device("cpu"):
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_bounded_run(share, request):
+    """Always the same cases; on a slow machine only as many of them as the time allows."""
+    kind = request.config.getoption("--device")
+    options, tally, start = Options(device=kind), Tally(), time.monotonic()
+    seeds = seeds_of(SEED, share, SHARES)
+    for _ in range(CASES[kind] // SHARES):
+        tally.add(one(draw(next(seeds), options.classes), options))
+        if time.monotonic() - start > SECONDS[kind] / SHARES:
+            break
+    assert not tally.failures, "\n".join(f"{failure['reproduce']}: {failure['wrong'][0]}" for failure in tally.failures)
+    assert tally.calls > 20
+
+
+def sample(pass_name: str, **fields) -> Case:
+    """A plain case of a few sequences with several results."""
+    plain = {
+        "prefill": {"lengths": (70, 3, 20), "packed": True, "state": "dense", "slots": 3, "chunk_size": 32},
+        "decode": {"lengths": (1, 1, 1), "packed": False, "state": "pool", "slots": 5, "initial": (4, 0, 2)},
+        "verify": {
+            "lengths": (3, 3, 3), "packed": False, "state": "pool", "slots": 10,
+            "table": ((0, 1, 2), (3, 4, 5), (6, 7, 8)), "parents": ((-1, 0, 0), (-1, -1, 1), (-1, 0, 1)),
+        },
+        "segment": {"lengths": (20, 5, 9), "packed": True, "decay": "slow"},
+        "split": {"lengths": (40, 40), "packed": False, "state": "dense", "slots": 2, "cut": 17},
+    }[pass_name]  # fmt: skip
+    shape = {"slack": 0, "heads": 2, "ratio": 2, "key_dim": 24, "value_dim": 20, "qk_l2norm": True}
+    call = {"seed": 5, "pass_name": pass_name, "algorithm": "kda", "dtype": "bfloat16"}
+    return Case(**{**call, **shape, **plain, **fields})
+
+
+def judged(case: Case) -> tuple[Judge, Found]:
+    values = Values(case)
+    return Judge(case, values), Call(case, values, "cpu").run(None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_what_is_planted_is_found(pass_name, dtype):
+    """Every result, in one sequence at a time: a sign, another sequence's values, a NaN, a token left out."""
+    case = sample(pass_name, dtype=dtype)
+    judge, right = judged(case)
+    assert judge.verdict(right, None) == []
+    for name, x in right.tensors.items():
+        places = [(b, begin) for b, begin, _ in case.spans()] if name == "o" else [(n,) for n in range(case.sequences)]
+        for place, other in zip(places, places[1:] + places[:1], strict=True):
+            for value in (-x[place], x[other], torch.full_like(x[place], float("nan")), torch.zeros_like(x[place])):
+                wrong = x.clone()
+                wrong[place] = value
+                found = Found({**right.tensors, name: wrong}, right.states)
+                assert judge.verdict(found, None), f"{name} at {place}"
+    for kind, states in right.states.items():
+        for place, other in zip(states, [*list(states)[1:], next(iter(states))], strict=True):
+            for value in (-states[place], states[other], states[place] * 1.1):
+                found = Found(right.tensors, {**right.states, kind: {**states, place: value}})
+                assert judge.verdict(found, None), f"{kind} at {place}"
+
+
+def test_small_rows_do_not_hide_behind_large_ones():
+    """A wrong sequence whose numbers are a thousandth of the others' is within the rule of all of them together."""
+    case = sample("prefill", state="none", chunk_size=0, slots=0)
+    values = Values(case)
+    values.tensors["v"][:, 73:] /= 1000
+    judge, right = Judge(case, values), Call(case, values, "cpu").run(None)
+    assert judge.verdict(right, None) == []
+    right.tensors["o"][:, 80] *= -1
+    (sentence,) = judge.verdict(right, None)
+    assert sentence.startswith("o of sequence 2: ")
+
+
+class Careless(Call):
+    """A library that writes where nothing names a place."""
+
+    def _prefill(self, backend, made):
+        found = super()._prefill(backend, made)
+        made["states"].flatten()[0] = 1.0
+        self.inputs["q"].flatten()[0] += 1
+        return found
+
+
+def test_bytes_that_nothing_names_are_watched():
+    case = sample("prefill", state="readonly", slots=5, initial=(1, 2, 3))
+    broken = Careless(case, Values(case), "cpu").run(None).broken
+    assert broken == ["q, an input, has changed", "states: 1 elements that nothing names have changed"]
+
+
+def test_null_rows_have_zeros():
+    case = sample("decode", initial=(4, -1, 2))
+    judge, found = judged(case)
+    assert judge.verdict(found, None) == []
+
+    class Busy(Call):
+        def _o(self, o, made):
+            o[1, 0, 0, 0] = 1.0
+            return super()._o(o, made)
+
+    assert any("null rows" in sentence for sentence in Busy(case, Values(case), "cpu").run(None).broken)
+
+
+@pytest.mark.parametrize("index", [(4, 0, 9), (4, 4, 2)])
+def test_wrong_values_that_nobody_refuses_are_found(monkeypatch, index):
+    """A library that takes indices as they come."""
+    from fuzz import malformed
+
+    case = sample("decode")
+    monkeypatch.setattr(malformed.Watched, "_decode", lambda _call, _backend, made: made["states"].zero_())
+    monkeypatch.setattr(malformed, "wrongs", lambda *_: [("state_indices", "initial", [((2,), index[2])])])
+    ((_, sentence),) = malformed.refused(case, [None], DEFAULT)
+    assert "bytes have changed; nothing was raised" in sentence
+
+
+def test_a_seed_is_a_case():
+    for seed in range(200):
+        assert draw(seed) == draw(seed)
+    one_case = draw(7)
+    first, second = Values(one_case), Values(one_case)
+    for name, x in first.tensors.items():
+        assert torch.equal(x, second.tensors[name])
+
+
+def test_everything_is_drawn():
+    cases = [draw(seed, frozenset(CLASSES)) for seed in range(1500)]
+    assert {case.pass_name for case in cases} == set(PASSES)
+    assert {case.algorithm for case in cases} == set(FAMILY)
+    assert {case.state for case in cases} == {"none", "dense", "pool", "readonly"}
+    assert {case.key_dim for case in cases} >= {1, 64, 128, 256}
+    assert any(case.value_dim > 256 for case in cases)
+    for what in (Case.shared_slots, lambda case: any(map(case.skipped, range(case.sequences)))):
+        assert any(what(case) for case in cases)
+    for name in ("plan", "chunk_size", "parents", "accepted", "snapshot_indices", "has_initial", "final", "repeat"):
+        assert any(getattr(case, name) for case in cases), name
+
+
+def test_forks_can_be_left_out():
+    classes = DEFAULT - {"forks"}
+    assert not any(draw(seed, classes).shared_slots() for seed in range(1500))
+
+
+@pytest.mark.cpu_only("about the CPU's targets")
+def test_every_target_is_called():
+    case = sample("prefill")
+    assert set(backends(case, Options())) >= {*device.able(torch.bfloat16), "reference", "reference:naive"}
