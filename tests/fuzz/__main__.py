@@ -9,7 +9,8 @@ import sys
 import torch
 
 from fuzz.draw import CLASSES, DEFAULT, FAMILY, PASSES, draw
-from fuzz.run import Options, Tally, one, run
+from fuzz.run import Options, one
+from fuzz.workers import shared
 
 
 def arguments() -> argparse.Namespace:
@@ -30,38 +31,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def work(args: argparse.Namespace, options: Options, worker: int, results=None) -> Tally:
-    torch.set_num_threads(1)
-    count = -(-args.count // args.workers)
-    tally = run(args.seed, count, args.seconds, options, worker, args.workers)
-    if results is not None:
-        results.put(tally)
-    return tally
-
-
-def shared(args: argparse.Namespace, options: Options) -> Tally:
-    """The work of several processes. One that dies is a failure of its own."""
-    processes = torch.multiprocessing.get_context("spawn")
-    results, tally = processes.SimpleQueue(), Tally()
-    workers = [processes.Process(target=work, args=(args, options, n, results)) for n in range(args.workers)]
-    for worker in workers:
-        worker.start()
-    for n, worker in enumerate(workers):
-        worker.join()
-        if worker.exitcode != 0:
-            tally.failures.append({"worker": n, "wrong": [f"worker {n} ended with {worker.exitcode}"]})
-    while not results.empty():
-        tally.add(results.get())
-    return tally
-
-
 def main() -> int:
     args = arguments()
     fixed = {name: getattr(args, name) for name in ("pass_name", "algorithm", "dtype") if getattr(args, name)}
     classes = (DEFAULT | set(args.extra)) - set(args.without)
     options = Options(args.device, args.backend, frozenset(classes), tuple(fixed.items()))
-    torch.set_num_threads(1)  # a case says with how many its calls run
     if args.only is not None:
+        torch.set_num_threads(1)
         case = draw(args.only, options.classes, **fixed)
         print(case.brief())
         tally = one(case, options)
@@ -70,7 +46,7 @@ def main() -> int:
     elif not (args.count or args.seconds):
         raise SystemExit("python -m fuzz: give --count, --seconds or --only")
     else:
-        tally = shared(args, options) if args.workers > 1 else work(args, options, 0)
+        tally = shared(args.seed, args.count, args.seconds, args.workers, options)
     print(f"{tally.cases} cases, {tally.calls} calls, {len(tally.failures)} failures")
     for name in ("by_pass", "by_algorithm", "by_backend", "skipped"):
         counts = ", ".join(f"{key} {count}" for key, count in sorted(getattr(tally, name).items()))

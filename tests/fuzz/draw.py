@@ -22,10 +22,11 @@ PASSES = ("prefill", "decode", "verify", "segment", "split")
 
 # Classes of calls that have a switch each (`--with`, `--without`), and whether they are drawn by default.
 CLASSES = {
-    # Beta near 2 along one direction: with K = 1, or keys that do not move. No form forgets a rounding.
+    # Beta near 2 where keys come back to the same few directions: keys that do not move, K = 1, and in float32 fewer
+    # channels than FEW. A reflection keeps every rounding, and a chunk of 64 tokens adds them up.
     "reflections": False,
-    # K = 1 and values, zeros too, that are far smaller than the state that they overwrite.
-    "small_values_k1": False,
+    # Values far smaller than the state that they overwrite, wholly so where channels are as few.
+    "small_values": False,
     # float16 values below 6e-5, which have fewer bits the smaller they are.
     "fp16_subnormals": False,
     # Rows whose writes cancel in bfloat16: v follows the state that the keys meet.
@@ -44,6 +45,8 @@ CLASSES = {
     "far_lengths": False,
 }
 DEFAULT = frozenset(name for name, drawn in CLASSES.items() if drawn)
+
+FEW = 32  # channels: a chunk has twice as many tokens
 
 GATES = ("mild", "slow", "zero", "tiny", "strong", "extreme", "mixed", "one_slow", "bursts")
 BETAS = ("random", "zero", "one", "near_one", "mixed", "steep")
@@ -567,12 +570,14 @@ def _verify(random: Random, case: Case, classes: frozenset[str]) -> Case:
 
 def _without(case: Case, classes: frozenset[str]) -> Case:
     """The case moved out of every class that is switched off."""
-    still = case.key_dim == 1 or case.keys == "collinear" or dict(case.expanded).get("k") == 1
-    if "reflections" not in classes and still and case.delta:
+    few = case.key_dim < (FEW if case.dtype == "float32" else 2)
+    still = case.keys == "collinear" or dict(case.expanded).get("k") == 1
+    if "reflections" not in classes and case.delta and (few or still):
         case = case.but(allow_neg_eigval=False)
-    if "small_values_k1" not in classes and case.key_dim == 1 and case.delta:
+    if "small_values" not in classes and case.delta and few:
         case = case.but(value_size=max(case.value_size, case.state_size))
-        case = case.but(keys="random" if case.keys == "sparse" else case.keys)  # values of zero
+        if case.key_dim < 4 and case.keys == "sparse":  # values of zero
+            case = case.but(keys="random")
     if "fp16_subnormals" not in classes and case.dtype == "float16":
         case = case.but(value_size=max(case.value_size, 1e-1), query_size=max(case.query_size, 1e-1))
         case = case.but(key_size=max(case.key_size, 1e-1), mixed_sizes=False)

@@ -171,11 +171,18 @@ def seeds_of(seed: int, worker: int, workers: int) -> Iterator[int]:
     return (seed * 1_000_003 + at for at in itertools.count(worker, workers))
 
 
-def run(seed: int, count: int, seconds: float, options: Options, worker: int = 0, workers: int = 1) -> Tally:
-    """Cases until `count` calls or `seconds` are over (0: no limit). Failures are printed as they come."""
+def run(
+    seed: int, count: int, seconds: float, options: Options, worker: int = 0, workers: int = 1, current=None
+) -> Tally:
+    """Cases until `count` calls or `seconds` are over (0: no limit). Failures are printed as they come.
+
+    current: shared memory for the seed of the case that is running.
+    """
     tally, start = Tally(), time.monotonic()
     fixed, stamp = dict(options.fixed), start
     for case_seed in seeds_of(seed, worker, workers):
+        if current is not None:
+            current.value = case_seed
         part = one(draw(case_seed, options.classes, **fixed), options)
         tally.add(part)
         for failure in part.failures:
@@ -183,7 +190,19 @@ def run(seed: int, count: int, seconds: float, options: Options, worker: int = 0
         now = time.monotonic()
         if (count and tally.calls >= count) or (seconds and now - start >= seconds):
             break
+        if part.failures and options.device == "cuda" and device_is_lost():
+            print("the device is lost: this process ends", flush=True)
+            break
         if now - stamp > 60:
             stamp = now
             print(f"... {tally.calls} calls, {len(tally.failures)} failures", flush=True)
     return tally
+
+
+def device_is_lost() -> bool:
+    """After a fault in a kernel every later call of the process fails."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
