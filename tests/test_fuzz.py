@@ -158,7 +158,7 @@ def test_everything_is_drawn():
     assert {case.state for case in cases} == {"none", "dense", "pool", "readonly"}
     assert {case.key_dim for case in cases} >= {1, 64, 128, 256}
     assert any(case.value_dim > 256 for case in cases)
-    for what in (Case.shared_slots, lambda case: any(map(case.skipped, range(case.sequences)))):
+    for what in (Case.forks, Case.chained, lambda case: any(map(case.skipped, range(case.sequences)))):
         assert any(what(case) for case in cases)
     for name in ("plan", "chunk_size", "parents", "accepted", "snapshot_indices", "has_initial", "final", "repeat"):
         assert any(getattr(case, name) for case in cases), name
@@ -166,7 +166,7 @@ def test_everything_is_drawn():
 
 def test_forks_can_be_left_out():
     classes = DEFAULT - {"forks"}
-    assert not any(draw(seed, classes).shared_slots() for seed in range(1500))
+    assert not any(draw(seed, classes).forks() for seed in range(1500))
 
 
 @pytest.mark.cpu_only("about the CPU's targets")

@@ -60,14 +60,16 @@ class Call:
                 x = torch.tensor(given, dtype=kind).reshape(shape)
                 inputs[name] = x if kind == torch.bool else place_indices(x, case.index_strided)
         if case.plan is not None:
-            inputs["plan"] = torch.tensor(case.plan, dtype=torch.int32).reshape(-1, 3)
+            inputs["plan"] = torch.tensor(case.plan, dtype=self._index_dtype("plan")).reshape(-1, 3)
         self.cpu_inputs = inputs
         self.inputs = {name: fresh(x, device) for name, x in inputs.items()}
         self.before = {name: whole(x) for name, x in inputs.items()}
         self.poisoned = self._poisoned()
 
     def _index_dtype(self, name: str) -> torch.dtype:
-        wide = self.case.index_dtype == "int64" and name != "parents"
+        names = ("initial", "final", "table", "accepted", "parents", "snapshot_indices", "plan")
+        odd = (self.case.seed >> names.index(name)) & 1
+        wide = self.case.index_dtype == "int64" or (self.case.index_dtype == "mixed" and odd)
         return torch.int64 if wide else torch.int32
 
     def _poisoned(self) -> dict[str, torch.Tensor]:

@@ -35,9 +35,11 @@ CLASSES = {
     "fp16_scores": False,
     # Results of so few numbers that the naive recurrence may be exact by luck.
     "few_numbers": False,
-    # Rows that start from a slot that another row of the call ends in.
+    # Rows that start from a slot that another row of the call writes.
     "forks": True,
-    # Slots and counts in int64.
+    # Maps of one channel.
+    "maps_k1": False,
+    # Slots, counts, parents and plans in int64.
     "int64_indices": True,
     # A table of slots without columns, for rows without tokens.
     "empty_tables": False,
@@ -120,7 +122,7 @@ class Case:
     final: tuple[int, ...] | None = None
     has_initial: tuple[bool, ...] | None = None
     null_index: int = -1
-    index_dtype: str = "int32"
+    index_dtype: str = "int32"  # "mixed": each index tensor another
     index_strided: bool = False
     output_final: bool = True
 
@@ -200,16 +202,34 @@ class Case:
         by_index = self.initial is not None or self.table is not None
         return (by_index and self.is_null(self.base(n))) or (self.final is not None and self.is_null(self.final[n]))
 
-    def shared_slots(self) -> bool:
-        """Whether a row starts from a slot that another row of the call writes."""
-        rows = [n for n in range(self.sequences) if not self.skipped(n)]
-        if self.state != "pool":
-            return False
-        writes = {n: {self.end(n)} for n in rows}
-        if self.pass_name == "verify":
-            written = self.table is not None and not self.disable_update
-            writes = {n: set(self.table[n][: self.lengths[n]]) if written else set() for n in rows}
-        return any(self.base(n) in writes[m] for n in rows for m in rows if n != m)
+    def starts(self, n: int) -> bool:
+        """Whether sequence n reads a state."""
+        return self.state != "none" and not self.skipped(n) and (self.has_initial is None or self.has_initial[n])
+
+    def writes(self, n: int) -> list[int]:
+        """The slots of the pool that sequence n writes, in order."""
+        if self.state != "pool" or self.skipped(n):
+            return []
+        if self.pass_name != "verify":
+            return [self.end(n)]
+        table = [] if self.table is None or self.disable_update else self.table[n][: self.lengths[n]]
+        return [slot for slot in table if not self.is_null(slot)]
+
+    def forks(self) -> list[int]:
+        """The sequences that start from a slot which another one writes."""
+        writer = {slot: n for n in range(self.sequences) for slot in self.writes(n)}
+        return [n for n in range(self.sequences) if self.starts(n) and writer.get(self.base(n), n) != n]
+
+    def chained(self) -> bool:
+        """Whether some fork cannot be settled: its own first slot is one that a third sequence starts from."""
+        for n in self.forks():
+            first = (*self.writes(n), None)[0]
+            others = [m for m in range(self.sequences) if m != n and self.starts(m)]
+            if first is None and self.lengths[n]:
+                return True
+            if first is not None and any(self.base(m) == first for m in others):
+                return True
+        return False
 
     def but(self, **changes) -> Case:
         return dataclasses.replace(self, **changes)
@@ -423,7 +443,7 @@ def _states(random: Random, case: Case, classes: frozenset[str]) -> Case:
         "slot_pad": random.choice((0, 0, 1, 8, 192)),
         "head_pad": random.choice((0, 0, 0, 3, 16)),
         "null_index": random.choice((-1, -1, -1, 0, 2)),
-        "index_dtype": "int64" if "int64_indices" in classes and _chance(random, 0.2) else "int32",
+        "index_dtype": random.choice(("int32", "int32", "int64", "mixed")) if "int64_indices" in classes else "int32",
         "index_strided": _chance(random, 0.25),
     }
     case = case.but(**common)
@@ -468,7 +488,7 @@ def _slots(random: Random, case: Case, classes: frozenset[str]) -> Case:
         return case.but(slots=slots, initial=_nulls(random, case, initial))
     kind = random.choice(("none", "same", "same", "apart", "apart", "shared", "final_only"))
     if "forks" in classes and N > 1 and _chance(random, 0.15):
-        kind = random.choice(("fork", "shift", "rotate"))
+        kind = random.choice(("fork", "fork", "fork", "shift", "rotate"))
     if kind == "none":
         return case.but(slots=N + (random.randint(0, 2) if case.pass_name == "decode" else 0))
     if kind == "final_only":  # the rows start from slots 0 to N - 1, which a pool of that size is
@@ -481,9 +501,11 @@ def _slots(random: Random, case: Case, classes: frozenset[str]) -> Case:
         last = free[N : 2 * N]
     if kind == "shared" and last is not None:
         first = [random.choice(first) for _ in range(N)]
-    if kind == "fork":  # some rows go on from one slot, and one of them in place
-        first, last = [first[0]] * N, [first[0], *free[N : 2 * N - 1]]
-        random.shuffle(last)
+    if kind == "fork":  # several rows go on from one slot, and often one of them in place
+        first, last = [random.choice(first[:2]) for _ in range(N)], free[N : 2 * N]
+        for slot in {*first}:
+            if _chance(random, 0.8):
+                last[random.choice([n for n in range(N) if first[n] == slot])] = slot
     if kind == "shift":
         last = [*first[1:], free[N]]
     if kind == "rotate":
@@ -546,8 +568,10 @@ def _verify(random: Random, case: Case, classes: frozenset[str]) -> Case:
             bases = free[N * columns : N * columns + N]
             if columns and _chance(random, 0.4):  # the base is a slot of a token of the same row
                 bases = [random.choice(row) for row in table]
-            if "forks" in classes and columns and N > 1 and _chance(random, 0.2):
+            if "forks" in classes and columns and N > 1 and _chance(random, 0.3):
                 bases = [random.choice(table[random.randrange(N)]) for _ in range(N)]
+                if _chance(random, 0.6):
+                    bases = [bases[0]] * N
             case = case.but(initial=_nulls(random, case, list(bases)))
     if case.state != "none" and _chance(random, 0.25):
         case = case.but(has_initial=tuple(_chance(random, 0.6) for _ in range(N)))
@@ -570,6 +594,8 @@ def _verify(random: Random, case: Case, classes: frozenset[str]) -> Case:
 
 def _without(case: Case, classes: frozenset[str]) -> Case:
     """The case moved out of every class that is switched off."""
+    if "maps_k1" not in classes and case.pass_name == "segment" and case.key_dim == 1:
+        case = case.but(key_dim=2)
     few = case.key_dim < (FEW if case.dtype == "float32" else 2)
     still = case.keys == "collinear" or dict(case.expanded).get("k") == 1
     if "reflections" not in classes and case.delta and (few or still):

@@ -123,7 +123,11 @@ def refused(case: Case, backends: list[str | None], classes: frozenset[str]) -> 
             call.inputs[name][index] = value
         backend = random.choice(backends)
         outcome = call.run(backend)
-        head = outcome.split(":", 2)[-1].partition(" must ")[0]
-        older = case.index_dtype == "int64" and outcome.endswith("must have dtype int32, got int64")
-        well = outcome.startswith("ValueError") and (argument in head or older)
-        yield backend, "" if well else f"{name} with {changes}: {outcome}"
+        sentence = refusal_of(outcome, argument)
+        yield backend, sentence and f"{name} with {changes}: {sentence}"
+
+
+def refusal_of(outcome: str, argument: str) -> str:
+    """ "" if the outcome is a ValueError that names the argument, else the outcome."""
+    head = outcome.split(":", 2)[-1].partition(" must ")[0]
+    return "" if outcome.startswith("ValueError") and argument in head else outcome
