@@ -22,8 +22,8 @@ PASSES = ("prefill", "decode", "verify", "segment", "split")
 
 # Classes of calls that have a switch each (`--with`, `--without`), and whether they are drawn by default.
 CLASSES = {
-    # Beta near 2 where keys come back to the same few directions: keys that do not move, K = 1, and in float32 fewer
-    # channels than FEW. A reflection keeps every rounding, and a chunk of 64 tokens adds them up.
+    # Beta near 2 where keys come back to the same few directions: keys that do not move, and in float32 fewer channels
+    # than FEW (but not one). A reflection keeps every rounding, and a chunk of 64 tokens adds them up.
     "reflections": False,
     # Values far smaller than the state that they overwrite, wholly so where channels are as few.
     "small_values": False,
@@ -596,9 +596,10 @@ def _without(case: Case, classes: frozenset[str]) -> Case:
     """The case moved out of every class that is switched off."""
     if "maps_k1" not in classes and case.pass_name == "segment" and case.key_dim == 1:
         case = case.but(key_dim=2)
-    few = case.key_dim < (FEW if case.dtype == "float32" else 2)
+    few = case.dtype == "float32" and case.key_dim < FEW
     still = case.keys == "collinear" or dict(case.expanded).get("k") == 1
-    if "reflections" not in classes and case.delta and (few or still):
+    # One channel is computed token by token.
+    if "reflections" not in classes and case.delta and case.key_dim > 1 and (few or still):
         case = case.but(allow_neg_eigval=False)
     if "small_values" not in classes and case.delta and few:
         case = case.but(value_size=max(case.value_size, case.state_size))
