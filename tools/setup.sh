@@ -76,13 +76,13 @@ install_packages() {
     "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-# Pins are installed once per content of their file. What follows the file are options of pip's.
+# install_requirements NAME OPTION...: what NAME.lock names, each file held to its hash; once per content of the lock.
 install_requirements() {
-    local file=$1 stamp
-    stamp=.venv/$(basename "$file" .txt).sha256
+    local lock=$1.lock stamp=.venv/$1.sha256
     sha256sum --check --quiet "$stamp" 2>/dev/null && return
-    echo "cula: installing $file into .venv"
-    .venv/bin/python -m pip install -qq --disable-pip-version-check --requirement "$@" && sha256sum "$file" >"$stamp"
+    echo "cula: installing $lock into .venv"
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps "${@:2}" \
+        --requirement "$lock" && sha256sum "$lock" >"$stamp"
 }
 
 # An nvcc that knows the newest architectures, as cmake/CulaCuda.cmake looks for it.
@@ -98,8 +98,8 @@ have_nvcc() {
 # Apart from the packages of a CUDA build of PyTorch, which pins its own versions of some.
 install_nvcc() {
     local root=.venv/cuda
-    install_requirements requirements-cuda.txt --no-deps --upgrade --target "$root" || {
-        echo "cula: the CUDA kernels need nvcc >= 12.8; requirements-cuda.txt, which has it, cannot be installed" >&2
+    install_requirements requirements-cuda --upgrade --target "$root" || {
+        echo "cula: the CUDA kernels need nvcc >= 12.8; requirements-cuda.lock, which has it, cannot be installed" >&2
         exit 1
     }
     # The packages hold no links, and nvcc and CMake look for these names.
@@ -116,9 +116,10 @@ mapfile -t packages < <(missing_packages)
     exit 1
 }
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-# A plain `torch` elsewhere in a dependency tree would fetch the newest one, so the pinned one comes before all others.
+# PyTorch has no hash: a machine may have a build of its own, for its GPU or for none. Its packages come before the locks,
+# which have the last word on those in both.
 .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' ||
     .venv/bin/python -m pip install -qq --disable-pip-version-check "$(grep '^torch==' requirements.txt)"
-install_requirements requirements.txt
-case $purpose in test | ci) install_requirements requirements-dev.txt ;; esac
+install_requirements requirements
+case $purpose in test | ci) install_requirements requirements-dev ;; esac
 case $purpose in cuda | ci) have_nvcc || install_nvcc ;; esac
