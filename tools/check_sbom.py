@@ -17,11 +17,13 @@ LIBRARY = "cula/lib/libcula_torch.so"
 TEXTS = ("LICENSE", "licenses/PyTorch.txt", "licenses/NVIDIA-CUDA.txt")
 
 
-def needed(library: bytes) -> set[str]:
+def read(library: bytes) -> tuple[set[str], bool]:
+    """The files that the library loads, and whether it has CUDA kernels."""
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(library)
-        text = subprocess.run(["readelf", "-dW", file.name], check=True, capture_output=True, text=True).stdout
-    return set(re.findall(r"\(NEEDED\).*\[(.*)\]", text))
+        command = ["readelf", "--wide", "--dynamic", "--sections", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return set(re.findall(r"\(NEEDED\).*\[(.*)\]", text)), " .nv_fatbin " in text
 
 
 def problems(document: dict, version: str, files: set[str], cuda: bool) -> list[str]:
@@ -56,7 +58,7 @@ def main(path: Path) -> None:
         document = json.loads(wheel.read(f"{folder}/sboms/cula.cdx.json"))
         library = wheel.read(LIBRARY)
     version = re.match(r"cula-([^-]+)\.dist-info", folder)[1]
-    found = problems(document, version, needed(library), cuda=b"cudaLaunchKernel" in library)
+    found = problems(document, version, *read(library))
     if found:
         sys.exit(f"check_sbom: {path.name}'s list\n  " + "\n  ".join(found))
     print(f"sbom: {path.name} lists {len(document['components'])} components, and has their licences")
