@@ -194,6 +194,18 @@ def test_sglang_takes_k_first_pools_and_an_out():
         ),
         ({"intermediate_states_buffer": torch.zeros(3, 1, 4, 32, 64)}, ValueError, "longest row's 4 tokens"),
         ({"initial_state_source": torch.zeros(16, 4, 64, 32)}, ValueError, "State layout mismatch"),
+        ({"initial_state_source": [0]}, TypeError, "initial_state_source must be a tensor, got list"),
+        ({"initial_state_indices": [5, 9, 2]}, TypeError, "initial_state_indices must be a tensor, got list"),
+        ({"initial_state_indices": torch.tensor(5)}, ValueError, "initial_state_indices must have 1 dimension"),
+        ({"q": None}, TypeError, "q must be a tensor, got NoneType"),
+        ({"v": torch.zeros(3, S, 32)}, ValueError, "v must have shape [B, T, HV, V]"),
+        ({"a": None}, TypeError, "a must be a tensor, got NoneType"),
+        ({"b": torch.zeros(3, S)}, ValueError, "b must hold 4 values for each of 12 tokens, got [3, 4]"),
+        ({"cu_seqlens": [0, 3]}, TypeError, "cu_seqlens must be a tensor, got list"),
+        ({"cache_steps": "4"}, TypeError, "cache_steps must be of type int, got str"),
+        ({"intermediate_states_buffer": torch.zeros(3, 4)}, ValueError, "intermediate_states_buffer must have 5 dim"),
+        ({"intermediate_state_indices": 3}, TypeError, "intermediate_state_indices must be a tensor, got int"),
+        ({"retrieve_parent_token": torch.zeros(3)}, ValueError, "retrieve_parent_token must have 2 dimensions"),
     ],
 )  # fmt: skip
 def test_sglang_refuses(wrong, error, words):
@@ -269,6 +281,8 @@ def test_vllm_without_indices_has_a_slot_for_each_row():
         ({"inplace_final_state": False}, NotImplementedError, "inplace_final_state=False"),
         ({"scale": -1.0}, AssertionError, "scale must be positive"),
         ({"num_accepted_tokens": slots_of(1, 1, 1)}, ValueError, "num_accepted_tokens must come with"),
+        ({"num_accepted_tokens": [1]}, TypeError, "num_accepted_tokens must be a tensor, got list"),
+        ({"cu_seqlens": torch.tensor(3)}, ValueError, "cu_seqlens must have 1 dimension, got []"),
     ],
 )
 def test_vllm_refuses(wrong, error, words):

@@ -244,14 +244,10 @@ def fused_sigmoid_gating_delta_rule_update(
     algorithm = "kda" if is_kda else "gdn"
     if lower_bound is not None and not is_kda:
         raise ValueError(f"lower_bound must be left out with is_kda=False, got {lower_bound}")
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     decodes = not disable_state_update and intermediate_states_buffer is None and retrieve_parent_token is None
     by_token = False
     if initial_state_indices is not None:
-        count = initial_state_indices.shape[0]
-        by_token = decodes and cu_seqlens is None and rows == 1 and count == q.shape[1]
-        if count > rows and not by_token:
-            initial_state_indices = initial_state_indices[:rows]
+        initial_state_indices, by_token = _indices_of(q, k, v, cu_seqlens, initial_state_indices, decodes)
     if decodes:
         return _decode(
             algorithm, A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, scale,
@@ -266,10 +262,25 @@ def fused_sigmoid_gating_delta_rule_update(
     )  # fmt: skip
 
 
+def _indices_of(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, indices: Tensor, decodes: bool
+) -> tuple[Tensor, bool]:
+    """The indices of a call's rows, and whether they say that its tokens are rows."""
+    try:
+        count, rows = indices.shape[0], q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if decodes and cu_seqlens is None and rows == 1 and count == q.shape[1]:
+            return indices, True
+        return indices if count == rows else indices[:rows], False
+    except (AttributeError, IndexError):
+        _passes.check_inputs(_ops.decode, q, k, v)
+        _check_tensors(initial_state_indices=(indices, 1), cu_seqlens=(cu_seqlens, 1))
+        raise
+
+
 def _check_engine(
-    algorithm: str,
-    q: Tensor,
-    v: Tensor,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
     source: Tensor | None,
     scale: float | None,
     softplus_beta: float,
@@ -284,20 +295,56 @@ def _check_engine(
         )
     if state_layout not in ("vk", "kv"):
         raise ValueError(f'state_layout must be "vk" or "kv", got {state_layout!r}')
-    heads, key_dim, value_dim = v.shape[2], q.shape[3], v.shape[3]
+    if source is None:
+        return
+    if not isinstance(source, Tensor):
+        _check_tensors(initial_state_source=(source, 4))
     matrix = (value_dim, key_dim) if state_layout == "vk" else (key_dim, value_dim)
-    if source is not None and tuple(source.shape[1:]) != (heads, *matrix):
+    if source.shape[1:] != (heads, *matrix):
         raise ValueError(
             f"State layout mismatch: initial_state_source must be [pool, {heads}, {matrix[0]}, {matrix[1]}] for "
             f"state_layout={state_layout!r}, got {list(source.shape)}"
         )
 
 
-def _raw(algorithm: str, q: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _sizes(op: torch._ops.OpOverloadPacket, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
+    """B, T, HV, K, V."""
+    try:
+        batch, tokens, _, key_dim = q.shape
+        _, _, heads, value_dim = v.shape
+    except (AttributeError, ValueError):
+        _passes.check_inputs(op, q, k, v)
+        raise
+    return batch, tokens, heads, key_dim, value_dim
+
+
+def _raw(
+    algorithm: str, a: Tensor, b: Tensor, batch: int, tokens: int, heads: int, key_dim: int
+) -> tuple[Tensor, Tensor]:
     """The raw gate and the logits of beta in the shapes of Level 1."""
-    lead, heads = q.shape[:2], v.shape[2]
-    g = a.reshape(*lead, heads, q.shape[3]) if algorithm == "kda" else a.reshape(*lead, heads)
-    return g, b.reshape(*lead, heads)
+    try:
+        if algorithm == "kda":
+            return a.reshape(batch, tokens, heads, key_dim), b.reshape(batch, tokens, heads)
+        return a.reshape(batch, tokens, heads), b.reshape(batch, tokens, heads)
+    except (AttributeError, RuntimeError):
+        for name, x in (("a", a), ("b", b)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}") from None
+        for name, x, last in (("a", a, key_dim if algorithm == "kda" else 1), ("b", b, 1)):
+            if x.numel() != batch * tokens * heads * last:
+                raise ValueError(
+                    f"{name} must hold {heads * last} values for each of {batch * tokens} tokens, got {list(x.shape)}"
+                ) from None
+        raise
+
+
+def _check_tensors(**named: tuple[object, int | None]) -> None:
+    """Each is None or a tensor, and of so many dimensions where the number is given."""
+    for name, (value, dims) in named.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+        if value is not None and dims not in (None, value.dim()):
+            raise ValueError(f"{name} must have {dims} dimension{'s' * (dims > 1)}, got {list(value.shape)}")
 
 
 def _decode(
@@ -322,19 +369,23 @@ def _decode(
     by_token: bool = True,
 ) -> Tensor:
     """`by_token`: the rows of `[1, T, ..]` are its tokens."""
-    _check_engine(algorithm, q, v, source, scale, softplus_beta, softplus_threshold, state_layout)
-    packed = by_token and q.shape[0] == 1 and q.shape[1] > 1
+    batch, tokens, heads, key_dim, value_dim = _sizes(_ops.decode, q, k, v)
+    _check_engine(heads, key_dim, value_dim, source, scale, softplus_beta, softplus_threshold, state_layout)
+    packed = by_token and batch == 1 and tokens > 1
     if packed:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         out = None if out is None else out.transpose(0, 1)
-    g, beta = _raw(algorithm, q, v, a, b)
-    if source is not None and indices is None:
-        source = source[: q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1]
+        batch, tokens = tokens, 1
+    g, beta = _raw(algorithm, a, b, batch, tokens, heads, key_dim)
+    if source is None:
+        indices = None
+    elif indices is None:
+        _check_tensors(cu_seqlens=(cu_seqlens, 1))
+        source = source[: batch if cu_seqlens is None else cu_seqlens.shape[0] - 1]
+    gate = ("softplus" if lower_bound is None else "bounded", A_log, dt_bias, lower_bound)
     o, _, _ = _passes.forward(
-        _ops.decode, algorithm, q, k, v, g=g, beta=beta,
-        gate=(_passes.gate_of(True, lower_bound), A_log, dt_bias, lower_bound), scale=scale, qk_l2norm=qk_l2norm,
-        beta_is_logit=True, cu_seqlens=cu_seqlens, state_pool=source, state_v_first=state_layout == "vk",
-        initial_state_indices=None if source is None else indices, out=out,
+        _ops.decode, algorithm, q, k, v, g, beta, gate, scale, qk_l2norm, True, False, cu_seqlens, None, False,
+        state_layout == "vk", source, indices, out=out,
     )  # fmt: skip
     return o.transpose(0, 1) if packed else o
 
@@ -364,8 +415,15 @@ def _verify(
     steps: int | None,
     parents: Tensor | None,
 ) -> Tensor:
-    _check_engine(algorithm, q, v, source, scale, softplus_beta, softplus_threshold, state_layout)
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    batch, tokens, heads, key_dim, value_dim = _sizes(_ops.verify, q, k, v)
+    _check_engine(heads, key_dim, value_dim, source, scale, softplus_beta, softplus_threshold, state_layout)
+    _check_tensors(
+        cu_seqlens=(cu_seqlens, 1), intermediate_states_buffer=(snapshots, 5),
+        intermediate_state_indices=(snapshot_indices, 1), retrieve_parent_token=(parents, 2),
+    )  # fmt: skip
+    if not isinstance(steps, int | None):
+        raise TypeError(f"cache_steps must be of type int, got {type(steps).__name__}")
+    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if snapshots is None:
         snapshot_indices = None
     elif steps is not None and steps > snapshots.shape[1]:
@@ -381,8 +439,8 @@ def _verify(
     if update_state:
         if indices is None:
             indices = torch.arange(rows, dtype=torch.int32, device=q.device)
-        table = _last_slots(indices, q.shape[1], cu_seqlens)
-    g, beta = _raw(algorithm, q, v, a, b)
+        table = _last_slots(indices, tokens, cu_seqlens)
+    g, beta = _raw(algorithm, a, b, batch, tokens, heads, key_dim)
     return _passes.verify(
         algorithm, q, k, v, source, g=g, decay=None, beta=beta,
         gate=(_passes.gate_of(True, lower_bound), A_log, dt_bias, lower_bound), scale=scale, qk_l2norm=qk_l2norm,

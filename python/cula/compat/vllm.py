@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cula import _fla, _ops, _passes
-from cula.kda import _raw
+from cula.kda import _check_tensors, _raw, _sizes
 
 __all__ = ["fused_sigmoid_gating_delta_rule_update"]
 
@@ -56,9 +56,16 @@ def fused_sigmoid_gating_delta_rule_update(
         raise NotImplementedError(
             "inplace_final_state=False, a new state for every token, is not built: give cula.cula_verify snapshots"
         )
-    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    batch, tokens, heads, key_dim, _ = _sizes(_ops.decode, q, k, v)
+    _check_tensors(
+        cu_seqlens=(cu_seqlens, 1), initial_state=(initial_state, 4), ssm_state_indices=(ssm_state_indices, None),
+        num_accepted_tokens=(num_accepted_tokens, 1),
+    )  # fmt: skip
+    if ssm_state_indices is not None and ssm_state_indices.dim() not in (1, 2):
+        raise ValueError(f"ssm_state_indices must have shape [N] or [N, S], got {list(ssm_state_indices.shape)}")
+    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     algorithm = "kda" if is_kda else "gdn"
-    g, logits = _raw(algorithm, q, v, a, b)
+    g, logits = _raw(algorithm, a, b, batch, tokens, heads, key_dim)
     gate = ("softplus", A_log, dt_bias, None)
     out = None
     if initial_state is not None and initial_state.dtype == torch.float32 and v.element_size() == 2:
