@@ -10,9 +10,10 @@ export PYTHONPATH := $(CURDIR)/python
 export CCACHE_BASEDIR := $(CURDIR)
 JOBS ?= $(shell nproc)
 
-configure = cmake --preset release --log-level=WARNING -DCULA_TORCH=ON $(1) $(CMAKE_ARGS) >/dev/null
-
-# cmake/CulaCuda.cmake decides whether CUDA kernels are built. `make cuda` builds them anyway, and from then on they stay.
+# cmake/CulaCuda.cmake decides whether CUDA kernels are built, unless CULA_CUDA says it. `make cuda` builds them anyway.
+# What was asked for once holds for the build directory from then on.
+cuda = $(if $(CULA_CUDA),-DCULA_CUDA=$(CULA_CUDA))
+configure = cmake --preset release --log-level=WARNING -DCULA_TORCH=ON $(cuda) $(1) $(CMAKE_ARGS) >/dev/null
 has_gpu = nvidia-smi -L >/dev/null 2>&1
 
 .PHONY: help build demo test bench cuda gpu gpu-test gpu-sanitize gpu-bench format lint wheel clean

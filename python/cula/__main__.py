@@ -28,7 +28,9 @@ def main() -> None:
     print(f"GPU       {_gpus()}")
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         chosen = {name: cula.explain(pass_name=name, device=device).chosen for name in ("prefill", "decode")}
-        print(f"on {device:6} " + ", ".join(f"KDA's {name} runs on {target}" for name, target in chosen.items()))
+        print(
+            f"on {device:6} " + ", ".join(f"KDA's {name} is {target or 'no kernel'}" for name, target in chosen.items())
+        )
 
 
 if __name__ == "__main__":
