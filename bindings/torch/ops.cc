@@ -256,11 +256,15 @@ void shape_bias(Args& args) {
 Args make_args(Pass pass, Form form, Call& call, const Place& place) {
     Args args;
     std::size_t index = 0;
-    for (const Parameter& parameter : call.parameters)
-        if (TensorHandle& tensor = call.tensors[index++])
-            args.*parameter.field = form != Form::kNamed && contains(kOfHeads, parameter.field)
-                                        ? flat_view(pass, parameter.name, tensor, place, args.q.dtype)
-                                        : view(pass, parameter.name, tensor, place);
+    for (const Parameter& parameter : call.parameters) {
+        TensorHandle& tensor = call.tensors[index++];
+        if (!tensor) continue;
+        TensorRef& ref = args.*parameter.field;
+        if (form != Form::kNamed && contains(kOfHeads, parameter.field))
+            ref = flat_view(pass, parameter.name, tensor, place, args.q.dtype);
+        else
+            ref = view(pass, parameter.name, tensor, place);
+    }
     if (call.in_place) {
         if (args.initial_state) fail(pass, "initial_state", "be left out in place: it is final_state", "a tensor");
         if (!args.final_state) fail(pass, "final_state", "be given in place", "none");
@@ -511,21 +515,37 @@ void implement_all(Library& library) {
     implement_pass(std::integral_constant<Pass, Pass::kDecode>{});
     implement_pass(std::integral_constant<Pass, Pass::kVerify>{});
     implement_pass(std::integral_constant<Pass, Pass::kSegment>{});
-    library.impl("compose", compose_boxed);
+}
+
+template <class Library>
+void define_all(Library& library) {
+    for (const Pass pass : kPasses)
+        for (const Form form : kForms)
+            if (has_overload(pass, form)) library.def(schema(pass, form).c_str());
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(cula, library) {
-    for (const Pass pass : kPasses)
-        for (const Form form : kForms)
-            if (has_overload(pass, form)) library.def(schema(pass, form).c_str());
+    define_all(library);
     library.def(kComposeSchema);
     library.def(kExplainSchema);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(cula, CPU, library) { implement_all(library); }
-STABLE_TORCH_LIBRARY_IMPL(cula, CUDA, library) { implement_all(library); }
+STABLE_TORCH_LIBRARY_IMPL(cula, CPU, library) {
+    implement_all(library);
+    library.impl("compose", compose_boxed);
+}
+STABLE_TORCH_LIBRARY_IMPL(cula, CUDA, library) {
+    implement_all(library);
+    library.impl("compose", compose_boxed);
+}
 STABLE_TORCH_LIBRARY_IMPL(cula, CompositeExplicitAutograd, library) { library.impl("explain", explain_boxed); }
+
+// The same once more for the package, which does itself in Python, in less time, what it puts before the others: it
+// looks for derivatives and counts writes.
+STABLE_TORCH_LIBRARY(cula_unchecked, library) { define_all(library); }
+STABLE_TORCH_LIBRARY_IMPL(cula_unchecked, CPU, library) { implement_all(library); }
+STABLE_TORCH_LIBRARY_IMPL(cula_unchecked, CUDA, library) { implement_all(library); }
 
 }  // namespace cula::torch_binding

@@ -6,15 +6,19 @@ because PyTorch spends as much time on each number and on each None as on a tens
 everything out. `fresh` also makes o, `dense` o and a dense final state, and `into` that state alone, in half the time
 that Python takes; `alone` makes o and writes nothing else. A bad argument raises `ValueError` from C++ with the name of
 the argument, what was expected and what was given.
+
+`torch.ops.cula_unchecked` holds the passes once more, for `_passes.call` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 import cula
 
@@ -123,8 +127,70 @@ def _make_kept(q: Tensor, **_: object) -> Tensor:
 
 _MAKE = {"o": _make_o, "final_state": _make_final_state, "kept": _make_kept}
 
-torch.library.register_fake(compose.name(), lambda *_: None)
+
+def refuse_derivatives(
+    op: torch._ops.OpOverload, arguments: Iterable[object], others: Mapping[str, object] | None = None
+) -> None:
+    """NotImplementedError for the first tensor whose derivative would be lost: there is no backward pass yet."""
+    backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
+    if not (backward or forward):
+        return
+    names = (argument.name for argument in op._schema.arguments)
+    for name, value in (*zip(names, arguments, strict=False), *(others or {}).items()):
+        if not isinstance(value, Tensor):
+            continue
+        if backward and value.requires_grad:
+            raise NotImplementedError(
+                f"{op_name(op)}: {name} requires gradients, and the backward pass is not built yet; call under "
+                "torch.no_grad() or torch.inference_mode()"
+            )
+        if forward and value.is_floating_point() and forward_ad.unpack_dual(value).tangent is not None:
+            raise NotImplementedError(
+                f"{op_name(op)}: {name} has a tangent, and forward-mode derivatives are not built; call with "
+                f"{name}.detach(), which has none"
+            )
+
+
+def _written(op: torch._ops.OpOverload) -> tuple[int, ...]:
+    """The positions of the arguments that an operator writes."""
+    return tuple(position for position, each in enumerate(op._schema.arguments) if each.is_write)
+
+
+def _checked(op: torch._ops.OpOverload) -> Callable[..., object]:
+    """What PyTorch runs in place of an operator outside of `torch.inference_mode()`, and for tensors from outside."""
+    names, written = [argument.name for argument in op._schema.arguments], _written(op)
+
+    def refuse_or_run(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> object:
+        refuse_derivatives(op, args, kwargs)
+        result = op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+        for position in written:
+            value = args[position] if position < len(args) else kwargs.get(names[position])
+            if value is not None:
+                increment_version(value)
+        return result
+
+    return refuse_or_run
+
+
+# What the package calls: by the `id` of an operator, the same without `_checked`, and the positions that it writes.
+unchecked: dict[int, tuple[Callable[..., object], tuple[int, ...]]] = {}
+_libraries = [torch.library.Library(name, "FRAGMENT") for name in ("cula", "cula_unchecked")]
+
+
+def _register(packet: str, overload: str, fake: Callable[..., object] | None = None) -> None:
+    op = getattr(getattr(torch.ops.cula, packet), overload)
+    name = op.name().removeprefix("cula::")
+    for key in ("Autograd", "ADInplaceOrView"):
+        _libraries[0].impl(name, _checked(op), key, with_keyset=True)
+    torch.library.register_fake(op.name(), fake or _fake(op))
+    if fake is None:
+        twin = getattr(getattr(torch.ops.cula_unchecked, packet), overload)
+        _libraries[1].impl(name, torch.library.fallthrough_kernel, "Autograd")
+        torch.library.register_fake(twin.name(), _fake(op))
+        unchecked[id(op)] = twin._op, _written(op)
+
+
+_register("compose", "default", lambda *_: None)
 for _packet in (prefill, decode, verify, segment):
     for _overload in _packet.overloads():
-        _op = getattr(_packet, _overload)
-        torch.library.register_fake(_op.name(), _fake(_op))
+        _register(_packet.__name__, _overload)

@@ -10,7 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
 
 from cula import _ops
 from cula._ops import op_name
@@ -305,13 +308,24 @@ def call(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> Tensor | t
     while arguments[count - 1] is None:
         count -= 1
     arguments = arguments[:count]
-    if torch.is_grad_enabled():
-        _refuse_gradients(op, arguments)
-    try:
+    if is_compiling():
         return op(*arguments)
+    if forward_ad._current_level >= 0:
+        _ops.refuse_derivatives(op, arguments)
+    elif is_grad_enabled():
+        for value in arguments:
+            if value is not None and isinstance(value, Tensor) and value.requires_grad:
+                _ops.refuse_derivatives(op, arguments)
+    run, written = _ops.unchecked[id(op)]
+    try:
+        made = run(*arguments)
     except Exception:
         refuse_types(op, arguments)  # PyTorch says it less well, and turns a number into a tensor first
         raise
+    for position in written:
+        if position < count and arguments[position] is not None:
+            increment_version(arguments[position])
+    return made
 
 
 def refuse_types(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> None:
@@ -324,15 +338,6 @@ def refuse_types(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> No
         described = "a tensor" if wanted == "Tensor" else f"of type {wanted}"
         described += " or None" if kind != wanted else ""
         raise TypeError(f"{op_name(op)}: {declared.name} must be {described}, got {type(value).__name__}")
-
-
-def _refuse_gradients(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> None:
-    for position, value in enumerate(arguments):
-        if value is not None and isinstance(value, Tensor) and value.requires_grad:
-            raise NotImplementedError(
-                f"{op_name(op)}: {op._schema.arguments[position].name} requires gradients, and the backward pass is "
-                "not built yet; call under torch.no_grad() or torch.inference_mode()"
-            )
 
 
 def options(
