@@ -24,8 +24,9 @@
 namespace cula::torch_binding {
 namespace {
 
-// What a caller may hold in any shape, strides and dtype.
+// What a caller of the compact forms may hold in any shape, strides and dtype, and what with any strides.
 constexpr TensorRef Args::* kOfHeads[] = {&Args::A_log, &Args::dt_bias, &Args::gamma};
+constexpr TensorRef Args::* kOfTokens[] = {&Args::q, &Args::k, &Args::v, &Args::g};
 
 // The arguments of a call as they lie on its stack.
 struct Call {
@@ -364,6 +365,26 @@ TensorHandle run_planned(Pass pass, const Args& args, Context& context, std::str
     return args.keep && planned.kept_bytes == 0 ? allocate_workspace(0, context.device) : std::move(workspace);
 }
 
+// The kernels read whole rows of channels: inputs whose rows are not contiguous, as behind a convolution that keeps
+// channels first, become dense copies. Nothing is copied for a call that would be refused.
+void copy_rows(Pass pass, Call& call, Args& args, const Context& context, const Place& place) {
+    const auto strided = [](const TensorRef& ref) { return ref.ndim == 4 && ref.stride[3] != 1 && ref.size[3] > 1; };
+    Args copied = args;
+    bool any = false;
+    for (TensorRef Args::* field : kOfTokens)
+        if (strided(args.*field)) (copied.*field).stride[3] = 1, any = true;
+    if (!any) return;
+    validate(pass, copied, context.device.kind == DeviceKind::kCpu ? Indices::kOnHost : Indices::kOnDevice);
+    std::size_t index = 0;
+    for (const Parameter& parameter : call.parameters) {
+        TensorHandle& tensor = call.tensors[index++];
+        TensorRef& ref = args.*parameter.field;
+        if (!contains(kOfTokens, parameter.field) || !strided(ref)) continue;
+        tensor = dense_copy(std::move(tensor), dtype_code(ref.dtype));
+        ref = view(pass, parameter.name, tensor, place);
+    }
+}
+
 template <Pass pass, Form form>
 void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     Call call(pass, form, stack);
@@ -378,6 +399,7 @@ void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
         context.stream = current_stream(context.device);
         if (debug_checks()) check_indices(pass, call, args);
     }
+    if (form != Form::kNamed) copy_rows(pass, call, args, context, place);
     TensorHandle workspace = run_planned(pass, args, context, call.backend.view());
     TensorHandle* const made[] = {&outputs.o, &outputs.final_state, form == Form::kKeep ? &workspace : nullptr};
     for (TensorHandle* one : made)

@@ -30,7 +30,8 @@ struct Parameter {
 // bit, 8 bits for the row of kAlgorithms, 2 for the Gate, then the flags in the order in which the unnamed overload has
 // them, in_place, and whether a state that `dense` makes is K-first; all that is optional follows, the usual first:
 // lower_bound after dt_bias, scale after cu_seqlens, null_index and backend last. A_log, dt_bias and decay may have any
-// shape, strides and dtype, and scale is K ** -0.5 by default.
+// shape, strides and dtype, q, k, v and g any strides (a copy is made where the last one is not 1), and scale is
+// K ** -0.5 by default.
 //   packed  does the same as the unnamed one, and takes `kept`
 //   fresh   allocates and returns o: from here that takes half as long as from Python
 //   dense   allocates and returns o and the final state, one for each sequence

@@ -3,8 +3,8 @@
 
 Shapes: B batch, T tokens, N sequences, H query/key heads, HV value heads (HV % H == 0; value head hv reads query/key
 head hv // (HV / H)), K (up to 256) and V the key and value dimensions. q and k are `[B, T, H, K]`, v is
-`[B, T, HV, V]`, in one dtype: bfloat16, float16 or float32 (float64 for the oracle). The last dimension must be
-contiguous, every other stride is free.
+`[B, T, HV, V]`, in one dtype: bfloat16, float16 or float32 (float64 for the oracle). Every stride is free; q, k, v and
+g are copied where their last dimension is not contiguous.
 
 Words that all functions share:
 
