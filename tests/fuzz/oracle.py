@@ -61,8 +61,12 @@ class Tokens:
     def __init__(self, values: Values) -> None:
         case = values.case
         q, k, v = (wide(values.tensors[name]) for name in "qkv")
+        lengths = np.sqrt((k * k).sum(-1) + 1e-6)
         if case.qk_l2norm:
-            q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+            q, k = q / np.sqrt((q * q).sum(-1, keepdims=True) + 1e-6), k / lengths[..., None]
+        # Chunks put the inverse norm of a key to what it writes, which in float16 has to hold that.
+        stretch = np.where((k != 0).any(-1), 1 / lengths, 0) if case.qk_l2norm else np.ones_like(lengths)
+        self.stretch = self._rows(case, np.repeat(stretch, case.ratio, axis=2))
         q, k = (np.repeat(x, case.ratio, axis=2) for x in (q, k))
         self.q, self.k, self.v = (self._rows(case, x) for x in (q, k, v))
         self.alpha = self._rows(case, np.exp(log_decay(values)), 1.0)
@@ -77,6 +81,13 @@ class Tokens:
         for n, (_, begin, end) in enumerate(case.spans()):
             rows[n, : end - begin] = x[0, begin:end]
         return rows
+
+    def largest_write(self, t: int, state: np.ndarray) -> float:
+        """No smaller than what token t writes, times the inverse norm of its key."""
+        u = np.abs(self.v[:, t])
+        if self.beta is not None:
+            u = np.abs(self.beta[:, t]) * (u + np.abs((state @ self.k[:, t, ..., None])[..., 0]))
+        return float((u * self.stretch[:, t, :, None]).max(initial=0))
 
     def step(self, t: int, state: np.ndarray, v: np.ndarray) -> np.ndarray:
         """The states [N, HV, V, K] after token t."""
@@ -130,6 +141,8 @@ class Expected:
             if tree:
                 parents = [max(case.parents[n][t], -1) if t < case.lengths[n] else -1 for n in range(N)]
                 state = np.stack(states)[np.array(parents) + 1, every] if N else state
+            if track:
+                self.largest = max(self.largest, tokens.largest_write(t, state))
             state = tokens.step(t, state, tokens.v[:, t])
             rows[:, t] = tokens.scale * (state @ tokens.q[:, t, ..., None])[..., 0]
             if case.pass_name == "verify":
@@ -158,6 +171,8 @@ class Expected:
         units = np.broadcast_to(np.eye(K), (N, HV, K, K))
         self.m = np.ones((N, HV, K))
         for t in range(L):
+            if self.case.dtype == "float16":
+                self.largest = max(self.largest, tokens.largest_write(t, self.b))
             self.b = tokens.step(t, self.b, tokens.v[:, t])
             if tokens.beta is not None:
                 units = tokens.step(t, units, np.zeros((N, HV, K)))
