@@ -19,8 +19,11 @@ def kind() -> str:
 
 
 @functools.cache
-def _rows(device: str, pass_name: str, dtype: torch.dtype, beta_per_value: bool = False) -> tuple[Row, ...]:
-    rows = cula.explain(pass_name=pass_name, dtype=dtype, beta_per_value=beta_per_value, device=device)
+def _rows(
+    device: str, pass_name: str, dtype: torch.dtype, beta_per_value: bool = False, key_dim: int = 128
+) -> tuple[Row, ...]:
+    named = {"dtype": dtype, "beta_per_value": beta_per_value, "key_dim": key_dim, "device": device}
+    rows = cula.explain(pass_name=pass_name, **named)
     return tuple(row for row in rows if not row.target.startswith("reference") and not row.reason.startswith("runs on"))
 
 
@@ -33,9 +36,12 @@ def targets(pass_name: str = "prefill") -> list[str]:
     return [row.target for row in _rows(kind(), pass_name, torch.bfloat16) if row.target not in SPECIAL]
 
 
-def able(dtype: torch.dtype, pass_name: str = "prefill", *, beta_per_value: bool = False) -> list[str]:
+def able(
+    dtype: torch.dtype, pass_name: str = "prefill", *, beta_per_value: bool = False, key_dim: int = 128
+) -> list[str]:
     """The targets that take such a call on this machine."""
-    return [row.target for row in _rows(kind(), pass_name, dtype, beta_per_value) if row.verdict != "no"]
+    rows = _rows(kind(), pass_name, dtype, beta_per_value, key_dim)
+    return [row.target for row in rows if row.verdict != "no"]
 
 
 def serves(target: str, pass_name: str) -> bool:

@@ -67,7 +67,7 @@ def cases(draw, algorithm: str, packed: bool | None = None, max_sequences: int =
         "k_first": draw(flag),
         "fused": draw(flag),
     }
-    per_value = fixed.get("beta_per_value", drawn["beta_per_value"])
-    drawn["backend"] = draw(st.sampled_from(["", *device.able(dtype, beta_per_value=per_value)]))
+    per_value, key_dim = (fixed.get(name, drawn[name]) for name in ("beta_per_value", "key_dim"))
+    drawn["backend"] = draw(st.sampled_from(["", *device.able(dtype, beta_per_value=per_value, key_dim=key_dim)]))
     drawn["seed"] = draw(st.integers(0, 2**16))
     return Case(**{**drawn, **fixed})

@@ -323,7 +323,7 @@ def test_gradients_are_refused(argument):
         ({"backend": "tpu"}, ValueError, 'backend must be one of .*, got "tpu"'),
         ({"out": torch.zeros(1, 1, 2, 8).bfloat16()}, ValueError, r"o must have shape .*, got \[1, 1, 2, 8\]"),
         ({"g": None}, ValueError, "g must be given for kda, got none"),
-        ({"state_indices": torch.zeros(1)}, ValueError, "initial_state_indices must have dtype int32, got float32"),
+        ({"state_indices": torch.zeros(1)}, ValueError, "initial_state_indices must have dtype int32 or int64, got float32"),
     ],
 )
 def test_decode_errors(named, error, message):
@@ -344,7 +344,7 @@ def test_decode_errors(named, error, message):
         ({"allow_neg_eigval": True}, "allow_neg_eigval must come with use_beta_sigmoid_in_kernel"),
         ({"final_state_indices": torch.zeros(1).int()}, "final_state_indices must come with state_pool"),
         ({"state_pool": torch.zeros(1, 2, 16, 16)}, "initial_state must be left out with state_pool"),
-        ({"scale": float("nan")}, "scale must be a number, got NaN"),
+        ({"scale": float("nan")}, "scale must be a finite float32 number, got nan"),
     ],
 )
 def test_prefill_errors(named, message):

@@ -71,7 +71,7 @@ const Wrong kWrongs[] = {
      "prefill: o must not overlap itself in memory, got strides that make elements share an address"},
     {"ScaleIsNotANumber", Pass::kPrefill, kKda,
      [](Call& c) { c.args.scale = std::numeric_limits<double>::quiet_NaN(); },
-     "prefill: scale must be a number, got NaN"},
+     "prefill: scale must be a finite float32 number, got nan"},
     {"ChunkSize", Pass::kPrefill, kKda, [](Call& c) { c.args.chunk_tokens = 48; },
      "prefill: chunk_size must be 16, 32 or 64, got 48"},
 
