@@ -14,6 +14,7 @@ from fuzz.draw import CLASSES, DEFAULT, FAMILY, PASSES, Case, draw
 from fuzz.judge import Judge
 from fuzz.run import Options, Tally, backends, one, seeds_of
 from fuzz.values import Values
+from fuzz.workers import shared
 
 SEED = 30  # of the bounded run
 SECONDS = {"cpu": 25.0, "cuda": 60.0}
@@ -173,3 +174,13 @@ def test_forks_can_be_left_out():
 def test_every_target_is_called():
     case = sample("prefill")
     assert set(backends(case, Options())) >= {*device.able(torch.bfloat16), "reference", "reference:naive"}
+
+
+@pytest.mark.cpu_only("about the host")
+def test_a_process_that_dies_is_a_failure(capsys):
+    """What cannot be drawn ends a worker before it has a result."""
+    tally = shared(SEED, 1, 0, 1, Options(fixed=(("dtype", "bfloat17"),)))
+    (failure,) = tally.failures
+    assert failure["wrong"] == ["the process ended with 1"]
+    assert failure["reproduce"] == f"python -m fuzz --only {SEED * 1_000_003} --device cpu --dtype bfloat17"
+    assert failure["reproduce"] in capsys.readouterr().out

@@ -21,7 +21,8 @@ def shared(seed: int, count: int, seconds: float, workers: int, options: Options
     for n in range(workers):
         receiver, sender = processes.Pipe(duplex=False)
         current = processes.Value("q", 0)
-        worker = processes.Process(target=work, args=(seed, count, seconds, n, workers, options, sender, current))
+        arguments = (seed, count, seconds, n, workers, options, sender, current)
+        worker = processes.Process(target=work, args=arguments, daemon=True)
         worker.start()
         sender.close()
         started.append((worker, receiver, current))
