@@ -25,7 +25,7 @@ CLASSES = {
     # Beta near 2 where keys come back to the same few directions: keys that do not move, and in float32 fewer channels
     # than FEW (but not one). A reflection keeps every rounding, and a chunk of 64 tokens adds them up.
     "reflections": False,
-    # Values far smaller than the state that they overwrite, wholly so where channels are as few.
+    # float32 values far smaller than the state that they overwrite: where channels are as few, or keys do not move.
     "small_values": False,
     # float16 values below 6e-5, which have fewer bits the smaller they are.
     "fp16_subnormals": False,
@@ -601,7 +601,7 @@ def _without(case: Case, classes: frozenset[str]) -> Case:
     # One channel is computed token by token.
     if "reflections" not in classes and case.delta and case.key_dim > 1 and (few or still):
         case = case.but(allow_neg_eigval=False)
-    if "small_values" not in classes and case.delta and few:
+    if "small_values" not in classes and case.delta and (few or (still and case.dtype == "float32")):
         case = case.but(value_size=max(case.value_size, case.state_size))
         if case.key_dim < 4 and case.keys == "sparse":  # values of zero
             case = case.but(keys="random")
