@@ -10,7 +10,8 @@ import torch
 
 import device
 from fuzz.call import Call, Found
-from fuzz.draw import CLASSES, DEFAULT, FAMILY, PASSES, Case, draw
+from fuzz.classes import CLASSES, DEFAULT
+from fuzz.draw import FAMILY, PASSES, Case, draw
 from fuzz.judge import Judge
 from fuzz.run import Options, Tally, backends, one, seeds_of
 from fuzz.values import Values

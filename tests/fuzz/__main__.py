@@ -8,7 +8,8 @@ import sys
 
 import torch
 
-from fuzz.draw import CLASSES, DEFAULT, FAMILY, PASSES, draw
+from fuzz.classes import CLASSES, DEFAULT
+from fuzz.draw import FAMILY, PASSES, draw
 from fuzz.run import Options, one
 from fuzz.workers import shared
 

@@ -14,7 +14,8 @@ import torch
 
 import cula
 from fuzz.call import Call
-from fuzz.draw import DEFAULT, Case, draw
+from fuzz.classes import DEFAULT
+from fuzz.draw import Case, draw
 from fuzz.judge import Judge, same_bits
 from fuzz.malformed import Watched, refusal_of, refused
 from fuzz.values import Values

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes of calls that can be drawn or left out, each with its reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fuzz.draw import Case
+
+# Classes of calls that have a switch each (`--with`, `--without`), and whether they are drawn by default.
+CLASSES = {
+    # Beta near 2 where keys come back to the same few directions: keys that do not move, and in float32 fewer channels
+    # than FEW (but not one). A reflection keeps every rounding, and a chunk of 64 tokens adds them up.
+    "reflections": False,
+    # float32 values far smaller than the state that they overwrite: where channels are as few, or keys do not move.
+    "small_values": False,
+    # float16 values below 6e-5, which have fewer bits the smaller they are.
+    "fp16_subnormals": False,
+    # Rows whose writes cancel in bfloat16: v follows the state that the keys meet.
+    "cancelling": False,
+    # float16 scores q . k beyond the largest float16.
+    "fp16_scores": False,
+    # Results of so few numbers that the naive recurrence may be exact by luck.
+    "few_numbers": False,
+    # Rows that start from a slot that another row of the call writes.
+    "forks": True,
+    # float32 chunks of a delta rule with two or three channels: up to 1.3 times the rule, where tokens forget more.
+    "few_channels": False,
+    # Maps of one channel.
+    "maps_k1": False,
+    # Slots, counts, parents and plans in int64.
+    "int64_indices": True,
+    # A table of slots without columns, for rows without tokens.
+    "empty_tables": False,
+    # Malformed lengths near 2^31 where h is asked for.
+    "far_lengths": False,
+}
+DEFAULT = frozenset(name for name, drawn in CLASSES.items() if drawn)
+
+FEW = 32  # channels: a chunk has twice as many tokens
+
+
+def without(case: Case, classes: frozenset[str]) -> Case:
+    """The case moved out of every class that is switched off."""
+    if "maps_k1" not in classes and case.pass_name == "segment" and case.key_dim == 1:
+        case = case.but(key_dim=2)
+    chunks = case.delta and case.dtype == "float32" and case.pass_name in ("prefill", "split", "segment")
+    if "few_channels" not in classes and chunks and case.key_dim in (2, 3):
+        case = case.but(key_dim=4)
+    few = case.dtype == "float32" and case.key_dim < FEW
+    still = case.keys == "collinear" or dict(case.expanded).get("k") == 1
+    # One channel is computed token by token.
+    if "reflections" not in classes and case.delta and case.key_dim > 1 and (few or still):
+        case = case.but(allow_neg_eigval=False)
+    if "small_values" not in classes and case.delta and (few or (still and case.dtype == "float32")):
+        case = case.but(value_size=max(case.value_size, case.state_size))
+        if case.key_dim < 4 and case.keys == "sparse":  # values of zero
+            case = case.but(keys="random")
+    if "fp16_subnormals" not in classes and case.dtype == "float16":
+        case = case.but(value_size=max(case.value_size, 1e-1), query_size=max(case.query_size, 1e-1))
+        case = case.but(key_size=max(case.key_size, 1e-1), mixed_sizes=False)
+        case = case.but(scale=None if case.scale is None else case.scale and max(abs(case.scale), 0.1))
+    if "fp16_subnormals" not in classes and case.state_dtype == "float16":
+        case = case.but(state_size=max(case.state_size, 1e-1), value_size=max(case.value_size, 1e-1))
+        case = case.but(mixed_sizes=False)
+    if "fp16_scores" not in classes and case.dtype == "float16" and not case.qk_l2norm:
+        case = case.but(key_size=min(case.key_size, 30.0), query_size=min(case.query_size, 30.0))
+    return case
