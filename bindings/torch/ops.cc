@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/check.h"
 #include "core/kernel.h"
 #include "core/rows.h"
 #include "cula/cula.h"
@@ -294,19 +295,20 @@ Args make_args(Pass pass, Form form, Call& call, const Place& place) {
     return args;
 }
 
-// What an overload returns, also as arguments of the call. Where the inputs have shapes that say nothing of an output
-// it is left out, and validate() refuses those inputs.
+// What an overload returns, also as arguments of the call. Inputs that validate() will refuse get none: what it would
+// take by their shapes may be more than there is.
 struct Outputs {
     TensorHandle o, final_state;
 
     Outputs(Pass pass, Form form, const Call& call, const Place& place, const Device& device, Args& args) {
         const TensorRef &q = args.q, &v = args.v, &cu = args.cu_seqlens;
-        if (q.ndim != 4 || v.ndim != 4) return;
+        if (q.ndim != 4 || v.ndim != 4 || v.size[0] != q.size[0] || v.size[1] != q.size[1]) return;
         if (makes_o(form)) {
             o = allocate(std::span(v.size).first(4), dtype_code(v.dtype), device);
             args.o = view(pass, "o", o, place);
         }
-        if (!makes_final_state(form) || (cu && (cu.ndim != 1 || cu.size[0] == 0))) return;
+        const bool listed = cu.ndim == 1 && cu.size[0] > 0 && (cu.stride[0] == 1 || cu.size[0] == 1);
+        if (!makes_final_state(form) || (cu && !listed) || q.size[3] > kLargestDim) return;
         const std::int64_t rows = v.size[3], columns = q.size[3];
         const std::array shape{num_sequences(args), v.size[2], call.k_first ? columns : rows,
                                call.k_first ? rows : columns};
@@ -369,11 +371,10 @@ TensorHandle run_planned(Pass pass, const Args& args, Context& context, std::str
 // channels first, become dense copies. Nothing is copied for a call that would be refused.
 void copy_rows(Pass pass, Call& call, Args& args, const Context& context, const Place& place) {
     const auto strided = [](const TensorRef& ref) { return ref.ndim == 4 && ref.stride[3] != 1 && ref.size[3] > 1; };
+    if (std::ranges::none_of(kOfTokens, [&](TensorRef Args::* field) { return strided(args.*field); })) return;
     Args copied = args;
-    bool any = false;
     for (TensorRef Args::* field : kOfTokens)
-        if (strided(args.*field)) (copied.*field).stride[3] = 1, any = true;
-    if (!any) return;
+        if (strided(args.*field)) (copied.*field).stride[3] = 1;
     validate(pass, copied, context.device.kind == DeviceKind::kCpu ? Indices::kOnHost : Indices::kOnDevice);
     std::size_t index = 0;
     for (const Parameter& parameter : call.parameters) {

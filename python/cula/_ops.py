@@ -79,6 +79,16 @@ def pack(
     return options
 
 
+# What a schema calls a type.
+_TYPES = {
+    "Tensor": Tensor,
+    "str": str,
+    "bool": bool,
+    "int": (int, torch.SymInt),
+    "float": (float, int, torch.SymFloat, torch.SymInt),
+}
+
+
 def _fake(op: torch._ops.OpOverload) -> Callable[..., object]:
     """What tracing runs in place of an operator: it checks the devices and makes what the operator would return."""
     names = [argument.name for argument in op._schema.arguments]
@@ -106,7 +116,7 @@ def check_dims(op: torch._ops.OpOverloadPacket | torch._ops.OpOverload, q: Tenso
     """What must hold before the shapes of the outputs can be told."""
     for argument, tensor, shape in (("q", q, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
         if tensor.dim() != 4:
-            raise ValueError(f"{op_name(op)}: {argument} must have shape {shape}, got {list(tensor.shape)}")
+            raise ValueError(f"{op_name(op)}: {argument} must have shape {shape}, got {described(tensor)}")
 
 
 def _make_o(v: Tensor, **_: object) -> Tensor:
@@ -151,6 +161,41 @@ def refuse_derivatives(
             )
 
 
+def is_dense(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+
+
+def described(value: object) -> str:
+    """A tensor or what is none, in a few words."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if is_dense(value):
+        return str(list(value.shape))
+    kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+    return f"a {kind.removeprefix('torch.')} tensor"
+
+
+def refuse_types(
+    op: torch._ops.OpOverload, arguments: Iterable[object], others: Mapping[str, object] | None = None
+) -> None:
+    """The error for the first argument that is not of the type in the schema, or a tensor of a kind or a number of a
+    size that no operator takes."""
+    schema = {argument.name: str(argument.type) for argument in op._schema.arguments}
+    for name, value in (*zip(schema, arguments, strict=False), *(others or {}).items()):
+        kind = schema[name]
+        wanted = kind.removeprefix("Optional[").removesuffix("]")
+        if value is None and kind != wanted:
+            continue
+        if not isinstance(value, _TYPES[wanted]) or (isinstance(value, bool) and wanted != "bool"):
+            words = "a tensor" if wanted == "Tensor" else f"of type {wanted}"
+            words += " or None" if kind != wanted else ""
+            raise TypeError(f"{op_name(op)}: {name} must be {words}, got {type(value).__name__}")
+        if isinstance(value, Tensor) and (value.is_nested or value.is_quantized or value.layout is not torch.strided):
+            raise ValueError(f"{op_name(op)}: {name} must be a dense tensor, got {described(value)}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{op_name(op)}: {name} must fit {32 if wanted == 'int' else 64} bits, got {value}")
+
+
 def _written(op: torch._ops.OpOverload) -> tuple[int, ...]:
     """The positions of the arguments that an operator writes."""
     return tuple(position for position, each in enumerate(op._schema.arguments) if each.is_write)
@@ -162,7 +207,11 @@ def _checked(op: torch._ops.OpOverload) -> Callable[..., object]:
 
     def refuse_or_run(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> object:
         refuse_derivatives(op, args, kwargs)
-        result = op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+        try:
+            result = op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+        except NotImplementedError:
+            refuse_types(op, args, kwargs)  # tensors of a kind that PyTorch finds no kernel for
+            raise
         for position in written:
             value = args[position] if position < len(args) else kwargs.get(names[position])
             if value is not None:

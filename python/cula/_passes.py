@@ -30,15 +30,6 @@ _PLAIN = {
     "chunk_size": (int,),
 }
 
-# What a schema calls a type.
-_TYPES = {
-    "Tensor": Tensor,
-    "str": str,
-    "bool": bool,
-    "int": (int, torch.SymInt),
-    "float": (float, int, torch.SymFloat, torch.SymInt),
-}
-
 # What makes the log decay of g: gate_of(), A_log, dt_bias and lower_bound.
 Gate = tuple[str, Tensor | None, Tensor | None, float | None]
 LOG_DECAY: Gate = ("log_decay", None, None, None)
@@ -97,6 +88,12 @@ def forward(
     """
     in_place = state_pool is not None
     kind, A_log, dt_bias, lower_bound = gate
+    if not (type(output_final_state) is type(state_v_first) is type(return_chunk_states) is bool):
+        check_flags(
+            output_final_state=output_final_state is not None and output_final_state,  # FLA's layers hand None on
+            state_v_first=state_v_first,
+            return_intermediate_states=return_chunk_states,
+        )
     flags = options(
         algorithm, kind, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, null_index, backend,
         deterministic, in_place, chunk_size, not state_v_first,
@@ -125,7 +122,7 @@ def forward(
     elif final_state_indices is not None:
         raise ValueError(f"{op_name(op)}: final_state_indices must come with state_pool, got indices alone")
     elif output_final_state:
-        check_inputs(op, q, k, v)
+        check_room(op, q, k, v, cu_seqlens)
         final_state, final_state_indices, returned = _new_final_state(
             q, v, cu_seqlens, state_v_first, initial_state_indices is not None, null_index
         )
@@ -139,10 +136,16 @@ def forward(
         )  # fmt: skip
         return o, returned, None
 
-    states, plan = (None, None) if checkpoints is None else checkpoints
+    states = plan = None
+    if checkpoints is not None:
+        if not isinstance(checkpoints, tuple | list) or len(checkpoints) != 2:
+            raise TypeError(f"prefill: checkpoints must be Checkpoints(states, plan), got {type(checkpoints).__name__}")
+        states, plan = checkpoints
     chunk_states = states_at_chunks = None
     if return_chunk_states:
-        check_inputs(op, q, k, v)
+        check_room(op, q, k, v, cu_seqlens)
+        if cu_seqlens_cpu is not None and cu_seqlens is not None:
+            check_lengths(op, "cu_seqlens_cpu", cu_seqlens_cpu)
         chunk_states = _new_chunk_states(q, k, v, cu_seqlens, cu_seqlens_cpu, chunk_size, state_v_first)
         states_at_chunks = chunk_states if state_v_first else chunk_states.transpose(-1, -2)
     if not state_v_first:
@@ -188,7 +191,10 @@ def verify(
     device: torch.device | str | None,
 ) -> Tensor:
     check_inputs(_ops.verify, q, k, v, device)
-    if state is not None and state_indices is None and initial_state_indices is None:
+    if cu_seqlens is not None:
+        check_lengths(_ops.verify, "cu_seqlens", cu_seqlens)
+    check_flags(state_v_first=state_v_first)
+    if state_indices is None and initial_state_indices is None and _ops.is_dense(state) and state.dim() == 4:
         state = state[: _sequences(q, cu_seqlens)]
     if not state_v_first:
         state = v_first(_ops.verify, "state", state)
@@ -230,6 +236,8 @@ def segment(
     out: tuple[Tensor | None, Tensor | None] | None,
 ) -> tuple[Tensor | None, ...]:
     check_inputs(_ops.segment, q, k, v, device)
+    check_flags(state_v_first=state_v_first, keep=keep)
+    check_room(_ops.segment, q, k, v, cu_seqlens)
     sequences, heads, key_dim, value_dim = _sequences(q, cu_seqlens), v.shape[2], q.shape[3], v.shape[3]
     dtype = _state_dtype(q)
     m_shape = (sequences, heads, key_dim, key_dim) if beta is not None else (sequences, heads, key_dim)
@@ -258,9 +266,19 @@ def segment(
 
 def gate_of(use_gate_in_kernel: bool, lower_bound: float | None) -> str:
     """How the operators call the gate: a bound alone selects the bounded form."""
-    if not use_gate_in_kernel:
-        return "log_decay"
-    return "softplus" if lower_bound is None else "bounded"
+    if use_gate_in_kernel is True:
+        return "softplus" if lower_bound is None else "bounded"
+    if use_gate_in_kernel is not False:
+        check_flags(use_gate_in_kernel=use_gate_in_kernel)
+    if lower_bound is not None:
+        raise ValueError(f"lower_bound must be left out when g is the log decay, got {lower_bound!r}")
+    return "log_decay"
+
+
+def check_flags(**flags: object) -> None:
+    for argument, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{argument} must be of type bool, got {type(value).__name__}")
 
 
 def refuse_context() -> None:
@@ -274,13 +292,48 @@ def check_inputs(
 ) -> None:
     """What must hold before shapes can be read; everything else is checked in C++."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        refuse_types(op.packed, (q, k, v))
+        _ops.refuse_types(op.packed, (q, k, v))
     if q.dim() != 4 or v.dim() != 4:
         _ops.check_dims(op, q, v)
     if device is not None:
-        wanted = torch.device(device)
+        try:
+            wanted = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{op_name(op)}: device must be a device of PyTorch, got {device!r}") from None
         if wanted.type != q.device.type or wanted.index not in (None, q.device.index):
             raise ValueError(f"{op_name(op)}: device must be q's device, {q.device}, got {wanted}")
+
+
+def check_room(
+    op: torch._ops.OpOverloadPacket, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None
+) -> None:
+    """What must hold before outputs are made here: those of inputs that C++ refuses could be larger than the memory."""
+    check_inputs(op, q, k, v)
+    if not (_ops.is_dense(q) and _ops.is_dense(k) and _ops.is_dense(v)):
+        _ops.refuse_types(op.packed, (q, k, v))
+    if q.shape[:2] != v.shape[:2]:
+        batch, tokens = q.shape[:2]
+        raise ValueError(
+            f"{op_name(op)}: v must have shape [B, T, HV, V] = [{batch}, {tokens}, HV, V], got {list(v.shape)}"
+        )
+    if q.shape[3] > 256:
+        raise ValueError(f"{op_name(op)}: q must have a key dimension K from 1 to 256, got {q.shape[3]}")
+    if cu_seqlens is not None:
+        check_lengths(op, "cu_seqlens", cu_seqlens)
+
+
+def check_lengths(op: torch._ops.OpOverloadPacket, argument: str, lengths: Tensor) -> None:
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"{op_name(op)}: {argument} must be a tensor or None, got {type(lengths).__name__}")
+    if not _ops.is_dense(lengths) or lengths.dim() != 1:
+        raise ValueError(f"{op_name(op)}: {argument} must have shape [N + 1], got {_ops.described(lengths)}")
+    if lengths.shape[0] == 0:
+        raise ValueError(f"{op_name(op)}: {argument} must have N + 1 >= 1 elements, got 0")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op_name(op)}: {argument} must have dtype int32 or int64, got {lengths.dtype}")
+    if lengths.shape[0] > 1 and lengths.stride(0) != 1:
+        raise ValueError(f"{op_name(op)}: {argument} must be contiguous, got stride {lengths.stride(0)}")
 
 
 def call_for_o(
@@ -295,7 +348,7 @@ def call_for_o(
         return call(op.fresh, arguments)
     q, k, v, *others = arguments
     if out is None:
-        check_inputs(op, q, k, v)
+        check_room(op, q, k, v)
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
     call(op.packed, (q, k, v, out, *others))
     return out
@@ -320,24 +373,12 @@ def call(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> Tensor | t
     try:
         made = run(*arguments)
     except Exception:
-        refuse_types(op, arguments)  # PyTorch says it less well, and turns a number into a tensor first
+        _ops.refuse_types(op, arguments)  # PyTorch says it less well, and turns a number into a tensor first
         raise
     for position in written:
         if position < count and arguments[position] is not None:
             increment_version(arguments[position])
     return made
-
-
-def refuse_types(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> None:
-    """TypeError for the first argument that is not of the type in the schema."""
-    for declared, value in zip(op._schema.arguments, arguments, strict=False):
-        kind = str(declared.type)
-        wanted = kind.removeprefix("Optional[").removesuffix("]")
-        if isinstance(value, _TYPES[wanted]) or (value is None and kind != wanted):
-            continue
-        described = "a tensor" if wanted == "Tensor" else f"of type {wanted}"
-        described += " or None" if kind != wanted else ""
-        raise TypeError(f"{op_name(op)}: {declared.name} must be {described}, got {type(value).__name__}")
 
 
 def options(
@@ -365,16 +406,22 @@ def options(
     ):
         given = (scale, lower_bound, qk_l2norm, beta_is_logit, allow_neg_eigval, null_index, backend, chunk_size)
         for (argument, types), value in zip(_PLAIN.items(), given, strict=True):
-            if not isinstance(value, types):
+            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 raise TypeError(f"{argument} must be of type {types[0].__name__}, got {type(value).__name__}")
-    batch_invariant = False
-    if deterministic is not None:
-        if deterministic not in (True, "batch_invariant"):
-            raise ValueError(f'deterministic must be None, True or "batch_invariant", got {deterministic!r}')
-        batch_invariant = deterministic == "batch_invariant"
+    if chunk_size != 64 and chunk_size not in (16, 32):
+        raise ValueError(f"chunk_size must be 16, 32 or 64, got {chunk_size}")
+    batch_invariant = False if deterministic is None else is_batch_invariant(deterministic)
     return _ops.pack(
         algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, batch_invariant, in_place, chunk_size, k_first
     )
+
+
+def is_batch_invariant(deterministic: bool | str | None) -> bool:
+    if deterministic is None or deterministic is True:
+        return False
+    if not isinstance(deterministic, str) or deterministic != "batch_invariant":
+        raise ValueError(f'deterministic must be None, True or "batch_invariant", got {deterministic!r}')
+    return True
 
 
 def _state_dtype(q: Tensor) -> torch.dtype:
@@ -387,7 +434,7 @@ def _matrix(value_dim: int, key_dim: int, state_v_first: bool) -> tuple[int, int
 
 def v_first(op: torch._ops.OpOverloadPacket, argument: str, states: Tensor | None, ndim: int = 4) -> Tensor | None:
     """The V-first view of K-first states: the operators take any strides, so no layout needs a copy."""
-    if states is None or not isinstance(states, Tensor):
+    if states is None or not _ops.is_dense(states):
         return states  # absent, or refused with the other types
     if states.dim() != ndim:
         raise ValueError(f"{op_name(op)}: {argument} must have {ndim} dimensions, got {list(states.shape)}")
@@ -403,8 +450,8 @@ def _new_final_state(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The memory of a dense final state, the indices of the call's rows in it, and those rows.
 
-    Indices are needed where the initial states are gathered by index, and none of them may be the null slot: rows up
-    to that one are allocated and left unused. The rows of skipped sequences stay zero.
+    Indices are needed where the initial states are gathered by index, and none of them may be the null slot: where
+    that is among them, the rows up to it are left unused. The rows of skipped sequences stay zero.
     """
     batch, _, heads, value_dim = v.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -412,7 +459,7 @@ def _new_final_state(
     if not gathered:
         final_state = q.new_empty((sequences, *shape), dtype=_state_dtype(q))
         return final_state, None, final_state
-    first = 0 if null_index is None else max(0, null_index + 1)
+    first = null_index + 1 if null_index is not None and 0 <= null_index < sequences else 0
     memory = q.new_zeros((first + sequences, *shape), dtype=_state_dtype(q))
     return memory, torch.arange(first, first + sequences, dtype=torch.int32, device=q.device), memory[first:]
 
@@ -428,15 +475,12 @@ def _new_chunk_states(
 ) -> Tensor:
     """The states at chunk starts in k's dtype: one per chunk where the lengths can be read on the host without waiting,
     else room for the most chunks that the lengths could make, zero beyond those they do make."""
-    if chunk_size not in (16, 32, 64):
-        raise ValueError(f"prefill: chunk_size must be 16, 32 or 64, got {chunk_size}")
     batch, tokens = q.shape[:2]
     shape = (v.shape[2], *_matrix(v.shape[3], q.shape[3], state_v_first))
     if cu_seqlens is None:
         return k.new_empty((batch, -(-tokens // chunk_size), *shape))
     lengths = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    chunks = tokens // chunk_size + cu_seqlens.shape[0] - 1
     if lengths.is_cpu and not torch.compiler.is_compiling():
-        chunks = int((-(-lengths.diff() // chunk_size)).clamp(min=0).sum())
-    else:
-        chunks = tokens // chunk_size + cu_seqlens.shape[0] - 1
+        chunks = min(chunks, int((-(-lengths.diff() // chunk_size)).clamp(min=0).sum()))
     return k.new_zeros((batch, chunks, *shape))

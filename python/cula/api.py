@@ -116,7 +116,9 @@ def cula_kda(
     if cp_context is not None:
         _passes.refuse_context()
     chunk_size = _chunk_size("cula_kda", kwargs) if kwargs else 64
-    if use_gate_in_kernel:
+    if not (type(safe_gate) is type(disable_recompute) is bool):
+        _passes.check_flags(safe_gate=safe_gate, disable_recompute=disable_recompute)
+    if use_gate_in_kernel is True:
         _check_gate(A_log, lower_bound, safe_gate)
     algorithm, g, dt_bias = _kda_decay(q, g, dt_bias)
     o, final_state, h = _passes.forward(
@@ -168,7 +170,7 @@ def cula_gdn(
     A_log, dt_bias: HV values each. beta and everything else as in `cula_kda` and `cula.api`.
     """
     chunk_size = _chunk_size("cula_gdn", kwargs) if kwargs else 64
-    if use_gate_in_kernel:
+    if use_gate_in_kernel is True:
         _check_gate(A_log, lower_bound)
     o, final_state, h = _passes.forward(
         _ops.prefill, "gdn", q, k, v, g, beta,
@@ -381,7 +383,9 @@ def cula_decode(
 ) -> tuple[Tensor, Tensor]:
     """One token for each of N sequences; the state is updated in place.
 
-    q, k: `[N, 1, H, K]` or `[1, N, H, K]`, and v, g, beta likewise. The tokens of `[N, T, H, K]` run in order.
+    q, k: `[N, 1, H, K]` or `[1, N, H, K]`, and v, g, beta likewise: a token is a row of its own, whichever of the two
+        dimensions holds the rows. `[N, T, H, K]` with both above 1 is refused: several tokens of a sequence are for the
+        prefill functions (with `state_pool`) or `cula_verify`.
     state: the pool `[P, HV, V, K]`, float32, bfloat16 or float16, any slot stride.
     state_indices: int32 `[N]`, the slot of each row, row n if None; `final_state_indices` where a row ends in another
         slot. A negative or `null_index` slot skips the row: its o is zero.
@@ -398,12 +402,19 @@ def cula_decode(
     algorithm, g, dt_bias, decay = _decay_of(mode, q, g, dt_bias, decay)
     _require_tensor("state", state)
     _passes.check_inputs(_ops.decode, q, k, v, device)
-    packed = q.shape[0] == 1 and q.shape[1] > 1
+    packed = q.shape[1] > 1
     if packed:
+        if q.shape[0] > 1:
+            raise ValueError(
+                "decode: q must have one token per row, [N, 1, H, K] or [1, N, H, K] (several tokens of a sequence are "
+                f"for cula_verify, or for cula_{mode} with state_pool), got {list(q.shape)}"
+            )
         q, k, v, g, beta, out = (x.transpose(0, 1) if _has_rows(x) else x for x in (q, k, v, g, beta, out))
     pool = state
-    if state_indices is None and state.dim() == 4 and state.shape[0] > q.shape[0]:
+    if state_indices is None and state.dim() == 4 and state.shape[0] > q.shape[0] and _ops.is_dense(state):
         pool = state[: q.shape[0]]
+    if state_v_first is not True:
+        _passes.check_flags(state_v_first=state_v_first)
     if not state_v_first:
         pool = _passes.v_first(_ops.decode, "state", pool)
     flags = _passes.options(
@@ -473,6 +484,7 @@ def cula_verify(
     if use_gate_in_kernel is None:
         use_gate_in_kernel = A_log is not None or lower_bound is not None
     algorithm, g, dt_bias, decay = _decay_of(mode, q, g, dt_bias, decay)
+    _passes.check_flags(disable_state_update=disable_state_update)
     o = _passes.verify(
         algorithm, q, k, v, state, g=g, decay=decay, beta=beta,
         gate=(_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale=scale,
@@ -542,7 +554,7 @@ def cula_segment(
 
 def _algorithm(mode: str, g: Tensor | None, decay: Tensor | None) -> str:
     """The cell of the family: `simple_gla` and `delta` are told apart by the decay they are given."""
-    if mode not in _MODES:
+    if not isinstance(mode, str) or mode not in _MODES:
         raise ValueError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
     if mode == "simple_gla" and g is None:
         return "linear" if decay is None else "lightning"
@@ -563,15 +575,15 @@ def _decay_of(
 def _kda_decay(q: Tensor, g: Tensor | None, dt_bias: Tensor | None) -> tuple[str, Tensor | None, Tensor | None]:
     """A gate `[B, T, HV]` is the same for all channels, which makes KDA the gated delta rule: nothing needs to be
     expanded, unless a bias per channel is still to be added."""
-    if not isinstance(g, Tensor) or g.dim() != 3:
+    if not isinstance(g, Tensor) or g.dim() != 3 or not isinstance(q, Tensor) or q.dim() != 4 or not _ops.is_dense(g):
         return "kda", g, dt_bias
-    if dt_bias is None or dt_bias.numel() == g.shape[-1]:
+    if dt_bias is None or not _ops.is_dense(dt_bias) or dt_bias.numel() == g.shape[-1]:
         return "gdn", g, dt_bias
     return "kda", g.unsqueeze(-1).expand(*g.shape, q.shape[-1]).contiguous(), dt_bias
 
 
 def _log_decay(decay: Tensor | None) -> Tensor | None:
-    if decay is None or not isinstance(decay, Tensor):
+    if decay is None or not _ops.is_dense(decay) or not decay.is_floating_point():
         return decay  # absent, or refused with the other types
     return decay.copysign(-1.0)  # -abs(decay) in one kernel
 
@@ -586,6 +598,8 @@ def _has_rows(value: object) -> bool:
 
 
 def _check_gate(A_log: Tensor | None, lower_bound: float | None, safe_gate: bool = False) -> None:
+    if lower_bound is not None and (isinstance(lower_bound, bool) or not isinstance(lower_bound, float | int)):
+        raise TypeError(f"lower_bound must be of type float, got {type(lower_bound).__name__}")
     if A_log is None and lower_bound is None:
         raise ValueError("A_log must be given when use_gate_in_kernel is True and lower_bound is not set, got None")
     if safe_gate and (lower_bound is None or not -5 <= lower_bound < 0):
