@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from cula import _ops
+from cula import _ops, _passes
 from cula._build import build_info
 
 
@@ -83,6 +83,18 @@ def explain(
     The other arguments have the names and meanings of the calls they describe (`cula.api`).
     """
     place = _place(device)
+    _check_types(str, algorithm=algorithm, pass_name=pass_name, gate=gate)
+    _check_types(int, batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, chunk_size=chunk_size)
+    optional = {"sequences": sequences, "value_heads": value_heads, "value_dim": value_dim}
+    _check_types(int, **{name: value for name, value in optional.items() if value is not None})
+    _check_types(torch.dtype, dtype=dtype, state_dtype=state_dtype)
+    _check_types(bool, varlen=varlen, beta_per_value=beta_per_value, checkpoints=checkpoints, tree=tree)
+    _check_types(bool, chunk_states=chunk_states)
+    if isinstance(lower_bound, bool) or not isinstance(lower_bound, float | int):
+        raise TypeError(f"explain: lower_bound must be of type float, got {type(lower_bound).__name__}")
+    if not lower_bound < 0:
+        raise ValueError(f"explain: lower_bound must be negative, got {lower_bound}")
+    batch_invariant = _passes.is_batch_invariant(deterministic)
     value_heads = heads if value_heads is None else value_heads
     value_dim = key_dim if value_dim is None else value_dim
     sequences = batch if sequences is None else sequences
@@ -107,7 +119,7 @@ def explain(
         chunk_states=chunk_states,
         tree=tree,
         chunk_tokens=chunk_size,
-        batch_invariant=deterministic == "batch_invariant",
+        batch_invariant=batch_invariant,
     )
     shape = f"B={batch} T={tokens} H={heads} HV={value_heads} K={key_dim} V={value_dim}"
     problem = f"{algorithm} {pass_name} on {place}: {shape}, {_name(dtype)}, {_name(state_dtype)} state"
@@ -116,12 +128,24 @@ def explain(
     return Explanation(problem, rows, note)
 
 
+def _check_types(kind: type, **given: object) -> None:
+    for argument, value in given.items():
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise TypeError(f"explain: {argument} must be of type {kind.__name__}, got {type(value).__name__}")
+        if kind is int and not 0 <= value < 2**63:
+            raise ValueError(f"explain: {argument} must be from 0 to 2^63 - 1, got {value}")
+
+
 def _place(device: torch.device | str | None) -> str:
     if isinstance(device, str) and device.startswith("sm_"):
         return device
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"explain: device must be a device or an architecture such as sm_90, got {device!r}") from None
     if device.type != "cuda" or device.index is not None:
         return str(device)
     return f"cuda:{torch.cuda.current_device() if torch.cuda.is_available() else 0}"

@@ -6,19 +6,68 @@ Checks that state a limit of FLA's kernels, and not of ours, are left out.
 
 from __future__ import annotations
 
+import inspect
+import re
 import warnings
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+
+from cula import _ops
+
+# The kinds of arguments by their annotations, and how many dimensions have those tensors whose shapes are read first.
+_KINDS = {
+    "Tensor": Tensor,
+    "bool": bool,
+    "int": int,
+    "float": (float, int),
+    "str": str,
+    "None": type(None),
+}
+_RANKS = dict.fromkeys(("q", "k", "v", "Q", "K", "V", "initial_state"), (4,))
+_RANKS |= {"g": (3, 4), "gk": (4,), "beta": (3, 4), "cu_seqlens": (1,)}
 
 
 class ArgumentError(ValueError, AssertionError):
     """FLA asserts where this library raises ValueError: an `except` clause written for either holds."""
 
 
+def refuse_types(
+    function: Callable[..., object], given: Mapping[str, object], error: Exception, *more_ranks: int
+) -> None:
+    """Raises in place of an error that comes from an argument of a wrong type and does not say which.
+
+    `given` holds the parameters by name. It is called once something has failed: a valid call pays for no check.
+    """
+    first = given.get("q", given.get("Q"))
+    for name, parameter in inspect.signature(function).parameters.items():
+        kinds = parameter.annotation.split(" | ")
+        if not all(kind in _KINDS for kind in kinds) or name not in given:
+            continue
+        value = given[name]
+        if isinstance(error, TypeError | ValueError) and re.search(rf"\b{name}\b", str(error)):
+            continue
+        named = f"{function.__name__}: {name}"
+        if not isinstance(value, tuple(_KINDS[kind] for kind in kinds)) or (
+            isinstance(value, bool) and "bool" not in kinds
+        ):
+            wanted = " or ".join("a tensor" if kind == "Tensor" else kind for kind in kinds)
+            raise TypeError(f"{named} must be {wanted}, got {type(value).__name__}") from None
+        if not isinstance(value, Tensor):
+            continue
+        if not _ops.is_dense(value):
+            raise ValueError(f"{named} must be a dense tensor, got {_ops.described(value)}") from None
+        if isinstance(first, Tensor) and value.device != first.device:
+            raise ValueError(f"{named} must be on q's device, {first.device}, got {value.device}") from None
+        if name in _RANKS and value.dim() not in (*_RANKS[name], *more_ranks):
+            ranks = " or ".join(map(str, _RANKS[name]))
+            raise ValueError(f"{named} must have {ranks} dimensions, got {list(value.shape)}") from None
+
+
 def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in the widest of their dtypes: FLA's recurrent operators take each in its own."""
-    if q.dtype == k.dtype == v.dtype:
+    if q.dtype == k.dtype == v.dtype or not all(x.is_floating_point() for x in (q, k, v)):
         return q, k, v
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     return q.to(dtype), k.to(dtype), v.to(dtype)
@@ -89,7 +138,7 @@ def beta(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> None:
 
 
 def forward_only(reverse: bool, gv: Tensor | None) -> None:
-    if reverse:
+    if reverse is not False and reverse is not None:
         raise NotImplementedError("reverse=True is not built: flip the tensors along T")
     if gv is not None:
         raise NotImplementedError("gv, a decay along the value dimension, is outside the family of these kernels")

@@ -28,20 +28,25 @@ def chunk_delta_rule(
     q, k `[B, T, H, K]`, v `[B, T, H, V]`, beta `[B, T, H]`, states `[N, H, K, V]`. `chunk_size` among the kwargs (16,
     32 or 64) changes nothing here.
     """
-    chunk_size = kwargs.pop("chunk_size", 64)
-    _fla.options("chunk_delta_rule", kwargs)
-    if chunk_size not in (16, 32, 64):
-        raise ValueError(f"`chunk_size` must be 16, 32 or 64, got {chunk_size}.")
-    _fla.require(
-        q.dtype == k.dtype == v.dtype, "q, k, v must have one dtype, got {}, {}, {}.", q.dtype, k.dtype, v.dtype
-    )
-    _fla.require(beta.dim() == 3, "beta must be of shape (batch size, seq len, num of head).")
-    _fla.sequences(q, cu_seqlens, initial_state)
-    o, final_state, _ = _passes.forward(
-        _ops.prefill, "delta", q, k, v, beta=beta, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state, state_v_first=False,
-    )  # fmt: skip
-    return o, final_state
+    try:
+        chunk_size = kwargs.pop("chunk_size", 64)
+        _fla.options("chunk_delta_rule", kwargs)
+        if chunk_size not in (16, 32, 64):
+            raise ValueError(f"`chunk_size` must be 16, 32 or 64, got {chunk_size}.")
+        _fla.require(
+            q.dtype == k.dtype == v.dtype, "q, k, v must have one dtype, got {}, {}, {}.", q.dtype, k.dtype, v.dtype
+        )
+        _fla.require(beta.dim() == 3, "beta must be of shape (batch size, seq len, num of head).")
+        _fla.sequences(q, cu_seqlens, initial_state)
+        o, final_state, _ = _passes.forward(
+            _ops.prefill, "delta", q, k, v, beta=beta, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
+            cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
+            state_v_first=False,
+        )  # fmt: skip
+        return o, final_state
+    except Exception as error:
+        _fla.refuse_types(chunk_delta_rule, locals(), error)
+        raise
 
 
 def fused_recurrent_delta_rule(
@@ -59,14 +64,19 @@ def fused_recurrent_delta_rule(
 
     beta is `[B, T, H]` or `[B, T, H, V]`, one if None.
     """
-    _fla.sequences(q, cu_seqlens, initial_state)
-    if beta is None:
-        beta = v.new_ones(v.shape[:3])
-    o, final_state, _ = _passes.forward(
-        _ops.decode, "delta", q, k, v, beta=beta, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state, state_v_first=False,
-    )  # fmt: skip
-    return o, final_state
+    try:
+        _fla.sequences(q, cu_seqlens, initial_state)
+        if beta is None:
+            beta = v.new_ones(v.shape[:3])
+        o, final_state, _ = _passes.forward(
+            _ops.decode, "delta", q, k, v, beta=beta, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
+            cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
+            state_v_first=False,
+        )  # fmt: skip
+        return o, final_state
+    except Exception as error:
+        _fla.refuse_types(fused_recurrent_delta_rule, locals(), error)
+        raise
 
 
 # Withdrawn from FLA, whose advice is to call this.

@@ -43,29 +43,37 @@ def chunk_gated_delta_rule(
     `state_v_first`; the initial state of any floating dtype, the final one float32. `chunk_indices` and `chunk_size`
     change nothing here.
     """
-    state_v_first = _fla.state_layout(kwargs, state_v_first)
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q and k must have the same number of heads, got {q.shape[2]} and {k.shape[2]}.")
-    if v.shape[2] % q.shape[2]:
-        raise ValueError(
-            f"For GVA, num_v_heads (HV={v.shape[2]}) must be evenly divisible by num_qk_heads (H={q.shape[2]})."
+    try:
+        state_v_first = _fla.state_layout(kwargs, state_v_first)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(f"q and k must have the same number of heads, got {q.shape[2]} and {k.shape[2]}.")
+        if v.shape[2] % q.shape[2]:
+            raise ValueError(
+                f"For GVA, num_v_heads (HV={v.shape[2]}) must be evenly divisible by num_qk_heads (H={q.shape[2]})."
+            )
+        if kwargs.pop("head_first", None) is not None:
+            warnings.warn("head_first is deprecated: inputs are `[B, T, H, ...]`", DeprecationWarning, stacklevel=2)
+        _fla.options("chunk_gated_delta_rule", kwargs)
+        if chunk_size not in (16, 32, 64):
+            raise ValueError(f"`chunk_size` must be 16, 32 or 64, got {chunk_size}.")
+        if cp_context is not None:
+            _passes.refuse_context()
+        _fla.sequences(q, cu_seqlens, initial_state)
+        _fla.require(
+            not use_gate_in_kernel or A_log is not None, "A_log must be provided when use_gate_in_kernel=True."
         )
-    if kwargs.pop("head_first", None) is not None:
-        warnings.warn("head_first is deprecated: inputs are `[B, T, H, ...]`", DeprecationWarning, stacklevel=2)
-    _fla.options("chunk_gated_delta_rule", kwargs)
-    if chunk_size not in (16, 32, 64):
-        raise ValueError(f"`chunk_size` must be 16, 32 or 64, got {chunk_size}.")
-    if cp_context is not None:
-        _passes.refuse_context()
-    _fla.sequences(q, cu_seqlens, initial_state)
-    _fla.require(not use_gate_in_kernel or A_log is not None, "A_log must be provided when use_gate_in_kernel=True.")
-    _fla.beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    gate = ("softplus", A_log, dt_bias, None) if use_gate_in_kernel else _passes.LOG_DECAY
-    o, final_state, _ = _passes.forward(
-        _ops.prefill, "gdn", q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
-    )  # fmt: skip
-    return o, final_state
+        _fla.beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        gate = _passes.LOG_DECAY
+        if use_gate_in_kernel is not False:
+            gate = (_passes.gate_of(use_gate_in_kernel, None), A_log, dt_bias, None)
+        o, final_state, _ = _passes.forward(
+            _ops.prefill, "gdn", q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
+        )  # fmt: skip
+        return o, final_state
+    except Exception as error:
+        _fla.refuse_types(chunk_gated_delta_rule, locals(), error)
+        raise
 
 
 def fused_recurrent_gated_delta_rule(
@@ -95,30 +103,38 @@ def fused_recurrent_gated_delta_rule(
     T, HV]` or `[B, T, HV, V]`, one if None. A decay `gv` along V is outside the family.
     q, k and v may differ in dtype; o has v's.
     """
-    state_v_first = _fla.state_layout(kwargs, state_v_first)
-    _fla.options("fused_recurrent_gated_delta_rule", kwargs)
-    _fla.forward_only(False, gv)
-    _fla.sequences(q, cu_seqlens, initial_state)
-    _fla.beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    gate = _passes.LOG_DECAY
-    if use_gate_in_kernel:
-        if g is None or A_log is None:
-            raise ValueError("`g` and `A_log` must be provided when `use_gate_in_kernel=True`.")
+    try:
+        state_v_first = _fla.state_layout(kwargs, state_v_first)
+        _fla.options("fused_recurrent_gated_delta_rule", kwargs)
+        _fla.forward_only(False, gv)
+        _fla.sequences(q, cu_seqlens, initial_state)
+        _fla.beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        gate = _passes.LOG_DECAY
+        if use_gate_in_kernel is not False:
+            if g is None or A_log is None:
+                raise ValueError("`g` and `A_log` must be provided when `use_gate_in_kernel=True`.")
+            if gk is not None:
+                raise NotImplementedError("gk beside a raw gate is not built: gate g first")
+            gate = (_passes.gate_of(use_gate_in_kernel, None), A_log, dt_bias, None)
+        if beta is None:
+            beta = v.new_ones(v.shape[:3])
+        algorithm = "kda" if gk is not None else "delta" if g is None else "gdn"
+        dtype = v.dtype
+        q, k, v = _fla.one_dtype(q, k, v)
+        if gk is not None and not gk.is_floating_point():
+            raise ValueError(f"gk must have a floating-point dtype, got {gk.dtype}")
+        if gk is not None and g is not None and g.shape != gk.shape[:3]:
+            raise ValueError(f"g must have shape [B, T, HV] = {list(gk.shape[:3])}, got {list(g.shape)}")
         if gk is not None:
-            raise NotImplementedError("gk beside a raw gate is not built: gate g first")
-        gate = ("softplus", A_log, dt_bias, None)
-    if beta is None:
-        beta = v.new_ones(v.shape[:3])
-    algorithm = "kda" if gk is not None else "delta" if g is None else "gdn"
-    dtype = v.dtype
-    q, k, v = _fla.one_dtype(q, k, v)
-    if gk is not None:
-        g = gk if g is None else gk + g.unsqueeze(-1)
-    o, final_state, _ = _passes.forward(
-        _ops.decode, algorithm, q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
-    )  # fmt: skip
-    return o.to(dtype), final_state
+            g = gk if g is None else gk + g.unsqueeze(-1)
+        o, final_state, _ = _passes.forward(
+            _ops.decode, algorithm, q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
+        )  # fmt: skip
+        return o.to(dtype), final_state
+    except Exception as error:
+        _fla.refuse_types(fused_recurrent_gated_delta_rule, locals(), error)
+        raise
 
 
 # FLA's short names.

@@ -26,15 +26,19 @@ def chunk_gla(
 
     q, k and the log decay g `[B, T, H, K]`, v `[B, T, H, V]`, states float32 `[N, H, K, V]`.
     """
-    _fla.sequences(q, cu_seqlens, initial_state)
-    _fla.float32_state(initial_state)
-    _fla.require(q.shape == k.shape == g.shape, "q, k, g must have the same shape.")
-    _fla.no_grouped_heads(q, k, v)
-    o, final_state, _ = _passes.forward(
-        _ops.prefill, "gla", q, k, v, g=g, scale=scale, cu_seqlens=cu_seqlens, initial_state=initial_state,
-        output_final_state=output_final_state, state_v_first=state_v_first,
-    )  # fmt: skip
-    return o, final_state
+    try:
+        _fla.sequences(q, cu_seqlens, initial_state)
+        _fla.float32_state(initial_state)
+        _fla.require(q.shape == k.shape == g.shape, "q, k, g must have the same shape.")
+        _fla.no_grouped_heads(q, k, v)
+        o, final_state, _ = _passes.forward(
+            _ops.prefill, "gla", q, k, v, g=g, scale=scale, cu_seqlens=cu_seqlens, initial_state=initial_state,
+            output_final_state=output_final_state, state_v_first=state_v_first,
+        )  # fmt: skip
+        return o, final_state
+    except Exception as error:
+        _fla.refuse_types(chunk_gla, locals(), error)
+        raise
 
 
 def fused_recurrent_gla(
@@ -52,15 +56,19 @@ def fused_recurrent_gla(
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.gla.fused_recurrent_gla`: token after token, with a decay gk `[B, T, H, K]` or none."""
-    state_v_first = _fla.state_layout(kwargs, state_v_first)
-    _fla.options("fused_recurrent_gla", kwargs)
-    _fla.forward_only(reverse, gv)
-    _fla.sequences(q, cu_seqlens, initial_state)
-    o, final_state, _ = _passes.forward(
-        _ops.decode, "linear" if gk is None else "gla", q, k, v, g=gk, scale=scale, cu_seqlens=cu_seqlens,
-        initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
-    )  # fmt: skip
-    return o, final_state
+    try:
+        state_v_first = _fla.state_layout(kwargs, state_v_first)
+        _fla.options("fused_recurrent_gla", kwargs)
+        _fla.forward_only(reverse, gv)
+        _fla.sequences(q, cu_seqlens, initial_state)
+        o, final_state, _ = _passes.forward(
+            _ops.decode, "linear" if gk is None else "gla", q, k, v, g=gk, scale=scale, cu_seqlens=cu_seqlens,
+            initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
+        )  # fmt: skip
+        return o, final_state
+    except Exception as error:
+        _fla.refuse_types(fused_recurrent_gla, locals(), error)
+        raise
 
 
 # Withdrawn from FLA, whose advice is to call this.

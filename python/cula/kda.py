@@ -58,28 +58,32 @@ def chunk_kda(
     no call reads lengths on the host, so every one can be captured, and tokens of no sequence give zeros.
     Errors are FLA's; where FLA asserts, the error is a ValueError as well as an AssertionError.
     """
-    state_v_first = _fla.state_layout(kwargs, state_v_first)
-    _fla.options("chunk_kda", kwargs)
-    if cp_context is not None:
-        _passes.refuse_context()
-    _fla.sequences(q, cu_seqlens, initial_state)
-    _fla.float32_state(initial_state)
-    if chunk_size not in (32, 64):
-        raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
-    _fla.gate(use_gate_in_kernel, A_log, lower_bound, safe_gate)
-    _fla.beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    _check_shapes(q, k, v, g, beta)
-    if return_intermediate_states:
-        allowed = torch.is_inference_mode_enabled()
-        _fla.require(allowed, "return_intermediate_states is only allowed in inference mode")
-        _fla.require(not disable_recompute, "return_intermediate_states must be used with disable_recompute=False")
-    o, final_state, h = _passes.forward(
-        _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale,
-        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
-        output_final_state, state_v_first, return_chunk_states=return_intermediate_states, chunk_size=chunk_size,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-    )  # fmt: skip
-    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+    try:
+        state_v_first = _fla.state_layout(kwargs, state_v_first)
+        _fla.options("chunk_kda", kwargs)
+        if cp_context is not None:
+            _passes.refuse_context()
+        _fla.sequences(q, cu_seqlens, initial_state)
+        _fla.float32_state(initial_state)
+        if chunk_size not in (32, 64):
+            raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
+        _fla.gate(use_gate_in_kernel, A_log, lower_bound, safe_gate)
+        _fla.beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        _check_shapes(q, k, v, g, beta)
+        if return_intermediate_states:
+            allowed = torch.is_inference_mode_enabled()
+            _fla.require(allowed, "return_intermediate_states is only allowed in inference mode")
+            _fla.require(not disable_recompute, "return_intermediate_states must be used with disable_recompute=False")
+        o, final_state, h = _passes.forward(
+            _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale,
+            use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
+            output_final_state, state_v_first, return_chunk_states=return_intermediate_states, chunk_size=chunk_size,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+        )  # fmt: skip
+        return (o, final_state, h) if return_intermediate_states else (o, final_state)
+    except Exception as error:
+        _fla.refuse_types(chunk_kda, locals(), error)
+        raise
 
 
 def fused_recurrent_kda(
@@ -107,16 +111,20 @@ def fused_recurrent_kda(
     As `chunk_kda`, but beta may be `[B, T, HV, V]` and the initial state of any floating dtype. A raw gate with neither
     `A_log` nor `lower_bound` is `-e * softplus(g + dt_bias)`, as in FLA. An empty sequence returns its initial state.
     """
-    state_v_first = _fla.state_layout(kwargs, state_v_first)
-    _fla.options("fused_recurrent_kda", kwargs)
-    if use_gate_in_kernel and A_log is None and lower_bound is None:
-        A_log = g.new_ones(v.shape[2], dtype=torch.float32)
-    o, final_state, _ = _passes.forward(
-        _ops.decode, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale,
-        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
-        output_final_state, state_v_first,
-    )  # fmt: skip
-    return o, final_state
+    try:
+        state_v_first = _fla.state_layout(kwargs, state_v_first)
+        _fla.options("fused_recurrent_kda", kwargs)
+        if use_gate_in_kernel and A_log is None and lower_bound is None:
+            A_log = g.new_ones(v.shape[2], dtype=torch.float32)
+        o, final_state, _ = _passes.forward(
+            _ops.decode, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale,
+            use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
+            output_final_state, state_v_first,
+        )  # fmt: skip
+        return o, final_state
+    except Exception as error:
+        _fla.refuse_types(fused_recurrent_kda, locals(), error)
+        raise
 
 
 def kda_prefill_hopper(
@@ -143,17 +151,21 @@ def kda_prefill_hopper(
 
     Every gate is taken; `safe_gate` only adds its check of `lower_bound`. `chunk_indices` is not needed.
     """
-    _fla.options("kda_prefill_hopper", kwargs)
-    _fla.sequences(q, cu_seqlens, initial_state)
-    _fla.float32_state(initial_state)
-    _fla.gate(use_gate_in_kernel, A_log, lower_bound, safe_gate)
-    _check_shapes(q, k, v, g, beta)
-    o, final_state, _ = _passes.forward(
-        _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale,
-        use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
-        output_final_state=output_final_state,
-    )  # fmt: skip
-    return o, final_state
+    try:
+        _fla.options("kda_prefill_hopper", kwargs)
+        _fla.sequences(q, cu_seqlens, initial_state)
+        _fla.float32_state(initial_state)
+        _fla.gate(use_gate_in_kernel, A_log, lower_bound, safe_gate)
+        _check_shapes(q, k, v, g, beta)
+        o, final_state, _ = _passes.forward(
+            _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale,
+            use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
+            output_final_state=output_final_state,
+        )  # fmt: skip
+        return o, final_state
+    except Exception as error:
+        _fla.refuse_types(kda_prefill_hopper, locals(), error)
+        raise
 
 
 def kda_decode(
@@ -472,9 +484,9 @@ def _gate(
     use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> _passes.Gate:
     """FLA ignores the gate's parameters where g is the log decay already."""
-    if not use_gate_in_kernel:
+    if use_gate_in_kernel is False:
         return _passes.LOG_DECAY
-    return _passes.gate_of(True, lower_bound), A_log, dt_bias, lower_bound
+    return _passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:

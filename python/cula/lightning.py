@@ -35,11 +35,15 @@ def lightning_attn_fwd(
     Q, K, V `[B, T, H, D]`; decay float32 `[H]`, slopes s >= 0, a token shrinks the state by exp(-s); states float32
     `[B, H, V, K]`. `chunk_size` changes nothing here.
     """
-    o, final_state, _ = _passes.forward(
-        _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, initial_state=initial_state,
-        output_final_state=output_final_state, chunk_size=chunk_size,
-    )  # fmt: skip
-    return o, final_state
+    try:
+        o, final_state, _ = _passes.forward(
+            _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, initial_state=initial_state,
+            output_final_state=output_final_state, chunk_size=chunk_size,
+        )  # fmt: skip
+        return o, final_state
+    except Exception as error:
+        _fla.refuse_types(lightning_attn_fwd, locals(), error)
+        raise
 
 
 def lightning_attn_fwd_varlen(
@@ -59,11 +63,15 @@ def lightning_attn_fwd_varlen(
     The pool `[P, H, V, K]` is updated in place and returned. Without a pool the sequences start from zero and their
     final states `[N, H, V, K]` are returned. `persistent` is a choice of schedule upstream; the result is the same.
     """
-    o, final_state, _ = _passes.forward(
-        _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, cu_seqlens=cu_seqlens, state_pool=state_pool,
-        initial_state_indices=initial_state_indices, output_final_state=True, chunk_size=chunk_size,
-    )  # fmt: skip
-    return o, final_state
+    try:
+        o, final_state, _ = _passes.forward(
+            _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, cu_seqlens=cu_seqlens, state_pool=state_pool,
+            initial_state_indices=initial_state_indices, output_final_state=True, chunk_size=chunk_size,
+        )  # fmt: skip
+        return o, final_state
+    except Exception as error:
+        _fla.refuse_types(lightning_attn_fwd_varlen, locals(), error)
+        raise
 
 
 def linear_attention_decode(
@@ -90,20 +98,30 @@ def linear_attention_decode(
     come from the tensors, and row b always works on state b: the stride arguments and `s_offsets` are ignored, as
     upstream.
     """
-    _fla.require(K_SPLIT_DIM == HEAD_DIM, "K_SPLIT_DIM must equal HEAD_DIM, got {} and {}", K_SPLIT_DIM, HEAD_DIM)
-    states = s.unflatten(0, (-1, q.shape[1])) if s.dim() == 3 else s
-    q, k, v, o = (x.unsqueeze(1) for x in (q, k, v, out))
-    _passes.forward(
-        _ops.decode,
-        "lightning",
-        q,
-        k,
-        v,
-        decay=-decay_scales,
-        scale=softmax_scale,
-        state_pool=states[: q.shape[0]],
-        out=o,
-    )
+    try:
+        _fla.require(K_SPLIT_DIM == HEAD_DIM, "K_SPLIT_DIM must equal HEAD_DIM, got {} and {}", K_SPLIT_DIM, HEAD_DIM)
+        if not q.dim() == k.dim() == v.dim() == out.dim() == 3:
+            raise ValueError(
+                f"q, k, v and out must have shape [B, H, D], got {[list(x.shape) for x in (q, k, v, out)]}"
+            )
+        if s.dim() not in (3, 4) or s.shape[0] % (q.shape[1] if s.dim() == 3 else 1):
+            raise ValueError(f"s must have shape [B * H, V, K] or [B, H, V, K], got {list(s.shape)}")
+        states = s.unflatten(0, (-1, q.shape[1])) if s.dim() == 3 else s
+        q, k, v, o = (x.unsqueeze(1) for x in (q, k, v, out))
+        _passes.forward(
+            _ops.decode,
+            "lightning",
+            q,
+            k,
+            v,
+            decay=-decay_scales,
+            scale=softmax_scale,
+            state_pool=states[: q.shape[0]],
+            out=o,
+        )
+    except Exception as error:
+        _fla.refuse_types(linear_attention_decode, locals(), error, 3)
+        raise
 
 
 class LinearAttentionChunkwiseDecay:
@@ -168,9 +186,13 @@ def chunk_lightning_attn(
     FLA's own decay: head h shrinks by exp(-(8 / H) (1 - layer_idx / num_layers) h) per token. It is not the slope of
     MiniMax's or Ring's checkpoints; for those give the slopes to `cula.cula_lightning`.
     """
-    _fla.options("chunk_lightning_attn", kwargs, ("chunk_size",))
-    decay = _fla_decay(q, layer_idx, num_layers)
-    return chunk_simple_gla(q, k, v, None, decay, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+    try:
+        _fla.options("chunk_lightning_attn", kwargs, ("chunk_size",))
+        decay = _fla_decay(q, layer_idx, num_layers)
+        return chunk_simple_gla(q, k, v, None, decay, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+    except Exception as error:
+        _fla.refuse_types(chunk_lightning_attn, locals(), error)
+        raise
 
 
 def fused_recurrent_lightning_attn(
@@ -187,13 +209,22 @@ def fused_recurrent_lightning_attn(
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.lightning_attn.fused_recurrent_lightning_attn`: token after token, with FLA's own decay."""
-    decay = _fla_decay(q, layer_idx, num_layers)
-    return fused_recurrent_simple_gla(
-        q, k, v, None, decay, scale, initial_state, output_final_state, reverse, False, cu_seqlens, **kwargs
-    )
+    try:
+        decay = _fla_decay(q, layer_idx, num_layers)
+        return fused_recurrent_simple_gla(
+            q, k, v, None, decay, scale, initial_state, output_final_state, reverse, False, cu_seqlens, **kwargs
+        )
+    except Exception as error:
+        _fla.refuse_types(fused_recurrent_lightning_attn, locals(), error)
+        raise
 
 
 def _fla_decay(q: Tensor, layer_idx: int, num_layers: int) -> Tensor:
+    for name, value in (("layer_idx", layer_idx), ("num_layers", num_layers)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be of type int, got {type(value).__name__}")
+    if not 0 <= layer_idx < num_layers < 2**31:
+        raise ValueError(f"layer_idx must be from 0 to num_layers - 1, got {layer_idx} of num_layers {num_layers}")
     heads = q.shape[2]
     per_head = torch.arange(heads, dtype=torch.float32, device=q.device)
     return per_head * (-8 / heads * (1 - layer_idx / num_layers))

@@ -26,8 +26,14 @@ def chunk_retention(
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.retention.chunk_retention`: a whole prompt; states `[N, H, K, V]`."""
-    _fla.options("chunk_retention", kwargs, ("chunk_size",))
-    return chunk_simple_gla(q, k, v, None, _decay(q), scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+    try:
+        _fla.options("chunk_retention", kwargs, ("chunk_size",))
+        return chunk_simple_gla(
+            q, k, v, None, _decay(q), scale, initial_state, output_final_state, cu_seqlens=cu_seqlens
+        )
+    except Exception as error:
+        _fla.refuse_types(chunk_retention, locals(), error)
+        raise
 
 
 def fused_chunk_retention(
@@ -56,9 +62,24 @@ def fused_recurrent_retention(
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.retention.fused_recurrent_retention`: token after token."""
-    return fused_recurrent_simple_gla(
-        q, k, v, None, _decay(q), scale, initial_state, output_final_state, reverse, state_v_first, cu_seqlens, **kwargs
-    )
+    try:
+        return fused_recurrent_simple_gla(
+            q,
+            k,
+            v,
+            None,
+            _decay(q),
+            scale,
+            initial_state,
+            output_final_state,
+            reverse,
+            state_v_first,
+            cu_seqlens,
+            **kwargs,
+        )
+    except Exception as error:
+        _fla.refuse_types(fused_recurrent_retention, locals(), error)
+        raise
 
 
 def _decay(q: Tensor) -> Tensor:

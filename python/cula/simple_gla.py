@@ -31,10 +31,16 @@ def chunk_simple_gla(
     q, k `[B, T, H, K]`, v `[B, T, H, V]`; the log decay is g `[B, T, H]`, the constant g_gamma `[H]`, their sum, or
     zero. `chunk_size` among the kwargs changes nothing here.
     """
-    state_v_first = _fla.state_layout(kwargs, state_v_first)
-    _fla.options("chunk_simple_gla", kwargs, ("chunk_size",))
-    _fla.sequences(q, cu_seqlens, initial_state)
-    return _run(_ops.prefill, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+    try:
+        state_v_first = _fla.state_layout(kwargs, state_v_first)
+        _fla.options("chunk_simple_gla", kwargs, ("chunk_size",))
+        _fla.sequences(q, cu_seqlens, initial_state)
+        return _run(
+            _ops.prefill, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens
+        )
+    except Exception as error:
+        _fla.refuse_types(chunk_simple_gla, locals(), error)
+        raise
 
 
 def fused_chunk_simple_gla(
@@ -67,11 +73,17 @@ def fused_recurrent_simple_gla(
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.simple_gla.fused_recurrent_simple_gla`: token after token."""
-    state_v_first = _fla.state_layout(kwargs, state_v_first)
-    _fla.options("fused_recurrent_simple_gla", kwargs)
-    _fla.forward_only(reverse, None)
-    _fla.sequences(q, cu_seqlens, initial_state)
-    return _run(_ops.decode, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+    try:
+        state_v_first = _fla.state_layout(kwargs, state_v_first)
+        _fla.options("fused_recurrent_simple_gla", kwargs)
+        _fla.forward_only(reverse, None)
+        _fla.sequences(q, cu_seqlens, initial_state)
+        return _run(
+            _ops.decode, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens
+        )
+    except Exception as error:
+        _fla.refuse_types(fused_recurrent_simple_gla, locals(), error)
+        raise
 
 
 def _run(

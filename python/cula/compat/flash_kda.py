@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cula import _ops, _passes
+from cula import _fla, _ops, _passes
 
 __all__ = ["fwd", "get_workspace_size"]
 
@@ -32,17 +32,21 @@ def fwd(
     `[H, K]`, lower_bound below 0; states `[N, H, V, K]`, of one dtype where both are given; with cu_seqlens, int64 or
     int32, B is 1.
     """
-    if initial_state is not None and final_state is not None and initial_state.dtype != final_state.dtype:
-        raise ValueError(
-            f"initial_state and final_state must have one dtype, got {initial_state.dtype} and {final_state.dtype}"
-        )
-    _passes.check_inputs(_ops.prefill, q, k, v)
-    flags = _passes.options("kda", "bounded", True, True, False, scale, lower_bound, -1, None)
-    _passes.call(
-        _ops.prefill.packed,
-        (q, k, v, out, flags, g, beta, A_log, dt_bias, lower_bound, final_state, None, initial_state, cu_seqlens,
-         scale),
-    )  # fmt: skip
+    try:
+        if initial_state is not None and final_state is not None and initial_state.dtype != final_state.dtype:
+            raise ValueError(
+                f"initial_state and final_state must have one dtype, got {initial_state.dtype} and {final_state.dtype}"
+            )
+        _passes.check_inputs(_ops.prefill, q, k, v)
+        flags = _passes.options("kda", "bounded", True, True, False, scale, lower_bound, -1, None)
+        _passes.call(
+            _ops.prefill.packed,
+            (q, k, v, out, flags, g, beta, A_log, dt_bias, lower_bound, final_state, None, initial_state, cu_seqlens,
+             scale),
+        )  # fmt: skip
+    except Exception as error:
+        _fla.refuse_types(fwd, locals(), error)
+        raise
 
 
 def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
