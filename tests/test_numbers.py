@@ -76,9 +76,11 @@ def test_steep_gates_stay_numbers(gate, A_log, pass_name, key_dim):
 
 
 @pytest.mark.parametrize("strength", ["beta near 2", "a large state"])
-def test_one_key_channel(algorithm, strength):
-    """Chunks of one channel would cancel what tokens do not: such calls go token by token."""
-    inputs = make(Case(algorithm, (300,), key_dim=1, value_dim=32, qk_l2norm=True, beta_is_logit=False))
+@pytest.mark.parametrize("key_dim", [1, 2, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_few_key_channels(algorithm, strength, key_dim, dtype):
+    """Chunks would compute as a difference what tokens compute as a product: such calls go token by token."""
+    inputs = make(Case(algorithm, (300,), key_dim=key_dim, value_dim=32, qk_l2norm=True, dtype=dtype))
     if inputs.beta is not None:
         inputs.beta.fill_(1.99)
     if strength == "a large state":

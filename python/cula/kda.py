@@ -467,8 +467,8 @@ def _tree(parents: Tensor) -> Tensor:
     """SGLang leaves the parent of a row's first token unset. A CUDA kernel takes no parent that is not before its
     token; where the host reads them, such a parent is an error."""
     if not parents.is_cpu:
-        return parents.to(torch.int32)
-    parents = parents.to(torch.int32, copy=True)
+        return parents
+    parents = parents.clone()
     parents[:, :1] = -1
     return parents
 

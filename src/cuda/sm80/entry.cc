@@ -36,7 +36,7 @@ auto with_dtype(Dtype dtype, Body body) {
 
 // With fewer key channels a token may take nearly all of a state away: chunks compute that as a difference and tokens
 // as a product, whose error goes with it.
-constexpr std::int64_t kFewestChannels = 8;
+constexpr std::int64_t kFewestChannels = 16;
 
 // body.operator()<T, K, decay per channel>() of the prefill instance that holds the problem.
 template <class Body>
