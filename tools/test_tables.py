@@ -60,6 +60,21 @@ def sanitizer() -> list[str]:
     return lines or _none("sanitize")
 
 
+def fuzz() -> list[str]:
+    """Calls of the fuzzer and what it found, target by target."""
+    lines: list[str] = []
+    for result in _read("fuzz"):
+        rows = []
+        for name, found in result["targets"].items():
+            calls = ", ".join(f"{backend} {count:,}" for backend, count in sorted(found["by_backend"].items()))
+            rows.append([f"`{name}`", found["seed"], f"{found['calls']:,}", calls, len(found["failures"])])
+        driver = f", driver {result['driver']}" if result.get("driver") else ""
+        lines += [f"{result['device']}{driver}; torch {result['torch']}; sources `{result['source_hash']}`.", ""]
+        lines += [*_table(["asked for", "seed", "calls", "by target", "failures"], rows), ""]
+        lines += [f"- `{line}`" for found in result["targets"].values() for line in found["failures"]]
+    return lines or _none("fuzz")
+
+
 def fla() -> list[str]:
     """FLA's tests, function by function, and every case that did not pass with its reason."""
     lines: list[str] = []

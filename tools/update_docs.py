@@ -16,7 +16,14 @@ import support_matrix
 import test_tables
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("README.md", "docs/benchmarks.md", "docs/distributed.md", "docs/fla-tests.md", "docs/gpu-tests.md")
+FILES = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/distributed.md",
+    "docs/fla-tests.md",
+    "docs/fuzzing.md",
+    "docs/gpu-tests.md",
+)
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -42,6 +49,7 @@ GENERATORS: dict[str, Callable[[], list[str]]] = {
     "gpu-tests": test_tables.runs,
     "sanitizer": test_tables.sanitizer,
     "fla-tests": test_tables.fla,
+    "fuzz": test_tables.fuzz,
     "cpp-example": cpp_example,
 }
 

@@ -10,10 +10,11 @@ if TYPE_CHECKING:
 
 # Classes of calls that have a switch each (`--with`, `--without`), and whether they are drawn by default.
 CLASSES = {
-    # Beta near 2 where keys come back to the same few directions: keys that do not move, and in float32 fewer channels
-    # than FEW (but not one). A reflection keeps every rounding, and a chunk of 64 tokens adds them up.
+    # Beta near 2 where keys come back to the same few directions: keys that do not move, and in float32 chunks fewer
+    # channels than FEW. A reflection keeps every rounding, and a chunk of 64 tokens adds them up.
     "reflections": False,
-    # float32 values far smaller than the state that they overwrite: where channels are as few, or keys do not move.
+    # float32 chunks whose values are far smaller than the state that they overwrite: where channels are as few, or keys
+    # do not move.
     "small_values": False,
     # float16 values below 6e-5, which have fewer bits the smaller they are.
     "fp16_subnormals": False,
@@ -25,33 +26,36 @@ CLASSES = {
     "few_numbers": False,
     # Rows that start from a slot that another row of the call writes.
     "forks": True,
-    # float32 chunks of a delta rule with two or three channels: up to 1.3 times the rule, where tokens forget more.
+    # float32 maps of a delta rule with two or three channels: up to 1.3 times the rule, where tokens forget more.
     "few_channels": False,
     # Maps of one channel.
     "maps_k1": False,
     # Slots, counts, parents and plans in int64.
     "int64_indices": True,
     # A table of slots without columns, for rows without tokens.
-    "empty_tables": False,
+    "empty_tables": True,
     # Malformed lengths near 2^31 where h is asked for.
-    "far_lengths": False,
+    "far_lengths": True,
+    # Nothing but prefills of KDA that sm90:fused takes.
+    "one_kernel": False,
 }
 DEFAULT = frozenset(name for name, drawn in CLASSES.items() if drawn)
 
 FEW = 32  # channels: a chunk has twice as many tokens
+FEWEST = 16  # channels of a prefill in chunks
 
 
 def without(case: Case, classes: frozenset[str]) -> Case:
     """The case moved out of every class that is switched off."""
     if "maps_k1" not in classes and case.pass_name == "segment" and case.key_dim == 1:
         case = case.but(key_dim=2)
-    chunks = case.delta and case.dtype == "float32" and case.pass_name in ("prefill", "split", "segment")
+    chunks = case.pass_name == "segment" or (case.pass_name in ("prefill", "split") and case.key_dim >= FEWEST)
+    chunks = chunks and case.delta and case.dtype == "float32"
     if "few_channels" not in classes and chunks and case.key_dim in (2, 3):
         case = case.but(key_dim=4)
-    few = case.dtype == "float32" and case.key_dim < FEW
+    few = chunks and case.key_dim < FEW
     still = case.keys == "collinear" or dict(case.expanded).get("k") == 1
-    # One channel is computed token by token.
-    if "reflections" not in classes and case.delta and case.key_dim > 1 and (few or still):
+    if "reflections" not in classes and case.delta and (few or still):
         case = case.but(allow_neg_eigval=False)
     if "small_values" not in classes and case.delta and (few or (still and case.dtype == "float32")):
         case = case.but(value_size=max(case.value_size, case.state_size))

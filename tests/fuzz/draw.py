@@ -215,6 +215,8 @@ class Case:
 def draw(seed: int, classes: frozenset[str] = DEFAULT, **fixed) -> Case:
     """The case of a seed; `fixed` pins pass_name, algorithm or dtype."""
     random = Random(seed)
+    if "one_kernel" in classes:
+        fixed = {"pass_name": "prefill", "algorithm": "kda", "dtype": "bfloat16"}
     fields = {"seed": seed}
     fields["pass_name"] = fixed.get("pass_name") or random.choices(PASSES, (40, 20, 20, 12, 8))[0]
     fields["algorithm"] = fixed.get("algorithm") or random.choices(tuple(FAMILY), (4, 3, 2, 2, 2, 1, 2, 1))[0]
@@ -224,8 +226,32 @@ def draw(seed: int, classes: frozenset[str] = DEFAULT, **fixed) -> Case:
     fields |= _gate(random, fields)
     fields |= _numbers(random, fields, classes)
     fields |= _memory(random, fields)
+    if "one_kernel" in classes:
+        fields |= _one_kernel(random)
     case = Case(**fields)
     return without(_states(random, case, classes), classes)
+
+
+def _one_kernel(random: Random) -> dict:
+    """What makes a KDA prefill one that sm90:fused takes: gates of its own making, norms, and rows in pieces of 16
+    bytes."""
+    low = random.uniform(-3, 3)
+    return {
+        "key_dim": random.choice((72, 80, 96, 104, 120, 128, 128, 128)),
+        "value_dim": random.choice((8, 24, 64, 72, 128, 128, 136, 256)),
+        "gate": random.choice(("softplus", "bounded")),
+        "lower_bound": random.choice((-5.0, -1.0, -0.1)),
+        "A_log": (low, random.uniform(low, 4)),
+        "gate_dtype": "bfloat16",
+        "gate_per_head": False,
+        "beta_dtype": random.choice(("float32", "bfloat16", "float16")),
+        "beta_per_value": False,
+        "qk_l2norm": True,
+        "scale": random.choice((None, 1.0, 0.1)),
+        "layouts": random.choice(((), (("q", "padded"), ("v", "padded")))),
+        "expanded": (),
+        "out": "",
+    }
 
 
 def _chance(random: Random, probability: float) -> bool:

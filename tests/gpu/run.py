@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU test runs, and what they leave in bench/results/<gpu>/: python tests/gpu/run.py test|sanitize|fla."""
+"""The test runs on a GPU, and what they leave in bench/results/<gpu>/: python tests/gpu/run.py test|sanitize|fuzz|fla.
+The fuzzer runs on a CPU, too."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from xml.etree import ElementTree
 
 import torch
@@ -21,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bench import gpu, machine  # noqa: E402  (once ROOT is on the path)
+from bench import cpu, gpu, machine  # noqa: E402  (once ROOT is on the path)
 from bench.results import RESULTS  # noqa: E402  (once ROOT is on the path)
 from bench.suites import GPU_SOURCES  # noqa: E402  (once ROOT is on the path)
 
@@ -31,6 +33,18 @@ SUMMARY = re.compile(
 )
 FLA_FILES = "kda,gdn,gla,simple_gla,lightning_attn,retention,delta"
 
+# What the fuzzer calls of each device: a target or family, "auto" for the library's choice; with the options of those
+# that take few calls, and how much of the count is theirs.
+FUZZED = {
+    "cuda": {
+        "sm90": ([], 0.3),
+        "sm90:fused": (["--with", "one_kernel"], 0.1),
+        "sm80": ([], 0.4),
+        "auto": ([], 0.2),
+    },
+    "cpu": {"cpu": ([], 0.8), "auto": ([], 0.2)},
+}
+
 # name: (arguments of pytest, environment)
 SUITES = {
     "laws and cases": (["--device", "cuda", "tests", "--ignore", "tests/gpu"], {}),
@@ -39,10 +53,10 @@ SUITES = {
 }
 
 
-def head() -> dict:
+def head(device: ModuleType = gpu) -> dict:
     return {
-        "device": gpu.name(),
-        "driver": gpu.driver(),
+        "device": device.name(),
+        "driver": device.driver(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "commit": machine.commit(),
@@ -50,9 +64,9 @@ def head() -> dict:
     }
 
 
-def write(name: str, result: dict, output: Path) -> None:
+def write(name: str, result: dict, output: Path, device: ModuleType = gpu) -> None:
     """The parts of one run may be run one at a time: an earlier one stays while the sources are the same."""
-    path, first = output / machine.file_safe(gpu.name()) / f"{name}.json", head()
+    path, first = output / machine.file_safe(device.name()) / f"{name}.json", head(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {}
     if before.get("source_hash") == first["source_hash"]:
@@ -146,6 +160,27 @@ def sanitize(options: argparse.Namespace) -> bool:
     return fine
 
 
+def fuzz(options: argparse.Namespace) -> bool:
+    """The fuzzer on every target, each with seeds of its own."""
+    device = {"cuda": gpu, "cpu": cpu}[options.device]
+    targets, failures = {}, 0
+    for number, (name, (more, share)) in enumerate(FUZZED[options.device].items()):
+        seed, count = options.seed + number, int(options.count * share)
+        with TemporaryDirectory() as folder:
+            record = Path(folder) / "record.json"
+            command = [sys.executable, "-m", "fuzz", "--device", options.device, "--backend", name]
+            command += ["--seed", str(seed), "--count", str(count), "--workers", str(options.jobs), *more]
+            start = time.perf_counter()
+            subprocess.run([*command, "--json", str(record)], cwd=ROOT, env=environment(), check=False)
+            found = json.loads(record.read_text())
+        kept = {key: found[key] for key in ("seed", "cases", "calls", "by_backend", "by_pass", "by_algorithm")}
+        lines = [failure["reproduce"] for failure in found["failures"]]
+        targets[name] = {**kept, "failures": lines, "seconds": round(time.perf_counter() - start, 1)}
+        failures += len(lines)
+    write("fuzz", {"targets": targets}, options.output, device)
+    return failures == 0
+
+
 def fla(options: argparse.Namespace) -> bool:
     """FLA's own operator tests on our drop-ins."""
     options.fla_tests = options.fla_tests.resolve()
@@ -179,6 +214,12 @@ def main() -> None:
     verb = verbs.add_parser("sanitize", help="small calls under compute-sanitizer")
     verb.add_argument("--tools", default=",".join(TOOLS))
     verb.set_defaults(run=sanitize)
+    verb = verbs.add_parser("fuzz", help="random calls beside a float64 recurrence (docs/fuzzing.md)")
+    verb.add_argument("--device", choices=FUZZED, default="cuda")
+    verb.add_argument("--seed", type=int, default=100)
+    verb.add_argument("--count", type=int, default=100_000)
+    verb.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
+    verb.set_defaults(run=fuzz)
     verb = verbs.add_parser("fla", help="FLA's operator tests on our drop-ins")
     verb.add_argument("--fla-tests", type=Path, required=True, help="the folder tests of FLA's repository")
     verb.add_argument("--files", default=FLA_FILES)
@@ -186,7 +227,7 @@ def main() -> None:
     verb.set_defaults(run=fla)
     options, rest = parser.parse_known_args()
     options.pytest = [argument for argument in rest if argument != "--"]
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and getattr(options, "device", "cuda") == "cuda":
         raise SystemExit("run.py: needs a GPU, and torch finds none here")
     raise SystemExit(0 if options.run(options) else 1)
 
