@@ -37,8 +37,16 @@ def apart(call, inputs, starts: list[int], live: list[bool] | None = None):
 
 
 @CALLS
-@KINDS
-@pytest.mark.parametrize("fields", [{}, {"state_dtype": torch.bfloat16}, {"k_first": True}, {"value_dim": 300}])
+@pytest.mark.parametrize(
+    ("dtype", "fields"),
+    [
+        (torch.int32, {}),
+        (torch.int64, {}),
+        (torch.int32, {"state_dtype": torch.bfloat16}),
+        (torch.int32, {"k_first": True}),
+        (torch.int32, {"value_dim": 300}),
+    ],
+)
 def test_a_prefix_is_forked(algorithm, call, dtype, fields):
     """Four copies of slot 5, of which one stays there, and a sequence of its own."""
     inputs = problem(algorithm, 5, 9, **fields)
@@ -205,6 +213,52 @@ def test_a_tree_whose_base_lies_in_one_of_its_slots(algorithm, dtype, key_dim, p
     )
     assert_same_bits("o", wanted.o, result.o)
     assert_same_bits("states", wanted.snapshots, pool[table.long()])
+
+
+@CALLS
+@pytest.mark.parametrize("view", ["fewer slots", "one slot, another stride"])
+def test_what_is_read_may_be_a_part_of_what_is_written(algorithm, call, view):
+    """A fork is copied to a slot of the states that are written, which those that are read need not have."""
+    inputs = problem(algorithm, 2, 8)
+    pool = inputs.initial_state
+    wanted = apart(call, inputs, [0, 0])
+    part = pool[:2]
+    if view != "fewer slots":
+        part = pool.as_strided((1, *pool.shape[1:]), (2 * pool.stride(0), *pool.stride()[1:]), pool.storage_offset())
+    before = whole(pool)
+    result = call(
+        inputs.but(initial_state=part, initial_state_indices=torch.tensor([0, 0], dtype=torch.int32)),
+        final_state=pool,
+        final_state_indices=torch.tensor([0, 3], dtype=torch.int32),
+    )
+    assert_same_bits("o", wanted.o, result.o)
+    assert_same_bits("states", wanted.final_state, pool[[0, 3]])
+    assert_only_changed(before, pool, [0, 3])
+
+
+def test_drafts_start_within_the_states_that_are_read():
+    inputs = problem("kda", 1, 8)
+    named = {"final_state": inputs.initial_state.clone(), "state_indices": torch.tensor([[7, 6, 5, 4, 3]])}
+    few = inputs.but(initial_state=inputs.initial_state[:2])
+    if READ:
+        with pytest.raises(
+            ValueError, match="state_indices must name a slot of initial_state's 2 where a sequence starts"
+        ):
+            passes.verify(few, **named)
+    else:
+        assert not passes.verify(few, **named).o.any()
+
+
+@CALLS
+@pytest.mark.parametrize("number", [-(2**63), -(2**32), -(2**32) + 3, -1])
+def test_every_negative_int64_is_null(algorithm, call, number):
+    inputs = problem(algorithm, 2, 4)
+    wanted = apart(call, inputs, [0, 1])
+    before = whole(inputs.initial_state)
+    result = call(inputs.but(initial_state_indices=torch.tensor([number, 1])), in_place=True)
+    assert not result.o[0].any()
+    assert_same_bits("o", wanted.o[1], result.o[1])
+    assert_only_changed(before, inputs.initial_state, [1])
 
 
 @CALLS

@@ -53,8 +53,9 @@ TensorHandle allocate(std::span<const std::int64_t> sizes, std::int32_t dtype, c
     AtenTensorHandle handle = nullptr;
     if (aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, type,
                                  device.index, &handle) != AOTI_TORCH_SUCCESS)
-        throw std::runtime_error("cula: out of memory: PyTorch gives no tensor of " + std::to_string(step) +
-                                 " elements of " + (device.kind == DeviceKind::kCuda ? "GPU" : "host") + " memory");
+        throw std::runtime_error("cula: PyTorch gives no tensor of " + std::to_string(step) + " elements in " +
+                                 (device.kind == DeviceKind::kCuda ? "GPU" : "host") +
+                                 " memory: it is out of memory, or the device has failed before");
     return TensorHandle(handle);
 }
 

@@ -16,6 +16,10 @@
 namespace cula {
 
 inline constexpr std::int64_t kLargestDim = 256;  // of K and V
+// Of a prefill or a map in chunks. With fewer key channels a token may take nearly all of a state away, which chunks
+// compute as a difference and tokens as a product, whose error goes with it.
+inline constexpr std::int64_t kFewestChunkChannels = 16;
+inline constexpr std::int64_t kMostSlots = std::int64_t{1} << 31;  // of a pool: indices are numbers of 32 bits
 
 // Where a fail(argument, expected, given) is in scope. A macro, so that the words are put together only when they are
 // needed: a valid call makes no strings.

@@ -2,6 +2,7 @@
 // compose() of cula.h: its checks, and how a CPU does it.
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <span>
 #include <string>
@@ -37,7 +38,7 @@ void check_maps(const TensorRef& ref, std::string_view argument, const TensorRef
     CULA_REQUIRE(ref.stride[4] == 1, argument, "have a contiguous last dimension",
                  "a stride of " + std::to_string(ref.stride[4]));
     if (on_cpu) return;
-    CULA_REQUIRE(ref.stride[3] < kMostPitch, argument, "have rows less than 2^23 numbers apart",
+    CULA_REQUIRE(std::abs(ref.stride[3]) < kMostPitch, argument, "have rows less than 2^23 numbers apart",
                  "a stride of " + std::to_string(ref.stride[3]));
     CULA_REQUIRE((ref.stride[0] | ref.stride[1] | ref.stride[2] | ref.stride[3]) % 4 == 0 &&
                      reinterpret_cast<std::uintptr_t>(ref.data) % 16 == 0,

@@ -155,6 +155,8 @@ void run(const Plan& plan, const Args& args, const Context& context) {
         each_call(whole, [&](const Args& part) { plan.kernel->run(part, context); });
     };
     if (!may_fork(args)) return run_all(args);
+    CULA_REQUIRE(plan.workspace_bytes >= SettledIndices::bytes(args), "args", "be those of the plan",
+                 "indices that it has no room for");
     const SettledIndices indices(
         args, static_cast<std::byte*>(context.workspace) + plan.workspace_bytes - SettledIndices::bytes(args));
 #if defined(CULA_WITH_CUDA)

@@ -65,12 +65,24 @@ private:
     std::unordered_map<std::int64_t, std::int64_t> writers_;
 };
 
-void copy_state(const TensorRef& pool, std::int64_t from, std::int64_t to) {
-    for (std::int64_t hv = 0; hv < pool.size[1]; ++hv)
-        for (std::int64_t v = 0; v < pool.size[2]; ++v)
-            for (std::int64_t k = 0; k < pool.size[3]; ++k)
-                std::copy_n(static_cast<const std::byte*>(pool.ptr(from, hv, v, k)), size_bytes(pool.dtype),
-                            static_cast<std::byte*>(pool.ptr(to, hv, v, k)));
+// From a slot of the states that are read to one of those that are written, which are the same memory.
+void copy_state(const Args& args, std::int64_t from, std::int64_t to) {
+    const TensorRef &initial = args.initial_state, &final = args.final_state;
+    for (std::int64_t hv = 0; hv < final.size[1]; ++hv)
+        for (std::int64_t v = 0; v < final.size[2]; ++v)
+            for (std::int64_t k = 0; k < final.size[3]; ++k)
+                std::copy_n(static_cast<const std::byte*>(initial.ptr(from, hv, v, k)), size_bytes(final.dtype),
+                            static_cast<std::byte*>(final.ptr(to, hv, v, k)));
+}
+
+// Whether some sequence reads a slot that is not the one it ends in; with state_indices any might.
+bool some_start_elsewhere(const Args& args) {
+    if (args.state_indices) return true;
+    for (std::int64_t n = 0; n < num_sequences(args); ++n) {
+        const StateRows rows = states_of(args, n);
+        if (rows.initial && rows.initial.slot != rows.final.slot) return true;
+    }
+    return false;
 }
 
 }  // namespace
@@ -79,7 +91,8 @@ bool may_fork(const Args& args) {
     const TensorRef &read = args.initial_state_indices, &write = args.final_state_indices;
     if (!args.initial_state || !args.final_state || args.initial_state.data != args.final_state.data) return false;
     if (args.state_indices) return static_cast<bool>(read);
-    return write && !(read && read.data == write.data && read.stride[0] == write.stride[0]);
+    const bool same = read && read.data == write.data && read.dtype == write.dtype && read.stride[0] == write.stride[0];
+    return write && !same;
 }
 
 std::size_t SettledIndices::bytes(const Args& args) {
@@ -97,14 +110,18 @@ Args SettledIndices::apply(const Args& args) const {
     const auto indices = [&](std::int32_t* data) {
         return TensorRef::contiguous(data, Dtype::kInt32, {num_sequences(args)});
     };
+    // A fork starts from a slot that it writes.
+    if (args.final_state.size[0] > args.initial_state.size[0]) settled.initial_state = args.final_state;
     settled.initial_state_indices = indices(starts);
     if (!ends) return settled;
     settled.final_state_indices = indices(ends);
-    settled.null_index = -1;  // without indices a sequence starts from the slot of its own number, even that one
+    // Without indices a sequence starts from the slot of its own number, even where that is the null index.
+    if (!args.initial_state_indices) settled.null_index = -1;
     return settled;
 }
 
 std::optional<Chain> find_chain(const Args& args) {
+    if (!some_start_elsewhere(args)) return std::nullopt;
     const Slots slots(args);
     std::optional<Chain> found;
     slots.each_fork([&](const Fork& fork) {
@@ -116,16 +133,16 @@ std::optional<Chain> find_chain(const Args& args) {
 }
 
 void settle_forks(const Args& args, const SettledIndices& to) {
-    const Slots slots(args);
     for (std::int64_t n = 0; n < num_sequences(args); ++n) {
         const StateRows rows = states_of(args, n);
         const std::int64_t from = args.initial_state_indices ? read_index(args.initial_state_indices, n) : n;
         to.starts[n] = rows.skipped ? -1 : static_cast<std::int32_t>(from);
         if (to.ends) to.ends[n] = rows.skipped ? -1 : static_cast<std::int32_t>(rows.final.slot);
     }
-    slots.each_fork([&](const Fork& fork) {
+    if (!some_start_elsewhere(args)) return;
+    Slots(args).each_fork([&](const Fork& fork) {
         if (fork.to < 0) return;
-        copy_state(args.initial_state, fork.from, fork.to);
+        copy_state(args, fork.from, fork.to);
         to.starts[fork.sequence] = static_cast<std::int32_t>(fork.to);
     });
 }

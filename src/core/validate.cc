@@ -123,6 +123,7 @@ private:
 
     void state(std::string_view argument, const TensorRef& ref, Dim first) const {
         shape(argument, ref, {first, {"HV", value_heads_}, {"V", value_dim_}, {"K", key_dim_}});
+        CULA_REQUIRE(ref.size[0] < kMostSlots, argument, "have less than 2^31 slots", std::to_string(ref.size[0]));
         state_memory(argument, ref);
     }
 
@@ -229,7 +230,8 @@ private:
         }
         if (args_.gate == Gate::kBounded) {
             CULA_REQUIRE(args_.lower_bound < 0, "lower_bound", "be negative", std::to_string(args_.lower_bound));
-            finite("lower_bound", args_.lower_bound);
+            CULA_REQUIRE(args_.lower_bound >= -kMostGateSlope, "lower_bound", "be at least -1e30",
+                         std::to_string(args_.lower_bound));
         }
 
         if (args_.algorithm.update == Update::kDelta) {
@@ -320,6 +322,8 @@ private:
                          "memory that overlaps initial_state in other places");
         CULA_REQUIRE(!read || initial || final, "initial_state_indices", "come with a state", "indices alone");
         CULA_REQUIRE(!write || final, "final_state_indices", "come with a state to write", "indices alone");
+        CULA_REQUIRE(!write || read || !args_.snapshot_indices, "initial_state_indices",
+                     "be given with final_state_indices and snapshot_indices", "none");
         const bool writes_at_read = final && !write && !pool_by_token;
         if (read && initial) indices("initial_state_indices", read, initial, writes_at_read);
         if (read && !initial) indices("initial_state_indices", read, final, writes_at_read);
@@ -413,6 +417,7 @@ private:
                 slots("state_indices", per_token, args_.final_state ? args_.final_state : args_.initial_state,
                       static_cast<bool>(args_.final_state));
         }
+        const bool starts_by_token = per_token && args_.initial_state && !args_.initial_state_indices;
         if (accepted) {
             given("state_indices", per_token, "with num_accepted");
             shape("num_accepted", accepted, {{"N", sequences_}});
@@ -424,6 +429,13 @@ private:
                                  "lie in 1.." + std::to_string(per_token.size[1]),
                                  std::to_string(count) + " for sequence " + std::to_string(n));
                 }
+        }
+        for (std::int64_t n = 0; starts_by_token && host_readable_ && n < sequences_; ++n) {
+            const std::int64_t from = read_index(per_token, n, accepted ? read_index(accepted, n) - 1 : 0);
+            CULA_REQUIRE(is_null(args_, from) || from < args_.initial_state.size[0], "state_indices",
+                         "name a slot of initial_state's " + std::to_string(args_.initial_state.size[0]) +
+                             " where a sequence starts",
+                         std::to_string(from) + " for sequence " + std::to_string(n));
         }
         if (snapshots) {
             shape("snapshots", snapshots,

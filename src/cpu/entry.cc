@@ -13,6 +13,7 @@
 #endif
 
 #include "core/carve.h"
+#include "core/check.h"
 #include "core/rows.h"
 #include "cpu/task.h"
 #include "cula/kernels.h"
@@ -183,13 +184,8 @@ struct PrefillPlan {
     std::size_t scratch_bytes;  // of one worker
 };
 
-// Where each value channel has its own beta there is no chunk form. With few key channels a token may take nearly all
-// of a state away, which chunks compute as a difference and tokens as a product, whose error goes with it. Prefill goes
-// token by token then.
-bool steps(const Args& args) {
-    constexpr std::int64_t kFewestChannels = 16;
-    return args.beta.ndim == 4 || args.q.size[3] < kFewestChannels;
-}
+// Where each value channel has its own beta, or channels are few, prefill goes token by token.
+bool steps(const Args& args) { return args.beta.ndim == 4 || args.q.size[3] < kFewestChunkChannels; }
 
 PrefillPlan carve_prefill(Carver& carver, const Isa& isa, const Args& args, const Context& context, const Cut& cut) {
     PrefillPlan plan{};

@@ -27,7 +27,7 @@ Indices indices(const TensorRef& ref) {
     static_assert(std::endian::native == std::endian::little);
     const std::int64_t words = ref.dtype == Dtype::kInt64 ? 2 : 1;
     return {static_cast<const std::int32_t*>(ref.data), ref.stride[0] * words, ref.ndim > 1 ? ref.stride[1] * words : 0,
-            static_cast<std::int32_t>(ref.ndim > 1 ? std::min(ref.size[1], kMostCounted) : 1)};
+            static_cast<std::int32_t>(ref.ndim > 1 ? std::min(ref.size[1], kMostCounted) : 1), words > 1};
 }
 
 HeadParameter head_parameter(const TensorRef& ref) {

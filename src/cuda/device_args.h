@@ -34,13 +34,22 @@ struct States {
     CULA_HOST_DEVICE std::int64_t offset(std::int64_t s, std::int64_t h) const { return s * slot + h * head; }
 };
 
-// int32, or the lower halves of int64. (Upper halves are not looked at: what no int32 holds is no slot of any pool.)
+// An int64 as an index, from its two words: what int32 does not hold is no index.
+CULA_HOST_DEVICE std::int32_t narrow_index(std::int32_t lower, std::int32_t upper) {
+    return upper == (lower < 0 ? -1 : 0) ? lower : -1;
+}
+
+// int32 or int64, strides counted in words of 32 bits.
 struct Indices {
     const std::int32_t* data = nullptr;
     std::int64_t row = 0, column = 0;
     std::int32_t columns = 1;
+    bool wide = false;  // int64
 
-    CULA_HOST_DEVICE std::int32_t at(std::int64_t n, std::int64_t s = 0) const { return data[n * row + s * column]; }
+    CULA_HOST_DEVICE std::int32_t at(std::int64_t n, std::int64_t s = 0) const {
+        const std::int32_t* const words = data + n * row + s * column;
+        return wide ? narrow_index(words[0], words[1]) : words[0];
+    }
 };
 
 // One number per value head, or per value head and channel.
@@ -136,6 +145,21 @@ CULA_HOST_DEVICE StateSlots states_of(const DeviceArgs& a, std::int64_t n) {
     if (slots.skipped) return slots;
     if (a.initial.data && (!a.has_initial || a.has_initial[n])) slots.initial = from;
     if (a.final.data) slots.final = to;
+    return slots;
+}
+
+// The same where state_indices may say where the sequence starts; its tokens end where they say, and it in no slot.
+CULA_HOST_DEVICE StateSlots states_of_drafts(const DeviceArgs& a, std::int64_t n) {
+    if (!a.state_indices.data) return states_of(a, n);
+    const std::int32_t accepted = a.num_accepted.data ? a.num_accepted.at(n) : 1, most = a.state_indices.columns;
+    const std::int64_t from = a.initial_indices.data ? a.initial_indices.at(n)
+                                                     : a.state_indices.at(n, (accepted < 1      ? 1
+                                                                              : accepted > most ? most
+                                                                                                : accepted) -
+                                                                                 1);
+    StateSlots slots;
+    slots.skipped = is_null(a, a.initial.data ? a.initial : a.final, from);
+    if (!slots.skipped && a.initial.data && (!a.has_initial || a.has_initial[n])) slots.initial = from;
     return slots;
 }
 

@@ -13,7 +13,7 @@
 namespace cula::cuda {
 
 inline constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 31) - 1;
-// Of anything that is counted; what lies a little beyond is still a number.
+// Of anything that is counted: 2^16 below 2^31, so that rounding a count up does not overflow 32 bits.
 inline constexpr std::int64_t kMostCounted = (std::int64_t{1} << 31) - (1 << 16);
 
 inline Support counts_fit(const Problem& problem) {

@@ -30,7 +30,8 @@ __device__ __forceinline__ void follow_kernels() {
     wait_for_kernels();
 }
 
-// A number that a kernel wrote which has ended since this one started: not through the cache of what never changes.
+// A number of a kernel that may still have been running when this one started, and has ended since: ld.global.nc
+// promises that what it reads does not change while this kernel runs.
 __device__ __forceinline__ std::int32_t written_before(const std::int32_t* at) {
     std::int32_t number;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(number) : "l"(at) : "memory");

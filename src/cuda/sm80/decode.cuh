@@ -23,8 +23,10 @@
 namespace cula::cuda::sm80 {
 
 __device__ __forceinline__ std::int32_t load(const DecodeIndices& indices, int n, int column = 0, bool in = true) {
-    return static_cast<std::int32_t>(
-        load32_if(advanced(advanced(indices.data, n, indices.row), column, indices.column), in && indices.data));
+    const std::int32_t* const words = advanced(advanced(indices.data, n, indices.row), column, indices.column);
+    const auto lower = static_cast<std::int32_t>(load32_if(words, in && indices.data));
+    if (!indices.wide) return lower;
+    return narrow_index(lower, static_cast<std::int32_t>(load32_if(words + 1, in && indices.data)));
 }
 
 __device__ __forceinline__ float load(const DecodeParameter& x, int head, int channel = 0) {
@@ -178,7 +180,7 @@ struct DecodeInputs {
             if (!owns_value(i)) continue;
             const float strength = beta[i].value(a.beta.type);
             s.value[token_of(i)][row_of(i)] = value[i].value(a.v.type);
-            s.beta[token_of(i)][row_of(i)] = a.beta_is_logit ? a.most_beta * sigmoid_exact(strength) : strength;
+            s.beta[token_of(i)][row_of(i)] = beta_exact(strength, a.beta_is_logit, a.most_beta);
         }
         if (kTokens > 1 && threadIdx.x < kTokens) s.state_index[threadIdx.x] = state_index;
     }

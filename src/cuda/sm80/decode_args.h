@@ -15,6 +15,7 @@ namespace cula::cuda::sm80 {
 struct DecodeIndices {
     const std::int32_t* data = nullptr;
     std::int32_t row = 0, column = 0, columns = 1;
+    bool wide = false;  // int64
 };
 
 struct DecodeStates {
@@ -78,7 +79,7 @@ bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
                             narrow(x.v * size), narrow(pool.slots)};
     };
     const auto indices = [&](const Indices& x) {
-        return DecodeIndices{x.data, narrow(x.row * 4), narrow(x.column * 4), x.columns};
+        return DecodeIndices{x.data, narrow(x.row * 4), narrow(x.column * 4), x.columns, x.wide};
     };
     const auto parameter = [&](const HeadParameter& x, std::int64_t channel) {
         return DecodeParameter{x.data, narrow(x.head), narrow(channel)};

@@ -34,10 +34,6 @@ auto with_dtype(Dtype dtype, Body body) {
     return body(Type<float>{});
 }
 
-// With fewer key channels a token may take nearly all of a state away: chunks compute that as a difference and tokens
-// as a product, whose error goes with it.
-constexpr std::int64_t kFewestChannels = 16;
-
 // body.operator()<T, K, decay per channel>() of the prefill instance that holds the problem.
 template <class Body>
 auto with_instance(const Args& args, Body body) {
@@ -82,8 +78,8 @@ Support supports_prefill(const Problem& problem) {
     if (problem.dtype == Dtype::kFloat32) return Support::no("multiplies bfloat16 and float16; q is float32");
     if (problem.beta_per_value)
         return Support::no("the chunked form takes one beta per token, not a write strength per value channel");
-    if (problem.key_dim < kFewestChannels)
-        return Support::no("takes K from " + std::to_string(kFewestChannels) +
+    if (problem.key_dim < kFewestChunkChannels)
+        return Support::no("takes K from " + std::to_string(kFewestChunkChannels) +
                            " on: chunks of fewer channels cancel where tokens do not");
     const int rows = problem.key_dim <= 128 ? 64 : 32;
     if (problem.chunk_states && problem.chunk_tokens % rows != 0)

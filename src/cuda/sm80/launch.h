@@ -56,7 +56,7 @@ void launch_prefill(const Call& call);
 template <int kKey>
 void launch_compose(const GivenMaps& given, std::int64_t sequences, void* stream);
 
-// core/forks.h, on any states: kKey is the largest.
+// core/forks.h, on states of any K. (A template, as whatever instances.txt lists is.)
 template <int kKey>
 void launch_settle_forks(const DeviceArgs& a, std::int32_t* starts, std::int32_t* ends, void* stream);
 

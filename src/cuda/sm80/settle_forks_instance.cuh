@@ -9,9 +9,10 @@ namespace cula::cuda::sm80 {
 
 template <int kKey>
 void launch_settle_forks(const DeviceArgs& a, std::int32_t* starts, std::int32_t* ends, void* stream) {
-    launch<settle_forks>({.blocks = static_cast<std::size_t>(a.value_heads) * static_cast<std::size_t>(a.sequences),
-                          .threads = kSettleThreads},
-                         stream, a, starts, ends);
+    const auto sequences = static_cast<std::size_t>(a.sequences);
+    launch<settle_forks>({.blocks = sequences, .threads = kSettleThreads}, stream, a, starts, ends);
+    launch<copy_forks>({.blocks = static_cast<std::size_t>(a.value_heads) * sequences, .threads = kSettleThreads},
+                       stream, a, starts);
 }
 
 }  // namespace cula::cuda::sm80

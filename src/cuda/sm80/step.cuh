@@ -27,8 +27,9 @@ struct alignas(16) StepInputs {
     std::int32_t path[kMaxTreeTokens];
 };
 
-// What a tree's row starts from, each thread's part where it alone looks. Its memory may be the slot of one of its own
-// tokens, as in vLLM's convention, and be overwritten before a later token continues it.
+// What a tree's row starts from: x[i][thread] is read and written by that thread alone, so no barrier is needed. The
+// memory it came from may be the slot of one of the row's own tokens, as in vLLM's convention, and be overwritten
+// before a later token continues it.
 template <int kKey, bool kTree>
 struct TreeBase {
     float x[kTree ? kKey / kLanesPerRow : 1][kStepThreads];
@@ -40,7 +41,7 @@ template <int kKey>
 struct TokenInputs {
     static constexpr int kPerLane = kKey / 32;
     RawFloat q[kPerLane], k[kPerLane], g[kPerLane], value, beta;
-    std::uint32_t state_index;
+    std::int32_t state_index;
     // Of the head.
     float bias[kPerLane], A_log, gamma;
 
@@ -77,8 +78,11 @@ struct TokenInputs {
                            beta_row = a.beta.offset(b, at, value_head);
         const bool per_channel = a.algorithm.decay == Decay::kPerChannel,
                    per_token = a.algorithm.decay == Decay::kPerToken, delta = a.algorithm.update == Update::kDelta;
-        state_index = load32_if(a.state_indices.data + (n * a.state_indices.row + t * a.state_indices.column),
-                                a.state_indices.data && t < a.state_indices.columns);
+        const bool stores = a.state_indices.data && t < a.state_indices.columns;
+        const std::int32_t* const words = a.state_indices.data + (n * a.state_indices.row + t * a.state_indices.column);
+        state_index = static_cast<std::int32_t>(load32_if(words, stores));
+        if (a.state_indices.wide)
+            state_index = narrow_index(state_index, static_cast<std::int32_t>(load32_if(words + 1, stores)));
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
             const int c = channel(i);
@@ -136,13 +140,12 @@ struct TokenInputs {
         }
         if (channel(0) < kRowsPerPass) {
             s.value[slot][channel(0)] = value.value(type);
-            const float strength = beta.value(beta_type);
             s.beta[slot][channel(0)] =
-                a.beta_is_logit ? (a.allow_neg_eigval ? 2.0f : 1.0f) * sigmoid_exact(strength) : strength;
+                beta_exact(beta.value(beta_type), a.beta_is_logit, a.allow_neg_eigval ? 2.0f : 1.0f);
         }
         if (threadIdx.x % 32 == 0) {
             s.qq[slot] = sum(qq), s.kk[slot] = sum(kk), s.kq[slot] = sum(kq);
-            s.state_index[slot] = static_cast<std::int32_t>(state_index);
+            s.state_index[slot] = state_index;
         }
     }
 };
@@ -209,17 +212,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const _
     if (a.sequences == 0) return;
 
     // Where the row starts and ends.
-    StateSlots slots;
-    if (a.state_indices.data) {
-        std::int32_t accepted = a.num_accepted.data ? a.num_accepted.at(n) : 1;
-        accepted = min(max(accepted, 1), a.state_indices.columns);
-        const std::int64_t from =
-            a.initial_indices.data ? a.initial_indices.at(n) : a.state_indices.at(n, accepted - 1);
-        slots.skipped = is_null(a, a.initial.data ? a.initial : a.final, from);
-        if (a.initial.data && (!a.has_initial || a.has_initial[n])) slots.initial = from;
-    } else {
-        slots = states_of(a, n);
-    }
+    const StateSlots slots = states_of_drafts(a, n);
     if (slots.skipped) return zero_outputs(tokens.begin, tokens.begin + tokens.length);
 
     StateRow<kKey> state;

@@ -149,13 +149,20 @@ private:
     }
 };
 
+// A write strength, or the logit of one, of which `most` is the largest.
+__device__ __forceinline__ float beta_exact(float x, bool is_logit, float most) {
+    return is_logit ? most * sigmoid_exact(x) : x;
+}
+
 // The same for float32 inputs, token by token: the decay itself, as exact as float32 gets.
 struct ExactGate {
     Gate kind;
     float slope, lower_bound, gamma;
 
     __device__ __forceinline__ ExactGate(Gate gate, float A_log, float bound, float head_decay)
-        : kind(gate), slope(fminf(expf(A_log), kMostGateSlope)), lower_bound(bound), gamma(head_decay) {}
+        : kind(gate), slope(exp_exact(A_log)), lower_bound(bound), gamma(head_decay) {
+        if (slope > kMostGateSlope) slope = kMostGateSlope;  // a NaN stays one
+    }
 
     // Of a raw gate with its bias added, or of a given log decay.
     __device__ __forceinline__ float decay(float x) const {
