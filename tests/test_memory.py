@@ -86,3 +86,21 @@ print("raised")
 @pytest.mark.skipif(device.kind() == "cuda", reason="limits the memory of the host")
 def test_a_call_without_memory_raises():
     assert run_python("-c", OUT_OF_MEMORY, OMP_NUM_THREADS="1") == "raised\n"
+
+
+@pytest.mark.cpu_only("a process that is forked has no GPU")
+def test_a_forked_process_may_call_with_one_thread():
+    """Of PyTorch's threads only the one that forks goes on in the child."""
+    code = """
+import os, torch, cula
+q, k, v = (torch.randn(1, 200, 2, 64) for _ in range(3))
+g, beta = -torch.rand(1, 200, 2, 64), torch.rand(1, 200, 2)
+parent = cula.cula_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)
+    own = cula.cula_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+    os._exit(0 if torch.equal(parent, own) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert run_python("-c", code).strip() == "0"
