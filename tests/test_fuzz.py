@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 import torch
 
 import device
+from fuzz import malformed
 from fuzz.call import Call, Found
-from fuzz.classes import CLASSES, DEFAULT
-from fuzz.draw import FAMILY, PASSES, Case, draw
+from fuzz.classes import BOUNDS, CLASSES, DEFAULT, bound
+from fuzz.draw import FAMILY, GATES, PASSES, Case, draw
 from fuzz.judge import Judge
-from fuzz.run import Options, Tally, backends, one, seeds_of
+from fuzz.oracle import log_decay
+from fuzz.run import Options, Tally, backends, expected_refusal, one, seeds_of
 from fuzz.values import Values
 from fuzz.workers import shared
 
@@ -135,8 +138,6 @@ def test_null_rows_have_zeros():
 @pytest.mark.parametrize("index", [(4, 0, 9), (4, 4, 2)])
 def test_wrong_values_that_nobody_refuses_are_found(monkeypatch, index):
     """A library that takes indices as they come."""
-    from fuzz import malformed
-
     case = sample("decode")
     monkeypatch.setattr(malformed.Watched, "_decode", lambda _call, _backend, made: made["states"].zero_())
     monkeypatch.setattr(malformed, "wrongs", lambda *_: [("state_indices", "initial", [((2,), index[2])])])
@@ -154,7 +155,7 @@ def test_a_seed_is_a_case():
 
 
 def test_everything_is_drawn():
-    cases = [draw(seed, frozenset(CLASSES)) for seed in range(1500)]
+    cases = [draw(seed, frozenset(CLASSES) - {"one_kernel"}) for seed in range(1500)]
     assert {case.pass_name for case in cases} == set(PASSES)
     assert {case.algorithm for case in cases} == set(FAMILY)
     assert {case.state for case in cases} == {"none", "dense", "pool", "readonly"}
@@ -164,6 +165,74 @@ def test_everything_is_drawn():
         assert any(what(case) for case in cases)
     for name in ("plan", "chunk_size", "parents", "accepted", "snapshot_indices", "has_initial", "final", "repeat"):
         assert any(getattr(case, name) for case in cases), name
+
+
+def test_a_decode_has_one_token_per_row():
+    decodes = [draw(seed, pass_name="decode") for seed in range(300)]
+    assert all(case.tokens in (0, 1) for case in decodes)
+    assert any(case.rows_along_tokens and case.sequences > 1 for case in decodes)
+
+
+def test_several_tokens_of_a_decode_that_are_taken_are_found(monkeypatch):
+    case = sample("decode")
+    ((_, sentence),) = malformed.several_tokens(case, [None], "cpu")
+    assert sentence == ""
+    monkeypatch.setattr(malformed.Watched, "_decode", lambda _call, _backend, made: made["states"].zero_())
+    ((_, sentence),) = malformed.several_tokens(case, [None], "cpu")
+    assert sentence == "q of several tokens: bytes have changed; nothing was raised"
+
+
+def test_one_kernel_keeps_to_its_limits():
+    classes = DEFAULT | {"one_kernel"}
+    cases = [draw(seed, classes) for seed in range(200)]
+    assert not any(case.edge or case.mixed_sizes or case.decay in ("strong", "extreme", "bursts") for case in cases)
+    for case in [case for case in cases if case.gate == "softplus" and case.tokens][:40]:
+        assert np.min(log_decay(Values(case)), initial=0.0) > -29.75 * np.log(2)
+    assert {case.decay for case in [draw(seed, classes | {"fused_limits"}) for seed in range(200)]} == set(GATES)
+
+
+def test_classes_that_are_left_out_have_a_bound():
+    assert {name for name, drawn in CLASSES.items() if not drawn} == {*BOUNDS, "one_kernel"}
+    for seed in range(500):
+        assert bound(draw(seed)) == 1.0
+    for name in BOUNDS.keys() - {"fused_limits", "fp16_scores"}:
+        cases = [draw(seed, DEFAULT | {name}) for seed in range(1000)]
+        assert any(bound(case) == BOUNDS[name] for case in cases), name
+
+
+def test_results_without_a_budget_are_finite(monkeypatch):
+    """Where the naive recurrence leaves the range that the oracle keeps to."""
+    monkeypatch.setattr("fuzz.judge.Naive.finite", lambda _: False)
+    judge, right = judged(sample("decode"))
+    assert judge.verdict(Found({"o": right.tensors["o"] * 2}), None) == []
+    wrong = Found({"o": torch.full_like(right.tensors["o"], float("nan"))})
+    assert "values are not finite" in judge.verdict(wrong, None)[0]
+    assert judge.verdict(wrong, "reference:naive") == []
+
+
+PIECES = "q, k, v, g and o must be bfloat16 and lie in whole pieces of 16 bytes"
+
+
+@pytest.mark.parametrize(
+    ("reason", "fields", "expected"),
+    [
+        (PIECES, {}, False),
+        (PIECES, {"gate_dtype": "float32"}, True),
+        (PIECES, {"layouts": (("q", "odd"),)}, True),
+        (PIECES, {"value_dim": 20}, True),
+        ("it normalizes q and k (qk_l2norm)", {}, False),
+        ("it normalizes q and k (qk_l2norm)", {"qk_l2norm": False}, True),
+        ("it takes scale up to 256, got 300.000000", {"scale": 300.0}, True),
+        ("it takes scale up to 256, got 3.000000", {"scale": 3.0}, False),
+        ("it is tired", {"scale": 300.0}, False),
+    ],
+)
+def test_what_may_be_declined(reason, fields, expected):
+    """A target that refuses a call which `explain` has promised fails, but for what `explain` cannot know."""
+    plain = {"gate": "softplus", "gate_dtype": "bfloat16", "value_dim": 24}
+    case = sample("prefill", **(plain | fields))
+    raised = ValueError(f'prefill: backend "sm90:fused" does not take this call: {reason}')
+    assert bool(expected_refusal(Call(case, Values(case), "cpu"), raised)) == expected
 
 
 def test_forks_can_be_left_out():
@@ -185,3 +254,12 @@ def test_a_process_that_dies_is_a_failure(capsys):
     assert failure["wrong"] == ["the process ended with 1"]
     assert failure["reproduce"] == f"python -m fuzz --only {SEED * 1_000_003} --device cpu --dtype bfloat17"
     assert failure["reproduce"] in capsys.readouterr().out
+
+
+@pytest.mark.cpu_only("about the host")
+def test_a_process_that_hangs_is_a_failure():
+    """A worker that has no time at all has begun nothing when it is over."""
+    tally = shared(SEED, 1000, 0, 1, Options(), limit=0.01)
+    (failure,) = tally.failures
+    assert failure["wrong"] == ["no end within 0.01 seconds"]
+    assert failure["reproduce"] == f"python -m fuzz --only {SEED * 1_000_003} --device cpu"

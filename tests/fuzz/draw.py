@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from random import Random
 
-from fuzz.classes import DEFAULT, without
+from fuzz.classes import DEFAULT, FEWEST_NUMBERS, without
 
 # algorithm: (decay, update)
 FAMILY = {
@@ -227,19 +228,37 @@ def draw(seed: int, classes: frozenset[str] = DEFAULT, **fixed) -> Case:
     fields |= _numbers(random, fields, classes)
     fields |= _memory(random, fields)
     if "one_kernel" in classes:
-        fields |= _one_kernel(random)
+        fields |= _one_kernel(random, classes)
     case = Case(**fields)
     return without(_states(random, case, classes), classes)
 
 
-def _one_kernel(random: Random) -> dict:
+def _within_fused_limits(random: Random, gate: str) -> dict:
+    """Gates and sizes inside the limits of docs/fused.md: no channel that a softplus gate shortens by more than e^-20
+    a token, and no numbers near the ends of bfloat16's range."""
+    decay, bias = random.choice(("mild", "slow", "zero", "tiny", "one_slow")), random.choice((None, 0.1, 1.0))
+    most = (20 if decay == "one_slow" else 5) + 5 * (bias or 0)  # of a raw gate: normal numbers are below 5
+    high = math.log(20 / most) if gate == "softplus" else 4.0
+    return {
+        "decay": decay,
+        "dt_bias": bias,
+        "A_log": (-3.0, random.uniform(-3, high)),
+        "edge": False,
+        "mixed_sizes": False,
+        "value_size": 10 ** random.uniform(-1, 2),
+        "state_size": 10 ** random.uniform(-1, 2),
+    }
+
+
+def _one_kernel(random: Random, classes: frozenset[str]) -> dict:
     """What makes a KDA prefill one that sm90:fused takes: gates of its own making, norms, and rows in pieces of 16
     bytes."""
-    low = random.uniform(-3, 3)
+    low, gate = random.uniform(-3, 3), random.choice(("softplus", "bounded"))
+    within = {} if "fused_limits" in classes else _within_fused_limits(random, gate)
     return {
         "key_dim": random.choice((72, 80, 96, 104, 120, 128, 128, 128)),
         "value_dim": random.choice((8, 24, 64, 72, 128, 128, 136, 256)),
-        "gate": random.choice(("softplus", "bounded")),
+        "gate": gate,
         "lower_bound": random.choice((-5.0, -1.0, -0.1)),
         "A_log": (low, random.uniform(low, 4)),
         "gate_dtype": "bfloat16",
@@ -251,7 +270,7 @@ def _one_kernel(random: Random) -> dict:
         "layouts": random.choice(((), (("q", "padded"), ("v", "padded")))),
         "expanded": (),
         "out": "",
-    }
+    } | within
 
 
 def _chance(random: Random, probability: float) -> bool:
@@ -261,11 +280,8 @@ def _chance(random: Random, probability: float) -> bool:
 def _lengths(random: Random, pass_name: str) -> tuple[tuple[int, ...], bool]:
     """Tokens of each sequence, and whether they are packed."""
     if pass_name == "decode":
-        kind = random.random()
-        if kind < 0.75:
+        if _chance(random, 0.9):
             return (1,) * random.randint(1, 9), False
-        if kind < 0.9:
-            return (random.randint(2, 6),) * random.randint(2, 3), False
         return (random.randint(0, 1),) * random.randint(1, 3), False
     if pass_name == "verify":
         if _chance(random, 0.6):
@@ -295,7 +311,7 @@ def _shape(random: Random, drawn: dict, classes: frozenset[str]) -> dict:
 
     key_dim, value_dim = dim(), dim(BEYOND_DIMS)
     heads, ratio = random.choice((1, 1, 2, 2, 3, 4)), random.choice((1, 1, 1, 2, 3, 4, 8))
-    fewest = 64
+    fewest = FEWEST_NUMBERS
     if "few_numbers" in classes and _chance(random, 0.3):
         fewest = 1
     budget = 10 ** random.uniform(4.5, 6.4)
@@ -339,8 +355,6 @@ def _shape(random: Random, drawn: dict, classes: frozenset[str]) -> dict:
         else:
             value_dim = random.choice([size for size in (*DIMS, *LARGE_DIMS) if size < value_dim])
         enough()
-    if drawn["pass_name"] == "decode" and len(lengths) == 1:
-        lengths = (min(lengths[0], 1),)  # [1, T] is T rows to decode
     return {
         "lengths": lengths,
         "packed": packed,

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 
 import cula  # noqa: F401  (loads torch.ops.cula)
-from compare import BUDGET, assert_accurate, bits, errors, floor
+from compare import BUDGET, bits, errors, floor
 from fuzz.call import Found
+from fuzz.classes import DEFAULT, STRONG, bound
 from fuzz.draw import Case
 from fuzz.oracle import Expected
 from fuzz.values import Values
@@ -28,6 +29,9 @@ def _operator(name: str, given: dict) -> None:
 
 # What is smaller may be zero: subnormal numbers are 2^-126 and less, and a result is a product of a few.
 VANISHING = 2.0**-110
+
+FEW_TOKENS = 8
+FLOAT32_EXPONENT = 88.0  # e^-88 is about the smallest number that float32 holds in full
 
 
 class Naive:
@@ -117,14 +121,15 @@ class Naive:
 class Judge:
     """What one case has to give, and the sentences about what a backend gave instead."""
 
-    def __init__(self, case: Case, values: Values) -> None:
+    def __init__(self, case: Case, values: Values, classes: frozenset[str] = DEFAULT) -> None:
         self.case, self.values = case, values
         self.expected = Expected(values)
+        self.bound = bound(case, classes)
         self.usable = self.expected.in_range()
         if not self.usable:
             return
         self.naive = Naive(case, values)
-        self.usable = self.naive.finite()
+        self.budgeted = self.naive.finite()
         self.inputs = getattr(torch, case.dtype)
         self.budgets: dict[tuple, tuple[float, float]] = {}  # of the parts of the results, for all backends
 
@@ -140,12 +145,14 @@ class Judge:
     def verdict(self, found: Found, backend: str | None) -> list[str]:
         """One sentence for each result that breaks the rule; nothing where all is well."""
         wrong, exact = list(found.broken), backend == "reference"
+        if self.bound is None or (backend == "reference:naive" and not self.budgeted):
+            return wrong
         for name, x in found.tensors.items():
             oracle, naive = torch.from_numpy(getattr(self.expected, name)), getattr(self.naive, name)
             spans = self.case.spans() if name == "o" else [(n, 0, None) for n in range(self.case.sequences)]
-            parts = [(f"{name} of sequence {n}", (b, slice(begin, end))) for n, (b, begin, end) in enumerate(spans)]
+            parts = [(n, (b, slice(begin, end))) for n, (b, begin, end) in enumerate(spans)]
             if name != "o":
-                parts = [(what, (index[0],)) for what, index in parts]
+                parts = [(n, (index[0],)) for n, index in parts]
             wrong += self._rule(name, x, oracle, naive, parts, exact)
         for kind, states in found.states.items():
             if not states:
@@ -155,7 +162,7 @@ class Judge:
             oracle = torch.stack([self.state(kind, *place) for place in places])
             naive = torch.stack([self.naive.states[place] for place in places])
             rows = sorted({n for n, _ in places})
-            parts = [(f"{kind} of sequence {n}", ([i for i, p in enumerate(places) if p[0] == n],)) for n in rows]
+            parts = [(n, ([i for i, p in enumerate(places) if p[0] == n],)) for n in rows]
             wrong += self._rule(kind, x, oracle, naive, parts, exact, places)
         if self.case.pass_name == "segment" and "m" in found.tensors:
             wrong += self._applied(found, exact)
@@ -181,10 +188,11 @@ class Judge:
         x: torch.Tensor,
         oracle: torch.Tensor,
         naive: torch.Tensor,
-        parts: list[tuple[str, tuple]],
+        parts: list[tuple[int, tuple]],
         exact: bool,
         places: list[tuple[int, int]] | None = None,
     ) -> list[str]:
+        """parts: a sequence, and where its numbers are in x."""
         if x.shape != oracle.shape:
             return [f"{what}: shape {list(x.shape)}, wanted {list(oracle.shape)}"]
         # The float64 reference has no budget but one rounding of what it stores.
@@ -192,32 +200,58 @@ class Judge:
         beside = None
         if what == "m":
             beside = torch.ones(1) if x.ndim == 3 else torch.eye(x.shape[-1])
-        for name, index in [(what, (...,)), *(parts if len(parts) > 1 else [])]:
+        for n, index in [(None, (...,)), *(parts if len(parts) > 1 else [])]:
+            name = what if n is None else f"{what} of sequence {n}"
             part = oracle[index]
-            if self._within(name, x[index], part, naive[index], beside, exact) or vanishes(x[index], part):
-                continue
-            try:
-                assert_accurate(name, x[index], part, naive[index], self.inputs, beside)
-            except AssertionError as broken:
-                return [f"{broken} {self._where(what, x, oracle, places)}"]
+            broken = self._broken(n, (name, x.dtype, exact), x[index], part, naive[index], beside)
+            if broken and not vanishes(x[index], part):
+                return [f"{name}: {broken} {self._where(what, x, oracle, places)}"]
         return []
 
-    def _within(
+    def _broken(
         self,
-        name: str,
+        n: int | None,
+        key: tuple[str, torch.dtype, bool],
         x: torch.Tensor,
         oracle: torch.Tensor,
         naive: torch.Tensor,
         beside: torch.Tensor | None,
-        exact: bool,
-    ) -> bool:
-        """What `assert_accurate` says, for half the time: the budget is the same for all backends."""
-        key = (name, x.dtype, exact)
+    ) -> str:
+        """How the rule is broken; the budget is the same for all backends."""
+        if not x.isfinite().all():
+            return f"{int((~x.isfinite()).sum())} of {x.numel()} values are not finite"
+        exact = key[2]
+        if not (exact or self.budgeted):
+            return ""
         if key not in self.budgets:
             allowed, least = errors(naive, oracle, beside), floor(x.dtype, self.inputs)
-            self.budgets[key] = BUDGET * allowed.rms + least, BUDGET * allowed.max + least
-        found, (rms, most) = errors(x, oracle, beside), self.budgets[key]
-        return found.rms <= rms and found.max <= most
+            if not exact:
+                least += self._luck(n, x.dtype)
+            self.budgets[key] = tuple(self.bound * (BUDGET * each + least) for each in (allowed.rms, allowed.max))
+        found = errors(x, oracle, beside)
+        for measure, limit in zip(("rms", "max"), self.budgets[key], strict=True):
+            error = getattr(found, measure)
+            if not error <= limit:
+                return f"relative {measure} error {error:.3e} is above the budget {limit:.3e}"
+        return ""
+
+    def _luck(self, n: int | None, result: torch.dtype) -> float:
+        """What the naive recurrence may have been spared by luck, where there is little that could even it out.
+
+        A token is four steps: decay, read, write, output. After few tokens a result has little more than the
+        roundings of one behind it, and those of the naive recurrence may all happen to be small; another form makes
+        four, too, and `compare.floor` has one of them.
+
+        The decays that are all that is left where keys are zero are one number for a whole head or channel. Its error
+        is that of an exponent x, x / 2^24 for each of the three steps that make one of a raw gate.
+        """
+        case, more = self.case, 0.0
+        tokens = case.longest if n is None else case.lengths[n]
+        if tokens <= FEW_TOKENS:
+            more += 3 * max(torch.finfo(result).eps, torch.finfo(self.inputs).eps) / 2
+        if case.keys == "sparse" and case.decay in STRONG:
+            more += 3 * FLOAT32_EXPONENT * torch.finfo(torch.float32).eps / 2
+        return more
 
     def _where(self, what: str, x: torch.Tensor, oracle: torch.Tensor, places: list | None) -> str:
         """The first place that is wrong by a hundredth of the largest number, or the one that is most wrong."""
