@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,14 @@ from cula._explain import Row
 
 def kind() -> str:
     return torch.get_default_device().type
+
+
+# Has a call read the lengths, indices and plans that it got in a GPU's memory, for which it has to wait.
+DEBUG_CHECKS = "CULA_DEBUG_CHECKS"
+
+
+def values_are_read() -> bool:
+    return kind() != "cuda" or os.environ.get(DEBUG_CHECKS) == "1"
 
 
 @functools.cache

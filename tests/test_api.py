@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 
 import pytest
 import torch
@@ -392,9 +393,20 @@ def test_the_oracle_is_never_chosen(algorithm, pass_name):
         ({"algorithm": "mamba"}, 'algorithm must be one of kda, gdn, .*, got "mamba"'),
         ({"pass_name": "train"}, 'pass_name must be one of prefill, decode, verify, segment, got "train"'),
         ({"dtype": torch.int8}, 'dtype must be one of .*, got "int8"'),
+        ({"lower_bound": -math.inf}, "lower_bound must be negative and finite, got -inf"),
         ({"gate": "tanh"}, 'gate must be one of log_decay, softplus, bounded, got "tanh"'),
     ],
 )
 def test_explain_errors(named, message):
     with pytest.raises(ValueError, match=message):
         cula.explain(**named)
+
+
+@pytest.mark.parametrize("pass_name", ["prefill", "decode", "verify", "segment"])
+@pytest.mark.parametrize("place", ["cpu", "sm_80", "sm_90", "sm_100"])
+def test_no_kernel_takes_more_than_256_key_channels(pass_name, place):
+    rows = cula.explain(pass_name=pass_name, key_dim=300, device=place)
+    assert rows.chosen is None
+    assert {row.verdict for row in rows} == {"no"}
+    if place == "cpu" or cula.build_info().cuda:
+        assert any(row.reason == "takes K up to 256, got 300" for row in rows)

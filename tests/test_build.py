@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import cula
-from cula import _explain
+from cula import _explain, _ops
 from process import run_python
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +36,11 @@ def test_build_info():
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "sm_90"])
 def test_explain_says_that_a_build_has_no_cuda_kernels(monkeypatch, device):
     without = dataclasses.replace(cula.build_info(), without_cuda="no GPU was found where it was built")
+    if cula.build_info().cuda:  # such a library asks the driver for the device, which may not be here
+        rows = _ops.explain
+        monkeypatch.setattr(
+            _ops, "explain", lambda *names, **sizes: rows(*names[:2], "cpu" if names[2] == "cpu" else "sm_90", **sizes)
+        )
     monkeypatch.setattr(_explain, "build_info", lambda: without)
     text = str(cula.explain(device=device))
     for words in ("no CUDA kernels (no GPU was found where it was built)", "CULA_CUDA=ON", "make cuda"):
@@ -46,10 +51,36 @@ def test_explain_says_that_a_build_has_no_cuda_kernels(monkeypatch, device):
     assert "no CUDA kernels" not in str(cula.explain(device="sm_90"))
 
 
+def refuse(*_: object, **__: object) -> None:
+    raise RuntimeError("cula: device count: CUDA driver version is insufficient for CUDA runtime version\nmore")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_explain_of_a_device_without_a_driver(monkeypatch, device):
+    """Where a build has CUDA kernels and the machine no driver, as the library says it; other errors stay."""
+    monkeypatch.setattr(_ops, "explain", refuse)
+    words = r"device must be .* or an architecture such as sm_90.* got cuda:\d \(CUDA driver version is insufficient"
+    with pytest.raises(ValueError, match=words):
+        cula.explain(device=device)
+
+
+def test_explain_of_no_device_of_this_machine():
+    """A build with CUDA kernels and no GPU or driver names the argument; a build without them needs no device."""
+    if not cula.build_info().cuda:
+        assert "no CUDA kernels" in str(cula.explain(device="cuda:99"))
+        return
+    with pytest.raises((ValueError, RuntimeError), match="device"):
+        cula.explain(device="cuda:99")
+
+
 def test_python_m_cula():
     text = run_python("-m", "cula")
     for line in ("version", "source", "compiler", "CUDA", "targets", "loaded", "python", "PyTorch", "GPU", "on cpu"):
         assert re.search(rf"^{line}\s", text, re.MULTILINE), text
+
+
+def test_the_modules_of_other_projects_are_imported_with_the_package():
+    run_python("-c", "import cula\nfor name in ('flash_kda', 'sglang', 'vllm'): getattr(cula.compat, name)")
 
 
 def test_dist_is_imported_where_it_is_named():

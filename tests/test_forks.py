@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -13,11 +11,10 @@ import passes
 from cases import Case, make, state_like
 from compare import assert_same_bits
 from test_state import CALLS, assert_only_changed, whole
-from test_validation import DEBUG_CHECKS
 
 KINDS = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 # Where a chain of forks is refused: elsewhere the values of the indices are not read before the launch.
-READ = device.kind() == "cpu" or os.environ.get(DEBUG_CHECKS) == "1"
+READ = device.values_are_read()
 
 
 def problem(algorithm: str, rows: int, slots: int, **fields):

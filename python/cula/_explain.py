@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from cula import _ops, _passes
+from cula import _fla, _ops, _passes
 from cula._build import build_info
 
 
@@ -84,43 +85,35 @@ def explain(
     """
     place = _place(device)
     _check_types(str, algorithm=algorithm, pass_name=pass_name, gate=gate)
-    _check_types(int, batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, chunk_size=chunk_size)
+    _fla.check_sizes("explain", batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, chunk_size=chunk_size)
     optional = {"sequences": sequences, "value_heads": value_heads, "value_dim": value_dim}
-    _check_types(int, **{name: value for name, value in optional.items() if value is not None})
+    _fla.check_sizes("explain", **{name: value for name, value in optional.items() if value is not None})
     _check_types(torch.dtype, dtype=dtype, state_dtype=state_dtype)
     _check_types(bool, varlen=varlen, beta_per_value=beta_per_value, checkpoints=checkpoints, tree=tree)
     _check_types(bool, chunk_states=chunk_states)
     if isinstance(lower_bound, bool) or not isinstance(lower_bound, float | int):
-        raise TypeError(f"explain: lower_bound must be of type float, got {type(lower_bound).__name__}")
-    if not lower_bound < 0:
-        raise ValueError(f"explain: lower_bound must be negative, got {lower_bound}")
+        raise TypeError(f"explain: lower_bound must be of type float, got {_ops.type_name(lower_bound)}")
+    if not -math.inf < lower_bound < 0:
+        raise ValueError(f"explain: lower_bound must be negative and finite, got {lower_bound}")
     batch_invariant = _passes.is_batch_invariant(deterministic)
     value_heads = heads if value_heads is None else value_heads
     value_dim = key_dim if value_dim is None else value_dim
     sequences = batch if sequences is None else sequences
-    text = _ops.explain(
-        pass_name,
-        algorithm,
-        place,
-        batch=batch,
-        tokens=tokens,
-        sequences=sequences,
-        heads=heads,
-        value_heads=value_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        dtype=_name(dtype),
-        state_dtype=_name(state_dtype),
-        gate=gate,
-        lower_bound=lower_bound,
-        varlen=varlen,
-        beta_per_value=beta_per_value,
-        checkpoints=checkpoints,
-        chunk_states=chunk_states,
-        tree=tree,
-        chunk_tokens=chunk_size,
-        batch_invariant=batch_invariant,
-    )
+    try:
+        text = _ops.explain(
+            pass_name, algorithm, place, batch=batch, tokens=tokens, sequences=sequences, heads=heads,
+            value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, dtype=_name(dtype),
+            state_dtype=_name(state_dtype), gate=gate, lower_bound=lower_bound, varlen=varlen,
+            beta_per_value=beta_per_value, checkpoints=checkpoints, chunk_states=chunk_states, tree=tree,
+            chunk_tokens=chunk_size, batch_invariant=batch_invariant,
+        )  # fmt: skip
+    except RuntimeError as error:
+        if (reason := str(error).partition("cula: device count: ")[2]) == "":
+            raise
+        raise ValueError(
+            f"explain: device must be one that the CUDA driver finds, or an architecture such as sm_90, which needs no "
+            f"GPU; got {place} ({reason.splitlines()[0]})"
+        ) from None
     shape = f"B={batch} T={tokens} H={heads} HV={value_heads} K={key_dim} V={value_dim}"
     problem = f"{algorithm} {pass_name} on {place}: {shape}, {_name(dtype)}, {_name(state_dtype)} state"
     rows = tuple(Row(*line.split("\t")) for line in text.splitlines())
@@ -130,10 +123,8 @@ def explain(
 
 def _check_types(kind: type, **given: object) -> None:
     for argument, value in given.items():
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise TypeError(f"explain: {argument} must be of type {kind.__name__}, got {type(value).__name__}")
-        if kind is int and not 0 <= value < 2**63:
-            raise ValueError(f"explain: {argument} must be from 0 to 2^63 - 1, got {value}")
+        if not isinstance(value, kind):
+            raise TypeError(f"explain: {argument} must be of type {kind.__name__}, got {_ops.type_name(value)}")
 
 
 def _place(device: torch.device | str | None) -> str:

@@ -19,6 +19,7 @@ from cula import _ops
 # The kinds of arguments by their annotations, and how many dimensions have those tensors whose shapes are read first.
 _KINDS = {
     "Tensor": Tensor,
+    "tuple[Tensor, Tensor]": tuple,
     "bool": bool,
     "int": int,
     "float": (float, int),
@@ -27,6 +28,10 @@ _KINDS = {
 }
 _RANKS = dict.fromkeys(("q", "k", "v", "Q", "K", "V", "initial_state"), (4,))
 _RANKS |= {"g": (3, 4), "gk": (4,), "beta": (3, 4), "cu_seqlens": (1,)}
+
+
+# FLA's layers hand these on as None.
+_MAY_BE_NONE = ("output_final_state", "reverse")
 
 
 class ArgumentError(ValueError, AssertionError):
@@ -38,31 +43,52 @@ def refuse_types(
 ) -> None:
     """Raises in place of an error that comes from an argument of a wrong type and does not say which.
 
-    `given` holds the parameters by name. It is called once something has failed: a valid call pays for no check.
+    `given` holds the parameters by name. It is called once something has failed: a valid call pays for no check. An
+    error that names a parameter already, or that has nothing to do with them, stays what it is.
     """
+    parameters = inspect.signature(function).parameters
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _names_one(error, parameters):
+        return
     first = given.get("q", given.get("Q"))
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in parameters.items():
         kinds = parameter.annotation.split(" | ")
         if not all(kind in _KINDS for kind in kinds) or name not in given:
             continue
         value = given[name]
-        if isinstance(error, TypeError | ValueError) and re.search(rf"\b{name}\b", str(error)):
+        if value is None and name in _MAY_BE_NONE:
             continue
         named = f"{function.__name__}: {name}"
         if not isinstance(value, tuple(_KINDS[kind] for kind in kinds)) or (
             isinstance(value, bool) and "bool" not in kinds
         ):
             wanted = " or ".join("a tensor" if kind == "Tensor" else kind for kind in kinds)
-            raise TypeError(f"{named} must be {wanted}, got {type(value).__name__}") from None
+            raise TypeError(f"{named} must be {wanted}, got {_ops.type_name(value)}") from None
         if not isinstance(value, Tensor):
             continue
         if not _ops.is_dense(value):
             raise ValueError(f"{named} must be a dense tensor, got {_ops.described(value)}") from None
-        if isinstance(first, Tensor) and value.device != first.device:
+        if isinstance(first, Tensor) and value.device != first.device and name != "cu_seqlens_cpu":
             raise ValueError(f"{named} must be on q's device, {first.device}, got {value.device}") from None
         if name in _RANKS and value.dim() not in (*_RANKS[name], *more_ranks):
             ranks = " or ".join(map(str, _RANKS[name]))
             raise ValueError(f"{named} must have {ranks} dimensions, got {list(value.shape)}") from None
+
+
+def _names_one(error: Exception, parameters: Mapping[str, object]) -> bool:
+    """Whether the error is one of a wrong argument and names a parameter. `a` is an article too, and Python and PyTorch
+    write "operand type(s)" and "argument 'out'", which may be those of another function."""
+    if not isinstance(error, ValueError | TypeError | NotImplementedError | AssertionError):
+        return False
+    names = ("a(?= must)" if name == "a" else re.escape(name) for name in parameters)
+    return re.search(rf"(?<![\w('])({'|'.join(names)})(?![\w'])", str(error)) is not None
+
+
+def check_sizes(function: str, **given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{function}: {name} must be of type int, got {_ops.type_name(value)}")
+        if not 0 <= value < 2**63:
+            raise ValueError(f"{function}: {name} must be from 0 to 2^63 - 1, got {value}")
 
 
 def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -165,10 +165,18 @@ def is_dense(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_quantized)
 
 
+def type_name(value: object) -> str:
+    """With the module of a type that is neither Python's nor PyTorch's: NumPy has a bool of its own."""
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in ("builtins", "torch"):
+        return kind.__name__
+    return f"{kind.__module__}.{kind.__name__}"
+
+
 def described(value: object) -> str:
     """A tensor or what is none, in a few words."""
     if not isinstance(value, Tensor):
-        return type(value).__name__
+        return type_name(value)
     if is_dense(value):
         return str(list(value.shape))
     kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
@@ -189,7 +197,7 @@ def refuse_types(
         if not isinstance(value, _TYPES[wanted]) or (isinstance(value, bool) and wanted != "bool"):
             words = "a tensor" if wanted == "Tensor" else f"of type {wanted}"
             words += " or None" if kind != wanted else ""
-            raise TypeError(f"{op_name(op)}: {name} must be {words}, got {type(value).__name__}")
+            raise TypeError(f"{op_name(op)}: {name} must be {words}, got {type_name(value)}")
         if isinstance(value, Tensor) and (value.is_nested or value.is_quantized or value.layout is not torch.strided):
             raise ValueError(f"{op_name(op)}: {name} must be a dense tensor, got {described(value)}")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:

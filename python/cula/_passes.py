@@ -39,9 +39,9 @@ class Checkpoints(NamedTuple):
     """States to keep on the way through a prefill.
 
     states: `[slots, HV, V, K]` (`[slots, HV, K, V]` with `state_v_first=False`), float32, bfloat16 or float16.
-    plan: int32 `[M, 3]` rows (sequence, tokens, slot): the state after that many tokens of the sequence, a multiple of
-        64 or the sequence's length, goes to `states[slot]`; a negative slot skips the row. No slot may be one that a
-        sequence of the same call starts from: it is written while that state may still be read.
+    plan: int32 or int64 `[M, 3]` rows (sequence, tokens, slot): the state after that many tokens of the sequence, a
+        multiple of 64 or the sequence's length, goes to `states[slot]`; a negative slot skips the row. No slot may be
+        one that a sequence of the same call starts from: it is written while that state may still be read.
     """
 
     states: Tensor
@@ -139,7 +139,9 @@ def forward(
     states = plan = None
     if checkpoints is not None:
         if not isinstance(checkpoints, tuple | list) or len(checkpoints) != 2:
-            raise TypeError(f"prefill: checkpoints must be Checkpoints(states, plan), got {type(checkpoints).__name__}")
+            raise TypeError(
+                f"prefill: checkpoints must be Checkpoints(states, plan), got {_ops.type_name(checkpoints)}"
+            )
         states, plan = checkpoints
     chunk_states = states_at_chunks = None
     if return_chunk_states:
@@ -245,7 +247,7 @@ def segment(
     if out is None:
         out = q.new_empty(m_shape, dtype=dtype), q.new_empty(b_shape, dtype=dtype)
     elif not isinstance(out, tuple | list) or len(out) != 2:
-        raise TypeError(f"segment: out must be a pair (m, b), got {type(out).__name__}")
+        raise TypeError(f"segment: out must be a pair (m, b), got {_ops.type_name(out)}")
     m, b = out
     written_m, written_b = m, b
     if m is None and b is None and keep and torch.compiler.is_compiling():
@@ -278,7 +280,7 @@ def gate_of(use_gate_in_kernel: bool, lower_bound: float | None) -> str:
 def check_flags(**flags: object) -> None:
     for argument, value in flags.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{argument} must be of type bool, got {type(value).__name__}")
+            raise TypeError(f"{argument} must be of type bool, got {_ops.type_name(value)}")
 
 
 def refuse_context() -> None:
@@ -308,10 +310,12 @@ def check_inputs(
 def check_room(
     op: torch._ops.OpOverloadPacket, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None
 ) -> None:
-    """What must hold before outputs are made here: those of inputs that C++ refuses could be larger than the memory."""
-    check_inputs(op, q, k, v)
+    """What must hold before outputs are made here: those of inputs that C++ refuses could be larger than the memory.
+    It asks for all that `check_inputs` does but the device."""
     if not (_ops.is_dense(q) and _ops.is_dense(k) and _ops.is_dense(v)):
         _ops.refuse_types(op.packed, (q, k, v))
+    if q.dim() != 4 or v.dim() != 4:
+        _ops.check_dims(op, q, v)
     if q.shape[:2] != v.shape[:2]:
         batch, tokens = q.shape[:2]
         raise ValueError(
@@ -325,7 +329,7 @@ def check_room(
 
 def check_lengths(op: torch._ops.OpOverloadPacket, argument: str, lengths: Tensor) -> None:
     if not isinstance(lengths, Tensor):
-        raise TypeError(f"{op_name(op)}: {argument} must be a tensor or None, got {type(lengths).__name__}")
+        raise TypeError(f"{op_name(op)}: {argument} must be a tensor or None, got {_ops.type_name(lengths)}")
     if not _ops.is_dense(lengths) or lengths.dim() != 1:
         raise ValueError(f"{op_name(op)}: {argument} must have shape [N + 1], got {_ops.described(lengths)}")
     if lengths.shape[0] == 0:
@@ -407,7 +411,7 @@ def options(
         given = (scale, lower_bound, qk_l2norm, beta_is_logit, allow_neg_eigval, null_index, backend, chunk_size)
         for (argument, types), value in zip(_PLAIN.items(), given, strict=True):
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-                raise TypeError(f"{argument} must be of type {types[0].__name__}, got {type(value).__name__}")
+                raise TypeError(f"{argument} must be of type {types[0].__name__}, got {_ops.type_name(value)}")
     if chunk_size != 64 and chunk_size not in (16, 32):
         raise ValueError(f"chunk_size must be 16, 32 or 64, got {chunk_size}")
     batch_invariant = False if deterministic is None else is_batch_invariant(deterministic)

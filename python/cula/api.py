@@ -15,9 +15,9 @@ initial_state: `[N, HV, V, K]`, float32, bfloat16 or float16; zero if None. With
     `[slots, HV, V, K]` that is only read.
 output_final_state: return the final state, a new float32 `[N, HV, V, K]`.
 state_pool: `[slots, HV, V, K]` with any slot stride, read and written in place and returned as the final state.
-initial_state_indices, final_state_indices: int32 `[N]`, the slot that a sequence starts from and ends in (the same if
-    the second is None). A sequence whose index is negative or `null_index` is skipped: its output is zero, nothing is
-    stored for it. Slots that no index names are not touched.
+initial_state_indices, final_state_indices: int32 or int64 `[N]`, the slot that a sequence starts from and ends in
+    (the same if the second is None). A sequence whose index is negative or `null_index` is skipped: its output is zero,
+    nothing is stored for it. Slots that no index names are not touched.
 has_initial_state: bool `[N]`; False starts from zero whatever the slot holds.
 state_v_first: False for states `[..., K, V]` (FLA's layout). Both layouts are views of the same kernels, never copies.
 checkpoints: `Checkpoints(states, plan)`, states to keep on the way.
@@ -387,8 +387,8 @@ def cula_decode(
         dimensions holds the rows. `[N, T, H, K]` with both above 1 is refused: several tokens of a sequence are for the
         prefill functions (with `state_pool`) or `cula_verify`.
     state: the pool `[P, HV, V, K]`, float32, bfloat16 or float16, any slot stride.
-    state_indices: int32 `[N]`, the slot of each row, row n if None; `final_state_indices` where a row ends in another
-        slot. A negative or `null_index` slot skips the row: its o is zero.
+    state_indices: int32 or int64 `[N]`, the slot of each row, row n if None; `final_state_indices` where a row ends in
+        another slot. A negative or `null_index` slot skips the row: its o is zero.
     mode: kda, gdn, gla, simple_gla, lightning or delta. kda and gdn take g and beta, gla and simple_gla take g, delta
         takes beta, lightning takes `decay`, as in the functions of those names.
     use_gate_in_kernel: g is the raw gate; True if None and A_log or lower_bound is given.
@@ -402,13 +402,14 @@ def cula_decode(
     algorithm, g, dt_bias, decay = _decay_of(mode, q, g, dt_bias, decay)
     _require_tensor("state", state)
     _passes.check_inputs(_ops.decode, q, k, v, device)
-    packed = q.shape[1] > 1
-    if packed:
-        if q.shape[0] > 1:
+    packed = False
+    if q.shape[1] > 1 and (rows := q.shape[0]):
+        if rows > 1:
             raise ValueError(
                 "decode: q must have one token per row, [N, 1, H, K] or [1, N, H, K] (several tokens of a sequence are "
                 f"for cula_verify, or for cula_{mode} with state_pool), got {list(q.shape)}"
             )
+        packed = True
         q, k, v, g, beta, out = (x.transpose(0, 1) if _has_rows(x) else x for x in (q, k, v, g, beta, out))
     pool = state
     if state_indices is None and state.dim() == 4 and state.shape[0] > q.shape[0] and _ops.is_dense(state):
@@ -467,16 +468,16 @@ def cula_verify(
 
     q, k, v: `[N, S, heads, dim]`, or packed `[1, T, heads, dim]` with `cu_seqlens` for rows of different length.
     state: the pool `[P, HV, V, K]` of base states; zero if None.
-    state_indices: int32 `[N, S]` (S at least the tokens of every row). Row n starts from slot
+    state_indices: int32 or int64 `[N, S]` (S at least the tokens of every row). Row n starts from slot
         `state_indices[n, num_accepted[n] - 1]` and the state after its token t is stored in slot `state_indices[n, t]`
         (vLLM's convention). Without it the pool is only read: row n starts from slot `initial_state_indices[n]`, or n.
-    num_accepted: int32 `[N]` in 1..S, what the last step accepted; 1 if None.
-    initial_state_indices: int32 `[N]`, the slot to start from instead.
+    num_accepted: int32 or int64 `[N]` in 1..S, what the last step accepted; 1 if None.
+    initial_state_indices: int32 or int64 `[N]`, the slot to start from instead.
     disable_state_update: only read the pool even with `state_indices`.
     snapshots: `[slots, S, HV, V, K]`; the state after token t goes to `snapshots[snapshot_indices[n], t]` (SGLang's
-        convention; `snapshot_indices` int32 `[N]`, n if None).
-    parents: int32 `[N, S]` for a tree of drafts: token t continues the state after token `parents[n, t] < t`, the base
-        state if that is negative.
+        convention; `snapshot_indices` int32 or int64 `[N]`, n if None).
+    parents: int32 or int64 `[N, S]` for a tree of drafts: token t continues the state after token `parents[n, t] < t`,
+        the base state if that is negative.
     mode and the rest as in `cula_decode`.
 
     Returns (o, state itself).
@@ -590,7 +591,7 @@ def _log_decay(decay: Tensor | None) -> Tensor | None:
 
 def _require_tensor(argument: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{argument} must be a tensor, got {type(value).__name__}")
+        raise TypeError(f"{argument} must be a tensor, got {_ops.type_name(value)}")
 
 
 def _has_rows(value: object) -> bool:
@@ -599,7 +600,7 @@ def _has_rows(value: object) -> bool:
 
 def _check_gate(A_log: Tensor | None, lower_bound: float | None, safe_gate: bool = False) -> None:
     if lower_bound is not None and (isinstance(lower_bound, bool) or not isinstance(lower_bound, float | int)):
-        raise TypeError(f"lower_bound must be of type float, got {type(lower_bound).__name__}")
+        raise TypeError(f"lower_bound must be of type float, got {_ops.type_name(lower_bound)}")
     if A_log is None and lower_bound is None:
         raise ValueError("A_log must be given when use_gate_in_kernel is True and lower_bound is not set, got None")
     if safe_gate and (lower_bound is None or not -5 <= lower_bound < 0):

@@ -194,10 +194,14 @@ def kda_decode(
     `state_layout="kv"`; None starts from zero and keeps nothing. Rows with a negative index get zeros. `cu_seqlens` has
     no effect, as upstream.
     """
-    return _decode(
-        "kda", A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, scale,
-        use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout,
-    )  # fmt: skip
+    try:
+        return _decode(
+            "kda", A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, scale,
+            use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout,
+        )  # fmt: skip
+    except Exception as error:
+        _fla.refuse_types(kda_decode, locals(), error)
+        raise
 
 
 def fused_sigmoid_gating_delta_rule_update(
@@ -250,28 +254,39 @@ def fused_sigmoid_gating_delta_rule_update(
 
     out: where to write the result. state_layout: `"kv"` for pools and buffers `[.., HV, K, V]`.
     """
+    if not (type(cache_ring) is type(match_cutedsl_decode) is type(is_kda) is type(disable_state_update) is bool):
+        _passes.check_flags(
+            cache_ring=cache_ring, match_cutedsl_decode=match_cutedsl_decode, is_kda=is_kda,
+            disable_state_update=disable_state_update,
+        )  # fmt: skip
     if cache_ring or match_cutedsl_decode:
         name = "cache_ring" if cache_ring else "match_cutedsl_decode"
         raise NotImplementedError(f"{name}=True is not built: states are kept, and rounded where they are stored")
     algorithm = "kda" if is_kda else "gdn"
     if lower_bound is not None and not is_kda:
         raise ValueError(f"lower_bound must be left out with is_kda=False, got {lower_bound}")
+    if cache_steps is not None and (not isinstance(cache_steps, int) or isinstance(cache_steps, bool)):
+        raise TypeError(f"cache_steps must be of type int, got {_ops.type_name(cache_steps)}")
     decodes = not disable_state_update and intermediate_states_buffer is None and retrieve_parent_token is None
     by_token = False
-    if initial_state_indices is not None:
-        initial_state_indices, by_token = _indices_of(q, k, v, cu_seqlens, initial_state_indices, decodes)
-    if decodes:
-        return _decode(
+    try:
+        if initial_state_indices is not None:
+            initial_state_indices, by_token = _indices_of(q, k, v, cu_seqlens, initial_state_indices, decodes)
+        if decodes:
+            return _decode(
+                algorithm, A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, scale,
+                use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout, lower_bound, cu_seqlens,
+                by_token,
+            )  # fmt: skip
+        return _verify(
             algorithm, A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, scale,
             use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout, lower_bound, cu_seqlens,
-            by_token,
+            not disable_state_update, intermediate_states_buffer, intermediate_state_indices, cache_steps,
+            retrieve_parent_token,
         )  # fmt: skip
-    return _verify(
-        algorithm, A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, scale,
-        use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout, lower_bound, cu_seqlens,
-        not disable_state_update, intermediate_states_buffer, intermediate_state_indices, cache_steps,
-        retrieve_parent_token,
-    )  # fmt: skip
+    except Exception as error:
+        _fla.refuse_types(fused_sigmoid_gating_delta_rule_update, locals(), error)
+        raise
 
 
 def _indices_of(
@@ -293,18 +308,15 @@ def _check_engine(
     heads: int,
     key_dim: int,
     value_dim: int,
+    A_log: Tensor,
+    dt_bias: Tensor,
     source: Tensor | None,
     scale: float | None,
     softplus_beta: float,
     softplus_threshold: float,
     state_layout: str,
 ) -> None:
-    _fla.require(scale is None or scale > 0, "scale must be positive, got {}", scale)
-    if (softplus_beta, softplus_threshold) != (1.0, 20.0):
-        raise NotImplementedError(
-            "the gate is the exact softplus: softplus_beta must be 1 and softplus_threshold 20, "
-            f"got {softplus_beta} and {softplus_threshold}"
-        )
+    _check_gate(A_log, dt_bias, scale, softplus_beta, softplus_threshold)
     if state_layout not in ("vk", "kv"):
         raise ValueError(f'state_layout must be "vk" or "kv", got {state_layout!r}')
     if source is None:
@@ -316,6 +328,30 @@ def _check_engine(
         raise ValueError(
             f"State layout mismatch: initial_state_source must be [pool, {heads}, {matrix[0]}, {matrix[1]}] for "
             f"state_layout={state_layout!r}, got {list(source.shape)}"
+        )
+
+
+def _check_gate(
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float | None,
+    slope: float,
+    threshold: float,
+    names: tuple[str, str] = ("softplus_beta", "softplus_threshold"),
+) -> None:
+    """`names`: what the engine calls the two parameters of softplus."""
+    if A_log is None or dt_bias is None:
+        raise TypeError(f"{'A_log' if A_log is None else 'dt_bias'} must be a tensor, got NoneType")
+    if scale is not None and not scale > 0:
+        raise _fla.ArgumentError(f"scale must be positive, got {scale}")
+    if type(slope) is type(threshold) is float and slope == 1.0 and threshold == 20.0:
+        return
+    for name, value in zip(names, (slope, threshold), strict=True):
+        if not isinstance(value, float | int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be of type float, got {_ops.type_name(value)}")
+    if (slope, threshold) != (1, 20):
+        raise NotImplementedError(
+            f"the gate is the exact softplus: {names[0]} must be 1 and {names[1]} 20, got {slope} and {threshold}"
         )
 
 
@@ -341,7 +377,7 @@ def _raw(
     except (AttributeError, RuntimeError):
         for name, x in (("a", a), ("b", b)):
             if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}") from None
+                raise TypeError(f"{name} must be a tensor, got {_ops.type_name(x)}") from None
         for name, x, last in (("a", a, key_dim if algorithm == "kda" else 1), ("b", b, 1)):
             if x.numel() != batch * tokens * heads * last:
                 raise ValueError(
@@ -354,7 +390,7 @@ def _check_tensors(**named: tuple[object, int | None]) -> None:
     """Each is None or a tensor, and of so many dimensions where the number is given."""
     for name, (value, dims) in named.items():
         if value is not None and not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+            raise TypeError(f"{name} must be a tensor, got {_ops.type_name(value)}")
         if value is not None and dims not in (None, value.dim()):
             raise ValueError(f"{name} must have {dims} dimension{'s' * (dims > 1)}, got {list(value.shape)}")
 
@@ -382,7 +418,9 @@ def _decode(
 ) -> Tensor:
     """`by_token`: the rows of `[1, T, ..]` are its tokens."""
     batch, tokens, heads, key_dim, value_dim = _sizes(_ops.decode, q, k, v)
-    _check_engine(heads, key_dim, value_dim, source, scale, softplus_beta, softplus_threshold, state_layout)
+    _check_engine(
+        heads, key_dim, value_dim, A_log, dt_bias, source, scale, softplus_beta, softplus_threshold, state_layout
+    )
     packed = by_token and batch == 1 and tokens > 1
     if packed:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
@@ -428,13 +466,13 @@ def _verify(
     parents: Tensor | None,
 ) -> Tensor:
     batch, tokens, heads, key_dim, value_dim = _sizes(_ops.verify, q, k, v)
-    _check_engine(heads, key_dim, value_dim, source, scale, softplus_beta, softplus_threshold, state_layout)
+    _check_engine(
+        heads, key_dim, value_dim, A_log, dt_bias, source, scale, softplus_beta, softplus_threshold, state_layout
+    )
     _check_tensors(
         cu_seqlens=(cu_seqlens, 1), intermediate_states_buffer=(snapshots, 5),
         intermediate_state_indices=(snapshot_indices, 1), retrieve_parent_token=(parents, 2),
     )  # fmt: skip
-    if not isinstance(steps, int | None):
-        raise TypeError(f"cache_steps must be of type int, got {type(steps).__name__}")
     rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if snapshots is None:
         snapshot_indices = None

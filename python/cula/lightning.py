@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -64,6 +66,8 @@ def lightning_attn_fwd_varlen(
     final states `[N, H, V, K]` are returned. `persistent` is a choice of schedule upstream; the result is the same.
     """
     try:
+        if cu_seqlens is None:
+            raise TypeError("cu_seqlens must be a tensor, got NoneType")
         o, final_state, _ = _passes.forward(
             _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, cu_seqlens=cu_seqlens, state_pool=state_pool,
             initial_state_indices=initial_state_indices, output_final_state=True, chunk_size=chunk_size,
@@ -146,6 +150,11 @@ class LinearAttentionChunkwiseDecay:
         persistent: bool = True,
         use_fast_math: bool = True,
     ) -> None:
+        flags = {"has_initial_state": has_initial_state, "output_final_state": output_final_state}
+        _passes.check_flags(**flags, is_varlen=is_varlen)
+        _passes.options("lightning", "log_decay", False, False, False, scale, None, -1, None, chunk_size=chunk_size)
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {scale}")
         self.chunk_size = chunk_size
         self.has_initial_state = has_initial_state
         self.output_final_state = output_final_state
@@ -222,7 +231,7 @@ def fused_recurrent_lightning_attn(
 def _fla_decay(q: Tensor, layer_idx: int, num_layers: int) -> Tensor:
     for name, value in (("layer_idx", layer_idx), ("num_layers", num_layers)):
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be of type int, got {type(value).__name__}")
+            raise TypeError(f"{name} must be of type int, got {_ops.type_name(value)}")
     if not 0 <= layer_idx < num_layers < 2**31:
         raise ValueError(f"layer_idx must be from 0 to num_layers - 1, got {layer_idx} of num_layers {num_layers}")
     heads = q.shape[2]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula import _fla, _ops
+from cula import _fla, _ops, _passes
 from cula.simple_gla import _run
 
 __all__ = ["chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"]
@@ -34,7 +34,11 @@ def chunk_linear_attn(
     q, k `[B, T, H, K]`, v `[B, T, H, V]`. As in FLA, z is returned with `normalize` whether or not
     `output_final_state` asks for S.
     """
-    return _linear(_ops.prefill, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+    try:
+        return _linear(_ops.prefill, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+    except Exception as error:
+        _fla.refuse_types(chunk_linear_attn, locals(), error)
+        raise
 
 
 def fused_chunk_linear_attn(
@@ -63,8 +67,12 @@ def fused_recurrent_linear_attn(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, States]:
     """`fla.ops.linear_attn.fused_recurrent_linear_attn`: token after token."""
-    _fla.forward_only(reverse, None)
-    return _linear(_ops.decode, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+    try:
+        _fla.forward_only(reverse, None)
+        return _linear(_ops.decode, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+    except Exception as error:
+        _fla.refuse_types(fused_recurrent_linear_attn, locals(), error)
+        raise
 
 
 def _linear(
@@ -78,9 +86,11 @@ def _linear(
     normalize: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, States]:
+    if type(normalize) is not bool:
+        _passes.check_flags(normalize=normalize)
     z = None
-    if normalize and isinstance(initial_state, tuple):
-        initial_state, z = initial_state
+    if initial_state is not None and not isinstance(initial_state, Tensor):
+        initial_state, z = _pair(initial_state, normalize)
     _fla.sequences(q, cu_seqlens, initial_state)
     o, final_state = _run(op, q, k, v, None, None, scale, initial_state, output_final_state, False, cu_seqlens)
     if not normalize:
@@ -90,3 +100,22 @@ def _linear(
     ones = q.new_ones((*q.shape[:3], 1), dtype=torch.float32)
     sums, z = _run(op, q.float(), k.float(), ones, None, None, scale, z, True, False, cu_seqlens)
     return (o / (sums + 1e-10)).to(o.dtype), (final_state, z.squeeze(-1).unsqueeze(1).to(k.dtype))
+
+
+def _pair(given: object, normalize: bool) -> tuple[Tensor | None, Tensor | None]:
+    """S and z of an initial state that is no tensor."""
+    if not isinstance(given, tuple) or not normalize:
+        wanted = "a tensor, a pair of tensors or None" if normalize else "a tensor or None with normalize=False"
+        raise TypeError(f"initial_state must be {wanted}, got {_ops.type_name(given)}")
+    if len(given) != 2:
+        raise ValueError(f"initial_state must be a tensor or a pair (S, z), got {len(given)} values")
+    for name, value, dims in (("S", given[0], "[N, H, K, V]"), ("z", given[1], "[N, 1, H, K]")):
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"initial_state must be a pair of tensors, got {_ops.type_name(value)} as {name}")
+        if not _ops.is_dense(value) or value.dim() != 4 or (name == "z" and value.shape[1] != 1):
+            raise ValueError(f"initial_state must have {name} {dims}, got {_ops.described(value)}")
+        if not value.is_floating_point():
+            raise ValueError(f"initial_state must have a floating-point dtype in {name}, got {value.dtype}")
+    return given

@@ -51,4 +51,5 @@ def fwd(
 
 def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
     """Bytes of workspace that a caller has to provide: none, it comes from PyTorch's allocator inside the call."""
+    _fla.check_sizes("get_workspace_size", T_total=T_total, H=H, N=N)
     return 0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cula import _fla, _ops, _passes
-from cula.kda import _check_tensors, _raw, _sizes
+from cula.kda import _check_gate, _check_tensors, _raw, _sizes
 
 __all__ = ["fused_sigmoid_gating_delta_rule_update"]
 
@@ -47,45 +47,49 @@ def fused_sigmoid_gating_delta_rule_update(
 
     Returns (o, the pool); o is float32 where the pool is, since what is read from a state can exceed float16.
     """
-    _fla.require(scale is None or scale > 0, "scale must be positive, got {}", scale)
-    if (beta, threshold) != (1.0, 20.0):
-        raise NotImplementedError(
-            f"the gate is the exact softplus: beta must be 1 and threshold 20, got {beta} and {threshold}"
-        )
-    if not inplace_final_state:
-        raise NotImplementedError(
-            "inplace_final_state=False, a new state for every token, is not built: give cula.cula_verify snapshots"
-        )
-    batch, tokens, heads, key_dim, _ = _sizes(_ops.decode, q, k, v)
-    _check_tensors(
-        cu_seqlens=(cu_seqlens, 1), initial_state=(initial_state, 4), ssm_state_indices=(ssm_state_indices, None),
-        num_accepted_tokens=(num_accepted_tokens, 1),
-    )  # fmt: skip
-    if ssm_state_indices is not None and ssm_state_indices.dim() not in (1, 2):
-        raise ValueError(f"ssm_state_indices must have shape [N] or [N, S], got {list(ssm_state_indices.shape)}")
-    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    algorithm = "kda" if is_kda else "gdn"
-    g, logits = _raw(algorithm, a, b, batch, tokens, heads, key_dim)
-    gate = ("softplus", A_log, dt_bias, None)
-    out = None
-    if initial_state is not None and initial_state.dtype == torch.float32 and v.element_size() == 2:
-        out = torch.empty_like(v, dtype=torch.float32, memory_format=torch.contiguous_format)
-    indices = ssm_state_indices if ssm_state_indices is None else ssm_state_indices[:rows]
-    if indices is None or indices.dim() == 1:
-        if num_accepted_tokens is not None:
-            raise ValueError("num_accepted_tokens must come with ssm_state_indices of shape [N, S], got counts alone")
-        pool = initial_state[:rows] if indices is None and initial_state is not None else initial_state
-        o, _, _ = _passes.forward(
-            _ops.decode, algorithm, q, k, v, g, logits, gate, scale, use_qk_l2norm_in_kernel, True,
-            cu_seqlens=cu_seqlens, state_pool=pool, initial_state_indices=indices, null_index=_NULL_BLOCK, out=out,
+    if not (type(inplace_final_state) is type(is_kda) is bool):
+        _passes.check_flags(inplace_final_state=inplace_final_state, is_kda=is_kda)
+    try:
+        _check_gate(A_log, dt_bias, scale, beta, threshold, ("beta", "threshold"))
+        if not inplace_final_state:
+            raise NotImplementedError(
+                "inplace_final_state=False, a new state for every token, is not built: give cula.cula_verify snapshots"
+            )
+        batch, tokens, heads, key_dim, _ = _sizes(_ops.decode, q, k, v)
+        _check_tensors(
+            cu_seqlens=(cu_seqlens, 1), initial_state=(initial_state, 4), ssm_state_indices=(ssm_state_indices, None),
+            num_accepted_tokens=(num_accepted_tokens, 1),
+        )  # fmt: skip
+        if ssm_state_indices is not None and ssm_state_indices.dim() not in (1, 2):
+            raise ValueError(f"ssm_state_indices must have shape [N] or [N, S], got {list(ssm_state_indices.shape)}")
+        rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        algorithm = "kda" if is_kda else "gdn"
+        g, logits = _raw(algorithm, a, b, batch, tokens, heads, key_dim)
+        gate = ("softplus", A_log, dt_bias, None)
+        out = None
+        if initial_state is not None and initial_state.dtype == torch.float32 and v.element_size() == 2:
+            out = torch.empty_like(v, dtype=torch.float32, memory_format=torch.contiguous_format)
+        indices = ssm_state_indices if ssm_state_indices is None else ssm_state_indices[:rows]
+        if indices is None or indices.dim() == 1:
+            if num_accepted_tokens is not None:
+                raise ValueError(
+                    "num_accepted_tokens must come with ssm_state_indices of shape [N, S], got counts alone"
+                )
+            pool = initial_state[:rows] if indices is None and initial_state is not None else initial_state
+            o, _, _ = _passes.forward(
+                _ops.decode, algorithm, q, k, v, g, logits, gate, scale, use_qk_l2norm_in_kernel, True,
+                cu_seqlens=cu_seqlens, state_pool=pool, initial_state_indices=indices, null_index=_NULL_BLOCK, out=out,
+            )  # fmt: skip
+            return o, initial_state
+        o = _passes.verify(
+            algorithm, q, k, v, initial_state, g=g, decay=None, beta=logits, gate=gate, scale=scale,
+            qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=True, allow_neg_eigval=False, cu_seqlens=cu_seqlens,
+            state_v_first=True, update_state=initial_state is not None, initial_state_indices=None,
+            state_indices=indices, num_accepted=None if num_accepted_tokens is None else num_accepted_tokens[:rows],
+            has_initial_state=None, snapshots=None, snapshot_indices=None, parents=None, null_index=_NULL_BLOCK,
+            backend=None, deterministic=None, out=out, device=None,
         )  # fmt: skip
         return o, initial_state
-    o = _passes.verify(
-        algorithm, q, k, v, initial_state, g=g, decay=None, beta=logits, gate=gate, scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=True, allow_neg_eigval=False, cu_seqlens=cu_seqlens,
-        state_v_first=True, update_state=initial_state is not None, initial_state_indices=None, state_indices=indices,
-        num_accepted=None if num_accepted_tokens is None else num_accepted_tokens[:rows], has_initial_state=None,
-        snapshots=None, snapshot_indices=None, parents=None, null_index=_NULL_BLOCK, backend=None, deterministic=None,
-        out=out, device=None,
-    )  # fmt: skip
-    return o, initial_state
+    except Exception as error:
+        _fla.refuse_types(fused_sigmoid_gating_delta_rule_update, locals(), error)
+        raise
