@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import torch
 import cula
 
 transformers = pytest.importorskip("transformers")
+PINNED = re.search(r"^transformers==(\S+)", (Path(__file__).parents[1] / "requirements-dev.txt").read_text(), re.M)[1]
 pytestmark = pytest.mark.cpu_only("the reference is transformers' own code in float32")
 
 GDN = {
@@ -77,11 +81,19 @@ MODELS = {
 }
 
 
+def older(version: str) -> bool:
+    """Than the pinned one, in which every class and function is: with that or a newer one, a missing one is a fault."""
+    one, other = (tuple(int(part) for part in re.findall(r"\d+", each)[:3]) for each in (version, PINNED))
+    return one < other
+
+
 def a_model(name: str) -> tuple[torch.nn.Module, object, dict[str, Callable]]:
     model_class, config_class, settings, functions = MODELS[name]
+    if older(transformers.__version__) and importlib.util.find_spec(f"transformers.models.{name}") is None:
+        pytest.skip(f"transformers {transformers.__version__}, older than {PINNED}, has no {name}")
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    if not hasattr(module, model_class):
-        pytest.skip(f"transformers {transformers.__version__} has no {model_class}")
+    if older(transformers.__version__) and not hasattr(module, model_class):
+        pytest.skip(f"transformers {transformers.__version__}, older than {PINNED}, has no {model_class}")
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**settings)
     return getattr(module, model_class)(config).float().eval(), module, functions
