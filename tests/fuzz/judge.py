@@ -13,7 +13,7 @@ import torch
 import cula  # noqa: F401  (loads torch.ops.cula)
 from compare import BUDGET, bits, errors, floor
 from fuzz.call import Found
-from fuzz.classes import DEFAULT, STRONG, bound
+from fuzz.classes import DEFAULT, bound
 from fuzz.draw import Case
 from fuzz.oracle import Expected
 from fuzz.values import Values
@@ -31,7 +31,6 @@ def _operator(name: str, given: dict) -> None:
 VANISHING = 2.0**-110
 
 FEW_TOKENS = 8
-FLOAT32_EXPONENT = 88.0  # e^-88 is about the smallest number that float32 holds in full
 
 
 class Naive:
@@ -241,17 +240,9 @@ class Judge:
         A token is four steps: decay, read, write, output. After few tokens a result has little more than the
         roundings of one behind it, and those of the naive recurrence may all happen to be small; another form makes
         four, too, and `compare.floor` has one of them.
-
-        The decays that are all that is left where keys are zero are one number for a whole head or channel. Its error
-        is that of an exponent x, x / 2^24 for each of the three steps that make one of a raw gate.
         """
-        case, more = self.case, 0.0
-        tokens = case.longest if n is None else case.lengths[n]
-        if tokens <= FEW_TOKENS:
-            more += 3 * max(torch.finfo(result).eps, torch.finfo(self.inputs).eps) / 2
-        if case.keys == "sparse" and case.decay in STRONG:
-            more += 3 * FLOAT32_EXPONENT * torch.finfo(torch.float32).eps / 2
-        return more
+        tokens = self.case.longest if n is None else self.case.lengths[n]
+        return 3 * max(torch.finfo(result).eps, torch.finfo(self.inputs).eps) / 2 if tokens <= FEW_TOKENS else 0.0
 
     def _where(self, what: str, x: torch.Tensor, oracle: torch.Tensor, places: list | None) -> str:
         """The first place that is wrong by a hundredth of the largest number, or the one that is most wrong."""
