@@ -108,7 +108,7 @@ class Expected:
 
     def __init__(self, values: Values) -> None:
         case = values.case
-        self.case, self.largest = case, 0.0
+        self.case, self.largest, self.size = case, 0.0, 1.0
         with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
             self._run(values, Tokens(values))
 
@@ -136,6 +136,10 @@ class Expected:
         if case.chunk_size:
             wanted |= {(n, t) for n, length in enumerate(case.lengths) for t in range(0, length, case.chunk_size)}
         self._keep(wanted, 0, state)
+        # The largest number that goes in; at least 1 (judge.VANISHING).
+        self.size = max(1.0, np.abs(state).max(initial=0), np.abs(tokens.v).max(initial=0))
+        if track:
+            self.largest = np.abs(state).max(initial=0)
         every = np.arange(N)
         for t in range(L):
             if tree:

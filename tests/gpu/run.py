@@ -163,7 +163,7 @@ def sanitize(options: argparse.Namespace) -> bool:
 def fuzz(options: argparse.Namespace) -> bool:
     """The fuzzer on every target, each with seeds of its own."""
     device = {"cuda": gpu, "cpu": cpu}[options.device]
-    targets, failures = {}, 0
+    failures = 0
     for number, (name, (more, share)) in enumerate(FUZZED[options.device].items()):
         seed, count = options.seed + number, int(options.count * share)
         with TemporaryDirectory() as folder:
@@ -174,10 +174,10 @@ def fuzz(options: argparse.Namespace) -> bool:
             subprocess.run([*command, "--json", str(record)], cwd=ROOT, env=environment(), check=False)
             found = json.loads(record.read_text())
         kept = {key: found[key] for key in ("seed", "cases", "calls", "by_backend", "by_pass", "by_algorithm")}
-        lines = [failure["reproduce"] for failure in found["failures"]]
-        targets[name] = {**kept, "failures": lines, "seconds": round(time.perf_counter() - start, 1)}
+        lines = [f"{failure['reproduce']}: {failure['wrong'][0]}" for failure in found["failures"]]
+        target = {**kept, "failures": lines, "seconds": round(time.perf_counter() - start, 1)}
         failures += len(lines)
-    write("fuzz", {"targets": targets}, options.output, device)
+        write("fuzz", {"targets": {name: target}}, options.output, device)
     return failures == 0
 
 
