@@ -52,8 +52,10 @@ def wrongs(case: Case, random: Random, classes: frozenset[str]) -> Iterator[Wron
         if len(named) > 1:
             one, two = random.sample(named, 2)
             yield "state_indices", written, [((one,), getattr(case, written)[two])]
-    if case.table is not None and case.table[0]:
+    if case.table is not None:
         columns = len(case.table[0])
+        if columns == 0:  # refused as it is
+            return
         column = random.randrange(columns)
         yield "state_indices", "table", [((n, column), beyond)]
         mine = case.table[n][column]
