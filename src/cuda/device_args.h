@@ -50,6 +50,8 @@ struct Indices {
         const std::int32_t* const words = data + n * row + s * column;
         return wide ? narrow_index(words[0], words[1]) : words[0];
     }
+    // The lower word alone, for numbers that say no slot.
+    CULA_HOST_DEVICE std::int32_t low(std::int64_t n, std::int64_t s = 0) const { return data[n * row + s * column]; }
 };
 
 // One number per value head, or per value head and channel.

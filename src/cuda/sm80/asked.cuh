@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which states on the way a call asked for. By whole warps: plans and packed sequences may be a hundred thousand, and a
-// warp looks through 32 of them at a time.
+// Which states on the way a call asked for, where tokens go one by one. By whole warps: plans and packed sequences may
+// be a hundred thousand, and a warp looks through 32 of them at a time.
 #pragma once
 
 #include "cuda/device_args.h"

@@ -5,7 +5,6 @@
 // channels 8 tile + 2 (l%4) and the next (ptx/mma.cuh).
 #pragma once
 
-#include "cuda/sm80/asked.cuh"
 #include "cuda/sm80/chunk.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/scan.cuh"
@@ -261,7 +260,17 @@ struct Walk {
         });
     }
 
-    // Where the state before chunk `chunk` of the segment goes: the final state, dense chunk states, checkpoints.
+    // How many chunk states the packed sequences before this one have.
+    __device__ __forceinline__ std::int64_t chunk_states_before() const {
+        if (a.chunk_tokens == kRows) return sequence_chunk;
+        std::int64_t count = 0;
+        for (std::int64_t i = 0; a.cu_seqlens && i < segment.sequence; ++i)
+            count += (tokens_of(a, i).length + a.chunk_tokens - 1) / a.chunk_tokens;
+        return count;
+    }
+
+    // Where the state before chunk `chunk` of the segment goes: the final state, dense chunk states, checkpoints. One
+    // row of the plan after the other: a search by whole warps (asked.cuh) would cost calls without a plan up to 12 %.
     template <class Stored = AsTheyAre>
     __device__ __forceinline__ void store_asked(float (&state)[kKey / 8][4], int chunk,
                                                 const Stored& stored = {}) const {
@@ -285,15 +294,14 @@ struct Walk {
                     to = a.final, base = to.offset(slots.final, value_head);
             } else if (m == -1) {
                 if (end || !a.chunk_states.data || before % a.chunk_tokens != 0) continue;
-                const ChunkStates dense = chunk_states_of(
-                    a, n, value_head, a.chunk_tokens == kRows ? sequence_chunk : chunk_states_before(a, n));
+                const ChunkStates dense = chunk_states_of(a, n, value_head, chunk_states_before());
                 const std::int64_t index = before / a.chunk_tokens;
                 if (index >= dense.room) continue;
                 to = a.chunk_states, base = dense.offset + index * to.slot;
             } else {
-                m = next_checkpoint(a, m, n, before);
-                const std::int64_t slot = m < asked ? checkpoint_slot(a, m) : -1;
-                if (slot < 0) continue;
+                if (a.checkpoint_plan.low(m, 0) != n || a.checkpoint_plan.low(m, 1) != before) continue;
+                const std::int64_t slot = a.checkpoint_plan.at(m, 2);
+                if (slot < 0 || slot >= a.checkpoints.slots) continue;
                 to = a.checkpoints, base = to.offset(slot, value_head);
             }
             if (to.data) store_state<kKey>(state, to, base, rows, stored);
