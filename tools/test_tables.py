@@ -71,7 +71,8 @@ def fuzz() -> list[str]:
         driver = f", driver {result['driver']}" if result.get("driver") else ""
         lines += [f"{result['device']}{driver}; torch {result['torch']}; sources `{result['source_hash']}`.", ""]
         lines += [*_table(["asked for", "seed", "calls", "by target", "failures"], rows), ""]
-        lines += [f"- `{line}`" for found in result["targets"].values() for line in found["failures"]]
+        failures = [f"- `{line}`" for found in result["targets"].values() for line in found["failures"]]
+        lines += [*failures, ""] if failures else []
     return lines or _none("fuzz")
 
 
