@@ -270,7 +270,8 @@ struct Walk {
     }
 
     // Where the state before chunk `chunk` of the segment goes: the final state, dense chunk states, checkpoints. One
-    // row of the plan after the other: a search by whole warps (asked.cuh) would cost calls without a plan up to 12 %.
+    // row of the plan after the other: a search by whole warps (asked.cuh) reorders the whole loop over chunks, also
+    // for calls without a plan.
     template <class Stored = AsTheyAre>
     __device__ __forceinline__ void store_asked(float (&state)[kKey / 8][4], int chunk,
                                                 const Stored& stored = {}) const {
