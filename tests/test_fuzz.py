@@ -106,6 +106,19 @@ def test_small_rows_do_not_hide_behind_large_ones():
     assert sentence.startswith("o of sequence 2: ")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])  # float32's floor is as much
+def test_neighbours_excuse_luck_alone(dtype):
+    """Four times the naive recurrence's error is wrong, where many numbers are judged; what is right stays right."""
+    case = sample("prefill", dtype=dtype, lengths=(300, 200), state="none", slots=0, chunk_size=0, key_dim=64)
+    values = Values(case)
+    judge = Judge(case, values)
+    oracle, naive = judge.problem.tensor("o")
+    oracle, naive = oracle.float(), naive.float()
+    assert judge.verdict(Found({"o": 2 * naive - oracle}, {}), None) == []
+    (sentence,) = judge.verdict(Found({"o": 4 * (naive - oracle) + oracle}, {}), None)
+    assert "above the budget" in sentence
+
+
 class Careless(Call):
     """A library that writes where nothing names a place."""
 

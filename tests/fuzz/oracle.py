@@ -83,11 +83,12 @@ class Tokens:
         return rows
 
     def largest_write(self, t: int, state: np.ndarray) -> float:
-        """No smaller than what token t writes, times the inverse norm of its key."""
-        u = np.abs(self.v[:, t])
+        """No smaller than what token t writes, before its write strength and times the inverse norm of its key."""
+        u, stretch = np.abs(self.v[:, t]), self.stretch[:, t, :, None]
         if self.beta is not None:
-            u = np.abs(self.beta[:, t]) * (u + np.abs((state @ self.k[:, t, ..., None])[..., 0]))
-        return float((u * self.stretch[:, t, :, None]).max(initial=0))
+            u = u + np.abs((state @ self.k[:, t, ..., None])[..., 0])
+            stretch = np.maximum(1, np.abs(self.beta[:, t]) * stretch)
+        return float((u * stretch).max(initial=0))
 
     def step(self, t: int, state: np.ndarray, v: np.ndarray) -> np.ndarray:
         """The states [N, HV, V, K] after token t."""
