@@ -14,15 +14,15 @@ CLASSES = {
     # Beta near 2 where keys come back to the same few directions: keys that do not move, and in float32 chunks fewer
     # channels than FEW. A reflection keeps every rounding, and a chunk of 64 tokens adds them up.
     "reflections": False,
-    # float32 chunks whose values are far smaller than the state that they overwrite: where channels are as few, or keys
-    # do not move; both together with values of any size. One normalized channel that tokens of zeros overwrite: what is
-    # left of a state is 1 - k^2, nothing but roundings.
+    # Chunks whose values are far smaller than the state that they overwrite: where channels are as few, and in float32
+    # where keys do not move; both together with values of any size. One normalized channel that tokens of zeros
+    # overwrite: what is left of a state is 1 - k^2, nothing but roundings.
     "small_values": False,
     # float16 values below 6e-5, which have fewer bits the smaller they are.
     "fp16_subnormals": False,
     # Rows whose writes cancel in bfloat16: v follows the state that the keys meet.
     "cancelling": False,
-    # float16 scores q . k beyond the largest float16.
+    # float16 scores, scale times q . k, beyond the largest float16.
     "fp16_scores": False,
     # Results of so few numbers that the naive recurrence may be exact by luck.
     "few_numbers": False,
@@ -90,6 +90,8 @@ def without(case: Case, classes: frozenset[str]) -> Case:
     if "maps_k1" not in classes and case.pass_name == "segment" and case.key_dim == 1:
         case = case.but(key_dim=2)
     chunks = case.pass_name == "segment" or (case.pass_name in ("prefill", "split") and case.key_dim >= FEWEST)
+    if "small_values" not in classes and chunks and case.delta and case.key_dim < FEW:
+        case = case.but(value_size=max(case.value_size, case.state_size))
     chunks = chunks and case.delta and case.dtype == "float32"
     if "few_channels" not in classes and chunks and case.key_dim in (2, 3):
         case = case.but(key_dim=4)
@@ -112,12 +114,17 @@ def without(case: Case, classes: frozenset[str]) -> Case:
         if case.qk_l2norm:  # chunks put 1 / |k| to what they write
             case = case.but(key_size=min(case.key_size, 1.0))
         steep = case.A_log is not None and case.A_log[1] > 0
-        # All that is left of a state where tokens of zeros write nothing new is subnormal.
-        if case.keys == "sparse" and (case.decay in (*STRONG, "one_slow") or steep):
-            case = case.but(keys="random")
+        # All that is left of a state where tokens write nothing new is subnormal.
+        if case.decay in (*STRONG, "one_slow") or steep:
+            case = case.but(keys="random" if case.keys == "sparse" else case.keys)
+            case = case.but(beta="random" if case.beta in ("zero", "mixed", "steep") else case.beta)
     if "fp16_subnormals" not in classes and case.state_dtype == "float16":
         case = case.but(state_size=max(case.state_size, 1e-1), value_size=max(case.value_size, 1e-1))
         case = case.but(mixed_sizes=False)
     if "fp16_scores" not in classes and case.dtype == "float16" and not case.qk_l2norm:
         case = case.but(key_size=min(case.key_size, 30.0), query_size=min(case.query_size, 30.0))
+        if case.scale is not None:
+            case = case.but(scale=max(-60.0, min(case.scale, 60.0)))
+    if {"one_kernel", "fused_limits"} & classes == {"one_kernel"} and case.beta == "zero" and case.beta_is_logit:
+        case = case.but(beta="random")
     return case

@@ -83,11 +83,11 @@ class Tokens:
         return rows
 
     def largest_write(self, t: int, state: np.ndarray) -> float:
-        """No smaller than what token t writes, before its write strength and times the inverse norm of its key."""
+        """No smaller than what token t writes: before and after its write strength, and times its key's 1 / norm."""
         u, stretch = np.abs(self.v[:, t]), self.stretch[:, t, :, None]
         if self.beta is not None:
             u = u + np.abs((state @ self.k[:, t, ..., None])[..., 0])
-            stretch = np.maximum(1, np.abs(self.beta[:, t]) * stretch)
+            stretch = np.maximum(1, np.abs(self.beta[:, t]) * np.maximum(1, stretch))
         return float((u * stretch).max(initial=0))
 
     def step(self, t: int, state: np.ndarray, v: np.ndarray) -> np.ndarray:
