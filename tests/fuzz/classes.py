@@ -15,8 +15,8 @@ CLASSES = {
     # channels than FEW. A reflection keeps every rounding, and a chunk of 64 tokens adds them up.
     "reflections": False,
     # Chunks whose values are far smaller than the state that they overwrite: where channels are as few, and in float32
-    # where keys do not move; both together with values of any size. One normalized channel that tokens of zeros
-    # overwrite: what is left of a state is 1 - k^2, nothing but roundings.
+    # where keys do not move; both together with values of any size. One channel that tokens of zeros overwrite:
+    # what is left of a state is 1 - k^2, nothing but roundings.
     "small_values": False,
     # float16 values below 6e-5, which have fewer bits the smaller they are.
     "fp16_subnormals": False,
@@ -40,7 +40,7 @@ CLASSES = {
     "far_lengths": True,
     # Nothing but prefills of KDA that sm90:fused takes.
     "one_kernel": False,
-    # With one_kernel: decays and sizes beyond the limits in docs/fused.md.
+    # Decays and sizes beyond the limits in docs/fused.md: with one_kernel any; else write strengths of 1e-13.
     "fused_limits": False,
 }
 DEFAULT = frozenset(name for name, drawn in CLASSES.items() if drawn)
@@ -74,9 +74,14 @@ def inside(name: str, case: Case, classes: frozenset[str]) -> bool:
         case "few_numbers":
             return case.value_heads * case.value_dim < FEWEST_NUMBERS
         case "fused_limits":
-            return {"one_kernel", "fused_limits"} <= classes
+            return {"one_kernel", "fused_limits"} <= classes or moved(name, case)
         case _:
-            return without(case, frozenset(CLASSES) - {name}) != case
+            return moved(name, case)
+
+
+def moved(name: str, case: Case) -> bool:
+    """Whether `without` moves a case out of a class."""
+    return without(case, frozenset(CLASSES) - {name}) != case
 
 
 def bound(case: Case, classes: frozenset[str] = DEFAULT) -> float | None:
@@ -97,7 +102,7 @@ def without(case: Case, classes: frozenset[str]) -> Case:
         case = case.but(key_dim=4)
     few = chunks and case.key_dim < FEW
     still = case.keys == "collinear" or dict(case.expanded).get("k") == 1
-    if "reflections" not in classes and case.delta and (few or still):
+    if "reflections" not in classes and case.delta and (few or still or case.key_dim == 1):
         case = case.but(allow_neg_eigval=False)
     if "small_values" not in classes and case.delta and (few or (still and case.dtype == "float32")):
         case = case.but(value_size=max(case.value_size, case.state_size))
@@ -105,7 +110,7 @@ def without(case: Case, classes: frozenset[str]) -> Case:
             case = case.but(keys="random", expanded=tuple(each for each in case.expanded if each[0] != "k"))
         if case.key_dim < 4 and case.keys == "sparse":  # values of zero
             case = case.but(keys="random")
-    if "small_values" not in classes and case.delta and case.qk_l2norm and case.key_dim == 1 and case.keys == "sparse":
+    if "small_values" not in classes and case.delta and case.key_dim == 1 and case.keys == "sparse":
         case = case.but(keys="random")
     if "fp16_subnormals" not in classes and case.dtype == "float16":
         case = case.but(value_size=max(case.value_size, 1e-1), query_size=max(case.query_size, 1e-1))
@@ -125,6 +130,7 @@ def without(case: Case, classes: frozenset[str]) -> Case:
         case = case.but(key_size=min(case.key_size, 30.0), query_size=min(case.query_size, 30.0))
         if case.scale is not None:
             case = case.but(scale=max(-60.0, min(case.scale, 60.0)))
-    if {"one_kernel", "fused_limits"} & classes == {"one_kernel"} and case.beta == "zero" and case.beta_is_logit:
+    fused = case.algorithm == "kda" and case.dtype == "bfloat16" and case.gate != "log_decay"
+    if "fused_limits" not in classes and fused and case.beta == "zero" and case.beta_is_logit:
         case = case.but(beta="random")
     return case
