@@ -15,8 +15,8 @@ CLASSES = {
     # channels than FEW. A reflection keeps every rounding, and a chunk of 64 tokens adds them up.
     "reflections": False,
     # Chunks whose values are far smaller than the state that they overwrite: where channels are as few, and in float32
-    # where keys do not move; both together with values of any size. One channel that tokens of zeros overwrite:
-    # what is left of a state is 1 - k^2, nothing but roundings.
+    # where keys do not move; both together with values of any size. One channel that small values or tokens of zeros
+    # overwrite: what is left of a state is 1 - k^2, nothing but roundings.
     "small_values": False,
     # float16 values below 6e-5, which have fewer bits the smaller they are.
     "fp16_subnormals": False,
@@ -110,8 +110,9 @@ def without(case: Case, classes: frozenset[str]) -> Case:
             case = case.but(keys="random", expanded=tuple(each for each in case.expanded if each[0] != "k"))
         if case.key_dim < 4 and case.keys == "sparse":  # values of zero
             case = case.but(keys="random")
-    if "small_values" not in classes and case.delta and case.key_dim == 1 and case.keys == "sparse":
-        case = case.but(keys="random")
+    if "small_values" not in classes and case.delta and case.key_dim == 1:
+        case = case.but(keys="random" if case.keys == "sparse" else case.keys)
+        case = case.but(value_size=max(case.value_size, case.state_size), mixed_sizes=False)
     if "fp16_subnormals" not in classes and case.dtype == "float16":
         case = case.but(value_size=max(case.value_size, 1e-1), query_size=max(case.query_size, 1e-1))
         case = case.but(key_size=max(case.key_size, 1e-1), mixed_sizes=False)

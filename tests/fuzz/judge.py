@@ -168,7 +168,8 @@ def moved(values: Values, m: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def neighbour(values: Values, number: int) -> Values:
-    """The same problem in other numbers: v and the states times one factor, q times another, and decays a little off.
+    """The same problem in other numbers: v and the states times one factor, q times another, decays a little off, and
+    the key channels in another order.
 
     Outputs and states scale with what goes in, so that errors relative to them are of the same kind. Keys and write
     strengths stay: they decide what is taken away of a state, and whether something is left of it.
@@ -178,7 +179,12 @@ def neighbour(values: Values, number: int) -> Values:
     factors = {"v": inputs, "q": queries, "g": decays, "decay": decays}
     other = copy.copy(values)
     other.tensors = {name: (x * factors.get(name, 1.0)).to(x.dtype) for name, x in values.tensors.items()}
-    other.base = (values.base * inputs).to(values.base.dtype)
+    order = torch.from_numpy(random.permutation(values.case.key_dim))
+    for name, dimensions in {"q": 4, "k": 4, "g": 4, "dt_bias": 2}.items():
+        x = other.tensors.get(name)
+        if x is not None and x.ndim == dimensions:  # g and dt_bias of one number per token and head have fewer
+            other.tensors[name] = x[..., order]
+    other.base = (values.base * inputs).to(values.base.dtype)[..., order]
     return other
 
 
