@@ -6,6 +6,7 @@
 #include "reference/entry.h"
 #if defined(CULA_WITH_CUDA)
 #include "cuda/device.h"
+#include "cuda/recurrent/entry.h"
 #include "cuda/sm80/entry.h"
 #include "cuda/sm90/entry.h"
 #endif
@@ -58,18 +59,17 @@ constexpr Kernel kKernels[] = {
      cuda::sm90::prefill_fused},
     {"sm90", Pass::kSegment, DeviceKind::kCuda, cuda::sm90::supports, cuda::sm90::workspace_bytes, cuda::sm90::prefill,
      cuda::sm90::kept_bytes},
-    {"sm80", Pass::kPrefill, DeviceKind::kCuda, cuda::sm80::supports_prefill, cuda::sm80::prefill_workspace_bytes,
-     cuda::sm80::prefill},
-    {"sm80:step", Pass::kPrefill, DeviceKind::kCuda, cuda::sm80::supports_step, cuda::sm80::step_workspace_bytes,
-     cuda::sm80::step},
-    {"sm80", Pass::kDecode, DeviceKind::kCuda, cuda::sm80::supports_step, cuda::sm80::step_workspace_bytes,
-     cuda::sm80::step},
-    {"sm80", Pass::kVerify, DeviceKind::kCuda, cuda::sm80::supports_step, cuda::sm80::step_workspace_bytes,
-     cuda::sm80::step},
-    {"sm80", Pass::kSegment, DeviceKind::kCuda, cuda::sm80::supports_prefill, cuda::sm80::prefill_workspace_bytes,
-     cuda::sm80::prefill, cuda::sm80::prefill_kept_bytes},
-    {"sm80:step", Pass::kSegment, DeviceKind::kCuda, cuda::sm80::supports_step, cuda::sm80::step_workspace_bytes,
-     cuda::sm80::step},
+    {"sm80", Pass::kPrefill, DeviceKind::kCuda, cuda::sm80::supports, cuda::sm80::workspace_bytes, cuda::sm80::prefill},
+    {"sm80:step", Pass::kPrefill, DeviceKind::kCuda, cuda::recurrent::supports, cuda::recurrent::workspace_bytes,
+     cuda::recurrent::run},
+    {"sm80", Pass::kDecode, DeviceKind::kCuda, cuda::recurrent::supports, cuda::recurrent::workspace_bytes,
+     cuda::recurrent::run},
+    {"sm80", Pass::kVerify, DeviceKind::kCuda, cuda::recurrent::supports, cuda::recurrent::workspace_bytes,
+     cuda::recurrent::run},
+    {"sm80", Pass::kSegment, DeviceKind::kCuda, cuda::sm80::supports, cuda::sm80::workspace_bytes, cuda::sm80::prefill,
+     cuda::sm80::kept_bytes},
+    {"sm80:step", Pass::kSegment, DeviceKind::kCuda, cuda::recurrent::supports, cuda::recurrent::workspace_bytes,
+     cuda::recurrent::run},
 #endif
 #if defined(__x86_64__)
     CULA_CPU_TARGET_ROWS("cpu:amx", cpu::amx),

@@ -13,7 +13,7 @@
 #include "core/check.h"
 #include "cula/cula.h"
 #if defined(CULA_WITH_CUDA)
-#include "cuda/sm80/entry.h"
+#include "cuda/chunked/entry.h"
 #endif
 
 namespace cula {
@@ -138,7 +138,7 @@ void compose_some(void* arg, int worker) {
 void compose(const Composition& c, const Context& context) {
     check(c, context);
 #if defined(CULA_WITH_CUDA)
-    if (context.device.kind == DeviceKind::kCuda) return cuda::sm80::compose(c, context);
+    if (context.device.kind == DeviceKind::kCuda) return cuda::chunked::compose(c, context);
 #endif
     if (!c.state.size[2] || !c.state.size[3]) return;
     const std::int64_t heads = c.state.size[0] * c.state.size[1],

@@ -8,7 +8,7 @@
 #include "core/forks.h"
 #include "core/kernel.h"
 #if defined(CULA_WITH_CUDA)
-#include "cuda/sm80/entry.h"
+#include "cuda/forks/entry.h"
 #endif
 
 namespace cula {
@@ -161,7 +161,7 @@ void run(const Plan& plan, const Args& args, const Context& context) {
         args, static_cast<std::byte*>(context.workspace) + plan.workspace_bytes - SettledIndices::bytes(args));
 #if defined(CULA_WITH_CUDA)
     if (context.device.kind == DeviceKind::kCuda)
-        cuda::sm80::settle_forks(args, indices, context);
+        cuda::forks::settle(args, indices, context);
     else
 #endif
         settle_forks(args, indices);

@@ -35,7 +35,7 @@ struct Chain {
 };
 std::optional<Chain> find_chain(const Args& args);
 
-// Copies forks' states and writes `to`. Indices and states are read on the host; cuda::sm80 does it on a device.
+// Copies forks' states and writes `to`. Indices and states are read on the host; cuda::forks does it on a device.
 void settle_forks(const Args& args, const SettledIndices& to);
 
 }  // namespace cula

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How large a call may be: kernels count in 32 bits, and a grid has one dimension.
+// What no CUDA target takes. How large a call may be: kernels count in 32 bits, and a grid has one dimension.
 #pragma once
 
 #include <algorithm>
@@ -36,6 +36,15 @@ inline Support counts_fit(const Problem& problem) {
                        chunks = (problem.tokens + kLeastChunk - 1) / kLeastChunk * rows + problem.sequences;
     if (chunks > kMostCounted) return refuse("chunks of 32 tokens", chunks);
     return Support::yes();
+}
+
+inline Support supports_any(const Problem& problem) {
+    if (problem.device.compute_capability < 80)
+        return Support::no("needs compute capability 8.0, this device has " +
+                           std::to_string(problem.device.compute_capability / 10) + "." +
+                           std::to_string(problem.device.compute_capability % 10));
+    if (problem.dtype == Dtype::kFloat64) return Support::no("takes float32, bfloat16 and float16; q is float64");
+    return counts_fit(problem);
 }
 
 }  // namespace cula::cuda

@@ -8,7 +8,7 @@
 
 #include "cuda/device_args.h"
 #include "cuda/limits.h"
-#include "cuda/sm80/policy.h"
+#include "cuda/chunked/plan.h"
 #include "cuda/tile/divisor.h"
 
 namespace cula::cuda {

@@ -15,14 +15,16 @@
 // out.
 #pragma once
 
+#include "cuda/chunked/chunk.cuh"
+#include "cuda/chunked/cursor.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/overlap.cuh"
-#include "cuda/sm80/chunk.cuh"
-#include "cuda/sm80/walk.cuh"
 #include "cuda/tile/convert.cuh"
 
 namespace cula::cuda::sm80 {
+
+using namespace chunked;  // operands of chunks, schedules and cursors
 
 inline constexpr int kMaxCarryWarps = 8;
 

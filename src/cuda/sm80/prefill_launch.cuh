@@ -2,8 +2,8 @@
 // What an instance of the chunked prefill is made of.
 #pragma once
 
+#include "cuda/chunked/launch.cuh"
 #include "cuda/sm80/carry.cuh"
-#include "cuda/sm80/slabs.cuh"
 
 namespace cula::cuda::sm80 {
 

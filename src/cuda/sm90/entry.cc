@@ -2,9 +2,8 @@
 // The Hopper backend's rows: what it takes, and which instance runs.
 #include "cuda/sm90/entry.h"
 
-#include "cuda/device_args.h"
+#include "cuda/chunked/entry.h"
 #include "cuda/pipe/launch.h"
-#include "cuda/sm80/entry.h"
 #include "cuda/sm90/launch.h"
 
 namespace cula::cuda::sm90 {
@@ -25,7 +24,7 @@ auto with_instance(const Args& args, Body body) {
 }
 
 Call fused_call(const Args& args, const Context& context) {
-    Call call = sm80::make_call(args, context);
+    Call call = make_call(args, context);
     call.fused = true;
     return call;
 }
@@ -38,18 +37,18 @@ Support supports(const Problem& problem) {
                            std::to_string(problem.device.compute_capability / 10) + "." +
                            std::to_string(problem.device.compute_capability % 10));
     if (problem.key_dim > 128) return Support::no("takes K up to 128, got " + std::to_string(problem.key_dim));
-    return sm80::supports_prefill(problem);
+    return chunked::supports(problem);
 }
 
 std::size_t workspace_bytes(const Args& args, const Context& context) {
-    const Call call = sm80::make_call(args, context);
+    const Call call = make_call(args, context);
     return with_instance(args, [&]<class T, int kKey, bool kPerChannel>() {
         return sm90::prefill_workspace_bytes<T, kKey, kPerChannel>(call);
     });
 }
 
 std::size_t kept_bytes(const Args& args, const Context& context) {
-    const Call call = sm80::make_call(args, context);
+    const Call call = make_call(args, context);
     return with_instance(args, [&]<class T, int kKey, bool kPerChannel>() {
         return sm90::prefill_kept_bytes<T, kKey, kPerChannel>(call);
     });
@@ -57,7 +56,7 @@ std::size_t kept_bytes(const Args& args, const Context& context) {
 
 void prefill(const Args& args, const Context& context) {
     const DeviceGuard guard(context.device.index);
-    const Call call = sm80::make_call(args, context);
+    const Call call = make_call(args, context);
     with_instance(args,
                   [&]<class T, int kKey, bool kPerChannel>() { sm90::launch_prefill<T, kKey, kPerChannel>(call); });
 }

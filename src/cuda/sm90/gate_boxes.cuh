@@ -3,34 +3,34 @@
 // cache"): one thread asks for a block's.
 #pragma once
 
+#include "cuda/chunked/block.cuh"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/tensor_copy.cuh"
-#include "cuda/sm80/block.cuh"
 #include "cuda/sm90/row_maps.h"
 
 namespace cula::cuda::sm90 {
 
-// sm80::NoGateBoxes says what it is for.
+// chunked::NoGateBoxes says what it is for.
 template <class T, int kKey>
 struct GateBoxes {
-    static_assert(sm80::Parts<kKey>::kParts == 1);  // a warp's gates are whole rows
+    static_assert(chunked::Parts<kKey>::kParts == 1);  // a warp's gates are whole rows
     CUtensorMap map{};
     bool there = false;
 
     explicit GateBoxes(const DeviceArgs& a) {
         there = a.g.pieces && map_rows(map, a.g, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, a.value_heads,
-                                       a.key_dim, {kKey, sm80::kBlock, CU_TENSOR_MAP_SWIZZLE_NONE});
+                                       a.key_dim, {kKey, chunked::kBlock, CU_TENSOR_MAP_SWIZZLE_NONE});
     }
 
-    __device__ __forceinline__ bool has(int count) const { return there && count >= sm80::kBlock; }
+    __device__ __forceinline__ bool has(int count) const { return there && count >= chunked::kBlock; }
     __device__ __forceinline__ void ask(std::uint16_t* to, std::uint64_t* full, std::int64_t batch, std::int64_t token,
                                         int value_head, int ahead) const {
         const std::uint32_t barrier = shared_address(full);
         BoxPlace at{0, value_head, static_cast<int>(token), static_cast<int>(batch)};
         init_barrier(barrier, 1);
         publish_barriers();
-        arrive_expecting(barrier, sm80::kBlock * kKey * static_cast<int>(sizeof(*to)));
+        arrive_expecting(barrier, chunked::kBlock * kKey * static_cast<int>(sizeof(*to)));
         copy_box(shared_address(to), map, at, barrier);
         at.token += ahead;
         if (ahead > 0) prefetch_box(map, at);

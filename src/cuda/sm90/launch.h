@@ -2,13 +2,14 @@
 // What entry.cc asks of the instances (instances.txt), which nvcc compiles one to a file.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cmath>
 
-#include "cuda/sm80/launch.h"
+#include "cuda/call.h"
 
 namespace cula::cuda::sm90 {
-
-using sm80::Call;
 
 // Which gates a fused prefill makes. Bounded ones may decay by what operands have room for in half a chunk of 32
 // tokens, in powers of two; of softplus gates it looks for channels that decay by more.

@@ -2,9 +2,9 @@
 // What an instance of the chunked prefill is made of: sm_80's launches with Hopper's carry.
 #pragma once
 
-#include "cuda/sm80/slabs.cuh"
-#include "cuda/sm90/carry.cuh"
-#include "cuda/sm90/fused_launch.cuh"
+#include "cuda/chunked/launch.cuh"
+#include "cuda/sm90/carry/kernel.cuh"
+#include "cuda/sm90/fused/launch.cuh"
 #include "cuda/sm90/gate_boxes.cuh"
 #include "cuda/sm90/launch.h"
 

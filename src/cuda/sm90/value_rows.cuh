@@ -5,7 +5,7 @@
 
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
-#include "cuda/sm90/stage.cuh"
+#include "cuda/sm90/carry/config.cuh"
 #include "cuda/tile/convert.cuh"
 
 namespace cula::cuda::sm90 {

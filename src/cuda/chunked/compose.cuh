@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+// compose: the state before each segment <- the state before the first, maps      ALGORITHM.md: segments
+//          or the map of a whole sequence, whose rows are those of a state that starts from zero and of M from one
+// compose_given: a state <- maps that the caller has gathered
+//
+// grid (tiles of 8 rows * value heads * sequences)      2 K threads
+//
+// S <- M S + B, segment after segment, all in float. A thread owns four channels of one row of S^T. For these channels
+// it adds up an eighth of the sums of all eight rows, and the eight lanes that share them exchange what they have: one
+// barrier a segment. M does not depend on the state, so every thread copies what it multiplies with well ahead.
+#pragma once
+
+#include "cuda/chunked/compose.h"
+#include "cuda/chunked/cursor.cuh"
+#include "cuda/ptx/overlap.cuh"
+
+namespace cula::cuda::chunked {
+
+inline constexpr int kComposeRows = 8;  // as many as a sum has parts: after the exchange every lane has one row
+
+template <int kKey>
+inline constexpr int kComposeThreads = kComposeRows / 4 * kKey;
+
+template <int kKey>
+struct ComposeSmem {
+    // M comes in groups of 32 rows, four for each part of the sums. All stages fit the 99 KiB of 8.6, 8.9 and 12.0.
+    static constexpr int kStages = kKey > 128 ? 2 : 5;
+    float4 m[kStages][4][kComposeThreads<kKey>];
+    float state[2][kComposeRows][kKey];  // S^T before and after a segment, by turns
+    int first[3];
+};
+
+// The first segment of a sequence, looked for by the whole CTA.
+struct FirstSegment {
+    int number, chunk, count;
+
+    __device__ __forceinline__ FirstSegment(const DeviceArgs& a, const Schedule& schedule, int sequence,
+                                            int (&found)[3]) {
+        if (threadIdx.x < 3) found[threadIdx.x] = 0;
+        __syncthreads();
+#pragma unroll 1
+        for (int i = static_cast<int>(threadIdx.x); i < schedule.max_segments; i += static_cast<int>(blockDim.x)) {
+            const Segment segment = segment_of(a, schedule, i);
+            if (segment.sequence == sequence && segment.rank == 0)
+                found[0] = i, found[1] = segment.chunk, found[2] = segment.count;
+        }
+        __syncthreads();
+        number = found[0], chunk = found[1], count = found[2];
+    }
+};
+
+// Four neighbouring channels of a row of S^T, zero where they do not exist.
+struct FourChannels {
+    int row, channel, count;  // count: how many exist
+
+    __device__ __forceinline__ float4 load(const States& from, std::int64_t slot, int value_head) const {
+        const Element type = element(from.dtype);
+        const std::int64_t bytes = type == Element::kFloat32 ? 4 : 2;
+        const auto* at = static_cast<const char*>(from.data) +
+                         (from.offset(slot, value_head) + row * from.v + channel * from.k) * bytes;
+        RawFloat raw[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) raw[e].load(at + e * from.k * bytes, type, e < count);
+        return {raw[0].value(type), raw[1].value(type), raw[2].value(type), raw[3].value(type)};
+    }
+    __device__ __forceinline__ void store(float4 x, const States& to, std::int64_t slot, int value_head) const {
+        const float all[4] = {x.x, x.y, x.z, x.w};
+        const std::int64_t at = to.offset(slot, value_head) + row * to.v + channel * to.k;
+        auto* const floats = static_cast<float*>(to.data) + at;
+        if (count >= 4 && to.k == 1 && to.dtype == Dtype::kFloat32 &&
+            reinterpret_cast<std::uintptr_t>(floats) % 16 == 0) {
+            *reinterpret_cast<float4*>(floats) = x;
+            return;
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            if (e < count) store_float(to.data, to.dtype, at + e * to.k, all[e]);
+    }
+    // Maps have rows of kKey channels, of which those that do not exist hold anything.
+    __device__ __forceinline__ float4 existing(float4 x) const {
+        return {count > 0 ? x.x : 0.0f, count > 1 ? x.y : 0.0f, count > 2 ? x.z : 0.0f, count > 3 ? x.w : 0.0f};
+    }
+};
+
+// Adds up over the lanes of all parts (lane / 4), and leaves in sum[0] the row that has the number of this lane's part:
+// of two lanes each hands over the rows of the other.
+template <int kRows>
+__device__ __forceinline__ void exchange_rows(float (&sum)[kComposeRows][4], int part) {
+    constexpr int kHalf = kRows / 2;
+    const bool upper = part & kHalf;
+#pragma unroll
+    for (int row = 0; row < kHalf; ++row)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float kept = upper ? sum[row + kHalf][e] : sum[row][e];
+            const float given = upper ? sum[row][e] : sum[row + kHalf][e];
+            sum[row][e] = kept + __shfl_xor_sync(0xffffffffu, given, 4 * kHalf);
+        }
+    if constexpr (kHalf > 1) exchange_rows<kHalf>(sum, part);
+}
+
+// Maps that follow one another, as a thread of compose finds its part of the first.
+struct MapChain {
+    const float *m, *b;  // m: the rows of its part, or the diagonal, at its channels; b: its row there
+    std::int64_t m_slot, b_slot;
+    int m_pitch, count;
+
+    __device__ __forceinline__ void advance() { m += m_slot, b += b_slot, --count; }
+};
+
+__device__ __forceinline__ float4 load_four(const float* at) { return __ldg(reinterpret_cast<const float4*>(at)); }
+
+// What a thread of compose turns to: a row of S^T, or of M^T, and four of its channels.
+template <int kKey>
+struct ComposedRow {
+    const int thread = static_cast<int>(threadIdx.x), part = thread % 32 / 4,
+              channel = (thread / 32 * 4 + thread % 4) * 4;
+    int row;
+    FourChannels own;
+
+    __device__ __forceinline__ ComposedRow(int tile, int rows, int key_dim)
+        : row(tile * kComposeRows + part), own{row, channel, row < rows ? key_dim - channel : 0} {}
+
+    __device__ __forceinline__ bool exists() const { return own.count > 0; }
+
+    // x after every map of the chain in turn, and each(x) after each of them.
+    template <class Each>
+    __device__ __forceinline__ void pass_diagonals(float4& x, MapChain chain, bool adds, Each each) const {
+        if (!exists()) return;
+#pragma unroll 4
+        for (; chain.count > 0; chain.advance()) {
+            const float4 f = load_four(chain.m), y = adds ? load_four(chain.b) : float4{};
+            x = own.existing({f.x * x.x + y.x, f.y * x.y + y.y, f.z * x.z + y.z, f.w * x.w + y.w});
+            each(x);
+        }
+    }
+    template <class Each>
+    __device__ __forceinline__ void pass_matrices(float4& x, MapChain chain, bool adds, int key_dim,
+                                                  ComposeSmem<kKey>& shared, Each each) const {
+        constexpr int kGroups = kKey / 32, kStages = ComposeSmem<kKey>::kStages;
+        const int rows = channel < key_dim ? key_dim - 4 * part : 0;  // of M that are there, from the part's first on
+        // Copies a group of M to a stage: counted from the first of the present map, so that it may be of a later one.
+        const auto copy_group = [&](int group, int stage) {
+            const int map = group / kGroups, begin = group % kGroups * 32, end = map < chain.count ? rows : 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                copy_async(shared_address(&shared.m[stage][i][thread]),
+                           chain.m + map * chain.m_slot + (begin + i) * chain.m_pitch, begin + i < end ? 16 : 0);
+            commit_copies();
+        };
+#pragma unroll
+        for (int stage = 0; stage < kStages; ++stage) copy_group(stage, stage);
+
+        // The rows of a group and of the next are held in registers, which frees the stage while they are multiplied
+        // with.
+        float4 held[2][4];
+        const auto take_group = [&](int group, int stage) {
+            wait_copies<kStages - 1>();
+            asm volatile("" ::: "memory");
+#pragma unroll
+            for (int i = 0; i < 4; ++i) held[group % 2][i] = shared.m[stage][i][thread];
+        };
+        adds = adds && exists();
+        *reinterpret_cast<float4*>(&shared.state[0][part][channel]) = x;
+        float4 added = adds && chain.count > 0 ? load_four(chain.b) : float4{};
+        take_group(0, 0);
+        int stage = 0, now = 0;
+        while (chain.count > 0) {
+            float sum[kComposeRows][4] = {};
+            __syncthreads();
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) {
+                float of_s[kComposeRows][4];
+#pragma unroll
+                for (int r = 0; r < kComposeRows; ++r) load4(of_s[r], &shared.state[now][r][32 * group + 4 * part]);
+                copy_group(group + kStages, stage);
+                stage = stage + 1 < kStages ? stage + 1 : 0;
+                take_group(group + 1, stage);
+#pragma unroll
+                for (int r = 0; r < kComposeRows; ++r)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float4 column = held[group % 2][i];
+                        sum[r][0] += column.x * of_s[r][i], sum[r][1] += column.y * of_s[r][i];
+                        sum[r][2] += column.z * of_s[r][i], sum[r][3] += column.w * of_s[r][i];
+                    }
+            }
+            exchange_rows<kComposeRows>(sum, part);
+            x = own.existing({sum[0][0] + added.x, sum[0][1] + added.y, sum[0][2] + added.z, sum[0][3] + added.w});
+            now ^= 1;
+            *reinterpret_cast<float4*>(&shared.state[now][part][channel]) = x;
+            if (exists()) each(x);
+            chain.advance();
+            if (adds && chain.count > 0) added = load_four(chain.b);
+        }
+    }
+};
+
+// kTotal: of the whole sequence, to the call's maps.
+template <int kKey, bool kTotal>
+__global__ void __launch_bounds__(kComposeThreads<kKey>)
+    compose(const __grid_constant__ DeviceArgs a, const Schedule schedule, const __grid_constant__ CarryParams p,
+            bool delta) {
+    wait_for_kernels();
+    lead_kernel();
+    extern __shared__ __align__(128) unsigned char raw[];
+    auto& shared = *reinterpret_cast<ComposeSmem<kKey>*>(raw);
+    const int value_tiles = ceil_div(a.value_dim, kComposeRows), rows_of_m = delta ? a.key_dim : 1;
+    const int tiles = value_tiles + (kTotal && a.segment_m.data ? ceil_div(rows_of_m, kComposeRows) : 0);
+    const int tile = static_cast<int>(blockIdx.x) % tiles,
+              value_head = static_cast<int>(blockIdx.x) / tiles % a.value_heads,
+              sequence = static_cast<int>(blockIdx.x) / tiles / a.value_heads;
+    const FirstSegment first(a, schedule, sequence, shared.first);
+    if (!kTotal && first.count <= 1) return;
+
+    const bool of_m = kTotal && tile >= value_tiles;
+    const ComposedRow<kKey> row(of_m ? tile - value_tiles : tile, of_m ? rows_of_m : a.value_dim, a.key_dim);
+    const FourChannels& own = row.own;
+    const auto* m = static_cast<const float*>(p.map_m.data) + p.map_m.offset(first.number, value_head) + row.channel;
+    MapChain chain{m + (delta ? 4 * row.part * kKey : 0),
+                   static_cast<const float*>(p.map_b.data) + p.map_b.offset(first.number, value_head) + row.row * kKey +
+                       row.channel,
+                   p.map_m.slot,
+                   p.map_b.slot,
+                   kKey,
+                   first.count};
+    float4 x{};
+    float* start = nullptr;
+    bool from_zero = false;
+    if constexpr (kTotal) {
+        // The first map, of a state that starts from zero or of one that starts from one.
+        if (chain.count == 0) {
+            const auto one = [&](int e) { return of_m && (!delta || row.row == row.channel + e) ? 1.0f : 0.0f; };
+            x = own.existing({one(0), one(1), one(2), one(3)});
+        } else {
+            if (row.exists()) x = own.existing(load_four(of_m ? m + row.row * kKey : chain.b));
+            chain.advance();
+        }
+    } else {
+        const StateSlots slots = states_of(a, sequence);
+        if (slots.skipped) return;
+        const std::int64_t slot = first.chunk > 0 ? 0 : slots.initial;
+        if (slot >= 0) x = own.load(first.chunk > 0 ? p.slab_start : a.initial, slot, value_head);
+        --chain.count;  // nothing comes behind the last segment
+        start = static_cast<float*>(p.starts.data) + p.starts.offset(first.number + 1, value_head) + row.row * kKey +
+                row.channel;
+        from_zero = p.first_walks || (first.chunk == 0 && slot < 0);
+    }
+    const auto each = [&](float4 now) {
+        if (kTotal) return;
+        *reinterpret_cast<float4*>(start) = now;
+        start += p.starts.slot;
+    };
+    if (from_zero) {
+        // Its first segment need not have an M, nor if it has been walked.
+        if (row.exists()) each(x = own.existing(load_four(chain.b)));
+        chain.advance();
+    }
+    if (delta)
+        row.pass_matrices(x, chain, !of_m, a.key_dim, shared, each);
+    else
+        row.pass_diagonals(x, chain, !of_m, each);
+    if (kTotal && row.exists()) own.store(x, of_m ? a.segment_m : a.segment_b, sequence, value_head);
+}
+
+template <int kKey>
+__global__ void __launch_bounds__(kComposeThreads<kKey>, kKey > 128 ? 1 : 2)
+    compose_given(const __grid_constant__ GivenMaps given) {
+    extern __shared__ __align__(128) unsigned char raw[];
+    const int tiles = ceil_div(given.value_dim, kComposeRows);
+    const int tile = static_cast<int>(blockIdx.x) % tiles,
+              value_head = static_cast<int>(blockIdx.x) / tiles % given.value_heads,
+              sequence = static_cast<int>(blockIdx.x) / tiles / given.value_heads;
+    // What does not join is forgotten, and what was before it; the next map begins from zero.
+    int first = given.count;
+    while (first > 0 && (!given.joins || given.joins[first - 1])) --first;
+
+    const ComposedRow<kKey> row(tile, given.value_dim, given.key_dim);
+    const auto rows_of = [&](const GivenMaps::Rows& of) {
+        return of.data + first * of.map + sequence * of.sequence + value_head * of.head + row.channel;
+    };
+    MapChain chain{rows_of(given.m) + (given.matrices ? 4 * row.part * given.m.row : 0),
+                   rows_of(given.b) + row.row * given.b.row,
+                   given.m.map,
+                   given.b.map,
+                   static_cast<int>(given.m.row),
+                   given.count - first};
+    float4 x{};
+    if (chain.count > 0) {
+        if (row.exists()) x = row.own.existing(load_four(chain.b));
+        chain.advance();
+    }
+    const auto each = [](float4) {};
+    if (given.matrices)
+        row.pass_matrices(x, chain, true, given.key_dim, *reinterpret_cast<ComposeSmem<kKey>*>(raw), each);
+    else
+        row.pass_diagonals(x, chain, true, each);
+    if (row.exists()) row.own.store(x, given.state, sequence, value_head);
+}
+
+}  // namespace cula::cuda::chunked

@@ -1,0 +1,348 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a CTA of a carry walks: a segment's chunks, where the state comes from, and where it goes on the way.
+//
+// A warp holds 16 rows of S^T [V, K], or of a map, as tensor cores hold them: lane l has rows l/4 and l/4 + 8 at
+// channels 8 tile + 2 (l%4) and the next (ptx/mma.cuh).
+#pragma once
+
+#include "cuda/chunked/chunk.cuh"
+#include "cuda/tile/convert.cuh"
+#include "cuda/tile/scan.cuh"
+
+namespace cula::cuda::chunked {
+
+inline constexpr int kWarpRows = 16;  // value rows of a warp
+
+// States between segments: [map][HV][rows][K], float; rows of kKey channels where compose reads them.
+struct CarryParams {
+    int stages = 1, value_blocks = 1;
+    Divisor row_blocks;
+    int cluster = 1;                             // CTAs that share images
+    const std::int32_t* exact_writes = nullptr;  // [chunks of the slab, HV]
+    const float* fading = nullptr;               // the same, where maps need not begin before what they forget
+    States starts;                               // state before segment i: slot i
+    States slab_start;                           // of the sequence that the slab before left unfinished
+    States slab_end;
+    States map_m, map_b;    // maps: slot i, or the sequence where they are the call's
+    bool last_map = false;  // of a sequence's last segment too, which no later one needs
+    bool wants_m = true;    // maps: or B alone
+    bool first_m = true;    // of sequences' first segments, too
+    // Maps: the first segment of every sequence that a launch makes, and how many; and whether the launch before has
+    // others, and so has waited for what is before both. Elsewhere: the first of all segments.
+    std::int32_t first_rank = 0;
+    Divisor ranks;
+    bool beside_others = false;
+    // Two segments at most: the map of the first begins from the sequence's state, so that its B is the state before
+    // the second and it has no M. The first is walked beside it.
+    bool halves = false;
+    // First segments are walked beside the maps of others, by a launch for them only, which leaves their last states in
+    // slab_end, a slot for each sequence.
+    bool first_walks = false, first_only = false;
+};
+
+// The rows of a warp: from `first` on, and below `end` those that exist.
+struct RowWindow {
+    int first, end, key_dim;
+
+    // The lane's first row and channel.
+    __device__ __forceinline__ int row() const { return first + static_cast<int>(threadIdx.x) % 32 / 4; }
+    __device__ __forceinline__ static int channel() { return static_cast<int>(threadIdx.x) % 4 * 2; }
+};
+
+// Neighbouring pairs of the lane's numbers: body(pair, row, channel), both counted from the lane's first.
+template <int kTiles, class Body>
+__device__ __forceinline__ void each_pair(float (&state)[kTiles][4], Body body) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+            float2 pair{state[tile][2 * half], state[tile][2 * half + 1]};
+            body(pair, 8 * half, 8 * tile);
+            state[tile][2 * half] = pair.x, state[tile][2 * half + 1] = pair.y;
+        }
+}
+
+// Whether pairs of floats may move as such.
+template <int kKey>
+__device__ __forceinline__ bool in_pairs(const States& states, std::int64_t base, const RowWindow& rows) {
+    return rows.first + kWarpRows <= rows.end && rows.key_dim == kKey && states.dtype == Dtype::kFloat32 &&
+           states.k == 1 && (states.v | base) % 2 == 0 && reinterpret_cast<std::uintptr_t>(states.data) % 8 == 0;
+}
+
+// Two channels of a state, from the lane's first and `channel` on, as they are stored.
+struct AsTheyAre {
+    __device__ __forceinline__ float2 operator()(float2 pair, int) const { return pair; }
+};
+
+template <int kKey, class Stored = AsTheyAre>
+__device__ __forceinline__ void store_state(float (&state)[kKey / 8][4], const States& states, std::int64_t base,
+                                            const RowWindow& rows, const Stored& stored = {}) {
+    const int lane_row = rows.row(), lane_channel = RowWindow::channel();
+    base += lane_row * states.v + lane_channel * states.k;
+    if (in_pairs<kKey>(states, base, rows)) {
+        auto* to = static_cast<float*>(states.data) + base;
+        each_pair(state, [&](const float2& pair, int row, int channel) {
+            *reinterpret_cast<float2*>(to + row * states.v + channel) = stored(pair, channel);
+        });
+        return;
+    }
+    each_pair(state, [&](const float2& of_state, int row, int channel) {
+        const float2 pair = stored(of_state, channel);
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            if (lane_row + row < rows.end && lane_channel + channel + e < rows.key_dim)
+                store_float(states.data, states.dtype, base + row * states.v + (channel + e) * states.k,
+                            e ? pair.y : pair.x);
+    });
+}
+
+template <int kKey>
+__device__ __forceinline__ void load_state(float (&state)[kKey / 8][4], const States& states, std::int64_t base,
+                                           const RowWindow& rows) {
+    const int lane_row = rows.row(), lane_channel = RowWindow::channel();
+    base += lane_row * states.v + lane_channel * states.k;
+    if (in_pairs<kKey>(states, base, rows)) {
+        const auto* from = static_cast<const float*>(states.data) + base;
+        each_pair(state, [&](float2& pair, int row, int channel) {
+            pair = *reinterpret_cast<const float2*>(from + row * states.v + channel);
+        });
+        return;
+    }
+    each_pair(state, [&](float2& pair, int row, int channel) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const bool in = lane_row + row < rows.end && lane_channel + channel + e < rows.key_dim;
+            (e ? pair.y : pair.x) =
+                in ? load_float(states.data, states.dtype, base + row * states.v + (channel + e) * states.k) : 0.0f;
+        }
+    });
+}
+
+// Which segment of the slab a CTA walks. Of halves all the first ones come before the second ones, which wait for maps.
+template <bool kMaps>
+__device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedule& schedule, const CarryParams& p,
+                                              int block) {
+    const int i = a.by_value_heads.divide(p.row_blocks.divide(block));
+    if (kMaps && !p.halves)
+        return i + p.ranks.divide(i) * static_cast<int>(schedule.by_pieces.value - p.ranks.value) + p.first_rank;
+    if (!p.halves || schedule.segments) return i + p.first_rank;
+    const int sequences = schedule.max_segments / 2;
+    return i % sequences * 2 + i / sequences;
+}
+// Of few sequences by whole warps.
+template <int kKey, bool kMaps>
+__device__ __forceinline__ Segment own_segment(const DeviceArgs& a, const Schedule& schedule, const CarryParams& p) {
+    const int number = segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x));
+    Segment own = schedule.few ? segment_of_few<kTokens<kKey>>(a, schedule, number) : segment_of(a, schedule, number);
+    if (!kMaps && p.first_walks) {
+        if ((own.rank == 0) != p.first_only) own = {};
+        if (p.first_only) own.count = 1;  // its state is stored like that of a slab's last one
+    }
+    return own;
+}
+
+template <int kKey, bool kMaps>
+struct Walk {
+    static constexpr int kRows = kTokens<kKey>;
+
+    const DeviceArgs& a;
+    const CarryParams& p;
+    Segment segment;
+    int number, value_head;  // of the segment in the slab
+    bool of_m;               // rows of the map M
+    bool forgot = false;     // a map: the walk begins later than the segment, and M is zero
+    RowWindow rows;
+    std::int64_t first_token = 0;
+    std::int32_t sequence_chunk = 0;  // the sequence's first chunk, among those of the call
+    int batch = 0, last_count = 0;    // tokens of the last chunk; all others are whole
+    StateSlots slots;
+    bool starts_sequence = false, ends_sequence = false;
+
+    __device__ __forceinline__ Walk(const DeviceArgs& args, const Schedule& schedule, const CarryParams& params,
+                                    const Segment& of, int warp, int warps)
+        : a(args), p(params), segment(of) {
+        int block = static_cast<int>(blockIdx.x);
+        asm volatile("" : "+r"(block));  // a walk that is made again shares no registers with the first
+        const int column = p.row_blocks.divide(block),
+                  row_block = block - column * static_cast<int>(p.row_blocks.value);
+        value_head = column - a.by_value_heads.divide(column) * a.value_heads;
+        number = segment_number<kMaps>(a, schedule, p, block);
+        of_m = kMaps && row_block >= p.value_blocks;
+        rows.first = ((of_m ? row_block - p.value_blocks : row_block) * warps + warp) * kWarpRows;
+        rows.end = of_m ? a.key_dim : a.value_dim, rows.key_dim = a.key_dim;
+        if (segment.sequence < 0) return;
+        sequence_chunk = schedule.slab_begin + segment.image - segment.chunk;
+        if (kMaps && p.fading) leave_out_forgotten();
+        const TokenRange tokens = tokens_of(a, segment.sequence);
+        slots = states_of(a, segment.sequence);
+        starts_sequence = segment.chunk == 0, ends_sequence = chunk_start(segment.chunks) >= tokens.length;
+        batch = static_cast<int>(tokens.batch), first_token = tokens.begin + chunk_start(0);
+        if (segment.chunks > 0)
+            last_count = static_cast<int>(
+                min(tokens.length - chunk_start(segment.chunks - 1), static_cast<std::int64_t>(kRows)));
+    }
+
+    // Of a map's chunks only the last ones matter that by themselves forget the state before them. By whole warps.
+    __device__ __forceinline__ void leave_out_forgotten() {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        float after = 0.0f;
+#pragma unroll 1
+        for (int last = segment.chunks - 1; last >= 0; last -= 32) {
+            const int chunk = last - lane;
+            float x[1] = {0.0f};
+            if (chunk >= 0)
+                x[0] = p.fading[(static_cast<std::int64_t>(segment.image) + chunk) * a.value_heads + value_head];
+            running_sums(x);
+            const unsigned enough = __ballot_sync(0xffffffffu, chunk > 0 && after + x[0] <= kForgotten);
+            if (enough) {
+                const int left_out = last - __ffs(static_cast<int>(enough)) + 1;
+                segment.chunk += left_out, segment.image += left_out, segment.chunks -= left_out;
+                forgot = true;
+                return;
+            }
+            after += __shfl_sync(0xffffffffu, x[0], 31);
+        }
+    }
+
+    // Nothing to walk: no such segment, a last one whose map or a first one whose M nobody needs, or a sequence of the
+    // null row.
+    __device__ __forceinline__ bool nothing() const {
+        if (segment.sequence < 0) return true;
+        if (kMaps && segment.rank + 1 >= segment.count && !p.last_map) return true;
+        if (of_m && segment.rank == 0 && !p.first_m) return true;
+        return slots.skipped && (!kMaps || p.halves);
+    }
+
+    // Outputs that no walk computes: of the null row, and of tokens after the last sequence.
+    __device__ __forceinline__ void zero_skipped(const Schedule& schedule) const {
+        if (kMaps) return;
+        if (a.cu_seqlens && number == 0 && schedule.slab_begin == 0)
+            zero_outputs(0, a.sequences > 0 ? Offsets(a).at(a.sequences) : 0, a.tokens);
+        if (segment.sequence >= 0 && slots.skipped)
+            zero_outputs(batch, first_token, token(segment.chunks - 1) + last_count);
+    }
+
+    // Tokens of the sequence before chunk `chunk` of the segment.
+    __device__ __forceinline__ std::int64_t chunk_start(int chunk) const {
+        return (static_cast<std::int64_t>(segment.chunk) + chunk) * kRows;
+    }
+    // The first token of chunk `chunk`, and how many it has.
+    __device__ __forceinline__ std::int64_t token(int chunk) const {
+        return first_token + static_cast<std::int64_t>(chunk) * kRows;
+    }
+    __device__ __forceinline__ int count(int chunk) const { return chunk + 1 < segment.chunks ? kRows : last_count; }
+
+    __device__ __forceinline__ void zero_outputs(std::int64_t batch, std::int64_t first, std::int64_t last) const {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        for (std::int64_t t = first; t < last; ++t)
+            if (lane < kWarpRows && rows.first + lane < a.value_dim)
+                store_float(a.o.data, a.o.dtype, a.o.offset(batch, t, value_head) + rows.first + lane, 0.0f);
+    }
+
+    __device__ __forceinline__ void first_state(float (&state)[kKey / 8][4]) const {
+        States from{};
+        std::int64_t slot = 0;
+        if (kMaps && !p.halves) {
+            if (!starts_sequence && p.map_b.slots && !forgot) from = of_m ? p.map_m : p.map_b, slot = segment.sequence;
+        } else if (!forgot) {
+            if (segment.rank > 0)
+                from = p.halves ? p.map_b : p.starts, slot = p.halves ? number - 1 : number;
+            else if (!starts_sequence)
+                from = p.slab_start;
+            else if (slots.initial >= 0)
+                from = a.initial, slot = slots.initial;
+        }
+        if (from.data) return load_state<kKey>(state, from, from.offset(slot, value_head), rows);
+        const int lane_row = rows.row(), lane_channel = RowWindow::channel();
+        each_pair(state, [&](float2& pair, int row, int channel) {
+            const int diagonal = of_m && !forgot ? lane_row + row - lane_channel - channel : -1;
+            pair = {diagonal == 0 ? 1.0f : 0.0f, diagonal == 1 ? 1.0f : 0.0f};
+        });
+    }
+
+    // How many chunk states the packed sequences before this one have.
+    __device__ __forceinline__ std::int64_t chunk_states_before() const {
+        if (a.chunk_tokens == kRows) return sequence_chunk;
+        std::int64_t count = 0;
+        for (std::int64_t i = 0; a.cu_seqlens && i < segment.sequence; ++i)
+            count += (tokens_of(a, i).length + a.chunk_tokens - 1) / a.chunk_tokens;
+        return count;
+    }
+
+    // Where the state before chunk `chunk` of the segment goes: the final state, dense chunk states, checkpoints. One
+    // row of the plan after the other: a search by whole warps (asked.cuh) reorders the whole loop over chunks, also
+    // for calls without a plan.
+    template <class Stored = AsTheyAre>
+    __device__ __forceinline__ void store_asked(float (&state)[kKey / 8][4], int chunk,
+                                                const Stored& stored = {}) const {
+        const bool end = chunk == segment.chunks;
+        if (kMaps && !end) return;
+        const std::int64_t n = segment.sequence;
+        const std::int64_t before = end && chunk > 0 ? chunk_start(chunk - 1) + last_count : chunk_start(chunk);
+        const std::int64_t asked = !end || ends_sequence ? a.num_checkpoints : 0;
+        if (!end && asked == 0 && !a.chunk_states.data) return;
+#pragma unroll 1
+        for (std::int64_t m = -2; m < asked; ++m) {
+            States to{};
+            std::int64_t base = 0;
+            if (m == -2) {
+                if (!end) continue;
+                if (kMaps)
+                    to = of_m ? p.map_m : p.map_b, base = to.offset(p.map_b.slots ? n : number, value_head);
+                else if (!ends_sequence && segment.rank + 1 == segment.count)
+                    to = p.slab_end, base = to.offset(n, value_head);
+                else if (ends_sequence && slots.final >= 0)
+                    to = a.final, base = to.offset(slots.final, value_head);
+            } else if (m == -1) {
+                if (end || !a.chunk_states.data || before % a.chunk_tokens != 0) continue;
+                const ChunkStates dense = chunk_states_of(a, n, value_head, chunk_states_before());
+                const std::int64_t index = before / a.chunk_tokens;
+                if (index >= dense.room) continue;
+                to = a.chunk_states, base = dense.offset + index * to.slot;
+            } else {
+                if (a.checkpoint_plan.low(m, 0) != n || a.checkpoint_plan.low(m, 1) != before) continue;
+                const std::int64_t slot = a.checkpoint_plan.at(m, 2);
+                if (slot < 0 || slot >= a.checkpoints.slots) continue;
+                to = a.checkpoints, base = to.offset(slot, value_head);
+            }
+            if (to.data) store_state<kKey>(state, to, base, rows, stored);
+        }
+    }
+};
+
+// The map of an additive segment is its decay: one number a channel. Empty with kKey = 0.
+template <int kKey, bool kPerChannel>
+struct DecayMap {
+    float whole[kKey > 0 ? kKey / 32 : 1];
+
+    template <class W>
+    __device__ __forceinline__ explicit DecayMap(const W& walk) {
+        const States& m = walk.p.map_m;
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+        for (int i = 0; i < kKey / 32; ++i) {
+            const int channel = lane + 32 * i;
+            whole[i] = 1.0f;
+            if (!walk.starts_sequence && m.slots && channel < walk.a.key_dim)
+                whole[i] =
+                    static_cast<const float*>(m.data)[m.offset(walk.segment.sequence, walk.value_head) + channel * m.k];
+        }
+    }
+    __device__ __forceinline__ void pass(const float* decay) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+        for (int i = 0; i < kKey / 32; ++i) whole[i] *= decay[kPerChannel ? lane + 32 * i : 0];
+    }
+    template <class W>
+    __device__ __forceinline__ void store(const W& walk) const {
+        const States& m = walk.p.map_m;
+        if (!m.data) return;
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const std::int64_t base = m.offset(m.slots ? walk.segment.sequence : walk.number, walk.value_head);
+#pragma unroll
+        for (int i = 0; i < kKey / 32; ++i)
+            if (lane + 32 * i < walk.a.key_dim) static_cast<float*>(m.data)[base + (lane + 32 * i) * m.k] = whole[i];
+    }
+};
+
+}  // namespace cula::cuda::chunked

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/chunked/entry.h"
+
+#include <string>
+
+#include "core/check.h"
+#include "cuda/chunked/compose.h"
+#include "cuda/limits.h"
+#include "cuda/pipe/launch.h"
+#include "cuda/with_instance.h"
+
+namespace cula::cuda::chunked {
+
+Support supports(const Problem& problem) {
+    if (Support any = supports_any(problem); !any) return any;
+    if (problem.dtype == Dtype::kFloat32) return Support::no("multiplies bfloat16 and float16; q is float32");
+    if (problem.beta_per_value)
+        return Support::no("the chunked form takes one beta per token, not a write strength per value channel");
+    if (problem.key_dim < kFewestChunkChannels)
+        return Support::no("takes K from " + std::to_string(kFewestChunkChannels) +
+                           " on: chunks of fewer channels cancel where tokens do not");
+    const int rows = problem.key_dim <= 128 ? 64 : 32;
+    if (problem.chunk_states && problem.chunk_tokens % rows != 0)
+        return Support::no("stores chunk states every " + std::to_string(rows) + " tokens for this K");
+    return Support::yes();
+}
+
+void compose(const Composition& c, const Context& context) {
+    const DeviceGuard guard(context.device.index);
+    const auto rows = [](const TensorRef& ref) {
+        return GivenMaps::Rows{static_cast<const float*>(ref.data), ref.stride[0], ref.stride[1], ref.stride[2],
+                               ref.stride[3]};
+    };
+    const auto dim = [](std::int64_t size) { return static_cast<std::int32_t>(size); };
+    const TensorRef& state = c.state;
+    const GivenMaps given{.m = rows(c.m),
+                          .b = rows(c.b),
+                          .joins = static_cast<const bool*>(c.joins.data),
+                          .state = states(state),
+                          .count = dim(c.m.size[0]),
+                          .value_heads = dim(state.size[1]),
+                          .value_dim = dim(state.size[2]),
+                          .key_dim = dim(state.size[3]),
+                          .matrices = c.m.size[3] == c.m.size[4]};
+    with_key(state.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
+        launch_compose<kKey>(given, state.size[0], context.stream);
+    });
+}
+
+}  // namespace cula::cuda::chunked

@@ -1,0 +1,693 @@
+// SPDX-License-Identifier: Apache-2.0
+// prepare, decay per channel: scores, inverse, scaled operands of every chunk <- q, k, gate, beta
+//
+// ALGORITHM.md: score, solve.  grid (chunks of the slab * value heads)   128 threads, a warp per block of 16 tokens
+//   gate    a lane owns a few channels of its warp's block: log decays, summed from the block's middle to both ends
+//   table   per block and channel: the factors from the chunk's start, to its end, and to the middle of later blocks
+//   score   a lane turns to two tokens: q and k with exp(G - middle), k with exp(middle - G) are the operands of the
+//           block's own pairs, times a factor of the table those of pairs with other blocks, and what the carry reads
+//   solve   (I + diag(beta) K K^T)^-1 diag(beta): solve.cuh; meanwhile scores go from registers to the image
+//
+// exp(+-(G - middle)) stays in range unless a block decays by more than twice kMostLog2. A chunk that holds more takes
+// the exact way: pairs inside a block on four levels (8, 4, 2, 1), each token's factor running from the border between
+// the two halves of its level, at most 1 whatever the data; all other factors from one exponent. Chunks decide for
+// themselves.
+//
+// Scores of an additive algorithm are exact up to their own rounding to T (with an inverse, T's error is there anyway).
+// Factors of at most 1 make operands of fp16, with 11 bits, times powers of two that keep tokens of any size in its
+// range; factors that may grow make operands of two bf16 each.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/chunked/block.cuh"
+#include "cuda/chunked/channel_gates.cuh"
+#include "cuda/chunked/plan.h"
+#include "cuda/chunked/solve.cuh"
+#include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/overlap.cuh"
+#include "cuda/tile/gate.cuh"
+#include "cuda/tile/scan.cuh"
+
+namespace cula::cuda::chunked {
+
+// Two where three would spill.
+template <int kKey, bool kDelta>
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+inline constexpr int kFewestChannelCtas = kChannelCtas;
+#elif __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+inline constexpr int kFewestChannelCtas = kDelta || kKey > 128 ? 2 : kChannelCtas;
+#else
+inline constexpr int kFewestChannelCtas = kDelta ? 2 : kChannelCtas;
+#endif
+
+template <class T, bool kDelta>
+using ScoreOperand = std::conditional_t<kDelta, T, __half>;
+
+// A column meets the rows of a later block by a factor of the table, from middle to middle: the tail of its own block,
+// what lies between, the head of the later one. Column and row bring what tail and head take. The factor vanishes below
+// 2^-126: with halves of 2^-54 at most, only where what lies between takes 2^-18 or more and the pair hardly shows.
+// Where some half decays by more, columns go there in two steps.
+inline constexpr float kSteepLog2 = 54.0f;
+
+template <class T, bool kDelta>
+inline constexpr float kMostLog2 = kDelta && std::is_same_v<T, __half> ? 4.0f : 100.0f;
+
+// What the lane's two tokens are multiplied by; q, k.
+template <bool kDelta>
+struct TokenScales {
+    float2 operand[2];  // as operands of the scores
+    float2 back[2];     // without delta: what these still lack of scale and norms
+
+    __device__ __forceinline__ void set(int half, float2 whole, float2 squares) {
+        if constexpr (kDelta) {
+            operand[half] = whole;
+        } else {
+            const std::uint32_t q = power(squares.x), k = power(squares.y);
+            operand[half] = {__uint_as_float(q), __uint_as_float(k)};
+            back[half] = {whole.x * __uint_as_float(kInverse - q), whole.y * __uint_as_float(kInverse - k)};
+        }
+    }
+    // In the image.
+    __device__ __forceinline__ float2 whole(int half) const {
+        if constexpr (kDelta) return operand[half];
+        return {operand[half].x * back[half].x, operand[half].y * back[half].y};
+    }
+
+private:
+    static constexpr std::uint32_t kInverse = 2 * 0x3f800000u;  // less the bits of a power of two: those of its inverse
+
+    // The bits of the power of two that brings a norm nearest to 2^14; of zeros and of what is no number, some power.
+    static __device__ __forceinline__ std::uint32_t power(float squares) {
+        const float inverse = fmaxf(rsqrtf(fmaxf(squares, 1e-37f)), 0x1p-120f);
+        return __float_as_uint(0x1p14f * 1.41421356f * inverse) & 0x7f800000u;
+    }
+};
+
+// Up to the products. What is done with makes room for what comes: shared memory leaves the first-level cache what it
+// does not take, and through that q and k come (docs/sm80.md).
+template <int kKey>
+struct ChannelOperands {
+    using P = Parts<kKey>;
+    static constexpr int kWarps = kPrepareThreads / 32;
+    static constexpr int kColumns = std::max(kKey / 32, P::kPairs* P::kParts);
+
+    // Of each warp: the gates of its tokens, as BlockGates has them; in their place, once all lanes have a group's, its
+    // columns for the two blocks that follow.
+    union {
+        float gates[kBlock * 32];
+        ColumnWords columns[2];
+    } group[kWarps][P::kGroups];
+    static_assert(sizeof(ColumnWords[2]) == sizeof(float[kBlock * 32]));  // gates run on from group to group
+    union {
+        std::uint16_t raw_gates[kWarps][kBlock * P::kChannels];
+        struct {
+            float from_start[P::kBlocks][kKey], to_end[P::kBlocks][kKey], between[P::kPairs][kKey];
+            // The first block's for the last of four, by group; the exact way: all of one group, by pair and part.
+            ColumnWords columns[kColumns];
+        } table;
+    };
+    // log2 decay from a block's start to its middle, from there to its end; without delta, head becomes the factor, and
+    // so does tail in two steps.
+    float head[P::kBlocks][kKey], tail[P::kBlocks][kKey];
+};
+
+template <int kKey>
+struct ChannelSmem {
+    using P = Parts<kKey>;
+    union {
+        ChannelOperands<kKey> operands;
+        PairSquares<kKey> pairs;
+    };
+    float beta[kTokens<kKey>];
+    float norms[2][P::kParts][kTokens<kKey>];
+    float back[kTokens<kKey>];  // of k (TokenScales)
+    float fading[P::kBlocks];
+    int steep[kPrepareThreads / 32];                  // of a warp's block and channels
+    std::uint64_t gates_there[kPrepareThreads / 32];  // barriers, where a warp's gates come as a box
+};
+
+// With the KiB that every CTA has besides: sm_90 gives shared memory 164 KiB, and what does not fit them 196, of the
+// 256 that the first-level cache has a part in.
+static_assert((sizeof(ChannelSmem<128>) + 1024) * kChannelCtas <= 164 * 1024);
+
+// Pair of blocks (row, column): the place of its factors; those of a column stand side by side.
+template <int kBlocks>
+__device__ __forceinline__ constexpr int pair_of(int row, int column) {
+    return column * (2 * kBlocks - column - 1) / 2 + row - column - 1;
+}
+
+template <class T, int kKey, bool kDelta>
+struct ChannelBlock {
+    using P = Parts<kKey>;
+    using Rows = BlockRows<P::kGroups>;
+    using Operand = ScoreOperand<T, kDelta>;
+    using Wide = __nv_bfloat16;  // what may grow, without delta
+
+    ChannelOperands<kKey>& s;
+    ChannelImage<T, kKey>& image;
+    const int warp;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int block = warp % P::kBlocks, part = warp / P::kBlocks, first = block * kBlock;
+
+    // Where the lane's first units of group 0 stand in the gates, whose units beside them differ in one bit, and in a
+    // tile of the image.
+    using Place = OperandTile<kKey, true>;
+    const int own_unit = lane / 4 * 32 + (lane % 4 * 2 ^ (lane / 4 & 1)) * 4;
+    const int image_unit = Place::unit(first + lane / 4, part* P::kGroups * 4 + lane % 4) * 8;
+
+    // log2 of the decay between the block's middle and token, for eight channels of group g.
+    __device__ __forceinline__ void gates(float (&x)[8], int token, int g) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int unit = lane % 4 * 2 + i;
+            load4(x + 4 * i, s.group[warp][g].gates + token * 32 + (unit ^ (token & 1)) * 4);
+        }
+    }
+    // The same for the lane's token of a half: eight tokens on, units stand where they stood.
+    __device__ __forceinline__ void own_gates(float (&x)[8], int half, int g) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) load4(x + 4 * i, s.group[warp][g].gates + (own_unit ^ 4 * i) + half * 8 * 32);
+    }
+    __device__ __forceinline__ void table(float (&x)[8], const float* row, int g) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) load4(x + 4 * i, row + part * P::kChannels + 32 * g + lane % 4 * 8 + 4 * i);
+    }
+
+    __device__ __forceinline__ void put(T* tile, int half, int g, const Words& words) const {
+        const int panel = g * Place::kPanelUnits * 8, rows = 8 * half * Place::kUnits * 8;
+        *reinterpret_cast<uint4*>(tile + panel + rows + image_unit) = as_uint4(words);
+    }
+    // Where the columns of `earlier` for `later` stand: of group g, and of the one group that the exact way has.
+    __device__ __forceinline__ ColumnWords& columns_of(int later, int earlier, int g) const {
+        const int distance = later - earlier - 1;
+        return distance < 2 ? s.group[part * P::kBlocks + earlier][g].columns[distance]
+                            : s.table.columns[part * P::kGroups + g];
+    }
+    __device__ __forceinline__ ColumnWords& columns_of(int later, int earlier) const {
+        return s.table.columns[pair_of<P::kBlocks>(later, earlier) * P::kParts + part];
+    }
+    __device__ __forceinline__ void get_columns(Words (&words)[2], const ColumnWords& from) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4 x = from[half][lane];
+            words[half][0] = x.x, words[half][1] = x.y, words[half][2] = x.z, words[half][3] = x.w;
+        }
+    }
+
+    static __device__ __forceinline__ void unpack(float (&x)[8], const Words& words, float scale) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const float2 pair = unpack2<T>(words[w]);
+            x[2 * w] = pair.x * scale, x[2 * w + 1] = pair.y * scale;
+        }
+    }
+    static __device__ __forceinline__ void pack(Words& words, const float (&x)[8]) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) words[w] = pack2<Operand>(x[2 * w], x[2 * w + 1]);
+    }
+    // x as the sum of two bf16.
+    static __device__ __forceinline__ void pack_halves(Words& high, Words& low, const float (&x)[8]) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            high[w] = pack2<Wide>(x[2 * w], x[2 * w + 1]);
+            low[w] = pack_rest<Wide>({x[2 * w], x[2 * w + 1]}, high[w]);
+        }
+    }
+    template <class To>
+    static __device__ __forceinline__ void pack_product(Words& words, const float (&x)[8], const float (&y)[8]) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) words[w] = pack2<To>(x[2 * w] * y[2 * w], x[2 * w + 1] * y[2 * w + 1]);
+    }
+    // words = x exp2(sign gate + exponent)
+    template <class To>
+    static __device__ __forceinline__ void pack_exact(Words& words, const float (&x)[8], const float (&gate)[8],
+                                                      float sign, const float (&exponent)[8]) {
+        float y[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y[i] = exp2_fast(sign * gate[i] + exponent[i]);
+        pack_product<To>(words, x, y);
+    }
+
+    // The common way: operands of all kinds from q and k, which become the rows that meet other blocks' columns, and
+    // the products inside the block.
+    __device__ __forceinline__ void score(Rows& q, Rows& k, const TokenScales<kDelta>& scales, bool two_steps,
+                                          float (&own)[2][2][4]) const {
+        const int first_pair = pair_of<P::kBlocks>(block + 1, block);
+#pragma unroll
+        for (int g = 0; g < P::kGroups; ++g) {
+            Words columns[2], rows[2], columns_low[2], rows_low[2], words;  // rows and low halves: without delta
+            float column[2][8], factor[8], head[8];
+            table(factor, s.table.from_start[block], g);
+            if (!kDelta) table(head, s.head[block], g);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float gate[8], x[8], fall[8];
+                own_gates(gate, half, g);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) fall[i] = exp2_fast(gate[i]);
+                unpack(x, q.word[half][g], scales.operand[half].x);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) x[i] *= fall[i];
+                if constexpr (kDelta) {
+                    pack(q.word[half][g], x);
+                } else {
+                    pack_halves(rows[half], rows_low[half], x);
+                    pack_product<Operand>(q.word[half][g], x, head);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) x[i] *= scales.back[half].x;
+                }
+                pack_product<T>(words, x, factor);
+                put(image.q_decayed, half, g, words);
+
+                unpack(column[half], k.word[half][g], scales.operand[half].y);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) x[i] = column[half][i] * fall[i], column[half][i] *= exp2_fast(-gate[i]);
+                if constexpr (kDelta) {
+                    pack(columns[half], column[half]);
+                    pack(k.word[half][g], x);
+                    pack_product<T>(words, x, factor);
+                    put(image.k_decayed, half, g, words);
+                } else {
+                    pack_halves(columns[half], columns_low[half], column[half]);
+                }
+            }
+            if constexpr (kDelta) {
+                multiply_group<T>(own[0], q.word[0][g], q.word[1][g], columns[0], columns[1]);
+                multiply_group<T>(own[1], k.word[0][g], k.word[1][g], columns[0], columns[1]);
+            } else {
+                multiply_group<Wide>(own[0], rows_low[0], rows_low[1], columns[0], columns[1]);
+                multiply_group<Wide>(own[0], rows[0], rows[1], columns_low[0], columns_low[1]);
+                multiply_group<Wide>(own[0], rows[0], rows[1], columns[0], columns[1]);
+            }
+            if (kDelta && two_steps) {
+                table(factor, s.tail[block], g);
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) column[half][i] *= factor[i];
+            }
+            table(factor, s.table.to_end[block], g);
+            float factors[2][8];  // to the next blocks' middles, asked for a block ahead; the last are any
+            table(factors[0], s.table.between[min(first_pair, P::kPairs - 1)], g);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float rest[8];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) rest[i] = kDelta ? factor[i] : factor[i] * scales.back[half].y;
+                pack_product<T>(words, column[half], rest);
+                put(image.k_remaining, half, g, words);
+            }
+            __syncwarp();  // all lanes have the group's gates
+#pragma unroll
+            for (int i = 0; i + 1 < P::kBlocks; ++i) {
+                if (block + i + 1 >= P::kBlocks) break;
+                if (i + 2 < P::kBlocks)
+                    table(factors[(i + 1) % 2], s.table.between[min(first_pair + i + 1, P::kPairs - 1)], g);
+                ColumnWords& to = columns_of(block + i + 1, block, g);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    pack_product<Operand>(words, column[half], factors[i % 2]);
+                    to[half][lane] = as_uint4(words);
+                }
+            }
+        }
+    }
+
+    // The exact way reads q and k again, group by group: load(q, k, g). First the products inside the block. A pair of
+    // tokens belongs to the level of the highest bit in which their numbers differ; whatever a level computes for other
+    // pairs is dropped, be it infinite.
+    template <class Load>
+    __device__ __forceinline__ void score_exact(Load load, const TokenScales<kDelta>& scales,
+                                                float (&own)[2][2][4]) const {
+        BlockRows<1> q, k;
+        float self[2] = {};
+#pragma unroll 1
+        for (int level = kBlock / 2; level > 0; level /= 2) {
+            float product[2][2][4] = {};
+#pragma unroll 1
+            for (int g = 0; g < P::kGroups; ++g) {
+                load(q, k, g);
+                Words columns[2];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int token = lane / 4 + 8 * half;
+                    if (level == 1) self[half] += dot<T>(q, k, half);
+                    float gate[8], border[8], x[8];
+                    gates(gate, token, g);
+                    gates(border, token / (2 * level) * (2 * level) + level - 1, g);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) gate[i] -= border[i], border[i] = 0.0f;
+                    unpack(x, q.word[half][0], scales.operand[half].x);
+                    pack_exact<Operand>(q.word[half][0], x, gate, 1.0f, border);
+                    unpack(x, k.word[half][0], scales.operand[half].y);
+                    pack_exact<Operand>(k.word[half][0], x, gate, 1.0f, border);
+                    pack_exact<Operand>(columns[half], x, gate, -1.0f, border);
+                }
+                multiply_group<Operand>(product[0], q.word[0][0], q.word[1][0], columns[0], columns[1]);
+                if (kDelta) multiply_group<Operand>(product[1], k.word[0][0], k.word[1][0], columns[0], columns[1]);
+            }
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int i = lane / 4 + e / 2 * 8, j = 8 * tile + lane % 4 * 2 + e % 2;
+                    if (j < i && (i ^ j) / level == 1)
+                        own[0][tile][e] = product[0][tile][e], own[1][tile][e] = product[1][tile][e];
+                }
+        }
+        // A token with itself.
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if (lane % 4 * 2 + e == lane / 4)
+                    own[0][half][2 * half + e] = self[half] * scales.operand[half].x * scales.operand[half].y;
+    }
+
+    // Then, group by group, the operands, and behind a barrier the products with earlier blocks, from this block's
+    // start.
+    template <class Load>
+    __device__ __forceinline__ void operands_exact(Load load, const TokenScales<kDelta>& scales, int g) const {
+        BlockRows<1> q, k;
+        load(q, k, g);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float gate[8], x[8], exponent[8];
+            Words words;
+            own_gates(gate, half, g);
+            table(exponent, s.table.from_start[block], g);
+            unpack(x, q.word[half][0], scales.whole(half).x);
+            pack_exact<T>(words, x, gate, 1.0f, exponent);
+            put(image.q_decayed, half, g, words);
+            unpack(x, k.word[half][0], scales.whole(half).y);
+            if (kDelta) {
+                pack_exact<T>(words, x, gate, 1.0f, exponent);
+                put(image.k_decayed, half, g, words);
+            }
+            table(exponent, s.table.to_end[block], g);
+            pack_exact<T>(words, x, gate, -1.0f, exponent);
+            put(image.k_remaining, half, g, words);
+            if (!kDelta) unpack(x, k.word[half][0], scales.operand[half].y);
+            for (int later = block + 1; later < P::kBlocks; ++later) {
+                table(exponent, s.table.between[pair_of<P::kBlocks>(later, block)], g);
+                pack_exact<Operand>(words, x, gate, -1.0f, exponent);
+                columns_of(later, block)[half][lane] = as_uint4(words);
+            }
+        }
+    }
+    using Cross = float[P::kBlocks - 1][2][2][4];  // q k^T and k k^T with each earlier block
+
+    template <class Load>
+    __device__ __forceinline__ void cross_exact(Load load, const TokenScales<kDelta>& scales, int g,
+                                                Cross& product) const {
+        BlockRows<1> q, k;
+        load(q, k, g);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float gate[8], x[8], exponent[8];
+            own_gates(gate, half, g);
+            table(exponent, s.head[block], g);
+            unpack(x, q.word[half][0], scales.operand[half].x);
+            pack_exact<Operand>(q.word[half][0], x, gate, 1.0f, exponent);
+            unpack(x, k.word[half][0], scales.operand[half].y);
+            pack_exact<Operand>(k.word[half][0], x, gate, 1.0f, exponent);
+        }
+#pragma unroll
+        for (int earlier = 0; earlier < P::kBlocks - 1; ++earlier) {
+            if (earlier >= block) continue;
+            Words column[2];
+            get_columns(column, columns_of(block, earlier));
+            multiply_group<Operand>(product[earlier][0], q.word[0][0], q.word[1][0], column[0], column[1]);
+            if (kDelta) multiply_group<Operand>(product[earlier][1], k.word[0][0], k.word[1][0], column[0], column[1]);
+        }
+    }
+    // The nearest block first: the other way round ptxas spills where T is fp16.
+    __device__ __forceinline__ void cross(const Rows& q, const Rows& k, Cross& product) const {
+#pragma unroll
+        for (int earlier = P::kBlocks - 2; earlier >= 0; --earlier) {
+            if (earlier >= block) continue;
+#pragma unroll
+            for (int g = 0; g < P::kGroups; ++g) {
+                Words column[2];
+                get_columns(column, columns_of(block, earlier, g));
+                multiply_group<Operand>(product[earlier][0], q.word[0][g], q.word[1][g], column[0], column[1]);
+                if (kDelta)
+                    multiply_group<Operand>(product[earlier][1], k.word[0][g], k.word[1][g], column[0], column[1]);
+            }
+        }
+    }
+};
+
+template <class T, int kKey, bool kDelta, class GateBoxes>
+__global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDelta>)
+    prepare_channel(const __grid_constant__ DeviceArgs a, const __grid_constant__ GateBoxes gate_boxes,
+                    const Schedule schedule, ChannelImage<T, kKey>* images, std::int32_t* exact_writes, float* fading) {
+    follow_kernels_before_carry<kKey>(schedule);
+    using P = Parts<kKey>;
+    constexpr int kRows = kTokens<kKey>, kOwned = P::kChannels / 32;
+    constexpr bool kFading = kDelta && kFades<kKey, true>;
+    extern __shared__ __align__(128) unsigned char raw[];
+    auto& s = *reinterpret_cast<ChannelSmem<kKey>*>(raw);
+
+    // Not by Divisors: what follows from them would be in uniform registers, and ptxas spills in score.
+    const int number = static_cast<int>(blockIdx.x / static_cast<unsigned>(a.value_heads)),
+              value_head = static_cast<int>(blockIdx.x) - number * a.value_heads;
+    const int head = static_cast<int>(static_cast<unsigned>(value_head) / static_cast<unsigned>(a.group)),
+              thread = static_cast<int>(threadIdx.x);
+    const ChunkPlace place = place_of<kRows>(a, schedule, number);
+    if (place.count <= 0) return;
+
+    auto& operands = s.operands;
+    const ChannelBlock<T, kKey, kDelta> block{operands, images[blockIdx.x], role_of_warp()};
+    const int lane = block.lane, first = block.first, first_channel = block.part * P::kChannels;
+
+    // --- gate ---
+    // A block without tokens reads the chunk's first one, and drops it.
+    const int count = place.count - first;
+    const std::int64_t begin = place.begin + (count > 0 ? first : 0);
+    const BlockGates<T, kKey> gates{a, operands.group[block.warp][0].gates, operands.raw_gates[block.warp],
+                                    first_channel, count};
+    const int ahead = tokens_ahead<kKey>(a, schedule, begin),
+              head_ahead = value_head == head * a.group ? ahead : 0;  // the first of those that share a head asks
+    const bool boxed = gate_boxes.has(count);
+    if (!boxed)
+        gates.load(a.g.offset(place.batch, begin, value_head), ahead);
+    else if (lane == 0)
+        gate_boxes.ask(gates.raw, s.gates_there + block.warp, place.batch, begin, value_head, ahead);
+    // The bias waits where the lane's sums will stand, A_log where the first lane's will: they come with the gates, and
+    // nothing else is waited for.
+    float *const head_sums = operands.head[block.block] + gates.channel, *const tail_sums =
+                                                                             operands.tail[block.block] + gates.channel;
+    float* const A_log = operands.tail[block.block] + first_channel;
+    if (lane == 0) copy_floats_if<1>(A_log, a.A_log.data + value_head * a.A_log.head, a.A_log.data);
+    const float* const bias_of_head = a.dt_bias.data + value_head * a.dt_bias.head;
+    if (a.dt_bias.pieces) {
+        copy_floats_if<kOwned>(head_sums, bias_of_head + gates.channel, gates.channel < a.key_dim);
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < kOwned; ++i)
+            copy_floats_if<1>(head_sums + i, bias_of_head + (gates.channel + i) * a.dt_bias.channel,
+                              a.dt_bias.data && gates.channel + i < a.key_dim);
+    }
+    commit_copies();
+    TokenNumber beta_asked;
+    if (kDelta) beta_asked.ask(a.beta, place.batch, place.begin + thread, value_head, thread < place.count);
+    typename ChannelBlock<T, kKey, kDelta>::Rows q, k;
+    q.template fetch<T>(a.q, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
+    k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
+    if (per_chunk<kKey>(schedule) && thread == 0) lead_carry(exact_writes + blockIdx.x, 1);
+    const bool fades = kFading && fading && a.qk_l2norm;
+    bool wild = false, steep = false;
+    float fades_by = 0.0f;
+    {
+        float head_sum[kOwned], tail_sum[kOwned];
+        wait_copies<0>();
+        __syncwarp();
+        if (boxed) gate_boxes.wait(s.gates_there + block.warp);
+        const HeadGate head_gate(value_head, a.gate, *A_log, a.lower_bound, 0.0f);
+        float bias[kOwned];
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) bias[i] = head_sums[i];
+        gates.sum(head_gate, bias, head_sum, tail_sum);
+        if (fades) fades_by = gates.slowest();
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) {
+            const float worst = gates.channel + i < a.key_dim ? fmaxf(fabsf(head_sum[i]), fabsf(tail_sum[i])) : 0.0f;
+            wild |= worst > kMostLog2<T, kDelta>, steep |= worst > kSteepLog2;
+        }
+        __syncwarp();  // all lanes have A_log
+        gates.put(head_sum, head_sums), gates.put(tail_sum, tail_sums);
+        if (wild) wild = gates.balance(head_sums, tail_sums, kMostLog2<T, kDelta>);
+        if constexpr (kDelta) {
+            steep = __any_sync(0xffffffffu, steep);
+            if (lane == 0) s.steep[thread / 32] = steep;
+        }
+    }
+    if (kDelta && thread < kRows) s.beta[thread] = thread < place.count ? beta_of(a, beta_asked.value(a.beta)) : 0.0f;
+    q.mask(count, first_channel, a.key_dim);
+    k.mask(count, first_channel, a.key_dim);
+    if (!kDelta || a.qk_l2norm) {
+        square_tokens<T, false>(s.norms[0][block.part] + first, q);
+        square_tokens<T, false>(s.norms[1][block.part] + first, k);
+    }
+    const bool exact = __syncthreads_or(wild);
+    bool two_steps = false;
+    if (kDelta && !exact)
+#pragma unroll
+        for (int w = 0; w < kPrepareThreads / 32; ++w) two_steps |= s.steep[w] != 0;
+    if (kFading && fading) {
+        const float grows_by = fades ? sum_over_warp(growth(lane < kBlock ? s.beta[first + lane] : 0.0f)) : 0.0f;
+        if (lane == 0) s.fading[block.block] = fades_by + grows_by;
+    }
+
+    // --- table ---
+    for (int c = thread; c < kKey; c += kPrepareThreads) {
+        const auto entry = [&](float x) { return exact ? x : exp2_fast(x); };
+        float head_sum[P::kBlocks], whole[P::kBlocks], tail_sum[P::kBlocks], start = 0.0f, end = 0.0f;
+#pragma unroll
+        for (int b = 0; b < P::kBlocks; ++b)
+            head_sum[b] = operands.head[b][c], tail_sum[b] = operands.tail[b][c], whole[b] = head_sum[b] + tail_sum[b];
+#pragma unroll
+        for (int b = 0; b < P::kBlocks; ++b) {
+            if (!kDelta) operands.head[b][c] = entry(head_sum[b]);
+            operands.table.from_start[b][c] = entry(start + head_sum[b]);
+            start += whole[b];
+            float gap = two_steps ? 0.0f : tail_sum[b];
+#pragma unroll
+            for (int later = b + 1; later < P::kBlocks; ++later) {
+                operands.table.between[pair_of<P::kBlocks>(later, b)][c] =
+                    entry(exact || !kDelta ? gap : gap + head_sum[later]);
+                gap += whole[later];
+            }
+        }
+#pragma unroll
+        for (int b = P::kBlocks - 1; b >= 0; --b) {
+            operands.table.to_end[b][c] = entry(two_steps ? end : end + tail_sum[b]);
+            if (two_steps) operands.tail[b][c] = exp2_fast(tail_sum[b]);
+            end += whole[b];
+        }
+        block.image.decay[c] = exp2_fast(start);
+    }
+    TokenScales<kDelta> scales;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int token = first + lane / 4 + 8 * half;
+        float2 sum{0.0f, 0.0f}, whole{a.scale, 1.0f};
+        if (!kDelta || a.qk_l2norm) {
+#pragma unroll
+            for (int p = 0; p < P::kParts; ++p) sum.x += s.norms[0][p][token], sum.y += s.norms[1][p][token];
+        }
+        if (a.qk_l2norm) whole = {a.scale * rsqrtf(sum.x + 1e-6f), rsqrtf(sum.y + 1e-6f)};
+        scales.set(half, whole, sum);
+        if (!kDelta) s.back[token] = scales.back[half].y;
+    }
+    __syncthreads();
+    if (kFading && fading && thread == 0) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int b = 0; b < P::kBlocks; ++b) sum += s.fading[b];
+        fading[blockIdx.x] = sum;
+    }
+
+    // --- score ---
+    float own[2][2][4] = {};  // q k^T and k k^T of the block
+    const auto scaled_back = [&](float(&scores)[2][4], int column) {
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                scores[tile][e] *= scales.back[e / 2].x * s.back[column + 8 * tile + lane % 4 * 2 + e % 2];
+    };
+    const auto scaled = [&](float(&overlaps)[2][4]) {
+        const float beta[2] = {s.beta[first + lane / 4], s.beta[first + lane / 4 + 8]};
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) overlaps[tile][e] *= beta[e / 2];
+    };
+    typename ChannelBlock<T, kKey, kDelta>::Cross cross = {};
+    if (!exact) {
+        block.score(q, k, scales, two_steps, own);
+        __syncthreads();
+        block.cross(q, k, cross);
+    } else {
+        const auto load_group = [&](BlockRows<1>& q1, BlockRows<1>& k1, int g) {
+            const int channel = first_channel + 32 * g;
+            q1.template fetch<T>(a.q, place.batch, begin, head, count, channel, a.key_dim);
+            k1.template fetch<T>(a.k, place.batch, begin, head, count, channel, a.key_dim);
+            q1.mask(count, channel, a.key_dim);
+            k1.mask(count, channel, a.key_dim);
+        };
+        block.score_exact(load_group, scales, own);
+#pragma unroll 1
+        for (int g = 0; g < P::kGroups; ++g) {
+            if (g > 0) __syncthreads();
+            block.operands_exact(load_group, scales, g);
+            __syncthreads();
+            block.cross_exact(load_group, scales, g, cross);
+        }
+    }
+    // --- solve ---
+    const bool last = block.part == P::kParts - 1;
+    const auto each_product = [&](auto body) {
+        body(own[0], own[1], block.block, std::true_type{});
+#pragma unroll
+        for (int earlier = 0; earlier < P::kBlocks - 1; ++earlier)
+            if (earlier < block.block) body(cross[earlier][0], cross[earlier][1], earlier, std::false_type{});
+    };
+    if constexpr (P::kParts > 1) {
+#pragma unroll
+        for (int p = 0; p < P::kParts; ++p) {
+            __syncthreads();  // the products take the place of their operands
+            if (block.part != p) continue;
+            each_product([&](float(&scores)[2][4], float(&overlaps)[2][4], int column, auto) {
+                add_product(s.pairs.scores, scores, first, column * kBlock, p > 0);
+                if (kDelta) add_product(s.pairs.overlaps, overlaps, first, column * kBlock, p > 0);
+            });
+        }
+    }
+    float2 squares{0.0f, 0.0f};
+    each_product([&](float(&scores)[2][4], float(&overlaps)[2][4], int column, auto diagonal) {
+        if (!kDelta) scaled_back(scores, column * kBlock);
+        if (!kDelta) return;
+        scaled(overlaps);
+        add_squares<decltype(diagonal)::value>(squares, overlaps);
+    });
+    zero_above_diagonal(own[0]);
+    float* const slots = s.pairs.scores.at(first, 0, 0, 0);  // the row of the warp's block
+    const auto emit_scores = [&](T* triangle, auto low) {
+        constexpr bool kLow = decltype(low)::value;
+        __syncwarp();
+        each_product([&](float(&scores)[2][4], float(&)[2][4], int column, auto) {
+            turn_block<kLow, T>(slots + column * kSlot, scores);
+        });
+        __syncwarp();
+#pragma unroll
+        for (int column = 0; column < P::kBlocks; ++column)
+            if (column <= block.block)
+                put_block(triangle + Triangle<kRows>::block_begin(block.block, column) * 8, slots + column * kSlot);
+    };
+    __syncthreads();  // the products take the place of their operands
+    if (kDelta && last) {
+        each_product([&](float(&)[2][4], float(&overlaps)[2][4], int column, auto) {
+            store_block(s.pairs.overlaps, overlaps, first, column * kBlock);
+        });
+        __syncwarp();
+        invert_diagonal(s.pairs.overlaps, block.block);
+    }
+    const bool coupled = kDelta && __syncthreads_or(last && is_coupled(squares));
+    if (last) {
+        emit_scores(block.image.scores, std::false_type{});
+        if (coupled) emit_scores(block.image.scores_low, std::true_type{});
+        if constexpr (kDelta) emit_inverse<T, kKey>(block.image, s.pairs.overlaps, s.beta, slots, block.block, coupled);
+    }
+    if (per_chunk<kKey>(schedule)) __syncthreads();
+    if (thread != 0) return;
+    if constexpr (kDelta)
+        hand_over<kKey>(schedule, exact_writes + blockIdx.x, coupled);
+    else if (per_chunk<kKey>(schedule))
+        publish(exact_writes + blockIdx.x, 0);
+}
+
+}  // namespace cula::cuda::chunked

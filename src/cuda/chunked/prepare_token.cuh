@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+// prepare, one decay per token: scores, inverse and factors of every chunk <- q, k, gate, beta      ALGORITHM.md:
+// score, solve
+//
+// grid (chunks of the slab * value heads / span)   128 threads, a warp per block of 16 tokens
+//
+// q and k go into the products as they are; norms, scale and exp(G_i - G_j) multiply the results. Nothing is rounded
+// but the inputs and what the carry reads. A CTA makes the images of `span` value heads that share q and k, one after
+// the other: rows are fetched and summed once.
+#pragma once
+
+#include "cuda/chunked/block.cuh"
+#include "cuda/chunked/plan.h"
+#include "cuda/chunked/solve.cuh"
+#include "cuda/ptx/overlap.cuh"
+#include "cuda/tile/gate.cuh"
+#include "cuda/tile/scan.cuh"
+
+namespace cula::cuda::chunked {
+
+static_assert(kMostSpan == kPrepareThreads / 32);  // a warp sums the gates of a value head
+
+template <int kKey>
+struct TokenSmem {
+    using P = Parts<kKey>;
+    PairSquares<kKey> pairs;
+    ColumnWords columns[P::kBlocks - 1][kKey / 32];
+    float log_decay[kMostSpan][kTokens<kKey>];  // log2, from the chunk's start
+    float beta[kMostSpan][kTokens<kKey>];
+    float squares[2][P::kParts][kTokens<kKey>];
+    float norms[2][kTokens<kKey>];  // that q and k are multiplied by
+};
+
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
+inline constexpr int kFewestTokenCtas = kTokenCtas;
+#else
+inline constexpr int kFewestTokenCtas = 3;
+#endif
+
+template <class T, int kKey>
+__global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
+    prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, int span, TokenImage<T, kKey>* images,
+                  std::int32_t* exact_writes, float* fading) {
+    follow_kernels_before_carry<kKey>(schedule);
+    using P = Parts<kKey>;
+    constexpr int kRows = kTokens<kKey>;
+    extern __shared__ __align__(128) unsigned char raw[];
+    auto& s = *reinterpret_cast<TokenSmem<kKey>*>(raw);
+
+    // Spans of heads are of a power of two. The chunk's number not by a Divisor: what follows from that would be in
+    // uniform registers, and ptxas spills where K = 256.
+    const int first_of_all = static_cast<int>(blockIdx.x) * span,
+              number = static_cast<int>(static_cast<unsigned>(first_of_all) / static_cast<unsigned>(a.value_heads)),
+              first_head = first_of_all - number * a.value_heads;
+    const int head = a.by_group.divide(first_head), thread = static_cast<int>(threadIdx.x), lane = thread % 32,
+              warp = role_of_warp();
+    const ChunkPlace place = place_of<kRows>(a, schedule, number);
+    if (place.count <= 0) return;
+
+    const bool delta = a.algorithm.update == Update::kDelta;
+    const int block = warp % P::kBlocks, part = warp / P::kBlocks, first = block * kBlock;
+
+    BlockRows<P::kGroups> q, k;
+    // A block without tokens reads the chunk's first one, and drops it.
+    const int count = place.count - first;
+    const std::int64_t begin = place.begin + (count > 0 ? first : 0);
+    // The first of the value heads that share a head asks for what is ahead.
+    const int ahead = first_head == head * a.group ? tokens_ahead<kKey>(a, schedule, begin) : 0;
+    q.template fetch<T>(a.q, place.batch, begin, head, count, part * P::kChannels, a.key_dim, ahead);
+    k.template fetch<T>(a.k, place.batch, begin, head, count, part * P::kChannels, a.key_dim, ahead);
+    constexpr int kBetas = kMostSpan * kRows / kPrepareThreads;  // of a thread
+    TokenNumber betas[kBetas];
+#pragma unroll
+    for (int i = 0; i < kBetas; ++i) {
+        const int of = (thread + i * kPrepareThreads) / kRows, t = thread % kRows;
+        if (delta && of < span) betas[i].ask(a.beta, place.batch, place.begin + t, first_head + of, t < place.count);
+    }
+    if (per_chunk<kKey>(schedule) && thread == 0)
+        lead_carry(exact_writes + std::int64_t{number} * a.value_heads + first_head, span);
+    if (warp < span) {
+        const int value_head = first_head + warp;
+        // Two neighbouring tokens a lane (one where a chunk has 32), then a scan over the lanes.
+        constexpr int kEach = kRows / 32;
+        const bool per_token = a.algorithm.decay == Decay::kPerToken;
+        TokenNumber raw_gates[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int t = lane * kEach + i;
+            if (per_token) raw_gates[i].ask(a.g, place.batch, place.begin + t, value_head, t < place.count);
+        }
+        const HeadGate gate(a, value_head);
+        float sum[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            sum[i] = 0.0f;
+            if (lane * kEach + i < place.count) {
+                const float of_gate = per_token ? gate.log2_decay(raw_gates[i].value(a.g) + gate.bias) : 0.0f;
+                sum[i] = fmaxf(of_gate + gate.gamma2, kLeastLog2Decay);
+            }
+        }
+        running_sums(sum);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) s.log_decay[warp][lane * kEach + i] = sum[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kBetas; ++i) {
+        const int of = (thread + i * kPrepareThreads) / kRows, t = thread % kRows;
+        if (of < span) s.beta[of][t] = delta && t < place.count ? beta_of(a, betas[i].value(a.beta)) : 0.0f;
+    }
+    q.mask_moving(count, part * P::kChannels, a.key_dim);
+    k.mask_moving(count, part * P::kChannels, a.key_dim);
+    if (a.qk_l2norm) {
+        square_tokens<T, true>(s.squares[0][part] + first, q);
+        square_tokens<T, true>(s.squares[1][part] + first, k);
+    }
+    if (block < P::kBlocks - 1) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int g = 0; g < P::kGroups; ++g)
+                s.columns[block][part * P::kGroups + g][half][lane] = as_uint4(k.word[half][g]);
+    }
+    __syncthreads();
+    const std::int64_t first_image = std::int64_t{number} * a.value_heads + first_head;
+    if (delta && fading && warp < span) {
+        float grows_by = 0.0f;
+#pragma unroll
+        for (int t = 0; t < kRows; t += 32) grows_by += growth(s.beta[warp][t + lane]);
+        grows_by = sum_over_warp(grows_by);
+        if (lane == 0) fading[first_image + warp] = a.qk_l2norm ? s.log_decay[warp][kRows - 1] + grows_by : 0.0f;
+    }
+
+    for (int i = thread; i < 2 * kRows; i += kPrepareThreads) {
+        const int which = i / kRows, token = i % kRows;
+        float norm = 1.0f;
+        if (a.qk_l2norm) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int p = 0; p < P::kParts; ++p) sum += s.squares[which][p][token];
+            norm = rsqrtf(sum + 1e-6f);
+        }
+        s.norms[which][token] = token < place.count ? norm : 0.0f;
+    }
+    __syncthreads();
+
+#pragma unroll 1
+    for (int of = 0; of < span; ++of) {
+        TokenImage<T, kKey>& image = images[first_image + of];
+        const float *const log_decays = s.log_decay[of], *const beta = s.beta[of];
+        if (thread < kRows) {
+            const float q_norm = a.scale * s.norms[0][thread], k_norm = s.norms[1][thread],
+                        log_decay = log_decays[thread];
+            const float whole = log_decays[kRows - 1];
+            image.q_factor[thread] = q_norm * exp2_fast(log_decay);
+            image.k_factor[thread] = k_norm * exp2_fast(log_decay);
+            image.k_rest[thread] = k_norm * exp2_fast(whole - log_decay);
+            image.decay[thread] = exp2_fast(whole);
+        }
+
+        // --- score ---
+        float2 squares{0.0f, 0.0f};
+        const int rows[2] = {first + lane / 4, first + lane / 4 + 8};
+        const float row_decay[2] = {log_decays[rows[0]], log_decays[rows[1]]};
+        const float q_scale[2] = {a.scale * s.norms[0][rows[0]], a.scale * s.norms[0][rows[1]]};
+        const float k_scale[2] = {beta[rows[0]] * s.norms[1][rows[0]], beta[rows[1]] * s.norms[1][rows[1]]};
+        const auto store = [&](float(&scores)[2][4], float(&overlaps)[2][4], int earlier) {
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int j = earlier * kBlock + 8 * tile + lane % 4 * 2 + e % 2;
+                    const float factor = s.norms[1][j] * exp2_fast(row_decay[e / 2] - log_decays[j]);
+                    scores[tile][e] *= q_scale[e / 2] * factor;
+                    overlaps[tile][e] *= k_scale[e / 2] * factor;
+                }
+            const bool add = P::kParts > 1 && part > 0;
+            add_product(s.pairs.scores, scores, first, earlier * kBlock, add);
+            if (!delta) return;
+            if (earlier < block) {
+                add_product(s.pairs.overlaps, overlaps, first, earlier * kBlock, add);
+                add_squares<false>(squares, overlaps);
+            } else {
+                add_product(s.pairs.overlaps, overlaps, first, first, add);
+                add_squares<true>(squares, overlaps);
+            }
+        };
+#pragma unroll
+        for (int p = 0; p < P::kParts; ++p) {
+            if (part == p) {
+#pragma unroll 1
+                for (int earlier = 0; earlier <= block; ++earlier) {
+                    float product[2][2][4] = {};
+#pragma unroll
+                    for (int g = 0; g < P::kGroups; ++g) {
+                        Words column[2];
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            const uint4 x = earlier < block ? s.columns[earlier][part * P::kGroups + g][half][lane]
+                                                            : as_uint4(k.word[half][g]);
+                            column[half][0] = x.x, column[half][1] = x.y, column[half][2] = x.z, column[half][3] = x.w;
+                        }
+                        multiply_group<T>(product[0], q.word[0][g], q.word[1][g], column[0], column[1]);
+                        if (delta) multiply_group<T>(product[1], k.word[0][g], k.word[1][g], column[0], column[1]);
+                    }
+                    store(product[0], product[1], earlier);
+                }
+            }
+            if (P::kParts > 1 && p + 1 < P::kParts) __syncthreads();
+        }
+        const bool last = part == P::kParts - 1;
+        if (delta && last) {
+            __syncwarp();
+            invert_diagonal(s.pairs.overlaps, block);
+        }
+        const bool coupled = __syncthreads_or(last && is_coupled(squares));
+        if (last) {
+            emit_lower<false>(image.scores, s.pairs.scores, block);
+            if (coupled) emit_lower<true>(image.scores_low, s.pairs.scores, block);
+            // The row of scores has left, and makes room.
+            if (delta)
+                emit_inverse<T, kKey>(image, s.pairs.overlaps, beta, s.pairs.scores.at(first, 0, 0, 0), block, coupled);
+        }
+        if (per_chunk<kKey>(schedule) || of + 1 < span) __syncthreads();
+        if (thread == 0) hand_over<kKey>(schedule, exact_writes + first_image + of, coupled);
+    }
+}
+
+}  // namespace cula::cuda::chunked

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/forks/entry.h"
+
+#include "core/check.h"
+#include "cuda/forks/launch.h"
+#include "cuda/pipe/launch.h"
+
+namespace cula::cuda::forks {
+
+void settle(const Args& args, const SettledIndices& to, const Context& context) {
+    const DeviceGuard guard(context.device.index);
+    launch_settle_forks<static_cast<int>(kLargestDim)>(device_args(args), to.starts, to.ends, context.stream);
+}
+
+}  // namespace cula::cuda::forks

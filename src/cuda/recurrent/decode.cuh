@@ -1,0 +1,406 @@
+// SPDX-License-Identifier: Apache-2.0
+// decode: o, states <- q, k, v, gate, beta, state; one token a sequence, or a few      ALGORITHM.md, "The family"
+//
+// grid (row blocks * value heads * sequences)   128 threads, 8 lanes a row of the state, kRows rows a lane
+//
+// The state's way in and out is all that should take time. A CTA asks for its rows at once, works on them and leaves;
+// its neighbours on the multiprocessor keep the memory busy meanwhile. Only the state's slot comes before the state,
+// and everything of the first tokens is asked for in the shadow of that one. The threads ready kTokens tokens together,
+// each the same channel of all; norms and `scale` multiply sums instead of channels, so that one barrier does. A token
+// takes two passes over the row: S^T q = (alpha S)^T q + u (k . q), so one decays and contracts with k and with q, and
+// one adds the write.
+//
+// kTokens = 1: the call has one token a sequence. Otherwise a CTA walks the tokens of its sequence, kTokens at a time,
+// and stores a state for each that asks for one.
+#pragma once
+
+#include "cuda/ptx/memory.cuh"
+#include "cuda/recurrent/decode_args.h"
+#include "cuda/recurrent/lanes.cuh"
+#include "cuda/tile/convert.cuh"
+#include "cuda/tile/gate.cuh"
+
+namespace cula::cuda::recurrent {
+
+__device__ __forceinline__ std::int32_t load(const DecodeIndices& indices, int n, int column = 0, bool in = true) {
+    const std::int32_t* const words = advanced(advanced(indices.data, n, indices.row), column, indices.column);
+    const auto lower = static_cast<std::int32_t>(load32_if(words, in && indices.data));
+    if (!indices.wide) return lower;
+    return narrow_index(lower, static_cast<std::int32_t>(load32_if(words + 1, in && indices.data)));
+}
+
+__device__ __forceinline__ float load(const DecodeParameter& x, int head, int channel = 0) {
+    return __uint_as_float(load32_if(x.data + (head * x.head + channel * x.channel), x.data != nullptr));
+}
+
+// Sums over a warp of one number or of four: of four, lanes 8 i to 8 i + 7 get the i-th. Each step halves what a lane
+// still has to sum, so that four take six shuffles, not twenty.
+__device__ __forceinline__ float warp_sums(const float (&x)[1]) { return warp_sum(x[0]); }
+__device__ __forceinline__ float warp_sums(const float (&x)[4]) {
+    const bool second = threadIdx.x & 16, odd = threadIdx.x & 8;
+    const float a = (second ? x[2] : x[0]) + __shfl_xor_sync(0xffffffffu, second ? x[0] : x[2], 16);
+    const float b = (second ? x[3] : x[1]) + __shfl_xor_sync(0xffffffffu, second ? x[1] : x[3], 16);
+    return row_sum((odd ? b : a) + __shfl_xor_sync(0xffffffffu, odd ? a : b, 8));
+}
+
+// The tokens of a sequence: [begin, begin + length) of a batch's row.
+struct DecodeRange {
+    int batch, begin, length;
+};
+
+// Tokens as the threads share them.
+template <int kKey, int kBlockRows, int kTokens>
+struct alignas(16) DecodeTokens {
+    static constexpr int kThreads = kKey < kStepThreads ? kKey : kStepThreads, kWarps = kThreads / 32;
+
+    float q[kTokens][kKey], k[kTokens][kKey], decay[kTokens][kKey];
+    float qq[kTokens][kWarps], kk[kTokens][kWarps], kq[kTokens][kWarps];  // of each warp's channels
+    float value[kTokens][kBlockRows], beta[kTokens][kBlockRows];
+    std::int32_t state_index[kTokens];
+};
+
+// A thread's share of the tokens: fetch() asks for it, ready() turns it into what all threads want.
+template <int kKey, int kBlockRows, int kTokens>
+struct DecodeInputs {
+    using Tokens = DecodeTokens<kKey, kBlockRows, kTokens>;
+    static constexpr int kOwned = kKey / Tokens::kThreads;  // channels
+    static constexpr int kValues = (kTokens * kBlockRows + kStepThreads - 1) / kStepThreads;
+
+    RawFloat q[kTokens][kOwned], k[kTokens][kOwned], g[kTokens][kOwned], value[kValues], beta[kValues];
+    std::int32_t state_index = 0;
+    float bias[kOwned], A_log, gamma;  // of the head
+
+    static __device__ __forceinline__ bool owns_channels() {
+        return Tokens::kThreads == kStepThreads || threadIdx.x < Tokens::kThreads;
+    }
+    static __device__ __forceinline__ int channel(int i) {
+        return static_cast<int>(threadIdx.x) + i * Tokens::kThreads;
+    }
+    // The i-th of the values: which token's, and which row's of the CTA.
+    static __device__ __forceinline__ bool owns_value(int i) {
+        return kTokens * kBlockRows % kStepThreads == 0 || threadIdx.x + i * kStepThreads < kTokens * kBlockRows;
+    }
+    static __device__ __forceinline__ int token_of(int i) {
+        return static_cast<int>((threadIdx.x + i * kStepThreads) / kBlockRows);
+    }
+    static __device__ __forceinline__ int row_of(int i) {
+        return static_cast<int>((threadIdx.x + i * kStepThreads) % kBlockRows);
+    }
+
+    __device__ __forceinline__ void fetch_head(const DecodeArgs& a, int value_head) {
+        A_log = load(a.A_log, value_head), gamma = load(a.gamma, value_head);
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i) bias[i] = owns_channels() ? load(a.dt_bias, value_head, channel(i)) : 0.0f;
+    }
+
+    // Tokens t0 to t0 + kTokens - 1 of sequence n; the CTA's rows are those from row0 on. Values first and betas last:
+    // ptxas moves no load across their branches, so that the slot asked for before leads and the state comes behind.
+    __device__ __forceinline__ void fetch(const DecodeArgs& a, int n, const DecodeRange& range, int t0, int value_head,
+                                          int row0) {
+        const auto place = [&](const DecodeRows& rows, int head, int j, int c) {
+            const char* at = advanced(advanced(rows.data, range.batch, rows.batch), head, rows.head);
+            if constexpr (kTokens > 1) at = advanced(at, range.begin + t0 + j, rows.token);
+            return advanced(at, c, rows.last);
+        };
+        const auto in = [&](int j) { return kTokens == 1 || t0 + j < range.length; };
+#pragma unroll
+        for (int i = 0; i < kValues; ++i)
+            if (owns_value(i)) {
+                const int row = min(row0 + row_of(i), a.value_dim - 1);
+                value[i].load(place(a.v, value_head, token_of(i), row), a.v.type, in(token_of(i)));
+            }
+        if (owns_channels()) {
+            const int head = static_cast<int>(a.group.divide(value_head));
+#pragma unroll
+            for (int i = 0; i < kOwned; ++i)
+#pragma unroll
+                for (int j = 0; j < kTokens; ++j) {
+                    q[j][i].load(place(a.q, head, j, channel(i)), a.q.type, in(j));
+                    k[j][i].load(place(a.k, head, j, channel(i)), a.k.type, in(j));
+                    g[j][i].load(place(a.g, value_head, j, channel(i)), a.g.type, in(j));
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < kValues; ++i)
+            if (owns_value(i)) {
+                const int row = min(row0 + row_of(i), a.value_dim - 1);
+                beta[i].load(place(a.beta, value_head, token_of(i), row), a.beta.type, in(token_of(i)));
+            }
+        if constexpr (kTokens > 1) {
+            const int t = t0 + static_cast<int>(threadIdx.x);
+            state_index =
+                load(a.state_indices, n, t, threadIdx.x < kTokens && t < range.length && t < a.state_indices.columns);
+        }
+    }
+
+    __device__ __forceinline__ void ready(const DecodeArgs& a, int value_head, Tokens& s) const {
+        if (owns_channels()) {
+            const HeadGate gate(value_head, a.gate, A_log, a.lower_bound, gamma);
+            float qq[kTokens] = {}, kk[kTokens] = {}, kq[kTokens] = {}, decay[kTokens * kOwned],
+                  shift[kTokens * kOwned];
+#pragma unroll
+            for (int j = 0; j < kTokens; ++j)
+#pragma unroll
+                for (int i = 0; i < kOwned; ++i) {
+                    const float x = q[j][i].value(a.q.type), y = k[j][i].value(a.k.type);
+                    qq[j] += x * x, kk[j] += y * y, kq[j] += y * x;
+                    s.q[j][channel(i)] = x, s.k[j][channel(i)] = y;
+                    decay[j * kOwned + i] = g[j][i].value(a.g.type), shift[j * kOwned + i] = bias[i];
+                }
+            if (a.q.type == Element::kFloat32) {
+                const ExactGate exact(a.gate, A_log, a.lower_bound, gamma);
+#pragma unroll
+                for (int i = 0; i < kTokens * kOwned; ++i)
+                    s.decay[i / kOwned][channel(i % kOwned)] = decay[i] + shift[i];
+#pragma unroll 1  // few calls come here
+                for (int i = 0; i < kTokens * kOwned; ++i) {
+                    float& own = s.decay[i / kOwned][channel(i % kOwned)];
+                    own = exact.decay(own);
+                }
+            } else {
+                if (a.g.type != Element::kNone) gate.log2_decays(decay, shift);
+#pragma unroll
+                for (int j = 0; j < kTokens; ++j)
+#pragma unroll
+                    for (int i = 0; i < kOwned; ++i)
+                        s.decay[j][channel(i)] = exp2_fast(decay[j * kOwned + i] + gate.gamma2);
+            }
+            const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+            const bool puts = lane % (32 / kTokens) == 0;
+            const int j = lane / (32 / kTokens);
+            const float products = warp_sums(kq);
+            if (puts) s.kq[j][warp] = products;
+            if (a.qk_l2norm) {
+                const float of_q = warp_sums(qq), of_k = warp_sums(kk);
+                if (puts) s.qq[j][warp] = of_q, s.kk[j][warp] = of_k;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {
+            if (!owns_value(i)) continue;
+            const float strength = beta[i].value(a.beta.type);
+            s.value[token_of(i)][row_of(i)] = value[i].value(a.v.type);
+            s.beta[token_of(i)][row_of(i)] = beta_exact(strength, a.beta_is_logit, a.most_beta);
+        }
+        if (kTokens > 1 && threadIdx.x < kTokens) s.state_index[threadIdx.x] = state_index;
+    }
+};
+
+__device__ __forceinline__ int clamped_offset(const DecodeArgs& a, int i) {
+    const std::int64_t at = a.cu_seqlens_64 ? static_cast<const std::int64_t*>(a.cu_seqlens)[i]
+                                            : static_cast<const std::int32_t*>(a.cu_seqlens)[i];
+    return static_cast<int>(at < 0 ? 0 : at > a.tokens ? a.tokens : at);
+}
+
+__device__ __forceinline__ bool is_null(const DecodeArgs& a, const DecodeStates& states, std::int32_t slot) {
+    return (slot == a.null_index) | (static_cast<std::uint32_t>(slot) >= static_cast<std::uint32_t>(states.slots));
+}
+
+// CTAs of a multiprocessor. ptxas wants a few registers more for compute capability 10.0 and 12.0, and the shared
+// memory of 12.0 would not hold more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+inline constexpr bool kFewerCtas = true;
+#else
+inline constexpr bool kFewerCtas = false;
+#endif
+template <int kKey, int kTokens>
+inline constexpr int kDecodeCtas = (kTokens == 1 ? 6 : 4) - (kKey > 128 || kFewerCtas);
+
+// What a CTA has: a row of the call, a head, and of its state the rows from row0 on.
+struct DecodePlace {
+    int n, value_head, row0;
+};
+template <int kBlockRows>
+__device__ __forceinline__ DecodePlace decode_place(const DecodeArgs& a, unsigned block) {
+    const unsigned head_of_all = a.blocks.divide(block), n = a.value_heads.divide(head_of_all);
+    return {static_cast<int>(n), static_cast<int>(head_of_all - n * a.value_heads.value),
+            static_cast<int>(block - head_of_all * a.blocks.value) * kBlockRows};
+}
+
+// The state of a CTA that is yet to come, to the second-level cache: there it waits for less.
+template <class State, int kKey, int kBlockRows>
+__device__ __forceinline__ void prefetch_state(const DecodeArgs& a, unsigned block) {
+    if (block >= gridDim.x || !a.initial.data) return;
+    const DecodePlace place = decode_place<kBlockRows>(a, block);
+    const std::int32_t slot = a.initial_indices.data ? load(a.initial_indices, place.n) : place.n;
+    if (is_null(a, a.initial, slot)) return;
+    constexpr int kRowBytes = kKey * static_cast<int>(sizeof(State)), kLine = 128;
+    const char* const head = advanced(a.initial.data, place.value_head, a.initial.head);
+#pragma unroll
+    for (int at = static_cast<int>(threadIdx.x) * kLine; at < kBlockRows * kRowBytes; at += kStepThreads * kLine) {
+        const int row = min(place.row0 + at / kRowBytes, a.value_dim - 1);
+        prefetch(advanced(advanced(head, row, a.initial.v) + at % kRowBytes, slot, a.initial.slot));
+    }
+}
+
+template <class State, int kKey, int kRows, int kTokens>
+__global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
+    decode(const __grid_constant__ DecodeArgs a) {
+    constexpr int kBlockRows = kRows * kRowsPerPass, kFours = kKey / (kLanesPerRow * 4);
+    constexpr bool kOne = kTokens == 1;
+    __shared__ DecodeTokens<kKey, kBlockRows, kTokens> s;
+    // The state on its way, each thread's where it alone looks. On its way to registers it would be waited for with the
+    // token, since all loads share six counters.
+    alignas(16) __shared__ std::uint32_t state[kRows][kFours][kStepThreads][sizeof(State)];
+
+    const unsigned thread = threadIdx.x;
+    const auto [n, value_head, row0] = decode_place<kBlockRows>(a, blockIdx.x);
+    const int own = static_cast<int>(thread / kLanesPerRow);  // of the CTA's rows; the next are kRowsPerPass apart
+
+    // What decides where the state lies, and whether there is one.
+    const bool exists = kOne || n < a.sequences;  // without sequences somebody still has to zero the outputs
+    std::int32_t from = load(a.initial_indices, n, 0, exists), to = load(a.final_indices, n, 0, exists);
+    const std::uint32_t has_initial = load8_if(a.has_initial + n, a.has_initial && exists);
+    DecodeRange range{n, 0, kOne ? 1 : a.tokens};
+    bool reads_at = a.initial_indices.data != nullptr;
+    if constexpr (!kOne) {
+        if (a.cu_seqlens) {
+            range = {0, 0, 0};
+            if (exists) {
+                range.begin = clamped_offset(a, n);
+                range.length = max(clamped_offset(a, n + 1) - range.begin, 0);
+            }
+        }
+    }
+    DecodeInputs<kKey, kBlockRows, kTokens> inputs;
+    inputs.fetch_head(a, value_head);
+    inputs.fetch(a, n, range, 0, value_head, row0);
+
+    const auto put_output = [&](int t, int r, float x) {
+        char* at = advanced(advanced(a.o.data, range.batch, a.o.batch), value_head, a.o.head);
+        if constexpr (!kOne) at = advanced(at, range.begin + t, a.o.token);
+        const int row = row0 + own + r * kRowsPerPass;
+        store_float_if(advanced(at, row, a.o.last), a.o.type, x, thread % kLanesPerRow == 0 && row < a.value_dim);
+    };
+    if constexpr (!kOne) {
+        if (a.state_indices.data && exists && !reads_at) {
+            const int accepted = a.num_accepted.data ? load(a.num_accepted, n) : 1;
+            from = load(a.state_indices, n, min(max(accepted, 1), a.state_indices.columns) - 1);
+            reads_at = true;
+        }
+        // Tokens after the last sequence belong to nobody.
+        if (a.cu_seqlens && n + 1 >= a.sequences)
+            for (int t = range.length; range.begin + t < a.tokens; ++t)
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) put_output(t, r, 0.0f);
+        if (!exists) return;
+    }
+    const bool writes_at = a.final_indices.data != nullptr,
+               skipped = (reads_at & is_null(a, a.initial, from)) | (writes_at & is_null(a, a.final, to)),
+               starts = (a.initial.data != nullptr) & !skipped & (a.has_initial == nullptr | has_initial != 0);
+    from = reads_at ? from : n, to = writes_at ? to : n;
+
+    // Past the last row: that one again, and nothing is stored. The slot comes last, as it is known last.
+    const auto row_of = [&](const DecodeStates& states, std::int32_t slot, int r) {
+        const int row = min(row0 + own + r * kRowsPerPass, a.value_dim - 1);
+        char* at = advanced(advanced(states.data, value_head, states.head), row, states.v);
+        at += thread % kLanesPerRow * 4 * sizeof(State);
+        return reinterpret_cast<State*>(advanced(at, slot, states.slot));
+    };
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        const State* at = row_of(a.initial, from, r);
+#pragma unroll
+        for (int p = 0; p < kFours; ++p)
+            Four<State>::copy_async_if(state[r][p][thread], at + p * 4 * kLanesPerRow, starts);
+    }
+    commit_copies();
+    if (kOne) prefetch_state<State, kKey, kBlockRows>(a, blockIdx.x + a.ahead);
+    float x[kRows][kKey / kLanesPerRow];
+    const auto put_state = [&](const DecodeStates& states, std::int32_t slot, int t = 0, std::int32_t token = 0) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            if (row0 + own + r * kRowsPerPass >= a.value_dim) break;
+            State* at = advanced(row_of(states, slot, r), t, token);
+#pragma unroll
+            for (int p = 0; p < kFours; ++p) {
+                Four<State> four;
+#pragma unroll
+                for (int e = 0; e < 4; ++e) four.set(e, x[r][4 * p + e]);
+                four.store(at + p * 4 * kLanesPerRow);
+            }
+        }
+    };
+
+    // The state and the output after token t, which stands in place j.
+    const auto advance = [&](int t, int j) {
+        const SumScales scales(a.scale, a.qk_l2norm, sum(s.qq[j]), sum(s.kk[j]), sum(s.kq[j]));
+        float write[kRows], read[kRows] = {}, out[kRows] = {};
+#pragma unroll
+        for (int p = 0; p < kFours; ++p) {
+            const int c = lane_channel(4 * p);
+            float decay[4], key[4], query[4];
+            load4(decay, s.decay[j] + c), load4(key, s.k[j] + c), load4(query, s.q[j] + c);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    x[r][4 * p + e] *= decay[e];
+                    read[r] += x[r][4 * p + e] * key[e];
+                    out[r] += x[r][4 * p + e] * query[e];
+                }
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) write[r] = s.value[j][own + r * kRowsPerPass];
+        if (a.delta) {
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+                write[r] = scales.write(s.beta[j][own + r * kRowsPerPass], write[r], row_sum(read[r]));
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) put_output(t, r, skipped ? 0.0f : scales.output(row_sum(out[r]), write[r]));
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) write[r] *= scales.k;
+#pragma unroll
+        for (int p = 0; p < kFours; ++p) {
+            float key[4];
+            load4(key, s.k[j] + lane_channel(4 * p));
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[r][4 * p + e] += key[e] * write[r];
+        }
+    };
+
+    inputs.ready(a, value_head, s);
+    __syncthreads();
+    wait_copies<0>();
+    asm volatile("" ::: "memory");
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+        for (int p = 0; p < kFours; ++p) {
+            const Four<State> four(state[r][p][thread]);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[r][4 * p + e] = four.get(e);
+        }
+    if constexpr (kOne) {
+        advance(0, 0);
+    } else {
+        std::int32_t snapshot = a.snapshot_indices.data ? load(a.snapshot_indices, n) : n;
+        if (!a.snapshots.data || (a.snapshot_indices.data && is_null(a, a.snapshots, snapshot))) snapshot = -1;
+#pragma unroll 1
+        for (int t0 = 0; t0 < range.length; t0 += kTokens) {
+            const bool more = t0 + kTokens < range.length;
+            if (more) inputs.fetch(a, n, range, t0 + kTokens, value_head, row0);
+#pragma unroll 1
+            for (int j = 0; j < kTokens && t0 + j < range.length; ++j) {
+                const int t = t0 + j;
+                advance(t, j);
+                if (skipped) continue;
+                const std::int32_t slot = s.state_index[j];
+                if (a.state_indices.data && a.final.data && t < a.state_indices.columns && !is_null(a, a.final, slot))
+                    put_state(a.final, slot);
+                if (snapshot >= 0) put_state(a.snapshots, snapshot, t, a.snapshots_token);
+            }
+            if (!more) break;
+            __syncthreads();
+            inputs.ready(a, value_head, s);
+            __syncthreads();
+        }
+        if (a.state_indices.data) return;
+    }
+    if (a.final.data && !skipped) put_state(a.final, to);
+}
+
+}  // namespace cula::cuda::recurrent

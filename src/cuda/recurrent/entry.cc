@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// What goes token after token, and which instance runs.
+#include "cuda/recurrent/entry.h"
+
+#include <string>
+
+#include "cuda/limits.h"
+#include "cuda/pipe/launch.h"
+#include "cuda/recurrent/instances.h"
+#include "cuda/with_instance.h"
+
+namespace cula::cuda::recurrent {
+
+Support supports(const Problem& problem) {
+    if (Support any = supports_any(problem); !any) return any;
+    if (problem.pass == Pass::kSegment && problem.beta_per_value)
+        return Support::no("one map a head takes one beta per token, not a write strength per value channel");
+    if (problem.tree && problem.draft_tokens > kMaxTreeTokens)
+        return Support::no("walks trees of up to " + std::to_string(kMaxTreeTokens) + " tokens, got " +
+                           std::to_string(problem.draft_tokens));
+    return Support::yes();
+}
+
+std::size_t workspace_bytes(const Args&, const Context&) { return 0; }
+
+void run(const Args& args, const Context& context) {
+    const DeviceGuard guard(context.device.index);
+    const Call call = make_call(args, context);
+    const TensorRef& state = args.initial_state ? args.initial_state
+                             : args.final_state ? args.final_state
+                                                : args.snapshots;
+    with_dtype(state ? state.dtype : Dtype::kFloat32, [&]<class State>(Type<State>) {
+        with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
+            if (call.segment || !launch_step_packed<State, kKey>(call)) launch_step_any<kKey>(call);
+        });
+    });
+}
+
+}  // namespace cula::cuda::recurrent

@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0
+// step: o, states <- q, k, v, gate, beta, state; token after token, in any layout      ALGORITHM.md, "The family"
+//
+// grid (value blocks * value heads * sequences)   128 threads
+//
+// What decode.cuh takes it does faster. Here states may have any strides and each its own dtype, gates may be float64,
+// tokens may form a tree, and states on the way may be asked for. A CTA owns 16 rows of one head's state and keeps them
+// in registers while it walks the tokens of its sequence. Inputs are asked for first and readied while the state comes
+// in, a warp a token.
+#pragma once
+
+#include "cuda/device_args.h"
+#include "cuda/recurrent/checkpoints.cuh"
+#include "cuda/recurrent/instances.h"
+#include "cuda/recurrent/lanes.cuh"
+#include "cuda/tile/convert.cuh"
+#include "cuda/tile/gate.cuh"
+
+namespace cula::cuda::recurrent {
+
+template <int kKey>
+struct alignas(16) StepInputs {
+    float q[kStepWarps][kKey], k[kStepWarps][kKey], decay[kStepWarps][kKey];
+    float value[kStepWarps][kRowsPerPass], beta[kStepWarps][kRowsPerPass];
+    float qq[kStepWarps], kk[kStepWarps], kq[kStepWarps];
+    std::int32_t state_index[kStepWarps];  // where state_indices put the state after the token
+    std::int32_t path[kMaxTreeTokens];
+};
+
+// What a tree's row starts from: x[i][thread] is read and written by that thread alone, so no barrier is needed. The
+// memory it came from may be the slot of one of the row's own tokens, as in vLLM's convention, and be overwritten
+// before a later token continues it.
+template <int kKey, bool kTree>
+struct TreeBase {
+    float x[kTree ? kKey / kLanesPerRow : 1][kStepThreads];
+};
+
+// One warp readies a token: fetch() asks for everything that the CTA's rows need of it, ready() leaves it in place
+// `slot`, and nobody asks memory for anything between two tokens.
+template <int kKey>
+struct TokenInputs {
+    static constexpr int kPerLane = kKey / 32;
+    RawFloat q[kPerLane], k[kPerLane], g[kPerLane], value, beta;
+    std::int32_t state_index;
+    // Of the head.
+    float bias[kPerLane], A_log, gamma;
+
+    static __device__ __forceinline__ int channel(int i) { return static_cast<int>(threadIdx.x % 32) + 32 * i; }
+
+    static __device__ __forceinline__ void load(RawFloat& to, const TokenRows& rows, std::int64_t i, bool in) {
+        if (rows.dtype == Dtype::kFloat64) {
+            if (in) to.wide = __float_as_uint(load_float(rows.data, rows.dtype, i));
+        } else {
+            const int size = rows.dtype == Dtype::kFloat32 ? 4 : 2;
+            to.load(static_cast<const char*>(rows.data) + i * size, element(rows.dtype), in);
+        }
+    }
+    static __device__ __forceinline__ float load(const HeadParameter& x, int head, int c, bool in) {
+        return __uint_as_float(load32_if(x.data + (head * x.head + c * x.channel), in && x.data));
+    }
+
+    __device__ __forceinline__ void fetch_head(const DeviceArgs& a, int value_head) {
+        const bool per_channel = a.algorithm.decay == Decay::kPerChannel;
+        A_log = load(a.A_log, value_head, 0, true);
+        gamma = load(a.gamma, value_head, 0, !per_channel);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i)
+            bias[i] = load(a.dt_bias, value_head, per_channel ? channel(i) : 0, !per_channel || channel(i) < a.key_dim);
+    }
+
+    // Token t of sequence n, which stands at `at` of batch b. The CTA's value rows are those from row0 on; has_values:
+    // they have values, not zeros.
+    __device__ __forceinline__ void fetch(const DeviceArgs& a, std::int64_t n, std::int64_t t, std::int64_t b,
+                                          std::int64_t at, int value_head, int row0, bool has_values) {
+        const int head = value_head / a.group;
+        const std::int64_t q_row = a.q.offset(b, at, head), k_row = a.k.offset(b, at, head),
+                           v_row = a.v.offset(b, at, value_head), g_row = a.g.offset(b, at, value_head),
+                           beta_row = a.beta.offset(b, at, value_head);
+        const bool per_channel = a.algorithm.decay == Decay::kPerChannel,
+                   per_token = a.algorithm.decay == Decay::kPerToken, delta = a.algorithm.update == Update::kDelta;
+        const bool stores = a.state_indices.data && t < a.state_indices.columns;
+        const std::int32_t* const words = a.state_indices.data + (n * a.state_indices.row + t * a.state_indices.column);
+        state_index = static_cast<std::int32_t>(load32_if(words, stores));
+        if (a.state_indices.wide)
+            state_index = narrow_index(state_index, static_cast<std::int32_t>(load32_if(words + 1, stores)));
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const int c = channel(i);
+            const bool in = c < a.key_dim;
+            load(q[i], a.q, q_row + c, in);
+            load(k[i], a.k, k_row + c, in);
+            load(g[i], a.g, g_row + (per_channel ? c : 0), per_channel ? in : per_token);
+        }
+        const int row = row0 + channel(0);
+        const bool in = row < a.value_dim && channel(0) < kRowsPerPass;
+        load(value, a.v, v_row + row, in && has_values);
+        load(beta, a.beta, beta_row + (a.beta_per_value ? row * a.beta.last : 0), delta && (in || !a.beta_per_value));
+    }
+
+    __device__ __forceinline__ void ready(const DeviceArgs& a, int value_head, StepInputs<kKey>& s, int slot) const {
+        const HeadGate gate(value_head, a.gate, A_log, a.lower_bound, gamma);
+        const Element type = element(a.q.dtype), g_type = element(a.g.dtype), beta_type = element(a.beta.dtype);
+        // Sums as decode's threads form them: a channel, or two 128 apart, then a warp, then the warps in order.
+        constexpr int kSums = kPerLane < kStepWarps ? kPerLane : kStepWarps;
+        float decay[kPerLane], qq[kSums] = {}, kk[kSums] = {}, kq[kSums] = {};
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const float x = q[i].value(type), y = k[i].value(type);
+            qq[i % kSums] += x * x, kk[i % kSums] += y * y, kq[i % kSums] += y * x;
+            s.q[slot][channel(i)] = x, s.k[slot][channel(i)] = y;
+            decay[i] = g[i].value(g_type);
+        }
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+            kq[i] = warp_sum(kq[i]);
+            if (a.qk_l2norm) qq[i] = warp_sum(qq[i]), kk[i] = warp_sum(kk[i]);
+        }
+        const bool per_channel = a.algorithm.decay == Decay::kPerChannel;
+        if (type == Element::kFloat32) {
+            const ExactGate exact(a.gate, A_log, a.lower_bound, per_channel ? 0.0f : gamma);
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) s.decay[slot][channel(i)] = decay[i] + bias[i];
+#pragma unroll 1  // few calls come here
+            for (int i = 0; i < kPerLane; ++i) {
+                float& own = s.decay[slot][channel(i)];
+                own = exact.decay(own);
+            }
+        } else {
+            if (per_channel) {
+                gate.log2_decays(decay, bias);
+            } else {
+                const float one = a.algorithm.decay == Decay::kPerToken
+                                      ? gate.log2_decay(decay[0] + bias[0]) + gate.gamma2
+                                      : gate.gamma2;
+#pragma unroll
+                for (float& d : decay) d = one;
+            }
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) s.decay[slot][channel(i)] = exp2_fast(decay[i]);
+        }
+        if (channel(0) < kRowsPerPass) {
+            s.value[slot][channel(0)] = value.value(type);
+            s.beta[slot][channel(0)] =
+                beta_exact(beta.value(beta_type), a.beta_is_logit, a.allow_neg_eigval ? 2.0f : 1.0f);
+        }
+        if (threadIdx.x % 32 == 0) {
+            s.qq[slot] = sum(qq), s.kk[slot] = sum(kk), s.kq[slot] = sum(kq);
+            s.state_index[slot] = state_index;
+        }
+    }
+};
+
+// A row of a state in eight lanes, element by element, of whatever dtype each tensor has.
+template <int kKey>
+struct StateRow {
+    static constexpr int kPerLane = kKey / kLanesPerRow;
+
+    float x[kPerLane];
+
+    __device__ __forceinline__ void load(const DeviceArgs& a, const States& s, std::int64_t offset, int row,
+                                         int row_end) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const int c = lane_channel(i);
+            x[i] = row < row_end && c < a.key_dim ? load_float(s.data, s.dtype, offset + row * s.v + c * s.k) : 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ void store(const DeviceArgs& a, const States& s, std::int64_t offset, int row,
+                                          int row_end) const {
+        if (row >= row_end) return;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i)
+            if (lane_channel(i) < a.key_dim)
+                store_float(s.data, s.dtype, offset + row * s.v + lane_channel(i) * s.k, x[i]);
+    }
+};
+
+// kMaps: the affine maps of whole sequences instead of outputs. Rows from zero with the values give B, rows from the
+// identity without values give M, of which an additive rule keeps the diagonal.
+template <int kKey, bool kTree, bool kMaps = false>
+__global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const __grid_constant__ DeviceArgs a) {
+    __shared__ StepInputs<kKey> s;
+    __shared__ TreeBase<kKey, kTree> base;
+
+    const int value_blocks = (a.value_dim + kRowsPerPass - 1) / kRowsPerPass;
+    const int blocks = value_blocks + (kMaps && a.segment_m.data ? (a.key_dim + kRowsPerPass - 1) / kRowsPerPass : 0);
+    const int value_head = blockIdx.x / blocks % a.value_heads;
+    const bool of_m = kMaps && static_cast<int>(blockIdx.x % blocks) >= value_blocks;
+    const int block = blockIdx.x % blocks - (of_m ? value_blocks : 0), row_end = of_m ? a.key_dim : a.value_dim;
+    const std::int64_t n = blockIdx.x / blocks / a.value_heads;
+    const int warp = threadIdx.x / 32, row0 = block * kRowsPerPass, own = static_cast<int>(threadIdx.x) / kLanesPerRow,
+              row = row0 + own;
+    const TokenRange tokens = a.sequences > 0 ? tokens_of(a, n) : TokenRange{};
+    // A warp readies a token. What it reads does not depend on the state, nor waits for it.
+    TokenInputs<kKey> inputs;
+    const auto fetch = [&](std::int64_t t) {
+        inputs.fetch(a, n, t, tokens.batch, tokens.begin + t, value_head, row0, !of_m);
+    };
+    if (!kTree && warp < tokens.length) fetch(warp);
+    inputs.fetch_head(a, value_head);
+
+    const auto zero_outputs = [&](std::int64_t begin, std::int64_t end) {
+        if constexpr (!kMaps) {
+            if (threadIdx.x % kLanesPerRow != 0 || row >= a.value_dim) return;
+            for (std::int64_t t = begin; t < end; ++t)
+                store_float(a.o.data, a.o.dtype, a.o.offset(tokens.batch, t, value_head) + row, 0.0f);
+        }
+    };
+    // Tokens after the last sequence belong to nobody.
+    if (a.cu_seqlens && n + 1 >= a.sequences) zero_outputs(tokens.begin + tokens.length, a.tokens);
+    if (a.sequences == 0) return;
+
+    // Where the row starts and ends.
+    const StateSlots slots = states_of_drafts(a, n);
+    if (slots.skipped) return zero_outputs(tokens.begin, tokens.begin + tokens.length);
+
+    StateRow<kKey> state;
+    if (slots.initial >= 0)
+        state.load(a, a.initial, a.initial.offset(slots.initial, value_head), row, row_end);
+    else
+        for (float& x : state.x) x = 0.0f;
+    if (of_m) {
+#pragma unroll
+        for (int i = 0; i < StateRow<kKey>::kPerLane; ++i) state.x[i] = row == lane_channel(i) ? 1.0f : 0.0f;
+    }
+
+    const bool delta = a.algorithm.update == Update::kDelta;
+
+    // The state after token t, whose inputs stand in place `slot`; its output where asked.
+    const auto advance = [&](std::int64_t t, int slot, bool output) {
+        const SumScales scales(a.scale, a.qk_l2norm, s.qq[slot], s.kk[slot], s.kq[slot]);
+        float read = 0.0f, out = 0.0f, write = s.value[slot][own];
+#pragma unroll
+        for (int p = 0; p < StateRow<kKey>::kPerLane; p += 4) {
+            const int c = lane_channel(p);
+            float decay[4], key[4], query[4];
+            load4(decay, s.decay[slot] + c), load4(key, s.k[slot] + c), load4(query, s.q[slot] + c);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                state.x[p + e] *= decay[e];
+                read += state.x[p + e] * key[e];
+                out += state.x[p + e] * query[e];
+            }
+        }
+        if (delta) write = scales.write(s.beta[slot][own], write, row_sum(read));
+        const float output_row = scales.output(row_sum(out), write);
+        write *= scales.k;
+#pragma unroll
+        for (int p = 0; p < StateRow<kKey>::kPerLane; p += 4) {
+            float key[4];
+            load4(key, s.k[slot] + lane_channel(p));
+#pragma unroll
+            for (int e = 0; e < 4; ++e) state.x[p + e] += key[e] * write;
+        }
+        if (output && threadIdx.x % kLanesPerRow == 0 && row < a.value_dim)
+            store_float(a.o.data, a.o.dtype, a.o.offset(tokens.batch, tokens.begin + t, value_head) + row, output_row);
+    };
+
+    // Prefill: the states that were asked for after so many tokens.
+    const ChunkStates dense =
+        a.chunk_states.data ? chunk_states_of(a, n, value_head, chunk_states_before(a, n)) : ChunkStates{};
+    const auto store_prefix = [&](std::int64_t done) {
+        if (a.num_checkpoints && (done % kChunkTokens == 0 || done == tokens.length))
+            for (std::int64_t m = 0; (m = next_checkpoint(a, m, n, done)) < a.num_checkpoints; ++m)
+                if (const std::int64_t slot = checkpoint_slot(a, m); slot >= 0)
+                    state.store(a, a.checkpoints, a.checkpoints.offset(slot, value_head), row, row_end);
+        if (dense.room > 0 && done % a.chunk_tokens == 0 && done < tokens.length && done / a.chunk_tokens < dense.room)
+            state.store(a, a.chunk_states, dense.offset + done / a.chunk_tokens * a.chunk_states.slot, row, row_end);
+    };
+    std::int64_t snapshot = a.snapshots.data ? n : -1;
+    if (a.snapshots.data && a.snapshot_indices.data) {
+        snapshot = a.snapshot_indices.at(n);
+        if (is_null(a, a.snapshots, snapshot)) snapshot = -1;
+    }
+    // index: what state_indices have for token t.
+    const auto store_token = [&](std::int64_t t, std::int32_t index) {
+        store_prefix(t + 1);
+        if (a.state_indices.data && a.final.data && t < a.state_indices.columns && !is_null(a, a.final, index))
+            state.store(a, a.final, a.final.offset(index, value_head), row, row_end);
+        if (snapshot >= 0)
+            state.store(a, a.snapshots, a.snapshots.offset(snapshot, value_head) + t * a.snapshots_token, row, row_end);
+    };
+
+    if constexpr (!kTree) {
+        store_prefix(0);
+#pragma unroll 1
+        for (std::int64_t t0 = 0; t0 < tokens.length; t0 += kStepWarps) {
+            if (t0 + warp < tokens.length) inputs.ready(a, value_head, s, warp);
+            __syncthreads();
+            if (t0 + kStepWarps + warp < tokens.length) fetch(t0 + kStepWarps + warp);
+#pragma unroll 1
+            for (int slot = 0; slot < kStepWarps && t0 + slot < tokens.length; ++slot) {
+                advance(t0 + slot, slot, !kMaps);
+                store_token(t0 + slot, s.state_index[slot]);
+            }
+            __syncthreads();
+        }
+    } else {
+        // A token continues its parent: where that is not the token just done, the path from the base is walked again,
+        // which costs arithmetic and no memory.
+        const auto visit = [&](std::int64_t t, bool output) {
+            if (warp == 0) {
+                fetch(t);
+                inputs.ready(a, value_head, s, 0);
+            }
+            __syncthreads();
+            advance(t, 0, output);
+            const std::int32_t index = s.state_index[0];
+            __syncthreads();
+            return index;
+        };
+#pragma unroll
+        for (int i = 0; i < StateRow<kKey>::kPerLane; ++i) base.x[i][threadIdx.x] = state.x[i];
+        std::int64_t done = -1;
+        for (std::int64_t t = 0; t < tokens.length && t < a.parents.columns && t < kMaxTreeTokens; ++t) {
+            std::int64_t parent = a.parents.at(n, t);
+            if (parent >= t) parent = -1;
+            if (parent != done) {
+#pragma unroll
+                for (int i = 0; i < StateRow<kKey>::kPerLane; ++i) state.x[i] = base.x[i][threadIdx.x];
+                int depth = 0;
+                for (std::int64_t p = parent; p >= 0; ++depth) {
+                    if (threadIdx.x == 0) s.path[depth] = static_cast<std::int32_t>(p);
+                    const std::int64_t above = a.parents.at(n, p);
+                    p = above < p ? above : -1;
+                }
+                __syncthreads();
+                while (depth > 0) visit(s.path[--depth], false);
+            }
+            store_token(t, visit(t, true));
+            done = t;
+        }
+    }
+    if constexpr (kMaps) {
+        if (!of_m || delta) {
+            const States& to = of_m ? a.segment_m : a.segment_b;
+            state.store(a, to, to.offset(n, value_head), row, row_end);
+        } else {
+#pragma unroll
+            for (int i = 0; i < StateRow<kKey>::kPerLane; ++i) {
+                const int c = lane_channel(i);
+                if (c == row && c < a.key_dim)
+                    store_float(a.segment_m.data, a.segment_m.dtype,
+                                a.segment_m.offset(n, value_head) + c * a.segment_m.k, state.x[i]);
+            }
+        }
+        return;
+    }
+    if (slots.final >= 0) state.store(a, a.final, a.final.offset(slots.final, value_head), row, row_end);
+}
+
+}  // namespace cula::cuda::recurrent

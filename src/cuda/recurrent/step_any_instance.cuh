@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "cuda/recurrent/launch.cuh"
+
+namespace cula::cuda::recurrent {
+
+template <int kKey>
+void launch_step_any(const Call& call) {
+    if (call.segment)
+        launch_rows<step<kKey, false, true>>(call, call.args.segment_m.data ? call.args.key_dim : 0);
+    else if (call.args.parents.data)
+        launch_rows<step<kKey, true>>(call);
+    else
+        launch_rows<step<kKey, false>>(call);
+}
+
+}  // namespace cula::cuda::recurrent
+
+#define CULA_INSTANTIATE(type, key) template void cula::cuda::recurrent::launch_step_any<key>(const Call&);

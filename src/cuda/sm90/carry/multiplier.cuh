@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+// A warpgroup that multiplies: 64 value rows of S^T, [V, K], in accumulators from the first chunk to the last.
+//
+// Accumulators, rounded and packed, are the A operand of the next product, so S^T, V^T - R^T and U^T never leave
+// registers. In the order of the tensor cores' work, and what the threads do meanwhile:
+//   R      from the packed state
+//   S Q~   V - R is packed
+//   U      O of the chunk before goes out, S times the chunk's decay
+//   S      from U
+//   O      from U; the new state is packed
+// ptxas follows the registers of products in flight only if no branch has some that its other side has not, and if none
+// are when the loop turns.
+#pragma once
+
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/carry/config.cuh"
+#include "cuda/sm90/value_rows.cuh"
+
+namespace cula::cuda::sm90 {
+
+template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
+struct Multiplier {
+    using S = Stage<T, kKey, kDelta, kPerChannel, kMaps>;
+    using F = Factors<kKey, kPerChannel>;
+    using W = Walk<kKey, kMaps>;
+    static constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
+    static constexpr int kRows = S::kRows, kBlocks = kRows / 16;
+    using Place = OperandTile<kKey, kPerChannel>;
+    using State = float[kKey / 8][4];  // [channel tile of 8][fragment]
+    using Product = float[kRows / 8][4];
+    using Rows = Packed[kBlocks];
+
+    const DeviceArgs& a;
+    const Schedule& schedule;
+    const CarryParams& p;
+    const RowMaps& maps;
+    unsigned char *memory, *outs;
+    CarryBarriers& barriers;
+    int groups;
+    const int warp = static_cast<int>(threadIdx.x) / 32, group = warp / kGroupWarps;
+
+    // What few chunks need of the walk is not kept in registers, nor where its segment stands.
+    __device__ __forceinline__ W walk_again() const {
+        int stages = p.stages;
+        asm volatile("" : "+r"(stages));
+        const auto& shared = carry_barriers<T, kKey, kDelta, kPerChannel, kMaps>(memory, stages, groups);
+        return W(a, schedule, p, shared.segment, warp, groups * kGroupWarps);
+    }
+
+    // A factor per token: two neighbouring tokens of tile `tile`.
+    static __device__ __forceinline__ float2 per_token(const float* factor, int tile) {
+        return *reinterpret_cast<const float2*>(factor + tile * 8 + threadIdx.x % 4 * 2);
+    }
+
+    // product = S^T tile^T; product = or += rows square^T; S^T += rows tile.
+    static __device__ __forceinline__ void read_state(Product& product, const Packed (&state)[kKey / 16],
+                                                      std::uint32_t tile) {
+        const wgmma::Operand b = wgmma::operand<Place::kUnits * 8>(tile);
+#pragma unroll
+        for (int step = 0; step < kKey / 16; ++step)
+            wgmma::multiply<T, kRows / 8, false>(product, state[step], b + Place::unit(0, 2 * step), step > 0);
+    }
+    static __device__ __forceinline__ void multiply_square(Product& product, const Rows& rows, std::uint32_t square,
+                                                           bool add) {
+        const wgmma::Operand b = wgmma::operand<16>(square);
+#pragma unroll
+        for (int step = 0; step < kBlocks; ++step)
+            wgmma::multiply<T, kRows / 8, false>(product, rows[step], b + step * Panels<kRows>::kUnits,
+                                                 step > 0 || add);
+    }
+    static __device__ __forceinline__ void multiply_carry(State& state, const Rows& rows, std::uint32_t tile) {
+        const wgmma::Operand b = wgmma::operand<Place::kUnits * 8>(tile, Place::kPanelUnits * 16);
+#pragma unroll
+        for (int step = 0; step < kBlocks; ++step)
+            wgmma::multiply<T, kKey / 8, true>(state, rows[step], b + Place::unit(16 * step, 0), 1);
+    }
+
+    static __device__ __forceinline__ void scale_state(State& state, const F& of) {
+#pragma unroll
+        for (int tile = 0; tile < kKey / 8; ++tile) {
+            float2 d;
+            if constexpr (kPerChannel)
+                d = *reinterpret_cast<const float2*>(of.decay + tile * 8 + threadIdx.x % 4 * 2);
+            else
+                d = {of.decay[0], of.decay[0]};
+            state[tile][0] *= d.x, state[tile][1] *= d.y, state[tile][2] *= d.x, state[tile][3] *= d.y;
+        }
+    }
+    static __device__ __forceinline__ void scale_out(Product& out, const F& of) {
+        if constexpr (!kPerChannel) {
+#pragma unroll
+            for (int tile = 0; tile < kRows / 8; ++tile) {
+                const float2 f = per_token(of.q_factor, tile);
+                out[tile][0] *= f.x, out[tile][1] *= f.y, out[tile][2] *= f.x, out[tile][3] *= f.y;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_values(Rows& values, std::uint32_t stage_at) const {
+        load_value_rows(values, stage_at + S::kValues + group * S::kBoxBytes);
+    }
+    // With one decay per token, U goes to the state times the rest of the chunk's decay.
+    static __device__ __forceinline__ void pack_carried(Rows& carried, const Rows& writes, const Product& u,
+                                                        const F& of) {
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                if constexpr (kPerChannel) {
+                    carried[block][x] = writes[block][x];
+                } else {
+                    const int tile = 2 * block + x / 2;
+                    float2 pair{u[tile][x % 2 * 2], u[tile][x % 2 * 2 + 1]};
+                    if constexpr (!kDelta) pair = unpack2<T>(writes[block][x]);
+                    const float2 factor = per_token(of.k_rest, tile);
+                    carried[block][x] = pack2_finite<T>(pair.x * factor.x, pair.y * factor.y);
+                }
+            }
+    }
+    // A coupled chunk: what rounding took off the inverse, to U; and what it takes off U, to O and the state.
+    static __device__ __forceinline__ void add_low(State& state, Product& out, Product& u, Rows& writes,
+                                                   std::uint32_t stage_at, std::uint32_t low_at, const F& of) {
+        wgmma::fence();
+        multiply_square(u, writes, low_at + S::kInverse, true);
+        wgmma::commit();
+        wgmma::wait<0>();
+        wgmma::hold(u);
+        pack<T>(writes, u);
+        Rows rests;
+        if constexpr (!kMaps) {
+            take_rests<T>(rests, writes, u);
+            wgmma::fence();
+            multiply_square(out, rests, stage_at + S::kScores, true);
+            multiply_square(out, writes, low_at + S::kScores, true);
+            wgmma::commit();
+            wgmma::wait<0>();
+            wgmma::hold(out);
+        }
+        Rows carried;
+        pack_carried(carried, writes, u, of);
+        if constexpr (kPerChannel)
+            take_rests<T>(rests, carried, u);
+        else
+            take_rests<T>(rests, carried, u, [&](int tile) { return per_token(of.k_rest, tile); });
+        wgmma::hold(state);
+        wgmma::fence();
+        multiply_carry(state, rests, stage_at + S::kKeyCarry);
+        wgmma::commit();
+        wgmma::wait<0>();
+    }
+
+    // O, turned, to where the warp that puts out takes it from.
+    __device__ __forceinline__ void turn_out(const Product& out) const {
+        store_value_rows<T>(shared_address(outs) + group * kOutBytes<T, kKey, kMaps>, out);
+    }
+    __device__ __forceinline__ void put_out() const {
+        fence_async_proxy();
+        arrive(shared_address(barriers.turned + group));
+    }
+    // O that no tensor copy can store.
+    __device__ __forceinline__ void store_out(Product& out, const W& walk, int chunk) const {
+        const int count = walk.count(chunk), row = walk.rows.row(), lane_token = RowWindow::channel();
+        const std::int64_t to =
+            a.o.offset(walk.batch, walk.token(chunk), walk.value_head) + lane_token * a.o.token + row;
+        each_pair(out, [&](float2& pair, int more_rows, int token) {
+            if (row + more_rows >= a.value_dim) return;
+            const std::int64_t place = to + token * a.o.token + more_rows;
+            if (lane_token + token < count) store_float(a.o.data, a.o.dtype, place, pair.x);
+            if (lane_token + token + 1 < count) store_float(a.o.data, a.o.dtype, place + a.o.token, pair.y);
+        });
+    }
+
+    // To every CTA of the cluster, by every thread for what it read itself: one for its warp would be enough for the
+    // machine, not for racecheck.
+    __device__ __forceinline__ void free_stage(int stage, int cluster) const {
+        const std::uint32_t empty = shared_address(barriers.empty + stage);
+        arrive_at(empty, 0);
+        if (cluster > 1) arrive_at(empty, 1);
+#pragma unroll 1  // few are larger
+        for (int other = 2; other < cluster; ++other) arrive_at(empty, other);
+    }
+
+    __device__ __forceinline__ void run(const W& walk) const {
+        State state;
+        walk.first_state(state);
+        DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(walk);
+        const int chunks = walk.segment.chunks;
+        const bool of_m = walk.of_m, outputs = maps.outputs;
+        // Nothing but outputs leaves between the first chunk and the last.
+        const bool plain = kMaps || (outputs && a.num_checkpoints <= 0 && !a.chunk_states.data);
+        const auto* const factors = reinterpret_cast<const F*>(&barriers + 1);
+        int cluster = p.cluster;
+        asm volatile("" : "+r"(cluster));  // a register: constants miss their cache
+
+        Packed packed[kKey / 16];
+        int stage = 0, parity = 0;
+        const auto next_stage = [&] {
+            if (++stage == p.stages) stage = 0, parity ^= 1;
+        };
+        const auto stage_at = [&] { return wgmma::uniform(shared_address(memory + stage * S::bytes(groups))); };
+        Product read, out;
+        const auto multiply = [&](int chunk) {
+            const int own_stage = stage;
+            const std::uint32_t at = stage_at();
+            const F& of = factors[stage];
+            wait_barrier(shared_address(barriers.full + stage), parity);
+            if (kScores) wait_barrier(shared_address(barriers.made + stage), parity);
+            const bool coupled = kDelta && barriers.exact[stage];
+            if constexpr (kMaps && !kDelta) decay_map.pass(of.decay);
+            next_stage();
+
+            Rows writes = {};
+            if (!of_m) load_values(writes, at);
+            wgmma::fence();
+            if constexpr (kDelta) {
+                read_state(read, packed, at + S::kKeyRead);
+                wgmma::commit();
+            }
+            if constexpr (!kMaps) {
+                read_state(out, packed, at + S::kQuery);
+                wgmma::commit();
+            }
+            if constexpr (kDelta) {
+                wgmma::wait<kMaps ? 0 : 1>();
+                wgmma::hold(read);
+                if constexpr (kPerChannel)
+                    take_off<T>(writes, read);
+                else
+                    take_off<T>(writes, read, [&](int tile) { return per_token(of.k_factor, tile); });
+                wgmma::fence();
+                multiply_square(read, writes, at + S::kInverse, false);
+                wgmma::commit();
+            }
+            if constexpr (!kMaps)
+                if (outputs && chunk > 0) put_out();
+            if constexpr (kDelta) scale_state(state, of);
+            wgmma::wait<0>();
+            if constexpr (!kDelta) scale_state(state, of);
+            if constexpr (!kMaps) {
+                wgmma::hold(out);
+                scale_out(out, of);
+            }
+
+            if constexpr (kDelta) {
+                wgmma::hold(read);
+                if (coupled) {
+                    wait_barrier(shared_address(barriers.full + stage), parity);
+                    add_low(state, out, read, writes, at, stage_at(), of);
+                    free_stage(stage, cluster);
+                    next_stage();
+                } else {
+                    pack<T>(writes, read);
+                }
+            }
+            Rows carried;
+            pack_carried(carried, writes, read, of);
+            wgmma::hold(state);
+            wgmma::fence();
+            multiply_carry(state, carried, at + S::kKeyCarry);
+            wgmma::commit();
+            if constexpr (!kMaps) {
+                multiply_square(out, writes, at + S::kScores, true);
+                wgmma::commit();
+            }
+            wgmma::wait<kMaps ? 0 : 1>();
+            wgmma::hold(state);
+            pack<T>(packed, state);
+            if constexpr (!kMaps) {
+                if (outputs) wait_barrier(shared_address(barriers.taken + group), chunk + 1 & 1);
+                wgmma::wait<0>();
+                wgmma::hold(out);
+            }
+            free_stage(own_stage, cluster);
+            if constexpr (!kMaps) turn_out(out);
+        };
+        // What is rare is outside of the inner loop, whose instructions then stay in their cache.
+        int chunk = 0;
+#pragma unroll 1
+        for (;;) {
+            walk_again().store_asked(state, chunk);
+            if (chunk == chunks) break;
+            pack<T>(packed, state);  // again, so that storing has its registers
+#pragma unroll 1
+            do multiply(chunk);
+            while (++chunk < chunks && plain);
+            if constexpr (!kMaps)
+                if (!outputs) store_out(out, walk_again(), chunk - 1);
+        }
+        if constexpr (!kMaps)
+            if (outputs && chunks > 0) put_out();
+        store_decays(decay_map);
+    }
+
+    template <class Map>
+    __device__ __forceinline__ void store_decays(const Map& decay_map) const {
+        if constexpr (kMaps && !kDelta)
+            if (blockIdx.x % p.row_blocks.value == 0 && warp == 0) decay_map.store(walk_again());
+    }
+};
+
+}  // namespace cula::cuda::sm90

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+// The warpgroup that makes what prepare_token would for an additive algorithm, chunk after chunk: the factors of every
+// token and the scores, out of q and k as they came. A warp has 16 rows of the scores.
+#pragma once
+
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/carry/config.cuh"
+#include "cuda/tile/gate.cuh"
+#include "cuda/tile/scan.cuh"
+
+namespace cula::cuda::sm90 {
+
+template <class T, int kKey, bool kMaps>
+struct Scorer {
+    using S = Stage<T, kKey, false, false, kMaps>;
+    using F = Factors<kKey, false>;
+    static constexpr int kRows = S::kRows, kEach = kRows / 32;
+
+    using Products = float[kRows / 8][4];
+    using Place = OperandTile<kKey, false>;
+
+    const DeviceArgs& a;
+    const Walk<kKey, kMaps>& walk;
+    unsigned char* memory;
+    F* factors;
+    CarryBarriers& barriers;
+    int groups, stages;
+
+    // Sums of squares of q and k, two threads a token.
+    __device__ __forceinline__ void make_norms(const unsigned char* stage) const {
+        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, token = thread / 2;
+#pragma unroll
+        for (int which = kMaps ? 1 : 0; which < 2; ++which) {
+            const unsigned char* tile = stage + (which == 0 ? S::kQuery : S::kKeyRead);
+            float sum = 0.0f;
+#pragma unroll 4
+            for (int i = 0; i < kKey / 16; ++i) {
+                const int unit = thread % 2 * (kKey / 16) + i;
+                const uint4 x = *reinterpret_cast<const uint4*>(tile + Place::unit(token, unit) * 16);
+                const std::uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    const float2 pair = unpack2<T>(words[w]);
+                    sum += pair.x * pair.x + pair.y * pair.y;
+                }
+            }
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            if (thread % 2 == 0) barriers.norms[which][token] = rsqrtf(sum + 1e-6f);
+        }
+    }
+
+    // log2 decays from the chunk's start: neighbouring tokens a lane, then a scan over the lanes. By one warp.
+    __device__ __forceinline__ void make_decays(const HeadGate& gate, int chunk, int count) const {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        float sum[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int t = lane * kEach + i;
+            sum[i] = t < count ? fmaxf(token_log2_decay(a, gate, walk.batch, walk.token(chunk) + t, walk.value_head),
+                                       kLeastLog2Decay)
+                               : 0.0f;
+        }
+        running_sums(sum);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) barriers.log_decay[lane * kEach + i] = sum[i];
+    }
+
+    __device__ __forceinline__ float norm(int which, int token) const {
+        return a.qk_l2norm ? barriers.norms[which][token] : 1.0f;
+    }
+
+    // What the carry multiplies products with, of the chunk in a stage.
+    __device__ __forceinline__ void put_factors(F& of, int count) const {
+        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+        if (thread >= kRows) return;
+        const float whole = barriers.log_decay[kRows - 1], log_decay = barriers.log_decay[thread];
+        of.q_factor[thread] = a.scale * norm(0, thread) * exp2_fast(log_decay);
+        of.k_rest[thread] = thread < count ? norm(1, thread) * exp2_fast(whole - log_decay) : 0.0f;
+        of.decay[thread] = exp2_fast(whole);
+    }
+
+    // Products of q and k, on their way.
+    __device__ __forceinline__ void multiply(Products& product, const unsigned char* stage) const {
+        const std::uint32_t at = wgmma::uniform(shared_address(stage));
+        const wgmma::Operand rows = wgmma::operand<Place::kUnits * 8>(at + S::kQuery),
+                             columns = wgmma::operand<Place::kUnits * 8>(at + S::kKeyRead);
+        wgmma::fence();
+#pragma unroll
+        for (int step = 0; step < kKey / 16; ++step) {
+            const int x = Place::unit(0, 2 * step);
+            wgmma::multiply_shared<T>(product, rows + x, columns + x, step > 0);
+        }
+        wgmma::commit();
+    }
+
+    // The scores where the carry reads them: products times factor(tile, half, first or second column), of tokens that
+    // are not later. A warp has 16 rows.
+    template <class Factor>
+    __device__ __forceinline__ void put_scores(unsigned char* stage, Products& product, Factor factor) const {
+        wgmma::wait<0>();
+        wgmma::hold(product);
+        const int lane = static_cast<int>(threadIdx.x) % 32,
+                  first = static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16;
+        auto* const words = reinterpret_cast<std::uint32_t*>(stage + S::kScores);
+#pragma unroll
+        for (int tile = 0; tile < kRows / 8; ++tile)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (tile * 8 >= first + 16) continue;  // the same for all lanes
+                const int i = first + lane / 4 + 8 * half, j = tile * 8 + lane % 4 * 2;
+                float2 pair{product[tile][2 * half] * factor(tile, half, 0),
+                            product[tile][2 * half + 1] * factor(tile, half, 1)};
+                if (j > i) pair.x = 0.0f;
+                if (j + 1 > i) pair.y = 0.0f;
+                words[Panels<kRows>::unit(i, tile) * 4 + lane % 4] = pack2<T>(pair.x, pair.y);
+            }
+        fence_async_proxy();
+    }
+
+    // body(chunk, stage, its factors, full), which calls full() before it reads what has been fetched.
+    template <class Body>
+    __device__ __forceinline__ void each_chunk(Body body) const {
+        int stage = 0, parity = 0;
+#pragma unroll 1
+        for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
+            body(chunk, memory + stage * S::bytes(groups), factors[stage],
+                 [&] { wait_barrier(shared_address(barriers.full + stage), parity); });
+            arrive(shared_address(barriers.made + stage));
+            if (++stage == stages) stage = 0, parity ^= 1;
+        }
+    }
+
+    // Heads whose tokens all decay alike: a factor follows from the distance of two tokens, in every chunk.
+    __device__ __forceinline__ void run_alike(const HeadGate& gate) const {
+        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
+        if (thread < 32) make_decays(gate, 0, kRows);
+        sync_group();
+        float by_distance[kRows / 8 + 1][2];  // [tile - half + 1][second]
+#pragma unroll
+        for (int x = 0; x <= kRows / 8; ++x)
+#pragma unroll
+            for (int second = 0; second < 2; ++second) {
+                const int distance = thread / 32 * 16 + lane / 4 - 8 * (x - 1) - lane % 4 * 2 - second;
+                by_distance[x][second] = distance < 0    ? 0.0f
+                                         : distance == 0 ? a.scale
+                                                         : a.scale * exp2_fast(barriers.log_decay[distance - 1]);
+            }
+        each_chunk([&](int chunk, unsigned char* at, F& of, auto full) {
+            const int count = walk.count(chunk);
+            [[maybe_unused]] Products product;
+            full();
+            if constexpr (!kMaps) multiply(product, at);
+            if (count < kRows) {
+                sync_group();
+                if (thread < 32) make_decays(gate, chunk, count);
+                sync_group();
+            }
+            if (chunk < stages || count < kRows) put_factors(of, count);  // which stay there
+            if constexpr (!kMaps)
+                put_scores(at, product,
+                           [&](int tile, int half, int second) { return by_distance[tile - half + 1][second]; });
+        });
+    }
+
+    __device__ __forceinline__ void run() const {
+        const HeadGate gate(a, walk.value_head);
+        if (a.algorithm.decay != Decay::kPerToken && !a.qk_l2norm) return run_alike(gate);
+        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+        each_chunk([&](int chunk, unsigned char* at, F& of, auto full) {
+            const int count = walk.count(chunk);
+            [[maybe_unused]] Products product;
+            sync_group();  // nobody reads the chunk before any more
+            if (thread < 32) make_decays(gate, chunk, count);
+            full();
+            if (a.qk_l2norm) make_norms(at);
+            if constexpr (!kMaps) multiply(product, at);
+            sync_group();
+            put_factors(of, count);
+            if constexpr (!kMaps) {
+                const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+                const float decays[2] = {barriers.log_decay[row], barriers.log_decay[row + 8]};
+                const float scales[2] = {a.scale * norm(0, row), a.scale * norm(0, row + 8)};
+                put_scores(at, product, [&](int tile, int half, int second) {
+                    const int column = tile * 8 + lane % 4 * 2 + second;
+                    return scales[half] * norm(1, column) * exp2_fast(decays[half] - barriers.log_decay[column]);
+                });
+            }
+        });
+    }
+
+    static __device__ __forceinline__ void sync_group() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+};
+
+}  // namespace cula::cuda::sm90

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+// A warpgroup of a fused prefill that multiplies: 64 value rows of S^T, [V, K], in accumulators from the first chunk
+// to the last (multiplier.cuh has the same for chunks that were prepared before).
+#pragma once
+
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/fused/config.cuh"
+#include "cuda/sm90/value_rows.cuh"
+
+namespace cula::cuda::sm90 {
+
+template <class T, int kKey, int kGroups, bool kMaySteep>
+struct FusedMultiplier {
+    using S = FusedStage<kKey, kGroups>;
+    using Memory = FusedMemory<kKey, kGroups>;
+    using Shared = FusedShared<kKey, kGroups>;
+    using W = Walk<kKey, false>;
+    static constexpr int kBlocks = kFusedTokens / 16;
+
+    using State = float[kKey / 8][4];
+    using Product = float[kFusedTokens / 8][4];
+    using Rows = Packed[kBlocks];
+
+    const DeviceArgs& a;
+    const Schedule& schedule;
+    const CarryParams& p;
+    unsigned char* memory;
+    Shared& shared;
+    const int warp = static_cast<int>(threadIdx.x) / 32, group = warp / kGroupWarps;
+
+    __device__ __forceinline__ W walk_again() const {
+        return W(a, schedule, p, shared.segment, warp, kGroups * kGroupWarps);
+    }
+    // product = S^T tile^T; product = or += rows square^T; S^T += rows tile.
+    static __device__ __forceinline__ void read_state(Product& product, const Packed (&state)[kKey / 16],
+                                                      std::uint32_t tile) {
+        const wgmma::Operand b = wgmma::operand<64>(tile);
+#pragma unroll
+        for (int step = 0; step < kKey / 16; ++step)
+            wgmma::multiply<T, 4, false>(product, state[step], b + (step / 4 * S::kPanelBytes / 16 + step % 4 * 2),
+                                         step > 0);
+    }
+    static __device__ __forceinline__ void multiply_square(Product& product, const Rows& rows, std::uint32_t square,
+                                                           bool add) {
+        const wgmma::Operand b = wgmma::operand<32>(square);
+#pragma unroll
+        for (int step = 0; step < kBlocks; ++step)
+            wgmma::multiply<T, 4, false>(product, rows[step], b + step * 2, step > 0 || add);
+    }
+    static __device__ __forceinline__ void multiply_carry(State& state, const Rows& rows, std::uint32_t tile) {
+        const wgmma::Operand b = wgmma::operand<64>(tile, S::kPanelBytes);
+#pragma unroll
+        for (int step = 0; step < kBlocks; ++step)
+            wgmma::multiply<T, kKey / 8, true>(state, rows[step], b + step * (16 * S::kRowBytes / 16), 1);
+    }
+    // By factors of channels that are turned (FusedFactors).
+    static __device__ __forceinline__ void scale(State& state, const float* by) {
+#pragma unroll
+        for (int tile = 0; tile < kKey / 8; tile += 2) {
+            float d[4];
+            load4(d, by + tile * 8 + threadIdx.x % 4 * 4);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) state[tile + e / 4][e % 4] *= d[e / 4 * 2 + e % 2];
+        }
+    }
+
+    // Whether the lane's pair of a tile is steep.
+    static __device__ __forceinline__ std::uint32_t is_steep(const FusedFactors<kKey>& factors, int tile) {
+        return factors.steep.of[tile / 8] >> (tile * 4 % 32 + static_cast<int>(threadIdx.x) % 4) & 1;
+    }
+    // Steep pairs, by what the chunk decays.
+    static __device__ __forceinline__ void pass(State& state, const FusedFactors<kKey>& factors) {
+#pragma unroll
+        for (int tile = 0; tile < kKey / 8; ++tile) {
+            if (!is_steep(factors, tile)) continue;
+            const float2 d = *reinterpret_cast<const float2*>(factors.ends + RowWindow::channel() + 8 * tile);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) state[tile][e] *= e % 2 ? d.y : d.x;
+        }
+    }
+    // The state as it is at the chunk's end, where steep pairs are already; before the first chunk, as it is.
+    struct AtEnd {
+        const float* ends = nullptr;  // from the lane's first channel on
+        std::uint32_t steep = 0;      // which of the lane's pairs are, a bit a tile
+
+        __device__ __forceinline__ explicit AtEnd(const FusedFactors<kKey>* factors) {
+            if (!factors) return;
+            ends = factors->ends + RowWindow::channel();
+            if constexpr (kMaySteep)
+                if (factors->any_steep) {
+#pragma unroll
+                    for (int tile = 0; tile < kKey / 8; ++tile) steep |= is_steep(*factors, tile) << tile;
+                }
+        }
+        __device__ __forceinline__ float2 operator()(float2 pair, int channel) const {
+            if (!ends || (kMaySteep && steep >> channel / 8 & 1)) return pair;
+            const float2 end = *reinterpret_cast<const float2*>(ends + channel);
+            return {pair.x * end.x, pair.y * end.y};
+        }
+    };
+
+    // A coupled chunk: what rounding took off the inverse, to U; and what it takes off U, to O and the state.
+    static __device__ __forceinline__ void add_low(State& state, Product& out, Product& u, Rows& writes,
+                                                   std::uint32_t at) {
+        wgmma::fence();
+        multiply_square(u, writes, at + S::kInverseLow, true);
+        wgmma::commit();
+        wgmma::wait<0>();
+        wgmma::hold(u);
+        pack<T>(writes, u);
+        Rows rests;
+        take_rests<T>(rests, writes, u);
+        wgmma::hold(state);
+        wgmma::fence();
+        multiply_square(out, rests, at + S::kScores, true);
+        multiply_square(out, writes, at + S::kScoresLow, true);
+        multiply_carry(state, rests, at + S::kCarried);
+        wgmma::commit();
+        wgmma::wait<0>();
+        wgmma::hold(out);
+        wgmma::hold(state);
+    }
+
+    // Where a chunk stands: its stage and tile of values, and the phases of their barriers.
+    struct Place {
+        unsigned chunk = 0, rank = 0;
+        int stage = 0, parity = 0;
+        bool own = true;  // made here
+        Ring<Shared::kTiles> tile;
+
+        __device__ __forceinline__ Place() {
+            if constexpr (kPaired<kGroups>) rank = cluster_rank(), find();
+        }
+        __device__ __forceinline__ void next() {
+            ++chunk, tile.next();
+            find();
+        }
+        __device__ __forceinline__ void find() {
+            if constexpr (kPaired<kGroups>) {
+                constexpr unsigned kOwn = Shared::kStages, kPeers = kPeerStages<kGroups>;
+                const unsigned n = chunk / 2;
+                own = chunk % 2 == rank;
+                stage = own ? n % kOwn : kOwn + n % kPeers;
+                parity = (own ? n / kOwn : n / kPeers) % 2;
+            } else {
+                stage = tile.at, parity = tile.parity;
+            }
+        }
+    };
+    // Nobody here reads the chunk's stage any more: to those who fill it.
+    __device__ __forceinline__ void turn(const Place& place) const {
+        if constexpr (kPaired<kGroups>)
+            if (!place.own) {
+                __syncwarp();
+                if (threadIdx.x % 32 == 0)
+                    arrive_at(shared_address(shared.turned + place.chunk / 2 % Shared::kStages), place.rank ^ 1);
+                return;
+            }
+        arrive(shared_address(shared.turned + place.stage));
+    }
+
+    __device__ __forceinline__ void run(const W& walk) const {
+        State state;
+        walk.first_state(state);
+        const int chunks = FusedWalk<kGroups>(walk).chunks;
+        const bool plain = a.num_checkpoints <= 0 && !a.chunk_states.data;
+        Place place, next;
+        Product read, out;
+        int i = 0;
+        bool more = false;  // before a state is asked for
+        const auto advance = [&] {
+            next = place, next.next();
+            more = ++i < chunks && (plain || i % 2 == 1);
+        };
+        const auto found = [&] {
+            if (!more) return Found::kNone;
+            wait_barrier(shared_address(shared.values + place.tile.at), place.tile.parity);
+            wait_barrier(shared_address(shared.made + place.stage), place.parity);
+            return S::factors(memory + Memory::stage(place.stage)).plain() ? Found::kPlain : Found::kOther;
+        };
+        const auto multiply = [&](auto is_plain) {
+            constexpr bool kPlain = decltype(is_plain)::value;
+            unsigned char* const stage = memory + Memory::stage(place.stage);
+            std::uint32_t at = shared_address(stage);
+            if constexpr (kPaired<kGroups>) asm volatile("" : "+r"(at));  // lest it be taken for uniform, and copied
+            at = wgmma::uniform(at);
+            const FusedFactors<kKey>& factors = S::factors(stage);
+#pragma unroll 1
+            for (const float* by = factors.any_apart() ? factors.brings : factors.reads;; by = factors.reads) {
+                scale(state, by);
+                if (by == factors.reads) break;
+            }
+            Packed packed[kKey / 16];
+            pack<T>(packed, state);
+            wgmma::fence();
+            read_state(read, packed, at + S::kKeys);
+            wgmma::commit();
+            read_state(out, packed, at + S::kQuery);
+            wgmma::commit();
+            const bool coupled = factors.coupled;
+            if constexpr (kPaired<kGroups>) advance();
+            if (kMaySteep && !kPlain && factors.any_steep) pass(state, factors);
+            Rows writes;
+            const std::uint32_t own_box = shared_address(memory + Memory::tile(place.tile.at, group));
+            load_value_rows(writes, own_box);
+            wgmma::wait<1>();
+            wgmma::hold(read);
+            take_off<T>(writes, read);
+            wgmma::fence();
+            multiply_square(read, writes, at + S::kInverse, false);
+            wgmma::commit();
+            wgmma::wait<0>();
+            wgmma::hold(out);
+            wgmma::hold(read);
+            if (!kPlain && coupled)
+                add_low(state, out, read, writes, at);
+            else
+                pack<T>(writes, read);
+            wgmma::hold(state);
+            wgmma::fence();
+            multiply_carry(state, writes, at + S::kCarried);
+            multiply_square(out, writes, at + S::kScores, true);
+            wgmma::commit();
+            wgmma::wait<0>();
+            wgmma::hold(state);
+            wgmma::hold(out);
+            if (kPaired<kGroups> && more) turn(place);
+            store_value_rows<T>(own_box, out);  // in the place of values
+            fence_async_proxy();
+            if constexpr (kPaired<kGroups>) {
+                arrive(shared_address(shared.outputs + place.tile.at));
+            } else {
+                advance();
+                if (more || i == chunks) turn(place);
+            }
+            if (more) place = next;
+        };
+#pragma unroll 1
+        for (;;) {
+            const AtEnd at_end(i > 0 ? &S::factors(memory + Memory::stage(place.stage)) : nullptr);
+            walk_again().store_asked(state, i == chunks ? walk_again().segment.chunks : i / 2, at_end);
+            if (i == chunks) break;
+            if (i > 0) turn(place), place = next;  // factors have been read
+            more = true;
+            each_chunk(found, [&] { multiply(std::true_type{}); }, [&] { multiply(std::false_type{}); });
+        }
+    }
+};
+
+}  // namespace cula::cuda::sm90
