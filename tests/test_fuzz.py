@@ -14,7 +14,7 @@ from fuzz import malformed
 from fuzz.call import Call, Found
 from fuzz.classes import BOUNDS, CLASSES, DEFAULT, bound
 from fuzz.draw import FAMILY, GATES, PASSES, Case, draw
-from fuzz.judge import Judge
+from fuzz.judge import Judge, Problem, changed
 from fuzz.oracle import log_decay
 from fuzz.run import Options, Tally, backends, expected_refusal, one, seeds_of
 from fuzz.values import Values
@@ -106,17 +106,35 @@ def test_small_rows_do_not_hide_behind_large_ones():
     assert sentence.startswith("o of sequence 2: ")
 
 
+@pytest.mark.parametrize("algorithm", FAMILY)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])  # float32's floor is as much
-def test_neighbours_excuse_luck_alone(dtype):
+def test_neighbours_excuse_luck_alone(dtype, algorithm):
     """Four times the naive recurrence's error is wrong, where many numbers are judged; what is right stays right."""
     case = sample("prefill", dtype=dtype, lengths=(300, 200), state="none", slots=0, chunk_size=0, key_dim=64)
-    values = Values(case)
-    judge = Judge(case, values)
-    oracle, naive = judge.problem.tensor("o")
-    oracle, naive = oracle.float(), naive.float()
-    assert judge.verdict(Found({"o": 2 * naive - oracle}, {}), None) == []
-    (sentence,) = judge.verdict(Found({"o": 4 * (naive - oracle) + oracle}, {}), None)
-    assert "above the budget" in sentence
+    for seed in range(3):
+        values = Values(case.but(algorithm=algorithm, seed=seed))
+        judge = Judge(values.case, values)
+        oracle, naive = judge.problem.tensor("o")
+        oracle, naive = oracle.float(), naive.float()
+        assert judge.verdict(Found({"o": 2 * naive - oracle}, {}), None) == []
+        (sentence,) = judge.verdict(Found({"o": 4 * (naive - oracle) + oracle}, {}), None)
+        assert "above the budget" in sentence
+
+
+@pytest.mark.parametrize("pass_name", PASSES)
+def test_a_neighbour_is_the_same_problem(pass_name):
+    """With factors of 1 it is the problem itself, its key channels in another order."""
+    for seed in range(20):
+        values = Values(draw(seed, pass_name=pass_name, dtype="float32"))
+        case, state = values.case, np.random.default_rng(seed)
+        problem, other = (Problem(case, each) for each in (values, changed(values, 1.0, 1.0, 1.0, state)))
+        order = torch.from_numpy(np.random.default_rng(seed).permutation(case.key_dim))
+        for name in ("o", "final", "b", "m"):
+            if problem.usable and hasattr(problem.expected, name):
+                x, y = (torch.from_numpy(getattr(each.expected, name)) for each in (problem, other))
+                x = x if name == "o" else x[..., order]
+                x = x[..., order, :] if name == "m" and case.delta else x
+                torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12 * float(x.abs().max()) if x.numel() else 0)
 
 
 class Careless(Call):

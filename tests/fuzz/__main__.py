@@ -49,7 +49,7 @@ def main() -> int:
     else:
         tally = shared(args.seed, args.count, args.seconds, args.workers, options)
     print(f"{tally.cases} cases, {tally.calls} calls, {len(tally.failures)} failures")
-    for name in ("by_pass", "by_algorithm", "by_backend", "skipped"):
+    for name in ("by_pass", "by_algorithm", "by_backend", "skipped", "excused"):
         counts = ", ".join(f"{key} {count}" for key, count in sorted(getattr(tally, name).items()))
         print(f"  {name}: {counts}")
     if args.json:

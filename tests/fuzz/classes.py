@@ -95,7 +95,8 @@ def without(case: Case, classes: frozenset[str]) -> Case:
     if "maps_k1" not in classes and case.pass_name == "segment" and case.key_dim == 1:
         case = case.but(key_dim=2)
     chunks = case.pass_name == "segment" or (case.pass_name in ("prefill", "split") and case.key_dim >= FEWEST)
-    if "small_values" not in classes and chunks and case.delta and case.key_dim < FEW:
+    by_chunks = chunks
+    if "small_values" not in classes and chunks and case.delta and case.key_dim < FEW and case.state != "none":
         case = case.but(value_size=max(case.value_size, case.state_size))
     chunks = chunks and case.delta and case.dtype == "float32"
     if "few_channels" not in classes and chunks and case.key_dim in (2, 3):
@@ -123,7 +124,8 @@ def without(case: Case, classes: frozenset[str]) -> Case:
         # All that is left of a state where tokens write nothing new is subnormal.
         if case.decay in (*STRONG, "one_slow") or steep:
             case = case.but(keys="random" if case.keys == "sparse" else case.keys)
-            case = case.but(beta="random" if case.beta in ("zero", "mixed", "steep") else case.beta)
+            if by_chunks:
+                case = case.but(beta="random" if case.beta in ("zero", "mixed", "steep") else case.beta)
     if "fp16_subnormals" not in classes and case.state_dtype == "float16":
         case = case.but(state_size=max(case.state_size, 1e-1), value_size=max(case.value_size, 1e-1))
         case = case.but(mixed_sizes=False)
@@ -132,6 +134,7 @@ def without(case: Case, classes: frozenset[str]) -> Case:
         if case.scale is not None:
             case = case.but(scale=max(-60.0, min(case.scale, 60.0)))
     fused = case.algorithm == "kda" and case.dtype == "bfloat16" and case.gate != "log_decay"
+    fused = fused and case.pass_name in ("prefill", "split")
     if "fused_limits" not in classes and fused and case.beta == "zero" and case.beta_is_logit:
         case = case.but(beta="random")
     return case

@@ -32,13 +32,16 @@ class Tally:
     by_pass: Counter = field(default_factory=Counter)
     by_algorithm: Counter = field(default_factory=Counter)
     skipped: Counter = field(default_factory=Counter)  # why a case or a call was not judged
+    excused: Counter = field(default_factory=Counter)  # calls above the rule that neighbours allow, by backend
+    worst_excused: float = 0.0  # of those, in budgets of the rule
     failures: list[dict] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
         self.calls += other.calls
         self.cases += other.cases
-        for name in ("by_backend", "by_pass", "by_algorithm", "skipped"):
+        for name in ("by_backend", "by_pass", "by_algorithm", "skipped", "excused"):
             getattr(self, name).update(getattr(other, name))
+        self.worst_excused = max(self.worst_excused, other.worst_excused)
         self.failures += other.failures
 
     def count(self, case: Case, backend: str | None, pass_name: str = "") -> None:
@@ -145,7 +148,11 @@ def one(case: Case, options: Options) -> Tally:
         wrong = []
         try:
             found = call.run(backend)
+            judge.excused = 0.0
             wrong += judge.verdict(found, backend)
+            if judge.excused:
+                tally.excused[backend or "auto"] += 1
+                tally.worst_excused = max(tally.worst_excused, judge.excused)
             if case.repeat:
                 wrong += same_bits(found, call.run(backend))
         except Exception as raised:

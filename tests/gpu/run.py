@@ -173,7 +173,10 @@ def fuzz(options: argparse.Namespace) -> bool:
             start = time.perf_counter()
             subprocess.run([*command, "--json", str(record)], cwd=ROOT, env=environment(), check=False)
             found = json.loads(record.read_text())
-        kept = {key: found[key] for key in ("seed", "cases", "calls", "by_backend", "by_pass", "by_algorithm")}
+        kept = {
+            key: found[key] for key in ("seed", "cases", "calls", "by_backend", "by_pass", "by_algorithm", "excused")
+        }
+        kept["worst_excused"] = round(found["worst_excused"], 2)
         lines = [f"{failure['reproduce']}: {failure['wrong'][0]}" for failure in found["failures"]]
         target = {**kept, "failures": lines, "seconds": round(time.perf_counter() - start, 1)}
         failures += len(lines)
