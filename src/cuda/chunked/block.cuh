@@ -13,7 +13,7 @@
 #include "cuda/chunked/solve.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
-#include "cuda/ptx/overlap.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/convert.cuh"
 
 namespace cula::cuda::chunked {
@@ -137,21 +137,21 @@ __device__ __forceinline__ bool per_chunk(const Schedule& schedule) {
 // Before prepare touches global memory; where the carry waits per chunk, it is let start later.
 template <int kKey>
 __device__ __forceinline__ void follow_kernels_before_carry(const Schedule& schedule) {
-    wait_for_kernels();
-    if (!per_chunk<kKey>(schedule)) lead_kernel();
+    pdl_wait();
+    if (!per_chunk<kKey>(schedule)) pdl_trigger();
 }
 // By one thread of a CTA: before the carry starts, which waits per chunk; and when all warps have written an image.
-__device__ __forceinline__ void lead_carry(std::int32_t* exact_writes, int images) {
-    for (int i = 0; i < images; ++i) exact_writes[i] = kUnprepared;
+__device__ __forceinline__ void lead_carry(std::int32_t* is_compensated, int operands) {
+    for (int i = 0; i < operands; ++i) is_compensated[i] = kUnprepared;
     __threadfence();
-    lead_kernel();
+    pdl_trigger();
 }
 template <int kKey>
-__device__ __forceinline__ void hand_over(const Schedule& schedule, std::int32_t* exact_writes, bool exact) {
+__device__ __forceinline__ void hand_over(const Schedule& schedule, std::int32_t* is_compensated, bool compensated) {
     if (per_chunk<kKey>(schedule))
-        publish(exact_writes, exact);
+        publish(is_compensated, compensated);
     else
-        *exact_writes = exact;
+        *is_compensated = compensated;
 }
 
 // One number of a token, asked for without waiting.
@@ -334,16 +334,16 @@ __device__ __forceinline__ void emit_lower(T* triangle, const Square<kSize>& sco
 inline constexpr float kMostSquares = 1.0f;
 
 // Whether a row of the lane's does, given its part of their squares. What is no number does, too.
-__device__ __forceinline__ bool is_coupled(float2 squares) {
+__device__ __forceinline__ bool needs_compensation(float2 squares) {
     const float x = token_sum(squares.x), y = token_sum(squares.y);
     return !(x <= kMostSquares && y <= kMostSquares);
 }
 
 // The end of prepare of a delta rule: the inverse, times beta, to the image. All warps that have blocks of the chunk,
 // after each has stored its row of overlaps and inverted its diagonal and all have met. `slots`: memory of the warp.
-template <class T, int kKey, class Image>
-__device__ __forceinline__ void emit_inverse(Image& image, Square<kTokens<kKey>>& overlaps, const float* beta,
-                                             float* slots, int block, bool coupled) {
+template <class T, int kKey, class Chunk>
+__device__ __forceinline__ void emit_inverse(Chunk& operands, Square<kTokens<kKey>>& overlaps, const float* beta,
+                                             float* slots, int block, bool compensated) {
     constexpr int kRows = kTokens<kKey>, kBlocks = kRows / kBlock;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const auto emit = [&](float(&x)[2][4], int row, int column) {
@@ -356,10 +356,10 @@ __device__ __forceinline__ void emit_inverse(Image& image, Square<kTokens<kKey>>
         const int begin = Triangle<kRows>::block_begin(row, column) * 8;
         __syncwarp();
         turn_block<false, T>(slots, x);
-        if (coupled) turn_block<true, T>(slots + kSlot, x);
+        if (compensated) turn_block<true, T>(slots + kSlot, x);
         __syncwarp();
-        put_block(image.inverse + begin, slots);
-        if (coupled) put_block(image.inverse_low + begin, slots + kSlot);
+        put_block(operands.inverse + begin, slots);
+        if (compensated) put_block(operands.inverse_low + begin, slots + kSlot);
     };
     const auto emit_stored = [&](int row, int column, int from_row, int from_column) {
         float x[2][4];
@@ -372,7 +372,7 @@ __device__ __forceinline__ void emit_inverse(Image& image, Square<kTokens<kKey>>
         for (int b = block; b >= 0; b -= kBlocks / 2) emit_stored(b, b, b, b);
     float x[2][4];
     // Where T has 8 bits, products of factors of 11 are lost in its own rounding; coupled keys are what magnifies them.
-    if (coupled || std::is_same_v<T, __half>)
+    if (compensated || std::is_same_v<T, __half>)
         invert_lower<true>(overlaps, block, x);
     else
         invert_lower<false>(overlaps, block, x);

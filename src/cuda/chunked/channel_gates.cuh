@@ -17,8 +17,8 @@ __device__ __forceinline__ void copy_floats_if(float* to, const float* from, boo
                  "r"(in ? kBytes : 0));
 }
 
-// Where prepare has no other way to raw gates than loads. What a kernel knows instead (sm90/gate_boxes.cuh):
-struct NoGateBoxes {
+// Where prepare has no other way to raw gates than loads. What a kernel knows instead (sm90/gate_tiles.cuh):
+struct NoGateTiles {
     // Whether a block of `count` tokens can come as a box: whole ones, where the call's gates have a map.
     static __device__ __forceinline__ bool has(int) { return false; }
     // By one thread of a warp: the block from `token` on, [token][channel], to shared memory; `full`, which nobody has

@@ -52,33 +52,33 @@ struct Triangle {
     static constexpr CULA_HOST_DEVICE int in_block(int row, int unit) { return 2 * row + (unit ^ (row >> 2 & 1)); }
 };
 
-inline constexpr int kImageAlignment = 128;
+inline constexpr int kChunkAlignment = 128;
 
 // Decay per channel. The parts stand in the order of how few read them: what rounding left over is read where it would
 // show (kMostSquares), additive algorithms begin at k_remaining, and maps end at q_decayed.
 template <class T, int kKey>
-struct alignas(kImageAlignment) ChannelImage {
+struct alignas(kChunkAlignment) ChannelChunk {
     static constexpr int kRows = kTokens<kKey>, kTriangle = Triangle<kRows>::kElements;
     T inverse_low[kTriangle], scores_low[kTriangle];
     T inverse[kTriangle];
     T k_decayed[kRows * kKey];
     T k_remaining[kRows * kKey];
     float decay[kKey];  // of the whole chunk
-    alignas(kImageAlignment) T q_decayed[kRows * kKey];
+    alignas(kChunkAlignment) T q_decayed[kRows * kKey];
     T scores[kTriangle];
 
-    static constexpr CULA_HOST_DEVICE int begin(bool delta, bool exact) {
-        return exact ? 0 : delta ? offsetof(ChannelImage, inverse) : offsetof(ChannelImage, k_remaining);
+    static constexpr CULA_HOST_DEVICE int begin(bool delta, bool compensated) {
+        return compensated ? 0 : delta ? offsetof(ChannelChunk, inverse) : offsetof(ChannelChunk, k_remaining);
     }
     static constexpr CULA_HOST_DEVICE int end(bool maps) {
-        return maps ? offsetof(ChannelImage, q_decayed) : offsetof(ChannelImage, scores) + sizeof(scores);
+        return maps ? offsetof(ChannelChunk, q_decayed) : offsetof(ChannelChunk, scores) + sizeof(scores);
     }
 };
 
 // One decay per token: q and k stay as they are, and the factors go to the products. Additive algorithms begin at
 // k_rest, and maps end at q_factor.
 template <class T, int kKey>
-struct alignas(kImageAlignment) TokenImage {
+struct alignas(kChunkAlignment) TokenChunk {
     static constexpr int kRows = kTokens<kKey>, kTriangle = Triangle<kRows>::kElements;
     T inverse_low[kTriangle], scores_low[kTriangle];
     T inverse[kTriangle];
@@ -86,18 +86,18 @@ struct alignas(kImageAlignment) TokenImage {
     float k_rest[kRows];
     float decay[kRows];  // of the whole chunk, in decay[0]
     float q_factor[kRows];
-    alignas(kImageAlignment) T scores[kTriangle];
+    alignas(kChunkAlignment) T scores[kTriangle];
 
-    static constexpr CULA_HOST_DEVICE int begin(bool delta, bool exact) {
-        return exact ? 0 : delta ? offsetof(TokenImage, inverse) : offsetof(TokenImage, k_rest);
+    static constexpr CULA_HOST_DEVICE int begin(bool delta, bool compensated) {
+        return compensated ? 0 : delta ? offsetof(TokenChunk, inverse) : offsetof(TokenChunk, k_rest);
     }
     static constexpr CULA_HOST_DEVICE int end(bool maps) {
-        return maps ? offsetof(TokenImage, q_factor) : offsetof(TokenImage, scores) + sizeof(scores);
+        return maps ? offsetof(TokenChunk, q_factor) : offsetof(TokenChunk, scores) + sizeof(scores);
     }
 };
 
 template <class T, int kKey, bool kPerChannel>
-using Image = std::conditional_t<kPerChannel, ChannelImage<T, kKey>, TokenImage<T, kKey>>;
+using ChunkOperands = std::conditional_t<kPerChannel, ChannelChunk<T, kKey>, TokenChunk<T, kKey>>;
 
 // A chunk of a delta rule with unit keys takes the norm of any state, and of any map, down by at least the slowest
 // decay of every token: prepare leaves the log2 of that bound, `fading`. Chunks that together reach kForgotten leave
@@ -109,14 +109,14 @@ inline constexpr bool kFades = !kPerChannel || kKey <= 128;
 // What a write strength adds to it: |1 - beta|, where that is more than 1; keys are units up to their rounding.
 __device__ __forceinline__ float growth(float beta) { return log2f(fmaxf(fabsf(1.0f - 1.016f * beta), 1.0f)); }
 
-// Instead of whether its writes are split (exact_writes), of a chunk whose image is not there yet.
+// Instead of whether its writes are split (is_compensated), of a chunk whose image is not there yet.
 inline constexpr std::int32_t kUnprepared = -1;
 
 // Consecutive chunks of one sequence that one CTA of the carry walks.
 struct Segment {
     std::int32_t sequence = -1;
     std::int32_t chunk = 0;  // in the sequence
-    std::int32_t image = 0;  // of that chunk, in the slab
+    std::int32_t slot = 0;   // of that chunk, in the slab
     std::int32_t chunks = 0;
     std::int32_t rank = 0, count = 0;  // among the segments of the sequence in this slab
 };
@@ -128,14 +128,14 @@ struct alignas(16) PackedChunk {
 };
 
 // So many packed sequences every warp finds its way through by itself, where they stay whole: lane n has sequence n.
-inline constexpr int kFewSequences = 32;
+inline constexpr int kMostByWarp = 32;
 
 // Chunks are numbered sequence after sequence. Without cu_seqlens everything follows from shapes; with it schedule.cuh
 // has written the slab's chunks and the segments, unless sequences are few.
 struct Schedule {
     const PackedChunk* packed = nullptr;
     const Segment* segments = nullptr;
-    bool few = false;  // sequences, all whole, in one slab
+    bool by_warp = false;  // sequences, all whole, in one slab
     std::int32_t chunk_tokens = 64, segment_chunks = 0;
     Divisor by_segment;                         // segment_chunks
     std::int32_t slab_begin = 0, slab_end = 0;  // chunks of this launch
@@ -143,7 +143,7 @@ struct Schedule {
     // Where the carry has only the kernel before it to wait for, as that lets it start when those before are done: for
     // its images; for each by itself, and then it starts when all CTAs of prepare have; or for the states before
     // segments.
-    bool awaits_images = false, per_chunk = false, awaits_states = false;
+    bool awaits_operands = false, per_chunk = false, awaits_states = false;
     std::int32_t ahead = 0;  // chunks from those that are prepared to those whose inputs are asked for
     // Without cu_seqlens: chunks of a sequence, and how many segments one has in this slab.
     std::int32_t chunks = 0;
@@ -163,7 +163,7 @@ CULA_HOST_DEVICE Segment segment_of_piece(const Schedule& s, std::int32_t sequen
     segment.count = end > begin ? s.by_segment.divide(end - begin + s.segment_chunks - 1) : 1;
     const std::int32_t at = begin + rank * s.segment_chunks;
     segment.chunk = at - first;
-    segment.image = at - s.slab_begin;
+    segment.slot = at - s.slab_begin;
     segment.chunks = end - at < s.segment_chunks ? end - at : s.segment_chunks;
     if (segment.chunks < 0) segment.chunks = 0;
     // A sequence without chunks has one empty segment, in the first slab.
@@ -188,7 +188,7 @@ struct LaneSequence {
 
 // The longest goes first: what starts late ends late. By whole warps.
 template <int kRows>
-__device__ __forceinline__ Segment segment_of_few(const DeviceArgs& a, const Schedule& s, std::int32_t i) {
+__device__ __forceinline__ Segment segment_by_warp(const DeviceArgs& a, const Schedule& s, std::int32_t i) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const LaneSequence<kRows> of{Offsets(a)};
     int longer = 0;
@@ -219,7 +219,7 @@ struct ChunkPlace {
 
 // Of few sequences, by whole warps. Out of line: in the way of calls without cu_seqlens it costs those up to 2 us.
 template <int kRows>
-__device__ __noinline__ PackedChunk chunk_of_few(Offsets offsets, std::int32_t chunk) {
+__device__ __noinline__ PackedChunk chunk_by_warp(Offsets offsets, std::int32_t chunk) {
     const LaneSequence<kRows> of(offsets);
     const int n = 31 - __clz(static_cast<int>(__ballot_sync(0xffffffffu, of.first <= chunk)));
     const std::int64_t done = std::int64_t{chunk - __shfl_sync(0xffffffffu, of.first, n)} * kRows,
@@ -230,12 +230,12 @@ __device__ __noinline__ PackedChunk chunk_of_few(Offsets offsets, std::int32_t c
 
 // The chunk of kRows tokens whose image is number `image` of the slab. Of few sequences by whole warps.
 template <int kRows>
-__device__ __forceinline__ ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, std::int32_t image) {
-    if (s.packed || s.few) {
-        const PackedChunk chunk = s.packed ? s.packed[image] : chunk_of_few<kRows>(Offsets(a), image);
+__device__ __forceinline__ ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, std::int32_t slot) {
+    if (s.packed || s.by_warp) {
+        const PackedChunk chunk = s.packed ? s.packed[slot] : chunk_by_warp<kRows>(Offsets(a), slot);
         return {0, chunk.count, chunk.begin};
     }
-    const std::int32_t chunk = s.slab_begin + image, n = s.by_chunks.divide(chunk);
+    const std::int32_t chunk = s.slab_begin + slot, n = s.by_chunks.divide(chunk);
     if (n >= a.sequences) return {};
     const std::int64_t begin = std::int64_t{chunk - n * s.chunks} * kRows, left = a.tokens - begin;
     return {n, static_cast<int>(left < kRows ? left : kRows), begin};

@@ -12,7 +12,7 @@
 
 #include "cuda/chunked/compose.h"
 #include "cuda/chunked/cursor.cuh"
-#include "cuda/ptx/overlap.cuh"
+#include "cuda/ptx/pdl.cuh"
 
 namespace cula::cuda::chunked {
 
@@ -201,8 +201,8 @@ template <int kKey, bool kTotal>
 __global__ void __launch_bounds__(kComposeThreads<kKey>)
     compose(const __grid_constant__ DeviceArgs a, const Schedule schedule, const __grid_constant__ CarryParams p,
             bool delta) {
-    wait_for_kernels();
-    lead_kernel();
+    pdl_wait();
+    pdl_trigger();
     extern __shared__ __align__(128) unsigned char raw[];
     auto& shared = *reinterpret_cast<ComposeSmem<kKey>*>(raw);
     const int value_tiles = ceil_div(a.value_dim, kComposeRows), rows_of_m = delta ? a.key_dim : 1;

@@ -17,11 +17,11 @@ inline constexpr int kWarpRows = 16;  // value rows of a warp
 struct CarryParams {
     int stages = 1, value_blocks = 1;
     Divisor row_blocks;
-    int cluster = 1;                             // CTAs that share images
-    const std::int32_t* exact_writes = nullptr;  // [chunks of the slab, HV]
-    const float* fading = nullptr;               // the same, where maps need not begin before what they forget
-    States starts;                               // state before segment i: slot i
-    States slab_start;                           // of the sequence that the slab before left unfinished
+    int cluster = 1;                               // CTAs that share images
+    const std::int32_t* is_compensated = nullptr;  // [chunks of the slab, HV]
+    const float* fading = nullptr;                 // the same, where maps need not begin before what they forget
+    States starts;                                 // state before segment i: slot i
+    States slab_start;                             // of the sequence that the slab before left unfinished
     States slab_end;
     States map_m, map_b;    // maps: slot i, or the sequence where they are the call's
     bool last_map = false;  // of a sequence's last segment too, which no later one needs
@@ -133,7 +133,8 @@ __device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedul
 template <int kKey, bool kMaps>
 __device__ __forceinline__ Segment own_segment(const DeviceArgs& a, const Schedule& schedule, const CarryParams& p) {
     const int number = segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x));
-    Segment own = schedule.few ? segment_of_few<kTokens<kKey>>(a, schedule, number) : segment_of(a, schedule, number);
+    Segment own =
+        schedule.by_warp ? segment_by_warp<kTokens<kKey>>(a, schedule, number) : segment_of(a, schedule, number);
     if (!kMaps && p.first_walks) {
         if ((own.rank == 0) != p.first_only) own = {};
         if (p.first_only) own.count = 1;  // its state is stored like that of a slab's last one
@@ -142,7 +143,7 @@ __device__ __forceinline__ Segment own_segment(const DeviceArgs& a, const Schedu
 }
 
 template <int kKey, bool kMaps>
-struct Walk {
+struct SegmentCursor {
     static constexpr int kRows = kTokens<kKey>;
 
     const DeviceArgs& a;
@@ -158,8 +159,8 @@ struct Walk {
     StateSlots slots;
     bool starts_sequence = false, ends_sequence = false;
 
-    __device__ __forceinline__ Walk(const DeviceArgs& args, const Schedule& schedule, const CarryParams& params,
-                                    const Segment& of, int warp, int warps)
+    __device__ __forceinline__ SegmentCursor(const DeviceArgs& args, const Schedule& schedule,
+                                             const CarryParams& params, const Segment& of, int warp, int warps)
         : a(args), p(params), segment(of) {
         int block = static_cast<int>(blockIdx.x);
         asm volatile("" : "+r"(block));  // a walk that is made again shares no registers with the first
@@ -171,7 +172,7 @@ struct Walk {
         rows.first = ((of_m ? row_block - p.value_blocks : row_block) * warps + warp) * kWarpRows;
         rows.end = of_m ? a.key_dim : a.value_dim, rows.key_dim = a.key_dim;
         if (segment.sequence < 0) return;
-        sequence_chunk = schedule.slab_begin + segment.image - segment.chunk;
+        sequence_chunk = schedule.slab_begin + segment.slot - segment.chunk;
         if (kMaps && p.fading) leave_out_forgotten();
         const TokenRange tokens = tokens_of(a, segment.sequence);
         slots = states_of(a, segment.sequence);
@@ -191,12 +192,12 @@ struct Walk {
             const int chunk = last - lane;
             float x[1] = {0.0f};
             if (chunk >= 0)
-                x[0] = p.fading[(static_cast<std::int64_t>(segment.image) + chunk) * a.value_heads + value_head];
+                x[0] = p.fading[(static_cast<std::int64_t>(segment.slot) + chunk) * a.value_heads + value_head];
             running_sums(x);
             const unsigned enough = __ballot_sync(0xffffffffu, chunk > 0 && after + x[0] <= kForgotten);
             if (enough) {
                 const int left_out = last - __ffs(static_cast<int>(enough)) + 1;
-                segment.chunk += left_out, segment.image += left_out, segment.chunks -= left_out;
+                segment.chunk += left_out, segment.slot += left_out, segment.chunks -= left_out;
                 forgot = true;
                 return;
             }
@@ -316,16 +317,16 @@ struct DecayMap {
     float whole[kKey > 0 ? kKey / 32 : 1];
 
     template <class W>
-    __device__ __forceinline__ explicit DecayMap(const W& walk) {
-        const States& m = walk.p.map_m;
+    __device__ __forceinline__ explicit DecayMap(const W& cursor) {
+        const States& m = cursor.p.map_m;
         const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
         for (int i = 0; i < kKey / 32; ++i) {
             const int channel = lane + 32 * i;
             whole[i] = 1.0f;
-            if (!walk.starts_sequence && m.slots && channel < walk.a.key_dim)
-                whole[i] =
-                    static_cast<const float*>(m.data)[m.offset(walk.segment.sequence, walk.value_head) + channel * m.k];
+            if (!cursor.starts_sequence && m.slots && channel < cursor.a.key_dim)
+                whole[i] = static_cast<const float*>(
+                    m.data)[m.offset(cursor.segment.sequence, cursor.value_head) + channel * m.k];
         }
     }
     __device__ __forceinline__ void pass(const float* decay) {
@@ -334,14 +335,14 @@ struct DecayMap {
         for (int i = 0; i < kKey / 32; ++i) whole[i] *= decay[kPerChannel ? lane + 32 * i : 0];
     }
     template <class W>
-    __device__ __forceinline__ void store(const W& walk) const {
-        const States& m = walk.p.map_m;
+    __device__ __forceinline__ void store(const W& cursor) const {
+        const States& m = cursor.p.map_m;
         if (!m.data) return;
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        const std::int64_t base = m.offset(m.slots ? walk.segment.sequence : walk.number, walk.value_head);
+        const std::int64_t base = m.offset(m.slots ? cursor.segment.sequence : cursor.number, cursor.value_head);
 #pragma unroll
         for (int i = 0; i < kKey / 32; ++i)
-            if (lane + 32 * i < walk.a.key_dim) static_cast<float*>(m.data)[base + (lane + 32 * i) * m.k] = whole[i];
+            if (lane + 32 * i < cursor.a.key_dim) static_cast<float*>(m.data)[base + (lane + 32 * i) * m.k] = whole[i];
     }
 };
 

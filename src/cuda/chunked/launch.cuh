@@ -2,7 +2,7 @@
 // A chunked prefill, or the maps of a segment call, as launches: per slab schedule, prepare, maps and compose, carry.
 //
 // Carry names the kernel that walks the chunks: its types, how many warps its CTAs come in, whether it prepares
-// additive algorithms itself, whether it knows what to wait for (Schedule::awaits_images), and launch<delta, maps>().
+// additive algorithms itself, whether it knows what to wait for (Schedule::awaits_operands), and launch<delta, maps>().
 //
 // A segment call that keeps (Args::keep) is the first half of a prefill, up to the maps, and, where it is asked for
 // them, one kernel that makes one map of a sequence's: total. The prefill that finds its workspace is the second half,
@@ -47,14 +47,14 @@ struct PrefillPlan {
     std::int64_t chunks = 0;
     std::int32_t max_segments = 0;
     bool maps = false;
-    bool few = false;                  // Schedule
+    bool by_warp = false;              // Schedule
     bool kept = false, found = false;  // for a prefill, or by one (Args::keep)
     std::int32_t* first_chunk = nullptr;
     PackedChunk* packed = nullptr;
     Segment* segments = nullptr;
-    std::int32_t* exact_writes = nullptr;
+    std::int32_t* is_compensated = nullptr;
     float* fading = nullptr;
-    Image<T, kKey, kPerChannel>* images = nullptr;
+    ChunkOperands<T, kKey, kPerChannel>* operands = nullptr;
     float *map_m = nullptr, *map_b = nullptr, *starts = nullptr, *unfinished[2] = {};
     std::size_t bytes = 0, own_bytes = 0;  // of the call that prepares; of the one that finds what it kept
 
@@ -77,20 +77,20 @@ struct PrefillPlan {
         const bool delta = a.algorithm.update == Update::kDelta;
         PrefillShape shape{a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads, a.value_dim};
         fused.emplace(call, shape);
-        const bool images_wanted = (delta || !Carry::kPreparesAdditive) && !fused->pays;
-        const std::size_t image_bytes = images_wanted ? sizeof(Image<T, kKey, kPerChannel>) : 0;
+        const bool prepares = (delta || !Carry::kPreparesAdditive) && !fused->pays;
+        const std::size_t operand_bytes = prepares ? sizeof(ChunkOperands<T, kKey, kPerChannel>) : 0;
         kept =
-            (call.keeps || call.kept) && static_cast<std::size_t>(chunks) * a.value_heads * image_bytes <= kKeptBytes;
+            (call.keeps || call.kept) && static_cast<std::size_t>(chunks) * a.value_heads * operand_bytes <= kKeptBytes;
         shape.maps_pay = !a.batch_invariant && !fused->pays && (kept || !call.segment);
         shape.kept = kept;
         // Of packed sequences the host does not know which segments come first: here, and where first ones would walk.
         shape.from_zero = b_alone && kept && delta && !a.cu_seqlens;
         shape.costs = Carry::cut_costs(delta);
         shape.costs.walks = shape.costs.walks && !a.cu_seqlens;
-        policy = prefill_policy(shape, image_bytes, call.multiprocessors, Carry::kWarpStep);
+        policy = prefill_policy(shape, operand_bytes, call.multiprocessors, Carry::kWarpStep);
         maps = policy.segment_chunks < std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
-        few = a.cu_seqlens && a.sequences <= kFewSequences && slabs() == 1 && !maps;
-        if (few) {
+        by_warp = a.cu_seqlens && a.sequences <= kMostByWarp && slabs() == 1 && !maps;
+        if (by_warp) {
             max_segments = a.sequences;
         } else if (a.cu_seqlens) {
             max_segments = a.sequences + ceil_div(policy.slab_chunks, policy.segment_chunks);
@@ -111,14 +111,14 @@ struct PrefillPlan {
             packed = from.take<PackedChunk>(policy.slab_chunks);
             segments = from.take<Segment>(max_segments);
         };
-        const bool scheduled = a.cu_seqlens && !few;
+        const bool scheduled = a.cu_seqlens && !by_warp;
         if (scheduled) take_schedule(carver);
         if (scheduled && found) take_schedule(own);
-        if (images_wanted) {
-            exact_writes = carver.take<std::int32_t>(policy.slab_chunks * heads);
+        if (prepares) {
+            is_compensated = carver.take<std::int32_t>(policy.slab_chunks * heads);
             if (kFades<kKey, kPerChannel> && delta && (maps || call.segment || kept))
                 fading = carver.take<float>(policy.slab_chunks * heads);
-            images = carver.take<Image<T, kKey, kPerChannel>>(policy.slab_chunks * heads);
+            operands = carver.take<ChunkOperands<T, kKey, kPerChannel>>(policy.slab_chunks * heads);
         }
         if (maps) {
             // Rows of kKey channels, so that compose reads and writes them in pieces of 16 bytes.
@@ -153,7 +153,7 @@ void launch_slabs(const Call& call) {
     const bool found = plan.found;
     const std::int64_t heads = a.value_heads;
     CarryParams p;
-    p.exact_writes = plan.exact_writes, p.fading = plan.fading;
+    p.is_compensated = plan.is_compensated, p.fading = plan.fading;
     p.starts = float_states(plan.starts, 0, heads, a.value_dim, kKey);
     p.map_b = float_states(plan.map_b, 0, heads, a.value_dim, kKey);
     p.map_m = float_states(plan.map_m, 0, heads, kDelta ? a.key_dim : 1, kKey);
@@ -169,13 +169,13 @@ void launch_slabs(const Call& call) {
     schedule_of.by_chunks = divisor(schedule_of.chunks);
     schedule_of.max_segments = plan.max_segments;
     schedule_of.ahead = std::max(1, call.multiprocessors / a.value_heads);
-    schedule_of.few = plan.few;
+    schedule_of.by_warp = plan.by_warp;
     schedule_of.packed = plan.packed;
     schedule_of.segments = plan.segments;
     // Every launch but the call's first follows another kernel of it. Where maps are composed only a carry does that
     // waits for compose itself: CTAs of others would wait in the way of maps.
     const bool composes = plan.maps && !p.halves, waits_itself = call.follows && Carry::kWaitsItself && !call.segment;
-    schedule_of.awaits_images = waits_itself && plan.images && plan.chunks > 0 && !plan.maps && !found;
+    schedule_of.awaits_operands = waits_itself && plan.operands && plan.chunks > 0 && !plan.maps && !found;
     bool first = true;
     const auto shape = [&](LaunchShape of) {
         of.early = call.follows && !first && (!composes || schedule_of.awaits_states);
@@ -199,16 +199,16 @@ void launch_slabs(const Call& call) {
         constexpr int kPrepareCtas = Carry::kPerChannel ? kChannelCtas : kTokenCtas;
         const int span = kPrepares && !Carry::kPerChannel ? prepare_span(blocks, a.group, call.multiprocessors) : 1;
         schedule_of.per_chunk =
-            schedule_of.awaits_images && pays_per_chunk(blocks / span, kPrepareCtas, call.multiprocessors);
+            schedule_of.awaits_operands && pays_per_chunk(blocks / span, kPrepareCtas, call.multiprocessors);
         if constexpr (kPrepares && Carry::kPerChannel) {
             if (!found)
-                launch<prepare_channel<T, kKey, kDelta, typename Carry::GateBoxes>>(
-                    shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}), call.stream, a, Carry::gate_boxes(a),
-                    schedule_of, plan.images, plan.exact_writes, plan.fading);
+                launch<prepare_channel<T, kKey, kDelta, typename Carry::GateTiles>>(
+                    shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}), call.stream, a, Carry::gate_tiles(a),
+                    schedule_of, plan.operands, plan.is_compensated, plan.fading);
         } else if constexpr (kPrepares) {
             if (!found)
                 launch<prepare_token<T, kKey>>(shape({blocks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)}),
-                                               call.stream, a, schedule_of, span, plan.images, plan.exact_writes,
+                                               call.stream, a, schedule_of, span, plan.operands, plan.is_compensated,
                                                plan.fading);
         }
         const auto launch_compose = [&]<bool kTotal>(std::bool_constant<kTotal>, int row_tiles) {

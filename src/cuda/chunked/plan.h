@@ -56,7 +56,7 @@ inline constexpr int kLeastWalked = 32;   // of the first segment, for which a k
 inline constexpr double kMapStarts = 12.0, kComposed = 0.19;
 
 // warp_step: the carry's CTAs have a multiple of so many warps.
-inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image_bytes, int multiprocessors,
+inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t operand_bytes, int multiprocessors,
                                     int warp_step) {
     PrefillPolicy policy;
     const int tiles = static_cast<int>((shape.value_dim + 15) / 16);
@@ -75,9 +75,9 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
 
     const std::int64_t chunks = std::max<std::int64_t>(shape.chunks, 1);
     const std::int64_t longest_slab =
-        image_bytes == 0 || shape.kept
+        operand_bytes == 0 || shape.kept
             ? chunks
-            : std::max<std::int64_t>(1, static_cast<std::int64_t>(kSlabBytes / image_bytes) / shape.value_heads);
+            : std::max<std::int64_t>(1, static_cast<std::int64_t>(kSlabBytes / operand_bytes) / shape.value_heads);
     const std::int64_t slabs = (chunks + longest_slab - 1) / longest_slab;
     policy.slab_chunks = static_cast<int>((chunks + slabs - 1) / slabs);
 
@@ -134,12 +134,12 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t image
 // in pairs of CTAs of four warps that multiply, and in CTAs of eight. And what begins take: of a round of CTAs, and of
 // a second kernel.
 struct FusedCosts {
-    double image = 3.9, carry[2] = {1.2, 2.6}, fused[2] = {2.3, 3.75}, round = 8.0, kernel = 10.0;
+    double prepare = 3.9, carry[2] = {1.2, 2.6}, fused[2] = {2.3, 3.75}, round = 8.0, kernel = 10.0;
 };
 
 // Softplus gates take pairs: two warpgroups a CTA that multiply leave too few registers for steep channels. Without
 // any they take 2.4; what those cost, up to as much as half of it, is reckoned with in part (docs/fused.md).
-inline constexpr FusedCosts kSoftplusCosts{.image = 4.3, .fused = {2.82, 1e9}};
+inline constexpr FusedCosts kSoftplusCosts{.prepare = 4.3, .fused = {2.82, 1e9}};
 
 // How many warpgroups a CTA of that one kernel has that multiply, or 0 where two kernels take less time (`always`: they
 // are out of the question). It goes by the mean length, so that a batch and the same sequences packed get the same
@@ -160,8 +160,8 @@ inline int fused_groups(const PrefillShape& shape, std::int64_t tokens, bool bat
         const auto carry = [&](int group) {
             return rounds(sequences, blocks(64 * (group + 1))) * (costs.round + costs.carry[group] * chunks);
         };
-        const double images = static_cast<double>(shape.value_heads * sequences) / multiprocessors;
-        return costs.kernel + images * costs.image * chunks + std::min(carry(0), carry(1));
+        const double chunks_of_heads = static_cast<double>(shape.value_heads * sequences) / multiprocessors;
+        return costs.kernel + chunks_of_heads * costs.prepare * chunks + std::min(carry(0), carry(1));
     };
     const std::int64_t sequences = batch_invariant ? 1 : std::max<std::int64_t>(shape.sequences, 1);
     const double all = batch_invariant ? kEndless : static_cast<double>(tokens) / 64.0,
@@ -174,9 +174,10 @@ inline int fused_groups(const PrefillShape& shape, std::int64_t tokens, bool bat
 
 // Of `images` to make, with one decay per token: how many value heads that share q and k one CTA prepares. As many as
 // leave a round and a half of CTAs, of which four share a multiprocessor.
-inline int prepare_span(std::size_t images, int group, int multiprocessors) {
+inline int prepare_span(std::size_t chunks_of_heads, int group, int multiprocessors) {
     int span = kMostSpan;
-    while (group % span != 0 || (span > 1 && 2 * images / span < 12 * static_cast<std::size_t>(multiprocessors)))
+    while (group % span != 0 ||
+           (span > 1 && 2 * chunks_of_heads / span < 12 * static_cast<std::size_t>(multiprocessors)))
         span /= 2;
     return span;
 }

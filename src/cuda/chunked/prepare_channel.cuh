@@ -25,7 +25,7 @@
 #include "cuda/chunked/plan.h"
 #include "cuda/chunked/solve.cuh"
 #include "cuda/ptx/memory.cuh"
-#include "cuda/ptx/overlap.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/gate.cuh"
 #include "cuda/tile/scan.cuh"
 
@@ -145,7 +145,7 @@ struct ChannelBlock {
     using Wide = __nv_bfloat16;  // what may grow, without delta
 
     ChannelOperands<kKey>& s;
-    ChannelImage<T, kKey>& image;
+    ChannelChunk<T, kKey>& chunk;
     const int warp;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int block = warp % P::kBlocks, part = warp / P::kBlocks, first = block * kBlock;
@@ -154,7 +154,7 @@ struct ChannelBlock {
     // tile of the image.
     using Place = OperandTile<kKey, true>;
     const int own_unit = lane / 4 * 32 + (lane % 4 * 2 ^ (lane / 4 & 1)) * 4;
-    const int image_unit = Place::unit(first + lane / 4, part* P::kGroups * 4 + lane % 4) * 8;
+    const int operand_unit = Place::unit(first + lane / 4, part* P::kGroups * 4 + lane % 4) * 8;
 
     // log2 of the decay between the block's middle and token, for eight channels of group g.
     __device__ __forceinline__ void gates(float (&x)[8], int token, int g) const {
@@ -176,7 +176,7 @@ struct ChannelBlock {
 
     __device__ __forceinline__ void put(T* tile, int half, int g, const Words& words) const {
         const int panel = g * Place::kPanelUnits * 8, rows = 8 * half * Place::kUnits * 8;
-        *reinterpret_cast<uint4*>(tile + panel + rows + image_unit) = as_uint4(words);
+        *reinterpret_cast<uint4*>(tile + panel + rows + operand_unit) = as_uint4(words);
     }
     // Where the columns of `earlier` for `later` stand: of group g, and of the one group that the exact way has.
     __device__ __forceinline__ ColumnWords& columns_of(int later, int earlier, int g) const {
@@ -221,8 +221,8 @@ struct ChannelBlock {
     }
     // words = x exp2(sign gate + exponent)
     template <class To>
-    static __device__ __forceinline__ void pack_exact(Words& words, const float (&x)[8], const float (&gate)[8],
-                                                      float sign, const float (&exponent)[8]) {
+    static __device__ __forceinline__ void pack_stepped(Words& words, const float (&x)[8], const float (&gate)[8],
+                                                        float sign, const float (&exponent)[8]) {
         float y[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[i] = exp2_fast(sign * gate[i] + exponent[i]);
@@ -258,7 +258,7 @@ struct ChannelBlock {
                     for (int i = 0; i < 8; ++i) x[i] *= scales.back[half].x;
                 }
                 pack_product<T>(words, x, factor);
-                put(image.q_decayed, half, g, words);
+                put(chunk.q_decayed, half, g, words);
 
                 unpack(column[half], k.word[half][g], scales.operand[half].y);
 #pragma unroll
@@ -267,7 +267,7 @@ struct ChannelBlock {
                     pack(columns[half], column[half]);
                     pack(k.word[half][g], x);
                     pack_product<T>(words, x, factor);
-                    put(image.k_decayed, half, g, words);
+                    put(chunk.k_decayed, half, g, words);
                 } else {
                     pack_halves(columns[half], columns_low[half], column[half]);
                 }
@@ -296,7 +296,7 @@ struct ChannelBlock {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) rest[i] = kDelta ? factor[i] : factor[i] * scales.back[half].y;
                 pack_product<T>(words, column[half], rest);
-                put(image.k_remaining, half, g, words);
+                put(chunk.k_remaining, half, g, words);
             }
             __syncwarp();  // all lanes have the group's gates
 #pragma unroll
@@ -318,8 +318,8 @@ struct ChannelBlock {
     // tokens belongs to the level of the highest bit in which their numbers differ; whatever a level computes for other
     // pairs is dropped, be it infinite.
     template <class Load>
-    __device__ __forceinline__ void score_exact(Load load, const TokenScales<kDelta>& scales,
-                                                float (&own)[2][2][4]) const {
+    __device__ __forceinline__ void score_stepped(Load load, const TokenScales<kDelta>& scales,
+                                                  float (&own)[2][2][4]) const {
         BlockRows<1> q, k;
         float self[2] = {};
 #pragma unroll 1
@@ -339,10 +339,10 @@ struct ChannelBlock {
 #pragma unroll
                     for (int i = 0; i < 8; ++i) gate[i] -= border[i], border[i] = 0.0f;
                     unpack(x, q.word[half][0], scales.operand[half].x);
-                    pack_exact<Operand>(q.word[half][0], x, gate, 1.0f, border);
+                    pack_stepped<Operand>(q.word[half][0], x, gate, 1.0f, border);
                     unpack(x, k.word[half][0], scales.operand[half].y);
-                    pack_exact<Operand>(k.word[half][0], x, gate, 1.0f, border);
-                    pack_exact<Operand>(columns[half], x, gate, -1.0f, border);
+                    pack_stepped<Operand>(k.word[half][0], x, gate, 1.0f, border);
+                    pack_stepped<Operand>(columns[half], x, gate, -1.0f, border);
                 }
                 multiply_group<Operand>(product[0], q.word[0][0], q.word[1][0], columns[0], columns[1]);
                 if (kDelta) multiply_group<Operand>(product[1], k.word[0][0], k.word[1][0], columns[0], columns[1]);
@@ -368,7 +368,7 @@ struct ChannelBlock {
     // Then, group by group, the operands, and behind a barrier the products with earlier blocks, from this block's
     // start.
     template <class Load>
-    __device__ __forceinline__ void operands_exact(Load load, const TokenScales<kDelta>& scales, int g) const {
+    __device__ __forceinline__ void operands_stepped(Load load, const TokenScales<kDelta>& scales, int g) const {
         BlockRows<1> q, k;
         load(q, k, g);
 #pragma unroll
@@ -378,20 +378,20 @@ struct ChannelBlock {
             own_gates(gate, half, g);
             table(exponent, s.table.from_start[block], g);
             unpack(x, q.word[half][0], scales.whole(half).x);
-            pack_exact<T>(words, x, gate, 1.0f, exponent);
-            put(image.q_decayed, half, g, words);
+            pack_stepped<T>(words, x, gate, 1.0f, exponent);
+            put(chunk.q_decayed, half, g, words);
             unpack(x, k.word[half][0], scales.whole(half).y);
             if (kDelta) {
-                pack_exact<T>(words, x, gate, 1.0f, exponent);
-                put(image.k_decayed, half, g, words);
+                pack_stepped<T>(words, x, gate, 1.0f, exponent);
+                put(chunk.k_decayed, half, g, words);
             }
             table(exponent, s.table.to_end[block], g);
-            pack_exact<T>(words, x, gate, -1.0f, exponent);
-            put(image.k_remaining, half, g, words);
+            pack_stepped<T>(words, x, gate, -1.0f, exponent);
+            put(chunk.k_remaining, half, g, words);
             if (!kDelta) unpack(x, k.word[half][0], scales.operand[half].y);
             for (int later = block + 1; later < P::kBlocks; ++later) {
                 table(exponent, s.table.between[pair_of<P::kBlocks>(later, block)], g);
-                pack_exact<Operand>(words, x, gate, -1.0f, exponent);
+                pack_stepped<Operand>(words, x, gate, -1.0f, exponent);
                 columns_of(later, block)[half][lane] = as_uint4(words);
             }
         }
@@ -399,8 +399,8 @@ struct ChannelBlock {
     using Cross = float[P::kBlocks - 1][2][2][4];  // q k^T and k k^T with each earlier block
 
     template <class Load>
-    __device__ __forceinline__ void cross_exact(Load load, const TokenScales<kDelta>& scales, int g,
-                                                Cross& product) const {
+    __device__ __forceinline__ void cross_stepped(Load load, const TokenScales<kDelta>& scales, int g,
+                                                  Cross& product) const {
         BlockRows<1> q, k;
         load(q, k, g);
 #pragma unroll
@@ -409,9 +409,9 @@ struct ChannelBlock {
             own_gates(gate, half, g);
             table(exponent, s.head[block], g);
             unpack(x, q.word[half][0], scales.operand[half].x);
-            pack_exact<Operand>(q.word[half][0], x, gate, 1.0f, exponent);
+            pack_stepped<Operand>(q.word[half][0], x, gate, 1.0f, exponent);
             unpack(x, k.word[half][0], scales.operand[half].y);
-            pack_exact<Operand>(k.word[half][0], x, gate, 1.0f, exponent);
+            pack_stepped<Operand>(k.word[half][0], x, gate, 1.0f, exponent);
         }
 #pragma unroll
         for (int earlier = 0; earlier < P::kBlocks - 1; ++earlier) {
@@ -439,10 +439,11 @@ struct ChannelBlock {
     }
 };
 
-template <class T, int kKey, bool kDelta, class GateBoxes>
+template <class T, int kKey, bool kDelta, class GateTiles>
 __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDelta>)
-    prepare_channel(const __grid_constant__ DeviceArgs a, const __grid_constant__ GateBoxes gate_boxes,
-                    const Schedule schedule, ChannelImage<T, kKey>* images, std::int32_t* exact_writes, float* fading) {
+    prepare_channel(const __grid_constant__ DeviceArgs a, const __grid_constant__ GateTiles gate_tiles,
+                    const Schedule schedule, ChannelChunk<T, kKey>* chunks, std::int32_t* is_compensated,
+                    float* fading) {
     follow_kernels_before_carry<kKey>(schedule);
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>, kOwned = P::kChannels / 32;
@@ -459,7 +460,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
     if (place.count <= 0) return;
 
     auto& operands = s.operands;
-    const ChannelBlock<T, kKey, kDelta> block{operands, images[blockIdx.x], role_of_warp()};
+    const ChannelBlock<T, kKey, kDelta> block{operands, chunks[blockIdx.x], role_of_warp()};
     const int lane = block.lane, first = block.first, first_channel = block.part * P::kChannels;
 
     // --- gate ---
@@ -470,11 +471,11 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
                                     first_channel, count};
     const int ahead = tokens_ahead<kKey>(a, schedule, begin),
               head_ahead = value_head == head * a.group ? ahead : 0;  // the first of those that share a head asks
-    const bool boxed = gate_boxes.has(count);
+    const bool boxed = gate_tiles.has(count);
     if (!boxed)
         gates.load(a.g.offset(place.batch, begin, value_head), ahead);
     else if (lane == 0)
-        gate_boxes.ask(gates.raw, s.gates_there + block.warp, place.batch, begin, value_head, ahead);
+        gate_tiles.ask(gates.raw, s.gates_there + block.warp, place.batch, begin, value_head, ahead);
     // The bias waits where the lane's sums will stand, A_log where the first lane's will: they come with the gates, and
     // nothing else is waited for.
     float *const head_sums = operands.head[block.block] + gates.channel, *const tail_sums =
@@ -496,7 +497,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
     typename ChannelBlock<T, kKey, kDelta>::Rows q, k;
     q.template fetch<T>(a.q, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
     k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
-    if (per_chunk<kKey>(schedule) && thread == 0) lead_carry(exact_writes + blockIdx.x, 1);
+    if (per_chunk<kKey>(schedule) && thread == 0) lead_carry(is_compensated + blockIdx.x, 1);
     const bool fades = kFading && fading && a.qk_l2norm;
     bool wild = false, steep = false;
     float fades_by = 0.0f;
@@ -504,7 +505,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
         float head_sum[kOwned], tail_sum[kOwned];
         wait_copies<0>();
         __syncwarp();
-        if (boxed) gate_boxes.wait(s.gates_there + block.warp);
+        if (boxed) gate_tiles.wait(s.gates_there + block.warp);
         const HeadGate head_gate(value_head, a.gate, *A_log, a.lower_bound, 0.0f);
         float bias[kOwned];
 #pragma unroll
@@ -531,9 +532,9 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
         square_tokens<T, false>(s.norms[0][block.part] + first, q);
         square_tokens<T, false>(s.norms[1][block.part] + first, k);
     }
-    const bool exact = __syncthreads_or(wild);
+    const bool stepped = __syncthreads_or(wild);
     bool two_steps = false;
-    if (kDelta && !exact)
+    if (kDelta && !stepped)
 #pragma unroll
         for (int w = 0; w < kPrepareThreads / 32; ++w) two_steps |= s.steep[w] != 0;
     if (kFading && fading) {
@@ -543,7 +544,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
 
     // --- table ---
     for (int c = thread; c < kKey; c += kPrepareThreads) {
-        const auto entry = [&](float x) { return exact ? x : exp2_fast(x); };
+        const auto entry = [&](float x) { return stepped ? x : exp2_fast(x); };
         float head_sum[P::kBlocks], whole[P::kBlocks], tail_sum[P::kBlocks], start = 0.0f, end = 0.0f;
 #pragma unroll
         for (int b = 0; b < P::kBlocks; ++b)
@@ -557,7 +558,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
 #pragma unroll
             for (int later = b + 1; later < P::kBlocks; ++later) {
                 operands.table.between[pair_of<P::kBlocks>(later, b)][c] =
-                    entry(exact || !kDelta ? gap : gap + head_sum[later]);
+                    entry(stepped || !kDelta ? gap : gap + head_sum[later]);
                 gap += whole[later];
             }
         }
@@ -567,7 +568,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
             if (two_steps) operands.tail[b][c] = exp2_fast(tail_sum[b]);
             end += whole[b];
         }
-        block.image.decay[c] = exp2_fast(start);
+        block.chunk.decay[c] = exp2_fast(start);
     }
     TokenScales<kDelta> scales;
 #pragma unroll
@@ -607,7 +608,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
             for (int e = 0; e < 4; ++e) overlaps[tile][e] *= beta[e / 2];
     };
     typename ChannelBlock<T, kKey, kDelta>::Cross cross = {};
-    if (!exact) {
+    if (!stepped) {
         block.score(q, k, scales, two_steps, own);
         __syncthreads();
         block.cross(q, k, cross);
@@ -619,13 +620,13 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
             q1.mask(count, channel, a.key_dim);
             k1.mask(count, channel, a.key_dim);
         };
-        block.score_exact(load_group, scales, own);
+        block.score_stepped(load_group, scales, own);
 #pragma unroll 1
         for (int g = 0; g < P::kGroups; ++g) {
             if (g > 0) __syncthreads();
-            block.operands_exact(load_group, scales, g);
+            block.operands_stepped(load_group, scales, g);
             __syncthreads();
-            block.cross_exact(load_group, scales, g, cross);
+            block.cross_stepped(load_group, scales, g, cross);
         }
     }
     // --- solve ---
@@ -676,18 +677,19 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
         __syncwarp();
         invert_diagonal(s.pairs.overlaps, block.block);
     }
-    const bool coupled = kDelta && __syncthreads_or(last && is_coupled(squares));
+    const bool compensated = kDelta && __syncthreads_or(last && needs_compensation(squares));
     if (last) {
-        emit_scores(block.image.scores, std::false_type{});
-        if (coupled) emit_scores(block.image.scores_low, std::true_type{});
-        if constexpr (kDelta) emit_inverse<T, kKey>(block.image, s.pairs.overlaps, s.beta, slots, block.block, coupled);
+        emit_scores(block.chunk.scores, std::false_type{});
+        if (compensated) emit_scores(block.chunk.scores_low, std::true_type{});
+        if constexpr (kDelta)
+            emit_inverse<T, kKey>(block.chunk, s.pairs.overlaps, s.beta, slots, block.block, compensated);
     }
     if (per_chunk<kKey>(schedule)) __syncthreads();
     if (thread != 0) return;
     if constexpr (kDelta)
-        hand_over<kKey>(schedule, exact_writes + blockIdx.x, coupled);
+        hand_over<kKey>(schedule, is_compensated + blockIdx.x, compensated);
     else if (per_chunk<kKey>(schedule))
-        publish(exact_writes + blockIdx.x, 0);
+        publish(is_compensated + blockIdx.x, 0);
 }
 
 }  // namespace cula::cuda::chunked

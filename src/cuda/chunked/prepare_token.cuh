@@ -12,7 +12,7 @@
 #include "cuda/chunked/block.cuh"
 #include "cuda/chunked/plan.h"
 #include "cuda/chunked/solve.cuh"
-#include "cuda/ptx/overlap.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/gate.cuh"
 #include "cuda/tile/scan.cuh"
 
@@ -39,8 +39,8 @@ inline constexpr int kFewestTokenCtas = 3;
 
 template <class T, int kKey>
 __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
-    prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, int span, TokenImage<T, kKey>* images,
-                  std::int32_t* exact_writes, float* fading) {
+    prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, int span, TokenChunk<T, kKey>* chunks,
+                  std::int32_t* is_compensated, float* fading) {
     follow_kernels_before_carry<kKey>(schedule);
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
         if (delta && of < span) betas[i].ask(a.beta, place.batch, place.begin + t, first_head + of, t < place.count);
     }
     if (per_chunk<kKey>(schedule) && thread == 0)
-        lead_carry(exact_writes + std::int64_t{number} * a.value_heads + first_head, span);
+        lead_carry(is_compensated + std::int64_t{number} * a.value_heads + first_head, span);
     if (warp < span) {
         const int value_head = first_head + warp;
         // Two neighbouring tokens a lane (one where a chunk has 32), then a scan over the lanes.
@@ -121,13 +121,13 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
                 s.columns[block][part * P::kGroups + g][half][lane] = as_uint4(k.word[half][g]);
     }
     __syncthreads();
-    const std::int64_t first_image = std::int64_t{number} * a.value_heads + first_head;
+    const std::int64_t first_operands = std::int64_t{number} * a.value_heads + first_head;
     if (delta && fading && warp < span) {
         float grows_by = 0.0f;
 #pragma unroll
         for (int t = 0; t < kRows; t += 32) grows_by += growth(s.beta[warp][t + lane]);
         grows_by = sum_over_warp(grows_by);
-        if (lane == 0) fading[first_image + warp] = a.qk_l2norm ? s.log_decay[warp][kRows - 1] + grows_by : 0.0f;
+        if (lane == 0) fading[first_operands + warp] = a.qk_l2norm ? s.log_decay[warp][kRows - 1] + grows_by : 0.0f;
     }
 
     for (int i = thread; i < 2 * kRows; i += kPrepareThreads) {
@@ -145,16 +145,16 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
 
 #pragma unroll 1
     for (int of = 0; of < span; ++of) {
-        TokenImage<T, kKey>& image = images[first_image + of];
+        TokenChunk<T, kKey>& chunk = chunks[first_operands + of];
         const float *const log_decays = s.log_decay[of], *const beta = s.beta[of];
         if (thread < kRows) {
             const float q_norm = a.scale * s.norms[0][thread], k_norm = s.norms[1][thread],
                         log_decay = log_decays[thread];
             const float whole = log_decays[kRows - 1];
-            image.q_factor[thread] = q_norm * exp2_fast(log_decay);
-            image.k_factor[thread] = k_norm * exp2_fast(log_decay);
-            image.k_rest[thread] = k_norm * exp2_fast(whole - log_decay);
-            image.decay[thread] = exp2_fast(whole);
+            chunk.q_factor[thread] = q_norm * exp2_fast(log_decay);
+            chunk.k_factor[thread] = k_norm * exp2_fast(log_decay);
+            chunk.k_rest[thread] = k_norm * exp2_fast(whole - log_decay);
+            chunk.decay[thread] = exp2_fast(whole);
         }
 
         // --- score ---
@@ -212,16 +212,17 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
             __syncwarp();
             invert_diagonal(s.pairs.overlaps, block);
         }
-        const bool coupled = __syncthreads_or(last && is_coupled(squares));
+        const bool compensated = __syncthreads_or(last && needs_compensation(squares));
         if (last) {
-            emit_lower<false>(image.scores, s.pairs.scores, block);
-            if (coupled) emit_lower<true>(image.scores_low, s.pairs.scores, block);
+            emit_lower<false>(chunk.scores, s.pairs.scores, block);
+            if (compensated) emit_lower<true>(chunk.scores_low, s.pairs.scores, block);
             // The row of scores has left, and makes room.
             if (delta)
-                emit_inverse<T, kKey>(image, s.pairs.overlaps, beta, s.pairs.scores.at(first, 0, 0, 0), block, coupled);
+                emit_inverse<T, kKey>(chunk, s.pairs.overlaps, beta, s.pairs.scores.at(first, 0, 0, 0), block,
+                                      compensated);
         }
         if (per_chunk<kKey>(schedule) || of + 1 < span) __syncthreads();
-        if (thread == 0) hand_over<kKey>(schedule, exact_writes + first_image + of, coupled);
+        if (thread == 0) hand_over<kKey>(schedule, is_compensated + first_operands + of, compensated);
     }
 }
 

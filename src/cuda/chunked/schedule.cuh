@@ -7,7 +7,7 @@
 #pragma once
 
 #include "cuda/chunked/chunk.cuh"
-#include "cuda/ptx/overlap.cuh"
+#include "cuda/ptx/pdl.cuh"
 
 namespace cula::cuda::chunked {
 
@@ -39,7 +39,7 @@ template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     schedule(const __grid_constant__ DeviceArgs a, const Schedule s, std::int32_t* first_chunk, PackedChunk* packed,
              Segment* segments) {
-    follow_kernels();
+    pdl_trigger_and_wait();
     static_assert(kThreads == kScheduleThreads);
     __shared__ std::int32_t of_warps[32];
     __shared__ std::int32_t first[kThreads], last[kThreads], first_segment[kThreads];  // of the sequences at hand

@@ -19,7 +19,7 @@
 #include "cuda/chunked/cursor.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
-#include "cuda/ptx/overlap.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/convert.cuh"
 
 namespace cula::cuda::sm80 {
@@ -36,7 +36,7 @@ struct RawTiles {
 
 template <class T, int kKey, bool kPerChannel>
 struct CarryStage {
-    Image<T, kKey, kPerChannel> image;
+    ChunkOperands<T, kKey, kPerChannel> operands;
     std::conditional_t<kPerChannel, NoTiles, RawTiles<T, kKey>> raw;
     alignas(16) T values[kMaxCarryWarps][kTokens<kKey> * kWarpRows];  // [warp][token][value row]
 };
@@ -151,25 +151,25 @@ __device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, cons
 
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
-    carry(const __grid_constant__ DeviceArgs a, const Schedule schedule, const Image<T, kKey, kPerChannel>* images,
-          const __grid_constant__ CarryParams p) {
-    wait_for_kernels();
-    lead_kernel();
+    carry(const __grid_constant__ DeviceArgs a, const Schedule schedule,
+          const ChunkOperands<T, kKey, kPerChannel>* operands, const __grid_constant__ CarryParams p) {
+    pdl_wait();
+    pdl_trigger();
     constexpr int kRows = kTokens<kKey>, kBlocks = kRows / 16;
     using Stage = CarryStage<T, kKey, kPerChannel>;
-    using ImageType = Image<T, kKey, kPerChannel>;
+    using Operands = ChunkOperands<T, kKey, kPerChannel>;
     using RawT = RawTiles<T, kKey>;
     extern __shared__ __align__(128) unsigned char raw_memory[];
     auto* stages = reinterpret_cast<Stage*>(raw_memory);
 
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
-    const Walk<kKey, kMaps> walk(a, schedule, p, own_segment<kKey, kMaps>(a, schedule, p), warp, warps);
-    walk.zero_skipped(schedule);
-    if (walk.nothing()) return;
-    const Segment& segment = walk.segment;
-    const int value_head = walk.value_head, row_base = walk.rows.first;
-    const bool of_m = walk.of_m;
+    const SegmentCursor<kKey, kMaps> cursor(a, schedule, p, own_segment<kKey, kMaps>(a, schedule, p), warp, warps);
+    cursor.zero_skipped(schedule);
+    if (cursor.nothing()) return;
+    const Segment& segment = cursor.segment;
+    const int value_head = cursor.value_head, row_base = cursor.rows.first;
+    const bool of_m = cursor.of_m;
 
     const std::uint32_t shared_base = shared_address(raw_memory);
 
@@ -180,26 +180,26 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     };
     const bool wide_values = aligned(a.v, a.value_dim);
     const bool wide_keys = kPerChannel || (aligned(a.q, a.key_dim) && aligned(a.k, a.key_dim));
-    const ImageType* first_image = images + static_cast<std::int64_t>(segment.image) * a.value_heads + value_head;
-    const std::int32_t* exact_writes =
-        kDelta ? p.exact_writes + static_cast<std::int64_t>(segment.image) * a.value_heads + value_head : nullptr;
+    const Operands* first_operands = operands + static_cast<std::int64_t>(segment.slot) * a.value_heads + value_head;
+    const std::int32_t* is_compensated =
+        kDelta ? p.is_compensated + static_cast<std::int64_t>(segment.slot) * a.value_heads + value_head : nullptr;
     // Loaded two chunks ahead and not looked at before: nothing waits for it.
-    const auto exact_at = [&](int chunk) {
+    const auto compensated_at = [&](int chunk) {
         return kDelta && chunk < segment.chunks
-                   ? written_before(exact_writes + static_cast<std::int64_t>(chunk) * a.value_heads)
+                   ? written_before(is_compensated + static_cast<std::int64_t>(chunk) * a.value_heads)
                    : 0;
     };
-    const auto copy_chunk = [&](int chunk, std::int32_t exact) {
+    const auto copy_chunk = [&](int chunk, std::int32_t compensated) {
         const bool odd = chunk % p.stages;
         Stage& stage = stages[odd];
         const std::uint32_t stage_at = shared_base + (odd ? static_cast<std::uint32_t>(sizeof(Stage)) : 0u);
         {
-            const int begin = ImageType::begin(kDelta, kDelta && exact), bytes = ImageType::end(kMaps) - begin;
+            const int begin = Operands::begin(kDelta, kDelta && compensated), bytes = Operands::end(kMaps) - begin;
             // Eight units of 512 bytes a warp at a time.
             constexpr int kRun = 8 * 512;
-            const auto* from =
-                reinterpret_cast<const unsigned char*>(first_image + static_cast<std::int64_t>(chunk) * a.value_heads) +
-                begin + lane * 16;
+            const auto* from = reinterpret_cast<const unsigned char*>(
+                                   first_operands + static_cast<std::int64_t>(chunk) * a.value_heads) +
+                               begin + lane * 16;
             const std::uint32_t to = stage_at + begin + lane * 16;
             int x = warp * kRun;
 #pragma unroll 1
@@ -212,16 +212,17 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                     if (x + i * 512 + lane * 16 < bytes) copy_async(to + x + i * 512, from + x + i * 512);
             }
         }
-        const int left = walk.count(chunk);
-        const std::int64_t t0 = walk.token(chunk);
+        const int left = cursor.count(chunk);
+        const std::int64_t t0 = cursor.token(chunk);
         if constexpr (!kPerChannel) {
             const int head = a.by_group.divide(value_head);
             if constexpr (!kMaps)
                 copy_tokens<T, kRows, kKey>(stage.raw.q, stage_at + offsetof(Stage, raw), a.q,
-                                            a.q.offset(walk.batch, t0, head), left, a.key_dim, wide_keys, thread,
+                                            a.q.offset(cursor.batch, t0, head), left, a.key_dim, wide_keys, thread,
                                             threads);
             copy_tokens<T, kRows, kKey>(stage.raw.k, stage_at + offsetof(Stage, raw) + offsetof(RawT, k), a.k,
-                                        a.k.offset(walk.batch, t0, head), left, a.key_dim, wide_keys, thread, threads);
+                                        a.k.offset(cursor.batch, t0, head), left, a.key_dim, wide_keys, thread,
+                                        threads);
         }
         if (of_m) return;
         constexpr int kUnits = kWarpRows / 8;
@@ -231,8 +232,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         constexpr int kStep = 32 / kUnits;
         const int unit = lane % kUnits, row = row_base + unit * 8,
                   place = Tile<kRows, kWarpRows>::unit(lane / kUnits, unit);
-        const T* from =
-            static_cast<const T*>(a.v.data) + a.v.offset(walk.batch, t0, value_head) + row + lane / kUnits * a.v.token;
+        const T* from = static_cast<const T*>(a.v.data) + a.v.offset(cursor.batch, t0, value_head) + row +
+                        lane / kUnits * a.v.token;
         if (wide_values) {
             const bool in = row < a.value_dim;
 #pragma unroll 1
@@ -254,31 +255,31 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 
     // --- state ---
     float state[kKey / 8][4];  // [channel tile of 8][fragment]
-    std::int32_t exact = exact_at(0), exact_next = exact_at(1);
-    if (segment.chunks > 0) copy_chunk(0, exact);
+    std::int32_t compensated = compensated_at(0), compensated_next = compensated_at(1);
+    if (segment.chunks > 0) copy_chunk(0, compensated);
     commit_copies();
-    walk.first_state(state);
+    cursor.first_state(state);
 
     const LaneReads<OperandTile<kKey, kPerChannel>, false> key_reads;
     const TriangleReads<kRows> pair_reads;
     const LaneReads<OperandTile<kKey, kPerChannel>, true> carry_reads;
     const LaneReads<Tile<kRows, kWarpRows>, false> value_reads;
 
-    DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(walk);
+    DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(cursor);
 
-    const int lane_row = walk.rows.row(), lane_channel = RowWindow::channel();
+    const int lane_row = cursor.rows.row(), lane_channel = RowWindow::channel();
     const int lane_value = row_base + lane % 4 * 2;  // of an output
     const bool pairs_out = (a.o.batch | a.o.token | a.o.head | a.value_dim) % 2 == 0 &&
                            reinterpret_cast<std::uintptr_t>(a.o.data) % 4 == 0;
     for (int chunk = 0;; ++chunk) {
-        walk.store_asked(state, chunk);
+        cursor.store_asked(state, chunk);
         if (chunk == segment.chunks) break;
         const bool odd = chunk % p.stages;
-        const ImageType& image = stages[odd].image;
+        const Operands& operands = stages[odd].operands;
         const std::uint32_t stage_at = shared_base + (odd ? static_cast<std::uint32_t>(sizeof(Stage)) : 0u);
-        const std::int32_t exact_after = exact_at(chunk + 2);
+        const std::int32_t compensated_after = compensated_at(chunk + 2);
         if (p.stages > 1) {
-            if (chunk + 1 < segment.chunks) copy_chunk(chunk + 1, exact_next);
+            if (chunk + 1 < segment.chunks) copy_chunk(chunk + 1, compensated_next);
             commit_copies();
             wait_copies<1>();
         } else {
@@ -286,11 +287,11 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         }
         __syncthreads();
 
-        if constexpr (kMaps && !kDelta) decay_map.pass(image.decay);
+        if constexpr (kMaps && !kDelta) decay_map.pass(operands.decay);
         std::uint32_t k_read = stage_at, q_read = stage_at, k_carry = stage_at;
         if constexpr (kPerChannel) {
-            k_read += offsetof(ImageType, k_decayed), q_read += offsetof(ImageType, q_decayed);
-            k_carry += offsetof(ImageType, k_remaining);
+            k_read += offsetof(Operands, k_decayed), q_read += offsetof(Operands, q_decayed);
+            k_carry += offsetof(Operands, k_remaining);
         } else {
             q_read += offsetof(Stage, raw), k_read += offsetof(Stage, raw) + offsetof(RawT, k);
             k_carry = k_read;
@@ -327,7 +328,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         // 8-15.
         Packed writes[kBlocks];
         const float *q_factor = nullptr, *k_factor = nullptr;
-        if constexpr (!kPerChannel) q_factor = image.q_factor, k_factor = image.k_factor;
+        if constexpr (!kPerChannel) q_factor = operands.q_factor, k_factor = operands.k_factor;
         {
             float read[kRows / 8][4] = {};
             if constexpr (kDelta) read_state(read, k_read, k_factor);
@@ -357,12 +358,12 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             float u[kRows / 8][4] = {};
 #pragma unroll
             for (int step = 0; step < kBlocks; ++step)
-                multiply_triangle<T, kRows>(u, writes[step], stage_at + offsetof(ImageType, inverse), pair_reads, step);
-            if (exact) {
+                multiply_triangle<T, kRows>(u, writes[step], stage_at + offsetof(Operands, inverse), pair_reads, step);
+            if (compensated) {
 #pragma unroll
                 for (int step = 0; step < kBlocks; ++step)
-                    multiply_triangle<T, kRows>(u, writes[step], stage_at + offsetof(ImageType, inverse_low),
-                                                pair_reads, step);
+                    multiply_triangle<T, kRows>(u, writes[step], stage_at + offsetof(Operands, inverse_low), pair_reads,
+                                                step);
                 __syncwarp();
             }
 #pragma unroll
@@ -371,7 +372,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                 for (int x = 0; x < 4; ++x) {
                     const float2 pair{u[2 * block + x / 2][x % 2 * 2], u[2 * block + x / 2][x % 2 * 2 + 1]};
                     writes[block][x] = pack2<T>(pair.x, pair.y);
-                    if (exact) rests[(block * 4 + x) * 32] = pack_rest<T>(pair, writes[block][x]);
+                    if (compensated) rests[(block * 4 + x) * 32] = pack_rest<T>(pair, writes[block][x]);
                 }
         }
         if constexpr (!kMaps) {
@@ -379,23 +380,21 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             read_state(out, q_read, q_factor);
 #pragma unroll
             for (int step = 0; step < kBlocks; ++step)
-                multiply_triangle<T, kRows>(out, writes[step], stage_at + offsetof(ImageType, scores), pair_reads,
-                                            step);
+                multiply_triangle<T, kRows>(out, writes[step], stage_at + offsetof(Operands, scores), pair_reads, step);
             if constexpr (kDelta) {
-                if (exact) {
+                if (compensated) {
 #pragma unroll
                     for (int step = 0; step < kBlocks; ++step) {
                         Packed rest;
                         load_rest(rest, step);
-                        multiply_triangle<T, kRows>(out, rest, stage_at + offsetof(ImageType, scores), pair_reads,
-                                                    step);
-                        multiply_triangle<T, kRows>(out, writes[step], stage_at + offsetof(ImageType, scores_low),
+                        multiply_triangle<T, kRows>(out, rest, stage_at + offsetof(Operands, scores), pair_reads, step);
+                        multiply_triangle<T, kRows>(out, writes[step], stage_at + offsetof(Operands, scores_low),
                                                     pair_reads, step);
                     }
                 }
             }
-            const int left = walk.count(chunk);
-            const std::int64_t first_out = a.o.offset(walk.batch, walk.token(chunk), value_head);
+            const int left = cursor.count(chunk);
+            const std::int64_t first_out = a.o.offset(cursor.batch, cursor.token(chunk), value_head);
             if (a.o.dtype == Dtype::kFloat32) {
 #pragma unroll
                 for (int tile = 0; tile < kRows / 8; ++tile)
@@ -429,20 +428,20 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         for (int tile = 0; tile < kKey / 8; ++tile) {
             float2 d;
             if constexpr (kPerChannel)
-                d = *reinterpret_cast<const float2*>(image.decay + tile * 8 + lane_channel);
+                d = *reinterpret_cast<const float2*>(operands.decay + tile * 8 + lane_channel);
             else
-                d = {image.decay[0], image.decay[0]};
+                d = {operands.decay[0], operands.decay[0]};
             state[tile][0] *= d.x, state[tile][1] *= d.y, state[tile][2] *= d.x, state[tile][3] *= d.y;
         }
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
             Packed rest = {};
-            if (kDelta && exact) load_rest(rest, block);
+            if (kDelta && compensated) load_rest(rest, block);
             if constexpr (!kPerChannel) {
                 // The factor from each token to the chunk's end goes to what is written.
 #pragma unroll
                 for (int x = 0; x < 4; ++x) {
-                    const float2 factor = per_token(image.k_rest, 2 * block + x / 2);
+                    const float2 factor = per_token(operands.k_rest, 2 * block + x / 2);
                     float2 pair = unpack2<T>(writes[block][x]);
                     if constexpr (kDelta) {
                         const float2 more = unpack2<T>(rest[x]);
@@ -455,17 +454,17 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             }
             const auto reads = carry_reads.again();
             multiply_carry<T, kKey>(state, writes[block], k_carry, reads, block);
-            if (kDelta && exact) multiply_carry<T, kKey>(state, rest, k_carry, reads, block);
+            if (kDelta && compensated) multiply_carry<T, kKey>(state, rest, k_carry, reads, block);
         }
         __syncthreads();
         if (p.stages == 1) {
-            if (chunk + 1 < segment.chunks) copy_chunk(chunk + 1, exact_next);
+            if (chunk + 1 < segment.chunks) copy_chunk(chunk + 1, compensated_next);
             commit_copies();
         }
-        exact = exact_next, exact_next = exact_after;
+        compensated = compensated_next, compensated_next = compensated_after;
     }
     if constexpr (kMaps && !kDelta)
-        if (blockIdx.x % p.row_blocks.value == 0 && warp == 0) decay_map.store(walk);
+        if (blockIdx.x % p.row_blocks.value == 0 && warp == 0) decay_map.store(cursor);
 }
 
 }  // namespace cula::cuda::sm80

@@ -13,8 +13,8 @@ struct PortableCarry {
     static constexpr int kKey = kKeyDim, kWarpStep = 1;
     static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = false, kWaitsItself = false;
 
-    using GateBoxes = NoGateBoxes;
-    static GateBoxes gate_boxes(const DeviceArgs&) { return {}; }
+    using GateTiles = NoGateTiles;
+    static GateTiles gate_tiles(const DeviceArgs&) { return {}; }
     using Fused = NotFused;
 
     // Maps cost more than twice the carry that they replace: cut where three segments fit, and in no other way.
@@ -32,7 +32,7 @@ struct PortableCarry {
         cuda::launch<carry<T, kKey, kDelta, kPerChannel, kMaps>>(
             shape({std::size_t{p.row_blocks.value} * a.value_heads * schedule.max_segments, plan.policy.warps * 32,
                    p.stages * sizeof(Stage)}),
-            call.stream, a, schedule, plan.images, p);
+            call.stream, a, schedule, plan.operands, p);
     }
 };
 

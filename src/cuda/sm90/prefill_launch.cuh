@@ -5,7 +5,7 @@
 #include "cuda/chunked/launch.cuh"
 #include "cuda/sm90/carry/kernel.cuh"
 #include "cuda/sm90/fused/launch.cuh"
-#include "cuda/sm90/gate_boxes.cuh"
+#include "cuda/sm90/gate_tiles.cuh"
 #include "cuda/sm90/launch.h"
 
 namespace cula::cuda::sm90 {
@@ -13,14 +13,14 @@ namespace cula::cuda::sm90 {
 template <class T, int kKeyDim, bool kDecayPerChannel>
 struct WarpgroupCarry {
     using Type = T;
-    static constexpr int kKey = kKeyDim, kWarpStep = kGroupWarps;
+    static constexpr int kKey = kKeyDim, kWarpStep = kWarpgroupWarps;
     static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = !kDecayPerChannel, kWaitsItself = true;
     // fp16's range is too small for factors of whole halves; 64 channels would leave half of the threads without any.
     using Fused = std::conditional_t<kDecayPerChannel && kKeyDim == 128 && std::is_same_v<T, __nv_bfloat16>,
                                      FusedPrefill<T, kKeyDim>, NotFused>;
 
-    using GateBoxes = sm90::GateBoxes<T, kKey>;
-    static GateBoxes gate_boxes(const DeviceArgs& a) { return GateBoxes(a); }
+    using GateTiles = sm90::GateTiles<T, kKey>;
+    static GateTiles gate_tiles(const DeviceArgs& a) { return GateTiles(a); }
 
     // Of GDN, whose images are small: elsewhere memory sets the pace of a carry that fills the device. Of a first
     // segment's B two CTAs of one warpgroup make a chunk in 0.89 us, of another's map two of two warpgroups in 1.11.
@@ -31,30 +31,30 @@ struct WarpgroupCarry {
 
     // CTAs of one or two warpgroups that the rows of a head's values, and those of its M, are for.
     struct Rows {
-        int groups, of_values, of_m;
+        int warpgroups, of_values, of_m;
         int blocks() const { return of_values + of_m; }
     };
-    static Rows rows(const DeviceArgs& a, int groups, bool m) {
-        const auto blocks = [&](int of) { return ceil_div(of, groups * kGroupRows); };
-        return {groups, blocks(a.value_dim), m ? blocks(a.key_dim) : 0};
+    static Rows rows(const DeviceArgs& a, int warpgroups, bool m) {
+        const auto blocks = [&](int of) { return ceil_div(of, warpgroups * kWarpgroupRows); };
+        return {warpgroups, blocks(a.value_dim), m ? blocks(a.key_dim) : 0};
     }
 
     template <bool kDelta, bool kMaps, class ShapeOf>
     static void launch(const Call& call, const PrefillPlan<WarpgroupCarry>& plan, const Schedule& schedule,
                        CarryParams p, const ShapeOf& shape) {
         const DeviceArgs& a = call.args;
-        const int groups = plan.policy.warps / kGroupWarps;
+        const int warpgroups = plan.policy.warps / kWarpgroupWarps;
         const int pieces = static_cast<int>(schedule.by_pieces.value);
         const std::int64_t firsts = std::int64_t{a.value_heads} * a.sequences;
         std::int64_t columns = std::int64_t{a.value_heads} * (schedule.max_segments - p.first_rank);
         if (p.first_walks && kMaps) columns = firsts * p.ranks.value;
         if (p.first_only) columns = std::int64_t{a.value_heads} * ((a.sequences - 1) * pieces + 1);
         if (!kMaps || !kDelta || !p.wants_m)
-            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, rows(a, groups, false), columns, shape);
+            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, rows(a, warpgroups, false), columns, shape);
         // Two warpgroups a CTA where one would take twice the rounds.
         const auto fewer_rounds = [&](std::int64_t of, int room) {
-            const Rows as_the_carry = rows(a, groups, true);
-            return of * as_the_carry.blocks() > room ? rows(a, kMaxGroups, true) : as_the_carry;
+            const Rows as_the_carry = rows(a, warpgroups, true);
+            return of * as_the_carry.blocks() > room ? rows(a, kMaxStateWarpgroups, true) : as_the_carry;
         };
         const auto beside_others = [&](LaunchShape of) {
             of = shape(of);
@@ -63,7 +63,7 @@ struct WarpgroupCarry {
         };
         int room = call.multiprocessors;
         if (p.first_walks) {
-            room -= static_cast<int>(firsts) * rows(a, groups, false).blocks();
+            room -= static_cast<int>(firsts) * rows(a, warpgroups, false).blocks();
             return launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(columns, room), columns,
                                               beside_others);
         }
@@ -71,10 +71,10 @@ struct WarpgroupCarry {
             return launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(columns, room), columns, shape);
         // What a segment call keeps lacks some: M of the first segments, the maps of the last ones.
         if (!p.first_m) {
-            const Rows others = rows(a, kMaxGroups, true);
-            Rows first = rows(a, groups, false);
+            const Rows others = rows(a, kMaxStateWarpgroups, true);
+            Rows first = rows(a, warpgroups, false);
             if (firsts * first.blocks() + firsts * (pieces - 1) * others.blocks() > room)
-                first = rows(a, kMaxGroups, false);
+                first = rows(a, kMaxStateWarpgroups, false);
             p.first_rank = 0, p.ranks = divisor(1);
             launch_rows<kDelta, kMaps>(call, plan, schedule, p, first, firsts, shape);
             p.first_rank = 1, p.beside_others = call.follows;
@@ -93,7 +93,7 @@ private:
         const DeviceArgs& a = call.args;
         p.value_blocks = rows.of_values, p.row_blocks = divisor(rows.blocks());
         const auto shared_bytes = [&] {
-            return carry_shared_bytes<T, kKey, kDelta, kPerChannel, kMaps>(rows.groups, p.stages);
+            return carry_shared_bytes<T, kKey, kDelta, kPerChannel, kMaps>(rows.warpgroups, p.stages);
         };
         for (p.stages = kMaxStages; shared_bytes() > call.shared_bytes_limit;) --p.stages;
         constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
@@ -104,11 +104,11 @@ private:
         p.cluster = kScores ? 1 : in_fours ? 4 : rows.blocks() % 2 == 0 ? 2 : 1;
         cuda::launch<carry<T, kKey, kDelta, kPerChannel, kMaps>>(
             shape({.blocks = static_cast<std::size_t>(rows.blocks() * columns),
-                   .threads = (rows.groups + kHelperGroups<kScores>)*kGroupThreads,
+                   .threads = (rows.warpgroups + kHelperWarpgroups<kScores>)*kWarpgroupThreads,
                    .shared_bytes = shared_bytes(),
                    .most_shared_bytes = call.shared_bytes_limit,
                    .cluster = p.cluster}),
-            call.stream, a, schedule, plan.images, p, row_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
+            call.stream, a, schedule, plan.operands, p, row_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
     }
 };
 

@@ -57,10 +57,10 @@ __device__ __forceinline__ void take_rests(Packed (&rests)[kBlocks], const Packe
 }
 
 // Where the lane's row of a matrix stands in a box.
-static_assert(kGroupRows == 64);
+static_assert(kWarpgroupRows == 64);
 __device__ __forceinline__ std::uint32_t own_value_row() {
     const unsigned row = threadIdx.x % 8 + threadIdx.x / 16 % 2 * 8,
-                   unit = threadIdx.x / 32 % kGroupWarps * 2 + threadIdx.x / 8 % 2;
+                   unit = threadIdx.x / 32 % kWarpgroupWarps * 2 + threadIdx.x / 8 % 2;
     return row * 128 + (unit ^ row % 8) * 16;
 }
 inline constexpr int kValueBlockBytes = 16 * 128;

@@ -10,45 +10,46 @@
 // algorithms with one decay per token have no prepare but a warpgroup for it (scorer.cuh).
 #pragma once
 
-#include "cuda/ptx/overlap.cuh"
-#include "cuda/sm90/carry/copier.cuh"
-#include "cuda/sm90/carry/multiplier.cuh"
-#include "cuda/sm90/carry/scorer.cuh"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/sm90/carry/load_store_roles.cuh"
+#include "cuda/sm90/carry/score_role.cuh"
+#include "cuda/sm90/carry/state_role.cuh"
 
 namespace cula::cuda::sm90 {
 
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChannel>>, 1)
-    carry(const __grid_constant__ DeviceArgs a, const Schedule schedule, const Image<T, kKey, kPerChannel>* images,
-          const __grid_constant__ CarryParams p, const __grid_constant__ RowMaps maps) {
-    using S = Stage<T, kKey, kDelta, kPerChannel, kMaps>;
+    carry(const __grid_constant__ DeviceArgs a, const Schedule schedule,
+          const ChunkOperands<T, kKey, kPerChannel>* operands, const __grid_constant__ CarryParams p,
+          const __grid_constant__ RowMaps maps) {
+    using Layout = StageLayout<T, kKey, kDelta, kPerChannel, kMaps>;
     using F = Factors<kKey, kPerChannel>;
     constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
     extern __shared__ __align__(1024) unsigned char memory[];
 
     const int thread = static_cast<int>(threadIdx.x), warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
-    const int groups = static_cast<int>(blockDim.x) / kGroupThreads - kHelperGroups<kScores>;
-    const int role = warp / kGroupWarps - groups;  // negative: multiplies
-    unsigned char* const outs = memory + p.stages * S::bytes(groups);
-    auto& barriers = carry_barriers<T, kKey, kDelta, kPerChannel, kMaps>(memory, p.stages, groups);
+    const int warpgroups = static_cast<int>(blockDim.x) / kWarpgroupThreads - kHelperWarpgroups<kScores>;
+    const int role = warp / kWarpgroupWarps - warpgroups;  // negative: multiplies
+    unsigned char* const outs = memory + p.stages * Layout::bytes(warpgroups);
+    auto& barriers = carry_barriers<T, kKey, kDelta, kPerChannel, kMaps>(memory, p.stages, warpgroups);
     auto* const factors = reinterpret_cast<F*>(&barriers + 1);
-    const std::uint32_t full = shared_address(barriers.full), empty = shared_address(barriers.empty);
-    for (int stage = 0; stage < p.stages; ++stage) S::clear_upper(memory + stage * S::bytes(groups));
+    const std::uint32_t full = shared_address(barriers.operands_ready), empty = shared_address(barriers.operands_free);
+    for (int stage = 0; stage < p.stages; ++stage) Layout::clear_upper(memory + stage * Layout::bytes(warpgroups));
     fence_async_proxy();
     // What needs nothing of the kernels before comes while they end.
     if (thread == 0) {
-        if (maps.inputs && !kPerChannel) prefetch_map(maps.k);
-        if (maps.inputs && !kPerChannel && !kMaps) prefetch_map(maps.q);
-        if (maps.inputs) prefetch_map(maps.v);
-        if (maps.outputs) prefetch_map(maps.o);
+        if (maps.inputs && !kPerChannel) tma_prefetch_map(maps.k);
+        if (maps.inputs && !kPerChannel && !kMaps) tma_prefetch_map(maps.q);
+        if (maps.inputs) tma_prefetch_map(maps.v);
+        if (maps.outputs) tma_prefetch_map(maps.o);
         for (int stage = 0; stage < p.stages; ++stage) {
-            init_barrier(full + stage * 8, 1 + kFetchThreads);
-            init_barrier(empty + stage * 8, p.cluster * groups * kGroupThreads);
-            init_barrier(shared_address(barriers.made + stage), kGroupThreads);
+            init_barrier(full + stage * 8, 1 + kLoadThreads);
+            init_barrier(empty + stage * 8, p.cluster * warpgroups * kWarpgroupThreads);
+            init_barrier(shared_address(barriers.scores_ready + stage), kWarpgroupThreads);
         }
-        for (int group = 0; group < groups; ++group) {
-            init_barrier(shared_address(barriers.turned + group), kGroupThreads);
-            init_barrier(shared_address(barriers.taken + group), kPutThreads);
+        for (int warpgroup = 0; warpgroup < warpgroups; ++warpgroup) {
+            init_barrier(shared_address(barriers.out_ready + warpgroup), kWarpgroupThreads);
+            init_barrier(shared_address(barriers.out_free + warpgroup), kStoreThreads);
         }
         publish_barriers();
     }
@@ -59,19 +60,19 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         __threadfence();
         return segment_of(a, schedule, segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x))).rank > 0;
     };
-    const bool waits_itself = schedule.awaits_images || schedule.awaits_states;
+    const bool waits_itself = schedule.awaits_operands || schedule.awaits_states;
     const bool waits_last = kMaps ? p.beside_others : p.halves || waits_itself;
     if (kMaps && p.beside_others) {
         __threadfence();
         fence_async_global();  // images come by bulk copies
     } else if (kMaps) {
-        wait_for_kernels();
-        lead_kernel();
+        pdl_wait();
+        pdl_trigger();
     } else if (waits_itself) {
-        lead_kernel();
+        pdl_trigger();
         __threadfence();
     } else if (!p.halves || needs_map()) {
-        follow_kernels();
+        pdl_trigger_and_wait();
     }
     // From memory it is read alike by all, and a lane's place among the operands is not computed anew in every chunk.
     if (warp == 0) {
@@ -79,10 +80,11 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         if (thread == 0) barriers.segment = segment;
     }
     __syncthreads();
-    const Walk<kKey, kMaps> walk(a, schedule, p, barriers.segment, role < 0 ? warp : 0, groups * kGroupWarps);
-    if (role < 0) walk.zero_skipped(schedule);
-    if (walk.nothing()) {
-        if (waits_last) follow_kernels();
+    const SegmentCursor<kKey, kMaps> cursor(a, schedule, p, barriers.segment, role < 0 ? warp : 0,
+                                            warpgroups * kWarpgroupWarps);
+    if (role < 0) cursor.zero_skipped(schedule);
+    if (cursor.nothing()) {
+        if (waits_last) pdl_trigger_and_wait();
         return;
     }
     if (p.cluster > 1) sync_cluster();
@@ -90,30 +92,31 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     if (kScores && role == 0) {
         if constexpr (kScores) {
             lower_registers<kScoreRegisters>();
-            Scorer<T, kKey, kMaps>{a, walk, memory, factors, barriers, groups, p.stages}.run();
+            ScoreRole<T, kKey, kMaps>{a, cursor, memory, factors, barriers, warpgroups, p.stages}.run();
         }
     } else if (role >= 0) {
-        lower_registers<kCopyRegisters<kScores>>();
-        const int copier = warp % kGroupWarps;
-        if (copier < kFetchThreads / 32) {
-            const std::int64_t first = static_cast<std::int64_t>(walk.segment.image) * a.value_heads + walk.value_head;
-            const Fetcher<T, kKey, kDelta, kPerChannel, kMaps> fetcher{
-                a,       maps,     walk,   images + first, p.exact_writes + first, memory,
-                factors, barriers, groups, p.stages,       schedule.per_chunk};
-            if (!kMaps && schedule.awaits_images && !schedule.per_chunk) wait_for_kernels();
+        lower_registers<kLoadRegisters<kScores>>();
+        const int copier = warp % kWarpgroupWarps;
+        if (copier < kLoadThreads / 32) {
+            const std::int64_t first =
+                static_cast<std::int64_t>(cursor.segment.slot) * a.value_heads + cursor.value_head;
+            const LoadRole<T, kKey, kDelta, kPerChannel, kMaps> fetcher{
+                a,       maps,     cursor,     operands + first, p.is_compensated + first, memory,
+                factors, barriers, warpgroups, p.stages,         schedule.per_chunk};
+            if (!kMaps && schedule.awaits_operands && !schedule.per_chunk) pdl_wait();
             fetcher.run();
         } else if (maps.outputs) {
-            if constexpr (!kMaps) Putter<T, kKey>{a, maps.o, walk, outs, barriers, groups}.run();
+            if constexpr (!kMaps) StoreRole<T, kKey>{a, maps.o, cursor, outs, barriers, warpgroups}.run();
         }
     } else {
-        raise_registers<kMultiplyRegisters<kScores>>();
-        if (!kMaps && schedule.awaits_states) wait_for_kernels();
-        Multiplier<T, kKey, kDelta, kPerChannel, kMaps> multiplier{a,      schedule, p,        maps,
-                                                                   memory, outs,     barriers, groups};
-        multiplier.run(walk);
+        raise_registers<kStateRegisters<kScores>>();
+        if (!kMaps && schedule.awaits_states) pdl_wait();
+        StateRole<T, kKey, kDelta, kPerChannel, kMaps> multiplier{a,      schedule, p,        maps,
+                                                                  memory, outs,     barriers, warpgroups};
+        multiplier.run(cursor);
     }
     if (p.cluster > 1) sync_cluster();
-    if (waits_last) follow_kernels();
+    if (waits_last) pdl_trigger_and_wait();
 }
 
 }  // namespace cula::cuda::sm90

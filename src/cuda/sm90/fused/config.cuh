@@ -8,26 +8,26 @@
 
 namespace cula::cuda::sm90 {
 
-inline constexpr int kFusedTokens = 32, kSolvers = 2;
+inline constexpr int kFusedTokens = 32, kSolveWarps = 2;
 // CTAs of one warpgroup that multiplies come in pairs, for 128 value rows of a head: each prepares every other chunk,
 // for both. A CTA of two is alone.
-template <int kGroups>
-inline constexpr bool kPaired = kGroups == 1;
-template <int kGroups>
-inline constexpr int kPeers = kPaired<kGroups> ? 2 : 1;
+template <int kStateWarpgroups>
+inline constexpr bool kPaired = kStateWarpgroups == 1;
+template <int kStateWarpgroups>
+inline constexpr int kPeers = kPaired<kStateWarpgroups> ? 2 : 1;
 // Warpgroups that prepare: as many as registers are left for.
-template <int kGroups>
-inline constexpr int kPreparers = kPaired<kGroups> ? 3 : 2;
+template <int kStateWarpgroups>
+inline constexpr int kOperandWarpgroups = kPaired<kStateWarpgroups> ? 3 : 2;
 // Stages of chunks that the CTA prepares; and of those that come from its peer.
-template <int kGroups>
-inline constexpr int kFusedStages = kPaired<kGroups> ? 4 : 5;
-template <int kGroups>
-inline constexpr int kPeerStages = kPaired<kGroups> ? 2 : 0;
+template <int kStateWarpgroups>
+inline constexpr int kFusedStages = kPaired<kStateWarpgroups> ? 4 : 5;
+template <int kStateWarpgroups>
+inline constexpr int kPeerStages = kPaired<kStateWarpgroups> ? 2 : 0;
 
 // Bits for pairs of channels.
 template <int kKey>
 struct PairMask {
-    static constexpr int kPanels = kKey / kBoxChannels, kPairs = kKey / 2;
+    static constexpr int kPanels = kKey / kTmaChannels, kPairs = kKey / 2;
     std::uint32_t of[kPanels];
 
     __device__ __forceinline__ bool any() const {
@@ -61,14 +61,14 @@ struct PairMask {
 // middle is the chunk's begin for who reads, and its end for who adds: `ends` has what is between.
 template <int kKey>
 struct FusedFactors {
-    static constexpr int kPanels = kKey / kBoxChannels;
+    static constexpr int kPanels = kKey / kTmaChannels;
     alignas(16) float reads[kKey], brings[kKey];  // turned()
     alignas(16) float ends[kKey];
     float beta[kFusedTokens];
     alignas(16) std::int32_t apart[kPanels];  // whether some channel is
-    std::int32_t coupled;                     // whether keys are: squares of what rounding takes off are there
-    std::int32_t any_steep;
-    PairMask<kKey> steep;  // where some are
+    std::int32_t compensated;                 // whether keys are: squares of what rounding takes off are there
+    std::int32_t any_out_of_range;
+    PairMask<kKey> out_of_range;  // where some are
 
     // Where a pair of channels stands so that the four of two tiles that a lane of a multiplying warp has come
     // together.
@@ -76,7 +76,7 @@ struct FusedFactors {
 
     // Neither coupled nor with steep pairs.
     __device__ __forceinline__ bool plain() const {
-        const int2 flags = *reinterpret_cast<const int2*>(&coupled);
+        const int2 flags = *reinterpret_cast<const int2*>(&compensated);
         return (flags.x | flags.y) == 0;
     }
     __device__ __forceinline__ bool any_apart() const { return (apart[0] | apart[1]) != 0; }
@@ -94,18 +94,19 @@ struct FusedRows {
 // came; preparation leaves Q~, K^ and K+ in their places. Then come squares of 32 x 32 with zeros above: scores, the
 // inverse, and what rounding took off them; and factors. One CTA alone has values behind them, in whose place outputs
 // come. Of a pair, overlaps lie where the inverse comes to, and values in tiles of their own.
-template <int kKey, int kGroups>
-struct FusedStage {
-    static constexpr int kPanels = kKey / kBoxChannels, kRowBytes = 2 * kBoxChannels;
-    static constexpr int kBoxBytes = kFusedTokens * kRowBytes;
-    static constexpr int kQuery = 0, kKeys = kBoxBytes, kCarried = 2 * kBoxBytes, kPanelBytes = 3 * kBoxBytes;
+template <int kKey, int kStateWarpgroups>
+struct FusedStageLayout {
+    static constexpr int kPanels = kKey / kTmaChannels, kRowBytes = 2 * kTmaChannels;
+    static constexpr int kTmaBytes = kFusedTokens * kRowBytes;
+    static constexpr int kQuery = 0, kKeys = kTmaBytes, kCarried = 2 * kTmaBytes, kPanelBytes = 3 * kTmaBytes;
     static constexpr int kSquareBytes = kFusedTokens * kFusedTokens * 2;
     static constexpr int kScores = kPanels * kPanelBytes, kFactors = kScores + kSquareBytes,
                          kInverse = kFactors + kSquareBytes, kInverseLow = kInverse + kSquareBytes,
-                         kScoresLow = kPaired<kGroups> ? kInverse + static_cast<int>(sizeof(Square<kFusedTokens>))
-                                                       : kInverseLow + kSquareBytes,
+                         kScoresLow = kPaired<kStateWarpgroups>
+                                          ? kInverse + static_cast<int>(sizeof(Square<kFusedTokens>))
+                                          : kInverseLow + kSquareBytes,
                          kValues = kScoresLow + kSquareBytes,
-                         kBytes = kValues + (kPaired<kGroups> ? 0 : kGroups * kBoxBytes);
+                         kBytes = kValues + (kPaired<kStateWarpgroups> ? 0 : kStateWarpgroups * kTmaBytes);
     static_assert(sizeof(FusedFactors<kKey>) <= kSquareBytes && kBytes % 1024 == 0);
 
     // Unit of 16 bytes `unit` of a square's row.
@@ -130,51 +131,54 @@ struct FusedScales {
 };
 
 // What a CTA alone has: overlaps of chunks that are being solved, and when they have been; outputs leave their stage.
-template <int kGroups>
+template <int kStateWarpgroups>
 struct FusedAlone {
-    static constexpr int kTiles = kFusedStages<kGroups>, kTails = kFusedStages<kGroups>;
-    std::uint64_t solved[kSolvers];
-    Square<kFusedTokens> overlaps[kSolvers];
+    static constexpr int kTiles = kFusedStages<kStateWarpgroups>, kTails = kFusedStages<kStateWarpgroups>;
+    std::uint64_t overlaps_free[kSolveWarps];
+    Square<kFusedTokens> overlaps[kSolveWarps];
 };
 // What one of a pair has: when tiles of values hold outputs; and when a tail has come from its peer.
 // A tail's place is written again kTails of the CTA's chunks later, by whoever prepares in the stage of one before
 // that, which both have multiplied: whoever read the tail is done.
-template <int kGroups>
+template <int kStateWarpgroups>
 struct FusedPeer {
-    static constexpr int kTiles = 3, kTails = kFusedStages<kGroups> + 1;
-    std::uint64_t outputs[kTiles], tailed[kTails];
+    static constexpr int kTiles = 3, kTails = kFusedStages<kStateWarpgroups> + 1;
+    std::uint64_t out_ready[kTiles], tail_ready[kTails];
 };
 
-template <int kKey, int kGroups>
-struct alignas(kImageAlignment) FusedShared
-    : std::conditional_t<kPaired<kGroups>, FusedPeer<kGroups>, FusedAlone<kGroups>> {
-    static constexpr int kStages = kFusedStages<kGroups>;
+template <int kKey, int kStateWarpgroups>
+struct alignas(kChunkAlignment) FusedShared
+    : std::conditional_t<kPaired<kStateWarpgroups>, FusedPeer<kStateWarpgroups>, FusedAlone<kStateWarpgroups>> {
+    static constexpr int kStages = kFusedStages<kStateWarpgroups>;
 
-    std::uint64_t full[kStages], scored[kStages], made[kStages + kPeerStages<kGroups>], turned[kStages];
-    std::uint64_t values[FusedShared::kTiles];
+    std::uint64_t inputs_ready[kStages], scores_ready[kStages], operands_ready[kStages + kPeerStages<kStateWarpgroups>],
+        operands_free[kStages];
+    std::uint64_t values_ready[FusedShared::kTiles];
     Segment segment;
     FusedRows rows;
     // Of a warpgroup's chunk, halves of pairs that are steep; and that may well be in the next.
-    alignas(16) std::uint32_t steep[kPreparers<kGroups>][kGroupWarps], likely[kPreparers<kGroups>][kGroupWarps];
-    FusedScales scales[kPreparers<kGroups>];
+    alignas(16) std::uint32_t out_of_range[kOperandWarpgroups<kStateWarpgroups>][kWarpgroupWarps],
+        likely[kOperandWarpgroups<kStateWarpgroups>][kWarpgroupWarps];
+    FusedScales scales[kOperandWarpgroups<kStateWarpgroups>];
     float offsets[kKey];                     // biases, times the gate's factor
     float tails[FusedShared::kTails][kKey];  // what a chunk decays after its middle, in powers of two
-    float steepest;                          // the gate's shape that decays by kSteepest (fused_steep.cuh)
+    float most_in_range;                     // the gate's shape that decays by kMostInRange (fused_steep.cuh)
 };
 
 // Stages, those of the peer's chunks, tiles of values, and the rest.
-template <int kKey, int kGroups>
+template <int kKey, int kStateWarpgroups>
 struct FusedMemory {
-    using Stage = FusedStage<kKey, kGroups>;
-    using Shared = FusedShared<kKey, kGroups>;
-    static constexpr int kTileBytes = kGroups * Stage::kBoxBytes,
-                         kTiles = (kFusedStages<kGroups> + kPeerStages<kGroups>)*Stage::kBytes,
-                         kShared = kTiles + (kPaired<kGroups> ? Shared::kTiles * kTileBytes : 0),
+    using Stage = FusedStageLayout<kKey, kStateWarpgroups>;
+    using Shared = FusedShared<kKey, kStateWarpgroups>;
+    static constexpr int kTileBytes = kStateWarpgroups * Stage::kTmaBytes,
+                         kTiles = (kFusedStages<kStateWarpgroups> + kPeerStages<kStateWarpgroups>)*Stage::kBytes,
+                         kShared = kTiles + (kPaired<kStateWarpgroups> ? Shared::kTiles * kTileBytes : 0),
                          kBytes = kShared + static_cast<int>(sizeof(Shared));
 
     static constexpr CULA_HOST_DEVICE int stage(int i) { return i * Stage::kBytes; }
-    static constexpr CULA_HOST_DEVICE int tile(int i, int group) {
-        return (kPaired<kGroups> ? kTiles + i * kTileBytes : stage(i) + Stage::kValues) + group * Stage::kBoxBytes;
+    static constexpr CULA_HOST_DEVICE int tile(int i, int warpgroup) {
+        return (kPaired<kStateWarpgroups> ? kTiles + i * kTileBytes : stage(i) + Stage::kValues) +
+               warpgroup * Stage::kTmaBytes;
     }
 };
 
@@ -210,38 +214,38 @@ struct Ring {
 __device__ __forceinline__ int thread_anew() {
     unsigned thread;
     asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));
-    return static_cast<int>(thread % kGroupThreads);
+    return static_cast<int>(thread % kWarpgroupThreads);
 }
-__device__ __forceinline__ void sync_preparer(int number) {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + number), "n"(kGroupThreads) : "memory");
+__device__ __forceinline__ void sync_operand_role(int number) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + number), "n"(kWarpgroupThreads) : "memory");
 }
 // Whether any thread's is.
-__device__ __forceinline__ bool sync_preparer_any(int number, bool is) {
+__device__ __forceinline__ bool any_of_operand_role(int number, bool is) {
     std::uint32_t any;
     asm volatile(
         "{ .reg .pred in, out; setp.ne.u32 in, %1, 0; barrier.cta.red.or.pred out, %2, %3, in; "
         "selp.u32 %0, 1, 0, out; }"
         : "=r"(any)
-        : "r"(static_cast<std::uint32_t>(is)), "r"(1 + number), "n"(kGroupThreads)
+        : "r"(static_cast<std::uint32_t>(is)), "r"(1 + number), "n"(kWarpgroupThreads)
         : "memory");
     return any != 0;
 }
 
 // The chunks that a fused prefill takes; and those that a CTA prepares, of which the n-th is chunk(n).
-template <int kGroups>
-struct FusedWalk {
+template <int kStateWarpgroups>
+struct FusedCursor {
     int tokens, chunks, rank;
 
-    __device__ __forceinline__ explicit FusedWalk(int of_tokens)
+    __device__ __forceinline__ explicit FusedCursor(int of_tokens)
         : tokens(of_tokens),
           chunks((tokens + kFusedTokens - 1) / kFusedTokens),
-          rank(kPaired<kGroups> ? cluster_rank() : 0) {}
+          rank(kPaired<kStateWarpgroups> ? cluster_rank() : 0) {}
     template <class W>
-    __device__ __forceinline__ explicit FusedWalk(const W& walk)
-        : FusedWalk(walk.segment.chunks > 0 ? (walk.segment.chunks - 1) * W::kRows + walk.last_count : 0) {}
+    __device__ __forceinline__ explicit FusedCursor(const W& cursor)
+        : FusedCursor(cursor.segment.chunks > 0 ? (cursor.segment.chunks - 1) * W::kRows + cursor.last_count : 0) {}
 
     __device__ __forceinline__ int count(int i) const { return min(tokens - i * kFusedTokens, kFusedTokens); }
-    __device__ __forceinline__ int chunk(int n) const { return n * kPeers<kGroups> + rank; }
+    __device__ __forceinline__ int chunk(int n) const { return n * kPeers<kStateWarpgroups> + rank; }
 };
 
 }  // namespace cula::cuda::sm90

@@ -5,22 +5,22 @@
 #include "cuda/chunked/launch.cuh"
 #include "cuda/sm90/fused/kernel.cuh"
 #include "cuda/sm90/launch.h"
-#include "cuda/sm90/row_maps.h"
+#include "cuda/sm90/tensor_maps.h"
 
 namespace cula::cuda::sm90 {
 
 template <class T, int kKey>
 struct FusedPrefill {
-    int groups = 0;
+    int warpgroups = 0;
     bool pays = false;
 
     FusedPrefill(const Call& call, const PrefillShape& shape) {
         const DeviceArgs& a = call.args;
         if (a.tokens == 0 || a.sequences == 0) return;
         const std::int64_t tokens = a.tokens * static_cast<std::int64_t>(a.cu_seqlens ? 1 : a.sequences);
-        groups = fused_groups(shape, tokens, a.batch_invariant, call.multiprocessors, call.fused,
-                              a.gate == Gate::kSoftplus ? kSoftplusCosts : FusedCosts{});
-        if (groups == 0) return;
+        warpgroups = fused_groups(shape, tokens, a.batch_invariant, call.multiprocessors, call.fused,
+                                  a.gate == Gate::kSoftplus ? kSoftplusCosts : FusedCosts{});
+        if (warpgroups == 0) return;
         const std::string no = declines(call);
         if (call.fused && !no.empty()) throw Error("prefill: backend \"sm90:fused\" does not take this call: " + no);
         pays = no.empty();
@@ -30,7 +30,7 @@ struct FusedPrefill {
     void launch(const Call& call, const Schedule& schedule, const CarryParams& p, const ShapeOf& shape) const {
         if (call.args.gate == Gate::kSoftplus)
             launch_as<1, Gate::kSoftplus>(call, schedule, p, shape);
-        else if (groups == 1)
+        else if (warpgroups == 1)
             launch_as<1, Gate::kBounded>(call, schedule, p, shape);
         else
             launch_as<2, Gate::kBounded>(call, schedule, p, shape);
@@ -69,22 +69,23 @@ private:
         FusedMaps maps;
         each_map(a, [&](CUtensorMap FusedMaps::* map, const TokenRows& rows, int heads, int width) {
             if (!map_rows(maps.*map, rows, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, heads, width,
-                          {kBoxChannels, kFusedTokens, CU_TENSOR_MAP_SWIZZLE_128B}))
+                          {kTmaChannels, kFusedTokens, CU_TENSOR_MAP_SWIZZLE_128B}))
                 throw std::runtime_error("cula: cuTensorMapEncodeTiled: no map of these rows");
         });
         return maps;
     }
 
-    template <int kGroups, Gate kGate, class ShapeOf>
+    template <int kStateWarpgroups, Gate kGate, class ShapeOf>
     void launch_as(const Call& call, const Schedule& schedule, CarryParams p, const ShapeOf& shape) const {
         const DeviceArgs& a = call.args;
-        const int blocks = ceil_div(a.value_dim, kPeers<kGroups> * kGroups * kGroupRows) * kPeers<kGroups>;
+        const int blocks = ceil_div(a.value_dim, kPeers<kStateWarpgroups> * kStateWarpgroups * kWarpgroupRows) *
+                           kPeers<kStateWarpgroups>;
         p.value_blocks = blocks, p.row_blocks = divisor(blocks);
-        cuda::launch<fused_prefill<T, kKey, kGroups, kGate>>(
+        cuda::launch<fused_prefill<T, kKey, kStateWarpgroups, kGate>>(
             shape({.blocks = static_cast<std::size_t>(blocks) * a.value_heads * schedule.max_segments,
-                   .threads = kFusedThreads<kGroups>,
-                   .shared_bytes = static_cast<std::size_t>(FusedMemory<kKey, kGroups>::kBytes),
-                   .cluster = kPeers<kGroups>}),
+                   .threads = kFusedThreads<kStateWarpgroups>,
+                   .shared_bytes = static_cast<std::size_t>(FusedMemory<kKey, kStateWarpgroups>::kBytes),
+                   .cluster = kPeers<kStateWarpgroups>}),
             call.stream, a, schedule, p, make_maps(a));
     }
 };

@@ -12,27 +12,27 @@
 namespace cula::cuda::sm90 {
 
 template <class T, int kKey, bool kMaps>
-struct Scorer {
-    using S = Stage<T, kKey, false, false, kMaps>;
+struct ScoreRole {
+    using Layout = StageLayout<T, kKey, false, false, kMaps>;
     using F = Factors<kKey, false>;
-    static constexpr int kRows = S::kRows, kEach = kRows / 32;
+    static constexpr int kRows = Layout::kRows, kEach = kRows / 32;
 
     using Products = float[kRows / 8][4];
     using Place = OperandTile<kKey, false>;
 
     const DeviceArgs& a;
-    const Walk<kKey, kMaps>& walk;
+    const SegmentCursor<kKey, kMaps>& cursor;
     unsigned char* memory;
     F* factors;
     CarryBarriers& barriers;
-    int groups, stages;
+    int warpgroups, stages;
 
     // Sums of squares of q and k, two threads a token.
     __device__ __forceinline__ void make_norms(const unsigned char* stage) const {
-        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, token = thread / 2;
+        const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads, token = thread / 2;
 #pragma unroll
         for (int which = kMaps ? 1 : 0; which < 2; ++which) {
-            const unsigned char* tile = stage + (which == 0 ? S::kQuery : S::kKeyRead);
+            const unsigned char* tile = stage + (which == 0 ? Layout::kQuery : Layout::kKeyRead);
             float sum = 0.0f;
 #pragma unroll 4
             for (int i = 0; i < kKey / 16; ++i) {
@@ -57,9 +57,10 @@ struct Scorer {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             const int t = lane * kEach + i;
-            sum[i] = t < count ? fmaxf(token_log2_decay(a, gate, walk.batch, walk.token(chunk) + t, walk.value_head),
-                                       kLeastLog2Decay)
-                               : 0.0f;
+            sum[i] = t < count
+                         ? fmaxf(token_log2_decay(a, gate, cursor.batch, cursor.token(chunk) + t, cursor.value_head),
+                                 kLeastLog2Decay)
+                         : 0.0f;
         }
         running_sums(sum);
 #pragma unroll
@@ -72,7 +73,7 @@ struct Scorer {
 
     // What the carry multiplies products with, of the chunk in a stage.
     __device__ __forceinline__ void put_factors(F& of, int count) const {
-        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+        const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
         if (thread >= kRows) return;
         const float whole = barriers.log_decay[kRows - 1], log_decay = barriers.log_decay[thread];
         of.q_factor[thread] = a.scale * norm(0, thread) * exp2_fast(log_decay);
@@ -83,8 +84,8 @@ struct Scorer {
     // Products of q and k, on their way.
     __device__ __forceinline__ void multiply(Products& product, const unsigned char* stage) const {
         const std::uint32_t at = wgmma::uniform(shared_address(stage));
-        const wgmma::Operand rows = wgmma::operand<Place::kUnits * 8>(at + S::kQuery),
-                             columns = wgmma::operand<Place::kUnits * 8>(at + S::kKeyRead);
+        const wgmma::Operand rows = wgmma::operand<Place::kUnits * 8>(at + Layout::kQuery),
+                             columns = wgmma::operand<Place::kUnits * 8>(at + Layout::kKeyRead);
         wgmma::fence();
 #pragma unroll
         for (int step = 0; step < kKey / 16; ++step) {
@@ -101,8 +102,8 @@ struct Scorer {
         wgmma::wait<0>();
         wgmma::hold(product);
         const int lane = static_cast<int>(threadIdx.x) % 32,
-                  first = static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16;
-        auto* const words = reinterpret_cast<std::uint32_t*>(stage + S::kScores);
+                  first = static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32 * 16;
+        auto* const words = reinterpret_cast<std::uint32_t*>(stage + Layout::kScores);
 #pragma unroll
         for (int tile = 0; tile < kRows / 8; ++tile)
 #pragma unroll
@@ -123,17 +124,17 @@ struct Scorer {
     __device__ __forceinline__ void each_chunk(Body body) const {
         int stage = 0, parity = 0;
 #pragma unroll 1
-        for (int chunk = 0; chunk < walk.segment.chunks; ++chunk) {
-            body(chunk, memory + stage * S::bytes(groups), factors[stage],
-                 [&] { wait_barrier(shared_address(barriers.full + stage), parity); });
-            arrive(shared_address(barriers.made + stage));
+        for (int chunk = 0; chunk < cursor.segment.chunks; ++chunk) {
+            body(chunk, memory + stage * Layout::bytes(warpgroups), factors[stage],
+                 [&] { wait_barrier(shared_address(barriers.operands_ready + stage), parity); });
+            arrive(shared_address(barriers.scores_ready + stage));
             if (++stage == stages) stage = 0, parity ^= 1;
         }
     }
 
     // Heads whose tokens all decay alike: a factor follows from the distance of two tokens, in every chunk.
     __device__ __forceinline__ void run_alike(const HeadGate& gate) const {
-        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads, lane = thread % 32;
+        const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads, lane = thread % 32;
         if (thread < 32) make_decays(gate, 0, kRows);
         sync_group();
         float by_distance[kRows / 8 + 1][2];  // [tile - half + 1][second]
@@ -147,7 +148,7 @@ struct Scorer {
                                                          : a.scale * exp2_fast(barriers.log_decay[distance - 1]);
             }
         each_chunk([&](int chunk, unsigned char* at, F& of, auto full) {
-            const int count = walk.count(chunk);
+            const int count = cursor.count(chunk);
             [[maybe_unused]] Products product;
             full();
             if constexpr (!kMaps) multiply(product, at);
@@ -164,11 +165,11 @@ struct Scorer {
     }
 
     __device__ __forceinline__ void run() const {
-        const HeadGate gate(a, walk.value_head);
+        const HeadGate gate(a, cursor.value_head);
         if (a.algorithm.decay != Decay::kPerToken && !a.qk_l2norm) return run_alike(gate);
-        const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+        const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
         each_chunk([&](int chunk, unsigned char* at, F& of, auto full) {
-            const int count = walk.count(chunk);
+            const int count = cursor.count(chunk);
             [[maybe_unused]] Products product;
             sync_group();  // nobody reads the chunk before any more
             if (thread < 32) make_decays(gate, chunk, count);

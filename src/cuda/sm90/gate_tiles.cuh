@@ -6,19 +6,19 @@
 #include "cuda/chunked/block.cuh"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/memory.cuh"
-#include "cuda/ptx/tensor_copy.cuh"
-#include "cuda/sm90/row_maps.h"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/sm90/tensor_maps.h"
 
 namespace cula::cuda::sm90 {
 
-// chunked::NoGateBoxes says what it is for.
+// chunked::NoGateTiles says what it is for.
 template <class T, int kKey>
-struct GateBoxes {
+struct GateTiles {
     static_assert(chunked::Parts<kKey>::kParts == 1);  // a warp's gates are whole rows
     CUtensorMap map{};
     bool there = false;
 
-    explicit GateBoxes(const DeviceArgs& a) {
+    explicit GateTiles(const DeviceArgs& a) {
         there = a.g.pieces && map_rows(map, a.g, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, a.value_heads,
                                        a.key_dim, {kKey, chunked::kBlock, CU_TENSOR_MAP_SWIZZLE_NONE});
     }
@@ -27,13 +27,13 @@ struct GateBoxes {
     __device__ __forceinline__ void ask(std::uint16_t* to, std::uint64_t* full, std::int64_t batch, std::int64_t token,
                                         int value_head, int ahead) const {
         const std::uint32_t barrier = shared_address(full);
-        BoxPlace at{0, value_head, static_cast<int>(token), static_cast<int>(batch)};
+        TileCoordinates at{0, value_head, static_cast<int>(token), static_cast<int>(batch)};
         init_barrier(barrier, 1);
         publish_barriers();
         arrive_expecting(barrier, chunked::kBlock * kKey * static_cast<int>(sizeof(*to)));
-        copy_box(shared_address(to), map, at, barrier);
+        tma_load(shared_address(to), map, at, barrier);
         at.token += ahead;
-        if (ahead > 0) prefetch_box(map, at);
+        if (ahead > 0) tma_prefetch(map, at);
     }
     static __device__ __forceinline__ void wait(std::uint64_t* full) { wait_barrier(shared_address(full), 0); }
 };

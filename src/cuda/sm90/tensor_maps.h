@@ -13,7 +13,7 @@
 
 namespace cula::cuda::sm90 {
 
-inline constexpr int kBoxChannels = 64;
+inline constexpr int kTmaChannels = 64;
 
 // Maps of what a carry reads and writes, and whether they are there: rows that tensor copies cannot move (those not of
 // the call's type, or not in whole pieces of 16 bytes) have none.
@@ -60,13 +60,13 @@ inline bool map_rows(CUtensorMap& map, const TokenRows& rows, Dtype dtype, std::
 }
 
 // Of a call whose carry reads values, and q and k if `keys`; outputs if `puts`.
-inline RowMaps row_maps(const DeviceArgs& a, Dtype dtype, bool keys, bool puts, int box_tokens) {
+inline RowMaps row_maps(const DeviceArgs& a, Dtype dtype, bool keys, bool puts, int tile_tokens) {
     RowMaps maps;
     const std::int64_t batches = a.cu_seqlens ? 1 : a.sequences;
     const int heads = a.value_heads / a.group;
     const auto map = [&](CUtensorMap& to, const TokenRows& rows, int of_heads, int width) {
         return map_rows(to, rows, dtype, batches, a.tokens, of_heads, width,
-                        {kBoxChannels, box_tokens, CU_TENSOR_MAP_SWIZZLE_128B});
+                        {kTmaChannels, tile_tokens, CU_TENSOR_MAP_SWIZZLE_128B});
     };
     maps.inputs = map(maps.v, a.v, a.value_heads, a.value_dim) &&
                   (!keys || (map(maps.k, a.k, heads, a.key_dim) && (!puts || map(maps.q, a.q, heads, a.key_dim))));

@@ -20,12 +20,12 @@
 namespace cula::cuda::sm90 {
 
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
-struct Multiplier {
-    using S = Stage<T, kKey, kDelta, kPerChannel, kMaps>;
+struct StateRole {
+    using Layout = StageLayout<T, kKey, kDelta, kPerChannel, kMaps>;
     using F = Factors<kKey, kPerChannel>;
-    using W = Walk<kKey, kMaps>;
+    using W = SegmentCursor<kKey, kMaps>;
     static constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
-    static constexpr int kRows = S::kRows, kBlocks = kRows / 16;
+    static constexpr int kRows = Layout::kRows, kBlocks = kRows / 16;
     using Place = OperandTile<kKey, kPerChannel>;
     using State = float[kKey / 8][4];  // [channel tile of 8][fragment]
     using Product = float[kRows / 8][4];
@@ -37,15 +37,15 @@ struct Multiplier {
     const RowMaps& maps;
     unsigned char *memory, *outs;
     CarryBarriers& barriers;
-    int groups;
-    const int warp = static_cast<int>(threadIdx.x) / 32, group = warp / kGroupWarps;
+    int warpgroups;
+    const int warp = static_cast<int>(threadIdx.x) / 32, warpgroup = warp / kWarpgroupWarps;
 
     // What few chunks need of the walk is not kept in registers, nor where its segment stands.
-    __device__ __forceinline__ W walk_again() const {
+    __device__ __forceinline__ W cursor_again() const {
         int stages = p.stages;
         asm volatile("" : "+r"(stages));
-        const auto& shared = carry_barriers<T, kKey, kDelta, kPerChannel, kMaps>(memory, stages, groups);
-        return W(a, schedule, p, shared.segment, warp, groups * kGroupWarps);
+        const auto& shared = carry_barriers<T, kKey, kDelta, kPerChannel, kMaps>(memory, stages, warpgroups);
+        return W(a, schedule, p, shared.segment, warp, warpgroups * kWarpgroupWarps);
     }
 
     // A factor per token: two neighbouring tokens of tile `tile`.
@@ -98,7 +98,7 @@ struct Multiplier {
     }
 
     __device__ __forceinline__ void load_values(Rows& values, std::uint32_t stage_at) const {
-        load_value_rows(values, stage_at + S::kValues + group * S::kBoxBytes);
+        load_value_rows(values, stage_at + Layout::kValues + warpgroup * Layout::kTmaBytes);
     }
     // With one decay per token, U goes to the state times the rest of the chunk's decay.
     static __device__ __forceinline__ void pack_carried(Rows& carried, const Rows& writes, const Product& u,
@@ -122,7 +122,7 @@ struct Multiplier {
     static __device__ __forceinline__ void add_low(State& state, Product& out, Product& u, Rows& writes,
                                                    std::uint32_t stage_at, std::uint32_t low_at, const F& of) {
         wgmma::fence();
-        multiply_square(u, writes, low_at + S::kInverse, true);
+        multiply_square(u, writes, low_at + Layout::kInverse, true);
         wgmma::commit();
         wgmma::wait<0>();
         wgmma::hold(u);
@@ -131,8 +131,8 @@ struct Multiplier {
         if constexpr (!kMaps) {
             take_rests<T>(rests, writes, u);
             wgmma::fence();
-            multiply_square(out, rests, stage_at + S::kScores, true);
-            multiply_square(out, writes, low_at + S::kScores, true);
+            multiply_square(out, rests, stage_at + Layout::kScores, true);
+            multiply_square(out, writes, low_at + Layout::kScores, true);
             wgmma::commit();
             wgmma::wait<0>();
             wgmma::hold(out);
@@ -145,24 +145,24 @@ struct Multiplier {
             take_rests<T>(rests, carried, u, [&](int tile) { return per_token(of.k_rest, tile); });
         wgmma::hold(state);
         wgmma::fence();
-        multiply_carry(state, rests, stage_at + S::kKeyCarry);
+        multiply_carry(state, rests, stage_at + Layout::kKeyCarry);
         wgmma::commit();
         wgmma::wait<0>();
     }
 
     // O, turned, to where the warp that puts out takes it from.
     __device__ __forceinline__ void turn_out(const Product& out) const {
-        store_value_rows<T>(shared_address(outs) + group * kOutBytes<T, kKey, kMaps>, out);
+        store_value_rows<T>(shared_address(outs) + warpgroup * kOutBytes<T, kKey, kMaps>, out);
     }
     __device__ __forceinline__ void put_out() const {
         fence_async_proxy();
-        arrive(shared_address(barriers.turned + group));
+        arrive(shared_address(barriers.out_ready + warpgroup));
     }
     // O that no tensor copy can store.
-    __device__ __forceinline__ void store_out(Product& out, const W& walk, int chunk) const {
-        const int count = walk.count(chunk), row = walk.rows.row(), lane_token = RowWindow::channel();
+    __device__ __forceinline__ void store_out(Product& out, const W& cursor, int chunk) const {
+        const int count = cursor.count(chunk), row = cursor.rows.row(), lane_token = RowWindow::channel();
         const std::int64_t to =
-            a.o.offset(walk.batch, walk.token(chunk), walk.value_head) + lane_token * a.o.token + row;
+            a.o.offset(cursor.batch, cursor.token(chunk), cursor.value_head) + lane_token * a.o.token + row;
         each_pair(out, [&](float2& pair, int more_rows, int token) {
             if (row + more_rows >= a.value_dim) return;
             const std::int64_t place = to + token * a.o.token + more_rows;
@@ -174,19 +174,19 @@ struct Multiplier {
     // To every CTA of the cluster, by every thread for what it read itself: one for its warp would be enough for the
     // machine, not for racecheck.
     __device__ __forceinline__ void free_stage(int stage, int cluster) const {
-        const std::uint32_t empty = shared_address(barriers.empty + stage);
+        const std::uint32_t empty = shared_address(barriers.operands_free + stage);
         arrive_at(empty, 0);
         if (cluster > 1) arrive_at(empty, 1);
 #pragma unroll 1  // few are larger
         for (int other = 2; other < cluster; ++other) arrive_at(empty, other);
     }
 
-    __device__ __forceinline__ void run(const W& walk) const {
+    __device__ __forceinline__ void run(const W& cursor) const {
         State state;
-        walk.first_state(state);
-        DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(walk);
-        const int chunks = walk.segment.chunks;
-        const bool of_m = walk.of_m, outputs = maps.outputs;
+        cursor.first_state(state);
+        DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(cursor);
+        const int chunks = cursor.segment.chunks;
+        const bool of_m = cursor.of_m, outputs = maps.outputs;
         // Nothing but outputs leaves between the first chunk and the last.
         const bool plain = kMaps || (outputs && a.num_checkpoints <= 0 && !a.chunk_states.data);
         const auto* const factors = reinterpret_cast<const F*>(&barriers + 1);
@@ -198,15 +198,17 @@ struct Multiplier {
         const auto next_stage = [&] {
             if (++stage == p.stages) stage = 0, parity ^= 1;
         };
-        const auto stage_at = [&] { return wgmma::uniform(shared_address(memory + stage * S::bytes(groups))); };
+        const auto stage_at = [&] {
+            return wgmma::uniform(shared_address(memory + stage * Layout::bytes(warpgroups)));
+        };
         Product read, out;
         const auto multiply = [&](int chunk) {
             const int own_stage = stage;
             const std::uint32_t at = stage_at();
             const F& of = factors[stage];
-            wait_barrier(shared_address(barriers.full + stage), parity);
-            if (kScores) wait_barrier(shared_address(barriers.made + stage), parity);
-            const bool coupled = kDelta && barriers.exact[stage];
+            wait_barrier(shared_address(barriers.operands_ready + stage), parity);
+            if (kScores) wait_barrier(shared_address(barriers.scores_ready + stage), parity);
+            const bool compensated = kDelta && barriers.compensated[stage];
             if constexpr (kMaps && !kDelta) decay_map.pass(of.decay);
             next_stage();
 
@@ -214,11 +216,11 @@ struct Multiplier {
             if (!of_m) load_values(writes, at);
             wgmma::fence();
             if constexpr (kDelta) {
-                read_state(read, packed, at + S::kKeyRead);
+                read_state(read, packed, at + Layout::kKeyRead);
                 wgmma::commit();
             }
             if constexpr (!kMaps) {
-                read_state(out, packed, at + S::kQuery);
+                read_state(out, packed, at + Layout::kQuery);
                 wgmma::commit();
             }
             if constexpr (kDelta) {
@@ -229,7 +231,7 @@ struct Multiplier {
                 else
                     take_off<T>(writes, read, [&](int tile) { return per_token(of.k_factor, tile); });
                 wgmma::fence();
-                multiply_square(read, writes, at + S::kInverse, false);
+                multiply_square(read, writes, at + Layout::kInverse, false);
                 wgmma::commit();
             }
             if constexpr (!kMaps)
@@ -244,8 +246,8 @@ struct Multiplier {
 
             if constexpr (kDelta) {
                 wgmma::hold(read);
-                if (coupled) {
-                    wait_barrier(shared_address(barriers.full + stage), parity);
+                if (compensated) {
+                    wait_barrier(shared_address(barriers.operands_ready + stage), parity);
                     add_low(state, out, read, writes, at, stage_at(), of);
                     free_stage(stage, cluster);
                     next_stage();
@@ -257,17 +259,17 @@ struct Multiplier {
             pack_carried(carried, writes, read, of);
             wgmma::hold(state);
             wgmma::fence();
-            multiply_carry(state, carried, at + S::kKeyCarry);
+            multiply_carry(state, carried, at + Layout::kKeyCarry);
             wgmma::commit();
             if constexpr (!kMaps) {
-                multiply_square(out, writes, at + S::kScores, true);
+                multiply_square(out, writes, at + Layout::kScores, true);
                 wgmma::commit();
             }
             wgmma::wait<kMaps ? 0 : 1>();
             wgmma::hold(state);
             pack<T>(packed, state);
             if constexpr (!kMaps) {
-                if (outputs) wait_barrier(shared_address(barriers.taken + group), chunk + 1 & 1);
+                if (outputs) wait_barrier(shared_address(barriers.out_free + warpgroup), chunk + 1 & 1);
                 wgmma::wait<0>();
                 wgmma::hold(out);
             }
@@ -278,14 +280,14 @@ struct Multiplier {
         int chunk = 0;
 #pragma unroll 1
         for (;;) {
-            walk_again().store_asked(state, chunk);
+            cursor_again().store_asked(state, chunk);
             if (chunk == chunks) break;
             pack<T>(packed, state);  // again, so that storing has its registers
 #pragma unroll 1
             do multiply(chunk);
             while (++chunk < chunks && plain);
             if constexpr (!kMaps)
-                if (!outputs) store_out(out, walk_again(), chunk - 1);
+                if (!outputs) store_out(out, cursor_again(), chunk - 1);
         }
         if constexpr (!kMaps)
             if (outputs && chunks > 0) put_out();
@@ -295,7 +297,7 @@ struct Multiplier {
     template <class Map>
     __device__ __forceinline__ void store_decays(const Map& decay_map) const {
         if constexpr (kMaps && !kDelta)
-            if (blockIdx.x % p.row_blocks.value == 0 && warp == 0) decay_map.store(walk_again());
+            if (blockIdx.x % p.row_blocks.value == 0 && warp == 0) decay_map.store(cursor_again());
     }
 };
 

@@ -1,32 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warp of a fused prefill that solves: every kSolvers-th chunk's inverse, times beta. Of a pair of CTAs it sends the
-// chunk to the peer, too.
+// A warp of a fused prefill that solves: every kSolveWarps-th chunk's inverse, times beta. Of a pair of CTAs it sends
+// the chunk to the peer, too.
 #pragma once
 
 #include "cuda/chunked/block.cuh"
-#include "cuda/sm90/fused/preparer.cuh"
+#include "cuda/sm90/fused/operand_role.cuh"
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, int kGroups>
-struct FusedSolver {
-    using S = FusedStage<kKey, kGroups>;
-    using Memory = FusedMemory<kKey, kGroups>;
-    using Shared = FusedShared<kKey, kGroups>;
+template <class T, int kKey, int kStateWarpgroups>
+struct FusedSolveRole {
+    using Layout = FusedStageLayout<kKey, kStateWarpgroups>;
+    using Memory = FusedMemory<kKey, kStateWarpgroups>;
+    using Shared = FusedShared<kKey, kStateWarpgroups>;
 
-    const Walk<kKey, false>& walk;
+    const SegmentCursor<kKey, false>& cursor;
     unsigned char* memory;
     Shared& shared;
     int number;
 
     // The first chunks of a sequence are treated as coupled: what rounding takes off is a quarter of the error of those
     // that have no more, whose time is mostly that of a launch.
-    static constexpr int kExactChunks = 2;
+    static constexpr int kCompensatedChunks = 2;
 
     // Whether a row's squares say that keys are coupled (sm80/block.cuh). A lane has a row.
-    static __device__ __forceinline__ bool coupled(const Square<kFusedTokens>& m, int row) {
+    static __device__ __forceinline__ bool compensated(const Square<kFusedTokens>& m, int row) {
         float squares = 0.0f;
-#pragma unroll(kPaired<kGroups> ? 1 : 8)
+#pragma unroll(kPaired<kStateWarpgroups> ? 1 : 8)
         for (int column = 0; column < kFusedTokens; column += 4) {
             float x[4];
             load4(x, m.at(0, 0, row, column));
@@ -38,8 +38,8 @@ struct FusedSolver {
     }
 
     __device__ __forceinline__ Square<kFusedTokens>& overlaps(unsigned char* stage) const {
-        if constexpr (kPaired<kGroups>)
-            return *reinterpret_cast<Square<kFusedTokens>*>(stage + S::kInverse);
+        if constexpr (kPaired<kStateWarpgroups>)
+            return *reinterpret_cast<Square<kFusedTokens>*>(stage + Layout::kInverse);
         else
             return shared.overlaps[number];
     }
@@ -49,7 +49,7 @@ struct FusedSolver {
     __device__ __forceinline__ void solve(int stage) const {
         const int lane = lane_anew();
         unsigned char* const at = memory + Memory::stage(stage);
-        FusedFactors<kKey>& factors = S::factors(at);
+        FusedFactors<kKey>& factors = Layout::factors(at);
         Square<kFusedTokens>& m = overlaps(at);
         // A block of the inverse to its square, and what rounding takes off it.
         const auto emit = [&](float(&x)[2][4], int row, int column, Block& rests) {
@@ -63,16 +63,16 @@ struct FusedSolver {
             Block rounded;
             pack<T>(rounded, x);
             if (kBoth) take_rests<T>(rests, rounded, x);
-            put_block<S>(at + S::kInverse, rounded, row, column, lane);
+            put_block<Layout>(at + Layout::kInverse, rounded, row, column, lane);
         };
         const auto emit_rests = [&](const Block& rests, int row, int column) {
-            if (kBoth) put_block<S>(at + S::kInverseLow, rests, row, column, lane_anew());
+            if (kBoth) put_block<Layout>(at + Layout::kInverseLow, rests, row, column, lane_anew());
         };
         float x[2][4];
         Block rests;
         invert_diagonals(m, lane);
         __syncwarp();
-        if constexpr (kPaired<kGroups>) {
+        if constexpr (kPaired<kStateWarpgroups>) {
             // The inverse comes in the place of the overlaps: of their upper half first. What rounding takes off it
             // would reach the lower one, too.
             float joining[2][4];
@@ -88,8 +88,8 @@ struct FusedSolver {
             emit_rests(upper_rests, 0, 0);
             emit_rests(joining_rests, 16, 0);
             emit_rests(rests, 16, 16);
-            S::clear_above(at + S::kInverse, lane_anew());
-            if (kBoth) S::clear_above(at + S::kInverseLow, lane_anew());
+            Layout::clear_above(at + Layout::kInverse, lane_anew());
+            if (kBoth) Layout::clear_above(at + Layout::kInverseLow, lane_anew());
         } else {
             const auto emit_both = [&](int row, int column) {
                 emit(x, row, column, rests);
@@ -102,16 +102,16 @@ struct FusedSolver {
             invert_lower<kBoth>(m, 0, x, lane);
             emit_both(16, 0);
         }
-        if (lane == 0) factors.coupled = kBoth;
+        if (lane == 0) factors.compensated = kBoth;
         fence_async_proxy();
-        if constexpr (!kPaired<kGroups>) arrive(shared_address(shared.solved + number));
-        arrive(shared_address(shared.made + stage));
+        if constexpr (!kPaired<kStateWarpgroups>) arrive(shared_address(shared.overlaps_free + number));
+        arrive(shared_address(shared.operands_ready + stage));
     }
 
     // To the peer, once both have multiplied what was in its place there: operands and scores before the chunk is
     // solved, where that is so by then; the rest, and what rounding takes off where there is some, after it.
     struct Sent {
-        static constexpr int kPlaces = kPeerStages<kGroups>, kEarly = S::kFactors;
+        static constexpr int kPlaces = kPeerStages<kStateWarpgroups>, kEarly = Layout::kFactors;
         unsigned n;
         int peer = cluster_rank() ^ 1;
         bool early = false;
@@ -120,49 +120,51 @@ struct FusedSolver {
         __device__ __forceinline__ unsigned place() const { return Shared::kStages + n % kPlaces; }
     };
     __device__ __forceinline__ std::uint32_t turned(const Sent& to) const {
-        return shared_address(shared.turned + (to.n - Sent::kPlaces) % Shared::kStages);
+        return shared_address(shared.operands_free + (to.n - Sent::kPlaces) % Shared::kStages);
     }
     __device__ __forceinline__ int parity(const Sent& to) const { return (to.n - Sent::kPlaces) / Shared::kStages & 1; }
     __device__ __forceinline__ void copy(const Sent& to, int begin, int bytes) const {
         copy_bulk_to(shared_address(memory + Memory::stage(to.place()) + begin),
                      shared_address(memory + Memory::stage(to.stage()) + begin), bytes,
-                     shared_address(shared.made + to.place()), to.peer);
+                     shared_address(shared.operands_ready + to.place()), to.peer);
     }
     __device__ __forceinline__ void send_early(Sent& to) const {
         to.early = to.n < Sent::kPlaces || test_barrier(turned(to), parity(to));
         if (!to.early) return;
-        expect_at(shared_address(shared.made + to.place()), Sent::kEarly, to.peer);
+        expect_at(shared_address(shared.operands_ready + to.place()), Sent::kEarly, to.peer);
         copy(to, 0, Sent::kEarly);
     }
     __device__ __forceinline__ void send_rest(const Sent& to) const {
         if (!to.early) wait_barrier(turned(to), parity(to));
         const int begin = to.early ? Sent::kEarly : 0,
-                  end = S::factors(memory + Memory::stage(to.stage())).coupled ? S::kBytes : S::kInverseLow;
-        wait_barrier(shared_address(shared.made + to.stage()), to.n / Shared::kStages & 1);
-        arrive_expecting_at(shared_address(shared.made + to.place()), end - begin, to.peer);
+                  end = Layout::factors(memory + Memory::stage(to.stage())).compensated ? Layout::kBytes
+                                                                                        : Layout::kInverseLow;
+        wait_barrier(shared_address(shared.operands_ready + to.stage()), to.n / Shared::kStages & 1);
+        arrive_expecting_at(shared_address(shared.operands_ready + to.place()), end - begin, to.peer);
         copy(to, begin, end - begin);
     }
 
     __device__ __forceinline__ void run() const {
-        const FusedWalk<kGroups> fused(walk);
+        const FusedCursor<kStateWarpgroups> fused(cursor);
         unsigned n = static_cast<unsigned>(number);
         Sent to{};
         const auto next = [&] {
             const int i = fused.chunk(static_cast<int>(n)), stage = n % Shared::kStages;
             if (i >= fused.chunks) return Found::kNone;
-            wait_barrier(shared_address(shared.scored + stage), n / Shared::kStages & 1);
-            if constexpr (kPaired<kGroups>) {
+            wait_barrier(shared_address(shared.scores_ready + stage), n / Shared::kStages & 1);
+            if constexpr (kPaired<kStateWarpgroups>) {
                 to.n = n;
                 if (lane_anew() == 0) send_early(to);
             }
-            return i < kExactChunks || coupled(overlaps(memory + Memory::stage(stage)), lane_anew()) ? Found::kOther
-                                                                                                     : Found::kPlain;
+            return i < kCompensatedChunks || compensated(overlaps(memory + Memory::stage(stage)), lane_anew())
+                       ? Found::kOther
+                       : Found::kPlain;
         };
         const auto take = [&](auto both) {
             solve<decltype(both)::value>(n % Shared::kStages);
-            if constexpr (kPaired<kGroups>)
+            if constexpr (kPaired<kStateWarpgroups>)
                 if (lane_anew() == 0) send_rest(to);
-            n += kSolvers;
+            n += kSolveWarps;
         };
         each_chunk(next, [&] { take(std::false_type{}); }, [&] { take(std::true_type{}); });
     }

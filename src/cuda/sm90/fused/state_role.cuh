@@ -10,12 +10,12 @@
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, int kGroups, bool kMaySteep>
-struct FusedMultiplier {
-    using S = FusedStage<kKey, kGroups>;
-    using Memory = FusedMemory<kKey, kGroups>;
-    using Shared = FusedShared<kKey, kGroups>;
-    using W = Walk<kKey, false>;
+template <class T, int kKey, int kStateWarpgroups, bool kMayLeaveRange>
+struct FusedStateRole {
+    using Layout = FusedStageLayout<kKey, kStateWarpgroups>;
+    using Memory = FusedMemory<kKey, kStateWarpgroups>;
+    using Shared = FusedShared<kKey, kStateWarpgroups>;
+    using W = SegmentCursor<kKey, false>;
     static constexpr int kBlocks = kFusedTokens / 16;
 
     using State = float[kKey / 8][4];
@@ -27,10 +27,10 @@ struct FusedMultiplier {
     const CarryParams& p;
     unsigned char* memory;
     Shared& shared;
-    const int warp = static_cast<int>(threadIdx.x) / 32, group = warp / kGroupWarps;
+    const int warp = static_cast<int>(threadIdx.x) / 32, warpgroup = warp / kWarpgroupWarps;
 
-    __device__ __forceinline__ W walk_again() const {
-        return W(a, schedule, p, shared.segment, warp, kGroups * kGroupWarps);
+    __device__ __forceinline__ W cursor_again() const {
+        return W(a, schedule, p, shared.segment, warp, kStateWarpgroups * kWarpgroupWarps);
     }
     // product = S^T tile^T; product = or += rows square^T; S^T += rows tile.
     static __device__ __forceinline__ void read_state(Product& product, const Packed (&state)[kKey / 16],
@@ -38,7 +38,7 @@ struct FusedMultiplier {
         const wgmma::Operand b = wgmma::operand<64>(tile);
 #pragma unroll
         for (int step = 0; step < kKey / 16; ++step)
-            wgmma::multiply<T, 4, false>(product, state[step], b + (step / 4 * S::kPanelBytes / 16 + step % 4 * 2),
+            wgmma::multiply<T, 4, false>(product, state[step], b + (step / 4 * Layout::kPanelBytes / 16 + step % 4 * 2),
                                          step > 0);
     }
     static __device__ __forceinline__ void multiply_square(Product& product, const Rows& rows, std::uint32_t square,
@@ -49,10 +49,10 @@ struct FusedMultiplier {
             wgmma::multiply<T, 4, false>(product, rows[step], b + step * 2, step > 0 || add);
     }
     static __device__ __forceinline__ void multiply_carry(State& state, const Rows& rows, std::uint32_t tile) {
-        const wgmma::Operand b = wgmma::operand<64>(tile, S::kPanelBytes);
+        const wgmma::Operand b = wgmma::operand<64>(tile, Layout::kPanelBytes);
 #pragma unroll
         for (int step = 0; step < kBlocks; ++step)
-            wgmma::multiply<T, kKey / 8, true>(state, rows[step], b + step * (16 * S::kRowBytes / 16), 1);
+            wgmma::multiply<T, kKey / 8, true>(state, rows[step], b + step * (16 * Layout::kRowBytes / 16), 1);
     }
     // By factors of channels that are turned (FusedFactors).
     static __device__ __forceinline__ void scale(State& state, const float* by) {
@@ -66,14 +66,14 @@ struct FusedMultiplier {
     }
 
     // Whether the lane's pair of a tile is steep.
-    static __device__ __forceinline__ std::uint32_t is_steep(const FusedFactors<kKey>& factors, int tile) {
-        return factors.steep.of[tile / 8] >> (tile * 4 % 32 + static_cast<int>(threadIdx.x) % 4) & 1;
+    static __device__ __forceinline__ std::uint32_t is_out_of_range(const FusedFactors<kKey>& factors, int tile) {
+        return factors.out_of_range.of[tile / 8] >> (tile * 4 % 32 + static_cast<int>(threadIdx.x) % 4) & 1;
     }
-    // Steep pairs, by what the chunk decays.
+    // OutOfRange pairs, by what the chunk decays.
     static __device__ __forceinline__ void pass(State& state, const FusedFactors<kKey>& factors) {
 #pragma unroll
         for (int tile = 0; tile < kKey / 8; ++tile) {
-            if (!is_steep(factors, tile)) continue;
+            if (!is_out_of_range(factors, tile)) continue;
             const float2 d = *reinterpret_cast<const float2*>(factors.ends + RowWindow::channel() + 8 * tile);
 #pragma unroll
             for (int e = 0; e < 4; ++e) state[tile][e] *= e % 2 ? d.y : d.x;
@@ -81,20 +81,20 @@ struct FusedMultiplier {
     }
     // The state as it is at the chunk's end, where steep pairs are already; before the first chunk, as it is.
     struct AtEnd {
-        const float* ends = nullptr;  // from the lane's first channel on
-        std::uint32_t steep = 0;      // which of the lane's pairs are, a bit a tile
+        const float* ends = nullptr;     // from the lane's first channel on
+        std::uint32_t out_of_range = 0;  // which of the lane's pairs are, a bit a tile
 
         __device__ __forceinline__ explicit AtEnd(const FusedFactors<kKey>* factors) {
             if (!factors) return;
             ends = factors->ends + RowWindow::channel();
-            if constexpr (kMaySteep)
-                if (factors->any_steep) {
+            if constexpr (kMayLeaveRange)
+                if (factors->any_out_of_range) {
 #pragma unroll
-                    for (int tile = 0; tile < kKey / 8; ++tile) steep |= is_steep(*factors, tile) << tile;
+                    for (int tile = 0; tile < kKey / 8; ++tile) out_of_range |= is_out_of_range(*factors, tile) << tile;
                 }
         }
         __device__ __forceinline__ float2 operator()(float2 pair, int channel) const {
-            if (!ends || (kMaySteep && steep >> channel / 8 & 1)) return pair;
+            if (!ends || (kMayLeaveRange && out_of_range >> channel / 8 & 1)) return pair;
             const float2 end = *reinterpret_cast<const float2*>(ends + channel);
             return {pair.x * end.x, pair.y * end.y};
         }
@@ -104,7 +104,7 @@ struct FusedMultiplier {
     static __device__ __forceinline__ void add_low(State& state, Product& out, Product& u, Rows& writes,
                                                    std::uint32_t at) {
         wgmma::fence();
-        multiply_square(u, writes, at + S::kInverseLow, true);
+        multiply_square(u, writes, at + Layout::kInverseLow, true);
         wgmma::commit();
         wgmma::wait<0>();
         wgmma::hold(u);
@@ -113,9 +113,9 @@ struct FusedMultiplier {
         take_rests<T>(rests, writes, u);
         wgmma::hold(state);
         wgmma::fence();
-        multiply_square(out, rests, at + S::kScores, true);
-        multiply_square(out, writes, at + S::kScoresLow, true);
-        multiply_carry(state, rests, at + S::kCarried);
+        multiply_square(out, rests, at + Layout::kScores, true);
+        multiply_square(out, writes, at + Layout::kScoresLow, true);
+        multiply_carry(state, rests, at + Layout::kCarried);
         wgmma::commit();
         wgmma::wait<0>();
         wgmma::hold(out);
@@ -130,15 +130,15 @@ struct FusedMultiplier {
         Ring<Shared::kTiles> tile;
 
         __device__ __forceinline__ Place() {
-            if constexpr (kPaired<kGroups>) rank = cluster_rank(), find();
+            if constexpr (kPaired<kStateWarpgroups>) rank = cluster_rank(), find();
         }
         __device__ __forceinline__ void next() {
             ++chunk, tile.next();
             find();
         }
         __device__ __forceinline__ void find() {
-            if constexpr (kPaired<kGroups>) {
-                constexpr unsigned kOwn = Shared::kStages, kPeers = kPeerStages<kGroups>;
+            if constexpr (kPaired<kStateWarpgroups>) {
+                constexpr unsigned kOwn = Shared::kStages, kPeers = kPeerStages<kStateWarpgroups>;
                 const unsigned n = chunk / 2;
                 own = chunk % 2 == rank;
                 stage = own ? n % kOwn : kOwn + n % kPeers;
@@ -150,20 +150,20 @@ struct FusedMultiplier {
     };
     // Nobody here reads the chunk's stage any more: to those who fill it.
     __device__ __forceinline__ void turn(const Place& place) const {
-        if constexpr (kPaired<kGroups>)
+        if constexpr (kPaired<kStateWarpgroups>)
             if (!place.own) {
                 __syncwarp();
                 if (threadIdx.x % 32 == 0)
-                    arrive_at(shared_address(shared.turned + place.chunk / 2 % Shared::kStages), place.rank ^ 1);
+                    arrive_at(shared_address(shared.operands_free + place.chunk / 2 % Shared::kStages), place.rank ^ 1);
                 return;
             }
-        arrive(shared_address(shared.turned + place.stage));
+        arrive(shared_address(shared.operands_free + place.stage));
     }
 
-    __device__ __forceinline__ void run(const W& walk) const {
+    __device__ __forceinline__ void run(const W& cursor) const {
         State state;
-        walk.first_state(state);
-        const int chunks = FusedWalk<kGroups>(walk).chunks;
+        cursor.first_state(state);
+        const int chunks = FusedCursor<kStateWarpgroups>(cursor).chunks;
         const bool plain = a.num_checkpoints <= 0 && !a.chunk_states.data;
         Place place, next;
         Product read, out;
@@ -175,17 +175,18 @@ struct FusedMultiplier {
         };
         const auto found = [&] {
             if (!more) return Found::kNone;
-            wait_barrier(shared_address(shared.values + place.tile.at), place.tile.parity);
-            wait_barrier(shared_address(shared.made + place.stage), place.parity);
-            return S::factors(memory + Memory::stage(place.stage)).plain() ? Found::kPlain : Found::kOther;
+            wait_barrier(shared_address(shared.values_ready + place.tile.at), place.tile.parity);
+            wait_barrier(shared_address(shared.operands_ready + place.stage), place.parity);
+            return Layout::factors(memory + Memory::stage(place.stage)).plain() ? Found::kPlain : Found::kOther;
         };
         const auto multiply = [&](auto is_plain) {
             constexpr bool kPlain = decltype(is_plain)::value;
             unsigned char* const stage = memory + Memory::stage(place.stage);
             std::uint32_t at = shared_address(stage);
-            if constexpr (kPaired<kGroups>) asm volatile("" : "+r"(at));  // lest it be taken for uniform, and copied
+            if constexpr (kPaired<kStateWarpgroups>)
+                asm volatile("" : "+r"(at));  // lest it be taken for uniform, and copied
             at = wgmma::uniform(at);
-            const FusedFactors<kKey>& factors = S::factors(stage);
+            const FusedFactors<kKey>& factors = Layout::factors(stage);
 #pragma unroll 1
             for (const float* by = factors.any_apart() ? factors.brings : factors.reads;; by = factors.reads) {
                 scale(state, by);
@@ -194,42 +195,42 @@ struct FusedMultiplier {
             Packed packed[kKey / 16];
             pack<T>(packed, state);
             wgmma::fence();
-            read_state(read, packed, at + S::kKeys);
+            read_state(read, packed, at + Layout::kKeys);
             wgmma::commit();
-            read_state(out, packed, at + S::kQuery);
+            read_state(out, packed, at + Layout::kQuery);
             wgmma::commit();
-            const bool coupled = factors.coupled;
-            if constexpr (kPaired<kGroups>) advance();
-            if (kMaySteep && !kPlain && factors.any_steep) pass(state, factors);
+            const bool compensated = factors.compensated;
+            if constexpr (kPaired<kStateWarpgroups>) advance();
+            if (kMayLeaveRange && !kPlain && factors.any_out_of_range) pass(state, factors);
             Rows writes;
-            const std::uint32_t own_box = shared_address(memory + Memory::tile(place.tile.at, group));
-            load_value_rows(writes, own_box);
+            const std::uint32_t own_tile = shared_address(memory + Memory::tile(place.tile.at, warpgroup));
+            load_value_rows(writes, own_tile);
             wgmma::wait<1>();
             wgmma::hold(read);
             take_off<T>(writes, read);
             wgmma::fence();
-            multiply_square(read, writes, at + S::kInverse, false);
+            multiply_square(read, writes, at + Layout::kInverse, false);
             wgmma::commit();
             wgmma::wait<0>();
             wgmma::hold(out);
             wgmma::hold(read);
-            if (!kPlain && coupled)
+            if (!kPlain && compensated)
                 add_low(state, out, read, writes, at);
             else
                 pack<T>(writes, read);
             wgmma::hold(state);
             wgmma::fence();
-            multiply_carry(state, writes, at + S::kCarried);
-            multiply_square(out, writes, at + S::kScores, true);
+            multiply_carry(state, writes, at + Layout::kCarried);
+            multiply_square(out, writes, at + Layout::kScores, true);
             wgmma::commit();
             wgmma::wait<0>();
             wgmma::hold(state);
             wgmma::hold(out);
-            if (kPaired<kGroups> && more) turn(place);
-            store_value_rows<T>(own_box, out);  // in the place of values
+            if (kPaired<kStateWarpgroups> && more) turn(place);
+            store_value_rows<T>(own_tile, out);  // in the place of values
             fence_async_proxy();
-            if constexpr (kPaired<kGroups>) {
-                arrive(shared_address(shared.outputs + place.tile.at));
+            if constexpr (kPaired<kStateWarpgroups>) {
+                arrive(shared_address(shared.out_ready + place.tile.at));
             } else {
                 advance();
                 if (more || i == chunks) turn(place);
@@ -238,8 +239,8 @@ struct FusedMultiplier {
         };
 #pragma unroll 1
         for (;;) {
-            const AtEnd at_end(i > 0 ? &S::factors(memory + Memory::stage(place.stage)) : nullptr);
-            walk_again().store_asked(state, i == chunks ? walk_again().segment.chunks : i / 2, at_end);
+            const AtEnd at_end(i > 0 ? &Layout::factors(memory + Memory::stage(place.stage)) : nullptr);
+            cursor_again().store_asked(state, i == chunks ? cursor_again().segment.chunks : i / 2, at_end);
             if (i == chunks) break;
             if (i > 0) turn(place), place = next;  // factors have been read
             more = true;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steep pairs of channels of a fused prefill's chunk: what half a chunk of them decays leaves no room in operands.
+// OutOfRange pairs of channels of a fused prefill's chunk: what half a chunk of them decays leaves no room in operands.
 // Nothing bounds softplus gates, and where a channel is steep it mostly stays so.
 //
 // A steep pair goes without the products of operands. Its part of scores and overlaps is products of its own, eight
@@ -21,14 +21,14 @@ namespace cula::cuda::sm90 {
 
 // In the place of the chunk's overlaps, before they are there: log2 decays of pairs, both channels, from somewhere to
 // each token, and to the chunk's begin. What is added to a row keeps lanes of four slots and tokens apart.
-struct SteepDecays {
+struct OutOfRangeDecays {
     static constexpr int kSlots = 16, kBegin = kFusedTokens, kRow = kFusedTokens + 4;
     float2 x[kSlots][kRow];
     std::int32_t pair[kSlots];
 };
 // What a token decays at most, in powers of two: four of them, times the largest scale (fused_launch.cuh), are in
 // range.
-inline constexpr float kSteepest = 29.75f;
+inline constexpr float kMostInRange = 29.75f;
 
 template <class T>
 __device__ __forceinline__ float2 times(std::uint32_t word, float by) {
@@ -37,16 +37,17 @@ __device__ __forceinline__ float2 times(std::uint32_t word, float by) {
 }
 
 // What a warpgroup that prepares does about them. A lane has a token.
-template <class T, int kKey, int kGroups, Gate kGate>
-struct FusedSteep {
-    using S = FusedStage<kKey, kGroups>;
-    using Shared = FusedShared<kKey, kGroups>;
+template <class T, int kKey, int kStateWarpgroups, Gate kGate>
+struct FusedOutOfRange {
+    using Layout = FusedStageLayout<kKey, kStateWarpgroups>;
+    using Shared = FusedShared<kKey, kStateWarpgroups>;
     using Mask = PairMask<kKey>;
-    using Decays = SteepDecays;
-    static_assert(!kPaired<kGroups> || sizeof(Decays) <= S::kScoresLow - S::kInverse);
+    using Decays = OutOfRangeDecays;
+    static_assert(!kPaired<kStateWarpgroups> || sizeof(Decays) <= Layout::kScoresLow - Layout::kInverse);
     // A CTA alone leaves what stands above diagonals as it is, and has too few registers.
-    static_assert(kGate == Gate::kBounded || (kGate == Gate::kSoftplus && kPaired<kGroups>));
-    static_assert(S::kQuery == 0 && S::kKeys == S::kBoxBytes && S::kCarried == 2 * S::kBoxBytes && Mask::kPanels == 2);
+    static_assert(kGate == Gate::kBounded || (kGate == Gate::kSoftplus && kPaired<kStateWarpgroups>));
+    static_assert(Layout::kQuery == 0 && Layout::kKeys == Layout::kTmaBytes &&
+                  Layout::kCarried == 2 * Layout::kTmaBytes && Mask::kPanels == 2);
 
     const DeviceArgs& a;
     Shared& shared;
@@ -56,7 +57,7 @@ struct FusedSteep {
     const int thread = thread_anew(), lane = thread & 31, warp = thread >> 5;
     const std::uint32_t stage_at = shared_address(at);
 
-    __device__ __forceinline__ FusedSteep anew() const { return {a, shared, number, i, at}; }
+    __device__ __forceinline__ FusedOutOfRange anew() const { return {a, shared, number, i, at}; }
 
     // Before products, where some pair was not expected: all as if they had been. q and k as they came, zeros for
     // columns, and decays of as many as there is room for.
@@ -64,9 +65,9 @@ struct FusedSteep {
         own_pairs(mask, 0, Mask::kPairs, [&](int which, int pair) {
             const std::uint32_t q = from_memory(0, pair), k = from_memory(1, pair), gates = from_memory(2, pair),
                                 word = stage_at + word_at(lane, pair);
-            store_word(word + S::kQuery, q);
-            store_word(word + S::kKeys, k);
-            store_word(word + S::kCarried, 0);
+            store_word(word + Layout::kQuery, q);
+            store_word(word + Layout::kKeys, k);
+            store_word(word + Layout::kCarried, 0);
             if (which < Decays::kSlots) measure(which, pair, gates);
         });
     }
@@ -78,22 +79,23 @@ struct FusedSteep {
             if (first > 0) {
                 own_pairs(mask, first, Decays::kSlots,
                           [&](int slot, int pair) { anew().measure(slot, pair, from_memory(2, pair)); });
-                sync_preparer(number);
+                sync_operand_role(number);
             }
 #pragma unroll 1
             for (int slot = 0; slot < min(count, Decays::kSlots); slot += 8) anew().multiply(products, slot, count);
-            sync_preparer(number);  // nobody reads rows, or multiplies them
+            sync_operand_role(number);  // nobody reads rows, or multiplies them
             own_pairs(mask, first, Decays::kSlots, [&](int slot, int pair) { anew().put(slot, pair); });
-            sync_preparer(number);  // nobody reads decays
+            sync_operand_role(number);  // nobody reads decays
         }
     }
 
 private:
-    __device__ __forceinline__ Decays& decays() const { return *reinterpret_cast<Decays*>(at + S::kInverse); }
+    __device__ __forceinline__ Decays& decays() const { return *reinterpret_cast<Decays*>(at + Layout::kInverse); }
     __device__ __forceinline__ FusedScales& scales() const { return shared.scales[number]; }
     // Where a token's word of a pair stands in a box.
     static __device__ __forceinline__ std::uint32_t word_at(int token, int pair) {
-        return pair / 32 * S::kPanelBytes + token * S::kRowBytes + ((pair / 4 & 7) ^ (token & 7)) * 16 + pair % 4 * 4;
+        return pair / 32 * Layout::kPanelBytes + token * Layout::kRowBytes + ((pair / 4 & 7) ^ (token & 7)) * 16 +
+               pair % 4 * 4;
     }
     // The lane's token's of q, k or gates.
     __device__ __forceinline__ std::uint32_t from_memory(int tensor, int pair) const {
@@ -107,7 +109,7 @@ private:
     __device__ __forceinline__ void own_pairs(const Mask& mask, int first, int slots, Body body) const {
         mask.each([&](int which, int pair) {
             const int slot = which - first;
-            if (slot >= 0 && slot < slots && slot % kGroupWarps == warp) body(slot, pair);
+            if (slot >= 0 && slot < slots && slot % kWarpgroupWarps == warp) body(slot, pair);
         });
     }
     // From the chunk's begin to the lane's token.
@@ -116,7 +118,7 @@ private:
         const float2 raw = unpack2<T>(gates), offset = *reinterpret_cast<const float2*>(shared.offsets + 2 * pair);
         const auto shape = [&](float x, float bias) {
             x = out * gate_shape<kGate, GateBits::k11>(fmaf(kLog2E, x, bias));
-            return x < -kSteepest ? -kSteepest : x;  // a NaN stays one
+            return x < -kMostInRange ? -kMostInRange : x;  // a NaN stays one
         };
         float2 x{shape(raw.x, offset.x), shape(raw.y, offset.y)};
 #pragma unroll
@@ -132,7 +134,7 @@ private:
     template <class Products>
     __device__ __forceinline__ void multiply(Products& products, int first, int count) const {
         const float* const norms = warp < 2 ? scales().q : scales().k;
-        const std::uint32_t rows_at = stage_at + (warp < 2 ? S::kQuery : S::kKeys);
+        const std::uint32_t rows_at = stage_at + (warp < 2 ? Layout::kQuery : Layout::kKeys);
         const int row = warp % 2 * 16 + lane / 4;
         constexpr int kBytes = sizeof(float2);
         bool in[2];
@@ -161,7 +163,7 @@ private:
             for (int s = 0; s < 2; ++s) {
                 const float2 middle = load_pair(x[s] + (8 * block + 4) * kBytes),
                              own = load_pair(x[s] + column * kBytes);
-                const std::uint32_t word = load_word(stage_at + S::kKeys + word_at(column, pairs[s]));
+                const std::uint32_t word = load_word(stage_at + Layout::kKeys + word_at(column, pairs[s]));
                 const float2 k = times<T>(in[s] ? word : 0, norm);
                 b_words[s] = pack2<T>(k.x * exp2_fast(middle.x - own.x), k.y * exp2_fast(middle.y - own.y));
 #pragma unroll
@@ -189,12 +191,12 @@ private:
         };
         const float2 begin = decay[Decays::kBegin], own = decay[lane], end = decay[kFusedTokens - 1];
         const float2 fall = between(begin, own), rest = between(own, end);
-        if (lane == 0) *reinterpret_cast<float2*>(S::factors(at).ends + 2 * pair) = between(begin, end);
-        const float2 q = times<T>(load_word(word + S::kQuery), scales().q[place]),
-                     k = times<T>(load_word(word + S::kKeys), scales().k[place]);
-        store_word(word + S::kQuery, pack2<T>(q.x * fall.x, q.y * fall.y));
-        store_word(word + S::kKeys, pack2<T>(k.x * fall.x, k.y * fall.y));
-        store_word(word + S::kCarried, pack2<T>(k.x * rest.x, k.y * rest.y));
+        if (lane == 0) *reinterpret_cast<float2*>(Layout::factors(at).ends + 2 * pair) = between(begin, end);
+        const float2 q = times<T>(load_word(word + Layout::kQuery), scales().q[place]),
+                     k = times<T>(load_word(word + Layout::kKeys), scales().k[place]);
+        store_word(word + Layout::kQuery, pack2<T>(q.x * fall.x, q.y * fall.y));
+        store_word(word + Layout::kKeys, pack2<T>(k.x * fall.x, k.y * fall.y));
+        store_word(word + Layout::kCarried, pack2<T>(k.x * rest.x, k.y * rest.y));
     }
 };
 

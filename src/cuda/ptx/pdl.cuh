@@ -9,25 +9,25 @@ namespace cula::cuda {
 
 // Until all kernels before have ended and what they wrote can be read. Every block waits, at the latest before it ends,
 // so that who waits for this kernel waits for those before it, too.
-__device__ __forceinline__ void wait_for_kernels() {
+__device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 // Lets the next kernel be put on multiprocessors as they become free, once every block has come here or ended. After
-// wait_for_kernels() it tells the next one that those before this one have ended: what they wrote lies in memory, and a
+// pdl_wait() it tells the next one that those before this one have ended: what they wrote lies in memory, and a
 // fence there keeps it from reading what its first-level cache held before.
-__device__ __forceinline__ void lead_kernel() {
+__device__ __forceinline__ void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
 // Before such a kernel touches global memory.
-__device__ __forceinline__ void follow_kernels() {
-    lead_kernel();
-    wait_for_kernels();
+__device__ __forceinline__ void pdl_trigger_and_wait() {
+    pdl_trigger();
+    pdl_wait();
 }
 
 // A number of a kernel that may still have been running when this one started, and has ended since: ld.global.nc

@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+// The warpgroup that copies: three warps images, q, k and v to the stages, one outputs to memory.
+#pragma once
+
+#include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/sm90/carry/config.cuh"
+
+namespace cula::cuda::sm90 {
+
+// Threads of the copying warpgroup that fetch what a chunk needs, and the warp that puts outputs out. Neither waits for
+// the other.
+inline constexpr int kLoadThreads = 96, kStoreThreads = 32;
+static_assert(kLoadThreads + kStoreThreads == kWarpgroupThreads);
+
+// The tokens of a chunk, kUnits times eight columns of `from`, each 16 bytes to place(token, unit); zero beyond `count`
+// tokens and `columns` columns. Called by the threads that fetch.
+template <class T, int kRows, int kUnits, class Place>
+__device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, std::int64_t pitch, int count,
+                                          int columns, bool wide, Place place) {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x) % kWarpgroupThreads; i < kRows * kUnits; i += kLoadThreads) {
+        const int token = i / kUnits, unit = i % kUnits;
+        T* to = reinterpret_cast<T*>(memory + place(token, unit));
+        const bool in = token < count && unit * 8 < columns;
+        if (wide) {
+            copy_async(shared_address(to), from + (in ? token * pitch + unit * 8 : 0), in ? 16 : 0);
+        } else {
+#pragma unroll 1
+            for (int e = 0; e < 8; ++e)
+                to[e] = in && unit * 8 + e < columns ? from[token * pitch + unit * 8 + e] : from_float<T>(0.0f);
+        }
+    }
+}
+
+// Threads that fetch: images, values, and q and k where they are read as they came. To ask for a copy takes a thread
+// some 60 cycles, so that the three warps share them: tiles of the image, and k; the inverse, and values; scores, and
+// q.
+template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
+struct LoadRole {
+    using Layout = StageLayout<T, kKey, kDelta, kPerChannel, kMaps>;
+    using F = Factors<kKey, kPerChannel>;
+    using Operands = ChunkOperands<T, kKey, kPerChannel>;
+    using Lower = Triangle<Layout::kRows>;
+    using Squares = Panels<Layout::kRows>;
+    static constexpr bool kReadsOperands = !kMakesScores<kDelta, kPerChannel>;
+    static constexpr int kPanels = kKey / kTmaChannels;
+    static constexpr int kTriangleBytes = Lower::kElements * static_cast<int>(sizeof(T));
+
+    const DeviceArgs& a;
+    const RowMaps& maps;
+    const SegmentCursor<kKey, kMaps>& cursor;
+    const Operands* operands;            // the segment's first
+    const std::int32_t* is_compensated;  // the same
+    unsigned char* memory;               // of the stages
+    F* factors;                          // the same
+    CarryBarriers& barriers;
+    int warpgroups, stages;
+    bool per_chunk;  // Schedule
+
+    // Parts of images go to every CTA of the cluster. Each CTA asks for its share, and the barrier expects all.
+    struct Part {
+        const unsigned char* operands;
+        std::uint32_t full;
+        int cluster, rank = cluster_rank();
+
+        __device__ __forceinline__ void copy(std::uint32_t to, int from, int bytes) const {
+            if (cluster == 1)
+                copy_bulk(to, operands + from, bytes, full);
+            else
+                copy_bulk(to, operands + from, bytes, full, (1u << cluster) - 1);
+        }
+        __device__ __forceinline__ void copy_run(std::uint32_t to, int from, int bytes) const {
+            const int share = bytes >> (__ffs(cluster) - 1);  // a power of two of CTAs
+            copy(to + rank * share, from + rank * share, share);
+        }
+        __device__ __forceinline__ void copy_triangle(std::uint32_t to, int from, int turn) const {
+#pragma unroll
+            for (int panel = 0; panel < Lower::kBlocks; ++panel)
+                if (((panel + turn) & (cluster - 1)) == rank)
+                    copy(to + (panel * Squares::kUnits + Squares::lower_begin(panel)) * 16,
+                         from + Lower::block_begin(panel, panel) * 16,
+                         (Squares::kUnits - Squares::lower_begin(panel)) * 16);
+        }
+    };
+
+    static constexpr int kTileBytes = kPerChannel ? (1 + kDelta + !kMaps) * Layout::kTileBytes : 0;
+    static constexpr int kFactorBytes = sizeof(F);
+    static constexpr int kLowBytes = (kMaps ? 1 : 2) * kTriangleBytes;  // of a coupled chunk's second stage
+    static constexpr int kOperandBytes = kTileBytes + kFactorBytes + (kDelta + !kMaps) * kTriangleBytes;
+
+    // A warp's share of an image.
+    __device__ __forceinline__ void copy_operands(int warp, const Part& part, std::uint32_t stage_at,
+                                                  std::uint32_t factors_at) const {
+        if (warp == 0) {
+            if constexpr (kPerChannel) {
+                if constexpr (kDelta)
+                    part.copy_run(stage_at + Layout::kKeyRead, offsetof(Operands, k_decayed), 2 * Layout::kTileBytes);
+                else
+                    part.copy_run(stage_at + Layout::kKeyCarry, offsetof(Operands, k_remaining), Layout::kTileBytes);
+                if constexpr (!kMaps)
+                    part.copy_run(stage_at + Layout::kQuery, offsetof(Operands, q_decayed), Layout::kTileBytes);
+                part.copy_run(factors_at, offsetof(Operands, decay), kFactorBytes);
+            } else {
+                part.copy_run(factors_at, offsetof(Operands, k_factor), kFactorBytes);
+            }
+        } else if (warp == 1) {
+            if constexpr (kDelta) part.copy_triangle(stage_at + Layout::kInverse, offsetof(Operands, inverse), 0);
+        } else if constexpr (!kMaps) {
+            part.copy_triangle(stage_at + Layout::kScores, offsetof(Operands, scores), 1);
+        }
+    }
+    __device__ __forceinline__ void copy_low(int warp, const Part& part, std::uint32_t stage_at) const {
+        if (warp == 1)
+            part.copy_triangle(stage_at + Layout::kInverse, offsetof(Operands, inverse_low), 0);
+        else if (warp == 2 && !kMaps)
+            part.copy_triangle(stage_at + Layout::kScores, offsetof(Operands, scores_low), 1);
+    }
+
+    // Rows as boxes, where they have maps: how many bytes, and their copies.
+    __device__ __forceinline__ int tma_bytes() const {
+        const int tiles = kPerChannel ? 0 : kMaps ? 1 : 2;
+        return (cursor.of_m ? 0 : warpgroups * Layout::kTmaBytes) + tiles * kPanels * Layout::kTmaBytes;
+    }
+    __device__ __forceinline__ void load_by_tma(int warp, int chunk, std::uint32_t stage_at, std::uint32_t full) const {
+        TileCoordinates at{0, a.by_group.divide(cursor.value_head), static_cast<int>(cursor.token(chunk)),
+                           cursor.batch};
+        const auto copy_panels = [&](int to, const CUtensorMap& map) {
+#pragma unroll 1  // or registers run out
+            for (int panel = 0; panel < kPanels; ++panel) {
+                at.channel = panel * kTmaChannels;
+                tma_load(stage_at + to + panel * Layout::kTmaBytes, map, at, full);
+            }
+        };
+        if (warp == 1) {
+            if (cursor.of_m) return;
+            at.head = cursor.value_head;
+            for (int warpgroup = 0; warpgroup < warpgroups; ++warpgroup) {
+                at.channel = cursor.rows.first + warpgroup * kWarpgroupRows;
+                tma_load(stage_at + Layout::kValues + warpgroup * Layout::kTmaBytes, maps.v, at, full);
+            }
+        } else if constexpr (!kPerChannel) {
+            if (warp == 0)
+                copy_panels(Layout::kKeyRead, maps.k);
+            else if constexpr (!kMaps)
+                copy_panels(Layout::kQuery, maps.q);
+        }
+    }
+
+    __device__ __forceinline__ void copy_key_rows(const TokenRows& rows, int chunk, unsigned char* to) const {
+        const T* from = static_cast<const T*>(rows.data) +
+                        rows.offset(cursor.batch, cursor.token(chunk), a.by_group.divide(cursor.value_head));
+        copy_rows<T, Layout::kRows, kKey / 8>(
+            to, from, rows.token, cursor.count(chunk), a.key_dim, aligned<T>(rows, a.key_dim),
+            [](int token, int unit) { return OperandTile<kKey, false>::unit(token, unit) * 16; });
+    }
+
+    // What load_by_tma() brings, by all threads that fetch, whatever the rows are.
+    __device__ __forceinline__ void copy_all_rows(int chunk, unsigned char* to) const {
+        if constexpr (!kPerChannel) {
+            if constexpr (!kMaps) copy_key_rows(a.q, chunk, to + Layout::kQuery);
+            copy_key_rows(a.k, chunk, to + Layout::kKeyRead);
+        }
+        if (cursor.of_m) return;
+        const T* from =
+            static_cast<const T*>(a.v.data) + a.v.offset(cursor.batch, cursor.token(chunk), cursor.value_head);
+#pragma unroll 1
+        for (int warpgroup = 0; warpgroup < warpgroups; ++warpgroup) {
+            const int row = cursor.rows.first + warpgroup * kWarpgroupRows;
+            copy_rows<T, Layout::kRows, kWarpgroupRows / 8>(
+                to + Layout::kValues + warpgroup * Layout::kTmaBytes, from + row, a.v.token, cursor.count(chunk),
+                a.value_dim - row, aligned<T>(a.v, a.value_dim),
+                [](int token, int unit) { return Tile<Layout::kRows, kWarpgroupRows>::unit(token, unit) * 16; });
+        }
+    }
+
+    __device__ __forceinline__ void run() const {
+        const int warp = static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32;
+        const bool asks = threadIdx.x % 32 == 0;
+        const int rows_bytes = tma_bytes();
+        int stage = 0, parity = 1;
+        const auto full = [&] { return shared_address(barriers.operands_ready + stage); };
+        const auto next_stage = [&] {
+            if (++stage == stages) stage = 0, parity ^= 1;
+        };
+#pragma unroll 1
+        for (int chunk = 0; chunk < cursor.segment.chunks; ++chunk) {
+            const std::int64_t of_chunk = static_cast<std::int64_t>(chunk) * a.value_heads;
+            // Asked for before the wait, which hides it where the number is not waited for itself.
+            std::int32_t prepared = 0;
+            if (kReadsOperands && per_chunk)
+                prepared = published(is_compensated + of_chunk);
+            else if (kDelta)
+                prepared = written_before(is_compensated + of_chunk);
+            wait_barrier(shared_address(barriers.operands_free + stage), parity);
+            if (kReadsOperands && per_chunk) {
+                while (prepared == kUnprepared) prepared = published(is_compensated + of_chunk);
+                fence_async_global();
+            }
+            const bool compensated = kDelta && prepared;
+            unsigned char* to = memory + stage * Layout::bytes(warpgroups);
+            // A box would take what follows a packed sequence for the rest of its last chunk.
+            const bool boxes = maps.inputs && (!a.cu_seqlens || cursor.count(chunk) == Layout::kRows);
+            if (asks) {
+                if (warp == 0) {
+                    arrive_expecting(full(), (kReadsOperands ? kOperandBytes : 0) + (boxes ? rows_bytes : 0));
+                    barriers.compensated[stage] = compensated;
+                }
+                if constexpr (kReadsOperands)
+                    copy_operands(
+                        warp, {reinterpret_cast<const unsigned char*>(operands + of_chunk), full(), cursor.p.cluster},
+                        shared_address(to), shared_address(factors + stage));
+                if (boxes) load_by_tma(warp, chunk, shared_address(to), full());
+            }
+            if (!boxes) {
+                copy_all_rows(chunk, to);
+                commit_copies();
+                wait_copies<0>();
+                if constexpr (!kPerChannel) fence_async_proxy();  // products read q and k
+            }
+            arrive(full());
+            next_stage();
+            if constexpr (kDelta) {
+                if (!compensated) continue;
+                wait_barrier(shared_address(barriers.operands_free + stage), parity);
+                if (asks) {
+                    if (warp == 0) arrive_expecting(full(), kLowBytes);
+                    copy_low(warp,
+                             {reinterpret_cast<const unsigned char*>(operands + of_chunk), full(), cursor.p.cluster},
+                             shared_address(memory + stage * Layout::bytes(warpgroups)));
+                }
+                arrive(full());
+                next_stage();
+            }
+        }
+    }
+};
+
+// The warp that puts out what the warpgroups have turned: a Tile of tokens by value rows of each.
+template <class T, int kKey>
+struct StoreRole {
+    static constexpr int kRows = kTokens<kKey>, kUnits = kWarpgroupRows / 8;
+
+    const DeviceArgs& a;
+    const CUtensorMap& map;
+    const SegmentCursor<kKey, false>& cursor;
+    const unsigned char* tiles;  // in shared memory
+    CarryBarriers& barriers;
+    int warpgroups;
+
+    __device__ __forceinline__ void run() const {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+        for (int chunk = 0; chunk < cursor.segment.chunks; ++chunk) {
+            const int count = cursor.count(chunk);
+#pragma unroll 1
+            for (int warpgroup = 0; warpgroup < warpgroups; ++warpgroup) {
+                const int row = cursor.rows.first + warpgroup * kWarpgroupRows;
+                const unsigned char* tile = tiles + warpgroup * kOutBytes<T, kKey, false>;
+                wait_barrier(shared_address(barriers.out_ready + warpgroup), chunk & 1);
+                if (!a.cu_seqlens || count == kRows) {
+                    if (lane == 0) {
+                        tma_store(map, {row, cursor.value_head, static_cast<int>(cursor.token(chunk)), cursor.batch},
+                                  shared_address(tile));
+                        tma_wait_stores_read();
+                    }
+                    __syncwarp();
+                } else {
+                    put_rows(tile, chunk, count, row, lane);
+                }
+                arrive(shared_address(barriers.out_free + warpgroup));
+            }
+        }
+    }
+
+    // What a box would write beyond a packed sequence's end is left out.
+    __device__ __forceinline__ void put_rows(const unsigned char* tile, int chunk, int count, int row, int lane) const {
+        T* const to =
+            static_cast<T*>(a.o.data) + a.o.offset(cursor.batch, cursor.token(chunk), cursor.value_head) + row;
+#pragma unroll 1
+        for (int i = lane; i < count * kUnits; i += kStoreThreads) {
+            const int token = i / kUnits, unit = i % kUnits;
+            if (row + unit * 8 < a.value_dim)
+                *reinterpret_cast<uint4*>(to + token * a.o.token + unit * 8) =
+                    *reinterpret_cast<const uint4*>(tile + Tile<kRows, kWarpgroupRows>::unit(token, unit) * 16);
+        }
+    }
+};
+
+}  // namespace cula::cuda::sm90
