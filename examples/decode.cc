@@ -18,7 +18,8 @@ int main() {
     args.g = TensorRef::contiguous(g.data(), Dtype::kFloat32, {1, 1, H, D});
     args.beta = TensorRef::contiguous(beta.data(), Dtype::kFloat32, {1, 1, H});
     args.o = TensorRef::contiguous(o.data(), Dtype::kFloat32, {1, 1, H, D});
-    args.initial_state = args.final_state = TensorRef::contiguous(state.data(), Dtype::kFloat32, {1, H, D, D});
+    args.initial_state = args.final_state =
+        TensorRef::contiguous(state.data(), Dtype::kFloat32, {1, H, D, D});
     args.qk_l2norm = true;
     cula::decode(args, {.parallel_for = cula::std_threads()});
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Owners of what libtorch's C interface hands out. The kernels of this library are boxed by hand on that interface: its
-// functions are the stable ABI itself, and reading them directly costs neither a shared_ptr per tensor nor a copy per
-// string.
+// Owners of what libtorch's C interface hands out. The kernels of this library are boxed by hand on that
+// interface: its functions are the stable ABI itself, and reading them directly costs neither a shared_ptr
+// per tensor nor a copy per string.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -12,7 +12,8 @@
 
 static_assert(TORCH_TARGET_VERSION == (((0ULL + 2) << 56) | ((0ULL + 10) << 48)),
               "the minor version is a hexadecimal byte");
-static_assert(TORCH_ABI_VERSION >= TORCH_TARGET_VERSION, "these headers of PyTorch are older than the target");
+static_assert(TORCH_ABI_VERSION >= TORCH_TARGET_VERSION,
+              "these headers of PyTorch are older than the target");
 
 namespace cula::torch_binding {
 
@@ -43,8 +44,8 @@ private:
     std::unique_ptr<std::remove_pointer_t<StringHandle>, DeleteString> handle_;
 };
 
-// The arguments of a boxed call, taken from its stack one after the other. Nothing here throws: a caller takes all of
-// them before it looks at any, or what is left on the stack would leak.
+// The arguments of a boxed call, taken from its stack one after the other. Nothing here throws: a caller
+// takes all of them before it looks at any, or what is left on the stack would leak.
 class Arguments {
 public:
     explicit Arguments(const StableIValue* stack) : next_(stack) {}
@@ -55,7 +56,9 @@ public:
     }
 
     TensorHandle tensor() { return TensorHandle(value<AtenTensorHandle>()); }
-    TensorHandle optional_tensor() { return TensorHandle(value<std::optional<AtenTensorHandle>>().value_or(nullptr)); }
+    TensorHandle optional_tensor() {
+        return TensorHandle(value<std::optional<AtenTensorHandle>>().value_or(nullptr));
+    }
     String string() { return String(value<StringHandle>()); }
     String optional_string() { return String(value<std::optional<StringHandle>>().value_or(nullptr)); }
 

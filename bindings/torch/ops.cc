@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.ops.cula: one operator per pass, and explain. The caller allocates the outputs and an operator returns nothing,
-// but for the overloads that are there to save time; it writes into the arguments that its schema marks. Fakes for
-// tracing are in Python (a C++ one would see plain integers for symbolic sizes).
+// torch.ops.cula: one operator per pass, and explain. The caller allocates the outputs and an operator
+// returns nothing, but for the overloads that are there to save time; it writes into the arguments that its
+// schema marks. Fakes for tracing are in Python (a C++ one would see plain integers for symbolic sizes).
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -43,7 +43,8 @@ struct Call {
     String algorithm, gate;    // kNamed
     std::int64_t options = 0;  // the compact forms
 
-    Call(Pass pass, Form form, const StableIValue* stack) : parameters(torch_binding::parameters(pass, form)) {
+    Call(Pass pass, Form form, const StableIValue* stack)
+        : parameters(torch_binding::parameters(pass, form)) {
         Arguments arguments(stack);
         if (form == Form::kNamed)
             take_named(pass, arguments);
@@ -87,7 +88,8 @@ private:
         null_index = arguments.value<std::optional<std::int64_t>>().value_or(null_index);
         backend = arguments.optional_string();
         int bit = 10;
-        for (bool* flag : {&qk_l2norm, &beta_is_logit, &allow_neg_eigval, &batch_invariant, &in_place, &k_first})
+        for (bool* flag :
+             {&qk_l2norm, &beta_is_logit, &allow_neg_eigval, &batch_invariant, &in_place, &k_first})
             *flag = options >> bit++ & 1;
         chunk_tokens = options >> 16;
     }
@@ -105,9 +107,10 @@ struct Operator {
     Operator(std::string_view other, std::string_view other_first) : name(other), first(other_first) {}
 };
 
-[[noreturn]] void fail(Operator op, std::string_view argument, std::string_view expected, std::string_view given) {
-    throw Error(std::string(op.name) + ": " + std::string(argument) + " must " + std::string(expected) + ", got " +
-                std::string(given));
+[[noreturn]] void fail(Operator op, std::string_view argument, std::string_view expected,
+                       std::string_view given) {
+    throw Error(std::string(op.name) + ": " + std::string(argument) + " must " + std::string(expected) +
+                ", got " + std::string(given));
 }
 
 struct Place {
@@ -157,7 +160,9 @@ std::optional<Dtype> find_dtype(std::int32_t code) {
     return std::nullopt;
 }
 
-std::int32_t dtype_code(Dtype dtype) { return std::ranges::find(dtype_codes(), dtype, &DtypeCode::dtype)->code; }
+std::int32_t dtype_code(Dtype dtype) {
+    return std::ranges::find(dtype_codes(), dtype, &DtypeCode::dtype)->code;
+}
 
 std::string dtype_name(std::int32_t code) {
     return torch::headeronly::toString(
@@ -186,17 +191,20 @@ TensorRef view(Operator op, std::string_view argument, const TensorHandle& tenso
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
     if (ndim < 1 || ndim > kMaxDims)
-        fail(op, argument, "have from 1 to " + std::to_string(kMaxDims) + " dimensions", std::to_string(ndim));
+        fail(op, argument, "have from 1 to " + std::to_string(kMaxDims) + " dimensions",
+             std::to_string(ndim));
 
-    TensorRef ref{.data = data_of(tensor), .dtype = dtype, .ndim = static_cast<int>(ndim), .size = {}, .stride = {}};
+    TensorRef ref{
+        .data = data_of(tensor), .dtype = dtype, .ndim = static_cast<int>(ndim), .size = {}, .stride = {}};
     std::copy_n(sizes, ndim, ref.size.begin());
     std::copy_n(strides, ndim, ref.stride.begin());
     return ref;
 }
 
-// A parameter of the gate in one dimension: float32, or float64 beside inputs of float64. `tensor` becomes a copy where
-// its memory is not that.
-TensorRef flat_view(Pass pass, std::string_view argument, TensorHandle& tensor, const Place& place, Dtype inputs) {
+// A parameter of the gate in one dimension: float32, or float64 beside inputs of float64. `tensor` becomes a
+// copy where its memory is not that.
+TensorRef flat_view(Pass pass, std::string_view argument, TensorHandle& tensor, const Place& place,
+                    Dtype inputs) {
     check_place(pass, argument, tensor, place);
     bool contiguous = false;
     std::int32_t code = 0;
@@ -213,7 +221,8 @@ TensorRef flat_view(Pass pass, std::string_view argument, TensorHandle& tensor, 
 Algorithm parse_algorithm(Pass pass, std::string_view text) {
     if (const std::optional<Algorithm> algorithm = find_algorithm(text)) return *algorithm;
     std::string names;
-    for (const NamedAlgorithm& row : kAlgorithms) names += (names.empty() ? "" : ", ") + std::string(row.name);
+    for (const NamedAlgorithm& row : kAlgorithms)
+        names += (names.empty() ? "" : ", ") + std::string(row.name);
     fail(pass, "algorithm", "be one of " + names, "\"" + std::string(text) + "\"");
 }
 
@@ -268,7 +277,8 @@ Args make_args(Pass pass, Form form, Call& call, const Place& place) {
             ref = view(pass, parameter.name, tensor, place);
     }
     if (call.in_place) {
-        if (args.initial_state) fail(pass, "initial_state", "be left out in place: it is final_state", "a tensor");
+        if (args.initial_state)
+            fail(pass, "initial_state", "be left out in place: it is final_state", "a tensor");
         if (!args.final_state) fail(pass, "final_state", "be given in place", "none");
         args.initial_state = args.final_state;
     }
@@ -295,8 +305,8 @@ Args make_args(Pass pass, Form form, Call& call, const Place& place) {
     return args;
 }
 
-// What an overload returns, also as arguments of the call. Inputs that validate() will refuse get none: what it would
-// take by their shapes may be more than there is.
+// What an overload returns, also as arguments of the call. Inputs that validate() will refuse get none: what
+// it would take by their shapes may be more than there is.
 struct Outputs {
     TensorHandle o, final_state;
 
@@ -321,7 +331,8 @@ struct Outputs {
     }
 };
 
-// CULA_DEBUG_CHECKS=1 checks on a GPU too what is otherwise checked on a CPU alone, and waits for the GPU to do so.
+// CULA_DEBUG_CHECKS=1 checks on a GPU too what is otherwise checked on a CPU alone, and waits for the GPU to
+// do so.
 bool debug_checks() {
     static const bool on = [] {
         const char* value = std::getenv("CULA_DEBUG_CHECKS");
@@ -333,8 +344,10 @@ bool debug_checks() {
 // The values of the indices, which the core reads from copies on the host.
 void check_indices(Pass pass, const Call& call, Args args) {
     constexpr TensorRef Args::* kIndices[] = {
-        &Args::cu_seqlens,        &Args::initial_state_indices, &Args::final_state_indices, &Args::checkpoint_plan,
-        &Args::state_indices,     &Args::num_accepted,          &Args::snapshot_indices,    &Args::parents,
+        &Args::cu_seqlens,          &Args::initial_state_indices,
+        &Args::final_state_indices, &Args::checkpoint_plan,
+        &Args::state_indices,       &Args::num_accepted,
+        &Args::snapshot_indices,    &Args::parents,
         &Args::has_initial_state,
     };
     std::vector<TensorHandle> copies;
@@ -364,14 +377,18 @@ TensorHandle run_planned(Pass pass, const Args& args, Context& context, std::str
         context.workspace_bytes = planned.workspace_bytes;
     }
     run(planned, args, context);
-    return args.keep && planned.kept_bytes == 0 ? allocate_workspace(0, context.device) : std::move(workspace);
+    return args.keep && planned.kept_bytes == 0 ? allocate_workspace(0, context.device)
+                                                : std::move(workspace);
 }
 
-// The kernels read whole rows of channels: inputs whose rows are not contiguous, as behind a convolution that keeps
-// channels first, become dense copies. Nothing is copied for a call that would be refused.
+// The kernels read whole rows of channels: inputs whose rows are not contiguous, as behind a convolution that
+// keeps channels first, become dense copies. Nothing is copied for a call that would be refused.
 void copy_rows(Pass pass, Call& call, Args& args, const Context& context, const Place& place) {
-    const auto strided = [](const TensorRef& ref) { return ref.ndim == 4 && ref.stride[3] != 1 && ref.size[3] > 1; };
-    if (std::ranges::none_of(kOfTokens, [&](TensorRef Args::* field) { return strided(args.*field); })) return;
+    const auto strided = [](const TensorRef& ref) {
+        return ref.ndim == 4 && ref.stride[3] != 1 && ref.size[3] > 1;
+    };
+    if (std::ranges::none_of(kOfTokens, [&](TensorRef Args::* field) { return strided(args.*field); }))
+        return;
     Args copied = args;
     for (TensorRef Args::* field : kOfTokens)
         if (strided(args.*field)) (copied.*field).stride[3] = 1;
@@ -402,7 +419,8 @@ void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     }
     if (form != Form::kNamed) copy_rows(pass, call, args, context, place);
     TensorHandle workspace = run_planned(pass, args, context, call.backend.view());
-    TensorHandle* const made[] = {&outputs.o, &outputs.final_state, form == Form::kKeep ? &workspace : nullptr};
+    TensorHandle* const made[] = {&outputs.o, &outputs.final_state,
+                                  form == Form::kKeep ? &workspace : nullptr};
     for (TensorHandle* one : made)
         if (one && *one) *stack++ = torch::stable::detail::from(one->release());
 }
@@ -430,7 +448,8 @@ void compose_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
 }
 
 constexpr char kExplainSchema[] =
-    "explain(str pass_name, str algorithm, str device, *, int batch, int tokens, int sequences, int heads, int "
+    "explain(str pass_name, str algorithm, str device, *, int batch, int tokens, int sequences, int heads, "
+    "int "
     "value_heads, "
     "int key_dim, int value_dim, str dtype, str state_dtype, str gate, float lower_bound, bool varlen, bool "
     "beta_per_value, "
@@ -443,8 +462,8 @@ T one_of(std::string_view argument, std::string_view text, std::initializer_list
         if (text == cula::name(value)) return value;
         names += (names.empty() ? "" : ", ") + std::string(cula::name(value));
     }
-    throw Error("explain: " + std::string(argument) + " must be one of " + names + ", got \"" + std::string(text) +
-                "\"");
+    throw Error("explain: " + std::string(argument) + " must be one of " + names + ", got \"" +
+                std::string(text) + "\"");
 }
 
 // Shared memory that one thread block may have, by compute capability (CUDA C++ Programming Guide, technical
@@ -472,15 +491,17 @@ Device explained_device(std::string_view text) {
     };
     if (text == "cpu") return {.kind = DeviceKind::kCpu};
     if (const std::optional<int> capability = number_after("sm_"))
-        return {
-            .kind = DeviceKind::kCuda, .compute_capability = *capability, .shared_bytes = shared_bytes(*capability)};
+        return {.kind = DeviceKind::kCuda,
+                .compute_capability = *capability,
+                .shared_bytes = shared_bytes(*capability)};
     if (const std::optional<int> index = number_after("cuda:")) {
         const auto on_cuda = [](const Kernel& kernel) { return kernel.device == DeviceKind::kCuda; };
         // A build without CUDA has nothing to ask, and its rows say so.
-        return std::ranges::any_of(kernels(), on_cuda) ? cuda_device(*index) : Device{.kind = DeviceKind::kCuda};
+        return std::ranges::any_of(kernels(), on_cuda) ? cuda_device(*index)
+                                                       : Device{.kind = DeviceKind::kCuda};
     }
-    throw Error("explain: device must be cpu, cuda or an architecture such as sm_90, got \"" + std::string(text) +
-                "\"");
+    throw Error("explain: device must be cpu, cuda or an architecture such as sm_90, got \"" +
+                std::string(text) + "\"");
 }
 
 // Rows of the registry, one a line: target, "chosen", "yes" or "no", the reason; separated by tabs.
@@ -493,8 +514,8 @@ void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
         *number = arguments.value<std::int64_t>();
     const String dtype = arguments.string(), state_dtype = arguments.string(), gate = arguments.string();
     problem.lower_bound = arguments.value<double>();
-    for (bool* flag :
-         {&problem.varlen, &problem.beta_per_value, &problem.checkpoints, &problem.chunk_states, &problem.tree})
+    for (bool* flag : {&problem.varlen, &problem.beta_per_value, &problem.checkpoints, &problem.chunk_states,
+                       &problem.tree})
         *flag = arguments.value<bool>();
     const auto chunk_tokens = arguments.value<std::int64_t>();
     problem.batch_invariant = arguments.value<bool>();
@@ -563,10 +584,12 @@ STABLE_TORCH_LIBRARY_IMPL(cula, CUDA, library) {
     implement_all(library);
     library.impl("compose", compose_boxed);
 }
-STABLE_TORCH_LIBRARY_IMPL(cula, CompositeExplicitAutograd, library) { library.impl("explain", explain_boxed); }
+STABLE_TORCH_LIBRARY_IMPL(cula, CompositeExplicitAutograd, library) {
+    library.impl("explain", explain_boxed);
+}
 
-// The same once more for the package, which does itself in Python, in less time, what it puts before the others: it
-// looks for derivatives and counts writes.
+// The same once more for the package, which does itself in Python, in less time, what it puts before the
+// others: it looks for derivatives and counts writes.
 STABLE_TORCH_LIBRARY(cula_unchecked, library) { define_all(library); }
 STABLE_TORCH_LIBRARY_IMPL(cula_unchecked, CPU, library) { implement_all(library); }
 STABLE_TORCH_LIBRARY_IMPL(cula_unchecked, CUDA, library) { implement_all(library); }

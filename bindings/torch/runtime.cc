@@ -13,13 +13,14 @@ namespace {
 
 using GetCurrentStream = AOTITorchError (*)(std::int32_t device, void** stream);
 
-// libtorch_cuda is absent under CPU-only PyTorch, and one binary serves both: the symbol is looked up when first
-// needed.
+// libtorch_cuda is absent under CPU-only PyTorch, and one binary serves both: the symbol is looked up when
+// first needed.
 GetCurrentStream find_get_current_stream() {
     constexpr const char* kSymbol = "aoti_torch_get_current_cuda_stream";
     void* found = dlsym(RTLD_DEFAULT, kSymbol);
     if (!found)
-        if (void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD)) found = dlsym(library, kSymbol);
+        if (void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD))
+            found = dlsym(library, kSymbol);
     return reinterpret_cast<GetCurrentStream>(found);
 }
 
@@ -47,14 +48,15 @@ ParallelFor torch_threads() {
 TensorHandle allocate(std::span<const std::int64_t> sizes, std::int32_t dtype, const Device& device) {
     std::array<std::int64_t, kMaxDims> strides{};
     std::int64_t step = 1;
-    for (std::size_t dim = sizes.size(); dim-- > 0; step *= std::max<std::int64_t>(sizes[dim], 1)) strides[dim] = step;
+    for (std::size_t dim = sizes.size(); dim-- > 0; step *= std::max<std::int64_t>(sizes[dim], 1))
+        strides[dim] = step;
     const std::int32_t type =
         device.kind == DeviceKind::kCuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
     AtenTensorHandle handle = nullptr;
-    if (aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, type,
-                                 device.index, &handle) != AOTI_TORCH_SUCCESS)
-        throw std::runtime_error("cula: PyTorch gives no tensor of " + std::to_string(step) + " elements in " +
-                                 (device.kind == DeviceKind::kCuda ? "GPU" : "host") +
+    if (aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+                                 type, device.index, &handle) != AOTI_TORCH_SUCCESS)
+        throw std::runtime_error("cula: PyTorch gives no tensor of " + std::to_string(step) +
+                                 " elements in " + (device.kind == DeviceKind::kCuda ? "GPU" : "host") +
                                  " memory: it is out of memory, or the device has failed before");
     return TensorHandle(handle);
 }
@@ -69,7 +71,8 @@ TensorHandle dense_copy(TensorHandle tensor, std::int32_t dtype) {
     namespace stable = torch::stable::detail;
     const bool non_blocking = false, copy = true;
     std::array stack{stable::from(tensor.release()), stable::from(dtype), stable::from(non_blocking),
-                     stable::from(copy), stable::from(std::optional(torch::headeronly::MemoryFormat::Contiguous))};
+                     stable::from(copy),
+                     stable::from(std::optional(torch::headeronly::MemoryFormat::Contiguous))};
     TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::to", "dtype", stack.data(), TORCH_ABI_VERSION));
     return TensorHandle(stable::to<AtenTensorHandle>(stack.front()));
 }

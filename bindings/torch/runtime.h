@@ -24,8 +24,8 @@ TensorHandle dense_copy(TensorHandle tensor, std::int32_t dtype);
 // Waits for the stream that the tensor's values come from.
 TensorHandle copy_to_host(const TensorHandle& tensor);
 
-// The stream that the caller works on, on a CUDA device. The device need not be current: kernels and allocations see to
-// that themselves.
+// The stream that the caller works on, on a CUDA device. The device need not be current: kernels and
+// allocations see to that themselves.
 Stream current_stream(const Device& device);
 
 }  // namespace cula::torch_binding

@@ -121,7 +121,9 @@ constexpr Parameters make_parameters(Pass pass, Form form) {
     std::ranges::for_each(kInputs, add);
     if (has_states(pass)) std::ranges::for_each(kStates, add);
     std::ranges::for_each(own_parameters(pass), add);
-    const auto rank = [](const Parameter& parameter) { return std::ranges::find(kUsualFirst, parameter.field); };
+    const auto rank = [](const Parameter& parameter) {
+        return std::ranges::find(kUsualFirst, parameter.field);
+    };
     if (form != Form::kNamed) std::ranges::sort(all.rows.begin(), all.rows.begin() + all.count, {}, rank);
     return all;
 }
@@ -160,7 +162,8 @@ const Parameters& parameters(Pass pass, Form form) {
         std::array<std::array<Parameters, kForms.size()>, kPasses.size()> all{};
         for (Pass one : kPasses)
             for (Form other : kForms)
-                all[static_cast<std::size_t>(one)][static_cast<std::size_t>(other)] = make_parameters(one, other);
+                all[static_cast<std::size_t>(one)][static_cast<std::size_t>(other)] =
+                    make_parameters(one, other);
         return all;
     }();
     return kAll[static_cast<std::size_t>(pass)][static_cast<std::size_t>(form)];

@@ -24,20 +24,21 @@ struct Parameter {
     std::string declaration() const { return std::string(type) + " " + std::string(name); }
 };
 
-// A pass has several overloads. The one without a name spells its options out and has no `kept`. The others are for
-// callers that count microseconds (the package itself). PyTorch spends as much on a number, and on a None, as on a
-// tensor, and next to nothing on what is left out. So their `options` holds chunk_tokens << 16 and, from the lowest
-// bit, 8 bits for the row of kAlgorithms, 2 for the Gate, then the flags in the order in which the unnamed overload has
-// them, in_place, and whether a state that `dense` makes is K-first; all that is optional follows, the usual first:
-// lower_bound after dt_bias, scale after cu_seqlens, null_index and backend last. A_log, dt_bias and decay may have any
-// shape, strides and dtype, q, k, v and g any strides (a copy is made where the last one is not 1), and scale is
-// K ** -0.5 by default.
+// A pass has several overloads. The one without a name spells its options out and has no `kept`. The others
+// are for callers that count microseconds (the package itself). PyTorch spends as much on a number, and on a
+// None, as on a tensor, and next to nothing on what is left out. So their `options` holds chunk_tokens << 16
+// and, from the lowest bit, 8 bits for the row of kAlgorithms, 2 for the Gate, then the flags in the order in
+// which the unnamed overload has them, in_place, and whether a state that `dense` makes is K-first; all that
+// is optional follows, the usual first: lower_bound after dt_bias, scale after cu_seqlens, null_index and
+// backend last. A_log, dt_bias and decay may have any shape, strides and dtype, q, k, v and g any strides (a
+// copy is made where the last one is not 1), and scale is K ** -0.5 by default.
 //   packed  does the same as the unnamed one, and takes `kept`
 //   fresh   allocates and returns o: from here that takes half as long as from Python
 //   dense   allocates and returns o and the final state, one for each sequence
 //   into    allocates and returns the final state like `dense`; o is the caller's
 //   alone   allocates and returns o, and writes nothing else
-//   keep    a segment: returns what a prefill of the same tokens takes as `kept`, empty where that would be nothing
+//   keep    a segment: returns what a prefill of the same tokens takes as `kept`, empty where that would be
+//   nothing
 enum class Form : std::uint8_t { kNamed, kPacked, kFresh, kDense, kInto, kAlone, kKeep };
 
 inline constexpr std::array kPasses{Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment};
@@ -57,7 +58,9 @@ constexpr std::string_view overload(Form form) {
     return "";
 }
 
-constexpr bool makes_o(Form form) { return form == Form::kFresh || form == Form::kDense || form == Form::kAlone; }
+constexpr bool makes_o(Form form) {
+    return form == Form::kFresh || form == Form::kDense || form == Form::kAlone;
+}
 
 constexpr bool makes_final_state(Form form) { return form == Form::kDense || form == Form::kInto; }
 

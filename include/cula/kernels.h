@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Level 0: the kernels themselves, cula::<target>::<pass>. No checks, no dispatch: the caller has made sure that
-// supports() says yes and that the arguments are valid (plan() in cula.h does both), and brings workspace_bytes of
-// workspace.
+// Level 0: the kernels themselves, cula::<target>::<pass>. No checks, no dispatch: the caller has made sure
+// that supports() says yes and that the arguments are valid (plan() in cula.h does both), and brings
+// workspace_bytes of workspace.
 #pragma once
 
 #include <cstddef>

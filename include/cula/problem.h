@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is asked of a kernel: Args holds the tensors and options of one call, Problem what of them decides which kernel
-// can take it. Shapes use B batch, T tokens, N sequences, H query/key heads, HV value heads (HV % H == 0; value head hv
-// reads query/key head hv / (HV / H)), K and V the key and value dimensions.
+// What is asked of a kernel: Args holds the tensors and options of one call, Problem what of them decides
+// which kernel can take it. Shapes use B batch, T tokens, N sequences, H query/key heads, HV value heads (HV
+// % H == 0; value head hv reads query/key head hv / (HV / H)), K and V the key and value dimensions.
 #pragma once
 
 #include <cstddef>
@@ -57,22 +57,23 @@ struct Args {
     Algorithm algorithm;
 
     // Inputs. q, k, v, o share one dtype; the last dimension is contiguous, every other stride is free.
-    TensorRef q, k;   // [B, T, H, K]
-    TensorRef v;      // [B, T, HV, V]
-    TensorRef g;      // kPerChannel [B, T, HV, K], kPerToken [B, T, HV]: any floating dtype
-    TensorRef gamma;  // [HV] float32, log decay: kPerHead; kPerToken adds it to g
-    TensorRef beta;   // kDelta [B, T, HV], or [B, T, HV, V] (one write strength per value channel): any floating dtype
-    TensorRef A_log;  // [HV] float32
+    TensorRef q, k;     // [B, T, H, K]
+    TensorRef v;        // [B, T, HV, V]
+    TensorRef g;        // kPerChannel [B, T, HV, K], kPerToken [B, T, HV]: any floating dtype
+    TensorRef gamma;    // [HV] float32, log decay: kPerHead; kPerToken adds it to g
+    TensorRef beta;     // kDelta [B, T, HV], or [B, T, HV, V] (one write strength per value channel): any
+                        // floating dtype
+    TensorRef A_log;    // [HV] float32
     TensorRef dt_bias;  // kPerChannel [HV, K], kPerToken [HV]: float32
 
     // Sequences: row b of the batch, or with cu_seqlens (B == 1) tokens cu_seqlens[n] to cu_seqlens[n + 1].
     // Tokens beyond the last sequence get o = 0.
     TensorRef cu_seqlens;  // [N + 1] int32 or int64
 
-    // State, [N, HV, V, K], or a pool [slots, HV, V, K] with indices; any strides, float32, bfloat16 or float16.
-    // final_state may be the same memory as initial_state. A row whose index is negative or equals null_index is
-    // skipped: its o is zero and nothing is stored. final_state_indices default to initial_state_indices. Slots that no
-    // index names are not touched.
+    // State, [N, HV, V, K], or a pool [slots, HV, V, K] with indices; any strides, float32, bfloat16 or
+    // float16. final_state may be the same memory as initial_state. A row whose index is negative or equals
+    // null_index is skipped: its o is zero and nothing is stored. final_state_indices default to
+    // initial_state_indices. Slots that no index names are not touched.
     TensorRef initial_state;
     TensorRef final_state;
     TensorRef initial_state_indices;  // [N] int32 or int64: row n starts from this slot
@@ -83,35 +84,38 @@ struct Args {
     // Output.
     TensorRef o;  // [B, T, HV, V]
 
-    // Prefill: states written in the same pass. The plan has rows (sequence, tokens, slot): the state after that many
-    // tokens of the sequence, a multiple of kChunkTokens or its length; rows with a negative slot are skipped.
+    // Prefill: states written in the same pass. The plan has rows (sequence, tokens, slot): the state after
+    // that many tokens of the sequence, a multiple of kChunkTokens or its length; rows with a negative slot
+    // are skipped.
     TensorRef checkpoints;      // [slots, HV, V, K]
     TensorRef checkpoint_plan;  // [M, 3] int32 or int64
 
-    // Prefill: the state at the start of every chunk. With cu_seqlens the chunks of all sequences in order, NT >= their
-    // number.
+    // Prefill: the state at the start of every chunk. With cu_seqlens the chunks of all sequences in order,
+    // NT >= their number.
     TensorRef chunk_states;           // [B, NT, HV, V, K]
     int chunk_tokens = kChunkTokens;  // their spacing: 16, 32 or 64
 
-    // Verify. The state after token t goes to pool slot [n, t]; the row starts from slot [n, num_accepted[n] - 1], or
-    // from initial_state_indices when given. S >= the tokens of every row.
+    // Verify. The state after token t goes to pool slot [n, t]; the row starts from slot [n, num_accepted[n]
+    // - 1], or from initial_state_indices when given. S >= the tokens of every row.
     TensorRef state_indices;  // [N, S] int32 or int64
     TensorRef num_accepted;   // [N] int32 or int64 in 1..S; absent: 1
     // The state after token t goes to [snapshot_indices[n], t].
     TensorRef snapshots;         // [slots, S, HV, V, K]
     TensorRef snapshot_indices;  // [N] int32 or int64; absent: n
-    // A tree: token t continues the state after token parents[n, t] < t; negative: the state the row starts from.
+    // A tree: token t continues the state after token parents[n, t] < t; negative: the state the row starts
+    // from.
     TensorRef parents;  // [N, S] int32 or int64
 
-    // Segment. S_end = M S_start + B for each sequence. Without segment_m B alone is made; without either, what the
-    // segment keeps.
-    TensorRef
-        segment_m;  // kDelta [N, HV, K, K] (row: channel written, column: read), kAdditive [N, HV, K] (the diagonal)
+    // Segment. S_end = M S_start + B for each sequence. Without segment_m B alone is made; without either,
+    // what the segment keeps.
+    TensorRef segment_m;  // kDelta [N, HV, K, K] (row: channel written, column: read), kAdditive [N, HV, K]
+                          // (the diagonal)
     TensorRef segment_b;  // [N, HV, V, K]
-    // What does not depend on the state, made once for a segment and for the prefill of the same tokens: with `keep` a
-    // segment leaves it in its workspace (Plan::kept_bytes), and `kept` hands it to the prefill. Inputs and options
-    // must be the same in both calls; only the size is checked. Of a segment with segment_b alone it is for a prefill
-    // without initial_state. A kernel that has no use for it makes its own.
+    // What does not depend on the state, made once for a segment and for the prefill of the same tokens: with
+    // `keep` a segment leaves it in its workspace (Plan::kept_bytes), and `kept` hands it to the prefill.
+    // Inputs and options must be the same in both calls; only the size is checked. Of a segment with
+    // segment_b alone it is for a prefill without initial_state. A kernel that has no use for it makes its
+    // own.
     bool keep = false;
     TensorRef kept;  // [bytes / 4] int32
 

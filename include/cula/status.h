@@ -8,8 +8,9 @@
 
 namespace cula {
 
-// A bad argument. The message names the argument, what was expected and what was given, and nothing has been written
-// when it is thrown. (Derived from std::invalid_argument so that bindings translate it to their own value error.)
+// A bad argument. The message names the argument, what was expected and what was given, and nothing has been
+// written when it is thrown. (Derived from std::invalid_argument so that bindings translate it to their own
+// value error.)
 class Error : public std::invalid_argument {
 public:
     using std::invalid_argument::invalid_argument;

@@ -41,8 +41,8 @@ constexpr std::string_view name(Dtype dtype) {
 
 inline constexpr int kMaxDims = 5;
 
-// Sizes and strides are counted in elements. A view with no dimensions is absent: an optional argument that was not
-// given.
+// Sizes and strides are counted in elements. A view with no dimensions is absent: an optional argument that
+// was not given.
 struct TensorRef {
     void* data = nullptr;
     Dtype dtype = Dtype::kFloat32;
@@ -64,7 +64,8 @@ struct TensorRef {
     // The same, in bytes, for code that learns the dtype later.
     template <class... Index>
     [[gnu::always_inline]] void* ptr(Index... index) const {
-        return at<std::byte>((static_cast<std::int64_t>(index) * static_cast<std::int64_t>(size_bytes(dtype)))...);
+        return at<std::byte>(
+            (static_cast<std::int64_t>(index) * static_cast<std::int64_t>(size_bytes(dtype)))...);
     }
 
     // A dense row-major view. Where a stride does not fit it is the largest number, which calls refuse.
@@ -75,7 +76,8 @@ struct TensorRef {
         std::int64_t step = 1;
         while (dim-- > 0) {
             ref.stride[dim] = step;
-            if (__builtin_mul_overflow(step, ref.size[dim], &step)) step = std::numeric_limits<std::int64_t>::max();
+            if (__builtin_mul_overflow(step, ref.size[dim], &step))
+                step = std::numeric_limits<std::int64_t>::max();
         }
         return ref;
     }

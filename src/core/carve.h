@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cuts a workspace into aligned arrays. One description serves twice: Carver{nullptr} counts the bytes, Carver{base}
-// hands out the pointers. (Always inline, since code compiled per instruction set uses it: see cpu/simd.h.)
+// Cuts a workspace into aligned arrays. One description serves twice: Carver{nullptr} counts the bytes,
+// Carver{base} hands out the pointers. (Always inline, since code compiled per instruction set uses it: see
+// cpu/simd.h.)
 #pragma once
 
 #include <cstddef>

@@ -16,13 +16,14 @@
 namespace cula {
 
 inline constexpr std::int64_t kLargestDim = 256;  // of K and V
-// Of a prefill or a map in chunks. With fewer key channels a token may take nearly all of a state away, which chunks
-// compute as a difference and tokens as a product, whose error goes with it.
+// Of a prefill or a map in chunks. With fewer key channels a token may take nearly all of a state away, which
+// chunks compute as a difference and tokens as a product, whose error goes with it.
 inline constexpr std::int64_t kFewestChunkChannels = 16;
-inline constexpr std::int64_t kMostSlots = std::int64_t{1} << 31;  // of a pool: indices are numbers of 32 bits
+inline constexpr std::int64_t kMostSlots = std::int64_t{1}
+                                           << 31;  // of a pool: indices are numbers of 32 bits
 
-// Where a fail(argument, expected, given) is in scope. A macro, so that the words are put together only when they are
-// needed: a valid call makes no strings.
+// Where a fail(argument, expected, given) is in scope. A macro, so that the words are put together only when
+// they are needed: a valid call makes no strings.
 #define CULA_REQUIRE(good, argument, expected, given) \
     do {                                              \
         if (!(good)) fail(argument, expected, given); \
@@ -41,12 +42,12 @@ inline std::string layout_of(const TensorRef& ref) {
     return "shape " + shape_of(ref) + ", strides " + list_of(ref, ref.stride);
 }
 
-// No tensor spans as many bytes, or would have as many if its empty dimensions had an element each: sums and products
-// of a few such numbers are still far from the largest integer.
+// No tensor spans as many bytes, or would have as many if its empty dimensions had an element each: sums and
+// products of a few such numbers are still far from the largest integer.
 inline constexpr double kTooManyBytes = 0x1p56;
 
-// Whether no size is negative, and nothing about the tensor is as large as that: with numbers that do not overflow,
-// whose rounding does not matter here.
+// Whether no size is negative, and nothing about the tensor is as large as that: with numbers that do not
+// overflow, whose rounding does not matter here.
 inline bool fits(const TensorRef& ref) {
     const auto bytes = static_cast<double>(size_bytes(ref.dtype));
     double all = bytes, reach = 0.0;
@@ -66,7 +67,8 @@ inline bool empty(const TensorRef& ref) {
     return any;
 }
 
-// The bytes from `first` up to `end`, counted from the tensor's data, that the elements of a tensor that fits lie in.
+// The bytes from `first` up to `end`, counted from the tensor's data, that the elements of a tensor that fits
+// lie in.
 struct Extent {
     std::int64_t first = 0, end = 0;
 };
@@ -88,15 +90,17 @@ inline bool aligned(const TensorRef& ref) {
     return bytes <= 1 || (reinterpret_cast<std::uintptr_t>(ref.data) & (bytes - 1)) == 0;
 }
 
-// What the memory of a tensor is refused for, whatever it is for. Where a fail(argument, expected, given) is in scope.
-#define CULA_REQUIRE_MEMORY(argument, ref)                                                                    \
-    do {                                                                                                      \
-        CULA_REQUIRE(fits(ref), argument, "have sizes that are not negative and span less than 2^56 bytes",   \
-                     layout_of(ref));                                                                         \
-        CULA_REQUIRE((ref).data != nullptr || empty(ref), argument, "point to memory", "a null pointer");     \
-        CULA_REQUIRE(aligned(ref), argument, "start at a multiple of its elements' size",                     \
-                     std::to_string(reinterpret_cast<std::uintptr_t>((ref).data) % size_bytes((ref).dtype)) + \
-                         " bytes beyond one of " + std::to_string(size_bytes((ref).dtype)));                  \
+// What the memory of a tensor is refused for, whatever it is for. Where a fail(argument, expected, given) is
+// in scope.
+#define CULA_REQUIRE_MEMORY(argument, ref)                                                                  \
+    do {                                                                                                    \
+        CULA_REQUIRE(fits(ref), argument, "have sizes that are not negative and span less than 2^56 bytes", \
+                     layout_of(ref));                                                                       \
+        CULA_REQUIRE((ref).data != nullptr || empty(ref), argument, "point to memory", "a null pointer");   \
+        CULA_REQUIRE(                                                                                       \
+            aligned(ref), argument, "start at a multiple of its elements' size",                            \
+            std::to_string(reinterpret_cast<std::uintptr_t>((ref).data) % size_bytes((ref).dtype)) +        \
+                " bytes beyond one of " + std::to_string(size_bytes((ref).dtype)));                         \
     } while (false)
 
 // Whether two elements share an address, of a tensor that fits.
@@ -129,8 +133,9 @@ inline bool same_places(const TensorRef& a, const TensorRef& b) {
     return same;
 }
 
-// Whether no byte of one is a byte of the other, as far as that shows: their extents are apart, or, like those of two
-// tensors that share the pages of a pool, apart within every period of a stride that one of them has.
+// Whether no byte of one is a byte of the other, as far as that shows: their extents are apart, or, like
+// those of two tensors that share the pages of a pool, apart within every period of a stride that one of them
+// has.
 inline bool apart(const TensorRef& a, const TensorRef& b) {
     // Within a period, which strides that are multiples of it do not leave.
     const auto within = [](const TensorRef& ref, std::int64_t period) {
@@ -152,7 +157,8 @@ inline bool apart(const TensorRef& a, const TensorRef& b) {
     if (distance >= bytes_a || -distance >= bytes_b) return true;
     for (const TensorRef* ref : {&a, &b}) {
         for (std::size_t i = 0; i < static_cast<std::size_t>(ref->ndim); ++i) {
-            const std::int64_t period = std::abs(ref->stride[i]) * static_cast<std::int64_t>(size_bytes(ref->dtype));
+            const std::int64_t period =
+                std::abs(ref->stride[i]) * static_cast<std::int64_t>(size_bytes(ref->dtype));
             if (period == 0) continue;
             const Extent of_a = within(a, period), of_b = within(b, period);
             const std::int64_t from = (behind(of_a, of_b) % period + period) % period;

@@ -28,7 +28,8 @@ constexpr std::int64_t kMostPitch = 1 << 23;  // distances within a map are 32-b
 
 void check_floats(const TensorRef& ref, std::string_view argument, const TensorRef& like, bool on_cpu) {
     CULA_REQUIRE(ref.dtype == Dtype::kFloat32 || (on_cpu && ref.dtype == Dtype::kFloat64), argument,
-                 on_cpu ? "have dtype float32 or float64" : "have dtype float32", std::string(name(ref.dtype)));
+                 on_cpu ? "have dtype float32 or float64" : "have dtype float32",
+                 std::string(name(ref.dtype)));
     CULA_REQUIRE(ref.dtype == like.dtype, argument, "have state's dtype, " + std::string(name(like.dtype)),
                  std::string(name(ref.dtype)));
 }
@@ -48,8 +49,8 @@ void check_maps(const TensorRef& ref, std::string_view argument, const TensorRef
 void check(const Composition& c, const Context& context) {
     const TensorRef &m = c.m, &b = c.b, &state = c.state, &joins = c.joins;
     const bool on_cpu = context.device.kind == DeviceKind::kCpu;
-    CULA_REQUIRE(state.ndim == 4 && state.size[3] <= kLargestDim, "state", "have shape [N, HV, V, K], K up to 256",
-                 shape_of(state));
+    CULA_REQUIRE(state.ndim == 4 && state.size[3] <= kLargestDim, "state",
+                 "have shape [N, HV, V, K], K up to 256", shape_of(state));
     CULA_REQUIRE_MEMORY("state", state);
     check_floats(state, "state", state, on_cpu);
     CULA_REQUIRE(!overlaps_itself(state), "state", "not overlap itself in memory",
@@ -68,8 +69,9 @@ void check(const Composition& c, const Context& context) {
     check_maps(b, "b", state, on_cpu);
     if (!on_cpu)
         for (const TensorRef* ref : {&m, &state})
-            CULA_REQUIRE(std::ranges::all_of(std::span(ref->size).first(4), [](auto n) { return n <= kMostOnGpu; }),
-                         ref == &m ? "m" : "state", "have sizes below 2^31 on a GPU", shape_of(*ref));
+            CULA_REQUIRE(
+                std::ranges::all_of(std::span(ref->size).first(4), [](auto n) { return n <= kMostOnGpu; }),
+                ref == &m ? "m" : "state", "have sizes below 2^31 on a GPU", shape_of(*ref));
     if (!joins) return;
     CULA_REQUIRE(joins.ndim == 1 && joins.size[0] == m.size[0], "joins",
                  "have shape [P] = [" + std::to_string(m.size[0]) + "]", shape_of(joins));
@@ -80,7 +82,9 @@ void check(const Composition& c, const Context& context) {
 }
 
 // Whether map p joins what is before it. (A byte may hold more than a bool does.)
-bool joins_at(const Composition& c, std::int64_t p) { return !c.joins || *c.joins.at<const unsigned char>(p) != 0; }
+bool joins_at(const Composition& c, std::int64_t p) {
+    return !c.joins || *c.joins.at<const unsigned char>(p) != 0;
+}
 
 // The state of one sequence and value head; `now` and `next` have room for one each.
 template <class Float>
@@ -146,7 +150,8 @@ void compose(const Composition& c, const Context& context) {
     Heads all{c, std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(heads, 1)), {}};
     all.states.resize(static_cast<std::size_t>(2 * all.workers * c.state.size[2] * c.state.size[3]));
     if (all.workers > 1)
-        context.parallel_for.run(context.parallel_for.context, static_cast<int>(all.workers), compose_some, &all);
+        context.parallel_for.run(context.parallel_for.context, static_cast<int>(all.workers), compose_some,
+                                 &all);
     else
         compose_some(&all, 0);
 }

@@ -25,7 +25,8 @@ Support supports(const Kernel& kernel, const Problem& problem) {
     if (kernel.device != problem.device.kind)
         return Support::no("runs on " + std::string(name(kernel.device)) + " tensors, these are on " +
                            std::string(name(problem.device.kind)));
-    if (problem.key_dim > kLargestDim) return Support::no("takes K up to 256, got " + std::to_string(problem.key_dim));
+    if (problem.key_dim > kLargestDim)
+        return Support::no("takes K up to 256, got " + std::to_string(problem.key_dim));
     return kernel.supports(problem);
 }
 
@@ -60,7 +61,8 @@ const Kernel& choose(const Problem& problem, std::string_view backend) {
     refuse(problem, backend);
 }
 
-// The call for `count` value channels from `first` on. M of a segment is the same for all of them, and the first ones'.
+// The call for `count` value channels from `first` on. M of a segment is the same for all of them, and the
+// first ones'.
 Args value_channels(const Args& args, std::int64_t first, std::int64_t count) {
     Args part = args;
     const auto take = [&](TensorRef& ref, std::size_t dim) {
@@ -71,7 +73,8 @@ Args value_channels(const Args& args, std::int64_t first, std::int64_t count) {
                        first * ref.stride[dim] * static_cast<std::int64_t>(size_bytes(ref.dtype));
     };
     for (TensorRef* ref : {&part.v, &part.o, &part.chunk_states, &part.snapshots}) take(*ref, 3);
-    for (TensorRef* ref : {&part.initial_state, &part.final_state, &part.checkpoints, &part.segment_b}) take(*ref, 2);
+    for (TensorRef* ref : {&part.initial_state, &part.final_state, &part.checkpoints, &part.segment_b})
+        take(*ref, 2);
     if (part.beta.ndim == 4) take(part.beta, 3);
     if (first > 0) part.segment_m = {};
     return part;
@@ -88,18 +91,21 @@ void each_call(const Args& args, Body body) {
 
 // A workspace's alignment.
 constexpr std::size_t kLineBytes = 64;
-constexpr std::size_t whole_lines(std::size_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes; }
+constexpr std::size_t whole_lines(std::size_t bytes) {
+    return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
+}
 
 struct Free {
     void operator()(void* memory) const { ::operator delete(memory, std::align_val_t{kLineBytes}); }
 };
 
-// A call of no tokens whose states go nowhere (a prefill's kernel would still look at `kept`); a segment that is asked
-// for neither m nor b, of a kernel that keeps nothing. Such calls check their arguments.
+// A call of no tokens whose states go nowhere (a prefill's kernel would still look at `kept`); a segment that
+// is asked for neither m nor b, of a kernel that keeps nothing. Such calls check their arguments.
 bool writes_nothing(const Plan& plan, const Args& args) {
     switch (plan.kernel->pass) {
         case Pass::kPrefill:
-            return args.q.size[1] == 0 && !args.final_state && !args.checkpoints && !args.chunk_states && !args.kept;
+            return args.q.size[1] == 0 && !args.final_state && !args.checkpoints && !args.chunk_states &&
+                   !args.kept;
         case Pass::kSegment: return !args.segment_b && plan.kept_bytes == 0;
         case Pass::kDecode: return args.q.size[1] == 0 && !args.final_state;
         case Pass::kVerify: return args.q.size[1] == 0 && (!args.final_state || args.state_indices);
@@ -111,7 +117,8 @@ void plan_and_run(Pass pass, const Args& args, const Context& context, std::stri
     const Plan planned = plan(pass, args, context, backend);
     if (context.workspace || planned.workspace_bytes == 0 || context.device.kind != DeviceKind::kCpu)
         return run(planned, args, context);
-    const std::unique_ptr<void, Free> memory(::operator new(planned.workspace_bytes, std::align_val_t{kLineBytes}));
+    const std::unique_ptr<void, Free> memory(
+        ::operator new(planned.workspace_bytes, std::align_val_t{kLineBytes}));
     Context own = context;
     own.workspace = memory.get();
     own.workspace_bytes = planned.workspace_bytes;
@@ -130,7 +137,8 @@ Plan plan(Pass pass, const Args& args, const Context& context, std::string_view 
         planned.workspace_bytes = std::max(planned.workspace_bytes, kernel.workspace_bytes(part, context));
     });
     if (args.keep && kernel.kept_bytes) planned.kept_bytes = kernel.kept_bytes(args, context);
-    if (may_fork(args)) planned.workspace_bytes = whole_lines(planned.workspace_bytes) + SettledIndices::bytes(args);
+    if (may_fork(args))
+        planned.workspace_bytes = whole_lines(planned.workspace_bytes) + SettledIndices::bytes(args);
     return planned;
 }
 
@@ -145,10 +153,10 @@ void run(const Plan& plan, const Args& args, const Context& context) {
                      "hold " + std::to_string(plan.workspace_bytes) + " bytes",
                      std::to_string(context.workspace_bytes));
         CULA_REQUIRE(context.workspace != nullptr, "workspace", "point to memory", "a null pointer");
-        CULA_REQUIRE(
-            reinterpret_cast<std::uintptr_t>(context.workspace) % kLineBytes == 0, "workspace",
-            "start at a multiple of 64 bytes",
-            std::to_string(reinterpret_cast<std::uintptr_t>(context.workspace) % kLineBytes) + " bytes beyond one");
+        CULA_REQUIRE(reinterpret_cast<std::uintptr_t>(context.workspace) % kLineBytes == 0, "workspace",
+                     "start at a multiple of 64 bytes",
+                     std::to_string(reinterpret_cast<std::uintptr_t>(context.workspace) % kLineBytes) +
+                         " bytes beyond one");
     }
     if (writes_nothing(plan, args)) return;
     const auto run_all = [&](const Args& whole) {
@@ -157,8 +165,8 @@ void run(const Plan& plan, const Args& args, const Context& context) {
     if (!may_fork(args)) return run_all(args);
     CULA_REQUIRE(plan.workspace_bytes >= SettledIndices::bytes(args), "args", "be those of the plan",
                  "indices that it has no room for");
-    const SettledIndices indices(
-        args, static_cast<std::byte*>(context.workspace) + plan.workspace_bytes - SettledIndices::bytes(args));
+    const SettledIndices indices(args, static_cast<std::byte*>(context.workspace) + plan.workspace_bytes -
+                                           SettledIndices::bytes(args));
 #if defined(CULA_WITH_CUDA)
     if (context.device.kind == DeviceKind::kCuda)
         cuda::forks::settle(args, indices, context);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 16-bit floating-point formats as storage types. Widening to float is exact and implicit; narrowing rounds to
-// nearest, ties to even, and is explicit. Arithmetic happens in float.
+// The 16-bit floating-point formats as storage types. Widening to float is exact and implicit; narrowing
+// rounds to nearest, ties to even, and is explicit. Arithmetic happens in float.
 #pragma once
 
 #include <bit>
@@ -17,7 +17,8 @@ struct BFloat16 {
     explicit constexpr BFloat16(float value) {
         const auto word = std::bit_cast<std::uint32_t>(value);
         if ((word & 0x7fff'ffffu) > 0x7f80'0000u)
-            bits = static_cast<std::uint16_t>(word >> 16 | 0x40u);  // rounding could carry a NaN into infinity
+            bits =
+                static_cast<std::uint16_t>(word >> 16 | 0x40u);  // rounding could carry a NaN into infinity
         else
             bits = static_cast<std::uint16_t>((word + 0x7fffu + (word >> 16 & 1u)) >> 16);
     }
@@ -39,8 +40,8 @@ struct Float16 {
             half = 0x7e00u;
         } else if (magnitude >= 0x4780'0000u) {  // 2^16; what rounds up to it carries into infinity below
             half = 0x7c00u;
-        } else if (magnitude <
-                   0x3880'0000u) {  // 2^-14: one ulp of 0.5f is the subnormal step 2^-24, so the addition rounds
+        } else if (magnitude < 0x3880'0000u) {  // 2^-14: one ulp of 0.5f is the subnormal step 2^-24, so the
+                                                // addition rounds
             half = std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) -
                    std::bit_cast<std::uint32_t>(0.5f);
         } else {

@@ -71,8 +71,8 @@ void copy_state(const Args& args, std::int64_t from, std::int64_t to) {
     for (std::int64_t hv = 0; hv < final.size[1]; ++hv)
         for (std::int64_t v = 0; v < final.size[2]; ++v)
             for (std::int64_t k = 0; k < final.size[3]; ++k)
-                std::copy_n(static_cast<const std::byte*>(initial.ptr(from, hv, v, k)), size_bytes(final.dtype),
-                            static_cast<std::byte*>(final.ptr(to, hv, v, k)));
+                std::copy_n(static_cast<const std::byte*>(initial.ptr(from, hv, v, k)),
+                            size_bytes(final.dtype), static_cast<std::byte*>(final.ptr(to, hv, v, k)));
 }
 
 // Whether some sequence reads a slot that is not the one it ends in; with state_indices any might.
@@ -89,9 +89,11 @@ bool some_start_elsewhere(const Args& args) {
 
 bool may_fork(const Args& args) {
     const TensorRef &read = args.initial_state_indices, &write = args.final_state_indices;
-    if (!args.initial_state || !args.final_state || args.initial_state.data != args.final_state.data) return false;
+    if (!args.initial_state || !args.final_state || args.initial_state.data != args.final_state.data)
+        return false;
     if (args.state_indices) return static_cast<bool>(read);
-    const bool same = read && read.data == write.data && read.dtype == write.dtype && read.stride[0] == write.stride[0];
+    const bool same =
+        read && read.data == write.data && read.dtype == write.dtype && read.stride[0] == write.stride[0];
     return write && !same;
 }
 

@@ -28,8 +28,8 @@ std::span<const Kernel> kernels();
 // indices and has_initial_state.
 enum class Indices : std::uint8_t { kOnHost, kOnDevice };
 
-// Throws Error unless the arguments fit the pass and each other, with the values of the indices where they are on the
-// host. No other memory is read.
+// Throws Error unless the arguments fit the pass and each other, with the values of the indices where they
+// are on the host. No other memory is read.
 void validate(Pass pass, const Args& args, Indices indices);
 
 // The problem that valid arguments pose.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host-side reading of a call's rows: which tokens a sequence has, and which states it starts from and ends in.
+// Host-side reading of a call's rows: which tokens a sequence has, and which states it starts from and ends
+// in.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +44,9 @@ struct StateRow {
     std::int64_t slot = -1;
 
     explicit operator bool() const { return slot >= 0; }
-    void* ptr(std::int64_t hv, std::int64_t v = 0, std::int64_t k = 0) const { return states.ptr(slot, hv, v, k); }
+    void* ptr(std::int64_t hv, std::int64_t v = 0, std::int64_t k = 0) const {
+        return states.ptr(slot, hv, v, k);
+    }
 };
 
 struct StateRows {
@@ -57,7 +60,8 @@ inline StateRows states_of(const Args& args, std::int64_t n) {
     const TensorRef &read = args.initial_state_indices, &drafts = args.state_indices;
     const TensorRef& write = args.final_state_indices ? args.final_state_indices : read;
     std::int64_t from = read ? read_index(read, n) : n;
-    if (drafts && !read) from = read_index(drafts, n, args.num_accepted ? read_index(args.num_accepted, n) - 1 : 0);
+    if (drafts && !read)
+        from = read_index(drafts, n, args.num_accepted ? read_index(args.num_accepted, n) - 1 : 0);
     const std::int64_t to = write ? read_index(write, n) : n;
     // Without index tensors slot n is meant literally, even where n equals null_index.
     if (((read || drafts) && is_null(args, from)) || (write && is_null(args, to)))

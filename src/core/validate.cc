@@ -47,9 +47,10 @@ public:
     }
 
 private:
-    [[noreturn]] void fail(std::string_view argument, std::string_view expected, const std::string& given) const {
-        throw Error(std::string(name(pass_)) + ": " + std::string(argument) + " must " + std::string(expected) +
-                    ", got " + given);
+    [[noreturn]] void fail(std::string_view argument, std::string_view expected,
+                           const std::string& given) const {
+        throw Error(std::string(name(pass_)) + ": " + std::string(argument) + " must " +
+                    std::string(expected) + ", got " + given);
     }
 
     // "[B, T, H, K] = [1, 64, 2, 128]", or without the numbers where none is fixed.
@@ -92,7 +93,8 @@ private:
     }
 
     void floating(std::string_view argument, const TensorRef& ref) const {
-        CULA_REQUIRE(is_float(ref.dtype), argument, "have a floating-point dtype", std::string(name(ref.dtype)));
+        CULA_REQUIRE(is_float(ref.dtype), argument, "have a floating-point dtype",
+                     std::string(name(ref.dtype)));
     }
 
     // float32 in the low-precision world; float64 too where the inputs are (the oracle).
@@ -105,17 +107,18 @@ private:
 
     // Kernels read options as float32.
     void finite(std::string_view argument, double value) const {
-        CULA_REQUIRE(std::abs(value) <= std::numeric_limits<float>::max(), argument, "be a finite float32 number",
-                     std::to_string(value));
+        CULA_REQUIRE(std::abs(value) <= std::numeric_limits<float>::max(), argument,
+                     "be a finite float32 number", std::to_string(value));
     }
 
     void last_contiguous(std::string_view argument, const TensorRef& ref) const {
         const auto last = static_cast<std::size_t>(ref.ndim - 1);
-        CULA_REQUIRE(ref.stride[last] == 1 || ref.size[last] <= 1, argument, "be contiguous in its last dimension",
-                     "stride " + std::to_string(ref.stride[last]));
+        CULA_REQUIRE(ref.stride[last] == 1 || ref.size[last] <= 1, argument,
+                     "be contiguous in its last dimension", "stride " + std::to_string(ref.stride[last]));
     }
 
-    // Two elements of an output must not share memory: sorted by stride, each dimension steps over all smaller ones.
+    // Two elements of an output must not share memory: sorted by stride, each dimension steps over all
+    // smaller ones.
     void writable(std::string_view argument, const TensorRef& ref) const {
         CULA_REQUIRE(!overlaps_itself(ref), argument, "not overlap itself in memory",
                      "strides that make elements share an address");
@@ -123,7 +126,8 @@ private:
 
     void state(std::string_view argument, const TensorRef& ref, Dim first) const {
         shape(argument, ref, {first, {"HV", value_heads_}, {"V", value_dim_}, {"K", key_dim_}});
-        CULA_REQUIRE(ref.size[0] < kMostSlots, argument, "have less than 2^31 slots", std::to_string(ref.size[0]));
+        CULA_REQUIRE(ref.size[0] < kMostSlots, argument, "have less than 2^31 slots",
+                     std::to_string(ref.size[0]));
         state_memory(argument, ref);
     }
 
@@ -133,14 +137,15 @@ private:
         else
             dtype(argument, ref, {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
         const auto k = static_cast<std::size_t>(ref.ndim - 1), v = k - 1;
-        CULA_REQUIRE(ref.stride[k] == 1 || ref.stride[v] == 1 || ref.size[k] <= 1 || ref.size[v] <= 1, argument,
-                     "be contiguous along K or along V",
+        CULA_REQUIRE(ref.stride[k] == 1 || ref.stride[v] == 1 || ref.size[k] <= 1 || ref.size[v] <= 1,
+                     argument, "be contiguous along K or along V",
                      "strides " + std::to_string(ref.stride[v]) + ", " + std::to_string(ref.stride[k]));
     }
 
     void check_algorithm() const {
         const auto [decay, update] = args_.algorithm;
-        CULA_REQUIRE(decay <= Decay::kPerChannel && update <= Update::kDelta, "algorithm", "be one of kAlgorithms",
+        CULA_REQUIRE(decay <= Decay::kPerChannel && update <= Update::kDelta, "algorithm",
+                     "be one of kAlgorithms",
                      "decay " + std::to_string(static_cast<int>(decay)) + ", update " +
                          std::to_string(static_cast<int>(update)));
         CULA_REQUIRE(args_.gate <= Gate::kBounded, "gate", "be one that Gate names",
@@ -183,7 +188,8 @@ private:
         }
         finite("scale", args_.scale);
         const int chunk = args_.chunk_tokens;
-        CULA_REQUIRE(chunk == 16 || chunk == 32 || chunk == 64, "chunk_size", "be 16, 32 or 64", std::to_string(chunk));
+        CULA_REQUIRE(chunk == 16 || chunk == 32 || chunk == 64, "chunk_size", "be 16, 32 or 64",
+                     std::to_string(chunk));
     }
 
     void check_gate() const {
@@ -199,7 +205,8 @@ private:
             given_for_algorithm("g", g);
             shape("g", g, {B, T, HV});
         } else {
-            CULA_REQUIRE(!g, "g", "be left out for " + algorithm() + ", which has no decay per token", shape_of(g));
+            CULA_REQUIRE(!g, "g", "be left out for " + algorithm() + ", which has no decay per token",
+                         shape_of(g));
         }
         if (g) floating("g", g);
 
@@ -213,9 +220,11 @@ private:
 
         if (args_.gate == Gate::kLogDecay) {
             CULA_REQUIRE(!args_.A_log, "A_log", "be left out when g is the log decay", shape_of(args_.A_log));
-            CULA_REQUIRE(!args_.dt_bias, "dt_bias", "be left out when g is the log decay", shape_of(args_.dt_bias));
+            CULA_REQUIRE(!args_.dt_bias, "dt_bias", "be left out when g is the log decay",
+                         shape_of(args_.dt_bias));
         } else {
-            CULA_REQUIRE(static_cast<bool>(g), "use_gate_in_kernel", "be left out for " + algorithm(), "true");
+            CULA_REQUIRE(static_cast<bool>(g), "use_gate_in_kernel", "be left out for " + algorithm(),
+                         "true");
             if (args_.A_log) {
                 shape("A_log", args_.A_log, {HV});
                 parameter("A_log", args_.A_log);
@@ -229,7 +238,8 @@ private:
             }
         }
         if (args_.gate == Gate::kBounded) {
-            CULA_REQUIRE(args_.lower_bound < 0, "lower_bound", "be negative", std::to_string(args_.lower_bound));
+            CULA_REQUIRE(args_.lower_bound < 0, "lower_bound", "be negative",
+                         std::to_string(args_.lower_bound));
             CULA_REQUIRE(args_.lower_bound >= -kMostGateSlope, "lower_bound", "be at least -1e30",
                          std::to_string(args_.lower_bound));
         }
@@ -243,7 +253,8 @@ private:
             floating("beta", beta);
         } else {
             CULA_REQUIRE(!beta, "beta", "be left out for " + algorithm(), shape_of(beta));
-            CULA_REQUIRE(!args_.beta_is_logit, "use_beta_sigmoid_in_kernel", "be left out for " + algorithm(), "true");
+            CULA_REQUIRE(!args_.beta_is_logit, "use_beta_sigmoid_in_kernel", "be left out for " + algorithm(),
+                         "true");
         }
         CULA_REQUIRE(!args_.allow_neg_eigval || args_.beta_is_logit, "allow_neg_eigval",
                      "come with use_beta_sigmoid_in_kernel: it doubles the sigmoid", "true without it");
@@ -252,7 +263,8 @@ private:
     void check_sequences() {
         const TensorRef& cu = args_.cu_seqlens;
         sequences_ = batch_;
-        CULA_REQUIRE(sequences_ <= kMostSequences, "q", "have a batch size below 2^31", std::to_string(sequences_));
+        CULA_REQUIRE(sequences_ <= kMostSequences, "q", "have a batch size below 2^31",
+                     std::to_string(sequences_));
         if (!cu) return;
         shape("cu_seqlens", cu, {{"N + 1", kAny}});
         dtype("cu_seqlens", cu, {Dtype::kInt32, Dtype::kInt64});
@@ -267,24 +279,29 @@ private:
         std::int64_t previous = 0;
         for (std::int64_t i = 0; i <= sequences_; ++i) {
             const std::int64_t at = read_index(cu, i);
-            const auto where = [&] { return "cu_seqlens[" + std::to_string(i) + "] = " + std::to_string(at); };
+            const auto where = [&] {
+                return "cu_seqlens[" + std::to_string(i) + "] = " + std::to_string(at);
+            };
             CULA_REQUIRE(i != 0 || at == 0, "cu_seqlens", "start at 0", where());
-            CULA_REQUIRE(at >= previous, "cu_seqlens", "not decrease", where() + " after " + std::to_string(previous));
-            CULA_REQUIRE(at <= tokens_, "cu_seqlens", "end within the " + std::to_string(tokens_) + " tokens of q",
-                         where());
+            CULA_REQUIRE(at >= previous, "cu_seqlens", "not decrease",
+                         where() + " after " + std::to_string(previous));
+            CULA_REQUIRE(at <= tokens_, "cu_seqlens",
+                         "end within the " + std::to_string(tokens_) + " tokens of q", where());
             previous = at;
         }
     }
 
     // An index tensor [N] into `slots` states; out-of-range entries are refused where the host can read them.
-    void indices(std::string_view argument, const TensorRef& ref, const TensorRef& states, bool written) const {
+    void indices(std::string_view argument, const TensorRef& ref, const TensorRef& states,
+                 bool written) const {
         if (!ref) return;
         shape(argument, ref, {{"N", sequences_}});
         dtype(argument, ref, {Dtype::kInt32, Dtype::kInt64});
         if (host_readable_) slots(argument, ref, states, written);
     }
 
-    // Every element of an index tensor: negative or null, or a slot of `states`; written slots must be distinct.
+    // Every element of an index tensor: negative or null, or a slot of `states`; written slots must be
+    // distinct.
     void slots(std::string_view argument, const TensorRef& ref, const TensorRef& states, bool written) const {
         const std::int64_t columns = ref.ndim > 1 ? ref.size[1] : 1;
         std::vector<std::pair<std::int64_t, std::int64_t>> used;  // slot, position
@@ -320,7 +337,8 @@ private:
             CULA_REQUIRE(same_places(initial, final) || apart(initial, final), "final_state",
                          "have each element where initial_state has it, or lie elsewhere",
                          "memory that overlaps initial_state in other places");
-        CULA_REQUIRE(!read || initial || final, "initial_state_indices", "come with a state", "indices alone");
+        CULA_REQUIRE(!read || initial || final, "initial_state_indices", "come with a state",
+                     "indices alone");
         CULA_REQUIRE(!write || final, "final_state_indices", "come with a state to write", "indices alone");
         CULA_REQUIRE(!write || read || !args_.snapshot_indices, "initial_state_indices",
                      "be given with final_state_indices and snapshot_indices", "none");
@@ -379,10 +397,11 @@ private:
             CULA_REQUIRE(n >= 0 && n < sequences_, "checkpoints.plan",
                          "name a sequence below " + std::to_string(sequences_), std::to_string(n) + where());
             const std::int64_t length = tokens_of(args_, n).length;
-            CULA_REQUIRE(offset >= 0 && offset <= length && (offset % kChunkTokens == 0 || offset == length),
-                         "checkpoints.plan",
-                         "name a multiple of 64 tokens within the sequence, or its length " + std::to_string(length),
-                         std::to_string(offset) + where());
+            CULA_REQUIRE(
+                offset >= 0 && offset <= length && (offset % kChunkTokens == 0 || offset == length),
+                "checkpoints.plan",
+                "name a multiple of 64 tokens within the sequence, or its length " + std::to_string(length),
+                std::to_string(offset) + where());
             CULA_REQUIRE(slot < args_.checkpoints.size[0], "checkpoints.plan",
                          "name a slot below " + std::to_string(args_.checkpoints.size[0]),
                          std::to_string(slot) + where());
@@ -395,10 +414,12 @@ private:
     }
 
     void check_verify() const {
-        const TensorRef &per_token = args_.state_indices, &accepted = args_.num_accepted, &snapshots = args_.snapshots;
+        const TensorRef &per_token = args_.state_indices, &accepted = args_.num_accepted,
+                        &snapshots = args_.snapshots;
         std::int64_t longest = args_.cu_seqlens ? 0 : tokens_;
         if (args_.cu_seqlens && host_readable_)
-            for (std::int64_t n = 0; n < sequences_; ++n) longest = std::max(longest, tokens_of(args_, n).length);
+            for (std::int64_t n = 0; n < sequences_; ++n)
+                longest = std::max(longest, tokens_of(args_, n).length);
         const auto holds_row = [&](std::string_view argument, const TensorRef& ref, std::size_t dim) {
             CULA_REQUIRE(ref.size[dim] >= longest, argument,
                          "have room for the longest row's " + std::to_string(longest) + " tokens",
@@ -409,7 +430,8 @@ private:
             dtype("state_indices", per_token, {Dtype::kInt32, Dtype::kInt64});
             CULA_REQUIRE(args_.initial_state || args_.final_state, "state_indices", "come with a state pool",
                          "indices alone");
-            CULA_REQUIRE(!args_.final_state_indices, "final_state_indices", "be left out with state_indices", "both");
+            CULA_REQUIRE(!args_.final_state_indices, "final_state_indices", "be left out with state_indices",
+                         "both");
             CULA_REQUIRE(per_token.size[1] > 0 || sequences_ == 0, "state_indices",
                          "have a slot that each sequence starts from", shape_of(per_token));
             holds_row("state_indices", per_token, 1);
@@ -450,21 +472,23 @@ private:
                              "have a slot for each of " + std::to_string(sequences_) + " rows",
                              std::to_string(snapshots.size[0]));
         }
-        CULA_REQUIRE(!args_.snapshot_indices || snapshots, "snapshot_indices", "come with snapshots", "indices alone");
+        CULA_REQUIRE(!args_.snapshot_indices || snapshots, "snapshot_indices", "come with snapshots",
+                     "indices alone");
         if (!args_.parents) return;
         shape("parents", args_.parents, {{"N", sequences_}, {"S", kAny}});
         dtype("parents", args_.parents, {Dtype::kInt32, Dtype::kInt64});
         holds_row("parents", args_.parents, 1);
-        CULA_REQUIRE(!args_.final_state || per_token, "final_state",
-                     "be left out with parents (a tree has no last state), or be indexed per token by state_indices",
-                     "a state");
+        CULA_REQUIRE(
+            !args_.final_state || per_token, "final_state",
+            "be left out with parents (a tree has no last state), or be indexed per token by state_indices",
+            "a state");
         if (host_readable_)
             for (std::int64_t n = 0; n < sequences_; ++n)
                 for (std::int64_t t = 0; t < tokens_of(args_, n).length; ++t) {
                     const std::int64_t parent = read_index(args_.parents, n, t);
-                    CULA_REQUIRE(
-                        parent < t, "parents", "name an earlier token of the row",
-                        std::to_string(parent) + " for token " + std::to_string(t) + " of row " + std::to_string(n));
+                    CULA_REQUIRE(parent < t, "parents", "name an earlier token of the row",
+                                 std::to_string(parent) + " for token " + std::to_string(t) + " of row " +
+                                     std::to_string(n));
                 }
     }
 
@@ -480,8 +504,8 @@ private:
             parameter(argument, *ref);
             writable(argument, *ref);
         }
-        const std::pair<std::string_view, const TensorRef*> states[] = {{"initial_state", &args_.initial_state},
-                                                                        {"final_state", &args_.final_state}};
+        const std::pair<std::string_view, const TensorRef*> states[] = {
+            {"initial_state", &args_.initial_state}, {"final_state", &args_.final_state}};
         for (const auto& [argument, ref] : states)
             CULA_REQUIRE(!*ref, argument, "be left out: a segment's map does not depend on it", "a state");
     }
@@ -490,8 +514,10 @@ private:
         const std::optional<Chain> chain = find_chain(args_);
         if (!chain) return;
         const std::string sequence = "sequence " + std::to_string(chain->sequence),
-                          expected = "not let " + sequence + " start from a slot that another sequence writes";
-        if (chain->slot < 0) fail("initial_state_indices", expected + " where it writes none itself", "such a slot");
+                          expected =
+                              "not let " + sequence + " start from a slot that another sequence writes";
+        if (chain->slot < 0)
+            fail("initial_state_indices", expected + " where it writes none itself", "such a slot");
         fail("initial_state_indices", expected + " and write one itself that a third starts from",
              "slot " + std::to_string(chain->slot) + ", from which sequence " + std::to_string(chain->other) +
                  " starts");
@@ -499,10 +525,12 @@ private:
 
     // Arguments that belong to another pass.
     void refuse_foreign() const {
-        const auto only = [&](Pass pass, std::initializer_list<std::pair<std::string_view, const TensorRef*>> refs) {
+        const auto only = [&](Pass pass,
+                              std::initializer_list<std::pair<std::string_view, const TensorRef*>> refs) {
             if (pass_ == pass) return;
             for (const auto& [argument, ref] : refs)
-                CULA_REQUIRE(!*ref, argument, "be left out: it belongs to " + std::string(name(pass)), "a tensor");
+                CULA_REQUIRE(!*ref, argument, "be left out: it belongs to " + std::string(name(pass)),
+                             "a tensor");
         };
         only(Pass::kPrefill, {{"checkpoints", &args_.checkpoints},
                               {"checkpoints.plan", &args_.checkpoint_plan},
@@ -516,13 +544,15 @@ private:
         only(Pass::kSegment, {{"m", &args_.segment_m}, {"b", &args_.segment_b}});
         CULA_REQUIRE(!args_.o || pass_ != Pass::kSegment, "o", "be left out: a segment has a map, no outputs",
                      "a tensor");
-        CULA_REQUIRE(!args_.keep || pass_ == Pass::kSegment, "keep", "be false: it belongs to segment", "true");
+        CULA_REQUIRE(!args_.keep || pass_ == Pass::kSegment, "keep", "be false: it belongs to segment",
+                     "true");
     }
 
     Pass pass_;
     const Args& args_;
     bool host_readable_;
-    std::int64_t batch_ = 0, tokens_ = 0, heads_ = 0, value_heads_ = 0, key_dim_ = 0, value_dim_ = 0, sequences_ = 0;
+    std::int64_t batch_ = 0, tokens_ = 0, heads_ = 0, value_heads_ = 0, key_dim_ = 0, value_dim_ = 0,
+                 sequences_ = 0;
 };
 
 #undef CULA_REQUIRE

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host side of the CPU backend: which instruction sets this machine has, how a call is cut into tasks, and who runs
-// them. A task is one sequence and value head; where there are fewer of them than threads, also a block of value
-// columns. How a call is cut never changes a bit of its result.
+// The host side of the CPU backend: which instruction sets this machine has, how a call is cut into tasks,
+// and who runs them. A task is one sequence and value head; where there are fewer of them than threads, also
+// a block of value columns. How a call is cut never changes a bit of its result.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -27,13 +27,15 @@ Support available_portable() { return Support::yes(); }
 
 #if defined(__x86_64__)
 Support available_avx2() {
-    const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool has =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     return has ? Support::yes() : Support::no("this CPU has no AVX2");
 }
 
 Support available_avx512() {
     const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && available_avx2();
+                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                     available_avx2();
     return has ? Support::yes() : Support::no("this CPU has no AVX-512 (F, BW, DQ, VL)");
 }
 
@@ -65,7 +67,8 @@ Support available_amx() {
 
 Support supports(const Problem& problem, Support available, bool bf16_only) {
     if (!available) return available;
-    if (problem.dtype == Dtype::kFloat64) return Support::no("takes float32, bfloat16 and float16; q is float64");
+    if (problem.dtype == Dtype::kFloat64)
+        return Support::no("takes float32, bfloat16 and float16; q is float64");
     if (bf16_only && problem.dtype != Dtype::kBFloat16)
         return Support::no("multiplies bfloat16; q is " + std::string(name(problem.dtype)));
     if (problem.beta_per_value && problem.pass == Pass::kSegment)
@@ -80,8 +83,8 @@ int num_workers(const Context& context, std::int64_t tasks) {
     return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(tasks, 1)));
 }
 
-// Calls body(worker, task) for every task: in contiguous ranges, so that a worker meets the same states in every call,
-// or one at a time as workers become free.
+// Calls body(worker, task) for every task: in contiguous ranges, so that a worker meets the same states in
+// every call, or one at a time as workers become free.
 template <class Body>
 void for_each_task(const Context& context, int workers, std::int64_t tasks, bool even, Body body) {
     struct Job {
@@ -95,7 +98,8 @@ void for_each_task(const Context& context, int workers, std::int64_t tasks, bool
         Job& mine = *static_cast<Job*>(arg);
         if (mine.even) {
             const std::int64_t end = mine.tasks * (worker + 1) / mine.workers;
-            for (std::int64_t task = mine.tasks * worker / mine.workers; task < end; ++task) mine.body(worker, task);
+            for (std::int64_t task = mine.tasks * worker / mine.workers; task < end; ++task)
+                mine.body(worker, task);
         } else {
             for (std::int64_t task; (task = mine.next.fetch_add(1, std::memory_order_relaxed)) < mine.tasks;)
                 mine.body(worker, task);
@@ -126,7 +130,8 @@ Cut cut(const Args& args, const Context& context, int columns) {
     cut.value_dim = columns;
     const std::int64_t threads = context.parallel_for.run ? context.parallel_for.threads : 1;
     const std::int64_t rows = std::max<std::int64_t>(cut.sequences * cut.value_heads, 1);
-    const auto wanted = static_cast<int>(std::min<std::int64_t>((threads + rows - 1) / rows, columns / kSmallestBlock));
+    const auto wanted =
+        static_cast<int>(std::min<std::int64_t>((threads + rows - 1) / rows, columns / kSmallestBlock));
     const int even = (columns + std::max(wanted, 1) - 1) / std::max(wanted, 1);
     cut.block = std::min(columns, (even + kSmallestBlock - 1) / kSmallestBlock * kSmallestBlock);
     cut.blocks = (columns + cut.block - 1) / cut.block;
@@ -152,8 +157,8 @@ StateView view(const StateRow& row, std::int64_t value_head) {
     return {row.ptr(value_head), row.states.dtype, row.states.stride[2], row.states.stride[3]};
 }
 
-void zero_output(const Args& args, std::int64_t batch, std::int64_t begin, std::int64_t end, std::int64_t value_head,
-                 int v_begin, int v_count) {
+void zero_output(const Args& args, std::int64_t batch, std::int64_t begin, std::int64_t end,
+                 std::int64_t value_head, int v_begin, int v_count) {
     for (std::int64_t t = begin; t < end; ++t)
         std::memset(args.o.ptr(batch, t, value_head, v_begin), 0,
                     static_cast<std::size_t>(v_count) * size_bytes(args.o.dtype));
@@ -187,7 +192,8 @@ struct PrefillPlan {
 // Where each value channel has its own beta, or channels are few, prefill goes token by token.
 bool steps(const Args& args) { return args.beta.ndim == 4 || args.q.size[3] < kFewestChunkChannels; }
 
-PrefillPlan carve_prefill(Carver& carver, const Isa& isa, const Args& args, const Context& context, const Cut& cut) {
+PrefillPlan carve_prefill(Carver& carver, const Isa& isa, const Args& args, const Context& context,
+                          const Cut& cut) {
     PrefillPlan plan{};
     plan.order = carver.take<std::int64_t>(cut.sequences);
     plan.first_chunk = carver.take<std::int64_t>(cut.sequences);
@@ -195,8 +201,8 @@ PrefillPlan carve_prefill(Carver& carver, const Isa& isa, const Args& args, cons
     plan.first_checkpoint = carver.take<std::int64_t>(cut.sequences + 1);
     plan.scratch_bytes = steps(args) ? isa.step_scratch_bytes(args, cut.block, 0)
                                      : isa.scan_scratch_bytes(args, cut.block, kMaxScanHeads);
-    plan.scratch =
-        carver.take<std::byte>(static_cast<std::int64_t>(plan.scratch_bytes) * num_workers(context, cut.tasks()));
+    plan.scratch = carver.take<std::byte>(static_cast<std::int64_t>(plan.scratch_bytes) *
+                                          num_workers(context, cut.tasks()));
     return plan;
 }
 
@@ -210,14 +216,16 @@ void sort_checkpoints(const Args& args, const Cut& cut, PrefillPlan& plan) {
         if (field(m, 2) >= 0) ++plan.first_checkpoint[field(m, 0) + 1];
     for (std::int64_t n = 0; n < cut.sequences; ++n) plan.first_checkpoint[n + 1] += plan.first_checkpoint[n];
     for (std::int64_t m = rows.size[0] - 1; m >= 0; --m)
-        if (field(m, 2) >= 0) plan.checkpoints[--plan.first_checkpoint[field(m, 0) + 1]] = {field(m, 1), field(m, 2)};
+        if (field(m, 2) >= 0)
+            plan.checkpoints[--plan.first_checkpoint[field(m, 0) + 1]] = {field(m, 1), field(m, 2)};
     // Every start has moved down to its own entry's place: shift back to [n, n + 1).
     for (std::int64_t n = 0; n < cut.sequences; ++n) plan.first_checkpoint[n] = plan.first_checkpoint[n + 1];
     std::int64_t total = 0;
     for (std::int64_t m = 0; m < rows.size[0]; ++m) total += field(m, 2) >= 0;
     plan.first_checkpoint[cut.sequences] = total;
     for (std::int64_t n = 0; n < cut.sequences; ++n)
-        std::sort(plan.checkpoints + plan.first_checkpoint[n], plan.checkpoints + plan.first_checkpoint[n + 1],
+        std::sort(plan.checkpoints + plan.first_checkpoint[n],
+                  plan.checkpoints + plan.first_checkpoint[n + 1],
                   [](const Checkpoint& a, const Checkpoint& b) { return a.tokens < b.tokens; });
 }
 
@@ -226,7 +234,8 @@ void make_prefill_plan(const Args& args, const Cut& cut, PrefillPlan& plan) {
     for (std::int64_t n = 0; n < cut.sequences; ++n) {
         plan.order[n] = n;
         plan.first_chunk[n] = chunks;
-        if (args.cu_seqlens) chunks += (tokens_of(args, n).length + args.chunk_tokens - 1) / args.chunk_tokens;
+        if (args.cu_seqlens)
+            chunks += (tokens_of(args, n).length + args.chunk_tokens - 1) / args.chunk_tokens;
     }
     if (args.cu_seqlens)
         std::stable_sort(plan.order, plan.order + cut.sequences, [&](std::int64_t a, std::int64_t b) {
@@ -258,23 +267,24 @@ Task make_prefill_task(const Args& args, const PrefillPlan& plan, const Place& p
     task.checkpoints = plan.checkpoints + plan.first_checkpoint[place.sequence];
     task.num_checkpoints = plan.first_checkpoint[place.sequence + 1] - plan.first_checkpoint[place.sequence];
     if (const TensorRef& dense = args.chunk_states) {
-        task.chunk_states = {dense.ptr(tokens.batch, plan.first_chunk[place.sequence], place.value_head), dense.dtype,
-                             dense.stride[3], dense.stride[4]};
+        task.chunk_states = {dense.ptr(tokens.batch, plan.first_chunk[place.sequence], place.value_head),
+                             dense.dtype, dense.stride[3], dense.stride[4]};
         task.chunk_states_stride = dense.stride[1];
     }
     return task;
 }
 
 void zero_output(const Args& args, const Place& place, const Tokens& tokens) {
-    zero_output(args, tokens.batch, tokens.begin, tokens.begin + tokens.length, place.value_head, place.v_begin,
-                place.v_count);
+    zero_output(args, tokens.batch, tokens.begin, tokens.begin + tokens.length, place.value_head,
+                place.v_begin, place.v_count);
 }
 
 // Heads of a sequence that one worker takes side by side: as many as leave every worker enough to do.
 int heads_together(const Args& args, const Cut& cut, int workers) {
     constexpr int kTasksPerWorker = 2;
     int heads = steps(args) || cut.blocks > 1 ? 1 : kMaxScanHeads;
-    while (heads > 1 && (cut.value_heads % heads != 0 || cut.tasks() / heads < kTasksPerWorker * workers)) heads /= 2;
+    while (heads > 1 && (cut.value_heads % heads != 0 || cut.tasks() / heads < kTasksPerWorker * workers))
+        heads /= 2;
     return heads;
 }
 
@@ -297,7 +307,8 @@ void prefill(const Isa& isa, const Args& args, const Context& context) {
                 zero_output(args, place, tokens);
                 if (i + 1 == heads) return;
             } else if (steps(args)) {
-                return isa.step(args, make_prefill_task<StepTask>(args, plan, place, tokens, states), scratch);
+                return isa.step(args, make_prefill_task<StepTask>(args, plan, place, tokens, states),
+                                scratch);
             } else {
                 scans[i] = make_prefill_task<ScanTask>(args, plan, place, tokens, states);
             }
@@ -337,8 +348,9 @@ void segment(const Isa& isa, const Args& args, const Context& context) {
                 task.total_decay_stride = m.stride[2];
             }
         }
-        isa.scan(args, &task, 1,
-                 static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes);
+        isa.scan(
+            args, &task, 1,
+            static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes);
     });
 }
 
@@ -386,15 +398,17 @@ void step_through(const Isa& isa, const Args& args, const Context& context) {
             const std::int64_t slot =
                 args.snapshot_indices ? read_index(args.snapshot_indices, place.sequence) : place.sequence;
             if (!args.snapshot_indices || !is_null(args, slot)) {
-                task.snapshots = {shots.ptr(slot, 0, place.value_head), shots.dtype, shots.stride[3], shots.stride[4]};
+                task.snapshots = {shots.ptr(slot, 0, place.value_head), shots.dtype, shots.stride[3],
+                                  shots.stride[4]};
                 task.snapshots_stride = shots.stride[1];
             }
         }
         if (args.parents) {
             task.parents = index_row(args.parents, place.sequence);
         }
-        isa.step(args, task,
-                 static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes);
+        isa.step(
+            args, task,
+            static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes);
     });
 }
 
@@ -410,16 +424,18 @@ std::size_t workspace_bytes(const Isa& isa, Pass pass, const Args& args, const C
 
 }  // namespace
 
-#define CULA_DEFINE_TARGET(target, bf16_only)                                                                    \
-    namespace target {                                                                                           \
-    Support supports(const Problem& problem) { return cpu::supports(problem, available_##target(), bf16_only); } \
-    std::size_t workspace_bytes(Pass pass, const Args& args, const Context& context) {                           \
-        return cpu::workspace_bytes(kIsa, pass, args, context);                                                  \
-    }                                                                                                            \
-    void prefill(const Args& args, const Context& context) { cpu::prefill(kIsa, args, context); }                \
-    void decode(const Args& args, const Context& context) { step_through(kIsa, args, context); }                 \
-    void verify(const Args& args, const Context& context) { step_through(kIsa, args, context); }                 \
-    void segment(const Args& args, const Context& context) { cpu::segment(kIsa, args, context); }                \
+#define CULA_DEFINE_TARGET(target, bf16_only)                                                     \
+    namespace target {                                                                            \
+    Support supports(const Problem& problem) {                                                    \
+        return cpu::supports(problem, available_##target(), bf16_only);                           \
+    }                                                                                             \
+    std::size_t workspace_bytes(Pass pass, const Args& args, const Context& context) {            \
+        return cpu::workspace_bytes(kIsa, pass, args, context);                                   \
+    }                                                                                             \
+    void prefill(const Args& args, const Context& context) { cpu::prefill(kIsa, args, context); } \
+    void decode(const Args& args, const Context& context) { step_through(kIsa, args, context); }  \
+    void verify(const Args& args, const Context& context) { step_through(kIsa, args, context); }  \
+    void segment(const Args& args, const Context& context) { cpu::segment(kIsa, args, context); } \
     }
 
 CULA_DEFINE_TARGET(portable, false)

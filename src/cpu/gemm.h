@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Small matrix products on packed operands: C [m x n] float = or += A [m x k] B [k x n].
 //
-// Operands are made of 32-bit words that hold kPerWord neighbours along the reduction: one float, or two bf16. A is
-// row-major, A[row][word]; B has a row of words for each word of the reduction, B[word][column]. That is the order of
-// vdpbf16ps and of the AMX tiles, and turning one into the other is a transpose of words, whatever they hold. m and the
-// tokens or channels of a reduction come padded with zeros: m and n to multiples of 16, words to a multiple of
-// kWordMultiple.
+// Operands are made of 32-bit words that hold kPerWord neighbours along the reduction: one float, or two
+// bf16. A is row-major, A[row][word]; B has a row of words for each word of the reduction, B[word][column].
+// That is the order of vdpbf16ps and of the AMX tiles, and turning one into the other is a transpose of
+// words, whatever they hold. m and the tokens or channels of a reduction come padded with zeros: m and n to
+// multiples of 16, words to a multiple of kWordMultiple.
 #pragma once
 
 #include "cpu/simd.h"
@@ -63,7 +63,8 @@ inline void pack_rows(Word* dst, std::int64_t dst_stride, const float* src, std:
     for (int r = 0; r < rows; r += 2) {
         Word* words = dst + r / kPerWord<Word> * dst_stride;
         for (int c = 0; c < columns; c += kLanes)
-            store_row_pair(words + c, dst_stride, load(src + r * src_stride + c), load(src + (r + 1) * src_stride + c));
+            store_row_pair(words + c, dst_stride, load(src + r * src_stride + c),
+                           load(src + (r + 1) * src_stride + c));
     }
 }
 
@@ -72,20 +73,20 @@ CULA_INLINE Vec lost(Vec x) { return x - from_bits(round_to_bf16(x) & 0xffff0000
 
 // What pack_rows lost, as an operand of its own.
 template <class Word>
-inline void pack_lost_rows(Word* dst, std::int64_t dst_stride, const float* src, std::int64_t src_stride, int rows,
-                           int columns) {
+inline void pack_lost_rows(Word* dst, std::int64_t dst_stride, const float* src, std::int64_t src_stride,
+                           int rows, int columns) {
     for (int r = 0; r < rows; r += 2)
         for (int c = 0; c < columns; c += kLanes)
-            store_row_pair(dst + r / kPerWord<Word> * dst_stride + c, dst_stride, lost(load(src + r * src_stride + c)),
-                           lost(load(src + (r + 1) * src_stride + c)));
+            store_row_pair(dst + r / kPerWord<Word> * dst_stride + c, dst_stride,
+                           lost(load(src + r * src_stride + c)), lost(load(src + (r + 1) * src_stride + c)));
 }
 
 template <class Word>
-inline void transpose_words(Word* dst, std::int64_t dst_stride, const Word* src, std::int64_t src_stride, int rows,
-                            int columns) {
+inline void transpose_words(Word* dst, std::int64_t dst_stride, const Word* src, std::int64_t src_stride,
+                            int rows, int columns) {
     static_assert(sizeof(Word) == sizeof(float));
-    transpose(reinterpret_cast<float*>(dst), dst_stride, reinterpret_cast<const float*>(src), src_stride, rows,
-              columns);
+    transpose(reinterpret_cast<float*>(dst), dst_stride, reinterpret_cast<const float*>(src), src_stride,
+              rows, columns);
 }
 
 CULA_INLINE Vec multiply_add(Vec c, float a, Vec b) { return c + a * b; }
@@ -99,8 +100,8 @@ CULA_INLINE Vec multiply_add(Vec c, BfPair a, Vec b) {
 
 // One register block of kRows x (kVecs * kLanes).
 template <int kRows, int kVecs, class Word>
-CULA_INLINE void product_block(bool add, int words, const Word* a, std::int64_t lda, const Word* b, std::int64_t ldb,
-                               float* c, std::int64_t ldc) {
+CULA_INLINE void product_block(bool add, int words, const Word* a, std::int64_t lda, const Word* b,
+                               std::int64_t ldb, float* c, std::int64_t ldc) {
     Vec acc[kRows][kVecs];
     CULA_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -110,7 +111,8 @@ CULA_INLINE void product_block(bool add, int words, const Word* a, std::int64_t 
     for (int w = 0; w < words; ++w) {
         Vec row[kVecs];
         CULA_UNROLL
-        for (int j = 0; j < kVecs; ++j) row[j] = load(reinterpret_cast<const float*>(b + w * ldb) + j * kLanes);
+        for (int j = 0; j < kVecs; ++j)
+            row[j] = load(reinterpret_cast<const float*>(b + w * ldb) + j * kLanes);
         CULA_UNROLL
         for (int r = 0; r < kRows; ++r) {
             const Word factor = a[r * lda + w];
@@ -126,8 +128,8 @@ CULA_INLINE void product_block(bool add, int words, const Word* a, std::int64_t 
 }
 
 template <class Word>
-inline void product(bool add, int m, int n, int words, const Word* a, std::int64_t lda, const Word* b, std::int64_t ldb,
-                    float* c, std::int64_t ldc) {
+inline void product(bool add, int m, int n, int words, const Word* a, std::int64_t lda, const Word* b,
+                    std::int64_t ldb, float* c, std::int64_t ldc) {
     // 16 accumulators of 32 registers, 8 of 16: two fused multiply-adds a cycle at latency 4.
     constexpr int kRows = kLanes == 16 ? 8 : kLanes == 8 ? 4 : 2;
     constexpr int kVecs = kLanes == 4 ? 4 : 2;
@@ -158,8 +160,8 @@ inline void release_tiles() { _tile_release(); }
 
 // kRowTiles x kColumnTiles tiles of C in registers 0 to 3, A in 4 and 5, B in 6 and 7.
 template <bool kTwoRows, bool kTwoColumns>
-CULA_INLINE void tile_block(bool add, int words, const BfPair* a, std::int64_t lda, const BfPair* b, std::int64_t ldb,
-                            float* c, std::int64_t ldc) {
+CULA_INLINE void tile_block(bool add, int words, const BfPair* a, std::int64_t lda, const BfPair* b,
+                            std::int64_t ldb, float* c, std::int64_t ldc) {
     const std::int64_t a_bytes = 4 * lda, b_bytes = 4 * ldb, c_bytes = 4 * ldc;
     if (add) {
         _tile_loadd(0, c, c_bytes);

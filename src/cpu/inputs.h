@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The inputs of one head as the equations want them: normalised q and k, decay factors exp(g), write strengths.
+// The inputs of one head as the equations want them: normalised q and k, decay factors exp(g), write
+// strengths.
 #pragma once
 
 #include "core/carve.h"
@@ -44,7 +45,8 @@ struct HeadInputs {
         if (a.gamma) head_log_decay = load_scalar(a.gamma.ptr(value_head), a.gamma.dtype);
         if (a.algorithm.decay == Decay::kPerChannel) {
             const int given = a.dt_bias ? key_dim : 0;
-            for (int c = 0; c < given; ++c) bias[c] = load_scalar(a.dt_bias.ptr(value_head, c), a.dt_bias.dtype);
+            for (int c = 0; c < given; ++c)
+                bias[c] = load_scalar(a.dt_bias.ptr(value_head, c), a.dt_bias.dtype);
             for (int c = given; c < padded_key_dim; ++c) bias[c] = 0.0f;
         } else if (a.dt_bias) {
             gate_bias_scalar = load_scalar(a.dt_bias.ptr(value_head), a.dt_bias.dtype);
@@ -54,7 +56,8 @@ struct HeadInputs {
     CULA_INLINE Vec log_decay(Vec g, Vec bias) const {
         switch (args.gate) {
             case Gate::kSoftplus: return softplus(g + bias) * -gate_slope;
-            case Gate::kBounded: return sigmoid((g + bias) * gate_slope) * static_cast<float>(args.lower_bound);
+            case Gate::kBounded:
+                return sigmoid((g + bias) * gate_slope) * static_cast<float>(args.lower_bound);
             case Gate::kLogDecay: break;
         }
         return g;

@@ -6,14 +6,15 @@
 namespace cula::cpu::CULA_CPU_TARGET {
 namespace {
 
-// With fewer channels keys are nearly collinear by their number, the writes of a chunk cancel, and there is no time to
-// save.
+// With fewer channels keys are nearly collinear by their number, the writes of a chunk cancel, and there is
+// no time to save.
 [[maybe_unused]] constexpr int kFewChannels = 16;
 
 template <class Body>
 auto with_word([[maybe_unused]] const Args& args, Body body) {
 #if defined(__AVX512BF16__)
-    if (args.q.dtype == Dtype::kBFloat16 && args.q.size[3] >= kFewChannels) return body.template operator()<BfPair>();
+    if (args.q.dtype == Dtype::kBFloat16 && args.q.size[3] >= kFewChannels)
+        return body.template operator()<BfPair>();
 #endif
     return body.template operator()<float>();
 }

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // A sequence of one head in chunks: score, solve, read, output, carry (ALGORITHM.md).
 //
-// Every decay factor is a running product of the tokens' exp(g), taken between a token and an anchor that lies on the
-// same side of it in time, so all factors of a contraction are at most 1: nothing overflows at any decay, underflow is
-// the true limit, and no cumulative sum of logarithms loses digits. A pair (i, j) of tokens is anchored at the border
-// of the largest aligned block that separates them: blocks of 32 and 16 tokens are matrix products, the 16 x 16 squares
-// on the diagonal multiply the factors out token by token. Where the decay is one number per token it multiplies the
-// scores instead.
+// Every decay factor is a running product of the tokens' exp(g), taken between a token and an anchor that
+// lies on the same side of it in time, so all factors of a contraction are at most 1: nothing overflows at
+// any decay, underflow is the true limit, and no cumulative sum of logarithms loses digits. A pair (i, j) of
+// tokens is anchored at the border of the largest aligned block that separates them: blocks of 32 and 16
+// tokens are matrix products, the 16 x 16 squares on the diagonal multiply the factors out token by token.
+// Where the decay is one number per token it multiplies the scores instead.
 //
-// bf16 operands of the delta rules: where keys are nearly collinear the writes U of a chunk nearly cancel, and what
-// rounding takes from U, from the inverse and from the scores is not corrected by later tokens as in the recurrence.
-// All three are therefore split in two words, the second holding what the first lost. (Unsplit: error 6 to 13 times
-// that of the naive recurrence; with scores in one word still up to 3.8 times on outputs of a few numbers.)
+// bf16 operands of the delta rules: where keys are nearly collinear the writes U of a chunk nearly cancel,
+// and what rounding takes from U, from the inverse and from the scores is not corrected by later tokens as in
+// the recurrence. All three are therefore split in two words, the second holding what the first lost.
+// (Unsplit: error 6 to 13 times that of the naive recurrence; with scores in one word still up to 3.8 times
+// on outputs of a few numbers.)
 //
-// The running state is S [K, columns] in float; operands of products are Words (gemm.h), bf16 pairs where inputs are
-// bf16 and the CPU multiplies them, floats otherwise.
+// The running state is S [K, columns] in float; operands of products are Words (gemm.h), bf16 pairs where
+// inputs are bf16 and the CPU multiplies them, floats otherwise.
 #pragma once
 
 #include <new>
@@ -33,7 +34,8 @@ struct ScanState {
     float *gate_bias, *decay_so_far;
 
     static ScanState carve(Carver& carver, int channels, int columns) {
-        return {carver.take<float>(channels * columns), carver.take<float>(channels), carver.take<float>(channels)};
+        return {carver.take<float>(channels * columns), carver.take<float>(channels),
+                carver.take<float>(channels)};
     }
 };
 
@@ -67,12 +69,13 @@ struct ScanBuffers {
         matrix(b.q, kChunk, channels);
         matrix(b.k, kChunk, channels);
         matrix(b.decay, kChunk, channels);
-        for (Word** p : {&b.q_decayed, &b.k_decayed, &b.k_remaining, &b.k_remaining_t, &b.q_anchored, &b.k_anchored,
-                         &b.k_toward, &b.k_toward_t})
+        for (Word** p : {&b.q_decayed, &b.k_decayed, &b.k_remaining, &b.k_remaining_t, &b.q_anchored,
+                         &b.k_anchored, &b.k_toward, &b.k_toward_t})
             operand(*p, kChunk, channels);
         matrix(b.chunk_decay, 1, channels);
         for (float** p : {&b.scores, &b.overlaps, &b.inverse}) matrix(*p, kChunk, kChunk);
-        for (Word** p : {&b.scores_w, &b.scores_lost_w, &b.inverse_w, &b.inverse_lost_w}) operand(*p, kChunk, kChunk);
+        for (Word** p : {&b.scores_w, &b.scores_lost_w, &b.inverse_w, &b.inverse_lost_w})
+            operand(*p, kChunk, kChunk);
         for (float** p : {&b.beta, &b.token_decay, &b.row_decay}) matrix(*p, 1, kChunk);
         for (float** p : {&b.values, &b.read, &b.out}) matrix(*p, kChunk, columns);
         for (Word** p : {&b.values_w, &b.writes_w, &b.writes_lost_w}) operand(*p, kChunk, columns);
@@ -175,8 +178,9 @@ private:
         float* values = buffers_.values;
         const int loaded = task_.identity ? 0 : count_;
         for (int i = 0; i < loaded; ++i)
-            load_row(values + i * columns_, args_.v.ptr(task_.batch, token + i, task_.value_head, task_.v_begin),
-                     args_.v.dtype, task_.v_count, columns_);
+            load_row(values + i * columns_,
+                     args_.v.ptr(task_.batch, token + i, task_.value_head, task_.v_begin), args_.v.dtype,
+                     task_.v_count, columns_);
         zero(values + loaded * columns_, (padded_ - loaded) * columns_);
     }
 
@@ -197,7 +201,8 @@ private:
     }
     CULA_INLINE void store_scaled(Word* dst, const float* src, int token, int channel, Factor factor) const {
         const float* p = src + token * channels_ + channel;
-        store_words(words_at(dst + token * words_, channel), load(p) * factor.low, load(p + kLanes) * factor.high);
+        store_words(words_at(dst + token * words_, channel), load(p) * factor.low,
+                    load(p + kLanes) * factor.high);
     }
 
     // Rows [begin, end), each times the product of decays from `begin` through itself.
@@ -225,8 +230,8 @@ private:
 
     void scale_operands() {
         scale_from(0, padded_, buffers_.q_decayed, buffers_.k_decayed);
-        // The same backwards for the keys that reach the next state, packed by pairs of tokens; it ends with the
-        // chunk's decay.
+        // The same backwards for the keys that reach the next state, packed by pairs of tokens; it ends with
+        // the chunk's decay.
         for (int c = 0; c < channels_; c += 2 * kLanes) {
             Factor factor{broadcast(1.0f), broadcast(1.0f)};
             for (int i = padded_ - 2; i >= 0; i -= 2) {
@@ -274,9 +279,11 @@ private:
         }
         transpose_words(b.k_toward_t, padded_, b.k_anchored, words_, padded_, words_);
         if (with_output_)
-            product(false, padded_, padded_, words_, b.q_anchored, words_, b.k_toward_t, padded_, b.scores, kChunk);
+            product(false, padded_, padded_, words_, b.q_anchored, words_, b.k_toward_t, padded_, b.scores,
+                    kChunk);
         if (delta_)
-            product(false, padded_, padded_, words_, b.k_anchored, words_, b.k_toward_t, padded_, b.overlaps, kChunk);
+            product(false, padded_, padded_, words_, b.k_anchored, words_, b.k_toward_t, padded_, b.overlaps,
+                    kChunk);
         zero(b.row_decay, kChunk);
         for (int i = 0; i < padded_; ++i) {
             for (int j = 0; j < padded_; j += kLanes) {
@@ -294,7 +301,8 @@ private:
 
     void score_by_channel() {
         for (int half = kChunk / 2; half >= kLeaf; half /= 2)
-            for (int begin = 0; begin + half < padded_; begin += 2 * half) score_across(begin, begin + half, half);
+            for (int begin = 0; begin + half < padded_; begin += 2 * half)
+                score_across(begin, begin + half, half);
         for (int begin = 0; begin < count_; begin += kLeaf) score_leaf(begin);
     }
 
@@ -363,7 +371,8 @@ private:
             // Row j of the inverse ends at column j.
             const auto subtract = [&](int j, Vec(&acc)[kVecs]) {
                 const Vec factor = broadcast(overlaps[i * kChunk + j]);
-                for (int x = 0; x <= j / kLanes; ++x) acc[x] -= factor * load(inverse + j * kChunk + x * kLanes);
+                for (int x = 0; x <= j / kLanes; ++x)
+                    acc[x] -= factor * load(inverse + j * kChunk + x * kLanes);
             };
             int j = 0;
             for (; j + 1 < i; j += 2) subtract(j, row[0]), subtract(j + 1, row[1]);
@@ -393,8 +402,8 @@ private:
     void lower_product(bool add, const Word* lower, const Word* b, float* dst) const {
         constexpr int kRows = kTokenMultiple;
         for (int i = 0; i < padded_; i += kRows)
-            product(add, kRows, columns_, (i + kRows) / kPerWord<Word>, lower + i * token_words(), token_words(), b,
-                    columns_, dst + i * columns_, columns_);
+            product(add, kRows, columns_, (i + kRows) / kPerWord<Word>, lower + i * token_words(),
+                    token_words(), b, columns_, dst + i * columns_, columns_);
     }
 
     // --- read: U = T (V - K^ S) ---
@@ -402,7 +411,8 @@ private:
     void read() {
         const ScanBuffers<Word>& b = buffers_;
         product(false, padded_, columns_, words_, b.k_decayed, words_, b.state_w, columns_, b.read, columns_);
-        for (int x = 0; x < padded_ * columns_; x += kLanes) store(b.values + x, load(b.values + x) - load(b.read + x));
+        for (int x = 0; x < padded_ * columns_; x += kLanes)
+            store(b.values + x, load(b.values + x) - load(b.read + x));
         pack_rows(b.values_w, columns_, b.values, columns_, padded_, columns_);
         lower_product(false, b.inverse_w, b.values_w, b.read);
         if constexpr (kSplit) lower_product(true, b.inverse_lost_w, b.values_w, b.read);
@@ -435,8 +445,8 @@ private:
             for (int j = 0; j < columns_; j += kLanes) store(row + j, load(row + j) * factor);
         }
         const auto add = [&](const Word* writes) {
-            product(true, channels_, columns_, token_words(), b.k_remaining_t, token_words(), writes, columns_,
-                    own_.state, columns_);
+            product(true, channels_, columns_, token_words(), b.k_remaining_t, token_words(), writes,
+                    columns_, own_.state, columns_);
         };
         add(b.writes_w);
         if (kSplit && delta_) add(b.writes_lost_w);
@@ -453,12 +463,13 @@ private:
         } else if (view.data && (view.stride_k == 1 || key_dim_ == 1)) {
             zero(buffers_.transposed, columns_ * channels_);
             for (int j = 0; j < task_.v_count; ++j)
-                load_row(buffers_.transposed + j * channels_, state_at(view, task_.v_begin + j, 0), view.dtype,
-                         key_dim_, channels_);
+                load_row(buffers_.transposed + j * channels_, state_at(view, task_.v_begin + j, 0),
+                         view.dtype, key_dim_, channels_);
             transpose(state, columns_, buffers_.transposed, channels_, columns_, channels_);
         } else if (view.data) {
             for (int c = 0; c < key_dim_; ++c)
-                load_row(state + c * columns_, state_at(view, task_.v_begin, c), view.dtype, task_.v_count, columns_);
+                load_row(state + c * columns_, state_at(view, task_.v_begin, c), view.dtype, task_.v_count,
+                         columns_);
         }
     }
 
@@ -467,8 +478,8 @@ private:
         if (view.stride_k == 1 || key_dim_ == 1) {
             transpose(buffers_.transposed, channels_, state, columns_, channels_, columns_);
             for (int j = 0; j < task_.v_count; ++j)
-                store_row(state_at(view, task_.v_begin + j, 0), view.dtype, buffers_.transposed + j * channels_,
-                          key_dim_);
+                store_row(state_at(view, task_.v_begin + j, 0), view.dtype,
+                          buffers_.transposed + j * channels_, key_dim_);
         } else {
             for (int c = 0; c < key_dim_; ++c)
                 store_row(state_at(view, task_.v_begin, c), view.dtype, state + c * columns_, task_.v_count);
@@ -519,7 +530,8 @@ void scan_heads(const Args& args, const ScanTask* tasks, int heads, std::byte* s
     alignas(Scan<Word>) std::byte storage[kMaxScanHeads][sizeof(Scan<Word>)];
     Scan<Word>* scans[kMaxScanHeads];
     for (int i = 0; i < heads; ++i)
-        scans[i] = new (storage[i]) Scan<Word>(args, tasks[i], buffers, ScanState::carve(carver, channels, columns));
+        scans[i] =
+            new (storage[i]) Scan<Word>(args, tasks[i], buffers, ScanState::carve(carver, channels, columns));
     const int chunk = Scan<Word>::chunk_tokens(args, tasks[0]);
     for (std::int64_t done = 0; done < tasks[0].length; done += chunk)
         for (int i = 0; i < heads; ++i) scans[i]->step(done);

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of the widest float register of the target this file is compiled for, on compiler vector extensions.
+// Vectors of the widest float register of the target this file is compiled for, on compiler vector
+// extensions.
 //
-// Everything below src/cpu that includes this file is compiled once per instruction set into its own namespace
-// (cula::cpu::avx2, ...). Such code must not instantiate inline functions of other namespaces: the linker would keep
-// one copy for all targets, built with the wrong flags. tools/check_isa_objects.py watches over that.
+// Everything below src/cpu that includes this file is compiled once per instruction set into its own
+// namespace (cula::cpu::avx2, ...). Such code must not instantiate inline functions of other namespaces: the
+// linker would keep one copy for all targets, built with the wrong flags. tools/check_isa_objects.py watches
+// over that.
 #pragma once
 
 #include <cstddef>
@@ -34,12 +36,14 @@ typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef std::int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 typedef std::uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
 
-// Results below the normal range become zero while this lives: strong decays would otherwise fill the state with
-// subnormals, on which a multiply-add takes a hundred times longer.
+// Results below the normal range become zero while this lives: strong decays would otherwise fill the state
+// with subnormals, on which a multiply-add takes a hundred times longer.
 class FlushSubnormals {
 public:
 #if defined(__x86_64__)
-    CULA_INLINE FlushSubnormals() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(saved_ | 0x8040u); }
+    CULA_INLINE FlushSubnormals() : saved_(__builtin_ia32_stmxcsr()) {
+        __builtin_ia32_ldmxcsr(saved_ | 0x8040u);
+    }
     CULA_INLINE ~FlushSubnormals() { __builtin_ia32_ldmxcsr(saved_); }
 
 private:
@@ -104,8 +108,8 @@ CULA_INLINE void transpose(Vec (&x)[kLanes]) {
 }
 
 // dst[c][r] = src[r][c]; rows and columns are multiples of kLanes.
-inline void transpose(float* dst, std::int64_t dst_stride, const float* src, std::int64_t src_stride, int rows,
-                      int columns) {
+inline void transpose(float* dst, std::int64_t dst_stride, const float* src, std::int64_t src_stride,
+                      int rows, int columns) {
     for (int r = 0; r < rows; r += kLanes) {
         for (int c = 0; c < columns; c += kLanes) {
             Vec x[kLanes];
@@ -140,7 +144,8 @@ CULA_INLINE Vec sums(Vec (&x)[kLanes]) {
         CULA_UNROLL
         for (int i = 0; i < kLanes; ++i) {
             if ((i & kStep) || (i & (kStep - 1))) continue;
-            x[i] = interleave_low<kStep>(x[i], x[i + kStep], lanes) + interleave_high<kStep>(x[i], x[i + kStep], lanes);
+            x[i] = interleave_low<kStep>(x[i], x[i + kStep], lanes) +
+                   interleave_high<kStep>(x[i], x[i + kStep], lanes);
         }
     };
     halve(std::integral_constant<int, 1>{});
@@ -221,7 +226,8 @@ CULA_INLINE float fp16_to_float(std::uint16_t x) {
 }
 
 CULA_INLINE std::uint16_t float_to_fp16(float x) {
-    const std::uint32_t u = __builtin_bit_cast(std::uint32_t, x), sign = (u >> 16) & 0x8000u, rest = u & 0x7fffffffu;
+    const std::uint32_t u = __builtin_bit_cast(std::uint32_t, x), sign = (u >> 16) & 0x8000u,
+                        rest = u & 0x7fffffffu;
     if (rest > 0x7f800000u) return static_cast<std::uint16_t>(sign | 0x7e00u);
     if (rest >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // rounds to 2^16 or more
     if (rest < 0x38800000u) {  // subnormal: let a float addition round at 2^-24
@@ -233,8 +239,8 @@ CULA_INLINE std::uint16_t float_to_fp16(float x) {
 
 CULA_INLINE Vec load_bf16(const std::uint16_t* p) {
 #if defined(__AVX512F__)
-    return from_bits(reinterpret_cast<BitVec>(
-        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16)));
+    return from_bits(reinterpret_cast<BitVec>(_mm512_slli_epi32(
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16)));
 #elif defined(__AVX2__)
     return from_bits(reinterpret_cast<BitVec>(
         _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16)));
@@ -257,8 +263,8 @@ CULA_INLINE Vec load_fp16(const std::uint16_t* p) {
 #endif
 }
 
-// bf16 bits, rounded to nearest even, in the upper half of each lane. (A NaN with all its upper payload bits set would
-// wrap.)
+// bf16 bits, rounded to nearest even, in the upper half of each lane. (A NaN with all its upper payload bits
+// set would wrap.)
 CULA_INLINE BitVec round_to_bf16(Vec x) { return bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u); }
 
 CULA_INLINE void store_bf16(std::uint16_t* p, Vec x) {
@@ -315,9 +321,11 @@ inline void load_row(float* dst, const void* src, Dtype dtype, int count, int pa
     if (dtype == Dtype::kFloat32)
         for (; i + kLanes <= count; i += kLanes) store(dst + i, load(static_cast<const float*>(src) + i));
     if (dtype == Dtype::kBFloat16)
-        for (; i + kLanes <= count; i += kLanes) store(dst + i, load_bf16(static_cast<const std::uint16_t*>(src) + i));
+        for (; i + kLanes <= count; i += kLanes)
+            store(dst + i, load_bf16(static_cast<const std::uint16_t*>(src) + i));
     if (dtype == Dtype::kFloat16)
-        for (; i + kLanes <= count; i += kLanes) store(dst + i, load_fp16(static_cast<const std::uint16_t*>(src) + i));
+        for (; i + kLanes <= count; i += kLanes)
+            store(dst + i, load_fp16(static_cast<const std::uint16_t*>(src) + i));
     for (; i < count; ++i) dst[i] = load_scalar(element(src, dtype, i), dtype);
     for (; i < padded; ++i) dst[i] = 0.0f;
 }
@@ -327,9 +335,11 @@ inline void store_row(void* dst, Dtype dtype, const float* src, int count) {
     if (dtype == Dtype::kFloat32)
         for (; i + kLanes <= count; i += kLanes) store(static_cast<float*>(dst) + i, load(src + i));
     if (dtype == Dtype::kBFloat16)
-        for (; i + kLanes <= count; i += kLanes) store_bf16(static_cast<std::uint16_t*>(dst) + i, load(src + i));
+        for (; i + kLanes <= count; i += kLanes)
+            store_bf16(static_cast<std::uint16_t*>(dst) + i, load(src + i));
     if (dtype == Dtype::kFloat16)
-        for (; i + kLanes <= count; i += kLanes) store_fp16(static_cast<std::uint16_t*>(dst) + i, load(src + i));
+        for (; i + kLanes <= count; i += kLanes)
+            store_fp16(static_cast<std::uint16_t*>(dst) + i, load(src + i));
     for (; i < count; ++i) store_scalar(element(dst, dtype, i), dtype, src[i]);
 }
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens of one head one after another: decode, verify, short recurrences. A token reads and writes every element of
-// the state once; both contractions with the state run in the reading pass, since S^T q = (alpha S)^T q + u (k . q).
+// Tokens of one head one after another: decode, verify, short recurrences. A token reads and writes every
+// element of the state once; both contractions with the state run in the reading pass, since S^T q = (alpha
+// S)^T q + u (k . q).
 //
-// The working state is [V, K] in float, K contiguous: the caller's own memory where that is what it holds and one token
-// comes, else a copy in scratch.
+// The working state is [V, K] in float, K contiguous: the caller's own memory where that is what it holds and
+// one token comes, else a copy in scratch.
 #pragma once
 
 #include "cpu/inputs.h"
@@ -122,8 +123,8 @@ private:
             inputs_.token_decays(b.token_decay, token, 1);
             for (int c = 0; c < channels_; c += kLanes) store(b.decay + c, broadcast(b.token_decay[0]));
         }
-        load_row(b.v, args_.v.ptr(task_.batch, token, task_.value_head, task_.v_begin), args_.v.dtype, task_.v_count,
-                 columns_);
+        load_row(b.v, args_.v.ptr(task_.batch, token, task_.value_head, task_.v_begin), args_.v.dtype,
+                 task_.v_count, columns_);
         if (delta_) {
             if (args_.beta.ndim == 4) {
                 inputs_.value_betas(b.beta, token, task_.v_begin, task_.v_count, columns_);
@@ -187,8 +188,9 @@ private:
              ++next_checkpoint_) {
             const TensorRef& states = args_.checkpoints;
             const std::int64_t slot = task_.checkpoints[next_checkpoint_].slot;
-            store_state({states.ptr(slot, task_.value_head), states.dtype, states.stride[2], states.stride[3]},
-                        buffers_.state);
+            store_state(
+                {states.ptr(slot, task_.value_head), states.dtype, states.stride[2], states.stride[3]},
+                buffers_.state);
         }
     }
 
@@ -199,14 +201,14 @@ private:
         if (!view.data) return;
         if (view.stride_k == 1 || inputs_.key_dim == 1) {
             for (int j = 0; j < task_.v_count; ++j)
-                load_row(state + j * channels_, state_at(view, task_.v_begin + j, 0), view.dtype, inputs_.key_dim,
-                         channels_);
+                load_row(state + j * channels_, state_at(view, task_.v_begin + j, 0), view.dtype,
+                         inputs_.key_dim, channels_);
         } else {
             float* by_channel = buffers_.transposed;
             for (int x = 0; x < channels_ * columns_; x += kLanes) store(by_channel + x, Vec{});
             for (int c = 0; c < inputs_.key_dim; ++c)
-                load_row(by_channel + c * columns_, state_at(view, task_.v_begin, c), view.dtype, task_.v_count,
-                         columns_);
+                load_row(by_channel + c * columns_, state_at(view, task_.v_begin, c), view.dtype,
+                         task_.v_count, columns_);
             transpose(state, channels_, by_channel, columns_, channels_, columns_);
         }
     }
@@ -214,7 +216,8 @@ private:
     void store_state(const StateView& view, const float* state) const {
         if (view.stride_k == 1 || inputs_.key_dim == 1) {
             for (int j = 0; j < task_.v_count; ++j)
-                store_row(state_at(view, task_.v_begin + j, 0), view.dtype, state + j * channels_, inputs_.key_dim);
+                store_row(state_at(view, task_.v_begin + j, 0), view.dtype, state + j * channels_,
+                          inputs_.key_dim);
         } else {
             transpose(buffers_.transposed, columns_, state, channels_, columns_, channels_);
             for (int c = 0; c < inputs_.key_dim; ++c)

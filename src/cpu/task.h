@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host side (entry.cc, built for any CPU) hands to the code that is built once per instruction set. Plain
-// data: see simd.h for why no inline function of the library may be used beyond it.
+// What the host side (entry.cc, built for any CPU) hands to the code that is built once per instruction set.
+// Plain data: see simd.h for why no inline function of the library may be used beyond it.
 #pragma once
 
 #include <cstddef>
@@ -48,7 +48,8 @@ struct ScanTask {
     std::int64_t chunk_states_stride = 0;
 
     // Segment.
-    bool identity = false;  // values are 0 and the initial state is I: the final state is M, its columns the values
+    bool identity =
+        false;  // values are 0 and the initial state is I: the final state is M, its columns the values
     float* total_decay = nullptr;  // [K], additive rules: the diagonal of M
     std::int64_t total_decay_stride = 0;
 };

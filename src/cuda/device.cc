@@ -16,12 +16,13 @@ int attribute(cudaDeviceAttr which, int index) {
 }
 
 Device describe(int index) {
-    return {.kind = DeviceKind::kCuda,
-            .index = index,
-            .compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
-                                  attribute(cudaDevAttrComputeCapabilityMinor, index),
-            .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, index),
-            .shared_bytes = static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index))};
+    return {
+        .kind = DeviceKind::kCuda,
+        .index = index,
+        .compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
+                              attribute(cudaDevAttrComputeCapabilityMinor, index),
+        .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, index),
+        .shared_bytes = static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index))};
 }
 
 std::vector<Device> all_devices() {
@@ -35,7 +36,8 @@ std::vector<Device> all_devices() {
 
 }  // namespace
 
-// Asked once: every call of the library comes by, and four attributes cost as much as the rest of its dispatch.
+// Asked once: every call of the library comes by, and four attributes cost as much as the rest of its
+// dispatch.
 Device device(int index) {
     static const std::vector<Device> devices = all_devices();
     if (index < 0 || index >= static_cast<int>(devices.size()))

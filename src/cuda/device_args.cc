@@ -14,10 +14,12 @@ bool at_multiple_of_16(const void* data) { return reinterpret_cast<std::uintptr_
 
 TokenRows token_rows(const TensorRef& ref) {
     if (!ref) return {};
-    TokenRows rows{ref.data, ref.dtype, ref.stride[0], ref.stride[1], ref.stride[2], ref.ndim > 3 ? ref.stride[3] : 1};
+    TokenRows rows{ref.data,      ref.dtype,     ref.stride[0],
+                   ref.stride[1], ref.stride[2], ref.ndim > 3 ? ref.stride[3] : 1};
     const std::int64_t piece = ref.dtype == Dtype::kFloat64 ? 2 : ref.dtype == Dtype::kFloat32 ? 4 : 8;
     constexpr std::int64_t kMostPitch = 1 << 28;
-    rows.pieces = ref.ndim > 3 && rows.last == 1 && (rows.batch | rows.token | rows.head | ref.size[3]) % piece == 0 &&
+    rows.pieces = ref.ndim > 3 && rows.last == 1 &&
+                  (rows.batch | rows.token | rows.head | ref.size[3]) % piece == 0 &&
                   at_multiple_of_16(ref.data) && std::abs(rows.token) < kMostPitch;
     return rows;
 }
@@ -26,13 +28,15 @@ Indices indices(const TensorRef& ref) {
     if (!ref) return {};
     static_assert(std::endian::native == std::endian::little);
     const std::int64_t words = ref.dtype == Dtype::kInt64 ? 2 : 1;
-    return {static_cast<const std::int32_t*>(ref.data), ref.stride[0] * words, ref.ndim > 1 ? ref.stride[1] * words : 0,
+    return {static_cast<const std::int32_t*>(ref.data), ref.stride[0] * words,
+            ref.ndim > 1 ? ref.stride[1] * words : 0,
             static_cast<std::int32_t>(ref.ndim > 1 ? std::min(ref.size[1], kMostCounted) : 1), words > 1};
 }
 
 HeadParameter head_parameter(const TensorRef& ref) {
     if (!ref) return {};
-    HeadParameter parameter{static_cast<const float*>(ref.data), ref.stride[0], ref.ndim > 1 ? ref.stride[1] : 0};
+    HeadParameter parameter{static_cast<const float*>(ref.data), ref.stride[0],
+                            ref.ndim > 1 ? ref.stride[1] : 0};
     parameter.pieces = ref.ndim > 1 && parameter.channel == 1 && (parameter.head | ref.size[1]) % 4 == 0 &&
                        at_multiple_of_16(ref.data);
     return parameter;
@@ -93,7 +97,8 @@ DeviceArgs device_args(const Args& args) {
     }
     if (const TensorRef& m = args.segment_m) {
         const bool square = m.ndim == 4;
-        a.segment_m = {m.data, m.dtype, m.size[0], m.stride[0], m.stride[1], square ? m.stride[3] : 0, m.stride[2]};
+        a.segment_m = {m.data,     m.dtype, m.size[0], m.stride[0], m.stride[1], square ? m.stride[3] : 0,
+                       m.stride[2]};
     }
     if (args.segment_b) a.segment_b = states(args.segment_b);
     a.state_indices = indices(args.state_indices);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A call's tensors and options as kernels read them: plain data, passed by value at launch.
 //
-// What only the device can see is made safe here, whatever it holds: token ranges are clamped to the tensors and an
-// index outside its pool counts as null, so that malformed input never leads to an access out of bounds.
+// What only the device can see is made safe here, whatever it holds: token ranges are clamped to the tensors
+// and an index outside its pool counts as null, so that malformed input never leads to an access out of
+// bounds.
 #pragma once
 
 #include <cstdint>
@@ -51,7 +52,9 @@ struct Indices {
         return wide ? narrow_index(words[0], words[1]) : words[0];
     }
     // The lower word alone, for numbers that say no slot.
-    CULA_HOST_DEVICE std::int32_t low(std::int64_t n, std::int64_t s = 0) const { return data[n * row + s * column]; }
+    CULA_HOST_DEVICE std::int32_t low(std::int64_t n, std::int64_t s = 0) const {
+        return data[n * row + s * column];
+    }
 };
 
 // One number per value head, or per value head and channel.
@@ -67,7 +70,8 @@ struct DeviceArgs {
     bool qk_l2norm = false, beta_is_logit = false, allow_neg_eigval = false, beta_per_value = false;
     bool cu_seqlens_64 = false, batch_invariant = false;
     std::int32_t null_index = -1;
-    std::int32_t heads = 1, value_heads = 1, group = 1, key_dim = 0, value_dim = 0, chunk_tokens = kChunkTokens;
+    std::int32_t heads = 1, value_heads = 1, group = 1, key_dim = 0, value_dim = 0,
+                 chunk_tokens = kChunkTokens;
     std::int32_t sequences = 1;
     Divisor by_value_heads, by_group;
     float scale = 1.0f, lower_bound = 0.0f;
@@ -150,10 +154,12 @@ CULA_HOST_DEVICE StateSlots states_of(const DeviceArgs& a, std::int64_t n) {
     return slots;
 }
 
-// The same where state_indices may say where the sequence starts; its tokens end where they say, and it in no slot.
+// The same where state_indices may say where the sequence starts; its tokens end where they say, and it in no
+// slot.
 CULA_HOST_DEVICE StateSlots states_of_drafts(const DeviceArgs& a, std::int64_t n) {
     if (!a.state_indices.data) return states_of(a, n);
-    const std::int32_t accepted = a.num_accepted.data ? a.num_accepted.at(n) : 1, most = a.state_indices.columns;
+    const std::int32_t accepted = a.num_accepted.data ? a.num_accepted.at(n) : 1,
+                       most = a.state_indices.columns;
     const std::int64_t from = a.initial_indices.data ? a.initial_indices.at(n)
                                                      : a.state_indices.at(n, (accepted < 1      ? 1
                                                                               : accepted > most ? most
@@ -173,7 +179,8 @@ struct ChunkStates {
 CULA_HOST_DEVICE ChunkStates chunk_states_of(const DeviceArgs& a, std::int64_t n, std::int64_t value_head,
                                              std::int64_t before) {
     const std::int64_t batch = a.cu_seqlens ? 0 : n, first = a.cu_seqlens ? before : 0;
-    return {batch * a.chunk_states_batch + a.chunk_states.offset(first, value_head), a.chunk_states.slots - first};
+    return {batch * a.chunk_states_batch + a.chunk_states.offset(first, value_head),
+            a.chunk_states.slots - first};
 }
 
 }  // namespace cula::cuda

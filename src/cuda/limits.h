@@ -23,7 +23,9 @@ inline Support counts_fit(const Problem& problem) {
                            std::to_string(count));
     };
     // Of wider values there are several calls.
-    const auto blocks = [](std::int64_t rows) { return (std::min(rows, kLargestDim) + kLeastRows - 1) / kLeastRows; };
+    const auto blocks = [](std::int64_t rows) {
+        return (std::min(rows, kLargestDim) + kLeastRows - 1) / kLeastRows;
+    };
     if (problem.sequences > kMostCounted) return refuse("sequences", problem.sequences);
     if (problem.tokens > kMostCounted) return refuse("tokens a row", problem.tokens);
     if (problem.value_heads > kMostCounted) return refuse("value heads", problem.value_heads);
@@ -43,7 +45,8 @@ inline Support supports_any(const Problem& problem) {
         return Support::no("needs compute capability 8.0, this device has " +
                            std::to_string(problem.device.compute_capability / 10) + "." +
                            std::to_string(problem.device.compute_capability % 10));
-    if (problem.dtype == Dtype::kFloat64) return Support::no("takes float32, bfloat16 and float16; q is float64");
+    if (problem.dtype == Dtype::kFloat64)
+        return Support::no("takes float32, bfloat16 and float16; q is float64");
     return counts_fit(problem);
 }
 

@@ -29,7 +29,8 @@ void write(const TensorRef& ref, T value, Index... index) {
     }
 }
 
-// The last two dimensions at the given leading indices: one head's state [V, K] inside a pool or a buffer of snapshots.
+// The last two dimensions at the given leading indices: one head's state [V, K] inside a pool or a buffer of
+// snapshots.
 template <class... Index>
 TensorRef matrix_at(const TensorRef& ref, Index... index) {
     const auto rows = static_cast<std::size_t>(ref.ndim - 2), columns = rows + 1;

@@ -14,11 +14,13 @@ constexpr std::int64_t kAlignment = 64;
 std::int64_t longest_row(const Args& args) {
     if (!args.cu_seqlens) return args.q.size[1];
     std::int64_t longest = 0;
-    for (std::int64_t n = 0; n < num_sequences(args); ++n) longest = std::max(longest, tokens_of(args, n).length);
+    for (std::int64_t n = 0; n < num_sequences(args); ++n)
+        longest = std::max(longest, tokens_of(args, n).length);
     return longest;
 }
 
-// One call in one precision. A task is a value head of a sequence; each worker has scratch for the states of one task.
+// One call in one precision. A task is a value head of a sequence; each worker has scratch for the states of
+// one task.
 template <class Scalar, class Sum>
 class Call {
 public:
@@ -68,8 +70,8 @@ public:
         zero_tail();
     }
 
-    // Segment: B is the state that the sequence leaves from zero; the columns of M are the states that it leaves from
-    // the unit vectors when it writes no values.
+    // Segment: B is the state that the sequence leaves from zero; the columns of M are the states that it
+    // leaves from the unit vectors when it writes no values.
     void run_map() const {
         for_each_task([this](std::int64_t n, std::int64_t hv, Scalar* scratch) {
             const Tokens tokens = tokens_of(args_, n);
@@ -114,7 +116,8 @@ private:
         const std::int64_t key_dim = args_.q.size[3], value_dim = args_.v.size[3];
         const std::int64_t states = args_.parents ? longest_row(args_) + 1 : 1;
         const std::int64_t scalars = states * key_dim * value_dim + (args_.segment_b ? key_dim * key_dim : 0);
-        return (scalars * static_cast<std::int64_t>(sizeof(Scalar)) + kAlignment - 1) / kAlignment * kAlignment;
+        return (scalars * static_cast<std::int64_t>(sizeof(Scalar)) + kAlignment - 1) / kAlignment *
+               kAlignment;
     }
 
     // body(n, hv, scratch) for every sequence and value head, shared out among the workers.
@@ -127,7 +130,8 @@ private:
         const auto work = [](void* arg, int index) {
             const auto& [call, run] = *static_cast<Shared*>(arg);
             const std::int64_t heads = call.args_.v.size[2];
-            auto* scratch = static_cast<std::byte*>(call.context_.workspace) + index * call.bytes_per_worker();
+            auto* scratch =
+                static_cast<std::byte*>(call.context_.workspace) + index * call.bytes_per_worker();
             for (std::int64_t task = index; task < call.tasks(); task += call.workers())
                 run(task / heads, task % heads, reinterpret_cast<Scalar*>(scratch));
         };
@@ -149,7 +153,8 @@ private:
         if (!row) return static_cast<void>(std::fill_n(S.data, S.size(), Scalar{}));
         const TensorRef matrix = matrix_at(row.states, row.slot, hv);
         for (std::int64_t k = 0; k < S.key_dim; ++k)
-            for (std::int64_t v = 0; v < S.value_dim; ++v) S.row(k)[v] = static_cast<Scalar>(read<Sum>(matrix, v, k));
+            for (std::int64_t v = 0; v < S.value_dim; ++v)
+                S.row(k)[v] = static_cast<Scalar>(read<Sum>(matrix, v, k));
     }
 
     static void store(const TensorRef& matrix, State<Scalar> S) {
@@ -165,7 +170,8 @@ private:
     void store_passing(std::int64_t n, const Tokens& tokens, std::int64_t done, std::int64_t hv,
                        State<Scalar> S) const {
         if (args_.chunk_states && done % args_.chunk_tokens == 0 && done < tokens.length)
-            store(matrix_at(args_.chunk_states, tokens.batch, chunks_before(args_, n) + done / args_.chunk_tokens, hv),
+            store(matrix_at(args_.chunk_states, tokens.batch,
+                            chunks_before(args_, n) + done / args_.chunk_tokens, hv),
                   S);
         if (!args_.checkpoints || (done % kChunkTokens != 0 && done != tokens.length)) return;
         const TensorRef& plan = args_.checkpoint_plan;
@@ -183,7 +189,8 @@ private:
         }
         if (args_.snapshots) {
             const std::int64_t slot = args_.snapshot_indices ? read_index(args_.snapshot_indices, n) : n;
-            if (!args_.snapshot_indices || !is_null(args_, slot)) store(matrix_at(args_.snapshots, slot, t, hv), S);
+            if (!args_.snapshot_indices || !is_null(args_, slot))
+                store(matrix_at(args_.snapshots, slot, t, hv), S);
         }
     }
 

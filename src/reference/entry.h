@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The oracle, as rows of the registry: `reference` runs the recurrence in double whatever the inputs are,
-// `reference:naive` rounds the result of every equation to the dtype of q, as eager code would; its error is the budget
-// of the tests.
+// `reference:naive` rounds the result of every equation to the dtype of q, as eager code would; its error is
+// the budget of the tests.
 #pragma once
 
 #include <cstddef>

@@ -53,7 +53,8 @@ struct Token {
         const std::int64_t h = hv / (args.v.size[2] / args.q.size[2]);
         read_key(args, args.q, b, t, h, q);
         read_key(args, args.k, b, t, h, k);
-        for (std::int64_t j = 0; j < value_dim; ++j) at(v, j) = static_cast<Scalar>(read<Sum>(args.v, b, t, hv, j));
+        for (std::int64_t j = 0; j < value_dim; ++j)
+            at(v, j) = static_cast<Scalar>(read<Sum>(args.v, b, t, hv, j));
         if (args.algorithm.decay == Decay::kPerChannel)
             for (std::int64_t i = 0; i < key_dim; ++i) at(alpha, i) = decay_factor(args, b, t, hv, i);
         else
@@ -70,8 +71,8 @@ struct Token {
         return vector[static_cast<std::size_t>(i)];
     }
 
-    static void read_key(const Args& args, const TensorRef& ref, std::int64_t b, std::int64_t t, std::int64_t h,
-                         Vector<Scalar>& x) {
+    static void read_key(const Args& args, const TensorRef& ref, std::int64_t b, std::int64_t t,
+                         std::int64_t h, Vector<Scalar>& x) {
         const std::int64_t key_dim = ref.size[3];
         Sum square = 0;
         for (std::int64_t i = 0; i < key_dim; ++i) {
@@ -81,10 +82,12 @@ struct Token {
         }
         if (!args.qk_l2norm) return;
         const Sum norm = std::sqrt(square + static_cast<Sum>(1e-6));
-        for (std::int64_t i = 0; i < key_dim; ++i) at(x, i) = static_cast<Scalar>(static_cast<Sum>(at(x, i)) / norm);
+        for (std::int64_t i = 0; i < key_dim; ++i)
+            at(x, i) = static_cast<Scalar>(static_cast<Sum>(at(x, i)) / norm);
     }
 
-    static Scalar decay_factor(const Args& args, std::int64_t b, std::int64_t t, std::int64_t hv, std::int64_t i) {
+    static Scalar decay_factor(const Args& args, std::int64_t b, std::int64_t t, std::int64_t hv,
+                               std::int64_t i) {
         return static_cast<Scalar>(std::exp(log_decay(args, b, t, hv, i)));
     }
 
@@ -94,7 +97,8 @@ struct Token {
             case Decay::kNone: return 0;
             case Decay::kPerHead: return read<Sum>(args.gamma, hv);
             case Decay::kPerToken:
-                return gated(args, read<Sum>(args.g, b, t, hv), hv, args.dt_bias ? read<Sum>(args.dt_bias, hv) : 0) +
+                return gated(args, read<Sum>(args.g, b, t, hv), hv,
+                             args.dt_bias ? read<Sum>(args.dt_bias, hv) : 0) +
                        (args.gamma ? read<Sum>(args.gamma, hv) : 0);
             case Decay::kPerChannel:
                 return gated(args, read<Sum>(args.g, b, t, hv, i), hv,
@@ -107,8 +111,8 @@ struct Token {
         if (args.gate == Gate::kLogDecay) return g;
         const Sum x = g + bias, exponential = args.A_log ? std::exp(read<Sum>(args.A_log, hv)) : 1;
         const Sum rate = exponential > kMostGateSlope ? kMostGateSlope : exponential;
-        const Sum a =
-            args.gate == Gate::kSoftplus ? -rate * softplus(x) : static_cast<Sum>(args.lower_bound) * sigmoid(rate * x);
+        const Sum a = args.gate == Gate::kSoftplus ? -rate * softplus(x)
+                                                   : static_cast<Sum>(args.lower_bound) * sigmoid(rate * x);
         return static_cast<Sum>(static_cast<Scalar>(a));
     }
 
@@ -124,7 +128,8 @@ void decay(const Token<Scalar, Sum>& token, State<Scalar> S) {
     for (std::int64_t k = 0; k < S.key_dim; ++k) {
         const auto alpha = static_cast<Sum>(token.alpha[static_cast<std::size_t>(k)]);
         Scalar* row = S.row(k);
-        for (std::int64_t v = 0; v < S.value_dim; ++v) row[v] = static_cast<Scalar>(alpha * static_cast<Sum>(row[v]));
+        for (std::int64_t v = 0; v < S.value_dim; ++v)
+            row[v] = static_cast<Scalar>(alpha * static_cast<Sum>(row[v]));
     }
 }
 
@@ -143,29 +148,32 @@ std::array<Sum, kMaxDim> apply(State<Scalar> S, const std::array<Scalar, kMaxDim
 
 // S ← S + k uᵀ, with u the write value for v: what the token adds to the decayed state.
 template <class Scalar, class Sum>
-void update(Update rule, const Token<Scalar, Sum>& token, const std::array<Scalar, kMaxDim>& value, State<Scalar> S) {
+void update(Update rule, const Token<Scalar, Sum>& token, const std::array<Scalar, kMaxDim>& value,
+            State<Scalar> S) {
     std::array<Scalar, kMaxDim> u = value;
     if (rule == Update::kDelta) {
         const std::array<Sum, kMaxDim> known = apply<Sum>(S, token.k);
         for (std::size_t v = 0; v < static_cast<std::size_t>(S.value_dim); ++v)
-            u[v] = static_cast<Scalar>(static_cast<Sum>(token.beta[v]) * (static_cast<Sum>(value[v]) - known[v]));
+            u[v] = static_cast<Scalar>(static_cast<Sum>(token.beta[v]) *
+                                       (static_cast<Sum>(value[v]) - known[v]));
     }
     for (std::int64_t k = 0; k < S.key_dim; ++k) {
         const auto key = static_cast<Sum>(token.k[static_cast<std::size_t>(k)]);
         Scalar* row = S.row(k);
         for (std::int64_t v = 0; v < S.value_dim; ++v)
-            row[v] =
-                static_cast<Scalar>(static_cast<Sum>(row[v]) + key * static_cast<Sum>(u[static_cast<std::size_t>(v)]));
+            row[v] = static_cast<Scalar>(static_cast<Sum>(row[v]) +
+                                         key * static_cast<Sum>(u[static_cast<std::size_t>(v)]));
     }
 }
 
 // o ← scale · Sᵀ q
 template <class Scalar, class Sum>
-void output(const Args& args, const Token<Scalar, Sum>& token, State<Scalar> S, std::int64_t b, std::int64_t t,
-            std::int64_t hv) {
+void output(const Args& args, const Token<Scalar, Sum>& token, State<Scalar> S, std::int64_t b,
+            std::int64_t t, std::int64_t hv) {
     const std::array<Sum, kMaxDim> read_out = apply<Sum>(S, token.q);
     for (std::int64_t v = 0; v < S.value_dim; ++v)
-        write(args.o, static_cast<Scalar>(static_cast<Sum>(args.scale) * read_out[static_cast<std::size_t>(v)]), b, t,
+        write(args.o,
+              static_cast<Scalar>(static_cast<Sum>(args.scale) * read_out[static_cast<std::size_t>(v)]), b, t,
               hv, v);
 }
 

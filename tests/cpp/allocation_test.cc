@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The first allocation of a call fails, then the second, and so on: it throws std::bad_alloc before it has written
-// anything, or it does without, and nothing leaks.
+// The first allocation of a call fails, then the second, and so on: it throws std::bad_alloc before it has
+// written anything, or it does without, and nothing leaks.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -58,8 +58,8 @@ namespace {
 using test::Call;
 using Values = std::vector<std::vector<double>>;
 
-// Runs `action` with each of its allocations failing once, and once more with all of them. `written` are what it
-// writes, which `reset` makes anew.
+// Runs `action` with each of its allocations failing once, and once more with all of them. `written` are what
+// it writes, which `reset` makes anew.
 void fail_each(const std::function<void()>& action, const std::function<Values()>& written,
                const std::function<void()>& reset) {
     reset();
@@ -94,7 +94,8 @@ TEST_P(Allocations, FailBeforeAnythingIsWritten) {
     const Pass pass = GetParam();
     for (const std::string_view target : {"reference", "cpu"})
         for (const int threads : {1, 3}) {
-            Call call(pass, kKda, {.batch = 2, .tokens = 70, .value_heads = 4, .key_dim = 32, .value_dim = 32});
+            Call call(pass, kKda,
+                      {.batch = 2, .tokens = 70, .value_heads = 4, .key_dim = 32, .value_dim = 32});
             if (pass == Pass::kPrefill) {
                 call.args.checkpoints = call.states(3);
                 call.args.checkpoint_plan = call.table({{0, 64, 2}, {1, 70, 0}});
@@ -107,7 +108,8 @@ TEST_P(Allocations, FailBeforeAnythingIsWritten) {
                 call.args.final_state_indices = call.ints({1, 0});
             }
             std::vector<TensorRef> outputs;
-            for (auto output : {&Args::o, &Args::final_state, &Args::checkpoints, &Args::segment_m, &Args::segment_b})
+            for (auto output :
+                 {&Args::o, &Args::final_state, &Args::checkpoints, &Args::segment_m, &Args::segment_b})
                 if (call.args.*output) outputs.push_back(call.args.*output);
             Context context;
             if (threads > 1) context.parallel_for = std_threads(threads);
@@ -139,7 +141,8 @@ TEST(Allocation, OfComposeFailsBeforeAnythingIsWritten) {
         if (threads > 1) context.parallel_for = std_threads(threads);
         fail_each([&] { compose(given, context); }, [&] { return Values{test::values(given.state)}; },
                   [&] {
-                      for (std::int64_t i = 0; i < test::numel(given.state); ++i) test::write(given.state, i, 7);
+                      for (std::int64_t i = 0; i < test::numel(given.state); ++i)
+                          test::write(given.state, i, 7);
                   });
     }
 }

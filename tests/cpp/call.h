@@ -36,7 +36,9 @@ inline void write(const TensorRef& ref, std::int64_t i, double value) {
     switch (ref.dtype) {
         case Dtype::kFloat64: static_cast<double*>(ref.data)[i] = value; break;
         case Dtype::kFloat32: static_cast<float*>(ref.data)[i] = static_cast<float>(value); break;
-        case Dtype::kBFloat16: static_cast<BFloat16*>(ref.data)[i] = BFloat16(static_cast<float>(value)); break;
+        case Dtype::kBFloat16:
+            static_cast<BFloat16*>(ref.data)[i] = BFloat16(static_cast<float>(value));
+            break;
         case Dtype::kFloat16: static_cast<Float16*>(ref.data)[i] = Float16(static_cast<float>(value)); break;
         case Dtype::kInt64: static_cast<std::int64_t*>(ref.data)[i] = static_cast<std::int64_t>(value); break;
         case Dtype::kInt32: static_cast<std::int32_t*>(ref.data)[i] = static_cast<std::int32_t>(value); break;
@@ -59,8 +61,8 @@ inline std::vector<double> values(const TensorRef& ref) {
 
 class Call {
 public:
-    // Inputs of ordinary size for every argument that the algorithm and the pass require; decay is mild and beta lies
-    // in (0, 1).
+    // Inputs of ordinary size for every argument that the algorithm and the pass require; decay is mild and
+    // beta lies in (0, 1).
     Call(Pass of, Algorithm algorithm, const Shape& sizes = {}) : pass(of), shape(sizes) {
         const auto& [batch, tokens, heads, value_heads, key_dim, value_dim, dtype] = shape;
         args.algorithm = algorithm;
@@ -74,7 +76,8 @@ public:
         if (algorithm.decay == Decay::kPerToken)
             args.g = random(Dtype::kFloat32, {batch, tokens, value_heads}, -0.1, 0);
         if (algorithm.decay == Decay::kPerHead) args.gamma = random(Dtype::kFloat32, {value_heads}, -0.1, 0);
-        if (algorithm.update == Update::kDelta) args.beta = random(Dtype::kFloat32, {batch, tokens, value_heads}, 0, 1);
+        if (algorithm.update == Update::kDelta)
+            args.beta = random(Dtype::kFloat32, {batch, tokens, value_heads}, 0, 1);
         if (pass == Pass::kSegment) {
             args.segment_m = algorithm.update == Update::kDelta
                                  ? zeros(Dtype::kFloat32, {batch, value_heads, key_dim, key_dim})
@@ -117,8 +120,8 @@ public:
     TensorRef ints(std::initializer_list<std::int64_t> elements) { return list(Dtype::kInt32, elements); }
 
     TensorRef table(std::initializer_list<std::initializer_list<std::int64_t>> rows) {
-        TensorRef ref = zeros(
-            Dtype::kInt32, {static_cast<std::int64_t>(rows.size()), static_cast<std::int64_t>(rows.begin()->size())});
+        TensorRef ref = zeros(Dtype::kInt32, {static_cast<std::int64_t>(rows.size()),
+                                              static_cast<std::int64_t>(rows.begin()->size())});
         std::int64_t i = 0;
         for (const auto& row : rows)
             for (std::int64_t element : row) write(ref, i++, static_cast<double>(element));

@@ -29,17 +29,20 @@ struct Maps {
 
     static std::vector<double> fill(std::size_t count, int step) {
         std::vector<double> x(count);
-        for (std::size_t i = 0; i < count; ++i) x[i] = static_cast<double>(static_cast<int>(i) * step % 7 - 3) / 4;
+        for (std::size_t i = 0; i < count; ++i)
+            x[i] = static_cast<double>(static_cast<int>(i) * step % 7 - 3) / 4;
         return x;
     }
 
     Composition composition() {
-        return {.m = TensorRef::contiguous(
-                    m.data(), Dtype::kFloat64,
-                    {kMaps, kSequences, kHeads, static_cast<std::int64_t>(diagonal ? 1 : kKey), kKey}),
-                .b = TensorRef::contiguous(b.data(), Dtype::kFloat64, {kMaps, kSequences, kHeads, kValue, kKey}),
-                .joins = {},
-                .state = TensorRef::contiguous(state.data(), Dtype::kFloat64, {kSequences, kHeads, kValue, kKey})};
+        return {
+            .m = TensorRef::contiguous(
+                m.data(), Dtype::kFloat64,
+                {kMaps, kSequences, kHeads, static_cast<std::int64_t>(diagonal ? 1 : kKey), kKey}),
+            .b = TensorRef::contiguous(b.data(), Dtype::kFloat64, {kMaps, kSequences, kHeads, kValue, kKey}),
+            .joins = {},
+            .state =
+                TensorRef::contiguous(state.data(), Dtype::kFloat64, {kSequences, kHeads, kValue, kKey})};
     }
 
     // S <- S M^T + B, S being [V, K], from the map `first` on, which gives its B alone.

@@ -6,9 +6,9 @@
 #include <limits>
 #include <utility>
 
+#include "cuda/chunked/plan.h"
 #include "cuda/device_args.h"
 #include "cuda/limits.h"
-#include "cuda/chunked/plan.h"
 #include "cuda/tile/divisor.h"
 
 namespace cula::cuda {
@@ -49,7 +49,9 @@ TEST(Policy, CutsByCost) {
     EXPECT_FALSE(prefill_policy(shape, kImage, kMultiprocessors, 4).halves);
     shape.costs = kCosts;
     PrefillPolicy policy = prefill_policy(shape, kImage, kMultiprocessors, 4);
-    EXPECT_TRUE(policy.halves);  // two segments of 64 CTAs, the first longer; four of 32 would take two rounds of maps
+    EXPECT_TRUE(
+        policy
+            .halves);  // two segments of 64 CTAs, the first longer; four of 32 would take two rounds of maps
     EXPECT_EQ(policy.segment_chunks, 320);
     EXPECT_EQ(policy.warps, 4);
     shape.longest = shape.chunks = 63;
@@ -85,7 +87,9 @@ TEST(Policy, CutsByCost) {
 }
 
 TEST(Policy, FirstSegmentsAreWalkedBesideTheMapsOfOthers) {
-    const auto policy_of = [](const PrefillShape& shape) { return prefill_policy(shape, kImage, kMultiprocessors, 4); };
+    const auto policy_of = [](const PrefillShape& shape) {
+        return prefill_policy(shape, kImage, kMultiprocessors, 4);
+    };
     PrefillShape shape = one_sequence(512, 8);
     EXPECT_FALSE(policy_of(shape).first_walks);
     shape.costs.walks = true;
@@ -118,12 +122,14 @@ TEST(Policy, WhatIsKeptStaysWholeAndIsCutFinely) {
     EXPECT_EQ(policy.segment_chunks, 500);  // two, which is too few to pay for maps that are not made anyway
     shape.from_zero = true;
     shape.costs.first = 1.25;
-    EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 556);  // no M of the first: longer
+    EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks,
+              556);  // no M of the first: longer
     shape.value_heads = 8;
     EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 125);
     EXPECT_TRUE(prefill_policy(shape, kImage, kMultiprocessors, 4).first_apart);
     shape.value_heads = 32, shape.costs = kCosts;
-    EXPECT_FALSE(prefill_policy(shape, kImage, kMultiprocessors, 4).first_apart);  // four: not all maps fit at once
+    EXPECT_FALSE(
+        prefill_policy(shape, kImage, kMultiprocessors, 4).first_apart);  // four: not all maps fit at once
     shape.maps_pay = false;
     EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 1000);
 }
@@ -202,7 +208,8 @@ TEST(Policy, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
 }
 
 TEST(Divisor, DividesLikeDivision) {
-    for (const std::uint32_t by : {1u, 2u, 3u, 5u, 7u, 12u, 31u, 32u, 33u, 96u, 641u, 65535u, 65537u, 0x7fffffffu}) {
+    for (const std::uint32_t by :
+         {1u, 2u, 3u, 5u, 7u, 12u, 31u, 32u, 33u, 96u, 641u, 65535u, 65537u, 0x7fffffffu}) {
         const Divisor divisor(by);
         for (const std::uint32_t around : {0u, by, 2 * by, 1000 * by, 0x7fffffffu / by * by, 0x7fffffffu})
             for (std::int64_t x = std::int64_t{around} - 2; x <= std::int64_t{around} + 2; ++x)
@@ -263,7 +270,8 @@ TEST(Limits, CallsThatThirtyTwoBitsCannotCountAreRefused) {
               "takes up to 2147418112 thread blocks of 16 rows of a state, got 4294967808");
     problem.value_dim = problem.value_heads = problem.heads = 1;
     problem.tokens = 6400;
-    EXPECT_EQ(reason(&Problem::sequences, kMany / 128), "takes up to 2147418112 chunks of 32 tokens, got 3372220416");
+    EXPECT_EQ(reason(&Problem::sequences, kMany / 128),
+              "takes up to 2147418112 chunks of 32 tokens, got 3372220416");
     problem.varlen = true;
     EXPECT_EQ(reason(&Problem::sequences, kMany / 128), "");
     EXPECT_NE(reason(&Problem::tokens, std::numeric_limits<std::int64_t>::max()), "");

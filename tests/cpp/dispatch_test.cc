@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dispatch over a registry of this test's own: its kernels() is found before the archive's, so src/registry.cc is not
-// linked.
+// Dispatch over a registry of this test's own: its kernels() is found before the archive's, so
+// src/registry.cc is not linked.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -63,10 +63,12 @@ TEST(Dispatch, AForcedBackendFailsWithItsOwnReason) {
     EXPECT_EQ(error_of([] { target_of("cpu:odd"); }),
               "prefill: backend \"cpu:odd\" does not take this call:\n  cpu:odd: is not of this world");
     EXPECT_EQ(error_of([] { target_of("cpu", 3); }),
-              "prefill: backend \"cpu\" does not take this call:\n  cpu:odd: is not of this world\n  cpu:even: needs "
+              "prefill: backend \"cpu\" does not take this call:\n  cpu:odd: is not of this world\n  "
+              "cpu:even: needs "
               "an even K");
-    EXPECT_EQ(error_of([] { target_of("gpu"); }),
-              "prefill: backend \"gpu\" does not take this call:\n  gpu: runs on CUDA tensors, these are on CPU");
+    EXPECT_EQ(
+        error_of([] { target_of("gpu"); }),
+        "prefill: backend \"gpu\" does not take this call:\n  gpu: runs on CUDA tensors, these are on CPU");
 }
 
 TEST(Dispatch, ABackendWithoutThePassSaysSo) {
@@ -83,9 +85,9 @@ TEST(Dispatch, NoBackendAtAllGivesEveryReason) {
 
 TEST(Dispatch, AnUnknownBackendNamesTheKnownOnes) {
     for (std::string_view unknown : {"cpu:", "cp", "cpu:eve", "plainer", "CPU"})
-        EXPECT_EQ(
-            error_of([&] { target_of(unknown); }),
-            "prefill: backend must be one of gpu, cpu:odd, cpu:even, plain, got \"" + std::string(unknown) + "\"");
+        EXPECT_EQ(error_of([&] { target_of(unknown); }),
+                  "prefill: backend must be one of gpu, cpu:odd, cpu:even, plain, got \"" +
+                      std::string(unknown) + "\"");
 }
 
 TEST(Dispatch, BadArgumentsAreFoundBeforeTheBackend) {
@@ -143,10 +145,12 @@ TEST(Workspace, OfTheCallerIsUsedAndMustBeLargeEnough) {
 
     ran = "";
     context.workspace_bytes -= 1;
-    EXPECT_EQ(error_of([&] { prefill(call.args, context); }), "prefill: workspace must hold 100 bytes, got 99");
+    EXPECT_EQ(error_of([&] { prefill(call.args, context); }),
+              "prefill: workspace must hold 100 bytes, got 99");
     const Plan planned = plan(Pass::kPrefill, call.args, {});
     EXPECT_EQ(planned.workspace_bytes, kWorkspaceBytes);
-    EXPECT_EQ(error_of([&] { run(planned, call.args, {}); }), "prefill: workspace must hold 100 bytes, got 0");
+    EXPECT_EQ(error_of([&] { run(planned, call.args, {}); }),
+              "prefill: workspace must hold 100 bytes, got 0");
     EXPECT_EQ(ran, "");
 }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Random calls, right and wrong, over the public headers: fuzz [count] [seed] [first call].
 //
-// Each tensor has memory of exactly its extent, and a sanitizer watches. What is refused is refused by an Error (or
-// std::bad_alloc) and leaves every byte as it was; what is taken writes nothing but outputs, and every CPU target gives
-// about what the oracle gives.
+// Each tensor has memory of exactly its extent, and a sanitizer watches. What is refused is refused by an
+// Error (or std::bad_alloc) and leaves every byte as it was; what is taken writes nothing but outputs, and
+// every CPU target gives about what the oracle gives.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -94,7 +94,8 @@ public:
             for (std::int64_t i = random_.between(1, 2); i > 0; --i) spoil();
         memory_.remember();
         const std::optional<std::vector<double>> oracle = outcome_of("reference");
-        if (!oracle && !spoilt && args_.q.dtype != Dtype::kFloat64) fail("a valid call is refused: " + message_);
+        if (!oracle && !spoilt && args_.q.dtype != Dtype::kFloat64)
+            fail("a valid call is refused: " + message_);
         for (const std::string_view target : targets()) {
             if (target == "reference" || !random_.one_in(2)) continue;
             memory_.restore();
@@ -108,15 +109,17 @@ public:
 
     // Maps for compose(), some of them wrong.
     Outcome run_compose() {
-        const std::int64_t P = random_.between(0, 3), N = random_.between(0, 3), heads = random_.between(1, 3),
-                           rows = random_.between(0, 20), keys = random_.between(1, 20);
+        const std::int64_t P = random_.between(0, 3), N = random_.between(0, 3),
+                           heads = random_.between(1, 3), rows = random_.between(0, 20),
+                           keys = random_.between(1, 20);
         const Dtype dtype = random_.of({Dtype::kFloat32, Dtype::kFloat64});
         Composition given;
         given.m = tensor(dtype, {P, N, heads, random_.one_in(2) ? 1 : keys, keys}, -1, 1);
         given.b = tensor(dtype, {P, N, heads, rows, keys}, -1, 1);
         given.state = tensor(dtype, {N, heads, rows, keys}, -1, 1, true);
         if (random_.one_in(2))
-            given.joins = integers(Dtype::kBool, {P}, std::vector<std::int64_t>(static_cast<std::size_t>(P), 1), true);
+            given.joins =
+                integers(Dtype::kBool, {P}, std::vector<std::int64_t>(static_cast<std::size_t>(P), 1), true);
         if (random_.one_in(2)) {
             TensorRef* const tensors[] = {&given.m, &given.b, &given.state, &given.joins};
             spoil_layout(*tensors[random_.between(0, 3)]);
@@ -145,8 +148,9 @@ public:
         problem.device.kind = random_.of({DeviceKind::kCpu, DeviceKind::kCuda});
         problem.device.compute_capability = random_.of({0, 70, 80, 90, 100});
         problem.dtype = static_cast<Dtype>(random_.between(0, 6));
-        for (auto number : {&Problem::batch, &Problem::tokens, &Problem::sequences, &Problem::heads,
-                            &Problem::value_heads, &Problem::key_dim, &Problem::value_dim, &Problem::draft_tokens})
+        for (auto number :
+             {&Problem::batch, &Problem::tokens, &Problem::sequences, &Problem::heads, &Problem::value_heads,
+              &Problem::key_dim, &Problem::value_dim, &Problem::draft_tokens})
             problem.*number = random_.one_in(3) ? some_limit() : random_.between(0, 300);
         problem.tree = random_.one_in(2), problem.varlen = random_.one_in(2);
         int chosen = 0;
@@ -156,10 +160,11 @@ public:
     }
 
     std::string describe_call() const {
-        std::string text = std::string(name(pass_)) + " " + std::string(name(args_.algorithm)) + ", scale " +
-                           std::to_string(args_.scale) + ", gate " + std::to_string(static_cast<int>(args_.gate)) +
-                           " of " + std::to_string(args_.lower_bound) + ", null_index " +
-                           std::to_string(args_.null_index) + ", chunk_tokens " + std::to_string(args_.chunk_tokens);
+        std::string text =
+            std::string(name(pass_)) + " " + std::string(name(args_.algorithm)) + ", scale " +
+            std::to_string(args_.scale) + ", gate " + std::to_string(static_cast<int>(args_.gate)) + " of " +
+            std::to_string(args_.lower_bound) + ", null_index " + std::to_string(args_.null_index) +
+            ", chunk_tokens " + std::to_string(args_.chunk_tokens);
         if (args_.qk_l2norm) text += ", qk_l2norm";
         if (args_.beta_is_logit) text += ", beta_is_logit";
         if (args_.allow_neg_eigval) text += ", allow_neg_eigval";
@@ -168,8 +173,8 @@ public:
         for (const Field& field : kFields) {
             const TensorRef& ref = args_.*field.ref;
             if (ref)
-                text += "\n  " + std::string(field.name) + ": " + std::string(name(ref.dtype)) + ", " + layout_of(ref) +
-                        (ref.data ? "" : ", null");
+                text += "\n  " + std::string(field.name) + ": " + std::string(name(ref.dtype)) + ", " +
+                        layout_of(ref) + (ref.data ? "" : ", null");
         }
         return text;
     }
@@ -185,14 +190,15 @@ private:
         return ref;
     }
 
-    TensorRef integers(Dtype dtype, std::initializer_list<std::int64_t> sizes, const std::vector<std::int64_t>& values,
-                       bool dense = false) {
-        TensorRef ref =
-            dense ? TensorRef::contiguous(nullptr, dtype, sizes) : some_layout(random_, dtype, sizes, 0, true);
+    TensorRef integers(Dtype dtype, std::initializer_list<std::int64_t> sizes,
+                       const std::vector<std::int64_t>& values, bool dense = false) {
+        TensorRef ref = dense ? TensorRef::contiguous(nullptr, dtype, sizes)
+                              : some_layout(random_, dtype, sizes, 0, true);
         memory_.place(ref);
         std::size_t i = 0;
-        each_element(ref,
-                     [&](std::int64_t place) { write(element_at(ref, place), 0, static_cast<double>(values[i++])); });
+        each_element(ref, [&](std::int64_t place) {
+            write(element_at(ref, place), 0, static_cast<double>(values[i++]));
+        });
         return ref;
     }
 
@@ -204,7 +210,8 @@ private:
         TensorRef ref = columns ? tensor(state_dtype_, {slots, *columns, heads, outer, inner}, -1, 1, true)
                                 : tensor(state_dtype_, {slots, heads, outer, inner}, -1, 1, true);
         const auto last = static_cast<std::size_t>(ref.ndim - 1);
-        if (k_first) std::swap(ref.size[last], ref.size[last - 1]), std::swap(ref.stride[last], ref.stride[last - 1]);
+        if (k_first)
+            std::swap(ref.size[last], ref.size[last - 1]), std::swap(ref.stride[last], ref.stride[last - 1]);
         return ref;
     }
 
@@ -219,7 +226,8 @@ private:
     }
 
     std::int64_t some_dim() {
-        return random_.of<std::int64_t>({1, 2, 3, 4, 8, 15, 16, 17, 24, 31, 32, 33, 40, 64, 65, 100, 128, 200, 256});
+        return random_.of<std::int64_t>(
+            {1, 2, 3, 4, 8, 15, 16, 17, 24, 31, 32, 33, 40, 64, 65, 100, 128, 200, 256});
     }
 
     void make_call() {
@@ -228,7 +236,8 @@ private:
         const bool chunked = pass_ == Pass::kPrefill || pass_ == Pass::kSegment;
         const bool packed = random_.one_in(3);
         std::int64_t rows = random_.between(0, 4), tokens = random_.between(0, chunked ? 80 : 4);
-        const std::int64_t heads = random_.between(1, 2), group = random_.between(1, 2), value_heads = heads * group;
+        const std::int64_t heads = random_.between(1, 2), group = random_.between(1, 2),
+                           value_heads = heads * group;
         std::int64_t keys = some_dim(), values = random_.one_in(40) ? 300 : some_dim();
         while (std::max<std::int64_t>(rows * value_heads, 1) * (tokens + 2) * keys * values > kMostWork)
             (random_.one_in(2) ? keys : values) = random_.between(1, 40),
@@ -242,17 +251,22 @@ private:
         for (std::size_t n = 0; n < static_cast<std::size_t>(rows); ++n)
             lengths_.push_back(packed ? ends[n + 1] - ends[n] : tokens);
 
-        const Dtype dtype =
-            random_.one_in(20) ? Dtype::kFloat64 : random_.of({Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
-        const Dtype parameter = dtype == Dtype::kFloat64 && random_.one_in(2) ? Dtype::kFloat64 : Dtype::kFloat32;
-        const auto gate_dtype = [&] { return random_.of({Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16, dtype}); };
+        const Dtype dtype = random_.one_in(20)
+                                ? Dtype::kFloat64
+                                : random_.of({Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
+        const Dtype parameter =
+            dtype == Dtype::kFloat64 && random_.one_in(2) ? Dtype::kFloat64 : Dtype::kFloat32;
+        const auto gate_dtype = [&] {
+            return random_.of({Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16, dtype});
+        };
         state_dtype_ = random_.of({Dtype::kFloat32, Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
         const std::int64_t B = packed ? 1 : rows;
         const double key = 1 / std::sqrt(static_cast<double>(keys));
         args_.q = tensor(dtype, {B, tokens, heads, keys}, -1, 1);
         args_.k = tensor(dtype, {B, tokens, heads, keys}, -key, key);
         args_.v = tensor(dtype, {B, tokens, value_heads, values}, -1, 1);
-        if (packed) args_.cu_seqlens = integers(random_.of({Dtype::kInt32, Dtype::kInt64}), {rows + 1}, ends, true);
+        if (packed)
+            args_.cu_seqlens = integers(random_.of({Dtype::kInt32, Dtype::kInt64}), {rows + 1}, ends, true);
         args_.qk_l2norm = random_.one_in(2);
         args_.scale = random_.real(-1, 1);
         args_.batch_invariant = random_.one_in(4);
@@ -260,7 +274,8 @@ private:
         args_.chunk_tokens = random_.of({16, 32, 64});
 
         const Decay decay = args_.algorithm.decay;
-        if (decay == Decay::kPerChannel) args_.g = tensor(gate_dtype(), {B, tokens, value_heads, keys}, -1, 0);
+        if (decay == Decay::kPerChannel)
+            args_.g = tensor(gate_dtype(), {B, tokens, value_heads, keys}, -1, 0);
         if (decay == Decay::kPerToken) args_.g = tensor(gate_dtype(), {B, tokens, value_heads}, -1, 0);
         if (decay == Decay::kPerHead || (decay == Decay::kPerToken && random_.one_in(4)))
             args_.gamma = tensor(parameter, {value_heads}, -1, 0);
@@ -282,7 +297,8 @@ private:
                                   : tensor(gate_dtype(), {B, tokens, value_heads}, 0, 1);
         }
         if (pass_ == Pass::kSegment) return make_segment(parameter);
-        args_.o = tensor(random_.one_in(4) ? Dtype::kFloat32 : dtype, {B, tokens, value_heads, values}, -1, 1, true);
+        args_.o = tensor(random_.one_in(4) ? Dtype::kFloat32 : dtype, {B, tokens, value_heads, values}, -1, 1,
+                         true);
         make_states(rows);
         if (pass_ == Pass::kPrefill) make_prefill(rows);
         if (pass_ == Pass::kVerify) make_verify(rows);
@@ -308,7 +324,8 @@ private:
         if (args_.initial_state && random_.one_in(3)) args_.final_state = args_.initial_state;
         if (pool) {
             args_.initial_state_indices = integers(Dtype::kInt32, {rows}, distinct(rows, slots));
-            if (args_.final_state && random_.one_in(3) && !same_places(args_.initial_state, args_.final_state))
+            if (args_.final_state && random_.one_in(3) &&
+                !same_places(args_.initial_state, args_.final_state))
                 args_.final_state_indices = integers(Dtype::kInt32, {rows}, distinct(rows, slots));
         }
         if (args_.initial_state && random_.one_in(3)) {
@@ -324,18 +341,22 @@ private:
             const std::int64_t count = random_.between(0, 4);
             const std::vector<std::int64_t> slots = distinct(count, count + 2);
             for (std::int64_t m = 0; m < count && rows > 0; ++m) {
-                const std::int64_t n = random_.between(0, rows - 1), length = lengths_[static_cast<std::size_t>(n)];
+                const std::int64_t n = random_.between(0, rows - 1),
+                                   length = lengths_[static_cast<std::size_t>(n)];
                 const std::int64_t offset = random_.one_in(2) ? length : random_.between(0, length / 64) * 64;
                 plan.insert(plan.end(), {n, offset, slots[static_cast<std::size_t>(m)]});
             }
             args_.checkpoints = states(count + 2);
-            // -1 alone is null in a plan, and slot 0 may be null_index in `slots`: names are distinct all the same.
+            // -1 alone is null in a plan, and slot 0 may be null_index in `slots`: names are distinct all the
+            // same.
             std::vector<std::int64_t> seen;
             for (std::size_t at = 2; at < plan.size(); at += 3) {
-                if (plan[at] >= count + 2 || std::find(seen.begin(), seen.end(), plan[at]) != seen.end()) plan[at] = -1;
+                if (plan[at] >= count + 2 || std::find(seen.begin(), seen.end(), plan[at]) != seen.end())
+                    plan[at] = -1;
                 seen.push_back(plan[at]);
             }
-            args_.checkpoint_plan = integers(Dtype::kInt32, {static_cast<std::int64_t>(plan.size()) / 3, 3}, plan);
+            args_.checkpoint_plan =
+                integers(Dtype::kInt32, {static_cast<std::int64_t>(plan.size()) / 3, 3}, plan);
         }
         if (random_.one_in(3)) {
             std::int64_t chunks = 0;
@@ -345,10 +366,10 @@ private:
             }
             if (!args_.cu_seqlens) chunks = (args_.q.size[1] + args_.chunk_tokens - 1) / args_.chunk_tokens;
             const std::int64_t heads = args_.v.size[2];
-            args_.chunk_states =
-                tensor(state_dtype_,
-                       {args_.q.size[0], chunks + random_.between(0, 1), heads, args_.v.size[3], args_.q.size[3]}, -1,
-                       1, true);
+            args_.chunk_states = tensor(
+                state_dtype_,
+                {args_.q.size[0], chunks + random_.between(0, 1), heads, args_.v.size[3], args_.q.size[3]},
+                -1, 1, true);
         }
     }
 
@@ -371,7 +392,8 @@ private:
         }
         if (random_.one_in(3)) {
             args_.snapshots = states(rows + 1, columns);
-            if (random_.one_in(2)) args_.snapshot_indices = integers(Dtype::kInt32, {rows}, distinct(rows, rows + 1));
+            if (random_.one_in(2))
+                args_.snapshot_indices = integers(Dtype::kInt32, {rows}, distinct(rows, rows + 1));
         }
         if (random_.one_in(3)) {
             std::vector<std::int64_t> parents;
@@ -420,10 +442,13 @@ private:
     void spoil_layout(TensorRef& ref) {
         const auto dim = static_cast<std::size_t>(random_.between(0, kMaxDims - 1));
         switch (random_.between(0, 3)) {
-            case 0: ref.size[dim] = random_.one_in(2) ? some_limit() : ref.size[dim] + random_.between(-2, 2); break;
+            case 0:
+                ref.size[dim] = random_.one_in(2) ? some_limit() : ref.size[dim] + random_.between(-2, 2);
+                break;
             case 1: ref.stride[dim] = random_.one_in(2) ? some_limit() : random_.between(-40, 40); break;
             case 2:
-                ref.dtype = static_cast<Dtype>(random_.one_in(4) ? random_.between(0, 255) : random_.between(0, 6));
+                ref.dtype =
+                    static_cast<Dtype>(random_.one_in(4) ? random_.between(0, 255) : random_.between(0, 6));
                 break;
             default: ref.ndim = static_cast<int>(random_.between(-1, kMaxDims + 2)); break;
         }
@@ -523,8 +548,10 @@ private:
         cula::run(planned, args_, context);
     }
 
-    // Loosely: how accurate the targets are is tested elsewhere. What grows without bound is nobody's contract.
-    void compare(std::string_view target, const std::vector<double>& oracle, const std::vector<double>& found) {
+    // Loosely: how accurate the targets are is tested elsewhere. What grows without bound is nobody's
+    // contract.
+    void compare(std::string_view target, const std::vector<double>& oracle,
+                 const std::vector<double>& found) {
         double largest = 1e-2;
         for (const double x : oracle)
             if (std::isfinite(x)) largest = std::max(largest, std::abs(x));
@@ -572,6 +599,8 @@ int fuzz(std::int64_t count, std::uint64_t seed, std::int64_t first) {
 }  // namespace cula::test
 
 int main(int argc, char** argv) {
-    const auto argument = [&](int i, long long otherwise) { return argc > i ? std::atoll(argv[i]) : otherwise; };
+    const auto argument = [&](int i, long long otherwise) {
+        return argc > i ? std::atoll(argv[i]) : otherwise;
+    };
     return cula::test::fuzz(argument(1, 1000), static_cast<std::uint64_t>(argument(2, 1)), argument(3, 0));
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random numbers, and tensors of random layout in memory of exactly their extent, which remembers what it held.
+// Random numbers, and tensors of random layout in memory of exactly their extent, which remembers what it
+// held.
 #pragma once
 
 #include <sys/mman.h>
@@ -27,7 +28,9 @@ public:
         return std::uniform_int_distribution<std::int64_t>(low, high)(generator_);
     }
     bool one_in(std::int64_t n) { return between(1, n) == 1; }
-    double real(double low, double high) { return std::uniform_real_distribution<double>(low, high)(generator_); }
+    double real(double low, double high) {
+        return std::uniform_real_distribution<double>(low, high)(generator_);
+    }
     template <class T>
     T of(std::initializer_list<T> choices) {
         return choices.begin()[between(0, static_cast<std::int64_t>(choices.size()) - 1)];
@@ -50,7 +53,8 @@ void each_element(const TensorRef& ref, Body body) {
         if (ref.size[static_cast<std::size_t>(i)] <= 0) return;
     while (true) {
         std::int64_t place = 0;
-        for (std::size_t i = 0; i < static_cast<std::size_t>(ref.ndim); ++i) place += at[i] * ref.stride[i] * bytes;
+        for (std::size_t i = 0; i < static_cast<std::size_t>(ref.ndim); ++i)
+            place += at[i] * ref.stride[i] * bytes;
         body(place);
         int dim = ref.ndim - 1;
         for (; dim >= 0; --dim) {
@@ -68,8 +72,8 @@ inline TensorRef element_at(const TensorRef& ref, std::int64_t place) {
     return one;
 }
 
-// The memory of a call's tensors: on the heap, so that a sanitizer sees the byte before and the byte behind; what is
-// too large for that is mapped and not looked at again.
+// The memory of a call's tensors: on the heap, so that a sanitizer sees the byte before and the byte behind;
+// what is too large for that is mapped and not looked at again.
 class Memory {
 public:
     Memory() = default;
@@ -94,8 +98,8 @@ public:
             ref.data = static_cast<std::byte*>(base) - extent.first;
         } else if (bytes <= kMostMapped) {
             const auto size = static_cast<std::size_t>(bytes);
-            void* base =
-                mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+            void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
             if (base == MAP_FAILED) return;
             maps_.emplace_back(base, size);
             ref.data = static_cast<std::byte*>(base) - extent.first;
@@ -104,7 +108,8 @@ public:
 
     void fill(const TensorRef& ref, Random& random, double low, double high) {
         if (!ref.data || !on_heap(ref)) return;
-        each_element(ref, [&](std::int64_t place) { write(element_at(ref, place), 0, random.real(low, high)); });
+        each_element(ref,
+                     [&](std::int64_t place) { write(element_at(ref, place), 0, random.real(low, high)); });
     }
 
     bool on_heap(const TensorRef& ref) const { return block_of(ref) != nullptr; }
@@ -124,7 +129,8 @@ public:
     void expect_writes(const TensorRef& ref) {
         Block* block = const_cast<Block*>(block_of(ref));
         if (!block) return;
-        const auto start = static_cast<const std::byte*>(ref.data) - static_cast<const std::byte*>(block->base);
+        const auto start =
+            static_cast<const std::byte*>(ref.data) - static_cast<const std::byte*>(block->base);
         each_element(ref, [&](std::int64_t place) {
             for (std::size_t i = 0; i < size_bytes(ref.dtype); ++i)
                 block->written[static_cast<std::size_t>(start + place) + i] = true;
@@ -134,7 +140,8 @@ public:
     bool kept() const {
         return std::all_of(blocks_.begin(), blocks_.end(), [](const Block& block) {
             for (std::size_t i = 0; i < block.bytes; ++i)
-                if (!block.written[i] && static_cast<const std::byte*>(block.base)[i] != block.before[i]) return false;
+                if (!block.written[i] && static_cast<const std::byte*>(block.base)[i] != block.before[i])
+                    return false;
             return true;
         });
     }
@@ -162,10 +169,10 @@ private:
     std::vector<std::pair<void*, std::size_t>> maps_;
 };
 
-// A layout for these sizes: dense in some order of the dimensions, with gaps and steps backwards; of an input that may
-// be so, some dimension has a single element.
-inline TensorRef some_layout(Random& random, Dtype dtype, std::initializer_list<std::int64_t> sizes, int fixed_last,
-                             bool output) {
+// A layout for these sizes: dense in some order of the dimensions, with gaps and steps backwards; of an input
+// that may be so, some dimension has a single element.
+inline TensorRef some_layout(Random& random, Dtype dtype, std::initializer_list<std::int64_t> sizes,
+                             int fixed_last, bool output) {
     TensorRef ref{nullptr, dtype, static_cast<int>(sizes.size()), {}, {}};
     std::copy(sizes.begin(), sizes.end(), ref.size.begin());
     std::vector<std::size_t> order;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is said about tensors whose memory cannot be what they claim, and about states that lie in each other's way.
+// What is said about tensors whose memory cannot be what they claim, and about states that lie in each
+// other's way.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -41,7 +42,8 @@ TEST(Extent, CoversStridesOfBothSigns) {
 }
 
 TEST(Extent, MayBeTooLarge) {
-    const auto fit = [&](std::initializer_list<std::int64_t> sizes, std::initializer_list<std::int64_t> strides) {
+    const auto fit = [&](std::initializer_list<std::int64_t> sizes,
+                         std::initializer_list<std::int64_t> strides) {
         return fits(strided(nullptr, Dtype::kFloat32, sizes, strides));
     };
     EXPECT_TRUE(fit({kHuge, 1 << 21}, {0, 0}));
@@ -104,7 +106,8 @@ TEST(Memory, NegativeSizesAreRefused) {
     Call call(Pass::kPrefill, kLinearAttention);
     call.args.q.size[1] = -1;
     EXPECT_EQ(refusal(call),
-              "prefill: q must have sizes that are not negative and span less than 2^56 bytes, got shape [1, -1, 1, "
+              "prefill: q must have sizes that are not negative and span less than 2^56 bytes, got shape [1, "
+              "-1, 1, "
               "4], strides [16, 4, 4, 1]");
 }
 
@@ -119,7 +122,8 @@ TEST(Memory, StridesWithoutAMagnitudeAreRefused) {
 TEST(Memory, AddressesBetweenElementsAreRefused) {
     Call call(Pass::kPrefill, kKda);
     call.args.v.data = static_cast<std::byte*>(call.args.v.data) + 1;
-    EXPECT_EQ(refusal(call), "prefill: v must start at a multiple of its elements' size, got 1 bytes beyond one of 4");
+    EXPECT_EQ(refusal(call),
+              "prefill: v must start at a multiple of its elements' size, got 1 bytes beyond one of 4");
 }
 
 TEST(Memory, MoreDimensionsThanThereAreAreRefused) {
@@ -163,7 +167,8 @@ TEST(Memory, OutputsOfAPrefillAreRefusedInASegment) {
 TEST(Memory, APlanWithoutStatesIsRefusedInDecode) {
     Call call(Pass::kDecode, kKda);
     call.args.checkpoint_plan = call.table({{0, 0, 0}});
-    EXPECT_EQ(refusal(call), "decode: checkpoints.plan must be left out: it belongs to prefill, got a tensor");
+    EXPECT_EQ(refusal(call),
+              "decode: checkpoints.plan must be left out: it belongs to prefill, got a tensor");
 }
 
 TEST(Memory, WorkspacesThatAreNoneAreRefused) {
@@ -202,7 +207,8 @@ TEST(Slots, ATableOfNoneIsRefused) {
     Call call(Pass::kVerify, kKda, {.batch = 2, .tokens = 0});
     call.args.initial_state = call.args.final_state = call.states(4);
     call.args.state_indices = call.zeros(Dtype::kInt32, {2, 0});
-    EXPECT_EQ(refusal(call), "verify: state_indices must have a slot that each sequence starts from, got [2, 0]");
+    EXPECT_EQ(refusal(call),
+              "verify: state_indices must have a slot that each sequence starts from, got [2, 0]");
     EXPECT_EQ(refusal(call, Indices::kOnDevice), refusal(call));
     Call none(Pass::kVerify, kKda, {.batch = 0, .tokens = 0});
     none.args.initial_state = none.args.final_state = none.states(4);
@@ -220,8 +226,10 @@ Call forking(Pass pass, std::initializer_list<std::int64_t> from, std::initializ
 
 TEST(Forks, AChainIsRefused) {
     const auto sentence = [](Pass pass, int sequence, int slot, int other) {
-        return std::string(name(pass)) + ": initial_state_indices must not let sequence " + std::to_string(sequence) +
-               " start from a slot that another sequence writes and write one itself that a third starts from, got "
+        return std::string(name(pass)) + ": initial_state_indices must not let sequence " +
+               std::to_string(sequence) +
+               " start from a slot that another sequence writes and write one itself that a third starts "
+               "from, got "
                "slot " +
                std::to_string(slot) + ", from which sequence " + std::to_string(other) + " starts";
     };
@@ -259,20 +267,22 @@ TEST(Forks, Drafts) {
         EXPECT_EQ(refusal(call), "");
     }
     call.args.initial_state_indices = call.ints({4, 1});
-    EXPECT_EQ(
-        refusal(call),
-        "verify: initial_state_indices must not let sequence 0 start from a slot that another sequence writes and "
-        "write one itself that a third starts from, got slot 1, from which sequence 1 starts");
+    EXPECT_EQ(refusal(call),
+              "verify: initial_state_indices must not let sequence 0 start from a slot that another sequence "
+              "writes and "
+              "write one itself that a third starts from, got slot 1, from which sequence 1 starts");
     call.args.state_indices = call.table({{-1, -1, 3}, {4, 5, 6}});
     call.args.initial_state_indices = call.ints({4, 4});
     EXPECT_EQ(refusal(call),
-              "verify: initial_state_indices must not let sequence 0 start from a slot that another sequence writes "
+              "verify: initial_state_indices must not let sequence 0 start from a slot that another sequence "
+              "writes "
               "where it writes none itself, got such a slot");
 }
 
 TEST(Buffers, StatesThatOverlapInOtherPlacesAreRefused) {
     const std::string message =
-        "prefill: final_state must have each element where initial_state has it, or lie elsewhere, got memory that "
+        "prefill: final_state must have each element where initial_state has it, or lie elsewhere, got "
+        "memory that "
         "overlaps initial_state in other places";
     for (Indices indices : {Indices::kOnHost, Indices::kOnDevice}) {
         Call call(Pass::kPrefill, kKda, {.batch = 2, .key_dim = 4, .value_dim = 4});

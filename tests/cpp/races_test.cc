@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The same bits from many threads as from one. tools/check_sanitizers.sh runs it under the thread sanitizer, which
-// knows std::thread.
+// The same bits from many threads as from one. tools/check_sanitizers.sh runs it under the thread sanitizer,
+// which knows std::thread.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -33,8 +33,8 @@ void expect_same(const std::function<Call()>& make) {
             if (threads > 1) context.parallel_for = std_threads(threads);
             if (!test::error_of([&] { plan(call.pass, call.args, context, target); }).empty()) continue;
             call.run(context, target);
-            for (auto output : {&Args::o, &Args::final_state, &Args::checkpoints, &Args::chunk_states, &Args::snapshots,
-                                &Args::segment_m, &Args::segment_b})
+            for (auto output : {&Args::o, &Args::final_state, &Args::checkpoints, &Args::chunk_states,
+                                &Args::snapshots, &Args::segment_m, &Args::segment_b})
                 if (call.args.*output) results[threads > 1].push_back(test::values(call.args.*output));
         }
         EXPECT_EQ(results[0], results[1]) << target;
@@ -65,8 +65,9 @@ TEST(Threads, EveryPassInPlace) {
 
 TEST(Threads, FewRowsShareTheirValueChannels) {
     for (Pass pass : {Pass::kPrefill, Pass::kDecode, Pass::kSegment})
-        expect_same(
-            [&] { return Call(pass, kGdn, {.tokens = 70, .value_heads = 1, .key_dim = 128, .value_dim = 128}); });
+        expect_same([&] {
+            return Call(pass, kGdn, {.tokens = 70, .value_heads = 1, .key_dim = 128, .value_dim = 128});
+        });
 }
 
 TEST(Threads, StatesOnTheWay) {
@@ -83,11 +84,13 @@ TEST(Threads, DraftsOfAPool) {
     for (const bool tree : {false, true})
         expect_same([&] {
             Call call = a_call(Pass::kVerify, kKda, 3);
-            call.args.initial_state = call.args.final_state = call.random(Dtype::kFloat32, {9, 4, 96, 64}, -1, 1);
+            call.args.initial_state = call.args.final_state =
+                call.random(Dtype::kFloat32, {9, 4, 96, 64}, -1, 1);
             call.args.state_indices = call.table({{0, 1, 2}, {3, 4, 5}, {6, 7, 8}});
             call.args.num_accepted = call.ints({1, 2, 3});
             call.args.snapshots = call.zeros(Dtype::kFloat32, {3, 3, 4, 96, 64});
-            // Where the row's start is stored to by a token, later tokens of a tree still start from what it was.
+            // Where the row's start is stored to by a token, later tokens of a tree still start from what it
+            // was.
             if (tree) call.args.parents = call.table({{-1, 0, -1}, {-1, -1, 1}, {-1, 0, 0}});
             return call;
         });

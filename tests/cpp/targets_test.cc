@@ -40,7 +40,8 @@ TEST(Registry, TakesEveryCellInEveryPassOnTheCpu) {
         for (Pass pass : kPasses)
             for (Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16}) {
                 const Call call(pass, row.algorithm, {.dtype = dtype});
-                EXPECT_TRUE(plan(pass, call.args, {}).target().starts_with("cpu:")) << row.name << " " << name(pass);
+                EXPECT_TRUE(plan(pass, call.args, {}).target().starts_with("cpu:"))
+                    << row.name << " " << name(pass);
             }
 }
 
@@ -85,7 +86,8 @@ double epsilon(Dtype dtype) {
 }
 
 std::vector<TensorRef> outputs(const Args& args) {
-    return args.segment_m ? std::vector{args.segment_m, args.segment_b} : std::vector{args.o, args.final_state};
+    return args.segment_m ? std::vector{args.segment_m, args.segment_b}
+                          : std::vector{args.o, args.final_state};
 }
 
 // Runs the call with NaN in its outputs and its workspace: nothing may be read before it is written.
@@ -129,7 +131,8 @@ struct Target {
 
 class Targets : public testing::TestWithParam<Target> {};
 
-// The error rule of tests/compare.py: at most twice the naive recurrence's error, plus one unit in the last place.
+// The error rule of tests/compare.py: at most twice the naive recurrence's error, plus one unit in the last
+// place.
 TEST_P(Targets, AgreeWithTheOracle) {
     const auto [target, pass] = GetParam();
     const std::int64_t tokens = pass == Pass::kPrefill || pass == Pass::kSegment ? 130 : 3;

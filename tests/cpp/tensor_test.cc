@@ -58,7 +58,8 @@ TEST(Algorithm, EveryCellHasOneName) {
         EXPECT_EQ(find_algorithm(row.name), row.algorithm);
     }
     for (Decay decay : {Decay::kNone, Decay::kPerHead, Decay::kPerToken, Decay::kPerChannel})
-        for (Update update : {Update::kAdditive, Update::kDelta}) EXPECT_NE(name(Algorithm{decay, update}), "unknown");
+        for (Update update : {Update::kAdditive, Update::kDelta})
+            EXPECT_NE(name(Algorithm{decay, update}), "unknown");
 }
 
 }  // namespace

@@ -32,7 +32,8 @@ TEST(StdThreads, RunsEachIndexOnce) {
 TEST(StdThreads, RunsThemAtTheSameTime) {
     const ParallelFor pool = std_threads(2);
     std::latch both(2);
-    pool.run(pool.context, 2, [](void* arg, int) { static_cast<std::latch*>(arg)->arrive_and_wait(); }, &both);
+    pool.run(
+        pool.context, 2, [](void* arg, int) { static_cast<std::latch*>(arg)->arrive_and_wait(); }, &both);
     EXPECT_TRUE(both.try_wait());
 }
 

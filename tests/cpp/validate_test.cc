@@ -45,7 +45,8 @@ void drafts(Call& call) {
 }
 
 const Wrong kWrongs[] = {
-    {"MissingQ", Pass::kPrefill, kKda, [](Call& c) { c.args.q = {}; }, "prefill: q must be given always, got none"},
+    {"MissingQ", Pass::kPrefill, kKda, [](Call& c) { c.args.q = {}; },
+     "prefill: q must be given always, got none"},
     {"ShapeOfK", Pass::kDecode, kKda, [](Call& c) { c.args.k = c.zeros(Dtype::kFloat32, {2, 5, 1, 8}); },
      "decode: k must have shape [B, T, H, K] = [2, 5, 1, 4], got [2, 5, 1, 8]"},
     {"RankOfV", Pass::kPrefill, kKda, [](Call& c) { c.args.v = c.zeros(Dtype::kFloat32, {5, 2, 3}); },
@@ -98,7 +99,8 @@ const Wrong kWrongs[] = {
      },
      "prefill: lower_bound must be negative, got 1.000000"},
     {"NegativeEigenvalues", Pass::kPrefill, kKda, [](Call& c) { c.args.allow_neg_eigval = true; },
-     "prefill: allow_neg_eigval must come with use_beta_sigmoid_in_kernel: it doubles the sigmoid, got true without "
+     "prefill: allow_neg_eigval must come with use_beta_sigmoid_in_kernel: it doubles the sigmoid, got true "
+     "without "
      "it"},
 
     {"BatchWithCuSeqlens", Pass::kPrefill, kKda, [](Call& c) { c.args.cu_seqlens = c.ints({0, 5}); },
@@ -127,7 +129,8 @@ const Wrong kWrongs[] = {
     {"SlotBeyondPool", Pass::kDecode, kKda, [](Call& c) { pool(c, {0, 6}); },
      "decode: initial_state_indices must stay below the 6 slots of the pool, got 6 for sequence 1"},
     {"SlotWrittenTwice", Pass::kDecode, kKda, [](Call& c) { pool(c, {4, 4}); },
-     "decode: initial_state_indices must name each slot that is written once, got slot 4 for sequences 0 and 1"},
+     "decode: initial_state_indices must name each slot that is written once, got slot 4 for sequences 0 and "
+     "1"},
     {"IndicesAlone", Pass::kDecode, kKda,
      [](Call& c) {
          pool(c, {0, 1});
@@ -148,7 +151,8 @@ const Wrong kWrongs[] = {
          c.args.checkpoints = c.states(2);
          c.args.checkpoint_plan = c.table({{0, 5, 0}, {1, 3, 1}});
      },
-     "prefill: checkpoints.plan must name a multiple of 64 tokens within the sequence, or its length 5, got 3 in row "
+     "prefill: checkpoints.plan must name a multiple of 64 tokens within the sequence, or its length 5, got "
+     "3 in row "
      "1"},
     {"PlanNamesASlotTwice", Pass::kPrefill, kKda,
      [](Call& c) {
@@ -182,7 +186,8 @@ const Wrong kWrongs[] = {
      "verify: parents must name an earlier token of the row, got 2 for token 2 of row 1"},
     {"TreeWithALastState", Pass::kVerify, kKda,
      [](Call& c) { c.args.parents = c.table({{-1, 0, 1, 2, 3}, {-1, 0, 1, 2, 3}}); },
-     "verify: final_state must be left out with parents (a tree has no last state), or be indexed per token by "
+     "verify: final_state must be left out with parents (a tree has no last state), or be indexed per token "
+     "by "
      "state_indices, got a state"},
     {"ParentsInPrefill", Pass::kPrefill, kKda, [](Call& c) { c.args.parents = c.ints({0}); },
      "prefill: parents must be left out: it belongs to verify, got a tensor"},
@@ -193,7 +198,9 @@ const Wrong kWrongs[] = {
      [](Call& c) { c.args.keep = true, c.args.v = c.zeros(Dtype::kFloat32, {2, 5, 2, 257}); },
      "segment: keep must be false with V beyond 256, got true with V = 257"},
     {"KeptOfManyValues", Pass::kPrefill, kKda,
-     [](Call& c) { c.args.kept = c.zeros(Dtype::kInt32, {4}), c.args.v = c.zeros(Dtype::kFloat32, {2, 5, 2, 257}); },
+     [](Call& c) {
+         c.args.kept = c.zeros(Dtype::kInt32, {4}), c.args.v = c.zeros(Dtype::kFloat32, {2, 5, 2, 257});
+     },
      "prefill: kept must be left out with V beyond 256, got a tensor with V = 257"},
     {"SegmentWithoutB", Pass::kSegment, kKda, [](Call& c) { c.args.segment_b = {}, c.args.keep = true; },
      "segment: b must be given as the output, got none"},
@@ -222,7 +229,8 @@ INSTANTIATE_TEST_SUITE_P(All, Validate, testing::ValuesIn(kWrongs),
 TEST(ValidateAccepts, EveryCellInEveryPass) {
     for (const NamedAlgorithm& row : kAlgorithms)
         for (Pass pass : {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment})
-            EXPECT_EQ(error_of([&] { validate(pass, valid_call(pass, row.algorithm).args, Indices::kOnHost); }), "")
+            EXPECT_EQ(
+                error_of([&] { validate(pass, valid_call(pass, row.algorithm).args, Indices::kOnHost); }), "")
                 << row.name << " " << name(pass);
 }
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sixteen tokens of a head as one warp holds them, and the products of such blocks.
 //
-// Lane l holds of tokens l/4 and l/4 + 8 the channels 32 g + 8 (l%4) .. + 7, so that memory is read and written 16
-// bytes a lane. Which channel stands where along k of a product is free as long as both sides agree: words 0 and 1 of a
-// lane serve as one step's k = 2 (l%4) and + 8, words 2 and 3 as the next's. Then the same registers are rows (a) and
-// columns (b) of products.
+// Lane l holds of tokens l/4 and l/4 + 8 the channels 32 g + 8 (l%4) .. + 7, so that memory is read and
+// written 16 bytes a lane. Which channel stands where along k of a product is free as long as both sides
+// agree: words 0 and 1 of a lane serve as one step's k = 2 (l%4) and + 8, words 2 and 3 as the next's. Then
+// the same registers are rows (a) and columns (b) of products.
 #pragma once
 
 #include <type_traits>
@@ -30,8 +30,8 @@ struct Parts {
     static constexpr int kPairs = kBlocks * (kBlocks - 1) / 2;
 };
 
-// Which of them a warp is. The later blocks of a chunk have other work than the earlier ones, and warp w of every CTA
-// runs on the same scheduler: taking turns keeps the four schedulers equally busy.
+// Which of them a warp is. The later blocks of a chunk have other work than the earlier ones, and warp w of
+// every CTA runs on the same scheduler: taking turns keeps the four schedulers equally busy.
 __device__ __forceinline__ int role_of_warp() {
     constexpr int kWarps = kPrepareThreads / 32;
     return static_cast<int>(threadIdx.x / 32 + blockIdx.x / kWarps) % kWarps;
@@ -43,14 +43,16 @@ template <int kGroups>
 struct BlockRows {
     Words word[2][kGroups];  // [token half][group]
 
-    // Asks for rows first_token + .. of `rows`, the first of which exists, and has those that are `ahead` tokens
-    // further on, where that is not zero, brought to the second-level cache: when a CTA comes to them, they are there.
-    // What lies beyond `count` tokens or key_dim channels is anything until mask(), so that nothing waits for the
-    // memory before. Rows that cannot be read in pieces come afterwards, an element at a time, to the registers that
-    // the loads left alone: two ways that each wrote them would meet in moves, which wait for what they move.
+    // Asks for rows first_token + .. of `rows`, the first of which exists, and has those that are `ahead`
+    // tokens further on, where that is not zero, brought to the second-level cache: when a CTA comes to them,
+    // they are there. What lies beyond `count` tokens or key_dim channels is anything until mask(), so that
+    // nothing waits for the memory before. Rows that cannot be read in pieces come afterwards, an element at
+    // a time, to the registers that the loads left alone: two ways that each wrote them would meet in moves,
+    // which wait for what they move.
     template <class T>
-    __device__ __forceinline__ void fetch(const TokenRows& rows, std::int64_t batch, std::int64_t first_token, int head,
-                                          int count, int first_channel, int key_dim, int ahead = 0) {
+    __device__ __forceinline__ void fetch(const TokenRows& rows, std::int64_t batch, std::int64_t first_token,
+                                          int head, int count, int first_channel, int key_dim,
+                                          int ahead = 0) {
         const int lane = static_cast<int>(threadIdx.x) % 32, channel = first_channel + lane % 4 * 8;
         const T* first = static_cast<const T*>(rows.data) + rows.offset(batch, first_token, head) + channel;
         const int pitch = static_cast<int>(rows.token) * 2;
@@ -105,8 +107,8 @@ struct BlockRows {
                 for (int w = 0; w < 4; ++w)
                     if (lane / 4 + 8 * half >= count || channel + 32 * g >= key_dim) word[half][g][w] = 0u;
     }
-    // Where products want the words in other registers than the loads: a mask that is always applied moves them, once
-    // they are there, and no move comes before it.
+    // Where products want the words in other registers than the loads: a mask that is always applied moves
+    // them, once they are there, and no move comes before it.
     __device__ __forceinline__ void mask_moving(int count, int first_channel, int key_dim) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
@@ -121,10 +123,11 @@ struct BlockRows {
     }
 };
 
-// How far from a block's tokens those are that a later CTA reads, or zero where that is no whole block. A wrong guess,
-// at the end of a sequence, costs nothing but time.
+// How far from a block's tokens those are that a later CTA reads, or zero where that is no whole block. A
+// wrong guess, at the end of a sequence, costs nothing but time.
 template <int kKey>
-__device__ __forceinline__ int tokens_ahead(const DeviceArgs& a, const Schedule& schedule, std::int64_t first_token) {
+__device__ __forceinline__ int tokens_ahead(const DeviceArgs& a, const Schedule& schedule,
+                                            std::int64_t first_token) {
     const int ahead = schedule.ahead * kTokens<kKey>;
     return first_token + ahead + kBlock <= a.tokens ? ahead : 0;
 }
@@ -140,14 +143,16 @@ __device__ __forceinline__ void follow_kernels_before_carry(const Schedule& sche
     pdl_wait();
     if (!per_chunk<kKey>(schedule)) pdl_trigger();
 }
-// By one thread of a CTA: before the carry starts, which waits per chunk; and when all warps have written an image.
+// By one thread of a CTA: before the carry starts, which waits per chunk; and when all warps have written an
+// image.
 __device__ __forceinline__ void lead_carry(std::int32_t* is_compensated, int operands) {
     for (int i = 0; i < operands; ++i) is_compensated[i] = kUnprepared;
     __threadfence();
     pdl_trigger();
 }
 template <int kKey>
-__device__ __forceinline__ void hand_over(const Schedule& schedule, std::int32_t* is_compensated, bool compensated) {
+__device__ __forceinline__ void hand_over(const Schedule& schedule, std::int32_t* is_compensated,
+                                          bool compensated) {
     if (per_chunk<kKey>(schedule))
         publish(is_compensated, compensated);
     else
@@ -159,14 +164,15 @@ struct TokenNumber {
     RawFloat raw;
     const void* at;
 
-    __device__ __forceinline__ void ask(const TokenRows& rows, std::int64_t batch, std::int64_t token, int head,
-                                        bool in) {
+    __device__ __forceinline__ void ask(const TokenRows& rows, std::int64_t batch, std::int64_t token,
+                                        int head, bool in) {
         const std::int64_t bytes = rows.dtype == Dtype::kFloat64 ? 8 : rows.dtype == Dtype::kFloat32 ? 4 : 2;
         at = static_cast<const char*>(rows.data) + rows.offset(batch, token, head) * bytes;
         raw.load(at, element(rows.dtype), in);
     }
     __device__ __forceinline__ float value(const TokenRows& rows) const {
-        return rows.dtype == Dtype::kFloat64 ? load_float(at, Dtype::kFloat64, 0) : raw.value(element(rows.dtype));
+        return rows.dtype == Dtype::kFloat64 ? load_float(at, Dtype::kFloat64, 0)
+                                             : raw.value(element(rows.dtype));
     }
 };
 
@@ -201,10 +207,10 @@ __device__ __forceinline__ void multiply_group(float (&product)[2][4], const Wor
     }
 }
 
-// Sums of the squares of a block's tokens, to `squares`: diagonals of products of two words as rows l/4 and l/4 + 8
-// with each of them as column l/4. kTogether: the words of both tokens, as they stand side by side where a block's rows
-// are multiplied as they came; otherwise neighbours of one token, as they stand when they came from memory. Asked for
-// the other way, the compiler moves every word.
+// Sums of the squares of a block's tokens, to `squares`: diagonals of products of two words as rows l/4 and
+// l/4 + 8 with each of them as column l/4. kTogether: the words of both tokens, as they stand side by side
+// where a block's rows are multiplied as they came; otherwise neighbours of one token, as they stand when
+// they came from memory. Asked for the other way, the compiler moves every word.
 template <class T, bool kTogether, int kGroups>
 __device__ __forceinline__ void square_tokens(float* squares, const BlockRows<kGroups>& x) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -228,13 +234,14 @@ __device__ __forceinline__ void square_tokens(float* squares, const BlockRows<kG
     }
 }
 
-// Columns of a block in shared memory, of 32 channels: [token half][lane], where the same lane of any warp reads them.
+// Columns of a block in shared memory, of 32 channels: [token half][lane], where the same lane of any warp
+// reads them.
 using ColumnWords = uint4[2][32];
 
 __device__ __forceinline__ uint4 as_uint4(const Words& w) { return {w[0], w[1], w[2], w[3]}; }
 
-// What score leaves for solve and emit: q k^T, or room for blocks of it and of the inverse on their way out; beta k
-// k^T.
+// What score leaves for solve and emit: q k^T, or room for blocks of it and of the inverse on their way out;
+// beta k k^T.
 template <int kKey>
 struct PairSquares {
     Square<kTokens<kKey>> scores, overlaps;
@@ -242,8 +249,8 @@ struct PairSquares {
 
 // Writes a 16 x 16 product to its place; `add`: and to what another part of the channels has left there.
 template <int kSize>
-__device__ __forceinline__ void add_product(Square<kSize>& square, float (&product)[2][4], int row, int column,
-                                            bool add) {
+__device__ __forceinline__ void add_product(Square<kSize>& square, float (&product)[2][4], int row,
+                                            int column, bool add) {
     if (add) {
         float before[2][4];
         load_block(before, square, row, column);
@@ -280,8 +287,8 @@ __device__ __forceinline__ void zero_above_diagonal(float (&product)[2][4]) {
             if (8 * tile + lane % 4 * 2 + e % 2 > lane / 4 + e / 2 * 8) product[tile][e] = 0.0f;
 }
 
-// A block on its way to a triangle: as accumulators hold it, to a slot in shared memory, and from there to `block`, 16
-// bytes a lane. kLow: what rounding to T leaves over. The warp meets before, between and after.
+// A block on its way to a triangle: as accumulators hold it, to a slot in shared memory, and from there to
+// `block`, 16 bytes a lane. kLow: what rounding to T leaves over. The warp meets before, between and after.
 inline constexpr int kSlot = kBlock * kBlock / 2;  // floats
 
 template <bool kLow, class T>
@@ -303,8 +310,8 @@ __device__ __forceinline__ void put_block(T* block, const float* slot) {
     reinterpret_cast<uint4*>(block)[lane] = reinterpret_cast<const uint4*>(slot)[lane];
 }
 
-// Rows of scores, in `scores` of a chunk, to a triangle: what lies left of the diagonal, then the lower half of the
-// block there. One warp: lane l turns to row l % 16 and one half of each block.
+// Rows of scores, in `scores` of a chunk, to a triangle: what lies left of the diagonal, then the lower half
+// of the block there. One warp: lane l turns to row l % 16 and one half of each block.
 template <bool kLow, class T, int kSize>
 __device__ __forceinline__ void emit_lower(T* triangle, const Square<kSize>& scores, int row) {
     using Lower = Triangle<kSize>;
@@ -314,7 +321,8 @@ __device__ __forceinline__ void emit_lower(T* triangle, const Square<kSize>& sco
     for (int column = 0; column <= row; ++column) {
         float x[8];
 #pragma unroll
-        for (int e = 0; e < 8; e += 4) load4(x + e, scores.at(row * kBlock, column * kBlock, i, 8 * half + e));
+        for (int e = 0; e < 8; e += 4)
+            load4(x + e, scores.at(row * kBlock, column * kBlock, i, 8 * half + e));
         Words words;
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -328,9 +336,9 @@ __device__ __forceinline__ void emit_lower(T* triangle, const Square<kSize>& sco
     }
 }
 
-// Overlaps whose squares sum to more than this in some row let roundings of the inverse and of the written values add
-// up instead of averaging out: the carry then reads both halves of the inverse, and splits what it writes
-// (docs/sm80.md).
+// Overlaps whose squares sum to more than this in some row let roundings of the inverse and of the written
+// values add up instead of averaging out: the carry then reads both halves of the inverse, and splits what it
+// writes (docs/sm80.md).
 inline constexpr float kMostSquares = 1.0f;
 
 // Whether a row of the lane's does, given its part of their squares. What is no number does, too.
@@ -339,17 +347,19 @@ __device__ __forceinline__ bool needs_compensation(float2 squares) {
     return !(x <= kMostSquares && y <= kMostSquares);
 }
 
-// The end of prepare of a delta rule: the inverse, times beta, to the image. All warps that have blocks of the chunk,
-// after each has stored its row of overlaps and inverted its diagonal and all have met. `slots`: memory of the warp.
+// The end of prepare of a delta rule: the inverse, times beta, to the image. All warps that have blocks of
+// the chunk, after each has stored its row of overlaps and inverted its diagonal and all have met. `slots`:
+// memory of the warp.
 template <class T, int kKey, class Chunk>
-__device__ __forceinline__ void emit_inverse(Chunk& operands, Square<kTokens<kKey>>& overlaps, const float* beta,
-                                             float* slots, int block, bool compensated) {
+__device__ __forceinline__ void emit_inverse(Chunk& operands, Square<kTokens<kKey>>& overlaps,
+                                             const float* beta, float* slots, int block, bool compensated) {
     constexpr int kRows = kTokens<kKey>, kBlocks = kRows / kBlock;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const auto emit = [&](float(&x)[2][4], int row, int column) {
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
-            const auto scale = *reinterpret_cast<const float2*>(beta + column * kBlock + 8 * tile + lane % 4 * 2);
+            const auto scale =
+                *reinterpret_cast<const float2*>(beta + column * kBlock + 8 * tile + lane % 4 * 2);
 #pragma unroll
             for (int e = 0; e < 4; ++e) x[tile][e] *= e % 2 ? scale.y : scale.x;
         }
@@ -371,7 +381,8 @@ __device__ __forceinline__ void emit_inverse(Chunk& operands, Square<kTokens<kKe
 #pragma unroll 1
         for (int b = block; b >= 0; b -= kBlocks / 2) emit_stored(b, b, b, b);
     float x[2][4];
-    // Where T has 8 bits, products of factors of 11 are lost in its own rounding; coupled keys are what magnifies them.
+    // Where T has 8 bits, products of factors of 11 are lost in its own rounding; coupled keys are what
+    // magnifies them.
     if (compensated || std::is_same_v<T, __half>)
         invert_lower<true>(overlaps, block, x);
     else

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gates of 16 tokens, one per channel: asked for, turned into log2 decays, and summed from the block's middle,
-// after token 7, to both ends.
+// The gates of 16 tokens, one per channel: asked for, turned into log2 decays, and summed from the block's
+// middle, after token 7, to both ends.
 #pragma once
 
 #include "cuda/chunked/block.cuh"
@@ -13,17 +13,18 @@ namespace cula::cuda::chunked {
 template <int kCount>
 __device__ __forceinline__ void copy_floats_if(float* to, const float* from, bool in) {
     constexpr int kBytes = 4 * kCount;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes),
-                 "r"(in ? kBytes : 0));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),
+                 "n"(kBytes), "r"(in ? kBytes : 0));
 }
 
 // Where prepare has no other way to raw gates than loads. What a kernel knows instead (sm90/gate_tiles.cuh):
 struct NoGateTiles {
     // Whether a block of `count` tokens can come as a box: whole ones, where the call's gates have a map.
     static __device__ __forceinline__ bool has(int) { return false; }
-    // By one thread of a warp: the block from `token` on, [token][channel], to shared memory; `full`, which nobody has
-    // used, completes its first phase with it. `ahead` as that of BlockRows::fetch.
-    static __device__ __forceinline__ void ask(std::uint16_t*, std::uint64_t*, std::int64_t, std::int64_t, int, int) {}
+    // By one thread of a warp: the block from `token` on, [token][channel], to shared memory; `full`, which
+    // nobody has used, completes its first phase with it. `ahead` as that of BlockRows::fetch.
+    static __device__ __forceinline__ void ask(std::uint16_t*, std::uint64_t*, std::int64_t, std::int64_t,
+                                               int, int) {}
     // After the thread that asked and all others of the warp have met.
     static __device__ __forceinline__ void wait(std::uint64_t*) {}
 };
@@ -65,7 +66,8 @@ struct BlockGates {
             *reinterpret_cast<float2*>(to) = float2{x[0], x[1]};
     }
 
-    // Tokens beyond `count` get the gates of the last; sum() leaves them out. `ahead` as that of BlockRows::fetch.
+    // Tokens beyond `count` get the gates of the last; sum() leaves them out. `ahead` as that of
+    // BlockRows::fetch.
     __device__ __forceinline__ void load(std::int64_t row, int ahead) const {
         if (narrow) {
             copy<T>(row, raw, ahead);
@@ -76,9 +78,10 @@ struct BlockGates {
             for (int t = 0; t < kBlock; ++t)
 #pragma unroll
                 for (int i = 0; i < kOwned; ++i)
-                    place(t)[i] = channel + i < a.key_dim
-                                      ? load_float(a.g.data, a.g.dtype, row + min(t, last()) * a.g.token + channel + i)
-                                      : 0.0f;
+                    place(t)[i] =
+                        channel + i < a.key_dim
+                            ? load_float(a.g.data, a.g.dtype, row + min(t, last()) * a.g.token + channel + i)
+                            : 0.0f;
         }
     }
 
@@ -86,7 +89,8 @@ struct BlockGates {
     template <class Element>
     __device__ __forceinline__ void copy(std::int64_t row, void* to, int ahead) const {
         constexpr int kPieces = P::kChannels * sizeof(Element) / 16, kRows = 32 / kPieces;
-        const int piece = lane % kPieces, c = first_channel + piece * (16 / static_cast<int>(sizeof(Element))),
+        const int piece = lane % kPieces,
+                  c = first_channel + piece * (16 / static_cast<int>(sizeof(Element))),
                   pitch = static_cast<int>(a.g.token) * static_cast<int>(sizeof(Element));
         uint4* units = static_cast<uint4*>(to);
         const auto place_of_unit = [&](int t) {
@@ -109,13 +113,15 @@ struct BlockGates {
         for (int i = lane / kBlock; i < kLines; i += 2) {
             const int line = first_channel + i * kLine;
             if (line < a.key_dim)
-                prefetch(advanced(static_cast<const Element*>(a.g.data) + row + line, lane % kBlock + ahead, pitch));
+                prefetch(advanced(static_cast<const Element*>(a.g.data) + row + line, lane % kBlock + ahead,
+                                  pitch));
         }
     }
 
-    // log2 decays summed from the middle, after token 7, outward; the whole to the middle (head) and from it (tail).
-    __device__ __forceinline__ void sum(const HeadGate& gate, const float (&bias)[kOwned], float (&head)[kOwned],
-                                        float (&tail)[kOwned]) const {
+    // log2 decays summed from the middle, after token 7, outward; the whole to the middle (head) and from it
+    // (tail).
+    __device__ __forceinline__ void sum(const HeadGate& gate, const float (&bias)[kOwned],
+                                        float (&head)[kOwned], float (&tail)[kOwned]) const {
         switch (gate.kind) {
             case Gate::kSoftplus: sum_of<Gate::kSoftplus, true>(gate, bias, head, tail); break;
             case Gate::kBounded:
@@ -127,8 +133,8 @@ struct BlockGates {
             case Gate::kLogDecay: sum_of<Gate::kLogDecay, true>(gate, bias, head, tail); break;
         }
     }
-    // After sum(): the log2 decay of the slowest channel, summed over every fourth of the block's tokens. That is a
-    // bound for all of them, and a quarter of the work.
+    // After sum(): the log2 decay of the slowest channel, summed over every fourth of the block's tokens.
+    // That is a bound for all of them, and a quarter of the work.
     __device__ __forceinline__ float slowest() const {
         float sum = 0.0f;
 #pragma unroll 2
@@ -143,9 +149,9 @@ struct BlockGates {
         }
         return sum;
     }
-    // Where a half of a channel decays by more than `most`, its sums run from where both halves decay alike instead;
-    // head, tail: what sum() gave, of the lane's channels. Whether that is still too much for one. Rare, and one number
-    // at a time, so that it takes no registers.
+    // Where a half of a channel decays by more than `most`, its sums run from where both halves decay alike
+    // instead; head, tail: what sum() gave, of the lane's channels. Whether that is still too much for one.
+    // Rare, and one number at a time, so that it takes no registers.
     __device__ __forceinline__ bool balance(float* head, float* tail, float most) const {
         bool too_much = false;
 #pragma unroll 1
@@ -160,28 +166,30 @@ struct BlockGates {
         return too_much;
     }
     template <Gate kGate, bool kClamped>
-    __device__ __forceinline__ void sum_of(const HeadGate& gate, const float (&bias)[kOwned], float (&head)[kOwned],
-                                           float (&tail)[kOwned]) const {
+    __device__ __forceinline__ void sum_of(const HeadGate& gate, const float (&bias)[kOwned],
+                                           float (&head)[kOwned], float (&tail)[kOwned]) const {
         if (narrow)
             sum_from<kGate, kClamped, true>(gate, bias, head, tail);
         else
             sum_from<kGate, kClamped, false>(gate, bias, head, tail);
     }
     template <Gate kGate, bool kClamped, bool kNarrow>
-    __device__ __forceinline__ void sum_from(const HeadGate& gate, const float (&bias)[kOwned], float (&head)[kOwned],
-                                             float (&tail)[kOwned]) const {
+    __device__ __forceinline__ void sum_from(const HeadGate& gate, const float (&bias)[kOwned],
+                                             float (&head)[kOwned], float (&tail)[kOwned]) const {
         const float most = fminf(__fdividef(kLeastLog2Decay, gate.out), 3e38f);
         float offset[kOwned];
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
-            // Channels beyond K hold zeros, which a factor out of range would turn into NaN: they do not decay.
+            // Channels beyond K hold zeros, which a factor out of range would turn into NaN: they do not
+            // decay.
             constexpr float kNoGate = kGate == Gate::kBounded ? 3e38f : -3e38f;
             offset[i] = channel + i < a.key_dim ? gate.in * bias[i] : kNoGate;
             head[i] = tail[i] = 0.0f;
         }
         const auto shapes = [&](float(&x)[kOwned], int t) {
             if constexpr (kNarrow) {
-                const auto* from = reinterpret_cast<const std::uint32_t*>(raw + t * P::kChannels + lane * kOwned);
+                const auto* from =
+                    reinterpret_cast<const std::uint32_t*>(raw + t * P::kChannels + lane * kOwned);
                 std::uint32_t words[kOwned / 2];
                 if constexpr (kOwned == 4) {
                     const uint2 two = *reinterpret_cast<const uint2*>(from);
@@ -200,8 +208,8 @@ struct BlockGates {
 #pragma unroll
             for (int i = 0; i < kOwned; ++i) {
                 // A given log decay is exactly what it is.
-                x[i] =
-                    gate_shape<kGate, GateBits::k14>(kGate == Gate::kLogDecay ? x[i] : fmaf(gate.in, x[i], offset[i]));
+                x[i] = gate_shape<kGate, GateBits::k14>(
+                    kGate == Gate::kLogDecay ? x[i] : fmaf(gate.in, x[i], offset[i]));
                 if (kClamped) x[i] = fminf(x[i], most);
             }
         };

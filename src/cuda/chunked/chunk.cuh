@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a call is cut: chunks of tokens, segments of chunks, slabs of chunks that share one workspace; and what prepare
-// hands to carry for a chunk, laid out as it stands in shared memory, so that both sides move it in whole 16-byte
-// pieces.
+// How a call is cut: chunks of tokens, segments of chunks, slabs of chunks that share one workspace; and what
+// prepare hands to carry for a chunk, laid out as it stands in shared memory, so that both sides move it in
+// whole 16-byte pieces.
 #pragma once
 
 #include <cstddef>
@@ -18,10 +18,10 @@ template <int kKey>
 inline constexpr int kTokens = kKey <= 128 ? 64 : 32;
 inline constexpr int kBlock = 16;  // tokens of a block: rows of one tensor core product
 
-// A [kRows x kColumns] tile of 16-bit elements: panels of at most kPanel columns one after the other, and in a row of a
-// panel the units of 16 bytes permuted by the row, so that eight rows of one column lie in eight different bank groups.
-// For whole panels of 64 columns that is what the tensor cores of sm_90 call the 128-byte swizzle, of 32 the 64-byte
-// one.
+// A [kRows x kColumns] tile of 16-bit elements: panels of at most kPanel columns one after the other, and in
+// a row of a panel the units of 16 bytes permuted by the row, so that eight rows of one column lie in eight
+// different bank groups. For whole panels of 64 columns that is what the tensor cores of sm_90 call the
+// 128-byte swizzle, of 32 the 64-byte one.
 template <int kRows, int kColumns, int kPanel = 64>
 struct Tile {
     static constexpr int kUnits = (kColumns < kPanel ? kColumns : kPanel) / 8;  // of a panel's row
@@ -32,14 +32,14 @@ struct Tile {
     }
 };
 
-// q and k of a chunk as the carry reads them. Those that prepare scales stand in panels of 32 channels, which is how it
-// has them: a warp stores eight tokens at a time, and in such panels these are four whole lines.
+// q and k of a chunk as the carry reads them. Those that prepare scales stand in panels of 32 channels, which
+// is how it has them: a warp stores eight tokens at a time, and in such panels these are four whole lines.
 template <int kKey, bool kPerChannel>
 using OperandTile = Tile<kTokens<kKey>, kKey, kPerChannel ? 32 : 64>;
 
-// The lower triangle of a square of 16-bit elements, in blocks of 16 x 16: a panel per 16 columns, each from its block
-// on the diagonal down. The two units of 16 bytes of a row are permuted so that eight rows of one column lie in eight
-// different bank groups: the 32-byte swizzle of sm_90.
+// The lower triangle of a square of 16-bit elements, in blocks of 16 x 16: a panel per 16 columns, each from
+// its block on the diagonal down. The two units of 16 bytes of a row are permuted so that eight rows of one
+// column lie in eight different bank groups: the 32-byte swizzle of sm_90.
 template <int kSize>
 struct Triangle {
     static constexpr int kBlocks = kSize / kBlock, kBlockUnits = kBlock * kBlock / 8;
@@ -49,13 +49,15 @@ struct Triangle {
     static constexpr CULA_HOST_DEVICE int block_begin(int row, int panel) {
         return (panel * kBlocks - panel * (panel + 1) / 2 + row) * kBlockUnits;
     }
-    static constexpr CULA_HOST_DEVICE int in_block(int row, int unit) { return 2 * row + (unit ^ (row >> 2 & 1)); }
+    static constexpr CULA_HOST_DEVICE int in_block(int row, int unit) {
+        return 2 * row + (unit ^ (row >> 2 & 1));
+    }
 };
 
 inline constexpr int kChunkAlignment = 128;
 
-// Decay per channel. The parts stand in the order of how few read them: what rounding left over is read where it would
-// show (kMostSquares), additive algorithms begin at k_remaining, and maps end at q_decayed.
+// Decay per channel. The parts stand in the order of how few read them: what rounding left over is read where
+// it would show (kMostSquares), additive algorithms begin at k_remaining, and maps end at q_decayed.
 template <class T, int kKey>
 struct alignas(kChunkAlignment) ChannelChunk {
     static constexpr int kRows = kTokens<kKey>, kTriangle = Triangle<kRows>::kElements;
@@ -68,15 +70,17 @@ struct alignas(kChunkAlignment) ChannelChunk {
     T scores[kTriangle];
 
     static constexpr CULA_HOST_DEVICE int begin(bool delta, bool compensated) {
-        return compensated ? 0 : delta ? offsetof(ChannelChunk, inverse) : offsetof(ChannelChunk, k_remaining);
+        return compensated ? 0
+               : delta     ? offsetof(ChannelChunk, inverse)
+                           : offsetof(ChannelChunk, k_remaining);
     }
     static constexpr CULA_HOST_DEVICE int end(bool maps) {
         return maps ? offsetof(ChannelChunk, q_decayed) : offsetof(ChannelChunk, scores) + sizeof(scores);
     }
 };
 
-// One decay per token: q and k stay as they are, and the factors go to the products. Additive algorithms begin at
-// k_rest, and maps end at q_factor.
+// One decay per token: q and k stay as they are, and the factors go to the products. Additive algorithms
+// begin at k_rest, and maps end at q_factor.
 template <class T, int kKey>
 struct alignas(kChunkAlignment) TokenChunk {
     static constexpr int kRows = kTokens<kKey>, kTriangle = Triangle<kRows>::kElements;
@@ -99,15 +103,19 @@ struct alignas(kChunkAlignment) TokenChunk {
 template <class T, int kKey, bool kPerChannel>
 using ChunkOperands = std::conditional_t<kPerChannel, ChannelChunk<T, kKey>, TokenChunk<T, kKey>>;
 
-// A chunk of a delta rule with unit keys takes the norm of any state, and of any map, down by at least the slowest
-// decay of every token: prepare leaves the log2 of that bound, `fading`. Chunks that together reach kForgotten leave
-// nothing of what was before them in 32-bit floats, unless that was 2^40 times as large as what they write.
+// A chunk of a delta rule with unit keys takes the norm of any state, and of any map, down by at least the
+// slowest decay of every token: prepare leaves the log2 of that bound, `fading`. Chunks that together reach
+// kForgotten leave nothing of what was before them in 32-bit floats, unless that was 2^40 times as large as
+// what they write.
 inline constexpr float kForgotten = -64.0f;
 // Not where warps share a block's channels: nobody sees the slowest of them all.
 template <int kKey, bool kPerChannel>
 inline constexpr bool kFades = !kPerChannel || kKey <= 128;
-// What a write strength adds to it: |1 - beta|, where that is more than 1; keys are units up to their rounding.
-__device__ __forceinline__ float growth(float beta) { return log2f(fmaxf(fabsf(1.0f - 1.016f * beta), 1.0f)); }
+// What a write strength adds to it: |1 - beta|, where that is more than 1; keys are units up to their
+// rounding.
+__device__ __forceinline__ float growth(float beta) {
+    return log2f(fmaxf(fabsf(1.0f - 1.016f * beta), 1.0f));
+}
 
 // Instead of whether its writes are split (is_compensated), of a chunk whose image is not there yet.
 inline constexpr std::int32_t kUnprepared = -1;
@@ -127,11 +135,12 @@ struct alignas(16) PackedChunk {
     std::int32_t count = 0;
 };
 
-// So many packed sequences every warp finds its way through by itself, where they stay whole: lane n has sequence n.
+// So many packed sequences every warp finds its way through by itself, where they stay whole: lane n has
+// sequence n.
 inline constexpr int kMostByWarp = 32;
 
-// Chunks are numbered sequence after sequence. Without cu_seqlens everything follows from shapes; with it schedule.cuh
-// has written the slab's chunks and the segments, unless sequences are few.
+// Chunks are numbered sequence after sequence. Without cu_seqlens everything follows from shapes; with it
+// schedule.cuh has written the slab's chunks and the segments, unless sequences are few.
 struct Schedule {
     const PackedChunk* packed = nullptr;
     const Segment* segments = nullptr;
@@ -140,9 +149,9 @@ struct Schedule {
     Divisor by_segment;                         // segment_chunks
     std::int32_t slab_begin = 0, slab_end = 0;  // chunks of this launch
     std::int32_t max_segments = 0;
-    // Where the carry has only the kernel before it to wait for, as that lets it start when those before are done: for
-    // its images; for each by itself, and then it starts when all CTAs of prepare have; or for the states before
-    // segments.
+    // Where the carry has only the kernel before it to wait for, as that lets it start when those before are
+    // done: for its images; for each by itself, and then it starts when all CTAs of prepare have; or for the
+    // states before segments.
     bool awaits_operands = false, per_chunk = false, awaits_states = false;
     std::int32_t ahead = 0;  // chunks from those that are prepared to those whose inputs are asked for
     // Without cu_seqlens: chunks of a sequence, and how many segments one has in this slab.
@@ -156,7 +165,8 @@ CULA_HOST_DEVICE std::int32_t ceil_div(std::int64_t x, std::int64_t y) {
 
 CULA_HOST_DEVICE Segment segment_of_piece(const Schedule& s, std::int32_t sequence, std::int32_t first,
                                           std::int32_t last, std::int32_t rank) {
-    const std::int32_t begin = first > s.slab_begin ? first : s.slab_begin, end = last < s.slab_end ? last : s.slab_end;
+    const std::int32_t begin = first > s.slab_begin ? first : s.slab_begin,
+                       end = last < s.slab_end ? last : s.slab_end;
     Segment segment;
     segment.sequence = sequence;
     segment.rank = rank;
@@ -217,7 +227,8 @@ struct ChunkPlace {
     std::int64_t begin = 0;    // the first
 };
 
-// Of few sequences, by whole warps. Out of line: in the way of calls without cu_seqlens it costs those up to 2 us.
+// Of few sequences, by whole warps. Out of line: in the way of calls without cu_seqlens it costs those up to
+// 2 us.
 template <int kRows>
 __device__ __noinline__ PackedChunk chunk_by_warp(Offsets offsets, std::int32_t chunk) {
     const LaneSequence<kRows> of(offsets);

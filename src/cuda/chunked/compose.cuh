@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // compose: the state before each segment <- the state before the first, maps      ALGORITHM.md: segments
-//          or the map of a whole sequence, whose rows are those of a state that starts from zero and of M from one
+//          or the map of a whole sequence, whose rows are those of a state that starts from zero and of M
+//          from one
 // compose_given: a state <- maps that the caller has gathered
 //
 // grid (tiles of 8 rows * value heads * sequences)      2 K threads
 //
-// S <- M S + B, segment after segment, all in float. A thread owns four channels of one row of S^T. For these channels
-// it adds up an eighth of the sums of all eight rows, and the eight lanes that share them exchange what they have: one
-// barrier a segment. M does not depend on the state, so every thread copies what it multiplies with well ahead.
+// S <- M S + B, segment after segment, all in float. A thread owns four channels of one row of S^T. For these
+// channels it adds up an eighth of the sums of all eight rows, and the eight lanes that share them exchange
+// what they have: one barrier a segment. M does not depend on the state, so every thread copies what it
+// multiplies with well ahead.
 #pragma once
 
 #include "cuda/chunked/compose.h"
@@ -16,14 +18,16 @@
 
 namespace cula::cuda::chunked {
 
-inline constexpr int kComposeRows = 8;  // as many as a sum has parts: after the exchange every lane has one row
+inline constexpr int kComposeRows =
+    8;  // as many as a sum has parts: after the exchange every lane has one row
 
 template <int kKey>
 inline constexpr int kComposeThreads = kComposeRows / 4 * kKey;
 
 template <int kKey>
 struct ComposeSmem {
-    // M comes in groups of 32 rows, four for each part of the sums. All stages fit the 99 KiB of 8.6, 8.9 and 12.0.
+    // M comes in groups of 32 rows, four for each part of the sums. All stages fit the 99 KiB of 8.6, 8.9
+    // and 12.0.
     static constexpr int kStages = kKey > 128 ? 2 : 5;
     float4 m[kStages][4][kComposeThreads<kKey>];
     float state[2][kComposeRows][kKey];  // S^T before and after a segment, by turns
@@ -39,7 +43,8 @@ struct FirstSegment {
         if (threadIdx.x < 3) found[threadIdx.x] = 0;
         __syncthreads();
 #pragma unroll 1
-        for (int i = static_cast<int>(threadIdx.x); i < schedule.max_segments; i += static_cast<int>(blockDim.x)) {
+        for (int i = static_cast<int>(threadIdx.x); i < schedule.max_segments;
+             i += static_cast<int>(blockDim.x)) {
             const Segment segment = segment_of(a, schedule, i);
             if (segment.sequence == sequence && segment.rank == 0)
                 found[0] = i, found[1] = segment.chunk, found[2] = segment.count;
@@ -63,7 +68,8 @@ struct FourChannels {
         for (int e = 0; e < 4; ++e) raw[e].load(at + e * from.k * bytes, type, e < count);
         return {raw[0].value(type), raw[1].value(type), raw[2].value(type), raw[3].value(type)};
     }
-    __device__ __forceinline__ void store(float4 x, const States& to, std::int64_t slot, int value_head) const {
+    __device__ __forceinline__ void store(float4 x, const States& to, std::int64_t slot,
+                                          int value_head) const {
         const float all[4] = {x.x, x.y, x.z, x.w};
         const std::int64_t at = to.offset(slot, value_head) + row * to.v + channel * to.k;
         auto* const floats = static_cast<float*>(to.data) + at;
@@ -78,12 +84,13 @@ struct FourChannels {
     }
     // Maps have rows of kKey channels, of which those that do not exist hold anything.
     __device__ __forceinline__ float4 existing(float4 x) const {
-        return {count > 0 ? x.x : 0.0f, count > 1 ? x.y : 0.0f, count > 2 ? x.z : 0.0f, count > 3 ? x.w : 0.0f};
+        return {count > 0 ? x.x : 0.0f, count > 1 ? x.y : 0.0f, count > 2 ? x.z : 0.0f,
+                count > 3 ? x.w : 0.0f};
     }
 };
 
-// Adds up over the lanes of all parts (lane / 4), and leaves in sum[0] the row that has the number of this lane's part:
-// of two lanes each hands over the rows of the other.
+// Adds up over the lanes of all parts (lane / 4), and leaves in sum[0] the row that has the number of this
+// lane's part: of two lanes each hands over the rows of the other.
 template <int kRows>
 __device__ __forceinline__ void exchange_rows(float (&sum)[kComposeRows][4], int part) {
     constexpr int kHalf = kRows / 2;
@@ -108,7 +115,9 @@ struct MapChain {
     __device__ __forceinline__ void advance() { m += m_slot, b += b_slot, --count; }
 };
 
-__device__ __forceinline__ float4 load_four(const float* at) { return __ldg(reinterpret_cast<const float4*>(at)); }
+__device__ __forceinline__ float4 load_four(const float* at) {
+    return __ldg(reinterpret_cast<const float4*>(at));
+}
 
 // What a thread of compose turns to: a row of S^T, or of M^T, and four of its channels.
 template <int kKey>
@@ -138,21 +147,24 @@ struct ComposedRow {
     __device__ __forceinline__ void pass_matrices(float4& x, MapChain chain, bool adds, int key_dim,
                                                   ComposeSmem<kKey>& shared, Each each) const {
         constexpr int kGroups = kKey / 32, kStages = ComposeSmem<kKey>::kStages;
-        const int rows = channel < key_dim ? key_dim - 4 * part : 0;  // of M that are there, from the part's first on
-        // Copies a group of M to a stage: counted from the first of the present map, so that it may be of a later one.
+        const int rows =
+            channel < key_dim ? key_dim - 4 * part : 0;  // of M that are there, from the part's first on
+        // Copies a group of M to a stage: counted from the first of the present map, so that it may be of a
+        // later one.
         const auto copy_group = [&](int group, int stage) {
             const int map = group / kGroups, begin = group % kGroups * 32, end = map < chain.count ? rows : 0;
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 copy_async(shared_address(&shared.m[stage][i][thread]),
-                           chain.m + map * chain.m_slot + (begin + i) * chain.m_pitch, begin + i < end ? 16 : 0);
+                           chain.m + map * chain.m_slot + (begin + i) * chain.m_pitch,
+                           begin + i < end ? 16 : 0);
             commit_copies();
         };
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) copy_group(stage, stage);
 
-        // The rows of a group and of the next are held in registers, which frees the stage while they are multiplied
-        // with.
+        // The rows of a group and of the next are held in registers, which frees the stage while they are
+        // multiplied with.
         float4 held[2][4];
         const auto take_group = [&](int group, int stage) {
             wait_copies<kStages - 1>();
@@ -172,7 +184,8 @@ struct ComposedRow {
             for (int group = 0; group < kGroups; ++group) {
                 float of_s[kComposeRows][4];
 #pragma unroll
-                for (int r = 0; r < kComposeRows; ++r) load4(of_s[r], &shared.state[now][r][32 * group + 4 * part]);
+                for (int r = 0; r < kComposeRows; ++r)
+                    load4(of_s[r], &shared.state[now][r][32 * group + 4 * part]);
                 copy_group(group + kStages, stage);
                 stage = stage + 1 < kStages ? stage + 1 : 0;
                 take_group(group + 1, stage);
@@ -186,7 +199,8 @@ struct ComposedRow {
                     }
             }
             exchange_rows<kComposeRows>(sum, part);
-            x = own.existing({sum[0][0] + added.x, sum[0][1] + added.y, sum[0][2] + added.z, sum[0][3] + added.w});
+            x = own.existing(
+                {sum[0][0] + added.x, sum[0][1] + added.y, sum[0][2] + added.z, sum[0][3] + added.w});
             now ^= 1;
             *reinterpret_cast<float4*>(&shared.state[now][part][channel]) = x;
             if (exists()) each(x);
@@ -199,8 +213,8 @@ struct ComposedRow {
 // kTotal: of the whole sequence, to the call's maps.
 template <int kKey, bool kTotal>
 __global__ void __launch_bounds__(kComposeThreads<kKey>)
-    compose(const __grid_constant__ DeviceArgs a, const Schedule schedule, const __grid_constant__ CarryParams p,
-            bool delta) {
+    compose(const __grid_constant__ DeviceArgs a, const Schedule schedule,
+            const __grid_constant__ CarryParams p, bool delta) {
     pdl_wait();
     pdl_trigger();
     extern __shared__ __align__(128) unsigned char raw[];
@@ -216,10 +230,11 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
     const bool of_m = kTotal && tile >= value_tiles;
     const ComposedRow<kKey> row(of_m ? tile - value_tiles : tile, of_m ? rows_of_m : a.value_dim, a.key_dim);
     const FourChannels& own = row.own;
-    const auto* m = static_cast<const float*>(p.map_m.data) + p.map_m.offset(first.number, value_head) + row.channel;
+    const auto* m =
+        static_cast<const float*>(p.map_m.data) + p.map_m.offset(first.number, value_head) + row.channel;
     MapChain chain{m + (delta ? 4 * row.part * kKey : 0),
-                   static_cast<const float*>(p.map_b.data) + p.map_b.offset(first.number, value_head) + row.row * kKey +
-                       row.channel,
+                   static_cast<const float*>(p.map_b.data) + p.map_b.offset(first.number, value_head) +
+                       row.row * kKey + row.channel,
                    p.map_m.slot,
                    p.map_b.slot,
                    kKey,
@@ -230,7 +245,9 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
     if constexpr (kTotal) {
         // The first map, of a state that starts from zero or of one that starts from one.
         if (chain.count == 0) {
-            const auto one = [&](int e) { return of_m && (!delta || row.row == row.channel + e) ? 1.0f : 0.0f; };
+            const auto one = [&](int e) {
+                return of_m && (!delta || row.row == row.channel + e) ? 1.0f : 0.0f;
+            };
             x = own.existing({one(0), one(1), one(2), one(3)});
         } else {
             if (row.exists()) x = own.existing(load_four(of_m ? m + row.row * kKey : chain.b));
@@ -242,8 +259,8 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
         const std::int64_t slot = first.chunk > 0 ? 0 : slots.initial;
         if (slot >= 0) x = own.load(first.chunk > 0 ? p.slab_start : a.initial, slot, value_head);
         --chain.count;  // nothing comes behind the last segment
-        start = static_cast<float*>(p.starts.data) + p.starts.offset(first.number + 1, value_head) + row.row * kKey +
-                row.channel;
+        start = static_cast<float*>(p.starts.data) + p.starts.offset(first.number + 1, value_head) +
+                row.row * kKey + row.channel;
         from_zero = p.first_walks || (first.chunk == 0 && slot < 0);
     }
     const auto each = [&](float4 now) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a CTA of a carry walks: a segment's chunks, where the state comes from, and where it goes on the way.
 //
-// A warp holds 16 rows of S^T [V, K], or of a map, as tensor cores hold them: lane l has rows l/4 and l/4 + 8 at
-// channels 8 tile + 2 (l%4) and the next (ptx/mma.cuh).
+// A warp holds 16 rows of S^T [V, K], or of a map, as tensor cores hold them: lane l has rows l/4 and l/4 + 8
+// at channels 8 tile + 2 (l%4) and the next (ptx/mma.cuh).
 #pragma once
 
 #include "cuda/chunked/chunk.cuh"
@@ -19,24 +19,24 @@ struct CarryParams {
     Divisor row_blocks;
     int cluster = 1;                               // CTAs that share images
     const std::int32_t* is_compensated = nullptr;  // [chunks of the slab, HV]
-    const float* fading = nullptr;                 // the same, where maps need not begin before what they forget
-    States starts;                                 // state before segment i: slot i
-    States slab_start;                             // of the sequence that the slab before left unfinished
+    const float* fading = nullptr;  // the same, where maps need not begin before what they forget
+    States starts;                  // state before segment i: slot i
+    States slab_start;              // of the sequence that the slab before left unfinished
     States slab_end;
     States map_m, map_b;    // maps: slot i, or the sequence where they are the call's
     bool last_map = false;  // of a sequence's last segment too, which no later one needs
     bool wants_m = true;    // maps: or B alone
     bool first_m = true;    // of sequences' first segments, too
-    // Maps: the first segment of every sequence that a launch makes, and how many; and whether the launch before has
-    // others, and so has waited for what is before both. Elsewhere: the first of all segments.
+    // Maps: the first segment of every sequence that a launch makes, and how many; and whether the launch
+    // before has others, and so has waited for what is before both. Elsewhere: the first of all segments.
     std::int32_t first_rank = 0;
     Divisor ranks;
     bool beside_others = false;
-    // Two segments at most: the map of the first begins from the sequence's state, so that its B is the state before
-    // the second and it has no M. The first is walked beside it.
+    // Two segments at most: the map of the first begins from the sequence's state, so that its B is the state
+    // before the second and it has no M. The first is walked beside it.
     bool halves = false;
-    // First segments are walked beside the maps of others, by a launch for them only, which leaves their last states in
-    // slab_end, a slot for each sequence.
+    // First segments are walked beside the maps of others, by a launch for them only, which leaves their last
+    // states in slab_end, a slot for each sequence.
     bool first_walks = false, first_only = false;
 };
 
@@ -66,7 +66,8 @@ __device__ __forceinline__ void each_pair(float (&state)[kTiles][4], Body body) 
 template <int kKey>
 __device__ __forceinline__ bool in_pairs(const States& states, std::int64_t base, const RowWindow& rows) {
     return rows.first + kWarpRows <= rows.end && rows.key_dim == kKey && states.dtype == Dtype::kFloat32 &&
-           states.k == 1 && (states.v | base) % 2 == 0 && reinterpret_cast<std::uintptr_t>(states.data) % 8 == 0;
+           states.k == 1 && (states.v | base) % 2 == 0 &&
+           reinterpret_cast<std::uintptr_t>(states.data) % 8 == 0;
 }
 
 // Two channels of a state, from the lane's first and `channel` on, as they are stored.
@@ -75,8 +76,9 @@ struct AsTheyAre {
 };
 
 template <int kKey, class Stored = AsTheyAre>
-__device__ __forceinline__ void store_state(float (&state)[kKey / 8][4], const States& states, std::int64_t base,
-                                            const RowWindow& rows, const Stored& stored = {}) {
+__device__ __forceinline__ void store_state(float (&state)[kKey / 8][4], const States& states,
+                                            std::int64_t base, const RowWindow& rows,
+                                            const Stored& stored = {}) {
     const int lane_row = rows.row(), lane_channel = RowWindow::channel();
     base += lane_row * states.v + lane_channel * states.k;
     if (in_pairs<kKey>(states, base, rows)) {
@@ -97,8 +99,8 @@ __device__ __forceinline__ void store_state(float (&state)[kKey / 8][4], const S
 }
 
 template <int kKey>
-__device__ __forceinline__ void load_state(float (&state)[kKey / 8][4], const States& states, std::int64_t base,
-                                           const RowWindow& rows) {
+__device__ __forceinline__ void load_state(float (&state)[kKey / 8][4], const States& states,
+                                           std::int64_t base, const RowWindow& rows) {
     const int lane_row = rows.row(), lane_channel = RowWindow::channel();
     base += lane_row * states.v + lane_channel * states.k;
     if (in_pairs<kKey>(states, base, rows)) {
@@ -113,28 +115,32 @@ __device__ __forceinline__ void load_state(float (&state)[kKey / 8][4], const St
         for (int e = 0; e < 2; ++e) {
             const bool in = lane_row + row < rows.end && lane_channel + channel + e < rows.key_dim;
             (e ? pair.y : pair.x) =
-                in ? load_float(states.data, states.dtype, base + row * states.v + (channel + e) * states.k) : 0.0f;
+                in ? load_float(states.data, states.dtype, base + row * states.v + (channel + e) * states.k)
+                   : 0.0f;
         }
     });
 }
 
-// Which segment of the slab a CTA walks. Of halves all the first ones come before the second ones, which wait for maps.
+// Which segment of the slab a CTA walks. Of halves all the first ones come before the second ones, which wait
+// for maps.
 template <bool kMaps>
-__device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedule& schedule, const CarryParams& p,
-                                              int block) {
+__device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedule& schedule,
+                                              const CarryParams& p, int block) {
     const int i = a.by_value_heads.divide(p.row_blocks.divide(block));
     if (kMaps && !p.halves)
-        return i + p.ranks.divide(i) * static_cast<int>(schedule.by_pieces.value - p.ranks.value) + p.first_rank;
+        return i + p.ranks.divide(i) * static_cast<int>(schedule.by_pieces.value - p.ranks.value) +
+               p.first_rank;
     if (!p.halves || schedule.segments) return i + p.first_rank;
     const int sequences = schedule.max_segments / 2;
     return i % sequences * 2 + i / sequences;
 }
 // Of few sequences by whole warps.
 template <int kKey, bool kMaps>
-__device__ __forceinline__ Segment own_segment(const DeviceArgs& a, const Schedule& schedule, const CarryParams& p) {
+__device__ __forceinline__ Segment own_segment(const DeviceArgs& a, const Schedule& schedule,
+                                               const CarryParams& p) {
     const int number = segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x));
-    Segment own =
-        schedule.by_warp ? segment_by_warp<kTokens<kKey>>(a, schedule, number) : segment_of(a, schedule, number);
+    Segment own = schedule.by_warp ? segment_by_warp<kTokens<kKey>>(a, schedule, number)
+                                   : segment_of(a, schedule, number);
     if (!kMaps && p.first_walks) {
         if ((own.rank == 0) != p.first_only) own = {};
         if (p.first_only) own.count = 1;  // its state is stored like that of a slab's last one
@@ -160,7 +166,8 @@ struct SegmentCursor {
     bool starts_sequence = false, ends_sequence = false;
 
     __device__ __forceinline__ SegmentCursor(const DeviceArgs& args, const Schedule& schedule,
-                                             const CarryParams& params, const Segment& of, int warp, int warps)
+                                             const CarryParams& params, const Segment& of, int warp,
+                                             int warps)
         : a(args), p(params), segment(of) {
         int block = static_cast<int>(blockIdx.x);
         asm volatile("" : "+r"(block));  // a walk that is made again shares no registers with the first
@@ -183,7 +190,8 @@ struct SegmentCursor {
                 min(tokens.length - chunk_start(segment.chunks - 1), static_cast<std::int64_t>(kRows)));
     }
 
-    // Of a map's chunks only the last ones matter that by themselves forget the state before them. By whole warps.
+    // Of a map's chunks only the last ones matter that by themselves forget the state before them. By whole
+    // warps.
     __device__ __forceinline__ void leave_out_forgotten() {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         float after = 0.0f;
@@ -192,7 +200,8 @@ struct SegmentCursor {
             const int chunk = last - lane;
             float x[1] = {0.0f};
             if (chunk >= 0)
-                x[0] = p.fading[(static_cast<std::int64_t>(segment.slot) + chunk) * a.value_heads + value_head];
+                x[0] =
+                    p.fading[(static_cast<std::int64_t>(segment.slot) + chunk) * a.value_heads + value_head];
             running_sums(x);
             const unsigned enough = __ballot_sync(0xffffffffu, chunk > 0 && after + x[0] <= kForgotten);
             if (enough) {
@@ -205,8 +214,8 @@ struct SegmentCursor {
         }
     }
 
-    // Nothing to walk: no such segment, a last one whose map or a first one whose M nobody needs, or a sequence of the
-    // null row.
+    // Nothing to walk: no such segment, a last one whose map or a first one whose M nobody needs, or a
+    // sequence of the null row.
     __device__ __forceinline__ bool nothing() const {
         if (segment.sequence < 0) return true;
         if (kMaps && segment.rank + 1 >= segment.count && !p.last_map) return true;
@@ -231,9 +240,12 @@ struct SegmentCursor {
     __device__ __forceinline__ std::int64_t token(int chunk) const {
         return first_token + static_cast<std::int64_t>(chunk) * kRows;
     }
-    __device__ __forceinline__ int count(int chunk) const { return chunk + 1 < segment.chunks ? kRows : last_count; }
+    __device__ __forceinline__ int count(int chunk) const {
+        return chunk + 1 < segment.chunks ? kRows : last_count;
+    }
 
-    __device__ __forceinline__ void zero_outputs(std::int64_t batch, std::int64_t first, std::int64_t last) const {
+    __device__ __forceinline__ void zero_outputs(std::int64_t batch, std::int64_t first,
+                                                 std::int64_t last) const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         for (std::int64_t t = first; t < last; ++t)
             if (lane < kWarpRows && rows.first + lane < a.value_dim)
@@ -244,7 +256,8 @@ struct SegmentCursor {
         States from{};
         std::int64_t slot = 0;
         if (kMaps && !p.halves) {
-            if (!starts_sequence && p.map_b.slots && !forgot) from = of_m ? p.map_m : p.map_b, slot = segment.sequence;
+            if (!starts_sequence && p.map_b.slots && !forgot)
+                from = of_m ? p.map_m : p.map_b, slot = segment.sequence;
         } else if (!forgot) {
             if (segment.rank > 0)
                 from = p.halves ? p.map_b : p.starts, slot = p.halves ? number - 1 : number;
@@ -270,16 +283,17 @@ struct SegmentCursor {
         return count;
     }
 
-    // Where the state before chunk `chunk` of the segment goes: the final state, dense chunk states, checkpoints. One
-    // row of the plan after the other: a search by whole warps (asked.cuh) reorders the whole loop over chunks, also
-    // for calls without a plan.
+    // Where the state before chunk `chunk` of the segment goes: the final state, dense chunk states,
+    // checkpoints. One row of the plan after the other: a search by whole warps (asked.cuh) reorders the
+    // whole loop over chunks, also for calls without a plan.
     template <class Stored = AsTheyAre>
     __device__ __forceinline__ void store_asked(float (&state)[kKey / 8][4], int chunk,
                                                 const Stored& stored = {}) const {
         const bool end = chunk == segment.chunks;
         if (kMaps && !end) return;
         const std::int64_t n = segment.sequence;
-        const std::int64_t before = end && chunk > 0 ? chunk_start(chunk - 1) + last_count : chunk_start(chunk);
+        const std::int64_t before =
+            end && chunk > 0 ? chunk_start(chunk - 1) + last_count : chunk_start(chunk);
         const std::int64_t asked = !end || ends_sequence ? a.num_checkpoints : 0;
         if (!end && asked == 0 && !a.chunk_states.data) return;
 #pragma unroll 1
@@ -339,10 +353,12 @@ struct DecayMap {
         const States& m = cursor.p.map_m;
         if (!m.data) return;
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        const std::int64_t base = m.offset(m.slots ? cursor.segment.sequence : cursor.number, cursor.value_head);
+        const std::int64_t base =
+            m.offset(m.slots ? cursor.segment.sequence : cursor.number, cursor.value_head);
 #pragma unroll
         for (int i = 0; i < kKey / 32; ++i)
-            if (lane + 32 * i < cursor.a.key_dim) static_cast<float*>(m.data)[base + (lane + 32 * i) * m.k] = whole[i];
+            if (lane + 32 * i < cursor.a.key_dim)
+                static_cast<float*>(m.data)[base + (lane + 32 * i) * m.k] = whole[i];
     }
 };
 

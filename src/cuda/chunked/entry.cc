@@ -15,7 +15,8 @@ Support supports(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;
     if (problem.dtype == Dtype::kFloat32) return Support::no("multiplies bfloat16 and float16; q is float32");
     if (problem.beta_per_value)
-        return Support::no("the chunked form takes one beta per token, not a write strength per value channel");
+        return Support::no(
+            "the chunked form takes one beta per token, not a write strength per value channel");
     if (problem.key_dim < kFewestChunkChannels)
         return Support::no("takes K from " + std::to_string(kFewestChunkChannels) +
                            " on: chunks of fewer channels cancel where tokens do not");
@@ -28,8 +29,8 @@ Support supports(const Problem& problem) {
 void compose(const Composition& c, const Context& context) {
     const DeviceGuard guard(context.device.index);
     const auto rows = [](const TensorRef& ref) {
-        return GivenMaps::Rows{static_cast<const float*>(ref.data), ref.stride[0], ref.stride[1], ref.stride[2],
-                               ref.stride[3]};
+        return GivenMaps::Rows{static_cast<const float*>(ref.data), ref.stride[0], ref.stride[1],
+                               ref.stride[2], ref.stride[3]};
     };
     const auto dim = [](std::int64_t size) { return static_cast<std::int32_t>(size); };
     const TensorRef& state = c.state;

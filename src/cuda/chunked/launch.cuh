@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// A chunked prefill, or the maps of a segment call, as launches: per slab schedule, prepare, maps and compose, carry.
+// A chunked prefill, or the maps of a segment call, as launches: per slab schedule, prepare, maps and
+// compose, carry.
 //
-// Carry names the kernel that walks the chunks: its types, how many warps its CTAs come in, whether it prepares
-// additive algorithms itself, whether it knows what to wait for (Schedule::awaits_operands), and launch<delta, maps>().
+// Carry names the kernel that walks the chunks: its types, how many warps its CTAs come in, whether it
+// prepares additive algorithms itself, whether it knows what to wait for (Schedule::awaits_operands), and
+// launch<delta, maps>().
 //
-// A segment call that keeps (Args::keep) is the first half of a prefill, up to the maps, and, where it is asked for
-// them, one kernel that makes one map of a sequence's: total. The prefill that finds its workspace is the second half,
-// from compose on.
+// A segment call that keeps (Args::keep) is the first half of a prefill, up to the maps, and, where it is
+// asked for them, one kernel that makes one map of a sequence's: total. The prefill that finds its workspace
+// is the second half, from compose on.
 #pragma once
 
 #include <optional>
@@ -28,7 +30,8 @@ inline States float_states(float* data, std::int64_t slots, std::int64_t heads, 
     return {data, Dtype::kFloat32, slots, heads * rows * columns, rows * columns, columns, 1};
 }
 
-// Carry::Fused of a carry that has no kernel that does all. Such a kernel pays where it can run and takes less time.
+// Carry::Fused of a carry that has no kernel that does all. Such a kernel pays where it can run and takes
+// less time.
 struct NotFused {
     static constexpr bool pays = false;
     NotFused(const Call&, const PrefillShape&) {}
@@ -65,30 +68,34 @@ struct PrefillPlan {
         // A segment that makes B alone says nothing of a state before.
         const PrefillPlan from_zero(call, true);
         if (from_zero.bytes == call.kept_bytes && !a.initial.data) return from_zero;
-        throw Error(
-            "prefill: kept must be what a segment of the same inputs has kept, " + std::to_string(plan.bytes) +
-            " bytes, got " + std::to_string(call.kept_bytes) +
-            (from_zero.bytes == call.kept_bytes ? ", of one that made b alone, which has no initial_state" : ""));
+        throw Error("prefill: kept must be what a segment of the same inputs has kept, " +
+                    std::to_string(plan.bytes) + " bytes, got " + std::to_string(call.kept_bytes) +
+                    (from_zero.bytes == call.kept_bytes
+                         ? ", of one that made b alone, which has no initial_state"
+                         : ""));
     }
     PrefillPlan(const Call& call, bool b_alone) {
         const DeviceArgs& a = call.args;
         const std::int64_t per_sequence = ceil_div(a.tokens, kTokens<kKey>);
         chunks = a.cu_seqlens ? a.tokens / kTokens<kKey> + a.sequences : per_sequence * a.sequences;
         const bool delta = a.algorithm.update == Update::kDelta;
-        PrefillShape shape{a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads, a.value_dim};
+        PrefillShape shape{a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads,
+                           a.value_dim};
         fused.emplace(call, shape);
         const bool prepares = (delta || !Carry::kPreparesAdditive) && !fused->pays;
         const std::size_t operand_bytes = prepares ? sizeof(ChunkOperands<T, kKey, kPerChannel>) : 0;
-        kept =
-            (call.keeps || call.kept) && static_cast<std::size_t>(chunks) * a.value_heads * operand_bytes <= kKeptBytes;
+        kept = (call.keeps || call.kept) &&
+               static_cast<std::size_t>(chunks) * a.value_heads * operand_bytes <= kKeptBytes;
         shape.maps_pay = !a.batch_invariant && !fused->pays && (kept || !call.segment);
         shape.kept = kept;
-        // Of packed sequences the host does not know which segments come first: here, and where first ones would walk.
+        // Of packed sequences the host does not know which segments come first: here, and where first ones
+        // would walk.
         shape.from_zero = b_alone && kept && delta && !a.cu_seqlens;
         shape.costs = Carry::cut_costs(delta);
         shape.costs.walks = shape.costs.walks && !a.cu_seqlens;
         policy = prefill_policy(shape, operand_bytes, call.multiprocessors, Carry::kWarpStep);
-        maps = policy.segment_chunks < std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
+        maps = policy.segment_chunks <
+               std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
         by_warp = a.cu_seqlens && a.sequences <= kMostByWarp && slabs() == 1 && !maps;
         if (by_warp) {
             max_segments = a.sequences;
@@ -96,11 +103,14 @@ struct PrefillPlan {
             max_segments = a.sequences + ceil_div(policy.slab_chunks, policy.segment_chunks);
         } else {
             const std::int64_t in_slab = std::min<std::int64_t>(per_sequence, policy.slab_chunks);
-            const std::int64_t pieces = per_sequence > 0 ? ceil_div(policy.slab_chunks, per_sequence) + 1 : a.sequences;
-            max_segments = static_cast<std::int32_t>(std::min<std::int64_t>(pieces, a.sequences) *
-                                                     (in_slab > 0 ? ceil_div(in_slab, policy.segment_chunks) : 1));
+            const std::int64_t pieces =
+                per_sequence > 0 ? ceil_div(policy.slab_chunks, per_sequence) + 1 : a.sequences;
+            max_segments =
+                static_cast<std::int32_t>(std::min<std::int64_t>(pieces, a.sequences) *
+                                          (in_slab > 0 ? ceil_div(in_slab, policy.segment_chunks) : 1));
         }
-        if (max_segments < 1) max_segments = 1;  // somebody has to zero the outputs that belong to no sequence
+        if (max_segments < 1)
+            max_segments = 1;  // somebody has to zero the outputs that belong to no sequence
 
         found = kept && call.kept;
         Carver carver(found ? call.kept : call.workspace), own(call.workspace);
@@ -172,9 +182,10 @@ void launch_slabs(const Call& call) {
     schedule_of.by_warp = plan.by_warp;
     schedule_of.packed = plan.packed;
     schedule_of.segments = plan.segments;
-    // Every launch but the call's first follows another kernel of it. Where maps are composed only a carry does that
-    // waits for compose itself: CTAs of others would wait in the way of maps.
-    const bool composes = plan.maps && !p.halves, waits_itself = call.follows && Carry::kWaitsItself && !call.segment;
+    // Every launch but the call's first follows another kernel of it. Where maps are composed only a carry
+    // does that waits for compose itself: CTAs of others would wait in the way of maps.
+    const bool composes = plan.maps && !p.halves,
+               waits_itself = call.follows && Carry::kWaitsItself && !call.segment;
     schedule_of.awaits_operands = waits_itself && plan.operands && plan.chunks > 0 && !plan.maps && !found;
     bool first = true;
     const auto shape = [&](LaunchShape of) {
@@ -184,10 +195,11 @@ void launch_slabs(const Call& call) {
     };
     for (int slab = 0; slab < plan.slabs(); ++slab) {
         schedule_of.slab_begin = slab * plan.policy.slab_chunks;
-        schedule_of.slab_end = static_cast<std::int32_t>(
-            std::min<std::int64_t>(plan.chunks, schedule_of.slab_begin + std::int64_t{plan.policy.slab_chunks}));
-        schedule_of.by_pieces = divisor(ceil_div(
-            std::min(schedule_of.chunks, schedule_of.slab_end - schedule_of.slab_begin), plan.policy.segment_chunks));
+        schedule_of.slab_end = static_cast<std::int32_t>(std::min<std::int64_t>(
+            plan.chunks, schedule_of.slab_begin + std::int64_t{plan.policy.slab_chunks}));
+        schedule_of.by_pieces =
+            divisor(ceil_div(std::min(schedule_of.chunks, schedule_of.slab_end - schedule_of.slab_begin),
+                             plan.policy.segment_chunks));
         p.ranks = schedule_of.by_pieces;
         if (plan.packed)
             launch<schedule<kScheduleThreads>>(shape({1, kScheduleThreads}), call.stream, a, schedule_of,
@@ -197,31 +209,34 @@ void launch_slabs(const Call& call) {
             static_cast<std::size_t>(schedule_of.slab_end - schedule_of.slab_begin) * a.value_heads;
         constexpr bool kPrepares = kDelta || !Carry::kPreparesAdditive;
         constexpr int kPrepareCtas = Carry::kPerChannel ? kChannelCtas : kTokenCtas;
-        const int span = kPrepares && !Carry::kPerChannel ? prepare_span(blocks, a.group, call.multiprocessors) : 1;
+        const int span =
+            kPrepares && !Carry::kPerChannel ? prepare_span(blocks, a.group, call.multiprocessors) : 1;
         schedule_of.per_chunk =
             schedule_of.awaits_operands && pays_per_chunk(blocks / span, kPrepareCtas, call.multiprocessors);
         if constexpr (kPrepares && Carry::kPerChannel) {
             if (!found)
                 launch<prepare_channel<T, kKey, kDelta, typename Carry::GateTiles>>(
-                    shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}), call.stream, a, Carry::gate_tiles(a),
-                    schedule_of, plan.operands, plan.is_compensated, plan.fading);
+                    shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}), call.stream, a,
+                    Carry::gate_tiles(a), schedule_of, plan.operands, plan.is_compensated, plan.fading);
         } else if constexpr (kPrepares) {
             if (!found)
-                launch<prepare_token<T, kKey>>(shape({blocks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)}),
-                                               call.stream, a, schedule_of, span, plan.operands, plan.is_compensated,
-                                               plan.fading);
+                launch<prepare_token<T, kKey>>(
+                    shape({blocks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)}), call.stream, a,
+                    schedule_of, span, plan.operands, plan.is_compensated, plan.fading);
         }
         const auto launch_compose = [&]<bool kTotal>(std::bool_constant<kTotal>, int row_tiles) {
-            launch<compose<kKey, kTotal>>(shape({static_cast<std::size_t>(row_tiles) * a.value_heads * a.sequences,
-                                                 kComposeThreads<kKey>, sizeof(ComposeSmem<kKey>)}),
-                                          call.stream, a, schedule_of, p, kDelta);
+            launch<compose<kKey, kTotal>>(
+                shape({static_cast<std::size_t>(row_tiles) * a.value_heads * a.sequences,
+                       kComposeThreads<kKey>, sizeof(ComposeSmem<kKey>)}),
+                call.stream, a, schedule_of, p, kDelta);
         };
         const int value_tiles = ceil_div(a.value_dim, kComposeRows);
         if (call.segment) {
             // One segment a sequence and slab: the call's own maps, which a later slab continues.
             if (!plan.maps) p.map_m = a.segment_m, p.map_b = a.segment_b, p.wants_m = a.segment_m.data;
             p.last_map = a.segment_b.data;
-            if (plan.maps || p.last_map) Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
+            if (plan.maps || p.last_map)
+                Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
             const int map_tiles = !a.segment_m.data ? 0 : kDelta ? ceil_div(a.key_dim, kComposeRows) : 1;
             if (plan.maps && p.last_map) launch_compose(std::true_type{}, value_tiles + map_tiles);
             continue;

@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // prepare, decay per channel: scores, inverse, scaled operands of every chunk <- q, k, gate, beta
 //
-// ALGORITHM.md: score, solve.  grid (chunks of the slab * value heads)   128 threads, a warp per block of 16 tokens
-//   gate    a lane owns a few channels of its warp's block: log decays, summed from the block's middle to both ends
-//   table   per block and channel: the factors from the chunk's start, to its end, and to the middle of later blocks
-//   score   a lane turns to two tokens: q and k with exp(G - middle), k with exp(middle - G) are the operands of the
-//           block's own pairs, times a factor of the table those of pairs with other blocks, and what the carry reads
+// ALGORITHM.md: score, solve.  grid (chunks of the slab * value heads)   128 threads, a warp per block of 16
+// tokens
+//   gate    a lane owns a few channels of its warp's block: log decays, summed from the block's middle to
+//   both ends table   per block and channel: the factors from the chunk's start, to its end, and to the
+//   middle of later blocks score   a lane turns to two tokens: q and k with exp(G - middle), k with
+//   exp(middle - G) are the operands of the
+//           block's own pairs, times a factor of the table those of pairs with other blocks, and what the
+//           carry reads
 //   solve   (I + diag(beta) K K^T)^-1 diag(beta): solve.cuh; meanwhile scores go from registers to the image
 //
-// exp(+-(G - middle)) stays in range unless a block decays by more than twice kMostLog2. A chunk that holds more takes
-// the exact way: pairs inside a block on four levels (8, 4, 2, 1), each token's factor running from the border between
-// the two halves of its level, at most 1 whatever the data; all other factors from one exponent. Chunks decide for
-// themselves.
+// exp(+-(G - middle)) stays in range unless a block decays by more than twice kMostLog2. A chunk that holds
+// more takes the exact way: pairs inside a block on four levels (8, 4, 2, 1), each token's factor running
+// from the border between the two halves of its level, at most 1 whatever the data; all other factors from
+// one exponent. Chunks decide for themselves.
 //
-// Scores of an additive algorithm are exact up to their own rounding to T (with an inverse, T's error is there anyway).
-// Factors of at most 1 make operands of fp16, with 11 bits, times powers of two that keep tokens of any size in its
-// range; factors that may grow make operands of two bf16 each.
+// Scores of an additive algorithm are exact up to their own rounding to T (with an inverse, T's error is
+// there anyway). Factors of at most 1 make operands of fp16, with 11 bits, times powers of two that keep
+// tokens of any size in its range; factors that may grow make operands of two bf16 each.
 #pragma once
 
 #include <algorithm>
@@ -44,10 +47,10 @@ inline constexpr int kFewestChannelCtas = kDelta ? 2 : kChannelCtas;
 template <class T, bool kDelta>
 using ScoreOperand = std::conditional_t<kDelta, T, __half>;
 
-// A column meets the rows of a later block by a factor of the table, from middle to middle: the tail of its own block,
-// what lies between, the head of the later one. Column and row bring what tail and head take. The factor vanishes below
-// 2^-126: with halves of 2^-54 at most, only where what lies between takes 2^-18 or more and the pair hardly shows.
-// Where some half decays by more, columns go there in two steps.
+// A column meets the rows of a later block by a factor of the table, from middle to middle: the tail of its
+// own block, what lies between, the head of the later one. Column and row bring what tail and head take. The
+// factor vanishes below 2^-126: with halves of 2^-54 at most, only where what lies between takes 2^-18 or
+// more and the pair hardly shows. Where some half decays by more, columns go there in two steps.
 inline constexpr float kSteepLog2 = 54.0f;
 
 template <class T, bool kDelta>
@@ -75,25 +78,27 @@ struct TokenScales {
     }
 
 private:
-    static constexpr std::uint32_t kInverse = 2 * 0x3f800000u;  // less the bits of a power of two: those of its inverse
+    static constexpr std::uint32_t kInverse =
+        2 * 0x3f800000u;  // less the bits of a power of two: those of its inverse
 
-    // The bits of the power of two that brings a norm nearest to 2^14; of zeros and of what is no number, some power.
+    // The bits of the power of two that brings a norm nearest to 2^14; of zeros and of what is no number,
+    // some power.
     static __device__ __forceinline__ std::uint32_t power(float squares) {
         const float inverse = fmaxf(rsqrtf(fmaxf(squares, 1e-37f)), 0x1p-120f);
         return __float_as_uint(0x1p14f * 1.41421356f * inverse) & 0x7f800000u;
     }
 };
 
-// Up to the products. What is done with makes room for what comes: shared memory leaves the first-level cache what it
-// does not take, and through that q and k come (docs/sm80.md).
+// Up to the products. What is done with makes room for what comes: shared memory leaves the first-level cache
+// what it does not take, and through that q and k come (docs/sm80.md).
 template <int kKey>
 struct ChannelOperands {
     using P = Parts<kKey>;
     static constexpr int kWarps = kPrepareThreads / 32;
     static constexpr int kColumns = std::max(kKey / 32, P::kPairs* P::kParts);
 
-    // Of each warp: the gates of its tokens, as BlockGates has them; in their place, once all lanes have a group's, its
-    // columns for the two blocks that follow.
+    // Of each warp: the gates of its tokens, as BlockGates has them; in their place, once all lanes have a
+    // group's, its columns for the two blocks that follow.
     union {
         float gates[kBlock * 32];
         ColumnWords columns[2];
@@ -103,12 +108,13 @@ struct ChannelOperands {
         std::uint16_t raw_gates[kWarps][kBlock * P::kChannels];
         struct {
             float from_start[P::kBlocks][kKey], to_end[P::kBlocks][kKey], between[P::kPairs][kKey];
-            // The first block's for the last of four, by group; the exact way: all of one group, by pair and part.
+            // The first block's for the last of four, by group; the exact way: all of one group, by pair and
+            // part.
             ColumnWords columns[kColumns];
         } table;
     };
-    // log2 decay from a block's start to its middle, from there to its end; without delta, head becomes the factor, and
-    // so does tail in two steps.
+    // log2 decay from a block's start to its middle, from there to its end; without delta, head becomes the
+    // factor, and so does tail in two steps.
     float head[P::kBlocks][kKey], tail[P::kBlocks][kKey];
 };
 
@@ -127,8 +133,8 @@ struct ChannelSmem {
     std::uint64_t gates_there[kPrepareThreads / 32];  // barriers, where a warp's gates come as a box
 };
 
-// With the KiB that every CTA has besides: sm_90 gives shared memory 164 KiB, and what does not fit them 196, of the
-// 256 that the first-level cache has a part in.
+// With the KiB that every CTA has besides: sm_90 gives shared memory 164 KiB, and what does not fit them 196,
+// of the 256 that the first-level cache has a part in.
 static_assert((sizeof(ChannelSmem<128>) + 1024) * kChannelCtas <= 164 * 1024);
 
 // Pair of blocks (row, column): the place of its factors; those of a column stand side by side.
@@ -150,8 +156,8 @@ struct ChannelBlock {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int block = warp % P::kBlocks, part = warp / P::kBlocks, first = block * kBlock;
 
-    // Where the lane's first units of group 0 stand in the gates, whose units beside them differ in one bit, and in a
-    // tile of the image.
+    // Where the lane's first units of group 0 stand in the gates, whose units beside them differ in one bit,
+    // and in a tile of the image.
     using Place = OperandTile<kKey, true>;
     const int own_unit = lane / 4 * 32 + (lane % 4 * 2 ^ (lane / 4 & 1)) * 4;
     const int operand_unit = Place::unit(first + lane / 4, part* P::kGroups * 4 + lane % 4) * 8;
@@ -167,18 +173,21 @@ struct ChannelBlock {
     // The same for the lane's token of a half: eight tokens on, units stand where they stood.
     __device__ __forceinline__ void own_gates(float (&x)[8], int half, int g) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) load4(x + 4 * i, s.group[warp][g].gates + (own_unit ^ 4 * i) + half * 8 * 32);
+        for (int i = 0; i < 2; ++i)
+            load4(x + 4 * i, s.group[warp][g].gates + (own_unit ^ 4 * i) + half * 8 * 32);
     }
     __device__ __forceinline__ void table(float (&x)[8], const float* row, int g) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) load4(x + 4 * i, row + part * P::kChannels + 32 * g + lane % 4 * 8 + 4 * i);
+        for (int i = 0; i < 2; ++i)
+            load4(x + 4 * i, row + part * P::kChannels + 32 * g + lane % 4 * 8 + 4 * i);
     }
 
     __device__ __forceinline__ void put(T* tile, int half, int g, const Words& words) const {
         const int panel = g * Place::kPanelUnits * 8, rows = 8 * half * Place::kUnits * 8;
         *reinterpret_cast<uint4*>(tile + panel + rows + operand_unit) = as_uint4(words);
     }
-    // Where the columns of `earlier` for `later` stand: of group g, and of the one group that the exact way has.
+    // Where the columns of `earlier` for `later` stand: of group g, and of the one group that the exact way
+    // has.
     __device__ __forceinline__ ColumnWords& columns_of(int later, int earlier, int g) const {
         const int distance = later - earlier - 1;
         return distance < 2 ? s.group[part * P::kBlocks + earlier][g].columns[distance]
@@ -215,28 +224,31 @@ struct ChannelBlock {
         }
     }
     template <class To>
-    static __device__ __forceinline__ void pack_product(Words& words, const float (&x)[8], const float (&y)[8]) {
+    static __device__ __forceinline__ void pack_product(Words& words, const float (&x)[8],
+                                                        const float (&y)[8]) {
 #pragma unroll
         for (int w = 0; w < 4; ++w) words[w] = pack2<To>(x[2 * w] * y[2 * w], x[2 * w + 1] * y[2 * w + 1]);
     }
     // words = x exp2(sign gate + exponent)
     template <class To>
-    static __device__ __forceinline__ void pack_stepped(Words& words, const float (&x)[8], const float (&gate)[8],
-                                                        float sign, const float (&exponent)[8]) {
+    static __device__ __forceinline__ void pack_stepped(Words& words, const float (&x)[8],
+                                                        const float (&gate)[8], float sign,
+                                                        const float (&exponent)[8]) {
         float y[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[i] = exp2_fast(sign * gate[i] + exponent[i]);
         pack_product<To>(words, x, y);
     }
 
-    // The common way: operands of all kinds from q and k, which become the rows that meet other blocks' columns, and
-    // the products inside the block.
+    // The common way: operands of all kinds from q and k, which become the rows that meet other blocks'
+    // columns, and the products inside the block.
     __device__ __forceinline__ void score(Rows& q, Rows& k, const TokenScales<kDelta>& scales, bool two_steps,
                                           float (&own)[2][2][4]) const {
         const int first_pair = pair_of<P::kBlocks>(block + 1, block);
 #pragma unroll
         for (int g = 0; g < P::kGroups; ++g) {
-            Words columns[2], rows[2], columns_low[2], rows_low[2], words;  // rows and low halves: without delta
+            Words columns[2], rows[2], columns_low[2], rows_low[2],
+                words;  // rows and low halves: without delta
             float column[2][8], factor[8], head[8];
             table(factor, s.table.from_start[block], g);
             if (!kDelta) table(head, s.head[block], g);
@@ -262,7 +274,8 @@ struct ChannelBlock {
 
                 unpack(column[half], k.word[half][g], scales.operand[half].y);
 #pragma unroll
-                for (int i = 0; i < 8; ++i) x[i] = column[half][i] * fall[i], column[half][i] *= exp2_fast(-gate[i]);
+                for (int i = 0; i < 8; ++i)
+                    x[i] = column[half][i] * fall[i], column[half][i] *= exp2_fast(-gate[i]);
                 if constexpr (kDelta) {
                     pack(columns[half], column[half]);
                     pack(k.word[half][g], x);
@@ -314,9 +327,9 @@ struct ChannelBlock {
         }
     }
 
-    // The exact way reads q and k again, group by group: load(q, k, g). First the products inside the block. A pair of
-    // tokens belongs to the level of the highest bit in which their numbers differ; whatever a level computes for other
-    // pairs is dropped, be it infinite.
+    // The exact way reads q and k again, group by group: load(q, k, g). First the products inside the block.
+    // A pair of tokens belongs to the level of the highest bit in which their numbers differ; whatever a
+    // level computes for other pairs is dropped, be it infinite.
     template <class Load>
     __device__ __forceinline__ void score_stepped(Load load, const TokenScales<kDelta>& scales,
                                                   float (&own)[2][2][4]) const {
@@ -345,7 +358,8 @@ struct ChannelBlock {
                     pack_stepped<Operand>(columns[half], x, gate, -1.0f, border);
                 }
                 multiply_group<Operand>(product[0], q.word[0][0], q.word[1][0], columns[0], columns[1]);
-                if (kDelta) multiply_group<Operand>(product[1], k.word[0][0], k.word[1][0], columns[0], columns[1]);
+                if (kDelta)
+                    multiply_group<Operand>(product[1], k.word[0][0], k.word[1][0], columns[0], columns[1]);
             }
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile)
@@ -365,10 +379,11 @@ struct ChannelBlock {
                     own[0][half][2 * half + e] = self[half] * scales.operand[half].x * scales.operand[half].y;
     }
 
-    // Then, group by group, the operands, and behind a barrier the products with earlier blocks, from this block's
-    // start.
+    // Then, group by group, the operands, and behind a barrier the products with earlier blocks, from this
+    // block's start.
     template <class Load>
-    __device__ __forceinline__ void operands_stepped(Load load, const TokenScales<kDelta>& scales, int g) const {
+    __device__ __forceinline__ void operands_stepped(Load load, const TokenScales<kDelta>& scales,
+                                                     int g) const {
         BlockRows<1> q, k;
         load(q, k, g);
 #pragma unroll
@@ -419,7 +434,9 @@ struct ChannelBlock {
             Words column[2];
             get_columns(column, columns_of(block, earlier));
             multiply_group<Operand>(product[earlier][0], q.word[0][0], q.word[1][0], column[0], column[1]);
-            if (kDelta) multiply_group<Operand>(product[earlier][1], k.word[0][0], k.word[1][0], column[0], column[1]);
+            if (kDelta)
+                multiply_group<Operand>(product[earlier][1], k.word[0][0], k.word[1][0], column[0],
+                                        column[1]);
         }
     }
     // The nearest block first: the other way round ptxas spills where T is fp16.
@@ -431,9 +448,11 @@ struct ChannelBlock {
             for (int g = 0; g < P::kGroups; ++g) {
                 Words column[2];
                 get_columns(column, columns_of(block, earlier, g));
-                multiply_group<Operand>(product[earlier][0], q.word[0][g], q.word[1][g], column[0], column[1]);
+                multiply_group<Operand>(product[earlier][0], q.word[0][g], q.word[1][g], column[0],
+                                        column[1]);
                 if (kDelta)
-                    multiply_group<Operand>(product[earlier][1], k.word[0][g], k.word[1][g], column[0], column[1]);
+                    multiply_group<Operand>(product[earlier][1], k.word[0][g], k.word[1][g], column[0],
+                                            column[1]);
             }
         }
     }
@@ -470,16 +489,18 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
     const BlockGates<T, kKey> gates{a, operands.group[block.warp][0].gates, operands.raw_gates[block.warp],
                                     first_channel, count};
     const int ahead = tokens_ahead<kKey>(a, schedule, begin),
-              head_ahead = value_head == head * a.group ? ahead : 0;  // the first of those that share a head asks
+              head_ahead =
+                  value_head == head * a.group ? ahead : 0;  // the first of those that share a head asks
     const bool boxed = gate_tiles.has(count);
     if (!boxed)
         gates.load(a.g.offset(place.batch, begin, value_head), ahead);
     else if (lane == 0)
         gate_tiles.ask(gates.raw, s.gates_there + block.warp, place.batch, begin, value_head, ahead);
-    // The bias waits where the lane's sums will stand, A_log where the first lane's will: they come with the gates, and
-    // nothing else is waited for.
+    // The bias waits where the lane's sums will stand, A_log where the first lane's will: they come with the
+    // gates, and nothing else is waited for.
     float *const head_sums = operands.head[block.block] + gates.channel, *const tail_sums =
-                                                                             operands.tail[block.block] + gates.channel;
+                                                                             operands.tail[block.block] +
+                                                                             gates.channel;
     float* const A_log = operands.tail[block.block] + first_channel;
     if (lane == 0) copy_floats_if<1>(A_log, a.A_log.data + value_head * a.A_log.head, a.A_log.data);
     const float* const bias_of_head = a.dt_bias.data + value_head * a.dt_bias.head;
@@ -514,7 +535,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
         if (fades) fades_by = gates.slowest();
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
-            const float worst = gates.channel + i < a.key_dim ? fmaxf(fabsf(head_sum[i]), fabsf(tail_sum[i])) : 0.0f;
+            const float worst =
+                gates.channel + i < a.key_dim ? fmaxf(fabsf(head_sum[i]), fabsf(tail_sum[i])) : 0.0f;
             wild |= worst > kMostLog2<T, kDelta>, steep |= worst > kSteepLog2;
         }
         __syncwarp();  // all lanes have A_log
@@ -525,7 +547,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
             if (lane == 0) s.steep[thread / 32] = steep;
         }
     }
-    if (kDelta && thread < kRows) s.beta[thread] = thread < place.count ? beta_of(a, beta_asked.value(a.beta)) : 0.0f;
+    if (kDelta && thread < kRows)
+        s.beta[thread] = thread < place.count ? beta_of(a, beta_asked.value(a.beta)) : 0.0f;
     q.mask(count, first_channel, a.key_dim);
     k.mask(count, first_channel, a.key_dim);
     if (!kDelta || a.qk_l2norm) {
@@ -538,7 +561,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
 #pragma unroll
         for (int w = 0; w < kPrepareThreads / 32; ++w) two_steps |= s.steep[w] != 0;
     if (kFading && fading) {
-        const float grows_by = fades ? sum_over_warp(growth(lane < kBlock ? s.beta[first + lane] : 0.0f)) : 0.0f;
+        const float grows_by =
+            fades ? sum_over_warp(growth(lane < kBlock ? s.beta[first + lane] : 0.0f)) : 0.0f;
         if (lane == 0) s.fading[block.block] = fades_by + grows_by;
     }
 
@@ -548,7 +572,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
         float head_sum[P::kBlocks], whole[P::kBlocks], tail_sum[P::kBlocks], start = 0.0f, end = 0.0f;
 #pragma unroll
         for (int b = 0; b < P::kBlocks; ++b)
-            head_sum[b] = operands.head[b][c], tail_sum[b] = operands.tail[b][c], whole[b] = head_sum[b] + tail_sum[b];
+            head_sum[b] = operands.head[b][c], tail_sum[b] = operands.tail[b][c],
+            whole[b] = head_sum[b] + tail_sum[b];
 #pragma unroll
         for (int b = 0; b < P::kBlocks; ++b) {
             if (!kDelta) operands.head[b][c] = entry(head_sum[b]);
@@ -667,7 +692,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
 #pragma unroll
         for (int column = 0; column < P::kBlocks; ++column)
             if (column <= block.block)
-                put_block(triangle + Triangle<kRows>::block_begin(block.block, column) * 8, slots + column * kSlot);
+                put_block(triangle + Triangle<kRows>::block_begin(block.block, column) * 8,
+                          slots + column * kSlot);
     };
     __syncthreads();  // the products take the place of their operands
     if (kDelta && last) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// prepare, one decay per token: scores, inverse and factors of every chunk <- q, k, gate, beta      ALGORITHM.md:
+// prepare, one decay per token: scores, inverse and factors of every chunk <- q, k, gate, beta ALGORITHM.md:
 // score, solve
 //
 // grid (chunks of the slab * value heads / span)   128 threads, a warp per block of 16 tokens
 //
-// q and k go into the products as they are; norms, scale and exp(G_i - G_j) multiply the results. Nothing is rounded
-// but the inputs and what the carry reads. A CTA makes the images of `span` value heads that share q and k, one after
-// the other: rows are fetched and summed once.
+// q and k go into the products as they are; norms, scale and exp(G_i - G_j) multiply the results. Nothing is
+// rounded but the inputs and what the carry reads. A CTA makes the images of `span` value heads that share q
+// and k, one after the other: rows are fetched and summed once.
 #pragma once
 
 #include "cuda/chunked/block.cuh"
@@ -39,21 +39,22 @@ inline constexpr int kFewestTokenCtas = 3;
 
 template <class T, int kKey>
 __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
-    prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, int span, TokenChunk<T, kKey>* chunks,
-                  std::int32_t* is_compensated, float* fading) {
+    prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, int span,
+                  TokenChunk<T, kKey>* chunks, std::int32_t* is_compensated, float* fading) {
     follow_kernels_before_carry<kKey>(schedule);
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>;
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<TokenSmem<kKey>*>(raw);
 
-    // Spans of heads are of a power of two. The chunk's number not by a Divisor: what follows from that would be in
-    // uniform registers, and ptxas spills where K = 256.
+    // Spans of heads are of a power of two. The chunk's number not by a Divisor: what follows from that would
+    // be in uniform registers, and ptxas spills where K = 256.
     const int first_of_all = static_cast<int>(blockIdx.x) * span,
-              number = static_cast<int>(static_cast<unsigned>(first_of_all) / static_cast<unsigned>(a.value_heads)),
+              number = static_cast<int>(static_cast<unsigned>(first_of_all) /
+                                        static_cast<unsigned>(a.value_heads)),
               first_head = first_of_all - number * a.value_heads;
-    const int head = a.by_group.divide(first_head), thread = static_cast<int>(threadIdx.x), lane = thread % 32,
-              warp = role_of_warp();
+    const int head = a.by_group.divide(first_head), thread = static_cast<int>(threadIdx.x),
+              lane = thread % 32, warp = role_of_warp();
     const ChunkPlace place = place_of<kRows>(a, schedule, number);
     if (place.count <= 0) return;
 
@@ -73,7 +74,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
 #pragma unroll
     for (int i = 0; i < kBetas; ++i) {
         const int of = (thread + i * kPrepareThreads) / kRows, t = thread % kRows;
-        if (delta && of < span) betas[i].ask(a.beta, place.batch, place.begin + t, first_head + of, t < place.count);
+        if (delta && of < span)
+            betas[i].ask(a.beta, place.batch, place.begin + t, first_head + of, t < place.count);
     }
     if (per_chunk<kKey>(schedule) && thread == 0)
         lead_carry(is_compensated + std::int64_t{number} * a.value_heads + first_head, span);
@@ -127,7 +129,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
 #pragma unroll
         for (int t = 0; t < kRows; t += 32) grows_by += growth(s.beta[warp][t + lane]);
         grows_by = sum_over_warp(grows_by);
-        if (lane == 0) fading[first_operands + warp] = a.qk_l2norm ? s.log_decay[warp][kRows - 1] + grows_by : 0.0f;
+        if (lane == 0)
+            fading[first_operands + warp] = a.qk_l2norm ? s.log_decay[warp][kRows - 1] + grows_by : 0.0f;
     }
 
     for (int i = thread; i < 2 * kRows; i += kPrepareThreads) {
@@ -195,12 +198,15 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
                         Words column[2];
 #pragma unroll
                         for (int half = 0; half < 2; ++half) {
-                            const uint4 x = earlier < block ? s.columns[earlier][part * P::kGroups + g][half][lane]
-                                                            : as_uint4(k.word[half][g]);
-                            column[half][0] = x.x, column[half][1] = x.y, column[half][2] = x.z, column[half][3] = x.w;
+                            const uint4 x = earlier < block
+                                                ? s.columns[earlier][part * P::kGroups + g][half][lane]
+                                                : as_uint4(k.word[half][g]);
+                            column[half][0] = x.x, column[half][1] = x.y, column[half][2] = x.z,
+                            column[half][3] = x.w;
                         }
                         multiply_group<T>(product[0], q.word[0][g], q.word[1][g], column[0], column[1]);
-                        if (delta) multiply_group<T>(product[1], k.word[0][g], k.word[1][g], column[0], column[1]);
+                        if (delta)
+                            multiply_group<T>(product[1], k.word[0][g], k.word[1][g], column[0], column[1]);
                     }
                     store(product[0], product[1], earlier);
                 }

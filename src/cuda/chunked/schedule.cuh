@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // schedule: first_chunk [N + 1], packed chunks, segments <- cu_seqlens      one CTA of 1024 threads
 //
-// Packed sequences are cut into chunks and segments on the device, so that no length is ever read by the host. Where
-// sequences stay whole the longest goes first: what starts late ends late. A thread has a sequence, and then a chunk or
-// a segment wherever its sequence may be, since one sequence may have all of them.
+// Packed sequences are cut into chunks and segments on the device, so that no length is ever read by the
+// host. Where sequences stay whole the longest goes first: what starts late ends late. A thread has a
+// sequence, and then a chunk or a segment wherever its sequence may be, since one sequence may have all of
+// them.
 #pragma once
 
 #include "cuda/chunked/chunk.cuh"
@@ -26,7 +27,8 @@ __device__ __forceinline__ SumBefore sum_before(std::int32_t x, std::int32_t (&o
     return {__shfl_sync(0xffffffffu, all.before, warp) + own.before, all.total};
 }
 
-// Of ascending numbers, the first of them no more than x: the last that is no more, whose sequence has x itself.
+// Of ascending numbers, the first of them no more than x: the last that is no more, whose sequence has x
+// itself.
 __device__ __forceinline__ int last_up_to(const std::int32_t (&before)[kScheduleThreads], std::int32_t x) {
     int which = 0;
 #pragma unroll
@@ -37,14 +39,15 @@ __device__ __forceinline__ int last_up_to(const std::int32_t (&before)[kSchedule
 
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    schedule(const __grid_constant__ DeviceArgs a, const Schedule s, std::int32_t* first_chunk, PackedChunk* packed,
-             Segment* segments) {
+    schedule(const __grid_constant__ DeviceArgs a, const Schedule s, std::int32_t* first_chunk,
+             PackedChunk* packed, Segment* segments) {
     pdl_trigger_and_wait();
     static_assert(kThreads == kScheduleThreads);
     __shared__ std::int32_t of_warps[32];
-    __shared__ std::int32_t first[kThreads], last[kThreads], first_segment[kThreads];  // of the sequences at hand
-    __shared__ std::int64_t begin[kThreads], end[kThreads];                            // the same: their tokens
-    __shared__ std::int32_t lengths[kSortedSequences];  // in chunks, of all; -1: not in this slab
+    __shared__ std::int32_t first[kThreads], last[kThreads],
+        first_segment[kThreads];                             // of the sequences at hand
+    __shared__ std::int64_t begin[kThreads], end[kThreads];  // the same: their tokens
+    __shared__ std::int32_t lengths[kSortedSequences];       // in chunks, of all; -1: not in this slab
     const int thread = static_cast<int>(threadIdx.x);
     const bool whole = s.segment_chunks >= s.slab_end - s.slab_begin && a.sequences <= kSortedSequences;
     std::int32_t chunks = 0, count = 0;  // of the sequences so far: chunks, segments
@@ -63,8 +66,8 @@ __global__ void __launch_bounds__(kThreads)
         for (std::int32_t i = slab_chunk + thread; i < min(chunks, s.slab_end); i += kThreads) {
             const int which = last_up_to(first, i);
             const std::int64_t at = begin[which] + std::int64_t{i - first[which]} * s.chunk_tokens;
-            packed[i - s.slab_begin] = {at,
-                                        static_cast<std::int32_t>(min(end[which] - at, std::int64_t{s.chunk_tokens}))};
+            packed[i - s.slab_begin] = {
+                at, static_cast<std::int32_t>(min(end[which] - at, std::int64_t{s.chunk_tokens}))};
         }
 
         Segment head = segment_of_piece(s, n, own_first, own_first + own_chunks, 0);
@@ -85,7 +88,8 @@ __global__ void __launch_bounds__(kThreads)
         count += of_segments.total;
     }
     if (thread == 0) first_chunk[a.sequences] = chunks;
-    for (std::int32_t i = (chunks > s.slab_begin ? chunks : s.slab_begin) + thread; i < s.slab_end; i += kThreads)
+    for (std::int32_t i = (chunks > s.slab_begin ? chunks : s.slab_begin) + thread; i < s.slab_end;
+         i += kThreads)
         packed[i - s.slab_begin] = {};
 
     if (whole) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // solve: X = (I + M)^-1 for a strictly lower triangular M, in float      ALGORITHM.md: solve
 //
-// By halves: the inverse of a lower triangle [A 0; C B] is [A^-1 0; -B^-1 C A^-1 B^-1]. A warp inverts a block of 16 on
-// the diagonal, its halves of 8 by substitution; then warps join blocks to squares of 32, and these to one of 64, with
-// products on the tensor cores.
+// By halves: the inverse of a lower triangle [A 0; C B] is [A^-1 0; -B^-1 C A^-1 B^-1]. A warp inverts a
+// block of 16 on the diagonal, its halves of 8 by substitution; then warps join blocks to squares of 32, and
+// these to one of 64, with products on the tensor cores.
 #pragma once
 
 #include "cuda/chunked/chunk.cuh"
@@ -12,8 +12,8 @@
 
 namespace cula::cuda::chunked {
 
-// The functions below take the lane that they run on: as a rule this one; but a loop over chunks would keep all that
-// follows from it in registers, unless it hands over one that is asked for anew (lane_anew()).
+// The functions below take the lane that they run on: as a rule this one; but a loop over chunks would keep
+// all that follows from it in registers, unless it hands over one that is asked for anew (lane_anew()).
 __device__ __forceinline__ int own_lane() { return static_cast<int>(threadIdx.x) % 32; }
 __device__ __forceinline__ int lane_anew() {
     int lane;
@@ -21,8 +21,9 @@ __device__ __forceinline__ int lane_anew() {
     return lane;
 }
 
-// A square of floats in shared memory. Pitch and permutation keep the accumulators' layout (8 bytes a lane), rows (16
-// bytes) and the columns of a right factor free of conflicts. Four neighbours from a multiple of four on stay together.
+// A square of floats in shared memory. Pitch and permutation keep the accumulators' layout (8 bytes a lane),
+// rows (16 bytes) and the columns of a right factor free of conflicts. Four neighbours from a multiple of
+// four on stay together.
 template <int kSize>
 struct Square {
     static constexpr int kPitch = kSize + 8;
@@ -40,8 +41,9 @@ struct Square {
     }
 };
 
-// A factor for the tensor cores, which drop the lower 13 bits of what they read: after that `rounded` is the nearest
-// number of 11 bits, for any finite x, and `rest` what it leaves over. Together they are good to 2^-22.
+// A factor for the tensor cores, which drop the lower 13 bits of what they read: after that `rounded` is the
+// nearest number of 11 bits, for any finite x, and `rest` what it leaves over. Together they are good to
+// 2^-22.
 struct Tf32 {
     std::uint32_t rounded, rest;
 
@@ -51,11 +53,12 @@ struct Tf32 {
     }
 };
 
-// product [16 x 16] += left right [16 x 16], left as accumulators hold it: [n tile][fragment]. kExact: 22 bits of each
-// factor instead of 11.
+// product [16 x 16] += left right [16 x 16], left as accumulators hold it: [n tile][fragment]. kExact: 22
+// bits of each factor instead of 11.
 template <bool kExact, int kSize>
 __device__ __forceinline__ void multiply_block(float (&product)[2][4], const float (&left)[2][4],
-                                               const Square<kSize>& right, int row, int column, int lane = own_lane()) {
+                                               const Square<kSize>& right, int row, int column,
+                                               int lane = own_lane()) {
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
         // Neighbouring columns of `left` serve as k and k + 4: rows of `right` follow suit.
@@ -63,7 +66,8 @@ __device__ __forceinline__ void multiply_block(float (&product)[2][4], const flo
         const std::uint32_t a[4] = {a0.rounded, a1.rounded, a2.rounded, a3.rounded};
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
-            const float* from = right.at(row, column, lane % 4 * 2, 8 * tile + lane / 4) + 8 * step * right.kPitch;
+            const float* from =
+                right.at(row, column, lane % 4 * 2, 8 * tile + lane / 4) + 8 * step * right.kPitch;
             const Tf32 b0(from[0]), b1(from[right.kPitch]);
             if constexpr (kExact) {
                 const std::uint32_t rest[4] = {a0.rest, a1.rest, a2.rest, a3.rest};
@@ -93,11 +97,12 @@ __device__ __forceinline__ void load_block(float (&block)[2][4], const Square<kS
         }
 }
 
-// product [8 x 8] = left right, left as accumulators hold it, at 22 bits: x0, x1 of what a lane has of `left`; right
-// from (row, column) of the block at `first` on the diagonal.
+// product [8 x 8] = left right, left as accumulators hold it, at 22 bits: x0, x1 of what a lane has of
+// `left`; right from (row, column) of the block at `first` on the diagonal.
 template <int kSize>
-__device__ __forceinline__ void multiply_eighths(float (&product)[4], float x0, float x1, const Square<kSize>& right,
-                                                 int first, int row, int column, int lane) {
+__device__ __forceinline__ void multiply_eighths(float (&product)[4], float x0, float x1,
+                                                 const Square<kSize>& right, int first, int row, int column,
+                                                 int lane) {
     const float* from = right.at(first, first, row + lane % 4 * 2, column + lane / 4);
     const Tf32 a0(x0), a2(x1), b0(from[0]), b1(from[right.kPitch]);
     const std::uint32_t a[4] = {a0.rounded, 0u, a2.rounded, 0u}, rest[4] = {a0.rest, 0u, a2.rest, 0u};
@@ -106,13 +111,13 @@ __device__ __forceinline__ void multiply_eighths(float (&product)[4], float x0, 
     mma_16x8x8_tf32(product, a, b0.rounded, b1.rounded);
 }
 
-// A column of the inverse of the half of a block on the diagonal that begins at `begin`: x_i = [i = j] - sum_{l < i}
-// m_il x_l.
+// A column of the inverse of the half of a block on the diagonal that begins at `begin`: x_i = [i = j] -
+// sum_{l < i} m_il x_l.
 inline constexpr int kHalfBlock = kBlock / 2;
 
 template <int kSize>
-__device__ __forceinline__ void substitute(float (&column)[kHalfBlock], const Square<kSize>& m, int first, int begin,
-                                           int j) {
+__device__ __forceinline__ void substitute(float (&column)[kHalfBlock], const Square<kSize>& m, int first,
+                                           int begin, int j) {
 #pragma unroll
     for (int i = 0; i < kHalfBlock; ++i) {
         float of_row[kHalfBlock], even = begin + i == j ? 1.0f : 0.0f, odd = 0.0f;
@@ -128,8 +133,8 @@ __device__ __forceinline__ void substitute(float (&column)[kHalfBlock], const Sq
 template <int kSize>
 __device__ __forceinline__ float2 join_halves(const Square<kSize>& m, int first, int lane) {
     float left[4] = {}, joined[4] = {};
-    const auto pair =
-        *reinterpret_cast<const float2*>(m.at(first, first, kHalfBlock + lane / 4, kHalfBlock + lane % 4 * 2));
+    const auto pair = *reinterpret_cast<const float2*>(
+        m.at(first, first, kHalfBlock + lane / 4, kHalfBlock + lane % 4 * 2));
     multiply_eighths(left, pair.x, pair.y, m, first, kHalfBlock, 0, lane);
     multiply_eighths(joined, left[0], left[1], m, first, 0, 0, lane);
     return {-joined[0], -joined[1]};
@@ -142,8 +147,8 @@ __device__ __forceinline__ void put_joined(Square<kSize>& m, int first, float2 j
 // X in place of M in block (row, row), zeros above the diagonal included. One warp.
 template <int kSize>
 __device__ __forceinline__ void invert_diagonal(Square<kSize>& m, int row) {
-    // Lane j < 16: column j of the two halves. The last eight lanes: zeros in the upper half of the columns of the
-    // lower.
+    // Lane j < 16: column j of the two halves. The last eight lanes: zeros in the upper half of the columns
+    // of the lower.
     const int lane = own_lane(), first = row * kBlock, j = lane % kBlock;
     const int begin = j / kHalfBlock * kHalfBlock;  // of the half
     float column[kHalfBlock];
@@ -152,7 +157,8 @@ __device__ __forceinline__ void invert_diagonal(Square<kSize>& m, int row) {
     const int to = lane < kBlock ? begin : 0;
     if (lane < kBlock || begin > 0)
 #pragma unroll
-        for (int i = 0; i < kHalfBlock; ++i) *m.at(first, first, to + i, j) = lane < kBlock ? column[i] : 0.0f;
+        for (int i = 0; i < kHalfBlock; ++i)
+            *m.at(first, first, to + i, j) = lane < kBlock ? column[i] : 0.0f;
     __syncwarp();
     const float2 joined = join_halves(m, first, lane);
     __syncwarp();
@@ -190,11 +196,13 @@ __device__ __forceinline__ void store_block(Square<kSize>& s, const float (&bloc
                 float2{block[tile][2 * half], block[tile][2 * half + 1]};
 }
 
-// The blocks of X left of the diagonal, after all warps have inverted theirs and met. Of four blocks a warp returns
-// (3 - warp / 2, warp % 2), as accumulators hold it, and (1, 0) and (3, 2) then stand above the diagonal, where M has
-// nothing, at (0, 1) and (2, 3). All four warps take part. Of two, warp 0 returns (1, 0).
+// The blocks of X left of the diagonal, after all warps have inverted theirs and met. Of four blocks a warp
+// returns (3 - warp / 2, warp % 2), as accumulators hold it, and (1, 0) and (3, 2) then stand above the
+// diagonal, where M has nothing, at (0, 1) and (2, 3). All four warps take part. Of two, warp 0 returns (1,
+// 0).
 template <bool kExact, int kSize>
-__device__ __forceinline__ void invert_lower(Square<kSize>& m, int warp, float (&x)[2][4], int lane = own_lane()) {
+__device__ __forceinline__ void invert_lower(Square<kSize>& m, int warp, float (&x)[2][4],
+                                             int lane = own_lane()) {
     const auto load = [&](float(&block)[2][4], int row, int column) {
         load_block(block, m, row * kBlock, column * kBlock, lane);
     };

@@ -2,8 +2,9 @@
 // Forks (core/forks.h), settled on the device in two kernels.
 //
 // settle_forks: starts, ends <- indices                     grid (sequences)                  128 threads
-//   A CTA looks through all other sequences for one that writes the slot which its own starts from, and for one that
-//   starts from the slot which its own writes first. With the former alone its own is a fork, and starts from there.
+//   A CTA looks through all other sequences for one that writes the slot which its own starts from, and for
+//   one that starts from the slot which its own writes first. With the former alone its own is a fork, and
+//   starts from there.
 // copy_forks: slots that forks start from <- the pool       grid (value heads * sequences)    128 threads
 //   Nobody reads the slot meanwhile, nor writes the one that it is copied from.
 #pragma once
@@ -16,7 +17,8 @@ inline constexpr int kSettleThreads = 128;
 
 // body(slot) for every slot that sequence n writes, in the order of its tokens.
 template <class Body>
-__device__ __forceinline__ void each_written(const DeviceArgs& a, std::int64_t n, const StateSlots& slots, Body body) {
+__device__ __forceinline__ void each_written(const DeviceArgs& a, std::int64_t n, const StateSlots& slots,
+                                             Body body) {
     if (slots.skipped) return;
     if (!a.state_indices.data) return body(slots.final);
     const std::int64_t tokens = tokens_of(a, n).length;
@@ -50,11 +52,13 @@ __global__ void __launch_bounds__(kSettleThreads)
 }
 
 template <class Word>
-__device__ __forceinline__ void copy_state(const DeviceArgs& a, std::int64_t from, std::int64_t to, int value_head) {
+__device__ __forceinline__ void copy_state(const DeviceArgs& a, std::int64_t from, std::int64_t to,
+                                           int value_head) {
     const auto* const source = static_cast<const Word*>(a.initial.data) + a.initial.offset(from, value_head);
     auto* const copy = static_cast<Word*>(a.final.data) + a.final.offset(to, value_head);
     const bool by_rows = a.final.k == 1;  // neighbouring threads have neighbouring elements
-    const std::int64_t inner = by_rows ? a.key_dim : a.value_dim, elements = std::int64_t{a.key_dim} * a.value_dim;
+    const std::int64_t inner = by_rows ? a.key_dim : a.value_dim,
+                       elements = std::int64_t{a.key_dim} * a.value_dim;
     for (std::int64_t i = threadIdx.x; i < elements; i += kSettleThreads) {
         const std::int64_t outer = i / inner, rest = i - outer * inner;
         const std::int64_t v = by_rows ? outer : rest, k = by_rows ? rest : outer;

@@ -23,16 +23,17 @@ inline void check(cudaError_t status, const char* what) {
 struct LaunchShape {
     std::size_t blocks = 0;
     int threads = 0;
-    std::size_t shared_bytes = 0, most_shared_bytes = 0;  // of this launch; of any of the kernel, where that is more
-    int cluster = 1;                                      // neighbouring blocks
-    // The kernel may start while the one launched before is running, for whose end it waits itself (ptx/overlap.cuh);
-    // sm_90.
+    std::size_t shared_bytes = 0,
+                most_shared_bytes = 0;  // of this launch; of any of the kernel, where that is more
+    int cluster = 1;                    // neighbouring blocks
+    // The kernel may start while the one launched before is running, for whose end it waits itself
+    // (ptx/overlap.cuh); sm_90.
     bool early = false;
 };
 
-// Dynamic shared memory beyond 48 KiB has to be asked for once per kernel and device: always for the same amount, as
-// two threads may launch one kernel. Asking takes a microsecond. A device that is reset forgets, and is not asked
-// again.
+// Dynamic shared memory beyond 48 KiB has to be asked for once per kernel and device: always for the same
+// amount, as two threads may launch one kernel. Asking takes a microsecond. A device that is reset forgets,
+// and is not asked again.
 template <auto kKernel>
 void ask_for_shared(std::size_t bytes) {
     static std::atomic<std::uint64_t> asked = 0;  // a bit for each of the first devices
@@ -72,8 +73,8 @@ template <auto kKernel, class... Args>
 void launch(const LaunchShape& shape, void* stream, const Args&... args) {
     if (shape.blocks == 0) return;
     if (shape.blocks > static_cast<std::size_t>(kMostBlocks))
-        throw Error("launch: a call must have at most " + std::to_string(kMostBlocks) + " thread blocks, got " +
-                    std::to_string(shape.blocks));
+        throw Error("launch: a call must have at most " + std::to_string(kMostBlocks) +
+                    " thread blocks, got " + std::to_string(shape.blocks));
     const std::size_t most = std::max(shape.most_shared_bytes, shape.shared_bytes);
     if (most > 48 * 1024) ask_for_shared<kKernel>(most);
     launch_as(kKernel, shape, stream, args...);

@@ -10,8 +10,8 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane l names row l % 8 of matrix l / 8. Lane l receives of each the pair in
-// row l/4 at columns 2 (l%4), of the transposed form the pair in rows 2 (l%4) at column l/4.
+// Four 8 x 8 matrices of 16-bit elements; lane l names row l % 8 of matrix l / 8. Lane l receives of each the
+// pair in row l/4 at columns 2 (l%4), of the transposed form the pair in rows 2 (l%4) at column l/4.
 __device__ __forceinline__ void load_matrices(std::uint32_t (&m)[4], std::uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -23,10 +23,11 @@ __device__ __forceinline__ void load_matrices_transposed(std::uint32_t (&m)[4], 
                  : "r"(row));
 }
 
-// The other way, and transposed: the lane's pair of matrix m goes to column l/4, rows 2 (l%4) and the next; sm_90.
+// The other way, and transposed: the lane's pair of matrix m goes to column l/4, rows 2 (l%4) and the next;
+// sm_90.
 __device__ __forceinline__ void store_matrices_transposed(std::uint32_t row, const std::uint32_t (&m)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(m[0]), "r"(m[1]),
-                 "r"(m[2]), "r"(m[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(m[0]),
+                 "r"(m[1]), "r"(m[2]), "r"(m[3])
                  : "memory");
 }
 
@@ -58,10 +59,10 @@ __device__ __forceinline__ void store_word(std::uint32_t at, std::uint32_t word)
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
 }
 __device__ __forceinline__ void store_word_if(bool is, std::uint32_t at, std::uint32_t word) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.b32 [%1], %2; }" ::"r"(static_cast<std::uint32_t>(is)),
-        "r"(at), "r"(word)
-        : "memory");
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.b32 [%1], %2; }" ::"r"(
+                     static_cast<std::uint32_t>(is)),
+                 "r"(at), "r"(word)
+                 : "memory");
 }
 __device__ __forceinline__ void store_pair_if(bool is, std::uint32_t at, float2 pair) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.v2.f32 [%1], {%2, %3}; }" ::"r"(

@@ -2,8 +2,8 @@
 // Tensor core products of one warp, sm_80: d [16 x 8] += a [16 x 16] b [16 x 8], float accumulators.
 //
 // Lane l holds of d: rows l/4 and l/4 + 8, columns 2 (l%4) and the next: d[0], d[1] and d[2], d[3].
-// Of a, packed pairs along k: rows l/4, l/4 + 8 at k = 2 (l%4), then both at k + 8. Of b: k = 2 (l%4) and k + 8, column
-// l/4.
+// Of a, packed pairs along k: rows l/4, l/4 + 8 at k = 2 (l%4), then both at k + 8. Of b: k = 2 (l%4) and k +
+// 8, column l/4.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,45 +19,50 @@ __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const std::uint32_t (
                                             std::uint32_t b1);
 
 template <>
-__device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
-                                                           std::uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+__device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float (&d)[4], const std::uint32_t (&a)[4],
+                                                           std::uint32_t b0, std::uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 template <>
-__device__ __forceinline__ void mma_16x8x16<__half>(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
-                                                    std::uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+__device__ __forceinline__ void mma_16x8x16<__half>(float (&d)[4], const std::uint32_t (&a)[4],
+                                                    std::uint32_t b0, std::uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d [16 x 8] += a [16 x 8] b [8 x 8]. Lane l holds of a: rows l/4 and l/4 + 8 at k = 2 (l%4) and the next; of b: the
-// same k, column l/4.
+// d [16 x 8] += a [16 x 8] b [8 x 8]. Lane l holds of a: rows l/4 and l/4 + 8 at k = 2 (l%4) and the next; of
+// b: the same k, column l/4.
 template <class T>
 __device__ __forceinline__ void mma_16x8x8(float (&d)[4], const std::uint32_t (&a)[2], std::uint32_t b);
 
 template <>
-__device__ __forceinline__ void mma_16x8x8<__nv_bfloat16>(float (&d)[4], const std::uint32_t (&a)[2], std::uint32_t b) {
+__device__ __forceinline__ void mma_16x8x8<__nv_bfloat16>(float (&d)[4], const std::uint32_t (&a)[2],
+                                                          std::uint32_t b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
 template <>
-__device__ __forceinline__ void mma_16x8x8<__half>(float (&d)[4], const std::uint32_t (&a)[2], std::uint32_t b) {
+__device__ __forceinline__ void mma_16x8x8<__half>(float (&d)[4], const std::uint32_t (&a)[2],
+                                                   std::uint32_t b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
-// d [16 x 8] += a [16 x 8] b [8 x 8] on TF32. Lane l holds of a: rows l/4, l/4 + 8 at k = l%4, then both at k + 4; of
-// b: k = l%4 and k + 4, column l/4.
+// d [16 x 8] += a [16 x 8] b [8 x 8] on TF32. Lane l holds of a: rows l/4, l/4 + 8 at k = l%4, then both at k
+// + 4; of b: k = l%4 and k + 4, column l/4.
 __device__ __forceinline__ void mma_16x8x8_tf32(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                                 std::uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -78,7 +83,8 @@ __device__ __forceinline__ std::uint32_t pack2<__half>(float low, float high) {
     return word;
 }
 
-// The same, done again each time it is asked for: where many results would otherwise be kept from one use to the next.
+// The same, done again each time it is asked for: where many results would otherwise be kept from one use to
+// the next.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack2_again(float low, float high);
 template <>
@@ -105,8 +111,8 @@ __device__ __forceinline__ float2 unpack2<__half>(std::uint32_t word) {
     return __half22float2(reinterpret_cast<const __half2&>(word));
 }
 
-// As pack2, and in float16 what is larger than its largest number becomes that: a zero of the other operand times it is
-// zero, not NaN. A NaN stays one.
+// As pack2, and in float16 what is larger than its largest number becomes that: a zero of the other operand
+// times it is zero, not NaN. A NaN stays one.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack2_finite(float low, float high) {
     std::uint32_t word = pack2<T>(low, high);

@@ -13,8 +13,8 @@ struct TileCoordinates {
 };
 
 // The box at `at`, with zeros where it reaches beyond the tensor; `barrier` counts its bytes, those too.
-__device__ __forceinline__ void tma_load(std::uint32_t shared, const CUtensorMap& map, const TileCoordinates& at,
-                                         std::uint32_t barrier) {
+__device__ __forceinline__ void tma_load(std::uint32_t shared, const CUtensorMap& map,
+                                         const TileCoordinates& at, std::uint32_t barrier) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared),
@@ -23,15 +23,18 @@ __device__ __forceinline__ void tma_load(std::uint32_t shared, const CUtensorMap
 }
 // To the second-level cache alone.
 __device__ __forceinline__ void tma_prefetch(const CUtensorMap& map, const TileCoordinates& at) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(at.channel),
-                 "r"(at.head), "r"(at.token), "r"(at.batch)
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map),
+                 "r"(at.channel), "r"(at.head), "r"(at.token), "r"(at.batch)
                  : "memory");
 }
 // The way back, of what lies in the tensor.
-__device__ __forceinline__ void tma_store(const CUtensorMap& map, const TileCoordinates& at, std::uint32_t shared) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
-                 "r"(at.channel), "r"(at.head), "r"(at.token), "r"(at.batch), "r"(shared)
-                 : "memory");
+__device__ __forceinline__ void tma_store(const CUtensorMap& map, const TileCoordinates& at,
+                                          std::uint32_t shared) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
+            &map),
+        "r"(at.channel), "r"(at.head), "r"(at.token), "r"(at.batch), "r"(shared)
+        : "memory");
 }
 // Returns when all that the thread has stored so far has been read.
 __device__ __forceinline__ void tma_wait_stores_read() {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tensor core products of a warpgroup, sm_90a: d [64 x N] += a [64 x 16] b [16 x N], float accumulators.
 //
-// A warpgroup is four warps from a multiple of four on; warp w holds rows 16 w to 16 w + 15 of d and a, as the
-// accumulators and the A operand of ptx/mma.cuh. b lies in shared memory as Tile (sm80/chunk.cuh): [N x 16 channels] of
-// rows that are contiguous along k, or transposed, [16 x N] contiguous along N.
+// A warpgroup is four warps from a multiple of four on; warp w holds rows 16 w to 16 w + 15 of d and a, as
+// the accumulators and the A operand of ptx/mma.cuh. b lies in shared memory as Tile (sm80/chunk.cuh): [N x
+// 16 channels] of rows that are contiguous along k, or transposed, [16 x N] contiguous along N.
 //
-// Products run on their own after they are issued: fence() before the first that reads or adds to registers that were
-// written since, commit() after a batch, wait<pending>() until all batches but so many are through. hold() keeps the
-// compiler from moving registers that products in flight own.
+// Products run on their own after they are issued: fence() before the first that reads or adds to registers
+// that were written since, commit() after a batch, wait<pending>() until all batches but so many are through.
+// hold() keeps the compiler from moving registers that products in flight own.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -31,7 +31,8 @@ __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
         for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[i][e])::"memory");
 }
 
-// Where an operand lies in shared memory. Advancing by x bytes adds x / 16, which leaves the upper half as it is.
+// Where an operand lies in shared memory. Advancing by x bytes adds x / 16, which leaves the upper half as it
+// is.
 struct Operand {
     std::uint32_t low, high;
 
@@ -43,17 +44,22 @@ struct Operand {
     }
 };
 
-// In panels of kColumns columns, whose rows of twice as many bytes are what the swizzle permutes: the address, and the
-// strides between eight rows and, transposed, between panels. The address should be uniform().
+// In panels of kColumns columns, whose rows of twice as many bytes are what the swizzle permutes: the
+// address, and the strides between eight rows and, transposed, between panels. The address should be
+// uniform().
 template <int kColumns>
 __device__ __forceinline__ Operand operand(std::uint32_t address, std::uint32_t panel_bytes = 16) {
     static_assert(kColumns == 64 || kColumns == 32 || kColumns == 16);
-    constexpr std::uint32_t kSwizzle = kColumns == 64 ? 1 : kColumns == 32 ? 2 : 3, kEightRows = 8 * 2 * kColumns;
+    constexpr std::uint32_t kSwizzle = kColumns == 64   ? 1
+                                       : kColumns == 32 ? 2
+                                                        : 3,
+                            kEightRows = 8 * 2 * kColumns;
     return {(panel_bytes >> 4) << 16 | (address & 0x3ffffu) >> 4, kSwizzle << 30 | kEightRows >> 4};
 }
 
-// x, which is the same in all lanes, where the compiler can tell. Products take descriptors from registers that a warp
-// has once: of a uniform address they are made there, of any other in every lane, and moved, for each product.
+// x, which is the same in all lanes, where the compiler can tell. Products take descriptors from registers
+// that a warp has once: of a uniform address they are made there, of any other in every lane, and moved, for
+// each product.
 __device__ __forceinline__ std::uint32_t uniform(std::uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // d += a b, or with add = 0 d = a b. N = 8 kTiles.
@@ -85,24 +91,25 @@ __device__ __forceinline__ void multiply_shared(float (&d)[kTiles][4], Operand a
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define CULA_REST_16 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;"
 #define CULA_ADD_16 "%69"
-#define CULA_WGMMA(T, type, tiles, columns, transposed)                                                        \
-    template <>                                                                                                \
-    __device__ __forceinline__ void multiply<T, tiles, transposed>(float(*d)[4], const std::uint32_t(&a)[4],   \
-                                                                   Operand b, int add) {                       \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, " CULA_ADD_##tiles                                        \
-                     ", 0; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                \
-                     " {" CULA_D_##tiles CULA_REST_##tiles " }"                                                \
-                     : CULA_TILES_##tiles                                                                      \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.whole()), "r"(add), "n"(transposed)); \
+#define CULA_WGMMA(T, type, tiles, columns, transposed)                                                      \
+    template <>                                                                                              \
+    __device__ __forceinline__ void multiply<T, tiles, transposed>(float(*d)[4], const std::uint32_t(&a)[4], \
+                                                                   Operand b, int add) {                     \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " CULA_ADD_##tiles                                      \
+                     ", 0; wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type              \
+                     " {" CULA_D_##tiles CULA_REST_##tiles " }"                                              \
+                     : CULA_TILES_##tiles                                                                    \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.whole()), "r"(add),                 \
+                       "n"(transposed));                                                                     \
     }
-#define CULA_WGMMA_SHARED(T, type, tiles, columns, a, b, add)                                                   \
-    template <>                                                                                                 \
-    __device__ __forceinline__ void multiply_shared<T, tiles>(float(&d)[tiles][4], Operand left, Operand right, \
-                                                              int adds) {                                       \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" #columns    \
-                     "k16.f32." type "." type " {" CULA_D_##tiles "}, " a ", " b ", p, 1, 1, 0, 0; }"           \
-                     : CULA_TILES_##tiles                                                                       \
-                     : "l"(left.whole()), "l"(right.whole()), "r"(adds));                                       \
+#define CULA_WGMMA_SHARED(T, type, tiles, columns, a, b, add)                                                \
+    template <>                                                                                              \
+    __device__ __forceinline__ void multiply_shared<T, tiles>(float(&d)[tiles][4], Operand left,             \
+                                                              Operand right, int adds) {                     \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" #columns \
+                     "k16.f32." type "." type " {" CULA_D_##tiles "}, " a ", " b ", p, 1, 1, 0, 0; }"        \
+                     : CULA_TILES_##tiles                                                                    \
+                     : "l"(left.whole()), "l"(right.whole()), "r"(adds));                                    \
     }
 #define CULA_WGMMA_OF(T, type)                             \
     CULA_WGMMA(T, type, 8, 64, false)                      \

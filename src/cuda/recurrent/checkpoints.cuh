@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which states on the way a call asked for, where tokens go one by one. By whole warps: plans and packed sequences may
-// be a hundred thousand, and a warp looks through 32 of them at a time.
+// Which states on the way a call asked for, where tokens go one by one. By whole warps: plans and packed
+// sequences may be a hundred thousand, and a warp looks through 32 of them at a time.
 #pragma once
 
 #include "cuda/device_args.h"
 
 namespace cula::cuda::recurrent {
 
-// The first row of the checkpoint plan, from `row` on, that wants the state after `done` tokens of sequence n; the
-// number of rows if there is none.
+// The first row of the checkpoint plan, from `row` on, that wants the state after `done` tokens of sequence
+// n; the number of rows if there is none.
 __device__ __forceinline__ std::int64_t next_checkpoint(const DeviceArgs& a, std::int64_t row, std::int64_t n,
                                                         std::int64_t done) {
     for (; row < a.num_checkpoints; row += 32) {
         const std::int64_t own = row + threadIdx.x % 32;
-        const bool wanted =
-            own < a.num_checkpoints && a.checkpoint_plan.at(own, 0) == n && a.checkpoint_plan.at(own, 1) == done;
-        if (const unsigned found = __ballot_sync(0xffffffffu, wanted)) return row + __ffs(static_cast<int>(found)) - 1;
+        const bool wanted = own < a.num_checkpoints && a.checkpoint_plan.at(own, 0) == n &&
+                            a.checkpoint_plan.at(own, 1) == done;
+        if (const unsigned found = __ballot_sync(0xffffffffu, wanted))
+            return row + __ffs(static_cast<int>(found)) - 1;
     }
     return a.num_checkpoints;
 }

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode: o, states <- q, k, v, gate, beta, state; one token a sequence, or a few      ALGORITHM.md, "The family"
+// decode: o, states <- q, k, v, gate, beta, state; one token a sequence, or a few      ALGORITHM.md, "The
+// family"
 //
 // grid (row blocks * value heads * sequences)   128 threads, 8 lanes a row of the state, kRows rows a lane
 //
-// The state's way in and out is all that should take time. A CTA asks for its rows at once, works on them and leaves;
-// its neighbours on the multiprocessor keep the memory busy meanwhile. Only the state's slot comes before the state,
-// and everything of the first tokens is asked for in the shadow of that one. The threads ready kTokens tokens together,
-// each the same channel of all; norms and `scale` multiply sums instead of channels, so that one barrier does. A token
-// takes two passes over the row: S^T q = (alpha S)^T q + u (k . q), so one decays and contracts with k and with q, and
-// one adds the write.
+// The state's way in and out is all that should take time. A CTA asks for its rows at once, works on them and
+// leaves; its neighbours on the multiprocessor keep the memory busy meanwhile. Only the state's slot comes
+// before the state, and everything of the first tokens is asked for in the shadow of that one. The threads
+// ready kTokens tokens together, each the same channel of all; norms and `scale` multiply sums instead of
+// channels, so that one barrier does. A token takes two passes over the row: S^T q = (alpha S)^T q + u (k .
+// q), so one decays and contracts with k and with q, and one adds the write.
 //
-// kTokens = 1: the call has one token a sequence. Otherwise a CTA walks the tokens of its sequence, kTokens at a time,
-// and stores a state for each that asks for one.
+// kTokens = 1: the call has one token a sequence. Otherwise a CTA walks the tokens of its sequence, kTokens
+// at a time, and stores a state for each that asks for one.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -22,8 +23,10 @@
 
 namespace cula::cuda::recurrent {
 
-__device__ __forceinline__ std::int32_t load(const DecodeIndices& indices, int n, int column = 0, bool in = true) {
-    const std::int32_t* const words = advanced(advanced(indices.data, n, indices.row), column, indices.column);
+__device__ __forceinline__ std::int32_t load(const DecodeIndices& indices, int n, int column = 0,
+                                             bool in = true) {
+    const std::int32_t* const words =
+        advanced(advanced(indices.data, n, indices.row), column, indices.column);
     const auto lower = static_cast<std::int32_t>(load32_if(words, in && indices.data));
     if (!indices.wide) return lower;
     return narrow_index(lower, static_cast<std::int32_t>(load32_if(words + 1, in && indices.data)));
@@ -33,8 +36,8 @@ __device__ __forceinline__ float load(const DecodeParameter& x, int head, int ch
     return __uint_as_float(load32_if(x.data + (head * x.head + channel * x.channel), x.data != nullptr));
 }
 
-// Sums over a warp of one number or of four: of four, lanes 8 i to 8 i + 7 get the i-th. Each step halves what a lane
-// still has to sum, so that four take six shuffles, not twenty.
+// Sums over a warp of one number or of four: of four, lanes 8 i to 8 i + 7 get the i-th. Each step halves
+// what a lane still has to sum, so that four take six shuffles, not twenty.
 __device__ __forceinline__ float warp_sums(const float (&x)[1]) { return warp_sum(x[0]); }
 __device__ __forceinline__ float warp_sums(const float (&x)[4]) {
     const bool second = threadIdx.x & 16, odd = threadIdx.x & 8;
@@ -78,7 +81,8 @@ struct DecodeInputs {
     }
     // The i-th of the values: which token's, and which row's of the CTA.
     static __device__ __forceinline__ bool owns_value(int i) {
-        return kTokens * kBlockRows % kStepThreads == 0 || threadIdx.x + i * kStepThreads < kTokens * kBlockRows;
+        return kTokens * kBlockRows % kStepThreads == 0 ||
+               threadIdx.x + i * kStepThreads < kTokens * kBlockRows;
     }
     static __device__ __forceinline__ int token_of(int i) {
         return static_cast<int>((threadIdx.x + i * kStepThreads) / kBlockRows);
@@ -90,13 +94,15 @@ struct DecodeInputs {
     __device__ __forceinline__ void fetch_head(const DecodeArgs& a, int value_head) {
         A_log = load(a.A_log, value_head), gamma = load(a.gamma, value_head);
 #pragma unroll
-        for (int i = 0; i < kOwned; ++i) bias[i] = owns_channels() ? load(a.dt_bias, value_head, channel(i)) : 0.0f;
+        for (int i = 0; i < kOwned; ++i)
+            bias[i] = owns_channels() ? load(a.dt_bias, value_head, channel(i)) : 0.0f;
     }
 
-    // Tokens t0 to t0 + kTokens - 1 of sequence n; the CTA's rows are those from row0 on. Values first and betas last:
-    // ptxas moves no load across their branches, so that the slot asked for before leads and the state comes behind.
-    __device__ __forceinline__ void fetch(const DecodeArgs& a, int n, const DecodeRange& range, int t0, int value_head,
-                                          int row0) {
+    // Tokens t0 to t0 + kTokens - 1 of sequence n; the CTA's rows are those from row0 on. Values first and
+    // betas last: ptxas moves no load across their branches, so that the slot asked for before leads and the
+    // state comes behind.
+    __device__ __forceinline__ void fetch(const DecodeArgs& a, int n, const DecodeRange& range, int t0,
+                                          int value_head, int row0) {
         const auto place = [&](const DecodeRows& rows, int head, int j, int c) {
             const char* at = advanced(advanced(rows.data, range.batch, rows.batch), head, rows.head);
             if constexpr (kTokens > 1) at = advanced(at, range.begin + t0 + j, rows.token);
@@ -128,8 +134,8 @@ struct DecodeInputs {
             }
         if constexpr (kTokens > 1) {
             const int t = t0 + static_cast<int>(threadIdx.x);
-            state_index =
-                load(a.state_indices, n, t, threadIdx.x < kTokens && t < range.length && t < a.state_indices.columns);
+            state_index = load(a.state_indices, n, t,
+                               threadIdx.x < kTokens && t < range.length && t < a.state_indices.columns);
         }
     }
 
@@ -193,11 +199,12 @@ __device__ __forceinline__ int clamped_offset(const DecodeArgs& a, int i) {
 }
 
 __device__ __forceinline__ bool is_null(const DecodeArgs& a, const DecodeStates& states, std::int32_t slot) {
-    return (slot == a.null_index) | (static_cast<std::uint32_t>(slot) >= static_cast<std::uint32_t>(states.slots));
+    return (slot == a.null_index) |
+           (static_cast<std::uint32_t>(slot) >= static_cast<std::uint32_t>(states.slots));
 }
 
-// CTAs of a multiprocessor. ptxas wants a few registers more for compute capability 10.0 and 12.0, and the shared
-// memory of 12.0 would not hold more.
+// CTAs of a multiprocessor. ptxas wants a few registers more for compute capability 10.0 and 12.0, and the
+// shared memory of 12.0 would not hold more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 inline constexpr bool kFewerCtas = true;
 #else
@@ -227,7 +234,8 @@ __device__ __forceinline__ void prefetch_state(const DecodeArgs& a, unsigned blo
     constexpr int kRowBytes = kKey * static_cast<int>(sizeof(State)), kLine = 128;
     const char* const head = advanced(a.initial.data, place.value_head, a.initial.head);
 #pragma unroll
-    for (int at = static_cast<int>(threadIdx.x) * kLine; at < kBlockRows * kRowBytes; at += kStepThreads * kLine) {
+    for (int at = static_cast<int>(threadIdx.x) * kLine; at < kBlockRows * kRowBytes;
+         at += kStepThreads * kLine) {
         const int row = min(place.row0 + at / kRowBytes, a.value_dim - 1);
         prefetch(advanced(advanced(head, row, a.initial.v) + at % kRowBytes, slot, a.initial.slot));
     }
@@ -239,13 +247,14 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
     constexpr int kBlockRows = kRows * kRowsPerPass, kFours = kKey / (kLanesPerRow * 4);
     constexpr bool kOne = kTokens == 1;
     __shared__ DecodeTokens<kKey, kBlockRows, kTokens> s;
-    // The state on its way, each thread's where it alone looks. On its way to registers it would be waited for with the
-    // token, since all loads share six counters.
+    // The state on its way, each thread's where it alone looks. On its way to registers it would be waited
+    // for with the token, since all loads share six counters.
     alignas(16) __shared__ std::uint32_t state[kRows][kFours][kStepThreads][sizeof(State)];
 
     const unsigned thread = threadIdx.x;
     const auto [n, value_head, row0] = decode_place<kBlockRows>(a, blockIdx.x);
-    const int own = static_cast<int>(thread / kLanesPerRow);  // of the CTA's rows; the next are kRowsPerPass apart
+    const int own =
+        static_cast<int>(thread / kLanesPerRow);  // of the CTA's rows; the next are kRowsPerPass apart
 
     // What decides where the state lies, and whether there is one.
     const bool exists = kOne || n < a.sequences;  // without sequences somebody still has to zero the outputs
@@ -270,7 +279,8 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
         char* at = advanced(advanced(a.o.data, range.batch, a.o.batch), value_head, a.o.head);
         if constexpr (!kOne) at = advanced(at, range.begin + t, a.o.token);
         const int row = row0 + own + r * kRowsPerPass;
-        store_float_if(advanced(at, row, a.o.last), a.o.type, x, thread % kLanesPerRow == 0 && row < a.value_dim);
+        store_float_if(advanced(at, row, a.o.last), a.o.type, x,
+                       thread % kLanesPerRow == 0 && row < a.value_dim);
     };
     if constexpr (!kOne) {
         if (a.state_indices.data && exists && !reads_at) {
@@ -287,7 +297,8 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
     }
     const bool writes_at = a.final_indices.data != nullptr,
                skipped = (reads_at & is_null(a, a.initial, from)) | (writes_at & is_null(a, a.final, to)),
-               starts = (a.initial.data != nullptr) & !skipped & (a.has_initial == nullptr | has_initial != 0);
+               starts =
+                   (a.initial.data != nullptr) & !skipped & (a.has_initial == nullptr | has_initial != 0);
     from = reads_at ? from : n, to = writes_at ? to : n;
 
     // Past the last row: that one again, and nothing is stored. The slot comes last, as it is known last.
@@ -307,7 +318,8 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
     commit_copies();
     if (kOne) prefetch_state<State, kKey, kBlockRows>(a, blockIdx.x + a.ahead);
     float x[kRows][kKey / kLanesPerRow];
-    const auto put_state = [&](const DecodeStates& states, std::int32_t slot, int t = 0, std::int32_t token = 0) {
+    const auto put_state = [&](const DecodeStates& states, std::int32_t slot, int t = 0,
+                               std::int32_t token = 0) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             if (row0 + own + r * kRowsPerPass >= a.value_dim) break;
@@ -348,7 +360,8 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
                 write[r] = scales.write(s.beta[j][own + r * kRowsPerPass], write[r], row_sum(read[r]));
         }
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) put_output(t, r, skipped ? 0.0f : scales.output(row_sum(out[r]), write[r]));
+        for (int r = 0; r < kRows; ++r)
+            put_output(t, r, skipped ? 0.0f : scales.output(row_sum(out[r]), write[r]));
 #pragma unroll
         for (int r = 0; r < kRows; ++r) write[r] *= scales.k;
 #pragma unroll
@@ -378,7 +391,8 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
         advance(0, 0);
     } else {
         std::int32_t snapshot = a.snapshot_indices.data ? load(a.snapshot_indices, n) : n;
-        if (!a.snapshots.data || (a.snapshot_indices.data && is_null(a, a.snapshots, snapshot))) snapshot = -1;
+        if (!a.snapshots.data || (a.snapshot_indices.data && is_null(a, a.snapshots, snapshot)))
+            snapshot = -1;
 #pragma unroll 1
         for (int t0 = 0; t0 < range.length; t0 += kTokens) {
             const bool more = t0 + kTokens < range.length;
@@ -389,7 +403,8 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
                 advance(t, j);
                 if (skipped) continue;
                 const std::int32_t slot = s.state_index[j];
-                if (a.state_indices.data && a.final.data && t < a.state_indices.columns && !is_null(a, a.final, slot))
+                if (a.state_indices.data && a.final.data && t < a.state_indices.columns &&
+                    !is_null(a, a.final, slot))
                     put_state(a.final, slot);
                 if (snapshot >= 0) put_state(a.snapshots, snapshot, t, a.snapshots_token);
             }

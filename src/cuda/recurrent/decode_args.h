@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What decode reads of a call: a few lines of constant memory, in the order in which they are wanted, with all strides
-// in bytes and 32 bits wide. A token of one row is little work, and what is looked up for it shows.
+// What decode reads of a call: a few lines of constant memory, in the order in which they are wanted, with
+// all strides in bytes and 32 bits wide. A token of one row is little work, and what is looked up for it
+// shows.
 #pragma once
 
 #include <cstdint>
@@ -57,13 +58,14 @@ struct DecodeArgs {
     std::int32_t snapshots_token = 0;
 };
 
-// False where decode does not take the call: a gate of float64, or a stride beyond 2 GiB. The rows of a state are cut
-// into `blocks`.
+// False where decode does not take the call: a gate of float64, or a stride beyond 2 GiB. The rows of a state
+// are cut into `blocks`.
 template <class State>
 bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
     bool fits = true;
     const auto narrow = [&](std::int64_t x) {
-        fits = fits && x >= std::numeric_limits<std::int32_t>::min() && x <= std::numeric_limits<std::int32_t>::max();
+        fits = fits && x >= std::numeric_limits<std::int32_t>::min() &&
+               x <= std::numeric_limits<std::int32_t>::max();
         return static_cast<std::int32_t>(x);
     };
     const auto rows = [&](const TokenRows& x, std::int64_t last) {
@@ -93,7 +95,8 @@ bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
     to.value_dim = a.value_dim;
     to.initial_indices = indices(a.initial_indices);
     // With state_indices there is no state but those of the tokens.
-    if (!a.state_indices.data) to.final_indices = indices(a.final_indices.data ? a.final_indices : a.initial_indices);
+    if (!a.state_indices.data)
+        to.final_indices = indices(a.final_indices.data ? a.final_indices : a.initial_indices);
     to.has_initial = a.has_initial;
     to.initial = states(a.initial, a.initial.data ? a.initial : a.final);
     to.final = states(a.final, a.final.data ? a.final : a.initial);

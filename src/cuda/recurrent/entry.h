@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Token after token, on any NVIDIA GPU from sm_80 on: decode, verify, and whatever prefill the chunks decline.
+// Token after token, on any NVIDIA GPU from sm_80 on: decode, verify, and whatever prefill the chunks
+// decline.
 #pragma once
 
 #include <cstddef>

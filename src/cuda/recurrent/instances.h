@@ -11,7 +11,8 @@ namespace cula::cuda::recurrent {
 
 inline constexpr int kMaxTreeTokens = 256;
 
-// Token by token, on states of type State in whole 16-byte pieces; false where they are not, and nothing is launched.
+// Token by token, on states of type State in whole 16-byte pieces; false where they are not, and nothing is
+// launched.
 template <class State, int kKey>
 bool launch_step_packed(const Call& call);
 

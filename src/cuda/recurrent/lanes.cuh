@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How decode and step lay a state [V, K] over threads: eight lanes a row, four neighbouring channels a lane and access,
-// so that one warp-wide load covers four whole 128-byte lines and a sum over channels ends in three shuffles.
+// How decode and step lay a state [V, K] over threads: eight lanes a row, four neighbouring channels a lane
+// and access, so that one warp-wide load covers four whole 128-byte lines and a sum over channels ends in
+// three shuffles.
 #pragma once
 
 namespace cula::cuda::recurrent {
@@ -38,13 +39,15 @@ __device__ __forceinline__ float sum(const float (&x)[kCount]) {
     return all;
 }
 
-// What a token's sums over channels are multiplied by, instead of the channels. Both kernels form it, and what follows
-// from it, by the same operations, so that neither a state's layout nor the shape of a draft changes a bit.
+// What a token's sums over channels are multiplied by, instead of the channels. Both kernels form it, and
+// what follows from it, by the same operations, so that neither a state's layout nor the shape of a draft
+// changes a bit.
 struct SumScales {
     float q, k, key_query;
 
     // q . q, k . k and k . q of raw q and k.
-    __device__ __forceinline__ SumScales(float scale, bool l2norm, float qq, float kk, float kq) : q(scale), k(1.0f) {
+    __device__ __forceinline__ SumScales(float scale, bool l2norm, float qq, float kk, float kq)
+        : q(scale), k(1.0f) {
         if (l2norm) q *= rsqrtf(qq + 1e-6f), k = rsqrtf(kk + 1e-6f);
         key_query = kq * q * k;
     }

@@ -11,12 +11,15 @@ namespace cula::cuda::recurrent {
 template <auto kKernel>
 void launch_rows(const Call& call, int more_rows = 0) {
     const DeviceArgs& a = call.args;
-    const auto blocks = [](int rows) { return static_cast<std::size_t>((rows + kRowsPerPass - 1) / kRowsPerPass); };
+    const auto blocks = [](int rows) {
+        return static_cast<std::size_t>((rows + kRowsPerPass - 1) / kRowsPerPass);
+    };
     // Without sequences somebody still has to zero the outputs.
-    const std::size_t sequences = a.cu_seqlens && a.sequences == 0 ? 1 : static_cast<std::size_t>(a.sequences);
-    launch<kKernel>(
-        {.blocks = (blocks(a.value_dim) + blocks(more_rows)) * a.value_heads * sequences, .threads = kStepThreads},
-        call.stream, a);
+    const std::size_t sequences =
+        a.cu_seqlens && a.sequences == 0 ? 1 : static_cast<std::size_t>(a.sequences);
+    launch<kKernel>({.blocks = (blocks(a.value_dim) + blocks(more_rows)) * a.value_heads * sequences,
+                     .threads = kStepThreads},
+                    call.stream, a);
 }
 
 }  // namespace cula::cuda::recurrent

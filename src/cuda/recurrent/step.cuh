@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// step: o, states <- q, k, v, gate, beta, state; token after token, in any layout      ALGORITHM.md, "The family"
+// step: o, states <- q, k, v, gate, beta, state; token after token, in any layout      ALGORITHM.md, "The
+// family"
 //
 // grid (value blocks * value heads * sequences)   128 threads
 //
-// What decode.cuh takes it does faster. Here states may have any strides and each its own dtype, gates may be float64,
-// tokens may form a tree, and states on the way may be asked for. A CTA owns 16 rows of one head's state and keeps them
-// in registers while it walks the tokens of its sequence. Inputs are asked for first and readied while the state comes
-// in, a warp a token.
+// What decode.cuh takes it does faster. Here states may have any strides and each its own dtype, gates may be
+// float64, tokens may form a tree, and states on the way may be asked for. A CTA owns 16 rows of one head's
+// state and keeps them in registers while it walks the tokens of its sequence. Inputs are asked for first and
+// readied while the state comes in, a warp a token.
 #pragma once
 
 #include "cuda/device_args.h"
@@ -27,16 +28,16 @@ struct alignas(16) StepInputs {
     std::int32_t path[kMaxTreeTokens];
 };
 
-// What a tree's row starts from: x[i][thread] is read and written by that thread alone, so no barrier is needed. The
-// memory it came from may be the slot of one of the row's own tokens, as in vLLM's convention, and be overwritten
-// before a later token continues it.
+// What a tree's row starts from: x[i][thread] is read and written by that thread alone, so no barrier is
+// needed. The memory it came from may be the slot of one of the row's own tokens, as in vLLM's convention,
+// and be overwritten before a later token continues it.
 template <int kKey, bool kTree>
 struct TreeBase {
     float x[kTree ? kKey / kLanesPerRow : 1][kStepThreads];
 };
 
-// One warp readies a token: fetch() asks for everything that the CTA's rows need of it, ready() leaves it in place
-// `slot`, and nobody asks memory for anything between two tokens.
+// One warp readies a token: fetch() asks for everything that the CTA's rows need of it, ready() leaves it in
+// place `slot`, and nobody asks memory for anything between two tokens.
 template <int kKey>
 struct TokenInputs {
     static constexpr int kPerLane = kKey / 32;
@@ -45,9 +46,12 @@ struct TokenInputs {
     // Of the head.
     float bias[kPerLane], A_log, gamma;
 
-    static __device__ __forceinline__ int channel(int i) { return static_cast<int>(threadIdx.x % 32) + 32 * i; }
+    static __device__ __forceinline__ int channel(int i) {
+        return static_cast<int>(threadIdx.x % 32) + 32 * i;
+    }
 
-    static __device__ __forceinline__ void load(RawFloat& to, const TokenRows& rows, std::int64_t i, bool in) {
+    static __device__ __forceinline__ void load(RawFloat& to, const TokenRows& rows, std::int64_t i,
+                                                bool in) {
         if (rows.dtype == Dtype::kFloat64) {
             if (in) to.wide = __float_as_uint(load_float(rows.data, rows.dtype, i));
         } else {
@@ -65,11 +69,12 @@ struct TokenInputs {
         gamma = load(a.gamma, value_head, 0, !per_channel);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i)
-            bias[i] = load(a.dt_bias, value_head, per_channel ? channel(i) : 0, !per_channel || channel(i) < a.key_dim);
+            bias[i] = load(a.dt_bias, value_head, per_channel ? channel(i) : 0,
+                           !per_channel || channel(i) < a.key_dim);
     }
 
-    // Token t of sequence n, which stands at `at` of batch b. The CTA's value rows are those from row0 on; has_values:
-    // they have values, not zeros.
+    // Token t of sequence n, which stands at `at` of batch b. The CTA's value rows are those from row0 on;
+    // has_values: they have values, not zeros.
     __device__ __forceinline__ void fetch(const DeviceArgs& a, std::int64_t n, std::int64_t t, std::int64_t b,
                                           std::int64_t at, int value_head, int row0, bool has_values) {
         const int head = value_head / a.group;
@@ -77,9 +82,11 @@ struct TokenInputs {
                            v_row = a.v.offset(b, at, value_head), g_row = a.g.offset(b, at, value_head),
                            beta_row = a.beta.offset(b, at, value_head);
         const bool per_channel = a.algorithm.decay == Decay::kPerChannel,
-                   per_token = a.algorithm.decay == Decay::kPerToken, delta = a.algorithm.update == Update::kDelta;
+                   per_token = a.algorithm.decay == Decay::kPerToken,
+                   delta = a.algorithm.update == Update::kDelta;
         const bool stores = a.state_indices.data && t < a.state_indices.columns;
-        const std::int32_t* const words = a.state_indices.data + (n * a.state_indices.row + t * a.state_indices.column);
+        const std::int32_t* const words =
+            a.state_indices.data + (n * a.state_indices.row + t * a.state_indices.column);
         state_index = static_cast<std::int32_t>(load32_if(words, stores));
         if (a.state_indices.wide)
             state_index = narrow_index(state_index, static_cast<std::int32_t>(load32_if(words + 1, stores)));
@@ -94,13 +101,17 @@ struct TokenInputs {
         const int row = row0 + channel(0);
         const bool in = row < a.value_dim && channel(0) < kRowsPerPass;
         load(value, a.v, v_row + row, in && has_values);
-        load(beta, a.beta, beta_row + (a.beta_per_value ? row * a.beta.last : 0), delta && (in || !a.beta_per_value));
+        load(beta, a.beta, beta_row + (a.beta_per_value ? row * a.beta.last : 0),
+             delta && (in || !a.beta_per_value));
     }
 
-    __device__ __forceinline__ void ready(const DeviceArgs& a, int value_head, StepInputs<kKey>& s, int slot) const {
+    __device__ __forceinline__ void ready(const DeviceArgs& a, int value_head, StepInputs<kKey>& s,
+                                          int slot) const {
         const HeadGate gate(value_head, a.gate, A_log, a.lower_bound, gamma);
-        const Element type = element(a.q.dtype), g_type = element(a.g.dtype), beta_type = element(a.beta.dtype);
-        // Sums as decode's threads form them: a channel, or two 128 apart, then a warp, then the warps in order.
+        const Element type = element(a.q.dtype), g_type = element(a.g.dtype),
+                      beta_type = element(a.beta.dtype);
+        // Sums as decode's threads form them: a channel, or two 128 apart, then a warp, then the warps in
+        // order.
         constexpr int kSums = kPerLane < kStepWarps ? kPerLane : kStepWarps;
         float decay[kPerLane], qq[kSums] = {}, kk[kSums] = {}, kq[kSums] = {};
 #pragma unroll
@@ -162,7 +173,8 @@ struct StateRow {
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
             const int c = lane_channel(i);
-            x[i] = row < row_end && c < a.key_dim ? load_float(s.data, s.dtype, offset + row * s.v + c * s.k) : 0.0f;
+            x[i] = row < row_end && c < a.key_dim ? load_float(s.data, s.dtype, offset + row * s.v + c * s.k)
+                                                  : 0.0f;
         }
     }
 
@@ -176,21 +188,24 @@ struct StateRow {
     }
 };
 
-// kMaps: the affine maps of whole sequences instead of outputs. Rows from zero with the values give B, rows from the
-// identity without values give M, of which an additive rule keeps the diagonal.
+// kMaps: the affine maps of whole sequences instead of outputs. Rows from zero with the values give B, rows
+// from the identity without values give M, of which an additive rule keeps the diagonal.
 template <int kKey, bool kTree, bool kMaps = false>
-__global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const __grid_constant__ DeviceArgs a) {
+__global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
+    step(const __grid_constant__ DeviceArgs a) {
     __shared__ StepInputs<kKey> s;
     __shared__ TreeBase<kKey, kTree> base;
 
     const int value_blocks = (a.value_dim + kRowsPerPass - 1) / kRowsPerPass;
-    const int blocks = value_blocks + (kMaps && a.segment_m.data ? (a.key_dim + kRowsPerPass - 1) / kRowsPerPass : 0);
+    const int blocks =
+        value_blocks + (kMaps && a.segment_m.data ? (a.key_dim + kRowsPerPass - 1) / kRowsPerPass : 0);
     const int value_head = blockIdx.x / blocks % a.value_heads;
     const bool of_m = kMaps && static_cast<int>(blockIdx.x % blocks) >= value_blocks;
-    const int block = blockIdx.x % blocks - (of_m ? value_blocks : 0), row_end = of_m ? a.key_dim : a.value_dim;
+    const int block = blockIdx.x % blocks - (of_m ? value_blocks : 0),
+              row_end = of_m ? a.key_dim : a.value_dim;
     const std::int64_t n = blockIdx.x / blocks / a.value_heads;
-    const int warp = threadIdx.x / 32, row0 = block * kRowsPerPass, own = static_cast<int>(threadIdx.x) / kLanesPerRow,
-              row = row0 + own;
+    const int warp = threadIdx.x / 32, row0 = block * kRowsPerPass,
+              own = static_cast<int>(threadIdx.x) / kLanesPerRow, row = row0 + own;
     const TokenRange tokens = a.sequences > 0 ? tokens_of(a, n) : TokenRange{};
     // A warp readies a token. What it reads does not depend on the state, nor waits for it.
     TokenInputs<kKey> inputs;
@@ -254,7 +269,8 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const _
             for (int e = 0; e < 4; ++e) state.x[p + e] += key[e] * write;
         }
         if (output && threadIdx.x % kLanesPerRow == 0 && row < a.value_dim)
-            store_float(a.o.data, a.o.dtype, a.o.offset(tokens.batch, tokens.begin + t, value_head) + row, output_row);
+            store_float(a.o.data, a.o.dtype, a.o.offset(tokens.batch, tokens.begin + t, value_head) + row,
+                        output_row);
     };
 
     // Prefill: the states that were asked for after so many tokens.
@@ -265,8 +281,10 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const _
             for (std::int64_t m = 0; (m = next_checkpoint(a, m, n, done)) < a.num_checkpoints; ++m)
                 if (const std::int64_t slot = checkpoint_slot(a, m); slot >= 0)
                     state.store(a, a.checkpoints, a.checkpoints.offset(slot, value_head), row, row_end);
-        if (dense.room > 0 && done % a.chunk_tokens == 0 && done < tokens.length && done / a.chunk_tokens < dense.room)
-            state.store(a, a.chunk_states, dense.offset + done / a.chunk_tokens * a.chunk_states.slot, row, row_end);
+        if (dense.room > 0 && done % a.chunk_tokens == 0 && done < tokens.length &&
+            done / a.chunk_tokens < dense.room)
+            state.store(a, a.chunk_states, dense.offset + done / a.chunk_tokens * a.chunk_states.slot, row,
+                        row_end);
     };
     std::int64_t snapshot = a.snapshots.data ? n : -1;
     if (a.snapshots.data && a.snapshot_indices.data) {
@@ -276,10 +294,12 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const _
     // index: what state_indices have for token t.
     const auto store_token = [&](std::int64_t t, std::int32_t index) {
         store_prefix(t + 1);
-        if (a.state_indices.data && a.final.data && t < a.state_indices.columns && !is_null(a, a.final, index))
+        if (a.state_indices.data && a.final.data && t < a.state_indices.columns &&
+            !is_null(a, a.final, index))
             state.store(a, a.final, a.final.offset(index, value_head), row, row_end);
         if (snapshot >= 0)
-            state.store(a, a.snapshots, a.snapshots.offset(snapshot, value_head) + t * a.snapshots_token, row, row_end);
+            state.store(a, a.snapshots, a.snapshots.offset(snapshot, value_head) + t * a.snapshots_token, row,
+                        row_end);
     };
 
     if constexpr (!kTree) {
@@ -297,8 +317,8 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3) step(const _
             __syncthreads();
         }
     } else {
-        // A token continues its parent: where that is not the token just done, the path from the base is walked again,
-        // which costs arithmetic and no memory.
+        // A token continues its parent: where that is not the token just done, the path from the base is
+        // walked again, which costs arithmetic and no memory.
         const auto visit = [&](std::int64_t t, bool output) {
             if (warp == 0) {
                 fetch(t);

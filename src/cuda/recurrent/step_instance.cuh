@@ -15,7 +15,8 @@ bool packed(const States& s) {
                        reinterpret_cast<std::uintptr_t>(s.data) % (4 * sizeof(State)) == 0);
 }
 
-// Of a multiprocessor's: with 400 in all a decode of 32 to 256 rows takes least; 132 and 800 cost 2 and 8 % more.
+// Of a multiprocessor's: with 400 in all a decode of 32 to 256 rows takes least; 132 and 800 cost 2 and 8 %
+// more.
 inline constexpr int kCtasAhead = 3;
 
 template <class State, int kKey, int kRows, int kTokens>
@@ -26,22 +27,25 @@ bool launch_decode(const Call& call) {
     if (!decode_args<State>(a, blocks, args)) return false;
     args.ahead = kCtasAhead * call.multiprocessors;
     // Without sequences somebody still has to zero the outputs.
-    const std::size_t sequences = a.cu_seqlens ? static_cast<std::size_t>(std::max(a.sequences, 1)) : a.sequences;
-    launch<decode<State, kKey, kRows, kTokens>>({.blocks = sequences * a.value_heads * blocks, .threads = kStepThreads},
-                                                call.stream, args);
+    const std::size_t sequences =
+        a.cu_seqlens ? static_cast<std::size_t>(std::max(a.sequences, 1)) : a.sequences;
+    launch<decode<State, kKey, kRows, kTokens>>(
+        {.blocks = sequences * a.value_heads * blocks, .threads = kStepThreads}, call.stream, args);
     return true;
 }
 
 template <class State, int kKey>
 bool launch_step_packed(const Call& call) {
     const DeviceArgs& a = call.args;
-    if (a.key_dim != kKey || a.parents.data || a.num_checkpoints || a.chunk_states.data || a.snapshots_token % 4 != 0 ||
-        !packed<State>(a.initial) || !packed<State>(a.final) || !packed<State>(a.snapshots))
+    if (a.key_dim != kKey || a.parents.data || a.num_checkpoints || a.chunk_states.data ||
+        a.snapshots_token % 4 != 0 || !packed<State>(a.initial) || !packed<State>(a.final) ||
+        !packed<State>(a.snapshots))
         return false;
     constexpr int kFullRows = 256 / kKey;  // 32 floats of state a thread
     // Few rows a CTA where rows are few, so that every multiprocessor has some.
-    const bool many = static_cast<long long>(a.sequences) * a.value_heads * a.value_dim / (kFullRows * kRowsPerPass) >=
-                      40ll * call.multiprocessors;
+    const bool many =
+        static_cast<long long>(a.sequences) * a.value_heads * a.value_dim / (kFullRows * kRowsPerPass) >=
+        40ll * call.multiprocessors;
     if (a.tokens == 1 && !a.cu_seqlens && !a.state_indices.data && !a.snapshots.data)
         return many ? launch_decode<State, kKey, kFullRows, 1>(call) : launch_decode<State, kKey, 1, 1>(call);
     return many ? launch_decode<State, kKey, kFullRows, 4>(call) : launch_decode<State, kKey, 1, 4>(call);
@@ -49,4 +53,5 @@ bool launch_step_packed(const Call& call) {
 
 }  // namespace cula::cuda::recurrent
 
-#define CULA_INSTANTIATE(type, key) template bool cula::cuda::recurrent::launch_step_packed<type, key>(const Call&);
+#define CULA_INSTANTIATE(type, key) \
+    template bool cula::cuda::recurrent::launch_step_packed<type, key>(const Call&);

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// carry: o, final states <- chunk images, v, initial states; or the affine maps of segments      ALGORITHM.md: read,
-// output, carry
+// carry: o, final states <- chunk images, v, initial states; or the affine maps of segments ALGORITHM.md:
+// read, output, carry
 //
 // grid (row blocks * value heads * segments)   a warp owns 16 value rows of S^T [V, K]
 //
-// S^T stands in float accumulators from the first chunk to the last; rounded and packed they are the A operand of the
-// next product without a shuffle, and so are V^T - R^T and U^T. Every B operand is a row-major tile in shared memory,
-// so warps never exchange anything; they only share the copies:
-//   R^T = S^T K^^T      U^T = (V^T - R^T) T^T      O^T = S^T Q~^T + U^T A^T      S^T = S^T diag(decay) + U^T K+
-// With one decay per token the tiles are k and q themselves, and factors per token multiply R^T, S^T Q^T and U^T.
-// Copies of chunk c + 1 run behind the products of chunk c where two stages fit.
+// S^T stands in float accumulators from the first chunk to the last; rounded and packed they are the A
+// operand of the next product without a shuffle, and so are V^T - R^T and U^T. Every B operand is a row-major
+// tile in shared memory, so warps never exchange anything; they only share the copies:
+//   R^T = S^T K^^T      U^T = (V^T - R^T) T^T      O^T = S^T Q~^T + U^T A^T      S^T = S^T diag(decay) + U^T
+//   K+
+// With one decay per token the tiles are k and q themselves, and factors per token multiply R^T, S^T Q^T and
+// U^T. Copies of chunk c + 1 run behind the products of chunk c where two stages fit.
 //
-// Maps (kMaps): rows from zero with the values give B, rows from the identity without values give M, and nothing is put
-// out.
+// Maps (kMaps): rows from zero with the values give B, rows from the identity without values give M, and
+// nothing is put out.
 #pragma once
 
 #include "cuda/chunked/chunk.cuh"
@@ -41,8 +42,8 @@ struct CarryStage {
     alignas(16) T values[kMaxCarryWarps][kTokens<kKey> * kWarpRows];  // [warp][token][value row]
 };
 
-// Where a lane reads a swizzled tile for load_matrices: 16 rows by two units at a time. Only an exclusive or and an
-// addition are left to the loop.
+// Where a lane reads a swizzled tile for load_matrices: 16 rows by two units at a time. Only an exclusive or
+// and an addition are left to the loop.
 template <class Place, bool kTransposed>
 struct LaneReads {
     static constexpr int kPitch = Place::kUnits * 16, kPairs = Place::kUnits / 2;
@@ -59,7 +60,8 @@ struct LaneReads {
         return tile + pair / kPairs * (Place::kPanelUnits * 16) + block * 16 * kPitch + row +
                (swizzle ^ (pair % kPairs * 32));
     }
-    // Keeps the compiler from carrying the addresses of all units through the loop, in registers that S needs.
+    // Keeps the compiler from carrying the addresses of all units through the loop, in registers that S
+    // needs.
     __device__ __forceinline__ LaneReads again() const {
         LaneReads copy = *this;
         asm volatile("" : "+r"(copy.swizzle));
@@ -76,7 +78,8 @@ struct TriangleReads {
 
     __device__ __forceinline__ TriangleReads() {
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        place = static_cast<std::uint32_t>(Triangle<kRows>::in_block(lane % 8 + lane / 16 * 8, lane / 8 % 2) * 16);
+        place = static_cast<std::uint32_t>(Triangle<kRows>::in_block(lane % 8 + lane / 16 * 8, lane / 8 % 2) *
+                                           16);
     }
     __device__ __forceinline__ std::uint32_t at(std::uint32_t triangle, int block, int panel) const {
         return triangle + Triangle<kRows>::block_begin(block, panel) * 16 + place;
@@ -85,8 +88,9 @@ struct TriangleReads {
 
 // product [16 x kRows] += packed (columns 16 step .. of tile, of kRows rows)^T.
 template <class T, int kRows, class Place>
-__device__ __forceinline__ void multiply_step(float (&product)[kRows / 8][4], const Packed& packed, std::uint32_t tile,
-                                              const LaneReads<Place, false>& reads, int step) {
+__device__ __forceinline__ void multiply_step(float (&product)[kRows / 8][4], const Packed& packed,
+                                              std::uint32_t tile, const LaneReads<Place, false>& reads,
+                                              int step) {
 #pragma unroll
     for (int block = 0; block < kRows / 16; ++block) {
         std::uint32_t m[4];
@@ -99,7 +103,8 @@ __device__ __forceinline__ void multiply_step(float (&product)[kRows / 8][4], co
 // product [16 x kRows] += packed (columns 16 step .. of triangle [kRows x kRows])^T.
 template <class T, int kRows>
 __device__ __forceinline__ void multiply_triangle(float (&product)[kRows / 8][4], const Packed& packed,
-                                                  std::uint32_t triangle, const TriangleReads<kRows>& reads, int step) {
+                                                  std::uint32_t triangle, const TriangleReads<kRows>& reads,
+                                                  int step) {
 #pragma unroll
     for (int block = step; block < kRows / 16; ++block) {
         std::uint32_t m[4];
@@ -111,8 +116,9 @@ __device__ __forceinline__ void multiply_triangle(float (&product)[kRows / 8][4]
 
 // state [16 x kKey] += packed [16 x 16 tokens] tile [16 x kKey], the tile's rows from 16 * block on.
 template <class T, int kKey, class Place>
-__device__ __forceinline__ void multiply_carry(float (&state)[kKey / 8][4], const Packed& packed, std::uint32_t tile,
-                                               const LaneReads<Place, true>& reads, int block) {
+__device__ __forceinline__ void multiply_carry(float (&state)[kKey / 8][4], const Packed& packed,
+                                               std::uint32_t tile, const LaneReads<Place, true>& reads,
+                                               int block) {
 #pragma unroll
     for (int column = 0; column < kKey / 16; ++column) {
         std::uint32_t m[4];
@@ -124,10 +130,11 @@ __device__ __forceinline__ void multiply_carry(float (&state)[kKey / 8][4], cons
 
 // The tokens of [first, first + kRows) x channels of a head as they are, zero beyond `count` tokens.
 template <class T, int kRows, int kKey>
-__device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, const TokenRows& rows, std::int64_t offset,
-                                            int count, int key_dim, bool wide, int thread, int threads) {
-    // A lane stays on its unit, and goes down the tokens by as many as the threads cover: the permutation repeats every
-    // eight.
+__device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, const TokenRows& rows,
+                                            std::int64_t offset, int count, int key_dim, bool wide,
+                                            int thread, int threads) {
+    // A lane stays on its unit, and goes down the tokens by as many as the threads cover: the permutation
+    // repeats every eight.
     constexpr int kUnits = kKey / 8;
     const int unit = thread % kUnits, step = threads / kUnits;
     const T* base = static_cast<const T*>(rows.data) + offset;
@@ -164,7 +171,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
-    const SegmentCursor<kKey, kMaps> cursor(a, schedule, p, own_segment<kKey, kMaps>(a, schedule, p), warp, warps);
+    const SegmentCursor<kKey, kMaps> cursor(a, schedule, p, own_segment<kKey, kMaps>(a, schedule, p), warp,
+                                            warps);
     cursor.zero_skipped(schedule);
     if (cursor.nothing()) return;
     const Segment& segment = cursor.segment;
@@ -180,9 +188,11 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     };
     const bool wide_values = aligned(a.v, a.value_dim);
     const bool wide_keys = kPerChannel || (aligned(a.q, a.key_dim) && aligned(a.k, a.key_dim));
-    const Operands* first_operands = operands + static_cast<std::int64_t>(segment.slot) * a.value_heads + value_head;
+    const Operands* first_operands =
+        operands + static_cast<std::int64_t>(segment.slot) * a.value_heads + value_head;
     const std::int32_t* is_compensated =
-        kDelta ? p.is_compensated + static_cast<std::int64_t>(segment.slot) * a.value_heads + value_head : nullptr;
+        kDelta ? p.is_compensated + static_cast<std::int64_t>(segment.slot) * a.value_heads + value_head
+               : nullptr;
     // Loaded two chunks ahead and not looked at before: nothing waits for it.
     const auto compensated_at = [&](int chunk) {
         return kDelta && chunk < segment.chunks
@@ -194,7 +204,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         Stage& stage = stages[odd];
         const std::uint32_t stage_at = shared_base + (odd ? static_cast<std::uint32_t>(sizeof(Stage)) : 0u);
         {
-            const int begin = Operands::begin(kDelta, kDelta && compensated), bytes = Operands::end(kMaps) - begin;
+            const int begin = Operands::begin(kDelta, kDelta && compensated),
+                      bytes = Operands::end(kMaps) - begin;
             // Eight units of 512 bytes a warp at a time.
             constexpr int kRun = 8 * 512;
             const auto* from = reinterpret_cast<const unsigned char*>(
@@ -218,11 +229,11 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             const int head = a.by_group.divide(value_head);
             if constexpr (!kMaps)
                 copy_tokens<T, kRows, kKey>(stage.raw.q, stage_at + offsetof(Stage, raw), a.q,
-                                            a.q.offset(cursor.batch, t0, head), left, a.key_dim, wide_keys, thread,
-                                            threads);
+                                            a.q.offset(cursor.batch, t0, head), left, a.key_dim, wide_keys,
+                                            thread, threads);
             copy_tokens<T, kRows, kKey>(stage.raw.k, stage_at + offsetof(Stage, raw) + offsetof(RawT, k), a.k,
-                                        a.k.offset(cursor.batch, t0, head), left, a.key_dim, wide_keys, thread,
-                                        threads);
+                                        a.k.offset(cursor.batch, t0, head), left, a.key_dim, wide_keys,
+                                        thread, threads);
         }
         if (of_m) return;
         constexpr int kUnits = kWarpRows / 8;
@@ -238,7 +249,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             const bool in = row < a.value_dim;
 #pragma unroll 1
             for (int i = 0; i < kRows; i += 2 * kStep, from += 2 * kStep * a.v.token) {
-                const bool first = in && i + lane / kUnits < left, second = in && i + kStep + lane / kUnits < left;
+                const bool first = in && i + lane / kUnits < left,
+                           second = in && i + kStep + lane / kUnits < left;
                 copy_async(values_at + place * 16 + i * kUnits * 16, first ? from : a.v.data, first ? 16 : 0);
                 copy_async(values_at + place * 16 + (i + kStep) * kUnits * 16,
                            second ? from + kStep * a.v.token : a.v.data, second ? 16 : 0);
@@ -300,8 +312,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         const auto per_token = [&](const float* factor, int tile) {
             return *reinterpret_cast<const float2*>(factor + tile * 8 + lane % 4 * 2);
         };
-        // product = S^T tile^T. S^T is rounded and packed again each time: kept, it would take the registers of another
-        // product.
+        // product = S^T tile^T. S^T is rounded and packed again each time: kept, it would take the registers
+        // of another product.
         const auto read_state = [&](float(&product)[kRows / 8][4], std::uint32_t tile, const float* factor) {
             const auto reads = key_reads.again();
 #pragma unroll
@@ -324,15 +336,16 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             }
         };
 
-        // V^T in the layout of accumulators, and less R^T: words 0, 1: rows 0-7 and 8-15 of tokens 0-7; 2, 3: of tokens
-        // 8-15.
+        // V^T in the layout of accumulators, and less R^T: words 0, 1: rows 0-7 and 8-15 of tokens 0-7; 2, 3:
+        // of tokens 8-15.
         Packed writes[kBlocks];
         const float *q_factor = nullptr, *k_factor = nullptr;
         if constexpr (!kPerChannel) q_factor = operands.q_factor, k_factor = operands.k_factor;
         {
             float read[kRows / 8][4] = {};
             if constexpr (kDelta) read_state(read, k_read, k_factor);
-            const std::uint32_t values_at = stage_at + offsetof(Stage, values) + warp * sizeof(stages->values[0]);
+            const std::uint32_t values_at =
+                stage_at + offsetof(Stage, values) + warp * sizeof(stages->values[0]);
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
                 std::uint32_t m[4] = {};
@@ -358,12 +371,13 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             float u[kRows / 8][4] = {};
 #pragma unroll
             for (int step = 0; step < kBlocks; ++step)
-                multiply_triangle<T, kRows>(u, writes[step], stage_at + offsetof(Operands, inverse), pair_reads, step);
+                multiply_triangle<T, kRows>(u, writes[step], stage_at + offsetof(Operands, inverse),
+                                            pair_reads, step);
             if (compensated) {
 #pragma unroll
                 for (int step = 0; step < kBlocks; ++step)
-                    multiply_triangle<T, kRows>(u, writes[step], stage_at + offsetof(Operands, inverse_low), pair_reads,
-                                                step);
+                    multiply_triangle<T, kRows>(u, writes[step], stage_at + offsetof(Operands, inverse_low),
+                                                pair_reads, step);
                 __syncwarp();
             }
 #pragma unroll
@@ -380,16 +394,18 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             read_state(out, q_read, q_factor);
 #pragma unroll
             for (int step = 0; step < kBlocks; ++step)
-                multiply_triangle<T, kRows>(out, writes[step], stage_at + offsetof(Operands, scores), pair_reads, step);
+                multiply_triangle<T, kRows>(out, writes[step], stage_at + offsetof(Operands, scores),
+                                            pair_reads, step);
             if constexpr (kDelta) {
                 if (compensated) {
 #pragma unroll
                     for (int step = 0; step < kBlocks; ++step) {
                         Packed rest;
                         load_rest(rest, step);
-                        multiply_triangle<T, kRows>(out, rest, stage_at + offsetof(Operands, scores), pair_reads, step);
-                        multiply_triangle<T, kRows>(out, writes[step], stage_at + offsetof(Operands, scores_low),
+                        multiply_triangle<T, kRows>(out, rest, stage_at + offsetof(Operands, scores),
                                                     pair_reads, step);
+                        multiply_triangle<T, kRows>(
+                            out, writes[step], stage_at + offsetof(Operands, scores_low), pair_reads, step);
                     }
                 }
             }
@@ -412,7 +428,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             for (int tile = 0; tile < kRows / 8; ++tile, to += eight_tokens)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const std::uint32_t word = transposed(pack2<T>(out[tile][half * 2], out[tile][half * 2 + 1]));
+                    const std::uint32_t word =
+                        transposed(pack2<T>(out[tile][half * 2], out[tile][half * 2 + 1]));
                     if (a.o.dtype == Dtype::kFloat32) continue;
                     if (tile * 8 + lane / 4 >= left || lane_value + half * 8 >= a.value_dim) continue;
                     if (pairs_out) {

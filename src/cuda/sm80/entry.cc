@@ -36,14 +36,16 @@ std::size_t workspace_bytes(const Args& args, const Context& context) {
 
 std::size_t kept_bytes(const Args& args, const Context& context) {
     const Call call = make_call(args, context);
-    return with_instance(
-        args, [&]<class T, int kKey, bool kPerChannel>() { return prefill_kept_bytes<T, kKey, kPerChannel>(call); });
+    return with_instance(args, [&]<class T, int kKey, bool kPerChannel>() {
+        return prefill_kept_bytes<T, kKey, kPerChannel>(call);
+    });
 }
 
 void prefill(const Args& args, const Context& context) {
     const DeviceGuard guard(context.device.index);
     const Call call = make_call(args, context);
-    with_instance(args, [&]<class T, int kKey, bool kPerChannel>() { launch_prefill<T, kKey, kPerChannel>(call); });
+    with_instance(args,
+                  [&]<class T, int kKey, bool kPerChannel>() { launch_prefill<T, kKey, kPerChannel>(call); });
 }
 
 }  // namespace cula::cuda::sm80

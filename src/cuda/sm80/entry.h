@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chunks on tensor cores by mma.sync, as rows of the registry: any NVIDIA GPU from sm_80 on. Prefill and segment maps.
+// Chunks on tensor cores by mma.sync, as rows of the registry: any NVIDIA GPU from sm_80 on. Prefill and
+// segment maps.
 #pragma once
 
 #include <cstddef>

@@ -11,8 +11,8 @@
 
 namespace cula::cuda::sm80 {
 
-// Chunked prefill of T inputs with at most kKey key channels: o and final states, or where the arguments ask for them
-// the maps of whole sequences.
+// Chunked prefill of T inputs with at most kKey key channels: o and final states, or where the arguments ask
+// for them the maps of whole sequences.
 template <class T, int kKey, bool kPerChannel>
 std::size_t prefill_workspace_bytes(const Call& call);
 template <class T, int kKey, bool kPerChannel>

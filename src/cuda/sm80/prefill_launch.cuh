@@ -17,7 +17,8 @@ struct PortableCarry {
     static GateTiles gate_tiles(const DeviceArgs&) { return {}; }
     using Fused = NotFused;
 
-    // Maps cost more than twice the carry that they replace: cut where three segments fit, and in no other way.
+    // Maps cost more than twice the carry that they replace: cut where three segments fit, and in no other
+    // way.
     static constexpr CutCosts cut_costs(bool) { return {}; }
 
     template <bool kDelta, bool kMaps, class ShapeOf>
@@ -26,12 +27,13 @@ struct PortableCarry {
         const DeviceArgs& a = call.args;
         using Stage = CarryStage<T, kKey, kPerChannel>;
         p.value_blocks = plan.policy.row_blocks;
-        p.row_blocks = divisor(p.value_blocks +
-                               (kMaps && kDelta && p.wants_m ? ceil_div(a.key_dim, plan.policy.warps * kWarpRows) : 0));
+        p.row_blocks =
+            divisor(p.value_blocks +
+                    (kMaps && kDelta && p.wants_m ? ceil_div(a.key_dim, plan.policy.warps * kWarpRows) : 0));
         p.stages = 2 * sizeof(Stage) <= call.shared_bytes_limit ? 2 : 1;
         cuda::launch<carry<T, kKey, kDelta, kPerChannel, kMaps>>(
-            shape({std::size_t{p.row_blocks.value} * a.value_heads * schedule.max_segments, plan.policy.warps * 32,
-                   p.stages * sizeof(Stage)}),
+            shape({std::size_t{p.row_blocks.value} * a.value_heads * schedule.max_segments,
+                   plan.policy.warps * 32, p.stages * sizeof(Stage)}),
             call.stream, a, schedule, plan.operands, p);
     }
 };

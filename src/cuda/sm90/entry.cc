@@ -36,7 +36,8 @@ Support supports(const Problem& problem) {
         return Support::no("needs compute capability 9.0, this device has " +
                            std::to_string(problem.device.compute_capability / 10) + "." +
                            std::to_string(problem.device.compute_capability % 10));
-    if (problem.key_dim > 128) return Support::no("takes K up to 128, got " + std::to_string(problem.key_dim));
+    if (problem.key_dim > 128)
+        return Support::no("takes K up to 128, got " + std::to_string(problem.key_dim));
     return chunked::supports(problem);
 }
 
@@ -57,8 +58,9 @@ std::size_t kept_bytes(const Args& args, const Context& context) {
 void prefill(const Args& args, const Context& context) {
     const DeviceGuard guard(context.device.index);
     const Call call = make_call(args, context);
-    with_instance(args,
-                  [&]<class T, int kKey, bool kPerChannel>() { sm90::launch_prefill<T, kKey, kPerChannel>(call); });
+    with_instance(args, [&]<class T, int kKey, bool kPerChannel>() {
+        sm90::launch_prefill<T, kKey, kPerChannel>(call);
+    });
 }
 
 Support supports_fused(const Problem& problem) {
@@ -69,7 +71,8 @@ Support supports_fused(const Problem& problem) {
         return Support::no("takes bfloat16, whose range factors of whole halves of a chunk need");
     if (problem.key_dim <= 64) return Support::no("takes K above 64, got " + std::to_string(problem.key_dim));
     if (!fuses_gate(problem.gate, static_cast<float>(problem.lower_bound)))
-        return Support::no("takes softplus gates, and bounded ones whose lower_bound is -5 or nearer to zero");
+        return Support::no(
+            "takes softplus gates, and bounded ones whose lower_bound is -5 or nearer to zero");
     return Support::yes();
 }
 

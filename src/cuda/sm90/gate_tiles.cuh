@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Raw gates of prepare_channel by tensor copies, which pass by the path of loads (docs/sm80.md, "The first-level
-// cache"): one thread asks for a block's.
+// Raw gates of prepare_channel by tensor copies, which pass by the path of loads (docs/sm80.md, "The
+// first-level cache"): one thread asks for a block's.
 #pragma once
 
 #include "cuda/chunked/block.cuh"
@@ -19,13 +19,14 @@ struct GateTiles {
     bool there = false;
 
     explicit GateTiles(const DeviceArgs& a) {
-        there = a.g.pieces && map_rows(map, a.g, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, a.value_heads,
-                                       a.key_dim, {kKey, chunked::kBlock, CU_TENSOR_MAP_SWIZZLE_NONE});
+        there = a.g.pieces &&
+                map_rows(map, a.g, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, a.value_heads,
+                         a.key_dim, {kKey, chunked::kBlock, CU_TENSOR_MAP_SWIZZLE_NONE});
     }
 
     __device__ __forceinline__ bool has(int count) const { return there && count >= chunked::kBlock; }
-    __device__ __forceinline__ void ask(std::uint16_t* to, std::uint64_t* full, std::int64_t batch, std::int64_t token,
-                                        int value_head, int ahead) const {
+    __device__ __forceinline__ void ask(std::uint16_t* to, std::uint64_t* full, std::int64_t batch,
+                                        std::int64_t token, int value_head, int ahead) const {
         const std::uint32_t barrier = shared_address(full);
         TileCoordinates at{0, value_head, static_cast<int>(token), static_cast<int>(batch)};
         init_barrier(barrier, 1);
@@ -35,7 +36,9 @@ struct GateTiles {
         at.token += ahead;
         if (ahead > 0) tma_prefetch(map, at);
     }
-    static __device__ __forceinline__ void wait(std::uint64_t* full) { wait_barrier(shared_address(full), 0); }
+    static __device__ __forceinline__ void wait(std::uint64_t* full) {
+        wait_barrier(shared_address(full), 0);
+    }
 };
 
 }  // namespace cula::cuda::sm90

@@ -11,11 +11,12 @@
 
 namespace cula::cuda::sm90 {
 
-// Which gates a fused prefill makes. Bounded ones may decay by what operands have room for in half a chunk of 32
-// tokens, in powers of two; of softplus gates it looks for channels that decay by more.
+// Which gates a fused prefill makes. Bounded ones may decay by what operands have room for in half a chunk of
+// 32 tokens, in powers of two; of softplus gates it looks for channels that decay by more.
 inline bool fuses_gate(Gate gate, float lower_bound) {
     constexpr float kMostLog2 = 116.0f;
-    return gate == Gate::kSoftplus || (gate == Gate::kBounded && std::fabs(lower_bound) * 1.442696f * 16 <= kMostLog2);
+    return gate == Gate::kSoftplus ||
+           (gate == Gate::kBounded && std::fabs(lower_bound) * 1.442696f * 16 <= kMostLog2);
 }
 
 // As sm80's, for at most 128 key channels.

@@ -14,16 +14,19 @@ template <class T, int kKeyDim, bool kDecayPerChannel>
 struct WarpgroupCarry {
     using Type = T;
     static constexpr int kKey = kKeyDim, kWarpStep = kWarpgroupWarps;
-    static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = !kDecayPerChannel, kWaitsItself = true;
-    // fp16's range is too small for factors of whole halves; 64 channels would leave half of the threads without any.
+    static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = !kDecayPerChannel,
+                          kWaitsItself = true;
+    // fp16's range is too small for factors of whole halves; 64 channels would leave half of the threads
+    // without any.
     using Fused = std::conditional_t<kDecayPerChannel && kKeyDim == 128 && std::is_same_v<T, __nv_bfloat16>,
                                      FusedPrefill<T, kKeyDim>, NotFused>;
 
     using GateTiles = sm90::GateTiles<T, kKey>;
     static GateTiles gate_tiles(const DeviceArgs& a) { return GateTiles(a); }
 
-    // Of GDN, whose images are small: elsewhere memory sets the pace of a carry that fills the device. Of a first
-    // segment's B two CTAs of one warpgroup make a chunk in 0.89 us, of another's map two of two warpgroups in 1.11.
+    // Of GDN, whose images are small: elsewhere memory sets the pace of a carry that fills the device. Of a
+    // first segment's B two CTAs of one warpgroup make a chunk in 0.89 us, of another's map two of two
+    // warpgroups in 1.11.
     static constexpr CutCosts cut_costs(bool delta) {
         if (!delta || kPerChannel) return {.first = 1.25, .walks = delta};
         return {.whole = 1.2, .map = 0.9, .narrow = 1.33, .wide = 2.05, .halves = 0.85, .first = 1.25};
@@ -50,7 +53,8 @@ struct WarpgroupCarry {
         if (p.first_walks && kMaps) columns = firsts * p.ranks.value;
         if (p.first_only) columns = std::int64_t{a.value_heads} * ((a.sequences - 1) * pieces + 1);
         if (!kMaps || !kDelta || !p.wants_m)
-            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, rows(a, warpgroups, false), columns, shape);
+            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, rows(a, warpgroups, false), columns,
+                                              shape);
         // Two warpgroups a CTA where one would take twice the rounds.
         const auto fewer_rounds = [&](std::int64_t of, int room) {
             const Rows as_the_carry = rows(a, warpgroups, true);
@@ -68,7 +72,8 @@ struct WarpgroupCarry {
                                               beside_others);
         }
         if (!plan.kept || a.cu_seqlens)
-            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(columns, room), columns, shape);
+            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(columns, room), columns,
+                                              shape);
         // What a segment call keeps lacks some: M of the first segments, the maps of the last ones.
         if (!p.first_m) {
             const Rows others = rows(a, kMaxStateWarpgroups, true);
@@ -82,14 +87,15 @@ struct WarpgroupCarry {
         }
         const int ranks = pieces - p.first_rank - (p.last_map ? 0 : 1);
         p.ranks = divisor(ranks);
-        launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(firsts * ranks, room), firsts * ranks,
-                                   beside_others);
+        launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(firsts * ranks, room),
+                                   firsts * ranks, beside_others);
     }
 
 private:
     template <bool kDelta, bool kMaps, class ShapeOf>
-    static void launch_rows(const Call& call, const PrefillPlan<WarpgroupCarry>& plan, const Schedule& schedule,
-                            CarryParams p, const Rows& rows, std::int64_t columns, const ShapeOf& shape) {
+    static void launch_rows(const Call& call, const PrefillPlan<WarpgroupCarry>& plan,
+                            const Schedule& schedule, CarryParams p, const Rows& rows, std::int64_t columns,
+                            const ShapeOf& shape) {
         const DeviceArgs& a = call.args;
         p.value_blocks = rows.of_values, p.row_blocks = divisor(rows.blocks());
         const auto shared_bytes = [&] {
@@ -97,8 +103,8 @@ private:
         };
         for (p.stages = kMaxStages; shared_bytes() > call.shared_bytes_limit;) --p.stages;
         constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
-        // Row blocks of one head read the same images: a cluster fetches them once. Where clusters of four would take
-        // nearly all multiprocessors, the last ones find no four side by side.
+        // Row blocks of one head read the same images: a cluster fetches them once. Where clusters of four
+        // would take nearly all multiprocessors, the last ones find no four side by side.
         const bool in_fours =
             rows.blocks() % 4 == 0 && (!kMaps || 5 * columns * rows.blocks() < 4 * call.multiprocessors);
         p.cluster = kScores ? 1 : in_fours ? 4 : rows.blocks() % 2 == 0 ? 2 : 1;
@@ -108,7 +114,8 @@ private:
                    .shared_bytes = shared_bytes(),
                    .most_shared_bytes = call.shared_bytes_limit,
                    .cluster = p.cluster}),
-            call.stream, a, schedule, plan.operands, p, row_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
+            call.stream, a, schedule, plan.operands, p,
+            row_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
     }
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tokens' rows as the tensor copies of sm_90 see them. Those of a carry are boxes of a chunk's tokens and 64
-// channels of a head, laid out in shared memory as panels of a Tile (sm80/chunk.cuh).
+// The tokens' rows as the tensor copies of sm_90 see them. Those of a carry are boxes of a chunk's tokens and
+// 64 channels of a head, laid out in shared memory as panels of a Tile (sm80/chunk.cuh).
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -15,8 +15,8 @@ namespace cula::cuda::sm90 {
 
 inline constexpr int kTmaChannels = 64;
 
-// Maps of what a carry reads and writes, and whether they are there: rows that tensor copies cannot move (those not of
-// the call's type, or not in whole pieces of 16 bytes) have none.
+// Maps of what a carry reads and writes, and whether they are there: rows that tensor copies cannot move
+// (those not of the call's type, or not in whole pieces of 16 bytes) have none.
 struct RowMaps {
     CUtensorMap v{}, o{}, q{}, k{};
     bool inputs = false, outputs = false;
@@ -37,26 +37,31 @@ inline bool mappable(const TokenRows& rows, Dtype dtype, int width) {
 }
 
 // [batches, tokens, heads, width]; false where there can be no such map.
-inline bool map_rows(CUtensorMap& map, const TokenRows& rows, Dtype dtype, std::int64_t batches, std::int64_t tokens,
-                     int heads, int width, const Box& box) {
+inline bool map_rows(CUtensorMap& map, const TokenRows& rows, Dtype dtype, std::int64_t batches,
+                     std::int64_t tokens, int heads, int width, const Box& box) {
     static const auto encode = [] {
         void* entry = nullptr;
         cudaDriverEntryPointQueryResult found;
-        check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found),
+        check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
+                                               &found),
               "cuTensorMapEncodeTiled");
         return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
     }();
     if (!mappable(rows, dtype, width)) return false;
     const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(heads),
                                  static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(batches)};
-    const cuuint64_t strides[3] = {static_cast<cuuint64_t>(rows.head) * 2, static_cast<cuuint64_t>(rows.token) * 2,
+    const cuuint64_t strides[3] = {static_cast<cuuint64_t>(rows.head) * 2,
+                                   static_cast<cuuint64_t>(rows.token) * 2,
                                    static_cast<cuuint64_t>(rows.batch) * 2};
-    const cuuint32_t size[4] = {static_cast<cuuint32_t>(box.channels), 1, static_cast<cuuint32_t>(box.tokens), 1},
+    const cuuint32_t size[4] = {static_cast<cuuint32_t>(box.channels), 1, static_cast<cuuint32_t>(box.tokens),
+                                1},
                      steps[4] = {1, 1, 1, 1};
     return encode &&
-           encode(&map, dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                  4, rows.data, sizes, strides, size, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, box.swizzle,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+           encode(
+               &map,
+               dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+               4, rows.data, sizes, strides, size, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, box.swizzle,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // Of a call whose carry reads values, and q and k if `keys`; outputs if `puts`.
@@ -68,8 +73,9 @@ inline RowMaps row_maps(const DeviceArgs& a, Dtype dtype, bool keys, bool puts, 
         return map_rows(to, rows, dtype, batches, a.tokens, of_heads, width,
                         {kTmaChannels, tile_tokens, CU_TENSOR_MAP_SWIZZLE_128B});
     };
-    maps.inputs = map(maps.v, a.v, a.value_heads, a.value_dim) &&
-                  (!keys || (map(maps.k, a.k, heads, a.key_dim) && (!puts || map(maps.q, a.q, heads, a.key_dim))));
+    maps.inputs =
+        map(maps.v, a.v, a.value_heads, a.value_dim) &&
+        (!keys || (map(maps.k, a.k, heads, a.key_dim) && (!puts || map(maps.q, a.q, heads, a.key_dim))));
     maps.outputs = puts && map(maps.o, a.o, a.value_heads, a.value_dim);
     return maps;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 64 value rows of a warpgroup that multiplies, in its registers and in shared memory: values and outputs of 16
-// tokens at a time, as boxes of rows of 128 bytes, a token each.
+// The 64 value rows of a warpgroup that multiplies, in its registers and in shared memory: values and outputs
+// of 16 tokens at a time, as boxes of rows of 128 bytes, a token each.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -52,7 +52,8 @@ __device__ __forceinline__ void take_rests(Packed (&rests)[kBlocks], const Packe
         for (int x = 0; x < 4; ++x) {
             const int tile = 2 * block + x / 2;
             const float2 f = factor(tile);
-            rests[block][x] = pack_rest<T>({u[tile][x % 2 * 2] * f.x, u[tile][x % 2 * 2 + 1] * f.y}, rounded[block][x]);
+            rests[block][x] =
+                pack_rest<T>({u[tile][x % 2 * 2] * f.x, u[tile][x % 2 * 2 + 1] * f.y}, rounded[block][x]);
         }
 }
 

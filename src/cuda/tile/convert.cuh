@@ -65,13 +65,15 @@ __device__ __forceinline__ void load4(float* to, const float* from) {
 template <class T>
 __device__ __forceinline__ T* advanced(T* base, std::int32_t index, std::int32_t stride) {
     std::int64_t at;
-    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(at) : "r"(index), "r"(stride), "l"(reinterpret_cast<std::int64_t>(base)));
+    asm("mad.wide.s32 %0, %1, %2, %3;"
+        : "=l"(at)
+        : "r"(index), "r"(stride), "l"(reinterpret_cast<std::int64_t>(base)));
     return reinterpret_cast<T*>(at);
 }
 
-// What stands at `from` where `in`, otherwise 0. In assembly, since the compiler made branches of the conditions and
-// placed the first use of one number ahead of the next load: many are to be asked for one after another, and each waits
-// where its number is wanted.
+// What stands at `from` where `in`, otherwise 0. In assembly, since the compiler made branches of the
+// conditions and placed the first use of one number ahead of the next load: many are to be asked for one
+// after another, and each waits where its number is wanted.
 __device__ __forceinline__ std::uint32_t load8_if(const void* from, bool in) {
     std::uint32_t x;
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u8 %0, [%1]; }"
@@ -104,9 +106,9 @@ __host__ __device__ __forceinline__ Element element(Dtype dtype) {
                                        : Element::kNone;
 }
 
-// One number of 16 or 32 bits whose type is known at run time, asked for without looking at it: nothing waits before
-// value(). Each width has a register of its own, since of two loads into one register the second waits for the first,
-// even where a predicate has switched one of them off.
+// One number of 16 or 32 bits whose type is known at run time, asked for without looking at it: nothing waits
+// before value(). Each width has a register of its own, since of two loads into one register the second waits
+// for the first, even where a predicate has switched one of them off.
 struct RawFloat {
     std::uint32_t narrow = 0, wide = 0;
 
@@ -122,8 +124,9 @@ struct RawFloat {
 
 // Without a branch.
 __device__ __forceinline__ void store_float_if(void* to, Element type, float x, bool in) {
-    const unsigned short narrow = type == Element::kBFloat16 ? __bfloat16_as_ushort(from_float<__nv_bfloat16>(x))
-                                                             : __half_as_ushort(from_float<__half>(x));
+    const unsigned short narrow = type == Element::kBFloat16
+                                      ? __bfloat16_as_ushort(from_float<__nv_bfloat16>(x))
+                                      : __half_as_ushort(from_float<__half>(x));
     if (in && type == Element::kFloat32) *static_cast<float*>(to) = x;
     if (in && type != Element::kFloat32) *static_cast<unsigned short*>(to) = narrow;
 }

@@ -8,8 +8,8 @@
 
 namespace cula::cuda {
 
-// x / value for 0 <= x < 2^31, by 1 where there is nothing to divide: a multiplication by 2^shift / value, rounded up,
-// with 2^(shift - 31) >= value.
+// x / value for 0 <= x < 2^31, by 1 where there is nothing to divide: a multiplication by 2^shift / value,
+// rounded up, with 2^(shift - 31) >= value.
 struct Divisor {
     std::uint32_t value = 1, factor = 1u << 31, shift = 31;
 

@@ -8,7 +8,8 @@
 namespace cula::cuda {
 
 inline constexpr float kLog2E = 1.44269504088896f;
-inline constexpr float kLeastLog2Decay = -160.0f;  // 2^-160 is zero in float: sums of decays stay small numbers
+inline constexpr float kLeastLog2Decay =
+    -160.0f;  // 2^-160 is zero in float: sums of decays stay small numbers
 
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -28,9 +29,9 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
 }
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2E * x)); }
 
-// exp(x) to little more than half a unit in the last place, zero where it has no normal number. The approximate
-// instruction is off by up to two units, alike for equal gates, and off by |x| 2^-24 more: what hundreds of float32
-// tokens multiply would show it.
+// exp(x) to little more than half a unit in the last place, zero where it has no normal number. The
+// approximate instruction is off by up to two units, alike for equal gates, and off by |x| 2^-24 more: what
+// hundreds of float32 tokens multiply would show it.
 __device__ __forceinline__ float exp_exact(float x) {
     const float n = fminf(rintf(x * kLog2E), 127.0f);
     const float r = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, x));  // ln 2 in two numbers
@@ -48,14 +49,14 @@ __device__ __forceinline__ float sigmoid_exact(float x) {
     return __fdiv_rn(x < 0.0f ? e : 1.0f, 1.0f + e);
 }
 
-// How well a softplus is known, of itself: to 2^-22; or, for sums that become factors of 16-bit operands, to 2^-14 or
-// 2^-11. A factor 2^-x is then wrong by 2^-14 x 2^-x ln 2, which is 2^-15 at most, or by 2^-12, however many tokens the
-// sum is over.
+// How well a softplus is known, of itself: to 2^-22; or, for sums that become factors of 16-bit operands, to
+// 2^-14 or 2^-11. A factor 2^-x is then wrong by 2^-14 x 2^-x ln 2, which is 2^-15 at most, or by 2^-12,
+// however many tokens the sum is over.
 enum class GateBits { k22, k14, k11 };
 
-// log2(1 + 2^y): softplus in base 2, as max(y, 0) + log2(1 + e) with e = 2^-|y| at most 1. The logarithm is e times the
-// best polynomial for log2(1 + e) / e, and so as good at any size, where the approximate instruction is not for small
-// e.
+// log2(1 + 2^y): softplus in base 2, as max(y, 0) + log2(1 + e) with e = 2^-|y| at most 1. The logarithm is e
+// times the best polynomial for log2(1 + e) / e, and so as good at any size, where the approximate
+// instruction is not for small e.
 template <GateBits kBits>
 __device__ __forceinline__ float softplus2(float y) {
     const float e = exp2_fast(-fabsf(y));
@@ -86,8 +87,8 @@ __device__ __forceinline__ float softplus2(float y) {
     return fmaf(x, e, fmaxf(y, 0.0f));
 }
 
-// Every gate is log2 decay = out * shape(in * (x + bias)), where in and out belong to the head (HeadGate), and neither
-// shape nor -out is negative for what decays.
+// Every gate is log2 decay = out * shape(in * (x + bias)), where in and out belong to the head (HeadGate),
+// and neither shape nor -out is negative for what decays.
 template <Gate kGate, GateBits kBits>
 __device__ __forceinline__ float gate_shape(float x) {
     if constexpr (kGate == Gate::kSoftplus)
@@ -108,7 +109,8 @@ struct HeadGate {
     __device__ __forceinline__ HeadGate(const DeviceArgs& a, int head)
         : HeadGate(head, a.gate, a.A_log.data ? a.A_log.data[head * a.A_log.head] : 0.0f, a.lower_bound,
                    a.gamma.data ? a.gamma.data[head * a.gamma.head] : 0.0f) {
-        if (a.dt_bias.data && a.algorithm.decay != Decay::kPerChannel) bias = a.dt_bias.data[head * a.dt_bias.head];
+        if (a.dt_bias.data && a.algorithm.decay != Decay::kPerChannel)
+            bias = a.dt_bias.data[head * a.dt_bias.head];
     }
 
     // From numbers that have been read already; the bias is the caller's.
@@ -176,7 +178,8 @@ struct ExactGate {
 __device__ __forceinline__ float token_log2_decay(const DeviceArgs& a, const HeadGate& gate, std::int64_t b,
                                                   std::int64_t t, int value_head) {
     if (a.algorithm.decay != Decay::kPerToken) return gate.gamma2;
-    return gate.log2_decay(load_float(a.g.data, a.g.dtype, a.g.offset(b, t, value_head)) + gate.bias) + gate.gamma2;
+    return gate.log2_decay(load_float(a.g.data, a.g.dtype, a.g.offset(b, t, value_head)) + gate.bias) +
+           gate.gamma2;
 }
 
 __device__ __forceinline__ float beta_of(const DeviceArgs& a, float x) {

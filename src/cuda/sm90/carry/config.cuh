@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the warpgroups of one carry share: who they are, the stages of shared memory, and the barriers between them.
+// What the warpgroups of one carry share: who they are, the stages of shared memory, and the barriers between
+// them.
 //
-// Multiplying warpgroups come first, one per 64 value rows; then, where scores are made on the way, the one that makes
-// them; last the one that copies.
+// Multiplying warpgroups come first, one per 64 value rows; then, where scores are made on the way, the one
+// that makes them; last the one that copies.
 #pragma once
 
 #include "cuda/chunked/cursor.cuh"
@@ -35,28 +36,32 @@ inline constexpr int kLoadRegisters = kScores ? 64 : 72;
 template <bool kScores>
 inline constexpr int kStateRegisters = kScores ? 176 : 216;
 
-// A triangle in a stage. Products take whole squares, so that it stands in panels of all rows, with zeros above.
+// A triangle in a stage. Products take whole squares, so that it stands in panels of all rows, with zeros
+// above.
 template <int kSize>
 struct Panels {
     using Lower = Triangle<kSize>;
     static constexpr int kUnits = Lower::kBlocks * Lower::kBlockUnits;  // of a panel, 16 bytes each
 
     static constexpr CULA_HOST_DEVICE int unit(int row, int unit) {
-        return unit / 2 * kUnits + row / kBlock * Lower::kBlockUnits + Lower::in_block(row % kBlock, unit % 2);
+        return unit / 2 * kUnits + row / kBlock * Lower::kBlockUnits +
+               Lower::in_block(row % kBlock, unit % 2);
     }
     // Where in a panel the blocks begin that are not above the diagonal.
     static constexpr CULA_HOST_DEVICE int lower_begin(int panel) { return panel * Lower::kBlockUnits; }
 };
 
-// What the products of a chunk read, in bytes from the stage's begin: the inverse and the scores; K^, K+ and Q~, or k,
-// which is both, and q; and the values of every warpgroup. Maps read neither scores nor q. A coupled chunk takes two
-// stages: the second has what rounding took off the inverse and the scores, in their places.
+// What the products of a chunk read, in bytes from the stage's begin: the inverse and the scores; K^, K+ and
+// Q~, or k, which is both, and q; and the values of every warpgroup. Maps read neither scores nor q. A
+// coupled chunk takes two stages: the second has what rounding took off the inverse and the scores, in their
+// places.
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 struct StageLayout {
     static constexpr int kRows = kTokens<kKey>;
     static constexpr int kSquareBytes = kRows * kRows * static_cast<int>(sizeof(T)),
                          kTileBytes = kRows * kKey * static_cast<int>(sizeof(T)),
-                         kTmaBytes = kRows * kTmaChannels * static_cast<int>(sizeof(T));  // values of a warpgroup, too
+                         kTmaBytes = kRows * kTmaChannels *
+                                     static_cast<int>(sizeof(T));  // values of a warpgroup, too
     static constexpr int kInverse = 0, kScores = kDelta ? kSquareBytes : 0;
     static constexpr int kKeyRead = kScores + (kMaps ? 0 : kSquareBytes),
                          kKeyCarry = kKeyRead + (kDelta && kPerChannel ? kTileBytes : 0),
@@ -92,7 +97,8 @@ struct alignas(kChunkAlignment) CarryBarriers {
     std::uint64_t operands_ready[kMaxStages];  // copies to all
     std::uint64_t operands_free[kMaxStages];   // products to copies, of every CTA of the cluster
     std::uint64_t scores_ready[kMaxStages];    // scores to products
-    std::uint64_t out_ready[kMaxStateWarpgroups], out_free[kMaxStateWarpgroups];  // outputs to copies, and back
+    std::uint64_t out_ready[kMaxStateWarpgroups],
+        out_free[kMaxStateWarpgroups];  // outputs to copies, and back
     std::int32_t compensated[kMaxStages];
     Segment segment;                                        // the CTA's
     float log_decay[kTokens<128>], norms[2][kTokens<128>];  // of the chunk whose scores are made

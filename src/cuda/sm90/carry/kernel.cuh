@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // carry on Hopper: o, final states <- chunk images, v, initial states; or the affine maps of segments
 //
-// ALGORITHM.md: read, output, carry.  grid (row blocks * value heads * segments), clusters of row blocks   warpgroups
-// of 64 value rows, and one that copies
+// ALGORITHM.md: read, output, carry.  grid (row blocks * value heads * segments), clusters of row blocks
+// warpgroups of 64 value rows, and one that copies
 //
-// The equations, and what a warp holds, are those of sm80/carry.cuh. Products are a warpgroup's and run on their own,
-// with every second operand in shared memory as prepare left it (multiplier.cuh); images come by bulk copies, each CTA
-// of the cluster a part of it for all, values, q and k as boxes, and so do outputs leave (copier.cuh). Additive
-// algorithms with one decay per token have no prepare but a warpgroup for it (scorer.cuh).
+// The equations, and what a warp holds, are those of sm80/carry.cuh. Products are a warpgroup's and run on
+// their own, with every second operand in shared memory as prepare left it (multiplier.cuh); images come by
+// bulk copies, each CTA of the cluster a part of it for all, values, q and k as boxes, and so do outputs
+// leave (copier.cuh). Additive algorithms with one decay per token have no prepare but a warpgroup for it
+// (scorer.cuh).
 #pragma once
 
 #include "cuda/ptx/pdl.cuh"
@@ -27,14 +28,17 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
     extern __shared__ __align__(1024) unsigned char memory[];
 
-    const int thread = static_cast<int>(threadIdx.x), warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
+    const int thread = static_cast<int>(threadIdx.x),
+              warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
     const int warpgroups = static_cast<int>(blockDim.x) / kWarpgroupThreads - kHelperWarpgroups<kScores>;
     const int role = warp / kWarpgroupWarps - warpgroups;  // negative: multiplies
     unsigned char* const outs = memory + p.stages * Layout::bytes(warpgroups);
     auto& barriers = carry_barriers<T, kKey, kDelta, kPerChannel, kMaps>(memory, p.stages, warpgroups);
     auto* const factors = reinterpret_cast<F*>(&barriers + 1);
-    const std::uint32_t full = shared_address(barriers.operands_ready), empty = shared_address(barriers.operands_free);
-    for (int stage = 0; stage < p.stages; ++stage) Layout::clear_upper(memory + stage * Layout::bytes(warpgroups));
+    const std::uint32_t full = shared_address(barriers.operands_ready),
+                        empty = shared_address(barriers.operands_free);
+    for (int stage = 0; stage < p.stages; ++stage)
+        Layout::clear_upper(memory + stage * Layout::bytes(warpgroups));
     fence_async_proxy();
     // What needs nothing of the kernels before comes while they end.
     if (thread == 0) {
@@ -53,12 +57,13 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         }
         publish_barriers();
     }
-    // When maps are done, those before them are, too. A first half needs no map, and what it needs the maps have waited
-    // for, as other maps have. Who waits itself does so where images are fetched or the first state is loaded. They all
-    // wait before they end.
+    // When maps are done, those before them are, too. A first half needs no map, and what it needs the maps
+    // have waited for, as other maps have. Who waits itself does so where images are fetched or the first
+    // state is loaded. They all wait before they end.
     const auto needs_map = [&] {
         __threadfence();
-        return segment_of(a, schedule, segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x))).rank > 0;
+        return segment_of(a, schedule, segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x)))
+                   .rank > 0;
     };
     const bool waits_itself = schedule.awaits_operands || schedule.awaits_states;
     const bool waits_last = kMaps ? p.beside_others : p.halves || waits_itself;
@@ -74,7 +79,8 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     } else if (!p.halves || needs_map()) {
         pdl_trigger_and_wait();
     }
-    // From memory it is read alike by all, and a lane's place among the operands is not computed anew in every chunk.
+    // From memory it is read alike by all, and a lane's place among the operands is not computed anew in
+    // every chunk.
     if (warp == 0) {
         const Segment segment = own_segment<kKey, kMaps>(a, schedule, p);
         if (thread == 0) barriers.segment = segment;

@@ -8,13 +8,13 @@
 
 namespace cula::cuda::sm90 {
 
-// Threads of the copying warpgroup that fetch what a chunk needs, and the warp that puts outputs out. Neither waits for
-// the other.
+// Threads of the copying warpgroup that fetch what a chunk needs, and the warp that puts outputs out. Neither
+// waits for the other.
 inline constexpr int kLoadThreads = 96, kStoreThreads = 32;
 static_assert(kLoadThreads + kStoreThreads == kWarpgroupThreads);
 
-// The tokens of a chunk, kUnits times eight columns of `from`, each 16 bytes to place(token, unit); zero beyond `count`
-// tokens and `columns` columns. Called by the threads that fetch.
+// The tokens of a chunk, kUnits times eight columns of `from`, each 16 bytes to place(token, unit); zero
+// beyond `count` tokens and `columns` columns. Called by the threads that fetch.
 template <class T, int kRows, int kUnits, class Place>
 __device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, std::int64_t pitch, int count,
                                           int columns, bool wide, Place place) {
@@ -28,14 +28,15 @@ __device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, 
         } else {
 #pragma unroll 1
             for (int e = 0; e < 8; ++e)
-                to[e] = in && unit * 8 + e < columns ? from[token * pitch + unit * 8 + e] : from_float<T>(0.0f);
+                to[e] =
+                    in && unit * 8 + e < columns ? from[token * pitch + unit * 8 + e] : from_float<T>(0.0f);
         }
     }
 }
 
-// Threads that fetch: images, values, and q and k where they are read as they came. To ask for a copy takes a thread
-// some 60 cycles, so that the three warps share them: tiles of the image, and k; the inverse, and values; scores, and
-// q.
+// Threads that fetch: images, values, and q and k where they are read as they came. To ask for a copy takes a
+// thread some 60 cycles, so that the three warps share them: tiles of the image, and k; the inverse, and
+// values; scores, and q.
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 struct LoadRole {
     using Layout = StageLayout<T, kKey, kDelta, kPerChannel, kMaps>;
@@ -58,7 +59,8 @@ struct LoadRole {
     int warpgroups, stages;
     bool per_chunk;  // Schedule
 
-    // Parts of images go to every CTA of the cluster. Each CTA asks for its share, and the barrier expects all.
+    // Parts of images go to every CTA of the cluster. Each CTA asks for its share, and the barrier expects
+    // all.
     struct Part {
         const unsigned char* operands;
         std::uint32_t full;
@@ -95,17 +97,21 @@ struct LoadRole {
         if (warp == 0) {
             if constexpr (kPerChannel) {
                 if constexpr (kDelta)
-                    part.copy_run(stage_at + Layout::kKeyRead, offsetof(Operands, k_decayed), 2 * Layout::kTileBytes);
+                    part.copy_run(stage_at + Layout::kKeyRead, offsetof(Operands, k_decayed),
+                                  2 * Layout::kTileBytes);
                 else
-                    part.copy_run(stage_at + Layout::kKeyCarry, offsetof(Operands, k_remaining), Layout::kTileBytes);
+                    part.copy_run(stage_at + Layout::kKeyCarry, offsetof(Operands, k_remaining),
+                                  Layout::kTileBytes);
                 if constexpr (!kMaps)
-                    part.copy_run(stage_at + Layout::kQuery, offsetof(Operands, q_decayed), Layout::kTileBytes);
+                    part.copy_run(stage_at + Layout::kQuery, offsetof(Operands, q_decayed),
+                                  Layout::kTileBytes);
                 part.copy_run(factors_at, offsetof(Operands, decay), kFactorBytes);
             } else {
                 part.copy_run(factors_at, offsetof(Operands, k_factor), kFactorBytes);
             }
         } else if (warp == 1) {
-            if constexpr (kDelta) part.copy_triangle(stage_at + Layout::kInverse, offsetof(Operands, inverse), 0);
+            if constexpr (kDelta)
+                part.copy_triangle(stage_at + Layout::kInverse, offsetof(Operands, inverse), 0);
         } else if constexpr (!kMaps) {
             part.copy_triangle(stage_at + Layout::kScores, offsetof(Operands, scores), 1);
         }
@@ -122,7 +128,8 @@ struct LoadRole {
         const int tiles = kPerChannel ? 0 : kMaps ? 1 : 2;
         return (cursor.of_m ? 0 : warpgroups * Layout::kTmaBytes) + tiles * kPanels * Layout::kTmaBytes;
     }
-    __device__ __forceinline__ void load_by_tma(int warp, int chunk, std::uint32_t stage_at, std::uint32_t full) const {
+    __device__ __forceinline__ void load_by_tma(int warp, int chunk, std::uint32_t stage_at,
+                                                std::uint32_t full) const {
         TileCoordinates at{0, a.by_group.divide(cursor.value_head), static_cast<int>(cursor.token(chunk)),
                            cursor.batch};
         const auto copy_panels = [&](int to, const CUtensorMap& map) {
@@ -162,15 +169,17 @@ struct LoadRole {
             copy_key_rows(a.k, chunk, to + Layout::kKeyRead);
         }
         if (cursor.of_m) return;
-        const T* from =
-            static_cast<const T*>(a.v.data) + a.v.offset(cursor.batch, cursor.token(chunk), cursor.value_head);
+        const T* from = static_cast<const T*>(a.v.data) +
+                        a.v.offset(cursor.batch, cursor.token(chunk), cursor.value_head);
 #pragma unroll 1
         for (int warpgroup = 0; warpgroup < warpgroups; ++warpgroup) {
             const int row = cursor.rows.first + warpgroup * kWarpgroupRows;
             copy_rows<T, Layout::kRows, kWarpgroupRows / 8>(
-                to + Layout::kValues + warpgroup * Layout::kTmaBytes, from + row, a.v.token, cursor.count(chunk),
-                a.value_dim - row, aligned<T>(a.v, a.value_dim),
-                [](int token, int unit) { return Tile<Layout::kRows, kWarpgroupRows>::unit(token, unit) * 16; });
+                to + Layout::kValues + warpgroup * Layout::kTmaBytes, from + row, a.v.token,
+                cursor.count(chunk), a.value_dim - row, aligned<T>(a.v, a.value_dim),
+                [](int token, int unit) {
+                    return Tile<Layout::kRows, kWarpgroupRows>::unit(token, unit) * 16;
+                });
         }
     }
 
@@ -207,9 +216,10 @@ struct LoadRole {
                     barriers.compensated[stage] = compensated;
                 }
                 if constexpr (kReadsOperands)
-                    copy_operands(
-                        warp, {reinterpret_cast<const unsigned char*>(operands + of_chunk), full(), cursor.p.cluster},
-                        shared_address(to), shared_address(factors + stage));
+                    copy_operands(warp,
+                                  {reinterpret_cast<const unsigned char*>(operands + of_chunk), full(),
+                                   cursor.p.cluster},
+                                  shared_address(to), shared_address(factors + stage));
                 if (boxes) load_by_tma(warp, chunk, shared_address(to), full());
             }
             if (!boxes) {
@@ -226,7 +236,8 @@ struct LoadRole {
                 if (asks) {
                     if (warp == 0) arrive_expecting(full(), kLowBytes);
                     copy_low(warp,
-                             {reinterpret_cast<const unsigned char*>(operands + of_chunk), full(), cursor.p.cluster},
+                             {reinterpret_cast<const unsigned char*>(operands + of_chunk), full(),
+                              cursor.p.cluster},
                              shared_address(memory + stage * Layout::bytes(warpgroups)));
                 }
                 arrive(full());
@@ -260,8 +271,10 @@ struct StoreRole {
                 wait_barrier(shared_address(barriers.out_ready + warpgroup), chunk & 1);
                 if (!a.cu_seqlens || count == kRows) {
                     if (lane == 0) {
-                        tma_store(map, {row, cursor.value_head, static_cast<int>(cursor.token(chunk)), cursor.batch},
-                                  shared_address(tile));
+                        tma_store(
+                            map,
+                            {row, cursor.value_head, static_cast<int>(cursor.token(chunk)), cursor.batch},
+                            shared_address(tile));
                         tma_wait_stores_read();
                     }
                     __syncwarp();
@@ -274,15 +287,17 @@ struct StoreRole {
     }
 
     // What a box would write beyond a packed sequence's end is left out.
-    __device__ __forceinline__ void put_rows(const unsigned char* tile, int chunk, int count, int row, int lane) const {
-        T* const to =
-            static_cast<T*>(a.o.data) + a.o.offset(cursor.batch, cursor.token(chunk), cursor.value_head) + row;
+    __device__ __forceinline__ void put_rows(const unsigned char* tile, int chunk, int count, int row,
+                                             int lane) const {
+        T* const to = static_cast<T*>(a.o.data) +
+                      a.o.offset(cursor.batch, cursor.token(chunk), cursor.value_head) + row;
 #pragma unroll 1
         for (int i = lane; i < count * kUnits; i += kStoreThreads) {
             const int token = i / kUnits, unit = i % kUnits;
             if (row + unit * 8 < a.value_dim)
                 *reinterpret_cast<uint4*>(to + token * a.o.token + unit * 8) =
-                    *reinterpret_cast<const uint4*>(tile + Tile<kRows, kWarpgroupRows>::unit(token, unit) * 16);
+                    *reinterpret_cast<const uint4*>(tile +
+                                                    Tile<kRows, kWarpgroupRows>::unit(token, unit) * 16);
         }
     }
 };

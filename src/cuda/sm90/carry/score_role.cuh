@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warpgroup that makes what prepare_token would for an additive algorithm, chunk after chunk: the factors of every
-// token and the scores, out of q and k as they came. A warp has 16 rows of the scores.
+// The warpgroup that makes what prepare_token would for an additive algorithm, chunk after chunk: the factors
+// of every token and the scores, out of q and k as they came. A warp has 16 rows of the scores.
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
@@ -50,17 +50,18 @@ struct ScoreRole {
         }
     }
 
-    // log2 decays from the chunk's start: neighbouring tokens a lane, then a scan over the lanes. By one warp.
+    // log2 decays from the chunk's start: neighbouring tokens a lane, then a scan over the lanes. By one
+    // warp.
     __device__ __forceinline__ void make_decays(const HeadGate& gate, int chunk, int count) const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         float sum[kEach];
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             const int t = lane * kEach + i;
-            sum[i] = t < count
-                         ? fmaxf(token_log2_decay(a, gate, cursor.batch, cursor.token(chunk) + t, cursor.value_head),
-                                 kLeastLog2Decay)
-                         : 0.0f;
+            sum[i] = t < count ? fmaxf(token_log2_decay(a, gate, cursor.batch, cursor.token(chunk) + t,
+                                                        cursor.value_head),
+                                       kLeastLog2Decay)
+                               : 0.0f;
         }
         running_sums(sum);
 #pragma unroll
@@ -95,8 +96,8 @@ struct ScoreRole {
         wgmma::commit();
     }
 
-    // The scores where the carry reads them: products times factor(tile, half, first or second column), of tokens that
-    // are not later. A warp has 16 rows.
+    // The scores where the carry reads them: products times factor(tile, half, first or second column), of
+    // tokens that are not later. A warp has 16 rows.
     template <class Factor>
     __device__ __forceinline__ void put_scores(unsigned char* stage, Products& product, Factor factor) const {
         wgmma::wait<0>();
@@ -143,9 +144,10 @@ struct ScoreRole {
 #pragma unroll
             for (int second = 0; second < 2; ++second) {
                 const int distance = thread / 32 * 16 + lane / 4 - 8 * (x - 1) - lane % 4 * 2 - second;
-                by_distance[x][second] = distance < 0    ? 0.0f
-                                         : distance == 0 ? a.scale
-                                                         : a.scale * exp2_fast(barriers.log_decay[distance - 1]);
+                by_distance[x][second] = distance < 0 ? 0.0f
+                                         : distance == 0
+                                             ? a.scale
+                                             : a.scale * exp2_fast(barriers.log_decay[distance - 1]);
             }
         each_chunk([&](int chunk, unsigned char* at, F& of, auto full) {
             const int count = cursor.count(chunk);
@@ -159,8 +161,9 @@ struct ScoreRole {
             }
             if (chunk < stages || count < kRows) put_factors(of, count);  // which stay there
             if constexpr (!kMaps)
-                put_scores(at, product,
-                           [&](int tile, int half, int second) { return by_distance[tile - half + 1][second]; });
+                put_scores(at, product, [&](int tile, int half, int second) {
+                    return by_distance[tile - half + 1][second];
+                });
         });
     }
 
@@ -184,7 +187,8 @@ struct ScoreRole {
                 const float scales[2] = {a.scale * norm(0, row), a.scale * norm(0, row + 8)};
                 put_scores(at, product, [&](int tile, int half, int second) {
                     const int column = tile * 8 + lane % 4 * 2 + second;
-                    return scales[half] * norm(1, column) * exp2_fast(decays[half] - barriers.log_decay[column]);
+                    return scales[half] * norm(1, column) *
+                           exp2_fast(decays[half] - barriers.log_decay[column]);
                 });
             }
         });

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warpgroup that multiplies: 64 value rows of S^T, [V, K], in accumulators from the first chunk to the last.
+// A warpgroup that multiplies: 64 value rows of S^T, [V, K], in accumulators from the first chunk to the
+// last.
 //
-// Accumulators, rounded and packed, are the A operand of the next product, so S^T, V^T - R^T and U^T never leave
-// registers. In the order of the tensor cores' work, and what the threads do meanwhile:
+// Accumulators, rounded and packed, are the A operand of the next product, so S^T, V^T - R^T and U^T never
+// leave registers. In the order of the tensor cores' work, and what the threads do meanwhile:
 //   R      from the packed state
 //   S Q~   V - R is packed
 //   U      O of the chunk before goes out, S times the chunk's decay
 //   S      from U
 //   O      from U; the new state is packed
-// ptxas follows the registers of products in flight only if no branch has some that its other side has not, and if none
-// are when the loop turns.
+// ptxas follows the registers of products in flight only if no branch has some that its other side has not,
+// and if none are when the loop turns.
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
@@ -59,17 +60,19 @@ struct StateRole {
         const wgmma::Operand b = wgmma::operand<Place::kUnits * 8>(tile);
 #pragma unroll
         for (int step = 0; step < kKey / 16; ++step)
-            wgmma::multiply<T, kRows / 8, false>(product, state[step], b + Place::unit(0, 2 * step), step > 0);
+            wgmma::multiply<T, kRows / 8, false>(product, state[step], b + Place::unit(0, 2 * step),
+                                                 step > 0);
     }
-    static __device__ __forceinline__ void multiply_square(Product& product, const Rows& rows, std::uint32_t square,
-                                                           bool add) {
+    static __device__ __forceinline__ void multiply_square(Product& product, const Rows& rows,
+                                                           std::uint32_t square, bool add) {
         const wgmma::Operand b = wgmma::operand<16>(square);
 #pragma unroll
         for (int step = 0; step < kBlocks; ++step)
             wgmma::multiply<T, kRows / 8, false>(product, rows[step], b + step * Panels<kRows>::kUnits,
                                                  step > 0 || add);
     }
-    static __device__ __forceinline__ void multiply_carry(State& state, const Rows& rows, std::uint32_t tile) {
+    static __device__ __forceinline__ void multiply_carry(State& state, const Rows& rows,
+                                                          std::uint32_t tile) {
         const wgmma::Operand b = wgmma::operand<Place::kUnits * 8>(tile, Place::kPanelUnits * 16);
 #pragma unroll
         for (int step = 0; step < kBlocks; ++step)
@@ -120,7 +123,8 @@ struct StateRole {
     }
     // A coupled chunk: what rounding took off the inverse, to U; and what it takes off U, to O and the state.
     static __device__ __forceinline__ void add_low(State& state, Product& out, Product& u, Rows& writes,
-                                                   std::uint32_t stage_at, std::uint32_t low_at, const F& of) {
+                                                   std::uint32_t stage_at, std::uint32_t low_at,
+                                                   const F& of) {
         wgmma::fence();
         multiply_square(u, writes, low_at + Layout::kInverse, true);
         wgmma::commit();
@@ -171,8 +175,8 @@ struct StateRole {
         });
     }
 
-    // To every CTA of the cluster, by every thread for what it read itself: one for its warp would be enough for the
-    // machine, not for racecheck.
+    // To every CTA of the cluster, by every thread for what it read itself: one for its warp would be enough
+    // for the machine, not for racecheck.
     __device__ __forceinline__ void free_stage(int stage, int cluster) const {
         const std::uint32_t empty = shared_address(barriers.operands_free + stage);
         arrive_at(empty, 0);

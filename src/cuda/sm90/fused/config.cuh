@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the warpgroups of a fused prefill share (fused.cuh): stages of shared memory, and the barriers between them.
+// What the warpgroups of a fused prefill share (fused.cuh): stages of shared memory, and the barriers between
+// them.
 #pragma once
 
 #include "cuda/chunked/solve.cuh"
@@ -9,8 +10,8 @@
 namespace cula::cuda::sm90 {
 
 inline constexpr int kFusedTokens = 32, kSolveWarps = 2;
-// CTAs of one warpgroup that multiplies come in pairs, for 128 value rows of a head: each prepares every other chunk,
-// for both. A CTA of two is alone.
+// CTAs of one warpgroup that multiplies come in pairs, for 128 value rows of a head: each prepares every
+// other chunk, for both. A CTA of two is alone.
 template <int kStateWarpgroups>
 inline constexpr bool kPaired = kStateWarpgroups == 1;
 template <int kStateWarpgroups>
@@ -55,10 +56,11 @@ struct PairMask {
     }
 };
 
-// Of a chunk, per channel: what the state is multiplied by to be at the chunk's middle, where it is read and added to;
-// and from there to be at its end. The first includes what the chunk before decays after its own middle, but where both
-// together would vanish ("apart"), for which `brings` has the former, and ones. Of steep pairs (fused_steep.cuh) the
-// middle is the chunk's begin for who reads, and its end for who adds: `ends` has what is between.
+// Of a chunk, per channel: what the state is multiplied by to be at the chunk's middle, where it is read and
+// added to; and from there to be at its end. The first includes what the chunk before decays after its own
+// middle, but where both together would vanish ("apart"), for which `brings` has the former, and ones. Of
+// steep pairs (fused_steep.cuh) the middle is the chunk's begin for who reads, and its end for who adds:
+// `ends` has what is between.
 template <int kKey>
 struct FusedFactors {
     static constexpr int kPanels = kKey / kTmaChannels;
@@ -66,13 +68,15 @@ struct FusedFactors {
     alignas(16) float ends[kKey];
     float beta[kFusedTokens];
     alignas(16) std::int32_t apart[kPanels];  // whether some channel is
-    std::int32_t compensated;                 // whether keys are: squares of what rounding takes off are there
+    std::int32_t compensated;  // whether keys are: squares of what rounding takes off are there
     std::int32_t any_out_of_range;
     PairMask<kKey> out_of_range;  // where some are
 
-    // Where a pair of channels stands so that the four of two tiles that a lane of a multiplying warp has come
-    // together.
-    static constexpr CULA_HOST_DEVICE int turned(int pair) { return pair / 8 * 16 + pair % 4 * 4 + pair / 4 % 2 * 2; }
+    // Where a pair of channels stands so that the four of two tiles that a lane of a multiplying warp has
+    // come together.
+    static constexpr CULA_HOST_DEVICE int turned(int pair) {
+        return pair / 8 * 16 + pair % 4 * 4 + pair / 4 % 2 * 2;
+    }
 
     // Neither coupled nor with steep pairs.
     __device__ __forceinline__ bool plain() const {
@@ -83,17 +87,19 @@ struct FusedFactors {
 };
 inline constexpr float kLeastPower = -126.0f;  // exp2 of less is zero
 
-// Where the CTA's q, k and gates are, for those who seldom ask: its first token's, and bytes from one to the next.
+// Where the CTA's q, k and gates are, for those who seldom ask: its first token's, and bytes from one to the
+// next.
 struct FusedRows {
     const char* first[3];
     std::int64_t token_bytes[3];
     std::int32_t tokens;
 };
 
-// A stage, in bytes from its begin. Each panel of 64 channels has the rows of q, those of k, and gates, all as they
-// came; preparation leaves Q~, K^ and K+ in their places. Then come squares of 32 x 32 with zeros above: scores, the
-// inverse, and what rounding took off them; and factors. One CTA alone has values behind them, in whose place outputs
-// come. Of a pair, overlaps lie where the inverse comes to, and values in tiles of their own.
+// A stage, in bytes from its begin. Each panel of 64 channels has the rows of q, those of k, and gates, all
+// as they came; preparation leaves Q~, K^ and K+ in their places. Then come squares of 32 x 32 with zeros
+// above: scores, the inverse, and what rounding took off them; and factors. One CTA alone has values behind
+// them, in whose place outputs come. Of a pair, overlaps lie where the inverse comes to, and values in tiles
+// of their own.
 template <int kKey, int kStateWarpgroups>
 struct FusedStageLayout {
     static constexpr int kPanels = kKey / kTmaChannels, kRowBytes = 2 * kTmaChannels;
@@ -110,7 +116,9 @@ struct FusedStageLayout {
     static_assert(sizeof(FusedFactors<kKey>) <= kSquareBytes && kBytes % 1024 == 0);
 
     // Unit of 16 bytes `unit` of a square's row.
-    static constexpr CULA_HOST_DEVICE int square_unit(int row, int unit) { return row * 4 + (unit ^ (row >> 1 & 3)); }
+    static constexpr CULA_HOST_DEVICE int square_unit(int row, int unit) {
+        return row * 4 + (unit ^ (row >> 1 & 3));
+    }
     // A lane's unit of a square's block above the diagonal.
     static __device__ __forceinline__ void clear_above(unsigned char* square, int lane) {
         reinterpret_cast<uint4*>(square)[square_unit(lane / 2, 2 + lane % 2)] = uint4{};
@@ -120,8 +128,9 @@ struct FusedStageLayout {
     }
 };
 
-// Factors of a chunk's tokens: norms, with the scale; and what a gate's shape is multiplied by, with the sign that it
-// has on the way from the middle, zero where there is no token. From the middle to the begin, then to the end.
+// Factors of a chunk's tokens: norms, with the scale; and what a gate's shape is multiplied by, with the sign
+// that it has on the way from the middle, zero where there is no token. From the middle to the begin, then to
+// the end.
 struct FusedScales {
     alignas(16) float q[kFusedTokens], k[kFusedTokens], out[kFusedTokens];
 
@@ -130,7 +139,8 @@ struct FusedScales {
     }
 };
 
-// What a CTA alone has: overlaps of chunks that are being solved, and when they have been; outputs leave their stage.
+// What a CTA alone has: overlaps of chunks that are being solved, and when they have been; outputs leave
+// their stage.
 template <int kStateWarpgroups>
 struct FusedAlone {
     static constexpr int kTiles = kFusedStages<kStateWarpgroups>, kTails = kFusedStages<kStateWarpgroups>;
@@ -138,8 +148,8 @@ struct FusedAlone {
     Square<kFusedTokens> overlaps[kSolveWarps];
 };
 // What one of a pair has: when tiles of values hold outputs; and when a tail has come from its peer.
-// A tail's place is written again kTails of the CTA's chunks later, by whoever prepares in the stage of one before
-// that, which both have multiplied: whoever read the tail is done.
+// A tail's place is written again kTails of the CTA's chunks later, by whoever prepares in the stage of one
+// before that, which both have multiplied: whoever read the tail is done.
 template <int kStateWarpgroups>
 struct FusedPeer {
     static constexpr int kTiles = 3, kTails = kFusedStages<kStateWarpgroups> + 1;
@@ -148,11 +158,12 @@ struct FusedPeer {
 
 template <int kKey, int kStateWarpgroups>
 struct alignas(kChunkAlignment) FusedShared
-    : std::conditional_t<kPaired<kStateWarpgroups>, FusedPeer<kStateWarpgroups>, FusedAlone<kStateWarpgroups>> {
+    : std::conditional_t<kPaired<kStateWarpgroups>, FusedPeer<kStateWarpgroups>,
+                         FusedAlone<kStateWarpgroups>> {
     static constexpr int kStages = kFusedStages<kStateWarpgroups>;
 
-    std::uint64_t inputs_ready[kStages], scores_ready[kStages], operands_ready[kStages + kPeerStages<kStateWarpgroups>],
-        operands_free[kStages];
+    std::uint64_t inputs_ready[kStages], scores_ready[kStages],
+        operands_ready[kStages + kPeerStages<kStateWarpgroups>], operands_free[kStages];
     std::uint64_t values_ready[FusedShared::kTiles];
     Segment segment;
     FusedRows rows;
@@ -171,7 +182,8 @@ struct FusedMemory {
     using Stage = FusedStageLayout<kKey, kStateWarpgroups>;
     using Shared = FusedShared<kKey, kStateWarpgroups>;
     static constexpr int kTileBytes = kStateWarpgroups * Stage::kTmaBytes,
-                         kTiles = (kFusedStages<kStateWarpgroups> + kPeerStages<kStateWarpgroups>)*Stage::kBytes,
+                         kTiles =
+                             (kFusedStages<kStateWarpgroups> + kPeerStages<kStateWarpgroups>)*Stage::kBytes,
                          kShared = kTiles + (kPaired<kStateWarpgroups> ? Shared::kTiles * kTileBytes : 0),
                          kBytes = kShared + static_cast<int>(sizeof(Shared));
 
@@ -182,8 +194,8 @@ struct FusedMemory {
     }
 };
 
-// A loop over chunks until `next` finds none. Most are plain; the code for others stands behind the loop: what a jump
-// passes over is fetched all the same, and takes the place of what is run (docs/fused.md).
+// A loop over chunks until `next` finds none. Most are plain; the code for others stands behind the loop:
+// what a jump passes over is fetched all the same, and takes the place of what is run (docs/fused.md).
 enum class Found { kNone, kPlain, kOther };
 
 template <class Next, class Plain, class Other>
@@ -209,8 +221,8 @@ struct Ring {
     }
 };
 
-// Of a warpgroup that prepares: the thread, asked for anew, lest a loop over chunks keep all that follows from it; and
-// its own barrier.
+// Of a warpgroup that prepares: the thread, asked for anew, lest a loop over chunks keep all that follows
+// from it; and its own barrier.
 __device__ __forceinline__ int thread_anew() {
     unsigned thread;
     asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));
@@ -242,7 +254,8 @@ struct FusedCursor {
           rank(kPaired<kStateWarpgroups> ? cluster_rank() : 0) {}
     template <class W>
     __device__ __forceinline__ explicit FusedCursor(const W& cursor)
-        : FusedCursor(cursor.segment.chunks > 0 ? (cursor.segment.chunks - 1) * W::kRows + cursor.last_count : 0) {}
+        : FusedCursor(cursor.segment.chunks > 0 ? (cursor.segment.chunks - 1) * W::kRows + cursor.last_count
+                                                : 0) {}
 
     __device__ __forceinline__ int count(int i) const { return min(tokens - i * kFusedTokens, kFusedTokens); }
     __device__ __forceinline__ int chunk(int n) const { return n * kPeers<kStateWarpgroups> + rank; }

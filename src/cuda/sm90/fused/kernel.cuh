@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// A whole prefill of a delta rule with decays per channel in one kernel: nothing goes to memory but outputs and states
+// A whole prefill of a delta rule with decays per channel in one kernel: nothing goes to memory but outputs
+// and states
 //
-// ALGORITHM.md: score, solve, read, output, carry.  grid (row blocks * value heads * sequences), clusters of two where
-// a CTA has one warpgroup that multiplies   warpgroups that multiply, 64 value rows each; two or three that prepare;
-// one whose warps fetch, put out, and solve
+// ALGORITHM.md: score, solve, read, output, carry.  grid (row blocks * value heads * sequences), clusters of
+// two where a CTA has one warpgroup that multiplies   warpgroups that multiply, 64 value rows each; two or
+// three that prepare; one whose warps fetch, put out, and solve
 //
 // Chunks of 32 tokens go through stages of shared memory: fetched as they came (boxes), prepared in place
-// (fused_preparer.cuh; steep channels, fused_steep.cuh), solved (fused_solver.cuh), multiplied (fused_multiplier.cuh),
-// each by its own warps. CTAs of a pair prepare every other chunk and send it to each other.
+// (fused_preparer.cuh; steep channels, fused_steep.cuh), solved (fused_solver.cuh), multiplied
+// (fused_multiplier.cuh), each by its own warps. CTAs of a pair prepare every other chunk and send it to each
+// other.
 #pragma once
 
 #include "cuda/ptx/pdl.cuh"
@@ -23,7 +25,8 @@ struct FusedMaps {
 };
 
 template <int kStateWarpgroups>
-inline constexpr int kFusedThreads = (kStateWarpgroups + kOperandWarpgroups<kStateWarpgroups> + 1) * kWarpgroupThreads;
+inline constexpr int kFusedThreads =
+    (kStateWarpgroups + kOperandWarpgroups<kStateWarpgroups> + 1) * kWarpgroupThreads;
 // A thread's, of the 96 that each starts with.
 struct FusedRegisters {
     int multiply, prepare, help;
@@ -51,8 +54,9 @@ struct FusedCopyRole {
         const FusedCursor<kStateWarpgroups> fused(cursor);
         const Element type = element(a.beta.dtype);
         const int width = type == Element::kFloat32 ? 4 : 2;
-        const char* const first_beta = static_cast<const char*>(a.beta.data) +
-                                       a.beta.offset(cursor.batch, cursor.first_token, cursor.value_head) * width;
+        const char* const first_beta =
+            static_cast<const char*>(a.beta.data) +
+            a.beta.offset(cursor.batch, cursor.first_token, cursor.value_head) * width;
         RawFloat beta;
         const auto ask = [&](int i) {
             const int token = i * kFusedTokens + lane;
@@ -64,7 +68,8 @@ struct FusedCopyRole {
         for (int i = fused.rank; i < fused.chunks; i += kPeers<kStateWarpgroups>) {
             wait_barrier(shared_address(shared.operands_free + stage.at), stage.parity);
             unsigned char* const at = memory + Memory::stage(stage.at);
-            const std::uint32_t full = shared_address(shared.inputs_ready + stage.at), to = shared_address(at);
+            const std::uint32_t full = shared_address(shared.inputs_ready + stage.at),
+                                to = shared_address(at);
             if (lane == 0) {
                 arrive_expecting(full, 3 * Layout::kPanels * Layout::kTmaBytes);
                 TileCoordinates from{0, head, first_token(i), cursor.batch};
@@ -90,8 +95,8 @@ struct FusedCopyRole {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const FusedCursor<kStateWarpgroups> fused(cursor);
         const auto place = [&](int i, int warpgroup) {
-            return TileCoordinates{cursor.rows.first + warpgroup * kWarpgroupRows, cursor.value_head, first_token(i),
-                                   cursor.batch};
+            return TileCoordinates{cursor.rows.first + warpgroup * kWarpgroupRows, cursor.value_head,
+                                   first_token(i), cursor.batch};
         };
         // What a box would read or write beyond a packed sequence's end is another's.
         const auto by_rows = [&](int i) { return a.cu_seqlens && fused.count(i) < kFusedTokens; };
@@ -105,8 +110,8 @@ struct FusedCopyRole {
             } else if (lane == 0) {
                 expect(values, Memory::kTileBytes);
                 for (int warpgroup = 0; warpgroup < kStateWarpgroups; ++warpgroup)
-                    tma_load(shared_address(memory + Memory::tile(tile, warpgroup)), maps.v, place(i, warpgroup),
-                             values);
+                    tma_load(shared_address(memory + Memory::tile(tile, warpgroup)), maps.v,
+                             place(i, warpgroup), values);
             }
             arrive(values);
         };
@@ -139,7 +144,8 @@ private:
     __device__ __forceinline__ int first_token(int i) const {
         return static_cast<int>(cursor.first_token) + i * kFusedTokens;
     }
-    // Rows of a tile, in pieces of 16 bytes: body(place in the tile, token, row), of which count tokens are there.
+    // Rows of a tile, in pieces of 16 bytes: body(place in the tile, token, row), of which count tokens are
+    // there.
     template <class Body>
     static __device__ __forceinline__ void each_piece(const TileCoordinates& at, Body body) {
         constexpr int kUnits = kWarpgroupRows / 8;
@@ -149,8 +155,10 @@ private:
             body(Tile<kFusedTokens, kWarpgroupRows>::unit(token, unit) * 16, token, at.channel + unit * 8);
         }
     }
-    __device__ __forceinline__ void take_rows(unsigned char* tile, const TileCoordinates& at, int count) const {
-        const T* const from = static_cast<const T*>(a.v.data) + a.v.offset(cursor.batch, at.token, cursor.value_head);
+    __device__ __forceinline__ void take_rows(unsigned char* tile, const TileCoordinates& at,
+                                              int count) const {
+        const T* const from =
+            static_cast<const T*>(a.v.data) + a.v.offset(cursor.batch, at.token, cursor.value_head);
         each_piece(at, [&](int place, int token, int row) {
             uint4 piece{};
             if (token < count && row < a.value_dim)
@@ -158,19 +166,21 @@ private:
             *reinterpret_cast<uint4*>(tile + place) = piece;
         });
     }
-    __device__ __forceinline__ void put_rows(const unsigned char* tile, const TileCoordinates& at, int count) const {
+    __device__ __forceinline__ void put_rows(const unsigned char* tile, const TileCoordinates& at,
+                                             int count) const {
         T* const to = static_cast<T*>(a.o.data) + a.o.offset(cursor.batch, at.token, cursor.value_head);
         each_piece(at, [&](int place, int token, int row) {
             if (token < count && row < a.value_dim)
-                *reinterpret_cast<uint4*>(to + token * a.o.token + row) = *reinterpret_cast<const uint4*>(tile + place);
+                *reinterpret_cast<uint4*>(to + token * a.o.token + row) =
+                    *reinterpret_cast<const uint4*>(tile + place);
         });
     }
 };
 
 template <class T, int kKey, int kStateWarpgroups, Gate kGate>
 __global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
-    fused_prefill(const __grid_constant__ DeviceArgs a, const Schedule schedule, const __grid_constant__ CarryParams p,
-                  const __grid_constant__ FusedMaps maps) {
+    fused_prefill(const __grid_constant__ DeviceArgs a, const Schedule schedule,
+                  const __grid_constant__ CarryParams p, const __grid_constant__ FusedMaps maps) {
     using Layout = FusedStageLayout<kKey, kStateWarpgroups>;
     using Memory = FusedMemory<kKey, kStateWarpgroups>;
     using Shared = FusedShared<kKey, kStateWarpgroups>;
@@ -178,7 +188,8 @@ __global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
     constexpr FusedRegisters kRegisters = kFusedRegisters<kStateWarpgroups, kMayLeaveRange>;
     extern __shared__ __align__(1024) unsigned char memory[];
 
-    const int thread = static_cast<int>(threadIdx.x), warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
+    const int thread = static_cast<int>(threadIdx.x),
+              warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
     const int role = warp / kWarpgroupWarps - kStateWarpgroups;  // negative: multiplies
     auto& shared = *reinterpret_cast<Shared*>(memory + Memory::kShared);
     if (thread == 0) {
@@ -192,10 +203,12 @@ __global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
             init_barrier(shared_address(shared.scores_ready + stage), kWarpgroupThreads);
             init_barrier(shared_address(shared.operands_ready + stage), kWarpgroupThreads + 32);
             // Of the peer a thread of each warp.
-            init_barrier(shared_address(shared.operands_free + stage),
-                         kStateWarpgroups * kWarpgroupThreads + (kPaired<kStateWarpgroups> ? kWarpgroupWarps : 0));
+            init_barrier(
+                shared_address(shared.operands_free + stage),
+                kStateWarpgroups * kWarpgroupThreads + (kPaired<kStateWarpgroups> ? kWarpgroupWarps : 0));
         }
-        for (int tile = 0; tile < Shared::kTiles; ++tile) init_barrier(shared_address(shared.values_ready + tile), 32);
+        for (int tile = 0; tile < Shared::kTiles; ++tile)
+            init_barrier(shared_address(shared.values_ready + tile), 32);
         if constexpr (kPaired<kStateWarpgroups>) {
             for (int i = 0; i < kPeerStages<kStateWarpgroups>; ++i)
                 init_barrier(shared_address(shared.operands_ready + Shared::kStages + i), 1);
@@ -236,7 +249,8 @@ __global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
             const int head = a.by_group.divide(cursor.value_head);
             constexpr std::int64_t kBytes = sizeof(T);
             const auto first = [&](const TokenRows& rows, int of) {
-                return static_cast<const char*>(rows.data) + rows.offset(cursor.batch, cursor.first_token, of) * kBytes;
+                return static_cast<const char*>(rows.data) +
+                       rows.offset(cursor.batch, cursor.first_token, of) * kBytes;
             };
             shared.rows = {{first(a.q, head), first(a.k, head), first(a.g, cursor.value_head)},
                            {a.q.token * kBytes, a.k.token * kBytes, a.g.token * kBytes},
@@ -247,7 +261,8 @@ __global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
 
     if (role < 0) {
         raise_registers<kRegisters.multiply>();
-        FusedStateRole<T, kKey, kStateWarpgroups, kMayLeaveRange>{a, schedule, p, memory, shared}.run(make_cursor());
+        FusedStateRole<T, kKey, kStateWarpgroups, kMayLeaveRange>{a, schedule, p, memory, shared}.run(
+            make_cursor());
     } else if (role < kOperandWarpgroups<kStateWarpgroups>) {
         lower_registers<kRegisters.prepare>();
         const auto cursor = make_cursor();

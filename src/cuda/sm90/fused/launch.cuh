@@ -22,12 +22,14 @@ struct FusedPrefill {
                                   a.gate == Gate::kSoftplus ? kSoftplusCosts : FusedCosts{});
         if (warpgroups == 0) return;
         const std::string no = declines(call);
-        if (call.fused && !no.empty()) throw Error("prefill: backend \"sm90:fused\" does not take this call: " + no);
+        if (call.fused && !no.empty())
+            throw Error("prefill: backend \"sm90:fused\" does not take this call: " + no);
         pays = no.empty();
     }
 
     template <class ShapeOf>
-    void launch(const Call& call, const Schedule& schedule, const CarryParams& p, const ShapeOf& shape) const {
+    void launch(const Call& call, const Schedule& schedule, const CarryParams& p,
+                const ShapeOf& shape) const {
         if (call.args.gate == Gate::kSoftplus)
             launch_as<1, Gate::kSoftplus>(call, schedule, p, shape);
         else if (warpgroups == 1)
@@ -45,8 +47,10 @@ private:
             return "it takes the delta rule with gates that it makes itself";
         if (call.segment || call.kept) return "it keeps nothing, and finds nothing that was kept";
         if (!a.qk_l2norm) return "it normalizes q and k (qk_l2norm)";
-        if (!(std::fabs(a.scale) <= kMostScale)) return "it takes scale up to 256, got " + std::to_string(a.scale);
-        if (a.beta_per_value || a.beta.dtype == Dtype::kFloat64) return "it takes one beta per token, not of float64";
+        if (!(std::fabs(a.scale) <= kMostScale))
+            return "it takes scale up to 256, got " + std::to_string(a.scale);
+        if (a.beta_per_value || a.beta.dtype == Dtype::kFloat64)
+            return "it takes one beta per token, not of float64";
         bool all_mappable = true;
         each_map(a, [&](auto, const TokenRows& rows, int, int width) {
             all_mappable = all_mappable && mappable(rows, kDtype<T>, width);
@@ -78,8 +82,9 @@ private:
     template <int kStateWarpgroups, Gate kGate, class ShapeOf>
     void launch_as(const Call& call, const Schedule& schedule, CarryParams p, const ShapeOf& shape) const {
         const DeviceArgs& a = call.args;
-        const int blocks = ceil_div(a.value_dim, kPeers<kStateWarpgroups> * kStateWarpgroups * kWarpgroupRows) *
-                           kPeers<kStateWarpgroups>;
+        const int blocks =
+            ceil_div(a.value_dim, kPeers<kStateWarpgroups> * kStateWarpgroups * kWarpgroupRows) *
+            kPeers<kStateWarpgroups>;
         p.value_blocks = blocks, p.row_blocks = divisor(blocks);
         cuda::launch<fused_prefill<T, kKey, kStateWarpgroups, kGate>>(
             shape({.blocks = static_cast<std::size_t>(blocks) * a.value_heads * schedule.max_segments,

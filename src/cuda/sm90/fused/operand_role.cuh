@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warpgroup of a fused prefill that prepares: operands in place of q, k and gates, and the products of keys with
-// queries and keys. kOperandWarpgroups of them take turns.
+// A warpgroup of a fused prefill that prepares: operands in place of q, k and gates, and the products of keys
+// with queries and keys. kOperandWarpgroups of them take turns.
 //
-// Log decays x run from the chunk's middle, after its token 15, to both ends; a thread has two channels of a half and
-// goes outward, token by token. Rows are q, k exp2(x), columns k exp2(-x), so that the state is multiplied by
-// exp2(head) before it is read and added to, and by exp2(tail) at the end: head and tail are what the halves decay.
-// All x are larger by kShift, and so is tail, and head is smaller. There is room for half a chunk of gates at -5
-// (fuses_gate in launch.h); of softplus gates, pairs of channels that take more go another way (fused_steep.cuh).
+// Log decays x run from the chunk's middle, after its token 15, to both ends; a thread has two channels of a
+// half and goes outward, token by token. Rows are q, k exp2(x), columns k exp2(-x), so that the state is
+// multiplied by exp2(head) before it is read and added to, and by exp2(tail) at the end: head and tail are
+// what the halves decay. All x are larger by kShift, and so is tail, and head is smaller. There is room for
+// half a chunk of gates at -5 (fuses_gate in launch.h); of softplus gates, pairs of channels that take more
+// go another way (fused_steep.cuh).
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -21,12 +22,13 @@ namespace cula::cuda::sm90 {
 using Block = Packed[1];
 
 template <class Layout>
-__device__ __forceinline__ void put_block(unsigned char* square, const Block& block, int row, int column, int lane) {
+__device__ __forceinline__ void put_block(unsigned char* square, const Block& block, int row, int column,
+                                          int lane) {
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair)
         reinterpret_cast<std::uint32_t*>(
-            square)[Layout::square_unit(row + lane / 4 + pair % 2 * 8, column / 8 + pair / 2) * 4 + lane % 4] =
-            block[0][pair];
+            square)[Layout::square_unit(row + lane / 4 + pair % 2 * 8, column / 8 + pair / 2) * 4 +
+                    lane % 4] = block[0][pair];
 }
 
 template <class T, int kKey, int kStateWarpgroups, Gate kGate>
@@ -38,17 +40,18 @@ struct FusedOperandRole {
     using OutOfRange = FusedOutOfRange<T, kKey, kStateWarpgroups, kGate>;
     using Products = float[kFusedTokens / 8][4];  // of a warp's 16 rows with all columns
     static constexpr int kHalf = kFusedTokens / 2;
-    // Where x is counted from, in powers of two: columns leave the state, which is a sum of them times values, room.
-    // Softplus gates have theirs below, and keep what is small.
+    // Where x is counted from, in powers of two: columns leave the state, which is a sum of them times
+    // values, room. Softplus gates have theirs below, and keep what is small.
     static constexpr float kShift = kGate == Gate::kBounded ? 8.0f : 0.0f;
     static constexpr bool kMayLeaveRange = kGate != Gate::kBounded;
     // What makes no decay at all where there is no channel: none of those is steep.
     static constexpr float kNoGate = kGate == Gate::kBounded ? 1e30f : -1e30f;
-    // What the tokens of a half decay at most, in powers of two, or their pair is steep. Rows may be as large as the
-    // largest scale more; and the state, where it is read, as much smaller as they are larger, but no smaller than bf16
-    // can tell.
+    // What the tokens of a half decay at most, in powers of two, or their pair is steep. Rows may be as large
+    // as the largest scale more; and the state, where it is read, as much smaller as they are larger, but no
+    // smaller than bf16 can tell.
     static constexpr float kMostHead = 100.0f, kMostTail = 107.5f;
-    // What decays by more may well be steep in the next chunk; and what was taken to be, by more than the second.
+    // What decays by more may well be steep in the next chunk; and what was taken to be, by more than the
+    // second.
     static constexpr float kLikely = 90.0f, kStillLikely = 75.0f;
 
     const DeviceArgs& a;
@@ -63,12 +66,12 @@ struct FusedOperandRole {
 
     __device__ __forceinline__ FusedOperandRole anew() const { return {a, cursor, memory, shared, number}; }
     __device__ __forceinline__ void sync() const { sync_operand_role(number); }
-    // A chunk's tail is the business of whoever prepares the next one. Of a pair that is the peer: what the thread's
-    // channels decay goes there, and comes from there.
+    // A chunk's tail is the business of whoever prepares the next one. Of a pair that is the peer: what the
+    // thread's channels decay goes there, and comes from there.
     __device__ __forceinline__ void send_tail(int i, float2 own) const {
         const int place = i / 2 % Shared::kTails;
-        send_to(shared_address(shared.tails[place] + 2 * pair), own, shared_address(shared.tail_ready + place),
-                cluster_rank() ^ 1);
+        send_to(shared_address(shared.tails[place] + 2 * pair), own,
+                shared_address(shared.tail_ready + place), cluster_rank() ^ 1);
     }
     __device__ __forceinline__ float2 received_tail(int i) const {
         const int use = (i - 1) / 2, place = use % Shared::kTails;
@@ -77,14 +80,16 @@ struct FusedOperandRole {
         wait_barrier(tailed, use / Shared::kTails & 1);
         return *reinterpret_cast<const float2*>(shared.tails[place] + 2 * pair);
     }
-    // Otherwise it is the next warpgroup; and so is that overlaps of the chunk two before it are solved, lest waiting
-    // for a later phase of their barrier find an earlier one (docs/fused.md).
+    // Otherwise it is the next warpgroup; and so is that overlaps of the chunk two before it are solved, lest
+    // waiting for a later phase of their barrier find an earlier one (docs/fused.md).
     static __device__ __forceinline__ void pass_on(int i) { hand_over<false>(i + 1); }
     static __device__ __forceinline__ void take_over(int i) { hand_over<true>(i); }
-    // One barrier for each that takes over: it may be late, and who passed on to it already take over the next.
+    // One barrier for each that takes over: it may be late, and who passed on to it already take over the
+    // next.
     template <bool kWaits>
     static __device__ __forceinline__ void hand_over(int i) {
-        const int barrier = 1 + kOperandWarpgroups<kStateWarpgroups> + i % kOperandWarpgroups<kStateWarpgroups>;
+        const int barrier =
+            1 + kOperandWarpgroups<kStateWarpgroups> + i % kOperandWarpgroups<kStateWarpgroups>;
         if (kWaits)
             asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(2 * kWarpgroupThreads) : "memory");
         else
@@ -99,7 +104,8 @@ struct FusedOperandRole {
         sync();
     }
 
-    // Factors of q and k: one over their norms, times the scale. A warp has 16 rows, of q or of k; a lane half of one.
+    // Factors of q and k: one over their norms, times the scale. A warp has 16 rows, of q or of k; a lane
+    // half of one.
     __device__ __forceinline__ void norms(std::uint32_t stage) const {
         static_assert(Layout::kPanels == 2);
         const int own_panel = lane % 2, row = warp * 16 + lane / 2, token = warp % 2 * kHalf + lane / 2;
@@ -123,8 +129,8 @@ struct FusedOperandRole {
                 rsqrtf(sum + 1e-6f) * (warp < 2 ? a.scale : 1.0f);
     }
 
-    // Tokens of the thread's half that it turns to together, few where there is least room for code; from its first-th
-    // on outward: where the j-th stands in a panel's rows.
+    // Tokens of the thread's half that it turns to together, few where there is least room for code; from its
+    // first-th on outward: where the j-th stands in a panel's rows.
     static constexpr int kFew = kMayLeaveRange ? 2 : 4;
     template <class Bool>
     struct Few {
@@ -134,7 +140,8 @@ struct FusedOperandRole {
         __device__ __forceinline__ Few(Bool of_second, std::uint32_t panel_at, int pair, int first)
             : second(of_second) {
             const int row = second ? kHalf + first : kHalf - kFew - first;
-            rows = panel_at + row * Layout::kRowBytes + ((pair >> 2 & 7) ^ (row & (8 - kFew))) * 16 + (pair & 3) * 4;
+            rows = panel_at + row * Layout::kRowBytes + ((pair >> 2 & 7) ^ (row & (8 - kFew))) * 16 +
+                   (pair & 3) * 4;
         }
         __device__ __forceinline__ std::uint32_t at(int j) const {
             const int row = second ? j : kFew - 1 - j;
@@ -154,8 +161,8 @@ struct FusedOperandRole {
             x[0] = two.x, x[1] = two.y;
         }
     }
-    // Whether the thread's pair is expected to be steep: it stays as it came, but for columns, which are zeros; its
-    // decays are written down, where there is room.
+    // Whether the thread's pair is expected to be steep: it stays as it came, but for columns, which are
+    // zeros; its decays are written down, where there is room.
     struct Expected {
         bool is = false;
         std::uint32_t decays = 0;
@@ -167,8 +174,9 @@ struct FusedOperandRole {
     };
     // Operands of the thread's half, whether it is the second, and channels, in place; head or tail.
     template <class Bool, class AnyLikely>
-    __device__ __forceinline__ float2 operands(Bool second, AnyLikely any_likely, const HeadGate& gate, float2 offset,
-                                               std::uint32_t panel_at, const Expected& expected) const {
+    __device__ __forceinline__ float2 operands(Bool second, AnyLikely any_likely, const HeadGate& gate,
+                                               float2 offset, std::uint32_t panel_at,
+                                               const Expected& expected) const {
         const int place = half * kHalf;
         float2 sum{kShift, kShift};
 #pragma unroll 1
@@ -192,13 +200,15 @@ struct FusedOperandRole {
                 };
                 const float2 raw = unpack2<T>(gates[j]);
                 const float2 before = sum;
-                sum = {fmaf(out[j], shape(raw.x, offset.x), sum.x), fmaf(out[j], shape(raw.y, offset.y), sum.y)};
+                sum = {fmaf(out[j], shape(raw.x, offset.x), sum.x),
+                       fmaf(out[j], shape(raw.y, offset.y), sum.y)};
                 x[j] = second ? sum : before;
             }
 #pragma unroll
             for (int j = 0; j < kFew; ++j) {
                 const std::uint32_t at = few.at(j);
-                const float2 fall{exp2_fast(x[j].x), exp2_fast(x[j].y)}, rise{exp2_fast(-x[j].x), exp2_fast(-x[j].y)};
+                const float2 fall{exp2_fast(x[j].x), exp2_fast(x[j].y)},
+                    rise{exp2_fast(-x[j].x), exp2_fast(-x[j].y)};
                 float2 q = unpack2<T>(q_words[j]), k = unpack2<T>(k_words[j]);
                 q = {q.x * q_norm[j], q.y * q_norm[j]}, k = {k.x * k_norm[j], k.y * k_norm[j]};
                 const bool left = any_likely && expected.is;
@@ -222,7 +232,8 @@ struct FusedOperandRole {
             wgmma::multiply_shared<T>(products, rows + at, columns + at, step > 0);
         }
     }
-    // To the squares: scores by the warps of q, with what rounding takes off; overlaps, times beta, by those of k.
+    // To the squares: scores by the warps of q, with what rounding takes off; overlaps, times beta, by those
+    // of k.
     __device__ __forceinline__ void put(const Products& products, unsigned char* stage, const float* beta,
                                         Square<kFusedTokens>& overlaps) const {
         const int row = warp % 2 * 16;
@@ -235,7 +246,8 @@ struct FusedOperandRole {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int below = row + lane / 4 + e / 2 * 8 - (column + tile * 8 + lane % 4 * 2 + e % 2);
-                    x[tile][e] = below > 0 || (below == 0 && warp < 2) ? products[column / 8 + tile][e] : 0.0f;
+                    x[tile][e] =
+                        below > 0 || (below == 0 && warp < 2) ? products[column / 8 + tile][e] : 0.0f;
                 }
             if (warp < 2) {
                 Block rounded, rests;
@@ -275,7 +287,9 @@ struct FusedOperandRole {
         if (count < kFusedTokens) clear_rows(at, count);
         norms(shared_address(at));
         if (thread < kFusedTokens)
-            scales.out[FusedScales::place(thread)] = thread >= count ? 0.0f : thread < kHalf ? -gate.out : gate.out;
+            scales.out[FusedScales::place(thread)] = thread >= count  ? 0.0f
+                                                     : thread < kHalf ? -gate.out
+                                                                      : gate.out;
         sync();
     }
     // Then operands; head or tail of the thread's channels. Of `likely` pairs decays, where there are any.
@@ -303,8 +317,8 @@ struct FusedOperandRole {
             return half == 0 ? operands(std::false_type{}, any_likely, gate, offset, panel_at, expected)
                              : operands(std::true_type{}, any_likely, gate, offset, panel_at, expected);
     }
-    // After it, operands are there, to be multiplied; whether some pair is steep that was not expected to be. `own`:
-    // what the thread's half decays.
+    // After it, operands are there, to be multiplied; whether some pair is steep that was not expected to be.
+    // `own`: what the thread's half decays.
     __device__ __forceinline__ bool unexpected(float2 own, const PairMask<kKey>& expected) const {
         const bool left = has(expected);
         static_assert(!kMayLeaveRange || kShift == 0);
@@ -318,10 +332,11 @@ struct FusedOperandRole {
         if (lane == 0) shared.likely[number][warp] = again, shared.out_of_range[number][warp] = here;
         return some;
     }
-    // Pairs that go without the products: as they came, but for columns. What was made of one that was not expected is
-    // too large.
+    // Pairs that go without the products: as they came, but for columns. What was made of one that was not
+    // expected is too large.
     __device__ __forceinline__ PairMask<kKey> pairs_out_of_range(const OutOfRange& out_of_range,
-                                                                 const PairMask<kKey>& expected, bool others) const {
+                                                                 const PairMask<kKey>& expected,
+                                                                 bool others) const {
         if (!others) return expected;
         sync();
         const PairMask<kKey> pairs = halves(shared.out_of_range[number]);
@@ -332,8 +347,8 @@ struct FusedOperandRole {
     }
     // Its factors and products; it is the i-th of the walk. kOutOfRange: with steep pairs.
     template <bool kOutOfRange>
-    __device__ __forceinline__ void finish(int n, int i, bool last, float2 own, const PairMask<kKey>& expected,
-                                           bool others) const {
+    __device__ __forceinline__ void finish(int n, int i, bool last, float2 own,
+                                           const PairMask<kKey>& expected, bool others) const {
         const int stage = n % Shared::kStages;
         unsigned char* const at = memory + Memory::stage(stage);
         FusedFactors<kKey>& factors = Layout::factors(at);
@@ -351,7 +366,8 @@ struct FusedOperandRole {
                 *reinterpret_cast<float2*>(shared.tails[stage] + 2 * pair) = own;
             else if (!last)
                 send_tail(i, own);
-            if (!kOutOfRange || !has(pairs)) *reinterpret_cast<float2*>(factors.ends + 2 * pair) = powers(own.x, own.y);
+            if (!kOutOfRange || !has(pairs))
+                *reinterpret_cast<float2*>(factors.ends + 2 * pair) = powers(own.x, own.y);
         }
         Products products;
         wgmma::fence();
@@ -366,7 +382,8 @@ struct FusedOperandRole {
                 if constexpr (kPaired<kStateWarpgroups>)
                     since = received_tail(i);
                 else
-                    since = *reinterpret_cast<const float2*>(shared.tails[(i - 1) % Shared::kStages] + 2 * pair);
+                    since =
+                        *reinterpret_cast<const float2*>(shared.tails[(i - 1) % Shared::kStages] + 2 * pair);
             }
             const float2 all{since.x + own.x, since.y + own.y};
             const bool apart_x = all.x < kLeastPower, apart_y = all.y < kLeastPower;
@@ -415,7 +432,8 @@ struct FusedOperandRole {
         // Asked for anew, where registers are few.
         const auto cursor_again = [&] {
             if constexpr (kMayLeaveRange)
-                return FusedCursor<kStateWarpgroups>(*const_cast<volatile std::int32_t*>(&shared.rows.tokens));
+                return FusedCursor<kStateWarpgroups>(
+                    *const_cast<volatile std::int32_t*>(&shared.rows.tokens));
             else
                 return FusedCursor<kStateWarpgroups>(cursor);
         };
@@ -444,7 +462,8 @@ struct FusedOperandRole {
         const auto finish_one = [&](auto out_of_range) {
             const FusedCursor<kStateWarpgroups> fused = cursor_again();
             const int i = fused.chunk(n);
-            anew().template finish<decltype(out_of_range)::value>(n, i, i + 1 == fused.chunks, own, expected, others);
+            anew().template finish<decltype(out_of_range)::value>(n, i, i + 1 == fused.chunks, own, expected,
+                                                                  others);
             n += kOperandWarpgroups<kStateWarpgroups>;
         };
         each_chunk(

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// OutOfRange pairs of channels of a fused prefill's chunk: what half a chunk of them decays leaves no room in operands.
-// Nothing bounds softplus gates, and where a channel is steep it mostly stays so.
+// OutOfRange pairs of channels of a fused prefill's chunk: what half a chunk of them decays leaves no room in
+// operands. Nothing bounds softplus gates, and where a channel is steep it mostly stays so.
 //
-// A steep pair goes without the products of operands. Its part of scores and overlaps is products of its own, eight
-// pairs at a time: blocks of eight tokens, x counted from the middle of the columns' block, for which no token may
-// decay by more than 2^-29.75. The state's channels are read where the chunk begins and written to where it ends: rows
-// decay from the begin, columns to the end, and the state by the whole chunk in between (FusedFactors::ends).
+// A steep pair goes without the products of operands. Its part of scores and overlaps is products of its own,
+// eight pairs at a time: blocks of eight tokens, x counted from the middle of the columns' block, for which
+// no token may decay by more than 2^-29.75. The state's channels are read where the chunk begins and written
+// to where it ends: rows decay from the begin, columns to the end, and the state by the whole chunk in
+// between (FusedFactors::ends).
 //
-// Pairs that were steep, or nearly, in the warpgroup's last chunk are expected to be again: instead of operands their
-// decays are written down (fused_preparer.cuh). Where a pair is that was not expected, all that are come from memory
-// once more.
+// Pairs that were steep, or nearly, in the warpgroup's last chunk are expected to be again: instead of
+// operands their decays are written down (fused_preparer.cuh). Where a pair is that was not expected, all
+// that are come from memory once more.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -19,15 +20,16 @@
 
 namespace cula::cuda::sm90 {
 
-// In the place of the chunk's overlaps, before they are there: log2 decays of pairs, both channels, from somewhere to
-// each token, and to the chunk's begin. What is added to a row keeps lanes of four slots and tokens apart.
+// In the place of the chunk's overlaps, before they are there: log2 decays of pairs, both channels, from
+// somewhere to each token, and to the chunk's begin. What is added to a row keeps lanes of four slots and
+// tokens apart.
 struct OutOfRangeDecays {
     static constexpr int kSlots = 16, kBegin = kFusedTokens, kRow = kFusedTokens + 4;
     float2 x[kSlots][kRow];
     std::int32_t pair[kSlots];
 };
-// What a token decays at most, in powers of two: four of them, times the largest scale (fused_launch.cuh), are in
-// range.
+// What a token decays at most, in powers of two: four of them, times the largest scale (fused_launch.cuh),
+// are in range.
 inline constexpr float kMostInRange = 29.75f;
 
 template <class T>
@@ -59,12 +61,12 @@ struct FusedOutOfRange {
 
     __device__ __forceinline__ FusedOutOfRange anew() const { return {a, shared, number, i, at}; }
 
-    // Before products, where some pair was not expected: all as if they had been. q and k as they came, zeros for
-    // columns, and decays of as many as there is room for.
+    // Before products, where some pair was not expected: all as if they had been. q and k as they came, zeros
+    // for columns, and decays of as many as there is room for.
     __device__ __forceinline__ void take_again(const Mask& mask) const {
         own_pairs(mask, 0, Mask::kPairs, [&](int which, int pair) {
-            const std::uint32_t q = from_memory(0, pair), k = from_memory(1, pair), gates = from_memory(2, pair),
-                                word = stage_at + word_at(lane, pair);
+            const std::uint32_t q = from_memory(0, pair), k = from_memory(1, pair),
+                                gates = from_memory(2, pair), word = stage_at + word_at(lane, pair);
             store_word(word + Layout::kQuery, q);
             store_word(word + Layout::kKeys, k);
             store_word(word + Layout::kCarried, 0);
@@ -75,14 +77,16 @@ struct FusedOutOfRange {
     template <class Products>
     __device__ __forceinline__ void add(Products& products, const Mask& mask) const {
 #pragma unroll 1
-        for (int first = 0, count = mask.count(); count > 0; first += Decays::kSlots, count -= Decays::kSlots) {
+        for (int first = 0, count = mask.count(); count > 0;
+             first += Decays::kSlots, count -= Decays::kSlots) {
             if (first > 0) {
                 own_pairs(mask, first, Decays::kSlots,
                           [&](int slot, int pair) { anew().measure(slot, pair, from_memory(2, pair)); });
                 sync_operand_role(number);
             }
 #pragma unroll 1
-            for (int slot = 0; slot < min(count, Decays::kSlots); slot += 8) anew().multiply(products, slot, count);
+            for (int slot = 0; slot < min(count, Decays::kSlots); slot += 8)
+                anew().multiply(products, slot, count);
             sync_operand_role(number);  // nobody reads rows, or multiplies them
             own_pairs(mask, first, Decays::kSlots, [&](int slot, int pair) { anew().put(slot, pair); });
             sync_operand_role(number);  // nobody reads decays
@@ -90,12 +94,14 @@ struct FusedOutOfRange {
     }
 
 private:
-    __device__ __forceinline__ Decays& decays() const { return *reinterpret_cast<Decays*>(at + Layout::kInverse); }
+    __device__ __forceinline__ Decays& decays() const {
+        return *reinterpret_cast<Decays*>(at + Layout::kInverse);
+    }
     __device__ __forceinline__ FusedScales& scales() const { return shared.scales[number]; }
     // Where a token's word of a pair stands in a box.
     static __device__ __forceinline__ std::uint32_t word_at(int token, int pair) {
-        return pair / 32 * Layout::kPanelBytes + token * Layout::kRowBytes + ((pair / 4 & 7) ^ (token & 7)) * 16 +
-               pair % 4 * 4;
+        return pair / 32 * Layout::kPanelBytes + token * Layout::kRowBytes +
+               ((pair / 4 & 7) ^ (token & 7)) * 16 + pair % 4 * 4;
     }
     // The lane's token's of q, k or gates.
     __device__ __forceinline__ std::uint32_t from_memory(int tensor, int pair) const {
@@ -115,7 +121,8 @@ private:
     // From the chunk's begin to the lane's token.
     __device__ __forceinline__ void measure(int slot, int pair, std::uint32_t gates) const {
         const float out = scales().out[FusedScales::place(lane)] * (lane < kFusedTokens / 2 ? -1.0f : 1.0f);
-        const float2 raw = unpack2<T>(gates), offset = *reinterpret_cast<const float2*>(shared.offsets + 2 * pair);
+        const float2 raw = unpack2<T>(gates),
+                     offset = *reinterpret_cast<const float2*>(shared.offsets + 2 * pair);
         const auto shape = [&](float x, float bias) {
             x = out * gate_shape<kGate, GateBits::k11>(fmaf(kLog2E, x, bias));
             return x < -kMostInRange ? -kMostInRange : x;  // a NaN stays one
@@ -129,8 +136,8 @@ private:
         decays().x[slot][lane] = x;
         if (lane == 0) decays().x[slot][Decays::kBegin] = float2{0.0f, 0.0f}, decays().pair[slot] = pair;
     }
-    // Of eight slots; where there are fewer, of the first instead, with zeros for columns. Above the diagonal nobody
-    // looks. What is loaded again for every block would not fit into registers.
+    // Of eight slots; where there are fewer, of the first instead, with zeros for columns. Above the diagonal
+    // nobody looks. What is loaded again for every block would not fit into registers.
     template <class Products>
     __device__ __forceinline__ void multiply(Products& products, int first, int count) const {
         const float* const norms = warp < 2 ? scales().q : scales().k;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warp of a fused prefill that solves: every kSolveWarps-th chunk's inverse, times beta. Of a pair of CTAs it sends
-// the chunk to the peer, too.
+// A warp of a fused prefill that solves: every kSolveWarps-th chunk's inverse, times beta. Of a pair of CTAs
+// it sends the chunk to the peer, too.
 #pragma once
 
 #include "cuda/chunked/block.cuh"
@@ -19,8 +19,8 @@ struct FusedSolveRole {
     Shared& shared;
     int number;
 
-    // The first chunks of a sequence are treated as coupled: what rounding takes off is a quarter of the error of those
-    // that have no more, whose time is mostly that of a launch.
+    // The first chunks of a sequence are treated as coupled: what rounding takes off is a quarter of the
+    // error of those that have no more, whose time is mostly that of a launch.
     static constexpr int kCompensatedChunks = 2;
 
     // Whether a row's squares say that keys are coupled (sm80/block.cuh). A lane has a row.
@@ -56,7 +56,8 @@ struct FusedSolveRole {
             const int lane = lane_anew();
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) {
-                const auto scale = *reinterpret_cast<const float2*>(factors.beta + column + 8 * tile + lane % 4 * 2);
+                const auto scale =
+                    *reinterpret_cast<const float2*>(factors.beta + column + 8 * tile + lane % 4 * 2);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) x[tile][e] *= e % 2 ? scale.y : scale.x;
             }
@@ -73,8 +74,8 @@ struct FusedSolveRole {
         invert_diagonals(m, lane);
         __syncwarp();
         if constexpr (kPaired<kStateWarpgroups>) {
-            // The inverse comes in the place of the overlaps: of their upper half first. What rounding takes off it
-            // would reach the lower one, too.
+            // The inverse comes in the place of the overlaps: of their upper half first. What rounding takes
+            // off it would reach the lower one, too.
             float joining[2][4];
             Block upper_rests, joining_rests;
             invert_lower<kBoth>(m, 0, joining, lane);
@@ -108,8 +109,9 @@ struct FusedSolveRole {
         arrive(shared_address(shared.operands_ready + stage));
     }
 
-    // To the peer, once both have multiplied what was in its place there: operands and scores before the chunk is
-    // solved, where that is so by then; the rest, and what rounding takes off where there is some, after it.
+    // To the peer, once both have multiplied what was in its place there: operands and scores before the
+    // chunk is solved, where that is so by then; the rest, and what rounding takes off where there is some,
+    // after it.
     struct Sent {
         static constexpr int kPlaces = kPeerStages<kStateWarpgroups>, kEarly = Layout::kFactors;
         unsigned n;
@@ -122,7 +124,9 @@ struct FusedSolveRole {
     __device__ __forceinline__ std::uint32_t turned(const Sent& to) const {
         return shared_address(shared.operands_free + (to.n - Sent::kPlaces) % Shared::kStages);
     }
-    __device__ __forceinline__ int parity(const Sent& to) const { return (to.n - Sent::kPlaces) / Shared::kStages & 1; }
+    __device__ __forceinline__ int parity(const Sent& to) const {
+        return (to.n - Sent::kPlaces) / Shared::kStages & 1;
+    }
     __device__ __forceinline__ void copy(const Sent& to, int begin, int bytes) const {
         copy_bulk_to(shared_address(memory + Memory::stage(to.place()) + begin),
                      shared_address(memory + Memory::stage(to.stage()) + begin), bytes,

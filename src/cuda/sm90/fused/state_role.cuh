@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warpgroup of a fused prefill that multiplies: 64 value rows of S^T, [V, K], in accumulators from the first chunk
-// to the last (multiplier.cuh has the same for chunks that were prepared before).
+// A warpgroup of a fused prefill that multiplies: 64 value rows of S^T, [V, K], in accumulators from the
+// first chunk to the last (multiplier.cuh has the same for chunks that were prepared before).
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
@@ -38,21 +38,23 @@ struct FusedStateRole {
         const wgmma::Operand b = wgmma::operand<64>(tile);
 #pragma unroll
         for (int step = 0; step < kKey / 16; ++step)
-            wgmma::multiply<T, 4, false>(product, state[step], b + (step / 4 * Layout::kPanelBytes / 16 + step % 4 * 2),
-                                         step > 0);
+            wgmma::multiply<T, 4, false>(product, state[step],
+                                         b + (step / 4 * Layout::kPanelBytes / 16 + step % 4 * 2), step > 0);
     }
-    static __device__ __forceinline__ void multiply_square(Product& product, const Rows& rows, std::uint32_t square,
-                                                           bool add) {
+    static __device__ __forceinline__ void multiply_square(Product& product, const Rows& rows,
+                                                           std::uint32_t square, bool add) {
         const wgmma::Operand b = wgmma::operand<32>(square);
 #pragma unroll
         for (int step = 0; step < kBlocks; ++step)
             wgmma::multiply<T, 4, false>(product, rows[step], b + step * 2, step > 0 || add);
     }
-    static __device__ __forceinline__ void multiply_carry(State& state, const Rows& rows, std::uint32_t tile) {
+    static __device__ __forceinline__ void multiply_carry(State& state, const Rows& rows,
+                                                          std::uint32_t tile) {
         const wgmma::Operand b = wgmma::operand<64>(tile, Layout::kPanelBytes);
 #pragma unroll
         for (int step = 0; step < kBlocks; ++step)
-            wgmma::multiply<T, kKey / 8, true>(state, rows[step], b + step * (16 * Layout::kRowBytes / 16), 1);
+            wgmma::multiply<T, kKey / 8, true>(state, rows[step], b + step * (16 * Layout::kRowBytes / 16),
+                                               1);
     }
     // By factors of channels that are turned (FusedFactors).
     static __device__ __forceinline__ void scale(State& state, const float* by) {
@@ -66,7 +68,8 @@ struct FusedStateRole {
     }
 
     // Whether the lane's pair of a tile is steep.
-    static __device__ __forceinline__ std::uint32_t is_out_of_range(const FusedFactors<kKey>& factors, int tile) {
+    static __device__ __forceinline__ std::uint32_t is_out_of_range(const FusedFactors<kKey>& factors,
+                                                                    int tile) {
         return factors.out_of_range.of[tile / 8] >> (tile * 4 % 32 + static_cast<int>(threadIdx.x) % 4) & 1;
     }
     // OutOfRange pairs, by what the chunk decays.
@@ -90,7 +93,8 @@ struct FusedStateRole {
             if constexpr (kMayLeaveRange)
                 if (factors->any_out_of_range) {
 #pragma unroll
-                    for (int tile = 0; tile < kKey / 8; ++tile) out_of_range |= is_out_of_range(*factors, tile) << tile;
+                    for (int tile = 0; tile < kKey / 8; ++tile)
+                        out_of_range |= is_out_of_range(*factors, tile) << tile;
                 }
         }
         __device__ __forceinline__ float2 operator()(float2 pair, int channel) const {
@@ -154,7 +158,8 @@ struct FusedStateRole {
             if (!place.own) {
                 __syncwarp();
                 if (threadIdx.x % 32 == 0)
-                    arrive_at(shared_address(shared.operands_free + place.chunk / 2 % Shared::kStages), place.rank ^ 1);
+                    arrive_at(shared_address(shared.operands_free + place.chunk / 2 % Shared::kStages),
+                              place.rank ^ 1);
                 return;
             }
         arrive(shared_address(shared.operands_free + place.stage));
@@ -177,7 +182,8 @@ struct FusedStateRole {
             if (!more) return Found::kNone;
             wait_barrier(shared_address(shared.values_ready + place.tile.at), place.tile.parity);
             wait_barrier(shared_address(shared.operands_ready + place.stage), place.parity);
-            return Layout::factors(memory + Memory::stage(place.stage)).plain() ? Found::kPlain : Found::kOther;
+            return Layout::factors(memory + Memory::stage(place.stage)).plain() ? Found::kPlain
+                                                                                : Found::kOther;
         };
         const auto multiply = [&](auto is_plain) {
             constexpr bool kPlain = decltype(is_plain)::value;
@@ -188,7 +194,8 @@ struct FusedStateRole {
             at = wgmma::uniform(at);
             const FusedFactors<kKey>& factors = Layout::factors(stage);
 #pragma unroll 1
-            for (const float* by = factors.any_apart() ? factors.brings : factors.reads;; by = factors.reads) {
+            for (const float* by = factors.any_apart() ? factors.brings : factors.reads;;
+                 by = factors.reads) {
                 scale(state, by);
                 if (by == factors.reads) break;
             }
