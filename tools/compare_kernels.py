@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""compare_kernels.py dump LIBRARY > FILE, or compare BEFORE AFTER: whether a change left every kernel's machine code alone.
+"""compare_kernels.py dump LIBRARY > FILE, or compare BEFORE AFTER: whether a change left every kernel's
+machine code alone.
 
-A dump has a line for each function of each architecture: a digest of its machine code and of what a launch reserves for
-it (registers, barriers, constant and shared memory), and its name. Functions are compared by architecture and digest,
-since names are what a move changes: `compare` prints those that only one dump has, and fails if there are any.
+A dump has a line for each function of each architecture: a digest of its machine code and of what a launch
+reserves for it (registers, barriers, constant and shared memory), and its name. Functions are compared by
+architecture and digest,
+since names are what a move changes: `compare` prints those that only one dump has, and fails if there are
+    any.
 
     python tools/compare_kernels.py dump python/cula/lib/libcula_torch.so > before.txt
     python tools/compare_kernels.py compare before.txt after.txt
@@ -25,8 +28,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-HEADER = struct.Struct("<16sHHIQQQIHHHHHH")  # ELF64: .., e_shoff 6, .., e_shentsize 11, e_shnum 12, e_shstrndx 13
-SECTION = struct.Struct("<IIQQQQIIQQ")  # name, type, flags, address, offset, size, link, info, alignment, entry size
+HEADER = struct.Struct(
+    "<16sHHIQQQIHHHHHH"
+)  # ELF64: .., e_shoff 6, .., e_shentsize 11, e_shnum 12, e_shstrndx 13
+SECTION = struct.Struct(
+    "<IIQQQQIIQQ"
+)  # name, type, flags, address, offset, size, link, info, alignment, entry size
 NO_BITS = 8  # a section that takes room and has no bytes
 
 
@@ -34,7 +41,10 @@ def cuobjdump() -> str:
     for name in (os.environ.get("CUOBJDUMP"), "cuobjdump", "/usr/local/cuda/bin/cuobjdump"):
         if name and (found := shutil.which(name)):
             return found
-    sys.exit("compare_kernels: cuobjdump is neither on PATH nor in CUOBJDUMP; pip install nvidia-cuda-cuobjdump has it")
+    sys.exit(
+        "compare_kernels: cuobjdump is neither on PATH nor in CUOBJDUMP; "
+        "nvidia-cuda-cuobjdump of pip has it"
+    )
 
 
 def sections(cubin: bytes) -> dict[str, tuple[int, int, int, bytes]]:
@@ -68,13 +78,17 @@ def functions(cubin: bytes) -> Iterator[tuple[str, str]]:
 def dump(library: Path) -> list[str]:
     lines = []
     with TemporaryDirectory() as folder:
-        subprocess.run([cuobjdump(), "-xelf", "all", library.resolve()], cwd=folder, check=True, capture_output=True)
+        subprocess.run(
+            [cuobjdump(), "-xelf", "all", library.resolve()], cwd=folder, check=True, capture_output=True
+        )
         for path in Path(folder).iterdir():
             architecture = path.suffixes[-2].lstrip(".")
             lines += [f"{architecture} {digest} {name}" for digest, name in functions(path.read_bytes())]
     if not lines:
         sys.exit(f"compare_kernels: {library} has no machine code for a GPU")
-    plain = subprocess.run(["c++filt"], input="\n".join(lines), check=True, capture_output=True, text=True).stdout
+    plain = subprocess.run(
+        ["c++filt"], input="\n".join(lines), check=True, capture_output=True, text=True
+    ).stdout
     return sorted(plain.splitlines())
 
 
@@ -92,7 +106,9 @@ def differences(before: list[str], after: list[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("dump").add_argument("library", type=Path)
     both = verbs.add_parser("compare")

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether check_tree.py finds what is planted."""
+
+from __future__ import annotations
+
+import pytest
+
+import check_tree
+
+PLANTED = {
+    "another architecture": (
+        "src/cuda/sm90/carry/kernel.cuh",
+        '#include "cuda/sm80/carry.cuh"\n',
+        "may not include",
+    ),
+    "one kernel another": (
+        "src/cuda/recurrent/step.cuh",
+        '#include "cuda/chunked/chunk.cuh"\n',
+        "may not include",
+    ),
+    "upwards": ("src/cuda/ptx/mma.cuh", '#include "cuda/chunked/chunk.cuh"\n', "may not include"),
+    "a long file": ("src/core/x.cc", "\n" * 601, "601 lines, at most 600"),
+    "a long line": ("python/cula/x.py", "#" * 111, ":1: 111 columns, at most 110"),
+    "a long page": ("docs/design/x.md", "```\n```\n" + "\n" * 149, "151 lines, at most 150"),
+    "no drawing": ("docs/design/x.md", "words\n", "has no drawing"),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_is_planted_is_found(what):
+    path, text, sentence = PLANTED[what]
+    (problem,) = check_tree.problems(path, text)
+    assert problem.startswith(path)
+    assert sentence in problem
+
+
+def test_what_is_right_passes():
+    text = '#include "cuda/chunked/chunk.cuh"\n#include "cuda/ptx/mma.cuh"\n#include <cstdint>\n'
+    assert not list(check_tree.problems("src/cuda/sm80/carry.cuh", text))
+    table = f"words\n<!-- generated: x -->\n| {'x' * 200} |\n<!-- end -->\n"
+    assert not list(check_tree.problems("docs/api.md", table))
