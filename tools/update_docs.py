@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import result_tables
+import run_tables
 import support_matrix
-import test_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
@@ -46,10 +46,10 @@ GENERATORS: dict[str, Callable[[], list[str]]] = {
     "prefill-plot": result_tables.prefill_plot,
     "several-ranks": result_tables.several_ranks,
     **result_tables.SECTIONS,
-    "gpu-tests": test_tables.runs,
-    "sanitizer": test_tables.sanitizer,
-    "fla-tests": test_tables.fla,
-    "fuzz": test_tables.fuzz,
+    "gpu-tests": run_tables.runs,
+    "sanitizer": run_tables.sanitizer,
+    "fla-tests": run_tables.fla,
+    "fuzz": run_tables.fuzz,
     "cpp-example": cpp_example,
 }
 
