@@ -66,6 +66,7 @@ lint:  ## the checks of .ci/run that need no build of their own
 	@tools/setup.sh test
 	@$(call configure,-DCULA_TESTS=ON)
 	@tools/check_format.sh
+	@mypy
 	@tools/check_tidy.sh
 
 wheel:  ## dist/cula-*.whl, with the CUDA kernels where a GPU and nvcc are, or with CULA_CUDA=ON

@@ -68,9 +68,12 @@ def build_info() -> BuildInfo:
     """What the loaded library was built from, with and for: with CUDA kernels or not, for which architectures, by which
     compilers; and the names of its targets."""
     words: dict[str, str] = json.loads(_ops.library().with_name("build_info.json").read_text())
-    architectures = tuple(words.pop("cuda_architectures").split())
+    version, architectures = words.pop("version"), tuple(words.pop("cuda_architectures").split())
     rows = [row for name in _PASSES for row in cula.explain(pass_name=name, device="cpu")]
     targets = tuple(dict.fromkeys(row.target for row in rows))
     return BuildInfo(
-        cuda_architectures=architectures, targets=targets, **{name: text or None for name, text in words.items()}
+        version=version,
+        cuda_architectures=architectures,
+        targets=targets,
+        **{name: text or None for name, text in words.items()},
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from cula import _ops
 
 # The kinds of arguments by their annotations, and how many dimensions have those tensors whose shapes are read first.
-_KINDS = {
+_KINDS: dict[str, type | tuple[type, ...]] = {
     "Tensor": Tensor,
     "tuple[Tensor, Tensor]": tuple,
     "bool": bool,
@@ -26,7 +26,7 @@ _KINDS = {
     "str": str,
     "None": type(None),
 }
-_RANKS = dict.fromkeys(("q", "k", "v", "Q", "K", "V", "initial_state"), (4,))
+_RANKS: dict[str, tuple[int, ...]] = dict.fromkeys(("q", "k", "v", "Q", "K", "V", "initial_state"), (4,))
 _RANKS |= {"g": (3, 4), "gk": (4,), "beta": (3, 4), "cu_seqlens": (1,)}
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def pack(
 
 
 # What a schema calls a type.
-_TYPES = {
+_TYPES: dict[str, type | tuple[type, ...]] = {
     "Tensor": Tensor,
     "str": str,
     "bool": bool,
@@ -94,8 +95,8 @@ def _fake(op: torch._ops.OpOverload) -> Callable[..., object]:
     names = [argument.name for argument in op._schema.arguments]
     outputs = [output.name for output in op._schema.returns]
 
-    def fake(*args: object, **kwargs: object) -> object:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+    def fake(*args: Any, **kwargs: Any) -> object:
+        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
         device = given["q"].device
         for name, value in given.items():
             if isinstance(value, torch.Tensor) and value.device != device:
@@ -135,7 +136,7 @@ def _make_kept(q: Tensor, **_: object) -> Tensor:
     return q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32)
 
 
-_MAKE = {"o": _make_o, "final_state": _make_final_state, "kept": _make_kept}
+_MAKE: dict[str, Callable[..., Tensor]] = {"o": _make_o, "final_state": _make_final_state, "kept": _make_kept}
 
 
 def refuse_derivatives(
@@ -161,7 +162,7 @@ def refuse_derivatives(
             )
 
 
-def is_dense(value: object) -> bool:
+def is_dense(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_quantized)
 
 
@@ -213,7 +214,7 @@ def _checked(op: torch._ops.OpOverload) -> Callable[..., object]:
     """What PyTorch runs in place of an operator outside of `torch.inference_mode()`, and for tensors from outside."""
     names, written = [argument.name for argument in op._schema.arguments], _written(op)
 
-    def refuse_or_run(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> object:
+    def refuse_or_run(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> object:
         refuse_derivatives(op, args, kwargs)
         try:
             result = op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
@@ -230,7 +231,7 @@ def _checked(op: torch._ops.OpOverload) -> Callable[..., object]:
 
 
 # What the package calls: by the `id` of an operator, the same without `_checked`, and the positions that it writes.
-unchecked: dict[int, tuple[Callable[..., object], tuple[int, ...]]] = {}
+unchecked: dict[int, tuple[Callable[..., Any], tuple[int, ...]]] = {}
 _libraries = [torch.library.Library(name, "FRAGMENT") for name in ("cula", "cula_unchecked")]
 
 

@@ -7,7 +7,7 @@ indices, dispatch) is C++.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -33,6 +33,9 @@ _PLAIN = {
 # What makes the log decay of g: gate_of(), A_log, dt_bias and lower_bound.
 Gate = tuple[str, Tensor | None, Tensor | None, float | None]
 LOG_DECAY: Gate = ("log_decay", None, None, None)
+
+States = TypeVar("States", Tensor, Tensor | None)
+Made = TypeVar("Made")
 
 
 class Checkpoints(NamedTuple):
@@ -102,13 +105,18 @@ def forward(
         check_inputs(op, q, k, v, device)
     if not state_v_first:
         initial_state = v_first(op, "initial_state", initial_state)
-    if null_index == -1:
-        null_index = None
+    null = None if null_index == -1 else null_index
     dense = not in_place and initial_state_indices is None and final_state_indices is None
-    if dense and checkpoints is kept is None and not return_chunk_states and (out is None or output_final_state):
+    if (
+        dense
+        and checkpoints is None
+        and kept is None
+        and not return_chunk_states
+        and (out is None or output_final_state)
+    ):
         rest = (
             flags, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, scale, decay, has_initial_state,
-            null_index, backend,
+            null, backend,
         )  # fmt: skip
         if out is not None:
             return out, call(op.into, (q, k, v, out, *rest)), None
@@ -124,7 +132,7 @@ def forward(
     elif output_final_state:
         check_room(op, q, k, v, cu_seqlens)
         final_state, final_state_indices, returned = _new_final_state(
-            q, v, cu_seqlens, state_v_first, initial_state_indices is not None, null_index
+            q, v, cu_seqlens, state_v_first, initial_state_indices is not None, null
         )
     if not state_v_first:
         final_state = v_first(op, "state_pool", final_state)
@@ -132,7 +140,7 @@ def forward(
         o = call_for_o(
             op, out, final_state,
             (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices, initial_state,
-             cu_seqlens, scale, decay, has_initial_state, final_state_indices, null_index, backend),
+             cu_seqlens, scale, decay, has_initial_state, final_state_indices, null, backend),
         )  # fmt: skip
         return o, returned, None
 
@@ -156,7 +164,7 @@ def forward(
         op, out, final_state,
         (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices, initial_state,
          cu_seqlens, scale, decay, has_initial_state, final_state_indices, states, plan, states_at_chunks, kept,
-         null_index, backend),
+         null, backend),
     )  # fmt: skip
     return o, returned, chunk_states
 
@@ -341,7 +349,7 @@ def check_lengths(op: torch._ops.OpOverloadPacket, argument: str, lengths: Tenso
 
 
 def call_for_o(
-    op: torch._ops.OpOverloadPacket, out: Tensor | None, final_state: Tensor | None, arguments: tuple[object, ...]
+    op: torch._ops.OpOverloadPacket, out: Tensor | None, final_state: Tensor | None, arguments: tuple[Any, ...]
 ) -> Tensor:
     """Calls the operator with `out`, or with a new o, and returns it. `arguments` are those of `fresh`.
 
@@ -358,7 +366,7 @@ def call_for_o(
     return out
 
 
-def call(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> Tensor | tuple[Tensor, Tensor] | None:
+def call(op: torch._ops.OpOverload[..., Made], arguments: tuple[Any, ...]) -> Made:
     """Calls the operator by position, up to the last argument that is given: PyTorch takes longer over a None than over
     a tensor, and longer still over a keyword."""
     count = len(arguments)
@@ -375,7 +383,7 @@ def call(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> Tensor | t
                 _ops.refuse_derivatives(op, arguments)
     run, written = _ops.unchecked[id(op)]
     try:
-        made = run(*arguments)
+        made: Made = run(*arguments)
     except Exception:
         _ops.refuse_types(op, arguments)  # PyTorch says it less well, and turns a number into a tensor first
         raise
@@ -436,7 +444,7 @@ def _matrix(value_dim: int, key_dim: int, state_v_first: bool) -> tuple[int, int
     return (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
 
 
-def v_first(op: torch._ops.OpOverloadPacket, argument: str, states: Tensor | None, ndim: int = 4) -> Tensor | None:
+def v_first(op: torch._ops.OpOverloadPacket, argument: str, states: States, ndim: int = 4) -> States:
     """The V-first view of K-first states: the operators take any strides, so no layout needs a copy."""
     if states is None or not _ops.is_dense(states):
         return states  # absent, or refused with the other types

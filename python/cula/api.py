@@ -40,6 +40,8 @@ The published signatures are those of cuLA's unified interface (inclusionAI/cuLA
 
 from __future__ import annotations
 
+from typing import Any, TypeGuard
+
 import torch
 from torch import Tensor
 
@@ -120,15 +122,15 @@ def cula_kda(
         _passes.check_flags(safe_gate=safe_gate, disable_recompute=disable_recompute)
     if use_gate_in_kernel is True:
         _check_gate(A_log, lower_bound, safe_gate)
-    algorithm, g, dt_bias = _kda_decay(q, g, dt_bias)
+    algorithm, gate, dt_bias = _kda_decay(q, g, dt_bias)
     o, final_state, h = _passes.forward(
-        _ops.prefill, algorithm, q, k, v, g, beta,
+        _ops.prefill, algorithm, q, k, v, gate, beta,
         (_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale, use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
         state_pool, initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
         return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
     )  # fmt: skip
-    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+    return (o, final_state) if h is None else (o, final_state, h)
 
 
 def cula_gdn(
@@ -179,7 +181,7 @@ def cula_gdn(
         state_pool, initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
         return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
     )  # fmt: skip
-    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+    return (o, final_state) if h is None else (o, final_state, h)
 
 
 def cula_gla(
@@ -219,7 +221,7 @@ def cula_gla(
         final_state_indices, has_initial_state, null_index, checkpoints, return_intermediate_states, chunk_size,
         backend, deterministic, out, device, kept,
     )  # fmt: skip
-    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+    return (o, final_state) if h is None else (o, final_state, h)
 
 
 def cula_simple_gla(
@@ -261,7 +263,7 @@ def cula_simple_gla(
         initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
         return_intermediate_states, chunk_size, backend, deterministic, out, device, kept, _log_decay(decay),
     )  # fmt: skip
-    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+    return (o, final_state) if h is None else (o, final_state, h)
 
 
 def cula_lightning(
@@ -305,7 +307,7 @@ def cula_lightning(
         final_state_indices, has_initial_state, null_index, checkpoints, return_intermediate_states, chunk_size,
         backend, deterministic, out, device, kept, _log_decay(decay),
     )  # fmt: skip
-    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+    return (o, final_state) if h is None else (o, final_state, h)
 
 
 def cula_delta(
@@ -349,7 +351,7 @@ def cula_delta(
         null_index, checkpoints, return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
         _log_decay(decay),
     )  # fmt: skip
-    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+    return (o, final_state) if h is None else (o, final_state, h)
 
 
 def cula_decode(
@@ -410,7 +412,9 @@ def cula_decode(
                 f"for cula_verify, or for cula_{mode} with state_pool), got {list(q.shape)}"
             )
         packed = True
-        q, k, v, g, beta, out = (x.transpose(0, 1) if _has_rows(x) else x for x in (q, k, v, g, beta, out))
+        q, v = q.transpose(0, 1), v.transpose(0, 1)
+        k = k.transpose(0, 1) if _has_rows(k) else k
+        g, beta, out = (x.transpose(0, 1) if _has_rows(x) else x for x in (g, beta, out))
     pool = state
     if state_indices is None and state.dim() == 4 and state.shape[0] > q.shape[0] and _ops.is_dense(state):
         pool = state[: q.shape[0]]
@@ -594,7 +598,7 @@ def _require_tensor(argument: str, value: object) -> None:
         raise TypeError(f"{argument} must be a tensor, got {_ops.type_name(value)}")
 
 
-def _has_rows(value: object) -> bool:
+def _has_rows(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() >= 2
 
 
@@ -607,7 +611,8 @@ def _check_gate(A_log: Tensor | None, lower_bound: float | None, safe_gate: bool
         raise ValueError(f"lower_bound must lie in [-5, 0) when safe_gate is True, got {lower_bound}")
 
 
-def _chunk_size(name: str, kwargs: dict[str, object]) -> object:
+def _chunk_size(name: str, kwargs: dict[str, Any]) -> int:
+    """What was given, of any type: `_passes.options` looks at that."""
     chunk_size = kwargs.pop("chunk_size", 64)
     _refuse_unknown(name, kwargs)
     return chunk_size

@@ -80,7 +80,7 @@ def chunk_kda(
             output_final_state, state_v_first, return_chunk_states=return_intermediate_states, chunk_size=chunk_size,
             cu_seqlens_cpu=cu_seqlens_cpu,
         )  # fmt: skip
-        return (o, final_state, h) if return_intermediate_states else (o, final_state)
+        return (o, final_state) if h is None else (o, final_state, h)
     except Exception as error:
         _fla.refuse_types(chunk_kda, locals(), error)
         raise

@@ -72,6 +72,7 @@ def lightning_attn_fwd_varlen(
             _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, cu_seqlens=cu_seqlens, state_pool=state_pool,
             initial_state_indices=initial_state_indices, output_final_state=True, chunk_size=chunk_size,
         )  # fmt: skip
+        assert final_state is not None  # it was asked for
         return o, final_state
     except Exception as error:
         _fla.refuse_types(lightning_attn_fwd_varlen, locals(), error)
@@ -175,7 +176,16 @@ class LinearAttentionChunkwiseDecay:
         state = initial_state if self.has_initial_state else None
         if not self.is_varlen:
             return lightning_attn_fwd(Q, K, V, decay, self.scale, state, self.output_final_state, self.chunk_size)
-        return lightning_attn_fwd_varlen(Q, K, V, decay, cu_seqlens, self.scale, state, initial_state_indices)
+        return lightning_attn_fwd_varlen(
+            Q,
+            K,
+            V,
+            decay,
+            cu_seqlens,  # type: ignore[arg-type]  # None is refused there, by name
+            self.scale,
+            state,
+            initial_state_indices,
+        )
 
 
 def chunk_lightning_attn(

@@ -98,8 +98,9 @@ def _linear(
     if z is not None:
         z = z.squeeze(1).unsqueeze(-1).to(torch.float32)
     ones = q.new_ones((*q.shape[:3], 1), dtype=torch.float32)
-    sums, z = _run(op, q.float(), k.float(), ones, None, None, scale, z, True, False, cu_seqlens)
-    return (o / (sums + 1e-10)).to(o.dtype), (final_state, z.squeeze(-1).unsqueeze(1).to(k.dtype))
+    sums, final_z = _run(op, q.float(), k.float(), ones, None, None, scale, z, True, False, cu_seqlens)
+    assert final_z is not None  # it was asked for
+    return (o / (sums + 1e-10)).to(o.dtype), (final_state, final_z.squeeze(-1).unsqueeze(1).to(k.dtype))
 
 
 def _pair(given: object, normalize: bool) -> tuple[Tensor | None, Tensor | None]:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import torch
 from torch import Tensor
 
 from cula import _fla, _ops, _passes
@@ -87,7 +86,7 @@ def fused_recurrent_simple_gla(
 
 
 def _run(
-    op: Callable[..., None],
+    op: torch._ops.OpOverloadPacket,
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from cula.kda import kda_prefill_hopper
 
 __all__ = ["get_kda_fused_fwd"]
 
 
-def get_kda_fused_fwd(device: torch.device | str | None = None) -> Callable:
+def get_kda_fused_fwd(device: torch.device | str | None = None) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The KDA prefill for a device: one function serves all, since it dispatches on its tensors."""
     return kda_prefill_hopper

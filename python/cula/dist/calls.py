@@ -8,13 +8,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cula import api
 
-FUNCTIONS: dict[str, Callable[..., tuple]] = {
+FUNCTIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "kda": api.cula_kda,
     "gdn": api.cula_gdn,
     "gla": api.cula_gla,
@@ -40,16 +41,16 @@ class Call:
     g: Tensor | None = None
     beta: Tensor | None = None
     decay: Tensor | None = None
-    options: dict[str, object] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def take(name: str, mode: str, arguments: dict[str, object]) -> Call:
+    def take(name: str, mode: str, arguments: dict[str, Any]) -> Call:
         """The call that a function's `arguments` by name describe. They are taken out; the rest is for the ranks."""
         options = arguments.pop("kwargs")
         lower = {x: x.lower() for x in ("q", "k", "v", "Q", "K", "V", "g", "beta", "decay") if x in arguments}
         return Call(name, mode, **{field: arguments.pop(x) for x, field in lower.items()}, options=options)
 
-    def but(self, **changes: object) -> Call:
+    def but(self, **changes: Any) -> Call:
         return dataclasses.replace(self, **changes)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -57,7 +58,7 @@ class Call:
         named = {name: getattr(self, name) for name in ("q", "k", "v", "g", "beta")}
         return {name: x for name, x in named.items() if x is not None}
 
-    def run(self, **more: object) -> tuple:
+    def run(self, **more: object) -> tuple[Any, ...]:
         gates = {name: x for name in ("g", "beta", "decay") if (x := getattr(self, name)) is not None}
         return FUNCTIONS[self.mode](self.q, self.k, self.v, **gates, **{**self.options, **more})
 
@@ -94,8 +95,8 @@ class Call:
         for option in self.options:
             if option not in _options_of(self.mode):
                 raise TypeError(f"{self.name}() got an unexpected keyword argument {option!r}")
-        for argument, x in {**self.tensors(), "decay": self.decay, **self.options}.items():
-            refuse_gradients(self.name, argument, x)
+        for argument, given in {**self.tensors(), "decay": self.decay, **self.options}.items():
+            refuse_gradients(self.name, argument, given)
 
     def check_all(self, initial_state: Tensor | None) -> None:
         """Everything that Level 1 checks, by a call on none of the tokens, which writes nothing: a rank that waits for

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +93,7 @@ def _initial_state(call: Call, options: Options, sequences: int) -> Tensor | Non
 def _complete(call: Call, transport: Transport, options: Options) -> tuple[Tensor, Tensor | None]:
     """Whole sequences: nothing is exchanged but final states, on request."""
     cu_seqlens, rank, size = options.cu_seqlens, transport.rank, transport.size
+    assert cu_seqlens is not None  # _check refuses a call without
     check_cu_seqlens(cu_seqlens, None)
     sequences = cu_seqlens.shape[0] - 1
     even = [sequences * r // size for r in range(size + 1)]
@@ -102,7 +104,7 @@ def _complete(call: Call, transport: Transport, options: Options) -> tuple[Tenso
     given = options.initial_state
     of_all = isinstance(given, Tensor) and given.dim() > 0 and given.shape[0] == sequences
     initial = _initial_state(call, options, sequences if of_all else end - begin)
-    if of_all:
+    if initial is not None and of_all:
         initial = initial[begin:end]
     call.check_all(initial)
     if begin == end:
@@ -131,13 +133,14 @@ def _split(call: Call, transport: Transport, options: Options) -> tuple[Tensor, 
     """Tokens in rank order, wherever that cuts the sequences."""
     size, rank = transport.size, transport.rank
     splits = check_splits(options.sp_splits, size, rank, call.q.shape[1])
-    cu_seqlens, shard = options.cu_seqlens, None
+    cu_seqlens, sequences, shard = options.cu_seqlens, call.q.shape[0], None
     lanes: Lanes = BatchLanes(call, rank)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, splits[-1])
         shard = TokenShard.of(cu_seqlens, splits, rank)
         lanes = PackedLane(shard, rank)
-    initial = _initial_state(call, options, call.q.shape[0] if shard is None else cu_seqlens.shape[0] - 1)
+        sequences = cu_seqlens.shape[0] - 1
+    initial = _initial_state(call, options, sequences)
     method = _method(call, splits, lanes, options)
     call.check_all(initial)
     where = (options.final_state_on or "last") if options.output_final_state else None
@@ -150,6 +153,7 @@ def _split(call: Call, transport: Transport, options: Options) -> tuple[Tensor, 
         if where == "all" and size > 1:
             final = transport.broadcast(call.states(lanes.count) if final is None else final, size - 1)
         return o, final if keep or where == "all" else None
+    assert final is not None  # it was asked for
     here = shard.final_ranks == rank
     final = torch.where(here[:, None, None, None], final, 0)
     return o, final if where == "end" else _deliver(transport, final, where)
@@ -182,7 +186,7 @@ def _method(call: Call, splits: tuple[int, ...], lanes: Lanes, options: Options)
 
 
 def _run(
-    mode: str, *, sp_group: GroupLike, sp_size: int | None, sp_rank: int | None, **arguments: object
+    mode: str, *, sp_group: GroupLike, sp_size: int | None, sp_rank: int | None, **arguments: Any
 ) -> tuple[Tensor, Tensor | None]:
     call = Call.take(f"cula_{mode}_cp", mode, arguments)
     return run(call, resolve("sp", sp_group, sp_size, sp_rank, required=True), Options(**arguments))

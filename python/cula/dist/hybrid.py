@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from cula.dist.shards import take_heads
 def _run(
     mode: str, *, tp_group: GroupLike, tp_size: int | None, tp_rank: int | None, sp_group: GroupLike,
     sp_size: int | None, sp_rank: int | None, gather_output: bool, full_inputs: bool, full_qk: bool,
-    initial_state: Tensor | None, **arguments: object,
+    initial_state: Tensor | None, **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     call = Call.take(f"cula_{mode}_tp_cp", mode, arguments)
     tp = resolve("tp", tp_group, tp_size, tp_rank, required=True)

@@ -20,7 +20,10 @@ from cula.dist.shards import TokenShard
 
 class Lanes(Protocol):
     count: int
-    cu_seqlens: Tensor | None  # of the rank's tokens
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        """Of the rank's tokens."""
 
     @property
     def keeps(self) -> bool:
@@ -82,6 +85,8 @@ class PackedLane:
     def segment(self, call: Call, m: bool, b: bool) -> tuple[Message, Tensor | None]:
         message = Message.empty(call, 1)
         written_m, written_b = call.segment(self._shard.leaving_cu_seqlens)
+        assert written_m is not None  # both were asked for
+        assert written_b is not None
         message.written_m.copy_(written_m[1:])
         message.b.copy_(written_b[1:])
         return message, None

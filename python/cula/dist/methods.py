@@ -29,6 +29,7 @@ def ring(
         initial_state = lanes.enter(initial_state, state)
     o, final = prefill(call, lanes, initial_state, keep or not last)
     if not last:
+        assert final is not None  # it was asked for
         transport.send_next(lanes.leave(final))
     return o, final if keep else None
 
@@ -44,6 +45,7 @@ def scan(
         # It knows where it starts, and its final state is its B. Nobody reads the M of a first rank.
         message = Message.empty(call, lanes.count)
         o, final = prefill(call, lanes, initial_state, True)
+        assert final is not None  # it was asked for
         message.b.copy_(lanes.leave(final))
         transport.gather_earlier(message.whole, message.b_count)
         return o, final if keep else None

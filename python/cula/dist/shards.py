@@ -64,7 +64,10 @@ def even_splits(tokens: int, size: int) -> list[int]:
 def check_splits(splits: Sequence[int] | None, size: int, rank: int, held: int | None = None) -> tuple[int, ...]:
     """`sp_splits` as a tuple: size + 1 ascending borders from 0, between which this rank holds `held`; all ranks hold
     as many where it is None."""
-    borders = tuple(held * r for r in range(size + 1)) if splits is None else tuple(splits)
+    if splits is None:
+        assert held is not None  # one of the two is given
+        splits = [held * r for r in range(size + 1)]
+    borders = tuple(splits)
     if len(borders) != size + 1 or borders[0] != 0 or any(a > b for a, b in pairwise(borders)):
         raise ValueError(f"sp_splits must be {size + 1} ascending borders from 0, got {list(borders)}")
     if held is not None and borders[rank + 1] - borders[rank] != held:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from cula import Checkpoints
@@ -30,7 +32,7 @@ def local_call(call: Call, group: Group, full_inputs: bool, full_qk: bool) -> Ca
     return call.but(q=q, k=k, v=v, **gates, decay=decay, options=_local_options(call, heads, group))
 
 
-def _local_options(call: Call, heads: int, group: Group) -> dict[str, object]:
+def _local_options(call: Call, heads: int, group: Group) -> dict[str, Any]:
     options = dict(call.options)
     bias_widths = (call.q.shape[3],) if call.g is not None and call.g.dim() == 4 else (1, call.q.shape[3])
     for name, widths in (("A_log", (1,)), ("dt_bias", bias_widths)):
@@ -54,7 +56,7 @@ def check_gather(call: Call, group: Group, gather_output: bool) -> None:
         raise ValueError(f"{call.name}: out must be left out with gather_output, whose o has all heads")
 
 
-def gather(call: Call, group: Group, results: tuple) -> tuple:
+def gather(call: Call, group: Group, results: tuple[Any, ...]) -> tuple[Any, ...]:
     """All heads of o, of new final states and of the states on the way. A pool stays where it is."""
     if group.size == 1:
         return results
@@ -67,8 +69,8 @@ def gather(call: Call, group: Group, results: tuple) -> tuple:
 
 def _run(
     mode: str, *, tp_group: GroupLike | None, tp_size: int | None, tp_rank: int | None, gather_output: bool,
-    full_inputs: bool, full_qk: bool, **arguments: object,
-) -> tuple:  # fmt: skip
+    full_inputs: bool, full_qk: bool, **arguments: Any,
+) -> tuple[Any, ...]:  # fmt: skip
     call = Call.take(f"cula_{mode}_tp", mode, arguments)
     group = resolve("tp", tp_group, tp_size, tp_rank, required=False)
     check_gather(call, group, gather_output)
