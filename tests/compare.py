@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error rule, for every result of every kernel; no test has a number of its own.
+"""The one error rule, for every result of every kernel.
+
+A kernel's accuracy is judged by this rule alone. Tests that compare two forms of one call, look at composed maps, or
+ask whether a name leads to the right call, state a distance of their own: on a GPU test_compose.py,
+test_first_walks.py, test_forgetting.py, test_fused.py, test_kept.py, test_slabs.py and test_steep.py.
 
 Against the float64 oracle, in units of the oracle's size, a result may be wrong by at most twice as much as the naive
 recurrence run in the low precision of the inputs, plus a floor; relative root mean square and maximum both. Where the
