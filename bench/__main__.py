@@ -19,7 +19,7 @@ from bench.measure import Call
 from bench.peers import tune_briefly
 from bench.results import RESULTS, Row
 from bench.suites import GROUPS, SUITES, Entry, Suite
-from cases import Case, Inputs, make
+from cula_testing.cases import Case, Inputs, make
 
 ROTATE_BYTES_LIMIT = 1 << 30  # of all sets of inputs together
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 
-import passes
-from cases import Case, Inputs
-from compare import errors
+from cula_testing import passes
+from cula_testing.cases import Case, Inputs
+from cula_testing.compare import errors
 
 ORACLE_TOKEN_HEADS = 32768
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from cases import FAMILY, Case, Inputs
+from cula_testing.cases import FAMILY, Case, Inputs
 
 CHUNK = 64
 

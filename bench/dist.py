@@ -34,11 +34,11 @@ from bench.impls import PREFILL, keywords
 from bench.measure import Call
 from bench.results import RESULTS
 from bench.suites import GPU_SOURCES
-from cases import CPU_HEADLINES, HEADLINES, Case, Inputs, make
 from cula.dist import even_splits, methods
 from cula.dist.groups import Group
 from cula.dist.messages import Message
 from cula.dist.transport import ProcessGroupTransport
+from cula_testing.cases import CPU_HEADLINES, HEADLINES, Case, Inputs, make
 
 NAME = "dist"
 SOURCES = (*GPU_SOURCES, "python/cula/dist")

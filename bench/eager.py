@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
-from cases import Inputs
+from cula_testing.cases import Inputs
 
 CHUNK = 64
 # Tokens prepared at a time. The intermediates of a block stay in cache; preparing all tokens at once, as one would on a

@@ -20,7 +20,7 @@ import torch
 from bench import ROOT
 from bench.impls import OURS, Impl, verify_inputs
 from bench.suites import SUITES, Suite
-from cases import Case, make
+from cula_testing.cases import Case, make
 
 Call = tuple[str, str, str, str]  # suite, op, case, implementation
 Kinds = set[str]  # of kernels that FLA compiles and tunes for a call

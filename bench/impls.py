@@ -14,7 +14,7 @@ import torch
 import cula
 from bench import eager
 from bench.measure import Call
-from cases import Case, Inputs, state_like
+from cula_testing.cases import Case, Inputs, state_like
 
 # Binds one set of inputs: the call returns o and the states, the pool that it was given or dense ones [N, HV, V, K].
 Bind = Callable[[str, Inputs], Call]

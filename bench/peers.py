@@ -17,7 +17,7 @@ import torch
 
 from bench.impls import Impl, keywords, verify_slots
 from bench.measure import Call
-from cases import Case, Inputs
+from cula_testing.cases import Case, Inputs
 
 # chunk_kda would hand its calls to FlashKDA, which is a peer of its own.
 os.environ.setdefault("FLA_FLASH_KDA", "0")

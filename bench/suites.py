@@ -10,7 +10,7 @@ from types import ModuleType
 
 from bench import cpu, gpu
 from bench.impls import COPY_STATE, OURS, Impl, cpu_impls
-from cases import CPU_HEADLINES, HEADLINES, SECTIONS, Case
+from cula_testing.cases import CPU_HEADLINES, HEADLINES, SECTIONS, Case
 
 # Tokens times heads. Headlines that are larger are for several GPUs.
 ONE_GPU = 1 << 21

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from cases import ALGORITHMS, Case, make
+from cula_testing.cases import ALGORITHMS, Case, make
 
 # The same examples on every machine; CULA_TEST_PROFILE=thorough looks for new ones.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "target" in metafunc.fixturenames:
-        import device
+        from cula_testing import device
 
         metafunc.parametrize("target", device.targets(), indirect=True, scope="session")
 
@@ -75,7 +75,7 @@ def algorithm(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def target(request: pytest.FixtureRequest) -> str:
     """A target of the device by name; skipped with the registry's own sentence where this machine lacks it."""
-    import passes
+    from cula_testing import passes
 
     try:
         passes.prefill(make(Case(lengths=(1,), key_dim=16, value_dim=16)), backend=request.param)

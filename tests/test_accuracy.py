@@ -8,10 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import device
-import passes
-from cases import ALGORITHMS, DELTA, FAMILY, GATED, Case, make
-from strategies import DTYPES, cases
+from cula_testing import device, passes
+from cula_testing.cases import ALGORITHMS, DELTA, FAMILY, GATED, Case, make
+from cula_testing.strategies import DTYPES, cases
 
 PASSES = {
     "prefill": lambda inputs, backend: passes.prefill(inputs, backend=backend),

@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cula
-import device
-import level1
-import passes
-from cases import ALGORITHMS, Case, make, state_like
-from compare import assert_same_bits
-from strategies import cases
+from cula_testing import device, level1, passes
+from cula_testing.cases import ALGORITHMS, Case, make, state_like
+from cula_testing.compare import assert_same_bits
+from cula_testing.strategies import cases
 
 # As published; our own keywords follow.
 PUBLISHED = {

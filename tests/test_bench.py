@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import result_tables
-from cases import HEADLINES, MODELS, RAGGED, RAGGED_TOKENS, SECTIONS, ragged_lengths
-from process import run_python
+from cula_testing.cases import HEADLINES, MODELS, RAGGED, RAGGED_TOKENS, SECTIONS, ragged_lengths
+from cula_testing.process import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

@@ -14,7 +14,7 @@ import pytest
 
 import cula
 from cula import _explain, _ops
-from process import run_python
+from cula_testing.process import run_python
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.cpu_only("about the build")

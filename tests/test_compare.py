@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compare import assert_accurate, assert_exact, assert_same_bits
+from cula_testing.compare import assert_accurate, assert_exact, assert_same_bits
 
 pytestmark = pytest.mark.cpu_only("the rule is the same arithmetic anywhere")
 

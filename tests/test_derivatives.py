@@ -8,11 +8,10 @@ import torch
 from torch.autograd import forward_ad
 
 import cula
-import level1
-import passes
-from cases import Case, make, state_like
-from compare import assert_same_bits
 from cula import _ops
+from cula_testing import level1, passes
+from cula_testing.cases import Case, make, state_like
+from cula_testing.compare import assert_same_bits
 from test_validation import BASE, arguments
 
 SMALL = Case("kda", (4,), key_dim=16, value_dim=16, dtype=torch.float32)

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import conv1d
 
-import passes
-from cases import Case, make
-from compare import assert_accurate, assert_exact, assert_same_bits
-from ranks import RankError, Ranks
-from strategies import cases
+from cula_testing import passes
+from cula_testing.cases import Case, make
+from cula_testing.compare import assert_accurate, assert_exact, assert_same_bits
+from cula_testing.ranks import RankError, Ranks
+from cula_testing.strategies import cases
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

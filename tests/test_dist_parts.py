@@ -13,9 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import passes
-from cases import Case, make
-from compare import assert_same_bits
 from cula import dist as level2
 from cula.dist import (
     alloc_decode_state_pool,
@@ -28,6 +25,9 @@ from cula.dist import (
 from cula.dist.calls import FUNCTIONS, Call
 from cula.dist.messages import Message
 from cula.dist.shards import TokenShard
+from cula_testing import passes
+from cula_testing.cases import Case, make
+from cula_testing.compare import assert_same_bits
 
 pytestmark = pytest.mark.cpu_only("host side; the ranks' tests run on GPUs too")
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import cula
-import oracle
-import passes
-from cases import Case, Inputs, make, state_like
-from compare import assert_same_bits, errors
+from cula_testing import oracle, passes
+from cula_testing.cases import Case, Inputs, make, state_like
+from cula_testing.compare import assert_same_bits, errors
 
 STD = "scale=None, initial_state=None, output_final_state=False"
 CU = "cu_seqlens=None, cu_seqlens_cpu=None"

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import cula
-import oracle
-from cases import Case, Inputs, make
-from compare import assert_same_bits, errors
 from cula.compat import sglang, vllm
+from cula_testing import oracle
+from cula_testing.cases import Case, Inputs, make
+from cula_testing.compare import assert_same_bits, errors
 
 sglang_update, vllm_update = (m.fused_sigmoid_gating_delta_rule_update for m in (sglang, vllm))
 S = 4

@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import device
-import passes
-from cases import Case, make, state_like
-from compare import assert_same_bits
+from cula_testing import device, passes
+from cula_testing.cases import Case, make, state_like
+from cula_testing.compare import assert_same_bits
 from test_state import CALLS, assert_only_changed, whole
 
 KINDS = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])

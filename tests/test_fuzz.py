@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import device
+from cula_testing import device
 from fuzz import malformed
 from fuzz.call import Call, Found
 from fuzz.classes import BOUNDS, CLASSES, DEFAULT, bound

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-import passes
-from cases import DELTA, GATED, Case, Inputs, make, state_like
-from compare import assert_same_bits, errors
-from process import run_python
-from strategies import cases
+from cula_testing import passes
+from cula_testing.cases import DELTA, GATED, Case, Inputs, make, state_like
+from cula_testing.compare import assert_same_bits, errors
+from cula_testing.process import run_python
+from cula_testing.strategies import cases
 
 CALLS = pytest.mark.parametrize("call", [passes.prefill, passes.decode], ids=["prefill", "decode"])
 
@@ -245,8 +244,7 @@ def test_a_poisoned_neighbour_changes_nothing(algorithm, call, data):
 @pytest.mark.cpu_only("the allocator of the C library; tests/gpu/test_memory.py has torch's")
 def test_what_the_workspace_held_changes_nothing():
     """The same calls in processes whose allocator fills memory with different rubbish."""
-    script = str(Path(__file__).with_name("fingerprint.py"))
-    fingerprints = {run_python(script, MALLOC_PERTURB_=byte) for byte in ("0", "1", "85")}
+    fingerprints = {run_python("-m", "cula_testing.fingerprint", MALLOC_PERTURB_=byte) for byte in ("0", "1", "85")}
     assert len(fingerprints) == 1
     assert fingerprints.pop()
 

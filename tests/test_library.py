@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cula import _ops
-from process import run_python
+from cula_testing.process import run_python
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.cpu_only("about the built file and the README")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import cula
-from cases import Case, make
 from cula._ops import described, pack
 from cula.compat import flash_kda, vllm
+from cula_testing.cases import Case, make
 
 pytestmark = pytest.mark.cpu_only("the layouts and devices that are wrong are a CPU's")
 

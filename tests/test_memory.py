@@ -6,11 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import device
-import passes
-from cases import Case, make
-from compare import assert_same_bits
-from process import run_python
+from cula_testing import device, passes
+from cula_testing.cases import Case, make
+from cula_testing.compare import assert_same_bits
+from cula_testing.process import run_python
 from test_validation import BASE, arguments, pooled, refused
 
 

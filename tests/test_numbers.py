@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import device
-import passes
-from cases import Case, make
-from compare import assert_same_bits
+from cula_testing import device, passes
+from cula_testing.cases import Case, make
+from cula_testing.compare import assert_same_bits
 from test_validation import arguments, refused
 
 # As assert_rule calls them.

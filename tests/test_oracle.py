@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import oracle
-import passes
-from cases import Inputs, make
-from compare import assert_exact
-from strategies import cases
+from cula_testing import oracle, passes
+from cula_testing.cases import Inputs, make
+from cula_testing.compare import assert_exact
+from cula_testing.strategies import cases
 
 REFERENCE = "reference"
 pytestmark = pytest.mark.cpu_only("the oracle runs on the CPU")

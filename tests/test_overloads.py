@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import cula
-import level1
-from cases import Case, make
-from compare import assert_same_bits
 from cula import _ops
+from cula_testing import level1
+from cula_testing.cases import Case, make
+from cula_testing.compare import assert_same_bits
 from test_validation import BASE, PACKED, arguments
 
 PASSES = ("prefill", "decode", "verify", "segment")

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import cula
-import device
-import level1
-from cases import Case, make
-from compare import assert_same_bits
+from cula_testing import device, level1
+from cula_testing.cases import Case, make
+from cula_testing.compare import assert_same_bits
 
 SMALL = Case("gla", (8,), key_dim=16, value_dim=16, dtype=torch.float32)
 ZERO = torch.zeros(1)

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import level1
-import passes
-from cases import Case, Inputs, make
-from compare import assert_same_bits
-from strategies import cases
+from cula_testing import level1, passes
+from cula_testing.cases import Case, Inputs, make
+from cula_testing.compare import assert_same_bits
+from cula_testing.strategies import cases
 
 
 def apply(m: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

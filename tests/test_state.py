@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import passes
-from cases import Case, Inputs, make, state_like
-from compare import assert_accurate, assert_same_bits
-from strategies import cases
+from cula_testing import passes
+from cula_testing.cases import Case, Inputs, make, state_like
+from cula_testing.compare import assert_accurate, assert_same_bits
+from cula_testing.strategies import cases
 
 CALLS = pytest.mark.parametrize("call", [passes.prefill, passes.decode], ids=["prefill", "decode"])
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import cula
-import level1
-import passes
-from cases import Case, make
-from compare import assert_same_bits
+from cula_testing import level1, passes
+from cula_testing.cases import Case, make
+from cula_testing.compare import assert_same_bits
 
 ROWS = ("q", "k", "v", "g", "beta")
 

@@ -11,11 +11,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cula
-import level1
-import passes
-from cases import ALGORITHMS, Case, make, state_like
-from compare import assert_same_bits
-from process import run_python
+from cula_testing import level1, passes
+from cula_testing.cases import ALGORITHMS, Case, make, state_like
+from cula_testing.compare import assert_same_bits
+from cula_testing.process import run_python
 from test_validation import BASE, PACKED, arguments
 
 # opcheck

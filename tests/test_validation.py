@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import cula  # noqa: F401  (loads torch.ops.cula)
-import device
-from cases import Case, make, state_like
-from compare import assert_same_bits
+from cula_testing import device
+from cula_testing.cases import Case, make, state_like
+from cula_testing.compare import assert_same_bits
 
 B, T, H, HV, K, V = 2, 8, 2, 4, 16, 24
 NAN = float("nan")

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import passes
-from cases import DELTA, Case, make
-from compare import assert_same_bits
-from kinds import KINDS, Call, ready
+from cula_testing import passes
+from cula_testing.cases import DELTA, Case, make
+from cula_testing.compare import assert_same_bits
+from cula_testing.kinds import KINDS, Call, ready
 
 STATES = ("initial_state", "final_state", "checkpoints", "chunk_states", "snapshots", "b")
 

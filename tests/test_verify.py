@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import oracle
-import passes
-from cases import Case, Inputs, make, state_like
-from compare import assert_exact, assert_same_bits
-from strategies import cases
+from cula_testing import oracle, passes
+from cula_testing.cases import Case, Inputs, make, state_like
+from cula_testing.compare import assert_exact, assert_same_bits
+from cula_testing.strategies import cases
 from test_state import assert_only_changed, whole
 
 S = 4  # draft tokens

@@ -131,8 +131,8 @@ struct Target {
 
 class Targets : public testing::TestWithParam<Target> {};
 
-// The error rule of tests/compare.py: at most twice the naive recurrence's error, plus one unit in the last
-// place.
+// The error rule of tests/cula_testing/compare.py: at most twice the naive recurrence's error, plus one
+// unit in the last place.
 TEST_P(Targets, AgreeWithTheOracle) {
     const auto [target, pass] = GetParam();
     const std::int64_t tokens = pass == Pass::kPrefill || pass == Pass::kSegment ? 130 : 3;

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import cula  # noqa: F401  (loads torch.ops.cula)
-from compare import BUDGET, Errors, bits, errors, floor
+from cula_testing.compare import BUDGET, Errors, bits, errors, floor
 from fuzz.call import Found
 from fuzz.classes import DEFAULT, bound
 from fuzz.draw import Case

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from compare import bits
+from cula_testing.compare import bits
 from fuzz.draw import Case
 
 NAN = float("nan")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import device
+from cula_testing import device
 
 
 @pytest.fixture(autouse=True)

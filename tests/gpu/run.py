@@ -192,7 +192,7 @@ def fla(options: argparse.Namespace) -> bool:
         raise SystemExit(f"run.py: --fla-tests must name FLA's folder tests; not there: {', '.join(missing)}")
     with TemporaryDirectory() as folder:
         record = Path(folder) / "record.json"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "fla_plugin", f"--fla-record={record}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "cula_testing.fla_plugin", f"--fla-record={record}"]
         command += ["-c", os.devnull, "--rootdir", str(options.fla_tests.parent), "-p", "no:cacheprovider"]
         command += ["-n", str(options.jobs), *map(str, files), *options.pytest]
         done = subprocess.run(command, cwd=options.fla_tests.parent, env=environment(), check=False)

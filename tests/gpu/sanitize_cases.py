@@ -12,11 +12,9 @@ from unittest import mock
 
 import torch
 
-import device
-import level1
-import passes
-from cases import ALGORITHMS, DELTA, FAMILY, Case, Inputs, make, state_like
-from kinds import DRAFTS, KINDS, Call, Kind, ready
+from cula_testing import device, level1, passes
+from cula_testing.cases import ALGORITHMS, DELTA, FAMILY, Case, Inputs, make, state_like
+from cula_testing.kinds import DRAFTS, KINDS, Call, Kind, ready
 
 WIDTHS = (64, 128, 256)
 HALVES = (torch.bfloat16, torch.float16)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-import passes
-from cases import ALGORITHMS, DELTA, FAMILY, GATED, Case, Inputs, make
-from compare import assert_same_bits
+from cula_testing import passes
+from cula_testing.cases import ALGORITHMS, DELTA, FAMILY, GATED, Case, Inputs, make
+from cula_testing.compare import assert_same_bits
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 CALLS = {

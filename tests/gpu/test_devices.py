@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import cula
-import level1
-import passes
-from cases import Case, make
-from compare import assert_same_bits
-from process import run_python
+from cula_testing import level1, passes
+from cula_testing.cases import Case, make
+from cula_testing.compare import assert_same_bits
+from cula_testing.process import run_python
 
 RUN = (
     "import torch, cula; x = torch.ones(1, 3, 1, 8, device='{device}');"

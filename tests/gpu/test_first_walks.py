@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import device
-import passes
-from cases import Case, Inputs, make
-from compare import assert_same_bits, errors
+from cula_testing import device, passes
+from cula_testing.cases import Case, Inputs, make
+from cula_testing.compare import assert_same_bits, errors
 
 CHUNKS = 200
 TOKENS = 64 * CHUNKS - 3

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import passes
-from cases import Case, Inputs, make
-from compare import errors
+from cula_testing import passes
+from cula_testing.cases import Case, Inputs, make
+from cula_testing.compare import errors
 
 TOKENS = 64 * 200
 # Log decay per token of each head: none; one whose maps last for 18 chunks, or with a decay per channel, of which every

@@ -9,10 +9,9 @@ import re
 import pytest
 import torch
 
-import device
-import passes
-from cases import Case, Inputs, make, strided
-from compare import assert_same_bits, errors
+from cula_testing import device, passes
+from cula_testing.cases import Case, Inputs, make, strided
+from cula_testing.compare import assert_same_bits, errors
 
 FUSED = "sm90:fused"
 CLOSE = 1e-2  # to the two kernels: one rounding of the operands is 2^-9

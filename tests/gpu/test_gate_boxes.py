@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import passes
-from cases import Case, Inputs, make, strided
-from compare import assert_same_bits
+from cula_testing import passes
+from cula_testing.cases import Case, Inputs, make, strided
+from cula_testing.compare import assert_same_bits
 
 # Whole blocks of 16 tokens and others, in whole chunks of 64 and others.
 SHAPES = {

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import passes
-from cases import Case, make
-from compare import assert_same_bits
-from kinds import KINDS, assert_same_results, ready
+from cula_testing import passes
+from cula_testing.cases import Case, make
+from cula_testing.compare import assert_same_bits
+from cula_testing.kinds import KINDS, assert_same_results, ready
 
 
 def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:

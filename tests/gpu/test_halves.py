@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import device
-import passes
-from cases import Case, Inputs, make
-from compare import assert_same_bits
+from cula_testing import device, passes
+from cula_testing.cases import Case, Inputs, make
+from cula_testing.compare import assert_same_bits
 
 TOKENS = 64 * 80 - 3  # of the longest sequence
 

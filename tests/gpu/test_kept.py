@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import level1
-from cases import Case, make
-from compare import errors
+from cula_testing import level1
+from cula_testing.cases import Case, make
+from cula_testing.compare import errors
 
 WIDE = {"key_dim": 128, "value_dim": 128, "dtype": torch.bfloat16}
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import passes
-from arena import Arena
-from cases import Case, make
-from compare import assert_same_bits
-from kinds import Call, ready
+from cula_testing import passes
+from cula_testing.arena import Arena
+from cula_testing.cases import Case, make
+from cula_testing.compare import assert_same_bits
+from cula_testing.kinds import Call, ready
 
 FAR = 2**31 + 2**20  # elements
 NARROW = {

@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import device
-from arena import Arena
-from compare import assert_same_bits
-from kinds import DRAFTS, Call, assert_same_results, ready
+from cula_testing import device
+from cula_testing.arena import Arena
+from cula_testing.compare import assert_same_bits
+from cula_testing.kinds import DRAFTS, Call, assert_same_results, ready
 
 FILL = 0xA5
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)

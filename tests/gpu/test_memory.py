@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import level1
-from arena import known_memory, peak_bytes
-from cases import Case, make
-from kinds import KINDS, assert_same_results, ready
+from cula_testing import level1
+from cula_testing.arena import known_memory, peak_bytes
+from cula_testing.cases import Case, make
+from cula_testing.kinds import KINDS, assert_same_results, ready
 
 NAMES = pytest.mark.parametrize("name", KINDS)
 

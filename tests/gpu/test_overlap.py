@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-import passes
-from cases import Case, Inputs, make
-from compare import assert_same_bits
+from cula_testing import passes
+from cula_testing.cases import Case, Inputs, make
+from cula_testing.compare import assert_same_bits
 
 RUNS = 20
 WIDE = {"key_dim": 128, "value_dim": 128, "dtype": torch.bfloat16}

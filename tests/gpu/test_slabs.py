@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import level1
-import passes
-from cases import Case, make
-from compare import assert_same_bits, errors
+from cula_testing import level1, passes
+from cula_testing.cases import Case, make
+from cula_testing.compare import assert_same_bits, errors
 
 WIDE = {"dtype": torch.bfloat16, "gate_dtype": torch.bfloat16, "key_dim": 128, "value_dim": 128}
 PART = 64  # heads whose chunks fit one slab; four times as many do not

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import passes
-from cases import Case, make
-from compare import errors
+from cula_testing import passes
+from cula_testing.cases import Case, make
+from cula_testing.compare import errors
 
 BLOCK = 16
 # Natural log decays of a block's tokens: 8 of -12 are 2^-138. A half may decay by 2^-100, or 2^-4 in fp16.

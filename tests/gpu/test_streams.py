@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import level1
-from cases import ALGORITHMS, Case, make
-from kinds import KINDS, assert_same_results, ready
+from cula_testing import level1
+from cula_testing.cases import ALGORITHMS, Case, make
+from cula_testing.kinds import KINDS, assert_same_results, ready
 
 LONG = 1 << 29  # clock cycles: a quarter of a second or more
 

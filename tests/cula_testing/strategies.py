@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-import device
-from cases import DECAYS, FAMILY, Case
+from cula_testing import device
+from cula_testing.cases import DECAYS, FAMILY, Case
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DIMS = (1, 2, 7, 16, 31, 32, 60, 64, 96, 100, 128)

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import cula
-from cases import DELTA, Inputs
-from passes import backend_of
+from cula_testing.cases import DELTA, Inputs
+from cula_testing.passes import backend_of
 
 # algorithm: (function of cula.api, mode of cula_decode)
 FUNCTIONS = {

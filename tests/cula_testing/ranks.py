@@ -29,7 +29,7 @@ class RankError(Exception):
 def _serve(path: list[str], device: str, rank: int, size: int, store: str, seconds: float, ours: Connection) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
-    import rank_calls
+    from cula_testing import rank_calls
 
     named = {"store": dist.FileStore(store, size), "rank": rank, "world_size": size}
     if device == "cuda":

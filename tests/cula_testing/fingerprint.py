@@ -7,9 +7,9 @@ import hashlib
 
 import torch
 
-import passes
-from cases import ALGORITHMS, Case, make
-from compare import bits
+from cula_testing import passes
+from cula_testing.cases import ALGORITHMS, Case, make
+from cula_testing.compare import bits
 
 
 def calls():

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import level1
-from cases import Case, Inputs, make
 from cula import dist as level2
 from cula.dist.lanes import BatchLanes
+from cula_testing import level1
+from cula_testing.cases import Case, Inputs, make
 
 NAN = float("nan")
 

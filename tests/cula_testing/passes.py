@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import cula  # noqa: F401  (loads torch.ops.cula)
-import device
-from cases import FAMILY, Case, Inputs, state_like
-from compare import assert_accurate
+from cula_testing import device
+from cula_testing.cases import FAMILY, Case, Inputs, state_like
+from cula_testing.compare import assert_accurate
 
 NAN = float("nan")
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plugin that points the operator tests of flash-linear-attention at this library's drop-ins.
 
-    python -m pytest -p fla_plugin --fla-record record.json tests/ops/test_kda.py ...    (in FLA's source tree)
+In FLA's source tree:
+
+    python -m pytest -p cula_testing.fla_plugin --fla-record record.json tests/ops/test_kda.py ...
 
 While a case runs, the names that it is about stand for ours in its module: the recurrent ones in a test of those, else
 the chunked ones, so that where FLA compares one with the other, FLA's own stays the judge. A case that names none of

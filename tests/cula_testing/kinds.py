@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-import passes
-from cases import Case, Inputs, make
-from compare import assert_same_bits
+from cula_testing import passes
+from cula_testing.cases import Case, Inputs, make
+from cula_testing.compare import assert_same_bits
 
 DRAFTS = 4
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from cases import FAMILY, Inputs
+from cula_testing.cases import FAMILY, Inputs
 
 
 @dataclass

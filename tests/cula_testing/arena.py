@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kinds import Call
+from cula_testing.kinds import Call
 
 GUARD = 4096  # bytes
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
