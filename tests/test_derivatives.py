@@ -10,9 +10,9 @@ from torch.autograd import forward_ad
 import cula
 from cula import _ops
 from cula_testing import level1, passes
+from cula_testing.arguments import BASE, arguments
 from cula_testing.cases import Case, make, state_like
 from cula_testing.compare import assert_same_bits
-from test_validation import BASE, arguments
 
 SMALL = Case("kda", (4,), key_dim=16, value_dim=16, dtype=torch.float32)
 PACKETS = {"prefill": _ops.prefill, "decode": _ops.decode, "verify": _ops.verify, "segment": _ops.segment}

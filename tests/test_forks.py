@@ -9,8 +9,9 @@ import torch
 from cula_testing import device, passes
 from cula_testing.cases import Case, make, state_like
 from cula_testing.compare import assert_same_bits
-from test_state import CALLS, assert_only_changed, whole
+from cula_testing.pools import assert_only_changed, whole
 
+CALLS = pytest.mark.parametrize("call", [passes.prefill, passes.decode], ids=["prefill", "decode"])
 KINDS = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 # Where a chain of forks is refused: elsewhere the values of the indices are not read before the launch.
 READ = device.values_are_read()

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from cula_testing import device, passes
+from cula_testing.arguments import BASE, arguments, pooled, refused
 from cula_testing.cases import Case, make
 from cula_testing.compare import assert_same_bits
 from cula_testing.process import run_python
-from test_validation import BASE, arguments, pooled, refused
 
 
 def test_a_table_of_no_drafts_is_refused():

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cula_testing import device, passes
+from cula_testing.arguments import arguments, refused
 from cula_testing.cases import Case, make
 from cula_testing.compare import assert_same_bits
-from test_validation import arguments, refused
 
 # As assert_rule calls them.
 PASSES = {

@@ -11,9 +11,9 @@ import torch
 import cula
 from cula import _ops
 from cula_testing import level1
+from cula_testing.arguments import BASE, PACKED, arguments
 from cula_testing.cases import Case, make
 from cula_testing.compare import assert_same_bits
-from test_validation import BASE, PACKED, arguments
 
 PASSES = ("prefill", "decode", "verify", "segment")
 SMALL = Case("kda", (1,), key_dim=16, value_dim=16)

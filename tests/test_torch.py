@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cula
 from cula_testing import level1, passes
+from cula_testing.arguments import BASE, PACKED, arguments
 from cula_testing.cases import ALGORITHMS, Case, make, state_like
 from cula_testing.compare import assert_same_bits
 from cula_testing.process import run_python
-from test_validation import BASE, PACKED, arguments
 
 # opcheck
 

@@ -8,47 +8,13 @@ import re
 import pytest
 import torch
 
-import cula  # noqa: F401  (loads torch.ops.cula)
 from cula_testing import device
-from cula_testing.cases import Case, make, state_like
+from cula_testing.arguments import BASE, HV, PACKED, B, H, K, T, V, arguments, i32, pooled, refused
+from cula_testing.cases import state_like
 from cula_testing.compare import assert_same_bits
 
-B, T, H, HV, K, V = 2, 8, 2, 4, 16, 24
 NAN = float("nan")
-BASE = Case("kda", (T, T), heads=H, value_heads=HV, key_dim=K, value_dim=V, dtype=torch.bfloat16)
-PACKED = BASE.but(lengths=(5, 3), packed=True)
 ALONE = {"initial_state": None, "initial_state_indices": None}
-
-
-def i32(*values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def arguments(pass_name: str, case: Case = BASE) -> dict:
-    """A call that is right in every way."""
-    x = make(case)
-    N = case.sequences
-    common = {**x.tensors(), **case.options, "null_index": -1, "batch_invariant": False, "backend": ""}
-    if pass_name == "segment":
-        m, b = torch.full((N, HV, K, K), NAN), torch.full((N, HV, V, K), NAN)
-        return {**common, "m": m, "b": b}
-    state = {**x.states(), "final_state_indices": None, "in_place": False}
-    state["o"] = torch.full(x.v.shape, NAN, dtype=case.dtype)
-    state["final_state"] = state_like(case, N)
-    if pass_name == "decode":
-        return {**common, **state}
-    if pass_name == "prefill":
-        more = {"checkpoints": None, "checkpoint_plan": None, "chunk_states": None, "chunk_tokens": 64}
-        return {**common, **state, **more}
-    state["final_state"] = None
-    more = dict.fromkeys(("state_indices", "num_accepted", "snapshots", "snapshot_indices", "parents"))
-    return {**common, **state, **more}
-
-
-def pooled(**changes) -> dict:
-    """A pool of six slots that is read and written in place."""
-    pool = state_like(BASE, 6, fill=0.0)
-    return {"initial_state": None, "final_state": pool, "in_place": True, "initial_state_indices": i32(1, 4), **changes}
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -271,18 +237,6 @@ VALUES = re.compile(
 def skip_if_unread(sentence: str) -> None:
     if VALUES.search(sentence) and not device.values_are_read():
         pytest.skip(f"a value on the GPU: checked with {device.DEBUG_CHECKS}=1")
-
-
-def refused(pass_name: str, named: dict) -> str:
-    """The sentence of the ValueError that the call raises, after a check that it wrote nothing."""
-    tensors = {name: tensor for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    with pytest.raises(ValueError) as raised:  # noqa: PT011  (the caller compares the message)
-        getattr(torch.ops.cula, pass_name)(**named)
-    assert raised.type is ValueError
-    for name, tensor in tensors.items():
-        assert_same_bits(name, before[name], tensor)
-    return str(raised.value)
 
 
 @pytest.mark.parametrize(("pass_name", "case", "wrong", "sentence"), ROWS, ids=[row[3] for row in ROWS])

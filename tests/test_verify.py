@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from cula_testing import oracle, passes
 from cula_testing.cases import Case, Inputs, make, state_like
 from cula_testing.compare import assert_exact, assert_same_bits
+from cula_testing.pools import assert_only_changed, whole
 from cula_testing.strategies import cases
-from test_state import assert_only_changed, whole
 
 S = 4  # draft tokens
 
