@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints a hash of every result of a set of calls (a helper of test_laws.py, run in processes of its own)."""
+"""Prints a hash of every result of a set of calls (a helper of tests/laws, run in processes of its own)."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ FUZZED = {
 SUITES = {
     "laws and cases": (["--device", "cuda", "tests", "--ignore", "tests/gpu"], {}),
     "GPU only": (["--device", "cuda", "tests/gpu"], {}),
-    "values on the device": (["--device", "cuda", "tests/test_validation.py"], {"CULA_DEBUG_CHECKS": "1"}),
+    "values on the device": (["--device", "cuda", "tests/api/test_validation.py"], {"CULA_DEBUG_CHECKS": "1"}),
 }
 
 

@@ -16,7 +16,7 @@ import cula
 from cula import _explain, _ops
 from cula_testing.process import run_python
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.cpu_only("about the build")
 
 

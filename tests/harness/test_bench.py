@@ -20,7 +20,7 @@ import result_tables
 from cula_testing.cases import HEADLINES, MODELS, RAGGED, RAGGED_TOKENS, SECTIONS, ragged_lengths
 from cula_testing.process import run_python
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bench import __main__ as main  # noqa: E402  (once ROOT is on the path)

@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.cpu_only("about reports")
 
-SPEC = importlib.util.spec_from_file_location("gpu_run", Path(__file__).parent / "gpu" / "run.py")
+SPEC = importlib.util.spec_from_file_location("gpu_run", Path(__file__).parents[1] / "gpu" / "run.py")
 run = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(run)
 

@@ -249,7 +249,7 @@ def test_a_carry_is_whole_while_its_heads_have_room_and_cut_where_they_are_few()
     )
 
 
-RESULTS = Path(__file__).parent.parent / "bench/results/nvidia-h200"
+RESULTS = Path(__file__).parents[2] / "bench/results/nvidia-h200"
 MEASURED = [
     pytest.param(row, id=f"{path.stem}-{row['case']}-{row['impl']}")
     for path in sorted(RESULTS.glob("dist_x*.json"))

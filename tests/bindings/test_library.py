@@ -11,7 +11,7 @@ import pytest
 from cula import _ops
 from cula_testing.process import run_python
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.cpu_only("about the built file and the README")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 

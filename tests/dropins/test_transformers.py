@@ -18,7 +18,7 @@ import torch
 import cula
 
 transformers = pytest.importorskip("transformers")
-PINNED = re.search(r"^transformers==(\S+)", (Path(__file__).parents[1] / "requirements-dev.txt").read_text(), re.M)[1]
+PINNED = re.search(r"^transformers==(\S+)", (Path(__file__).parents[2] / "requirements-dev.txt").read_text(), re.M)[1]
 pytestmark = pytest.mark.cpu_only("the reference is transformers' own code in float32")
 
 GDN = {

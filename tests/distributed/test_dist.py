@@ -27,7 +27,7 @@ from cula_testing.strategies import cases
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 METHODS = ("scan", "ring")
 
 # Packed: empty sequences first, in between and last, one over all of four ranks, others whole.
