@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates per channel that come as tensor copies, as loads of 16 bytes, or one by one: the same bits."""
+"""Gates per channel in any layout give the same bits: as tensor copies, as loads of 16 bytes, or one by one."""
 
 from __future__ import annotations
 

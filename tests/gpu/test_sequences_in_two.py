@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hopper's sequences in two pieces: the first is walked beside its map, which the second starts from."""
+"""Sequences that Hopper cuts in two: no bit changes. The first piece is walked beside its map, from which the second
+starts."""
 
 from __future__ import annotations
 

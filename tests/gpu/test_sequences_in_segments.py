@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First segments on Hopper, which are walked beside the maps of others."""
+"""Sequences that Hopper cuts into segments: results are those of one walk. The first is walked beside others' maps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries that start before the kernel before them has ended: what they read is there. Before each call comes one of
-other inputs, so that what is read too early is wrong."""
+"""Calls one after another and beside other work: no bit changes. Carries start before the kernel before them has ended;
+before each call comes one of other inputs, so that what is read too early is wrong."""
 
 from __future__ import annotations
 
