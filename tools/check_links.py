@@ -22,7 +22,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def main() -> int:
-    paths = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    paths = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/*.md")]
     broken, count = [], 0
     for path in paths:
         for link in LINK.finditer(CODE.sub("", path.read_text())):
