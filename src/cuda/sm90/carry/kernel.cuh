@@ -1,14 +1,61 @@
 // SPDX-License-Identifier: Apache-2.0
-// carry on Hopper: o, final states <- chunk images, v, initial states; or the affine maps of segments
+// The carry on Hopper: outputs and final states from chunk operands, values and initial states; or, with
+// kMaps, the affine map (M, B) of each segment. Design page: docs/design/carry-sm90.md.
 //
-// ALGORITHM.md: read, output, carry.  grid (row blocks * value heads * segments), clusters of row blocks
-// warpgroups of 64 value rows, and one that copies
+// Equation. A chunk of C = 64 tokens; S is the recurrent state [V, K]; R, U, O and V are [V, C]:
+//   read     R = S K^^T         U = (V - R) T^T       additive algorithms: U = V
+//   output   O = S Q~^T + U A^T                       not for maps
+//   carry    S = S diag(decay) + U K+
+// With one decay per token K^, K+ and Q~ are k and q as they came, and factors per token multiply the columns
+// of R, S q^T and U instead. Maps: B is the final S from zero; M is the final S from the identity where all
+// values are zero. (ALGORITHM.md writes the transposes.)
 //
-// The equations, and what a warp holds, are those of sm80/carry.cuh. Products are a warpgroup's and run on
-// their own, with every second operand in shared memory as prepare left it (multiplier.cuh); images come by
-// bulk copies, each CTA of the cluster a part of it for all, values, q and k as boxes, and so do outputs
-// leave (copier.cuh). Additive algorithms with one decay per token have no prepare but a warpgroup for it
-// (scorer.cuh).
+// Grid: row blocks x value heads x segments, row blocks fastest. A row block is 64 or 128 value rows; for
+// maps of delta rules further row blocks are rows of M. Clusters of 1, 2 or 4 row blocks of one head share
+// the copies of chunk operands.
+//
+// Roles: w = 1 or 2 state warpgroups. (s): kernels with a score warpgroup, additive with one decay per token.
+//   role    threads  registers    waits for                         signals
+//   state   128 w    216, 176 (s) operands_ready, scores_ready (s), operands_free of all CTAs of the
+//                                 out_free                          cluster, out_ready
+//   score   128 (s)  96           operands_ready                    scores_ready
+//   load    96       72, 64 (s)   operands_free                     operands_ready
+//   store   32       72, 64 (s)   out_ready                         out_free
+//
+// Barriers: mbarriers in shared memory (CarryBarriers).
+//   barrier                  arrivals that complete a phase
+//   operands_ready[stage]    1 + 96 load threads, and the bytes of all bulk and TMA copies
+//   operands_free[stage]     128 w x cluster size state threads
+//   scores_ready[stage]      128 score threads
+//   out_ready[warpgroup]     128 state threads
+//   out_free[warpgroup]      32 store threads
+// Named barrier 1 synchronises the score warpgroup. barrier.cluster synchronises the CTAs of a cluster at the
+// start, so that all mbarriers are initialised before their first use, and at the end, so that no CTA exits
+// while others multicast to it or arrive at its barriers.
+//
+// Shared memory, K = 128: as many stages as fit 227 KiB, at most four. KiB a stage, stages, for w = 1; 2:
+//                                   prefill                 maps
+//   delta, decay per channel        72, three; 80, two      48, four; 56, four
+//   delta, decay per token          56, three; 64, three    32, four; 40, four
+//   additive                        48, four;  56, three    24, four; 32, four
+// Besides, 8 KiB of outputs per state warpgroup (not for maps), 0.5 or 1 KiB of factors per stage, and 1 KiB
+// of barriers. Maps of a delta rule with decay per channel, w = 2, take 227 KiB exactly.
+//
+// Registers: at most 168 per thread at the start, 128 with a score warpgroup (__launch_bounds__ of the
+// largest CTA); setmaxnreg then moves them to the state role.
+//
+// PDL (programmatic dependent launch). Every CTA waits for the kernels before it, at the latest before it
+// exits, so that a kernel which waits for this one has waited for them as well. When it waits and triggers:
+//   maps                            wait, then trigger: the next kernel starts after prepare has ended
+//   maps, beside_others             wait at the end: the launch before has other maps or first segments, and
+//                                   started when prepare had ended
+//   carry after prepare             trigger; the load role waits before its first copy (awaits_operands), or
+//                                   polls a flag per chunk (per_chunk); all wait at the end
+//   carry after compose             trigger; the state role waits before its first state (awaits_states); all
+//                                   wait at the end
+//   carry of halves, first segment  no wait before the end: it needs no map, and the maps' kernel had waited
+//                                   for prepare before it triggered this one
+//   any other                       trigger, wait
 #pragma once
 
 #include "cuda/ptx/pdl.cuh"
@@ -31,7 +78,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     const int thread = static_cast<int>(threadIdx.x),
               warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
     const int warpgroups = static_cast<int>(blockDim.x) / kWarpgroupThreads - kHelperWarpgroups<kScores>;
-    const int role = warp / kWarpgroupWarps - warpgroups;  // negative: multiplies
+    const int role = warp / kWarpgroupWarps - warpgroups;  // negative: state
     unsigned char* const outs = memory + p.stages * Layout::bytes(warpgroups);
     auto& barriers = carry_barriers<T, kKey, kDelta, kPerChannel, kMaps>(memory, p.stages, warpgroups);
     auto* const factors = reinterpret_cast<F*>(&barriers + 1);
@@ -40,7 +87,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     for (int stage = 0; stage < p.stages; ++stage)
         Layout::clear_upper(memory + stage * Layout::bytes(warpgroups));
     fence_async_proxy();
-    // What needs nothing of the kernels before comes while they end.
+    // Setup that reads nothing of the kernels before runs before the PDL wait, while they end.
     if (thread == 0) {
         if (maps.inputs && !kPerChannel) tma_prefetch_map(maps.k);
         if (maps.inputs && !kPerChannel && !kMaps) tma_prefetch_map(maps.q);
@@ -57,9 +104,8 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         }
         publish_barriers();
     }
-    // When maps are done, those before them are, too. A first half needs no map, and what it needs the maps
-    // have waited for, as other maps have. Who waits itself does so where images are fetched or the first
-    // state is loaded. They all wait before they end.
+    // PDL, as listed at the top of this file. The map kernel has itself waited for prepare, so waiting for it
+    // is enough. Where there is no wait here, a fence keeps this CTA from reading stale L1 lines.
     const auto needs_map = [&] {
         __threadfence();
         return segment_of(a, schedule, segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x)))
@@ -69,7 +115,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     const bool waits_last = kMaps ? p.beside_others : p.halves || waits_itself;
     if (kMaps && p.beside_others) {
         __threadfence();
-        fence_async_global();  // images come by bulk copies
+        fence_async_global();  // chunk operands are read by bulk copies, through the async proxy
     } else if (kMaps) {
         pdl_wait();
         pdl_trigger();
@@ -79,8 +125,8 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     } else if (!p.halves || needs_map()) {
         pdl_trigger_and_wait();
     }
-    // From memory it is read alike by all, and a lane's place among the operands is not computed anew in
-    // every chunk.
+    // One warp finds the segment and all read it from shared memory. From registers, ptxas recomputes a
+    // lane's operand addresses in every chunk (GDN's loop: 874 instructions instead of 838).
     if (warp == 0) {
         const Segment segment = own_segment<kKey, kMaps>(a, schedule, p);
         if (thread == 0) barriers.segment = segment;

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warpgroup that copies: three warps images, q, k and v to the stages, one outputs to memory.
+// The load/store warpgroup of the Hopper carry.
+//   load role    three warps: chunk operands, q, k and v from global memory to the stages
+//   store role   one warp: outputs from shared to global memory
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -8,13 +10,15 @@
 
 namespace cula::cuda::sm90 {
 
-// Threads of the copying warpgroup that fetch what a chunk needs, and the warp that puts outputs out. Neither
-// waits for the other.
+// Threads of the load role and of the store role. They share a warpgroup, hence a register count, and never
+// synchronise with each other.
 inline constexpr int kLoadThreads = 96, kStoreThreads = 32;
 static_assert(kLoadThreads + kStoreThreads == kWarpgroupThreads);
 
-// The tokens of a chunk, kUnits times eight columns of `from`, each 16 bytes to place(token, unit); zero
-// beyond `count` tokens and `columns` columns. Called by the threads that fetch.
+// Copies rows without TMA: kRows tokens by 8 * kUnits columns of `from`, each unit of 16 bytes to byte offset
+// place(token, unit) of `memory`, with zeros beyond `count` tokens and `columns` columns. `wide`: rows can be
+// read in pieces of 16 bytes (cp.async); otherwise a thread copies single elements. Called by all load
+// threads.
 template <class T, int kRows, int kUnits, class Place>
 __device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, std::int64_t pitch, int count,
                                           int columns, bool wide, Place place) {
@@ -34,9 +38,12 @@ __device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, 
     }
 }
 
-// Threads that fetch: images, values, and q and k where they are read as they came. To ask for a copy takes a
-// thread some 60 cycles, so that the three warps share them: tiles of the image, and k; the inverse, and
-// values; scores, and q.
+// The load role. Issuing one copy takes a thread some 60 cycles, so lane 0 of each of the three warps issues
+// a third of them:
+//            chunk operands (bulk copies)   rows (TMA)
+//   warp 0   K^, K+, Q~ and factors         k, with one decay per token
+//   warp 1   T (inverse)                    values
+//   warp 2   A (scores)                     q, with one decay per token
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 struct LoadRole {
     using Layout = StageLayout<T, kKey, kDelta, kPerChannel, kMaps>;
@@ -51,16 +58,16 @@ struct LoadRole {
     const DeviceArgs& a;
     const RowMaps& maps;
     const SegmentCursor<kKey, kMaps>& cursor;
-    const Operands* operands;            // the segment's first
-    const std::int32_t* is_compensated;  // the same
-    unsigned char* memory;               // of the stages
-    F* factors;                          // the same
+    const Operands* operands;            // of the segment's first chunk
+    const std::int32_t* is_compensated;  // of the segment's first chunk
+    unsigned char* memory;               // the first stage
+    F* factors;                          // of the first stage
     CarryBarriers& barriers;
     int warpgroups, stages;
-    bool per_chunk;  // Schedule
+    bool per_chunk;  // Schedule::per_chunk: prepare still runs and publishes a flag per chunk
 
-    // Parts of images go to every CTA of the cluster. Each CTA asks for its share, and the barrier expects
-    // all.
+    // Chunk operands are the same for all CTAs of a cluster. Each CTA issues its share of the copies as
+    // multicasts to all of them; operands_ready of each CTA expects the bytes of all shares.
     struct Part {
         const unsigned char* operands;
         std::uint32_t full;
@@ -73,7 +80,7 @@ struct LoadRole {
                 copy_bulk(to, operands + from, bytes, full, (1u << cluster) - 1);
         }
         __device__ __forceinline__ void copy_run(std::uint32_t to, int from, int bytes) const {
-            const int share = bytes >> (__ffs(cluster) - 1);  // a power of two of CTAs
+            const int share = bytes >> (__ffs(cluster) - 1);  // cluster sizes are powers of two
             copy(to + rank * share, from + rank * share, share);
         }
         __device__ __forceinline__ void copy_triangle(std::uint32_t to, int from, int turn) const {
@@ -88,10 +95,10 @@ struct LoadRole {
 
     static constexpr int kTileBytes = kPerChannel ? (1 + kDelta + !kMaps) * Layout::kTileBytes : 0;
     static constexpr int kFactorBytes = sizeof(F);
-    static constexpr int kLowBytes = (kMaps ? 1 : 2) * kTriangleBytes;  // of a coupled chunk's second stage
+    static constexpr int kLowBytes = (kMaps ? 1 : 2) * kTriangleBytes;  // second stage of a compensated chunk
     static constexpr int kOperandBytes = kTileBytes + kFactorBytes + (kDelta + !kMaps) * kTriangleBytes;
 
-    // A warp's share of an image.
+    // The warp's third of the chunk operands.
     __device__ __forceinline__ void copy_operands(int warp, const Part& part, std::uint32_t stage_at,
                                                   std::uint32_t factors_at) const {
         if (warp == 0) {
@@ -123,7 +130,7 @@ struct LoadRole {
             part.copy_triangle(stage_at + Layout::kScores, offsetof(Operands, scores_low), 1);
     }
 
-    // Rows as boxes, where they have maps: how many bytes, and their copies.
+    // Rows of q, k and v that have tensor maps: the bytes of their TMA tiles; the warp's third of the loads.
     __device__ __forceinline__ int tma_bytes() const {
         const int tiles = kPerChannel ? 0 : kMaps ? 1 : 2;
         return (cursor.of_m ? 0 : warpgroups * Layout::kTmaBytes) + tiles * kPanels * Layout::kTmaBytes;
@@ -133,7 +140,7 @@ struct LoadRole {
         TileCoordinates at{0, a.by_group.divide(cursor.value_head), static_cast<int>(cursor.token(chunk)),
                            cursor.batch};
         const auto copy_panels = [&](int to, const CUtensorMap& map) {
-#pragma unroll 1  // or registers run out
+#pragma unroll 1  // unrolled, the role's registers do not suffice
             for (int panel = 0; panel < kPanels; ++panel) {
                 at.channel = panel * kTmaChannels;
                 tma_load(stage_at + to + panel * Layout::kTmaBytes, map, at, full);
@@ -162,7 +169,7 @@ struct LoadRole {
             [](int token, int unit) { return OperandTile<kKey, false>::unit(token, unit) * 16; });
     }
 
-    // What load_by_tma() brings, by all threads that fetch, whatever the rows are.
+    // The rows of load_by_tma() without TMA, for any strides and alignment. Called by all load threads.
     __device__ __forceinline__ void copy_all_rows(int chunk, unsigned char* to) const {
         if constexpr (!kPerChannel) {
             if constexpr (!kMaps) copy_key_rows(a.q, chunk, to + Layout::kQuery);
@@ -195,7 +202,8 @@ struct LoadRole {
 #pragma unroll 1
         for (int chunk = 0; chunk < cursor.segment.chunks; ++chunk) {
             const std::int64_t of_chunk = static_cast<std::int64_t>(chunk) * a.value_heads;
-            // Asked for before the wait, which hides it where the number is not waited for itself.
+            // The flag is loaded before the wait for a free stage, which hides the load's latency unless the
+            // flag itself has to be polled below.
             std::int32_t prepared = 0;
             if (kReadsOperands && per_chunk)
                 prepared = published(is_compensated + of_chunk);
@@ -208,7 +216,8 @@ struct LoadRole {
             }
             const bool compensated = kDelta && prepared;
             unsigned char* to = memory + stage * Layout::bytes(warpgroups);
-            // A box would take what follows a packed sequence for the rest of its last chunk.
+            // A partial last chunk of a packed sequence is not loaded by TMA: the tile would bring the next
+            // sequence's tokens instead of zeros.
             const bool boxes = maps.inputs && (!a.cu_seqlens || cursor.count(chunk) == Layout::kRows);
             if (asks) {
                 if (warp == 0) {
@@ -226,7 +235,7 @@ struct LoadRole {
                 copy_all_rows(chunk, to);
                 commit_copies();
                 wait_copies<0>();
-                if constexpr (!kPerChannel) fence_async_proxy();  // products read q and k
+                if constexpr (!kPerChannel) fence_async_proxy();  // wgmma reads q and k
             }
             arrive(full());
             next_stage();
@@ -247,7 +256,8 @@ struct LoadRole {
     }
 };
 
-// The warp that puts out what the warpgroups have turned: a Tile of tokens by value rows of each.
+// The store role: writes the output tile of each state warpgroup, [tokens x 64 value rows] as transposed by
+// the state role, from shared memory to global memory.
 template <class T, int kKey>
 struct StoreRole {
     static constexpr int kRows = kTokens<kKey>, kUnits = kWarpgroupRows / 8;
@@ -255,7 +265,7 @@ struct StoreRole {
     const DeviceArgs& a;
     const CUtensorMap& map;
     const SegmentCursor<kKey, false>& cursor;
-    const unsigned char* tiles;  // in shared memory
+    const unsigned char* tiles;  // output tiles in shared memory, one per state warpgroup
     CarryBarriers& barriers;
     int warpgroups;
 
@@ -286,7 +296,7 @@ struct StoreRole {
         }
     }
 
-    // What a box would write beyond a packed sequence's end is left out.
+    // A partial last chunk of a packed sequence, whose TMA tile would overwrite the next sequence's outputs.
     __device__ __forceinline__ void put_rows(const unsigned char* tile, int chunk, int count, int row,
                                              int lane) const {
         T* const to = static_cast<T*>(a.o.data) +

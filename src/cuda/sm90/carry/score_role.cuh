@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warpgroup that makes what prepare_token would for an additive algorithm, chunk after chunk: the factors
-// of every token and the scores, out of q and k as they came. A warp has 16 rows of the scores.
+// The score role of the Hopper carry: additive algorithms with one decay per token (simple GLA, Lightning,
+// linear attention), which have no prepare kernel.
+//
+// Per chunk, from q and k in the stage:
+//   A[i, j] = scale norm_q[i] norm_k[j] exp2(G_i - G_j) (q_i . k_j)   for j <= i, else 0
+//   the factors of every token (Factors)
+// G are log2 decays from the chunk's start. One warpgroup computes q k^T by wgmma; warp w holds rows 16 w to
+// 16 w + 15 of A.
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
@@ -27,7 +33,7 @@ struct ScoreRole {
     CarryBarriers& barriers;
     int warpgroups, stages;
 
-    // Sums of squares of q and k, two threads a token.
+    // Reciprocal norms of q and k (qk_l2norm), two threads per token.
     __device__ __forceinline__ void make_norms(const unsigned char* stage) const {
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads, token = thread / 2;
 #pragma unroll
@@ -50,8 +56,8 @@ struct ScoreRole {
         }
     }
 
-    // log2 decays from the chunk's start: neighbouring tokens a lane, then a scan over the lanes. By one
-    // warp.
+    // log2 decays from the chunk's start: each lane sums kEach neighbouring tokens, then a scan runs over the
+    // lanes. Called by one warp.
     __device__ __forceinline__ void make_decays(const HeadGate& gate, int chunk, int count) const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         float sum[kEach];
@@ -72,7 +78,7 @@ struct ScoreRole {
         return a.qk_l2norm ? barriers.norms[which][token] : 1.0f;
     }
 
-    // What the carry multiplies products with, of the chunk in a stage.
+    // Writes the Factors of the chunk in a stage: one thread per token.
     __device__ __forceinline__ void put_factors(F& of, int count) const {
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
         if (thread >= kRows) return;
@@ -82,7 +88,7 @@ struct ScoreRole {
         of.decay[thread] = exp2_fast(whole);
     }
 
-    // Products of q and k, on their way.
+    // Issues product = q k^T of the chunk in a stage; put_scores() waits for it.
     __device__ __forceinline__ void multiply(Products& product, const unsigned char* stage) const {
         const std::uint32_t at = wgmma::uniform(shared_address(stage));
         const wgmma::Operand rows = wgmma::operand<Place::kUnits * 8>(at + Layout::kQuery),
@@ -96,8 +102,9 @@ struct ScoreRole {
         wgmma::commit();
     }
 
-    // The scores where the carry reads them: products times factor(tile, half, first or second column), of
-    // tokens that are not later. A warp has 16 rows.
+    // Waits for the products, multiplies each by factor(tile, half, second), zeros those of later tokens, and
+    // writes the scores to the stage. `half` selects the lane's row (l/4 or l/4 + 8 of the warp's 16 rows),
+    // `second` the first or second of its two columns in an 8-column tile.
     template <class Factor>
     __device__ __forceinline__ void put_scores(unsigned char* stage, Products& product, Factor factor) const {
         wgmma::wait<0>();
@@ -109,7 +116,7 @@ struct ScoreRole {
         for (int tile = 0; tile < kRows / 8; ++tile)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                if (tile * 8 >= first + 16) continue;  // the same for all lanes
+                if (tile * 8 >= first + 16) continue;  // above the diagonal; uniform in the warp
                 const int i = first + lane / 4 + 8 * half, j = tile * 8 + lane % 4 * 2;
                 float2 pair{product[tile][2 * half] * factor(tile, half, 0),
                             product[tile][2 * half + 1] * factor(tile, half, 1)};
@@ -120,7 +127,8 @@ struct ScoreRole {
         fence_async_proxy();
     }
 
-    // body(chunk, stage, its factors, full), which calls full() before it reads what has been fetched.
+    // Calls body(chunk, stage, factors of the stage, full) for each chunk, then arrives at scores_ready. The
+    // body calls full(), which waits for operands_ready, before it reads q and k.
     template <class Body>
     __device__ __forceinline__ void each_chunk(Body body) const {
         int stage = 0, parity = 0;
@@ -133,12 +141,13 @@ struct ScoreRole {
         }
     }
 
-    // Heads whose tokens all decay alike: a factor follows from the distance of two tokens, in every chunk.
+    // Heads whose decay is the same for every token: the factor of a pair depends only on the distance i - j.
+    // Each lane keeps its 18 factors in registers for the whole segment.
     __device__ __forceinline__ void run_alike(const HeadGate& gate) const {
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads, lane = thread % 32;
         if (thread < 32) make_decays(gate, 0, kRows);
         sync_group();
-        float by_distance[kRows / 8 + 1][2];  // [tile - half + 1][second]
+        float by_distance[kRows / 8 + 1][2];  // [tile - half + 1][second column]
 #pragma unroll
         for (int x = 0; x <= kRows / 8; ++x)
 #pragma unroll
@@ -159,7 +168,7 @@ struct ScoreRole {
                 if (thread < 32) make_decays(gate, chunk, count);
                 sync_group();
             }
-            if (chunk < stages || count < kRows) put_factors(of, count);  // which stay there
+            if (chunk < stages || count < kRows) put_factors(of, count);  // once per stage: they stay valid
             if constexpr (!kMaps)
                 put_scores(at, product, [&](int tile, int half, int second) {
                     return by_distance[tile - half + 1][second];
@@ -174,7 +183,7 @@ struct ScoreRole {
         each_chunk([&](int chunk, unsigned char* at, F& of, auto full) {
             const int count = cursor.count(chunk);
             [[maybe_unused]] Products product;
-            sync_group();  // nobody reads the chunk before any more
+            sync_group();  // the previous chunk's log_decay and norms have been read
             if (thread < 32) make_decays(gate, chunk, count);
             full();
             if (a.qk_l2norm) make_norms(at);

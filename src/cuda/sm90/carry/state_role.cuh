@@ -1,16 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warpgroup that multiplies: 64 value rows of S^T, [V, K], in accumulators from the first chunk to the
-// last.
+// The state role of the Hopper carry: a warpgroup that holds 64 value rows of S [V, K] in float accumulators
+// from the first chunk of its segment to the last, and issues all products of a chunk.
 //
-// Accumulators, rounded and packed, are the A operand of the next product, so S^T, V^T - R^T and U^T never
-// leave registers. In the order of the tensor cores' work, and what the threads do meanwhile:
-//   R      from the packed state
-//   S Q~   V - R is packed
-//   U      O of the chunk before goes out, S times the chunk's decay
-//   S      from U
-//   O      from U; the new state is packed
-// ptxas follows the registers of products in flight only if no branch has some that its other side has not,
-// and if none are when the loop turns.
+// wgmma accumulators, rounded to 16 bits and packed, have the register layout of the A operand. S, V - R and
+// U therefore pass from one product to the next without shared memory or shuffles. All B operands are in the
+// stage.
+//
+// A chunk, in the order of issue, and what the threads do while the product runs:
+//   product                    A operand     meanwhile
+//   R = S K^^T                 packed S
+//   O = S Q~^T                 packed S      wait for R; round and pack V - R
+//   U = (V - R) T^T            V - R         signal out_ready for the previous chunk; S times the decay
+//   S += U K+                  U
+//   O += U A^T                 U             wait for S; pack the new S
+//   (none)                                   free the stage; write O, transposed, to shared memory
+// Maps have no O. Additive algorithms have no R, and their U is V.
+// This is the order as written: ptxas moves the packing of S, and a part of S times the decay, behind the
+// next wait.
+//
+// ptxas tracks the registers of products in flight only if both sides of every branch have the same products
+// in flight and none is in flight at the back edge of a loop. Every branch and every chunk therefore ends
+// with wait<0>.
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
@@ -28,7 +38,7 @@ struct StateRole {
     static constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
     static constexpr int kRows = Layout::kRows, kBlocks = kRows / 16;
     using Place = OperandTile<kKey, kPerChannel>;
-    using State = float[kKey / 8][4];  // [channel tile of 8][fragment]
+    using State = float[kKey / 8][4];  // S: [tile of 8 channels][accumulator fragment]
     using Product = float[kRows / 8][4];
     using Rows = Packed[kBlocks];
 
@@ -41,7 +51,8 @@ struct StateRole {
     int warpgroups;
     const int warp = static_cast<int>(threadIdx.x) / 32, warpgroup = warp / kWarpgroupWarps;
 
-    // What few chunks need of the walk is not kept in registers, nor where its segment stands.
+    // The segment cursor, built again from shared memory. It is needed on few chunks, so it is not kept in
+    // registers over the loop; the asm keeps the compiler from computing the address before the loop.
     __device__ __forceinline__ W cursor_again() const {
         int stages = p.stages;
         asm volatile("" : "+r"(stages));
@@ -49,12 +60,14 @@ struct StateRole {
         return W(a, schedule, p, shared.segment, warp, warpgroups * kWarpgroupWarps);
     }
 
-    // A factor per token: two neighbouring tokens of tile `tile`.
+    // Per-token factors of the lane's two neighbouring tokens in 8-token tile `tile`.
     static __device__ __forceinline__ float2 per_token(const float* factor, int tile) {
         return *reinterpret_cast<const float2*>(factor + tile * 8 + threadIdx.x % 4 * 2);
     }
 
-    // product = S^T tile^T; product = or += rows square^T; S^T += rows tile.
+    // read_state:       product = S tile^T, tile [C x K]: R or the first part of O
+    // multiply_square:  product = or += rows square^T, square [C x C]: U or the second part of O
+    // multiply_carry:   S += rows tile, tile [C x K]
     static __device__ __forceinline__ void read_state(Product& product, const Packed (&state)[kKey / 16],
                                                       std::uint32_t tile) {
         const wgmma::Operand b = wgmma::operand<Place::kUnits * 8>(tile);
@@ -103,7 +116,8 @@ struct StateRole {
     __device__ __forceinline__ void load_values(Rows& values, std::uint32_t stage_at) const {
         load_value_rows(values, stage_at + Layout::kValues + warpgroup * Layout::kTmaBytes);
     }
-    // With one decay per token, U goes to the state times the rest of the chunk's decay.
+    // The A operand of S += U K+. With one decay per token it is U times the decay from each token to the
+    // chunk's end (k_rest), multiplied before it is rounded: that has 30 % less error than rounding U first.
     static __device__ __forceinline__ void pack_carried(Rows& carried, const Rows& writes, const Product& u,
                                                         const F& of) {
 #pragma unroll
@@ -121,7 +135,11 @@ struct StateRole {
                 }
             }
     }
-    // A coupled chunk: what rounding took off the inverse, to U; and what it takes off U, to O and the state.
+    // A compensated chunk: T, A and U count as two 16-bit words each.
+    //   U += (V - R) T_low^T, then U is split into `writes` (high) and `rests` (low)
+    //   O += U_low A^T + U_high A_low^T
+    //   S += U_low K+
+    // The caller adds the products of the high words. At most one batch is in flight, and none at the end.
     static __device__ __forceinline__ void add_low(State& state, Product& out, Product& u, Rows& writes,
                                                    std::uint32_t stage_at, std::uint32_t low_at,
                                                    const F& of) {
@@ -154,7 +172,7 @@ struct StateRole {
         wgmma::wait<0>();
     }
 
-    // O, turned, to where the warp that puts out takes it from.
+    // Writes O, transposed to [token][value row], to the output tile from which the store role reads it.
     __device__ __forceinline__ void turn_out(const Product& out) const {
         store_value_rows<T>(shared_address(outs) + warpgroup * kOutBytes<T, kKey, kMaps>, out);
     }
@@ -162,7 +180,7 @@ struct StateRole {
         fence_async_proxy();
         arrive(shared_address(barriers.out_ready + warpgroup));
     }
-    // O that no tensor copy can store.
+    // Stores O from registers where it has no tensor map (another dtype, or strides that TMA cannot take).
     __device__ __forceinline__ void store_out(Product& out, const W& cursor, int chunk) const {
         const int count = cursor.count(chunk), row = cursor.rows.row(), lane_token = RowWindow::channel();
         const std::int64_t to =
@@ -175,13 +193,14 @@ struct StateRole {
         });
     }
 
-    // To every CTA of the cluster, by every thread for what it read itself: one for its warp would be enough
-    // for the machine, not for racecheck.
+    // Arrives at operands_free of every CTA of the cluster, since each of them writes a share of this stage.
+    // Every thread arrives for its own reads: one arrival per warp would be correct, but compute-sanitizer's
+    // racecheck does not follow it.
     __device__ __forceinline__ void free_stage(int stage, int cluster) const {
         const std::uint32_t empty = shared_address(barriers.operands_free + stage);
         arrive_at(empty, 0);
         if (cluster > 1) arrive_at(empty, 1);
-#pragma unroll 1  // few are larger
+#pragma unroll 1  // clusters of more than two are rare
         for (int other = 2; other < cluster; ++other) arrive_at(empty, other);
     }
 
@@ -191,11 +210,11 @@ struct StateRole {
         DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(cursor);
         const int chunks = cursor.segment.chunks;
         const bool of_m = cursor.of_m, outputs = maps.outputs;
-        // Nothing but outputs leaves between the first chunk and the last.
+        // No checkpoint and no chunk state has to be stored between the first chunk and the last.
         const bool plain = kMaps || (outputs && a.num_checkpoints <= 0 && !a.chunk_states.data);
         const auto* const factors = reinterpret_cast<const F*>(&barriers + 1);
         int cluster = p.cluster;
-        asm volatile("" : "+r"(cluster));  // a register: constants miss their cache
+        asm volatile("" : "+r"(cluster));  // kept in a register: reading the constant bank misses its cache
 
         Packed packed[kKey / 16];
         int stage = 0, parity = 0;
@@ -280,13 +299,13 @@ struct StateRole {
             free_stage(own_stage, cluster);
             if constexpr (!kMaps) turn_out(out);
         };
-        // What is rare is outside of the inner loop, whose instructions then stay in their cache.
+        // Rarely executed code is in the outer loop: the inner loop then stays in the instruction cache.
         int chunk = 0;
 #pragma unroll 1
         for (;;) {
             cursor_again().store_asked(state, chunk);
             if (chunk == chunks) break;
-            pack<T>(packed, state);  // again, so that storing has its registers
+            pack<T>(packed, state);  // again, so that store_asked can use these registers
 #pragma unroll 1
             do multiply(chunk);
             while (++chunk < chunks && plain);
