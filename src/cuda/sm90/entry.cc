@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Hopper backend's rows: what it takes, and which instance runs.
+// The Hopper backend: which problems it supports, and which template instance runs.
 #include "cuda/sm90/entry.h"
 
 #include "cuda/chunked/entry.h"
@@ -9,7 +9,7 @@
 namespace cula::cuda::sm90 {
 namespace {
 
-// body.operator()<T, K, decay per channel>() of the instance that holds the problem.
+// Calls body.operator()<T, K, decay per channel>() of the smallest instance that holds the problem.
 template <class Body>
 auto with_instance(const Args& args, Body body) {
     const auto with_type = [&]<int kKey, bool kPerChannel>() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Hopper backend as rows of the registry: compute capability 9.0 alone.
+// Entry points of the Hopper backend, which the kernel registry lists: compute capability 9.0 only.
 #pragma once
 
 #include <cstddef>
@@ -8,13 +8,13 @@
 
 namespace cula::cuda::sm90 {
 
-// Prefill and segment maps.
+// Prefill, and segment maps, in chunks; KDA by the fused prefill where that costs less.
 Support supports(const Problem& problem);
 std::size_t workspace_bytes(const Args& args, const Context& context);
 std::size_t kept_bytes(const Args& args, const Context& context);
 void prefill(const Args& args, const Context& context);
 
-// Prefill by one kernel where it can, whatever that costs; prefill() chooses by cost.
+// The fused prefill for every problem that it supports, whatever it costs; prefill() chooses by cost.
 Support supports_fused(const Problem& problem);
 std::size_t fused_workspace_bytes(const Args& args, const Context& context);
 void prefill_fused(const Args& args, const Context& context);

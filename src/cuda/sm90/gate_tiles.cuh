@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Raw gates of prepare_channel by tensor copies, which pass by the path of loads (docs/sm80.md, "The
-// first-level cache"): one thread asks for a block's.
+// Raw gates of prepare_channel by TMA: one thread loads the gates of a block of 16 tokens. TMA takes no L1
+// lines and no load/store wavefronts, which are what bounds prepare_channel.
 #pragma once
 
 #include "cuda/chunked/block.cuh"
@@ -11,10 +11,10 @@
 
 namespace cula::cuda::sm90 {
 
-// chunked::NoGateTiles says what it is for.
+// The interface is described at chunked::NoGateTiles.
 template <class T, int kKey>
 struct GateTiles {
-    static_assert(chunked::Parts<kKey>::kParts == 1);  // a warp's gates are whole rows
+    static_assert(chunked::Parts<kKey>::kParts == 1);  // a warp's tile has all channels of a row
     CUtensorMap map{};
     bool there = false;
 

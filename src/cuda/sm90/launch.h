@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What entry.cc asks of the instances (instances.txt), which nvcc compiles one to a file.
+// The functions of the template instances that entry.cc calls. nvcc compiles one instance per file
+// (instances.txt).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,15 +12,16 @@
 
 namespace cula::cuda::sm90 {
 
-// Which gates a fused prefill makes. Bounded ones may decay by what operands have room for in half a chunk of
-// 32 tokens, in powers of two; of softplus gates it looks for channels that decay by more.
+// Whether the fused prefill takes these gates. A bounded gate may decay by at most 2^-kMostLog2 over 16
+// tokens, half a chunk of the fused prefill: the range of its operands has room for no more. Softplus gates
+// have no bound: the kernel looks for out-of-range channels.
 inline bool fuses_gate(Gate gate, float lower_bound) {
     constexpr float kMostLog2 = 116.0f;
     return gate == Gate::kSoftplus ||
            (gate == Gate::kBounded && std::fabs(lower_bound) * 1.442696f * 16 <= kMostLog2);
 }
 
-// As sm80's, for at most 128 key channels.
+// As in sm80/launch.h, for at most 128 key channels.
 template <class T, int kKey, bool kPerChannel>
 std::size_t prefill_workspace_bytes(const Call& call);
 template <class T, int kKey, bool kPerChannel>

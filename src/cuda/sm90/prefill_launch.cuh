@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an instance of the chunked prefill is made of: sm_80's launches with Hopper's carry.
+// The chunked prefill on Hopper: the launches that all carries share (chunked/launch.cuh), with the carry of
+// sm90/carry.
 #pragma once
 
 #include "cuda/chunked/launch.cuh"
@@ -16,23 +17,23 @@ struct WarpgroupCarry {
     static constexpr int kKey = kKeyDim, kWarpStep = kWarpgroupWarps;
     static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = !kDecayPerChannel,
                           kWaitsItself = true;
-    // fp16's range is too small for factors of whole halves; 64 channels would leave half of the threads
-    // without any.
+    // The fused prefill needs bf16: fp16's range is too small for decay factors over half a chunk. It needs
+    // K = 128: with 64 channels half of its threads would have none.
     using Fused = std::conditional_t<kDecayPerChannel && kKeyDim == 128 && std::is_same_v<T, __nv_bfloat16>,
                                      FusedPrefill<T, kKeyDim>, NotFused>;
 
     using GateTiles = sm90::GateTiles<T, kKey>;
     static GateTiles gate_tiles(const DeviceArgs& a) { return GateTiles(a); }
 
-    // Of GDN, whose images are small: elsewhere memory sets the pace of a carry that fills the device. Of a
-    // first segment's B two CTAs of one warpgroup make a chunk in 0.89 us, of another's map two of two
-    // warpgroups in 1.11.
+    // us per chunk. Cutting by cost is for GDN and its relatives, whose chunk operands are small; elsewhere a
+    // carry that fills the device is bound by memory. `first` is 1.11 / 0.89: two CTAs of two warpgroups take
+    // 1.11 us for a chunk of a map, two CTAs of one warpgroup 0.89 us for a chunk of a first segment's B.
     static constexpr CutCosts cut_costs(bool delta) {
         if (!delta || kPerChannel) return {.first = 1.25, .walks = delta};
         return {.whole = 1.2, .map = 0.9, .narrow = 1.33, .wide = 2.05, .halves = 0.85, .first = 1.25};
     }
 
-    // CTAs of one or two warpgroups that the rows of a head's values, and those of its M, are for.
+    // Row blocks of a head: CTAs of `warpgroups` state warpgroups for its value rows and for the rows of M.
     struct Rows {
         int warpgroups, of_values, of_m;
         int blocks() const { return of_values + of_m; }
@@ -55,7 +56,7 @@ struct WarpgroupCarry {
         if (!kMaps || !kDelta || !p.wants_m)
             return launch_rows<kDelta, kMaps>(call, plan, schedule, p, rows(a, warpgroups, false), columns,
                                               shape);
-        // Two warpgroups a CTA where one would take twice the rounds.
+        // Two warpgroups per CTA where CTAs of the carry's size would not all be resident at once.
         const auto fewer_rounds = [&](std::int64_t of, int room) {
             const Rows as_the_carry = rows(a, warpgroups, true);
             return of * as_the_carry.blocks() > room ? rows(a, kMaxStateWarpgroups, true) : as_the_carry;
@@ -74,7 +75,8 @@ struct WarpgroupCarry {
         if (!plan.kept || a.cu_seqlens)
             return launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(columns, room), columns,
                                               shape);
-        // What a segment call keeps lacks some: M of the first segments, the maps of the last ones.
+        // A segment call with `keep` leaves out maps that nobody needs: M of first segments (first_m false),
+        // and the maps of last segments (last_map false).
         if (!p.first_m) {
             const Rows others = rows(a, kMaxStateWarpgroups, true);
             Rows first = rows(a, warpgroups, false);
@@ -103,8 +105,9 @@ private:
         };
         for (p.stages = kMaxStages; shared_bytes() > call.shared_bytes_limit;) --p.stages;
         constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
-        // Row blocks of one head read the same images: a cluster fetches them once. Where clusters of four
-        // would take nearly all multiprocessors, the last ones find no four side by side.
+        // Row blocks of one head read the same chunk operands: a cluster loads them once. Maps take clusters
+        // of four only where these leave a fifth of the multiprocessors free: with fewer, the last clusters
+        // find no four multiprocessors side by side.
         const bool in_fours =
             rows.blocks() % 4 == 0 && (!kMaps || 5 * columns * rows.blocks() < 4 * call.multiprocessors);
         p.cluster = kScores ? 1 : in_fours ? 4 : rows.blocks() % 2 == 0 ? 2 : 1;

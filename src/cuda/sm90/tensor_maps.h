@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tokens' rows as the tensor copies of sm_90 see them. Those of a carry are boxes of a chunk's tokens and
-// 64 channels of a head, laid out in shared memory as panels of a Tile (sm80/chunk.cuh).
+// Tensor maps (TMA descriptors) of the rows of q, k, v, o and g. A TMA tile of the carry is the tokens of a
+// chunk x 64 channels of a head, and lies in shared memory as one panel of a Tile (chunked/chunk.cuh).
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -15,8 +15,8 @@ namespace cula::cuda::sm90 {
 
 inline constexpr int kTmaChannels = 64;
 
-// Maps of what a carry reads and writes, and whether they are there: rows that tensor copies cannot move
-// (those not of the call's type, or not in whole pieces of 16 bytes) have none.
+// The tensor maps of a carry; `inputs` and `outputs` tell whether they exist. Rows of another dtype than the
+// call's, or not in whole aligned pieces of 16 bytes, have none.
 struct RowMaps {
     CUtensorMap v{}, o{}, q{}, k{};
     bool inputs = false, outputs = false;
@@ -27,7 +27,7 @@ struct Box {
     CUtensorMapSwizzle swizzle;
 };
 
-// Whether there can be a map of such rows (CUDA driver API, cuTensorMapEncodeTiled).
+// Whether cuTensorMapEncodeTiled (CUDA driver API) can encode such rows.
 inline bool mappable(const TokenRows& rows, Dtype dtype, int width) {
     constexpr std::int64_t kMostStride = (std::int64_t{1} << 40) / 2;
     return rows.dtype == dtype && (rows.batch | rows.token | rows.head | width) % 8 == 0 &&
@@ -36,7 +36,7 @@ inline bool mappable(const TokenRows& rows, Dtype dtype, int width) {
            reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
 }
 
-// [batches, tokens, heads, width]; false where there can be no such map.
+// Encodes a map of [batches, tokens, heads, width]; false where that is not possible.
 inline bool map_rows(CUtensorMap& map, const TokenRows& rows, Dtype dtype, std::int64_t batches,
                      std::int64_t tokens, int heads, int width, const Box& box) {
     static const auto encode = [] {
@@ -64,7 +64,7 @@ inline bool map_rows(CUtensorMap& map, const TokenRows& rows, Dtype dtype, std::
                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Of a call whose carry reads values, and q and k if `keys`; outputs if `puts`.
+// The maps of a carry that reads v; k (and q, if `puts`) if `keys`; and that writes o if `puts`.
 inline RowMaps row_maps(const DeviceArgs& a, Dtype dtype, bool keys, bool puts, int tile_tokens) {
     RowMaps maps;
     const std::int64_t batches = a.cu_seqlens ? 1 : a.sequences;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 64 value rows of a warpgroup that multiplies, in its registers and in shared memory: values and outputs
-// of 16 tokens at a time, as boxes of rows of 128 bytes, a token each.
+// The 64 value rows of a state warpgroup, in registers (accumulator and A operand layout) and in shared
+// memory: values and outputs as TMA tiles of one 128-byte row per token, moved 16 tokens at a time.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -10,9 +10,9 @@
 
 namespace cula::cuda::sm90 {
 
-using Packed = std::uint32_t[4];  // 16 x 16 of a warp, as an A operand
+using Packed = std::uint32_t[4];  // an A operand of 16 x 16 of one warp
 
-// Accumulators as A operands.
+// Rounds accumulators to T and packs them as A operands.
 template <class T, int kTiles>
 __device__ __forceinline__ void pack(Packed (&rows)[kTiles / 2], const float (&x)[kTiles][4]) {
 #pragma unroll
@@ -24,11 +24,11 @@ __device__ __forceinline__ void pack(Packed (&rows)[kTiles / 2], const float (&x
         }
 }
 
-// A factor of two tokens of a tile that each lane has, by which something else is multiplied: none.
+// The default for a function that returns the factors of a lane's two tokens in a tile: no factor.
 struct NoFactor {
     __device__ __forceinline__ float2 operator()(int) const { return {1.0f, 1.0f}; }
 };
-// Values less what was read, times a factor per token.
+// values = V - R * factor, R being what was read from the state and the factor one per token.
 template <class T, int kBlocks, int kTiles, class Factor = NoFactor>
 __device__ __forceinline__ void take_off(Packed (&values)[kBlocks], const float (&read)[kTiles][4],
                                          const Factor& factor = {}) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void take_off(Packed (&values)[kBlocks], const float 
             values[block][x] = pack2<T>(v.x - r.x, v.y - r.y);
         }
 }
-// What packing took off u times a factor per token.
+// The low words: u * factor - rounded, packed, where `rounded` is u * factor as packed before.
 template <class T, int kBlocks, int kTiles, class Factor = NoFactor>
 __device__ __forceinline__ void take_rests(Packed (&rests)[kBlocks], const Packed (&rounded)[kBlocks],
                                            const float (&u)[kTiles][4], const Factor& factor = {}) {
@@ -57,7 +57,8 @@ __device__ __forceinline__ void take_rests(Packed (&rests)[kBlocks], const Packe
         }
 }
 
-// Where the lane's row of a matrix stands in a box.
+// The byte offset in a TMA tile (128-byte swizzle) of the 8 x 8 matrix row that this lane addresses for
+// ldmatrix and stmatrix.
 static_assert(kWarpgroupRows == 64);
 __device__ __forceinline__ std::uint32_t own_value_row() {
     const unsigned row = threadIdx.x % 8 + threadIdx.x / 16 % 2 * 8,
@@ -66,7 +67,8 @@ __device__ __forceinline__ std::uint32_t own_value_row() {
 }
 inline constexpr int kValueBlockBytes = 16 * 128;
 
-// V^T in the layout of accumulators: words 0, 1: rows 0-7 and 8-15 of tokens 0-7; 2, 3: of tokens 8-15.
+// Values from a TMA tile in the layout of an A operand: words 0 and 1 have value rows 0-7 and 8-15 of tokens
+// 0-7, words 2 and 3 those of tokens 8-15. store_value_rows is the way back, for outputs.
 template <int kBlocks>
 __device__ __forceinline__ void load_value_rows(Packed (&values)[kBlocks], std::uint32_t box) {
     const std::uint32_t from = box + own_value_row();
