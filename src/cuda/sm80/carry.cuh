@@ -1,19 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
-// carry: o, final states <- chunk images, v, initial states; or the affine maps of segments ALGORITHM.md:
-// read, output, carry
+// The portable carry (sm_80 and later): outputs and final states from chunk operands, values and initial
+// states; or, with kMaps, the affine map (M, B) of each segment. Design page: docs/design/carry-sm80.md.
 //
-// grid (row blocks * value heads * segments)   a warp owns 16 value rows of S^T [V, K]
+// Equation. A chunk of C = 64 tokens (32 for K = 256); S is the recurrent state [V, K]; R, U, O, V are [V,
+// C]:
+//   read     R = S K^^T         U = (V - R) T^T       additive algorithms: U = V
+//   output   O = S Q~^T + U A^T                       not for maps
+//   carry    S = S diag(decay) + U K+
+// With one decay per token K^, K+ and Q~ are k and q as they came, and factors per token multiply the columns
+// of R, S q^T and U instead. Maps: B is the final S from zero; M is the final S from the identity where all
+// values are zero. (ALGORITHM.md writes the transposes.)
 //
-// S^T stands in float accumulators from the first chunk to the last; rounded and packed they are the A
-// operand of the next product without a shuffle, and so are V^T - R^T and U^T. Every B operand is a row-major
-// tile in shared memory, so warps never exchange anything; they only share the copies:
-//   R^T = S^T K^^T      U^T = (V^T - R^T) T^T      O^T = S^T Q~^T + U^T A^T      S^T = S^T diag(decay) + U^T
-//   K+
-// With one decay per token the tiles are k and q themselves, and factors per token multiply R^T, S^T Q^T and
-// U^T. Copies of chunk c + 1 run behind the products of chunk c where two stages fit.
+// Grid: row blocks x value heads x segments, row blocks fastest. 32 to 256 threads: a warp per 16 value rows,
+// at most 8. For maps of delta rules further row blocks are rows of M.
 //
-// Maps (kMaps): rows from zero with the values give B, rows from the identity without values give M, and
-// nothing is put out.
+// Role: there is one. Every warp copies its share of the next chunk and computes 16 rows of S. S stays in
+// float accumulators from the first chunk to the last. Accumulators of mma.m16n8k16, rounded and packed, have
+// the register layout of its A operand, so S, V - R and U pass from one product to the next without shuffles.
+// All B operands are row-major tiles in shared memory. Warps exchange no data; they share the copies.
+//   role        registers  waits for                            signals (all by __syncthreads)
+//   each warp   255        its own cp.async group of chunk c    before the products: its copies have arrived
+//                          the other warps' copies              after the products: it has read the stage,
+//                          the other warps' reads               which may be overwritten
+//
+// Shared memory: two stages where they fit, else one. A stage is the chunk operands, q and k as they came
+// (one decay per token), and 16 value rows for each of 8 warps. KiB per stage:
+//   K                    64      128     256
+//   decay per channel    60.4    84.6    63.1
+//   decay per token      53.0    69.0    46.5
+// With two stages the copies of chunk c + 1 are issued before the products of chunk c; with one, after them.
+// Two always fit compute capability 9.0 and 10.x (227 KiB). 8.0 (163 KiB) has one for K = 128 with decay per
+// channel; 8.6, 8.9 and 12.0 (99 KiB) have two only for K = 256 with decay per token.
+//
+// Registers: 255, one CTA per multiprocessor. K = 256 spills: S alone takes 128 registers.
+//
+// PDL (programmatic dependent launch, sm_90 and later): every CTA first waits for the kernels before it, then
+// triggers. The next kernel so has only this one to wait for.
 #pragma once
 
 #include "cuda/chunked/chunk.cuh"
@@ -29,6 +51,7 @@ using namespace chunked;  // operands of chunks, schedules and cursors
 
 inline constexpr int kMaxCarryWarps = 8;
 
+// q and k as they came, which the products read where the decay is per token.
 struct NoTiles {};
 template <class T, int kKey>
 struct RawTiles {
@@ -42,8 +65,8 @@ struct CarryStage {
     alignas(16) T values[kMaxCarryWarps][kTokens<kKey> * kWarpRows];  // [warp][token][value row]
 };
 
-// Where a lane reads a swizzled tile for load_matrices: 16 rows by two units at a time. Only an exclusive or
-// and an addition are left to the loop.
+// The shared memory addresses that a lane passes to ldmatrix for a swizzled tile: 16 rows by two units of 16
+// bytes at a time. The lane's part is computed once; the loop adds and xors constants.
 template <class Place, bool kTransposed>
 struct LaneReads {
     static constexpr int kPitch = Place::kUnits * 16, kPairs = Place::kUnits / 2;
@@ -60,8 +83,8 @@ struct LaneReads {
         return tile + pair / kPairs * (Place::kPanelUnits * 16) + block * 16 * kPitch + row +
                (swizzle ^ (pair % kPairs * 32));
     }
-    // Keeps the compiler from carrying the addresses of all units through the loop, in registers that S
-    // needs.
+    // A copy that the compiler cannot prove equal. Without it the addresses of all units are kept in
+    // registers over the loop, and S needs those.
     __device__ __forceinline__ LaneReads again() const {
         LaneReads copy = *this;
         asm volatile("" : "+r"(copy.swizzle));
@@ -69,9 +92,9 @@ struct LaneReads {
     }
 };
 
-using Packed = std::uint32_t[4];  // 16 x 16, as an A operand
+using Packed = std::uint32_t[4];  // an A operand of 16 x 16
 
-// Where a lane reads a triangle for load_matrices: a block of 16 x 16 at a time.
+// The same for a Triangle: a block of 16 x 16 at a time.
 template <int kRows>
 struct TriangleReads {
     std::uint32_t place;
@@ -86,7 +109,7 @@ struct TriangleReads {
     }
 };
 
-// product [16 x kRows] += packed (columns 16 step .. of tile, of kRows rows)^T.
+// product [16 x kRows] += packed [16 x 16] (columns 16 step to 16 step + 15 of tile [kRows x kKey])^T.
 template <class T, int kRows, class Place>
 __device__ __forceinline__ void multiply_step(float (&product)[kRows / 8][4], const Packed& packed,
                                               std::uint32_t tile, const LaneReads<Place, false>& reads,
@@ -100,7 +123,8 @@ __device__ __forceinline__ void multiply_step(float (&product)[kRows / 8][4], co
     }
 }
 
-// product [16 x kRows] += packed (columns 16 step .. of triangle [kRows x kRows])^T.
+// product [16 x kRows] += packed [16 x 16] (columns 16 step to 16 step + 15 of triangle [kRows x kRows])^T.
+// Blocks above the diagonal are skipped.
 template <class T, int kRows>
 __device__ __forceinline__ void multiply_triangle(float (&product)[kRows / 8][4], const Packed& packed,
                                                   std::uint32_t triangle, const TriangleReads<kRows>& reads,
@@ -114,7 +138,7 @@ __device__ __forceinline__ void multiply_triangle(float (&product)[kRows / 8][4]
     }
 }
 
-// state [16 x kKey] += packed [16 x 16 tokens] tile [16 x kKey], the tile's rows from 16 * block on.
+// state [16 x kKey] += packed [16 x 16 tokens] (rows 16 block to 16 block + 15 of tile [kRows x kKey]).
 template <class T, int kKey, class Place>
 __device__ __forceinline__ void multiply_carry(float (&state)[kKey / 8][4], const Packed& packed,
                                                std::uint32_t tile, const LaneReads<Place, true>& reads,
@@ -128,13 +152,14 @@ __device__ __forceinline__ void multiply_carry(float (&state)[kKey / 8][4], cons
     }
 }
 
-// The tokens of [first, first + kRows) x channels of a head as they are, zero beyond `count` tokens.
+// Copies kRows tokens x kKey channels of a head, unchanged, to a tile, with zeros beyond `count` tokens and
+// `key_dim` channels. `wide`: rows can be read in pieces of 16 bytes (cp.async).
 template <class T, int kRows, int kKey>
 __device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, const TokenRows& rows,
                                             std::int64_t offset, int count, int key_dim, bool wide,
                                             int thread, int threads) {
-    // A lane stays on its unit, and goes down the tokens by as many as the threads cover: the permutation
-    // repeats every eight.
+    // A thread keeps its unit of 16 bytes and advances over the tokens by as many rows as all threads cover.
+    // Where that is a multiple of eight, the swizzle is the same in each of them.
     constexpr int kUnits = kKey / 8;
     const int unit = thread % kUnits, step = threads / kUnits;
     const T* base = static_cast<const T*>(rows.data) + offset;
@@ -193,7 +218,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     const std::int32_t* is_compensated =
         kDelta ? p.is_compensated + static_cast<std::int64_t>(segment.slot) * a.value_heads + value_head
                : nullptr;
-    // Loaded two chunks ahead and not looked at before: nothing waits for it.
+    // Loaded two chunks before it is used, so that nothing waits for the load.
     const auto compensated_at = [&](int chunk) {
         return kDelta && chunk < segment.chunks
                    ? written_before(is_compensated + static_cast<std::int64_t>(chunk) * a.value_heads)
@@ -206,7 +231,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         {
             const int begin = Operands::begin(kDelta, kDelta && compensated),
                       bytes = Operands::end(kMaps) - begin;
-            // Eight units of 512 bytes a warp at a time.
+            // A warp copies runs of eight times 512 bytes (32 lanes x 16 bytes).
             constexpr int kRun = 8 * 512;
             const auto* from = reinterpret_cast<const unsigned char*>(
                                    first_operands + static_cast<std::int64_t>(chunk) * a.value_heads) +
@@ -239,7 +264,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         constexpr int kUnits = kWarpRows / 8;
         T* values = stage.values[warp];
         const std::uint32_t values_at = stage_at + offsetof(Stage, values) + warp * sizeof(stage.values[0]);
-        // Eight or sixteen tokens on, the permutation is the same.
+        // A lane keeps its unit and advances by kStep tokens, after which the swizzle repeats.
         constexpr int kStep = 32 / kUnits;
         const int unit = lane % kUnits, row = row_base + unit * 8,
                   place = Tile<kRows, kWarpRows>::unit(lane / kUnits, unit);
@@ -266,7 +291,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     };
 
     // --- state ---
-    float state[kKey / 8][4];  // [channel tile of 8][fragment]
+    float state[kKey / 8][4];  // S: [tile of 8 channels][accumulator fragment]
     std::int32_t compensated = compensated_at(0), compensated_next = compensated_at(1);
     if (segment.chunks > 0) copy_chunk(0, compensated);
     commit_copies();
@@ -280,7 +305,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(cursor);
 
     const int lane_row = cursor.rows.row(), lane_channel = RowWindow::channel();
-    const int lane_value = row_base + lane % 4 * 2;  // of an output
+    const int lane_value =
+        row_base + lane % 4 * 2;  // value row of the lane's outputs, after the transpose below
     const bool pairs_out = (a.o.batch | a.o.token | a.o.head | a.value_dim) % 2 == 0 &&
                            reinterpret_cast<std::uintptr_t>(a.o.data) % 4 == 0;
     for (int chunk = 0;; ++chunk) {
@@ -308,12 +334,12 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             q_read += offsetof(Stage, raw), k_read += offsetof(Stage, raw) + offsetof(RawT, k);
             k_carry = k_read;
         }
-        // A factor per token: two neighbouring tokens of tile `tile`.
+        // Per-token factors of the lane's two neighbouring tokens in 8-token tile `tile`.
         const auto per_token = [&](const float* factor, int tile) {
             return *reinterpret_cast<const float2*>(factor + tile * 8 + lane % 4 * 2);
         };
-        // product = S^T tile^T. S^T is rounded and packed again each time: kept, it would take the registers
-        // of another product.
+        // product = S tile^T, times a factor per token. S is rounded and packed in each call: a packed copy
+        // kept for both calls would take the registers of another product.
         const auto read_state = [&](float(&product)[kRows / 8][4], std::uint32_t tile, const float* factor) {
             const auto reads = key_reads.again();
 #pragma unroll
@@ -336,8 +362,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             }
         };
 
-        // V^T in the layout of accumulators, and less R^T: words 0, 1: rows 0-7 and 8-15 of tokens 0-7; 2, 3:
-        // of tokens 8-15.
+        // V, then V - R, in the layout of an A operand: words 0 and 1 have value rows 0-7 and 8-15 of tokens
+        // 0-7, words 2 and 3 those of tokens 8-15. After the next product, U.
         Packed writes[kBlocks];
         const float *q_factor = nullptr, *k_factor = nullptr;
         if constexpr (!kPerChannel) q_factor = operands.q_factor, k_factor = operands.k_factor;
@@ -361,7 +387,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                 }
             }
         }
-        // What rounding takes off U, where it matters, waits in the place of the values.
+        // Compensated chunk: the low words of U are kept in shared memory, in the place of this warp's
+        // values, which have been read.
         auto* rests = reinterpret_cast<std::uint32_t*>(stages[odd].values[warp]) + lane;
         const auto load_rest = [&](Packed& rest, int block) {
 #pragma unroll
@@ -423,7 +450,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             }
             T* to = static_cast<T*>(a.o.data) + lane_value + first_out + lane / 4 * a.o.token;
             const std::int64_t eight_tokens = 8 * a.o.token;
-            // Turned 8 x 8 by 8 x 8, a lane holds two neighbouring rows of one token.
+            // Each 8 x 8 matrix is transposed in registers: a lane then has two neighbouring value rows of a
+            // token.
 #pragma unroll
             for (int tile = 0; tile < kRows / 8; ++tile, to += eight_tokens)
 #pragma unroll
@@ -455,7 +483,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             Packed rest = {};
             if (kDelta && compensated) load_rest(rest, block);
             if constexpr (!kPerChannel) {
-                // The factor from each token to the chunk's end goes to what is written.
+                // U times the decay from each token to the chunk's end. Of a compensated chunk both words of
+                // U are summed, multiplied and split again.
 #pragma unroll
                 for (int x = 0; x < 4; ++x) {
                     const float2 factor = per_token(operands.k_rest, 2 * block + x / 2);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the portable carry takes, and which instance runs.
+// The portable chunked backend: which problems it supports, and which template instance runs.
 #include "cuda/sm80/entry.h"
 
 #include "cuda/chunked/entry.h"
@@ -10,7 +10,7 @@
 namespace cula::cuda::sm80 {
 namespace {
 
-// body.operator()<T, K, decay per channel>() of the prefill instance that holds the problem.
+// Calls body.operator()<T, K, decay per channel>() of the smallest instance that holds the problem.
 template <class Body>
 auto with_instance(const Args& args, Body body) {
     return with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {

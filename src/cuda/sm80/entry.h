@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chunks on tensor cores by mma.sync, as rows of the registry: any NVIDIA GPU from sm_80 on. Prefill and
-// segment maps.
+// Entry points of the portable chunked backend, which the kernel registry lists: prefill and segment maps on
+// tensor cores by mma.sync, on any NVIDIA GPU from sm_80 on.
 #pragma once
 
 #include <cstddef>

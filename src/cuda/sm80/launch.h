@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What entry.cc asks of the instances (instances.txt), which nvcc compiles one to a file.
+// The functions of the template instances that entry.cc calls. nvcc compiles one instance per file
+// (instances.txt).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,8 +12,8 @@
 
 namespace cula::cuda::sm80 {
 
-// Chunked prefill of T inputs with at most kKey key channels: o and final states, or where the arguments ask
-// for them the maps of whole sequences.
+// The chunked prefill of inputs of type T with at most kKey key channels: outputs and final states, or, where
+// the arguments ask for them, the affine maps of whole sequences.
 template <class T, int kKey, bool kPerChannel>
 std::size_t prefill_workspace_bytes(const Call& call);
 template <class T, int kKey, bool kPerChannel>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an instance of the chunked prefill is made of.
+// The chunked prefill on any GPU: the launches that all carries share (chunked/launch.cuh), with the carry of
+// sm80/carry.cuh.
 #pragma once
 
 #include "cuda/chunked/launch.cuh"
@@ -17,8 +18,8 @@ struct PortableCarry {
     static GateTiles gate_tiles(const DeviceArgs&) { return {}; }
     using Fused = NotFused;
 
-    // Maps cost more than twice the carry that they replace: cut where three segments fit, and in no other
-    // way.
+    // No costs: sequences are cut into equal segments wherever at least three segments fit the device
+    // (kLeastSegments), since a cut costs more than twice the carry of the whole sequence.
     static constexpr CutCosts cut_costs(bool) { return {}; }
 
     template <bool kDelta, bool kMaps, class ShapeOf>
