@@ -305,8 +305,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(cursor);
 
     const int lane_row = cursor.rows.row(), lane_channel = RowWindow::channel();
-    const int lane_value =
-        row_base + lane % 4 * 2;  // value row of the lane's outputs, after the transpose below
+    // The lane's first value row in outputs, after the transpose below.
+    const int lane_value = row_base + lane % 4 * 2;
     const bool pairs_out = (a.o.batch | a.o.token | a.o.head | a.value_dim) % 2 == 0 &&
                            reinterpret_cast<std::uintptr_t>(a.o.data) % 4 == 0;
     for (int chunk = 0;; ++chunk) {
