@@ -1,15 +1,72 @@
 // SPDX-License-Identifier: Apache-2.0
-// A whole prefill of a delta rule with decays per channel in one kernel: nothing goes to memory but outputs
-// and states
+// The fused prefill of a delta rule with a decay per channel (KDA): o and states <- q, k, v, g, beta in one
+// kernel. Only outputs and states go to global memory. docs/design/fused-sm90.md has the drawing and reasons.
 //
-// ALGORITHM.md: score, solve, read, output, carry.  grid (row blocks * value heads * sequences), clusters of
-// two where a CTA has one warpgroup that multiplies   warpgroups that multiply, 64 value rows each; two or
-// three that prepare; one whose warps fetch, put out, and solve
+// Equation (ALGORITHM.md: score, solve, read, output, carry), per value head and chunk of 32 tokens, with x_t
+// the log2 decay from the chunk's middle (after token 15) to token t, and head and tail the log2 decays of
+// its two halves:
 //
-// Chunks of 32 tokens go through stages of shared memory: fetched as they came (boxes), prepared in place
-// (fused_preparer.cuh; steep channels, fused_steep.cuh), solved (fused_solver.cuh), multiplied
-// (fused_multiplier.cuh), each by its own warps. CTAs of a pair prepare every other chunk and send it to each
-// other.
+//     Q~ = q exp2(x)   K^ = k exp2(x)   K+ = k exp2(-x)       q, k normalized; the scale is on q
+//     A = tril(Q~ K+^T)   L = tril(K^ K+^T, -1)               score
+//     T = (I + diag(beta) L)^-1 diag(beta)                    solve
+//     S <- S diag(exp2(tail of the chunk before + head))      S [V, K], now at the chunk's middle
+//     U^T = (V^T - S K^^T) T^T                                read
+//     O^T = S Q~^T + U^T A^T                                  output
+//     S <- S + U^T K+                                         carry
+//
+// Grid: row blocks * value heads * sequences CTAs of five warpgroups. There are two forms:
+//
+//     unpaired   a CTA has 128 value rows of a head and prepares every chunk
+//     paired     a CTA has 64, in a cluster of two with 128 of one head; it prepares every other chunk and
+//                sends it to its peer. Softplus gates always take this form.
+//
+// Roles: warpgroups x registers of a thread (setmaxnreg):
+//
+//     role                                          unpaired    paired     paired, softplus gates
+//     state     64 value rows of S; products        2 x 168     1 x 208    1 x 176
+//     operand   norms, gates, operands, scores      2 x 48      3 x 64     3 x 80
+//     load, store: a warp each; solve: two warps    1 x 48      1 x 80     1 x 64
+//
+//     Each column adds up to what the five warpgroups start with, 5 x 96.
+//
+// Waits and signals. (u) unpaired form only, (p) paired form only, "peer" a barrier of the other CTA:
+//
+//     role      waits for                              then signals
+//     load      operands_free[stage]                   inputs_ready[stage]
+//     store     (u) operands_free[stage]               values_ready[tile]
+//               (p) out_ready[tile]
+//     operand   inputs_ready[stage]                    scores_ready[stage], operands_ready[stage]
+//               (u) named: hand-over from the chunk    (u) named: hand-over to the next chunk
+//               before; overlaps_free[solve warp]
+//               (p) tail_ready[place]                  (p) peer tail_ready[place]
+//     solve     scores_ready[stage]                    operands_ready[stage]
+//                                                      (u) overlaps_free[solve warp]
+//               (p) operands_free[stage of the         (p) peer operands_ready[4 + place]
+//               CTA's chunk two before];
+//               operands_ready[stage]
+//     state     values_ready[tile],                    operands_free[stage] of the CTA that prepared the
+//               operands_ready[stage or 4 + place]     chunk (this one or the peer); (p) out_ready[tile]
+//
+// Barriers: arrivals of a phase, and what its end says:
+//
+//     inputs_ready     1 + 32, bytes of TMA     q, k, gates and beta of a chunk are in the stage
+//     values_ready     32, bytes of TMA         values are in the tile; the outputs before them were read
+//     scores_ready     128                      overlaps and scores are in the stage
+//     operands_ready   128 + 32                 operands, factors, scores and inverse are in the stage
+//       (p) 4 + place  1, bytes of the copy     the same, of the peer's chunk
+//     operands_free    (u) 256; (p) 128 + 4     no CTA reads the chunk any more; (u) outputs are in the tile
+//     out_ready (p)    128                      outputs are in the tile
+//     tail_ready (p)   1, 512 bytes             the tail of the peer's chunk is in `tails`
+//     overlaps_free (u)   32                    the solve warp has read the overlaps
+//     named 0          all                      __syncthreads
+//     named 1 + wg     128                      one operand warpgroup
+//     named 3 + wg (u) 256                      hand-over to operand warpgroup wg: the tail of the chunk
+//                                               before is in `tails`
+//
+// Shared memory (K = 128; 227 KiB = 232,448 bytes at most):
+//
+//     unpaired   5 stages of 42 KiB (values included)                     + 14,464 bytes = 229,504
+//     paired     4 + 2 stages of 35 KiB, 3 tiles of values of 4 KiB       +  4,736 bytes = 232,064
 #pragma once
 
 #include "cuda/ptx/pdl.cuh"
@@ -27,7 +84,7 @@ struct FusedMaps {
 template <int kStateWarpgroups>
 inline constexpr int kFusedThreads =
     (kStateWarpgroups + kOperandWarpgroups<kStateWarpgroups> + 1) * kWarpgroupThreads;
-// A thread's, of the 96 that each starts with.
+// Registers of a thread by role. Each thread starts with 96.
 struct FusedRegisters {
     int multiply, prepare, help;
 };
@@ -36,7 +93,7 @@ inline constexpr FusedRegisters kFusedRegisters = kStateWarpgroups == 2 ? FusedR
                                                   : kMayLeaveRange      ? FusedRegisters{176, 80, 64}
                                                                         : FusedRegisters{208, 64, 80};
 
-// The warp that fetches, and the one that puts out and fetches values.
+// The load role (fetch) and the store role (put): a warp each.
 template <class T, int kKey, int kStateWarpgroups>
 struct FusedCopyRole {
     using Layout = FusedStageLayout<kKey, kStateWarpgroups>;
@@ -49,6 +106,7 @@ struct FusedCopyRole {
     unsigned char* memory;
     Shared& shared;
 
+    // Load role: q, k and gates of the chunks that this CTA prepares by TMA, beta by ordinary loads.
     __device__ __forceinline__ void fetch() const {
         const int lane = static_cast<int>(threadIdx.x) % 32, head = a.by_group.divide(cursor.value_head);
         const FusedCursor<kStateWarpgroups> fused(cursor);
@@ -90,7 +148,7 @@ struct FusedCopyRole {
         }
     }
 
-    // Outputs to memory, and other chunks' values in their place.
+    // Store role: stores each chunk's outputs from its tile, then loads a later chunk's values into the tile.
     __device__ __forceinline__ void put() const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const FusedCursor<kStateWarpgroups> fused(cursor);
@@ -98,7 +156,8 @@ struct FusedCopyRole {
             return TileCoordinates{cursor.rows.first + warpgroup * kWarpgroupRows, cursor.value_head,
                                    first_token(i), cursor.batch};
         };
-        // What a box would read or write beyond a packed sequence's end is another's.
+        // TMA would read and write beyond the end of a packed sequence, where the next sequence begins: the
+        // last chunk goes row by row.
         const auto by_rows = [&](int i) { return a.cu_seqlens && fused.count(i) < kFusedTokens; };
         const auto fetch_values = [&](int i, int tile) {
             if (i >= fused.chunks) return;
@@ -144,8 +203,7 @@ private:
     __device__ __forceinline__ int first_token(int i) const {
         return static_cast<int>(cursor.first_token) + i * kFusedTokens;
     }
-    // Rows of a tile, in pieces of 16 bytes: body(place in the tile, token, row), of which count tokens are
-    // there.
+    // Calls body(place in the tile, token, row) for each piece of 16 bytes of a tile.
     template <class Body>
     static __device__ __forceinline__ void each_piece(const TileCoordinates& at, Body body) {
         constexpr int kUnits = kWarpgroupRows / 8;
@@ -190,7 +248,7 @@ __global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
 
     const int thread = static_cast<int>(threadIdx.x),
               warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
-    const int role = warp / kWarpgroupWarps - kStateWarpgroups;  // negative: multiplies
+    const int role = warp / kWarpgroupWarps - kStateWarpgroups;  // negative: state role
     auto& shared = *reinterpret_cast<Shared*>(memory + Memory::kShared);
     if (thread == 0) {
         tma_prefetch_map(maps.q);
@@ -202,7 +260,7 @@ __global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
             init_barrier(shared_address(shared.inputs_ready + stage), 1 + 32);
             init_barrier(shared_address(shared.scores_ready + stage), kWarpgroupThreads);
             init_barrier(shared_address(shared.operands_ready + stage), kWarpgroupThreads + 32);
-            // Of the peer a thread of each warp.
+            // Of the peer one thread of each warp arrives.
             init_barrier(
                 shared_address(shared.operands_free + stage),
                 kStateWarpgroups * kWarpgroupThreads + (kPaired<kStateWarpgroups> ? kWarpgroupWarps : 0));
@@ -220,7 +278,8 @@ __global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
         }
         publish_barriers();
     }
-    // The block above the diagonal of every square, which nobody writes zeros to.
+    // Zeros in the block above the diagonal of every square: the operand and solve roles write only the other
+    // three. (In the paired form the overlaps overwrite that of the inverse; the solve role zeroes it again.)
     for (int i = thread; i < Shared::kStages * 4 * 32; i += static_cast<int>(blockDim.x)) {
         const int scores = i / 64 % 2 ? Layout::kScores : Layout::kScoresLow,
                   inverse = i / 64 % 2 ? Layout::kInverse : Layout::kInverseLow;
@@ -236,7 +295,7 @@ __global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
         sync_cluster();
     else
         __syncthreads();
-    // Each role makes its own: no register of one is another's.
+    // Each role makes its own cursor, so that the roles share no registers.
     const auto make_cursor = [&] {
         return SegmentCursor<kKey, false>(a, schedule, p, shared.segment, role < 0 ? warp : 0,
                                           kStateWarpgroups * kWarpgroupWarps);
@@ -281,7 +340,7 @@ __global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
     }
     if constexpr (kPaired<kStateWarpgroups>) {
         __syncwarp();
-        sync_cluster();  // the peer may still tell, or be told
+        sync_cluster();  // a CTA must not end while its peer may still signal its barriers or copy to it
     }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether one kernel does a whole prefill (fused.cuh), and its launch.
+// Decides whether the fused prefill (kernel.cuh) takes a call, and launches it.
 #pragma once
 
 #include "cuda/chunked/launch.cuh"
@@ -11,8 +11,8 @@ namespace cula::cuda::sm90 {
 
 template <class T, int kKey>
 struct FusedPrefill {
-    int warpgroups = 0;
-    bool pays = false;
+    int warpgroups = 0;  // state warpgroups of a CTA: 1 is the paired form, 2 the unpaired one
+    bool pays = false;   // whether the call takes this kernel
 
     FusedPrefill(const Call& call, const PrefillShape& shape) {
         const DeviceArgs& a = call.args;
@@ -39,7 +39,7 @@ struct FusedPrefill {
     }
 
 private:
-    // Empty where it can run.
+    // Why the kernel cannot take the call; empty where it can.
     static std::string declines(const Call& call) {
         constexpr float kMostScale = 256.0f;
         const DeviceArgs& a = call.args;
@@ -59,7 +59,7 @@ private:
         return {};
     }
 
-    // body(map, its rows, their heads and channels)
+    // Calls body(tensor map, rows, heads, channels) for each tensor that TMA moves.
     template <class Body>
     static void each_map(const DeviceArgs& a, Body body) {
         const int heads = a.value_heads / a.group;
@@ -82,6 +82,7 @@ private:
     template <int kStateWarpgroups, Gate kGate, class ShapeOf>
     void launch_as(const Call& call, const Schedule& schedule, CarryParams p, const ShapeOf& shape) const {
         const DeviceArgs& a = call.args;
+        // Row blocks of a head: in the paired form a whole number of clusters.
         const int blocks =
             ceil_div(a.value_dim, kPeers<kStateWarpgroups> * kStateWarpgroups * kWarpgroupRows) *
             kPeers<kStateWarpgroups>;
