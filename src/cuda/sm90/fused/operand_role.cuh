@@ -1,13 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warpgroup of a fused prefill that prepares: operands in place of q, k and gates, and the products of keys
-// with queries and keys. kOperandWarpgroups of them take turns.
+// The operand role of the fused prefill: writes a chunk's operands in place of q, k and gates, and computes
+// the scores (queries with keys) and the overlaps (keys with keys, times beta). The CTA's kOperandWarpgroups
+// warpgroups take chunks in turn.
 //
-// Log decays x run from the chunk's middle, after its token 15, to both ends; a thread has two channels of a
-// half and goes outward, token by token. Rows are q, k exp2(x), columns k exp2(-x), so that the state is
-// multiplied by exp2(head) before it is read and added to, and by exp2(tail) at the end: head and tail are
-// what the halves decay. All x are larger by kShift, and so is tail, and head is smaller. There is room for
-// half a chunk of gates at -5 (fuses_gate in launch.h); of softplus gates, pairs of channels that take more
-// go another way (fused_steep.cuh).
+// All decays of a chunk count from one reference, its middle, which lies after token 15:
+//   x_t    log2 decay from the middle to token t: negative after the middle, positive before it
+//   head   log2 decay of tokens 0 to 15;  tail: of tokens 16 to 31
+// Rows are Q~ = q exp2(x) and K^ = k exp2(x), columns are K+ = k exp2(-x). The state is multiplied by
+// exp2(head) before it is read and added to, and by exp2(tail) at the chunk's end.
+//
+// kShift is added to all x and to tail, and subtracted from head: S at the middle is smaller by 2^-kShift,
+// rows are larger and columns smaller by it, and the tail makes S whole again.
+//
+// A thread has a pair of channels and one half of the chunk, and takes the tokens from the middle outward.
+//
+// bf16 and float32 have room for x of half a chunk of gates at -5 (fuses_gate in launch.h). Softplus gates
+// have no bound: pairs of channels that decay by more are out of range (out_of_range.cuh).
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -18,7 +26,7 @@
 
 namespace cula::cuda::sm90 {
 
-// A 16 x 16 block of a square: packed accumulators to their place.
+// A 16 x 16 block of a square, as packed accumulators. put_block() stores it at (row, column) of the square.
 using Block = Packed[1];
 
 template <class Layout>
@@ -40,34 +48,38 @@ struct FusedOperandRole {
     using OutOfRange = FusedOutOfRange<T, kKey, kStateWarpgroups, kGate>;
     using Products = float[kFusedTokens / 8][4];  // of a warp's 16 rows with all columns
     static constexpr int kHalf = kFusedTokens / 2;
-    // Where x is counted from, in powers of two: columns leave the state, which is a sum of them times
-    // values, room. Softplus gates have theirs below, and keep what is small.
+    // x counts from kShift. That makes columns smaller by 2^-kShift, and so leaves room for the state, which
+    // is a sum of columns times values. Softplus gates count from 0: kMostHead and kMostTail leave that room,
+    // and small numbers are kept.
     static constexpr float kShift = kGate == Gate::kBounded ? 8.0f : 0.0f;
     static constexpr bool kMayLeaveRange = kGate != Gate::kBounded;
-    // What makes no decay at all where there is no channel: none of those is steep.
+    // The offset of channels beyond key_dim. It makes the shape of their gates 0: they do not decay, and are
+    // never out of range.
     static constexpr float kNoGate = kGate == Gate::kBounded ? 1e30f : -1e30f;
-    // What the tokens of a half decay at most, in powers of two, or their pair is steep. Rows may be as large
-    // as the largest scale more; and the state, where it is read, as much smaller as they are larger, but no
-    // smaller than bf16 can tell.
+    // A pair is out of range where one of its channels decays by more than 2^-kMostHead in the chunk's first
+    // half, or by more than 2^-kMostTail in its second. Rows may be as large as 2^kMostHead times the largest
+    // scale (launch.cuh). The state, where it is read, is as much smaller as rows are larger, and bf16 must
+    // still represent it.
     static constexpr float kMostHead = 100.0f, kMostTail = 107.5f;
-    // What decays by more may well be steep in the next chunk; and what was taken to be, by more than the
-    // second.
+    // Hysteresis: predict out-of-range above kLikely, keep predicting it above kStillLikely.
     static constexpr float kLikely = 90.0f, kStillLikely = 75.0f;
 
     const DeviceArgs& a;
     const W& cursor;
     unsigned char* memory;
     Shared& shared;
-    const int number;  // of the warpgroup
-    // Anew for every part of a chunk: what follows from them would be kept in registers from one to the next.
+    const int number;  // of the operand warpgroup
+    // anew() recomputes these for each part of a chunk, so that nothing derived from them stays in registers
+    // from one part to the next.
     const int thread = thread_anew(), lane = thread & 31, warp = thread >> 5;
-    const int half = thread >> 6, pair = thread & 63, panel = pair >> 5;  // the thread's; and its channels
+    const int half = thread >> 6, pair = thread & 63, panel = pair >> 5;  // what the thread has
     FusedScales& scales = shared.scales[number];
 
     __device__ __forceinline__ FusedOperandRole anew() const { return {a, cursor, memory, shared, number}; }
     __device__ __forceinline__ void sync() const { sync_operand_role(number); }
-    // A chunk's tail is the business of whoever prepares the next one. Of a pair that is the peer: what the
-    // thread's channels decay goes there, and comes from there.
+    // The tail of a chunk becomes part of `reads` of the next one, which another warpgroup prepares. In the
+    // paired form that is a warpgroup of the peer: send_tail() stores the tail of the thread's channels in
+    // the peer's shared memory, received_tail() waits for the tail of the chunk before.
     __device__ __forceinline__ void send_tail(int i, float2 own) const {
         const int place = i / 2 % Shared::kTails;
         send_to(shared_address(shared.tails[place] + 2 * pair), own,
@@ -80,12 +92,14 @@ struct FusedOperandRole {
         wait_barrier(tailed, use / Shared::kTails & 1);
         return *reinterpret_cast<const float2*>(shared.tails[place] + 2 * pair);
     }
-    // Otherwise it is the next warpgroup; and so is that overlaps of the chunk two before it are solved, lest
-    // waiting for a later phase of their barrier find an earlier one (docs/fused.md).
+    // In the unpaired form the next chunk belongs to the CTA's next warpgroup, and a named barrier hands
+    // over. It says that the tail of chunk i is in shared memory, and that the overlaps of chunk i - 2 are
+    // solved. The latter keeps waits for overlaps_free in order, with any number of warpgroups. Otherwise a
+    // waiter could mistake phase n - 2 for phase n: an mbarrier has one parity bit.
     static __device__ __forceinline__ void pass_on(int i) { hand_over<false>(i + 1); }
     static __device__ __forceinline__ void take_over(int i) { hand_over<true>(i); }
-    // One barrier for each that takes over: it may be late, and who passed on to it already take over the
-    // next.
+    // Each receiving warpgroup has a barrier of its own: it may be late, when the warpgroup that handed over
+    // to it already takes over its own next chunk.
     template <bool kWaits>
     static __device__ __forceinline__ void hand_over(int i) {
         const int barrier =
@@ -96,7 +110,8 @@ struct FusedOperandRole {
             asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(2 * kWarpgroupThreads) : "memory");
     }
 
-    // A packed sequence's last chunk: what follows in memory is nobody's.
+    // Zeros the rows from `count` on of the last chunk's TMA tiles. In a packed batch these rows belong to
+    // the next sequence.
     __device__ __forceinline__ void clear_rows(unsigned char* boxes, int count) const {
 #pragma unroll 1
         for (int i = thread; i < Layout::kPanels * Layout::kPanelBytes / 16; i += kWarpgroupThreads)
@@ -104,8 +119,8 @@ struct FusedOperandRole {
         sync();
     }
 
-    // Factors of q and k: one over their norms, times the scale. A warp has 16 rows, of q or of k; a lane
-    // half of one.
+    // Factors of q and k: one over their norms; for q times the scale. Warps 0 and 1 have 16 rows of q each,
+    // warps 2 and 3 of k. A lane has half a row: one panel.
     __device__ __forceinline__ void norms(std::uint32_t stage) const {
         static_assert(Layout::kPanels == 2);
         const int own_panel = lane % 2, row = warp * 16 + lane / 2, token = warp % 2 * kHalf + lane / 2;
@@ -129,8 +144,9 @@ struct FusedOperandRole {
                 rsqrtf(sum + 1e-6f) * (warp < 2 ? a.scale : 1.0f);
     }
 
-    // Tokens of the thread's half that it turns to together, few where there is least room for code; from its
-    // first-th on outward: where the j-th stands in a panel's rows.
+    // kFew tokens of the thread's half, which it handles together; fewer where instruction cache is scarcest.
+    // The group begins `first` tokens from the middle and goes outward. at(j) is the address of its j-th
+    // token.
     static constexpr int kFew = kMayLeaveRange ? 2 : 4;
     template <class Bool>
     struct Few {
@@ -147,7 +163,7 @@ struct FusedOperandRole {
             const int row = second ? j : kFew - 1 - j;
             return (rows ^ row * 16) + row * Layout::kRowBytes;
         }
-        // All that is asked for comes before anything that is stored: no load waits for a store.
+        // All loads of a group come before its stores: a load after a store, in program order, waits for it.
         __device__ __forceinline__ void load(std::uint32_t (&words)[kFew], int box) const {
 #pragma unroll
             for (int j = 0; j < kFew; ++j) words[j] = load_word(at(j) + box);
@@ -161,18 +177,19 @@ struct FusedOperandRole {
             x[0] = two.x, x[1] = two.y;
         }
     }
-    // Whether the thread's pair is expected to be steep: it stays as it came, but for columns, which are
-    // zeros; its decays are written down, where there is room.
+    // Whether the thread's pair of channels is predicted to be out of range. q and k of such a pair stay as
+    // they are, its columns become zeros, and its decays are stored where there is a slot (OutOfRangeDecays).
     struct Expected {
         bool is = false;
-        std::uint32_t decays = 0;
-        float most = 0.0f;  // of a token's shape of the gate
+        std::uint32_t decays = 0;  // address of the slot; 0 if there is none
+        float most = 0.0f;         // limit of the shape of a token's gate
 
         __device__ __forceinline__ void put(int token, float2 x) const {
             store_pair_if(decays != 0, decays + token * static_cast<int>(sizeof(float2)), x);
         }
     };
-    // Operands of the thread's half, whether it is the second, and channels, in place; head or tail.
+    // Writes operands of the thread's channels and half in place. `second` says which half it is. Returns the
+    // head or the tail.
     template <class Bool, class AnyLikely>
     __device__ __forceinline__ float2 operands(Bool second, AnyLikely any_likely, const HeadGate& gate,
                                                float2 offset, std::uint32_t panel_at,
@@ -222,7 +239,8 @@ struct FusedOperandRole {
         return second ? sum : float2{-sum.x, -sum.y};
     }
 
-    // Products of rows, q over k, with all columns.
+    // Products of all rows with all columns. The tiles of Q~ and K^ are adjacent and serve as one operand of
+    // 64 rows, and K+ is the other factor of both: warps 0 and 1 get the scores, 2 and 3 the overlaps.
     static __device__ __forceinline__ void multiply(Products& products, std::uint32_t stage) {
         const wgmma::Operand rows = wgmma::operand<64>(stage + Layout::kQuery),
                              columns = wgmma::operand<64>(stage + Layout::kCarried);
@@ -232,8 +250,8 @@ struct FusedOperandRole {
             wgmma::multiply_shared<T>(products, rows + at, columns + at, step > 0);
         }
     }
-    // To the squares: scores by the warps of q, with what rounding takes off; overlaps, times beta, by those
-    // of k.
+    // Stores the products: the warps of Q~ store the scores as two words, the warps of K^ the overlaps times
+    // beta in float32. Products above the diagonal, which may have overflowed, are replaced by zeros.
     __device__ __forceinline__ void put(const Products& products, unsigned char* stage, const float* beta,
                                         Square<kFusedTokens>& overlaps) const {
         const int row = warp % 2 * 16;
@@ -269,7 +287,8 @@ struct FusedOperandRole {
         }
     }
 
-    // Pairs that the warpgroup takes to be steep, one half or both; and whether the thread's is one of some.
+    // Pairs that the warpgroup predicts to be out of range in one half of the chunk or both. halves() merges
+    // the bits of the two halves; has() says whether the thread's pair is in a mask.
     __device__ __forceinline__ PairMask<kKey> likely() const { return halves(shared.likely[number]); }
     static __device__ __forceinline__ PairMask<kKey> halves(const std::uint32_t* of_warps) {
         const uint4 of = *reinterpret_cast<const uint4*>(of_warps);
@@ -279,7 +298,7 @@ struct FusedOperandRole {
         return (panel ? mask.of[1] : mask.of[0]) >> lane & 1;
     }
 
-    // Of the CTA's n-th chunk, once it is there: norms.
+    // First part of the CTA's n-th chunk: waits for its inputs and computes norms.
     __device__ __forceinline__ void begin(const HeadGate& gate, int n, int count) const {
         const int stage = n % Shared::kStages;
         unsigned char* const at = memory + Memory::stage(stage);
@@ -292,7 +311,8 @@ struct FusedOperandRole {
                                                                       : gate.out;
         sync();
     }
-    // Then operands; head or tail of the thread's channels. Of `likely` pairs decays, where there are any.
+    // Second part: operands. Returns head or tail of the thread's channels. `likely` are the pairs predicted
+    // to be out of range, whose decays are stored instead.
     template <class AnyLikely>
     __device__ __forceinline__ float2 make(AnyLikely any_likely, const HeadGate& gate, int n,
                                            const PairMask<kKey>& likely) const {
@@ -310,15 +330,17 @@ struct FusedOperandRole {
                 if (half == 0) decays.pair[slot] = pair;
             }
         }
-        // There is little room for code where warps of one CTA do so much (docs/fused.md).
+        // Paired form: one loop serves both halves, since the instruction cache is scarce
+        // (docs/design/fused-sm90.md).
         if constexpr (kPaired<kStateWarpgroups>)
             return operands(half == 1, any_likely, gate, offset, panel_at, expected);
         else
             return half == 0 ? operands(std::false_type{}, any_likely, gate, offset, panel_at, expected)
                              : operands(std::true_type{}, any_likely, gate, offset, panel_at, expected);
     }
-    // After it, operands are there, to be multiplied; whether some pair is steep that was not expected to be.
-    // `own`: what the thread's half decays.
+    // A barrier of the warpgroup, after which operands can be multiplied. Returns whether some pair is out of
+    // range that was not predicted to be, and updates the prediction. `own` is the head or the tail of the
+    // thread's channels.
     __device__ __forceinline__ bool unexpected(float2 own, const PairMask<kKey>& expected) const {
         const bool left = has(expected);
         static_assert(!kMayLeaveRange || kShift == 0);
@@ -332,8 +354,8 @@ struct FusedOperandRole {
         if (lane == 0) shared.likely[number][warp] = again, shared.out_of_range[number][warp] = here;
         return some;
     }
-    // Pairs that go without the products: as they came, but for columns. What was made of one that was not
-    // expected is too large.
+    // The pairs that are left out of the products. If some were not predicted (`others`), their operands are
+    // too large: all pairs out of range are loaded from global memory again.
     __device__ __forceinline__ PairMask<kKey> pairs_out_of_range(const OutOfRange& out_of_range,
                                                                  const PairMask<kKey>& expected,
                                                                  bool others) const {
@@ -345,7 +367,7 @@ struct FusedOperandRole {
         sync();
         return pairs;
     }
-    // Its factors and products; it is the i-th of the walk. kOutOfRange: with steep pairs.
+    // Last part: factors and products of chunk i of the sequence. kOutOfRange: it has pairs out of range.
     template <bool kOutOfRange>
     __device__ __forceinline__ void finish(int n, int i, bool last, float2 own,
                                            const PairMask<kKey>& expected, bool others) const {
@@ -376,7 +398,7 @@ struct FusedOperandRole {
         if constexpr (!kPaired<kStateWarpgroups>)
             if (i > 0) take_over(i);
         if (half == 0) {
-            // With what the chunk before decays after its middle.
+            // `since` is the tail of the chunk before.
             float2 since{0.0f, 0.0f};
             if (i > 0) {
                 if constexpr (kPaired<kStateWarpgroups>)
@@ -414,7 +436,8 @@ struct FusedOperandRole {
 
     __device__ __forceinline__ void run() const {
         const HeadGate gate(a, cursor.value_head);
-        // A bias of softplus gates stays a number: tokens that are not there have it, too.
+        // A bias of softplus gates is made finite: rows beyond the last token have it, too, and multiply the
+        // gate's shape by 0.
         const auto offset = [&](int channel) {
             if (channel >= a.key_dim) return kNoGate;
             if (!a.dt_bias.data) return 0.0f;
@@ -429,7 +452,7 @@ struct FusedOperandRole {
             if (thread < kWarpgroupWarps) shared.likely[number][thread] = 0;
         }
         sync();
-        // Asked for anew, where registers are few.
+        // Softplus gates leave few registers: the cursor is made again from shared memory each time.
         const auto cursor_again = [&] {
             if constexpr (kMayLeaveRange)
                 return FusedCursor<kStateWarpgroups>(
@@ -440,7 +463,7 @@ struct FusedOperandRole {
         int n = number;
         float2 own;
         PairMask<kKey> expected{};
-        bool others = false;  // are steep, too
+        bool others = false;  // whether pairs that were not predicted are out of range
         const auto next = [&] {
             const FusedCursor<kStateWarpgroups> fused = cursor_again();
             if (fused.chunk(n) >= fused.chunks) return Found::kNone;

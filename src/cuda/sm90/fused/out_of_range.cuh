@@ -1,16 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// OutOfRange pairs of channels of a fused prefill's chunk: what half a chunk of them decays leaves no room in
-// operands. Nothing bounds softplus gates, and where a channel is steep it mostly stays so.
+// Out-of-range pairs of channels in a chunk of the fused prefill. Softplus gates have no bound, so half a
+// chunk of a channel may decay by more than its operands have range for (kMostHead, kMostTail). Such a
+// channel and its neighbour form an out-of-range pair.
 //
-// A steep pair goes without the products of operands. Its part of scores and overlaps is products of its own,
-// eight pairs at a time: blocks of eight tokens, x counted from the middle of the columns' block, for which
-// no token may decay by more than 2^-29.75. The state's channels are read where the chunk begins and written
-// to where it ends: rows decay from the begin, columns to the end, and the state by the whole chunk in
-// between (FusedFactors::ends).
+// An out-of-range pair takes no part in the products of operands: its columns are zeros there.
 //
-// Pairs that were steep, or nearly, in the warpgroup's last chunk are expected to be again: instead of
-// operands their decays are written down (fused_preparer.cuh). Where a pair is that was not expected, all
-// that are come from memory once more.
+// Scores and overlaps: the pair's part is computed by separate products (mma), eight pairs at a time, in
+// blocks of eight columns. x counts from the middle m of the block:
+//
+//     q or k exp2(x_t - m)  times  k exp2(m - x_s)
+//
+// A row before m is large by up to four tokens' decay and the scale, a column behind m by up to three tokens'
+// decay. So a token may decay by 2^-29.75 at most (kMostInRange); what decays by more is clamped.
+//
+// State: its channels are read where the chunk begins and added to where it ends. Rows decay from the begin,
+// columns to the end, and the state by the whole chunk between the read and the carry (FusedFactors::ends).
+//
+// Prediction: a channel that is out of range mostly stays so. Pairs that were out of range, or nearly, in the
+// warpgroup's last chunk are predicted to be again: operand_role.cuh stores their decays instead of operands.
+// If another pair turns out to be out of range, all out-of-range pairs are loaded from global memory again.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -20,16 +28,17 @@
 
 namespace cula::cuda::sm90 {
 
-// In the place of the chunk's overlaps, before they are there: log2 decays of pairs, both channels, from
-// somewhere to each token, and to the chunk's begin. What is added to a row keeps lanes of four slots and
-// tokens apart.
+// Log2 decays of out-of-range pairs, both channels: x[slot][token] counts from a common origin to each token,
+// and x[slot][kBegin] to the chunk's begin. The origin is the chunk's middle for predicted pairs, else its
+// begin; only differences are used. They lie in the place of the chunk's overlaps, which are stored
+// afterwards. The padding of a row keeps lanes of four slots and tokens free of bank conflicts.
 struct OutOfRangeDecays {
     static constexpr int kSlots = 16, kBegin = kFusedTokens, kRow = kFusedTokens + 4;
     float2 x[kSlots][kRow];
     std::int32_t pair[kSlots];
 };
-// What a token decays at most, in powers of two: four of them, times the largest scale (fused_launch.cuh),
-// are in range.
+// The largest decay of a token, in powers of two. Four of them, times the largest scale (launch.cuh), are in
+// range: 4 * 29.75 + 8 = 127.
 inline constexpr float kMostInRange = 29.75f;
 
 template <class T>
@@ -38,7 +47,7 @@ __device__ __forceinline__ float2 times(std::uint32_t word, float by) {
     return {x.x * by, x.y * by};
 }
 
-// What a warpgroup that prepares does about them. A lane has a token.
+// The operand role's part in out-of-range pairs. A lane has a token.
 template <class T, int kKey, int kStateWarpgroups, Gate kGate>
 struct FusedOutOfRange {
     using Layout = FusedStageLayout<kKey, kStateWarpgroups>;
@@ -46,14 +55,15 @@ struct FusedOutOfRange {
     using Mask = PairMask<kKey>;
     using Decays = OutOfRangeDecays;
     static_assert(!kPaired<kStateWarpgroups> || sizeof(Decays) <= Layout::kScoresLow - Layout::kInverse);
-    // A CTA alone leaves what stands above diagonals as it is, and has too few registers.
+    // The unpaired form has too few registers. It also zeroes the blocks above the diagonals once only, which
+    // the decays would overwrite.
     static_assert(kGate == Gate::kBounded || (kGate == Gate::kSoftplus && kPaired<kStateWarpgroups>));
     static_assert(Layout::kQuery == 0 && Layout::kKeys == Layout::kTmaBytes &&
                   Layout::kCarried == 2 * Layout::kTmaBytes && Mask::kPanels == 2);
 
     const DeviceArgs& a;
     Shared& shared;
-    const int number;         // of the warpgroup
+    const int number;         // of the operand warpgroup
     const int i;              // of the chunk
     unsigned char* const at;  // its stage
     const int thread = thread_anew(), lane = thread & 31, warp = thread >> 5;
@@ -61,8 +71,9 @@ struct FusedOutOfRange {
 
     __device__ __forceinline__ FusedOutOfRange anew() const { return {a, shared, number, i, at}; }
 
-    // Before products, where some pair was not expected: all as if they had been. q and k as they came, zeros
-    // for columns, and decays of as many as there is room for.
+    // Before the products, where some pair was not predicted: brings all pairs of `mask` into the state that
+    // predicted ones are in. q and k are as the load role brought them, columns are zeros, and decays of as
+    // many pairs as there are slots are stored.
     __device__ __forceinline__ void take_again(const Mask& mask) const {
         own_pairs(mask, 0, Mask::kPairs, [&](int which, int pair) {
             const std::uint32_t q = from_memory(0, pair), k = from_memory(1, pair),
@@ -73,7 +84,9 @@ struct FusedOutOfRange {
             if (which < Decays::kSlots) measure(which, pair, gates);
         });
     }
-    // After them: what pairs add to the products of q and k with k, and their operands.
+    // After the products: adds the part of the pairs of `mask` to scores and overlaps, then writes their
+    // operands for the state role. It takes kSlots pairs at a time; decays of later ones are computed from
+    // global memory.
     template <class Products>
     __device__ __forceinline__ void add(Products& products, const Mask& mask) const {
 #pragma unroll 1
@@ -87,9 +100,11 @@ struct FusedOutOfRange {
 #pragma unroll 1
             for (int slot = 0; slot < min(count, Decays::kSlots); slot += 8)
                 anew().multiply(products, slot, count);
-            sync_operand_role(number);  // nobody reads rows, or multiplies them
+            // All threads have read the rows of these pairs, and the products of operands are through with
+            // the tiles: the pairs' operands can replace the rows.
+            sync_operand_role(number);
             own_pairs(mask, first, Decays::kSlots, [&](int slot, int pair) { anew().put(slot, pair); });
-            sync_operand_role(number);  // nobody reads decays
+            sync_operand_role(number);  // all threads have read the decays
         }
     }
 
@@ -98,19 +113,19 @@ private:
         return *reinterpret_cast<Decays*>(at + Layout::kInverse);
     }
     __device__ __forceinline__ FusedScales& scales() const { return shared.scales[number]; }
-    // Where a token's word of a pair stands in a box.
+    // Where a token's word of a pair (both channels) stands in a TMA tile.
     static __device__ __forceinline__ std::uint32_t word_at(int token, int pair) {
         return pair / 32 * Layout::kPanelBytes + token * Layout::kRowBytes +
                ((pair / 4 & 7) ^ (token & 7)) * 16 + pair % 4 * 4;
     }
-    // The lane's token's of q, k or gates.
+    // The word of q (0), k (1) or gates (2) of the lane's token, from global memory; 0 where there is none.
     __device__ __forceinline__ std::uint32_t from_memory(int tensor, int pair) const {
         const int token = i * kFusedTokens + lane;
         if (token >= shared.rows.tokens || 2 * pair >= a.key_dim) return 0;
         return *reinterpret_cast<const std::uint32_t*>(shared.rows.first[tensor] +
                                                        token * shared.rows.token_bytes[tensor] + pair * 4);
     }
-    // body(slot, pair) of the warp's part of the pairs from the first-th on.
+    // Calls body(slot, pair) for the warp's share of `slots` pairs, beginning with the first-th of `mask`.
     template <class Body>
     __device__ __forceinline__ void own_pairs(const Mask& mask, int first, int slots, Body body) const {
         mask.each([&](int which, int pair) {
@@ -118,7 +133,7 @@ private:
             if (slot >= 0 && slot < slots && slot % kWarpgroupWarps == warp) body(slot, pair);
         });
     }
-    // From the chunk's begin to the lane's token.
+    // Stores the log2 decays of a pair, counted from the chunk's begin to the lane's token.
     __device__ __forceinline__ void measure(int slot, int pair, std::uint32_t gates) const {
         const float out = scales().out[FusedScales::place(lane)] * (lane < kFusedTokens / 2 ? -1.0f : 1.0f);
         const float2 raw = unpack2<T>(gates),
@@ -136,8 +151,10 @@ private:
         decays().x[slot][lane] = x;
         if (lane == 0) decays().x[slot][Decays::kBegin] = float2{0.0f, 0.0f}, decays().pair[slot] = pair;
     }
-    // Of eight slots; where there are fewer, of the first instead, with zeros for columns. Above the diagonal
-    // nobody looks. What is loaded again for every block would not fit into registers.
+    // Adds the part of slots first to first + 7 to the warp's 16 rows of scores or overlaps, a block of eight
+    // columns at a time. Where there are fewer slots, a lane takes slot `first` with zero columns instead.
+    // Products above the diagonal may be anything: they are discarded later. Decays of rows are loaded again
+    // for each block, since they would not fit into registers.
     template <class Products>
     __device__ __forceinline__ void multiply(Products& products, int first, int count) const {
         const float* const norms = warp < 2 ? scales().q : scales().k;
@@ -146,8 +163,8 @@ private:
         constexpr int kBytes = sizeof(float2);
         bool in[2];
         int pairs[2];
-        std::uint32_t x[2];  // where both slots have them
-        float2 rows[2][2];   // of two tokens
+        std::uint32_t x[2];  // addresses of the two slots' decays
+        float2 rows[2][2];   // [slot][token]: q or k, normalized
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
             int slot = first + lane % 4 + 4 * s;
@@ -188,7 +205,7 @@ private:
                 for (int e = 0; e < 4; ++e) products[tile][e] += tile == block ? sums[e] : 0.0f;
         }
     }
-    // Operands, and what the pair decays.
+    // Writes the pair's operands, and its decay over the whole chunk to `ends`.
     __device__ __forceinline__ void put(int slot, int pair) const {
         const std::uint32_t word = stage_at + word_at(lane, pair);
         const int place = FusedScales::place(lane);

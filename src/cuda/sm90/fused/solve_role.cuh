@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warp of a fused prefill that solves: every kSolveWarps-th chunk's inverse, times beta. Of a pair of CTAs
-// it sends the chunk to the peer, too.
+// The solve role of the fused prefill: T = (I + diag(beta) L)^-1 diag(beta). A CTA has kSolveWarps solve
+// warps, and each takes every kSolveWarps-th chunk that the CTA prepares. In the paired form the solve warp
+// also sends the chunk to the peer.
 #pragma once
 
 #include "cuda/chunked/block.cuh"
@@ -17,13 +18,15 @@ struct FusedSolveRole {
     const SegmentCursor<kKey, false>& cursor;
     unsigned char* memory;
     Shared& shared;
-    int number;
+    int number;  // of the solve warp
 
-    // The first chunks of a sequence are treated as coupled: what rounding takes off is a quarter of the
-    // error of those that have no more, whose time is mostly that of a launch.
+    // The first chunks of a sequence are always compensated. In a sequence that has no other chunks, rounding
+    // the inverse, U and the scores to one word is a quarter of the error, and most of the time is that of a
+    // launch.
     static constexpr int kCompensatedChunks = 2;
 
-    // Whether a row's squares say that keys are coupled (sm80/block.cuh). A lane has a row.
+    // Whether the chunk must be compensated: the squares of some row of the overlaps sum to more than
+    // kMostSquares (chunked/block.cuh), or to NaN. A lane has a row.
     static __device__ __forceinline__ bool compensated(const Square<kFusedTokens>& m, int row) {
         float squares = 0.0f;
 #pragma unroll(kPaired<kStateWarpgroups> ? 1 : 8)
@@ -44,14 +47,16 @@ struct FusedSolveRole {
             return shared.overlaps[number];
     }
 
-    // kBoth: to 22 bits instead of 11, with what rounding takes off.
+    // Writes the inverse of a chunk. kBoth: both words of it (a compensated chunk), with products of 22 bits
+    // instead of 11.
     template <bool kBoth>
     __device__ __forceinline__ void solve(int stage) const {
         const int lane = lane_anew();
         unsigned char* const at = memory + Memory::stage(stage);
         FusedFactors<kKey>& factors = Layout::factors(at);
         Square<kFusedTokens>& m = overlaps(at);
-        // A block of the inverse to its square, and what rounding takes off it.
+        // Multiplies the columns of a block of the inverse by beta and stores its high word; emit_rests()
+        // stores the low word.
         const auto emit = [&](float(&x)[2][4], int row, int column, Block& rests) {
             const int lane = lane_anew();
 #pragma unroll
@@ -74,8 +79,9 @@ struct FusedSolveRole {
         invert_diagonals(m, lane);
         __syncwarp();
         if constexpr (kPaired<kStateWarpgroups>) {
-            // The inverse comes in the place of the overlaps: of their upper half first. What rounding takes
-            // off it would reach the lower one, too.
+            // The inverse overwrites the overlaps that it is computed from. Its first 16 rows and the lower
+            // left block are read before anything is written; rows from 16 on of the overlaps lie behind the
+            // high words. Low words would overwrite them, so these are written last.
             float joining[2][4];
             Block upper_rests, joining_rests;
             invert_lower<kBoth>(m, 0, joining, lane);
@@ -109,18 +115,22 @@ struct FusedSolveRole {
         arrive(shared_address(shared.operands_ready + stage));
     }
 
-    // To the peer, once both have multiplied what was in its place there: operands and scores before the
-    // chunk is solved, where that is so by then; the rest, and what rounding takes off where there is some,
-    // after it.
+    // Paired form: the copy of a chunk to the peer's stage `place()`. The place is free when both CTAs have
+    // multiplied the chunk that it held, the CTA's chunk kPlaces before; operands_free of that chunk's own
+    // stage says so.
+    //   send_early   before the chunk is solved: operands and scores (26 KiB), if the place is free by then
+    //   send_rest    after it is solved: factors and inverse (4 KiB), what was not sent early, and low words
+    //                of a compensated chunk (5 KiB more)
     struct Sent {
         static constexpr int kPlaces = kPeerStages<kStateWarpgroups>, kEarly = Layout::kFactors;
-        unsigned n;
+        unsigned n;  // the CTA's n-th chunk
         int peer = cluster_rank() ^ 1;
-        bool early = false;
+        bool early = false;  // whether send_early() has sent its part
 
         __device__ __forceinline__ unsigned stage() const { return n % Shared::kStages; }
         __device__ __forceinline__ unsigned place() const { return Shared::kStages + n % kPlaces; }
     };
+    // The barrier and the parity that say that the place is free.
     __device__ __forceinline__ std::uint32_t turned(const Sent& to) const {
         return shared_address(shared.operands_free + (to.n - Sent::kPlaces) % Shared::kStages);
     }

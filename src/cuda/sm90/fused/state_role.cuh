@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warpgroup of a fused prefill that multiplies: 64 value rows of S^T, [V, K], in accumulators from the
-// first chunk to the last (multiplier.cuh has the same for chunks that were prepared before).
+// The state role of the fused prefill: a warpgroup keeps 64 value rows of S [V, K] in accumulators from the
+// first chunk to the last, and issues the products of read, output and carry. (carry/state_role.cuh does the
+// same with chunk operands that prepare has written to global memory.)
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
@@ -32,7 +33,9 @@ struct FusedStateRole {
     __device__ __forceinline__ W cursor_again() const {
         return W(a, schedule, p, shared.segment, warp, kStateWarpgroups * kWarpgroupWarps);
     }
-    // product = S^T tile^T; product = or += rows square^T; S^T += rows tile.
+    // The products: read_state       product = S tile^T          tile: K^ or Q~
+    //               multiply_square  product (+)= rows square^T  square: T or A
+    //               multiply_carry   S += rows tile              tile: K+
     static __device__ __forceinline__ void read_state(Product& product, const Packed (&state)[kKey / 16],
                                                       std::uint32_t tile) {
         const wgmma::Operand b = wgmma::operand<64>(tile);
@@ -56,7 +59,7 @@ struct FusedStateRole {
             wgmma::multiply<T, kKey / 8, true>(state, rows[step], b + step * (16 * Layout::kRowBytes / 16),
                                                1);
     }
-    // By factors of channels that are turned (FusedFactors).
+    // Multiplies S by factors of channels in the order of FusedFactors::turned().
     static __device__ __forceinline__ void scale(State& state, const float* by) {
 #pragma unroll
         for (int tile = 0; tile < kKey / 8; tile += 2) {
@@ -67,12 +70,12 @@ struct FusedStateRole {
         }
     }
 
-    // Whether the lane's pair of a tile is steep.
+    // 1 if the lane's pair of channels of an accumulator tile is out of range.
     static __device__ __forceinline__ std::uint32_t is_out_of_range(const FusedFactors<kKey>& factors,
                                                                     int tile) {
         return factors.out_of_range.of[tile / 8] >> (tile * 4 % 32 + static_cast<int>(threadIdx.x) % 4) & 1;
     }
-    // OutOfRange pairs, by what the chunk decays.
+    // Multiplies the out-of-range pairs of S by the decay of the whole chunk.
     static __device__ __forceinline__ void pass(State& state, const FusedFactors<kKey>& factors) {
 #pragma unroll
         for (int tile = 0; tile < kKey / 8; ++tile) {
@@ -82,10 +85,11 @@ struct FusedStateRole {
             for (int e = 0; e < 4; ++e) state[tile][e] *= e % 2 ? d.y : d.x;
         }
     }
-    // The state as it is at the chunk's end, where steep pairs are already; before the first chunk, as it is.
+    // Takes the state from the chunk's middle to its end, for states that are stored. Out-of-range pairs are
+    // there already. Before the first chunk (no factors) the state stays as it is.
     struct AtEnd {
         const float* ends = nullptr;     // from the lane's first channel on
-        std::uint32_t out_of_range = 0;  // which of the lane's pairs are, a bit a tile
+        std::uint32_t out_of_range = 0;  // a bit for the lane's pair of each tile
 
         __device__ __forceinline__ explicit AtEnd(const FusedFactors<kKey>* factors) {
             if (!factors) return;
@@ -104,7 +108,9 @@ struct FusedStateRole {
         }
     };
 
-    // A coupled chunk: what rounding took off the inverse, to U; and what it takes off U, to O and the state.
+    // A compensated chunk: adds the low word of the inverse to U, packs U to two words, and adds the products
+    // of its low word to O and S, and that of the scores' low word to O. In: `writes` is V - S K^, `u` their
+    // product with the high word of the inverse. Out: `writes` is the high word of U.
     static __device__ __forceinline__ void add_low(State& state, Product& out, Product& u, Rows& writes,
                                                    std::uint32_t at) {
         wgmma::fence();
@@ -126,11 +132,11 @@ struct FusedStateRole {
         wgmma::hold(state);
     }
 
-    // Where a chunk stands: its stage and tile of values, and the phases of their barriers.
+    // Where a chunk stands: its stage and its tile of values, and the parities of their barriers.
     struct Place {
         unsigned chunk = 0, rank = 0;
         int stage = 0, parity = 0;
-        bool own = true;  // made here
+        bool own = true;  // prepared by this CTA
         Ring<Shared::kTiles> tile;
 
         __device__ __forceinline__ Place() {
@@ -152,7 +158,8 @@ struct FusedStateRole {
             }
         }
     };
-    // Nobody here reads the chunk's stage any more: to those who fill it.
+    // Signals that this warpgroup no longer reads the chunk's stage, to the CTA that prepared the chunk. For
+    // a chunk of the peer one thread of each warp arrives.
     __device__ __forceinline__ void turn(const Place& place) const {
         if constexpr (kPaired<kStateWarpgroups>)
             if (!place.own) {
@@ -173,11 +180,13 @@ struct FusedStateRole {
         Place place, next;
         Product read, out;
         int i = 0;
-        bool more = false;  // before a state is asked for
+        bool more = false;  // whether another chunk follows before the next state that may be stored
+        // Goes to the next chunk. States may be stored every two chunks: SegmentCursor's have 64 tokens.
         const auto advance = [&] {
             next = place, next.next();
             more = ++i < chunks && (plain || i % 2 == 1);
         };
+        // Waits for the values and the operands of the next chunk.
         const auto found = [&] {
             if (!more) return Found::kNone;
             wait_barrier(shared_address(shared.values_ready + place.tile.at), place.tile.parity);
@@ -185,14 +194,16 @@ struct FusedStateRole {
             return Layout::factors(memory + Memory::stage(place.stage)).plain() ? Found::kPlain
                                                                                 : Found::kOther;
         };
+        // Reads, outputs and carries one chunk.
         const auto multiply = [&](auto is_plain) {
             constexpr bool kPlain = decltype(is_plain)::value;
             unsigned char* const stage = memory + Memory::stage(place.stage);
             std::uint32_t at = shared_address(stage);
             if constexpr (kPaired<kStateWarpgroups>)
-                asm volatile("" : "+r"(at));  // lest it be taken for uniform, and copied
+                asm volatile("" : "+r"(at));  // else the compiler takes it for uniform, and copies it
             at = wgmma::uniform(at);
             const FusedFactors<kKey>& factors = Layout::factors(stage);
+            // S to the chunk's middle: in two steps, by one loop, if some channel is apart.
 #pragma unroll 1
             for (const float* by = factors.any_apart() ? factors.brings : factors.reads;;
                  by = factors.reads) {
@@ -234,7 +245,7 @@ struct FusedStateRole {
             wgmma::hold(state);
             wgmma::hold(out);
             if (kPaired<kStateWarpgroups> && more) turn(place);
-            store_value_rows<T>(own_tile, out);  // in the place of values
+            store_value_rows<T>(own_tile, out);  // replaces the values
             fence_async_proxy();
             if constexpr (kPaired<kStateWarpgroups>) {
                 arrive(shared_address(shared.out_ready + place.tile.at));
@@ -249,7 +260,7 @@ struct FusedStateRole {
             const AtEnd at_end(i > 0 ? &Layout::factors(memory + Memory::stage(place.stage)) : nullptr);
             cursor_again().store_asked(state, i == chunks ? cursor_again().segment.chunks : i / 2, at_end);
             if (i == chunks) break;
-            if (i > 0) turn(place), place = next;  // factors have been read
+            if (i > 0) turn(place), place = next;  // AtEnd has read the factors of the last chunk
             more = true;
             each_chunk(found, [&] { multiply(std::true_type{}); }, [&] { multiply(std::false_type{}); });
         }
