@@ -102,8 +102,8 @@ struct FusedFactors {
 };
 inline constexpr float kLeastPower = -126.0f;  // exp2_fast of less is zero
 
-// Where the CTA's q, k and gates lie in global memory. Only code that runs seldom reads this
-// (out_of_range.cuh); it is in shared memory so that it takes no registers.
+// Where the CTA's q, k and gates lie in global memory. Only kernels of softplus gates read this, and the
+// addresses only where some pair is out of range: in shared memory it takes no registers.
 struct FusedRows {
     const char* first[3];         // of the first token of q, k, g
     std::int64_t token_bytes[3];  // from one token to the next
@@ -166,7 +166,8 @@ struct FusedScales {
 };
 
 // What only the unpaired form has: the overlaps that each solve warp works on. Values and outputs lie in the
-// stages, so there are as many tiles as stages.
+// stages, so there are as many tiles as stages. The place of chunk i's tail is written again by chunk i + 5,
+// which belongs to the operand warpgroup of chunk i + 1, the one that has read the tail.
 template <int kStateWarpgroups>
 struct FusedAlone {
     static constexpr int kTiles = kFusedStages<kStateWarpgroups>, kTails = kFusedStages<kStateWarpgroups>;
