@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// settle_forks of core/forks.h on a device: two launches on the stream of the call, before its kernels.
 #include "cuda/forks/entry.h"
 
 #include "core/check.h"

@@ -6,7 +6,8 @@
 
 namespace cula::cuda::forks {
 
-// core/forks.h, on a device.
+// settle_forks of core/forks.h, on a device. `to` points to device memory. Enqueues on the context's stream;
+// the kernels of the call follow on the same stream.
 void settle(const Args& args, const SettledIndices& to, const Context& context);
 
 }  // namespace cula::cuda::forks

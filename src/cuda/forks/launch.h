@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What entry.cc asks of the instance (instances.txt).
+// The launcher that entry.cc calls; instances.txt lists its one instance.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 namespace cula::cuda::forks {
 
-// core/forks.h, on states of any K. (A template, as whatever instances.txt lists is.)
+// Launches settle_forks and copy_forks, for states of any K. It is a template because everything that
+// instances.txt lists is.
 template <int kKey>
 void launch_settle_forks(const DeviceArgs& a, std::int32_t* starts, std::int32_t* ends, void* stream);
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The instance of launch_settle_forks (launch.h).
 #pragma once
 
 #include "cuda/forks/launch.h"

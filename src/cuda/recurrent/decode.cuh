@@ -1,18 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode: o, states <- q, k, v, gate, beta, state; one token a sequence, or a few      ALGORITHM.md, "The
-// family"
+// decode: o, states <- q, k, v, gate, beta, state; one token per sequence, or a few.
 //
-// grid (row blocks * value heads * sequences)   128 threads, 8 lanes a row of the state, kRows rows a lane
+// Equation, per token and value head, with S [V, K] (ALGORITHM.md, "The family"):
+//     S' = S diag(exp(g))
+//     u  = beta (v - S' k)                 delta rules; additive rules: u = v
+//     S <- S' + u k^T
+//     o  = scale (S' q + u (k . q))        which is scale S q
+// Because o is formed from S', one pass over a row decays it and contracts it with k and with q. A second
+// pass adds the write u k^T.
 //
-// The state's way in and out is all that should take time. A CTA asks for its rows at once, works on them and
-// leaves; its neighbours on the multiprocessor keep the memory busy meanwhile. Only the state's slot comes
-// before the state, and everything of the first tokens is asked for in the shadow of that one. The threads
-// ready kTokens tokens together, each the same channel of all; norms and `scale` multiply sums instead of
-// channels, so that one barrier does. A token takes two passes over the row: S^T q = (alpha S)^T q + u (k .
-// q), so one decays and contracts with k and with q, and one adds the write.
+// Grid: row blocks * value heads * sequences, 128 threads.
+// A CTA owns 16 kRows rows of one head's state: eight lanes per row (lanes.cuh), kRows rows per thread.
+// kTokens = 1: the call has one token per sequence.
+// kTokens = 4: the CTA processes the tokens of its sequence in groups of four, keeps the state in registers,
+// and stores it after each token that asks for it.
 //
-// kTokens = 1: the call has one token a sequence. Otherwise a CTA walks the tokens of its sequence, kTokens
-// at a time, and stores a state for each that asks for one.
+// All threads do the same work, in this order:
+// 1. Load the indices that name the state's slot.
+// 2. Issue the loads of the first tokens' inputs, while the slot is on its way (DecodeInputs::fetch).
+// 3. Issue the cp.async copies of the state's rows to shared memory.
+// 4. Prepare the tokens in shared memory while the state is on its way: thread c handles channel c of all
+//    kTokens tokens (DecodeInputs::ready). One __syncthreads() follows.
+// 5. Move the state to registers, advance it token by token, store outputs and states.
+// q and k stay as they were loaded: l2norm and `scale` multiply sums over channels (SumScales), which saves a
+// second barrier.
+//
+// The kernel is bound by the traffic of the state. There is no double buffering: the other CTAs of the
+// multiprocessor keep the memory busy while one computes.
+//
+// Budgets                              kTokens = 1        kTokens = 4
+//     CTAs per multiprocessor              6 (5)              4 (3)           ( ): K = 256, and from 10.0 on
+//     registers per thread                80 (96)           128 (168)
+//     shared memory, KiB, K 64/128/256  17.3/17.8/19.2    21.1/23.2/28.7      float32 states, kRows = 256 / K
+// Design page: docs/design/decode.md.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
@@ -36,8 +56,9 @@ __device__ __forceinline__ float load(const DecodeParameter& x, int head, int ch
     return __uint_as_float(load32_if(x.data + (head * x.head + channel * x.channel), x.data != nullptr));
 }
 
-// Sums over a warp of one number or of four: of four, lanes 8 i to 8 i + 7 get the i-th. Each step halves
-// what a lane still has to sum, so that four take six shuffles, not twenty.
+// Sums over a warp, of one number or of four. Of four, lanes 8 i to 8 i + 7 receive the i-th sum.
+// Each of the first two steps halves the number of sums that a lane carries, so that four sums take six
+// shuffles instead of twenty.
 __device__ __forceinline__ float warp_sums(const float (&x)[1]) { return warp_sum(x[0]); }
 __device__ __forceinline__ float warp_sums(const float (&x)[4]) {
     const bool second = threadIdx.x & 16, odd = threadIdx.x & 8;
@@ -46,32 +67,33 @@ __device__ __forceinline__ float warp_sums(const float (&x)[4]) {
     return row_sum((odd ? b : a) + __shfl_xor_sync(0xffffffffu, odd ? a : b, 8));
 }
 
-// The tokens of a sequence: [begin, begin + length) of a batch's row.
+// The tokens of a sequence: [begin, begin + length) of row `batch`.
 struct DecodeRange {
     int batch, begin, length;
 };
 
-// Tokens as the threads share them.
+// The prepared tokens, in shared memory.
 template <int kKey, int kBlockRows, int kTokens>
 struct alignas(16) DecodeTokens {
     static constexpr int kThreads = kKey < kStepThreads ? kKey : kStepThreads, kWarps = kThreads / 32;
 
     float q[kTokens][kKey], k[kTokens][kKey], decay[kTokens][kKey];
-    float qq[kTokens][kWarps], kk[kTokens][kWarps], kq[kTokens][kWarps];  // of each warp's channels
+    float qq[kTokens][kWarps], kk[kTokens][kWarps], kq[kTokens][kWarps];  // partial sums, one per warp
     float value[kTokens][kBlockRows], beta[kTokens][kBlockRows];
     std::int32_t state_index[kTokens];
 };
 
-// A thread's share of the tokens: fetch() asks for it, ready() turns it into what all threads want.
+// A thread's inputs of kTokens tokens. fetch() issues the loads to registers; ready() computes what all
+// threads need and writes it to DecodeTokens.
 template <int kKey, int kBlockRows, int kTokens>
 struct DecodeInputs {
     using Tokens = DecodeTokens<kKey, kBlockRows, kTokens>;
-    static constexpr int kOwned = kKey / Tokens::kThreads;  // channels
+    static constexpr int kOwned = kKey / Tokens::kThreads;  // channels per thread and token
     static constexpr int kValues = (kTokens * kBlockRows + kStepThreads - 1) / kStepThreads;
 
     RawFloat q[kTokens][kOwned], k[kTokens][kOwned], g[kTokens][kOwned], value[kValues], beta[kValues];
     std::int32_t state_index = 0;
-    float bias[kOwned], A_log, gamma;  // of the head
+    float bias[kOwned], A_log, gamma;  // of the value head
 
     static __device__ __forceinline__ bool owns_channels() {
         return Tokens::kThreads == kStepThreads || threadIdx.x < Tokens::kThreads;
@@ -79,7 +101,7 @@ struct DecodeInputs {
     static __device__ __forceinline__ int channel(int i) {
         return static_cast<int>(threadIdx.x) + i * Tokens::kThreads;
     }
-    // The i-th of the values: which token's, and which row's of the CTA.
+    // The thread's i-th value belongs to token token_of(i) of the kTokens and to row row_of(i) of the CTA.
     static __device__ __forceinline__ bool owns_value(int i) {
         return kTokens * kBlockRows % kStepThreads == 0 ||
                threadIdx.x + i * kStepThreads < kTokens * kBlockRows;
@@ -98,9 +120,10 @@ struct DecodeInputs {
             bias[i] = owns_channels() ? load(a.dt_bias, value_head, channel(i)) : 0.0f;
     }
 
-    // Tokens t0 to t0 + kTokens - 1 of sequence n; the CTA's rows are those from row0 on. Values first and
-    // betas last: ptxas moves no load across their branches, so that the slot asked for before leads and the
-    // state comes behind.
+    // Issues the loads for tokens t0 to t0 + kTokens - 1 of sequence n; the CTA's rows start at row0.
+    // Values come first and betas last: both are loaded under branches, and ptxas moves no load across a
+    // branch. So the load of the state's slot, issued before, stays ahead, and the copies of the state stay
+    // behind.
     __device__ __forceinline__ void fetch(const DecodeArgs& a, int n, const DecodeRange& range, int t0,
                                           int value_head, int row0) {
         const auto place = [&](const DecodeRows& rows, int head, int j, int c) {
@@ -158,7 +181,7 @@ struct DecodeInputs {
 #pragma unroll
                 for (int i = 0; i < kTokens * kOwned; ++i)
                     s.decay[i / kOwned][channel(i % kOwned)] = decay[i] + shift[i];
-#pragma unroll 1  // few calls come here
+#pragma unroll 1  // few calls have float32 inputs
                 for (int i = 0; i < kTokens * kOwned; ++i) {
                     float& own = s.decay[i / kOwned][channel(i % kOwned)];
                     own = exact.decay(own);
@@ -203,8 +226,8 @@ __device__ __forceinline__ bool is_null(const DecodeArgs& a, const DecodeStates&
            (static_cast<std::uint32_t>(slot) >= static_cast<std::uint32_t>(states.slots));
 }
 
-// CTAs of a multiprocessor. ptxas wants a few registers more for compute capability 10.0 and 12.0, and the
-// shared memory of 12.0 would not hold more.
+// CTAs per multiprocessor. ptxas needs a few registers more for compute capability 10.0 and 12.0, and the
+// shared memory of 12.0 would not hold more CTAs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 inline constexpr bool kFewerCtas = true;
 #else
@@ -213,7 +236,7 @@ inline constexpr bool kFewerCtas = false;
 template <int kKey, int kTokens>
 inline constexpr int kDecodeCtas = (kTokens == 1 ? 6 : 4) - (kKey > 128 || kFewerCtas);
 
-// What a CTA has: a row of the call, a head, and of its state the rows from row0 on.
+// What a CTA processes: sequence n, one value head, and the rows of its state from row0 on.
 struct DecodePlace {
     int n, value_head, row0;
 };
@@ -224,7 +247,8 @@ __device__ __forceinline__ DecodePlace decode_place(const DecodeArgs& a, unsigne
             static_cast<int>(block - head_of_all * a.blocks.value) * kBlockRows};
 }
 
-// The state of a CTA that is yet to come, to the second-level cache: there it waits for less.
+// Prefetches the state of CTA `block`, which starts later, to the second-level cache, where its loads will
+// take less time.
 template <class State, int kKey, int kBlockRows>
 __device__ __forceinline__ void prefetch_state(const DecodeArgs& a, unsigned block) {
     if (block >= gridDim.x || !a.initial.data) return;
@@ -247,17 +271,20 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
     constexpr int kBlockRows = kRows * kRowsPerPass, kFours = kKey / (kLanesPerRow * 4);
     constexpr bool kOne = kTokens == 1;
     __shared__ DecodeTokens<kKey, kBlockRows, kTokens> s;
-    // The state on its way, each thread's where it alone looks. On its way to registers it would be waited
-    // for with the token, since all loads share six counters.
+    // The state between global memory and registers. A thread reads only what it copied itself, so no barrier
+    // is needed.
+    // cp.async rather than loads to registers: those share six scoreboard counters, and ptxas gave the state
+    // the counter of the token's inputs, so that preparing the token waited for the state.
     alignas(16) __shared__ std::uint32_t state[kRows][kFours][kStepThreads][sizeof(State)];
 
     const unsigned thread = threadIdx.x;
     const auto [n, value_head, row0] = decode_place<kBlockRows>(a, blockIdx.x);
-    const int own =
-        static_cast<int>(thread / kLanesPerRow);  // of the CTA's rows; the next are kRowsPerPass apart
+    const int own = static_cast<int>(
+        thread / kLanesPerRow);  // the thread's first row within the CTA; its next are kRowsPerPass apart
 
-    // What decides where the state lies, and whether there is one.
-    const bool exists = kOne || n < a.sequences;  // without sequences somebody still has to zero the outputs
+    // The indices that name the slots of the state, and whether there is an initial state.
+    // Without sequences the grid has the CTAs of one, which zero the outputs.
+    const bool exists = kOne || n < a.sequences;
     std::int32_t from = load(a.initial_indices, n, 0, exists), to = load(a.final_indices, n, 0, exists);
     const std::uint32_t has_initial = load8_if(a.has_initial + n, a.has_initial && exists);
     DecodeRange range{n, 0, kOne ? 1 : a.tokens};
@@ -288,7 +315,7 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
             from = load(a.state_indices, n, min(max(accepted, 1), a.state_indices.columns) - 1);
             reads_at = true;
         }
-        // Tokens after the last sequence belong to nobody.
+        // Tokens after the last sequence belong to none: their outputs are zero.
         if (a.cu_seqlens && n + 1 >= a.sequences)
             for (int t = range.length; range.begin + t < a.tokens; ++t)
 #pragma unroll
@@ -301,7 +328,8 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
                    (a.initial.data != nullptr) & !skipped & (a.has_initial == nullptr | has_initial != 0);
     from = reads_at ? from : n, to = writes_at ? to : n;
 
-    // Past the last row: that one again, and nothing is stored. The slot comes last, as it is known last.
+    // Rows beyond the last are clamped to it for loads, and not stored. The slot's offset is added last
+    // because the slot is the last number to arrive.
     const auto row_of = [&](const DecodeStates& states, std::int32_t slot, int r) {
         const int row = min(row0 + own + r * kRowsPerPass, a.value_dim - 1);
         char* at = advanced(advanced(states.data, value_head, states.head), row, states.v);
@@ -334,7 +362,7 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
         }
     };
 
-    // The state and the output after token t, which stands in place j.
+    // Advances the state by token t, which is prepared in place j, and stores its output.
     const auto advance = [&](int t, int j) {
         const SumScales scales(a.scale, a.qk_l2norm, sum(s.qq[j]), sum(s.kk[j]), sum(s.kq[j]));
         float write[kRows], read[kRows] = {}, out[kRows] = {};

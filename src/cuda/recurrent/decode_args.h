@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What decode reads of a call: a few lines of constant memory, in the order in which they are wanted, with
-// all strides in bytes and 32 bits wide. A token of one row is little work, and what is looked up for it
-// shows.
+// The arguments of decode: a few lines of constant memory, in the order in which the kernel needs them, with
+// all strides in bytes and 32 bits wide.
+// One token of one sequence is so little work that looking up its arguments shows in the time: of DeviceArgs
+// it would wait for a dozen lines of constant memory.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +14,20 @@
 
 namespace cula::cuda::recurrent {
 
+// [N] or [N, columns]; strides in bytes.
 struct DecodeIndices {
     const std::int32_t* data = nullptr;
     std::int32_t row = 0, column = 0, columns = 1;
     bool wide = false;  // int64
 };
 
+// [slots, HV, V, K], K contiguous; strides in bytes.
 struct DecodeStates {
     char* data = nullptr;
     std::int32_t slot = 0, head = 0, v = 0, slots = 0;
 };
 
-// Rows of channels; last: from channel to channel.
+// [B, T, heads, channels]. last: stride between channels, 0 where a row has one number. Strides in bytes.
 struct DecodeRows {
     char* data = nullptr;
     std::int32_t batch = 0, head = 0, last = 0, token = 0;
@@ -41,15 +44,16 @@ struct DecodeArgs {
     std::int32_t null_index = -1, value_dim = 0;
     DecodeIndices initial_indices, final_indices;
     const bool* has_initial = nullptr;
-    DecodeStates initial, final;  // slots: of the pool that the indices mean, also where data is null
+    DecodeStates initial, final;  // slots: of the pool that the indices refer to, even if data is null
     DecodeRows q, k, g, v, beta, o;
     DecodeParameter dt_bias, A_log, gamma;
     float scale = 1.0f, lower_bound = 0.0f, most_beta = 1.0f;
     Gate gate = Gate::kLogDecay;
     bool qk_l2norm = false, delta = false, beta_is_logit = false;
-    std::int32_t ahead = 0;  // CTAs, to the one whose state is asked for
+    std::int32_t ahead = 0;  // prefetch distance in CTAs (prefetch_state)
 
-    // Of calls with other than one token a row.
+    // Read only with kTokens > 1: calls that have other than one token per sequence, or that name slots per
+    // token.
     bool cu_seqlens_64 = false;
     std::int32_t tokens = 1, sequences = 0;
     const void* cu_seqlens = nullptr;
@@ -58,8 +62,8 @@ struct DecodeArgs {
     std::int32_t snapshots_token = 0;
 };
 
-// False where decode does not take the call: a gate of float64, or a stride beyond 2 GiB. The rows of a state
-// are cut into `blocks`.
+// Fills `to`, with a state cut into `blocks` row blocks. Returns false if decode does not take the call: a
+// gate or beta of float64, or a stride of 2 GiB or more.
 template <class State>
 bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
     bool fits = true;
@@ -94,7 +98,7 @@ bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
     to.null_index = a.null_index;
     to.value_dim = a.value_dim;
     to.initial_indices = indices(a.initial_indices);
-    // With state_indices there is no state but those of the tokens.
+    // With state_indices the states of tokens are stored, and no final state.
     if (!a.state_indices.data)
         to.final_indices = indices(a.final_indices.data ? a.final_indices : a.initial_indices);
     to.has_initial = a.has_initial;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What goes token after token, and which instance runs.
+// Which problems the token-by-token kernels take, and which instance runs: decode where it takes the call,
+// otherwise step.
 #include "cuda/recurrent/entry.h"
 
 #include <string>

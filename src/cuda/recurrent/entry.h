@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Token after token, on any NVIDIA GPU from sm_80 on: decode, verify, and whatever prefill the chunks
-// decline.
+// The token-by-token kernels (decode.cuh, step.cuh), for compute capability 8.0 and later: decode, verify,
+// and the prefills and segments that the chunked kernels decline.
 #pragma once
 
 #include <cstddef>
@@ -9,6 +9,7 @@
 
 namespace cula::cuda::recurrent {
 
+// All kernels here need no workspace. run() enqueues on the context's stream.
 Support supports(const Problem& problem);
 std::size_t workspace_bytes(const Args& args, const Context& context);
 void run(const Args& args, const Context& context);

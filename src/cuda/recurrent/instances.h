@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What entry.cc asks of the instances (instances.txt), which nvcc compiles one to a file.
+// The launchers that entry.cc calls. instances.txt lists the types and K that they are instantiated for; nvcc
+// compiles one instance per file.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,14 +10,16 @@
 
 namespace cula::cuda::recurrent {
 
+// Draft tokens per sequence of a tree (step.cuh keeps a path in shared memory).
 inline constexpr int kMaxTreeTokens = 256;
 
-// Token by token, on states of type State in whole 16-byte pieces; false where they are not, and nothing is
-// launched.
+// Launches decode on states of type State: K contiguous, rows in aligned groups of four elements.
+// Returns false, and launches nothing, if the states are not like that or the call asks for what only step
+// computes.
 template <class State, int kKey>
 bool launch_step_packed(const Call& call);
 
-// The same on any states, and along trees; or the maps of whole sequences.
+// Launches step: on any states, along trees, or for the affine maps of whole sequences (Call::segment).
 template <int kKey>
 void launch_step_any(const Call& call);
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Launches of step.
 #pragma once
 
 #include "cuda/pipe/launch.h"
@@ -7,14 +8,14 @@
 
 namespace cula::cuda::recurrent {
 
-// more_rows: besides those of the values.
+// more_rows: rows of M besides the value rows (kMaps).
 template <auto kKernel>
 void launch_rows(const Call& call, int more_rows = 0) {
     const DeviceArgs& a = call.args;
     const auto blocks = [](int rows) {
         return static_cast<std::size_t>((rows + kRowsPerPass - 1) / kRowsPerPass);
     };
-    // Without sequences somebody still has to zero the outputs.
+    // Without sequences the CTAs of one are launched: they zero the outputs.
     const std::size_t sequences =
         a.cu_seqlens && a.sequences == 0 ? 1 : static_cast<std::size_t>(a.sequences);
     launch<kKernel>({.blocks = (blocks(a.value_dim) + blocks(more_rows)) * a.value_heads * sequences,

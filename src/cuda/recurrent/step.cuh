@@ -1,13 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// step: o, states <- q, k, v, gate, beta, state; token after token, in any layout      ALGORITHM.md, "The
-// family"
+// step: o, states <- q, k, v, gate, beta, state; one token after another, states in any layout.
 //
-// grid (value blocks * value heads * sequences)   128 threads
+// Equation: that of decode.cuh. With kMaps: M and B of S <- M S + B for whole sequences (ALGORITHM.md,
+// "Segments").
 //
-// What decode.cuh takes it does faster. Here states may have any strides and each its own dtype, gates may be
-// float64, tokens may form a tree, and states on the way may be asked for. A CTA owns 16 rows of one head's
-// state and keeps them in registers while it walks the tokens of its sequence. Inputs are asked for first and
-// readied while the state comes in, a warp a token.
+// Grid: (row blocks of V, with kMaps also of M) * value heads * sequences, 128 threads.
+// A CTA owns 16 rows of one head's state, eight lanes per row (lanes.cuh), and keeps them in registers while
+// it processes the tokens of its sequence.
+//
+// Each of the four warps prepares one of four tokens in shared memory (TokenInputs). Its loads are issued
+// before those of the state. After a barrier all warps advance the state by the four tokens, while the loads
+// of the next four are in flight; a second barrier frees the places.
+//
+// decode is faster on the calls that it takes. step takes the others: states of any strides, each tensor with
+// its own dtype; float64 gates; trees of draft tokens; intermediate states (checkpoints, chunk states); maps.
+//
+// Budgets                              K = 64    128     256
+//     CTAs per multiprocessor               3       3       2
+//     registers per thread                168     168     255
+//     shared memory, KiB                  4.6     7.6    13.6      trees: K / 16 KiB more
+// Design page: docs/design/decode.md.
 #pragma once
 
 #include "cuda/device_args.h"
@@ -24,26 +36,28 @@ struct alignas(16) StepInputs {
     float q[kStepWarps][kKey], k[kStepWarps][kKey], decay[kStepWarps][kKey];
     float value[kStepWarps][kRowsPerPass], beta[kStepWarps][kRowsPerPass];
     float qq[kStepWarps], kk[kStepWarps], kq[kStepWarps];
-    std::int32_t state_index[kStepWarps];  // where state_indices put the state after the token
+    std::int32_t state_index[kStepWarps];  // the slot that state_indices name for the token
     std::int32_t path[kMaxTreeTokens];
 };
 
-// What a tree's row starts from: x[i][thread] is read and written by that thread alone, so no barrier is
-// needed. The memory it came from may be the slot of one of the row's own tokens, as in vLLM's convention,
-// and be overwritten before a later token continues it.
+// The state that the sequence of a tree starts from. x[i][thread] is read and written by that thread alone,
+// so no barrier is needed.
+// It is kept because the slot it came from may be that of one of the sequence's own tokens, as in vLLM's
+// convention, and be overwritten before a later token continues from it.
 template <int kKey, bool kTree>
 struct TreeBase {
     float x[kTree ? kKey / kLanesPerRow : 1][kStepThreads];
 };
 
-// One warp readies a token: fetch() asks for everything that the CTA's rows need of it, ready() leaves it in
-// place `slot`, and nobody asks memory for anything between two tokens.
+// The inputs of one token, held by one warp. fetch() issues the loads of everything that the CTA's rows need;
+// ready() prepares the token in place `slot` of StepInputs. No load from global memory lies between two
+// tokens.
 template <int kKey>
 struct TokenInputs {
     static constexpr int kPerLane = kKey / 32;
     RawFloat q[kPerLane], k[kPerLane], g[kPerLane], value, beta;
     std::int32_t state_index;
-    // Of the head.
+    // Of the value head.
     float bias[kPerLane], A_log, gamma;
 
     static __device__ __forceinline__ int channel(int i) {
@@ -73,8 +87,8 @@ struct TokenInputs {
                            !per_channel || channel(i) < a.key_dim);
     }
 
-    // Token t of sequence n, which stands at `at` of batch b. The CTA's value rows are those from row0 on;
-    // has_values: they have values, not zeros.
+    // Issues the loads of token t of sequence n, which is token `at` of batch row b. The CTA's value rows
+    // start at row0. has_values: false for rows of M, whose values are zero.
     __device__ __forceinline__ void fetch(const DeviceArgs& a, std::int64_t n, std::int64_t t, std::int64_t b,
                                           std::int64_t at, int value_head, int row0, bool has_values) {
         const int head = value_head / a.group;
@@ -110,8 +124,8 @@ struct TokenInputs {
         const HeadGate gate(value_head, a.gate, A_log, a.lower_bound, gamma);
         const Element type = element(a.q.dtype), g_type = element(a.g.dtype),
                       beta_type = element(a.beta.dtype);
-        // Sums as decode's threads form them: a channel, or two 128 apart, then a warp, then the warps in
-        // order.
+        // The sums are formed in decode's order: per thread over one channel, or over two that lie 128 apart;
+        // then over a warp; then over the warps in order.
         constexpr int kSums = kPerLane < kStepWarps ? kPerLane : kStepWarps;
         float decay[kPerLane], qq[kSums] = {}, kk[kSums] = {}, kq[kSums] = {};
 #pragma unroll
@@ -131,7 +145,7 @@ struct TokenInputs {
             const ExactGate exact(a.gate, A_log, a.lower_bound, per_channel ? 0.0f : gamma);
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i) s.decay[slot][channel(i)] = decay[i] + bias[i];
-#pragma unroll 1  // few calls come here
+#pragma unroll 1  // few calls have float32 inputs
             for (int i = 0; i < kPerLane; ++i) {
                 float& own = s.decay[slot][channel(i)];
                 own = exact.decay(own);
@@ -161,7 +175,8 @@ struct TokenInputs {
     }
 };
 
-// A row of a state in eight lanes, element by element, of whatever dtype each tensor has.
+// A row of a state in eight lanes, loaded and stored element by element, with the strides and dtype of each
+// tensor.
 template <int kKey>
 struct StateRow {
     static constexpr int kPerLane = kKey / kLanesPerRow;
@@ -188,8 +203,9 @@ struct StateRow {
     }
 };
 
-// kMaps: the affine maps of whole sequences instead of outputs. Rows from zero with the values give B, rows
-// from the identity without values give M, of which an additive rule keeps the diagonal.
+// kMaps: computes the affine maps of whole sequences instead of outputs. Rows that start from zero and read
+// the values give B; rows that start from the identity and read zeros as values give M. Of M an additive rule
+// stores the diagonal.
 template <int kKey, bool kTree, bool kMaps = false>
 __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
     step(const __grid_constant__ DeviceArgs a) {
@@ -207,7 +223,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
     const int warp = threadIdx.x / 32, row0 = block * kRowsPerPass,
               own = static_cast<int>(threadIdx.x) / kLanesPerRow, row = row0 + own;
     const TokenRange tokens = a.sequences > 0 ? tokens_of(a, n) : TokenRange{};
-    // A warp readies a token. What it reads does not depend on the state, nor waits for it.
+    // Each warp prepares one token. Its inputs do not depend on the state, so their loads are issued first.
     TokenInputs<kKey> inputs;
     const auto fetch = [&](std::int64_t t) {
         inputs.fetch(a, n, t, tokens.batch, tokens.begin + t, value_head, row0, !of_m);
@@ -222,11 +238,11 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
                 store_float(a.o.data, a.o.dtype, a.o.offset(tokens.batch, t, value_head) + row, 0.0f);
         }
     };
-    // Tokens after the last sequence belong to nobody.
+    // Tokens after the last sequence belong to none: their outputs are zero.
     if (a.cu_seqlens && n + 1 >= a.sequences) zero_outputs(tokens.begin + tokens.length, a.tokens);
     if (a.sequences == 0) return;
 
-    // Where the row starts and ends.
+    // The slots that the sequence starts from and ends in.
     const StateSlots slots = states_of_drafts(a, n);
     if (slots.skipped) return zero_outputs(tokens.begin, tokens.begin + tokens.length);
 
@@ -242,7 +258,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
 
     const bool delta = a.algorithm.update == Update::kDelta;
 
-    // The state after token t, whose inputs stand in place `slot`; its output where asked.
+    // Advances the state by token t, which is prepared in place `slot`, and stores its output if `output`.
     const auto advance = [&](std::int64_t t, int slot, bool output) {
         const SumScales scales(a.scale, a.qk_l2norm, s.qq[slot], s.kk[slot], s.kq[slot]);
         float read = 0.0f, out = 0.0f, write = s.value[slot][own];
@@ -273,7 +289,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
                         output_row);
     };
 
-    // Prefill: the states that were asked for after so many tokens.
+    // Prefill: stores the checkpoints and chunk states that the call asks for after `done` tokens.
     const ChunkStates dense =
         a.chunk_states.data ? chunk_states_of(a, n, value_head, chunk_states_before(a, n)) : ChunkStates{};
     const auto store_prefix = [&](std::int64_t done) {
@@ -291,7 +307,8 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
         snapshot = a.snapshot_indices.at(n);
         if (is_null(a, a.snapshots, snapshot)) snapshot = -1;
     }
-    // index: what state_indices have for token t.
+    // Verify: stores the state after token t in slot `index`, which state_indices name for it, and in the
+    // snapshots.
     const auto store_token = [&](std::int64_t t, std::int32_t index) {
         store_prefix(t + 1);
         if (a.state_indices.data && a.final.data && t < a.state_indices.columns &&
@@ -317,8 +334,9 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
             __syncthreads();
         }
     } else {
-        // A token continues its parent: where that is not the token just done, the path from the base is
-        // walked again, which costs arithmetic and no memory.
+        // A token continues from the state of its parent. If that is not the token just processed, the path
+        // from the base state to the parent is computed again: this costs arithmetic and inputs, but no
+        // memory for a state per token.
         const auto visit = [&](std::int64_t t, bool output) {
             if (warp == 0) {
                 fetch(t);

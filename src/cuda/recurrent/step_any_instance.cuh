@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// An instance of launch_step_any (instances.h).
 #pragma once
 
 #include "cuda/recurrent/launch.cuh"

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// An instance of launch_step_packed (instances.h).
 #pragma once
 
 #include <algorithm>
@@ -9,14 +10,15 @@
 
 namespace cula::cuda::recurrent {
 
+// Whether decode can access these states: of type State, K contiguous, rows in aligned groups of four.
 template <class State>
 bool packed(const States& s) {
     return !s.data || (s.dtype == kDtype<State> && s.k == 1 && (s.v | s.head | s.slot) % 4 == 0 &&
                        reinterpret_cast<std::uintptr_t>(s.data) % (4 * sizeof(State)) == 0);
 }
 
-// Of a multiprocessor's: with 400 in all a decode of 32 to 256 rows takes least; 132 and 800 cost 2 and 8 %
-// more.
+// Prefetch distance, in CTAs per multiprocessor. With 400 CTAs in all (H200) a decode of 32 to 256 sequences
+// takes the least time; 132 and 800 take 2 and 8 % more.
 inline constexpr int kCtasAhead = 3;
 
 template <class State, int kKey, int kRows, int kTokens>
@@ -26,7 +28,7 @@ bool launch_decode(const Call& call) {
     DecodeArgs args;
     if (!decode_args<State>(a, blocks, args)) return false;
     args.ahead = kCtasAhead * call.multiprocessors;
-    // Without sequences somebody still has to zero the outputs.
+    // Without sequences the CTAs of one are launched: they zero the outputs.
     const std::size_t sequences =
         a.cu_seqlens ? static_cast<std::size_t>(std::max(a.sequences, 1)) : a.sequences;
     launch<decode<State, kKey, kRows, kTokens>>(
@@ -41,8 +43,9 @@ bool launch_step_packed(const Call& call) {
         a.snapshots_token % 4 != 0 || !packed<State>(a.initial) || !packed<State>(a.final) ||
         !packed<State>(a.snapshots))
         return false;
-    constexpr int kFullRows = 256 / kKey;  // 32 floats of state a thread
-    // Few rows a CTA where rows are few, so that every multiprocessor has some.
+    constexpr int kFullRows = 256 / kKey;  // 32 floats of the state per thread
+    // With fewer than 40 CTAs per multiprocessor a thread has one row: smaller CTAs occupy every
+    // multiprocessor and shorten the last wave.
     const bool many =
         static_cast<long long>(a.sequences) * a.value_heads * a.value_dim / (kFullRows * kRowsPerPass) >=
         40ll * call.multiprocessors;
