@@ -36,8 +36,8 @@ std::vector<Device> all_devices() {
 
 }  // namespace
 
-// Asked once: every call of the library comes by, and four attributes cost as much as the rest of its
-// dispatch.
+// The attributes are queried once per process: every call of the library comes here, and four queries take as
+// long as the rest of its dispatch.
 Device device(int index) {
     static const std::vector<Device> devices = all_devices();
     if (index < 0 || index >= static_cast<int>(devices.size()))

@@ -5,6 +5,7 @@
 
 namespace cula::cuda {
 
+// The CUDA device of this number. Throws Error if there is none.
 Device device(int index);
 
 }  // namespace cula::cuda

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Conversion of Args to DeviceArgs.
 #include "cuda/device_args.h"
 
 #include <algorithm>

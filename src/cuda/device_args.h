@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call's tensors and options as kernels read them: plain data, passed by value at launch.
+// The tensors and options of a call as kernels read them: plain data, passed by value at launch.
 //
-// What only the device can see is made safe here, whatever it holds: token ranges are clamped to the tensors
-// and an index outside its pool counts as null, so that malformed input never leads to an access out of
-// bounds.
+// cu_seqlens and indices lie on the device, so their values are made safe here, whatever they are: token
+// ranges are clamped to the tensors, and an index outside its pool counts as null. Malformed input never
+// leads to an access out of bounds.
 #pragma once
 
 #include <cstdint>
@@ -14,19 +14,19 @@
 
 namespace cula::cuda {
 
-// [B, T, heads, ...]: where the row of one token and head starts. Strides in elements.
+// A tensor [B, T, heads, ...]; offset() is the start of the row of one token and head. Strides in elements.
 struct TokenRows {
     void* data = nullptr;
     Dtype dtype = Dtype::kFloat32;
     std::int64_t batch = 0, token = 0, head = 0, last = 1;
-    bool pieces = false;  // whether rows can be read in pieces of 16 bytes, at distances of 32 bits
+    bool pieces = false;  // rows can be read in aligned pieces of 16 bytes, with 32-bit distances
 
     CULA_HOST_DEVICE std::int64_t offset(std::int64_t b, std::int64_t t, std::int64_t h) const {
         return b * batch + t * token + h * head;
     }
 };
 
-// [slots, HV, V, K].
+// States [slots, HV, V, K]; strides in elements.
 struct States {
     void* data = nullptr;
     Dtype dtype = Dtype::kFloat32;
@@ -35,12 +35,12 @@ struct States {
     CULA_HOST_DEVICE std::int64_t offset(std::int64_t s, std::int64_t h) const { return s * slot + h * head; }
 };
 
-// An int64 as an index, from its two words: what int32 does not hold is no index.
+// An int64 index from its two words; a number that int32 does not hold becomes -1, a null index.
 CULA_HOST_DEVICE std::int32_t narrow_index(std::int32_t lower, std::int32_t upper) {
     return upper == (lower < 0 ? -1 : 0) ? lower : -1;
 }
 
-// int32 or int64, strides counted in words of 32 bits.
+// A tensor of indices, [N] or [N, columns], int32 or int64. Strides in 32-bit words.
 struct Indices {
     const std::int32_t* data = nullptr;
     std::int64_t row = 0, column = 0;
@@ -51,17 +51,17 @@ struct Indices {
         const std::int32_t* const words = data + n * row + s * column;
         return wide ? narrow_index(words[0], words[1]) : words[0];
     }
-    // The lower word alone, for numbers that say no slot.
+    // The lower word alone, for numbers that are no slots.
     CULA_HOST_DEVICE std::int32_t low(std::int64_t n, std::int64_t s = 0) const {
         return data[n * row + s * column];
     }
 };
 
-// One number per value head, or per value head and channel.
+// Parameters [HV] or [HV, channels]; strides in floats.
 struct HeadParameter {
     const float* data = nullptr;
     std::int64_t head = 0, channel = 0;
-    bool pieces = false;  // whether four neighbouring channels can be read at once
+    bool pieces = false;  // four neighbouring channels can be read by one aligned load
 };
 
 struct DeviceArgs {
@@ -85,12 +85,13 @@ struct DeviceArgs {
     Indices initial_indices, final_indices;
     const bool* has_initial = nullptr;
 
-    Indices checkpoint_plan;  // [M, 3]
+    Indices checkpoint_plan;  // [M, 3]: sequence, tokens, slot
     std::int64_t num_checkpoints = 0;
-    States chunk_states;  // slot: chunk
+    States chunk_states;  // [B, NT, HV, V, K]; slot: chunk
     std::int64_t chunk_states_batch = 0;
 
-    States segment_m, segment_b;  // or none; slot: sequence; of m, v is the channel read, k the one written
+    // The maps of a segment, if asked for. slot: sequence; of m, v is the channel read and k the one written.
+    States segment_m, segment_b;
 
     Indices state_indices, num_accepted, snapshot_indices, parents;
     States snapshots;
@@ -100,11 +101,12 @@ struct DeviceArgs {
 DeviceArgs device_args(const Args& args);
 States states(const TensorRef& ref);
 
+// The tokens [begin, begin + length) of batch row `batch`.
 struct TokenRange {
     std::int64_t batch, begin, length;
 };
 
-// cu_seqlens, clamped to the tensors.
+// cu_seqlens, clamped to the T tokens of the tensors.
 struct Offsets {
     const void* data;
     std::int64_t tokens;
@@ -130,13 +132,16 @@ CULA_HOST_DEVICE TokenRange tokens_of(const DeviceArgs& a, std::int64_t n) {
     return Offsets(a).tokens_of(n);
 }
 
+// Null indices: negative, null_index, or outside the pool.
 CULA_HOST_DEVICE bool is_null(const DeviceArgs& a, const States& states, std::int64_t index) {
     return index < 0 || index == a.null_index || index >= states.slots;
 }
 
+// The slots that a sequence starts from and ends in. skipped: a null row, whose o is zero and which stores
+// nothing.
 struct StateSlots {
     bool skipped = false;
-    std::int64_t initial = -1, final = -1;  // -1: zero, not stored
+    std::int64_t initial = -1, final = -1;  // -1: starts from zero; is not stored
 };
 
 CULA_HOST_DEVICE StateSlots states_of(const DeviceArgs& a, std::int64_t n) {
@@ -154,8 +159,8 @@ CULA_HOST_DEVICE StateSlots states_of(const DeviceArgs& a, std::int64_t n) {
     return slots;
 }
 
-// The same where state_indices may say where the sequence starts; its tokens end where they say, and it in no
-// slot.
+// The same for calls that may have state_indices (verify). With them a sequence starts from the slot of its
+// last accepted token, unless initial_state_indices are given, and has no final slot: each token has its own.
 CULA_HOST_DEVICE StateSlots states_of_drafts(const DeviceArgs& a, std::int64_t n) {
     if (!a.state_indices.data) return states_of(a, n);
     const std::int32_t accepted = a.num_accepted.data ? a.num_accepted.at(n) : 1,
@@ -171,7 +176,8 @@ CULA_HOST_DEVICE StateSlots states_of_drafts(const DeviceArgs& a, std::int64_t n
     return slots;
 }
 
-// Where chunk_states holds those of sequence n, and how many of them fit.
+// The place of the chunk states of sequence n and one value head: the offset of the first, in elements, and
+// how many fit from there. before: chunk states of the packed sequences before n.
 struct ChunkStates {
     std::int64_t offset = 0, room = 0;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CULA_HOST_DEVICE: functions that kernels and the host share.
+// CULA_HOST_DEVICE marks functions that kernels and the host both call.
 #pragma once
 
 #if defined(__CUDACC__)

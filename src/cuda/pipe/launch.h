@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one place that talks to the CUDA runtime: launches, always checked.
+// The only place that calls the CUDA runtime to launch kernels. Every call is checked.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,6 +15,7 @@
 
 namespace cula::cuda {
 
+// Throws std::runtime_error with `what` and the message of CUDA if a call failed.
 inline void check(cudaError_t status, const char* what) {
     if (status != cudaSuccess)
         throw std::runtime_error(std::string("cula: ") + what + ": " + cudaGetErrorString(status));
@@ -23,20 +24,21 @@ inline void check(cudaError_t status, const char* what) {
 struct LaunchShape {
     std::size_t blocks = 0;
     int threads = 0;
-    std::size_t shared_bytes = 0,
-                most_shared_bytes = 0;  // of this launch; of any of the kernel, where that is more
-    int cluster = 1;                    // neighbouring blocks
-    // The kernel may start while the one launched before is running, for whose end it waits itself
-    // (ptx/overlap.cuh); sm_90.
+    // Dynamic shared memory per CTA: of this launch, and the most that any launch of this kernel has.
+    std::size_t shared_bytes = 0, most_shared_bytes = 0;
+    int cluster = 1;  // CTAs per cluster
+    // PDL (ptx/pdl.cuh), sm_90: the kernel may start while the one launched before it is still running, and
+    // waits for that one's end itself.
     bool early = false;
 };
 
-// Dynamic shared memory beyond 48 KiB has to be asked for once per kernel and device: always for the same
-// amount, as two threads may launch one kernel. Asking takes a microsecond. A device that is reset forgets,
-// and is not asked again.
+// Raises the limit of a kernel's dynamic shared memory, which is needed beyond 48 KiB, once per kernel and
+// device. A call to the runtime takes a microsecond.
+// The amount is always the same for a kernel, because two threads may launch it at the same time. A device
+// that is reset loses the setting, and it is not made again.
 template <auto kKernel>
 void ask_for_shared(std::size_t bytes) {
-    static std::atomic<std::uint64_t> asked = 0;  // a bit for each of the first devices
+    static std::atomic<std::uint64_t> asked = 0;  // one bit per device, for the first 64
     int device = 0;
     check(cudaGetDevice(&device), "current device");
     const std::uint64_t bit = device < 64 ? std::uint64_t{1} << device : 0;
@@ -46,7 +48,8 @@ void ask_for_shared(std::size_t bytes) {
     asked.fetch_or(bit, std::memory_order_relaxed);
 }
 
-// Arguments pass by reference, since a kernel's may be kilobytes: only the runtime copies them.
+// Launches a kernel. Arguments are passed by reference, because they may take kilobytes: only the runtime
+// copies them.
 template <class... Params, class... Args>
 void launch_as(void (*kernel)(Params...), const LaunchShape& shape, void* stream, const Args&... args) {
     cudaLaunchAttribute attributes[2];
@@ -69,6 +72,7 @@ void launch_as(void (*kernel)(Params...), const LaunchShape& shape, void* stream
     check(cudaLaunchKernelEx(&config, kernel, static_cast<const Params&>(args)...), "launch");
 }
 
+// Launches kKernel, or nothing if there are no blocks. Throws Error if there are more than a grid can have.
 template <auto kKernel, class... Args>
 void launch(const LaunchShape& shape, void* stream, const Args&... args) {
     if (shape.blocks == 0) return;
@@ -80,7 +84,7 @@ void launch(const LaunchShape& shape, void* stream, const Args&... args) {
     launch_as(kKernel, shape, stream, args...);
 }
 
-// The calling thread's current device, put back at the end.
+// Makes `device` the current device of the calling thread, and restores the previous one at the end.
 class DeviceGuard {
 public:
     explicit DeviceGuard(int device) {

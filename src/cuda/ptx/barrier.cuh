@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Barriers in shared memory that count arrivals and bytes, bulk copies that complete on them, and clusters:
-// sm_90.
+// Barriers in shared memory (mbarrier) that count arrivals and bytes, bulk copies that complete on them, and
+// clusters: sm_90.
 //
-// A barrier's phases alternate between parity 0 and 1. Waiting for the phase before the first, parity 1,
-// returns at once.
+// The phases of a barrier alternate between parity 0 and 1, beginning with 0. Waiting for parity 1 on a fresh
+// barrier, the phase before the first, returns at once.
 #pragma once
 
 #include <cstdint>
 
 namespace cula::cuda {
 
+// A phase ends after so many arrivals and after all bytes that were announced.
 __device__ __forceinline__ void init_barrier(std::uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
-// After init_barrier, before anyone of the cluster uses the barriers.
+// Makes initialised barriers visible to the cluster. Call it after init_barrier(), and synchronise before the
+// first use.
 __device__ __forceinline__ void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -21,8 +23,9 @@ __device__ __forceinline__ void publish_barriers() {
 __device__ __forceinline__ void arrive(std::uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At the barrier of the same place in CTA `rank` of the cluster. It orders shared memory, as all here does;
-// global memory across CTAs would take the cluster's scope, and cost a flush of the first-level cache.
+// Arrives at the barrier at the same offset in CTA `rank` of the cluster.
+// Like everything here it orders shared memory. Ordering global memory across CTAs would need the cluster's
+// scope, and cost a flush of the first-level cache.
 __device__ __forceinline__ void arrive_at(std::uint32_t barrier, int rank) {
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
@@ -30,7 +33,7 @@ __device__ __forceinline__ void arrive_at(std::uint32_t barrier, int rank) {
         "r"(rank)
         : "memory");
 }
-// One arrival, and `bytes` more to come before the phase ends.
+// Arrives once, and announces `bytes` that must also come before the phase ends.
 __device__ __forceinline__ void arrive_expecting(std::uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
@@ -42,7 +45,7 @@ __device__ __forceinline__ void arrive_expecting_at(std::uint32_t barrier, int b
         "r"(bytes), "r"(rank)
         : "memory");
 }
-// No arrival, but so many bytes more.
+// Announces `bytes` without arriving.
 __device__ __forceinline__ void expect(std::uint32_t barrier, int bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
@@ -54,7 +57,7 @@ __device__ __forceinline__ void expect_at(std::uint32_t barrier, int bytes, int 
         "r"(bytes), "r"(rank)
         : "memory");
 }
-// Whether the phase is over.
+// Whether the phase of this parity has ended; does not wait.
 __device__ __forceinline__ bool test_barrier(std::uint32_t barrier, int parity) {
     std::uint32_t done;
     asm volatile(
@@ -64,6 +67,7 @@ __device__ __forceinline__ bool test_barrier(std::uint32_t barrier, int parity) 
         : "memory");
     return done != 0;
 }
+// Waits until the phase of this parity has ended.
 __device__ __forceinline__ void wait_barrier(std::uint32_t barrier, int parity) {
     asm volatile(
         "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; "
@@ -71,17 +75,17 @@ __device__ __forceinline__ void wait_barrier(std::uint32_t barrier, int parity) 
         "r"(parity)
         : "memory");
 }
-// What ordinary stores and copies wrote to shared memory, before tensor cores and bulk copies read it.
+// Makes ordinary stores and copies to shared memory visible to tensor cores and bulk copies that follow.
 __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// What ordinary stores wrote to global memory, before bulk copies read it.
+// Makes ordinary stores to global memory visible to bulk copies that follow.
 __device__ __forceinline__ void fence_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Whole 16-byte pieces of global memory to the same place in every CTA of the cluster that `ranks` names by a
-// bit; each one's barrier, at the same place too, counts the bytes.
+// Copies `bytes` (a multiple of 16) of global memory to the same offset in every CTA of the cluster whose bit
+// is set in `ranks`. The barrier at the same offset in each of them counts the bytes.
 __device__ __forceinline__ void copy_bulk(std::uint32_t shared, const void* global, int bytes,
                                           std::uint32_t barrier, unsigned ranks) {
     asm volatile(
@@ -91,7 +95,7 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t shared, const void* glob
         "l"(global), "r"(bytes), "r"(barrier), "h"(static_cast<unsigned short>(ranks))
         : "memory");
 }
-// To this CTA alone.
+// The same to this CTA alone.
 __device__ __forceinline__ void copy_bulk(std::uint32_t shared, const void* global, int bytes,
                                           std::uint32_t barrier) {
     asm volatile(
@@ -101,7 +105,7 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t shared, const void* glob
         : "memory");
 }
 
-// From this CTA's shared memory to `shared` in CTA `rank`, whose barrier counts the bytes.
+// Copies from shared memory of this CTA to `shared` in CTA `rank`, whose barrier counts the bytes.
 __device__ __forceinline__ void copy_bulk_to(std::uint32_t shared, std::uint32_t from, int bytes,
                                              std::uint32_t barrier, int rank) {
     asm volatile(
@@ -111,7 +115,7 @@ __device__ __forceinline__ void copy_bulk_to(std::uint32_t shared, std::uint32_t
         "r"(from), "r"(bytes), "r"(barrier), "r"(rank)
         : "memory");
 }
-// Two floats, the same way.
+// Stores two floats in the same way (8 bytes).
 __device__ __forceinline__ void send_to(std::uint32_t shared, float2 x, std::uint32_t barrier, int rank) {
     asm volatile(
         "{ .reg .b32 to, there; mapa.shared::cluster.u32 to, %0, %4; mapa.shared::cluster.u32 there, %3, %4; "
@@ -126,13 +130,14 @@ __device__ __forceinline__ int cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return static_cast<int>(rank);
 }
-// All threads of the cluster.
+// Synchronises all threads of the cluster.
 __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
 }
 
-// How many registers each thread of the warpgroup has from here on: given back, or asked for and waited for.
+// Sets the number of registers of each thread of the warpgroup (setmaxnreg): lower_registers() gives
+// registers back, raise_registers() waits until the CTA has enough free ones.
 template <int kCount>
 __device__ __forceinline__ void lower_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor core products of one warp, sm_80: d [16 x 8] += a [16 x 16] b [16 x 8], float accumulators.
+// Tensor core products of one warp (mma.sync), sm_80: d [16 x 8] += a [16 x 16] b [16 x 8], float
+// accumulators.
 //
-// Lane l holds of d: rows l/4 and l/4 + 8, columns 2 (l%4) and the next: d[0], d[1] and d[2], d[3].
-// Of a, packed pairs along k: rows l/4, l/4 + 8 at k = 2 (l%4), then both at k + 8. Of b: k = 2 (l%4) and k +
-// 8, column l/4.
+// Fragments, for lane l:
+//     d: rows l/4 and l/4 + 8, columns 2 (l%4) and the next; d[0], d[1] are the first row, d[2], d[3] the
+//     second
+//     a: pairs along k; a[0], a[1] are rows l/4 and l/4 + 8 at k = 2 (l%4), a[2], a[3] the same rows at k + 8
+//     b: pairs along k; b0 at k = 2 (l%4), b1 at k + 8, column l/4
 #pragma once
 
 #include <cuda_bf16.h>
@@ -57,8 +60,8 @@ __device__ __forceinline__ void mma_16x8x8<__half>(float (&d)[4], const std::uin
         : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
-// d [16 x 8] += a [16 x 8] b [8 x 8] on TF32. Lane l holds of a: rows l/4, l/4 + 8 at k = l%4, then both at k
-// + 4; of b: k = l%4 and k + 4, column l/4.
+// d [16 x 8] += a [16 x 8] b [8 x 8] in TF32. Lane l holds of a: rows l/4 and l/4 + 8 at k = l%4, then both
+// at k + 4; of b: k = l%4 and k + 4, column l/4.
 __device__ __forceinline__ void mma_16x8x8_tf32(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                                                 std::uint32_t b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -67,7 +70,7 @@ __device__ __forceinline__ void mma_16x8x8_tf32(float (&d)[4], const std::uint32
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats as neighbours along k, the first in the lower half.
+// Rounds two floats to T and packs them as neighbours along k, the first in the lower half.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack2(float low, float high);
 template <>
@@ -83,8 +86,8 @@ __device__ __forceinline__ std::uint32_t pack2<__half>(float low, float high) {
     return word;
 }
 
-// The same, done again each time it is asked for: where many results would otherwise be kept from one use to
-// the next.
+// The same, but computed anew at every call. Used where many packed results would otherwise occupy registers
+// from one use to the next.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack2_again(float low, float high);
 template <>
@@ -111,8 +114,8 @@ __device__ __forceinline__ float2 unpack2<__half>(std::uint32_t word) {
     return __half22float2(reinterpret_cast<const __half2&>(word));
 }
 
-// As pack2, and in float16 what is larger than its largest number becomes that: a zero of the other operand
-// times it is zero, not NaN. A NaN stays one.
+// As pack2, but in float16 a number beyond the largest finite one becomes that one: its product with a zero
+// of the other operand is then zero, not NaN. A NaN stays a NaN.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack2_finite(float low, float high) {
     std::uint32_t word = pack2<T>(low, high);
@@ -123,7 +126,7 @@ __device__ __forceinline__ std::uint32_t pack2_finite(float low, float high) {
     return word;
 }
 
-// What packing `x` rounded away, packed.
+// The low word of a compensated operand: what rounding `x` to `packed` took away, packed.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack_rest(float2 x, std::uint32_t packed) {
     const float2 rounded = unpack2<T>(packed);

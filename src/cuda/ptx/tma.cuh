@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Boxes of tensors that a map on the host describes, to and from shared memory: sm_90.
+// TMA tiles: copies between a tensor in global memory, which the host describes by a tensor map, and shared
+// memory: sm_90.
 #pragma once
 
 #include <cuda.h>
@@ -8,11 +9,13 @@
 
 namespace cula::cuda {
 
+// The first element of a TMA tile.
 struct TileCoordinates {
     int channel, head, token, batch;
 };
 
-// The box at `at`, with zeros where it reaches beyond the tensor; `barrier` counts its bytes, those too.
+// Loads the TMA tile at `at`. Elements beyond the tensor become zeros. `barrier` counts the bytes of the
+// whole tile, zeros included.
 __device__ __forceinline__ void tma_load(std::uint32_t shared, const CUtensorMap& map,
                                          const TileCoordinates& at, std::uint32_t barrier) {
     asm volatile(
@@ -21,13 +24,13 @@ __device__ __forceinline__ void tma_load(std::uint32_t shared, const CUtensorMap
         "l"(&map), "r"(at.channel), "r"(at.head), "r"(at.token), "r"(at.batch), "r"(barrier)
         : "memory");
 }
-// To the second-level cache alone.
+// Prefetches the tile to the second-level cache.
 __device__ __forceinline__ void tma_prefetch(const CUtensorMap& map, const TileCoordinates& at) {
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map),
                  "r"(at.channel), "r"(at.head), "r"(at.token), "r"(at.batch)
                  : "memory");
 }
-// The way back, of what lies in the tensor.
+// Stores the tile at `at` from shared memory; elements beyond the tensor are not written.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, const TileCoordinates& at,
                                           std::uint32_t shared) {
     asm volatile(
@@ -36,12 +39,13 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, const TileCoor
         "r"(at.channel), "r"(at.head), "r"(at.token), "r"(at.batch), "r"(shared)
         : "memory");
 }
-// Returns when all that the thread has stored so far has been read.
+// Waits until the sources of all tile stores of this thread have been read, so that their shared memory may
+// be reused.
 __device__ __forceinline__ void tma_wait_stores_read() {
     asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// A map, to where tensor copies look for it.
+// Prefetches a tensor map to the descriptor cache.
 __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor core products of a warpgroup, sm_90a: d [64 x N] += a [64 x 16] b [16 x N], float accumulators.
+// Tensor core products of a warpgroup (wgmma), sm_90a: d [64 x N] += a [64 x 16] b [16 x N], float
+// accumulators.
 //
-// A warpgroup is four warps from a multiple of four on; warp w holds rows 16 w to 16 w + 15 of d and a, as
-// the accumulators and the A operand of ptx/mma.cuh. b lies in shared memory as Tile (sm80/chunk.cuh): [N x
-// 16 channels] of rows that are contiguous along k, or transposed, [16 x N] contiguous along N.
+// A warpgroup is four consecutive warps, the first a multiple of four. Warp w of it holds rows 16 w to 16 w +
+// 15 of d and a, in the fragments of ptx/mma.cuh. b lies in shared memory in the layout of Tile
+// (chunked/chunk.cuh): [N x 16 channels] with rows that are contiguous along k, or transposed, [16 x N]
+// contiguous along N.
 //
-// Products run on their own after they are issued: fence() before the first that reads or adds to registers
-// that were written since, commit() after a batch, wait<pending>() until all batches but so many are through.
-// hold() keeps the compiler from moving registers that products in flight own.
+// Products are asynchronous:
+// - fence() comes before the first product that reads or adds to registers that were written since the last
+//   one;
+// - commit() closes a batch;
+// - wait<pending>() waits until all but the latest `pending` batches have completed;
+// - hold() keeps the compiler from moving registers that belong to products in flight.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -31,8 +36,8 @@ __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
         for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(d[i][e])::"memory");
 }
 
-// Where an operand lies in shared memory. Advancing by x bytes adds x / 16, which leaves the upper half as it
-// is.
+// The descriptor of an operand in shared memory, as two words. Advancing by x bytes adds x / 16 to the low
+// word and leaves the high one.
 struct Operand {
     std::uint32_t low, high;
 
@@ -44,9 +49,9 @@ struct Operand {
     }
 };
 
-// In panels of kColumns columns, whose rows of twice as many bytes are what the swizzle permutes: the
-// address, and the strides between eight rows and, transposed, between panels. The address should be
-// uniform().
+// The descriptor of an operand that lies in panels of kColumns columns; their rows of 2 kColumns bytes are
+// the span of the swizzle. Strides: between groups of eight rows, and, for transposed operands, panel_bytes
+// between panels. The address should be uniform().
 template <int kColumns>
 __device__ __forceinline__ Operand operand(std::uint32_t address, std::uint32_t panel_bytes = 16) {
     static_assert(kColumns == 64 || kColumns == 32 || kColumns == 16);
@@ -57,16 +62,16 @@ __device__ __forceinline__ Operand operand(std::uint32_t address, std::uint32_t 
     return {(panel_bytes >> 4) << 16 | (address & 0x3ffffu) >> 4, kSwizzle << 30 | kEightRows >> 4};
 }
 
-// x, which is the same in all lanes, where the compiler can tell. Products take descriptors from registers
-// that a warp has once: of a uniform address they are made there, of any other in every lane, and moved, for
-// each product.
+// x, which is the same in all lanes, in a form that the compiler knows to be uniform. Products take
+// descriptors from uniform registers. From a uniform address they are computed there; from any other they are
+// computed in every lane and moved for each product.
 __device__ __forceinline__ std::uint32_t uniform(std::uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// d += a b, or with add = 0 d = a b. N = 8 kTiles.
+// d += a b, or with add = 0: d = a b. N = 8 kTiles; a comes from registers, b from shared memory.
 template <class T, int kTiles, bool kTransposed>
 __device__ __forceinline__ void multiply(float (*d)[4], const std::uint32_t (&a)[4], Operand b, int add);
 
-// Both operands in shared memory.
+// The same with both operands in shared memory.
 template <class T, int kTiles>
 __device__ __forceinline__ void multiply_shared(float (&d)[kTiles][4], Operand a, Operand b, int add);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers in memory to float and back.
+// Loads and stores of numbers of any dtype, converted to and from float.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,6 +16,7 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 
+// Rounds to nearest, ties to even.
 template <class T>
 __device__ __forceinline__ T from_float(float x);
 template <>
@@ -61,7 +62,7 @@ __device__ __forceinline__ void load4(float* to, const float* from) {
     to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
 }
 
-// base + index * stride, a 32-bit product of 64 bits.
+// base + index * stride in bytes: a 32-bit by 32-bit product of 64 bits (one mad.wide).
 template <class T>
 __device__ __forceinline__ T* advanced(T* base, std::int32_t index, std::int32_t stride) {
     std::int64_t at;
@@ -71,9 +72,10 @@ __device__ __forceinline__ T* advanced(T* base, std::int32_t index, std::int32_t
     return reinterpret_cast<T*>(at);
 }
 
-// What stands at `from` where `in`, otherwise 0. In assembly, since the compiler made branches of the
-// conditions and placed the first use of one number ahead of the next load: many are to be asked for one
-// after another, and each waits where its number is wanted.
+// The number at `from` if `in`, otherwise 0.
+// In assembly, because the compiler turned the conditions into branches and placed the first use of a number
+// before the next load. Here many loads are issued one after another, and each is waited for where its number
+// is used.
 __device__ __forceinline__ std::uint32_t load8_if(const void* from, bool in) {
     std::uint32_t x;
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u8 %0, [%1]; }"
@@ -96,7 +98,7 @@ __device__ __forceinline__ std::uint32_t load32_if(const void* from, bool in) {
     return x;
 }
 
-// A dtype as a whole word, which takes no unpacking; kNone: there is no tensor.
+// A dtype as a 32-bit word, so that no byte has to be extracted. kNone: there is no tensor.
 enum class Element : std::int32_t { kNone, kFloat32, kBFloat16, kFloat16 };
 
 __host__ __device__ __forceinline__ Element element(Dtype dtype) {
@@ -106,9 +108,10 @@ __host__ __device__ __forceinline__ Element element(Dtype dtype) {
                                        : Element::kNone;
 }
 
-// One number of 16 or 32 bits whose type is known at run time, asked for without looking at it: nothing waits
-// before value(). Each width has a register of its own, since of two loads into one register the second waits
-// for the first, even where a predicate has switched one of them off.
+// A number of 16 or 32 bits whose dtype is known at run time. load() does not depend on any loaded value, and
+// nothing waits before value().
+// Each width has a register of its own: of two predicated loads into one register the second waits for the
+// first, even if a predicate disables one of them.
 struct RawFloat {
     std::uint32_t narrow = 0, wide = 0;
 
@@ -122,7 +125,7 @@ struct RawFloat {
     }
 };
 
-// Without a branch.
+// Stores x as `type` if `in`; predicated, without a branch.
 __device__ __forceinline__ void store_float_if(void* to, Element type, float x, bool in) {
     const unsigned short narrow = type == Element::kBFloat16
                                       ? __bfloat16_as_ushort(from_float<__nv_bfloat16>(x))
@@ -147,7 +150,7 @@ struct Four {
     }
     Four() = default;
 
-    // Asks for the four at p, or for zeros where not `in`, as words of shared memory.
+    // Issues a cp.async of the four elements at p to `shared`; writes zeros if not `in`.
     static __device__ __forceinline__ void copy_async_if(std::uint32_t* shared, const T* p, bool in) {
         if constexpr (sizeof(T) == 4)
             copy_async(shared_address(shared), p, in ? 16 : 0);
@@ -170,7 +173,7 @@ struct Four {
             return to_float(reinterpret_cast<const T&>(bits));
         }
     }
-    // In order from 0 to 3.
+    // Call in order of i, from 0 to 3: the lower half of a word is set first.
     __device__ __forceinline__ void set(int i, float x) {
         if constexpr (sizeof(T) == 4) {
             word[i] = __float_as_uint(x);

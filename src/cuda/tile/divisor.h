@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Division by a number that the host knows.
+// Division by a number that the host knows before the launch.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace cula::cuda {
 
-// x / value for 0 <= x < 2^31, by 1 where there is nothing to divide: a multiplication by 2^shift / value,
-// rounded up, with 2^(shift - 31) >= value.
+// x / value for 0 <= x < 2^31, computed as a multiplication by `factor` = 2^shift / value, rounded up, and a
+// shift, where 2^(shift - 31) >= value. A default Divisor divides by 1.
 struct Divisor {
     std::uint32_t value = 1, factor = 1u << 31, shift = 31;
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gates, decays and write strengths of a head, from what the caller gave.
+// Decays and write strengths of a head, computed from the gates that the caller gave (Gate in
+// cula/problem.h).
 #pragma once
 
 #include "cuda/device_args.h"
@@ -8,8 +9,8 @@
 namespace cula::cuda {
 
 inline constexpr float kLog2E = 1.44269504088896f;
-inline constexpr float kLeastLog2Decay =
-    -160.0f;  // 2^-160 is zero in float: sums of decays stay small numbers
+// Log decays are clamped here: 2^-160 is zero in float, and sums of clamped log decays stay small numbers.
+inline constexpr float kLeastLog2Decay = -160.0f;
 
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -21,7 +22,7 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// A NaN where one of them is.
+// The minimum; a NaN if one of the two is.
 __device__ __forceinline__ float min_or_nan(float x, float y) {
     float least;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
@@ -29,12 +30,12 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
 }
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2E * x)); }
 
-// exp(x) to little more than half a unit in the last place, zero where it has no normal number. The
-// approximate instruction is off by up to two units, alike for equal gates, and off by |x| 2^-24 more: what
-// hundreds of float32 tokens multiply would show it.
+// exp(x) to little more than half a unit in the last place; zero where the result is not a normal number.
+// The approximate instruction is wrong by up to two units, by the same amount for equal gates, and by |x|
+// 2^-24 besides. A product over hundreds of float32 tokens would show that.
 __device__ __forceinline__ float exp_exact(float x) {
     const float n = fminf(rintf(x * kLog2E), 127.0f);
-    const float r = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, x));  // ln 2 in two numbers
+    const float r = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, x));  // ln 2 as the sum of two numbers
     float p = 1.98412698e-4f;
     p = fmaf(p, r, 1.38888889e-3f);
     p = fmaf(p, r, 8.33333333e-3f);
@@ -49,14 +50,15 @@ __device__ __forceinline__ float sigmoid_exact(float x) {
     return __fdiv_rn(x < 0.0f ? e : 1.0f, 1.0f + e);
 }
 
-// How well a softplus is known, of itself: to 2^-22; or, for sums that become factors of 16-bit operands, to
-// 2^-14 or 2^-11. A factor 2^-x is then wrong by 2^-14 x 2^-x ln 2, which is 2^-15 at most, or by 2^-12,
+// The relative error of a softplus: 2^-22; or, for sums that become factors of 16-bit operands, 2^-14 or
+// 2^-11.
+// A factor 2^-x is then wrong by 2^-14 * (x 2^-x ln 2), which is at most 2^-15 (with k11: at most 2^-12),
 // however many tokens the sum is over.
 enum class GateBits { k22, k14, k11 };
 
-// log2(1 + 2^y): softplus in base 2, as max(y, 0) + log2(1 + e) with e = 2^-|y| at most 1. The logarithm is e
-// times the best polynomial for log2(1 + e) / e, and so as good at any size, where the approximate
-// instruction is not for small e.
+// Softplus in base 2, log2(1 + 2^y) = max(y, 0) + log2(1 + e) with e = 2^-|y| <= 1. The logarithm is e times
+// the minimax polynomial of log2(1 + e) / e, so its relative error is the same for every e; the approximate
+// instruction is inaccurate for small e.
 template <GateBits kBits>
 __device__ __forceinline__ float softplus2(float y) {
     const float e = exp2_fast(-fabsf(y));
@@ -87,8 +89,8 @@ __device__ __forceinline__ float softplus2(float y) {
     return fmaf(x, e, fmaxf(y, 0.0f));
 }
 
-// Every gate is log2 decay = out * shape(in * (x + bias)), where in and out belong to the head (HeadGate),
-// and neither shape nor -out is negative for what decays.
+// Every gate has the form: log2 decay = out * shape(in * (x + bias)). `in` and `out` belong to the head
+// (HeadGate). For gates that decay, shape and -out are not negative.
 template <Gate kGate, GateBits kBits>
 __device__ __forceinline__ float gate_shape(float x) {
     if constexpr (kGate == Gate::kSoftplus)
@@ -99,6 +101,7 @@ __device__ __forceinline__ float gate_shape(float x) {
         return -x;
 }
 
+// The gate of one value head.
 struct HeadGate {
     int value_head;
     Gate kind;
@@ -113,7 +116,7 @@ struct HeadGate {
             bias = a.dt_bias.data[head * a.dt_bias.head];
     }
 
-    // From numbers that have been read already; the bias is the caller's.
+    // From parameters that have been loaded already. The caller adds the bias itself.
     __device__ __forceinline__ HeadGate(int head, Gate gate, float A_log, float lower_bound, float gamma)
         : value_head(head), kind(gate), in(1.0f), out(-kLog2E), gamma2(gamma * kLog2E), bias(0.0f) {
         float slope = exp2_fast(A_log * kLog2E);
@@ -122,7 +125,8 @@ struct HeadGate {
         if (gate == Gate::kBounded) in = -kLog2E * slope, out = lower_bound * kLog2E;
     }
 
-    // x <- log2 decays of raw gates with their bias added, or of given log decays: one branch for all.
+    // x <- log2 decays. x holds raw gates with their bias added, or log decays. There is one branch on the
+    // kind of gate for all kCount numbers.
     template <int kCount>
     __device__ __forceinline__ void log2_decays(float (&x)[kCount]) const {
         switch (kind) {
@@ -151,22 +155,23 @@ private:
     }
 };
 
-// A write strength, or the logit of one, of which `most` is the largest.
+// Returns x, or, if x is a logit, most * sigmoid(x).
 __device__ __forceinline__ float beta_exact(float x, bool is_logit, float most) {
     return is_logit ? most * sigmoid_exact(x) : x;
 }
 
-// The same for float32 inputs, token by token: the decay itself, as exact as float32 gets.
+// The gate of one value head for float32 inputs, token by token: computes the decay itself, as exactly as
+// float32 allows.
 struct ExactGate {
     Gate kind;
     float slope, lower_bound, gamma;
 
     __device__ __forceinline__ ExactGate(Gate gate, float A_log, float bound, float head_decay)
         : kind(gate), slope(exp_exact(A_log)), lower_bound(bound), gamma(head_decay) {
-        if (slope > kMostGateSlope) slope = kMostGateSlope;  // a NaN stays one
+        if (slope > kMostGateSlope) slope = kMostGateSlope;  // a NaN stays a NaN
     }
 
-    // Of a raw gate with its bias added, or of a given log decay.
+    // x: a raw gate with its bias added, or a log decay.
     __device__ __forceinline__ float decay(float x) const {
         if (kind == Gate::kSoftplus) x = -slope * (fmaxf(x, 0.0f) + log1pf(exp_exact(-fabsf(x))));
         if (kind == Gate::kBounded) x = lower_bound * sigmoid_exact(slope * x);
@@ -174,7 +179,7 @@ struct ExactGate {
     }
 };
 
-// log2 of a token's decay where it has one number.
+// log2 of a token's decay, for algorithms with one decay per token, per head or none.
 __device__ __forceinline__ float token_log2_decay(const DeviceArgs& a, const HeadGate& gate, std::int64_t b,
                                                   std::int64_t t, int value_head) {
     if (a.algorithm.decay != Decay::kPerToken) return gate.gamma2;
@@ -182,6 +187,7 @@ __device__ __forceinline__ float token_log2_decay(const DeviceArgs& a, const Hea
            gate.gamma2;
 }
 
+// A write strength for 16-bit inputs: the approximate sigmoid of a logit, or x itself.
 __device__ __forceinline__ float beta_of(const DeviceArgs& a, float x) {
     return a.beta_is_logit ? sigmoid(x) * (a.allow_neg_eigval ? 2.0f : 1.0f) : x;
 }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Running sums over a warp.
+// Sums and prefix sums over a warp.
 #pragma once
 
 namespace cula::cuda {
 
-// Neighbouring numbers a lane, in the order of lanes: each becomes the sum of all up to itself.
+// Inclusive prefix sums over the 32 * kEach numbers of a warp; each lane holds kEach neighbouring ones, in
+// the order of lanes.
 template <int kEach>
 __device__ __forceinline__ void running_sums(float (&x)[kEach]) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -30,10 +31,10 @@ __device__ __forceinline__ float sum_over_warp(float x) {
 }
 
 struct SumBefore {
-    std::int32_t before, total;  // over the threads before this one, and over all
+    std::int32_t before, total;  // over the lanes before this one, and over all
 };
 
-// The sum over a warp: `before` excludes the lane's own.
+// The exclusive prefix sum of the lanes, and the total.
 __device__ __forceinline__ SumBefore sum_before_in_warp(std::int32_t x) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     std::int32_t sum = x;
