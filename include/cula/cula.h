@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Level 1: one function per pass. Each checks its arguments, picks the first kernel of the registry that
-// takes the problem on its device, and runs it on the caller's stream or threads.
+// The public interface: one function per pass. Each checks its arguments, picks the first kernel of the
+// registry that takes the problem on its device, and runs it on the caller's stream or threads.
+//
+// Errors: a bad argument, or a call that no kernel takes, throws Error (status.h) before anything is written.
+// A failed call to CUDA throws std::runtime_error. Work on a CUDA stream is asynchronous.
 #pragma once
 
 #include <cstddef>
@@ -13,78 +16,88 @@
 
 namespace cula {
 
-// Calls worker(arg, i) once for each i in [0, count), at the same time where it can. The library hands out
-// its work inside.
+// A parallel loop: run(context, count, worker, arg) calls worker(arg, i) once for each i in [0, count),
+// concurrently where it can, and returns when all calls have returned. The library divides a call's work
+// among `threads` workers.
 struct ParallelFor {
     void (*run)(void* context, int count, void (*worker)(void* arg, int index), void* arg) = nullptr;
     void* context = nullptr;
     int threads = 1;
 };
 
-// Plain std::thread, for callers without a thread pool of their own. threads <= 0: one per core.
+// A ParallelFor that starts std::threads for each call, for callers without a thread pool. threads <= 0: one
+// per core.
 ParallelFor std_threads(int threads = 0);
 
-// An opaque device queue: a cudaStream_t on CUDA, unused on CPU.
+// The queue that a call is enqueued on: a cudaStream_t on CUDA, unused on a CPU.
 using Stream = void*;
 
-// Where a call runs. The workspace belongs to the caller and must outlive the call's work on the stream.
+// Where a call runs. The workspace is memory of the device, aligned to 64 bytes, that belongs to the caller.
+// It must outlive the call's work on the stream, and may hold anything.
 struct Context {
     Device device;
     Stream stream = nullptr;
-    ParallelFor parallel_for;  // CPU; left empty, the calling thread does the work
+    ParallelFor parallel_for;  // CPU only; if empty, the calling thread does the work
     void* workspace = nullptr;
     std::size_t workspace_bytes = 0;
 };
 
-// The CUDA device of this number, as kernels are chosen for it. Throws Error where the library was built
-// without CUDA.
+// The CUDA device of this number, with what the choice of kernels depends on. Throws Error if there is no
+// such device, or if the library was built without CUDA.
 Device cuda_device(int index);
 
 struct Kernel;  // a row of the registry
 
-// A checked and dispatched call: run it with the same Args and a workspace of at least workspace_bytes,
-// 64-byte aligned.
+// A checked call and its kernel. Pass it to run() with the same Args and a workspace of at least
+// workspace_bytes, aligned to 64 bytes.
 struct Plan {
     const Kernel* kernel = nullptr;
     std::size_t workspace_bytes = 0;
-    std::size_t kept_bytes =
-        0;  // what a segment leaves at the start of the workspace for a prefill (Args::keep)
-    std::string_view target() const;
+    // Bytes at the start of the workspace that a segment keeps for a prefill (Args::keep).
+    std::size_t kept_bytes = 0;
+    std::string_view target() const;  // name of the kernel's target, such as "cpu:avx2"
 };
 
-// backend: empty for the best, else the name of a target ("cpu", "cpu:avx2", "reference"); throws Error with
-// the target's own reason where it does not take the problem.
+// plan() checks the arguments and picks a kernel. backend: empty for the first that takes the call, or the
+// name of a target or a family of targets ("cpu", "cpu:avx2", "reference"). Throws Error, with each target's
+// own reason, if none takes the problem.
+// run() runs a plan. Throws Error if the workspace is too small, null or misaligned.
 Plan plan(Pass pass, const Args& args, const Context& context, std::string_view backend = {});
 void run(const Plan& plan, const Args& args, const Context& context);
 
-// plan and run; a workspace left empty is allocated on the host heap (CPU only).
+// plan() and run() in one. On a CPU a workspace that is left empty is allocated on the heap; on CUDA the
+// caller must bring it.
 void prefill(const Args& args, const Context& context = {}, std::string_view backend = {});
 void decode(const Args& args, const Context& context = {}, std::string_view backend = {});
 void verify(const Args& args, const Context& context = {}, std::string_view backend = {});
 void segment(const Args& args, const Context& context = {}, std::string_view backend = {});
 
-// What consecutive segments make of a zero state: S <- M S + B for each of their maps in turn, the first of
-// which gives its B alone.
+// Composition of the maps of P consecutive segments (ALGORITHM.md, "Segments"): S <- M S + B for each map in
+// turn, from S = 0, so that of the first map only B counts. All tensors have one dtype: float32, or on a CPU
+// also float64.
 struct Composition {
-    TensorRef m;  // [P, N, HV, K, K], M transposed, or [P, N, HV, 1, K], the diagonal of an additive rule's
-    TensorRef b;  // [P, N, HV, V, K], as a state is stored
-    TensorRef joins;  // [P] bool; absent: all. Where it is false the map and those before it do not count
-    TensorRef state;  // [N, HV, V, K]
+    TensorRef m;  // [P, N, HV, K, K], M transposed; or [P, N, HV, 1, K], the diagonal M of an additive rule
+    TensorRef b;  // [P, N, HV, V, K], stored as a state is
+    TensorRef joins;  // [P] bool: false drops this map and all before it; absent: all true
+    TensorRef state;  // [N, HV, V, K], output
 };
-// Of float32, or on a CPU float64. Products and sums are float32 on a GPU, which reads rows of maps in pieces
-// of 16 bytes, and float64 on a CPU.
+// Computes composition.state. Products and sums are float32 on a GPU and float64 on a CPU. A GPU reads maps
+// in pieces of 16 bytes: their last dimension is contiguous, and every row starts at a multiple of 16 bytes.
+// Throws Error for arguments that are not as described.
 void compose(const Composition& composition, const Context& context = {});
 
+// Whether one target takes a problem, and if not, why.
 struct Explanation {
     std::string_view target;
     Support support;
     bool chosen;
 };
 
-// Every row of the registry for the problem's pass, in order of preference.
+// An Explanation for each row of the registry for the problem's pass, in order of preference. At most one is
+// chosen.
 std::vector<Explanation> explain(const Problem& problem);
 
-// The targets of the registry, in order of preference, for tables.
+// The names of all targets, in order of preference.
 std::vector<std::string_view> targets();
 
 }  // namespace cula

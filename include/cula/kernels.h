@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Level 0: the kernels themselves, cula::<target>::<pass>. No checks, no dispatch: the caller has made sure
-// that supports() says yes and that the arguments are valid (plan() in cula.h does both), and brings
-// workspace_bytes of workspace.
+// Direct access to the CPU kernels, cula::cpu::<target>::<pass>, without checks and without dispatch. The
+// caller makes sure that supports() returns yes and that the arguments are valid (plan() of cula.h does
+// both), and provides workspace_bytes() of workspace, aligned to 64 bytes.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@
     }
 
 namespace cula::cpu {
-CULA_DECLARE_TARGET(portable)  // any CPU the compiler targets
+CULA_DECLARE_TARGET(portable)  // any CPU that the compiler targets
 #if defined(__x86_64__)
 CULA_DECLARE_TARGET(avx2)
 CULA_DECLARE_TARGET(avx512)

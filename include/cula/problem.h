@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is asked of a kernel: Args holds the tensors and options of one call, Problem what of them decides
-// which kernel can take it. Shapes use B batch, T tokens, N sequences, H query/key heads, HV value heads (HV
-// % H == 0; value head hv reads query/key head hv / (HV / H)), K and V the key and value dimensions.
+// Args: the tensors and options of one call. Problem: the part of them that decides which kernel can take the
+// call.
+//
+// Dimensions: B batch, T tokens, N sequences, H query/key heads, HV value heads (a multiple of H; value head
+// hv reads query/key head hv / (HV / H)), K key channels (1 to 256), V value channels.
 #pragma once
 
 #include <cstddef>
@@ -14,9 +16,9 @@
 namespace cula {
 
 enum class Pass : std::uint8_t {
-    kPrefill,  // many tokens per sequence: o and the final state
-    kDecode,   // token after token, made for one or a few per sequence
-    kVerify,   // a few draft tokens per sequence, a chain or a tree, a state per token
+    kPrefill,  // many tokens per sequence: o, and the final state
+    kDecode,   // one token or a few per sequence, one after another
+    kVerify,   // a few draft tokens per sequence, a chain or a tree; may store a state per token
     kSegment,  // the affine map S -> M S + B of each sequence
 };
 
@@ -30,9 +32,9 @@ constexpr std::string_view name(Pass pass) {
     return "unknown";
 }
 
-// How g becomes the log decay.
+// How g becomes the log decay (a natural logarithm), with the parameters of Args.
 enum class Gate : std::uint8_t {
-    kLogDecay,  // g is the log decay (natural logarithm)
+    kLogDecay,  // g is the log decay
     kSoftplus,  // -exp(A_log) * softplus(g + dt_bias); without A_log, exp(A_log) = 1
     kBounded,   // lower_bound * sigmoid(exp(A_log) * (g + dt_bias)); without A_log, exp(A_log) = 1
 };
@@ -44,92 +46,96 @@ struct Device {
     int index = 0;
     int compute_capability = 0;    // CUDA: 10 * major + minor
     int multiprocessors = 0;       // CUDA
-    std::size_t shared_bytes = 0;  // CUDA: shared memory that one thread block may have
+    std::size_t shared_bytes = 0;  // CUDA: most shared memory of one thread block
 };
 
-// Dense states at chunk starts are this many tokens apart, and checkpoints lie on multiples of it.
+// The spacing, in tokens, of checkpoints and, by default, of chunk states.
 inline constexpr int kChunkTokens = 64;
 
-// exp(A_log) counts as at most this, so that its products with gates stay numbers.
+// exp(A_log) is clamped to this, so that its product with a gate stays finite.
 inline constexpr float kMostGateSlope = 1e30f;
 
 struct Args {
     Algorithm algorithm;
 
-    // Inputs. q, k, v, o share one dtype; the last dimension is contiguous, every other stride is free.
+    // Inputs. q, k and v share one dtype: float32, bfloat16 or float16 (the reference also takes float64).
+    // Their last dimension is contiguous; every other stride is free.
     TensorRef q, k;     // [B, T, H, K]
     TensorRef v;        // [B, T, HV, V]
-    TensorRef g;        // kPerChannel [B, T, HV, K], kPerToken [B, T, HV]: any floating dtype
-    TensorRef gamma;    // [HV] float32, log decay: kPerHead; kPerToken adds it to g
+    TensorRef g;        // kPerChannel [B, T, HV, K], kPerToken [B, T, HV]; any floating dtype (Gate)
+    TensorRef gamma;    // [HV] float32, a log decay: kPerHead; with kPerToken it is added to that of g
     TensorRef beta;     // kDelta [B, T, HV], or [B, T, HV, V] (one write strength per value channel): any
                         // floating dtype
     TensorRef A_log;    // [HV] float32
     TensorRef dt_bias;  // kPerChannel [HV, K], kPerToken [HV]: float32
 
-    // Sequences: row b of the batch, or with cu_seqlens (B == 1) tokens cu_seqlens[n] to cu_seqlens[n + 1].
-    // Tokens beyond the last sequence get o = 0.
-    TensorRef cu_seqlens;  // [N + 1] int32 or int64
+    // Sequences: the B rows of the batch; or with cu_seqlens, where B = 1, N sequences packed along T, of
+    // which sequence n has tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Tokens after the last sequence get
+    // o = 0.
+    TensorRef cu_seqlens;  // [N + 1] int32 or int64, starts at 0 and does not decrease
 
-    // State, [N, HV, V, K], or a pool [slots, HV, V, K] with indices; any strides, float32, bfloat16 or
-    // float16. final_state may be the same memory as initial_state. A row whose index is negative or equals
-    // null_index is skipped: its o is zero and nothing is stored. final_state_indices default to
-    // initial_state_indices. Slots that no index names are not touched.
+    // States: [N, HV, V, K], or a pool [slots, HV, V, K] with indices. float32, bfloat16 or float16; K or V
+    // is contiguous, other strides are free. final_state may be the same memory as initial_state.
+    // A sequence whose index is negative or equals null_index is a null row: its o is zero, and nothing is
+    // stored. Without final_state_indices a sequence ends in the slot that it starts from. Slots that no
+    // index names are not touched.
     TensorRef initial_state;
     TensorRef final_state;
-    TensorRef initial_state_indices;  // [N] int32 or int64: row n starts from this slot
-    TensorRef final_state_indices;    // [N] int32 or int64: row n ends in this slot
-    TensorRef has_initial_state;      // [N] bool: false starts from zero whatever the slot holds
+    TensorRef initial_state_indices;  // [N] int32 or int64: sequence n starts from this slot
+    TensorRef final_state_indices;    // [N] int32 or int64: sequence n ends in this slot
+    TensorRef has_initial_state;      // [N] bool: false: starts from zero, whatever the slot holds
     std::int32_t null_index = -1;
 
-    // Output.
+    // Output, in the dtype of q or float32.
     TensorRef o;  // [B, T, HV, V]
 
-    // Prefill: states written in the same pass. The plan has rows (sequence, tokens, slot): the state after
-    // that many tokens of the sequence, a multiple of kChunkTokens or its length; rows with a negative slot
-    // are skipped.
+    // Prefill: checkpoints. Row (sequence, tokens, slot) of the plan asks for the state after that many
+    // tokens of the sequence, which is a multiple of kChunkTokens or the length of the sequence. Rows with a
+    // negative slot are skipped.
     TensorRef checkpoints;      // [slots, HV, V, K]
-    TensorRef checkpoint_plan;  // [M, 3] int32 or int64
+    TensorRef checkpoint_plan;  // [M, 3] int32 or int64: sequence, tokens, slot
 
-    // Prefill: the state at the start of every chunk. With cu_seqlens the chunks of all sequences in order,
-    // NT >= their number.
+    // Prefill: the state at the start of every chunk. With cu_seqlens the chunks of all sequences follow each
+    // other. NT is at least their number.
     TensorRef chunk_states;           // [B, NT, HV, V, K]
-    int chunk_tokens = kChunkTokens;  // their spacing: 16, 32 or 64
+    int chunk_tokens = kChunkTokens;  // their spacing in tokens: 16, 32 or 64
 
-    // Verify. The state after token t goes to pool slot [n, t]; the row starts from slot [n, num_accepted[n]
-    // - 1], or from initial_state_indices when given. S >= the tokens of every row.
+    // Verify: the state after token t of sequence n is stored in slot state_indices[n, t] of the pool. The
+    // sequence starts from slot state_indices[n, num_accepted[n] - 1], or from initial_state_indices[n] if
+    // given. S is at least the number of tokens of every sequence.
     TensorRef state_indices;  // [N, S] int32 or int64
-    TensorRef num_accepted;   // [N] int32 or int64 in 1..S; absent: 1
-    // The state after token t goes to [snapshot_indices[n], t].
+    TensorRef num_accepted;   // [N] int32 or int64, in 1..S; absent: 1
+    // Verify: the state after token t of sequence n is also stored in snapshots[snapshot_indices[n], t].
     TensorRef snapshots;         // [slots, S, HV, V, K]
     TensorRef snapshot_indices;  // [N] int32 or int64; absent: n
-    // A tree: token t continues the state after token parents[n, t] < t; negative: the state the row starts
-    // from.
+    // Verify, trees: token t continues from the state after token parents[n, t] < t; negative: from the state
+    // that the sequence starts from. A GPU takes up to 256 draft tokens per sequence.
     TensorRef parents;  // [N, S] int32 or int64
 
-    // Segment. S_end = M S_start + B for each sequence. Without segment_m B alone is made; without either,
-    // what the segment keeps.
-    TensorRef segment_m;  // kDelta [N, HV, K, K] (row: channel written, column: read), kAdditive [N, HV, K]
+    // Segment: S_end = M S_start + B for each sequence (ALGORITHM.md, "Segments"). Without segment_m only B
+    // is computed; without both, only what the segment keeps. float32.
+    TensorRef segment_m;  // kDelta [N, HV, K, K] (row: channel written, column: read); kAdditive [N, HV, K]
                           // (the diagonal)
     TensorRef segment_b;  // [N, HV, V, K]
-    // What does not depend on the state, made once for a segment and for the prefill of the same tokens: with
-    // `keep` a segment leaves it in its workspace (Plan::kept_bytes), and `kept` hands it to the prefill.
-    // Inputs and options must be the same in both calls; only the size is checked. Of a segment with
-    // segment_b alone it is for a prefill without initial_state. A kernel that has no use for it makes its
-    // own.
+    // What does not depend on the state can be computed once for a segment and for the prefill of the same
+    // tokens. With `keep` a segment leaves it in its workspace (Plan::kept_bytes); `kept` passes it to the
+    // prefill. Inputs and options must be the same in both calls; only the size is checked.
+    // What a segment with segment_b alone keeps is for a prefill without initial_state. A kernel that cannot
+    // use `kept` computes everything itself.
     bool keep = false;
     TensorRef kept;  // [bytes / 4] int32
 
     // Options.
-    double scale = 1.0;  // on q alone
+    double scale = 1.0;  // factor on q
     Gate gate = Gate::kLogDecay;
-    double lower_bound = 0.0;  // kBounded
-    bool qk_l2norm = false;    // x * rsqrt(sum x^2 + 1e-6) on q and k
-    bool beta_is_logit = false;
-    bool allow_neg_eigval = false;  // beta_is_logit: beta = 2 sigmoid(beta)
-    bool batch_invariant = false;   // a sequence gets the same bits whatever else is in the batch
+    double lower_bound = 0.0;       // kBounded
+    bool qk_l2norm = false;         // q and k <- x * rsqrt(sum x^2 + 1e-6) over K
+    bool beta_is_logit = false;     // beta = sigmoid(beta)
+    bool allow_neg_eigval = false;  // with beta_is_logit: beta = 2 sigmoid(beta)
+    bool batch_invariant = false;   // the bits of a sequence do not depend on what else is in the batch
 };
 
-// What decides which kernel can take a call; no pointers.
+// What decides which kernel can take a call. It holds no pointers.
 struct Problem {
     Pass pass = Pass::kPrefill;
     Algorithm algorithm;
@@ -145,7 +151,7 @@ struct Problem {
     bool checkpoints = false;
     bool chunk_states = false;
     bool tree = false;
-    std::int64_t draft_tokens = 0;  // of a tree
+    std::int64_t draft_tokens = 0;  // S of a tree (Args::parents)
     int chunk_tokens = kChunkTokens;
     bool batch_invariant = false;
 };

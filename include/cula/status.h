@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the library says when it cannot do a thing.
+// How the library reports what it cannot do: Error is thrown, Support is returned.
 #pragma once
 
 #include <stdexcept>
@@ -8,9 +8,9 @@
 
 namespace cula {
 
-// A bad argument. The message names the argument, what was expected and what was given, and nothing has been
-// written when it is thrown. (Derived from std::invalid_argument so that bindings translate it to their own
-// value error.)
+// A bad argument, or a call that no kernel takes. The message names the argument, what was expected and what
+// was given. When it is thrown, nothing has been written.
+// Derived from std::invalid_argument, so that bindings translate it to their own value error.
 class Error : public std::invalid_argument {
 public:
     using std::invalid_argument::invalid_argument;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A strided view of memory that somebody else owns.
+// A strided view of memory that the caller owns.
 #pragma once
 
 #include <array>
@@ -13,6 +13,7 @@ namespace cula {
 
 enum class Dtype : std::uint8_t { kFloat64, kFloat32, kBFloat16, kFloat16, kInt64, kInt32, kBool };
 
+// The size of one element in bytes.
 [[gnu::always_inline]] constexpr std::size_t size_bytes(Dtype dtype) {
     switch (dtype) {
         case Dtype::kFloat64:
@@ -41,8 +42,8 @@ constexpr std::string_view name(Dtype dtype) {
 
 inline constexpr int kMaxDims = 5;
 
-// Sizes and strides are counted in elements. A view with no dimensions is absent: an optional argument that
-// was not given.
+// A view of up to kMaxDims dimensions. Sizes and strides are in elements; strides may be negative or zero. A
+// view without dimensions (ndim = 0) is absent: an optional argument that was not given.
 struct TensorRef {
     void* data = nullptr;
     Dtype dtype = Dtype::kFloat32;
@@ -52,7 +53,7 @@ struct TensorRef {
 
     [[gnu::always_inline]] explicit operator bool() const { return ndim > 0; }
 
-    // The start of element (i, j, ...); trailing indices may be left out.
+    // The address of element (i, j, ...). Trailing indices that are left out are 0. T must match dtype.
     template <class T, class... Index>
     [[gnu::always_inline]] T* at(Index... index) const {
         std::int64_t offset = 0;
@@ -61,14 +62,14 @@ struct TensorRef {
         return static_cast<T*>(data) + offset;
     }
 
-    // The same, in bytes, for code that learns the dtype later.
+    // The same address without a type, for code that chooses by dtype at run time.
     template <class... Index>
     [[gnu::always_inline]] void* ptr(Index... index) const {
         return at<std::byte>(
             (static_cast<std::int64_t>(index) * static_cast<std::int64_t>(size_bytes(dtype)))...);
     }
 
-    // A dense row-major view. Where a stride does not fit it is the largest number, which calls refuse.
+    // A dense row-major view. A stride that overflows becomes the largest int64, which every call refuses.
     static TensorRef contiguous(void* data, Dtype dtype, std::initializer_list<std::int64_t> sizes) {
         TensorRef ref{data, dtype, static_cast<int>(sizes.size()), {}, {}};
         std::size_t dim = 0;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cuts a workspace into aligned arrays. One description serves twice: Carver{nullptr} counts the bytes,
-// Carver{base} hands out the pointers. (Always inline, since code compiled per instruction set uses it: see
-// cpu/simd.h.)
+// Divides a workspace into arrays aligned to 64 bytes. One function that takes a Carver serves twice: with
+// Carver{nullptr} it counts the bytes, with Carver{base} it gets the pointers.
+// Always inline, because code that is compiled once per instruction set uses it (cpu/simd.h).
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the checks of arguments share.
+// Tools for checking arguments, shared by validate.cc, compose.cc and dispatch.cc. Sizes and strides are in
+// elements.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +16,16 @@
 
 namespace cula {
 
-inline constexpr std::int64_t kLargestDim = 256;  // of K and V
-// Of a prefill or a map in chunks. With fewer key channels a token may take nearly all of a state away, which
-// chunks compute as a difference and tokens as a product, whose error goes with it.
+inline constexpr std::int64_t kLargestDim = 256;  // K, and the V of one kernel call
+// The fewest key channels of a prefill or a map in chunks. With fewer, one token may remove nearly all of a
+// state. Chunks compute that as a difference, whose error is relative to the state before; token by token it
+// is a product, whose error is relative to what remains.
 inline constexpr std::int64_t kFewestChunkChannels = 16;
-inline constexpr std::int64_t kMostSlots = std::int64_t{1}
-                                           << 31;  // of a pool: indices are numbers of 32 bits
+// Slots of a pool: indices are 32-bit numbers.
+inline constexpr std::int64_t kMostSlots = std::int64_t{1} << 31;
 
-// Where a fail(argument, expected, given) is in scope. A macro, so that the words are put together only when
-// they are needed: a valid call makes no strings.
+// Calls fail(argument, expected, given), which must be in scope, unless `good`. It is a macro so that the
+// strings are built only when they are needed: a valid call builds none.
 #define CULA_REQUIRE(good, argument, expected, given) \
     do {                                              \
         if (!(good)) fail(argument, expected, given); \
@@ -42,12 +44,12 @@ inline std::string layout_of(const TensorRef& ref) {
     return "shape " + shape_of(ref) + ", strides " + list_of(ref, ref.stride);
 }
 
-// No tensor spans as many bytes, or would have as many if its empty dimensions had an element each: sums and
-// products of a few such numbers are still far from the largest integer.
+// The limit on the bytes that a tensor spans, and on those it would have if its empty dimensions had one
+// element each. Sums and products of a few such numbers stay far below the largest integer.
 inline constexpr double kTooManyBytes = 0x1p56;
 
-// Whether no size is negative, and nothing about the tensor is as large as that: with numbers that do not
-// overflow, whose rounding does not matter here.
+// Whether no size is negative and the tensor stays below kTooManyBytes. Computed in double, which does not
+// overflow; rounding does not matter here.
 inline bool fits(const TensorRef& ref) {
     const auto bytes = static_cast<double>(size_bytes(ref.dtype));
     double all = bytes, reach = 0.0;
@@ -61,14 +63,14 @@ inline bool fits(const TensorRef& ref) {
     return good && all < kTooManyBytes && reach * bytes < kTooManyBytes;
 }
 
+// Whether the tensor has no elements.
 inline bool empty(const TensorRef& ref) {
     bool any = false;
     for (std::size_t i = 0; i < static_cast<std::size_t>(ref.ndim); ++i) any = any || ref.size[i] == 0;
     return any;
 }
 
-// The bytes from `first` up to `end`, counted from the tensor's data, that the elements of a tensor that fits
-// lie in.
+// The bytes [first, end), counted from the data pointer, that hold the elements of a tensor that fits().
 struct Extent {
     std::int64_t first = 0, end = 0;
 };
@@ -84,14 +86,14 @@ inline Extent extent_of(const TensorRef& ref) {
     return extent;
 }
 
-// Whether the elements' addresses are multiples of their size.
+// Whether the address of every element is a multiple of the element's size.
 inline bool aligned(const TensorRef& ref) {
     const std::size_t bytes = size_bytes(ref.dtype);
     return bytes <= 1 || (reinterpret_cast<std::uintptr_t>(ref.data) & (bytes - 1)) == 0;
 }
 
-// What the memory of a tensor is refused for, whatever it is for. Where a fail(argument, expected, given) is
-// in scope.
+// The requirements on the memory of every tensor: fits(), not null, aligned(). fail(argument, expected,
+// given) must be in scope.
 #define CULA_REQUIRE_MEMORY(argument, ref)                                                                  \
     do {                                                                                                    \
         CULA_REQUIRE(fits(ref), argument, "have sizes that are not negative and span less than 2^56 bytes", \
@@ -103,7 +105,8 @@ inline bool aligned(const TensorRef& ref) {
                 " bytes beyond one of " + std::to_string(size_bytes((ref).dtype)));                         \
     } while (false)
 
-// Whether two elements share an address, of a tensor that fits.
+// Whether two elements of a tensor that fits() may share an address: sorted by stride, a dimension must step
+// over the whole reach of all smaller ones.
 inline bool overlaps_itself(const TensorRef& ref) {
     struct Step {
         std::int64_t stride, size;
@@ -125,7 +128,7 @@ inline bool overlaps_itself(const TensorRef& ref) {
     return false;
 }
 
-// Whether both have every element, as far as both have it, at one address.
+// Whether each element that both tensors have lies at the same address in both.
 inline bool same_places(const TensorRef& a, const TensorRef& b) {
     bool same = a.data == b.data && a.dtype == b.dtype && a.ndim == b.ndim;
     for (std::size_t i = 0; same && i < static_cast<std::size_t>(a.ndim); ++i)
@@ -133,11 +136,11 @@ inline bool same_places(const TensorRef& a, const TensorRef& b) {
     return same;
 }
 
-// Whether no byte of one is a byte of the other, as far as that shows: their extents are apart, or, like
-// those of two tensors that share the pages of a pool, apart within every period of a stride that one of them
-// has.
+// Whether two tensors share no byte, as far as strides show it. They share none if their extents are
+// disjoint; or if, for some stride of one of them, their extents are disjoint within every period of that
+// stride, like two tensors that share the pages of a pool.
 inline bool apart(const TensorRef& a, const TensorRef& b) {
-    // Within a period, which strides that are multiples of it do not leave.
+    // The extent within one period, which strides that are multiples of it do not leave.
     const auto within = [](const TensorRef& ref, std::int64_t period) {
         TensorRef rest = ref;
         const auto bytes = static_cast<std::int64_t>(size_bytes(ref.dtype));
@@ -146,7 +149,7 @@ inline bool apart(const TensorRef& a, const TensorRef& b) {
         return extent_of(rest);
     };
     const auto address = [](const TensorRef& ref) { return reinterpret_cast<std::uintptr_t>(ref.data); };
-    // How far the first byte of b lies behind that of a.
+    // The distance in bytes from the first byte of a to the first byte of b.
     const auto behind = [&](const Extent& of_a, const Extent& of_b) {
         return static_cast<std::int64_t>(address(b) - address(a)) + of_b.first - of_a.first;
     };

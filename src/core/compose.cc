@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// compose() of cula.h: its checks, and how a CPU does it.
+// compose() of cula.h: the checks of its arguments, and its implementation on a CPU.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -81,18 +81,19 @@ void check(const Composition& c, const Context& context) {
     CULA_REQUIRE_MEMORY("joins", joins);
 }
 
-// Whether map p joins what is before it. (A byte may hold more than a bool does.)
+// Whether map p applies to what the maps before it gave. (A byte may hold more than a bool does.)
 bool joins_at(const Composition& c, std::int64_t p) {
     return !c.joins || *c.joins.at<const unsigned char>(p) != 0;
 }
 
-// The state of one sequence and value head; `now` and `next` have room for one each.
+// Composes the state of one sequence and value head in float64. `now` and `next` are scratch of one state
+// each.
 template <class Float>
 void compose_head(const Composition& c, std::int64_t n, std::int64_t head, double* now, double* next) {
     const TensorRef& state = c.state;
     const std::int64_t rows = state.size[2], columns = state.size[3];
     std::fill_n(now, rows * columns, 0.0);
-    std::int64_t first = c.m.size[0];  // of those that count
+    std::int64_t first = c.m.size[0];  // the first map that counts
     while (first > 0 && joins_at(c, first - 1)) --first;
     for (std::int64_t p = first; p < c.m.size[0]; ++p) {
         for (std::int64_t r = 0; r < rows; ++r) {
@@ -118,7 +119,8 @@ void compose_head(const Composition& c, std::int64_t n, std::int64_t head, doubl
             *state.at<Float>(n, head, r, k) = static_cast<Float>(now[r * columns + k]);
 }
 
-// The heads of all sequences, dealt out to workers that have room for two states each.
+// The work of compose_some(): value heads of all sequences, taken in turn by the workers, each with scratch
+// for two states.
 struct Heads {
     const Composition& composition;
     std::int64_t workers;

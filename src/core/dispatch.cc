@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Planning and running of calls: chooses a kernel of the registry, divides wide values, sizes the workspace,
+// settles forks.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -14,13 +16,14 @@
 namespace cula {
 namespace {
 
-// "cpu" names "cpu:avx2" too.
+// Whether `backend` names `target`: "cpu" also names "cpu:avx2".
 bool names_target(std::string_view backend, std::string_view target) {
     return target == backend || (target.starts_with(backend) && target[backend.size()] == ':');
 }
 
 std::string_view name(DeviceKind kind) { return kind == DeviceKind::kCpu ? "CPU" : "CUDA"; }
 
+// Checks what holds for every kernel, then asks the kernel itself.
 Support supports(const Kernel& kernel, const Problem& problem) {
     if (kernel.device != problem.device.kind)
         return Support::no("runs on " + std::string(name(kernel.device)) + " tensors, these are on " +
@@ -61,8 +64,8 @@ const Kernel& choose(const Problem& problem, std::string_view backend) {
     refuse(problem, backend);
 }
 
-// The call for `count` value channels from `first` on. M of a segment is the same for all of them, and the
-// first ones'.
+// The call restricted to `count` value channels from `first` on. M of a segment does not depend on them, so
+// the first such call computes it.
 Args value_channels(const Args& args, std::int64_t first, std::int64_t count) {
     Args part = args;
     const auto take = [&](TensorRef& ref, std::size_t dim) {
@@ -80,7 +83,8 @@ Args value_channels(const Args& args, std::int64_t first, std::int64_t count) {
     return part;
 }
 
-// Value channels never meet: more of them than a kernel takes are one call after another.
+// Calls body(args), for at most kLargestDim value channels at a time. Value channels do not interact, so a
+// call with more of them is several calls, one after another.
 template <class Body>
 void each_call(const Args& args, Body body) {
     const std::int64_t value_dim = args.v.size[3];
@@ -89,7 +93,7 @@ void each_call(const Args& args, Body body) {
         body(value_channels(args, first, std::min(kLargestDim, value_dim - first)));
 }
 
-// A workspace's alignment.
+// The alignment of a workspace, in bytes.
 constexpr std::size_t kLineBytes = 64;
 constexpr std::size_t whole_lines(std::size_t bytes) {
     return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
@@ -99,8 +103,9 @@ struct Free {
     void operator()(void* memory) const { ::operator delete(memory, std::align_val_t{kLineBytes}); }
 };
 
-// A call of no tokens whose states go nowhere (a prefill's kernel would still look at `kept`); a segment that
-// is asked for neither m nor b, of a kernel that keeps nothing. Such calls check their arguments.
+// Whether a call writes nothing, so that no kernel is launched; its arguments are checked all the same. This
+// is a call without tokens that stores no states (a prefill's kernel would still read `kept`), or a segment
+// without m and b on a kernel that keeps nothing.
 bool writes_nothing(const Plan& plan, const Args& args) {
     switch (plan.kernel->pass) {
         case Pass::kPrefill:

@@ -17,8 +17,7 @@ struct BFloat16 {
     explicit constexpr BFloat16(float value) {
         const auto word = std::bit_cast<std::uint32_t>(value);
         if ((word & 0x7fff'ffffu) > 0x7f80'0000u)
-            bits =
-                static_cast<std::uint16_t>(word >> 16 | 0x40u);  // rounding could carry a NaN into infinity
+            bits = static_cast<std::uint16_t>(word >> 16 | 0x40u);  // rounding could turn a NaN into infinity
         else
             bits = static_cast<std::uint16_t>((word + 0x7fffu + (word >> 16 & 1u)) >> 16);
     }
@@ -38,7 +37,8 @@ struct Float16 {
         std::uint32_t half = 0;
         if (magnitude > 0x7f80'0000u) {
             half = 0x7e00u;
-        } else if (magnitude >= 0x4780'0000u) {  // 2^16; what rounds up to it carries into infinity below
+        } else if (magnitude >=
+                   0x4780'0000u) {  // 2^16; smaller numbers that round up to it become infinity below
             half = 0x7c00u;
         } else if (magnitude < 0x3880'0000u) {  // 2^-14: one ulp of 0.5f is the subnormal step 2^-24, so the
                                                 // addition rounds

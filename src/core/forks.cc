@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Forks on the host (forks.h).
 #include "core/forks.h"
 
 #include <algorithm>
@@ -11,10 +12,10 @@ namespace cula {
 namespace {
 
 struct Fork {
-    std::int64_t sequence, from, to;  // to: the slot that the sequence writes first, or negative
+    std::int64_t sequence, from, to;  // to: the slot that the sequence writes first; negative: it writes none
 };
 
-// Which sequences read and write the slots of a pool.
+// Maps each slot of a pool to the sequences that start from it and the one that writes it.
 class Slots {
 public:
     explicit Slots(const Args& args) : args_(args) {
@@ -25,7 +26,7 @@ public:
         }
     }
 
-    // body(fork) for every sequence that starts from a slot of another's, in order.
+    // Calls body(fork) for every fork, in the order of sequences.
     template <class Body>
     void each_fork(Body body) const {
         for (std::int64_t n = 0; n < num_sequences(args_); ++n) {
@@ -41,7 +42,8 @@ public:
         }
     }
 
-    // A sequence that keeps the fork from being settled, or -1.
+    // Another sequence that starts from the slot fork.to, so that the fork cannot be settled; -1 if there is
+    // none.
     std::int64_t other_reader(const Fork& fork) const {
         const auto [first, last] = readers_.equal_range(fork.to);
         const auto other =
@@ -65,7 +67,7 @@ private:
     std::unordered_map<std::int64_t, std::int64_t> writers_;
 };
 
-// From a slot of the states that are read to one of those that are written, which are the same memory.
+// Copies a state of initial_state to a slot of final_state; both are the same memory.
 void copy_state(const Args& args, std::int64_t from, std::int64_t to) {
     const TensorRef &initial = args.initial_state, &final = args.final_state;
     for (std::int64_t hv = 0; hv < final.size[1]; ++hv)
@@ -75,7 +77,8 @@ void copy_state(const Args& args, std::int64_t from, std::int64_t to) {
                             size_bytes(final.dtype), static_cast<std::byte*>(final.ptr(to, hv, v, k)));
 }
 
-// Whether some sequence reads a slot that is not the one it ends in; with state_indices any might.
+// Whether some sequence starts from another slot than it ends in. With state_indices: always true, because
+// any sequence may.
 bool some_start_elsewhere(const Args& args) {
     if (args.state_indices) return true;
     for (std::int64_t n = 0; n < num_sequences(args); ++n) {
@@ -112,12 +115,13 @@ Args SettledIndices::apply(const Args& args) const {
     const auto indices = [&](std::int32_t* data) {
         return TensorRef::contiguous(data, Dtype::kInt32, {num_sequences(args)});
     };
-    // A fork starts from a slot that it writes.
+    // A settled fork starts from a slot of final_state, which may have more slots than initial_state.
     if (args.final_state.size[0] > args.initial_state.size[0]) settled.initial_state = args.final_state;
     settled.initial_state_indices = indices(starts);
     if (!ends) return settled;
     settled.final_state_indices = indices(ends);
-    // Without indices a sequence starts from the slot of its own number, even where that is the null index.
+    // Without initial_state_indices a sequence starts from the slot of its own number, even if that equals
+    // null_index; so no settled index may count as null_index.
     if (!args.initial_state_indices) settled.null_index = -1;
     return settled;
 }

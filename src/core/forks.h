@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forks: sequences that start from a slot which another sequence of the call writes, as copies of a shared
-// prefix do.
+// Forks: sequences that start from a slot which another sequence of the same call writes, for example copies
+// of a shared prefix.
 //
-// Sequences run at the same time, so a fork's state is copied first, to the slot that the sequence writes
-// first itself, and the sequence then starts from there. Nobody else may start from that slot: a chain of
-// forks is refused where its indices can be read on the host, and elsewhere a sequence inside of one is
-// skipped like a null row.
+// Sequences run at the same time, so the state of a fork is copied before the call's kernels run: to the slot
+// that the fork writes first itself. The fork then starts from there. This is called settling.
+// No other sequence may start from that slot. Such a chain of forks is refused (Error) if its indices can be
+// read on the host; otherwise its sequence is skipped like a null row.
 #pragma once
 
 #include <cstddef>
@@ -16,30 +16,32 @@
 
 namespace cula {
 
-// Whether the arguments allow forks, whatever the indices hold: one pool is read by some indices and written
-// by others.
+// Whether a call may contain forks, whatever its indices hold: initial_state and final_state are one pool,
+// which is read by some indices and written by others.
 bool may_fork(const Args& args);
 
-// Where each sequence starts and ends once forks are settled, [N] each, -1 for null rows; ends: not with
-// state_indices, which say where each token ends.
+// The slots where each sequence starts and ends after settling, int32 [N] each; -1: null row. `ends` is null
+// with state_indices, which name a slot for each token.
 struct SettledIndices {
     std::int32_t *starts = nullptr, *ends = nullptr;
 
+    // The size of the memory that the constructor takes.
     static std::size_t bytes(const Args& args);
     SettledIndices(const Args& args, void* memory);
-    // The call with these indices.
+    // The call with these indices instead of its own.
     Args apply(const Args& args) const;
 };
 
-// A fork that cannot be settled, with indices that are read on the host: the slot that it would be copied to,
-// and the other sequence that starts from there; negative where it writes no slot.
+// A fork that cannot be settled. slot: where its state would be copied; other: the other sequence that starts
+// from there. If the fork writes no slot, both are negative.
 struct Chain {
     std::int64_t sequence, slot, other;
 };
+// The first such fork of a call whose indices lie on the host.
 std::optional<Chain> find_chain(const Args& args);
 
-// Copies forks' states and writes `to`. Indices and states are read on the host; cuda::forks does it on a
-// device.
+// Copies the states of forks and writes `to`. Indices and states lie on the host; cuda::forks::settle does
+// the same on a device.
 void settle_forks(const Args& args, const SettledIndices& to);
 
 }  // namespace cula

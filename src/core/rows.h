@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host-side reading of a call's rows: which tokens a sequence has, and which states it starts from and ends
-// in.
+// Reads indices on the host: which tokens a sequence has, and which states it starts from and ends in.
 #pragma once
 
 #include <cstdint>
@@ -33,12 +32,13 @@ inline Tokens tokens_of(const Args& args, std::int64_t n) {
 
 inline bool is_null(const Args& args, std::int64_t index) { return index < 0 || index == args.null_index; }
 
-// Whether row n starts from the state of its slot, not from zero. (A byte may hold more than a bool does.)
+// Whether sequence n starts from the state of its slot (otherwise from zero). A byte may hold more than a
+// bool does.
 inline bool starts_from_state(const Args& args, std::int64_t n) {
     return !args.has_initial_state || *args.has_initial_state.at<const unsigned char>(n) != 0;
 }
 
-// A state [HV, V, K] inside a tensor, or absent.
+// A state [HV, V, K]: slot `slot` of `states`. slot = -1: absent.
 struct StateRow {
     TensorRef states;
     std::int64_t slot = -1;
@@ -50,9 +50,9 @@ struct StateRow {
 };
 
 struct StateRows {
-    bool skipped = false;  // a padding row: o is zero, nothing is read or stored
+    bool skipped = false;  // a null row: o is zero, nothing is read or stored
     StateRow initial;      // absent: zero
-    StateRow final;        // absent: not stored; with state_indices, which name a slot for each token, always
+    StateRow final;        // absent: not stored; always with state_indices, which name a slot per token
 };
 
 inline StateRows states_of(const Args& args, std::int64_t n) {
@@ -71,7 +71,7 @@ inline StateRows states_of(const Args& args, std::int64_t n) {
     return rows;
 }
 
-// Chunks of the sequences before n, for chunk_states of packed sequences.
+// The number of chunks of the packed sequences before n: where the chunk states of n begin.
 inline std::int64_t chunks_before(const Args& args, std::int64_t n) {
     std::int64_t chunks = 0;
     if (args.cu_seqlens)

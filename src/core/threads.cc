@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// ParallelFor on std::thread.
 #include <new>
 #include <system_error>
 #include <thread>
@@ -26,7 +27,7 @@ ParallelFor std_threads(int threads) {
         int next = 1;
         while (next < count && starts(next)) ++next;
         if (count > 0) worker(arg, 0);
-        for (; next < count; ++next) worker(arg, next);  // those that there was no thread for
+        for (; next < count; ++next) worker(arg, next);  // indices for which no thread could be started
     };
     return {run, nullptr, threads};
 }

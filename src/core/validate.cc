@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Checks of the arguments of a call (validate() in kernel.h). Each message names the argument, what it must
+// be, and what was given.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -97,7 +99,7 @@ private:
                      std::string(name(ref.dtype)));
     }
 
-    // float32 in the low-precision world; float64 too where the inputs are (the oracle).
+    // Gate parameters and maps are float32; float64 is allowed too if q is float64 (the reference).
     void parameter(std::string_view argument, const TensorRef& ref) const {
         if (args_.q.dtype == Dtype::kFloat64)
             dtype(argument, ref, {Dtype::kFloat32, Dtype::kFloat64});
@@ -105,7 +107,7 @@ private:
             dtype(argument, ref, {Dtype::kFloat32});
     }
 
-    // Kernels read options as float32.
+    // Options are double in Args, but kernels read them as float32.
     void finite(std::string_view argument, double value) const {
         CULA_REQUIRE(std::abs(value) <= std::numeric_limits<float>::max(), argument,
                      "be a finite float32 number", std::to_string(value));
@@ -117,8 +119,7 @@ private:
                      "be contiguous in its last dimension", "stride " + std::to_string(ref.stride[last]));
     }
 
-    // Two elements of an output must not share memory: sorted by stride, each dimension steps over all
-    // smaller ones.
+    // No two elements of an output may share memory.
     void writable(std::string_view argument, const TensorRef& ref) const {
         CULA_REQUIRE(!overlaps_itself(ref), argument, "not overlap itself in memory",
                      "strides that make elements share an address");
@@ -291,7 +292,8 @@ private:
         }
     }
 
-    // An index tensor [N] into `slots` states; out-of-range entries are refused where the host can read them.
+    // An index tensor [N] of slots of `states`. Entries beyond the pool are refused if the host can read
+    // them.
     void indices(std::string_view argument, const TensorRef& ref, const TensorRef& states,
                  bool written) const {
         if (!ref) return;
@@ -300,8 +302,8 @@ private:
         if (host_readable_) slots(argument, ref, states, written);
     }
 
-    // Every element of an index tensor: negative or null, or a slot of `states`; written slots must be
-    // distinct.
+    // Every element of an index tensor must be negative, null, or a slot of `states`. Slots that are written
+    // must be distinct.
     void slots(std::string_view argument, const TensorRef& ref, const TensorRef& states, bool written) const {
         const std::int64_t columns = ref.ndim > 1 ? ref.size[1] : 1;
         std::vector<std::pair<std::int64_t, std::int64_t>> used;  // slot, position
@@ -523,7 +525,7 @@ private:
                  " starts");
     }
 
-    // Arguments that belong to another pass.
+    // Refuses arguments that belong to another pass.
     void refuse_foreign() const {
         const auto only = [&](Pass pass,
                               std::initializer_list<std::pair<std::string_view, const TensorRef*>> refs) {

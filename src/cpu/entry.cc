@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host side of the CPU backend: which instruction sets this machine has, how a call is cut into tasks,
-// and who runs them. A task is one sequence and value head; where there are fewer of them than threads, also
-// a block of value columns. How a call is cut never changes a bit of its result.
+// The host side of the CPU backend, built for any CPU: it detects instruction sets, divides a call into
+// tasks, and runs the tasks on the caller's threads.
+// A task is one sequence and one value head; if these are fewer than the threads, also one block of value
+// columns. How a call is divided never changes a bit of its result.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -44,7 +45,7 @@ Support available_avx512bf16() {
     return has ? Support::yes() : Support::no("this CPU has no AVX-512 bf16 dot products");
 }
 
-// The kernel hands out the tile registers on request, once per process.
+// Requests the AMX tile registers from the operating system; called once per process.
 bool request_tiles() {
 #if defined(__linux__)
     constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
@@ -76,15 +77,15 @@ Support supports(const Problem& problem, Support available, bool bf16_only) {
     return Support::yes();
 }
 
-// --- who runs the tasks ---
+// --- running the tasks ---
 
 int num_workers(const Context& context, std::int64_t tasks) {
     const std::int64_t threads = context.parallel_for.run ? context.parallel_for.threads : 1;
     return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(tasks, 1)));
 }
 
-// Calls body(worker, task) for every task: in contiguous ranges, so that a worker meets the same states in
-// every call, or one at a time as workers become free.
+// Calls body(worker, task) for every task. even: each worker has a contiguous range, so that it works on the
+// same states in every call. Otherwise a worker takes the next task whenever it is free.
 template <class Body>
 void for_each_task(const Context& context, int workers, std::int64_t tasks, bool even, Body body) {
     struct Job {
@@ -111,7 +112,7 @@ void for_each_task(const Context& context, int workers, std::int64_t tasks, bool
         context.parallel_for.run(context.parallel_for.context, workers, work, &job);
 }
 
-// --- how a call is cut ---
+// --- dividing a call into tasks ---
 
 struct Cut {
     std::int64_t sequences, value_heads, group;  // group: value heads per q/k head
@@ -121,6 +122,8 @@ struct Cut {
     std::int64_t tasks() const { return sequences * value_heads * blocks; }
 };
 
+// Divides `columns` value columns into blocks, multiples of 32, if sequences times heads are fewer than the
+// threads.
 Cut cut(const Args& args, const Context& context, int columns) {
     constexpr int kSmallestBlock = 32;
     Cut cut{};
@@ -164,7 +167,7 @@ void zero_output(const Args& args, std::int64_t batch, std::int64_t begin, std::
                     static_cast<std::size_t>(v_count) * size_bytes(args.o.dtype));
 }
 
-// Tokens after the last sequence belong to nobody.
+// Tokens after the last sequence belong to none: their outputs are zero.
 void zero_slack(const Args& args) {
     if (!args.cu_seqlens) return;
     const std::int64_t end = read_index(args.cu_seqlens, num_sequences(args));
@@ -182,14 +185,14 @@ std::int64_t longest(const Args& args) {
 
 struct PrefillPlan {
     std::int64_t* order;             // sequences, longest first
-    std::int64_t* first_chunk;       // of each sequence among the packed chunk states
+    std::int64_t* first_chunk;       // of each sequence, among the chunk states of all packed sequences
     Checkpoint* checkpoints;         // by sequence, then by tokens
-    std::int64_t* first_checkpoint;  // of each sequence, and the end
+    std::int64_t* first_checkpoint;  // of each sequence, followed by the total
     std::byte* scratch;
     std::size_t scratch_bytes;  // of one worker
 };
 
-// Where each value channel has its own beta, or channels are few, prefill goes token by token.
+// Whether a prefill is computed token by token: with one beta per value channel, or with few key channels.
 bool steps(const Args& args) { return args.beta.ndim == 4 || args.q.size[3] < kFewestChunkChannels; }
 
 PrefillPlan carve_prefill(Carver& carver, const Isa& isa, const Args& args, const Context& context,
@@ -211,14 +214,14 @@ void sort_checkpoints(const Args& args, const Cut& cut, PrefillPlan& plan) {
     const auto field = [&](std::int64_t m, int column) { return read_index(rows, m, column); };
     std::fill_n(plan.first_checkpoint, cut.sequences + 1, 0);
     if (!rows) return;
-    // Counting sort by sequence; the few of one sequence then by tokens.
+    // A counting sort by sequence; the few checkpoints of one sequence are then sorted by tokens.
     for (std::int64_t m = 0; m < rows.size[0]; ++m)
         if (field(m, 2) >= 0) ++plan.first_checkpoint[field(m, 0) + 1];
     for (std::int64_t n = 0; n < cut.sequences; ++n) plan.first_checkpoint[n + 1] += plan.first_checkpoint[n];
     for (std::int64_t m = rows.size[0] - 1; m >= 0; --m)
         if (field(m, 2) >= 0)
             plan.checkpoints[--plan.first_checkpoint[field(m, 0) + 1]] = {field(m, 1), field(m, 2)};
-    // Every start has moved down to its own entry's place: shift back to [n, n + 1).
+    // The start of sequence n now stands at index n + 1: move it to n.
     for (std::int64_t n = 0; n < cut.sequences; ++n) plan.first_checkpoint[n] = plan.first_checkpoint[n + 1];
     std::int64_t total = 0;
     for (std::int64_t m = 0; m < rows.size[0]; ++m) total += field(m, 2) >= 0;
@@ -248,7 +251,7 @@ IndexRow index_row(const TensorRef& ref, std::int64_t n) {
     return {ref.ptr(n), ref.dtype == Dtype::kInt64, ref.stride[1]};
 }
 
-// What scan and step tasks have in common.
+// The fields that scan and step tasks have in common.
 template <class Task>
 Task make_task(const Place& place, const Tokens& tokens, const StateRows& states) {
     Task task{};
@@ -279,7 +282,8 @@ void zero_output(const Args& args, const Place& place, const Tokens& tokens) {
                 place.v_begin, place.v_count);
 }
 
-// Heads of a sequence that one worker takes side by side: as many as leave every worker enough to do.
+// The number of neighbouring heads that one worker processes together, chunk by chunk: up to kMaxScanHeads,
+// as long as every worker still has two tasks.
 int heads_together(const Args& args, const Cut& cut, int workers) {
     constexpr int kTasksPerWorker = 2;
     int heads = steps(args) || cut.blocks > 1 ? 1 : kMaxScanHeads;
@@ -323,7 +327,7 @@ std::size_t prefill_workspace_bytes(const Isa& isa, const Args& args, const Cont
     return carver.bytes();
 }
 
-// --- segment: B from a zero state; M from the identity with zero values, or the product of the decays ---
+// --- segment: B from a zero state; M from the identity with zero values, or as the product of the decays ---
 
 void segment(const Isa& isa, const Args& args, const Context& context) {
     const bool delta = args.algorithm.update == Update::kDelta;
@@ -375,7 +379,7 @@ std::size_t step_workspace_bytes(const Isa& isa, const Args& args, const Context
 void step_through(const Isa& isa, const Args& args, const Context& context) {
     const Cut cut = cpu::cut(args, context, static_cast<int>(args.v.size[3]));
     const std::int64_t most = longest(args);
-    // Below this many state elements to update, waking the other threads costs more than they save.
+    // With fewer state elements to update, waking other threads costs more than they save.
     constexpr std::int64_t kWorthSharing = 4 * 128 * 128;
     const std::int64_t elements = cut.sequences * cut.value_heads * most * args.q.size[3] * args.v.size[3];
     const int workers = elements < kWorthSharing ? 1 : num_workers(context, cut.tasks());

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small matrix products on packed operands: C [m x n] float = or += A [m x k] B [k x n].
+// Small matrix products on packed operands: C [m x n] = or += A [m x k] B [k x n], C in float.
 //
-// Operands are made of 32-bit words that hold kPerWord neighbours along the reduction: one float, or two
-// bf16. A is row-major, A[row][word]; B has a row of words for each word of the reduction, B[word][column].
-// That is the order of vdpbf16ps and of the AMX tiles, and turning one into the other is a transpose of
-// words, whatever they hold. m and the tokens or channels of a reduction come padded with zeros: m and n to
-// multiples of 16, words to a multiple of kWordMultiple.
+// Operands consist of 32-bit words, which hold kPerWord neighbours along the reduction: one float, or two
+// bf16. A is row-major, A[row][word]. B has a row of words for each word of the reduction, B[word][column].
+// This is the layout that vdpbf16ps and AMX tiles read, and a transpose of words turns one operand into the
+// other, whatever the words hold.
+// Padding with zeros: m and n to multiples of 16, reductions over tokens to kTokenMultiple, reductions over
+// channels to kChannelMultiple (inputs.h).
 #pragma once
 
 #include "cpu/simd.h"
@@ -22,7 +23,8 @@ inline constexpr int kPerWord = 1;
 template <>
 inline constexpr int kPerWord<BfPair> = 2;
 
-// Tokens of a chunk are padded to this many, so that every reduction over them is whole.
+// Tokens of a chunk are padded to a multiple of this, so that every reduction over tokens is a whole number
+// of tile words.
 inline constexpr int kTokenMultiple = 32;
 
 CULA_INLINE void store_words(float* dst, Vec low, Vec high) {
@@ -37,13 +39,13 @@ CULA_INLINE void store_words(BfPair* dst, Vec low, Vec high) {
 }
 #endif
 
-// 2 * kLanes floats of a row, from channel c on, into row-major words.
+// The address in a row of words of channel c, a multiple of 2 * kLanes.
 template <class Word>
 CULA_INLINE Word* words_at(Word* row, int c) {
     return row + c / kPerWord<Word>;
 }
 
-// Rows r and r + 1 of a reduction, for the columns of one vector.
+// Stores rows r and r + 1 of a reduction, for the columns of one vector.
 CULA_INLINE void store_row_pair(float* dst, std::int64_t stride, Vec even, Vec odd) {
     store(dst, even);
     store(dst + stride, odd);
@@ -56,7 +58,7 @@ CULA_INLINE void store_row_pair(BfPair* dst, std::int64_t, Vec even, Vec odd) {
 }
 #endif
 
-// B operand from a float matrix [rows x columns]; rows are the reduction, an even number.
+// Packs a B operand from a float matrix [rows x columns]; the rows, an even number, are the reduction.
 template <class Word>
 inline void pack_rows(Word* dst, std::int64_t dst_stride, const float* src, std::int64_t src_stride, int rows,
                       int columns) {
@@ -68,10 +70,10 @@ inline void pack_rows(Word* dst, std::int64_t dst_stride, const float* src, std:
     }
 }
 
-// What rounding to bf16 takes away.
+// What rounding to bf16 takes away: the low word of a compensated operand.
 CULA_INLINE Vec lost(Vec x) { return x - from_bits(round_to_bf16(x) & 0xffff0000u); }
 
-// What pack_rows lost, as an operand of its own.
+// Packs the low words that belong to pack_rows().
 template <class Word>
 inline void pack_lost_rows(Word* dst, std::int64_t dst_stride, const float* src, std::int64_t src_stride,
                            int rows, int columns) {
@@ -98,7 +100,7 @@ CULA_INLINE Vec multiply_add(Vec c, BfPair a, Vec b) {
 }
 #endif
 
-// One register block of kRows x (kVecs * kLanes).
+// One register block of C: kRows x (kVecs * kLanes).
 template <int kRows, int kVecs, class Word>
 CULA_INLINE void product_block(bool add, int words, const Word* a, std::int64_t lda, const Word* b,
                                std::int64_t ldb, float* c, std::int64_t ldc) {
@@ -130,7 +132,8 @@ CULA_INLINE void product_block(bool add, int words, const Word* a, std::int64_t 
 template <class Word>
 inline void product(bool add, int m, int n, int words, const Word* a, std::int64_t lda, const Word* b,
                     std::int64_t ldb, float* c, std::int64_t ldc) {
-    // 16 accumulators of 32 registers, 8 of 16: two fused multiply-adds a cycle at latency 4.
+    // 16 accumulators of 32 registers, or 8 of 16: enough for two fused multiply-adds per cycle at a latency
+    // of 4.
     constexpr int kRows = kLanes == 16 ? 8 : kLanes == 8 ? 4 : 2;
     constexpr int kVecs = kLanes == 4 ? 4 : 2;
     constexpr int kColumns = kVecs * kLanes;
@@ -158,7 +161,7 @@ inline void configure_tiles() {
 }
 inline void release_tiles() { _tile_release(); }
 
-// kRowTiles x kColumnTiles tiles of C in registers 0 to 3, A in 4 and 5, B in 6 and 7.
+// One or two by one or two tiles of C, in tile registers 0 to 3; A in 4 and 5, B in 6 and 7.
 template <bool kTwoRows, bool kTwoColumns>
 CULA_INLINE void tile_block(bool add, int words, const BfPair* a, std::int64_t lda, const BfPair* b,
                             std::int64_t ldb, float* c, std::int64_t ldc) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The inputs of one head as the equations want them: normalised q and k, decay factors exp(g), write
-// strengths.
+// The inputs of one head in the form of the equations: normalised and scaled q and k, decay factors exp(g),
+// write strengths.
 #pragma once
 
 #include "core/carve.h"
@@ -23,11 +23,11 @@ struct HeadInputs {
     std::int64_t batch, head, value_head;
     int key_dim, padded_key_dim;
     float gate_slope;        // exp(A_log), at most kMostGateSlope
-    float gate_bias_scalar;  // dt_bias, where there is one per head
+    float gate_bias_scalar;  // dt_bias, if there is one per head
     float head_log_decay;    // gamma
-    const float* gate_bias;  // dt_bias [padded K], where there is one per channel
+    const float* gate_bias;  // dt_bias [padded K], if there is one per channel
 
-    // bias: room for padded K floats.
+    // bias: memory for padded K floats; it becomes gate_bias.
     template <class Task>
     HeadInputs(const Args& a, const Task& task, float* bias)
         : args(a),
@@ -83,14 +83,14 @@ struct HeadInputs {
         normalise(k, 1.0f);
     }
 
-    // exp(g) for every channel of a token.
+    // exp(g) of every channel of a token.
     void channel_decays(float* alpha, std::int64_t token) const {
         load_row(alpha, args.g.ptr(batch, token, value_head), args.g.dtype, key_dim, padded_key_dim);
         for (int c = 0; c < padded_key_dim; c += kLanes)
             store(alpha + c, exp(log_decay(load(alpha + c), load(gate_bias + c))));
     }
 
-    // exp(g) for `count` tokens, where a token has one decay; alpha has room for whole vectors.
+    // exp(g) of `count` tokens, for one decay per token; alpha has room for whole vectors.
     void token_decays(float* alpha, std::int64_t token, int count) const {
         const bool per_token = args.algorithm.decay == Decay::kPerToken;
         for (int i = 0; i < count; ++i)
@@ -115,7 +115,7 @@ struct HeadInputs {
         for (int i = 0; i < count; i += kLanes) store(strengths + i, beta(load(strengths + i)));
     }
 
-    // The write strengths of a token's value columns, where each has its own.
+    // The write strengths of the value columns of a token, for one beta per value channel.
     void value_betas(float* strengths, std::int64_t token, int v_begin, int v_count, int padded) const {
         for (int j = 0; j < v_count; ++j)
             strengths[j] = load_scalar(args.beta.ptr(batch, token, value_head, v_begin + j), args.beta.dtype);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled once per instruction set, with CULA_CPU_TARGET naming it.
+// Compiled once per instruction set; CULA_CPU_TARGET is its name and namespace.
 #include "cpu/scan.h"
 #include "cpu/step.h"
 
 namespace cula::cpu::CULA_CPU_TARGET {
 namespace {
 
-// With fewer channels keys are nearly collinear by their number, the writes of a chunk cancel, and there is
-// no time to save.
+// With fewer channels bf16 products are not used: keys are nearly collinear merely because they are many, so
+// the writes of a chunk cancel, and there is no time to save.
 [[maybe_unused]] constexpr int kFewChannels = 16;
 
 template <class Body>

@@ -1,21 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// A sequence of one head in chunks: score, solve, read, output, carry (ALGORITHM.md).
+// scan: one head of a sequence in chunks of 64 tokens, in the phases score, solve, read, output, carry.
 //
-// Every decay factor is a running product of the tokens' exp(g), taken between a token and an anchor that
-// lies on the same side of it in time, so all factors of a contraction are at most 1: nothing overflows at
-// any decay, underflow is the true limit, and no cumulative sum of logarithms loses digits. A pair (i, j) of
-// tokens is anchored at the border of the largest aligned block that separates them: blocks of 32 and 16
-// tokens are matrix products, the 16 x 16 squares on the diagonal multiply the factors out token by token.
-// Where the decay is one number per token it multiplies the scores instead.
+// Equation, per chunk that starts from the state S (ALGORITHM.md, "Chunks", which also has the letters):
+//     score    A = tril(Q~ K-^T),  L = tril(K^ K-^T, -1)
+//     solve    T = (I + diag(beta) L)^-1 diag(beta)       additive rules: T = I
+//     read     U = T (V - K^ S)                           additive rules: U = V
+//     output   O = Q~ S + A U
+//     carry    S <- diag(Gamma_C) S + K+^T U
 //
-// bf16 operands of the delta rules: where keys are nearly collinear the writes U of a chunk nearly cancel,
-// and what rounding takes from U, from the inverse and from the scores is not corrected by later tokens as in
-// the recurrence. All three are therefore split in two words, the second holding what the first lost.
-// (Unsplit: error 6 to 13 times that of the naive recurrence; with scores in one word still up to 3.8 times
-// on outputs of a few numbers.)
+// Decay. Every factor is a running product of exp(g), between a token and an anchor on the same side of it in
+// time. So all factors of a contraction are at most 1: nothing overflows at any decay, underflow is the true
+// limit, and no digits are lost in a cumulative sum of logarithms.
+// A pair of tokens (i, j) is anchored at the border of the largest aligned block that separates them. Blocks
+// of 32 and 16 tokens are matrix products; the 16 x 16 squares on the diagonal multiply the factors out,
+// token by token. With one decay per token the factors multiply the scores instead.
 //
-// The running state is S [K, columns] in float; operands of products are Words (gemm.h), bf16 pairs where
-// inputs are bf16 and the CPU multiplies them, floats otherwise.
+// Compensated operands (bf16, delta rules). If keys are nearly collinear, the writes U of a chunk nearly
+// cancel, and later tokens of the chunk do not correct what rounding takes from U, the inverse and the
+// scores, as they do in the recurrence. All three are therefore kept as two words: a high word and a low word
+// with what rounding to the high word lost.
+// Without low words the error is 6 to 13 times that of the naive recurrence; without those of the scores it
+// is up to 3.8 times, on outputs of a few numbers.
+//
+// S is kept as [K, columns] in float. Operands of products are Words (gemm.h): pairs of bf16 if the inputs
+// are bf16 and the CPU multiplies bf16, floats otherwise.
+// Design page: docs/design/cpu.md.
 #pragma once
 
 #include <new>
@@ -28,7 +37,7 @@ namespace cula::cpu::CULA_CPU_TARGET {
 inline constexpr int kChunk = kChunkTokens;
 inline constexpr int kLeaf = 16;  // tokens of a diagonal square
 
-// What one head keeps from chunk to chunk.
+// What one head keeps from one chunk to the next.
 struct ScanState {
     float* state;  // [channels, columns]
     float *gate_bias, *decay_so_far;
@@ -39,14 +48,14 @@ struct ScanState {
     }
 };
 
-// What the chunk in work needs, whichever head it belongs to.
+// Scratch for the current chunk; heads that are processed together use it in turn. *_lost_w: low words.
 template <class Word>
 struct ScanBuffers {
     // [tokens, channels]
     float *q, *k, *decay;
-    Word *q_decayed, *k_decayed;  // to the chunk's start; row-major
-    Word* k_remaining;            // to its end; packed, then
-    Word* k_remaining_t;          // [channels, token words]
+    Word *q_decayed, *k_decayed;  // Q~, K^: decayed to the chunk's start; row-major
+    Word* k_remaining;            // K+: decayed to the chunk's end; packed as a B operand
+    Word* k_remaining_t;          // its transpose, [channels, token words]
     Word *q_anchored, *k_anchored, *k_toward, *k_toward_t;
     float* chunk_decay;
     // [tokens, tokens]
@@ -111,7 +120,7 @@ public:
         return task.chunk_states.data ? args.chunk_tokens : kChunkTokens;
     }
 
-    // The chunk that starts `done` tokens into the sequence.
+    // Processes the chunk that starts `done` tokens into the sequence.
     void step(std::int64_t done) {
         store_checkpoints(done);
         if (task_.chunk_states.data)
@@ -129,6 +138,7 @@ public:
     }
 
 private:
+    // Whether operands of delta rules are compensated.
     static constexpr bool kSplit = kPerWord<Word> > 1;
 
     static void fill(float* x, int count, float value) {
@@ -160,7 +170,7 @@ private:
             inputs_.key(b.k + i * channels_, token + i);
             if (per_channel_) inputs_.channel_decays(b.decay + i * channels_, token + i);
         }
-        // Tokens that pad the chunk write nothing and do not decay.
+        // Padding tokens write nothing and do not decay.
         const int padding = (padded_ - count_) * channels_;
         if (with_output_) zero(b.q + count_ * channels_, padding);
         zero(b.k + count_ * channels_, padding);
@@ -186,7 +196,7 @@ private:
 
     // --- decay ---
 
-    // The factor of token i in 2 * kLanes channels.
+    // The decay factor of a token in 2 * kLanes channels.
     struct Factor {
         Vec low, high;
         CULA_INLINE void operator*=(Factor other) { low *= other.low, high *= other.high; }
@@ -205,7 +215,7 @@ private:
                     load(p + kLanes) * factor.high);
     }
 
-    // Rows [begin, end), each times the product of decays from `begin` through itself.
+    // Multiplies rows [begin, end) of q and k by the product of decays from `begin` through the row itself.
     void scale_from(int begin, int end, Word* q, Word* k) {
         for (int c = 0; c < channels_; c += 2 * kLanes) {
             Factor factor{broadcast(1.0f), broadcast(1.0f)};
@@ -217,7 +227,7 @@ private:
         }
     }
 
-    // Keys [begin, end), each times the product of the decays after it.
+    // Multiplies keys [begin, end) by the product of the decays after each.
     void scale_toward(int begin, int end, Word* k) {
         for (int c = 0; c < channels_; c += 2 * kLanes) {
             Factor factor{broadcast(1.0f), broadcast(1.0f)};
@@ -230,8 +240,8 @@ private:
 
     void scale_operands() {
         scale_from(0, padded_, buffers_.q_decayed, buffers_.k_decayed);
-        // The same backwards for the keys that reach the next state, packed by pairs of tokens; it ends with
-        // the chunk's decay.
+        // The same backwards for K+, packed by pairs of tokens. At the end the product is the decay of the
+        // whole chunk.
         for (int c = 0; c < channels_; c += 2 * kLanes) {
             Factor factor{broadcast(1.0f), broadcast(1.0f)};
             for (int i = padded_ - 2; i >= 0; i -= 2) {
@@ -255,7 +265,7 @@ private:
 
     int token_words() const { return padded_ / kPerWord<Word>; }
 
-    // --- score: scores = tril(q k^T), overlaps = tril(k k^T, -1), decay included ---
+    // --- score: scores A = tril(q k^T), overlaps L = tril(k k^T, -1), decay included ---
 
     void score() {
         if (!with_output_ && !delta_) return;
@@ -325,7 +335,8 @@ private:
         if (delta_) score_leaf_of(begin, buffers_.k, false, buffers_.overlaps);
     }
 
-    // dst[i][j] = sum_c rows[i] k[j] (product of decays j+1..i), with or without i = j.
+    // dst[i][j] = sum over c of rows[i][c] k[j][c] (product of the decays j + 1 to i), for i > j, with
+    // `diagonal` also for i = j.
     void score_leaf_of(int begin, const float* rows, bool diagonal, float* dst) {
         constexpr int kVecs = kChannelMultiple / kLanes;
         const float *key = buffers_.k + begin * channels_, *decay = buffers_.decay + begin * channels_;
@@ -392,7 +403,7 @@ private:
                             load(src + i * kChunk + j + kLanes));
     }
 
-    // What to_words rounded away, which takes the place of src.
+    // The low words that belong to to_words(); they replace src.
     void to_lost_words(Word* dst, float* src) const {
         for (int x = 0; x < padded_ * kChunk; x += kLanes) store(src + x, lost(load(src + x)));
         to_words(dst, src);
@@ -503,7 +514,7 @@ private:
     const HeadInputs inputs_;
     const int key_dim_, channels_, words_;
     int count_ = 0;   // tokens of the current chunk
-    int padded_ = 0;  // with padding
+    int padded_ = 0;  // padded to kTokenMultiple
     std::int64_t next_checkpoint_ = 0;
 };
 
@@ -517,8 +528,8 @@ std::size_t scan_scratch_bytes(const Args& args, int v_count, int heads) {
     return carver.bytes();
 }
 
-// Up to kMaxScanHeads tasks that differ in their head alone, chunk by chunk side by side: a token's rows of
-// neighbouring heads lie together in memory, and are fetched together.
+// Runs up to kMaxScanHeads tasks that differ in their head alone, chunk by chunk side by side: the rows of
+// neighbouring heads of one token are neighbours in memory, and are fetched together.
 template <class Word>
 void scan_heads(const Args& args, const ScanTask* tasks, int heads, std::byte* scratch) {
     const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);

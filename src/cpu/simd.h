@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of the widest float register of the target this file is compiled for, on compiler vector
-// extensions.
+// Vectors of the widest float register of the instruction set that this file is compiled for, as compiler
+// vector extensions.
 //
-// Everything below src/cpu that includes this file is compiled once per instruction set into its own
-// namespace (cula::cpu::avx2, ...). Such code must not instantiate inline functions of other namespaces: the
-// linker would keep one copy for all targets, built with the wrong flags. tools/check_isa_objects.py watches
-// over that.
+// Everything in src/cpu that includes this file is compiled once per instruction set, into a namespace of its
+// own (cula::cpu::avx2, ...). Such code must not instantiate inline functions of other namespaces: the linker
+// would keep one copy for all instruction sets, compiled with the flags of one. tools/check_isa_objects.py
+// checks this.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@
 #include "cula/tensor.h"
 
 #define CULA_INLINE [[gnu::always_inline]] inline
-// Loops over arrays of vectors: unrolled, they stay in registers.
+// For loops over arrays of vectors: only unrolled do the arrays stay in registers.
 #define CULA_UNROLL _Pragma("GCC unroll 16")
 
 namespace cula::cpu::CULA_CPU_TARGET {
@@ -36,8 +36,8 @@ typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef std::int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 typedef std::uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
 
-// Results below the normal range become zero while this lives: strong decays would otherwise fill the state
-// with subnormals, on which a multiply-add takes a hundred times longer.
+// While an object of this class lives, subnormal results become zero. Strong decays would otherwise fill the
+// state with subnormals, on which a multiply-add takes a hundred times longer.
 class FlushSubnormals {
 public:
 #if defined(__x86_64__)
@@ -76,8 +76,9 @@ CULA_INLINE Vec from_bits(BitVec x) { return reinterpret_cast<Vec>(x); }
 CULA_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
 CULA_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
-// (Masks keep the indices of steps that this width does not have in range; they are not used.)
-// Element J of the result is a[J], or b[J - step] where J has the bit `step`; and its complement.
+// interleave_low: element J is a[J], or b[J - kStep] if J has the bit kStep. interleave_high is the
+// complement. (The masks keep indices in range for steps that this width does not have; those results are not
+// used.)
 template <int kStep, int... J>
 CULA_INLINE Vec interleave_low(Vec a, Vec b, std::integer_sequence<int, J...>) {
     return __builtin_shufflevector(a, b, (((J & kStep) ? kLanes + J - kStep : J) & (2 * kLanes - 1))...);
@@ -99,7 +100,7 @@ CULA_INLINE void transpose_step(Vec (&x)[kLanes]) {
     }
 }
 
-// A square of lanes, in registers.
+// Transposes a square of kLanes x kLanes in registers.
 CULA_INLINE void transpose(Vec (&x)[kLanes]) {
     transpose_step<1>(x);
     transpose_step<2>(x);
@@ -127,7 +128,8 @@ CULA_INLINE Vec swap_lanes(Vec x, std::integer_sequence<int, J...>) {
     return __builtin_shufflevector(x, x, ((J ^ kStep) & (kLanes - 1))...);
 }
 
-// Sum over the lanes, pairwise, so that the order is the same for every target of one width.
+// The sum over the lanes, added pairwise, so that the order is the same for every instruction set of one
+// width.
 CULA_INLINE float sum(Vec x) {
     constexpr std::make_integer_sequence<int, kLanes> lanes{};
     if constexpr (kLanes > 8) x += swap_lanes<8>(x, lanes);
@@ -162,7 +164,7 @@ CULA_INLINE Vec exp(Vec x) {
     const Vec bounded = min(max(x, broadcast(-87.0f)), broadcast(88.0f));
     const Vec shifted = bounded * 1.44269504f + kRoundMagic;
     const Vec n = shifted - kRoundMagic;
-    const Vec r = bounded - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two pieces
+    const Vec r = bounded - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 as the sum of two numbers
     Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
@@ -192,7 +194,7 @@ CULA_INLINE Vec log1p(Vec e) {
     p = p * f + 3.3333331174e-1f;
     const Vec z = f * f, nf = __builtin_convertvector(n, Vec);
     const Vec log_u = p * f * z - z * 0.5f + f + nf * -2.12194440e-4f + nf * 0.693359375f;
-    // What rounding took from u is given back to first order.
+    // A first-order correction for what rounding took from u.
     const Vec lost = (e - (u - 1.0f)) / u;
     return e > 1e30f ? log_u : log_u + lost;
 }
@@ -216,7 +218,7 @@ CULA_INLINE std::uint16_t float_to_bf16(float x) {
     return static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// Without float subnormals, which FlushSubnormals reads as zero.
+// Does not create float subnormals, which FlushSubnormals makes zero.
 CULA_INLINE float fp16_to_float(std::uint16_t x) {
     const std::uint32_t sign = (x & 0x8000u) << 16, rest = x & 0x7fffu;
     if (rest >= 0x7c00u) return __builtin_bit_cast(float, sign | 0x7f800000u | ((rest & 0x3ffu) << 13));
@@ -263,8 +265,8 @@ CULA_INLINE Vec load_fp16(const std::uint16_t* p) {
 #endif
 }
 
-// bf16 bits, rounded to nearest even, in the upper half of each lane. (A NaN with all its upper payload bits
-// set would wrap.)
+// Rounds to bf16, to nearest even, in the upper half of each lane. (A NaN with all its upper payload bits set
+// would wrap.)
 CULA_INLINE BitVec round_to_bf16(Vec x) { return bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u); }
 
 CULA_INLINE void store_bf16(std::uint16_t* p, Vec x) {
@@ -315,7 +317,7 @@ CULA_INLINE const std::byte* element(const void* p, Dtype dtype, std::int64_t in
     return static_cast<const std::byte*>(p) + index * static_cast<std::int64_t>(size_bytes(dtype));
 }
 
-// dst[0, count) from contiguous memory of any floating dtype, zeros up to `padded`.
+// Loads dst[0, count) from contiguous memory of any floating dtype, and zeros up to `padded`.
 inline void load_row(float* dst, const void* src, Dtype dtype, int count, int padded) {
     int i = 0;
     if (dtype == Dtype::kFloat32)
@@ -330,6 +332,7 @@ inline void load_row(float* dst, const void* src, Dtype dtype, int count, int pa
     for (; i < padded; ++i) dst[i] = 0.0f;
 }
 
+// Stores `count` floats to contiguous memory of any floating dtype.
 inline void store_row(void* dst, Dtype dtype, const float* src, int count) {
     int i = 0;
     if (dtype == Dtype::kFloat32)

@@ -1,10 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens of one head one after another: decode, verify, short recurrences. A token reads and writes every
-// element of the state once; both contractions with the state run in the reading pass, since S^T q = (alpha
-// S)^T q + u (k . q).
+// step: tokens of one head, one after another. It serves decode, verify, and prefills with one beta per value
+// channel or few key channels.
 //
-// The working state is [V, K] in float, K contiguous: the caller's own memory where that is what it holds and
-// one token comes, else a copy in scratch.
+// Equation, per token (ALGORITHM.md, "The family"), with S [V, K]:
+//     S' = S diag(exp(g)),  u = beta (v - S' k) or v,  S <- S' + u k^T,  o = S' q + u (k . q)       (scale is
+//     on q)
+// Because o is formed from S', one pass over four rows reads, decays and contracts them with k and with q. A
+// second pass, over rows that are still in cache, writes them.
+//
+// The working state is [V, K] in float, K contiguous. It is the caller's own memory if that has this form and
+// there is one token; otherwise it is a copy in scratch.
+// Design page: docs/design/cpu.md.
 #pragma once
 
 #include "cpu/inputs.h"
@@ -58,7 +64,7 @@ public:
     }
 
 private:
-    static constexpr int kRows = 4;  // value rows updated together
+    static constexpr int kRows = 4;  // value rows that are updated together
 
     struct Buffers {
         float *q, *k, *decay, *gate_bias;  // [K]
@@ -66,7 +72,7 @@ private:
         float* token_decay;
         float* state;       // [V, K]
         float* transposed;  // [K, V]
-        float* nodes;       // [tokens, V, K], trees
+        float* nodes;       // [tokens, V, K]: the state after each token of a tree
 
         void carve(Carver& carver, const Args& args, int v_count, std::int64_t tree_tokens) {
             const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);

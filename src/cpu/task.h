@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host side (entry.cc, built for any CPU) hands to the code that is built once per instruction set.
-// Plain data: see simd.h for why no inline function of the library may be used beyond it.
+// The interface between the host side (entry.cc, built for any CPU) and the code that is compiled once per
+// instruction set. Plain data: simd.h says why that code may use no inline functions of the library beyond
+// this.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +35,7 @@ struct Checkpoint {
     std::int64_t slot;
 };
 
-// One sequence, one value head, some of its value columns.
+// scan.h: one sequence, one value head, some of its value columns.
 struct ScanTask {
     std::int64_t batch, begin, length;  // tokens [begin, begin + length) of row `batch`
     std::int64_t head, value_head;
@@ -42,19 +43,19 @@ struct ScanTask {
     StateView initial, final;
 
     // Prefill.
-    const Checkpoint* checkpoints = nullptr;  // in order of tokens
+    const Checkpoint* checkpoints = nullptr;  // sorted by tokens
     std::int64_t num_checkpoints = 0;
-    StateView chunk_states;  // of the sequence's first chunk
+    StateView chunk_states;  // of the first chunk of the sequence
     std::int64_t chunk_states_stride = 0;
 
     // Segment.
-    bool identity =
-        false;  // values are 0 and the initial state is I: the final state is M, its columns the values
+    // Computes M: values are 0, the initial state is the identity, and the final state is M.
+    bool identity = false;
     float* total_decay = nullptr;  // [K], additive rules: the diagonal of M
     std::int64_t total_decay_stride = 0;
 };
 
-// One sequence, one value head, some of its value rows; tokens one after another.
+// step.h: one sequence, one value head, some of its value rows; tokens one after another.
 struct StepTask {
     std::int64_t batch, begin, length;
     std::int64_t head, value_head;
@@ -62,13 +63,13 @@ struct StepTask {
     StateView initial, final;
 
     // Prefill.
-    const Checkpoint* checkpoints = nullptr;  // in order of tokens
+    const Checkpoint* checkpoints = nullptr;  // sorted by tokens
     std::int64_t num_checkpoints = 0;
-    StateView chunk_states;  // of the sequence's first chunk
+    StateView chunk_states;  // of the first chunk of the sequence
     std::int64_t chunk_states_stride = 0;
 
     // Verify.
-    IndexRow slots;  // per token: the slot of `pool` that its state goes to, or null
+    IndexRow slots;  // per token: the slot of `pool` for the state after it, or a null index
     StateView pool;  // slot 0
     std::int64_t pool_stride = 0;
     StateView snapshots;  // of token 0
@@ -78,9 +79,9 @@ struct StepTask {
 
 inline constexpr int kMaxScanHeads = 4;
 
-// What an instruction set offers. The scratch of a task is 64-byte aligned and may hold anything.
+// The functions of one instruction set. The scratch of a task is aligned to 64 bytes and may hold anything.
 struct Isa {
-    // Tasks that differ in their head alone, at most kMaxScanHeads.
+    // scan: tasks that differ in their head alone, at most kMaxScanHeads.
     std::size_t (*scan_scratch_bytes)(const Args&, int v_count, int heads);
     void (*scan)(const Args&, const ScanTask* tasks, int heads, std::byte* scratch);
     std::size_t (*step_scratch_bytes)(const Args&, int v_count, std::int64_t tree_tokens);
