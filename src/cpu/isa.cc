@@ -6,8 +6,8 @@
 namespace cula::cpu::CULA_CPU_TARGET {
 namespace {
 
-// With fewer channels bf16 products are not used: keys are nearly collinear merely because they are many, so
-// the writes of a chunk cancel, and there is no time to save.
+// With fewer channels bf16 products are not used: the keys of a chunk are nearly collinear because they are
+// more than the channels, so their writes cancel, and there is no time to save.
 [[maybe_unused]] constexpr int kFewChannels = 16;
 
 template <class Body>

@@ -36,8 +36,8 @@ typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef std::int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 typedef std::uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
 
-// While an object of this class lives, subnormal results become zero. Strong decays would otherwise fill the
-// state with subnormals, on which a multiply-add takes a hundred times longer.
+// While an object of this class lives, subnormal operands and results count as zero. Strong decays would
+// otherwise fill the state with subnormals, on which a multiply-add takes a hundred times longer.
 class FlushSubnormals {
 public:
 #if defined(__x86_64__)

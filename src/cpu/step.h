@@ -3,8 +3,10 @@
 // channel or few key channels.
 //
 // Equation, per token (ALGORITHM.md, "The family"), with S [V, K]:
-//     S' = S diag(exp(g)),  u = beta (v - S' k) or v,  S <- S' + u k^T,  o = S' q + u (k . q)       (scale is
-//     on q)
+//     S' = S diag(exp(g))
+//     u  = beta (v - S' k)           delta rules; additive rules: u = v
+//     S <- S' + u k^T
+//     o  = S' q + u (k . q)          q has been multiplied by scale (inputs.h)
 // Because o is formed from S', one pass over four rows reads, decays and contracts them with k and with q. A
 // second pass, over rows that are still in cache, writes them.
 //
