@@ -55,24 +55,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("target", device.targets(), indirect=True, scope="session")
 
 
-# Files whose examples are drawn by the name that they had before.
-DRAWN_AS = {
-    "test_equivalent_calls.py": "test_laws.py",
-    "test_functions.py": "test_api.py",
-    "test_parts.py": "test_dist_parts.py",
-    "test_ranks.py": "test_dist.py",
-}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> None:
-    """A test in another folder is the same test: hypothesis draws its examples by its id, which here has no folder."""
-    inner = getattr(getattr(getattr(item, "obj", None), "hypothesis", None), "inner_test", None)
-    if hasattr(inner, "_hypothesis_internal_add_digest"):
-        name = DRAWN_AS.get(item.path.name, item.path.name)
-        inner._hypothesis_internal_add_digest = f"tests/{name}::{item.nodeid.partition('::')[2]}".encode()
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A fault in a kernel ends the process, or every later test of it would fail too. (xdist starts another.)"""
