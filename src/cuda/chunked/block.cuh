@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sixteen tokens of a head as one warp holds them, and the products of such blocks.
+// The warp's block: 16 tokens of one head in registers, and the products of such blocks.
 //
-// Lane l holds of tokens l/4 and l/4 + 8 the channels 32 g + 8 (l%4) .. + 7, so that memory is read and
-// written 16 bytes a lane. Which channel stands where along k of a product is free as long as both sides
-// agree: words 0 and 1 of a lane serve as one step's k = 2 (l%4) and + 8, words 2 and 3 as the next's. Then
-// the same registers are rows (a) and columns (b) of products.
+// Lane l holds tokens l/4 and l/4 + 8, and of each the channels 32 g + 8 (l%4) .. + 7 of every group g.
+// So memory is read and written 16 bytes per lane.
+// A product sums over channels, and their order along k is free as long as both operands use the same order:
+// words 0 and 1 of a lane are k = 2 (l%4) and + 8 of one mma step, words 2 and 3 those of the next step.
+// Hence the same registers serve as operand A (rows) and as operand B (columns).
 #pragma once
 
 #include <type_traits>
@@ -20,35 +21,40 @@ namespace cula::cuda::chunked {
 
 inline constexpr int kPrepareThreads = 128;
 
-// How the warps of prepare share a chunk: a block each, of all channels or of one part of them.
+// How the four warps of prepare share a chunk: a warp has
+// one block, with all its channels or one part of them.
 template <int kKey>
 struct Parts {
     static constexpr int kBlocks = kTokens<kKey> / kBlock;
     static constexpr int kParts = kPrepareThreads / 32 / kBlocks;
-    static constexpr int kChannels = kKey / kParts;  // of a part
+    static constexpr int kChannels = kKey / kParts;  // of one part
     static constexpr int kGroups = kChannels / 32;
     static constexpr int kPairs = kBlocks * (kBlocks - 1) / 2;
 };
 
-// Which of them a warp is. The later blocks of a chunk have other work than the earlier ones, and warp w of
-// every CTA runs on the same scheduler: taking turns keeps the four schedulers equally busy.
+// Which (block, part) the warp takes.
+// Later blocks have more pairs to score than earlier ones,
+// and warp w of every CTA runs on the same scheduler.
+// So the assignment rotates with the CTA's number, which keeps the four schedulers equally busy.
 __device__ __forceinline__ int role_of_warp() {
     constexpr int kWarps = kPrepareThreads / 32;
     return static_cast<int>(threadIdx.x / 32 + blockIdx.x / kWarps) % kWarps;
 }
 
-using Words = std::uint32_t[4];  // eight channels of a token
+using Words = std::uint32_t[4];  // eight channels of one token
 
 template <int kGroups>
 struct BlockRows {
     Words word[2][kGroups];  // [token half][group]
 
-    // Asks for rows first_token + .. of `rows`, the first of which exists, and has those that are `ahead`
-    // tokens further on, where that is not zero, brought to the second-level cache: when a CTA comes to them,
-    // they are there. What lies beyond `count` tokens or key_dim channels is anything until mask(), so that
-    // nothing waits for the memory before. Rows that cannot be read in pieces come afterwards, an element at
-    // a time, to the registers that the loads left alone: two ways that each wrote them would meet in moves,
-    // which wait for what they move.
+    // Starts loading rows first_token + .. of `rows`. The first of these rows must exist.
+    // If `ahead` is not zero, it also prefetches to L2 the rows `ahead` tokens further on, for a later CTA.
+    // Until mask(), the contents beyond `count` tokens or key_dim
+    // channels are undefined: so nothing waits for memory here.
+    // Rows that cannot be read in 16-byte pieces are loaded afterwards, one element
+    // at a time, into the registers that the switched-off wide loads did not write.
+    // If both ways wrote the same registers, the compiler would
+    // merge them by moves, and a move waits for its source.
     template <class T>
     __device__ __forceinline__ void fetch(const TokenRows& rows, std::int64_t batch, std::int64_t first_token,
                                           int head, int count, int first_channel, int key_dim,
@@ -65,7 +71,8 @@ struct BlockRows {
             for (int half = 0; half < 2; ++half)
                 load_if(word[half][g], from[half] + 32 * g, rows.pieces && channel + 32 * g < key_dim);
         if (ahead > 0 && rows.pieces) {
-            // Two rows and at most two lines of each for the four lanes that share them.
+            // Prefetch: two rows, and at most two 128-byte lines
+            // of each, for the four lanes that share the rows.
             const int line = lane / 2 % 2 * 64;
             if (line < 32 * kGroups && channel + line < key_dim)
                 prefetch(advanced((lane % 2 ? from[1] : from[0]) + line, ahead, pitch));
@@ -107,8 +114,9 @@ struct BlockRows {
                 for (int w = 0; w < 4; ++w)
                     if (lane / 4 + 8 * half >= count || channel + 32 * g >= key_dim) word[half][g][w] = 0u;
     }
-    // Where products want the words in other registers than the loads: a mask that is always applied moves
-    // them, once they are there, and no move comes before it.
+    // mask() for kernels whose products want the words in other registers than the loads wrote.
+    // A mask that is always applied moves the words after they
+    // have arrived, so the compiler inserts no earlier move.
     __device__ __forceinline__ void mask_moving(int count, int first_channel, int key_dim) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
@@ -123,8 +131,8 @@ struct BlockRows {
     }
 };
 
-// How far from a block's tokens those are that a later CTA reads, or zero where that is no whole block. A
-// wrong guess, at the end of a sequence, costs nothing but time.
+// Distance from a block's tokens to those that a later CTA reads, or zero where no whole block lies there.
+// A wrong guess (at the end of a sequence) costs time only.
 template <int kKey>
 __device__ __forceinline__ int tokens_ahead(const DeviceArgs& a, const Schedule& schedule,
                                             std::int64_t first_token) {
@@ -132,19 +140,23 @@ __device__ __forceinline__ int tokens_ahead(const DeviceArgs& a, const Schedule&
     return first_token + ahead + kBlock <= a.tokens ? ahead : 0;
 }
 
-// Schedule::per_chunk; false where the carry is a portable one, which does not.
+// Schedule::per_chunk. Always false where K > 128: only the
+// portable carry takes that, and it does not wait per chunk.
 template <int kKey>
 __device__ __forceinline__ bool per_chunk(const Schedule& schedule) {
     return kKey <= 128 && schedule.per_chunk;
 }
-// Before prepare touches global memory; where the carry waits per chunk, it is let start later.
+// PDL of prepare, before it touches global memory: wait for the kernels before, then let the carry start.
+// Where the carry waits per chunk, the trigger comes later, from lead_carry().
 template <int kKey>
 __device__ __forceinline__ void follow_kernels_before_carry(const Schedule& schedule) {
     pdl_wait();
     if (!per_chunk<kKey>(schedule)) pdl_trigger();
 }
-// By one thread of a CTA: before the carry starts, which waits per chunk; and when all warps have written an
-// image.
+// lead_carry: by one thread, before the carry may start. It
+// marks the CTA's chunks as unprepared and triggers the carry.
+// hand_over: by one thread, after all warps have written
+// the operands of a chunk. It marks the chunk as ready.
 __device__ __forceinline__ void lead_carry(std::int32_t* is_compensated, int operands) {
     for (int i = 0; i < operands; ++i) is_compensated[i] = kUnprepared;
     __threadfence();
@@ -159,7 +171,7 @@ __device__ __forceinline__ void hand_over(const Schedule& schedule, std::int32_t
         *is_compensated = compensated;
 }
 
-// One number of a token, asked for without waiting.
+// One number per token, loaded without waiting for it.
 struct TokenNumber {
     RawFloat raw;
     const void* at;
@@ -195,7 +207,8 @@ __device__ __forceinline__ float dot(const BlockRows<kGroups>& x, const BlockRow
     return token_sum(sum);
 }
 
-// product [16 x 16] += rows columns^T over 32 channels; the columns' tokens 0-7 and 8-15.
+// product [16 x 16] += rows columns^T over 32 channels.
+// column0 holds the columns' tokens 0-7, column8 tokens 8-15.
 template <class T>
 __device__ __forceinline__ void multiply_group(float (&product)[2][4], const Words& row0, const Words& row8,
                                                const Words& column0, const Words& column8) {
@@ -207,10 +220,13 @@ __device__ __forceinline__ void multiply_group(float (&product)[2][4], const Wor
     }
 }
 
-// Sums of the squares of a block's tokens, to `squares`: diagonals of products of two words as rows l/4 and
-// l/4 + 8 with each of them as column l/4. kTogether: the words of both tokens, as they stand side by side
-// where a block's rows are multiplied as they came; otherwise neighbours of one token, as they stand when
-// they came from memory. Asked for the other way, the compiler moves every word.
+// Sum of squares of each token of the block, to `squares`, on the tensor cores.
+// Two words serve as rows l/4 and l/4 + 8 of an m16n8k8 product,
+// each in turn also as its column: the squares lie on the diagonal.
+// kTogether: the two words are those of both tokens, which are
+// adjacent registers where the block is an A operand as loaded.
+// Otherwise they are neighbouring words of one token, which are adjacent registers right after the load.
+// With the wrong choice the compiler moves every word.
 template <class T, bool kTogether, int kGroups>
 __device__ __forceinline__ void square_tokens(float* squares, const BlockRows<kGroups>& x) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -234,20 +250,21 @@ __device__ __forceinline__ void square_tokens(float* squares, const BlockRows<kG
     }
 }
 
-// Columns of a block in shared memory, of 32 channels: [token half][lane], where the same lane of any warp
-// reads them.
+// Column operand of a block for 32 channels, in shared memory: [token half][lane].
+// Lane l of every warp reads the word that lane l of the producing warp wrote.
 using ColumnWords = uint4[2][32];
 
 __device__ __forceinline__ uint4 as_uint4(const Words& w) { return {w[0], w[1], w[2], w[3]}; }
 
-// What score leaves for solve and emit: q k^T, or room for blocks of it and of the inverse on their way out;
-// beta k k^T.
+// What score leaves in shared memory for solve.
+// scores: q k^T, later reused as a staging buffer for blocks of scores and of the inverse.
+// overlaps: beta k k^T.
 template <int kKey>
 struct PairSquares {
     Square<kTokens<kKey>> scores, overlaps;
 };
 
-// Writes a 16 x 16 product to its place; `add`: and to what another part of the channels has left there.
+// Stores a 16 x 16 product. `add`: adds to what another part of the channels has stored there.
 template <int kSize>
 __device__ __forceinline__ void add_product(Square<kSize>& square, float (&product)[2][4], int row,
                                             int column, bool add) {
@@ -262,7 +279,8 @@ __device__ __forceinline__ void add_product(Square<kSize>& square, float (&produ
     store_block(square, product, row, column);
 }
 
-// The squares of the lane's elements in rows l/4 and l/4 + 8; of a block on the diagonal, those below it.
+// Adds the squares of the lane's elements in rows l/4 and l/4 +
+// 8. In a diagonal block only those below the diagonal count.
 template <bool kDiagonal>
 __device__ __forceinline__ void add_squares(float2& squares, const float (&product)[2][4]) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -277,7 +295,7 @@ __device__ __forceinline__ void add_squares(float2& squares, const float (&produ
         }
 }
 
-// Of a block on the diagonal.
+// For a block on the diagonal.
 __device__ __forceinline__ void zero_above_diagonal(float (&product)[2][4]) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
@@ -287,8 +305,10 @@ __device__ __forceinline__ void zero_above_diagonal(float (&product)[2][4]) {
             if (8 * tile + lane % 4 * 2 + e % 2 > lane / 4 + e / 2 * 8) product[tile][e] = 0.0f;
 }
 
-// A block on its way to a triangle: as accumulators hold it, to a slot in shared memory, and from there to
-// `block`, 16 bytes a lane. kLow: what rounding to T leaves over. The warp meets before, between and after.
+// turn_block and put_block move a block from accumulators to a triangle in global memory, 16 bytes per lane.
+// turn_block transposes the layout through a slot in shared memory, put_block copies the slot to `block`.
+// kLow: the low words, which are what rounding to T has left over.
+// The caller puts a __syncwarp() before, between and after the two.
 inline constexpr int kSlot = kBlock * kBlock / 2;  // floats
 
 template <bool kLow, class T>
@@ -310,8 +330,9 @@ __device__ __forceinline__ void put_block(T* block, const float* slot) {
     reinterpret_cast<uint4*>(block)[lane] = reinterpret_cast<const uint4*>(slot)[lane];
 }
 
-// Rows of scores, in `scores` of a chunk, to a triangle: what lies left of the diagonal, then the lower half
-// of the block there. One warp: lane l turns to row l % 16 and one half of each block.
+// Stores one row of blocks of `scores` to the triangle: the blocks
+// left of the diagonal, and the lower half of the one on it.
+// By one warp: lane l takes row l % 16 and one half of each block.
 template <bool kLow, class T, int kSize>
 __device__ __forceinline__ void emit_lower(T* triangle, const Square<kSize>& scores, int row) {
     using Lower = Triangle<kSize>;
@@ -336,20 +357,25 @@ __device__ __forceinline__ void emit_lower(T* triangle, const Square<kSize>& sco
     }
 }
 
-// Overlaps whose squares sum to more than this in some row let roundings of the inverse and of the written
-// values add up instead of averaging out: the carry then reads both halves of the inverse, and splits what it
-// writes (docs/sm80.md).
+// When a chunk is compensated: some row of overlaps (beta L) has squares that sum to more than this.
+// Roundings of the inverse T and of the writes U then add up instead of averaging out.
+// The carry therefore reads both words of the inverse and of the
+// scores, and keeps U as two words (docs/design/prepare.md).
 inline constexpr float kMostSquares = 1.0f;
 
-// Whether a row of the lane's does, given its part of their squares. What is no number does, too.
+// Whether one of the lane's rows exceeds kMostSquares, given
+// the lane's part of the row sums. A NaN counts as exceeding.
 __device__ __forceinline__ bool needs_compensation(float2 squares) {
     const float x = token_sum(squares.x), y = token_sum(squares.y);
     return !(x <= kMostSquares && y <= kMostSquares);
 }
 
-// The end of prepare of a delta rule: the inverse, times beta, to the image. All warps that have blocks of
-// the chunk, after each has stored its row of overlaps and inverted its diagonal and all have met. `slots`:
-// memory of the warp.
+// Last step of prepare for a delta rule: completes the inverse,
+// multiplies it by beta and stores it to the chunk operands.
+// Called by one warp per block (where two share a block, the one with the last part).
+// Before it every warp has stored its row of overlaps and
+// inverted its diagonal block, and a CTA barrier has followed.
+// `slots`: staging memory of the warp.
 template <class T, int kKey, class Chunk>
 __device__ __forceinline__ void emit_inverse(Chunk& operands, Square<kTokens<kKey>>& overlaps,
                                              const float* beta, float* slots, int block, bool compensated) {
@@ -376,13 +402,16 @@ __device__ __forceinline__ void emit_inverse(Chunk& operands, Square<kTokens<kKe
         load_block(x, overlaps, from_row * kBlock, from_column * kBlock);
         emit(x, row, column);
     };
-    // While the other warps join their blocks.
+    // The later half of the warps stores diagonal blocks
+    // while the earlier half joins blocks in invert_lower().
     if (block >= kBlocks / 2)
 #pragma unroll 1
         for (int b = block; b >= 0; b -= kBlocks / 2) emit_stored(b, b, b, b);
     float x[2][4];
-    // Where T has 8 bits, products of factors of 11 are lost in its own rounding; coupled keys are what
-    // magnifies them.
+    // bf16 has 8 significant bits, so the error of one TF32
+    // product (11 bits) is below that of rounding the result.
+    // fp16 has 11 bits, and near-collinear keys magnify the
+    // error: both take products of two-word factors (22 bits).
     if (compensated || std::is_same_v<T, __half>)
         invert_lower<true>(overlaps, block, x);
     else

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gates of 16 tokens, one per channel: asked for, turned into log2 decays, and summed from the block's
-// middle, after token 7, to both ends.
+// Gates of one block of 16 tokens, one per channel: loaded, turned into log2
+// decays, and summed from the block's middle (after token 7) to both ends.
 #pragma once
 
 #include "cuda/chunked/block.cuh"
@@ -9,7 +9,7 @@
 
 namespace cula::cuda::chunked {
 
-// One, two or four floats to shared memory, or zero where not `in`.
+// Copies one, two or four floats to shared memory by cp.async; writes zeros if not `in`.
 template <int kCount>
 __device__ __forceinline__ void copy_floats_if(float* to, const float* from, bool in) {
     constexpr int kBytes = 4 * kCount;
@@ -17,15 +17,17 @@ __device__ __forceinline__ void copy_floats_if(float* to, const float* from, boo
                  "n"(kBytes), "r"(in ? kBytes : 0));
 }
 
-// Where prepare has no other way to raw gates than loads. What a kernel knows instead (sm90/gate_tiles.cuh):
+// GateTiles of a kernel that loads raw gates by cp.async only. sm90/gate_tiles.cuh has the one that uses TMA.
 struct NoGateTiles {
-    // Whether a block of `count` tokens can come as a box: whole ones, where the call's gates have a map.
+    // Whether a block of `count` tokens can come as one TMA tile: it
+    // must be whole, and the call's gates must have a tensor map.
     static __device__ __forceinline__ bool has(int) { return false; }
-    // By one thread of a warp: the block from `token` on, [token][channel], to shared memory; `full`, which
-    // nobody has used, completes its first phase with it. `ahead` as that of BlockRows::fetch.
+    // By one thread of a warp: loads the block from `token` on, [token][channel], to shared memory.
+    // The load completes the first phase of the mbarrier `full`, which this call initializes.
+    // `ahead`: as in BlockRows::fetch.
     static __device__ __forceinline__ void ask(std::uint16_t*, std::uint64_t*, std::int64_t, std::int64_t,
                                                int, int) {}
-    // After the thread that asked and all others of the warp have met.
+    // After the asking thread and the rest of the warp have synchronized.
     static __device__ __forceinline__ void wait(std::uint64_t*) {}
 };
 
@@ -36,16 +38,16 @@ struct BlockGates {
     static constexpr int kOwned = P::kChannels / 32;
 
     const DeviceArgs& a;
-    float* sums;         // [group][token][channel of 32], units of four permuted by the token
+    float* sums;         // [group][token][channel of 32], units of four floats swizzled by the token
     std::uint16_t* raw;  // [token][channel]
-    int first_channel;   // of the part
-    int count;           // tokens of the block that exist
-    const bool narrow =  // gates of type T wait in raw, all others as floats in sums
+    int first_channel;   // of the warp's part
+    int count;           // existing tokens of the block
+    const bool narrow =  // gates of type T stay in `raw`; all others are converted to floats in `sums`
         a.g.dtype == kDtype<T> && a.g.pieces;
     const int lane = static_cast<int>(threadIdx.x) % 32, channel = first_channel + lane * kOwned;
 
     __device__ __forceinline__ int last() const { return count > 0 ? count - 1 : 0; }
-    // Where a unit of four channels of a token stands; where the lane's own channels do.
+    // unit_at: position of a unit of four channels of a token. place: position of the lane's own channels.
     static __device__ __forceinline__ int unit_at(int unit, int token) {
         return unit / 8 * (kBlock * 8) + token * 8 + (unit % 8 ^ (token & 1));
     }
@@ -66,8 +68,8 @@ struct BlockGates {
             *reinterpret_cast<float2*>(to) = float2{x[0], x[1]};
     }
 
-    // Tokens beyond `count` get the gates of the last; sum() leaves them out. `ahead` as that of
-    // BlockRows::fetch.
+    // Starts loading. Tokens beyond `count` get the gates of the last one, and sum() leaves them out.
+    // `ahead`: as in BlockRows::fetch.
     __device__ __forceinline__ void load(std::int64_t row, int ahead) const {
         if (narrow) {
             copy<T>(row, raw, ahead);
@@ -85,7 +87,7 @@ struct BlockGates {
         }
     }
 
-    // 16 bytes a lane, as many rows at once as that makes.
+    // 16 bytes per lane; the warp covers as many rows at once as that makes.
     template <class Element>
     __device__ __forceinline__ void copy(std::int64_t row, void* to, int ahead) const {
         constexpr int kPieces = P::kChannels * sizeof(Element) / 16, kRows = 32 / kPieces;
@@ -118,8 +120,8 @@ struct BlockGates {
         }
     }
 
-    // log2 decays summed from the middle, after token 7, outward; the whole to the middle (head) and from it
-    // (tail).
+    // Replaces the gates by sums of log2 decays from the middle (after token 7) outward.
+    // head: the log2 decay from the block's start to its middle. tail: from the middle to its end.
     __device__ __forceinline__ void sum(const HeadGate& gate, const float (&bias)[kOwned],
                                         float (&head)[kOwned], float (&tail)[kOwned]) const {
         switch (gate.kind) {
@@ -133,8 +135,8 @@ struct BlockGates {
             case Gate::kLogDecay: sum_of<Gate::kLogDecay, true>(gate, bias, head, tail); break;
         }
     }
-    // After sum(): the log2 decay of the slowest channel, summed over every fourth of the block's tokens.
-    // That is a bound for all of them, and a quarter of the work.
+    // After sum(): the log2 decay of the slowest channel, summed over every fourth token of the block.
+    // Decays are at most 1, so this bounds the sum over all tokens, at a quarter of the work.
     __device__ __forceinline__ float slowest() const {
         float sum = 0.0f;
 #pragma unroll 2
@@ -144,14 +146,16 @@ struct BlockGates {
             get(x, t);
 #pragma unroll
             for (int i = 0; i < kOwned; ++i) least = fminf(least, before[i] - x[i]);
-            // Floats that are not negative have the order of their bits; what is no number counts as none.
+            // Non-negative floats order like their bits. fmaxf turns a NaN into 0, no decay.
             sum -= __uint_as_float(__reduce_min_sync(0xffffffffu, __float_as_uint(fmaxf(least, 0.0f))));
         }
         return sum;
     }
-    // Where a half of a channel decays by more than `most`, its sums run from where both halves decay alike
-    // instead; head, tail: what sum() gave, of the lane's channels. Whether that is still too much for one.
-    // Rare, and one number at a time, so that it takes no registers.
+    // Moves the reference of channels of which a half decays
+    // by more than 2^-most to where both halves decay alike.
+    // head, tail: what sum() gave for the lane's channels; updated.
+    // Returns whether that is still too much for one of them.
+    // Rare, and therefore one number at a time, so that it adds no register pressure.
     __device__ __forceinline__ bool balance(float* head, float* tail, float most) const {
         bool too_much = false;
 #pragma unroll 1
@@ -180,8 +184,8 @@ struct BlockGates {
         float offset[kOwned];
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
-            // Channels beyond K hold zeros, which a factor out of range would turn into NaN: they do not
-            // decay.
+            // Channels beyond K hold zeros. They must not decay:
+            // a factor out of range times zero would be NaN.
             constexpr float kNoGate = kGate == Gate::kBounded ? 3e38f : -3e38f;
             offset[i] = channel + i < a.key_dim ? gate.in * bias[i] : kNoGate;
             head[i] = tail[i] = 0.0f;
@@ -207,7 +211,7 @@ struct BlockGates {
             }
 #pragma unroll
             for (int i = 0; i < kOwned; ++i) {
-                // A given log decay is exactly what it is.
+                // A given log decay is used exactly as it is: no fmaf.
                 x[i] = gate_shape<kGate, GateBits::k14>(
                     kGate == Gate::kLogDecay ? x[i] : fmaf(gate.in, x[i], offset[i]));
                 if (kClamped) x[i] = fminf(x[i], most);

@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a call is cut: chunks of tokens, segments of chunks, slabs of chunks that share one workspace; and what
-// prepare hands to carry for a chunk, laid out as it stands in shared memory, so that both sides move it in
-// whole 16-byte pieces.
+// How a call is divided, and what prepare hands to the carry.
+//
+//   chunk     64 consecutive tokens of one sequence (32 where K > 128)
+//   segment   consecutive chunks of one sequence that one CTA of the carry runs through
+//   slab      the chunks whose operands share one workspace; a long call is several slabs in turn
+//
+// The operands of a chunk lie in global memory exactly as they will lie in shared memory.
+// Prepare and carry therefore move them in whole 16-byte pieces.
 #pragma once
 
 #include <cstddef>
@@ -13,18 +18,19 @@
 
 namespace cula::cuda::chunked {
 
-// Tokens of a chunk: fewer where a row of the state takes all the registers.
+// Tokens of a chunk. Fewer where K > 128, since there a row of the state takes all registers of a thread.
 template <int kKey>
 inline constexpr int kTokens = kKey <= 128 ? 64 : 32;
-inline constexpr int kBlock = 16;  // tokens of a block: rows of one tensor core product
+inline constexpr int kBlock = 16;  // tokens of a block, the rows of one tensor core product
 
-// A [kRows x kColumns] tile of 16-bit elements: panels of at most kPanel columns one after the other, and in
-// a row of a panel the units of 16 bytes permuted by the row, so that eight rows of one column lie in eight
-// different bank groups. For whole panels of 64 columns that is what the tensor cores of sm_90 call the
-// 128-byte swizzle, of 32 the 64-byte one.
+// A [kRows x kColumns] tile of 16-bit elements: panels of at most kPanel columns, one after the other.
+// In each row of a panel the 16-byte units are permuted by the row, so
+// that eight rows of one column lie in eight different bank groups.
+// With panels of 64 columns this is the 128-byte swizzle
+// of sm_90, with panels of 32 columns the 64-byte swizzle.
 template <int kRows, int kColumns, int kPanel = 64>
 struct Tile {
-    static constexpr int kUnits = (kColumns < kPanel ? kColumns : kPanel) / 8;  // of a panel's row
+    static constexpr int kUnits = (kColumns < kPanel ? kColumns : kPanel) / 8;  // units in a row of a panel
     static constexpr int kPanelUnits = kRows * kUnits;
     static constexpr CULA_HOST_DEVICE int unit(int row, int unit) {
         constexpr int kShift = kUnits == 8 ? 0 : kUnits == 4 ? 1 : 2;
@@ -32,20 +38,22 @@ struct Tile {
     }
 };
 
-// q and k of a chunk as the carry reads them. Those that prepare scales stand in panels of 32 channels, which
-// is how it has them: a warp stores eight tokens at a time, and in such panels these are four whole lines.
+// Layout of q and k of a chunk as the carry reads them.
+// Operands that prepare scales stand in panels of 32 channels: a warp stores
+// eight tokens at a time, which in such panels are four whole 128-byte lines.
 template <int kKey, bool kPerChannel>
 using OperandTile = Tile<kTokens<kKey>, kKey, kPerChannel ? 32 : 64>;
 
-// The lower triangle of a square of 16-bit elements, in blocks of 16 x 16: a panel per 16 columns, each from
-// its block on the diagonal down. The two units of 16 bytes of a row are permuted so that eight rows of one
+// The lower triangle of a square of 16-bit elements, in blocks of 16 x 16.
+// A panel covers 16 columns and holds the blocks from the diagonal down.
+// The two 16-byte units of a row are permuted so that eight rows of one
 // column lie in eight different bank groups: the 32-byte swizzle of sm_90.
 template <int kSize>
 struct Triangle {
     static constexpr int kBlocks = kSize / kBlock, kBlockUnits = kBlock * kBlock / 8;
     static constexpr int kElements = (kBlocks + 1) * kBlocks / 2 * kBlock * kBlock;
 
-    // In units: where block (row, panel) begins, and what of a block is where.
+    // In units of 16 bytes: where block (row, panel) begins, and the position of a unit within its block.
     static constexpr CULA_HOST_DEVICE int block_begin(int row, int panel) {
         return (panel * kBlocks - panel * (panel + 1) / 2 + row) * kBlockUnits;
     }
@@ -56,8 +64,11 @@ struct Triangle {
 
 inline constexpr int kChunkAlignment = 128;
 
-// Decay per channel. The parts stand in the order of how few read them: what rounding left over is read where
-// it would show (kMostSquares), additive algorithms begin at k_remaining, and maps end at q_decayed.
+// Chunk operands, one decay per channel.
+// Parts are ordered by how many readers need them, so that
+// every reader copies one contiguous range, begin() to end():
+// compensated chunks (kMostSquares) begin at the low words, other delta chunks at
+// `inverse`, additive algorithms at `k_remaining`; maps end before `q_decayed`.
 template <class T, int kKey>
 struct alignas(kChunkAlignment) ChannelChunk {
     static constexpr int kRows = kTokens<kKey>, kTriangle = Triangle<kRows>::kElements;
@@ -79,8 +90,9 @@ struct alignas(kChunkAlignment) ChannelChunk {
     }
 };
 
-// One decay per token: q and k stay as they are, and the factors go to the products. Additive algorithms
-// begin at k_rest, and maps end at q_factor.
+// Chunk operands, one decay per token. The carry reads q and
+// k themselves, and applies these factors to the products.
+// Additive algorithms begin at `k_rest`, and maps end before `q_factor`.
 template <class T, int kKey>
 struct alignas(kChunkAlignment) TokenChunk {
     static constexpr int kRows = kTokens<kKey>, kTriangle = Triangle<kRows>::kElements;
@@ -88,7 +100,7 @@ struct alignas(kChunkAlignment) TokenChunk {
     T inverse[kTriangle];
     float k_factor[kRows];
     float k_rest[kRows];
-    float decay[kRows];  // of the whole chunk, in decay[0]
+    float decay[kRows];  // of the whole chunk; all entries equal, the carry reads decay[0]
     float q_factor[kRows];
     alignas(kChunkAlignment) T scores[kTriangle];
 
@@ -103,58 +115,63 @@ struct alignas(kChunkAlignment) TokenChunk {
 template <class T, int kKey, bool kPerChannel>
 using ChunkOperands = std::conditional_t<kPerChannel, ChannelChunk<T, kKey>, TokenChunk<T, kKey>>;
 
-// A chunk of a delta rule with unit keys takes the norm of any state, and of any map, down by at least the
-// slowest decay of every token: prepare leaves the log2 of that bound, `fading`. Chunks that together reach
-// kForgotten leave nothing of what was before them in 32-bit floats, unless that was 2^40 times as large as
-// what they write.
+// log2 bounds (`fading`) by which the carry of a map may skip chunks.
+// With unit keys a chunk of a delta rule shrinks the norm of any state, and of any map, by at
+// least the slowest decay of every token; prepare stores the log2 of that bound per chunk.
+// Chunks whose bounds sum to kForgotten or less leave nothing visible in float32
+// of what was before them, unless that was 2^40 times as large as what they write.
 inline constexpr float kForgotten = -64.0f;
-// Not where warps share a block's channels: nobody sees the slowest of them all.
+// Not where two warps share a block's channels: neither sees the slowest channel of all.
 template <int kKey, bool kPerChannel>
 inline constexpr bool kFades = !kPerChannel || kKey <= 128;
-// What a write strength adds to it: |1 - beta|, where that is more than 1; keys are units up to their
-// rounding.
+// What a write strength adds to the bound: log2 of |1 - beta|
+// where that exceeds 1. 1.016: keys are units up to rounding only.
 __device__ __forceinline__ float growth(float beta) {
     return log2f(fmaxf(fabsf(1.0f - 1.016f * beta), 1.0f));
 }
 
-// Instead of whether its writes are split (is_compensated), of a chunk whose image is not there yet.
+// Value of is_compensated while the operands of the chunk are not ready yet (Schedule::per_chunk).
 inline constexpr std::int32_t kUnprepared = -1;
 
-// Consecutive chunks of one sequence that one CTA of the carry walks.
+// Consecutive chunks of one sequence that one CTA of the carry runs through.
 struct Segment {
     std::int32_t sequence = -1;
-    std::int32_t chunk = 0;  // in the sequence
+    std::int32_t chunk = 0;  // the first, counted in the sequence
     std::int32_t slot = 0;   // of that chunk, in the slab
     std::int32_t chunks = 0;
     std::int32_t rank = 0, count = 0;  // among the segments of the sequence in this slab
 };
 
-// The tokens of a chunk of packed sequences; none: there is no such chunk.
+// The tokens of one chunk of packed sequences. count = 0: there is no such chunk.
 struct alignas(16) PackedChunk {
     std::int64_t begin = 0;
     std::int32_t count = 0;
 };
 
-// So many packed sequences every warp finds its way through by itself, where they stay whole: lane n has
-// sequence n.
+// Up to this many packed sequences that stay whole need no schedule
+// kernel: every warp finds its chunk by itself, with sequence n in lane n.
 inline constexpr int kMostByWarp = 32;
 
-// Chunks are numbered sequence after sequence. Without cu_seqlens everything follows from shapes; with it
-// schedule.cuh has written the slab's chunks and the segments, unless sequences are few.
+// Where chunks and segments are. Chunks are numbered sequence after sequence.
+// Without cu_seqlens everything follows from shapes.
+// With cu_seqlens the schedule kernel has written the slab's chunks and segments, unless by_warp.
 struct Schedule {
     const PackedChunk* packed = nullptr;
     const Segment* segments = nullptr;
-    bool by_warp = false;  // sequences, all whole, in one slab
+    bool by_warp = false;  // scheduled by warps: at most kMostByWarp sequences, all whole, in one slab
     std::int32_t chunk_tokens = 64, segment_chunks = 0;
     Divisor by_segment;                         // segment_chunks
     std::int32_t slab_begin = 0, slab_end = 0;  // chunks of this launch
     std::int32_t max_segments = 0;
-    // Where the carry has only the kernel before it to wait for, as that lets it start when those before are
-    // done: for its images; for each by itself, and then it starts when all CTAs of prepare have; or for the
-    // states before segments.
+    // PDL of the carry. The kernel before it triggers only after
+    // its own wait, so the carry has to wait for that kernel alone.
+    // awaits_operands: the load role waits before it loads operands.
+    // per_chunk: it waits for each chunk's flag instead; the carry
+    // then starts as soon as all CTAs of prepare have started.
+    // awaits_states: the state role waits before it loads the composed state of its segment.
     bool awaits_operands = false, per_chunk = false, awaits_states = false;
-    std::int32_t ahead = 0;  // chunks from those that are prepared to those whose inputs are asked for
-    // Without cu_seqlens: chunks of a sequence, and how many segments one has in this slab.
+    std::int32_t ahead = 0;  // distance in chunks from those being prepared to those being prefetched
+    // Without cu_seqlens: chunks of a sequence, and how many segments a sequence has in this slab.
     std::int32_t chunks = 0;
     Divisor by_chunks, by_pieces;
 };
@@ -182,11 +199,11 @@ CULA_HOST_DEVICE Segment segment_of_piece(const Schedule& s, std::int32_t sequen
     return segment;
 }
 
-// Of few sequences: the tokens and chunks of the lane's, none beyond the last.
+// Scheduled by warps: tokens and chunks of the lane's sequence; none in lanes beyond the last sequence.
 template <int kRows>
 struct LaneSequence {
     TokenRange tokens{0, 0, 0};
-    std::int32_t chunks = 0, first = 0;  // how many, and those before
+    std::int32_t chunks = 0, first = 0;  // its chunks, and the chunks of the sequences before it
 
     __device__ __forceinline__ explicit LaneSequence(const Offsets& offsets) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -196,7 +213,9 @@ struct LaneSequence {
     }
 };
 
-// The longest goes first: what starts late ends late. By whole warps.
+// Segment i of a call that is scheduled by warps. The longest
+// sequence is first: a CTA that starts late should end early.
+// Warp-collective.
 template <int kRows>
 __device__ __forceinline__ Segment segment_by_warp(const DeviceArgs& a, const Schedule& s, std::int32_t i) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -212,7 +231,7 @@ __device__ __forceinline__ Segment segment_by_warp(const DeviceArgs& a, const Sc
     return segment_of_piece(s, n, first, first + __shfl_sync(0xffffffffu, of.chunks, n), 0);
 }
 
-// Where sequences are not few.
+// Segment i of any other call.
 __device__ __forceinline__ Segment segment_of(const DeviceArgs& a, const Schedule& s, std::int32_t i) {
     if (a.sequences == 0) return {};
     if (s.segments) return s.segments[i];
@@ -223,12 +242,12 @@ __device__ __forceinline__ Segment segment_of(const DeviceArgs& a, const Schedul
 }
 
 struct ChunkPlace {
-    int batch = 0, count = 0;  // tokens; 0: no such chunk
-    std::int64_t begin = 0;    // the first
+    int batch = 0, count = 0;  // count: tokens; 0: no such chunk
+    std::int64_t begin = 0;    // the first token
 };
 
-// Of few sequences, by whole warps. Out of line: in the way of calls without cu_seqlens it costs those up to
-// 2 us.
+// Chunk `chunk` of a call that is scheduled by warps. Warp-collective.
+// A function of its own (noinline): inlined, it made calls without cu_seqlens up to 2 us longer.
 template <int kRows>
 __device__ __noinline__ PackedChunk chunk_by_warp(Offsets offsets, std::int32_t chunk) {
     const LaneSequence<kRows> of(offsets);
@@ -239,7 +258,8 @@ __device__ __noinline__ PackedChunk chunk_by_warp(Offsets offsets, std::int32_t 
             static_cast<std::int32_t>(left < kRows ? left : kRows)};
 }
 
-// The chunk of kRows tokens whose image is number `image` of the slab. Of few sequences by whole warps.
+// Tokens of the chunk (of kRows tokens) whose operands have number `slot` in the slab.
+// Warp-collective where the call is scheduled by warps.
 template <int kRows>
 __device__ __forceinline__ ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, std::int32_t slot) {
     if (s.packed || s.by_warp) {
