@@ -15,10 +15,11 @@ struct Call {
     int multiprocessors = 0;
     std::size_t shared_bytes_limit = 0;  // of one CTA
     void* workspace = nullptr;
-    bool follows = false;  // kernels may follow each other early (LaunchShape)
-    bool fused = false;    // by one kernel, whatever that costs (sm90/fused.cuh)
-    bool segment = false;  // for its maps, or for what it keeps
-    // A segment leaves its workspace to a prefill, which finds it here (Args::keep).
+    bool follows = false;  // PDL: kernels may start before the previous one ends (LaunchShape::early); sm_90
+    bool fused = false;    // the fused kernel (sm90/fused/kernel.cuh) is asked for, whatever it costs
+    bool segment = false;  // a segment call: for its maps, or for the workspace that it keeps
+    // keeps: a segment call leaves its workspace to a prefill.
+    // kept: a prefill finds such a workspace here (Args::keep).
     bool keeps = false;
     void* kept = nullptr;
     std::size_t kept_bytes = 0;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What no CUDA target takes. How large a call may be: kernels count in 32 bits, and a grid has one dimension.
+// What no CUDA target takes: calls too large for kernels
+// that count in 32 bits and launch one-dimensional grids.
 #pragma once
 
 #include <algorithm>
@@ -13,16 +14,18 @@
 namespace cula::cuda {
 
 inline constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 31) - 1;
-// Of anything that is counted: 2^16 below 2^31, so that rounding a count up does not overflow 32 bits.
+// Bound on everything that is counted: 2^16 below 2^31,
+// so that rounding a count up does not overflow 32 bits.
 inline constexpr std::int64_t kMostCounted = (std::int64_t{1} << 31) - (1 << 16);
 
 inline Support counts_fit(const Problem& problem) {
-    constexpr std::int64_t kLeastRows = 16, kLeastChunk = 32;  // of a CTA, of a chunk
+    // smallest value-row tile of a CTA; smallest chunk
+    constexpr std::int64_t kLeastRows = 16, kLeastChunk = 32;
     const auto refuse = [](const std::string& what, std::int64_t count) {
         return Support::no("takes up to " + std::to_string(kMostCounted) + " " + what + ", got " +
                            std::to_string(count));
     };
-    // Of wider values there are several calls.
+    // More than kLargestDim value channels are several calls.
     const auto blocks = [](std::int64_t rows) {
         return (std::min(rows, kLargestDim) + kLeastRows - 1) / kLeastRows;
     };

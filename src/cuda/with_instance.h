@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From what a call is at run time to the types and constants that a kernel is instantiated for.
+// From a call's run-time values to the types and constants of a kernel instance.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,7 +17,7 @@ struct Type {
     using type = T;
 };
 
-// Calls body(Type<T>{}, constant K) for the smallest key dimension instantiated that holds the problem's.
+// Calls body(constant K) for the smallest instantiated key dimension that holds the problem's.
 template <class Body>
 auto with_key(std::int64_t key_dim, Body body) {
     if (key_dim <= 64) return body(std::integral_constant<int, 64>{});

@@ -1,15 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// compose: the state before each segment <- the state before the first, maps      ALGORITHM.md: segments
-//          or the map of a whole sequence, whose rows are those of a state that starts from zero and of M
-//          from one
-// compose_given: a state <- maps that the caller has gathered
+// compose: applies the affine maps S -> M S + B of consecutive segments (ALGORITHM.md: segments)
 //
-// grid (tiles of 8 rows * value heads * sequences)      2 K threads
+//   compose<kKey, false>   starts[i] = M[i-1] starts[i-1] + B[i-1], the state before each segment
+//   compose<kKey, true>    the map (M, B) of a whole sequence: B from the zero state, M from the identity
+//   compose_given          a state from maps that the caller has gathered
 //
-// S <- M S + B, segment after segment, all in float. A thread owns four channels of one row of S^T. For these
-// channels it adds up an eighth of the sums of all eight rows, and the eight lanes that share them exchange
-// what they have: one barrier a segment. M does not depend on the state, so every thread copies what it
-// multiplies with well ahead.
+// Grid: one CTA per (tile of 8 rows, value head, sequence), 2 K threads.
+//   Rows are those of S^T [V, K]; compose<kKey, true> appends tiles for the rows of M.
+//
+// Everything is float, on the CUDA cores. Per segment:
+//   1  each thread copies its part of later rows of M to shared memory (cp.async, 5 stages; 2 if K = 256)
+//   2  each thread sums an eighth of the terms of all eight rows, for four channels
+//   3  the eight lanes that share four channels exchange partial sums, so that each ends with one row
+//   4  the new rows go to shared memory; one CTA barrier, then the next segment
+// M does not depend on the state, so its copies run ahead,
+// across segments. A thread reads only M words that it copied.
+// Diagonal maps (additive algorithms) need none of this: a thread multiplies its own four channels.
+//
+// Budgets: at most 128 registers; two CTAs per multiprocessor where K <= 128, one where K = 256.
+//   Shared memory for K = 64, 128, 256: 44, 88, 80 KiB, below the 99 KiB of 8.6, 8.9 and 12.0.
 #pragma once
 
 #include "cuda/chunked/compose.h"
@@ -19,22 +28,23 @@
 namespace cula::cuda::chunked {
 
 inline constexpr int kComposeRows =
-    8;  // as many as a sum has parts: after the exchange every lane has one row
+    8;  // rows of a tile, equal to the parts of a sum: after the exchange each lane holds one row
 
 template <int kKey>
 inline constexpr int kComposeThreads = kComposeRows / 4 * kKey;
 
 template <int kKey>
 struct ComposeSmem {
-    // M comes in groups of 32 rows, four for each part of the sums. All stages fit the 99 KiB of 8.6, 8.9
-    // and 12.0.
+    // M comes in groups of 32 rows: four rows for each of the eight parts of a sum.
+    // The stages fit the 99 KiB of 8.6, 8.9 and 12.0.
     static constexpr int kStages = kKey > 128 ? 2 : 5;
     float4 m[kStages][4][kComposeThreads<kKey>];
-    float state[2][kComposeRows][kKey];  // S^T before and after a segment, by turns
+    float state[2][kComposeRows][kKey];  // S^T before and after a segment, alternating
     int first[3];
 };
 
-// The first segment of a sequence, looked for by the whole CTA.
+// The first segment of a sequence in this slab: its number, first
+// chunk and the sequence's segments. Searched by the whole CTA.
 struct FirstSegment {
     int number, chunk, count;
 
@@ -54,9 +64,9 @@ struct FirstSegment {
     }
 };
 
-// Four neighbouring channels of a row of S^T, zero where they do not exist.
+// Four neighbouring channels of a row of S^T; zero where they do not exist.
 struct FourChannels {
-    int row, channel, count;  // count: how many exist
+    int row, channel, count;  // count: existing channels, from `channel` on
 
     __device__ __forceinline__ float4 load(const States& from, std::int64_t slot, int value_head) const {
         const Element type = element(from.dtype);
@@ -82,15 +92,16 @@ struct FourChannels {
         for (int e = 0; e < 4; ++e)
             if (e < count) store_float(to.data, to.dtype, at + e * to.k, all[e]);
     }
-    // Maps have rows of kKey channels, of which those that do not exist hold anything.
+    // Maps have rows of kKey channels, whose contents beyond key_dim are undefined: this zeroes them.
     __device__ __forceinline__ float4 existing(float4 x) const {
         return {count > 0 ? x.x : 0.0f, count > 1 ? x.y : 0.0f, count > 2 ? x.z : 0.0f,
                 count > 3 ? x.w : 0.0f};
     }
 };
 
-// Adds up over the lanes of all parts (lane / 4), and leaves in sum[0] the row that has the number of this
-// lane's part: of two lanes each hands over the rows of the other.
+// Adds up sum[row] over the eight lanes that share channels (part
+// = lane / 4), and leaves in sum[0] the row with number `part`.
+// A butterfly: of two lanes each gives the other half of its rows.
 template <int kRows>
 __device__ __forceinline__ void exchange_rows(float (&sum)[kComposeRows][4], int part) {
     constexpr int kHalf = kRows / 2;
@@ -106,9 +117,9 @@ __device__ __forceinline__ void exchange_rows(float (&sum)[kComposeRows][4], int
     if constexpr (kHalf > 1) exchange_rows<kHalf>(sum, part);
 }
 
-// Maps that follow one another, as a thread of compose finds its part of the first.
+// Consecutive maps, as pointers to the thread's part of the first of them.
 struct MapChain {
-    const float *m, *b;  // m: the rows of its part, or the diagonal, at its channels; b: its row there
+    const float *m, *b;  // m: the thread's rows (or the diagonal) at its channels; b: its row at its channels
     std::int64_t m_slot, b_slot;
     int m_pitch, count;
 
@@ -119,7 +130,7 @@ __device__ __forceinline__ float4 load_four(const float* at) {
     return __ldg(reinterpret_cast<const float4*>(at));
 }
 
-// What a thread of compose turns to: a row of S^T, or of M^T, and four of its channels.
+// The thread's share of a tile: row `part` of S^T, or of M^T, at four channels.
 template <int kKey>
 struct ComposedRow {
     const int thread = static_cast<int>(threadIdx.x), part = thread % 32 / 4,
@@ -132,7 +143,8 @@ struct ComposedRow {
 
     __device__ __forceinline__ bool exists() const { return own.count > 0; }
 
-    // x after every map of the chain in turn, and each(x) after each of them.
+    // Applies every map of the chain to x in turn, and calls
+    // each(x) after every one. Without `adds` B counts as zero.
     template <class Each>
     __device__ __forceinline__ void pass_diagonals(float4& x, MapChain chain, bool adds, Each each) const {
         if (!exists()) return;
@@ -148,9 +160,9 @@ struct ComposedRow {
                                                   ComposeSmem<kKey>& shared, Each each) const {
         constexpr int kGroups = kKey / 32, kStages = ComposeSmem<kKey>::kStages;
         const int rows =
-            channel < key_dim ? key_dim - 4 * part : 0;  // of M that are there, from the part's first on
-        // Copies a group of M to a stage: counted from the first of the present map, so that it may be of a
-        // later one.
+            channel < key_dim ? key_dim - 4 * part : 0;  // rows of M that exist, from the part's first on
+        // Copies a group of M to a stage. Groups are counted from the first one
+        // of the current map on, so that a group may belong to a later map.
         const auto copy_group = [&](int group, int stage) {
             const int map = group / kGroups, begin = group % kGroups * 32, end = map < chain.count ? rows : 0;
 #pragma unroll
@@ -163,8 +175,8 @@ struct ComposedRow {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) copy_group(stage, stage);
 
-        // The rows of a group and of the next are held in registers, which frees the stage while they are
-        // multiplied with.
+        // The rows of this group and of the next are held in
+        // registers, which frees the stage before they are multiplied.
         float4 held[2][4];
         const auto take_group = [&](int group, int stage) {
             wait_copies<kStages - 1>();
@@ -210,7 +222,7 @@ struct ComposedRow {
     }
 };
 
-// kTotal: of the whole sequence, to the call's maps.
+// kTotal: the map of the whole sequence, to the call's segment_m and segment_b.
 template <int kKey, bool kTotal>
 __global__ void __launch_bounds__(kComposeThreads<kKey>)
     compose(const __grid_constant__ DeviceArgs a, const Schedule schedule,
@@ -243,7 +255,8 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
     float* start = nullptr;
     bool from_zero = false;
     if constexpr (kTotal) {
-        // The first map, of a state that starts from zero or of one that starts from one.
+        // The first map, applied to zero (B) or to the identity
+        // (M): its own rows. Without any map: zero or the identity.
         if (chain.count == 0) {
             const auto one = [&](int e) {
                 return of_m && (!delta || row.row == row.channel + e) ? 1.0f : 0.0f;
@@ -258,7 +271,7 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
         if (slots.skipped) return;
         const std::int64_t slot = first.chunk > 0 ? 0 : slots.initial;
         if (slot >= 0) x = own.load(first.chunk > 0 ? p.slab_start : a.initial, slot, value_head);
-        --chain.count;  // nothing comes behind the last segment
+        --chain.count;  // no segment follows the last one
         start = static_cast<float*>(p.starts.data) + p.starts.offset(first.number + 1, value_head) +
                 row.row * kKey + row.channel;
         from_zero = p.first_walks || (first.chunk == 0 && slot < 0);
@@ -269,7 +282,8 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
         start += p.starts.slot;
     };
     if (from_zero) {
-        // Its first segment need not have an M, nor if it has been walked.
+        // The state after the first segment is its B: the state before it
+        // is zero, or the carry has already run through it from its state.
         if (row.exists()) each(x = own.existing(load_four(chain.b)));
         chain.advance();
     }
@@ -288,7 +302,8 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>, kKey > 128 ? 1 : 2)
     const int tile = static_cast<int>(blockIdx.x) % tiles,
               value_head = static_cast<int>(blockIdx.x) / tiles % given.value_heads,
               sequence = static_cast<int>(blockIdx.x) / tiles / given.value_heads;
-    // What does not join is forgotten, and what was before it; the next map begins from zero.
+    // Composition starts after the last map that does not
+    // join its successor: the map behind it starts from zero.
     int first = given.count;
     while (first > 0 && (!given.joins || given.joins[first - 1])) --first;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What entry.cc asks of the instances of compose (instances.txt).
+// Interface between entry.cc and the instances of compose (instances.txt).
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace cula::cuda::chunked {
 
-// What compose() of cula.h gets, as its kernel reads it: rows of whole pieces of 16 bytes.
+// Arguments of compose() of cula.h as its kernel reads them. Rows are multiples of 16 bytes.
 struct GivenMaps {
     struct Rows {
         const float* data = nullptr;
@@ -19,7 +19,7 @@ struct GivenMaps {
     const bool* joins = nullptr;
     States state;
     std::int32_t count = 0, value_heads = 0, value_dim = 0, key_dim = 0;
-    bool matrices = false;  // m: or diagonals
+    bool matrices = false;  // m holds matrices; otherwise diagonals
 };
 
 template <int kKey>

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a CTA of a carry walks: a segment's chunks, where the state comes from, and where it goes on the way.
+// The segment cursor of a carry: which chunks a CTA runs through, where
+// its first state comes from, and where states are stored on the way.
 //
-// A warp holds 16 rows of S^T [V, K], or of a map, as tensor cores hold them: lane l has rows l/4 and l/4 + 8
-// at channels 8 tile + 2 (l%4) and the next (ptx/mma.cuh).
+// A warp holds 16 rows of S^T [V, K], or of a map, in the accumulator layout of the tensor cores
+// (ptx/mma.cuh): lane l has rows l/4 and l/4 + 8 at channels 8 tile + 2 (l%4) and the next one.
 #pragma once
 
 #include "cuda/chunked/chunk.cuh"
@@ -11,45 +12,49 @@
 
 namespace cula::cuda::chunked {
 
-inline constexpr int kWarpRows = 16;  // value rows of a warp
+inline constexpr int kWarpRows = 16;  // value rows of one warp
 
-// States between segments: [map][HV][rows][K], float; rows of kKey channels where compose reads them.
+// What a carry is launched with. States between segments are [map][HV][rows][K]
+// floats, with rows of kKey channels where compose reads them.
 struct CarryParams {
     int stages = 1, value_blocks = 1;
     Divisor row_blocks;
-    int cluster = 1;                               // CTAs that share images
+    int cluster = 1;                               // CTAs that share chunk operands
     const std::int32_t* is_compensated = nullptr;  // [chunks of the slab, HV]
-    const float* fading = nullptr;  // the same, where maps need not begin before what they forget
+    const float* fading = nullptr;  // same shape; set if maps may skip chunks that later ones make irrelevant
     States starts;                  // state before segment i: slot i
-    States slab_start;              // of the sequence that the slab before left unfinished
+    States slab_start;              // state of the sequence that the previous slab left unfinished
     States slab_end;
-    States map_m, map_b;    // maps: slot i, or the sequence where they are the call's
-    bool last_map = false;  // of a sequence's last segment too, which no later one needs
-    bool wants_m = true;    // maps: or B alone
-    bool first_m = true;    // of sequences' first segments, too
-    // Maps: the first segment of every sequence that a launch makes, and how many; and whether the launch
-    // before has others, and so has waited for what is before both. Elsewhere: the first of all segments.
+    States map_m, map_b;    // maps: slot i, or slot `sequence` where they are the call's own
+    bool last_map = false;  // make the map of a sequence's last segment too, which no later segment needs
+    bool wants_m = true;    // maps: M and B, or B alone
+    bool first_m = true;    // make M of first segments, too
+    // Maps: rank of the first segment of each sequence that a launch makes, and the number of ranks.
+    // beside_others: the launch before makes other maps and has itself waited for what precedes both.
+    // Other launches: first_rank is the number of the first segment.
     std::int32_t first_rank = 0;
     Divisor ranks;
     bool beside_others = false;
-    // Two segments at most: the map of the first begins from the sequence's state, so that its B is the state
-    // before the second and it has no M. The first is walked beside it.
+    // At most two segments per sequence. The map of the first starts from the
+    // sequence's state, so it has no M, and its B is the state before the second.
+    // The carry of the first segment runs at the same time as its map.
     bool halves = false;
-    // First segments are walked beside the maps of others, by a launch for them only, which leaves their last
-    // states in slab_end, a slot for each sequence.
+    // First segments are carried beside the maps of the others, by a launch for them alone (first_only).
+    // That launch leaves their last states in slab_end, one slot per sequence.
     bool first_walks = false, first_only = false;
 };
 
-// The rows of a warp: from `first` on, and below `end` those that exist.
+// The rows of a warp: kWarpRows from `first` on, of which those below `end` exist.
 struct RowWindow {
     int first, end, key_dim;
 
-    // The lane's first row and channel.
+    // First row and channel of the lane.
     __device__ __forceinline__ int row() const { return first + static_cast<int>(threadIdx.x) % 32 / 4; }
     __device__ __forceinline__ static int channel() { return static_cast<int>(threadIdx.x) % 4 * 2; }
 };
 
-// Neighbouring pairs of the lane's numbers: body(pair, row, channel), both counted from the lane's first.
+// Calls body(pair, row, channel) for neighbouring pairs of the
+// lane's numbers. Row and channel count from the lane's first.
 template <int kTiles, class Body>
 __device__ __forceinline__ void each_pair(float (&state)[kTiles][4], Body body) {
 #pragma unroll
@@ -62,7 +67,7 @@ __device__ __forceinline__ void each_pair(float (&state)[kTiles][4], Body body) 
         }
 }
 
-// Whether pairs of floats may move as such.
+// Whether the lane may load and store pairs as float2.
 template <int kKey>
 __device__ __forceinline__ bool in_pairs(const States& states, std::int64_t base, const RowWindow& rows) {
     return rows.first + kWarpRows <= rows.end && rows.key_dim == kKey && states.dtype == Dtype::kFloat32 &&
@@ -70,7 +75,7 @@ __device__ __forceinline__ bool in_pairs(const States& states, std::int64_t base
            reinterpret_cast<std::uintptr_t>(states.data) % 8 == 0;
 }
 
-// Two channels of a state, from the lane's first and `channel` on, as they are stored.
+// Conversion of two channels of a state (from the lane's first one + `channel` on) before it is stored: none.
 struct AsTheyAre {
     __device__ __forceinline__ float2 operator()(float2 pair, int) const { return pair; }
 };
@@ -121,8 +126,8 @@ __device__ __forceinline__ void load_state(float (&state)[kKey / 8][4], const St
     });
 }
 
-// Which segment of the slab a CTA walks. Of halves all the first ones come before the second ones, which wait
-// for maps.
+// Number in the slab of the segment that a CTA takes.
+// With halves all first segments come before the second ones, because the latter wait for maps.
 template <bool kMaps>
 __device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedule& schedule,
                                               const CarryParams& p, int block) {
@@ -134,7 +139,7 @@ __device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedul
     const int sequences = schedule.max_segments / 2;
     return i % sequences * 2 + i / sequences;
 }
-// Of few sequences by whole warps.
+// The CTA's segment. Warp-collective where the call is scheduled by warps.
 template <int kKey, bool kMaps>
 __device__ __forceinline__ Segment own_segment(const DeviceArgs& a, const Schedule& schedule,
                                                const CarryParams& p) {
@@ -143,7 +148,7 @@ __device__ __forceinline__ Segment own_segment(const DeviceArgs& a, const Schedu
                                    : segment_of(a, schedule, number);
     if (!kMaps && p.first_walks) {
         if ((own.rank == 0) != p.first_only) own = {};
-        if (p.first_only) own.count = 1;  // its state is stored like that of a slab's last one
+        if (p.first_only) own.count = 1;  // its last state is stored like that of a slab's last segment
     }
     return own;
 }
@@ -155,13 +160,13 @@ struct SegmentCursor {
     const DeviceArgs& a;
     const CarryParams& p;
     Segment segment;
-    int number, value_head;  // of the segment in the slab
-    bool of_m;               // rows of the map M
-    bool forgot = false;     // a map: the walk begins later than the segment, and M is zero
+    int number, value_head;  // number: of the segment in the slab
+    bool of_m;               // the rows are those of M
+    bool forgot = false;     // a map: the cursor starts behind the segment's first chunk, so M is zero
     RowWindow rows;
     std::int64_t first_token = 0;
     std::int32_t sequence_chunk = 0;  // the sequence's first chunk, among those of the call
-    int batch = 0, last_count = 0;    // tokens of the last chunk; all others are whole
+    int batch = 0, last_count = 0;    // last_count: tokens of the last chunk; all others are full
     StateSlots slots;
     bool starts_sequence = false, ends_sequence = false;
 
@@ -170,7 +175,7 @@ struct SegmentCursor {
                                              int warps)
         : a(args), p(params), segment(of) {
         int block = static_cast<int>(blockIdx.x);
-        asm volatile("" : "+r"(block));  // a walk that is made again shares no registers with the first
+        asm volatile("" : "+r"(block));  // a cursor that is made again shares no registers with the first
         const int column = p.row_blocks.divide(block),
                   row_block = block - column * static_cast<int>(p.row_blocks.value);
         value_head = column - a.by_value_heads.divide(column) * a.value_heads;
@@ -190,8 +195,8 @@ struct SegmentCursor {
                 min(tokens.length - chunk_start(segment.chunks - 1), static_cast<std::int64_t>(kRows)));
     }
 
-    // Of a map's chunks only the last ones matter that by themselves forget the state before them. By whole
-    // warps.
+    // Moves the start of a map to the last chunks that suffice to
+    // forget the state before them (kForgotten). Warp-collective.
     __device__ __forceinline__ void leave_out_forgotten() {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         float after = 0.0f;
@@ -214,8 +219,8 @@ struct SegmentCursor {
         }
     }
 
-    // Nothing to walk: no such segment, a last one whose map or a first one whose M nobody needs, or a
-    // sequence of the null row.
+    // Whether the CTA has no work: no such segment; the map of a last segment or
+    // the M of a first one that no one reads; or a sequence with the null index.
     __device__ __forceinline__ bool nothing() const {
         if (segment.sequence < 0) return true;
         if (kMaps && segment.rank + 1 >= segment.count && !p.last_map) return true;
@@ -223,7 +228,8 @@ struct SegmentCursor {
         return slots.skipped && (!kMaps || p.halves);
     }
 
-    // Outputs that no walk computes: of the null row, and of tokens after the last sequence.
+    // Zeroes outputs that no cursor covers: those of sequences with
+    // the null index, and those of tokens after the last sequence.
     __device__ __forceinline__ void zero_skipped(const Schedule& schedule) const {
         if (kMaps) return;
         if (a.cu_seqlens && number == 0 && schedule.slab_begin == 0)
@@ -236,7 +242,7 @@ struct SegmentCursor {
     __device__ __forceinline__ std::int64_t chunk_start(int chunk) const {
         return (static_cast<std::int64_t>(segment.chunk) + chunk) * kRows;
     }
-    // The first token of chunk `chunk`, and how many it has.
+    // First token of chunk `chunk`, and its number of tokens.
     __device__ __forceinline__ std::int64_t token(int chunk) const {
         return first_token + static_cast<std::int64_t>(chunk) * kRows;
     }
@@ -274,7 +280,7 @@ struct SegmentCursor {
         });
     }
 
-    // How many chunk states the packed sequences before this one have.
+    // Number of chunk states of the packed sequences before this one.
     __device__ __forceinline__ std::int64_t chunk_states_before() const {
         if (a.chunk_tokens == kRows) return sequence_chunk;
         std::int64_t count = 0;
@@ -283,9 +289,10 @@ struct SegmentCursor {
         return count;
     }
 
-    // Where the state before chunk `chunk` of the segment goes: the final state, dense chunk states,
-    // checkpoints. One row of the plan after the other: a search by whole warps (asked.cuh) reorders the
-    // whole loop over chunks, also for calls without a plan.
+    // Stores the state before chunk `chunk` of the segment wherever the
+    // call asks for it: final state, dense chunk states, checkpoints.
+    // Rows of the plan are scanned one by one. The warp-wide search of recurrent/checkpoints.cuh
+    // makes the compiler reorder the whole loop over chunks, also in calls without a plan.
     template <class Stored = AsTheyAre>
     __device__ __forceinline__ void store_asked(float (&state)[kKey / 8][4], int chunk,
                                                 const Stored& stored = {}) const {
@@ -325,7 +332,7 @@ struct SegmentCursor {
     }
 };
 
-// The map of an additive segment is its decay: one number a channel. Empty with kKey = 0.
+// The map of an additive segment: its decay, one number per channel. Empty with kKey = 0.
 template <int kKey, bool kPerChannel>
 struct DecayMap {
     float whole[kKey > 0 ? kKey / 32 : 1];

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all targets that go by chunks share of their entries: any NVIDIA GPU from sm_80 on.
+// Entry points shared by all targets with chunked kernels: every NVIDIA GPU from sm_80 on.
 #pragma once
 
 #include "cula/cula.h"
 
 namespace cula::cuda::chunked {
 
-// Prefill and segment maps.
+// Whether the chunked prefill and segment kernels take the problem.
 Support supports(const Problem& problem);
 
-// Maps that were gathered, applied one after the other.
+// Applies maps that the caller gathered, one after the other.
 void compose(const Composition& given, const Context& context);
 
 }  // namespace cula::cuda::chunked

@@ -1,14 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// A chunked prefill, or the maps of a segment call, as launches: per slab schedule, prepare, maps and
-// compose, carry.
+// Launches of a chunked prefill, or of the maps of a segment
+// call (docs/design/planning.md). Per slab, in this order:
 //
-// Carry names the kernel that walks the chunks: its types, how many warps its CTAs come in, whether it
-// prepares additive algorithms itself, whether it knows what to wait for (Schedule::awaits_operands), and
-// launch<delta, maps>().
+//   schedule         chunks and segments from cu_seqlens; skipped unless the call is packed and not by_warp
+//   prepare_*        chunk operands; skipped where the carry prepares them itself or where they were kept
+//   carry            of first segments (first_walks only)
+//   carry, maps      (M, B) of segments
+//   compose          states before segments, or the map of a whole sequence
+//   carry            outputs and final states
+// A fused kernel (Carry::Fused) replaces everything but schedule.
 //
-// A segment call that keeps (Args::keep) is the first half of a prefill, up to the maps, and, where it is
-// asked for them, one kernel that makes one map of a sequence's: total. The prefill that finds its workspace
-// is the second half, from compose on.
+// Template parameter Carry describes the kernel that runs over the chunks: its types,
+// the multiple of warps per CTA, whether it prepares additive algorithms itself, whether
+// it waits for its inputs itself (Schedule::awaits_operands), and launch<delta, maps>().
+//
+// A segment call with Args::keep is the first half of a prefill, up to the maps. If it is
+// asked for the map of the sequence, one compose kernel makes that from the segments' maps.
+// The prefill that gets its workspace as `kept` is the second half, from compose on.
 #pragma once
 
 #include <optional>
@@ -30,8 +38,8 @@ inline States float_states(float* data, std::int64_t slots, std::int64_t heads, 
     return {data, Dtype::kFloat32, slots, heads * rows * columns, rows * columns, columns, 1};
 }
 
-// Carry::Fused of a carry that has no kernel that does all. Such a kernel pays where it can run and takes
-// less time.
+// Carry::Fused of a carry without a fused kernel. `pays`: the fused
+// kernel takes this call, and takes less time than two kernels.
 struct NotFused {
     static constexpr bool pays = false;
     NotFused(const Call&, const PrefillShape&) {}
@@ -50,8 +58,9 @@ struct PrefillPlan {
     std::int64_t chunks = 0;
     std::int32_t max_segments = 0;
     bool maps = false;
-    bool by_warp = false;              // Schedule
-    bool kept = false, found = false;  // for a prefill, or by one (Args::keep)
+    bool by_warp = false;  // as in Schedule
+    // kept: the workspace is left to a prefill, or is one that a segment call left; found: the latter
+    bool kept = false, found = false;
     std::int32_t* first_chunk = nullptr;
     PackedChunk* packed = nullptr;
     Segment* segments = nullptr;
@@ -59,13 +68,14 @@ struct PrefillPlan {
     float* fading = nullptr;
     ChunkOperands<T, kKey, kPerChannel>* operands = nullptr;
     float *map_m = nullptr, *map_b = nullptr, *starts = nullptr, *unfinished[2] = {};
-    std::size_t bytes = 0, own_bytes = 0;  // of the call that prepares; of the one that finds what it kept
+    // of the call that prepares; of a prefill that found a kept workspace
+    std::size_t bytes = 0, own_bytes = 0;
 
     static PrefillPlan of(const Call& call) {
         const DeviceArgs& a = call.args;
         const PrefillPlan plan(call, call.segment && a.segment_b.data && !a.segment_m.data);
         if (!plan.found || plan.bytes == call.kept_bytes) return plan;
-        // A segment that makes B alone says nothing of a state before.
+        // A segment call that made B alone lacks what depends on a state before its tokens.
         const PrefillPlan from_zero(call, true);
         if (from_zero.bytes == call.kept_bytes && !a.initial.data) return from_zero;
         throw Error("prefill: kept must be what a segment of the same inputs has kept, " +
@@ -88,8 +98,8 @@ struct PrefillPlan {
                static_cast<std::size_t>(chunks) * a.value_heads * operand_bytes <= kKeptBytes;
         shape.maps_pay = !a.batch_invariant && !fused->pays && (kept || !call.segment);
         shape.kept = kept;
-        // Of packed sequences the host does not know which segments come first: here, and where first ones
-        // would walk.
+        // With packed sequences the host does not know which segments
+        // come first: so neither first_apart nor first_walks.
         shape.from_zero = b_alone && kept && delta && !a.cu_seqlens;
         shape.costs = Carry::cut_costs(delta);
         shape.costs.walks = shape.costs.walks && !a.cu_seqlens;
@@ -109,13 +119,13 @@ struct PrefillPlan {
                 static_cast<std::int32_t>(std::min<std::int64_t>(pieces, a.sequences) *
                                           (in_slab > 0 ? ceil_div(in_slab, policy.segment_chunks) : 1));
         }
-        if (max_segments < 1)
-            max_segments = 1;  // somebody has to zero the outputs that belong to no sequence
+        if (max_segments < 1) max_segments = 1;  // one CTA must zero the outputs that belong to no sequence
 
         found = kept && call.kept;
         Carver carver(found ? call.kept : call.workspace), own(call.workspace);
         const std::int64_t heads = a.value_heads, states = heads * a.value_dim * a.key_dim;
-        // A prefill only reads what is kept, and does not believe it where memory is: it makes these anew.
+        // A prefill only reads the kept workspace and does not
+        // trust indices in it: it makes the schedule anew.
         const auto take_schedule = [&](Carver& from) {
             first_chunk = from.take<std::int32_t>(a.sequences + 1);
             packed = from.take<PackedChunk>(policy.slab_chunks);
@@ -131,12 +141,12 @@ struct PrefillPlan {
             operands = carver.take<ChunkOperands<T, kKey, kPerChannel>>(policy.slab_chunks * heads);
         }
         if (maps) {
-            // Rows of kKey channels, so that compose reads and writes them in pieces of 16 bytes.
+            // Rows of kKey channels, so that compose reads and writes them in 16-byte pieces.
             const std::int64_t rows = max_segments * heads;
             map_b = carver.take<float>(rows * a.value_dim * kKey);
             if (!policy.halves) {
                 const std::int64_t of_head = (delta ? a.key_dim : 1) * kKey;
-                // Without the first of all segments, which has none then.
+                // With first_apart the very first segment has no M, and no room for one.
                 map_m = carver.take<float>((rows - (policy.first_apart ? heads : 0)) * of_head);
                 starts = carver.take<float>(rows * a.value_dim * kKey);
             }
@@ -182,15 +192,16 @@ void launch_slabs(const Call& call) {
     schedule_of.by_warp = plan.by_warp;
     schedule_of.packed = plan.packed;
     schedule_of.segments = plan.segments;
-    // Every launch but the call's first follows another kernel of it. Where maps are composed only a carry
-    // does that waits for compose itself: CTAs of others would wait in the way of maps.
+    // PDL: every launch but the first of a call may start before the previous kernel ends.
+    // Where maps are composed, only a carry that waits for compose itself may: waiting
+    // CTAs of other kernels would occupy multiprocessors that maps still need.
     const bool composes = plan.maps && !p.halves,
                waits_itself = call.follows && Carry::kWaitsItself && !call.segment;
     schedule_of.awaits_operands = waits_itself && plan.operands && plan.chunks > 0 && !plan.maps && !found;
     bool first = true;
     const auto shape = [&](LaunchShape of) {
         of.early = call.follows && !first && (!composes || schedule_of.awaits_states);
-        first = first && of.blocks == 0;  // which launches nothing
+        first = first && of.blocks == 0;  // an empty launch launches nothing
         return of;
     };
     for (int slab = 0; slab < plan.slabs(); ++slab) {
@@ -232,7 +243,8 @@ void launch_slabs(const Call& call) {
         };
         const int value_tiles = ceil_div(a.value_dim, kComposeRows);
         if (call.segment) {
-            // One segment a sequence and slab: the call's own maps, which a later slab continues.
+            // Without segments: one map per sequence and slab, directly into
+            // the call's own m and b; the next slab continues from there.
             if (!plan.maps) p.map_m = a.segment_m, p.map_b = a.segment_b, p.wants_m = a.segment_m.data;
             p.last_map = a.segment_b.data;
             if (plan.maps || p.last_map)
@@ -243,7 +255,7 @@ void launch_slabs(const Call& call) {
         }
         p.slab_start = float_states(plan.unfinished[slab % 2], 1, heads, a.value_dim, a.key_dim);
         States slab_end = float_states(plan.unfinished[(slab + 1) % 2], 1, heads, a.value_dim, a.key_dim);
-        slab_end.slot = 0;  // whatever sequence it is that goes on
+        slab_end.slot = 0;  // one slot, since only one sequence can continue into the next slab
         p.slab_end = slab_end;
         const int pieces = static_cast<int>(schedule_of.by_pieces.value);
         p.first_rank = 0;
@@ -256,7 +268,8 @@ void launch_slabs(const Call& call) {
             }
             if (!found) Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
             if (!p.halves) launch_compose(std::false_type{}, value_tiles);
-            // Of several sequences the CTAs of first segments end at once.
+            // The last launch need not cover first segments again.
+            // With several sequences their CTAs return at once.
             p.first_rank = p.first_walks && a.sequences == 1 ? 1 : 0;
         }
         schedule_of.awaits_states = waits_itself && composes;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a prefill is spread over the device: from shapes alone, so that the same call always gets the same
-// bits.
+// How a prefill is spread over the device (docs/design/planning.md).
+// Decisions follow from shapes and the device alone, so that the same call always gives the same bits.
 #pragma once
 
 #include <algorithm>
@@ -10,24 +10,26 @@
 
 namespace cula::cuda::chunked {
 
-// What a chunk takes, in microseconds of an H200 with K = V = 128: the carry of a whole sequence; of one that
-// is cut its map, of which many walk the last chunks only, and its carry, in CTAs of four warps and of eight;
-// and its part of all where the sequence is cut in two (PrefillPolicy::halves). Without a cost for whole
-// sequences all that can be are cut, in narrow CTAs.
+// Costs in microseconds on an H200 with K = V = 128, per chunk.
+// whole: the carry of a whole sequence.
+// map: a map of a segmented sequence, of which many run over the last chunks only.
+// narrow, wide: the carry of a segmented sequence in CTAs of four and of eight warps.
+// halves: everything but prepare, per chunk of the sequence, where it is cut in two (PrefillPolicy::halves).
+// If `whole` is zero, every sequence that can be is segmented, with narrow CTAs.
 struct CutCosts {
     double whole = 0.0, map = 0.0, narrow = 0.0, wide = 0.0, halves = 0.0;
-    double first =
-        1.0;  // how much longer the first of two segments is that are mapped at once, itself without an M
-    bool walks = false;  // whether first segments may be walked beside maps (PrefillPolicy::first_walks)
+    // Ratio of the first of two segments to the second, where both maps run at once and the first has no M.
+    double first = 1.0;
+    bool walks = false;  // whether first segments may be carried beside maps (PrefillPolicy::first_walks)
 };
 
 struct PrefillShape {
-    std::int64_t sequences = 1, chunks = 0;  // of all sequences together, at most
-    std::int64_t longest = 0;                // chunks that one sequence may have
+    std::int64_t sequences = 1, chunks = 0;  // chunks: upper bound over all sequences together
+    std::int64_t longest = 0;                // upper bound of the chunks of one sequence
     int value_heads = 1, value_dim = 0;
     bool maps_pay = true;    // segments are allowed: not in batch-invariant mode
-    bool kept = false;       // maps are made anyway, and images stay until a prefill comes for them
-    bool from_zero = false;  // nobody needs the M of a sequence's first segment
+    bool kept = false;       // maps are made in any case, and chunk operands stay until a prefill reads them
+    bool from_zero = false;  // no one needs the M of a sequence's first segment
     CutCosts costs = {};
 };
 
@@ -35,37 +37,42 @@ struct PrefillPolicy {
     int warps = 8;       // of a carry CTA, 16 value rows each
     int row_blocks = 1;  // CTAs that share the value rows of a head
     int segment_chunks = 0;
-    int slab_chunks = 0;  // chunks whose images stand in the workspace at a time
-    // Two segments, of which the second starts from what the map of the first makes of its state. The first
-    // is walked beside its map, which takes less time a chunk, and is longer.
+    int slab_chunks = 0;  // chunks of a slab: those whose operands share one workspace
+    // Two segments per sequence. The second starts from the B of
+    // the first one's map, which starts from the sequence's state.
+    // The first segment's carry runs at the same time as its map. A map takes less time per
+    // chunk than a carry that also writes outputs, so the first segment is the longer one (5/8).
     bool halves = false;
-    // One segment more than fill the device: the first is walked beside the maps of the others, and needs
-    // none.
+    // One segment more than fill the device. The first is
+    // carried beside the maps of the others and needs no map.
     bool first_walks = false;
-    // Maps of first segments have no M, and are made beside those of the others, all of them at once.
+    // Maps of first segments have no M. They are launched on
+    // their own, and run at the same time as those of the others.
     bool first_apart = false;
 };
 
 inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std::size_t{16} << 30;
-// CTAs of prepare on a multiprocessor: as many as fit its shared memory, and their registers without spills.
-// Fewer where that is not sm_90's.
+// CTAs of prepare per multiprocessor on sm_90: as many as
+// fit its shared memory, with registers that do not spill.
+// Fewer on other architectures.
 inline constexpr int kChannelCtas = 3, kTokenCtas = 4;
-inline constexpr int kMostSpan = 4;       // value heads: a warp sums the gates of each
-inline constexpr int kLeastSegment = 8;   // chunks: below it the maps cost more than they free
-inline constexpr int kLeastSegments = 3;  // the same
-inline constexpr int kLeastHalved = 64;   // chunks that are worth cutting in two
-inline constexpr int kLeastWalked = 32;   // of the first segment, for which a kernel more pays
-// Microseconds: of maps and compose, which do not follow early, and their ends; of compose, a head and
-// segment.
+inline constexpr int kMostSpan = 4;       // value heads per CTA: a warp sums the gates of each
+inline constexpr int kLeastSegment = 8;   // chunks: in shorter segments the maps cost more than they save
+inline constexpr int kLeastSegments = 3;  // below this many segments likewise
+inline constexpr int kLeastHalved = 64;   // chunks of a sequence from which halves pay
+// chunks per segment from which first_walks pays for its extra launch
+inline constexpr int kLeastWalked = 32;
+// Microseconds. kMapStarts: start and end of maps and compose, which do not
+// overlap with their predecessors. kComposed: compose, per value head and segment.
 inline constexpr double kMapStarts = 12.0, kComposed = 0.19;
 
-// warp_step: the carry's CTAs have a multiple of so many warps.
+// warp_step: a CTA of the carry has a multiple of this many warps.
 inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t operand_bytes, int multiprocessors,
                                     int warp_step) {
     PrefillPolicy policy;
     const int tiles = static_cast<int>((shape.value_dim + 15) / 16);
     const auto blocks = [&](int warps) { return (tiles + warps - 1) / warps; };
-    // Rounds of CTAs times the cost of one: eight warps keep a multiprocessor little longer than four do.
+    // Rounds of CTAs times the cost of one. A CTA of eight warps takes 1.48 times as long as one of four.
     const auto cost = [&](int warps) {
         const std::int64_t ctas = shape.sequences * shape.value_heads * blocks(warps);
         const std::int64_t rounds = (ctas + multiprocessors - 1) / multiprocessors;
@@ -136,23 +143,28 @@ inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t opera
     return policy;
 }
 
-// What a chunk takes, in microseconds of an H200 with K = V = 128: its image, of which the device's
-// multiprocessors make as many at a time; its carry in CTAs of four warps and of eight; and one kernel that
-// does both (sm90/fused.cuh), in pairs of CTAs of four warps that multiply, and in CTAs of eight. And what
-// begins take: of a round of CTAs, and of a second kernel.
+// Costs in microseconds on an H200 with K = V = 128, per chunk.
+// prepare: operands of as many chunks as there are multiprocessors.
+// carry: in CTAs of four warps, of eight.
+// fused: prepare and carry in one kernel (sm90/fused/kernel.cuh),
+// in pairs of CTAs with four state warps each, in CTAs of eight.
+// Fixed costs: round of a round of CTAs, kernel of a second kernel.
 struct FusedCosts {
     double prepare = 3.9, carry[2] = {1.2, 2.6}, fused[2] = {2.3, 3.75}, round = 8.0, kernel = 10.0;
 };
 
-// Softplus gates take pairs: two warpgroups a CTA that multiply leave too few registers for steep channels.
-// Without any they take 2.4; what those cost, up to as much as half of it, is reckoned with in part
-// (docs/fused.md).
+// Softplus gates take pairs only: two state warpgroups in
+// a CTA leave too few registers for out-of-range channels.
+// Without any out-of-range channel a chunk takes 2.4. They cost up to
+// half of that again, which 2.82 includes in part (docs/design/fused.md).
 inline constexpr FusedCosts kSoftplusCosts{.prepare = 4.3, .fused = {2.82, 1e9}};
 
-// How many warpgroups a CTA of that one kernel has that multiply, or 0 where two kernels take less time
-// (`always`: they are out of the question). It goes by the mean length, so that a batch and the same
-// sequences packed get the same bits: one long sequence with many short ones may take it, which cuts nothing,
-// kMostRegret times as long as two. A batch-invariant call looks at one sequence, as if it were endless.
+// Number of state warpgroups per CTA of the fused kernel, or 0 where
+// two kernels take less time. `always`: two kernels are not considered.
+// The choice goes by the mean length, so that a batch and the same sequences packed get the same bits.
+// The fused kernel cuts no sequence: one long sequence among many
+// short ones may take kMostRegret times as long as with two kernels.
+// A batch-invariant call considers one endless sequence.
 inline int fused_groups(const PrefillShape& shape, std::int64_t tokens, bool batch_invariant,
                         int multiprocessors, bool always = false, const FusedCosts& costs = {}) {
     constexpr double kMostRegret = 1.75, kEndless = 1e6;
@@ -181,8 +193,8 @@ inline int fused_groups(const PrefillShape& shape, std::int64_t tokens, bool bat
     return always || pays ? group + 1 : 0;
 }
 
-// Of `images` to make, with one decay per token: how many value heads that share q and k one CTA prepares. As
-// many as leave a round and a half of CTAs, of which four share a multiprocessor.
+// prepare_token: how many value heads that share q and k one CTA prepares.
+// The most that still leave a round and a half of CTAs, of which four share a multiprocessor.
 inline int prepare_span(std::size_t chunks_of_heads, int group, int multiprocessors) {
     int span = kMostSpan;
     while (group % span != 0 ||
@@ -191,10 +203,13 @@ inline int prepare_span(std::size_t chunks_of_heads, int group, int multiprocess
     return span;
 }
 
-// Whether a carry that only waits for images should wait for each chunk by itself, not for all `blocks` CTAs
-// of prepare, of which `resident` share a multiprocessor: 1.4 us more a CTA, but a chain that begins up to 11
-// us earlier. Few CTAs leave it room from the start, and of more than fit at once some end early; those that
-// just fit end together.
+// Whether a carry that only waits for chunk operands should wait for
+// every chunk by itself (Schedule::per_chunk) rather than for all
+// `blocks` CTAs of prepare, of which `resident` share a multiprocessor.
+// It costs each CTA of prepare 1.4 us more, but the carry begins up to 11 us earlier.
+// It pays where prepare leaves multiprocessors free from the start,
+// and where more CTAs than fit at once end at different times.
+// It does not where all CTAs just fit, since those end together.
 inline bool pays_per_chunk(std::size_t blocks, int resident, int multiprocessors) {
     const auto all = static_cast<std::size_t>(multiprocessors);
     return 2 * blocks <= all || (blocks > static_cast<std::size_t>(resident) * all && blocks <= 12 * all);

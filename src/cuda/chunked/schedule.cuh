@@ -1,10 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// schedule: first_chunk [N + 1], packed chunks, segments <- cu_seqlens      one CTA of 1024 threads
+// schedule: first_chunk [N + 1], packed [chunks of the slab], segments <- cu_seqlens
 //
-// Packed sequences are cut into chunks and segments on the device, so that no length is ever read by the
-// host. Where sequences stay whole the longest goes first: what starts late ends late. A thread has a
-// sequence, and then a chunk or a segment wherever its sequence may be, since one sequence may have all of
-// them.
+// Grid: one CTA of 1024 threads. Launched before prepare, once
+// per slab, with cu_seqlens unless Schedule::by_warp holds.
+//
+// Packed sequences are divided on the device, so that the
+// host never reads a length. For 1024 sequences at a time:
+//   1  a thread takes one sequence: its tokens, its chunks, and the sum of chunks over those before it
+//   2  a thread takes one chunk of the slab after another, and finds its sequence by bisection
+//   3  a thread takes one segment after another, and finds its sequence likewise
+// Steps 2 and 3 assign chunks and segments, not sequences,
+// to threads because one sequence may have all of them.
+// Where sequences stay whole, step 3 follows at the end and sorts: the
+// longest comes first, since a CTA that starts late should end early.
+//
+// Budgets: at most 64 registers; 44 KiB of static shared memory.
 #pragma once
 
 #include "cuda/chunked/chunk.cuh"
@@ -13,9 +23,10 @@
 namespace cula::cuda::chunked {
 
 inline constexpr int kScheduleThreads = 1024;
-inline constexpr int kSortedSequences = 4096;  // beyond it comparing every pair costs more than order saves
+// beyond it comparing all pairs costs more than the order saves
+inline constexpr int kSortedSequences = 4096;
 
-// The sum over all threads. What was in shared memory before has been read by all when it returns.
+// Sum over all threads. When it returns, all threads have read what was in shared memory before.
 __device__ __forceinline__ SumBefore sum_before(std::int32_t x, std::int32_t (&of_warps)[32]) {
     static_assert(kScheduleThreads == 32 * 32);
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -27,8 +38,8 @@ __device__ __forceinline__ SumBefore sum_before(std::int32_t x, std::int32_t (&o
     return {__shfl_sync(0xffffffffu, all.before, warp) + own.before, all.total};
 }
 
-// Of ascending numbers, the first of them no more than x: the last that is no more, whose sequence has x
-// itself.
+// Index of the last entry that is at most x. Entries ascend and
+// the first is at most x. Its sequence has chunk (or segment) x.
 __device__ __forceinline__ int last_up_to(const std::int32_t (&before)[kScheduleThreads], std::int32_t x) {
     int which = 0;
 #pragma unroll
@@ -45,9 +56,9 @@ __global__ void __launch_bounds__(kThreads)
     static_assert(kThreads == kScheduleThreads);
     __shared__ std::int32_t of_warps[32];
     __shared__ std::int32_t first[kThreads], last[kThreads],
-        first_segment[kThreads];                             // of the sequences at hand
-    __shared__ std::int64_t begin[kThreads], end[kThreads];  // the same: their tokens
-    __shared__ std::int32_t lengths[kSortedSequences];       // in chunks, of all; -1: not in this slab
+        first_segment[kThreads];                             // of the 1024 sequences at hand
+    __shared__ std::int64_t begin[kThreads], end[kThreads];  // their tokens
+    __shared__ std::int32_t lengths[kSortedSequences];       // chunks of every sequence; -1: not in this slab
     const int thread = static_cast<int>(threadIdx.x);
     const bool whole = s.segment_chunks >= s.slab_end - s.slab_begin && a.sequences <= kSortedSequences;
     std::int32_t chunks = 0, count = 0;  // of the sequences so far: chunks, segments

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // solve: X = (I + M)^-1 for a strictly lower triangular M, in float      ALGORITHM.md: solve
 //
-// By halves: the inverse of a lower triangle [A 0; C B] is [A^-1 0; -B^-1 C A^-1 B^-1]. A warp inverts a
-// block of 16 on the diagonal, its halves of 8 by substitution; then warps join blocks to squares of 32, and
-// these to one of 64, with products on the tensor cores.
+// By halves: the inverse of the lower triangle [A 0; C B] is [A^-1 0; -B^-1 C A^-1 B^-1].
+//   1  a warp inverts a 16 x 16 block on the diagonal: halves of 8 by substitution, joined by two products
+//   2  warps 0 and 1 join neighbouring blocks to squares of 32
+//   3  all four warps join the two squares of 32 to one of 64
+// Products run on the tensor cores in TF32, with one or two words per factor.
 #pragma once
 
 #include "cuda/chunked/chunk.cuh"
@@ -12,8 +14,9 @@
 
 namespace cula::cuda::chunked {
 
-// The functions below take the lane that they run on: as a rule this one; but a loop over chunks would keep
-// all that follows from it in registers, unless it hands over one that is asked for anew (lane_anew()).
+// Functions below take the lane as an argument, by default own_lane().
+// A loop over chunks passes lane_anew(): otherwise the compiler keeps
+// everything derived from the lane in registers across the loop.
 __device__ __forceinline__ int own_lane() { return static_cast<int>(threadIdx.x) % 32; }
 __device__ __forceinline__ int lane_anew() {
     int lane;
@@ -21,9 +24,10 @@ __device__ __forceinline__ int lane_anew() {
     return lane;
 }
 
-// A square of floats in shared memory. Pitch and permutation keep the accumulators' layout (8 bytes a lane),
-// rows (16 bytes) and the columns of a right factor free of conflicts. Four neighbours from a multiple of
-// four on stay together.
+// A square of floats in shared memory.
+// Pitch and swizzle keep three accesses free of bank conflicts: the accumulator layout
+// (8 bytes per lane), rows (16 bytes per lane), and the columns of a right factor.
+// Four neighbours from a multiple of four on stay adjacent.
 template <int kSize>
 struct Square {
     static constexpr int kPitch = kSize + 8;
@@ -32,7 +36,8 @@ struct Square {
     static __device__ __forceinline__ constexpr int place(int row, int column) {
         return row * kPitch + (column ^ (row & 4) * 3);
     }
-    // In the block from (row, column) on, multiples of 16: only bits 2 and 3 of a column ever change.
+    // Element (i, j) of the block at (row, column), multiples
+    // of 16. A column's swizzle changes bits 2 and 3 only.
     __device__ __forceinline__ float* at(int row, int column, int i, int j) {
         return x + row * kPitch + column + place(i, j);
     }
@@ -41,9 +46,9 @@ struct Square {
     }
 };
 
-// A factor for the tensor cores, which drop the lower 13 bits of what they read: after that `rounded` is the
-// nearest number of 11 bits, for any finite x, and `rest` what it leaves over. Together they are good to
-// 2^-22.
+// A factor of a TF32 product. The tensor cores drop the lower 13 bits of what they read.
+// `rounded`: after that drop, the nearest number of 11 bits, for any finite x. `rest`: what it leaves over.
+// Both words together hold x to 2^-22.
 struct Tf32 {
     std::uint32_t rounded, rest;
 
@@ -53,15 +58,15 @@ struct Tf32 {
     }
 };
 
-// product [16 x 16] += left right [16 x 16], left as accumulators hold it: [n tile][fragment]. kExact: 22
-// bits of each factor instead of 11.
+// product [16 x 16] += left right [16 x 16], left in accumulator layout: [n tile][fragment].
+// kExact: two-word factors (22 bits) instead of one word (11 bits).
 template <bool kExact, int kSize>
 __device__ __forceinline__ void multiply_block(float (&product)[2][4], const float (&left)[2][4],
                                                const Square<kSize>& right, int row, int column,
                                                int lane = own_lane()) {
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-        // Neighbouring columns of `left` serve as k and k + 4: rows of `right` follow suit.
+        // Neighbouring columns of `left` serve as k and k + 4, so rows of `right` are read in the same order.
         const Tf32 a0(left[step][0]), a1(left[step][2]), a2(left[step][1]), a3(left[step][3]);
         const std::uint32_t a[4] = {a0.rounded, a1.rounded, a2.rounded, a3.rounded};
 #pragma unroll
@@ -79,7 +84,7 @@ __device__ __forceinline__ void multiply_block(float (&product)[2][4], const flo
     }
 }
 
-// Where a lane's pairs of a 16 x 16 product stand.
+// Position of a lane's pair of a 16 x 16 product.
 template <class SquareOf>
 __device__ __forceinline__ auto* pair_at(SquareOf& s, int row, int column, int tile, int half, int lane) {
     return s.at(row, column, lane / 4, 8 * tile + lane % 4 * 2) + 8 * half * s.kPitch;
@@ -97,8 +102,8 @@ __device__ __forceinline__ void load_block(float (&block)[2][4], const Square<kS
         }
 }
 
-// product [8 x 8] = left right, left as accumulators hold it, at 22 bits: x0, x1 of what a lane has of
-// `left`; right from (row, column) of the block at `first` on the diagonal.
+// product [8 x 8] = left right at 22 bits. x0, x1: the lane's pair of `left` in accumulator layout.
+// right: from (row, column) on within the diagonal block at `first`.
 template <int kSize>
 __device__ __forceinline__ void multiply_eighths(float (&product)[4], float x0, float x1,
                                                  const Square<kSize>& right, int first, int row, int column,
@@ -111,8 +116,8 @@ __device__ __forceinline__ void multiply_eighths(float (&product)[4], float x0, 
     mma_16x8x8_tf32(product, a, b0.rounded, b1.rounded);
 }
 
-// A column of the inverse of the half of a block on the diagonal that begins at `begin`: x_i = [i = j] -
-// sum_{l < i} m_il x_l.
+// Column j of the inverse of a half of a diagonal block, the half
+// that begins at `begin`: x_i = [i = j] - sum_{l < i} m_il x_l.
 inline constexpr int kHalfBlock = kBlock / 2;
 
 template <int kSize>
@@ -129,7 +134,8 @@ __device__ __forceinline__ void substitute(float (&column)[kHalfBlock], const Sq
     }
 }
 
-// The inverse's quarter that joins two inverted halves of the block at `first`.
+// join_halves computes the lower left quarter of a block's inverse,
+// put_joined stores it. The two halves are inverted already.
 template <int kSize>
 __device__ __forceinline__ float2 join_halves(const Square<kSize>& m, int first, int lane) {
     float left[4] = {}, joined[4] = {};
@@ -144,11 +150,11 @@ __device__ __forceinline__ void put_joined(Square<kSize>& m, int first, float2 j
     *reinterpret_cast<float2*>(m.at(first, first, kHalfBlock + lane / 4, lane % 4 * 2)) = joined;
 }
 
-// X in place of M in block (row, row), zeros above the diagonal included. One warp.
+// Replaces M by X in block (row, row), including zeros above the diagonal. By one warp.
 template <int kSize>
 __device__ __forceinline__ void invert_diagonal(Square<kSize>& m, int row) {
-    // Lane j < 16: column j of the two halves. The last eight lanes: zeros in the upper half of the columns
-    // of the lower.
+    // Lanes 0-15 each compute column j of the half it lies in.
+    // Lanes 24-31 write the zeros of the upper half in the columns of the lower half.
     const int lane = own_lane(), first = row * kBlock, j = lane % kBlock;
     const int begin = j / kHalfBlock * kHalfBlock;  // of the half
     float column[kHalfBlock];
@@ -165,7 +171,7 @@ __device__ __forceinline__ void invert_diagonal(Square<kSize>& m, int row) {
     put_joined(m, first, joined, lane);
 }
 
-// The same in both blocks on the diagonal of a square of two: a column a lane.
+// The same for both diagonal blocks of a 32 x 32 square: one column per lane.
 template <int kSize>
 __device__ __forceinline__ void invert_diagonals(Square<kSize>& m, int lane) {
     static_assert(kSize == 2 * kBlock);
@@ -196,10 +202,12 @@ __device__ __forceinline__ void store_block(Square<kSize>& s, const float (&bloc
                 float2{block[tile][2 * half], block[tile][2 * half + 1]};
 }
 
-// The blocks of X left of the diagonal, after all warps have inverted theirs and met. Of four blocks a warp
-// returns (3 - warp / 2, warp % 2), as accumulators hold it, and (1, 0) and (3, 2) then stand above the
-// diagonal, where M has nothing, at (0, 1) and (2, 3). All four warps take part. Of two, warp 0 returns (1,
-// 0).
+// The blocks of X left of the diagonal. Called after all
+// warps have inverted their diagonal blocks and synchronized.
+// Four blocks: all four warps take part. Each returns block (3 - warp / 2, warp % 2) in accumulator layout.
+// Blocks (1, 0) and (3, 2) are left in shared memory above
+// the diagonal, where M is zero: at (0, 1) and (2, 3).
+// Two blocks: warp 0 returns block (1, 0).
 template <bool kExact, int kSize>
 __device__ __forceinline__ void invert_lower(Square<kSize>& m, int warp, float (&x)[2][4],
                                              int lane = own_lane()) {
@@ -215,7 +223,7 @@ __device__ __forceinline__ void invert_lower(Square<kSize>& m, int warp, float (
 #pragma unroll
             for (int e = 0; e < 4; ++e) x[tile][e] = -x[tile][e];
     };
-    // Two neighbours on the diagonal, of which `upper` is the first: -X_ll M_lu X_uu.
+    // Joins two neighbouring diagonal blocks, `upper` and the one after it: -X_ll M_lu X_uu.
     const auto join = [&](int upper) {
         const int lower = upper + 1;
         load(x, lower, lower);
@@ -239,7 +247,8 @@ __device__ __forceinline__ void invert_lower(Square<kSize>& m, int warp, float (
             store_block(m, x, 2 * warp * kBlock, (2 * warp + 1) * kBlock, lane);
         }
         __syncthreads();
-        // Y = X_lower M, a block each; then -Y X_upper, of whose first column two blocks are not zero.
+        // Y = X_lower M, one block per warp, then -Y X_upper. Of the first
+        // column of X_upper both blocks are non-zero, of the second one.
         const int row = 3 - warp / 2, column = warp % 2;
         float left[2][4], y[2][4] = {};
 #pragma unroll 1
