@@ -19,7 +19,7 @@ inline constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 31) - 1;
 inline constexpr std::int64_t kMostCounted = (std::int64_t{1} << 31) - (1 << 16);
 
 inline Support counts_fit(const Problem& problem) {
-    // smallest value-row tile of a CTA; smallest chunk
+    // Smallest row tile of a CTA; smallest chunk.
     constexpr std::int64_t kLeastRows = 16, kLeastChunk = 32;
     const auto refuse = [](const std::string& what, std::int64_t count) {
         return Support::no("takes up to " + std::to_string(kMostCounted) + " " + what + ", got " +

@@ -68,7 +68,7 @@ struct PrefillPlan {
     float* fading = nullptr;
     ChunkOperands<T, kKey, kPerChannel>* operands = nullptr;
     float *map_m = nullptr, *map_b = nullptr, *starts = nullptr, *unfinished[2] = {};
-    // of the call that prepares; of a prefill that found a kept workspace
+    // Of the call that prepares; of a prefill that found a kept workspace.
     std::size_t bytes = 0, own_bytes = 0;
 
     static PrefillPlan of(const Call& call) {

@@ -60,7 +60,7 @@ inline constexpr int kMostSpan = 4;       // value heads per CTA: a warp sums th
 inline constexpr int kLeastSegment = 8;   // chunks: in shorter segments the maps cost more than they save
 inline constexpr int kLeastSegments = 3;  // below this many segments likewise
 inline constexpr int kLeastHalved = 64;   // chunks of a sequence from which halves pay
-// chunks per segment from which first_walks pays for its extra launch
+// Chunks per segment from which first_walks pays for its extra launch.
 inline constexpr int kLeastWalked = 32;
 // Microseconds. kMapStarts: start and end of maps and compose, which do not
 // overlap with their predecessors. kComposed: compose, per value head and segment.

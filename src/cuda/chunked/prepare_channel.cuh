@@ -1,24 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
-// prepare, decay per channel: scores, inverse, scaled operands of every chunk <- q, k, gate, beta
+// prepare_channel: chunk operands <- q, k, gate, beta, with one decay per channel (KDA, GLA)
 //
-// ALGORITHM.md: score, solve.  grid (chunks of the slab * value heads)   128 threads, a warp per block of 16
-// tokens
-//   gate    a lane owns a few channels of its warp's block: log decays, summed from the block's middle to
-//   both ends table   per block and channel: the factors from the chunk's start, to its end, and to the
-//   middle of later blocks score   a lane turns to two tokens: q and k with exp(G - middle), k with
-//   exp(middle - G) are the operands of the
-//           block's own pairs, times a factor of the table those of pairs with other blocks, and what the
-//           carry reads
-//   solve   (I + diag(beta) K K^T)^-1 diag(beta): solve.cuh; meanwhile scores go from registers to the image
+// With G the running log2 decay of the chunk, per channel
+// (ALGORITHM.md: score, solve; docs/design/prepare.md):
+//   A = tril((q 2^G) (k 2^-G)^T)                          scores; q is multiplied by scale
+//   L = tril((k 2^G) (k 2^-G)^T, -1)                      overlaps
+//   T = (I + diag(beta) L)^-1 diag(beta)                  inverse; delta rules only
+//   q_decayed = q 2^G    k_decayed = k 2^G    k_remaining = k 2^(G_end - G)    decay = 2^G_end
 //
-// exp(+-(G - middle)) stays in range unless a block decays by more than twice kMostLog2. A chunk that holds
-// more takes the exact way: pairs inside a block on four levels (8, 4, 2, 1), each token's factor running
-// from the border between the two halves of its level, at most 1 whatever the data; all other factors from
-// one exponent. Chunks decide for themselves.
+// Grid: one CTA per (chunk of the slab, value head); 128 threads, a warp per block of 16 tokens.
+//   K = 256: two blocks per chunk, and a warp per block and half of the channels.
 //
-// Scores of an additive algorithm are exact up to their own rounding to T (with an inverse, T's error is
-// there anyway). Factors of at most 1 make operands of fp16, with 11 bits, times powers of two that keep
-// tokens of any size in its range; factors that may grow make operands of two bf16 each.
+// In this order; | is a barrier of the CTA:
+//   load    all warps: gates, A_log and bias by cp.async or TMA; q, k and beta to registers
+//   gate    a lane owns a few channels of its block: log2 decays, summed from the middle to both ends |
+//   table   a thread per channel: factors from the chunk's start to each block, from each block to the
+//           chunk's end, and between each two blocks |
+//   score   a lane owns two tokens, eight channels of every 32. q, k 2^(G - middle) and k 2^(middle - G) give
+//           the pairs within the block; times factors of the table they give q_decayed, k_decayed and
+//           k_remaining (to global memory) and the columns for later blocks (to shared memory) |
+//   cross   pairs with earlier blocks |
+//   solve   overlaps to shared memory, diagonal blocks inverted, vote on compensation | scores to global
+//           memory, solve.cuh | |, inverse to global memory
+//
+// Two ways to decay. Chunks decide for themselves, by a vote of the CTA:
+//   anchored   as above, while 2^+-(G - middle) is in range: no half of a block decays by more than
+//              2^-kMostLog2, if need be with the middle moved to where both halves decay alike.
+//   stepped    pairs within a block on four levels (8, 4, 2, 1 tokens): both factors of a pair run from the
+//              border between the two halves of its level, so they are at most 1 whatever the data.
+//              Every other factor is one exponential of one sum.
+//
+// Precision of the scores of additive algorithms: exact up to their
+// own rounding to T, since no inverse adds an error of T's size.
+// Operands whose factors are at most 1 are fp16 (11 bits), times
+// a power of two that brings tokens of any size into its range.
+// Operands whose factors may grow are two bf16 words each.
+//
+// Budgets on sm_90: 168 registers, three CTAs per multiprocessor; 37.1, 53.1, 52.8 KiB for K = 64, 128, 256.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +52,7 @@
 
 namespace cula::cuda::chunked {
 
-// Two where three would spill.
+// Two CTAs where the registers of three would spill.
 template <int kKey, bool kDelta>
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 inline constexpr int kFewestChannelCtas = kChannelCtas;
@@ -47,20 +65,23 @@ inline constexpr int kFewestChannelCtas = kDelta ? 2 : kChannelCtas;
 template <class T, bool kDelta>
 using ScoreOperand = std::conditional_t<kDelta, T, __half>;
 
-// A column meets the rows of a later block by a factor of the table, from middle to middle: the tail of its
-// own block, what lies between, the head of the later one. Column and row bring what tail and head take. The
-// factor vanishes below 2^-126: with halves of 2^-54 at most, only where what lies between takes 2^-18 or
-// more and the pair hardly shows. Where some half decays by more, columns go there in two steps.
+// A column meets the rows of a later block through a factor of the table from middle to middle.
+// That factor covers the tail of the column's block, the blocks between, and the
+// head of the row's block; row and column contribute the inverse of head and tail.
+// It vanishes below 2^-126. With halves of at least 2^-54 that takes
+// 2^-18 or less between the blocks, and such a pair hardly shows.
+// Where some half decays by more, the columns are multiplied
+// by two factors one after the other (`two_steps`).
 inline constexpr float kSteepLog2 = 54.0f;
 
 template <class T, bool kDelta>
 inline constexpr float kMostLog2 = kDelta && std::is_same_v<T, __half> ? 4.0f : 100.0f;
 
-// What the lane's two tokens are multiplied by; q, k.
+// Factors of q and k for the lane's two tokens.
 template <bool kDelta>
 struct TokenScales {
-    float2 operand[2];  // as operands of the scores
-    float2 back[2];     // without delta: what these still lack of scale and norms
+    float2 operand[2];  // for operands of the scores
+    float2 back[2];     // additive: what those operands still lack of scale and norms
 
     __device__ __forceinline__ void set(int half, float2 whole, float2 squares) {
         if constexpr (kDelta) {
@@ -71,7 +92,7 @@ struct TokenScales {
             back[half] = {whole.x * __uint_as_float(kInverse - q), whole.y * __uint_as_float(kInverse - k)};
         }
     }
-    // In the image.
+    // For the chunk operands.
     __device__ __forceinline__ float2 whole(int half) const {
         if constexpr (kDelta) return operand[half];
         return {operand[half].x * back[half].x, operand[half].y * back[half].y};
@@ -79,42 +100,42 @@ struct TokenScales {
 
 private:
     static constexpr std::uint32_t kInverse =
-        2 * 0x3f800000u;  // less the bits of a power of two: those of its inverse
+        2 * 0x3f800000u;  // minus the bits of a power of two: the bits of its inverse
 
-    // The bits of the power of two that brings a norm nearest to 2^14; of zeros and of what is no number,
-    // some power.
+    // Bits of the power of two that brings a norm nearest to 2^14. For zeros and NaNs: any power.
     static __device__ __forceinline__ std::uint32_t power(float squares) {
         const float inverse = fmaxf(rsqrtf(fmaxf(squares, 1e-37f)), 0x1p-120f);
         return __float_as_uint(0x1p14f * 1.41421356f * inverse) & 0x7f800000u;
     }
 };
 
-// Up to the products. What is done with makes room for what comes: shared memory leaves the first-level cache
-// what it does not take, and through that q and k come (docs/sm80.md).
+// Shared memory until the products. Buffers share memory with what is no longer needed: the L1 cache,
+// through which q and k arrive, is what shared memory leaves of 256 KiB (docs/design/prepare.md).
 template <int kKey>
 struct ChannelOperands {
     using P = Parts<kKey>;
     static constexpr int kWarps = kPrepareThreads / 32;
     static constexpr int kColumns = std::max(kKey / 32, P::kPairs* P::kParts);
 
-    // Of each warp: the gates of its tokens, as BlockGates has them; in their place, once all lanes have a
-    // group's, its columns for the two blocks that follow.
+    // Per warp: the gates of its tokens, laid out by BlockGates.
+    // Once all lanes have read a group's gates, its columns for the next two blocks take their place.
     union {
         float gates[kBlock * 32];
         ColumnWords columns[2];
     } group[kWarps][P::kGroups];
-    static_assert(sizeof(ColumnWords[2]) == sizeof(float[kBlock * 32]));  // gates run on from group to group
+    // Gates are contiguous across groups.
+    static_assert(sizeof(ColumnWords[2]) == sizeof(float[kBlock * 32]));
     union {
         std::uint16_t raw_gates[kWarps][kBlock * P::kChannels];
         struct {
             float from_start[P::kBlocks][kKey], to_end[P::kBlocks][kKey], between[P::kPairs][kKey];
-            // The first block's for the last of four, by group; the exact way: all of one group, by pair and
-            // part.
+            // Anchored: columns of the first block for the last of four, by
+            // group. Stepped: all columns of one group, by pair and part.
             ColumnWords columns[kColumns];
         } table;
     };
-    // log2 decay from a block's start to its middle, from there to its end; without delta, head becomes the
-    // factor, and so does tail in two steps.
+    // head: log2 decay from a block's start to its middle. tail: from there to its end.
+    // Additive: head becomes the factor itself. With two_steps tail does, too.
     float head[P::kBlocks][kKey], tail[P::kBlocks][kKey];
 };
 
@@ -127,17 +148,18 @@ struct ChannelSmem {
     };
     float beta[kTokens<kKey>];
     float norms[2][P::kParts][kTokens<kKey>];
-    float back[kTokens<kKey>];  // of k (TokenScales)
+    float back[kTokens<kKey>];  // TokenScales::back of k
     float fading[P::kBlocks];
-    int steep[kPrepareThreads / 32];                  // of a warp's block and channels
-    std::uint64_t gates_there[kPrepareThreads / 32];  // barriers, where a warp's gates come as a box
+    // Whether a half of the warp's block decays by more than 2^-kSteepLog2 in one of its channels
+    int steep[kPrepareThreads / 32];
+    std::uint64_t gates_there[kPrepareThreads / 32];  // mbarriers, where a warp's gates come as a TMA tile
 };
 
-// With the KiB that every CTA has besides: sm_90 gives shared memory 164 KiB, and what does not fit them 196,
-// of the 256 that the first-level cache has a part in.
+// Each CTA takes 1 KiB more for the system. Three fit the 164 KiB carve-out of sm_90.
+// The next carve-out is 196 KiB, and would leave the L1 cache less of the 256 KiB that both share.
 static_assert((sizeof(ChannelSmem<128>) + 1024) * kChannelCtas <= 164 * 1024);
 
-// Pair of blocks (row, column): the place of its factors; those of a column stand side by side.
+// Index of a pair of blocks (row, column). Pairs of one column are adjacent.
 template <int kBlocks>
 __device__ __forceinline__ constexpr int pair_of(int row, int column) {
     return column * (2 * kBlocks - column - 1) / 2 + row - column - 1;
@@ -148,7 +170,7 @@ struct ChannelBlock {
     using P = Parts<kKey>;
     using Rows = BlockRows<P::kGroups>;
     using Operand = ScoreOperand<T, kDelta>;
-    using Wide = __nv_bfloat16;  // what may grow, without delta
+    using Wide = __nv_bfloat16;  // operands whose factors may exceed 1, additive
 
     ChannelOperands<kKey>& s;
     ChannelChunk<T, kKey>& chunk;
@@ -156,13 +178,14 @@ struct ChannelBlock {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int block = warp % P::kBlocks, part = warp / P::kBlocks, first = block * kBlock;
 
-    // Where the lane's first units of group 0 stand in the gates, whose units beside them differ in one bit,
-    // and in a tile of the image.
+    // own_unit: position of the lane's first unit of group 0
+    // in the gates; the unit beside it differs in one bit.
+    // operand_unit: its position in a tile of the chunk operands.
     using Place = OperandTile<kKey, true>;
     const int own_unit = lane / 4 * 32 + (lane % 4 * 2 ^ (lane / 4 & 1)) * 4;
     const int operand_unit = Place::unit(first + lane / 4, part* P::kGroups * 4 + lane % 4) * 8;
 
-    // log2 of the decay between the block's middle and token, for eight channels of group g.
+    // log2 of the decay between the block's middle and `token`, for eight channels of group g.
     __device__ __forceinline__ void gates(float (&x)[8], int token, int g) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -170,7 +193,7 @@ struct ChannelBlock {
             load4(x + 4 * i, s.group[warp][g].gates + token * 32 + (unit ^ (token & 1)) * 4);
         }
     }
-    // The same for the lane's token of a half: eight tokens on, units stand where they stood.
+    // The same for the lane's token of a half. Eight tokens on, units have the same swizzle.
     __device__ __forceinline__ void own_gates(float (&x)[8], int half, int g) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -186,8 +209,8 @@ struct ChannelBlock {
         const int panel = g * Place::kPanelUnits * 8, rows = 8 * half * Place::kUnits * 8;
         *reinterpret_cast<uint4*>(tile + panel + rows + operand_unit) = as_uint4(words);
     }
-    // Where the columns of `earlier` for `later` stand: of group g, and of the one group that the exact way
-    // has.
+    // Where the columns of block `earlier` for block `later` lie.
+    // Anchored: those of group g. Stepped: of the only group there is.
     __device__ __forceinline__ ColumnWords& columns_of(int later, int earlier, int g) const {
         const int distance = later - earlier - 1;
         return distance < 2 ? s.group[part * P::kBlocks + earlier][g].columns[distance]
@@ -215,7 +238,7 @@ struct ChannelBlock {
 #pragma unroll
         for (int w = 0; w < 4; ++w) words[w] = pack2<Operand>(x[2 * w], x[2 * w + 1]);
     }
-    // x as the sum of two bf16.
+    // x as two bf16 words.
     static __device__ __forceinline__ void pack_halves(Words& high, Words& low, const float (&x)[8]) {
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -229,7 +252,7 @@ struct ChannelBlock {
 #pragma unroll
         for (int w = 0; w < 4; ++w) words[w] = pack2<To>(x[2 * w] * y[2 * w], x[2 * w + 1] * y[2 * w + 1]);
     }
-    // words = x exp2(sign gate + exponent)
+    // words = x exp2(sign * gate + exponent)
     template <class To>
     static __device__ __forceinline__ void pack_stepped(Words& words, const float (&x)[8],
                                                         const float (&gate)[8], float sign,
@@ -240,15 +263,15 @@ struct ChannelBlock {
         pack_product<To>(words, x, y);
     }
 
-    // The common way: operands of all kinds from q and k, which become the rows that meet other blocks'
-    // columns, and the products inside the block.
+    // Anchored decay: makes all operands from q and k, and the products within the block.
+    // q and k become the rows that later meet columns of earlier blocks.
     __device__ __forceinline__ void score(Rows& q, Rows& k, const TokenScales<kDelta>& scales, bool two_steps,
                                           float (&own)[2][2][4]) const {
         const int first_pair = pair_of<P::kBlocks>(block + 1, block);
 #pragma unroll
         for (int g = 0; g < P::kGroups; ++g) {
             Words columns[2], rows[2], columns_low[2], rows_low[2],
-                words;  // rows and low halves: without delta
+                words;  // rows and low words: additive only
             float column[2][8], factor[8], head[8];
             table(factor, s.table.from_start[block], g);
             if (!kDelta) table(head, s.head[block], g);
@@ -301,7 +324,8 @@ struct ChannelBlock {
                     for (int i = 0; i < 8; ++i) column[half][i] *= factor[i];
             }
             table(factor, s.table.to_end[block], g);
-            float factors[2][8];  // to the next blocks' middles, asked for a block ahead; the last are any
+            // To the middles of the next blocks, loaded one block ahead; those of the last block are unused
+            float factors[2][8];
             table(factors[0], s.table.between[min(first_pair, P::kPairs - 1)], g);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -311,7 +335,7 @@ struct ChannelBlock {
                 pack_product<T>(words, column[half], rest);
                 put(chunk.k_remaining, half, g, words);
             }
-            __syncwarp();  // all lanes have the group's gates
+            __syncwarp();  // all lanes have read the group's gates
 #pragma unroll
             for (int i = 0; i + 1 < P::kBlocks; ++i) {
                 if (block + i + 1 >= P::kBlocks) break;
@@ -327,9 +351,10 @@ struct ChannelBlock {
         }
     }
 
-    // The exact way reads q and k again, group by group: load(q, k, g). First the products inside the block.
-    // A pair of tokens belongs to the level of the highest bit in which their numbers differ; whatever a
-    // level computes for other pairs is dropped, be it infinite.
+    // Stepped decay loads q and k again, group by group:
+    // load(q, k, g). This makes the products within the block.
+    // A pair of tokens belongs to the level of the highest bit in which their numbers differ.
+    // What a level computes for other pairs is dropped, even infinities.
     template <class Load>
     __device__ __forceinline__ void score_stepped(Load load, const TokenScales<kDelta>& scales,
                                                   float (&own)[2][2][4]) const {
@@ -370,7 +395,7 @@ struct ChannelBlock {
                         own[0][tile][e] = product[0][tile][e], own[1][tile][e] = product[1][tile][e];
                 }
         }
-        // A token with itself.
+        // The pair of a token with itself.
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -379,8 +404,9 @@ struct ChannelBlock {
                     own[0][half][2 * half + e] = self[half] * scales.operand[half].x * scales.operand[half].y;
     }
 
-    // Then, group by group, the operands, and behind a barrier the products with earlier blocks, from this
-    // block's start.
+    // Stepped decay, one group at a time: operands_stepped makes the operands.
+    // After a barrier cross_stepped makes the products with
+    // earlier blocks, whose columns decay to this block's start.
     template <class Load>
     __device__ __forceinline__ void operands_stepped(Load load, const TokenScales<kDelta>& scales,
                                                      int g) const {
@@ -439,7 +465,8 @@ struct ChannelBlock {
                                         column[1]);
         }
     }
-    // The nearest block first: the other way round ptxas spills where T is fp16.
+    // Anchored decay: products with earlier blocks. The nearest block
+    // comes first: in the other order ptxas spills where T is fp16.
     __device__ __forceinline__ void cross(const Rows& q, const Rows& k, Cross& product) const {
 #pragma unroll
         for (int earlier = P::kBlocks - 2; earlier >= 0; --earlier) {
@@ -470,7 +497,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<ChannelSmem<kKey>*>(raw);
 
-    // Not by Divisors: what follows from them would be in uniform registers, and ptxas spills in score.
+    // Plain divisions, not Divisors: what follows from a Divisor
+    // would be in uniform registers, and ptxas spills in score.
     const int number = static_cast<int>(blockIdx.x / static_cast<unsigned>(a.value_heads)),
               value_head = static_cast<int>(blockIdx.x) - number * a.value_heads;
     const int head = static_cast<int>(static_cast<unsigned>(value_head) / static_cast<unsigned>(a.group)),
@@ -482,22 +510,23 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
     const ChannelBlock<T, kKey, kDelta> block{operands, chunks[blockIdx.x], role_of_warp()};
     const int lane = block.lane, first = block.first, first_channel = block.part * P::kChannels;
 
-    // --- gate ---
-    // A block without tokens reads the chunk's first one, and drops it.
+    // --- load, gate ---
+    // A warp whose block has no tokens reads the chunk's first token, and mask() drops it.
     const int count = place.count - first;
     const std::int64_t begin = place.begin + (count > 0 ? first : 0);
     const BlockGates<T, kKey> gates{a, operands.group[block.warp][0].gates, operands.raw_gates[block.warp],
                                     first_channel, count};
     const int ahead = tokens_ahead<kKey>(a, schedule, begin),
               head_ahead =
-                  value_head == head * a.group ? ahead : 0;  // the first of those that share a head asks
+                  // Only the first of the value heads that share a head prefetches
+              value_head == head * a.group ? ahead : 0;
     const bool boxed = gate_tiles.has(count);
     if (!boxed)
         gates.load(a.g.offset(place.batch, begin, value_head), ahead);
     else if (lane == 0)
         gate_tiles.ask(gates.raw, s.gates_there + block.warp, place.batch, begin, value_head, ahead);
-    // The bias waits where the lane's sums will stand, A_log where the first lane's will: they come with the
-    // gates, and nothing else is waited for.
+    // The bias waits where the lane's sums will stand, and A_log where
+    // lane 0's will. They arrive with the gates, by the same wait.
     float *const head_sums = operands.head[block.block] + gates.channel, *const tail_sums =
                                                                              operands.tail[block.block] +
                                                                              gates.channel;
@@ -539,7 +568,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
                 gates.channel + i < a.key_dim ? fmaxf(fabsf(head_sum[i]), fabsf(tail_sum[i])) : 0.0f;
             wild |= worst > kMostLog2<T, kDelta>, steep |= worst > kSteepLog2;
         }
-        __syncwarp();  // all lanes have A_log
+        __syncwarp();  // all lanes have read A_log
         gates.put(head_sum, head_sums), gates.put(tail_sum, tail_sums);
         if (wild) wild = gates.balance(head_sums, tail_sums, kMostLog2<T, kDelta>);
         if constexpr (kDelta) {
@@ -617,7 +646,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
     }
 
     // --- score ---
-    float own[2][2][4] = {};  // q k^T and k k^T of the block
+    float own[2][2][4] = {};  // q k^T and k k^T within the block
     const auto scaled_back = [&](float(&scores)[2][4], int column) {
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile)
@@ -665,7 +694,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
     if constexpr (P::kParts > 1) {
 #pragma unroll
         for (int p = 0; p < P::kParts; ++p) {
-            __syncthreads();  // the products take the place of their operands
+            __syncthreads();  // products take the place of their operands
             if (block.part != p) continue;
             each_product([&](float(&scores)[2][4], float(&overlaps)[2][4], int column, auto) {
                 add_product(s.pairs.scores, scores, first, column * kBlock, p > 0);
@@ -681,7 +710,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
         add_squares<decltype(diagonal)::value>(squares, overlaps);
     });
     zero_above_diagonal(own[0]);
-    float* const slots = s.pairs.scores.at(first, 0, 0, 0);  // the row of the warp's block
+    // The warp's row of blocks of scores: staging memory.
+    float* const slots = s.pairs.scores.at(first, 0, 0, 0);
     const auto emit_scores = [&](T* triangle, auto low) {
         constexpr bool kLow = decltype(low)::value;
         __syncwarp();
@@ -695,7 +725,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
                 put_block(triangle + Triangle<kRows>::block_begin(block.block, column) * 8,
                           slots + column * kSlot);
     };
-    __syncthreads();  // the products take the place of their operands
+    __syncthreads();  // products take the place of their operands
     if (kDelta && last) {
         each_product([&](float(&)[2][4], float(&overlaps)[2][4], int column, auto) {
             store_block(s.pairs.overlaps, overlaps, first, column * kBlock);

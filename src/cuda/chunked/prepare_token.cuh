@@ -1,12 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
-// prepare, one decay per token: scores, inverse and factors of every chunk <- q, k, gate, beta ALGORITHM.md:
-// score, solve
+// prepare_token: chunk operands <- q, k, gate, beta, with one
+// decay per token or head, or none (GDN, DeltaNet, Lightning, ...)
 //
-// grid (chunks of the slab * value heads / span)   128 threads, a warp per block of 16 tokens
+// With G the running log2 decay of the chunk (ALGORITHM.md: score, solve; docs/design/prepare.md):
+//   A[i, j] = scale (q_i . k_j) 2^(G_i - G_j), j <= i              scores
+//   L[i, j] = (k_i . k_j) 2^(G_i - G_j), j < i                     overlaps
+//   T = (I + diag(beta) L)^-1 diag(beta)                           inverse; delta rules only
+//   q_factor = scale 2^G    k_factor = 2^G    k_rest = 2^(G_end - G)    decay = 2^G_end
+// With qk_l2norm the norms of q and k are part of the factors.
 //
-// q and k go into the products as they are; norms, scale and exp(G_i - G_j) multiply the results. Nothing is
-// rounded but the inputs and what the carry reads. A CTA makes the images of `span` value heads that share q
-// and k, one after the other: rows are fetched and summed once.
+// Grid: one CTA per (chunk of the slab, `span` value heads that
+// share q and k); 128 threads, a warp per block of 16 tokens.
+//   K = 256: two blocks per chunk, and a warp per block and half of the channels.
+//
+// In this order; | is a barrier of the CTA:
+//   load    all warps: q and k to registers, beta; warp w: the gates of value head w of the span
+//   sum     warp w: running sums of those gates; all: squares of q and k, columns of k to shared memory |
+//   norms   a thread per token |
+//   then per value head of the span:
+//   score   products of q and k as they are, times norms and 2^(G_i - G_j) in float; squares of overlaps
+//   solve   diagonal blocks inverted, vote on compensation | scores to global memory, solve.cuh | |,
+//           inverse to global memory |
+//
+// No operand is scaled before a product, and 2^(G_i - G_j) is
+// at most 1: only inputs and chunk operands are rounded to T.
+// Rows are loaded and laid out once for all value heads of the span.
+//
+// Budgets on sm_90: 128 registers, four CTAs per multiprocessor; 45.0, 51.0, 19.8 KiB for K = 64, 128, 256.
 #pragma once
 
 #include "cuda/chunked/block.cuh"
@@ -18,17 +38,17 @@
 
 namespace cula::cuda::chunked {
 
-static_assert(kMostSpan == kPrepareThreads / 32);  // a warp sums the gates of a value head
+static_assert(kMostSpan == kPrepareThreads / 32);  // one warp sums the gates of one value head
 
 template <int kKey>
 struct TokenSmem {
     using P = Parts<kKey>;
     PairSquares<kKey> pairs;
     ColumnWords columns[P::kBlocks - 1][kKey / 32];
-    float log_decay[kMostSpan][kTokens<kKey>];  // log2, from the chunk's start
+    float log_decay[kMostSpan][kTokens<kKey>];  // log2, running from the chunk's start
     float beta[kMostSpan][kTokens<kKey>];
     float squares[2][P::kParts][kTokens<kKey>];
-    float norms[2][kTokens<kKey>];  // that q and k are multiplied by
+    float norms[2][kTokens<kKey>];  // 1 / norm of q and of k, or 1
 };
 
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
@@ -47,8 +67,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<TokenSmem<kKey>*>(raw);
 
-    // Spans of heads are of a power of two. The chunk's number not by a Divisor: what follows from that would
-    // be in uniform registers, and ptxas spills where K = 256.
+    // A span is a power of two. The chunk's number comes from a plain division, not from a Divisor:
+    // what follows from that would be in uniform registers, and ptxas spills where K = 256.
     const int first_of_all = static_cast<int>(blockIdx.x) * span,
               number = static_cast<int>(static_cast<unsigned>(first_of_all) /
                                         static_cast<unsigned>(a.value_heads)),
@@ -62,10 +82,10 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     const int block = warp % P::kBlocks, part = warp / P::kBlocks, first = block * kBlock;
 
     BlockRows<P::kGroups> q, k;
-    // A block without tokens reads the chunk's first one, and drops it.
+    // A warp whose block has no tokens reads the chunk's first token, and mask_moving() drops it.
     const int count = place.count - first;
     const std::int64_t begin = place.begin + (count > 0 ? first : 0);
-    // The first of the value heads that share a head asks for what is ahead.
+    // Only the first of the value heads that share a head prefetches.
     const int ahead = first_head == head * a.group ? tokens_ahead<kKey>(a, schedule, begin) : 0;
     q.template fetch<T>(a.q, place.batch, begin, head, count, part * P::kChannels, a.key_dim, ahead);
     k.template fetch<T>(a.k, place.batch, begin, head, count, part * P::kChannels, a.key_dim, ahead);
@@ -81,7 +101,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
         lead_carry(is_compensated + std::int64_t{number} * a.value_heads + first_head, span);
     if (warp < span) {
         const int value_head = first_head + warp;
-        // Two neighbouring tokens a lane (one where a chunk has 32), then a scan over the lanes.
+        // A lane takes two neighbouring tokens (one where a
+        // chunk has 32), then the warp scans over the lanes.
         constexpr int kEach = kRows / 32;
         const bool per_token = a.algorithm.decay == Decay::kPerToken;
         TokenNumber raw_gates[kEach];
@@ -222,7 +243,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
         if (last) {
             emit_lower<false>(chunk.scores, s.pairs.scores, block);
             if (compensated) emit_lower<true>(chunk.scores_low, s.pairs.scores, block);
-            // The row of scores has left, and makes room.
+            // The block's row of scores has been stored, so its memory serves as staging memory.
             if (delta)
                 emit_inverse<T, kKey>(chunk, s.pairs.overlaps, beta, s.pairs.scores.at(first, 0, 0, 0), block,
                                       compensated);

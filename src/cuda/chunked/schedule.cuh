@@ -23,7 +23,7 @@
 namespace cula::cuda::chunked {
 
 inline constexpr int kScheduleThreads = 1024;
-// beyond it comparing all pairs costs more than the order saves
+// Beyond it comparing all pairs costs more than the order saves
 inline constexpr int kSortedSequences = 4096;
 
 // Sum over all threads. When it returns, all threads have read what was in shared memory before.
