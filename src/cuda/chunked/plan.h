@@ -156,7 +156,7 @@ struct FusedCosts {
 // Softplus gates take pairs only: two state warpgroups in
 // a CTA leave too few registers for out-of-range channels.
 // Without any out-of-range channel a chunk takes 2.4. They cost up to
-// half of that again, which 2.82 includes in part (docs/design/fused.md).
+// half of that again, which 2.82 includes in part (docs/design/fused-sm90.md).
 inline constexpr FusedCosts kSoftplusCosts{.prepare = 4.3, .fused = {2.82, 1e9}};
 
 // Number of state warpgroups per CTA of the fused kernel, or 0 where
