@@ -76,7 +76,9 @@ class Run:
         path, start = None, time.perf_counter()
         for entry, impls in self.chosen(suite):
             if entry.case.packed:
-                head.setdefault("lengths", {})[f"{entry.op}/{entry.name}"] = " ".join(map(str, entry.case.lengths))
+                head.setdefault("lengths", {})[f"{entry.op}/{entry.name}"] = " ".join(
+                    map(str, entry.case.lengths)
+                )
             measured = self.measure(suite, entry, impls)
             for row in measured:
                 show(row, measured[0], head)
@@ -162,7 +164,12 @@ class Run:
             self.first_calls |= first.of_tuned(tuned)
         self.first_calls |= first.of_compiled(compiled)
         for call, milliseconds in self.first_calls.items():
-            print("first call:", *call, "failed" if milliseconds is None else f"{milliseconds:.1f} ms", flush=True)
+            print(
+                "first call:",
+                *call,
+                "failed" if milliseconds is None else f"{milliseconds:.1f} ms",
+                flush=True,
+            )
 
 
 def time_of(row: Row) -> float:
@@ -172,7 +179,9 @@ def time_of(row: Row) -> float:
 
 def show(row: Row, ours: Row, head: dict) -> None:
     time = time_of(row)
-    host = "" if row.host_ms is None else f"  call {1e3 * row.call_ms:.0f} us, host {1e3 * row.host_ms:.1f} us"
+    host = (
+        "" if row.host_ms is None else f"  call {1e3 * row.call_ms:.0f} us, host {1e3 * row.host_ms:.1f} us"
+    )
     error = "" if row.rel_err_out is None else f"  out {row.rel_err_out:.1e}  state {row.rel_err_state:.1e}"
     print(
         f"{row.op:9} {row.pass_name:7} {row.case:26} {row.impl:19} {time:9.4f} ms  x{time / time_of(ours):<6.2f}"
@@ -217,9 +226,13 @@ def main() -> None:
     )
     parser.add_argument("--case", default="", help="regular expression on 'op/case'")
     parser.add_argument("--impl", default="", help="regular expression on the implementation")
-    parser.add_argument("--quick", action="store_true", help="fewer samples, and no first calls in fresh processes")
     parser.add_argument(
-        "--output", type=Path, help="folder of the result files; default: bench/results, or none with --case or --impl"
+        "--quick", action="store_true", help="fewer samples, and no first calls in fresh processes"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder of the result files; default: bench/results, or none with --case or --impl",
     )
     options = parser.parse_args()
 

@@ -28,5 +28,7 @@ def flops(pass_name: str, case: Case) -> int:
     delta = FAMILY[case.algorithm][1] == "delta"
     products = K * V * (3 if delta else 2)  # read (delta), carry, and the query's part of output
     if pass_name == "prefill":
-        products += CHUNK * (K + V) * (2 if delta else 1)  # score and the scores' part of output; L and solve (delta)
+        products += (
+            CHUNK * (K + V) * (2 if delta else 1)
+        )  # score and the scores' part of output; L and solve (delta)
     return 2 * products * sum(case.lengths) * case.value_heads

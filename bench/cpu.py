@@ -32,7 +32,9 @@ def prepare() -> None:
     # A decaying state passes through the denormal range, which plain PyTorch then crawls through.
     torch.set_flush_denormal(True)
     if (busy := os.getloadavg()[0]) > QUIET_LOAD:
-        print(f"others are using this machine (load {busy:.1f}): times will be too long, short calls' most of all")
+        print(
+            f"others are using this machine (load {busy:.1f}): times will be too long, short calls' most of all"
+        )
 
 
 def wait() -> None:

@@ -154,7 +154,9 @@ def _wait(device: str) -> None:
 class Rank:
     """One process's part of the benchmark."""
 
-    def __init__(self, device: str, sizes: list[int], options: argparse.Namespace, report: Connection) -> None:
+    def __init__(
+        self, device: str, sizes: list[int], options: argparse.Namespace, report: Connection
+    ) -> None:
         self.device, self.options, self.report = device, options, report
         self.rank = dist.get_rank()
         groups = {size: dist.new_group(list(range(size))) for size in sizes}
@@ -184,7 +186,9 @@ class Rank:
     def _fla_takes(self, op: str) -> bool:
         return self.device == "cuda" and op in FLA_OPS and importlib.util.find_spec("fla") is not None
 
-    def measure(self, impl: str, ranks: Ranks, op: str, name: str, inputs: Inputs, expected: Tensor) -> Row | str:
+    def measure(
+        self, impl: str, ranks: Ranks, op: str, name: str, inputs: Inputs, expected: Tensor
+    ) -> Row | str:
         """A row, or where the first call fails a sentence; without one, where another rank's does."""
         splits = even_splits(inputs.case.tokens, ranks.size)
         own = slice(splits[ranks.rank], splits[ranks.rank + 1])
@@ -223,7 +227,12 @@ def _whole(inputs: Inputs) -> Call:
 
 
 def _cula(inputs: Inputs, ranks: Ranks, splits: list[int], own: slice, method: str | None) -> Call:
-    named = {**_named(inputs, own), **keywords(inputs), "scale": inputs.case.scale, "output_final_state": True}
+    named = {
+        **_named(inputs, own),
+        **keywords(inputs),
+        "scale": inputs.case.scale,
+        "output_final_state": True,
+    }
     named["out"] = torch.empty_like(named["v"])
     if ranks.size == 1:
         return lambda: PREFILL[inputs.case.algorithm](**named)
@@ -254,10 +263,21 @@ def _exchange(inputs: Inputs, ranks: Ranks) -> Call:
 
 
 def _rank(
-    device: str, rank: int, sizes: list[int], store: str, cases: list, options: argparse.Namespace, report: Connection
+    device: str,
+    rank: int,
+    sizes: list[int],
+    store: str,
+    cases: list,
+    options: argparse.Namespace,
+    report: Connection,
 ) -> None:
     torch.set_grad_enabled(False)
-    named = {"store": dist.FileStore(store, sizes[-1]), "rank": rank, "world_size": sizes[-1], "timeout": TIMEOUT}
+    named = {
+        "store": dist.FileStore(store, sizes[-1]),
+        "rank": rank,
+        "world_size": sizes[-1],
+        "timeout": TIMEOUT,
+    }
     if device == "cuda":
         from bench.peers import tune_briefly
 
@@ -307,7 +327,11 @@ def run(options: argparse.Namespace, chosen: Callable[[str, list], list] | None 
     sizes = [size for size in RANKS[kind] if size == 1 or size <= there or kind == "cpu"]
     headlines = HEADLINES if kind == "cuda" else CPU_HEADLINES
     cases = [(op, name, headlines[op, "prefill"][name]) for op, name in CASES[kind]]
-    cases = [each for each in (chosen(kind, cases) if chosen else cases) if re.search(options.case, "/".join(each[:2]))]
+    cases = [
+        each
+        for each in (chosen(kind, cases) if chosen else cases)
+        if re.search(options.case, "/".join(each[:2]))
+    ]
     device = gpu if kind == "cuda" else cpu
     device.prepare()
     head = {**machine.describe(device), "source_hash": machine.source_hash(*SOURCES)}
@@ -341,7 +365,9 @@ def time_of(row: Row) -> float:
 def show(row: Row, rows: list[Row]) -> None:
     """A line; beside it, how much faster than the same implementation on one GPU."""
     base = "fla" if row.impl == "fla" else "cula"
-    one = [each for each in rows if (each.op, each.tokens, each.impl, each.gpus) == (row.op, row.tokens, base, 1)]
+    one = [
+        each for each in rows if (each.op, each.tokens, each.impl, each.gpus) == (row.op, row.tokens, base, 1)
+    ]
     faster = f"x{time_of(one[0]) / time_of(row):.2f}" if one else ""
     exchange = "" if row.exchange_ms is None else f"  exchange {row.exchange_ms / time_of(row):.1%}"
     print(

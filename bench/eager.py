@@ -57,7 +57,10 @@ def _prepare(inputs: Inputs, tokens: int) -> list[Tensor | None]:
     beta = inputs.beta
     if case.beta_is_logit:
         beta = beta.float().sigmoid() * (2 if case.allow_neg_eigval else 1)
-    return [None if x is None else _heads_first(x, v.shape[2], tokens) for x in (q, k, v, _log_decay(inputs), beta)]
+    return [
+        None if x is None else _heads_first(x, v.shape[2], tokens)
+        for x in (q, k, v, _log_decay(inputs), beta)
+    ]
 
 
 def _start(inputs: Inputs, initial_state: Tensor | None) -> Tensor:
@@ -81,7 +84,9 @@ def _scores_per_channel(rows: list[Tensor], k: Tensor, G: Tensor) -> list[Tensor
         stop = start + SUB_CHUNK
         anchor = G[..., start : start + 1, :]
         below = (G[..., start:stop, :] - anchor).exp()
-        columns = (k[..., :stop, :] * (anchor - G[..., :stop, :]).clamp(max=MAX_EXPONENT).exp()).transpose(-1, -2)
+        columns = (k[..., :stop, :] * (anchor - G[..., :stop, :]).clamp(max=MAX_EXPONENT).exp()).transpose(
+            -1, -2
+        )
         for score, row in zip(scores, rows, strict=True):
             score[..., start:stop, :stop] = (row[..., start:stop, :] * below) @ columns
     return scores
@@ -89,7 +94,9 @@ def _scores_per_channel(rows: list[Tensor], k: Tensor, G: Tensor) -> list[Tensor
 
 def _chunks(inputs: Inputs, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
     count = -(-inputs.v.shape[1] // CHUNK)
-    q, k, v, g, beta = (None if x is None else x.unflatten(1, (count, CHUNK)) for x in _prepare(inputs, count * CHUNK))
+    q, k, v, g, beta = (
+        None if x is None else x.unflatten(1, (count, CHUNK)) for x in _prepare(inputs, count * CHUNK)
+    )
     G = k.new_zeros(1, count, CHUNK) if g is None else g.cumsum(2)
 
     # score
@@ -109,7 +116,9 @@ def _chunks(inputs: Inputs, initial_state: Tensor | None) -> tuple[Tensor, Tenso
     # solve, and the part of read that needs no state: U = T V - (T K^) S
     U, W = v, None
     if beta is not None:
-        T = torch.linalg.solve_triangular(L[0] * beta[..., None], beta.diag_embed(), upper=False, unitriangular=True)
+        T = torch.linalg.solve_triangular(
+            L[0] * beta[..., None], beta.diag_embed(), upper=False, unitriangular=True
+        )
         U, W = T @ v, T @ k_decayed
 
     # read, output, carry

@@ -33,7 +33,9 @@ FLA_NORM_ROWS = 1 << 16  # its l2norm is another kernel for every started 65,536
 
 def _start(call: Call, **environment: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "bench.first", *call]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
 
 
 def _answer(process: subprocess.Popen) -> float | None:
@@ -77,7 +79,11 @@ def of_tuned(calls: dict[Call, Kinds]) -> dict[Call, float | None]:
     path = _cache_record()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(sorted(compiled)))
-    return {call: taken for call, taken in times.items() if not all(kind.startswith("l2norm") for kind in calls[call])}
+    return {
+        call: taken
+        for call, taken in times.items()
+        if not all(kind.startswith("l2norm") for kind in calls[call])
+    }
 
 
 def _impl(suite: Suite, name: str) -> Impl:

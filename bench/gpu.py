@@ -152,7 +152,9 @@ class _Timer:
             for call in self._next(1):
                 call()
             torch.cuda.synchronize()
-        return sum(e.time_range.elapsed_us() for e in trace.events() if e.device_type == DeviceType.CUDA) / 1e6
+        return (
+            sum(e.time_range.elapsed_us() for e in trace.events() if e.device_type == DeviceType.CUDA) / 1e6
+        )
 
     def sample(self) -> None:
         self.device.append(self.device_seconds())

@@ -65,7 +65,9 @@ def _cula(backend: str | None) -> Bind:
         if pass_name == "decode":
             return lambda: cula.cula_decode(q, k, v, pool, mode=op, state_indices=rows, **more)
         slots = verify_slots(inputs)
-        return lambda: cula.cula_verify(q, k, v, pool, mode=op, state_indices=slots, initial_state_indices=rows, **more)
+        return lambda: cula.cula_verify(
+            q, k, v, pool, mode=op, state_indices=slots, initial_state_indices=rows, **more
+        )
 
     return bind
 
@@ -135,7 +137,13 @@ def cpu_impls() -> list[Impl]:
     return [
         OURS,
         *(Impl(f"cula:{name}", _cula(name), _comparable) for name in found),
-        Impl("eager_chunk", _eager(eager.chunk_form), lambda p, case: p == "prefill" and _comparable(p, case)),
-        Impl("eager_recurrent", _eager(eager.recurrence), lambda p, case: p != "verify" and _comparable(p, case)),
+        Impl(
+            "eager_chunk", _eager(eager.chunk_form), lambda p, case: p == "prefill" and _comparable(p, case)
+        ),
+        Impl(
+            "eager_recurrent",
+            _eager(eager.recurrence),
+            lambda p, case: p != "verify" and _comparable(p, case),
+        ),
         COPY_STATE,
     ]

@@ -16,4 +16,6 @@ class Times:
     call_ms: float  # until the result is there: what the caller sees
     gpu_ms: float | None = None  # device time of all kernels of the call
     host_ms: float | None = None  # until the call returns, in a loop that does not wait for the device
-    gpu_timing: str | None = None  # "events" around the call, or the sum of its "kernels" where it waits for the device
+    gpu_timing: str | None = (
+        None  # "events" around the call, or the sum of its "kernels" where it waits for the device
+    )

@@ -27,7 +27,12 @@ def _fla_prefill(inputs: Inputs) -> Call:
     """State V-first as FLA's own layers ask for it."""
     case, q, k, v = inputs.case, inputs.q, inputs.k, inputs.v
     cu = None if inputs.cu_seqlens is None else inputs.cu_seqlens.long()
-    common = {"output_final_state": True, "state_v_first": True, "cu_seqlens": cu, "scale": case.options["scale"]}
+    common = {
+        "output_final_state": True,
+        "state_v_first": True,
+        "cu_seqlens": cu,
+        "scale": case.options["scale"],
+    }
     if case.algorithm == "kda":
         from fla.ops.kda import chunk_kda
 

@@ -31,7 +31,14 @@ PANELS_PER_ROW = 4
 
 # Okabe and Ito's colours, told apart by every kind of eye, and a line and a marker of its own for each in grey print.
 STYLES = {
-    "cula": {"label": "cula", "color": "#0072B2", "linestyle": "-", "marker": "o", "linewidth": 2.2, "zorder": 4},
+    "cula": {
+        "label": "cula",
+        "color": "#0072B2",
+        "linestyle": "-",
+        "marker": "o",
+        "linewidth": 2.2,
+        "zorder": 4,
+    },
     "flash_kda": {"label": "FlashKDA", "color": "#D55E00", "linestyle": "--", "marker": "s", "zorder": 3},
     "fla": {"label": "FLA", "color": "#009E73", "linestyle": "-.", "marker": "^", "zorder": 2},
     "floor": {"label": "floor", "color": "#7A7A7A", "linestyle": ":", "linewidth": 1.6, "zorder": 1},
@@ -65,7 +72,11 @@ def draw_lengths(result: dict, path: Path) -> None:
         if row["pass"] == "prefill" and length[1:].isdigit():
             tokens = int(length[1:])
             lines[row["op"], heads, row["impl"]].append((tokens, 1e3 * time_of(row) / tokens))
-    lines = {key: sorted(points) for key, points in lines.items() if len(points) > 1 and not key[2].startswith("cula:")}
+    lines = {
+        key: sorted(points)
+        for key, points in lines.items()
+        if len(points) > 1 and not key[2].startswith("cula:")
+    }
     if not lines:
         return
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
@@ -93,11 +104,15 @@ def draw_bars(result: dict, path: Path) -> None:
     if not groups:
         return
     impls = list(dict.fromkeys(impl for times in groups.values() for impl in times if impl != "cula"))
-    figure, axes = plt.subplots(figsize=(9, 0.6 + 0.16 * len(groups) * (1 + len(impls))), layout="constrained")
+    figure, axes = plt.subplots(
+        figsize=(9, 0.6 + 0.16 * len(groups) * (1 + len(impls))), layout="constrained"
+    )
     width = 1 / (1 + len(impls))
     for i, impl in enumerate(impls):
         rows = [
-            (at + i * width, times[impl] / times["cula"]) for at, times in enumerate(groups.values()) if impl in times
+            (at + i * width, times[impl] / times["cula"])
+            for at, times in enumerate(groups.values())
+            if impl in times
         ]
         axes.barh(*zip(*rows, strict=True), height=width, label=impl)
     axes.axvline(1, color="black", linewidth=1)
@@ -140,7 +155,9 @@ def _by_mean_length(rows: list[dict]) -> bool:
 
 def _scale(axes: plt.Axes, series: list[Series]) -> None:
     """Of all panels, which share their axes: lengths at powers of two, times at 1, 2 and 5 where there is room."""
-    lengths, times = zip(*(point for each in series for points in each.values() for point in points), strict=True)
+    lengths, times = zip(
+        *(point for each in series for points in each.values() for point in points), strict=True
+    )
     shortest, longest = min(lengths), max(lengths)
     step = 4 if longest > 32 * shortest else 2
     ticks = [shortest]
@@ -224,7 +241,9 @@ def speedups_of(result: dict) -> dict[str, Series]:
         for impl in SPEEDUPS:
             one = measured.get(("fla" if impl == "fla" else "cula", 1))
             points = [
-                (ranks, one / taken) for (name, ranks), taken in measured.items() if one and name == impl and ranks > 1
+                (ranks, one / taken)
+                for (name, ranks), taken in measured.items()
+                if one and name == impl and ranks > 1
             ]
             if points:
                 found[case][impl] = [(1, 1.0), *sorted(points)]
@@ -236,7 +255,9 @@ def draw_speedups(result: dict, path: Path) -> None:
     panels = speedups_of(result)
     with plt.rc_context(PAGE):
         size = (1.5 + 3.2 * len(panels), 3.9)
-        figure, grid = plt.subplots(1, len(panels), figsize=size, layout="constrained", sharey=True, squeeze=False)
+        figure, grid = plt.subplots(
+            1, len(panels), figsize=size, layout="constrained", sharey=True, squeeze=False
+        )
         for axes, (case, series) in zip(grid.flat, panels.items(), strict=True):
             ranks = sorted({int(each) for points in series.values() for each, _ in points} | {1})
             axes.plot(ranks, ranks, color="#7A7A7A", linewidth=1, label="as many times as ranks")
@@ -249,10 +270,17 @@ def draw_speedups(result: dict, path: Path) -> None:
         grid[0, 0].set_ylabel("speed-up", fontsize="small")
         figure.suptitle(f"One sequence over several ranks\n{result['device']}")
         handles = {
-            label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+            label: handle
+            for axes in grid.flat
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize="small"
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            ncols=3,
+            frameon=False,
+            fontsize="small",
         )
         figure.savefig(path, dpi=150)
         plt.close(figure)

@@ -75,7 +75,10 @@ def gpu_impls() -> list[Impl]:
 
 
 def _fla_kinds_only(impl: Impl, case: Case) -> bool:
-    return impl.name != "fla" or (case.algorithm, case.gate, case.packed, case.heads, case.value_heads) in FLA_KINDS
+    return (
+        impl.name != "fla"
+        or (case.algorithm, case.gate, case.packed, case.heads, case.value_heads) in FLA_KINDS
+    )
 
 
 def _cpu(name: str, pass_name: str, ops: tuple[str, ...]) -> Suite:
@@ -95,10 +98,20 @@ def _gpu(name: str, pass_name: str, ops: tuple[str, ...]) -> Suite:
 
 def _section(name: str) -> Suite:
     entries = (
-        Entry(op, name, case, panel) for (op, panel), cases in SECTIONS[name].items() for name, case in cases.items()
+        Entry(op, name, case, panel)
+        for (op, panel), cases in SECTIONS[name].items()
+        for name, case in cases.items()
     )
     return Suite(
-        name, "hopper", "prefill", tuple(entries), gpu_impls, gpu, GPU_SOURCES, takes=_fla_kinds_only, brief=True
+        name,
+        "hopper",
+        "prefill",
+        tuple(entries),
+        gpu_impls,
+        gpu,
+        GPU_SOURCES,
+        takes=_fla_kinds_only,
+        brief=True,
     )
 
 
@@ -119,5 +132,6 @@ SUITES = {
 }
 
 GROUPS = {
-    group: tuple(name for name, suite in SUITES.items() if suite.group == group) for group in ("cpu", "gpu", "hopper")
+    group: tuple(name for name, suite in SUITES.items() if suite.group == group)
+    for group in ("cpu", "gpu", "hopper")
 }

@@ -41,7 +41,9 @@ def draw(tokens: int, heads: int, dim: int, device: torch.device) -> Tensors:
     q, k = (normalize(normal(dim), dim=-1) for _ in range(2))
     drawn = {"q": q, "k": k, "v": normal(dim), "g": logsigmoid(normal(dim)) / 16, "beta": normal().sigmoid()}
     half = ("q", "k", "v")
-    return {name: x.to(device, torch.bfloat16 if name in half else torch.float32) for name, x in drawn.items()}
+    return {
+        name: x.to(device, torch.bfloat16 if name in half else torch.float32) for name, x in drawn.items()
+    }
 
 
 def part(tensors: Tensors, begin: int, end: int) -> Tensors:
@@ -118,14 +120,18 @@ def main() -> int:
         failed |= not found <= SAME
         if rank == 0:
             took = "" if milliseconds is None else f"{milliseconds:10.2f} ms"
-            print(f"{what:52} {took:14} error {found:.1e}{'' if found <= SAME else '  TOO LARGE'}", flush=True)
+            print(
+                f"{what:52} {took:14} error {found:.1e}{'' if found <= SAME else '  TOO LARGE'}", flush=True
+            )
 
     whole = draw(options.tokens, options.heads, options.dim, device)
     splits = even_splits(options.tokens, size)
     own = part(whole, splits[rank], splits[rank + 1])
     world = dist.group.WORLD
     if rank == 0:
-        print(f"KDA, {options.tokens} tokens, {options.heads} heads of {options.dim}, {size} ranks on {device.type}")
+        print(
+            f"KDA, {options.tokens} tokens, {options.heads} heads of {options.dim}, {size} ranks on {device.type}"
+        )
 
     (expected, _), took = timed(lambda: cula.cula_kda(**whole), device)
     report("every rank alone, all tokens", expected, expected, took)
@@ -135,9 +141,13 @@ def main() -> int:
         report(f"context parallel, {method}", gathered(o, splits, world), expected, took)
 
     third = options.tokens // 3
-    cu_seqlens = torch.tensor([0, third // 2, third // 2, options.tokens - third, options.tokens], device=device)
+    cu_seqlens = torch.tensor(
+        [0, third // 2, third // 2, options.tokens - third, options.tokens], device=device
+    )
     packed, _ = cula.cula_kda(**whole, cu_seqlens=cu_seqlens)
-    o, _ = cula_kda_cp(**own, sp_group=world, sp_splits=splits, cu_seqlens=cu_seqlens, output_final_state=False)
+    o, _ = cula_kda_cp(
+        **own, sp_group=world, sp_splits=splits, cu_seqlens=cu_seqlens, output_final_state=False
+    )
     report("context parallel, packed sequences", gathered(o, splits, world), packed)
 
     if size % 2 == 0 and options.heads % 2 == 0:

@@ -56,8 +56,12 @@ class Report:
 def corpus() -> tuple[Tensor, Tensor, list[Tensor]]:
     """The context, what follows it, and files for the packed batch, an empty one among them where there is one."""
     folder = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in folder.rglob("*.py") if not {"site-packages", "dist-packages"} & set(path.parts)]
-    small = sorted((path for path in paths if path.stat().st_size <= LARGEST_FILE), key=lambda p: (p.stat().st_size, p))
+    paths = [
+        path for path in folder.rglob("*.py") if not {"site-packages", "dist-packages"} & set(path.parts)
+    ]
+    small = sorted(
+        (path for path in paths if path.stat().st_size <= LARGEST_FILE), key=lambda p: (p.stat().st_size, p)
+    )
     packed = small[:: max(1, len(small) // (FILES - 1))][:FILES]
     text = b""
     for path in sorted(set(paths) - set(packed)):
@@ -151,7 +155,9 @@ def compare_with_oracle(model: Model, text: Tensor, report: Report) -> None:
         normed = rms_norm(x, x.shape[-1:])
         qkv, gates = layer.attention_inputs(normed, layer.previous(normed, memory, None))
         attention = PREFILL[layer.algorithm]
-        exact_gates = {name: gate.double() if isinstance(gate, Tensor) else gate for name, gate in gates.items()}
+        exact_gates = {
+            name: gate.double() if isinstance(gate, Tensor) else gate for name, gate in gates.items()
+        }
         exact, _ = attention(*(tensor.double() for tensor in qkv), **exact_gates, backend="reference")
         report.error = max(report.error, distance(attention(*qkv, **gates)[0], exact))
         naive, _ = attention(*qkv, **gates, backend="reference:naive")
@@ -161,7 +167,9 @@ def compare_with_oracle(model: Model, text: Tensor, report: Report) -> None:
     report.checks["error at most twice the naive recurrence's"] = report.error, allowed
 
 
-def run(algorithm: str, shape: Shape, context: Tensor, following: Tensor, files: list[Tensor], bar: tqdm) -> Report:
+def run(
+    algorithm: str, shape: Shape, context: Tensor, following: Tensor, files: list[Tensor], bar: tqdm
+) -> Report:
     bar.set_description(f"{algorithm:>9}")
     model, report = (
         Model(algorithm, shape, context.device),
@@ -182,7 +190,9 @@ def chosen_kernel(algorithm: str, device: torch.device) -> str:
 def pick_device() -> torch.device:
     """The GPU where there is one and the library has kernels for it."""
     gpu = torch.device("cuda")
-    ready = torch.cuda.is_available() and all(chosen_kernel(algorithm, gpu) != "none" for algorithm in PREFILL)
+    ready = torch.cuda.is_available() and all(
+        chosen_kernel(algorithm, gpu) != "none" for algorithm in PREFILL
+    )
     return gpu if ready else torch.device("cpu")
 
 
@@ -240,7 +250,9 @@ def attention_times(shape: Shape, device: torch.device, bar: tqdm) -> dict[str, 
             qkv, gates = layer.attention_inputs(x, x.roll(1, 1))
             times[algorithm].append(milliseconds(partial(PREFILL[algorithm], *qkv, **gates), device))
         heads_first = (tensor.transpose(1, 2).contiguous() for tensor in qkv)
-        times[SOFTMAX].append(milliseconds(partial(scaled_dot_product_attention, *heads_first, is_causal=True), device))
+        times[SOFTMAX].append(
+            milliseconds(partial(scaled_dot_product_attention, *heads_first, is_causal=True), device)
+        )
         bar.update(length * (1 + len(PREFILL)))
     return times
 

@@ -19,7 +19,9 @@ settings.load_profile(os.environ.get("CULA_TEST_PROFILE", "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where the tensors of the calls lie")
+    parser.addoption(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where the tensors of the calls lie"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

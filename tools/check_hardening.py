@@ -21,7 +21,9 @@ FLAGS = ("-fstack-protector-strong", "-D_FORTIFY_SOURCE=3")
 
 
 def readelf(option: str, library: Path) -> list[list[str]]:
-    text = subprocess.run(["readelf", "--wide", option, library], check=True, capture_output=True, text=True).stdout
+    text = subprocess.run(
+        ["readelf", "--wide", option, library], check=True, capture_output=True, text=True
+    ).stdout
     return [line.split() for line in text.splitlines() if line.strip()]
 
 

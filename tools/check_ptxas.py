@@ -94,7 +94,9 @@ def parse_limits(text: str) -> list[Limit]:
         if not fields or fields[0].startswith("#"):
             continue
         if len(fields) not in (3, 6) or not all(field.isdigit() for field in fields[2:5]):
-            raise ValueError(f"line {number}: want PATTERN ARCH REGISTERS, or these and STACK SPILLED REASON: {line}")
+            raise ValueError(
+                f"line {number}: want PATTERN ARCH REGISTERS, or these and STACK SPILLED REASON: {line}"
+            )
         limits.append(Limit(fields[0], fields[1], *map(int, fields[2:5])))
     return limits
 
@@ -111,7 +113,9 @@ def judge(functions: list[Function], limits: list[Limit]) -> list[str]:
             problems.append(f"{where}: {function.registers} registers, and no limit stands for it")
         if limit and function.registers > limit.registers:
             problems.append(f"{where}: {function.registers} registers, limit {limit.registers}")
-        if function.stack > (limit.stack if limit else 0) or function.spilled > (limit.spilled if limit else 0):
+        if function.stack > (limit.stack if limit else 0) or function.spilled > (
+            limit.spilled if limit else 0
+        ):
             problems.append(f"{where}: {function.stack} bytes of stack, {function.spilled} bytes spilled")
     built = {"*", *(function.arch for function in functions)}
     problems += [
@@ -123,7 +127,9 @@ def judge(functions: list[Function], limits: list[Limit]) -> list[str]:
 
 
 def read_build(build: Path) -> tuple[list[Function], list[str]]:
-    objects = [Path(line) for listing in build.glob("instances/*.txt") for line in listing.read_text().splitlines()]
+    objects = [
+        Path(line) for listing in build.glob("instances/*.txt") for line in listing.read_text().splitlines()
+    ]
     if not objects:
         sys.exit(f"check_ptxas: {build} was configured without CUDA kernels")
     logs = [build / f"{path}.log" for path in objects]
@@ -138,7 +144,9 @@ def read_build(build: Path) -> tuple[list[Function], list[str]]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("build", type=Path, nargs="?", default=ROOT / "build")
     arguments.add_argument("--list", action="store_true")
     options = arguments.parse_args()
@@ -152,7 +160,9 @@ def main() -> None:
         sys.exit("check_ptxas:\n  " + "\n  ".join(problems))
     kernels = [f for f in functions if f.registers]
     archs = sorted({f.arch for f in kernels})
-    print(f"ptxas: {len(kernels)} kernels on {', '.join(archs)}, at most {max(f.registers for f in kernels)} registers")
+    print(
+        f"ptxas: {len(kernels)} kernels on {', '.join(archs)}, at most {max(f.registers for f in kernels)} registers"
+    )
 
 
 if __name__ == "__main__":

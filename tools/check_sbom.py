@@ -37,7 +37,9 @@ def problems(document: dict, version: str, files: set[str], cuda: bool) -> list[
         entry["name"]: {pair["name"].removeprefix("cula:"): pair["value"] for pair in entry["properties"]}
         for entry in document["components"]
     }
-    dynamic = {file for each in properties.values() if each["linkage"] == "dynamic" for file in each["files"].split()}
+    dynamic = {
+        file for each in properties.values() if each["linkage"] == "dynamic" for file in each["files"].split()
+    }
     found += [f"does not list {file}, which the library loads" for file in sorted(files - dynamic)]
     contained = {name for name, each in properties.items() if each["linkage"] != "dynamic"}
     wanted = {"pytorch-headers"} | ({"cudart_static", "cuda-headers"} if cuda else set())

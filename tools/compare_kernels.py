@@ -42,8 +42,7 @@ def cuobjdump() -> str:
         if name and (found := shutil.which(name)):
             return found
     sys.exit(
-        "compare_kernels: cuobjdump is neither on PATH nor in CUOBJDUMP; "
-        "nvidia-cuda-cuobjdump of pip has it"
+        "compare_kernels: cuobjdump is neither on PATH nor in CUOBJDUMP; nvidia-cuda-cuobjdump of pip has it"
     )
 
 

@@ -106,7 +106,9 @@ def targets() -> list[str]:
     for suite in ("cpu_prefill", "cpu_decode", "cpu_verify"):
         for result in result_files(suite):
             cases = {
-                key: impls for key, impls in _cases(result).items() if any(name.startswith("cula:") for name in impls)
+                key: impls
+                for key, impls in _cases(result).items()
+                if any(name.startswith("cula:") for name in impls)
             }
             names = list(dict.fromkeys(n for impls in cases.values() for n in impls if n.startswith("cula:")))
             rows = [
@@ -168,7 +170,9 @@ def _gpu_results(suites: tuple[str, ...]) -> list[tuple[dict, Times]]:
 
 def _gpu_caption(result: dict) -> list[str]:
     clocks = sorted({*result["clock_mhz"]})
-    clock = f", {clocks[0]} to {clocks[-1]} MHz" if len(clocks) > 1 else f", {clocks[0]} MHz" if clocks else ""
+    clock = (
+        f", {clocks[0]} to {clocks[-1]} MHz" if len(clocks) > 1 else f", {clocks[0]} MHz" if clocks else ""
+    )
     peers = "".join(f"; {name} {version}" for name, version in result.get("peers", {}).items())
     return [
         f"{result['device']}, driver {result['driver']}{clock}; copy {result['copy_tbps']:.2f} TB/s, bf16 matrix"
@@ -211,7 +215,14 @@ def gpu_prefill() -> list[str]:
                     f"{ours['gflop'] / ours['gpu_ms'] / result['gemm_tflops']:.0%}",
                 ]
             )
-        head = ["prefill", "case", "ms", *(f"{name} takes" for name in PEERS.values()), "of copy", "of matrix rate"]
+        head = [
+            "prefill",
+            "case",
+            "ms",
+            *(f"{name} takes" for name in PEERS.values()),
+            "of copy",
+            "of matrix rate",
+        ]
         lines += [*_gpu_caption(result), *_table(head, rows), ""]
     return lines[:-1] or NO_GPU_YET
 
@@ -272,7 +283,10 @@ def gpu_errors() -> list[str]:
     lines: list[str] = []
     names = ("cula", *PEERS)
     for _, cases in _gpu_results(GPU_PREFILLS + GPU_STEPS):
-        rows = [[call, case, *(_error(impls.get(name)) for name in names)] for (call, case), impls in cases.items()]
+        rows = [
+            [call, case, *(_error(impls.get(name)) for name in names)]
+            for (call, case), impls in cases.items()
+        ]
         lines += [*_table(["call", "case", *(f"{name} o, states" for name in names)], rows), ""]
     return lines[:-1] or NO_GPU_YET
 
@@ -378,7 +392,9 @@ def several_ranks() -> list[str]:
                         op,
                         case,
                         str(ranks),
-                        impl.removeprefix("cula:").replace("cula", "what the cost model picks" if ranks > 1 else "-"),
+                        impl.removeprefix("cula:").replace(
+                            "cula", "what the cost model picks" if ranks > 1 else "-"
+                        ),
                         f"{taken:.3f}",
                         "-" if one is None or ranks == 1 else f"{_of_ranks(one) / taken:.2f} x",
                         "-" if exchange is None else f"{1e3 * exchange:.0f} ({exchange / taken:.1%})",
@@ -404,7 +420,13 @@ def several_ranks() -> list[str]:
 
 SECTIONS: dict[str, Callable[[], list[str]]] = {
     suite.replace("_", "-"): functools.partial(section, suite)
-    for suite in ("prefill_fixed", "prefill_ragged", "prefill_short", "prefill_models", "prefill_low_parallelism")
+    for suite in (
+        "prefill_fixed",
+        "prefill_ragged",
+        "prefill_short",
+        "prefill_models",
+        "prefill_low_parallelism",
+    )
 }
 
 if __name__ == "__main__":

@@ -17,7 +17,10 @@ def _read(name: str) -> list[dict]:
 
 def _caption(result: dict) -> list[str]:
     driver, cuda, sources = result["driver"], result["cuda"], result["source_hash"]
-    return [f"{result['device']}, driver {driver}; torch {result['torch']}, CUDA {cuda}; sources `{sources}`.", ""]
+    return [
+        f"{result['device']}, driver {driver}; torch {result['torch']}, CUDA {cuda}; sources `{sources}`.",
+        "",
+    ]
 
 
 def _table(head: list[str], rows: list[list[object]]) -> list[str]:
@@ -35,7 +38,8 @@ def runs() -> list[str]:
     for result in _read("gpu_tests"):
         suites = result["suites"]
         rows = [
-            [name, *(found.get(key, "-") for key in ("passed", "failed", "skipped"))] for name, found in suites.items()
+            [name, *(found.get(key, "-") for key in ("passed", "failed", "skipped"))]
+            for name, found in suites.items()
         ]
         lines += [*_caption(result), *_table(["suite", "passed", "failed", "skipped"], rows), ""]
         reasons = Counter()
@@ -66,10 +70,15 @@ def fuzz() -> list[str]:
     for result in _read("fuzz"):
         rows = []
         for name, found in result["targets"].items():
-            calls = ", ".join(f"{backend} {count:,}" for backend, count in sorted(found["by_backend"].items()))
+            calls = ", ".join(
+                f"{backend} {count:,}" for backend, count in sorted(found["by_backend"].items())
+            )
             rows.append([f"`{name}`", found["seed"], f"{found['calls']:,}", calls, len(found["failures"])])
         driver = f", driver {result['driver']}" if result.get("driver") else ""
-        lines += [f"{result['device']}{driver}; torch {result['torch']}; sources `{result['source_hash']}`.", ""]
+        lines += [
+            f"{result['device']}{driver}; torch {result['torch']}; sources `{result['source_hash']}`.",
+            "",
+        ]
         lines += [*_table(["asked for", "seed", "calls", "by target", "failures"], rows), ""]
         failures = [f"- `{line}`" for found in result["targets"].values() for line in found["failures"]]
         lines += [*failures, ""] if failures else []
@@ -90,7 +99,11 @@ def fla() -> list[str]:
             if case["outcome"] != "passed":
                 exceptions[case["outcome"]][f"`{test}`: {case['reason']}"] += 1
         rows = [
-            [f"`{test}`", *(found[key] for key in ("passed", "failed")), ", ".join(f"`{name}`" for name in calls[test])]
+            [
+                f"`{test}`",
+                *(found[key] for key in ("passed", "failed")),
+                ", ".join(f"`{name}`" for name in calls[test]),
+            ]
             for test, found in outcomes.items()
             if found["passed"] or found["failed"]
         ]
@@ -108,5 +121,7 @@ def fla() -> list[str]:
         ]
         for outcome, found in sorted(exceptions.items()):
             lines += ["", f"{outcome.capitalize()}:", ""]
-            lines += [f"- {reason} ({count} {'case' if count == 1 else 'cases'})" for reason, count in found.items()]
+            lines += [
+                f"- {reason} ({count} {'case' if count == 1 else 'cases'})" for reason, count in found.items()
+            ]
     return lines or _none("fla --fla-tests DIR")

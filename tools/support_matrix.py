@@ -44,7 +44,10 @@ def _form(answers: Answers) -> Form:
     rows: dict[tuple[str, ...], list[str]] = {}
     for dtype in DTYPES:
         cells = tuple(
-            _names([a for a in ALGORITHMS if answers.get((pass_name, a, dtype), "no such pass") == ""], ALGORITHMS)
+            _names(
+                [a for a in ALGORITHMS if answers.get((pass_name, a, dtype), "no such pass") == ""],
+                ALGORITHMS,
+            )
             for pass_name in PASSES
         )
         if any(cell != "-" for cell in cells):

@@ -41,5 +41,7 @@ def test_sources_are_compiled_with_the_flags(tmp_path):
     source = str(gate.ROOT / "src" / "registry.cc")
     commands = tmp_path / "compile_commands.json"
     for flags, count in ((gate.FLAGS, 0), (gate.FLAGS[:1], 1), ((), 2)):
-        commands.write_text(json.dumps([{"file": source, "command": " ".join(["g++", *flags, "-c", source])}]))
+        commands.write_text(
+            json.dumps([{"file": source, "command": " ".join(["g++", *flags, "-c", source])}])
+        )
         assert len(gate.command_problems(commands)) == count

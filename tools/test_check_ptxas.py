@@ -72,7 +72,11 @@ FINE = Function("sm80::step<float>", "sm_80", registers=128)
         (Function(FINE.name, "sm_80", 128, stack=8), "sm80::step<* * 128", "8 bytes of stack"),
         (Function(FINE.name, "sm_80", 128, spilled=4), "sm80::step<* * 128", "4 bytes spilled"),
         (Function(FINE.name, "sm_80", 128, 8, 4), "sm80::step<* * 128 8 4 the tree walk is rare", None),
-        (Function(FINE.name, "sm_80", 128, 8, 8), "sm80::step<* * 128 8 4 the tree walk is rare", "8 bytes spilled"),
+        (
+            Function(FINE.name, "sm_80", 128, 8, 8),
+            "sm80::step<* * 128 8 4 the tree walk is rare",
+            "8 bytes spilled",
+        ),
         (Function("helper", "sm_80", stack=8), "", "8 bytes of stack"),
     ],
 )
@@ -87,7 +91,9 @@ def test_limits_of_architectures_that_were_not_built_may_stand():
     assert judge([FINE], parse_limits("sm80::step<* * 128\nsm90::prefill* sm_90a 168")) == []
 
 
-@pytest.mark.parametrize("line", ["step *", "step * many", "step * 128 8 4", "step * 128 because it is slow otherwise"])
+@pytest.mark.parametrize(
+    "line", ["step *", "step * many", "step * 128 8 4", "step * 128 because it is slow otherwise"]
+)
 def test_a_malformed_limit_is_refused(line):
     with pytest.raises(ValueError, match="line 2"):
         parse_limits(f"# comment\n{line}")
@@ -95,7 +101,10 @@ def test_a_malformed_limit_is_refused(line):
 
 def launch(tmp_path, script):
     return subprocess.run(
-        [LAUNCHER, "bash", "-c", script, "compiler", "-o", "x.o"], cwd=tmp_path, capture_output=True, text=True
+        [LAUNCHER, "bash", "-c", script, "compiler", "-o", "x.o"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
 
 

@@ -23,7 +23,9 @@ def setup(tmp_path: Path, answer: str | None = None, **environment: str) -> tupl
     outer |= {"CXX": "/nowhere/g++", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", **environment}
     ours, theirs = pty.openpty() if answer is not None else (None, subprocess.DEVNULL)
     said = subprocess.PIPE if answer is None else theirs
-    process = subprocess.Popen([SETUP, "build"], env=outer, stdin=theirs, stdout=subprocess.DEVNULL, stderr=said)
+    process = subprocess.Popen(
+        [SETUP, "build"], env=outer, stdin=theirs, stdout=subprocess.DEVNULL, stderr=said
+    )
     if answer is None:
         text = process.communicate(timeout=60)[1].decode()
     else:

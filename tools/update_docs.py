@@ -68,7 +68,9 @@ def main() -> int:
             else:
                 lines = GENERATORS[block["name"]]()
             if lines is None:
-                untold.append(f"docs: {name}: {block['name']} stays as it is: this build has no {kind.upper()} kernels")
+                untold.append(
+                    f"docs: {name}: {block['name']} stays as it is: this build has no {kind.upper()} kernels"
+                )
                 return block[0]
             if lines != old:
                 stale.append(f"{name}: {block['name']}")
@@ -80,7 +82,9 @@ def main() -> int:
     for sentence in untold:
         print(sentence)
     if check and stale:
-        print(f"update_docs: not current, run python tools/update_docs.py: {', '.join(stale)}", file=sys.stderr)
+        print(
+            f"update_docs: not current, run python tools/update_docs.py: {', '.join(stale)}", file=sys.stderr
+        )
         return 1
     print("docs: generated blocks are current" if check else f"docs: updated {', '.join(stale) or 'nothing'}")
     return 0

@@ -17,7 +17,20 @@ import importlib as _importlib
 import importlib.metadata as _metadata
 from types import ModuleType as _ModuleType
 
-from cula import api, compat, delta_rule, gdn, gla, kda, lightning, linear_attn, ops, retention, simple_gla, utils
+from cula import (
+    api,
+    compat,
+    delta_rule,
+    gdn,
+    gla,
+    kda,
+    lightning,
+    linear_attn,
+    ops,
+    retention,
+    simple_gla,
+    utils,
+)
 from cula._build import BuildInfo, build_info
 from cula._explain import Explanation, explain
 from cula.api import (

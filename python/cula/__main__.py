@@ -24,12 +24,15 @@ def main() -> None:
     print(cula.build_info())
     print(f"loaded    {cula._ops.library()}")
     print(f"python    {platform.python_version()}, {platform.platform()}")
-    print(f"PyTorch   {torch.__version__}, CUDA {torch.version.cuda or 'none'}, {torch.get_num_threads()} threads")
+    print(
+        f"PyTorch   {torch.__version__}, CUDA {torch.version.cuda or 'none'}, {torch.get_num_threads()} threads"
+    )
     print(f"GPU       {_gpus()}")
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         chosen = {name: cula.explain(pass_name=name, device=device).chosen for name in ("prefill", "decode")}
         print(
-            f"on {device:6} " + ", ".join(f"KDA's {name} is {target or 'no kernel'}" for name, target in chosen.items())
+            f"on {device:6} "
+            + ", ".join(f"KDA's {name} is {target or 'no kernel'}" for name, target in chosen.items())
         )
 
 

@@ -50,7 +50,9 @@ class BuildInfo:
             "built for": self.processor,
             "compiler": f"{self.compiler}, {self.build_type}",
             "torch": f"any from {self.torch_target} on; headers of {self.torch_headers}",
-            "CUDA": f"{', '.join(self.cuda_architectures)} by {self.cuda_compiler}" if self.cuda else self.note(),
+            "CUDA": f"{', '.join(self.cuda_architectures)} by {self.cuda_compiler}"
+            if self.cuda
+            else self.note(),
             "targets": ", ".join(self.targets),
         }
         return "\n".join(f"{name:9} {value}" for name, value in rows.items())

@@ -85,7 +85,9 @@ def explain(
     """
     place = _place(device)
     _check_types(str, algorithm=algorithm, pass_name=pass_name, gate=gate)
-    _fla.check_sizes("explain", batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, chunk_size=chunk_size)
+    _fla.check_sizes(
+        "explain", batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, chunk_size=chunk_size
+    )
     optional = {"sequences": sequences, "value_heads": value_heads, "value_dim": value_dim}
     _fla.check_sizes("explain", **{name: value for name, value in optional.items() if value is not None})
     _check_types(torch.dtype, dtype=dtype, state_dtype=state_dtype)
@@ -124,7 +126,9 @@ def explain(
 def _check_types(kind: type, **given: object) -> None:
     for argument, value in given.items():
         if not isinstance(value, kind):
-            raise TypeError(f"explain: {argument} must be of type {kind.__name__}, got {_ops.type_name(value)}")
+            raise TypeError(
+                f"explain: {argument} must be of type {kind.__name__}, got {_ops.type_name(value)}"
+            )
 
 
 def _place(device: torch.device | str | None) -> str:
@@ -136,7 +140,9 @@ def _place(device: torch.device | str | None) -> str:
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"explain: device must be a device or an architecture such as sm_90, got {device!r}") from None
+        raise kind(
+            f"explain: device must be a device or an architecture such as sm_90, got {device!r}"
+        ) from None
     if device.type != "cuda" or device.index is not None:
         return str(device)
     return f"cuda:{torch.cuda.current_device() if torch.cuda.is_available() else 0}"

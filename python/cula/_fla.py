@@ -109,7 +109,9 @@ def options(name: str, kwargs: dict[str, object], accepted: tuple[str, ...] = ()
     """FLA drops an unknown keyword silently; here it is an error, so that a misspelt option does not go unnoticed."""
     for key in kwargs:
         if key == "head_first":
-            raise DeprecationWarning("head_first has been removed. Inputs must be in `[B, T, H, ...]` format.")
+            raise DeprecationWarning(
+                "head_first has been removed. Inputs must be in `[B, T, H, ...]` format."
+            )
         if key not in accepted:
             raise TypeError(f"{name}() got an unexpected keyword argument {key!r}")
 
@@ -142,18 +144,26 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None, initial_state: Tensor | None
 
 
 def float32_state(initial_state: Tensor | None) -> None:
-    require(initial_state is None or initial_state.dtype == torch.float32, "initial_state must be in float32.")
+    require(
+        initial_state is None or initial_state.dtype == torch.float32, "initial_state must be in float32."
+    )
 
 
-def gate(use_gate_in_kernel: bool, A_log: Tensor | None, lower_bound: float | None, safe_gate: bool = False) -> None:
+def gate(
+    use_gate_in_kernel: bool, A_log: Tensor | None, lower_bound: float | None, safe_gate: bool = False
+) -> None:
     if not use_gate_in_kernel:
         return
     if A_log is None and lower_bound is None:
-        raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
+        raise ValueError(
+            "`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set."
+        )
     if not safe_gate:
         return
     if lower_bound is None:
-        raise ValueError("`lower_bound` must be specified when `safe_gate=True` and `use_gate_in_kernel=True`.")
+        raise ValueError(
+            "`lower_bound` must be specified when `safe_gate=True` and `use_gate_in_kernel=True`."
+        )
     if not -5 <= lower_bound < 0:
         raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
 
@@ -167,9 +177,14 @@ def forward_only(reverse: bool, gv: Tensor | None) -> None:
     if reverse is not False and reverse is not None:
         raise NotImplementedError("reverse=True is not built: flip the tensors along T")
     if gv is not None:
-        raise NotImplementedError("gv, a decay along the value dimension, is outside the family of these kernels")
+        raise NotImplementedError(
+            "gv, a decay along the value dimension, is outside the family of these kernels"
+        )
 
 
 def no_grouped_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     require(q.shape == k.shape, "q and k must have the same shape, got q={} vs k={}", q.shape, k.shape)
-    require(v.shape == (*q.shape[:3], v.shape[-1]), "v must be of shape (batch size, seq len, num of head, head dim).")
+    require(
+        v.shape == (*q.shape[:3], v.shape[-1]),
+        "v must be of shape (batch size, seq len, num of head, head dim).",
+    )

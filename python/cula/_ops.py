@@ -124,7 +124,9 @@ def _make_o(v: Tensor, **_: object) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-def _make_final_state(q: Tensor, v: Tensor, options: int, cu_seqlens: Tensor | None = None, **_: object) -> Tensor:
+def _make_final_state(
+    q: Tensor, v: Tensor, options: int, cu_seqlens: Tensor | None = None, **_: object
+) -> Tensor:
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     rows, columns = v.shape[3], q.shape[3]
     matrix = (columns, rows) if options >> 15 & 1 else (rows, columns)
@@ -163,7 +165,11 @@ def refuse_derivatives(
 
 
 def is_dense(value: object) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_quantized)
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_quantized)
+    )
 
 
 def type_name(value: object) -> str:
@@ -199,10 +205,14 @@ def refuse_types(
             words = "a tensor" if wanted == "Tensor" else f"of type {wanted}"
             words += " or None" if kind != wanted else ""
             raise TypeError(f"{op_name(op)}: {name} must be {words}, got {type_name(value)}")
-        if isinstance(value, Tensor) and (value.is_nested or value.is_quantized or value.layout is not torch.strided):
+        if isinstance(value, Tensor) and (
+            value.is_nested or value.is_quantized or value.layout is not torch.strided
+        ):
             raise ValueError(f"{op_name(op)}: {name} must be a dense tensor, got {described(value)}")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{op_name(op)}: {name} must fit {32 if wanted == 'int' else 64} bits, got {value}")
+            raise ValueError(
+                f"{op_name(op)}: {name} must fit {32 if wanted == 'int' else 64} bits, got {value}"
+            )
 
 
 def _written(op: torch._ops.OpOverload) -> tuple[int, ...]:

@@ -93,7 +93,8 @@ def forward(
     kind, A_log, dt_bias, lower_bound = gate
     if not (type(output_final_state) is type(state_v_first) is type(return_chunk_states) is bool):
         check_flags(
-            output_final_state=output_final_state is not None and output_final_state,  # FLA's layers hand None on
+            output_final_state=output_final_state is not None
+            and output_final_state,  # FLA's layers hand None on
             state_v_first=state_v_first,
             return_intermediate_states=return_chunk_states,
         )
@@ -126,7 +127,9 @@ def forward(
     final_state = returned = state_pool
     if in_place:
         if initial_state is not None:
-            raise ValueError(f"{op_name(op)}: initial_state must be left out with state_pool, which holds it, got both")
+            raise ValueError(
+                f"{op_name(op)}: initial_state must be left out with state_pool, which holds it, got both"
+            )
     elif final_state_indices is not None:
         raise ValueError(f"{op_name(op)}: final_state_indices must come with state_pool, got indices alone")
     elif output_final_state:
@@ -264,7 +267,16 @@ def segment(
         written_m, written_b = q.new_empty(m_shape, dtype=dtype), q.new_empty(b_shape, dtype=dtype)
     kind, A_log, dt_bias, lower_bound = gate
     flags = options(
-        algorithm, kind, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, -1, backend, deterministic
+        algorithm,
+        kind,
+        qk_l2norm,
+        beta_is_logit,
+        allow_neg_eigval,
+        scale,
+        lower_bound,
+        -1,
+        backend,
+        deterministic,
     )
     kept = call(
         _ops.segment.keep if keep else _ops.segment.packed,
@@ -349,7 +361,10 @@ def check_lengths(op: torch._ops.OpOverloadPacket, argument: str, lengths: Tenso
 
 
 def call_for_o(
-    op: torch._ops.OpOverloadPacket, out: Tensor | None, final_state: Tensor | None, arguments: tuple[Any, ...]
+    op: torch._ops.OpOverloadPacket,
+    out: Tensor | None,
+    final_state: Tensor | None,
+    arguments: tuple[Any, ...],
 ) -> Tensor:
     """Calls the operator with `out`, or with a new o, and returns it. `arguments` are those of `fresh`.
 
@@ -416,15 +431,34 @@ def options(
         and (lower_bound is None or type(lower_bound) is float)
         and backend is None
     ):
-        given = (scale, lower_bound, qk_l2norm, beta_is_logit, allow_neg_eigval, null_index, backend, chunk_size)
+        given = (
+            scale,
+            lower_bound,
+            qk_l2norm,
+            beta_is_logit,
+            allow_neg_eigval,
+            null_index,
+            backend,
+            chunk_size,
+        )
         for (argument, types), value in zip(_PLAIN.items(), given, strict=True):
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-                raise TypeError(f"{argument} must be of type {types[0].__name__}, got {_ops.type_name(value)}")
+                raise TypeError(
+                    f"{argument} must be of type {types[0].__name__}, got {_ops.type_name(value)}"
+                )
     if chunk_size != 64 and chunk_size not in (16, 32):
         raise ValueError(f"chunk_size must be 16, 32 or 64, got {chunk_size}")
     batch_invariant = False if deterministic is None else is_batch_invariant(deterministic)
     return _ops.pack(
-        algorithm, gate, qk_l2norm, beta_is_logit, allow_neg_eigval, batch_invariant, in_place, chunk_size, k_first
+        algorithm,
+        gate,
+        qk_l2norm,
+        beta_is_logit,
+        allow_neg_eigval,
+        batch_invariant,
+        in_place,
+        chunk_size,
+        k_first,
     )
 
 
@@ -458,7 +492,12 @@ def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def _new_final_state(
-    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_v_first: bool, gathered: bool, null_index: int | None
+    q: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+    gathered: bool,
+    null_index: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The memory of a dense final state, the indices of the call's rows in it, and those rows.
 

@@ -577,10 +577,18 @@ def _decay_of(
     return algorithm, g, dt_bias, _log_decay(decay)
 
 
-def _kda_decay(q: Tensor, g: Tensor | None, dt_bias: Tensor | None) -> tuple[str, Tensor | None, Tensor | None]:
+def _kda_decay(
+    q: Tensor, g: Tensor | None, dt_bias: Tensor | None
+) -> tuple[str, Tensor | None, Tensor | None]:
     """A gate `[B, T, HV]` is the same for all channels, which makes KDA the gated delta rule: nothing needs to be
     expanded, unless a bias per channel is still to be added."""
-    if not isinstance(g, Tensor) or g.dim() != 3 or not isinstance(q, Tensor) or q.dim() != 4 or not _ops.is_dense(g):
+    if (
+        not isinstance(g, Tensor)
+        or g.dim() != 3
+        or not isinstance(q, Tensor)
+        or q.dim() != 4
+        or not _ops.is_dense(g)
+    ):
         return "kda", g, dt_bias
     if dt_bias is None or not _ops.is_dense(dt_bias) or dt_bias.numel() == g.shape[-1]:
         return "gdn", g, dt_bias
@@ -603,10 +611,14 @@ def _has_rows(value: object) -> TypeGuard[Tensor]:
 
 
 def _check_gate(A_log: Tensor | None, lower_bound: float | None, safe_gate: bool = False) -> None:
-    if lower_bound is not None and (isinstance(lower_bound, bool) or not isinstance(lower_bound, float | int)):
+    if lower_bound is not None and (
+        isinstance(lower_bound, bool) or not isinstance(lower_bound, float | int)
+    ):
         raise TypeError(f"lower_bound must be of type float, got {_ops.type_name(lower_bound)}")
     if A_log is None and lower_bound is None:
-        raise ValueError("A_log must be given when use_gate_in_kernel is True and lower_bound is not set, got None")
+        raise ValueError(
+            "A_log must be given when use_gate_in_kernel is True and lower_bound is not set, got None"
+        )
     if safe_gate and (lower_bound is None or not -5 <= lower_bound < 0):
         raise ValueError(f"lower_bound must lie in [-5, 0) when safe_gate is True, got {lower_bound}")
 

@@ -34,7 +34,11 @@ def chunk_delta_rule(
         if chunk_size not in (16, 32, 64):
             raise ValueError(f"`chunk_size` must be 16, 32 or 64, got {chunk_size}.")
         _fla.require(
-            q.dtype == k.dtype == v.dtype, "q, k, v must have one dtype, got {}, {}, {}.", q.dtype, k.dtype, v.dtype
+            q.dtype == k.dtype == v.dtype,
+            "q, k, v must have one dtype, got {}, {}, {}.",
+            q.dtype,
+            k.dtype,
+            v.dtype,
         )
         _fla.require(beta.dim() == 3, "beta must be of shape (batch size, seq len, num of head).")
         _fla.sequences(q, cu_seqlens, initial_state)

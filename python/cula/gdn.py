@@ -46,13 +46,17 @@ def chunk_gated_delta_rule(
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
         if q.shape[2] != k.shape[2]:
-            raise ValueError(f"q and k must have the same number of heads, got {q.shape[2]} and {k.shape[2]}.")
+            raise ValueError(
+                f"q and k must have the same number of heads, got {q.shape[2]} and {k.shape[2]}."
+            )
         if v.shape[2] % q.shape[2]:
             raise ValueError(
                 f"For GVA, num_v_heads (HV={v.shape[2]}) must be evenly divisible by num_qk_heads (H={q.shape[2]})."
             )
         if kwargs.pop("head_first", None) is not None:
-            warnings.warn("head_first is deprecated: inputs are `[B, T, H, ...]`", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                "head_first is deprecated: inputs are `[B, T, H, ...]`", DeprecationWarning, stacklevel=2
+            )
         _fla.options("chunk_gated_delta_rule", kwargs)
         if chunk_size not in (16, 32, 64):
             raise ValueError(f"`chunk_size` must be 16, 32 or 64, got {chunk_size}.")
@@ -60,7 +64,8 @@ def chunk_gated_delta_rule(
             _passes.refuse_context()
         _fla.sequences(q, cu_seqlens, initial_state)
         _fla.require(
-            not use_gate_in_kernel or A_log is not None, "A_log must be provided when use_gate_in_kernel=True."
+            not use_gate_in_kernel or A_log is not None,
+            "A_log must be provided when use_gate_in_kernel=True.",
         )
         _fla.beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
         gate = _passes.LOG_DECAY

@@ -73,7 +73,9 @@ def chunk_kda(
         if return_intermediate_states:
             allowed = torch.is_inference_mode_enabled()
             _fla.require(allowed, "return_intermediate_states is only allowed in inference mode")
-            _fla.require(not disable_recompute, "return_intermediate_states must be used with disable_recompute=False")
+            _fla.require(
+                not disable_recompute, "return_intermediate_states must be used with disable_recompute=False"
+            )
         o, final_state, h = _passes.forward(
             _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale,
             use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
@@ -254,20 +256,26 @@ def fused_sigmoid_gating_delta_rule_update(
 
     out: where to write the result. state_layout: `"kv"` for pools and buffers `[.., HV, K, V]`.
     """
-    if not (type(cache_ring) is type(match_cutedsl_decode) is type(is_kda) is type(disable_state_update) is bool):
+    if not (
+        type(cache_ring) is type(match_cutedsl_decode) is type(is_kda) is type(disable_state_update) is bool
+    ):
         _passes.check_flags(
             cache_ring=cache_ring, match_cutedsl_decode=match_cutedsl_decode, is_kda=is_kda,
             disable_state_update=disable_state_update,
         )  # fmt: skip
     if cache_ring or match_cutedsl_decode:
         name = "cache_ring" if cache_ring else "match_cutedsl_decode"
-        raise NotImplementedError(f"{name}=True is not built: states are kept, and rounded where they are stored")
+        raise NotImplementedError(
+            f"{name}=True is not built: states are kept, and rounded where they are stored"
+        )
     algorithm = "kda" if is_kda else "gdn"
     if lower_bound is not None and not is_kda:
         raise ValueError(f"lower_bound must be left out with is_kda=False, got {lower_bound}")
     if cache_steps is not None and (not isinstance(cache_steps, int) or isinstance(cache_steps, bool)):
         raise TypeError(f"cache_steps must be of type int, got {_ops.type_name(cache_steps)}")
-    decodes = not disable_state_update and intermediate_states_buffer is None and retrieve_parent_token is None
+    decodes = (
+        not disable_state_update and intermediate_states_buffer is None and retrieve_parent_token is None
+    )
     by_token = False
     try:
         if initial_state_indices is not None:
@@ -355,7 +363,9 @@ def _check_gate(
         )
 
 
-def _sizes(op: torch._ops.OpOverloadPacket, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
+def _sizes(
+    op: torch._ops.OpOverloadPacket, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[int, int, int, int, int]:
     """B, T, HV, K, V."""
     try:
         batch, tokens, _, key_dim = q.shape
@@ -419,7 +429,16 @@ def _decode(
     """`by_token`: the rows of `[1, T, ..]` are its tokens."""
     batch, tokens, heads, key_dim, value_dim = _sizes(_ops.decode, q, k, v)
     _check_engine(
-        heads, key_dim, value_dim, A_log, dt_bias, source, scale, softplus_beta, softplus_threshold, state_layout
+        heads,
+        key_dim,
+        value_dim,
+        A_log,
+        dt_bias,
+        source,
+        scale,
+        softplus_beta,
+        softplus_threshold,
+        state_layout,
     )
     packed = by_token and batch == 1 and tokens > 1
     if packed:
@@ -467,7 +486,16 @@ def _verify(
 ) -> Tensor:
     batch, tokens, heads, key_dim, value_dim = _sizes(_ops.verify, q, k, v)
     _check_engine(
-        heads, key_dim, value_dim, A_log, dt_bias, source, scale, softplus_beta, softplus_threshold, state_layout
+        heads,
+        key_dim,
+        value_dim,
+        A_log,
+        dt_bias,
+        source,
+        scale,
+        softplus_beta,
+        softplus_threshold,
+        state_layout,
     )
     _check_tensors(
         cu_seqlens=(cu_seqlens, 1), intermediate_states_buffer=(snapshots, 5),

@@ -104,7 +104,9 @@ def linear_attention_decode(
     upstream.
     """
     try:
-        _fla.require(K_SPLIT_DIM == HEAD_DIM, "K_SPLIT_DIM must equal HEAD_DIM, got {} and {}", K_SPLIT_DIM, HEAD_DIM)
+        _fla.require(
+            K_SPLIT_DIM == HEAD_DIM, "K_SPLIT_DIM must equal HEAD_DIM, got {} and {}", K_SPLIT_DIM, HEAD_DIM
+        )
         if not q.dim() == k.dim() == v.dim() == out.dim() == 3:
             raise ValueError(
                 f"q, k, v and out must have shape [B, H, D], got {[list(x.shape) for x in (q, k, v, out)]}"
@@ -153,7 +155,9 @@ class LinearAttentionChunkwiseDecay:
     ) -> None:
         flags = {"has_initial_state": has_initial_state, "output_final_state": output_final_state}
         _passes.check_flags(**flags, is_varlen=is_varlen)
-        _passes.options("lightning", "log_decay", False, False, False, scale, None, -1, None, chunk_size=chunk_size)
+        _passes.options(
+            "lightning", "log_decay", False, False, False, scale, None, -1, None, chunk_size=chunk_size
+        )
         if not math.isfinite(scale):
             raise ValueError(f"scale must be finite, got {scale}")
         self.chunk_size = chunk_size
@@ -175,7 +179,9 @@ class LinearAttentionChunkwiseDecay:
         """As `lightning_attn_fwd`, or with `is_varlen` as `lightning_attn_fwd_varlen` (`initial_state` is the pool)."""
         state = initial_state if self.has_initial_state else None
         if not self.is_varlen:
-            return lightning_attn_fwd(Q, K, V, decay, self.scale, state, self.output_final_state, self.chunk_size)
+            return lightning_attn_fwd(
+                Q, K, V, decay, self.scale, state, self.output_final_state, self.chunk_size
+            )
         return lightning_attn_fwd_varlen(
             Q,
             K,
@@ -208,7 +214,9 @@ def chunk_lightning_attn(
     try:
         _fla.options("chunk_lightning_attn", kwargs, ("chunk_size",))
         decay = _fla_decay(q, layer_idx, num_layers)
-        return chunk_simple_gla(q, k, v, None, decay, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+        return chunk_simple_gla(
+            q, k, v, None, decay, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens
+        )
     except Exception as error:
         _fla.refuse_types(chunk_lightning_attn, locals(), error)
         raise
@@ -231,7 +239,18 @@ def fused_recurrent_lightning_attn(
     try:
         decay = _fla_decay(q, layer_idx, num_layers)
         return fused_recurrent_simple_gla(
-            q, k, v, None, decay, scale, initial_state, output_final_state, reverse, False, cu_seqlens, **kwargs
+            q,
+            k,
+            v,
+            None,
+            decay,
+            scale,
+            initial_state,
+            output_final_state,
+            reverse,
+            False,
+            cu_seqlens,
+            **kwargs,
         )
     except Exception as error:
         _fla.refuse_types(fused_recurrent_lightning_attn, locals(), error)
@@ -243,7 +262,9 @@ def _fla_decay(q: Tensor, layer_idx: int, num_layers: int) -> Tensor:
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} must be of type int, got {_ops.type_name(value)}")
     if not 0 <= layer_idx < num_layers < 2**31:
-        raise ValueError(f"layer_idx must be from 0 to num_layers - 1, got {layer_idx} of num_layers {num_layers}")
+        raise ValueError(
+            f"layer_idx must be from 0 to num_layers - 1, got {layer_idx} of num_layers {num_layers}"
+        )
     heads = q.shape[2]
     per_head = torch.arange(heads, dtype=torch.float32, device=q.device)
     return per_head * (-8 / heads * (1 - layer_idx / num_layers))

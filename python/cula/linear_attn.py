@@ -92,7 +92,9 @@ def _linear(
     if initial_state is not None and not isinstance(initial_state, Tensor):
         initial_state, z = _pair(initial_state, normalize)
     _fla.sequences(q, cu_seqlens, initial_state)
-    o, final_state = _run(op, q, k, v, None, None, scale, initial_state, output_final_state, False, cu_seqlens)
+    o, final_state = _run(
+        op, q, k, v, None, None, scale, initial_state, output_final_state, False, cu_seqlens
+    )
     if not normalize:
         return o, final_state
     if z is not None:
@@ -106,7 +108,9 @@ def _linear(
 def _pair(given: object, normalize: bool) -> tuple[Tensor | None, Tensor | None]:
     """S and z of an initial state that is no tensor."""
     if not isinstance(given, tuple) or not normalize:
-        wanted = "a tensor, a pair of tensors or None" if normalize else "a tensor or None with normalize=False"
+        wanted = (
+            "a tensor, a pair of tensors or None" if normalize else "a tensor or None with normalize=False"
+        )
         raise TypeError(f"initial_state must be {wanted}, got {_ops.type_name(given)}")
     if len(given) != 2:
         raise ValueError(f"initial_state must be a tensor or a pair (S, z), got {len(given)} values")

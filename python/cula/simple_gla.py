@@ -35,7 +35,17 @@ def chunk_simple_gla(
         _fla.options("chunk_simple_gla", kwargs, ("chunk_size",))
         _fla.sequences(q, cu_seqlens, initial_state)
         return _run(
-            _ops.prefill, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens
+            _ops.prefill,
+            q,
+            k,
+            v,
+            g,
+            g_gamma,
+            scale,
+            initial_state,
+            output_final_state,
+            state_v_first,
+            cu_seqlens,
         )
     except Exception as error:
         _fla.refuse_types(chunk_simple_gla, locals(), error)
@@ -54,7 +64,9 @@ def fused_chunk_simple_gla(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.simple_gla.fused_chunk_simple_gla`: as `chunk_simple_gla`, of which it is a schedule."""
-    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+    return chunk_simple_gla(
+        q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens
+    )
 
 
 def fused_recurrent_simple_gla(
@@ -78,7 +90,17 @@ def fused_recurrent_simple_gla(
         _fla.forward_only(reverse, None)
         _fla.sequences(q, cu_seqlens, initial_state)
         return _run(
-            _ops.decode, q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens
+            _ops.decode,
+            q,
+            k,
+            v,
+            g,
+            g_gamma,
+            scale,
+            initial_state,
+            output_final_state,
+            state_v_first,
+            cu_seqlens,
         )
     except Exception as error:
         _fla.refuse_types(fused_recurrent_simple_gla, locals(), error)

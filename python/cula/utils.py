@@ -13,6 +13,8 @@ from cula.kda import kda_prefill_hopper
 __all__ = ["get_kda_fused_fwd"]
 
 
-def get_kda_fused_fwd(device: torch.device | str | None = None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def get_kda_fused_fwd(
+    device: torch.device | str | None = None,
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The KDA prefill for a device: one function serves all, since it dispatches on its tensors."""
     return kda_prefill_hopper

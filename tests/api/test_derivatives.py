@@ -37,7 +37,9 @@ def a_call(pass_name: str, overload: str) -> tuple[torch._ops.OpOverload, dict]:
 
 
 def floats(named: dict) -> list[str]:
-    return [name for name, value in named.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    return [
+        name for name, value in named.items() if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
 
 
 @pytest.mark.parametrize(("pass_name", "overload"), OVERLOADS)
@@ -63,13 +65,20 @@ def test_operators_refuse_tangents(pass_name, overload):
             dual = forward_ad.make_dual(named[name], torch.ones_like(named[name]))
             with pytest.raises(NotImplementedError, match=rf"{pass_name}: {name} has a tangent"):
                 op(**{**named, name: dual})
-            with torch.no_grad(), pytest.raises(NotImplementedError, match=rf"{pass_name}: {name} has a tangent"):
+            with (
+                torch.no_grad(),
+                pytest.raises(NotImplementedError, match=rf"{pass_name}: {name} has a tangent"),
+            ):
                 op(**{**named, name: dual})
             op(**{**named, name: dual.detach()})
 
 
 def test_compose_refuses_derivatives():
-    named = {"m": torch.randn(3, 1, 2, 8, 8), "b": torch.randn(3, 1, 2, 4, 8), "state": torch.zeros(1, 2, 4, 8)}
+    named = {
+        "m": torch.randn(3, 1, 2, 8, 8),
+        "b": torch.randn(3, 1, 2, 4, 8),
+        "state": torch.zeros(1, 2, 4, 8),
+    }
     for name, value in named.items():
         with pytest.raises(NotImplementedError, match=f"compose: {name} requires gradients"):
             torch.ops.cula.compose(**{**named, name: value.clone().requires_grad_()})
@@ -179,7 +188,9 @@ def test_a_compiled_model_that_requires_gradients_gets_our_sentence(fullgraph):
 
     compiled = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")
     x = torch.randn(5, 8)
-    with pytest.raises(RuntimeError, match=r"prefill: q requires gradients, and the backward pass is not built yet"):
+    with pytest.raises(
+        RuntimeError, match=r"prefill: q requires gradients, and the backward pass is not built yet"
+    ):
         compiled(x)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))

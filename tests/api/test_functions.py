@@ -176,7 +176,13 @@ def test_a_gate_per_head_is_expanded():
         if backend:
             return passes.prefill(expanded.double() if backend == "reference" else expanded, backend=backend)
         o, final_state = cula.cula_kda(
-            inputs.q, inputs.k, inputs.v, g, inputs.beta, initial_state=inputs.initial_state, output_final_state=True
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            g,
+            inputs.beta,
+            initial_state=inputs.initial_state,
+            output_final_state=True,
         )
         return passes.Result(o=o, final_state=final_state)
 
@@ -222,7 +228,9 @@ def test_return_intermediate_states(algorithm, chunk, packed):
     wanted = passes.prefill(inputs, chunk_states=room, chunk_tokens=chunk)
     o, final_state, h = level1.prefill(inputs, return_intermediate_states=True, chunk_size=chunk)
     assert (final_state.dtype, h.dtype) == (torch.float32, torch.bfloat16)
-    if h.device.type == "cuda" and packed:  # lengths that only the device knows: room for the most chunks there can be
+    if (
+        h.device.type == "cuda" and packed
+    ):  # lengths that only the device knows: room for the most chunks there can be
         assert not h[:, shape[1] :].any()
         h = h[:, : shape[1]]
     assert_same_bits("h", room, h)
@@ -244,7 +252,12 @@ def test_masks_and_null_rows(algorithm):
     slots = torch.tensor([1, 0, 3], dtype=torch.int32)
     mask = torch.tensor([True, True, False])
     o, _ = level1.prefill(
-        inputs, initial_state=None, state_pool=pool, initial_state_indices=slots, has_initial_state=mask, null_index=0
+        inputs,
+        initial_state=None,
+        state_pool=pool,
+        initial_state_indices=slots,
+        has_initial_state=mask,
+        null_index=0,
     )
     assert not o[1].any()
     assert pool[0].isnan().all()
@@ -307,7 +320,9 @@ def test_device_is_checked():
 def test_gradients_are_refused(argument):
     inputs = make(SMALL.but(dtype=torch.float32))
     getattr(inputs, argument).requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"backward.*torch\.no_grad\(\) or torch\.inference_mode\(\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"backward.*torch\.no_grad\(\) or torch\.inference_mode\(\)"
+    ):
         level1.prefill(inputs)
     with torch.no_grad():
         o, _ = level1.prefill(inputs)
@@ -317,10 +332,22 @@ def test_gradients_are_refused(argument):
 @pytest.mark.parametrize(
     ("named", "error", "message"),
     [
-        ({"mode": "mamba"}, ValueError, "mode must be one of kda, gdn, gla, simple_gla, lightning, delta, got 'mamba'"),
-        ({"deterministic": "yes"}, ValueError, "deterministic must be None, True or \"batch_invariant\", got 'yes'"),
+        (
+            {"mode": "mamba"},
+            ValueError,
+            "mode must be one of kda, gdn, gla, simple_gla, lightning, delta, got 'mamba'",
+        ),
+        (
+            {"deterministic": "yes"},
+            ValueError,
+            "deterministic must be None, True or \"batch_invariant\", got 'yes'",
+        ),
         ({"backend": "tpu"}, ValueError, 'backend must be one of .*, got "tpu"'),
-        ({"out": torch.zeros(1, 1, 2, 8).bfloat16()}, ValueError, r"o must have shape .*, got \[1, 1, 2, 8\]"),
+        (
+            {"out": torch.zeros(1, 1, 2, 8).bfloat16()},
+            ValueError,
+            r"o must have shape .*, got \[1, 1, 2, 8\]",
+        ),
         ({"g": None}, ValueError, "g must be given for kda, got none"),
         (
             {"state_indices": torch.zeros(1)},
@@ -334,7 +361,11 @@ def test_decode_errors(named, error, message):
     before = inputs.initial_state.clone()
     with pytest.raises(error, match=message):
         cula.cula_decode(
-            inputs.q, inputs.k, inputs.v, inputs.initial_state, **{"g": inputs.g, "beta": inputs.beta, **named}
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.initial_state,
+            **{"g": inputs.g, "beta": inputs.beta, **named},
         )
     assert_same_bits("state", before, inputs.initial_state)
 
@@ -343,7 +374,10 @@ def test_decode_errors(named, error, message):
     ("named", "message"),
     [
         ({"use_gate_in_kernel": True}, "A_log must be given"),
-        ({"use_gate_in_kernel": True, "safe_gate": True, "lower_bound": -6.0}, r"lower_bound must lie in \[-5, 0\)"),
+        (
+            {"use_gate_in_kernel": True, "safe_gate": True, "lower_bound": -6.0},
+            r"lower_bound must lie in \[-5, 0\)",
+        ),
         ({"allow_neg_eigval": True}, "allow_neg_eigval must come with use_beta_sigmoid_in_kernel"),
         ({"final_state_indices": torch.zeros(1).int()}, "final_state_indices must come with state_pool"),
         ({"state_pool": torch.zeros(1, 2, 16, 16)}, "initial_state must be left out with state_pool"),

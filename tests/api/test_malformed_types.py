@@ -105,7 +105,10 @@ def calls() -> Iterator[tuple[Callable, dict]]:
         (cula.kda.kda_prefill_hopper, base | rows | STATES | raw),
         (cula.gdn.chunk_gated_delta_rule, base | rows | STATES | raw | {"g": G, "dt_bias": BIAS[:H]}),
         (cula.gdn.fused_recurrent_gated_delta_rule, base | rows | STATES | {"gk": g, "g": G}),
-        (cula.gdn.fused_recurrent_gated_delta_rule, base | rows | STATES | raw | {"g": G, "dt_bias": BIAS[:H]}),
+        (
+            cula.gdn.fused_recurrent_gated_delta_rule,
+            base | rows | STATES | raw | {"g": G, "dt_bias": BIAS[:H]},
+        ),
         (cula.gla.chunk_gla, base | {"g": g} | STATES),
         (cula.gla.fused_recurrent_gla, base | {"gk": g} | STATES),
         (cula.simple_gla.chunk_simple_gla, base | {"g": G, "g_gamma": -DECAY} | STATES),
@@ -173,7 +176,9 @@ def configured(
     cu_seqlens: Tensor | None = None,
     initial_state_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    call = cula.LinearAttentionChunkwiseDecay(has_initial_state=True, is_varlen=initial_state_indices is not None)
+    call = cula.LinearAttentionChunkwiseDecay(
+        has_initial_state=True, is_varlen=initial_state_indices is not None
+    )
     return call(Q, K, V, decay, initial_state, cu_seqlens, initial_state_indices)
 
 
@@ -285,7 +290,10 @@ def test_what_is_said_first_stays(wrong, error, words):
 @torch.no_grad()
 def test_none_is_no_wrong_flag_in_flas_functions():
     wrong = torch.zeros(2, 8, 2, 300)
-    for function in (cula.linear_attn.fused_recurrent_linear_attn, cula.simple_gla.fused_recurrent_simple_gla):
+    for function in (
+        cula.linear_attn.fused_recurrent_linear_attn,
+        cula.simple_gla.fused_recurrent_simple_gla,
+    ):
         function(X.q, X.k, X.v, output_final_state=None, reverse=None)
         with pytest.raises(ValueError, match="k must have shape"):
             function(X.q, wrong, X.v, output_final_state=None, reverse=None)
@@ -346,11 +354,16 @@ def test_operators_name_what_is_not_dense(kind):
     for position, name in enumerate(("q", "k", "v")):
         rows = [X.q, X.k, X.v]
         rows[position] = wrong
-        with pytest.raises(ValueError, match=f"prefill: {name} must be a dense tensor, got a .*{kind}.* tensor"):
+        with pytest.raises(
+            ValueError, match=f"prefill: {name} must be a dense tensor, got a .*{kind}.* tensor"
+        ):
             torch.ops.cula.prefill.alone(*rows, options, X.g)
 
 
-CASES = [pytest.param(function, named, id=f"{function.__module__}.{function.__name__}") for function, named in calls()]
+CASES = [
+    pytest.param(function, named, id=f"{function.__module__}.{function.__name__}")
+    for function, named in calls()
+]
 
 
 @torch.no_grad()

@@ -31,7 +31,10 @@ def test_lengths_beyond_the_tokens(far):
 @pytest.mark.cpu_only("lengths of a GPU are not read")
 def test_the_right_lengths_are_wrong_on_the_host():
     x = make(SMALL.but(state=False))
-    with pytest.raises(ValueError, match="chunk_states must have room for 1 chunks, got 0"), torch.inference_mode():
+    with (
+        pytest.raises(ValueError, match="chunk_states must have room for 1 chunks, got 0"),
+        torch.inference_mode(),
+    ):
         cula.kda.chunk_kda(
             x.q, x.k, x.v, x.g, x.g[..., 0], cu_seqlens=torch.tensor([0, 8]), cu_seqlens_cpu=torch.tensor([0, 0]),
             return_intermediate_states=True,
@@ -65,7 +68,10 @@ HUGE = {
         {"output_final_state": True},
         {"return_intermediate_states": True},
         {"checkpoints": cula.Checkpoints(torch.zeros(1, 2, 16, 16), torch.zeros(0, 3, dtype=torch.int32))},
-        {"initial_state": torch.zeros(4, 2, 16, 16), "initial_state_indices": torch.zeros(1, dtype=torch.int32)},
+        {
+            "initial_state": torch.zeros(4, 2, 16, 16),
+            "initial_state_indices": torch.zeros(1, dtype=torch.int32),
+        },
     ],
     ids=lambda named: next(iter(named)),
 )

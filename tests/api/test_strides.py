@@ -24,7 +24,9 @@ def every_second(x: torch.Tensor) -> torch.Tensor:
 
 
 def turned(inputs, change):
-    return inputs.but(**{name: change(getattr(inputs, name)) for name in ROWS if getattr(inputs, name) is not None})
+    return inputs.but(
+        **{name: change(getattr(inputs, name)) for name in ROWS if getattr(inputs, name) is not None}
+    )
 
 
 @pytest.mark.parametrize("change", [channels_first, every_second])
@@ -53,7 +55,8 @@ def test_decode_and_verify(algorithm):
     assert_same_bits("verified", level1.verify(inputs, states[0])[0], level1.verify(other, states[1])[0])
     for t in range(4):
         wanted, found = (
-            level1.decode(each.tokens(t, t + 1), state)[0] for each, state in zip((inputs, other), states, strict=True)
+            level1.decode(each.tokens(t, t + 1), state)[0]
+            for each, state in zip((inputs, other), states, strict=True)
         )
         assert_same_bits("o", wanted, found)
     assert_same_bits("state", *states)
@@ -61,7 +64,9 @@ def test_decode_and_verify(algorithm):
 
 def test_segment(algorithm):
     inputs = make(Case(algorithm, (70, 5), packed=True, state=False))
-    for wanted, found in zip(level1.segment(inputs), level1.segment(turned(inputs, channels_first)), strict=True):
+    for wanted, found in zip(
+        level1.segment(inputs), level1.segment(turned(inputs, channels_first)), strict=True
+    ):
         assert_same_bits("segment", wanted, found)
 
 
@@ -70,7 +75,9 @@ DROP_INS = {
     "chunk_kda": lambda q, k, v, g, beta: cula.kda.chunk_kda(q, k, v, g, beta),
     "fused_recurrent_kda": lambda q, k, v, g, beta: cula.kda.fused_recurrent_kda(q, k, v, g, beta),
     "kda_prefill_hopper": lambda q, k, v, g, beta: cula.kda.kda_prefill_hopper(q, k, v, g, beta),
-    "chunk_gated_delta_rule": lambda q, k, v, g, beta: cula.gdn.chunk_gated_delta_rule(q, k, v, g[..., 0], beta),
+    "chunk_gated_delta_rule": lambda q, k, v, g, beta: cula.gdn.chunk_gated_delta_rule(
+        q, k, v, g[..., 0], beta
+    ),
     "fused_recurrent_gated_delta_rule": lambda q, k, v, g, beta: cula.gdn.fused_recurrent_gated_delta_rule(
         q, k, v, gk=g, beta=beta
     ),

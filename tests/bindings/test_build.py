@@ -22,7 +22,10 @@ pytestmark = pytest.mark.cpu_only("about the build")
 
 def test_build_info():
     info = cula.build_info()
-    assert info.version == re.search(r"project\(cula VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text())[1]
+    assert (
+        info.version
+        == re.search(r"project\(cula VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text())[1]
+    )
     assert info.torch_target == "2.10"
     assert "cpu:portable" in info.targets
     assert re.fullmatch(r"\w+ [0-9.]+", info.compiler)
@@ -39,7 +42,9 @@ def test_explain_says_that_a_build_has_no_cuda_kernels(monkeypatch, device):
     if cula.build_info().cuda:  # such a library asks the driver for the device, which may not be here
         rows = _ops.explain
         monkeypatch.setattr(
-            _ops, "explain", lambda *names, **sizes: rows(*names[:2], "cpu" if names[2] == "cpu" else "sm_90", **sizes)
+            _ops,
+            "explain",
+            lambda *names, **sizes: rows(*names[:2], "cpu" if names[2] == "cpu" else "sm_90", **sizes),
         )
     monkeypatch.setattr(_explain, "build_info", lambda: without)
     text = str(cula.explain(device=device))
@@ -52,7 +57,9 @@ def test_explain_says_that_a_build_has_no_cuda_kernels(monkeypatch, device):
 
 
 def refuse(*_: object, **__: object) -> None:
-    raise RuntimeError("cula: device count: CUDA driver version is insufficient for CUDA runtime version\nmore")
+    raise RuntimeError(
+        "cula: device count: CUDA driver version is insufficient for CUDA runtime version\nmore"
+    )
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
@@ -75,7 +82,18 @@ def test_explain_of_no_device_of_this_machine():
 
 def test_python_m_cula():
     text = run_python("-m", "cula")
-    for line in ("version", "source", "compiler", "CUDA", "targets", "loaded", "python", "PyTorch", "GPU", "on cpu"):
+    for line in (
+        "version",
+        "source",
+        "compiler",
+        "CUDA",
+        "targets",
+        "loaded",
+        "python",
+        "PyTorch",
+        "GPU",
+        "on cpu",
+    ):
         assert re.search(rf"^{line}\s", text, re.MULTILINE), text
 
 
@@ -111,7 +129,9 @@ def test_a_tree_without_a_library_says_what_to_do(tmp_path):
     assert f"there is no libcula_torch.so in {tmp_path / 'cula' / 'lib'}; install torch" in done.stderr
 
 
-def configure(tmp_path: Path, *options: str, gpus: str = "", **environment: str) -> subprocess.CompletedProcess:
+def configure(
+    tmp_path: Path, *options: str, gpus: str = "", **environment: str
+) -> subprocess.CompletedProcess:
     """CMake's configuration on a machine with these GPUs and, unless CUDACXX is named, no nvcc."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
@@ -119,7 +139,17 @@ def configure(tmp_path: Path, *options: str, gpus: str = "", **environment: str)
     tool.chmod(0o755)
     path = os.pathsep.join([str(tool.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "CUDACXX": "/nowhere/nvcc", "CULA_CUDA": "", **environment, "PATH": path}
-    command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path / "build"), "-G", "Ninja", "-DCULA_TESTS=OFF", *options]
+    command = [
+        "cmake",
+        "-S",
+        str(ROOT),
+        "-B",
+        str(tmp_path / "build"),
+        "-G",
+        "Ninja",
+        "-DCULA_TESTS=OFF",
+        *options,
+    ]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -149,4 +179,6 @@ def test_cuda_that_was_asked_for_is_not_left_out(tmp_path):
 def test_a_build_without_torch_says_what_to_do(tmp_path):
     done = configure(tmp_path, "-DCULA_TORCH=ON", "-DPython3_EXECUTABLE=/bin/false", VIRTUAL_ENV="/nowhere")
     assert done.returncode != 0
-    assert "none was found: run 'pip install torch', then 'pip install .' again" in " ".join(done.stderr.split())
+    assert "none was found: run 'pip install torch', then 'pip install .' again" in " ".join(
+        done.stderr.split()
+    )

@@ -22,7 +22,9 @@ SMALL = Case("kda", (1,), key_dim=16, value_dim=16)
 def pack(named: dict) -> dict:
     """Named arguments of the default overload as those of `packed`."""
     packed = dict(named)
-    flags = [packed.pop(name) for name in ("algorithm", "gate", "qk_l2norm", "beta_is_logit", "allow_neg_eigval")]
+    flags = [
+        packed.pop(name) for name in ("algorithm", "gate", "qk_l2norm", "beta_is_logit", "allow_neg_eigval")
+    ]
     flags += [packed.pop("batch_invariant"), packed.pop("in_place", False), packed.pop("chunk_tokens", 64)]
     return {**packed, "options": _ops.pack(*flags)}
 
@@ -30,7 +32,11 @@ def pack(named: dict) -> dict:
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_both_overloads_do_the_same(pass_name):
     packet = getattr(torch.ops.cula, pass_name)
-    for case in (BASE, BASE.but(algorithm="gdn", gate="softplus"), BASE.but(gate="bounded", lower_bound=-5.0)):
+    for case in (
+        BASE,
+        BASE.but(algorithm="gdn", gate="softplus"),
+        BASE.but(gate="bounded", lower_bound=-5.0),
+    ):
         one, two = arguments(pass_name, case), arguments(pass_name, case)
         packet.default(**one)
         packet.packed(**pack(two))
@@ -58,7 +64,11 @@ def dense(pass_name: str, case: Case = BASE) -> dict:
     """A call that starts from dense states and leaves its outputs to the operator."""
     written = {"o", "final_state", "checkpoints", "checkpoint_plan", "chunk_states"}
     indices = {"initial_state_indices", "final_state_indices"}
-    return {name: value for name, value in pack(arguments(pass_name, case)).items() if name not in written | indices}
+    return {
+        name: value
+        for name, value in pack(arguments(pass_name, case)).items()
+        if name not in written | indices
+    }
 
 
 @pytest.mark.parametrize("pass_name", ["prefill", "decode", "verify"])
@@ -139,7 +149,10 @@ def test_opcheck_of_what_makes_outputs(pass_name):
         ({"q": torch.zeros(2, 8, 16)}, "q must have shape [B, T, H, K], got [2, 8, 16]"),
         ({"v": torch.zeros(8, 4, 24)}, "v must have shape [B, T, HV, V] = [2, 8, HV, V], got [8, 4, 24]"),
         ({"cu_seqlens": torch.zeros(1, 3)}, "cu_seqlens must have shape [N + 1], got [1, 3]"),
-        ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, "cu_seqlens must have N + 1 >= 1 elements, got 0"),
+        (
+            {"cu_seqlens": torch.zeros(0, dtype=torch.int32)},
+            "cu_seqlens must have N + 1 >= 1 elements, got 0",
+        ),
     ],
 )
 def test_shapes_that_say_nothing_of_the_outputs(wrong, sentence):
@@ -156,8 +169,16 @@ def test_parameters_of_heads_have_any_shape(shape):
     x = make(BASE.but(gate="softplus"))
     wanted = level1.prefill(x)
     strided = torch.stack([x.dt_bias.flatten()] * 2, dim=-1)[:, 0]
-    for bias in (x.dt_bias, x.dt_bias.flatten(), x.dt_bias[None, :, None], x.dt_bias.mT.contiguous().mT, strided):
-        for one, other in zip(wanted, level1.prefill(x, A_log=x.A_log.view(shape), dt_bias=bias), strict=True):
+    for bias in (
+        x.dt_bias,
+        x.dt_bias.flatten(),
+        x.dt_bias[None, :, None],
+        x.dt_bias.mT.contiguous().mT,
+        strided,
+    ):
+        for one, other in zip(
+            wanted, level1.prefill(x, A_log=x.A_log.view(shape), dt_bias=bias), strict=True
+        ):
             assert_same_bits("any shape", one, other)
 
 
@@ -180,7 +201,9 @@ def test_parameters_of_heads_beside_float64():
         kept = dtype if dtype == torch.float64 else torch.float32
         rates = x.A_log.to(dtype)
         found = level1.prefill(x, A_log=rates, backend="reference")
-        for one, other in zip(level1.prefill(x, A_log=rates.to(kept), backend="reference"), found, strict=True):
+        for one, other in zip(
+            level1.prefill(x, A_log=rates.to(kept), backend="reference"), found, strict=True
+        ):
             assert_same_bits("beside float64", one, other)
 
 
@@ -227,7 +250,11 @@ def test_wrong_types(named, message):
     before = inputs.initial_state.clone()
     with pytest.raises(TypeError, match=message):
         cula.cula_decode(
-            inputs.q, inputs.k, inputs.v, inputs.initial_state, **{"g": inputs.g, "beta": inputs.beta, **named}
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.initial_state,
+            **{"g": inputs.g, "beta": inputs.beta, **named},
         )
     assert_same_bits("state", before, inputs.initial_state)
 
@@ -237,11 +264,15 @@ def test_explain_of_an_architecture_that_is_not_here():
     assert [row.target for row in here] == [row.target for row in there]
     assert there.problem.startswith("kda prefill on sm_90: ")
     assert all(row.verdict == "no" for row in there if row.target.startswith(("cpu", "reference")))
-    with pytest.raises(ValueError, match='device must be cpu, cuda or an architecture such as sm_90, got "sm_x"'):
+    with pytest.raises(
+        ValueError, match='device must be cpu, cuda or an architecture such as sm_90, got "sm_x"'
+    ):
         cula.explain(device="sm_x")
 
 
-@pytest.mark.skipif("sm90" not in [row.target for row in cula.explain()], reason="built without the CUDA kernels")
+@pytest.mark.skipif(
+    "sm90" not in [row.target for row in cula.explain()], reason="built without the CUDA kernels"
+)
 @pytest.mark.parametrize(
     ("device", "named", "chosen"),
     [

@@ -61,7 +61,9 @@ def test_schemas_say_what_is_written():
     for pass_name, names in written.items():
         schema = getattr(torch.ops.cula, pass_name).default._schema
         marked = {
-            argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info and argument.alias_info.is_write
         }
         assert marked == names
         assert not schema.returns
@@ -76,7 +78,9 @@ class Layer(torch.nn.Module):
     def __init__(self, algorithm: str, width: int = 32, heads: int = 2, dim: int = 16) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.case = Case(algorithm, (1,), heads=heads, value_heads=heads, key_dim=dim, value_dim=dim, qk_l2norm=True)
+        self.case = Case(
+            algorithm, (1,), heads=heads, value_heads=heads, key_dim=dim, value_dim=dim, qk_l2norm=True
+        )
         self.project = torch.nn.Linear(width, 3 * heads * dim, bias=False)
         self.gate = torch.nn.Linear(width, heads * dim, bias=False)
         self.beta = torch.nn.Linear(width, heads, bias=False)
@@ -95,7 +99,9 @@ class Layer(torch.nn.Module):
         return self.out(torch.nn.functional.silu(o.flatten(-2))), final_state
 
 
-def make_named(algorithm: str, g: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> dict[str, torch.Tensor]:
+def make_named(
+    algorithm: str, g: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor
+) -> dict[str, torch.Tensor]:
     named = {}
     if algorithm in ("kda", "gla"):
         named["g"] = g
@@ -137,7 +143,9 @@ def test_compile_with_inductor(name):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("algorithm", "backend"), [*((name, "aot_eager") for name in ALGORITHMS), ("kda", "inductor")])
+@pytest.mark.parametrize(
+    ("algorithm", "backend"), [*((name, "aot_eager") for name in ALGORITHMS), ("kda", "inductor")]
+)
 def test_compile_of_decode_writes_the_pool(algorithm, backend):
     """Two steps in one graph: functionalization must keep the second behind the first."""
     one, two = (make(Case(algorithm, (2, 2), pool=True, key_dim=16, value_dim=16)) for _ in range(2))
@@ -173,7 +181,9 @@ def test_compile_of_varlen_verify_and_segment():
         return o, final_state, verified, room, m, b
 
     make_inputs = make(case)
-    tensors = (*(getattr(make_inputs, name) for name in ("q", "k", "v", "g", "beta", "cu_seqlens", "initial_state")),)
+    tensors = (
+        *(getattr(make_inputs, name) for name in ("q", "k", "v", "g", "beta", "cu_seqlens", "initial_state")),
+    )
     compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
     for found, wanted in zip(compiled(*tensors), everything(*tensors), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
@@ -211,7 +221,9 @@ def test_what_a_compiled_segment_keeps_is_for_any_state():
     torch.compile(kept_alone, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)(
         x.q, x.k, x.v, x.g, x.beta
     )
-    (segment,) = [node for graph in graphs for node in graph.graph.nodes if node.target == torch.ops.cula.segment.keep]
+    (segment,) = [
+        node for graph in graphs for node in graph.graph.nodes if node.target == torch.ops.cula.segment.keep
+    ]
     named = dict(zip((each.name for each in segment.target._schema.arguments), segment.args, strict=False))
     assert (named["b"] is None) == (named["m"] is None)
 

@@ -33,7 +33,9 @@ class Arena:
         """The call on copies that lie here."""
         placed = {name: self.place(tensor) for name, tensor in call.tensors.items()}
         inputs = call.inputs.but(**{name: placed[name] for name in placed if hasattr(call.inputs, name)})
-        return Call(call.kind, inputs, {**call.named, **{name: placed[name] for name in placed if name in call.named}})
+        return Call(
+            call.kind, inputs, {**call.named, **{name: placed[name] for name in placed if name in call.named}}
+        )
 
     def changed_outside(self, before: torch.Tensor, views: Iterable[torch.Tensor]) -> int:
         """How many bytes differ from `before` that belong to none of the views."""
@@ -60,7 +62,9 @@ def known_memory(byte: int) -> Iterator[None]:
             block.fill_(byte)
         del block
         for size in (4 << 10, 4 << 20):
-            assert (torch.empty(size, dtype=torch.uint8) == byte).all(), "the allocator does not hand out these blocks"
+            assert (torch.empty(size, dtype=torch.uint8) == byte).all(), (
+                "the allocator does not hand out these blocks"
+            )
         yield
 
 

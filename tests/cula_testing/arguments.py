@@ -44,7 +44,13 @@ def arguments(pass_name: str, case: Case = BASE) -> dict:
 def pooled(**changes) -> dict:
     """A pool of six slots that is read and written in place."""
     pool = state_like(BASE, 6, fill=0.0)
-    return {"initial_state": None, "final_state": pool, "in_place": True, "initial_state_indices": i32(1, 4), **changes}
+    return {
+        "initial_state": None,
+        "final_state": pool,
+        "in_place": True,
+        "initial_state_indices": i32(1, 4),
+        **changes,
+    }
 
 
 def refused(pass_name: str, named: dict) -> str:

@@ -38,7 +38,9 @@ DECAYS = ("mild", "slow", "zero", "strong", "extreme", "mixed")
 class Case:
     algorithm: str = "kda"
     lengths: tuple[int, ...] = (64,)  # tokens of each sequence
-    packed: bool = False  # sequences one after the other along T with cu_seqlens; else a batch of equal lengths
+    packed: bool = (
+        False  # sequences one after the other along T with cu_seqlens; else a batch of equal lengths
+    )
     tail: int = 0  # packed: tokens of T beyond the last sequence
     heads: int = 2
     value_heads: int = 2
@@ -135,7 +137,9 @@ class Inputs:
     def map(self, function) -> Inputs:
         """The same call on function(tensor)."""
         everything = {**self.tensors(), **self.states()}
-        return self.but(**{name: function(tensor) for name, tensor in everything.items() if tensor is not None})
+        return self.but(
+            **{name: function(tensor) for name, tensor in everything.items() if tensor is not None}
+        )
 
     def double(self) -> Inputs:
         """Exact float64 copies, for the oracle."""
@@ -144,8 +148,22 @@ class Inputs:
     def first_heads(self, count: int) -> Inputs:
         """The same sequences (states not in a pool), and of their heads the first ones."""
         assert self.case.heads == self.case.value_heads
-        dims = {"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "decay": 0, "A_log": 0, "dt_bias": 0, "initial_state": 1}
-        cut = {name: x.narrow(dim, 0, count) for name, dim in dims.items() if (x := getattr(self, name)) is not None}
+        dims = {
+            "q": 2,
+            "k": 2,
+            "v": 2,
+            "g": 2,
+            "beta": 2,
+            "decay": 0,
+            "A_log": 0,
+            "dt_bias": 0,
+            "initial_state": 1,
+        }
+        cut = {
+            name: x.narrow(dim, 0, count)
+            for name, dim in dims.items()
+            if (x := getattr(self, name)) is not None
+        }
         return self.but(case=self.case.but(heads=count, value_heads=count), **cut)
 
     def tokens(self, begin: int, end: int) -> Inputs:
@@ -153,7 +171,9 @@ class Inputs:
         assert self.cu_seqlens is None
         cut = ("q", "k", "v", "g", "beta")
         named = {name: getattr(self, name) for name in cut}
-        return self.but(**{name: tensor[:, begin:end] for name, tensor in named.items() if tensor is not None})
+        return self.but(
+            **{name: tensor[:, begin:end] for name, tensor in named.items() if tensor is not None}
+        )
 
 
 def strided(tensor: torch.Tensor, pad: int = 24) -> torch.Tensor:
@@ -276,7 +296,11 @@ def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
     if case.fused:
         projection = torch.cat([inputs.q.flatten(2), inputs.k.flatten(2), inputs.v.flatten(2)], dim=-1)
         q, k, v = strided(projection).split((H * K, H * K, HV * V), dim=-1)
-        inputs.q, inputs.k, inputs.v = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
+        inputs.q, inputs.k, inputs.v = (
+            q.unflatten(-1, (H, K)),
+            k.unflatten(-1, (H, K)),
+            v.unflatten(-1, (HV, V)),
+        )
         inputs.g = None if inputs.g is None else strided(inputs.g)
         inputs.beta = None if inputs.beta is None else strided(inputs.beta)
 
@@ -294,7 +318,9 @@ def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
     return inputs
 
 
-def _prefill(algorithm: str, lengths: tuple[int, ...], heads: int, value_heads: int | None = None, **more) -> Case:
+def _prefill(
+    algorithm: str, lengths: tuple[int, ...], heads: int, value_heads: int | None = None, **more
+) -> Case:
     """A prefill as models pose it: raw gate and beta logits in kernel where the family has them, no initial state."""
     _, update = FAMILY[algorithm]
     more.setdefault("packed", len(set(lengths)) > 1)
@@ -399,7 +425,9 @@ def _heads(heads: int, value_heads: int) -> str:
     return f"{heads} heads" if heads == value_heads else f"{heads}/{value_heads} heads"
 
 
-def _by_length(algorithm: str, lengths: tuple[int, ...], heads: int, value_heads: int | None = None) -> dict[str, Case]:
+def _by_length(
+    algorithm: str, lengths: tuple[int, ...], heads: int, value_heads: int | None = None
+) -> dict[str, Case]:
     suffix = f"{heads}-{value_heads}" if value_heads else f"H{heads}"
     return {f"T{t}-{suffix}": _prefill(algorithm, (t,), heads, value_heads) for t in lengths}
 
@@ -426,7 +454,8 @@ def _model_panels() -> dict[tuple[str, str], dict[str, Case]]:
         for ranks in TENSOR_PARALLEL:
             shared = (heads // ranks, value_heads // ranks)
             panels[algorithm, f"{model} TP{ranks}, {_heads(*shared)}"] = {
-                f"{model}-TP{ranks}-T{t}": _prefill(algorithm, (t,), *shared).but(gate=gate) for t in MODEL_TOKENS
+                f"{model}-TP{ranks}-T{t}": _prefill(algorithm, (t,), *shared).but(gate=gate)
+                for t in MODEL_TOKENS
             }
     return panels
 
@@ -437,7 +466,9 @@ SECTIONS: dict[str, dict[tuple[str, str], dict[str, Case]]] = {
     "prefill_fixed": {
         ("kda", "96 heads"): _by_length("kda", (8192, 1024, 16384), 96),
         ("kda", "64 heads"): _by_length("kda", (8192, 1024, 32768), 64),
-        ("kda", "64 heads, batches of 8K"): {f"B{b}-T8192-H64": _prefill("kda", (8192,) * b, 64) for b in (2, 4, 8)},
+        ("kda", "64 heads, batches of 8K"): {
+            f"B{b}-T8192-H64": _prefill("kda", (8192,) * b, 64) for b in (2, 4, 8)
+        },
         ("kda", "32 heads"): _by_length("kda", (8192, 2048, 32768, 65536), 32),
         ("gdn", "16/64 heads"): _by_length("gdn", (8192, 2048, 32768), 16, 64),
         ("gla", "32 heads"): _by_length("gla", (8192, 2048, 32768), 32),

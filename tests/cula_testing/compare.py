@@ -38,7 +38,9 @@ def errors(x: torch.Tensor, oracle: torch.Tensor, beside: torch.Tensor | None = 
     tiny, difference = torch.finfo(x.dtype).tiny, x.double() - oracle
     sizes = [oracle] if beside is None else [oracle, beside.double().expand_as(oracle)]
     return Errors(
-        rms=float(difference.square().mean().sqrt() / max(size.square().mean().sqrt() + tiny for size in sizes)),
+        rms=float(
+            difference.square().mean().sqrt() / max(size.square().mean().sqrt() + tiny for size in sizes)
+        ),
         max=float(difference.abs().max() / max(size.abs().max() + tiny for size in sizes)),
     )
 

@@ -33,7 +33,9 @@ def _rows(
 ) -> tuple[Row, ...]:
     named = {"dtype": dtype, "beta_per_value": beta_per_value, "key_dim": key_dim, "device": device}
     rows = cula.explain(pass_name=pass_name, **named)
-    return tuple(row for row in rows if not row.target.startswith("reference") and not row.reason.startswith("runs on"))
+    return tuple(
+        row for row in rows if not row.target.startswith("reference") and not row.reason.startswith("runs on")
+    )
 
 
 # Kernels that take few calls, with tests of their own.

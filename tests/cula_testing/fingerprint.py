@@ -15,7 +15,9 @@ from cula_testing.compare import bits
 def calls():
     for algorithm in ALGORITHMS:
         for dtype in (torch.bfloat16, torch.float32):
-            inputs = make(Case(algorithm, (3, 130, 0, 64), packed=True, tail=2, dtype=dtype, key_dim=60, value_dim=100))
+            inputs = make(
+                Case(algorithm, (3, 130, 0, 64), packed=True, tail=2, dtype=dtype, key_dim=60, value_dim=100)
+            )
             yield f"{algorithm} {dtype} prefill", passes.prefill(inputs)
             yield f"{algorithm} {dtype} decode", passes.decode(inputs)
             yield f"{algorithm} {dtype} segment", passes.segment(inputs.but(initial_state=None))

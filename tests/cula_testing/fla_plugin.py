@@ -158,10 +158,16 @@ def names(code: CodeType) -> Iterator[str]:
 
 def subjects(test: str) -> dict[str, Callable]:
     """The drop-ins that a test is about."""
-    return {name: function for name, function in DROP_INS.items() if ("recurrent" in name) == ("recurrent" in test)}
+    return {
+        name: function
+        for name, function in DROP_INS.items()
+        if ("recurrent" in name) == ("recurrent" in test)
+    }
 
 
-def reaches(function: Callable, module: ModuleType, wanted: set[str], visited: frozenset = frozenset()) -> bool:
+def reaches(
+    function: Callable, module: ModuleType, wanted: set[str], visited: frozenset = frozenset()
+) -> bool:
     """Whether the function uses a name that is wanted, itself or through the module's helpers."""
     for name in set(names(function.__code__)) - visited:
         if name in wanted:
@@ -195,7 +201,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_call(item: pytest.Item):
     global seen
     seen, module = Seen(), item.module
-    ours = {name: counted(name, f) for name, f in subjects(item.originalname).items() if hasattr(module, name)}
+    ours = {
+        name: counted(name, f) for name, f in subjects(item.originalname).items() if hasattr(module, name)
+    }
     try:
         with mock.patch.multiple(module, assert_close=judged(module.assert_close), **ours):
             yield

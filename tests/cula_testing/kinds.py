@@ -50,7 +50,9 @@ def _on_the_way(inputs: Inputs) -> dict:
     """Checkpoints after 64 tokens and at the end of every sequence, and the states of every chunk."""
     case = inputs.case
     ends = [*((n, 64) for n in range(case.sequences)), *enumerate(case.lengths)]
-    plan = torch.tensor([(n, t, slot) for slot, (n, t) in enumerate(ends)], dtype=torch.int32, device=inputs.q.device)
+    plan = torch.tensor(
+        [(n, t, slot) for slot, (n, t) in enumerate(ends)], dtype=torch.int32, device=inputs.q.device
+    )
     chunks = -(-case.tokens // 64)
     rooms = passes.empty_states(inputs, case.batch * chunks).unflatten(0, (case.batch, chunks))
     return {
@@ -111,7 +113,9 @@ class Call:
 
     def results(self) -> dict[str, torch.Tensor]:
         """All that it wrote; a pool in place whole."""
-        written = {name: value for name, value in self.named.items() if name in passes.Result.__dataclass_fields__}
+        written = {
+            name: value for name, value in self.named.items() if name in passes.Result.__dataclass_fields__
+        }
         return written | ({"pool": self.inputs.initial_state} if "in_place" in self.named else {})
 
     def overwrite(self, other: Call) -> None:

@@ -56,7 +56,9 @@ def prefill(inputs: Inputs, **options):
 
 def decode(inputs: Inputs, state, **options):
     _, mode = FUNCTIONS[inputs.case.algorithm]
-    return cula.cula_decode(inputs.q, inputs.k, inputs.v, state, mode=mode, **{**common(inputs, "decode"), **options})
+    return cula.cula_decode(
+        inputs.q, inputs.k, inputs.v, state, mode=mode, **{**common(inputs, "decode"), **options}
+    )
 
 
 def verify(inputs: Inputs, state, **options):

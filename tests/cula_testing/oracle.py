@@ -59,7 +59,9 @@ def beta(inputs: Inputs) -> torch.Tensor | None:
     return b if b.ndim == 4 else b[..., None]
 
 
-def recurrence(inputs: Inputs, batch: int, begin: int, end: int, state: torch.Tensor | None, parents=None) -> Sequence:
+def recurrence(
+    inputs: Inputs, batch: int, begin: int, end: int, state: torch.Tensor | None, parents=None
+) -> Sequence:
     """Tokens begin..end of row `batch` from `state` [HV, V, K]; parents[t] names the token whose state t continues."""
     options, update = inputs.case.options, FAMILY[inputs.case.algorithm][1]
     HV, V, K = inputs.v.shape[2], inputs.v.shape[3], inputs.q.shape[3]

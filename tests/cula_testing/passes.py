@@ -57,11 +57,17 @@ def backend_of(case: Case, pass_name: str) -> str:
 def _call(pass_name: str, inputs: Inputs, backend: str, **named) -> None:
     """The op. The references run on the CPU, on copies of tensors from elsewhere."""
     op = getattr(torch.ops.cula, pass_name)
-    named |= {**inputs.tensors(), **inputs.case.options, "backend": backend or backend_of(inputs.case, pass_name)}
+    named |= {
+        **inputs.tensors(),
+        **inputs.case.options,
+        "backend": backend or backend_of(inputs.case, pass_name),
+    }
     if inputs.q.device.type == "cpu" or not backend.startswith("reference"):
         op(**named)
         return
-    copies = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in named.items()}
+    copies = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in named.items()
+    }
     op(**copies)
     for name in Result.__dataclass_fields__:
         if named.get(name) is not None:
@@ -72,7 +78,12 @@ def _states(inputs: Inputs, final_state, final_state_indices, in_place: bool) ->
     named = inputs.states()
     if in_place:
         final_state, named["initial_state"] = named["initial_state"], None
-    return {**named, "final_state": final_state, "final_state_indices": final_state_indices, "in_place": in_place}
+    return {
+        **named,
+        "final_state": final_state,
+        "final_state_indices": final_state_indices,
+        "in_place": in_place,
+    }
 
 
 def prefill(

@@ -11,7 +11,9 @@ from cula_testing.compare import assert_same_bits
 def whole(pool: torch.Tensor) -> torch.Tensor:
     """A copy of all the memory under a pool, gaps between slots too."""
     storage = pool.untyped_storage()
-    return torch.empty(0, dtype=pool.dtype).set_(storage, 0, (storage.nbytes() // pool.element_size(),)).clone()
+    return (
+        torch.empty(0, dtype=pool.dtype).set_(storage, 0, (storage.nbytes() // pool.element_size(),)).clone()
+    )
 
 
 def assert_only_changed(before: torch.Tensor, pool: torch.Tensor, slots: list[int]) -> None:

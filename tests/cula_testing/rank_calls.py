@@ -147,7 +147,11 @@ def complete(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
 def heads(case: Case, exact: bool, given: str, options: dict):
     """given: what the rank passes, "local" shards, "full" tensors or local ones beside "replicated" q and k."""
     inputs, rank, size = drawn(case, exact), dist.get_rank(), dist.get_world_size()
-    arguments = {**named(inputs, exact), **tokens(inputs, 0, case.tokens), "initial_state": inputs.initial_state}
+    arguments = {
+        **named(inputs, exact),
+        **tokens(inputs, 0, case.tokens),
+        "initial_state": inputs.initial_state,
+    }
     if given != "full":
         dims = {**dict.fromkeys(("q", "k", "v", "g", "beta"), 2), "decay": 0, "A_log": 0, "initial_state": 1}
         for name, dim in dims.items():

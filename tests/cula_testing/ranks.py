@@ -26,7 +26,9 @@ class RankError(Exception):
         self.rank, self.kind, self.message = rank, kind, message
 
 
-def _serve(path: list[str], device: str, rank: int, size: int, store: str, seconds: float, ours: Connection) -> None:
+def _serve(
+    path: list[str], device: str, rank: int, size: int, store: str, seconds: float, ours: Connection
+) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
     from cula_testing import rank_calls

@@ -31,7 +31,11 @@ def cases(draw, algorithm: str, packed: bool | None = None, max_sequences: int =
     )
     # The error rule compares statistics: a state of a few numbers needs more heads to have any.
     heads = max(draw(st.integers(1, 3)), 64 // (ratio * key_dim * value_dim))
-    gate = draw(st.sampled_from(["log_decay", "softplus", "bounded"])) if decay in ("channel", "token") else "log_decay"
+    gate = (
+        draw(st.sampled_from(["log_decay", "softplus", "bounded"]))
+        if decay in ("channel", "token")
+        else "log_decay"
+    )
     logit = update == "delta" and draw(flag)
     keys = draw(st.sampled_from(["random", "random", "collinear"]))
     dtype = fixed.get("dtype") or draw(st.sampled_from(DTYPES))
@@ -68,6 +72,8 @@ def cases(draw, algorithm: str, packed: bool | None = None, max_sequences: int =
         "fused": draw(flag),
     }
     per_value, key_dim = (fixed.get(name, drawn[name]) for name in ("beta_per_value", "key_dim"))
-    drawn["backend"] = draw(st.sampled_from(["", *device.able(dtype, beta_per_value=per_value, key_dim=key_dim)]))
+    drawn["backend"] = draw(
+        st.sampled_from(["", *device.able(dtype, beta_per_value=per_value, key_dim=key_dim)])
+    )
     drawn["seed"] = draw(st.integers(0, 2**16))
     return Case(**{**drawn, **fixed})

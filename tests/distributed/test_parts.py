@@ -42,7 +42,11 @@ def test_every_function_says_what_it_takes(name):
     parameters = inspect.signature(function).parameters
 
     def words(of):
-        return {each for each in of.values() if each.kind is inspect.Parameter.KEYWORD_ONLY and each.name != "decay"}
+        return {
+            each
+            for each in of.values()
+            if each.kind is inspect.Parameter.KEYWORD_ONLY and each.name != "decay"
+        }
 
     def positions(of):
         return [(each.name, each.default) for each in of.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
@@ -86,7 +90,9 @@ def test_shards_of_packed_tokens(lengths, size, tail, data):
         expected = [0, 0, 0] if leaves < 0 else [0, skipped, len(held)]
         assert shard.leaving_cu_seqlens.tolist() == expected
         ends = cu_seqlens[1:].tolist()
-        assert shard.final_ranks.tolist() == [next(r for r in range(size) if splits[r + 1] >= e) for e in ends]
+        assert shard.final_ranks.tolist() == [
+            next(r for r in range(size) if splits[r + 1] >= e) for e in ends
+        ]
 
 
 def test_wrong_cu_seqlens():
@@ -170,8 +176,14 @@ def test_messages_hold_maps_as_they_are_written_and_composed(delta, key_dim, lan
         ({"m": torch.zeros(2, 1, 2, 9, 8)}, r"m must have shape \[P, N, HV, K, K\] or \[P, N, HV, 1, K\] of"),
         ({"b": torch.zeros(3, 1, 2, 4, 8)}, r"b must have shape \[P, N, HV, V, K\] of m's P"),
         ({"m": torch.zeros(2, 1, 2, 8, 8, dtype=torch.float16)}, "m must have dtype float32 or float64"),
-        ({"b": torch.zeros(2, 1, 2, 4, 8, dtype=torch.float64)}, "b must have state's dtype, float32, got float64"),
-        ({"m": torch.zeros(2, 1, 2, 8, 16)[..., ::2]}, "m must have a contiguous last dimension, got a stride of 2"),
+        (
+            {"b": torch.zeros(2, 1, 2, 4, 8, dtype=torch.float64)},
+            "b must have state's dtype, float32, got float64",
+        ),
+        (
+            {"m": torch.zeros(2, 1, 2, 8, 16)[..., ::2]},
+            "m must have a contiguous last dimension, got a stride of 2",
+        ),
         ({"state": torch.zeros(2, 4, 8)}, r"state must have shape \[N, HV, V, K\]"),
         ({"joins": torch.ones(3, dtype=torch.bool)}, r"joins must have shape \[P\] = \[2\]"),
         ({"joins": torch.ones(2)}, "joins must have dtype bool, got float32"),
@@ -180,7 +192,11 @@ def test_messages_hold_maps_as_they_are_written_and_composed(delta, key_dim, lan
     ],
 )
 def test_compose_names_what_is_wrong(changes, message):
-    right = {"m": torch.zeros(2, 1, 2, 8, 8), "b": torch.zeros(2, 1, 2, 4, 8), "state": torch.zeros(1, 2, 4, 8)}
+    right = {
+        "m": torch.zeros(2, 1, 2, 8, 8),
+        "b": torch.zeros(2, 1, 2, 4, 8),
+        "state": torch.zeros(1, 2, 4, 8),
+    }
     with pytest.raises(ValueError, match=f"compose: {message}"):
         torch.ops.cula.compose(**{**right, **changes})
 
@@ -206,7 +222,9 @@ def test_tensor_parallelism_needs_no_group():
             cula_kda_tp(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, **wrong)
 
 
-LONG = cost.Size(ranks=4, tokens=32768, lanes=1, value_heads=32, key_dim=128, value_dim=128, delta=True, keeps=True)
+LONG = cost.Size(
+    ranks=4, tokens=32768, lanes=1, value_heads=32, key_dim=128, value_dim=128, delta=True, keeps=True
+)
 PACKED = dataclasses.replace(LONG, keeps=False)
 
 

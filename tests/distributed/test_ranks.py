@@ -247,7 +247,9 @@ def test_results_go_where_they_are_asked_to_go(method, dtype, pools):
     for rank, filled in enumerate(pools(2).call("into", case, (0, 30, 100), dtype, {"method": method})):
         assert filled.dtype == dtype
         assert filled.shape[1] == (30, 70)[rank]
-        oracle, naive = (one_rank(case)[kind].o[:, (0, 30)[rank] : (30, 100)[rank]] for kind in ("oracle", "naive"))
+        oracle, naive = (
+            one_rank(case)[kind].o[:, (0, 30)[rank] : (30, 100)[rank]] for kind in ("oracle", "naive")
+        )
         assert_accurate("o", filled, oracle, naive, case.dtype)
 
 
@@ -404,7 +406,10 @@ def test_a_rank_that_raises_does_not_leave_the_others_waiting(method, tmp_path, 
         bad = {"initial_state": torch.zeros(1, 1, 1, 1), "only": 1, "method": method}
         answers = ranks.answers("arguments", SMALL, "cp", bad, "then leave")
         assert time.monotonic() - begin < 60
-        assert (answers[1].kind, "initial_state must have shape" in answers[1].message) == ("ValueError", True)
+        assert (answers[1].kind, "initial_state must have shape" in answers[1].message) == (
+            "ValueError",
+            True,
+        )
         # The first rank has nothing to wait for but its messages to be taken, which NCCL does ahead of the receiver.
         failed = [answer for answer in (answers[0], answers[2]) if isinstance(answer, RankError)]
         assert answers[2] in failed
@@ -430,14 +435,18 @@ def test_boundary_tokens_of_a_convolution(lengths, packed, splits, width, pools)
     """A causal convolution of the whole, sequence by sequence, is that of each rank's pieces, the first behind the
     boundary tokens. Numbers are small integers, so sums are exact."""
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randint(-9, 9, shape, generator=generator).float() for shape in ((1, splits[-1], 3), (3, width)))
+    x, weight = (
+        torch.randint(-9, 9, shape, generator=generator).float() for shape in ((1, splits[-1], 3), (3, width))
+    )
     sequence_of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
 
     def convolve(before: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
         return conv1d(torch.cat([before, piece], 1).mT, weight[:, None], groups=3).mT
 
     none = torch.zeros(1, width - 1, 3)
-    whole = torch.cat([convolve(none, piece) for piece in x[:, : sum(lengths)].split(lengths, 1) if piece.numel()], 1)
+    whole = torch.cat(
+        [convolve(none, piece) for piece in x[:, : sum(lengths)].split(lengths, 1) if piece.numel()], 1
+    )
     cu_seqlens = torch.tensor((0, *lengths)).cumsum(0) if packed else None
     for rank, boundary in enumerate(pools(3).call("boundary", x, cu_seqlens, splits, width)):
         begin, end = splits[rank], min(splits[rank + 1], sum(lengths))
@@ -461,8 +470,20 @@ def test_the_example_runs(kind):
     """Every kind of parallelism that it shows, a pipeline among them, beside one rank."""
     need_gpus(kind, 2)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "examples" / "context_parallel.py"), "--tokens", "500", "--heads", "2", "--dim", "64"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    command += [
+        str(ROOT / "examples" / "context_parallel.py"),
+        "--tokens",
+        "500",
+        "--heads",
+        "2",
+        "--dim",
+        "64",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for what in (*METHODS, "packed sequences", "half the heads", "pipeline of 2 layers"):

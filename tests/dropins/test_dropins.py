@@ -94,7 +94,9 @@ def test_signature(path):
         p.replace(annotation=p.empty) for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
     assert ", ".join(map(str, positional)) == SIGNATURES[path]
-    assert KEYWORDS.get(path, set()) <= {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert KEYWORDS.get(path, set()) <= {
+        p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY
+    }
 
 
 def test_re_exports():
@@ -114,7 +116,11 @@ def gate_arguments(inputs: Inputs) -> dict:
     case = inputs.case
     named = {"use_gate_in_kernel": True, "A_log": inputs.A_log, "dt_bias": inputs.dt_bias}
     named |= {"lower_bound": case.lower_bound} if case.gate == "bounded" else {}
-    return {} if case.gate == "log_decay" else {name: value for name, value in named.items() if value is not None}
+    return (
+        {}
+        if case.gate == "log_decay"
+        else {name: value for name, value in named.items() if value is not None}
+    )
 
 
 def delta_arguments(case: Case) -> dict:
@@ -167,16 +173,26 @@ FLA = [
 def test_fla(path, algorithm, call, packed, state):
     lengths = (70, 0, 9) if packed else (70, 70)
     case = Case(
-        algorithm, lengths, packed=packed, state=state, key_dim=64, value_dim=32, qk_l2norm=algorithm == "delta"
+        algorithm,
+        lengths,
+        packed=packed,
+        state=state,
+        key_dim=64,
+        value_dim=32,
+        qk_l2norm=algorithm == "delta",
     )
     if algorithm == "kda":
-        case = case.but(gate="bounded", value_heads=4, qk_l2norm=True, beta_is_logit=True, allow_neg_eigval=True)
+        case = case.but(
+            gate="bounded", value_heads=4, qk_l2norm=True, beta_is_logit=True, allow_neg_eigval=True
+        )
     if algorithm == "gdn":
         case = case.but(gate="softplus", value_heads=4, qk_l2norm=True, beta_is_logit=True)
     inputs = make(case)
     wanted = (passes.decode if "recurrent" in path else passes.prefill)(inputs)
     h0 = inputs.initial_state.mT.contiguous() if state else None
-    o, final_state = call(find(path), inputs, initial_state=h0, output_final_state=True, cu_seqlens=inputs.cu_seqlens)
+    o, final_state = call(
+        find(path), inputs, initial_state=h0, output_final_state=True, cu_seqlens=inputs.cu_seqlens
+    )
     assert_same_bits("o", wanted.o, o)
     assert_same_bits("final_state", wanted.final_state.mT, final_state)
     o, nothing = call(find(path), inputs, initial_state=h0, cu_seqlens=inputs.cu_seqlens, scale=64**-0.5)
@@ -271,11 +287,18 @@ def test_lightning_attn_fwd():
     inputs = make(Case("lightning", (70, 70), value_dim=32, scale=1.0))
     wanted = passes.prefill(inputs)
     o, final_state = cula.lightning.lightning_attn_fwd(
-        inputs.q, inputs.k, inputs.v, -inputs.decay, initial_state=inputs.initial_state, output_final_state=True
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        -inputs.decay,
+        initial_state=inputs.initial_state,
+        output_final_state=True,
     )
     assert_same_bits("o", wanted.o, o)
     assert_same_bits("final_state", wanted.final_state, final_state)
-    kernel = cula.LinearAttentionChunkwiseDecay(has_initial_state=True, output_final_state=True, H=2, K=64, V=32)
+    kernel = cula.LinearAttentionChunkwiseDecay(
+        has_initial_state=True, output_final_state=True, H=2, K=64, V=32
+    )
     o, final_state = kernel(inputs.q, inputs.k, inputs.v, -inputs.decay, inputs.initial_state)
     assert_same_bits("o", wanted.o, o)
     assert_same_bits("final_state", wanted.final_state, final_state)
@@ -390,7 +413,9 @@ def test_transpose_state_layout_is_the_old_name_of_state_v_first():
     h0 = torch.randn(1, 2, 16, 16)
     wanted = cula.kda.chunk_kda(**KDA, initial_state=h0, output_final_state=True, state_v_first=True)
     with pytest.warns(DeprecationWarning, match="renamed to `state_v_first`"):
-        found = cula.kda.chunk_kda(**KDA, initial_state=h0, output_final_state=True, transpose_state_layout=True)
+        found = cula.kda.chunk_kda(
+            **KDA, initial_state=h0, output_final_state=True, transpose_state_layout=True
+        )
     for one, other in zip(wanted, found, strict=True):
         assert_same_bits("old name", one, other)
 

@@ -85,7 +85,9 @@ def test_the_names_are_one_function():
 
 
 @pytest.mark.parametrize("rows", ["batch", "packed", "by token"])
-@pytest.mark.parametrize(("algorithm", "gate"), [("kda", "softplus"), ("kda", "bounded"), ("gdn", "softplus")])
+@pytest.mark.parametrize(
+    ("algorithm", "gate"), [("kda", "softplus"), ("kda", "bounded"), ("gdn", "softplus")]
+)
 def test_sglang_decodes(algorithm, gate, rows):
     x = draft(algorithm, (1,) * 3, gate=gate)
     one, two, slots = pool_of(x), pool_of(x), slots_of(5, -1, 2)
@@ -109,7 +111,9 @@ def test_sglang_runs_the_tokens_of_a_row_in_order(algorithm, packed):
     for n, slot in enumerate(slots.tolist()):
         for t in range(int(starts[n]), int(starts[n + 1])):
             row = x.but(**{name: tensor[t : t + 1] for name, tensor in flat.items()})
-            wanted[t], _ = cula.cula_decode(row.q, row.k, row.v, one, state_indices=slots_of(slot), **level_1(row))
+            wanted[t], _ = cula.cula_decode(
+                row.q, row.k, row.v, one, state_indices=slots_of(slot), **level_1(row)
+            )
     o = sgl(x, two, slots, cu_seqlens=x.cu_seqlens)
     assert_equal(True, wanted.reshape(o.shape), o, one, two)
 
@@ -315,7 +319,9 @@ def test_fla_aliases():
         (cula.linear_attn.chunk_linear_attn, cula.linear_attn.fused_chunk_linear_attn, ()),
     ):
         named = {"initial_state": h0, "output_final_state": True}
-        for a, b in zip(chunk(x.q, x.k, x.v, *rest, **named), fused(x.q, x.k, x.v, *rest, **named), strict=True):
+        for a, b in zip(
+            chunk(x.q, x.k, x.v, *rest, **named), fused(x.q, x.k, x.v, *rest, **named), strict=True
+        ):
             for one, two in zip(a, b, strict=True):
                 assert_same_bits(fused.__name__, one, two)
 

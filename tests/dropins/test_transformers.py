@@ -18,7 +18,9 @@ import torch
 import cula
 
 transformers = pytest.importorskip("transformers")
-PINNED = re.search(r"^transformers==(\S+)", (Path(__file__).parents[2] / "requirements-dev.txt").read_text(), re.M)[1]
+PINNED = re.search(
+    r"^transformers==(\S+)", (Path(__file__).parents[2] / "requirements-dev.txt").read_text(), re.M
+)[1]
 pytestmark = pytest.mark.cpu_only("the reference is transformers' own code in float32")
 
 GDN = {
@@ -112,7 +114,9 @@ def counted(function: Callable, calls: Counter) -> Callable:
 
 
 @torch.no_grad()
-def logits(model: torch.nn.Module, prompts: torch.Tensor, prompt_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def logits(
+    model: torch.nn.Module, prompts: torch.Tensor, prompt_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a whole prompt, and of its tokens from `prompt_tokens` on, one by one from the cache."""
     whole = model(prompts, use_cache=False).logits
     first = model(prompts[:, :prompt_tokens], use_cache=True)

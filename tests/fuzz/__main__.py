@@ -20,13 +20,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=0, help="calls in all; 0 for no limit")
     parser.add_argument("--seconds", type=float, default=0, help="time in all; 0 for no limit")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--backend", default="", help='this target or family alone; "auto": the library\'s choice')
+    parser.add_argument(
+        "--backend", default="", help='this target or family alone; "auto": the library\'s choice'
+    )
     parser.add_argument("--only", type=int, metavar="CASE", help="one case, by the seed that a failure names")
     parser.add_argument("--pass", dest="pass_name", choices=PASSES)
     parser.add_argument("--algorithm", choices=FAMILY)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"])
-    parser.add_argument("--with", dest="extra", action="append", default=[], choices=CLASSES, help="draw this class")
-    parser.add_argument("--without", action="append", default=[], choices=CLASSES, help="do not draw this class")
+    parser.add_argument(
+        "--with", dest="extra", action="append", default=[], choices=CLASSES, help="draw this class"
+    )
+    parser.add_argument(
+        "--without", action="append", default=[], choices=CLASSES, help="do not draw this class"
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes, each with its share of the seeds")
     parser.add_argument("--json", metavar="FILE", help="write the counts and failures there")
     return parser.parse_args()

@@ -40,9 +40,13 @@ class Call:
     def __init__(self, case: Case, values: Values, device: str) -> None:
         self.case, self.values, self.device = case, values, device
         layouts = dict(case.layouts)
-        inputs = {name: place(x, layouts.get(name, "")) if x.ndim >= 3 else x for name, x in values.tensors.items()}
+        inputs = {
+            name: place(x, layouts.get(name, "")) if x.ndim >= 3 else x for name, x in values.tensors.items()
+        }
         if case.packed:
-            bounds = torch.tensor([0, *(end for _, _, end in case.spans())], dtype=getattr(torch, case.cu_dtype))
+            bounds = torch.tensor(
+                [0, *(end for _, _, end in case.spans())], dtype=getattr(torch, case.cu_dtype)
+            )
             inputs["cu_seqlens"] = bounds
         if case.pass_name == "decode" and case.rows_along_tokens:
             for name in ("q", "k", "v", "g", "beta"):
@@ -132,7 +136,9 @@ class Call:
             if not torch.equal(_bytes(whole(x)), _bytes(self.before[name])):
                 found.broken.append(f"{name}, an input, has changed")
         for name, x in made.items():
-            count = changed_outside(whole(self.poisoned[name]), whole(x), self.poisoned[name], self._named(name))
+            count = changed_outside(
+                whole(self.poisoned[name]), whole(x), self.poisoned[name], self._named(name)
+            )
             if count:
                 found.broken.append(f"{name}: {count} elements that nothing names have changed")
         return found
@@ -147,7 +153,9 @@ class Call:
                 if case.pass_name == "decode" or (case.pass_name == "prefill" and case.state == "pool"):
                     named += [case.end(n) for n in rows]
                 if case.pass_name == "verify" and case.table is not None and not case.disable_update:
-                    named += [case.table[n][t] for n, t in self._drafts() if not case.is_null(case.table[n][t])]
+                    named += [
+                        case.table[n][t] for n, t in self._drafts() if not case.is_null(case.table[n][t])
+                    ]
                 return named
             case "checkpoints":
                 return [case.plan[row][2] for row in self._plan_rows()]
@@ -286,7 +294,9 @@ class Call:
             }
         if snapshots is not None:
             kept = made["snapshots"].cpu()
-            found.states["snapshots"] = {(n, t + 1): kept[slot, t] for (n, t), slot in self._snapshot_places().items()}
+            found.states["snapshots"] = {
+                (n, t + 1): kept[slot, t] for (n, t), slot in self._snapshot_places().items()
+            }
         return found
 
     def _segment(self, backend: str | None, made: dict) -> Found:

@@ -94,9 +94,17 @@ def without(case: Case, classes: frozenset[str]) -> Case:
     """The case moved out of every class that is switched off."""
     if "maps_k1" not in classes and case.pass_name == "segment" and case.key_dim == 1:
         case = case.but(key_dim=2)
-    chunks = case.pass_name == "segment" or (case.pass_name in ("prefill", "split") and case.key_dim >= FEWEST)
+    chunks = case.pass_name == "segment" or (
+        case.pass_name in ("prefill", "split") and case.key_dim >= FEWEST
+    )
     by_chunks = chunks
-    if "small_values" not in classes and chunks and case.delta and case.key_dim < FEW and case.state != "none":
+    if (
+        "small_values" not in classes
+        and chunks
+        and case.delta
+        and case.key_dim < FEW
+        and case.state != "none"
+    ):
         case = case.but(value_size=max(case.value_size, case.state_size))
     chunks = chunks and case.delta and case.dtype == "float32"
     if "few_channels" not in classes and chunks and case.key_dim in (2, 3):

@@ -25,7 +25,35 @@ PASSES = ("prefill", "decode", "verify", "segment", "split")
 
 GATES = ("mild", "slow", "zero", "tiny", "strong", "extreme", "mixed", "one_slow", "bursts")
 BETAS = ("random", "zero", "one", "near_one", "mixed", "steep")
-DIMS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40, 48, 60, 63, 64, 65, 72, 80, 96, 100, 112, 127, 128, 129)
+DIMS = (
+    1,
+    2,
+    3,
+    5,
+    7,
+    8,
+    15,
+    16,
+    17,
+    24,
+    31,
+    32,
+    33,
+    40,
+    48,
+    60,
+    63,
+    64,
+    65,
+    72,
+    80,
+    96,
+    100,
+    112,
+    127,
+    128,
+    129,
+)
 LARGE_DIMS = (160, 192, 200, 224, 250, 255, 256)
 BEYOND_DIMS = (257, 288, 300)  # of V alone
 EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 95, 96, 100, 127, 128, 129, 130, 191, 192, 193, 200, 257)
@@ -173,11 +201,15 @@ class Case:
         if self.state == "none":
             return False
         by_index = self.initial is not None or self.table is not None
-        return (by_index and self.is_null(self.base(n))) or (self.final is not None and self.is_null(self.final[n]))
+        return (by_index and self.is_null(self.base(n))) or (
+            self.final is not None and self.is_null(self.final[n])
+        )
 
     def starts(self, n: int) -> bool:
         """Whether sequence n reads a state."""
-        return self.state != "none" and not self.skipped(n) and (self.has_initial is None or self.has_initial[n])
+        return (
+            self.state != "none" and not self.skipped(n) and (self.has_initial is None or self.has_initial[n])
+        )
 
     def writes(self, n: int) -> list[int]:
         """The slots of the pool that sequence n writes, in order."""
@@ -317,7 +349,9 @@ def _shape(random: Random, drawn: dict, classes: frozenset[str]) -> dict:
     budget = 10 ** random.uniform(4.5, 6.4)
 
     def cost() -> float:
-        per_token = heads * ratio * key_dim * (value_dim + (key_dim if drawn["pass_name"] == "segment" else 0))
+        per_token = (
+            heads * ratio * key_dim * (value_dim + (key_dim if drawn["pass_name"] == "segment" else 0))
+        )
         return per_token * (sum(lengths) + 4 * len(lengths) + 4)
 
     def enough() -> None:
@@ -430,15 +464,21 @@ def _memory(random: Random, drawn: dict) -> dict:
     if _chance(random, 0.12):
         expanded = [(random.choice(("q", "k", "v", "g", "beta")), random.choice((0, 1, 2)))]
     return {
-        "layouts": tuple((name, "padded" if (name, how) == ("out", "fused") else how) for name, how in layouts),
+        "layouts": tuple(
+            (name, "padded" if (name, how) == ("out", "fused") else how) for name, how in layouts
+        ),
         "expanded": tuple(expanded),
         "cu_dtype": random.choice(("int32", "int64")),
         "deterministic": random.choice((None, None, None, True, "batch_invariant")),
-        "out": random.choice(("", drawn["dtype"], drawn["dtype"], "float32")) if drawn["dtype"] != "float64" else "",
+        "out": random.choice(("", drawn["dtype"], drawn["dtype"], "float32"))
+        if drawn["dtype"] != "float64"
+        else "",
         "repeat": _chance(random, 0.1),
         "automatic": _chance(random, 0.25),
         "threads": 1 if _chance(random, 0.95) else 2,
-        "rows_along_tokens": drawn["pass_name"] == "decode" and drawn["lengths"][:1] == (1,) and _chance(random, 0.4),
+        "rows_along_tokens": drawn["pass_name"] == "decode"
+        and drawn["lengths"][:1] == (1,)
+        and _chance(random, 0.4),
     }
 
 
@@ -455,7 +495,9 @@ def _states(random: Random, case: Case, classes: frozenset[str]) -> Case:
         "slot_pad": random.choice((0, 0, 1, 8, 192)),
         "head_pad": random.choice((0, 0, 0, 3, 16)),
         "null_index": random.choice((-1, -1, -1, 0, 2)),
-        "index_dtype": random.choice(("int32", "int32", "int64", "mixed")) if "int64_indices" in classes else "int32",
+        "index_dtype": random.choice(("int32", "int32", "int64", "mixed"))
+        if "int64_indices" in classes
+        else "int32",
         "index_strided": _chance(random, 0.25),
     }
     case = case.but(**common)
@@ -557,14 +599,18 @@ def _verify(random: Random, case: Case, classes: frozenset[str]) -> Case:
     columns = longest + random.choice((0, 0, 1, 2))
     if columns == 0 and "empty_tables" not in classes:
         columns = 1
-    kind = random.choice(("none", "dense", "readonly", "table", "table", "table", "table_and_initial", "table_read"))
+    kind = random.choice(
+        ("none", "dense", "readonly", "table", "table", "table", "table_and_initial", "table_read")
+    )
     if kind in ("none", "dense", "readonly"):
         case = case.but(state=kind)
         if kind == "dense":
             case = case.but(slots=N + random.randint(0, 2))
         if kind == "readonly":
             slots = N + 3
-            initial = [random.choice([slot for slot in range(slots) if slot != case.null_index]) for _ in range(N)]
+            initial = [
+                random.choice([slot for slot in range(slots) if slot != case.null_index]) for _ in range(N)
+            ]
             case = case.but(slots=slots, initial=_nulls(random, case, initial))
     else:
         slots = N * columns + N + 3
@@ -589,9 +635,14 @@ def _verify(random: Random, case: Case, classes: frozenset[str]) -> Case:
         case = case.but(has_initial=tuple(_chance(random, 0.6) for _ in range(N)))
     if _chance(random, 0.5):
         width = longest + random.choice((0, 0, 1))
-        rows = [[random.choice((-1, -5, random.randint(-1, t - 1), t - 1)) for t in range(width)] for _ in range(N)]
+        rows = [
+            [random.choice((-1, -5, random.randint(-1, t - 1), t - 1)) for t in range(width)]
+            for _ in range(N)
+        ]
         # What lies beyond a row's tokens is not read.
-        parents = [row[:length] + [99] * (width - length) for row, length in zip(rows, case.lengths, strict=True)]
+        parents = [
+            row[:length] + [99] * (width - length) for row, length in zip(rows, case.lengths, strict=True)
+        ]
         case = case.but(parents=tuple(map(tuple, parents)))
     if case.state == "none" or case.table is None or _chance(random, 0.4):
         slots, room = N + random.randint(0, 2), longest + random.choice((0, 0, 1))

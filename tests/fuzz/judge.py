@@ -73,7 +73,10 @@ class Naive:
             "backend": "reference:naive",
         }
         if case.pass_name == "segment":
-            self.m, self.b = self._empty(N, HV, K, K) if case.delta else self._empty(N, HV, K), self._empty(N, HV, V, K)
+            self.m, self.b = (
+                self._empty(N, HV, K, K) if case.delta else self._empty(N, HV, K),
+                self._empty(N, HV, V, K),
+            )
             _operator("segment", {**tensors, "m": self.m, "b": self.b, "null_index": -1})
             if not case.keep:
                 return
@@ -156,7 +159,9 @@ class Problem:
         return torch.from_numpy(expected.passing[n, t])
 
     def moved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(moved(self.values, *pair) for pair in zip(self.tensor("m"), self.tensor("b"), strict=True))
+        return tuple(
+            moved(self.values, *pair) for pair in zip(self.tensor("m"), self.tensor("b"), strict=True)
+        )
 
 
 def moved(values: Values, m: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -184,7 +189,9 @@ def varied(case: Case) -> bool:
     return case.decay not in ("zero", "tiny", "extreme") and "g" not in dict(case.expanded)
 
 
-def changed(values: Values, inputs: float, queries: float, gates: float, random: np.random.Generator) -> Values:
+def changed(
+    values: Values, inputs: float, queries: float, gates: float, random: np.random.Generator
+) -> Values:
     """A problem with v and the states, q and the gates times factors, and its key channels in another order."""
     factors = {"v": inputs, "q": queries, "g": gates}
     other = copy.copy(values)
@@ -192,7 +199,9 @@ def changed(values: Values, inputs: float, queries: float, gates: float, random:
     order = torch.from_numpy(random.permutation(values.case.key_dim))
     for name, dimensions in {"q": 4, "k": 4, "g": 4, "dt_bias": 2}.items():
         x = other.tensors.get(name)
-        if x is not None and x.ndim == dimensions:  # g and dt_bias of one number per token and head have fewer
+        if (
+            x is not None and x.ndim == dimensions
+        ):  # g and dt_bias of one number per token and head have fewer
             other.tensors[name] = x[..., order]
     other.base = (values.base * inputs).to(values.base.dtype)[..., order]
     return other
@@ -243,7 +252,9 @@ class Judge:
             rows = sorted({n for n, _ in places})
             parts = [(n, ([i for i, p in enumerate(places) if p[0] == n],)) for n in rows]
             asked = {"kind": kind, "places": places}
-            wrong += self._rule(kind, x, lambda problem, asked=asked: problem.states(**asked), parts, exact, places)
+            wrong += self._rule(
+                kind, x, lambda problem, asked=asked: problem.states(**asked), parts, exact, places
+            )
         if self.case.pass_name == "segment" and "m" in found.tensors:
             x = moved(self.values, found.tensors["m"], found.tensors["b"]).to(self.problem.naive.dtype)
             wrong += self._rule("m applied to a state, plus b", x, Problem.moved, [], exact)
@@ -320,7 +331,11 @@ class Judge:
         four, too, and `compare.floor` has one of them.
         """
         tokens = self.case.longest if n is None else self.case.lengths[n]
-        return 3 * max(torch.finfo(result).eps, torch.finfo(self.inputs).eps) / 2 if tokens <= FEW_TOKENS else 0.0
+        return (
+            3 * max(torch.finfo(result).eps, torch.finfo(self.inputs).eps) / 2
+            if tokens <= FEW_TOKENS
+            else 0.0
+        )
 
     def _where(self, what: str, x: torch.Tensor, oracle: torch.Tensor, places: list | None) -> str:
         """The first place that is wrong by a hundredth of the largest number, or the one that is most wrong."""
@@ -351,7 +366,9 @@ def over(found: Errors, budget: Sequence[float]) -> str:
 
 def vanishes(x: torch.Tensor, oracle: torch.Tensor, size: float) -> bool:
     """Whether all that is left of numbers up to size is what kernels may flush to zero on the way."""
-    return bool(x.isfinite().all()) and max(float(x.abs().max()), float(oracle.abs().max())) < VANISHING * size
+    return (
+        bool(x.isfinite().all()) and max(float(x.abs().max()), float(oracle.abs().max())) < VANISHING * size
+    )
 
 
 def _unravel(position: int, shape: torch.Size) -> tuple[int, ...]:

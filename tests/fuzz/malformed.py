@@ -115,7 +115,9 @@ class Watched(Call):
         return digest.hexdigest()
 
 
-def refused(case: Case, backends: list[str | None], classes: frozenset[str]) -> Iterator[tuple[str | None, str]]:
+def refused(
+    case: Case, backends: list[str | None], classes: frozenset[str]
+) -> Iterator[tuple[str | None, str]]:
     """For every wrong value a call: its backend, and a sentence unless it was refused as it has to be."""
     random, values = Random(case.seed), Values(case)
     for argument, name, changes in wrongs(case, random, classes):

@@ -35,7 +35,9 @@ def place(x: torch.Tensor, layout: str) -> torch.Tensor:
             view = poison(core.transpose(0, 1).shape, x.dtype).transpose(0, 1)
         case "fused":  # the heads of a token lie together, in a wider row
             row = core.shape[2:].numel()
-            view = poison((*core.shape[:2], row + 40), x.dtype)[..., 16 : 16 + row].unflatten(-1, core.shape[2:])
+            view = poison((*core.shape[:2], row + 40), x.dtype)[..., 16 : 16 + row].unflatten(
+                -1, core.shape[2:]
+            )
         case _:
             view = poison(core.shape, x.dtype)
     return view.copy_(core).expand(x.shape)
@@ -65,7 +67,9 @@ def place_states(case: Case, lead: tuple[int, ...], dtype: str, v_first: bool = 
 def whole(x: torch.Tensor) -> torch.Tensor:
     """All the memory under a view, on the CPU."""
     storage = x.untyped_storage()
-    flat = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (storage.nbytes() // x.element_size(),))
+    flat = torch.empty(0, dtype=x.dtype, device=x.device).set_(
+        storage, 0, (storage.nbytes() // x.element_size(),)
+    )
     return flat.cpu()
 
 

@@ -135,7 +135,9 @@ class Expected:
         self.passing = {}
         wanted = {(n, t) for n, t, slot in case.plan or () if slot >= 0}
         if case.chunk_size:
-            wanted |= {(n, t) for n, length in enumerate(case.lengths) for t in range(0, length, case.chunk_size)}
+            wanted |= {
+                (n, t) for n, length in enumerate(case.lengths) for t in range(0, length, case.chunk_size)
+            }
         self._keep(wanted, 0, state)
         # The largest number that goes in; at least 1 (judge.VANISHING).
         self.size = max(1.0, np.abs(state).max(initial=0), np.abs(tokens.v).max(initial=0))
@@ -154,7 +156,9 @@ class Expected:
                 states.append(state)
             self._keep(wanted, t + 1, state)
             if track:
-                self.largest = max(self.largest, np.abs(state).max(initial=0), np.abs(rows[:, t]).max(initial=0))
+                self.largest = max(
+                    self.largest, np.abs(state).max(initial=0), np.abs(rows[:, t]).max(initial=0)
+                )
         self.final = state
         if case.pass_name == "verify":
             self.snapshots = np.stack(states[1:], axis=1) if L else np.zeros((N, 0, *state.shape[1:]))

@@ -32,7 +32,9 @@ class Tally:
     by_pass: Counter = field(default_factory=Counter)
     by_algorithm: Counter = field(default_factory=Counter)
     skipped: Counter = field(default_factory=Counter)  # why a case or a call was not judged
-    excused: Counter = field(default_factory=Counter)  # calls above the rule that neighbours allow, by backend
+    excused: Counter = field(
+        default_factory=Counter
+    )  # calls above the rule that neighbours allow, by backend
     worst_excused: float = 0.0  # of those, in budgets of the rule
     failures: list[dict] = field(default_factory=list)
 
@@ -177,7 +179,9 @@ def one(case: Case, options: Options) -> Tally:
 
 def _in_pieces(call: Call) -> bool:
     """Whether q, k, v, g and o are bfloat16 and lie in whole pieces of 16 bytes."""
-    rows = [call.inputs[name] for name in "qkvg"] + [call.poisoned[name] for name in ("o",) if name in call.poisoned]
+    rows = [call.inputs[name] for name in "qkvg"] + [
+        call.poisoned[name] for name in ("o",) if name in call.poisoned
+    ]
     return call.case.out in ("", "bfloat16") and all(
         x.dtype == torch.bfloat16
         and x.stride(-1) == 1
@@ -193,7 +197,9 @@ DECLINED = {
     "it takes one beta per token, not of float64": lambda call: (
         call.case.beta_per_value or call.case.beta_dtype == "float64"
     ),
-    "q, k, v, g and o must be bfloat16 and lie in whole pieces of 16 bytes": lambda call: not _in_pieces(call),
+    "q, k, v, g and o must be bfloat16 and lie in whole pieces of 16 bytes": lambda call: (
+        not _in_pieces(call)
+    ),
 }
 
 

@@ -23,7 +23,14 @@ class Values:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.random = np.random.default_rng(case.seed)
-        B, T, H, HV, K, V = case.batch, case.tokens, case.heads, case.value_heads, case.key_dim, case.value_dim
+        B, T, H, HV, K, V = (
+            case.batch,
+            case.tokens,
+            case.heads,
+            case.value_heads,
+            case.key_dim,
+            case.value_dim,
+        )
         decay, _ = FAMILY[case.algorithm]
         self.tensors: dict[str, torch.Tensor] = {}
         self._queries_keys_values(B, T, H, HV, K, V)
@@ -35,7 +42,9 @@ class Values:
                 self.tensors["A_log"] = to_torch(self.random.uniform(*case.A_log, HV), "float32")
             if case.dt_bias is not None:
                 shape = (HV, K) if per_channel else (HV,)
-                self.tensors["dt_bias"] = to_torch(case.dt_bias * self.random.standard_normal(shape), "float32")
+                self.tensors["dt_bias"] = to_torch(
+                    case.dt_bias * self.random.standard_normal(shape), "float32"
+                )
         if decay == "head" or case.head_decay:
             self.tensors["decay"] = to_torch(self._constants(HV), "float32")
         if case.delta:
@@ -45,7 +54,11 @@ class Values:
             x = self.tensors.get(name)
             if x is not None and x.shape[dim] > 0:
                 self.tensors[name] = x.narrow(dim, 0, 1).expand(x.shape)
-        states = self.random.standard_normal((case.sequences, HV, V, K)) * self.state_sizes[:, None, None, None] / 4
+        states = (
+            self.random.standard_normal((case.sequences, HV, V, K))
+            * self.state_sizes[:, None, None, None]
+            / 4
+        )
         if case.state != "none":
             first: dict[int, int] = {}  # rows that start from one slot start from one state
             states = states[[first.setdefault(case.base(n), n) for n in range(case.sequences)]]
@@ -125,7 +138,9 @@ class Values:
             "tiny": np.full(HV, 1e-6),
             "strong": random.uniform(0, 20, HV),
             "extreme": np.full(HV, 1000.0),
-            "mixed": np.choose(random.integers(4, size=HV), [slopes, np.zeros(HV), 20 * slopes, np.full(HV, 1000.0)]),
+            "mixed": np.choose(
+                random.integers(4, size=HV), [slopes, np.zeros(HV), 20 * slopes, np.full(HV, 1000.0)]
+            ),
         }
         return kinds.get(self.case.decay, slopes) * random.choice((-1.0, 1.0), HV)
 

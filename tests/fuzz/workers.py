@@ -14,7 +14,9 @@ from fuzz.run import Options, Tally, run, seeds_of
 HANGS = 120.0  # seconds without another case; one takes less than two
 
 
-def work(seed: int, count: int, seconds: float, worker: int, workers: int, options: Options, results, current) -> None:
+def work(
+    seed: int, count: int, seconds: float, worker: int, workers: int, options: Options, results, current
+) -> None:
     """A worker's share of a run."""
     torch.set_num_threads(1)  # a case says with how many its calls run
     results.send(run(seed, -(-count // workers), seconds, options, worker, workers, current))
@@ -36,7 +38,9 @@ class Worker:
         return time.monotonic() - self.since > limit
 
 
-def shared(seed: int, count: int, seconds: float, workers: int, options: Options, limit: float = HANGS) -> Tally:
+def shared(
+    seed: int, count: int, seconds: float, workers: int, options: Options, limit: float = HANGS
+) -> Tally:
     """The work of several processes, so that a crash or a hang is a failure with the seed of its case and no more."""
     processes, tally, running = torch.multiprocessing.get_context("spawn"), Tally(), []
     for n in range(workers):

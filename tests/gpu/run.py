@@ -49,7 +49,10 @@ FUZZED = {
 SUITES = {
     "laws and cases": (["--device", "cuda", "tests", "--ignore", "tests/gpu"], {}),
     "GPU only": (["--device", "cuda", "tests/gpu"], {}),
-    "values on the device": (["--device", "cuda", "tests/api/test_validation.py"], {"CULA_DEBUG_CHECKS": "1"}),
+    "values on the device": (
+        ["--device", "cuda", "tests/api/test_validation.py"],
+        {"CULA_DEBUG_CHECKS": "1"},
+    ),
 }
 
 
@@ -70,7 +73,10 @@ def write(name: str, result: dict, output: Path, device: ModuleType = gpu) -> No
     path.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {}
     if before.get("source_hash") == first["source_hash"]:
-        result = {key: {**before[key], **value} if isinstance(value, dict) else value for key, value in result.items()}
+        result = {
+            key: {**before[key], **value} if isinstance(value, dict) else value
+            for key, value in result.items()
+        }
     path.write_text(json.dumps({**first, **result}, indent=1) + "\n")
     print(f"wrote {path}")
 
@@ -99,7 +105,13 @@ def counts(report: Path) -> dict:
             skips[skip.get("message", "").splitlines()[0]] += 1
     skipped = skips.total()
     passed = total - skipped - len(failed)
-    return {"passed": passed, "failed": len(failed), "skipped": skipped, "failures": failed, "skips": dict(skips)}
+    return {
+        "passed": passed,
+        "failed": len(failed),
+        "skipped": skipped,
+        "failures": failed,
+        "skips": dict(skips),
+    }
 
 
 def test(options: argparse.Namespace) -> bool:
@@ -111,10 +123,14 @@ def test(options: argparse.Namespace) -> bool:
             report = Path(folder) / "report.xml"
             parallel = ["-n", str(options.jobs), "--dist", "loadgroup"]
             status, seconds = pytest([*arguments, *parallel, *options.pytest], more, report)
-            suites[name] = {**counts(report), "seconds": round(seconds, 1)} if report.exists() else {"exit": status}
+            suites[name] = (
+                {**counts(report), "seconds": round(seconds, 1)} if report.exists() else {"exit": status}
+            )
         fine &= status == 0
     for name, found in suites.items():
-        print(f"{name}: {', '.join(f'{found[key]} {key}' for key in ('passed', 'failed', 'skipped') if key in found)}")
+        print(
+            f"{name}: {', '.join(f'{found[key]} {key}' for key in ('passed', 'failed', 'skipped') if key in found)}"
+        )
     if not options.pytest:
         write("gpu_tests", {"suites": suites}, options.output)
     return fine
@@ -135,7 +151,11 @@ def read_summary(text: str) -> dict:
         tail = [line for line in text.splitlines() if line.strip()][-5:]
         return {"calls": 0, "errors": None, "what": tail}
     errors = max(int(plain or race) for plain, race, _ in found)
-    return {"calls": int(calls[1]), "errors": errors, "warnings": max(int(warned or 0) for *_, warned in found)}
+    return {
+        "calls": int(calls[1]),
+        "errors": errors,
+        "warnings": max(int(warned or 0) for *_, warned in found),
+    }
 
 
 def sanitize(options: argparse.Namespace) -> bool:
@@ -144,12 +164,26 @@ def sanitize(options: argparse.Namespace) -> bool:
     for tool in options.tools.split(","):
         # Without torch's own caching every tensor is an allocation that the tool knows the ends of.
         more = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        watch = [program, "--tool", tool, "--kernel-name", "kns=cula", "--error-exitcode", "1", "--print-limit", "20"]
+        watch = [
+            program,
+            "--tool",
+            tool,
+            "--kernel-name",
+            "kns=cula",
+            "--error-exitcode",
+            "1",
+            "--print-limit",
+            "20",
+        ]
         command = [*watch, sys.executable, str(ROOT / "tests" / "gpu" / "sanitize_cases.py")]
         start = time.perf_counter()
         done = subprocess.run(command, env=environment(**more), capture_output=True, text=True, check=False)
         text = done.stdout + done.stderr
-        tools[tool] = {**read_summary(text), "exit": done.returncode, "seconds": round(time.perf_counter() - start, 1)}
+        tools[tool] = {
+            **read_summary(text),
+            "exit": done.returncode,
+            "seconds": round(time.perf_counter() - start, 1),
+        }
         clean = done.returncode == 0 and tools[tool]["errors"] == 0 and not tools[tool].get("warnings")
         if not clean:
             print(text[-8000:])
@@ -174,7 +208,8 @@ def fuzz(options: argparse.Namespace) -> bool:
             subprocess.run([*command, "--json", str(record)], cwd=ROOT, env=environment(), check=False)
             found = json.loads(record.read_text())
         kept = {
-            key: found[key] for key in ("seed", "cases", "calls", "by_backend", "by_pass", "by_algorithm", "excused")
+            key: found[key]
+            for key in ("seed", "cases", "calls", "by_backend", "by_pass", "by_algorithm", "excused")
         }
         kept["worst_excused"] = round(found["worst_excused"], 2)
         lines = [f"{failure['reproduce']}: {failure['wrong'][0]}" for failure in found["failures"]]
@@ -192,7 +227,15 @@ def fla(options: argparse.Namespace) -> bool:
         raise SystemExit(f"run.py: --fla-tests must name FLA's folder tests; not there: {', '.join(missing)}")
     with TemporaryDirectory() as folder:
         record = Path(folder) / "record.json"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "cula_testing.fla_plugin", f"--fla-record={record}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "cula_testing.fla_plugin",
+            f"--fla-record={record}",
+        ]
         command += ["-c", os.devnull, "--rootdir", str(options.fla_tests.parent), "-p", "no:cacheprovider"]
         command += ["-n", str(options.jobs), *map(str, files), *options.pytest]
         done = subprocess.run(command, cwd=options.fla_tests.parent, env=environment(), check=False)

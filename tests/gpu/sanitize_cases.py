@@ -33,7 +33,9 @@ def _prefill_of_kept(inputs: Inputs) -> passes.Result:
 
 def _prefill_from_zero(inputs: Inputs) -> passes.Result:
     stateless = inputs.but(initial_state=None, initial_state_indices=None)
-    b = inputs.q.new_empty((inputs.case.sequences, 1, inputs.v.shape[3], inputs.q.shape[3]), dtype=torch.float32)
+    b = inputs.q.new_empty(
+        (inputs.case.sequences, 1, inputs.v.shape[3], inputs.q.shape[3]), dtype=torch.float32
+    )
     with mock.patch("cula.api._log_decay", lambda decay: decay):
         kept = level1.segment(stateless, scale=inputs.case.scale, keep=True, out=(None, b))[2]
         o, final_state = level1.prefill(stateless, kept=kept)
@@ -61,7 +63,9 @@ def on_gpu(call: Call) -> Call:
 
     moved = {name: move(name, tensor) for name, tensor in call.tensors.items() if tensor.numel()}
     inputs = call.inputs.but(**{name: moved[name] for name in moved if hasattr(call.inputs, name)})
-    return Call(call.kind, inputs, {**call.named, **{name: moved[name] for name in moved if name in call.named}})
+    return Call(
+        call.kind, inputs, {**call.named, **{name: moved[name] for name in moved if name in call.named}}
+    )
 
 
 def calls() -> Iterator[Call]:
@@ -82,7 +86,9 @@ def calls() -> Iterator[Call]:
                 yield ready("varlen", algorithm, lengths=(65, 0, 5), backend=backend, **one, **wide)
             yield ready("states on the way", algorithm, lengths=(130,), **one, **wide)
         for backend in ("", *PORTABLE):
-            yield ready("prefill", algorithm, lengths=(2048,), key_dim=128, value_dim=128, backend=backend, **one)
+            yield ready(
+                "prefill", algorithm, lengths=(2048,), key_dim=128, value_dim=128, backend=backend, **one
+            )
             if algorithm == "gdn":  # cut in two where Hopper's kernels run
                 many = {"heads": 8, "value_heads": 16, "key_dim": 128, "value_dim": 128}
                 yield ready("prefill", algorithm, lengths=(4096,), backend=backend, **many)
@@ -90,19 +96,27 @@ def calls() -> Iterator[Call]:
                 many = {"heads": 22, "value_heads": 22, "key_dim": 128, "value_dim": 128}
                 yield ready("prefill", algorithm, lengths=(64 * 128 - 3,), **many)
             scheduled = (65, *[0, 5] * 16)
-            yield ready("varlen", algorithm, lengths=scheduled, key_dim=128, value_dim=128, backend=backend, **one)
+            yield ready(
+                "varlen", algorithm, lengths=scheduled, key_dim=128, value_dim=128, backend=backend, **one
+            )
             for kind in (KEPT, FROM_ZERO):
                 yield Call(kind, make(kind.case(algorithm, key_dim=128, value_dim=128, backend=backend)), {})
         yield ready("prefill", algorithm, dtype=torch.float32, lengths=(70,), key_dim=128, value_dim=128)
-        yield ready("varlen", algorithm, lengths=(33, 64), key_dim=60, value_dim=100, value_heads=4, fused=True)
-        yield ready("decode", algorithm, lengths=(1, 1), key_dim=60, value_dim=100, value_heads=4, k_first=True)
+        yield ready(
+            "varlen", algorithm, lengths=(33, 64), key_dim=60, value_dim=100, value_heads=4, fused=True
+        )
+        yield ready(
+            "decode", algorithm, lengths=(1, 1), key_dim=60, value_dim=100, value_heads=4, k_first=True
+        )
         yield ready("pool", algorithm, lengths=(70, 1), key_dim=100, value_dim=40, state_dtype=torch.bfloat16)
         yield ready("tree", algorithm)
         yield from forks(algorithm)
         if algorithm in DELTA:
             yield ready("prefill", algorithm, lengths=(70,), beta_per_value=True)
             # Maps by two warpgroups a CTA.
-            yield ready("prefill", algorithm, lengths=(1600,), heads=22, value_heads=22, key_dim=128, value_dim=128)
+            yield ready(
+                "prefill", algorithm, lengths=(1600,), heads=22, value_heads=22, key_dim=128, value_dim=128
+            )
         if FAMILY[algorithm][0] == "channel":
             for K in (64, 72, 128):  # gates of the inputs' type, which tensor copies can bring
                 narrow = {"dtype": torch.bfloat16, "gate_dtype": torch.bfloat16, "key_dim": K, "value_dim": K}
@@ -141,7 +155,9 @@ def forks(algorithm: str) -> Iterator[Call]:
     inputs = make(Case(algorithm, (DRAFTS,) * 2))
     table = torch.arange(2 * DRAFTS, dtype=torch.int64).view(2, DRAFTS)
     for base in (None, torch.tensor([0, 0], dtype=torch.int64)):
-        rows = inputs.but(initial_state=state_like(inputs.case, 2 * DRAFTS, fill=1.0), initial_state_indices=base)
+        rows = inputs.but(
+            initial_state=state_like(inputs.case, 2 * DRAFTS, fill=1.0), initial_state_indices=base
+        )
         named = {"o": passes.empty_o(rows), "in_place": True, "state_indices": table}
         for parents in (None, torch.tensor([[-1, 0, -1, 2]] * 2)):
             tree = {} if parents is None else {"parents": parents}

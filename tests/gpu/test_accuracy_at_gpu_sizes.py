@@ -23,7 +23,9 @@ def check(case: Case, call: str = "prefill") -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("count", [32, 33, 1000, 1025, 4097])  # scheduled beyond 32: 1,024 at a time, 4,096 in order
+@pytest.mark.parametrize(
+    "count", [32, 33, 1000, 1025, 4097]
+)  # scheduled beyond 32: 1,024 at a time, 4,096 in order
 def test_many_short_sequences(algorithm, dtype, count):
     lengths = tuple((7 * n) % 23 for n in range(count))
     check(Case(algorithm, lengths, packed=True, heads=1, value_heads=1, dtype=dtype, pool=True))
@@ -37,10 +39,25 @@ def test_lengths_around_the_chunk(algorithm, length):
 @DTYPES
 @pytest.mark.parametrize(
     ("K", "V"),
-    [(64, 64), (128, 128), (256, 256), (40, 72), (72, 40), (100, 100), (1, 255), (255, 1), (255, 255), (129, 65)],
+    [
+        (64, 64),
+        (128, 128),
+        (256, 256),
+        (40, 72),
+        (72, 40),
+        (100, 100),
+        (1, 255),
+        (255, 1),
+        (255, 255),
+        (129, 65),
+    ],
 )
 def test_dimensions(algorithm, dtype, K, V):
-    check(Case(algorithm, (150, 0, 65), packed=True, heads=4, value_heads=4, key_dim=K, value_dim=V, dtype=dtype))
+    check(
+        Case(
+            algorithm, (150, 0, 65), packed=True, heads=4, value_heads=4, key_dim=K, value_dim=V, dtype=dtype
+        )
+    )
 
 
 @pytest.mark.parametrize("K", [64, 128, 256])
@@ -48,7 +65,9 @@ def test_dimensions(algorithm, dtype, K, V):
 @pytest.mark.parametrize("k_first", [False, True], ids=["v_first", "k_first"])
 @pytest.mark.parametrize("call", CALLS)
 def test_states(algorithm, K, state_dtype, k_first, call):
-    like = Case(algorithm, (70, 9, 0, 1), packed=True, key_dim=K, value_dim=K, state_dtype=state_dtype, pool=True)
+    like = Case(
+        algorithm, (70, 9, 0, 1), packed=True, key_dim=K, value_dim=K, state_dtype=state_dtype, pool=True
+    )
     check(like.but(k_first=k_first), call)
 
 
@@ -63,9 +82,13 @@ def test_grouped_heads(algorithm, ratio):
 @pytest.mark.parametrize("one_decay", [name for name in ALGORITHMS if FAMILY[name][0] != "channel"])
 def test_heads_that_are_prepared_together(one_decay, lengths, heads, backend):
     """With so many chunks one block prepares the 8 / heads value heads that share keys, and with keys repeated one."""
-    like = Case(one_decay, lengths, packed=len(lengths) > 1, heads=heads, value_heads=8, key_dim=128, value_dim=128)
+    like = Case(
+        one_decay, lengths, packed=len(lengths) > 1, heads=heads, value_heads=8, key_dim=128, value_dim=128
+    )
     inputs = make(like.but(qk_l2norm=True), draw_on="cuda")
-    repeated = inputs.but(q=inputs.q.repeat_interleave(8 // heads, 2), k=inputs.k.repeat_interleave(8 // heads, 2))
+    repeated = inputs.but(
+        q=inputs.q.repeat_interleave(8 // heads, 2), k=inputs.k.repeat_interleave(8 // heads, 2)
+    )
     together, apart = (passes.prefill(each, backend=backend) for each in (inputs, repeated))
     for name, tensor in together.items():
         assert_same_bits(name, tensor, getattr(apart, name))
@@ -74,7 +97,9 @@ def test_heads_that_are_prepared_together(one_decay, lengths, heads, backend):
 @pytest.mark.parametrize("lengths", [(8192,), (4000, 100, 4000)], ids=str)
 def test_long_sequences_of_one_head(algorithm, lengths):
     """Where one GPU's worth of blocks has to come from along the sequence."""
-    like = Case(algorithm, lengths, packed=len(lengths) > 1, heads=1, value_heads=1, key_dim=128, value_dim=128)
+    like = Case(
+        algorithm, lengths, packed=len(lengths) > 1, heads=1, value_heads=1, key_dim=128, value_dim=128
+    )
     check(like.but(decay="slow"))
 
 
@@ -103,13 +128,18 @@ def test_nearly_parallel_keys(algorithm, dtype, cosine):
 @pytest.mark.parametrize("algorithm", DELTA)
 def test_coupled_chunks_of_many_heads(algorithm, dtype):
     """So many heads take larger blocks, which hold fewer chunks; half of the chunks take the room of two."""
-    case = Case(algorithm, (64 * 8,), heads=120, value_heads=120, key_dim=128, value_dim=128, dtype=dtype, state=False)
+    case = Case(
+        algorithm, (64 * 8,), heads=120, value_heads=120, key_dim=128, value_dim=128, dtype=dtype, state=False
+    )
     inputs = make(case.but(qk_l2norm=True), draw_on="cuda")
     inputs.k = inputs.k.unflatten(1, (4, 128)).clone()
     inputs.k[:, :, :64] = inputs.k[:, :, :1]
     inputs.k = inputs.k.flatten(1, 2)
     whole = passes.prefill(inputs)
-    axes = {**dict.fromkeys(("q", "k", "v", "g", "beta"), 2), **dict.fromkeys(("decay", "A_log", "dt_bias"), 0)}
+    axes = {
+        **dict.fromkeys(("q", "k", "v", "g", "beta"), 2),
+        **dict.fromkeys(("decay", "A_log", "dt_bias"), 0),
+    }
     for first in range(0, 120, 40):
         tensors = {name: getattr(inputs, name) for name in axes if getattr(inputs, name) is not None}
         fewer = {name: x.narrow(axes[name], first, 40) for name, x in tensors.items()}
@@ -120,7 +150,9 @@ def test_coupled_chunks_of_many_heads(algorithm, dtype):
 
 @pytest.mark.parametrize("rows", [1, 33, 256])
 def test_decode_of_many_rows(algorithm, rows):
-    check(Case(algorithm, (1,) * rows, heads=4, value_heads=4, key_dim=128, value_dim=128, pool=True), "decode")
+    check(
+        Case(algorithm, (1,) * rows, heads=4, value_heads=4, key_dim=128, value_dim=128, pool=True), "decode"
+    )
 
 
 @pytest.mark.parametrize("S", [1, 2, 5, 8, 16])

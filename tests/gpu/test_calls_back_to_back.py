@@ -77,7 +77,9 @@ def test_no_tokens_after_a_call(algorithm, backend):
     """A call that prepares nothing starts from what the call before leaves, when that has ended."""
     nothing = make(Case(algorithm, (0, 0), heads=4, value_heads=4, **WIDE), draw_on="cuda")
     for seed in range(RUNS):
-        before = make(Case(algorithm, (2000, 2000), heads=4, value_heads=4, seed=seed, **WIDE), draw_on="cuda")
+        before = make(
+            Case(algorithm, (2000, 2000), heads=4, value_heads=4, seed=seed, **WIDE), draw_on="cuda"
+        )
         left = passes.prefill(before, backend=backend).final_state
         found = passes.prefill(nothing.but(initial_state=left), backend=backend).final_state
         assert_same_bits("final_state", left, found)

@@ -9,7 +9,9 @@ import torch
 
 @pytest.mark.parametrize("joins", [None, (True, False, True, True), (True, True, True, False)])
 @pytest.mark.parametrize("additive", [False, True], ids=["delta", "additive"])
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (64, 72), (100, 40), (30, 8), (1, 1), (256, 300)])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"), [(128, 128), (64, 72), (100, 40), (30, 8), (1, 1), (256, 300)]
+)
 def test_maps_compose_as_in_float64(key_dim, value_dim, additive, joins):
     torch.manual_seed(0)
     on_cpu = {"device": "cpu"}

@@ -43,7 +43,9 @@ def test_outputs_are_those_of_whole_walks(algorithm, packed, backend):
     for name, dim in (("o", 2), ("final_state", 1)):
         one, two = (getattr(result, name).movedim(dim, 0) for result in (cut, whole))
         assert errors(one, two.double()).rms < CLOSE, name
-        assert errors(one[SHORT], two[SHORT].double()).rms < 1e-6, name  # both start from the same last chunks
+        assert errors(one[SHORT], two[SHORT].double()).rms < 1e-6, (
+            name
+        )  # both start from the same last chunks
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])

@@ -17,7 +17,12 @@ WIDE = {"key_dim": 128, "value_dim": 128}
 SHAPES = {
     "many heads": {"lengths": (2048,), "heads": 32, "value_heads": 32},
     "one head": {"lengths": (16384,), "heads": 1, "value_heads": 1},
-    "many lengths": {"lengths": (1300, 547, 0, 963, 271, 63, 1, 3063), "packed": True, "heads": 8, "value_heads": 8},
+    "many lengths": {
+        "lengths": (1300, 547, 0, 963, 271, 63, 1, 3063),
+        "packed": True,
+        "heads": 8,
+        "value_heads": 8,
+    },
 }
 
 

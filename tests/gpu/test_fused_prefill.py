@@ -63,7 +63,9 @@ def fused(inputs: Inputs, backend: str = FUSED) -> passes.Result:
 def ours(names: list[str], groups: int) -> bool:
     """Whether the one kernel did all, with so many warpgroups a CTA that multiply."""
     assert names
-    return len(names) == 1 and re.search(rf"fused_prefill<.*, (\(int\))?{groups}, [^,]*>", names[0]) is not None
+    return (
+        len(names) == 1 and re.search(rf"fused_prefill<.*, (\(int\))?{groups}, [^,]*>", names[0]) is not None
+    )
 
 
 GATES = pytest.mark.parametrize("gate", ["bounded", "softplus"])
@@ -168,7 +170,9 @@ def test_two_warpgroups_a_cta_change_no_bit(shape):
     few = 8
     assert ours(device.kernels_of(lambda: found.update(alone=fused(inputs.first_heads(few)))), groups=1)
     assert_same_bits("o", found["alone"].o, found["whole"].o[:, :, :few].contiguous())
-    assert_same_bits("final_state", found["alone"].final_state, found["whole"].final_state[:, :few].contiguous())
+    assert_same_bits(
+        "final_state", found["alone"].final_state, found["whole"].final_state[:, :few].contiguous()
+    )
 
 
 def test_more_values_than_a_kernel_takes():
@@ -189,16 +193,22 @@ def test_more_values_than_a_kernel_takes():
 
 def test_a_batch_is_as_each_of_its_sequences():
     """And where the call is to be batch-invariant, so does `sm90` choose."""
-    inputs = make(Case(**{**FIELDS, "lengths": (100, 33, 7, 64), "packed": True, "heads": 8, "value_heads": 64}))
+    inputs = make(
+        Case(**{**FIELDS, "lengths": (100, 33, 7, 64), "packed": True, "heads": 8, "value_heads": 64})
+    )
 
     def call(inputs: Inputs) -> passes.Result:
         return passes.prefill(inputs, backend="sm90", batch_invariant=True)
 
     whole, begin = call(inputs), 0
     for n, length in enumerate(inputs.case.lengths):
-        tensors = {name: getattr(inputs, name)[:, begin : begin + length] for name in ("q", "k", "v", "g", "beta")}
+        tensors = {
+            name: getattr(inputs, name)[:, begin : begin + length] for name in ("q", "k", "v", "g", "beta")
+        }
         case = inputs.case.but(lengths=(length,), packed=False)
-        alone = call(inputs.but(case=case, cu_seqlens=None, initial_state=inputs.initial_state[n : n + 1], **tensors))
+        alone = call(
+            inputs.but(case=case, cu_seqlens=None, initial_state=inputs.initial_state[n : n + 1], **tensors)
+        )
         assert_same_bits("o", alone.o, whole.o[:, begin : begin + length].contiguous())
         assert_same_bits("final_state", alone.final_state[0], whole.final_state[n])
         begin += length
@@ -249,7 +259,9 @@ def test_what_is_kept_on_the_way_changes_no_bit(decay, gate, value_dim):
     assert_same_bits("o", plain.o, kept.o)
     assert_same_bits("final_state", plain.final_state, kept.final_state)
     plan = torch.tensor([[0, 64, 1], [0, 256, 0], [0, 128, 2]], dtype=torch.int32, device="cuda")
-    some = passes.prefill(inputs, backend=FUSED, checkpoints=passes.empty_states(inputs, 3), checkpoint_plan=plan)
+    some = passes.prefill(
+        inputs, backend=FUSED, checkpoints=passes.empty_states(inputs, 3), checkpoint_plan=plan
+    )
     assert_same_bits("o", plain.o, some.o)
     for slot, chunk in ((1, 1), (0, 4), (2, 2)):
         assert_same_bits("checkpoints", some.checkpoints[slot], kept.chunk_states[0, chunk])

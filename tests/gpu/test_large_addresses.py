@@ -56,10 +56,14 @@ def check_far_apart(near: Call, dim: int, stride: int) -> None:
     apart = {name: (dim, stride) if name in TOKENS else (0, FAR) for name in large}
     ends = [(x.shape[apart[name][0]] - 1) * apart[name][1] * x.element_size() for name, x in large.items()]
     arena = Arena(max(ends) + (64 << 20))
-    far = {name: arena.place(x, *apart[name]) if name in large else x.clone() for name, x in near.tensors.items()}
+    far = {
+        name: arena.place(x, *apart[name]) if name in large else x.clone() for name, x in near.tensors.items()
+    }
     assert max(view.untyped_storage().nbytes() for view in far.values()) > 2**32
     inputs = near.inputs.but(**{name: far[name] for name in far if hasattr(near.inputs, name)})
-    distant = Call(near.kind, inputs, {**near.named, **{name: far[name] for name in far if name in near.named}})
+    distant = Call(
+        near.kind, inputs, {**near.named, **{name: far[name] for name in far if name in near.named}}
+    )
     near()
     distant()
     for name, tensor in near.results().items():
@@ -96,7 +100,9 @@ def test_the_end_of_a_long_sequence(algorithm):
     inputs.cu_seqlens = torch.tensor([0, T - short, T], dtype=torch.int32)
     if algorithm == "gdn":
         inputs.g, inputs.beta = -drawn(1, T, H, dtype=torch.float32).abs(), drawn(1, T, H).sigmoid()
-    alone = inputs.but(case=case.but(lengths=(short,)), cu_seqlens=torch.tensor([0, short], dtype=torch.int32))
+    alone = inputs.but(
+        case=case.but(lengths=(short,)), cu_seqlens=torch.tensor([0, short], dtype=torch.int32)
+    )
     for name in ("q", "k", "v", "g", "beta"):
         if getattr(alone, name) is not None:
             setattr(alone, name, getattr(alone, name)[:, T - short :])

@@ -73,12 +73,20 @@ def test_cu_seqlens(algorithm, name, bounds, times):
 
 
 @pytest.mark.skipif("sm90" not in device.able(torch.bfloat16), reason="sm90 does not run here")
-@pytest.mark.parametrize("bounds", [(0, 150, 100, 200, 150), (0, 50, 10**6, 10**6, 10**6), (-5, 50, 100, 150, 200)])
+@pytest.mark.parametrize(
+    "bounds", [(0, 150, 100, 200, 150), (0, 50, 10**6, 10**6, 10**6), (-5, 50, 100, 150, 200)]
+)
 @pytest.mark.parametrize("times", [1, 9])
 @pytest.mark.parametrize("gate", ["bounded", "softplus"])
 def test_cu_seqlens_of_one_kernel(bounds, times, gate):
     """Boxes, and rows where a sequence ends within one; of steep channels, tokens by themselves."""
-    fields = {"decay": "mixed", "gate": gate, "gate_dtype": torch.bfloat16, "dtype": torch.bfloat16, "qk_l2norm": True}
+    fields = {
+        "decay": "mixed",
+        "gate": gate,
+        "gate_dtype": torch.bfloat16,
+        "dtype": torch.bfloat16,
+        "qk_l2norm": True,
+    }
     fields |= {"key_dim": 128, "value_dim": 128, "backend": "sm90:fused"}
     call = ready("varlen", "kda", lengths=(200, *[0] * (len(bounds) * times - 2)), **fields)
     call.inputs.cu_seqlens = i32(bounds * times)

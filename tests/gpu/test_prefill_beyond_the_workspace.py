@@ -30,8 +30,12 @@ def give_memory_back() -> Iterator[None]:
     ids=["batch", "one", "many"],
 )
 def test_slabs_change_no_bits(backend, algorithm, lengths, packed):
-    heads = 4 * PART * (1 if algorithm in ("kda", "gla") else 4)  # images are smaller where q and k stay as they are
-    inputs = make(Case(algorithm, lengths, packed=packed, heads=heads, value_heads=heads, **WIDE), draw_on="cuda")
+    heads = (
+        4 * PART * (1 if algorithm in ("kda", "gla") else 4)
+    )  # images are smaller where q and k stay as they are
+    inputs = make(
+        Case(algorithm, lengths, packed=packed, heads=heads, value_heads=heads, **WIDE), draw_on="cuda"
+    )
     chunks = [-(-length // 64) for length in lengths]
     rows, columns = (1, sum(chunks)) if packed else (len(lengths), chunks[0])
 

@@ -45,7 +45,9 @@ def test_segments_are_one_walk(shape):
     cut = passes.prefill(inputs, backend="sm90")
     whole = passes.prefill(inputs, backend="sm90", batch_invariant=True)
     if shape != "slabs":
-        assert_same_bits("o of the first segment", cut.o[:, :FIRST].contiguous(), whole.o[:, :FIRST].contiguous())
+        assert_same_bits(
+            "o of the first segment", cut.o[:, :FIRST].contiguous(), whole.o[:, :FIRST].contiguous()
+        )
     assert not torch.equal(cut.o, whole.o)  # or nothing was cut
     assert errors(cut.o, whole.o.double()).rms < CLOSE
     assert errors(cut.final_state, whole.final_state.double()).rms < CLOSE
@@ -61,7 +63,9 @@ def test_what_is_cut(batch_invariant, carries, composes):
 
 def test_one_call_after_another():
     """Calls that find the same workspace: no kernel reads what the call before left there, or comes too early."""
-    cases = [inputs_of(shape, seed) for shape, seed in (("one", 0), ("one", 1), ("no state", 0), ("batch", 0))]
+    cases = [
+        inputs_of(shape, seed) for shape, seed in (("one", 0), ("one", 1), ("no state", 0), ("batch", 0))
+    ]
     first = [passes.prefill(inputs, backend="sm90") for inputs in cases]
     for _ in range(20):
         for inputs, expected in zip(cases, first, strict=True):

@@ -73,7 +73,9 @@ def test_copies_nothing_between_host_and_device(name):
 
 def test_a_call_that_writes_nothing_launches_no_kernel(algorithm):
     """As several ranks check their arguments. What PyTorch does to a gate's parameters before is another matter."""
-    inputs = make(Case(algorithm, (0,), heads=2, value_heads=2, key_dim=64, value_dim=64, dtype=torch.bfloat16))
+    inputs = make(
+        Case(algorithm, (0,), heads=2, value_heads=2, key_dim=64, value_dim=64, dtype=torch.bfloat16)
+    )
     stored = seen_on_the_device(lambda: level1.prefill(inputs))
     if not stored:
         pytest.skip("the profiler sees no device activity on this machine")
@@ -84,7 +86,10 @@ def test_a_call_that_writes_nothing_launches_no_kernel(algorithm):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_two_streams_at_once(algorithm, name):
-    calls, streams = [ready(name, algorithm, seed) for seed in range(4)], [torch.cuda.Stream() for _ in range(2)]
+    calls, streams = (
+        [ready(name, algorithm, seed) for seed in range(4)],
+        [torch.cuda.Stream() for _ in range(2)],
+    )
     torch.cuda.synchronize()
     for i, call in enumerate(calls):
         with torch.cuda.stream(streams[i % 2]):

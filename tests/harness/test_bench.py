@@ -113,7 +113,9 @@ def test_fla_runs_every_kind_that_is_listed_for_it():
 
 def test_kinds_of_kernels_that_fla_compiles():
     fixed = suites.SUITES["prefill_fixed"]
-    long, short = (first.kinds("prefill", fixed.entry("kda", name).case) for name in ("T8192-H64", "T1024-H64"))
+    long, short = (
+        first.kinds("prefill", fixed.entry("kda", name).case) for name in ("T8192-H64", "T1024-H64")
+    )
     assert len(long & short) == 1
     assert long - short == {"l2norm 8"}
     assert first.kinds("prefill", fixed.entry("lightning", "T8192-H64").case) == {
@@ -126,7 +128,9 @@ def test_what_is_compiled_once_is_remembered_beside_it(monkeypatch, tmp_path):
     assert first.kinds_in_cache() == set()
 
     def start(call, **_):
-        program = "raise SystemExit(1)" if call[3] == "fails" else "print('words before'); print('70123.456 ms')"
+        program = (
+            "raise SystemExit(1)" if call[3] == "fails" else "print('words before'); print('70123.456 ms')"
+        )
         return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
 
     monkeypatch.setattr(first, "_start", start)
@@ -137,7 +141,9 @@ def test_what_is_compiled_once_is_remembered_beside_it(monkeypatch, tmp_path):
 
 
 def test_a_first_call_is_told_in_milliseconds():
-    number, unit = run_python("-m", "bench.first", "cpu_decode", "lightning", "N1-H32", "cula", cwd=str(ROOT)).split()
+    number, unit = run_python(
+        "-m", "bench.first", "cpu_decode", "lightning", "N1-H32", "cula", cwd=str(ROOT)
+    ).split()
     assert unit == "ms"
     assert 0.01 < float(number) < 60_000
 
@@ -170,7 +176,11 @@ def test_a_panel_has_the_floor_and_is_sorted():
         {"impl": "cula", "tokens": 16, "sequences": 1, "gpu_ms": 2.5, "gb": 4.0},
     ]
     assert plot.panels_of(result(rows)) == {
-        ("kda", "8 heads"): {"cula": [(16, 2.5), (64, 3.0)], "floor": [(16, 1.0), (64, 2.0)], "fla": [(64, 9.0)]}
+        ("kda", "8 heads"): {
+            "cula": [(16, 2.5), (64, 3.0)],
+            "floor": [(16, 1.0), (64, 2.0)],
+            "fla": [(64, 9.0)],
+        }
     }
 
 
@@ -220,7 +230,9 @@ def test_a_small_section_from_end_to_end(monkeypatch, tmp_path):
     lines = result_tables.section("prefill_ragged")
     assert sum(line.startswith("| kda, ") for line in lines) == len(chosen)
     assert any(line.startswith("![") and line.endswith("/prefill_ragged.png)") for line in lines)
-    assert lines[-1].startswith(f"Our error is no larger than FLA's in {len(chosen)} of the {len(chosen)} cases")
+    assert lines[-1].startswith(
+        f"Our error is no larger than FLA's in {len(chosen)} of the {len(chosen)} cases"
+    )
 
 
 def test_results_name_the_peers_that_are_installed(monkeypatch):
@@ -256,7 +268,9 @@ def test_two_ranks_from_end_to_end(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name, value in {"prepare": None, "copy_tbps": 0.02, "gemm_tflops": 0.5}.items():
         monkeypatch.setattr(cpu, name, lambda value=value: value)
-    small = {"T4096-H16": HEADLINES["kda", "prefill"]["T8192-H32"].but(lengths=(256,), heads=2, value_heads=2)}
+    small = {
+        "T4096-H16": HEADLINES["kda", "prefill"]["T8192-H32"].but(lengths=(256,), heads=2, value_heads=2)
+    }
     monkeypatch.setitem(dist.CPU_HEADLINES, ("kda", "prefill"), small)
     rows = dist.run(Namespace(case="", impl="", quick=True, output=tmp_path))
     assert {(row.impl, row.gpus) for row in rows} == {("cula", 1), *((impl, 2) for impl in dist.METHODS)}
@@ -277,7 +291,13 @@ def test_two_ranks_from_end_to_end(monkeypatch, tmp_path, capsys):
 
 
 def test_speed_ups_are_beside_the_same_library_on_one_rank():
-    rows = [("cula", 1, 8.0), ("cula:ring", 2, 10.0), ("cula:ring", 4, 4.0), ("fla", 1, 30.0), ("fla", 4, 15.0)]
+    rows = [
+        ("cula", 1, 8.0),
+        ("cula:ring", 2, 10.0),
+        ("cula:ring", 4, 4.0),
+        ("fla", 1, 30.0),
+        ("fla", 4, 15.0),
+    ]
     # Of a call on GPUs that was launched too late nothing but the time of a call is known.
     late = {"op": "kda", "case": "T8-H1-x2", "impl": "fla", "gpus": 2, "gpu_ms": None, "call_ms": 1.0}
     cases = [{"op": "kda", "case": f"T8-H1-x{n}", "impl": i, "gpus": n, "gpu_ms": ms} for i, n, ms in rows]

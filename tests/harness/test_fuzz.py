@@ -46,7 +46,9 @@ def test_bounded_run(share, request):
         tally.add(one(draw(next(seeds), options.classes), options))
         if time.monotonic() - start > SECONDS[kind] / SHARES:
             break
-    assert not tally.failures, "\n".join(f"{failure['reproduce']}: {failure['wrong'][0]}" for failure in tally.failures)
+    assert not tally.failures, "\n".join(
+        f"{failure['reproduce']}: {failure['wrong'][0]}" for failure in tally.failures
+    )
     assert tally.calls > 20
 
 
@@ -80,9 +82,18 @@ def test_what_is_planted_is_found(pass_name, dtype):
     judge, right = judged(case)
     assert judge.verdict(right, None) == []
     for name, x in right.tensors.items():
-        places = [(b, begin) for b, begin, _ in case.spans()] if name == "o" else [(n,) for n in range(case.sequences)]
+        places = (
+            [(b, begin) for b, begin, _ in case.spans()]
+            if name == "o"
+            else [(n,) for n in range(case.sequences)]
+        )
         for place, other in zip(places, places[1:] + places[:1], strict=True):
-            for value in (-x[place], x[other], torch.full_like(x[place], float("nan")), torch.zeros_like(x[place])):
+            for value in (
+                -x[place],
+                x[other],
+                torch.full_like(x[place], float("nan")),
+                torch.zeros_like(x[place]),
+            ):
                 wrong = x.clone()
                 wrong[place] = value
                 found = Found({**right.tensors, name: wrong}, right.states)
@@ -134,7 +145,9 @@ def test_a_neighbour_is_the_same_problem(pass_name):
                 x, y = (torch.from_numpy(getattr(each.expected, name)) for each in (problem, other))
                 x = x if name == "o" else x[..., order]
                 x = x[..., order, :] if name == "m" and case.delta else x
-                torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12 * float(x.abs().max()) if x.numel() else 0)
+                torch.testing.assert_close(
+                    x, y, rtol=1e-9, atol=1e-12 * float(x.abs().max()) if x.numel() else 0
+                )
 
 
 class Careless(Call):
@@ -194,7 +207,16 @@ def test_everything_is_drawn():
     assert any(case.value_dim > 256 for case in cases)
     for what in (Case.forks, Case.chained, lambda case: any(map(case.skipped, range(case.sequences)))):
         assert any(what(case) for case in cases)
-    for name in ("plan", "chunk_size", "parents", "accepted", "snapshot_indices", "has_initial", "final", "repeat"):
+    for name in (
+        "plan",
+        "chunk_size",
+        "parents",
+        "accepted",
+        "snapshot_indices",
+        "has_initial",
+        "final",
+        "repeat",
+    ):
         assert any(getattr(case, name) for case in cases), name
 
 
@@ -216,10 +238,14 @@ def test_several_tokens_of_a_decode_that_are_taken_are_found(monkeypatch):
 def test_one_kernel_keeps_to_its_limits():
     classes = DEFAULT | {"one_kernel"}
     cases = [draw(seed, classes) for seed in range(200)]
-    assert not any(case.edge or case.mixed_sizes or case.decay in ("strong", "extreme", "bursts") for case in cases)
+    assert not any(
+        case.edge or case.mixed_sizes or case.decay in ("strong", "extreme", "bursts") for case in cases
+    )
     for case in [case for case in cases if case.gate == "softplus" and case.tokens][:40]:
         assert np.min(log_decay(Values(case)), initial=0.0) > -29.75 * np.log(2)
-    assert {case.decay for case in [draw(seed, classes | {"fused_limits"}) for seed in range(200)]} == set(GATES)
+    assert {case.decay for case in [draw(seed, classes | {"fused_limits"}) for seed in range(200)]} == set(
+        GATES
+    )
 
 
 def test_classes_that_are_left_out_have_a_bound():

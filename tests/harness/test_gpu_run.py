@@ -35,7 +35,9 @@ def test_a_summary(text, errors, warnings):
     assert run.read_summary(CALLS + text) == {"calls": 440, "errors": errors, "warnings": warnings}
 
 
-@pytest.mark.parametrize("text", ["", CALLS, "========= ERROR SUMMARY: 0 errors\n", "========= Device not supported\n"])
+@pytest.mark.parametrize(
+    "text", ["", CALLS, "========= ERROR SUMMARY: 0 errors\n", "========= Device not supported\n"]
+)
 def test_half_a_run_is_no_run(text):
     assert run.read_summary(text)["errors"] is None
 

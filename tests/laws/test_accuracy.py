@@ -39,7 +39,9 @@ def test_generated(algorithm, name, data):
 
 @given(data=st.data())
 def test_generated_verify(algorithm, data):
-    case = data.draw(cases(algorithm, packed=False, pool=False)).but(lengths=(data.draw(st.integers(1, 8)),) * 2)
+    case = data.draw(cases(algorithm, packed=False, pool=False)).but(
+        lengths=(data.draw(st.integers(1, 8)),) * 2
+    )
     passes.assert_rule(snapshots, make(case))
 
 

@@ -128,7 +128,9 @@ def test_permuting_heads_permutes_results(algorithm, call, data):
 def test_grouped_heads_are_repeated_heads(algorithm, call, data):
     inputs = make(data.draw(cases(algorithm)))
     group = inputs.case.value_heads // inputs.case.heads
-    repeated = inputs.but(q=inputs.q.repeat_interleave(group, dim=2), k=inputs.k.repeat_interleave(group, dim=2))
+    repeated = inputs.but(
+        q=inputs.q.repeat_interleave(group, dim=2), k=inputs.k.repeat_interleave(group, dim=2)
+    )
     assert_same("repeated", call(inputs), call(repeated))
 
 
@@ -179,7 +181,9 @@ def restore_threads():
 @pytest.mark.usefixtures("restore_threads")
 @pytest.mark.parametrize("heads", [1, 3])
 def test_thread_count_changes_nothing(algorithm, call, heads):
-    case = Case(algorithm, (200, 3, 90), packed=True, heads=heads, value_heads=heads, key_dim=128, value_dim=128)
+    case = Case(
+        algorithm, (200, 3, 90), packed=True, heads=heads, value_heads=heads, key_dim=128, value_dim=128
+    )
     results = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
@@ -212,7 +216,10 @@ def test_batch_composition_changes_nothing_when_batch_invariant(algorithm, call,
 @given(data=st.data())
 def test_what_outputs_held_changes_nothing(algorithm, call, data):
     inputs = make(data.draw(cases(algorithm)))
-    o, state = passes.empty_o(inputs).fill_(7.0), passes.empty_states(inputs, inputs.case.sequences).fill_(7.0)
+    o, state = (
+        passes.empty_o(inputs).fill_(7.0),
+        passes.empty_states(inputs, inputs.case.sequences).fill_(7.0),
+    )
     indices = torch.arange(inputs.case.sequences, dtype=torch.int32)
     assert_same("poison", call(inputs), call(inputs, o=o, final_state=state, final_state_indices=indices))
 
@@ -244,7 +251,9 @@ def test_a_poisoned_neighbour_changes_nothing(algorithm, call, data):
 @pytest.mark.cpu_only("the allocator of the C library; tests/gpu/test_memory.py has torch's")
 def test_what_the_workspace_held_changes_nothing():
     """The same calls in processes whose allocator fills memory with different rubbish."""
-    fingerprints = {run_python("-m", "cula_testing.fingerprint", MALLOC_PERTURB_=byte) for byte in ("0", "1", "85")}
+    fingerprints = {
+        run_python("-m", "cula_testing.fingerprint", MALLOC_PERTURB_=byte) for byte in ("0", "1", "85")
+    }
     assert len(fingerprints) == 1
     assert fingerprints.pop()
 
@@ -282,7 +291,9 @@ def test_gate_in_kernel_is_gate_outside(algorithm, call, data):
 @given(data=st.data())
 @pytest.mark.parametrize("algorithm", DELTA)
 def test_beta_logits_in_kernel_are_sigmoids_outside(algorithm, call, data):
-    case = data.draw(cases(algorithm, beta_is_logit=True, gate_dtype=torch.float32, state_dtype=torch.float32))
+    case = data.draw(
+        cases(algorithm, beta_is_logit=True, gate_dtype=torch.float32, state_dtype=torch.float32)
+    )
     inputs = make(case)
     plain = case.but(beta_is_logit=False, allow_neg_eigval=False)
     outside = inputs.but(beta=inputs.beta.sigmoid() * (2 if case.allow_neg_eigval else 1), case=plain)
@@ -342,7 +353,9 @@ def test_strides_beyond_32_bits(algorithm, sparse):
     memory = sparse(torch.bfloat16, 3 * far)
     strides = {"q": 0, "k": 2**16, "v": 2**17}
     spread = {
-        name: memory.as_strided(getattr(inputs, name).shape, (far, *getattr(inputs, name).stride()[1:]), offset)
+        name: memory.as_strided(
+            getattr(inputs, name).shape, (far, *getattr(inputs, name).stride()[1:]), offset
+        )
         for name, offset in strides.items()
     }
     for name, view in spread.items():

@@ -86,7 +86,10 @@ def test_who_starts_from_zero_reads_no_slot(algorithm, call):
     starts, live = [0, 1, 2, 3], [True, False, True, False]
     wanted = apart(call, inputs, starts, live)
     result = call(
-        inputs.but(initial_state_indices=torch.tensor(starts, dtype=torch.int32), has_initial_state=torch.tensor(live)),
+        inputs.but(
+            initial_state_indices=torch.tensor(starts, dtype=torch.int32),
+            has_initial_state=torch.tensor(live),
+        ),
         in_place=True,
         final_state_indices=torch.tensor([1, 2, 3, 4], dtype=torch.int32),
     )
@@ -221,7 +224,9 @@ def test_what_is_read_may_be_a_part_of_what_is_written(algorithm, call, view):
     wanted = apart(call, inputs, [0, 0])
     part = pool[:2]
     if view != "fewer slots":
-        part = pool.as_strided((1, *pool.shape[1:]), (2 * pool.stride(0), *pool.stride()[1:]), pool.storage_offset())
+        part = pool.as_strided(
+            (1, *pool.shape[1:]), (2 * pool.stride(0), *pool.stride()[1:]), pool.storage_offset()
+        )
     before = whole(pool)
     result = call(
         inputs.but(initial_state=part, initial_state_indices=torch.tensor([0, 0], dtype=torch.int32)),
@@ -262,10 +267,15 @@ def test_every_negative_int64_is_null(algorithm, call, number):
 def test_indices_of_int64(algorithm, call):
     inputs = problem(algorithm, 3, 6)
     slots = torch.tensor([4, -1, 0])
-    one = call(inputs.but(initial_state_indices=slots.int(), initial_state=inputs.initial_state.clone()), in_place=True)
+    one = call(
+        inputs.but(initial_state_indices=slots.int(), initial_state=inputs.initial_state.clone()),
+        in_place=True,
+    )
     two = call(inputs.but(initial_state_indices=slots), in_place=True)
     strided = torch.stack([slots, torch.full_like(slots, 99)], dim=1)[:, 0]
-    three = call(inputs.but(initial_state_indices=strided, initial_state=one.final_state.clone()), in_place=True)
+    three = call(
+        inputs.but(initial_state_indices=strided, initial_state=one.final_state.clone()), in_place=True
+    )
     four = call(inputs.but(initial_state_indices=slots, initial_state=one.final_state.clone()), in_place=True)
     for name in ("o", "final_state"):
         assert_same_bits(name, getattr(one, name), getattr(two, name))

@@ -67,7 +67,9 @@ def test_bounds_far_below_zero(target, shift, A_log, dims, dtype):
 @pytest.mark.parametrize("key_dim", [128, 100])
 def test_steep_gates_stay_numbers(gate, A_log, pass_name, key_dim):
     """exp(A_log) counts as at most 1e30, so that a gate of zero times it is no NaN."""
-    inputs = make(Case("kda", (70, 3), packed=True, gate=gate, dt_bias=False, key_dim=key_dim, qk_l2norm=True))
+    inputs = make(
+        Case("kda", (70, 3), packed=True, gate=gate, dt_bias=False, key_dim=key_dim, qk_l2norm=True)
+    )
     inputs.g.copy_(torch.where(torch.rand(inputs.g.shape) < 0.5, 0.0, torch.randn(inputs.g.shape) - 200.0))
     inputs.A_log.fill_(A_log)
     for name, tensor in passes.assert_rule(PASSES[pass_name], inputs).items():

@@ -38,11 +38,15 @@ def test_states_on_the_way(algorithm, data):
     lengths = [len(s.states) - 1 for s in sequences]
     plan = [
         (n, t, slot)
-        for slot, (n, t) in enumerate((n, t) for n, T in enumerate(lengths) for t in {*range(0, T + 1, 64), T})
+        for slot, (n, t) in enumerate(
+            (n, t) for n, T in enumerate(lengths) for t in {*range(0, T + 1, 64), T}
+        )
     ]
     starts = [[s.states[t] for t in range(0, T, chunk)] for s, T in zip(sequences, lengths, strict=True)]
     rows = [[state for row in starts for state in row]] if inputs.case.packed else starts
-    chunk_states = passes.empty_states(inputs, len(rows) * len(rows[0])).unflatten(0, (len(rows), len(rows[0])))
+    chunk_states = passes.empty_states(inputs, len(rows) * len(rows[0])).unflatten(
+        0, (len(rows), len(rows[0]))
+    )
     found = passes.prefill(
         inputs,
         backend=REFERENCE,
@@ -60,7 +64,9 @@ def test_states_on_the_way(algorithm, data):
 def test_verify(algorithm, data):
     inputs = make(data.draw(cases(algorithm, packed=False, state=True, pool=False))).double()
     N, S = inputs.q.shape[:2]
-    parents = torch.tensor([[data.draw(st.integers(-1, t - 1)) for t in range(S)] for _ in range(N)], dtype=torch.int32)
+    parents = torch.tensor(
+        [[data.draw(st.integers(-1, t - 1)) for t in range(S)] for _ in range(N)], dtype=torch.int32
+    )
     snapshots = passes.empty_states(inputs, N * S).unflatten(0, (N, S))
     found = passes.verify(inputs, backend=REFERENCE, parents=parents, snapshots=snapshots)
     for n in range(N):

@@ -31,7 +31,9 @@ def stateless(inputs: Inputs) -> Inputs:
 
 @given(data=st.data())
 def test_the_map_takes_the_initial_state_to_the_final_state(algorithm, data):
-    case = data.draw(cases(algorithm, state=True, pool=False, beta_per_value=False, state_dtype=torch.float32))
+    case = data.draw(
+        cases(algorithm, state=True, pool=False, beta_per_value=False, state_dtype=torch.float32)
+    )
     inputs = make(case)
 
     def either(inputs: Inputs, backend: str) -> passes.Result:
@@ -54,7 +56,9 @@ def test_maps_compose(algorithm, data):
         return passes.Result(m=multiply(second.m, first.m), b=apply(second.m, first.b) + second.b)
 
     def either(inputs: Inputs, backend: str) -> passes.Result:
-        return passes.segment(inputs, backend=backend) if backend == "reference" else composed(inputs, backend)
+        return (
+            passes.segment(inputs, backend=backend) if backend == "reference" else composed(inputs, backend)
+        )
 
     passes.assert_rule(either, make(case))
 
@@ -136,7 +140,9 @@ def test_without_m_b_is_the_same(algorithm, name, keep):
     assert m is None
     assert_same_bits("b", alone, b)
     if keep:
-        for of, one, two in zip(("o", "final_state"), before, level1.prefill(inputs, kept=kept[0]), strict=True):
+        for of, one, two in zip(
+            ("o", "final_state"), before, level1.prefill(inputs, kept=kept[0]), strict=True
+        ):
             assert_same_bits(of, one, two)
 
 
@@ -251,7 +257,9 @@ def test_gates_of_what_is_kept(algorithm, gate):
 LONG = {"heads": 1, "value_heads": 1, "dtype": torch.bfloat16}
 
 
-@pytest.mark.parametrize(("lengths", "packed"), [((2100,), False), ((1100, 0, 1300), True)], ids=["batch", "packed"])
+@pytest.mark.parametrize(
+    ("lengths", "packed"), [((2100,), False), ((1100, 0, 1300), True)], ids=["batch", "packed"]
+)
 def test_a_long_sequence_is_kept(algorithm, lengths, packed):
     inputs = make(Case(algorithm, lengths, packed=packed, **LONG))
     passes.assert_rule(whole, inputs)
@@ -290,7 +298,9 @@ def test_what_is_kept_says_nothing_of_where_memory_is_read():
         pytest.skip("nothing is kept on this device")
     before = level1.prefill(inputs, kept=kept)
     level1.prefill(inputs, kept=torch.full_like(kept, 0x7F7F7F7F))
-    for name, first, second in zip(("o", "final_state"), before, level1.prefill(inputs, kept=kept), strict=True):
+    for name, first, second in zip(
+        ("o", "final_state"), before, level1.prefill(inputs, kept=kept), strict=True
+    ):
         assert_same_bits(name, first, second)
 
 

@@ -143,7 +143,9 @@ def test_no_sequences_at_all(algorithm, call):
 def test_state_dtypes_round_once(algorithm, call, dtype):
     """A narrow pool holds the rounding of what a float32 pool would hold."""
     inputs = make(Case(algorithm, (70, 70), state_dtype=dtype))
-    wide = inputs.but(initial_state=inputs.initial_state.float(), case=inputs.case.but(state_dtype=torch.float32))
+    wide = inputs.but(
+        initial_state=inputs.initial_state.float(), case=inputs.case.but(state_dtype=torch.float32)
+    )
     narrow, exact = call(inputs), call(wide)
     assert_same_bits("o", narrow.o, exact.o)
     assert_same_bits("state", narrow.final_state, exact.final_state.to(dtype))
@@ -174,7 +176,9 @@ def test_checkpoints_are_final_states_of_prefixes(algorithm, data):
         def prefix(inputs: Inputs, backend: str, n: int = n, t: int = t) -> torch.Tensor:
             named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
             span = slice(bounds[n], bounds[n] + t)
-            cut = inputs.but(**{name: tensor[:, span] for name, tensor in named.items() if tensor is not None})
+            cut = inputs.but(
+                **{name: tensor[:, span] for name, tensor in named.items() if tensor is not None}
+            )
             cut.case = inputs.case.but(lengths=(t,), tail=0)
             cut.cu_seqlens = torch.tensor([0, t], dtype=torch.int32)
             if cut.initial_state_indices is not None:
@@ -209,7 +213,9 @@ def test_chunk_states_are_states_of_prefixes(algorithm, packed, lengths, chunk):
 
 def test_chunk_states_of_64_tokens_are_checkpoints(algorithm):
     inputs = make(Case(algorithm, (200, 200)))
-    plan = torch.tensor([(n, t, 4 * n + t // 64) for n in range(2) for t in (0, 64, 128, 192)], dtype=torch.int32)
+    plan = torch.tensor(
+        [(n, t, 4 * n + t // 64) for n in range(2) for t in (0, 64, 128, 192)], dtype=torch.int32
+    )
     dense, chosen = passes.empty_states(inputs, 8).unflatten(0, (2, 4)), passes.empty_states(inputs, 8)
     plain = passes.prefill(inputs)
     result = passes.prefill(inputs, chunk_states=dense, checkpoints=chosen, checkpoint_plan=plan)

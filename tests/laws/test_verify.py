@@ -109,7 +109,9 @@ def test_verify_then_pick_is_decode(algorithm, data):
         draft = passes.verify(inputs, backend=backend, snapshots=room_for(inputs, 3))
         onward = inputs.tokens(accepted, S).but(initial_state=draft.snapshots[:, accepted - 1].contiguous())
         result = passes.decode(onward, backend=backend)
-        return passes.Result(o=torch.cat([draft.o[:, :accepted], result.o], dim=1), final_state=result.final_state)
+        return passes.Result(
+            o=torch.cat([draft.o[:, :accepted], result.o], dim=1), final_state=result.final_state
+        )
 
     def either(inputs: Inputs, backend: str) -> passes.Result:
         return passes.decode(inputs, backend=backend) if backend else pick(inputs, backend)
@@ -120,7 +122,9 @@ def test_verify_then_pick_is_decode(algorithm, data):
 @given(data=st.data())
 def test_a_tree(algorithm, data):
     inputs = drafts(data, algorithm)
-    parents = torch.tensor([[data.draw(st.integers(-1, t - 1)) for t in range(S)] for _ in range(3)], dtype=torch.int32)
+    parents = torch.tensor(
+        [[data.draw(st.integers(-1, t - 1)) for t in range(S)] for _ in range(3)], dtype=torch.int32
+    )
 
     def call(inputs: Inputs, backend: str) -> passes.Result:
         return passes.verify(inputs, backend=backend, parents=parents, snapshots=room_for(inputs, 3))
@@ -205,7 +209,9 @@ def test_null_rows_are_skipped(algorithm, null_index):
     pool[1 + S] = inputs.initial_state[1]
     table[0] = null_index
     before = whole(pool)
-    result = passes.verify(inputs.but(initial_state=pool), in_place=True, state_indices=table, null_index=null_index)
+    result = passes.verify(
+        inputs.but(initial_state=pool), in_place=True, state_indices=table, null_index=null_index
+    )
     assert not result.o[0].any()
     assert_same_bits("o", wanted.o[1], result.o[1])
     assert_only_changed(before, pool, table[1].tolist())

@@ -61,7 +61,9 @@ def fused_sigmoid_gating_delta_rule_update(
             num_accepted_tokens=(num_accepted_tokens, 1),
         )  # fmt: skip
         if ssm_state_indices is not None and ssm_state_indices.dim() not in (1, 2):
-            raise ValueError(f"ssm_state_indices must have shape [N] or [N, S], got {list(ssm_state_indices.shape)}")
+            raise ValueError(
+                f"ssm_state_indices must have shape [N] or [N, S], got {list(ssm_state_indices.shape)}"
+            )
         rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         algorithm = "kda" if is_kda else "gdn"
         g, logits = _raw(algorithm, a, b, batch, tokens, heads, key_dim)

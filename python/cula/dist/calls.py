@@ -63,7 +63,10 @@ class Call:
         return FUNCTIONS[self.mode](self.q, self.k, self.v, **gates, **{**self.options, **more})
 
     def segment(
-        self, cu_seqlens: Tensor | None, keep: bool = False, out: tuple[Tensor | None, Tensor | None] | None = None
+        self,
+        cu_seqlens: Tensor | None,
+        keep: bool = False,
+        out: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> tuple[Tensor | None, ...]:
         """(M, B) of every sequence, B V-first, in `out` if given; and with `keep` what `run` takes as `kept`."""
         named = {name: self.options[name] for name in _SEGMENT_OPTIONS if name in self.options}
@@ -83,7 +86,9 @@ class Call:
 
     def states(self, count: int) -> Tensor:
         """So many zero states."""
-        return self.q.new_zeros((count, self.v.shape[2], self.v.shape[3], self.q.shape[3]), dtype=self.state_dtype)
+        return self.q.new_zeros(
+            (count, self.v.shape[2], self.v.shape[3], self.q.shape[3]), dtype=self.state_dtype
+        )
 
     def check(self) -> None:
         """What can be said of the arguments before they are cut."""
@@ -103,10 +108,14 @@ class Call:
         another before its own call must refuse what the other refuses, or it waits in vain."""
         for argument, x in self.tensors().items():
             if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] != self.q.shape[1]:
-                raise ValueError(f"{self.name}: {argument} must have q's {self.q.shape[1]} tokens, got {list(x.shape)}")
+                raise ValueError(
+                    f"{self.name}: {argument} must have q's {self.q.shape[1]} tokens, got {list(x.shape)}"
+                )
         out = self.options.get("out")
         if isinstance(out, Tensor) and out.shape != self.v.shape:
-            raise ValueError(f"{self.name}: out must have v's shape, {list(self.v.shape)}, got {list(out.shape)}")
+            raise ValueError(
+                f"{self.name}: out must have v's shape, {list(self.v.shape)}, got {list(out.shape)}"
+            )
         none = {name: x[:, :0] for name, x in self.tensors().items() if isinstance(x, Tensor) and x.dim() > 1}
         options = {**self.options, "out": out[:, :0]} if isinstance(out, Tensor) else self.options
         if initial_state is not None:  # checked; of packed tokens any row stands for all

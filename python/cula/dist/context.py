@@ -56,7 +56,9 @@ def run(call: Call, group: Group, options: Options) -> tuple[Tensor, Tensor | No
 
 def _check(call: Call, options: Options) -> None:
     if options.nvshmem_backend:
-        raise NotImplementedError("nvshmem_backend: the exchange runs over torch.distributed; see docs/distributed.md")
+        raise NotImplementedError(
+            "nvshmem_backend: the exchange runs over torch.distributed; see docs/distributed.md"
+        )
     for name in _ONE_RANK_ONLY:
         if name in call.options:
             raise ValueError(f"{call.name}: {name} is not supported with context parallelism, got it")

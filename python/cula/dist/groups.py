@@ -14,12 +14,16 @@ GroupLike = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]
 
 @dataclass(frozen=True)
 class Group:
-    process_group: dist.ProcessGroup | None  # None: nothing can be exchanged, which cutting heads does not need
+    process_group: (
+        dist.ProcessGroup | None
+    )  # None: nothing can be exchanged, which cutting heads does not need
     size: int
     rank: int
 
 
-def resolve(prefix: str, group: GroupLike | None, size: int | None, rank: int | None, *, required: bool) -> Group:
+def resolve(
+    prefix: str, group: GroupLike | None, size: int | None, rank: int | None, *, required: bool
+) -> Group:
     """The group of the arguments `{prefix}_group`, `{prefix}_size` and `{prefix}_rank`.
 
     Size and rank default to the group's. Without a group, where none is required, the size defaults to 1 and the rank
@@ -33,7 +37,9 @@ def resolve(prefix: str, group: GroupLike | None, size: int | None, rank: int | 
     if found is None:
         size = 1 if size is None else size
         if rank is None and size != 1:
-            raise ValueError(f"{prefix}_rank must be given with {prefix}_size when {prefix}_group is None, got None")
+            raise ValueError(
+                f"{prefix}_rank must be given with {prefix}_size when {prefix}_group is None, got None"
+            )
         rank = 0 if rank is None else rank
         if size < 1:
             raise ValueError(f"{prefix}_size must be at least 1, got {size}")
@@ -44,7 +50,9 @@ def resolve(prefix: str, group: GroupLike | None, size: int | None, rank: int | 
         if size is not None and size != own_size:
             raise ValueError(f"{prefix}_size must be the size of {prefix}_group, {own_size}, got {size}")
         if rank is not None and rank != own_rank:
-            raise ValueError(f"{prefix}_rank must be this process's rank in {prefix}_group, {own_rank}, got {rank}")
+            raise ValueError(
+                f"{prefix}_rank must be this process's rank in {prefix}_group, {own_rank}, got {rank}"
+            )
         size, rank = own_size, own_rank
     if not 0 <= rank < size:
         raise ValueError(f"{prefix}_rank must lie in [0, {size}), got {rank}")
@@ -58,7 +66,9 @@ def _process_group(argument: str, group: object) -> dist.ProcessGroup:
         raise ValueError(f"{argument} must contain this process, rank {dist.get_rank()} is not in it")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"{argument} must be a mesh of one dimension, got {group.ndim}: select one, mesh[name]")
+            raise ValueError(
+                f"{argument} must be a mesh of one dimension, got {group.ndim}: select one, mesh[name]"
+            )
         return group.get_group()
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
         return group[0].get_group(group[1])

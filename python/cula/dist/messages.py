@@ -30,7 +30,10 @@ class Message:
     def empty(call: Call, lanes: int) -> Message:
         (heads, value_dim), key_dim = call.v.shape[2:], call.q.shape[3]
         pitch = -(-key_dim // 4) * 4
-        m_shape, b_shape = (lanes, heads, key_dim if call.delta else 1, pitch), (lanes, heads, value_dim, pitch)
+        m_shape, b_shape = (
+            (lanes, heads, key_dim if call.delta else 1, pitch),
+            (lanes, heads, value_dim, pitch),
+        )
         whole = call.q.new_empty(prod(m_shape) + prod(b_shape), dtype=call.state_dtype)
         return Message(whole, m_shape, b_shape, key_dim, call.delta)
 

@@ -58,13 +58,17 @@ def scan(
     else:
         message = Message.empty(call, lanes.count)
     state = exchange(transport, message, lanes.joins())
-    return prefill(call, lanes, initial_state if state is None else lanes.enter(initial_state, state), keep, kept)
+    return prefill(
+        call, lanes, initial_state if state is None else lanes.enter(initial_state, state), keep, kept
+    )
 
 
 def prefill(
     call: Call, lanes: Lanes, initial_state: Tensor | None, keep: bool, kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    return call.run(initial_state=initial_state, output_final_state=keep, cu_seqlens=lanes.cu_seqlens, kept=kept)
+    return call.run(
+        initial_state=initial_state, output_final_state=keep, cu_seqlens=lanes.cu_seqlens, kept=kept
+    )
 
 
 def exchange(transport: Transport, message: Message, joins: Tensor | None) -> Tensor | None:

@@ -61,7 +61,9 @@ def even_splits(tokens: int, size: int) -> list[int]:
     return [min(rank * share, tokens) for rank in range(size + 1)]
 
 
-def check_splits(splits: Sequence[int] | None, size: int, rank: int, held: int | None = None) -> tuple[int, ...]:
+def check_splits(
+    splits: Sequence[int] | None, size: int, rank: int, held: int | None = None
+) -> tuple[int, ...]:
     """`sp_splits` as a tuple: size + 1 ascending borders from 0, between which this rank holds `held`; all ranks hold
     as many where it is None."""
     if splits is None:
@@ -100,7 +102,9 @@ def local_cu_seqlens(cu_seqlens: Tensor, begin: int, end: int) -> Tensor:
     return (cu_seqlens - begin).clamp(min=0, max=end - begin)
 
 
-def split_cu_seqlens_for_sp(cu_seqlens: Tensor, sp_rank: int, sp_size: int, max_seqlen: int) -> tuple[Tensor, Tensor]:
+def split_cu_seqlens_for_sp(
+    cu_seqlens: Tensor, sp_rank: int, sp_size: int, max_seqlen: int
+) -> tuple[Tensor, Tensor]:
     """What a rank sees of packed sequences whose tokens are cut evenly. No host sync.
 
     cu_seqlens: int32 or int64 `[N + 1]`, of all tokens.
@@ -131,7 +135,9 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int | None) -> None:
         if values[0] != 0 or any(a > b for a, b in pairwise(values)):
             raise ValueError(f"cu_seqlens must ascend from 0, got {values}")
         if tokens is not None and values[-1] > tokens:
-            raise ValueError(f"cu_seqlens must end at or before the {tokens} tokens of all ranks, got {values}")
+            raise ValueError(
+                f"cu_seqlens must end at or before the {tokens} tokens of all ranks, got {values}"
+            )
 
 
 @dataclass(frozen=True)
