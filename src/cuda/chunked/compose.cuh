@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// compose: applies the affine maps S -> M S + B of consecutive segments (ALGORITHM.md: segments)
+// compose: applies the affine maps S -> S M + B of consecutive segments (ALGORITHM.md: segments)
 //
-//   compose<kKey, false>   starts[i] = M[i-1] starts[i-1] + B[i-1], the state before each segment
+// S and B are [V, K]. M is [K, K], a row per channel read, a column per channel written.
+// ALGORITHM.md writes the transpose, M S + B.
+//
+//   compose<kKey, false>   starts[i] = starts[i-1] M[i-1] + B[i-1], the state before each segment
 //   compose<kKey, true>    the map (M, B) of a whole sequence: B from the zero state, M from the identity
 //   compose_given          a state from maps that the caller has gathered
 //
 // Grid: one CTA per (tile of 8 rows, value head, sequence), 2 K threads.
-//   Rows are those of S^T [V, K]; compose<kKey, true> appends tiles for the rows of M.
+//   Rows are those of S [V, K]; compose<kKey, true> appends tiles for the rows of M.
 //
 // Everything is float, on the CUDA cores. Per segment:
 //   1  each thread copies its part of later rows of M to shared memory (cp.async, 5 stages; 2 if K = 256)
@@ -27,8 +30,8 @@
 
 namespace cula::cuda::chunked {
 
-inline constexpr int kComposeRows =
-    8;  // rows of a tile, equal to the parts of a sum: after the exchange each lane holds one row
+// Rows of a tile. Equal to the parts of a sum, so that after the exchange each lane holds one row.
+inline constexpr int kComposeRows = 8;
 
 template <int kKey>
 inline constexpr int kComposeThreads = kComposeRows / 4 * kKey;
@@ -39,7 +42,7 @@ struct ComposeSmem {
     // The stages fit the 99 KiB of 8.6, 8.9 and 12.0.
     static constexpr int kStages = kKey > 128 ? 2 : 5;
     float4 m[kStages][4][kComposeThreads<kKey>];
-    float state[2][kComposeRows][kKey];  // S^T before and after a segment, alternating
+    float state[2][kComposeRows][kKey];  // S before and after a segment, alternating
     int first[3];
 };
 
@@ -64,7 +67,7 @@ struct FirstSegment {
     }
 };
 
-// Four neighbouring channels of a row of S^T; zero where they do not exist.
+// Four neighbouring channels of a row of S; zero where they do not exist.
 struct FourChannels {
     int row, channel, count;  // count: existing channels, from `channel` on
 
@@ -130,7 +133,7 @@ __device__ __forceinline__ float4 load_four(const float* at) {
     return __ldg(reinterpret_cast<const float4*>(at));
 }
 
-// The thread's share of a tile: row `part` of S^T, or of M^T, at four channels.
+// The thread's share of a tile: row `part` of S, or of a total M, at four channels.
 template <int kKey>
 struct ComposedRow {
     const int thread = static_cast<int>(threadIdx.x), part = thread % 32 / 4,

@@ -2,7 +2,7 @@
 // The segment cursor of a carry: which chunks a CTA runs through, where
 // its first state comes from, and where states are stored on the way.
 //
-// A warp holds 16 rows of S^T [V, K], or of a map, in the accumulator layout of the tensor cores
+// A warp holds 16 rows of S [V, K], or of a map, in the accumulator layout of the tensor cores
 // (ptx/mma.cuh): lane l has rows l/4 and l/4 + 8 at channels 8 tile + 2 (l%4) and the next one.
 #pragma once
 
