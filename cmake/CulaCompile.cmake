@@ -9,9 +9,10 @@ if(PROJECT_IS_TOP_LEVEL AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   endif()
 endif()
 
-# What limits the damage of a bug in memory and costs nothing that can be measured (docs/cpu.md): canaries on the stack,
-# and the C library's functions with the sizes of what they write to. The latter need optimization, and the sanitizers do
-# without. Level 3 needs GCC 12 or Clang 9 and glibc 2.34; what is older takes it for 2.
+# What limits the damage of a bug in memory and costs nothing that can be measured (docs/design/cpu.md):
+# canaries on the stack, and the C library's functions with the sizes of what they write to. The latter need
+# optimization, and the sanitizers do without. Level 3 needs GCC 12 or Clang 9 and glibc 2.34; what is older
+# takes it for 2.
 set(hardening -fstack-protector-strong)
 if(NOT CMAKE_CXX_FLAGS MATCHES "-fsanitize")
   set(optimized $<CONFIG:Release,RelWithDebInfo,MinSizeRel>)

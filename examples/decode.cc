@@ -23,6 +23,6 @@ int main() {
     args.qk_l2norm = true;
     cula::decode(args, {.parallel_for = cula::std_threads()});
 
-    std::printf("o = %.3f\n", static_cast<double>(o[0]));  // beta * v, since q = k and the state was empty
+    std::printf("o = %.3f\n", static_cast<double>(o[0]));  // beta * v: the state was empty, q = k
     return o[0] > 1.49f && o[0] < 1.51f ? 0 : 1;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,22 @@ GPU_STEPS = ("decode", "verify")
 PEERS = {"flash_kda": "FlashKDA", "fla": "FLA"}
 
 Times = dict[tuple[str, str], dict[str, dict]]  # (op, case): impl: row
+COLUMNS = 100  # of a line of prose; rows of tables cannot be broken
+
+
+def prose(text: str, indent: str = "") -> list[str]:
+    """Lines of at most COLUMNS columns; an empty one stays."""
+    return (
+        [""]
+        if not text
+        else textwrap.wrap(
+            text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+    )
+
+
+def _wrapped(lines: list[str]) -> list[str]:
+    return [short for line in lines for short in prose(line)]
 
 
 def result_files(suite: str) -> list[dict]:
@@ -81,7 +98,7 @@ def prefill() -> list[str]:
             "eager recurrence takes",
             "error of o",
         ]
-        lines += [*_caption(result), *_table(head, rows), ""]
+        lines += [*_wrapped(_caption(result)), *_table(head, rows), ""]
     return lines[:-1] or NONE_YET
 
 
@@ -96,7 +113,7 @@ def growth() -> list[str]:
             own = {_tokens(case): impls["cula"] for (name, case), impls in cases.items() if name == op}
             rows.append([op, *(f"{1e3 * own[n]['call_ms'] / n:.2f}" if n in own else "-" for n in lengths)])
         head = ["µs per token", *(f"T = {n // 1024}K" for n in lengths)]
-        lines += [*_caption(result), *_table(head, rows), ""]
+        lines += [*_wrapped(_caption(result)), *_table(head, rows), ""]
     return lines[:-1] or NONE_YET
 
 
@@ -223,7 +240,7 @@ def gpu_prefill() -> list[str]:
             "of copy",
             "of matrix rate",
         ]
-        lines += [*_gpu_caption(result), *_table(head, rows), ""]
+        lines += [*_wrapped(_gpu_caption(result)), *_table(head, rows), ""]
     return lines[:-1] or NO_GPU_YET
 
 
@@ -247,7 +264,7 @@ def gpu_decode() -> list[str]:
                 ]
             )
         head = ["call", "case", "µs", "of copy", "host µs", "µs to result", "FLA takes", "FLA to result"]
-        lines += [*_gpu_caption(result), *_table(head, rows), ""]
+        lines += [*_wrapped(_gpu_caption(result)), *_table(head, rows), ""]
     return lines[:-1] or NO_GPU_YET
 
 
@@ -271,8 +288,8 @@ def gpu_calls() -> list[str]:
         head = [
             "call",
             "case",
-            *(f"{name} device / call ms" for name in names),
-            *(f"{name} first call" for name in names),
+            *(f"{name}, ms" for name in names),
+            *(f"first: {name}" for name in names),
         ]
         lines += [*_table(head, rows), ""]
     return lines[:-1] or NO_GPU_YET
@@ -338,14 +355,14 @@ def section(suite: str) -> list[str]:
         head = [
             "prefill",
             "tokens",
-            *(["sequences", "shortest, middle, longest"] if lengths else []),
+            *(["sequences", "lengths"] if lengths else []),
             "ms",
             "floor ms",
             "over floor",
             *(f"{name} takes" for name in PEERS.values()),
         ]
         table = _table(head, [cells for *_, cells in sorted(rows)])
-        lines += [*_gpu_caption(result), *plot, *table, "", *_errors_beside_fla(cases), ""]
+        lines += [*_wrapped(_gpu_caption(result)), *plot, *table, "", *_errors_beside_fla(cases), ""]
     return lines[:-1] or NO_SECTION_YET
 
 
@@ -355,8 +372,8 @@ def _errors_beside_fla(cases: Times) -> list[str]:
         return ["FLA was not there to compare errors with."]
     counts = [sum(ours[key] <= fla[key] for ours, fla in both) for key in ("rel_err_out", "rel_err_state")]
     return [
-        f"Our error is no larger than FLA's in {counts[0]} of the {len(both)} cases that both run for o, and in"
-        f" {counts[1]} for the final states."
+        f"Our error is no larger than FLA's in {counts[0]} of the {len(both)} cases that both run for o,"
+        f" {counts[1]} for the states."
     ]
 
 
@@ -414,7 +431,7 @@ def several_ranks() -> list[str]:
             "difference from one rank",
         ]
         caption = _caption(result) if result["driver"] is None else _gpu_caption(result)
-        lines += [*caption, *plot, *_table(head, rows), ""]
+        lines += [*_wrapped(caption), *plot, *_table(head, rows), ""]
     return lines[:-1] or NO_RANKS_YET
 
 

@@ -7,6 +7,8 @@ import json
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from result_tables import prose
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
@@ -15,12 +17,9 @@ def _read(name: str) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"*/{name}.json"))]
 
 
-def _caption(result: dict) -> list[str]:
+def _caption(result: dict) -> str:
     driver, cuda, sources = result["driver"], result["cuda"], result["source_hash"]
-    return [
-        f"{result['device']}, driver {driver}; torch {result['torch']}, CUDA {cuda}; sources `{sources}`.",
-        "",
-    ]
+    return f"{result['device']}, driver {driver}; torch {result['torch']}, CUDA {cuda}; sources `{sources}`."
 
 
 def _table(head: list[str], rows: list[list[object]]) -> list[str]:
@@ -41,11 +40,12 @@ def runs() -> list[str]:
             [name, *(found.get(key, "-") for key in ("passed", "failed", "skipped"))]
             for name, found in suites.items()
         ]
-        lines += [*_caption(result), *_table(["suite", "passed", "failed", "skipped"], rows), ""]
+        lines += [*prose(_caption(result)), "", *_table(["suite", "passed", "failed", "skipped"], rows), ""]
         reasons = Counter()
         for found in suites.values():
             reasons.update(found.get("skips", {}))
-        lines += [f"- {count} skipped: {reason}" for reason, count in reasons.most_common()]
+        for reason, count in reasons.most_common():
+            lines += prose(f"- {count} skipped: {reason}", "  ")
         lines += [f"- failed: `{case}`" for found in suites.values() for case in found.get("failures", ())]
     return lines or _none("test")
 
@@ -58,9 +58,8 @@ def sanitizer() -> list[str]:
             [tool, found["calls"], found["errors"], found.get("warnings", "-")]
             for tool, found in result["tools"].items()
         ]
-        caption = _caption(result)
-        caption[0] = f"compute-sanitizer {result['sanitizer']}; {caption[0]}"
-        lines += [*caption, *_table(["tool", "calls watched", "errors", "warnings"], rows)]
+        caption = f"compute-sanitizer {result['sanitizer']}; {_caption(result)}"
+        lines += [*prose(caption), "", *_table(["tool", "calls watched", "errors", "warnings"], rows)]
     return lines or _none("sanitize")
 
 
@@ -75,11 +74,13 @@ def fuzz() -> list[str]:
             )
             rows.append([f"`{name}`", found["seed"], f"{found['calls']:,}", calls, len(found["failures"])])
         driver = f", driver {result['driver']}" if result.get("driver") else ""
+        caption = f"{result['device']}{driver}; torch {result['torch']}; sources `{result['source_hash']}`."
         lines += [
-            f"{result['device']}{driver}; torch {result['torch']}; sources `{result['source_hash']}`.",
+            *prose(caption),
+            "",
+            *_table(["asked for", "seed", "calls", "by target", "failures"], rows),
             "",
         ]
-        lines += [*_table(["asked for", "seed", "calls", "by target", "failures"], rows), ""]
         failures = [f"- `{line}`" for found in result["targets"].values() for line in found["failures"]]
         lines += [*failures, ""] if failures else []
     return lines or _none("fuzz")
@@ -111,17 +112,20 @@ def fla() -> list[str]:
         gradients = sum(case["gradients"] for case in result["cases"].values())
         caption = _caption(result)
         if version := result.get("fla"):
-            caption[0] = f"FLA {version}; {caption[0]}"
-        lines += caption
-        lines += [
+            caption = f"FLA {version}; {caption}"
+        counts = (
             f"{total['passed']} cases passed, {total['failed']} failed, {total['skipped']} were skipped; {gradients}"
-            " comparisons of gradients were not evaluated.",
+            " comparisons of gradients were not evaluated."
+        )
+        lines += [
+            *prose(caption),
+            "",
+            *prose(counts),
             "",
             *_table(["test", "passed", "failed", "drop-ins called"], rows),
         ]
         for outcome, found in sorted(exceptions.items()):
             lines += ["", f"{outcome.capitalize()}:", ""]
-            lines += [
-                f"- {reason} ({count} {'case' if count == 1 else 'cases'})" for reason, count in found.items()
-            ]
+            for reason, count in found.items():
+                lines += prose(f"- {reason} ({count} {'case' if count == 1 else 'cases'})", "  ")
     return lines or _none("fla --fla-tests DIR")
