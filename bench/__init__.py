@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The cases and the oracle are those of the tests; the package is this tree's unless another is on the path already.
+# The cases and the oracle are those of the tests; the package is this tree's unless another is on the path
+# already.
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.append(str(ROOT / "python"))

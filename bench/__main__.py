@@ -145,7 +145,8 @@ class Run:
         return [row(impl) for impl in impls if impl.name in times]
 
     def find_first_calls(self, suites: list[Suite]) -> None:
-        """On a GPU; with --quick only as far as they fill FLA's cache. Compiled libraries last, on a quiet machine."""
+        """On a GPU; with --quick only as far as they fill FLA's cache. Compiled libraries last, on a quiet
+        machine."""
         compiled: list[first.Call] = []
         tuned: dict[first.Call, first.Kinds] = {}
         known = first.kinds_in_cache()

@@ -23,7 +23,8 @@ def moved_bytes(pass_name: str, inputs: Inputs) -> int:
 
 
 def flops(pass_name: str, case: Case) -> int:
-    """Multiplications and additions of the products: a prefill's in the 64-token chunk form, else the recurrence's."""
+    """Multiplications and additions of the products: a prefill's in the 64-token chunk form, else the
+    recurrence's."""
     K, V = case.key_dim, case.value_dim
     delta = FAMILY[case.algorithm][1] == "delta"
     products = K * V * (3 if delta else 2)  # read (delta), carry, and the query's part of output

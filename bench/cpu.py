@@ -91,7 +91,8 @@ def gemm_tflops() -> float:
 def times(calls: dict[str, list[Call]], quick: bool = False) -> dict[str, Times]:
     """Of each implementation's calls, one call per set of inputs.
 
-    The implementations take turns, a round through all sets each, so that a slow minute of the machine falls on all.
+    The implementations take turns, a round through all sets each, so that a slow minute of the machine falls
+    on all.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for sets in calls.values():

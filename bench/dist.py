@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context parallelism: python -m bench --suite dist, over the GPUs of this machine (NCCL), or its CPU (gloo).
 
-A process per rank, started here. Every rank draws the whole case from its seed, runs it alone, which is the figure for
-one rank and what its part of every other result is compared with, and then takes its tokens. A result is the median
-over calls of the slowest rank's time. The result file is dist_x<ranks>.json, of as many as there were at most.
-docs/distributed.md says what the figures mean.
+A process per rank, started here. Every rank draws the whole case from its seed, runs it alone, which is the
+figure for one rank and what its part of every other result is compared with, and then takes its tokens. A
+result is the median over calls of the slowest rank's time. The result file is dist_x<ranks>.json, of as many
+as there were at most. docs/distributed.md says what the figures mean.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class Ranks:
         return device, median(self.slowest(seen))
 
     def _wait_seconds(self, call: Call) -> float:
-        """How long a GPU must wait for the call to be launched: as long on every rank, or some would begin earlier."""
+        """How long a GPU must wait for the call to be launched: as long on every rank, or some would begin
+        earlier."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear attention in plain PyTorch: the chunk form and the recurrence, as a careful user would write them.
 
-They are the peers that run everywhere. All arithmetic is float32; the symbols are those of ALGORITHM.md. States are
-[B, HV, V, K]. A channel must not decay by more than exp(-MAX_EXPONENT) within SUB_CHUNK tokens.
+They are the peers that run everywhere. All arithmetic is float32; the symbols are those of ALGORITHM.md.
+States are [B, HV, V, K]. A channel must not decay by more than exp(-MAX_EXPONENT) within SUB_CHUNK tokens.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.nn.functional import pad, softplus
 from cula_testing.cases import Inputs
 
 CHUNK = 64
-# Tokens prepared at a time. The intermediates of a block stay in cache; preparing all tokens at once, as one would on a
-# GPU, takes two to three times as long on a CPU.
+# Tokens prepared at a time. The intermediates of a block stay in cache; preparing all tokens at once, as one
+# would on a GPU, takes two to three times as long on a CPU.
 CPU_BLOCK = 512
-# A per-channel decay is factored into exp(G_i - R) and exp(R - G_j) around an anchor R. Sixteen tokens of the strongest
-# bounded gate (-5 each) stay inside float32's range; a whole chunk would not.
+# A per-channel decay is factored into exp(G_i - R) and exp(R - G_j) around an anchor R. Sixteen tokens of the
+# strongest bounded gate (-5 each) stay inside float32's range; a whole chunk would not.
 SUB_CHUNK = 16
 MAX_EXPONENT = 80.0
 
@@ -78,7 +78,8 @@ def _finish(inputs: Inputs, o: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scores_per_channel(rows: list[Tensor], k: Tensor, G: Tensor) -> list[Tensor]:
-    """sum_k rows_ik k_jk exp(G_ik - G_jk) for j <= i, SUB_CHUNK rows at a time; above the diagonal it means nothing."""
+    """sum_k rows_ik k_jk exp(G_ik - G_jk) for j <= i, SUB_CHUNK rows at a time; above the diagonal it means
+    nothing."""
     scores = [k.new_zeros(*k.shape[:-1], CHUNK) for _ in rows]
     for start in range(0, CHUNK, SUB_CHUNK):
         stop = start + SUB_CHUNK
@@ -132,7 +133,8 @@ def _chunks(inputs: Inputs, initial_state: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def chunk_form(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """o [B, T, HV, V] and the final state, chunk after chunk: batched products and one triangular solve per chunk."""
+    """o [B, T, HV, V] and the final state, chunk after chunk: batched products and one triangular solve per
+    chunk."""
     T = inputs.v.shape[1]
     block = CPU_BLOCK if inputs.v.device.type == "cpu" else T
     outputs, S = [], initial_state

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first call of a fresh process: python -m bench.first SUITE OP CASE IMPL prints how long it takes.
 
-Imports, the CUDA context and the inputs are there before the clock starts; loading, compiling and tuning of kernels are
-not. The process of a call of ours has nobody else's library in it.
+Imports, the CUDA context and the inputs are there before the clock starts; loading, compiling and tuning of
+kernels are not. The process of a call of ours has nobody else's library in it.
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ def kinds_in_cache() -> Kinds:
 
 
 def of_tuned(calls: dict[Call, Kinds]) -> dict[Call, float | None]:
-    """All at once: each compiles for a minute or more, mostly on one core. What they compile, later processes find.
+    """All at once: each compiles for a minute or more, mostly on one core. What they compile, later processes
+    find.
 
-    What they find out about speed while they disturb each other is thrown away. A call that is new in its norm alone
-    runs for the sake of the cache; its time would tell nothing.
+    What they find out about speed while they disturb each other is thrown away. A call that is new in its
+    norm alone runs for the sake of the cache; its time would tell nothing.
     """
     processes = {call: _start(call, FLA_CACHE_RESULTS="0") for call in calls}
     times = {call: _answer(process) for call, process in processes.items()}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measuring on a GPU: its name, its ceilings, and the time of a call.
 
-Device time is the time between two events around calls that were all launched while the device was kept waiting, so
-no launch of the host's falls into it. The gaps between the kernels of a call do: the caller waits for them too.
+Device time is the time between two events around calls that were all launched while the device was kept
+waiting, so no launch of the host's falls into it. The gaps between the kernels of a call do: the caller waits
+for them too.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ class _Timer:
         return median(samples)
 
     def device_seconds(self) -> float:
-        """Of one call. A call that itself waits for the device is beyond this method: the sum of its kernels then."""
+        """Of one call. A call that itself waits for the device is beyond this method: the sum of its kernels
+        then."""
         wait = max(self.wait, 1.5 * self.host * self.shared)
         while wait <= MAX_WAIT and not self.waits_for_device:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -16,7 +16,8 @@ from bench import eager
 from bench.measure import Call
 from cula_testing.cases import Case, Inputs, state_like
 
-# Binds one set of inputs: the call returns o and the states, the pool that it was given or dense ones [N, HV, V, K].
+# Binds one set of inputs: the call returns o and the states, the pool that it was given or dense ones [N, HV,
+# V, K].
 Bind = Callable[[str, Inputs], Call]
 
 PREFILL = {
@@ -38,7 +39,8 @@ class Impl:
 
 
 def keywords(inputs: Inputs) -> dict:
-    """What the kernel does itself, in the words of FLA's functions and ours; what the algorithm lacks is left out."""
+    """What the kernel does itself, in the words of FLA's functions and ours; what the algorithm lacks is left
+    out."""
     case = inputs.case
     named = {
         "use_gate_in_kernel": case.gate != "log_decay",
@@ -56,8 +58,8 @@ def _cula(backend: str | None) -> Bind:
         q, k, v, op = inputs.q, inputs.k, inputs.v, inputs.case.algorithm
         gates = {name: x for name in ("g", "beta", "decay") if (x := getattr(inputs, name)) is not None}
         more = {**gates, **keywords(inputs), "scale": inputs.case.scale, "backend": backend}
-        # A serving engine owns its output. On a CPU a new one above 32 MiB would come as fresh pages in every call;
-        # their first touch costs the system more than the kernel takes to fill them.
+        # A serving engine owns its output. On a CPU a new one above 32 MiB would come as fresh pages in every
+        # call; their first touch costs the system more than the kernel takes to fill them.
         more["out"] = torch.empty_like(v)
         if pass_name == "prefill":
             return lambda: PREFILL[op](q, k, v, **more, output_final_state=True, cu_seqlens=inputs.cu_seqlens)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a result was measured on: the device, its copy bandwidth and matrix rate, and the sources that were compiled."""
+"""What a result was measured on: the device, its copy bandwidth and matrix rate, and the sources that were
+compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import torch
 
 from bench import ROOT
 
-# The libraries that a GPU's suites measure beside ours (bench/peers.py): their name, and their distribution's.
+# The libraries that a GPU's suites measure beside ours (bench/peers.py): their name, and their
+# distribution's.
 PEERS = {"FlashKDA": "flash_kda", "FLA": "flash-linear-attention"}
 
 

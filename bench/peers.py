@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU libraries that ours is measured beside, each where it can be imported.
 
-Each gets the call that it is fastest at: everything that it can do in its kernels is done there, and its states lie as
-it likes them.
+Each gets the call that it is fastest at: everything that it can do in its kernels is done there, and its
+states lie as it likes them.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def _flash_kda_takes(pass_name: str, case: Case) -> bool:
 
 
 def tune_briefly() -> None:
-    """From now on Triton times a candidate for 20 ms, not for 100: it chooses as well, and a run has thousands."""
+    """From now on Triton times a candidate for 20 ms, not for 100: it chooses as well, and a run has
+    thousands."""
     if importlib.util.find_spec("triton") is not None:
         testing = importlib.import_module("triton.testing")
         testing.do_bench = functools.partial(testing.do_bench, warmup=5, rep=20)

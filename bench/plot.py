@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m bench.plot: draw result files, time against length and the implementations side by side, beside them.
+"""python -m bench.plot: draw result files, time against length and the implementations side by side, beside
+them.
 
-A section of the benchmark is one figure with a panel per series of its cases, <suite>.png; so are the cases of several
-ranks, as speed-ups.
+A section of the benchmark is one figure with a panel per series of its cases, <suite>.png; so are the cases
+of several ranks, as speed-ups.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ TITLES = {
 OPS = {"kda": "KDA", "gdn": "GDN", "gla": "GLA", "lightning": "Lightning"}
 PANELS_PER_ROW = 4
 
-# Okabe and Ito's colours, told apart by every kind of eye, and a line and a marker of its own for each in grey print.
+# Okabe and Ito's colours, told apart by every kind of eye, and a line and a marker of its own for each in
+# grey print.
 STYLES = {
     "cula": {
         "label": "cula",
@@ -65,7 +67,8 @@ def time_of(row: dict) -> float:
 
 
 def draw_lengths(result: dict, path: Path) -> None:
-    """µs per token of the prefill cases that differ in length alone (T1024-H16, T4096-H16, ...): flat is linear."""
+    """µs per token of the prefill cases that differ in length alone (T1024-H16, T4096-H16, ...): flat is
+    linear."""
     lines: dict[tuple[str, str, str], list[tuple[int, float]]] = defaultdict(list)
     for row in result["cases"]:
         length, _, heads = row["case"].partition("-")
@@ -132,7 +135,8 @@ def _count(value: float, _position: int = 0) -> str:
 
 
 def panels_of(result: dict) -> dict[tuple[str, str], Series]:
-    """Times of the cases of each panel with their floor, by tokens, or by mean length where all have as many tokens."""
+    """Times of the cases of each panel with their floor, by tokens, or by mean length where all have as many
+    tokens."""
     rows: dict[tuple[str, str], list[dict]] = defaultdict(list)
     for row in result["cases"]:
         rows[row["op"], row["panel"]].append(row)
@@ -154,7 +158,8 @@ def _by_mean_length(rows: list[dict]) -> bool:
 
 
 def _scale(axes: plt.Axes, series: list[Series]) -> None:
-    """Of all panels, which share their axes: lengths at powers of two, times at 1, 2 and 5 where there is room."""
+    """Of all panels, which share their axes: lengths at powers of two, times at 1, 2 and 5 where there is
+    room."""
     lengths, times = zip(
         *(point for each in series for points in each.values() for point in points), strict=True
     )

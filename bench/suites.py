@@ -17,8 +17,9 @@ ONE_GPU = 1 << 21
 
 GPU_SOURCES = ("src/cuda", "src/core", "include", "bindings")
 
-# What FLA runs in the sections: algorithm, gate, packed, heads of q and k, heads of v. It compiles and tunes for each
-# for a minute or more; for all that the sections have it would take longer than everything else in them.
+# What FLA runs in the sections: algorithm, gate, packed, heads of q and k, heads of v. It compiles and tunes
+# for each for a minute or more; for all that the sections have it would take longer than everything else in
+# them.
 FLA_KINDS = {
     *(("kda", "bounded", False, heads, heads) for heads in (8, 12, 32, 64, 96)),
     ("kda", "bounded", True, 32, 32),

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One sequence over several processes: torchrun --nproc-per-node 4 examples/context_parallel.py
 
-On a machine with as many GPUs as processes each takes one and they speak NCCL, else all run on the CPU and speak gloo.
-Shown, each beside the same call on one rank: context parallelism by every method, packed sequences that cross ranks,
-heads and tokens over a mesh of two dimensions, and a pipeline of layers, which needs nothing of `cula.dist`. The
-program exits with 1 where a result differs by more than the roundings of bfloat16.
+On a machine with as many GPUs as processes each takes one and they speak NCCL, else all run on the CPU and
+speak gloo. Shown, each beside the same call on one rank: context parallelism by every method, packed
+sequences that cross ranks, heads and tokens over a mesh of two dimensions, and a pipeline of layers, which
+needs nothing of `cula.dist`. The program exits with 1 where a result differs by more than the roundings of
+bfloat16.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def timed(call: Callable[[], tuple[Tensor, Tensor | None]], device: torch.device
 def pipeline(layers: int, rank: int, whole: Tensors, pieces: int) -> Tensor:
     """Layer r on rank r; the sequence comes in pieces, so that all layers work at once.
 
-    A layer here is the attention alone, its output the values of the next. Its state stays on its rank from piece to
-    piece; what travels is what a model's layers exchange in any case.
+    A layer here is the attention alone, its output the values of the next. Its state stays on its rank from
+    piece to piece; what travels is what a model's layers exchange in any case.
     """
     splits, state, outputs, sent = even_splits(whole["q"].shape[1], pieces), None, [], []
     for begin, end in pairwise(splits):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear attention reads the Python standard library: `make demo`.
 
-For each algorithm a small byte-level model with random layers (examples/model.py) reads 16,384 bytes of source code in
-pieces, goes on byte by byte from the state alone, and then reads a packed batch of files of very different lengths. The
-demo checks what it shows and exits with 1 where a check fails. It writes a plot to build/demo/.
+For each algorithm a small byte-level model with random layers (examples/model.py) reads 16,384 bytes of
+source code in pieces, goes on byte by byte from the state alone, and then reads a packed batch of files of
+very different lengths. The demo checks what it shows and exits with 1 where a check fails. It writes a plot
+to build/demo/.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Report:
 
 
 def corpus() -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The context, what follows it, and files for the packed batch, an empty one among them where there is one."""
+    """The context, what follows it, and files for the packed batch, an empty one among them where there is
+    one."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [
         path for path in folder.rglob("*.py") if not {"site-packages", "dist-packages"} & set(path.parts)

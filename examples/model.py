@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small byte-level language model around one linear attention: enough to see a layer do its job on real text.
+"""A small byte-level language model around one linear attention: enough to see a layer do its job on real
+text.
 
-The layers have fixed random weights. Each writes "after the previous byte came this one" into its state and asks the
-state about the byte at hand, so the model learns the text while it reads; only the readout is fitted, in closed form.
+The layers have fixed random weights. Each writes "after the previous byte came this one" into its state and
+asks the state about the byte at hand, so the model learns the text while it reads; only the readout is
+fitted, in closed form.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Layer:
         )
 
     def attention_inputs(self, x: Tensor, before: Tensor) -> tuple[tuple[Tensor, ...], dict]:
-        """q, k, v [B, T, heads, head_dim] in bfloat16, and the algorithm's gates, raw where the kernel makes them.
+        """q, k, v [B, T, heads, head_dim] in bfloat16, and the algorithm's gates, raw where the kernel makes
+        them.
 
         before [B, T, width] is x one byte earlier.
         """

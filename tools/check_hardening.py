@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""check_hardening.py [LIBRARY] [COMPILE_COMMANDS]: libcula_torch.so is built and linked with what limits the damage of
-a bug in memory: tables that are read-only once the library is loaded, no stack that is executable, no code that the
-loader has to write to, canaries on the stack, and the C library's functions with the sizes of what they write to.
+"""check_hardening.py [LIBRARY] [COMPILE_COMMANDS]: libcula_torch.so is built and linked with what limits the
+damage of a bug in memory: tables that are read-only once the library is loaded, no stack that is executable,
+no code that the loader has to write to, canaries on the stack, and the C library's functions with the sizes
+of what they write to.
 
-The last leave no trace where a size is known or nothing calls such a function, so they are looked for in the commands.
+The last leave no trace where a size is known or nothing calls such a function, so they are looked for in the
+commands.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects built per instruction set must share no code with the rest of the library.
 
-A function that several objects define (an inline function of another namespace, a standard container) is kept once by
-the linker. If the copy kept was built with AVX-512, every CPU without it dies on a path that never asked for it.
+A function that several objects define (an inline function of another namespace, a standard container) is kept
+once by the linker. If the copy kept was built with AVX-512, every CPU without it dies on a path that never
+asked for it.
 
     check_isa_objects.py BUILD_DIR
 """

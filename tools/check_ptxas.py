@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""check_ptxas.py [BUILD] [--list]: what nvcc said of a build's CUDA kernels, held against tools/ptxas_limits.txt.
+"""check_ptxas.py [BUILD] [--list]: what nvcc said of a build's CUDA kernels, held against
+tools/ptxas_limits.txt.
 
-A kernel fails that spills, keeps a stack frame, or takes more registers than its limit; so does a warp-group matrix
-product that ptxas had to serialise, and any warning. --list prints all kernels and judges nothing.
+A kernel fails that spills, keeps a stack frame, or takes more registers than its limit; so does a warp-group
+matrix product that ptxas had to serialise, and any warning. --list prints all kernels and judges nothing.
 
 cmake/nvcc_log.sh writes the logs that are read here, one beside each object.
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""check_sbom.py WHEEL: the wheel lists what its library contains and loads (PEP 770), all of it and nothing else, and
-has the licence texts of it."""
+"""check_sbom.py WHEEL: the wheel lists what its library contains and loads (PEP 770), all of it and nothing
+else, and has the licence texts of it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""check_symbols.py [LIBRARY]: libcula_torch.so loads with any Python and any PyTorch >= 2.10, with CUDA or without.
+"""check_symbols.py [LIBRARY]: libcula_torch.so loads with any Python and any PyTorch >= 2.10, with CUDA or
+without.
 
-It may need the C and C++ runtimes and libtorch_cpu, and no CUDA library: the CUDA runtime is linked in and finds the
-driver itself. Of PyTorch it may use the stable C functions alone. It exports nothing and has no run path.
+It may need the C and C++ runtimes and libtorch_cpu, and no CUDA library: the CUDA runtime is linked in and
+finds the driver itself. Of PyTorch it may use the stable C functions alone. It exports nothing and has no run
+path.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markdown tables from what tests/gpu/run.py left in bench/results. tools/update_docs.py puts them into docs/."""
+"""Markdown tables from what tests/gpu/run.py left in bench/results. tools/update_docs.py puts them into
+docs/."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ def _form(answers: Answers) -> Form:
 def matrix(kind: str, before: list[str] = ()) -> list[str] | None:
     """The lines of the table for CPUs or GPUs; None where this build has no kernels of the kind.
 
-    Targets that this CPU cannot run at all cannot tell here what they take: their rows are copied from `before`.
+    Targets that this CPU cannot run at all cannot tell here what they take: their rows are copied from
+        `before`.
     """
     places = PLACES[kind]
     answers = {place: _targets(place) for place in places}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""update_docs.py [--check]: fill the generated blocks of the Markdown files, or fail where one is not current.
+"""update_docs.py [--check]: fill the generated blocks of the Markdown files, or fail where one is not
+current.
 
 A block stands between `<!-- generated: NAME -->` and `<!-- end -->`.
 """

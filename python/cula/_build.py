@@ -17,9 +17,10 @@ _PASSES = ("prefill", "decode", "verify", "segment")
 class BuildInfo:
     """What the loaded library was built from, with and for. Prints as a table.
 
-    version: the sources' version; source: their commit, with a + behind it where files differed, or None outside a
-        clone.
-    torch_target: the oldest PyTorch whose stable ABI the library needs; torch_headers: the one it was built with.
+    version: the sources' version; source: their commit, with a + behind it where files differed, or None
+        outside a clone.
+    torch_target: the oldest PyTorch whose stable ABI the library needs; torch_headers: the one it was built
+        with.
     compiler, cuda_compiler: name and version; the second is None in a build for CPUs alone.
     cuda_architectures: those with machine code, as CMake writes them; empty in a build for CPUs alone.
     without_cuda: why there are no CUDA kernels, or None where there are.
@@ -67,8 +68,8 @@ class BuildInfo:
 
 @functools.cache
 def build_info() -> BuildInfo:
-    """What the loaded library was built from, with and for: with CUDA kernels or not, for which architectures, by which
-    compilers; and the names of its targets."""
+    """What the loaded library was built from, with and for: with CUDA kernels or not, for which
+    architectures, by which compilers; and the names of its targets."""
     words: dict[str, str] = json.loads(_ops.library().with_name("build_info.json").read_text())
     version, architectures = words.pop("version"), tuple(words.pop("cuda_architectures").split())
     rows = [row for name in _PASSES for row in cula.explain(pass_name=name, device="cpu")]

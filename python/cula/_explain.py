@@ -75,13 +75,14 @@ def explain(
     deterministic: bool | str | None = None,
     device: torch.device | str | None = None,
 ) -> Explanation:
-    """Every kernel of the registry for a problem: the one that would run, and why others cannot, in a sentence each.
+    """Every kernel of the registry for a problem: the one that would run, and why others cannot, in a
+    sentence each.
 
     algorithm: kda, gdn, gla, simple_gla, lightning, linear, delta or delta_per_head.
     pass_name: prefill, decode, verify or segment.
     gate: log_decay, softplus or bounded.
-    device: a device, or an architecture that need not be here, `"sm_90"`; None is the current GPU, or else the CPU.
-    The other arguments have the names and meanings of the calls they describe (`cula.api`).
+    device: a device, or an architecture that need not be here, `"sm_90"`; None is the current GPU, or else
+    the CPU. The other arguments have the names and meanings of the calls they describe (`cula.api`).
     """
     place = _place(device)
     _check_types(str, algorithm=algorithm, pass_name=pass_name, gate=gate)

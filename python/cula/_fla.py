@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cula import _ops
 
-# The kinds of arguments by their annotations, and how many dimensions have those tensors whose shapes are read first.
+# The kinds of arguments by their annotations, and how many dimensions have those tensors whose shapes are
+# read first.
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "Tensor": Tensor,
     "tuple[Tensor, Tensor]": tuple,
@@ -43,8 +44,8 @@ def refuse_types(
 ) -> None:
     """Raises in place of an error that comes from an argument of a wrong type and does not say which.
 
-    `given` holds the parameters by name. It is called once something has failed: a valid call pays for no check. An
-    error that names a parameter already, or that has nothing to do with them, stays what it is.
+    `given` holds the parameters by name. It is called once something has failed: a valid call pays for no
+    check. An error that names a parameter already, or that has nothing to do with them, stays what it is.
     """
     parameters = inspect.signature(function).parameters
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _names_one(error, parameters):
@@ -75,8 +76,8 @@ def refuse_types(
 
 
 def _names_one(error: Exception, parameters: Mapping[str, object]) -> bool:
-    """Whether the error is one of a wrong argument and names a parameter. `a` is an article too, and Python and PyTorch
-    write "operand type(s)" and "argument 'out'", which may be those of another function."""
+    """Whether the error is one of a wrong argument and names a parameter. `a` is an article too, and Python
+    and PyTorch write "operand type(s)" and "argument 'out'", which may be those of another function."""
     if not isinstance(error, ValueError | TypeError | NotImplementedError | AssertionError):
         return False
     names = ("a(?= must)" if name == "a" else re.escape(name) for name in parameters)
@@ -106,7 +107,8 @@ def require(condition: bool, message: str, *given: object) -> None:
 
 
 def options(name: str, kwargs: dict[str, object], accepted: tuple[str, ...] = ()) -> None:
-    """FLA drops an unknown keyword silently; here it is an error, so that a misspelt option does not go unnoticed."""
+    """FLA drops an unknown keyword silently; here it is an error, so that a misspelt option does not go
+    unnoticed."""
     for key in kwargs:
         if key == "head_first":
             raise DeprecationWarning(

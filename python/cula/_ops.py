@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of `torch.ops.cula`, written in C++ (bindings/torch/ops.cc): one per pass, `compose`, and `explain`.
+"""The operators of `torch.ops.cula`, written in C++ (bindings/torch/ops.cc): one per pass, `compose`, and
+`explain`.
 
-The package calls the overload `packed` of each, with its options in one integer (`pack`) and what is seldom given last,
-because PyTorch spends as much time on each number and on each None as on a tensor; the default overload spells
-everything out. `fresh` also makes o, `dense` o and a dense final state, and `into` that state alone, in half the time
-that Python takes; `alone` makes o and writes nothing else. A bad argument raises `ValueError` from C++ with the name of
-the argument, what was expected and what was given.
+The package calls the overload `packed` of each, with its options in one integer (`pack`) and what is seldom
+given last, because PyTorch spends as much time on each number and on each None as on a tensor; the default
+overload spells everything out. `fresh` also makes o, `dense` o and a dense final state, and `into` that state
+alone, in half the time that Python takes; `alone` makes o and writes nothing else. A bad argument raises
+`ValueError` from C++ with the name of the argument, what was expected and what was given.
 
 `torch.ops.cula_unchecked` holds the passes once more, for `_passes.call` alone.
 """
@@ -25,7 +26,8 @@ import cula
 
 
 def library() -> Path:
-    """The file of the operators. An editable install has it apart from the sources, in the package's second folder."""
+    """The file of the operators. An editable install has it apart from the sources, in the package's second
+    folder."""
     folders = [Path(folder, "lib") for folder in cula.__path__]
     for folder in reversed(folders):
         if (path := folder / "libcula_torch.so").exists():
@@ -91,7 +93,8 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def _fake(op: torch._ops.OpOverload) -> Callable[..., object]:
-    """What tracing runs in place of an operator: it checks the devices and makes what the operator would return."""
+    """What tracing runs in place of an operator: it checks the devices and makes what the operator would
+    return."""
     names = [argument.name for argument in op._schema.arguments]
     outputs = [output.name for output in op._schema.returns]
 
@@ -193,8 +196,8 @@ def described(value: object) -> str:
 def refuse_types(
     op: torch._ops.OpOverload, arguments: Iterable[object], others: Mapping[str, object] | None = None
 ) -> None:
-    """The error for the first argument that is not of the type in the schema, or a tensor of a kind or a number of a
-    size that no operator takes."""
+    """The error for the first argument that is not of the type in the schema, or a tensor of a kind or a
+    number of a size that no operator takes."""
     schema = {argument.name: str(argument.type) for argument in op._schema.arguments}
     for name, value in (*zip(schema, arguments, strict=False), *(others or {}).items()):
         kind = schema[name]
@@ -221,7 +224,8 @@ def _written(op: torch._ops.OpOverload) -> tuple[int, ...]:
 
 
 def _checked(op: torch._ops.OpOverload) -> Callable[..., object]:
-    """What PyTorch runs in place of an operator outside of `torch.inference_mode()`, and for tensors from outside."""
+    """What PyTorch runs in place of an operator outside of `torch.inference_mode()`, and for tensors from
+    outside."""
     names, written = [argument.name for argument in op._schema.arguments], _written(op)
 
     def refuse_or_run(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> object:
@@ -240,7 +244,8 @@ def _checked(op: torch._ops.OpOverload) -> Callable[..., object]:
     return refuse_or_run
 
 
-# What the package calls: by the `id` of an operator, the same without `_checked`, and the positions that it writes.
+# What the package calls: by the `id` of an operator, the same without `_checked`, and the positions that it
+# writes.
 unchecked: dict[int, tuple[Callable[..., Any], tuple[int, ...]]] = {}
 _libraries = [torch.library.Library(name, "FRAGMENT") for name in ("cula", "cula_unchecked")]
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One function per pass: allocates the outputs, lays the states out V-first and calls the operator. No numerics.
+"""One function per pass: allocates the outputs, lays the states out V-first and calls the operator. No
+numerics.
 
-Everything above (Level 1, the drop-ins) is names and defaults; everything below (checks of shapes, dtypes, strides and
-indices, dispatch) is C++.
+Everything above (Level 1, the drop-ins) is names and defaults; everything below (checks of shapes, dtypes,
+strides and indices, dispatch) is C++.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ Made = TypeVar("Made")
 class Checkpoints(NamedTuple):
     """States to keep on the way through a prefill.
 
-    states: `[slots, HV, V, K]` (`[slots, HV, K, V]` with `state_v_first=False`), float32, bfloat16 or float16.
-    plan: int32 or int64 `[M, 3]` rows (sequence, tokens, slot): the state after that many tokens of the sequence, a
-        multiple of 64 or the sequence's length, goes to `states[slot]`; a negative slot skips the row. No slot may be
-        one that a sequence of the same call starts from: it is written while that state may still be read.
+    states: `[slots, HV, V, K]` (`[slots, HV, K, V]` with `state_v_first=False`), float32, bfloat16 or
+        float16.
+    plan: int32 or int64 `[M, 3]` rows (sequence, tokens, slot): the state after that many tokens of the
+        sequence, a multiple of 64 or the sequence's length, goes to `states[slot]`; a negative slot skips the
+        row. No slot may be one that a sequence of the same call starts from: it is written while that state
+        may still be read.
     """
 
     states: Tensor
@@ -84,10 +87,11 @@ def forward(
     decay: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Runs `_ops.prefill` or `_ops.decode`; returns o, the final state or the pool, and the states at chunk starts.
+    """Runs `_ops.prefill` or `_ops.decode`; returns o, the final state or the pool, and the states at chunk
+    starts.
 
-    Level 1 calls it by position, with thirty arguments at the most: keywords cost Python more than a microsecond, and
-    more than thirty arguments, which go through a list, a third of one.
+    Level 1 calls it by position, with thirty arguments at the most: keywords cost Python more than a
+    microsecond, and more than thirty arguments, which go through a list, a third of one.
     """
     in_place = state_pool is not None
     kind, A_log, dt_bias, lower_bound = gate
@@ -262,8 +266,8 @@ def segment(
     m, b = out
     written_m, written_b = m, b
     if m is None and b is None and keep and torch.compiler.is_compiling():
-        # Inductor cannot lower an operator that may write into its arguments, returns a tensor, and writes into none.
-        # B alone would keep less.
+        # Inductor cannot lower an operator that may write into its arguments, returns a tensor, and writes
+        # into none. B alone would keep less.
         written_m, written_b = q.new_empty(m_shape, dtype=dtype), q.new_empty(b_shape, dtype=dtype)
     kind, A_log, dt_bias, lower_bound = gate
     flags = options(
@@ -330,8 +334,8 @@ def check_inputs(
 def check_room(
     op: torch._ops.OpOverloadPacket, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None
 ) -> None:
-    """What must hold before outputs are made here: those of inputs that C++ refuses could be larger than the memory.
-    It asks for all that `check_inputs` does but the device."""
+    """What must hold before outputs are made here: those of inputs that C++ refuses could be larger than the
+    memory. It asks for all that `check_inputs` does but the device."""
     if not (_ops.is_dense(q) and _ops.is_dense(k) and _ops.is_dense(v)):
         _ops.refuse_types(op.packed, (q, k, v))
     if q.dim() != 4 or v.dim() != 4:
@@ -368,8 +372,8 @@ def call_for_o(
 ) -> Tensor:
     """Calls the operator with `out`, or with a new o, and returns it. `arguments` are those of `fresh`.
 
-    Only a call that writes a state gets its o from there: Inductor cannot lower an operator that may write into its
-    arguments, returns a tensor, and writes into none of them.
+    Only a call that writes a state gets its o from there: Inductor cannot lower an operator that may write
+    into its arguments, returns a tensor, and writes into none of them.
     """
     if out is None and final_state is not None:
         return call(op.fresh, arguments)
@@ -382,8 +386,8 @@ def call_for_o(
 
 
 def call(op: torch._ops.OpOverload[..., Made], arguments: tuple[Any, ...]) -> Made:
-    """Calls the operator by position, up to the last argument that is given: PyTorch takes longer over a None than over
-    a tensor, and longer still over a keyword."""
+    """Calls the operator by position, up to the last argument that is given: PyTorch takes longer over a None
+    than over a tensor, and longer still over a keyword."""
     count = len(arguments)
     while arguments[count - 1] is None:
         count -= 1
@@ -501,8 +505,8 @@ def _new_final_state(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The memory of a dense final state, the indices of the call's rows in it, and those rows.
 
-    Indices are needed where the initial states are gathered by index, and none of them may be the null slot: where
-    that is among them, the rows up to it are left unused. The rows of skipped sequences stay zero.
+    Indices are needed where the initial states are gathered by index, and none of them may be the null slot:
+    where that is among them, the rows up to it are left unused. The rows of skipped sequences stay zero.
     """
     batch, _, heads, value_dim = v.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -524,8 +528,9 @@ def _new_chunk_states(
     chunk_size: int,
     state_v_first: bool,
 ) -> Tensor:
-    """The states at chunk starts in k's dtype: one per chunk where the lengths can be read on the host without waiting,
-    else room for the most chunks that the lengths could make, zero beyond those they do make."""
+    """The states at chunk starts in k's dtype: one per chunk where the lengths can be read on the host
+    without waiting, else room for the most chunks that the lengths could make, zero beyond those they do
+    make."""
     batch, tokens = q.shape[:2]
     shape = (v.shape[2], *_matrix(v.shape[3], q.shape[3], state_v_first))
     if cu_seqlens is None:

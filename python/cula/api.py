@@ -1,39 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Level 1: one function per member of the family, on whatever device its tensors are.
 
-Shapes: B batch, T tokens, N sequences, H query/key heads, HV value heads (HV % H == 0; value head hv reads query/key
-head hv // (HV / H)), K (up to 256) and V the key and value dimensions. q and k are `[B, T, H, K]`, v is
-`[B, T, HV, V]`, in one dtype: bfloat16, float16 or float32 (float64 for the oracle). Every stride is free; q, k, v and
-g are copied where their last dimension is not contiguous.
+Shapes: B batch, T tokens, N sequences, H query/key heads, HV value heads (HV % H == 0; value head hv reads
+query/key head hv // (HV / H)), K (up to 256) and V the key and value dimensions. q and k are `[B, T, H, K]`,
+v is `[B, T, HV, V]`, in one dtype: bfloat16, float16 or float32 (float64 for the oracle). Every stride is
+free; q, k, v and g are copied where their last dimension is not contiguous.
 
 Words that all functions share:
 
 scale: applied to q, `K ** -0.5` if None.
-cu_seqlens: int32 or int64 `[N + 1]` on q's device; B is 1 and sequence n holds the tokens from `cu_seqlens[n]` to
-    `cu_seqlens[n + 1]`. Empty sequences are legal, tokens beyond the last one get zeros. Without it N is B.
-initial_state: `[N, HV, V, K]`, float32, bfloat16 or float16; zero if None. With `initial_state_indices` a pool
-    `[slots, HV, V, K]` that is only read.
+cu_seqlens: int32 or int64 `[N + 1]` on q's device; B is 1 and sequence n holds the tokens from
+    `cu_seqlens[n]` to `cu_seqlens[n + 1]`. Empty sequences are legal, tokens beyond the last one get zeros.
+    Without it N is B.
+initial_state: `[N, HV, V, K]`, float32, bfloat16 or float16; zero if None. With `initial_state_indices` a
+    pool `[slots, HV, V, K]` that is only read.
 output_final_state: return the final state, a new float32 `[N, HV, V, K]`.
-state_pool: `[slots, HV, V, K]` with any slot stride, read and written in place and returned as the final state.
-initial_state_indices, final_state_indices: int32 or int64 `[N]`, the slot that a sequence starts from and ends in
-    (the same if the second is None). A sequence whose index is negative or `null_index` is skipped: its output is zero,
-    nothing is stored for it. Slots that no index names are not touched.
+state_pool: `[slots, HV, V, K]` with any slot stride, read and written in place and returned as the final
+    state.
+initial_state_indices, final_state_indices: int32 or int64 `[N]`, the slot that a sequence starts from and
+    ends in (the same if the second is None). A sequence whose index is negative or `null_index` is skipped:
+    its output is zero, nothing is stored for it. Slots that no index names are not touched.
 has_initial_state: bool `[N]`; False starts from zero whatever the slot holds.
-state_v_first: False for states `[..., K, V]` (FLA's layout). Both layouts are views of the same kernels, never copies.
+state_v_first: False for states `[..., K, V]` (FLA's layout). Both layouts are views of the same kernels,
+    never copies.
 checkpoints: `Checkpoints(states, plan)`, states to keep on the way.
-return_intermediate_states: return h as a third value: the state at the start of every chunk of `chunk_size` (16, 32 or
-    64) tokens, `[B, NT, HV, V, K]` in k's dtype. The chunks of packed sequences follow each other along NT, which is
-    their number where the lengths can be read without waiting (on the CPU, not under torch.compile) and else the most
-    that it could be, with zeros beyond.
+return_intermediate_states: return h as a third value: the state at the start of every chunk of `chunk_size`
+    (16, 32 or 64) tokens, `[B, NT, HV, V, K]` in k's dtype. The chunks of packed sequences follow each other
+    along NT, which is their number where the lengths can be read without waiting (on the CPU, not under
+    torch.compile) and else the most that it could be, with zeros beyond.
 backend: a target by name (`"cpu"`, `"cpu:avx2"`, `"reference"`, see `cula.explain()`); None for the best.
-deterministic: results are bit-equal from run to run in any case; `"batch_invariant"` also gives a sequence the same
-    bits whatever else is in the batch.
+deterministic: results are bit-equal from run to run in any case; `"batch_invariant"` also gives a sequence
+    the same bits whatever else is in the batch.
 out: a preallocated o, `[B, T, HV, V]`.
 device: q's device, checked if given.
 
 Errors: `ValueError` names the argument, what was expected and what was given, before anything is written;
-`TypeError` for an unknown option or a wrong type; `NotImplementedError` where gradients are asked for, since the
-backward pass is not built yet.
+`TypeError` for an unknown option or a wrong type; `NotImplementedError` where gradients are asked for, since
+the backward pass is not built yet.
 
 The published signatures are those of cuLA's unified interface (inclusionAI/cuLA, issue 50).
 """
@@ -102,18 +105,20 @@ def cula_kda(
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Kimi Delta Attention (arXiv:2510.26692): a delta rule whose state decays per token and key channel.
 
-    g: the log decay `[B, T, HV, K]`, any floating dtype, as low as -1000; or `[B, T, HV]`, one decay for all channels.
-        With `use_gate_in_kernel` the raw gate: `-exp(A_log) * softplus(g + dt_bias)`, or with `lower_bound` (negative)
-        `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`.
+    g: the log decay `[B, T, HV, K]`, any floating dtype, as low as -1000; or `[B, T, HV]`, one decay for all
+        channels. With `use_gate_in_kernel` the raw gate: `-exp(A_log) * softplus(g + dt_bias)`, or with
+        `lower_bound` (negative) `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`.
     beta: the write strength `[B, T, HV]`, or `[B, T, HV, V]` for one per value channel; a logit with
         `use_beta_sigmoid_in_kernel`, whose sigmoid `allow_neg_eigval` doubles.
     A_log, dt_bias: HV and HV * K values of any shape.
     use_qk_l2norm_in_kernel: normalise q and k, `x * rsqrt(sum(x * x) + 1e-6)`.
-    safe_gate: a promise that the log decay lies in [-5, 0), which no kernel here needs; other bounds are refused.
+    safe_gate: a promise that the log decay lies in [-5, 0), which no kernel here needs; other bounds are
+        refused.
     disable_recompute: concerns training only.
     kwargs: `chunk_size`, the spacing of h.
 
-    Returns (o `[B, T, HV, V]` in q's dtype, final state or None), and h if asked for. Everything else: `cula.api`.
+    Returns (o `[B, T, HV, V]` in q's dtype, final state or None), and h if asked for. Everything else:
+    `cula.api`.
     """
     if cp_context is not None:
         _passes.refuse_context()
@@ -253,8 +258,8 @@ def cula_simple_gla(
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Gated linear attention with one decay per token and head (also the form of Mamba-2, arXiv:2405.21060).
 
-    g: the log decay `[B, T, HV]`. decay: a constant per head `[HV]`, as in `cula_lightning`, on top of g or alone.
-    With neither it is plain linear attention (arXiv:2006.16236). Everything else: `cula.api`.
+    g: the log decay `[B, T, HV]`. decay: a constant per head `[HV]`, as in `cula_lightning`, on top of g or
+    alone. With neither it is plain linear attention (arXiv:2006.16236). Everything else: `cula.api`.
     """
     chunk_size = _chunk_size("cula_simple_gla", kwargs) if kwargs else 64
     o, final_state, h = _passes.forward(
@@ -293,11 +298,12 @@ def cula_lightning(
     kept: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """Lightning attention (arXiv:2401.04658), RetNet (arXiv:2307.08621): additive, with a constant decay per head.
+    """Lightning attention (arXiv:2401.04658), RetNet (arXiv:2307.08621): additive, with a constant decay per
+    head.
 
-    decay: `[HV]`, in log space: a token shrinks the state by `exp(-abs(decay))`. A state never grows, so the positive
-        slopes of MiniMax and cuLA and the negative log decays of FLA mean the same. It is never derived from a layer
-        index here.
+    decay: `[HV]`, in log space: a token shrinks the state by `exp(-abs(decay))`. A state never grows, so the
+        positive slopes of MiniMax and cuLA and the negative log decays of FLA mean the same. It is never
+        derived from a layer index here.
     Everything else: `cula.api`.
     """
     _refuse_unknown("cula_lightning", kwargs)
@@ -385,14 +391,14 @@ def cula_decode(
 ) -> tuple[Tensor, Tensor]:
     """One token for each of N sequences; the state is updated in place.
 
-    q, k: `[N, 1, H, K]` or `[1, N, H, K]`, and v, g, beta likewise: a token is a row of its own, whichever of the two
-        dimensions holds the rows. `[N, T, H, K]` with both above 1 is refused: several tokens of a sequence are for the
-        prefill functions (with `state_pool`) or `cula_verify`.
+    q, k: `[N, 1, H, K]` or `[1, N, H, K]`, and v, g, beta likewise: a token is a row of its own, whichever of
+        the two dimensions holds the rows. `[N, T, H, K]` with both above 1 is refused: several tokens of a
+        sequence are for the prefill functions (with `state_pool`) or `cula_verify`.
     state: the pool `[P, HV, V, K]`, float32, bfloat16 or float16, any slot stride.
-    state_indices: int32 or int64 `[N]`, the slot of each row, row n if None; `final_state_indices` where a row ends in
-        another slot. A negative or `null_index` slot skips the row: its o is zero.
-    mode: kda, gdn, gla, simple_gla, lightning or delta. kda and gdn take g and beta, gla and simple_gla take g, delta
-        takes beta, lightning takes `decay`, as in the functions of those names.
+    state_indices: int32 or int64 `[N]`, the slot of each row, row n if None; `final_state_indices` where a
+        row ends in another slot. A negative or `null_index` slot skips the row: its o is zero.
+    mode: kda, gdn, gla, simple_gla, lightning or delta. kda and gdn take g and beta, gla and simple_gla take
+        g, delta takes beta, lightning takes `decay`, as in the functions of those names.
     use_gate_in_kernel: g is the raw gate; True if None and A_log or lower_bound is given.
 
     Returns (o in q's layout, state itself).
@@ -468,20 +474,23 @@ def cula_verify(
     deterministic: bool | str | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """A few draft tokens for each of N sequences, with a state per token, so that any prefix can be accepted later.
+    """A few draft tokens for each of N sequences, with a state per token, so that any prefix can be accepted
+    later.
 
-    q, k, v: `[N, S, heads, dim]`, or packed `[1, T, heads, dim]` with `cu_seqlens` for rows of different length.
+    q, k, v: `[N, S, heads, dim]`, or packed `[1, T, heads, dim]` with `cu_seqlens` for rows of different
+        length.
     state: the pool `[P, HV, V, K]` of base states; zero if None.
     state_indices: int32 or int64 `[N, S]` (S at least the tokens of every row). Row n starts from slot
-        `state_indices[n, num_accepted[n] - 1]` and the state after its token t is stored in slot `state_indices[n, t]`
-        (vLLM's convention). Without it the pool is only read: row n starts from slot `initial_state_indices[n]`, or n.
+        `state_indices[n, num_accepted[n] - 1]` and the state after its token t is stored in slot
+        `state_indices[n, t]` (vLLM's convention). Without it the pool is only read: row n starts from slot
+        `initial_state_indices[n]`, or n.
     num_accepted: int32 or int64 `[N]` in 1..S, what the last step accepted; 1 if None.
     initial_state_indices: int32 or int64 `[N]`, the slot to start from instead.
     disable_state_update: only read the pool even with `state_indices`.
-    snapshots: `[slots, S, HV, V, K]`; the state after token t goes to `snapshots[snapshot_indices[n], t]` (SGLang's
-        convention; `snapshot_indices` int32 or int64 `[N]`, n if None).
-    parents: int32 or int64 `[N, S]` for a tree of drafts: token t continues the state after token `parents[n, t] < t`,
-        the base state if that is negative.
+    snapshots: `[slots, S, HV, V, K]`; the state after token t goes to `snapshots[snapshot_indices[n], t]`
+        (SGLang's convention; `snapshot_indices` int32 or int64 `[N]`, n if None).
+    parents: int32 or int64 `[N, S]` for a tree of drafts: token t continues the state after token `parents[n,
+        t] < t`, the base state if that is negative.
     mode and the rest as in `cula_decode`.
 
     Returns (o, state itself).
@@ -530,20 +539,22 @@ def cula_segment(
 ) -> tuple[Tensor | None, ...]:
     """What a run of tokens does to any state: the affine map S -> M S + B, with S as `[K, V]`.
 
-    Maps compose, `(M2, B2) after (M1, B1) = (M2 M1, M2 B1 + B2)`, which is what parallelism over the sequence needs.
-    Inputs as in `cula_decode` with T tokens a row; q gives the heads and is not read, unless `keep` is true.
+    Maps compose, `(M2, B2) after (M1, B1) = (M2 M1, M2 B1 + B2)`, which is what parallelism over the sequence
+    needs. Inputs as in `cula_decode` with T tokens a row; q gives the heads and is not read, unless `keep` is
+    true.
 
-    keep: also make what a prefill of the same tokens needs and the maps do not, and return it third. A prefill with the
-        same inputs, options and `scale` that gets it as `kept` saves most of its work, as often as one likes; nothing
-        but its size is checked. It takes 40 to 80 KiB for each 64 tokens and value head (K = 128), and is empty where
-        nothing can be saved: on a CPU, or beyond 16 GiB. V is up to 256 then.
-    out: (m, b) to write to, in the shapes and of the dtype that are returned otherwise; any strides, but no memory in
-        common. `(None, b)` makes B alone, which says that no state is before the tokens: what this call keeps is for a
-        prefill without `initial_state`, and where M was left out of it another is refused. `(None, None)` makes what
-        `keep` asks for alone. What is not made is returned as None.
+    keep: also make what a prefill of the same tokens needs and the maps do not, and return it third. A
+        prefill with the same inputs, options and `scale` that gets it as `kept` saves most of its work, as
+        often as one likes; nothing but its size is checked. It takes 40 to 80 KiB for each 64 tokens and
+        value head (K = 128), and is empty where nothing can be saved: on a CPU, or beyond 16 GiB. V is up to
+        256 then.
+    out: (m, b) to write to, in the shapes and of the dtype that are returned otherwise; any strides, but no
+        memory in common. `(None, b)` makes B alone, which says that no state is before the tokens: what this
+        call keeps is for a prefill without `initial_state`, and where M was left out of it another is
+        refused. `(None, None)` makes what `keep` asks for alone. What is not made is returned as None.
 
-    Returns float32 (m, b): m `[N, HV, K, K]` for the delta rules, the diagonal `[N, HV, K]` for the additive ones; b in
-    the layout of a state, `[N, HV, V, K]`, or `[N, HV, K, V]` with `state_v_first=False`.
+    Returns float32 (m, b): m `[N, HV, K, K]` for the delta rules, the diagonal `[N, HV, K]` for the additive
+    ones; b in the layout of a state, `[N, HV, V, K]`, or `[N, HV, K, V]` with `state_v_first=False`.
     """
     if use_gate_in_kernel is None:
         use_gate_in_kernel = A_log is not None or lower_bound is not None
@@ -580,8 +591,8 @@ def _decay_of(
 def _kda_decay(
     q: Tensor, g: Tensor | None, dt_bias: Tensor | None
 ) -> tuple[str, Tensor | None, Tensor | None]:
-    """A gate `[B, T, HV]` is the same for all channels, which makes KDA the gated delta rule: nothing needs to be
-    expanded, unless a bias per channel is still to be added."""
+    """A gate `[B, T, HV]` is the same for all channels, which makes KDA the gated delta rule: nothing needs
+    to be expanded, unless a bias per channel is still to be added."""
     if (
         not isinstance(g, Tensor)
         or g.dim() != 3

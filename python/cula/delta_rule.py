@@ -25,8 +25,8 @@ def chunk_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.delta_rule.chunk_delta_rule`: a whole prompt.
 
-    q, k `[B, T, H, K]`, v `[B, T, H, V]`, beta `[B, T, H]`, states `[N, H, K, V]`. `chunk_size` among the kwargs (16,
-    32 or 64) changes nothing here.
+    q, k `[B, T, H, K]`, v `[B, T, H, V]`, beta `[B, T, H]`, states `[N, H, K, V]`. `chunk_size` among the
+    kwargs (16, 32 or 64) changes nothing here.
     """
     try:
         chunk_size = kwargs.pop("chunk_size", 64)

@@ -38,10 +38,10 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.gated_delta_rule.chunk_gated_delta_rule`: a whole prompt.
 
-    q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g and beta `[B, T, HV]`; with `use_gate_in_kernel` the log decay is
-    `-exp(A_log) * softplus(g + dt_bias)` with HV values each. States are `[N, HV, K, V]`, `[N, HV, V, K]` with
-    `state_v_first`; the initial state of any floating dtype, the final one float32. `chunk_indices` and `chunk_size`
-    change nothing here.
+    q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g and beta `[B, T, HV]`; with `use_gate_in_kernel` the log decay
+    is `-exp(A_log) * softplus(g + dt_bias)` with HV values each. States are `[N, HV, K, V]`, `[N, HV, V, K]`
+    with `state_v_first`; the initial state of any floating dtype, the final one float32. `chunk_indices` and
+    `chunk_size` change nothing here.
     """
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
@@ -104,9 +104,9 @@ def fused_recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule`: token after token.
 
-    The log decays g `[B, T, HV]` and gk `[B, T, HV, K]` add up; with neither it is the plain delta rule. beta is `[B,
-    T, HV]` or `[B, T, HV, V]`, one if None. A decay `gv` along V is outside the family.
-    q, k and v may differ in dtype; o has v's.
+    The log decays g `[B, T, HV]` and gk `[B, T, HV, K]` add up; with neither it is the plain delta rule. beta
+    is `[B, T, HV]` or `[B, T, HV, V]`, one if None. A decay `gv` along V is outside the family. q, k and v
+    may differ in dtype; o has v's.
     """
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)

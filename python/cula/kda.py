@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kimi Delta Attention under the names and conventions of FLA (`fla.ops.kda`), cuLA and SGLang.
 
-Each function keeps its upstream signature, defaults and state layout, so that adoption is one changed import line.
+Each function keeps its upstream signature, defaults and state layout, so that adoption is one changed import
+line.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """`fla.ops.kda.chunk_kda` (and cuLA's of that name): a whole prompt.
 
-    q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g `[B, T, HV, K]` the log decay or, with `use_gate_in_kernel`, the raw gate
-    (softplus, or bounded where `lower_bound` is given), beta `[B, T, HV]`. `A_log` and `dt_bias` hold HV and HV * K
-    values. States are float32 `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; h, the states at chunk starts, is
-    `[B, NT, HV, K, V]` in k's dtype and needs `torch.inference_mode()`. `use_graph` and `max_num_seqs` change nothing:
-    no call reads lengths on the host, so every one can be captured, and tokens of no sequence give zeros.
-    Errors are FLA's; where FLA asserts, the error is a ValueError as well as an AssertionError.
+    q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g `[B, T, HV, K]` the log decay or, with `use_gate_in_kernel`, the
+    raw gate (softplus, or bounded where `lower_bound` is given), beta `[B, T, HV]`. `A_log` and `dt_bias`
+    hold HV and HV * K values. States are float32 `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; h,
+    the states at chunk starts, is `[B, NT, HV, K, V]` in k's dtype and needs `torch.inference_mode()`.
+    `use_graph` and `max_num_seqs` change nothing: no call reads lengths on the host, so every one can be
+    captured, and tokens of no sequence give zeros. Errors are FLA's; where FLA asserts, the error is a
+    ValueError as well as an AssertionError.
     """
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
@@ -110,8 +112,9 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.kda.fused_recurrent_kda`: token after token, made for a few tokens per sequence.
 
-    As `chunk_kda`, but beta may be `[B, T, HV, V]` and the initial state of any floating dtype. A raw gate with neither
-    `A_log` nor `lower_bound` is `-e * softplus(g + dt_bias)`, as in FLA. An empty sequence returns its initial state.
+    As `chunk_kda`, but beta may be `[B, T, HV, V]` and the initial state of any floating dtype. A raw gate
+    with neither `A_log` nor `lower_bound` is `-e * softplus(g + dt_bias)`, as in FLA. An empty sequence
+    returns its initial state.
     """
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
@@ -190,11 +193,11 @@ def kda_decode(
 ) -> Tensor:
     """cuLA's `kda_decode`: one token per sequence, the state pool updated in place.
 
-    q, k `[N, 1, H, K]` or `[1, N, H, K]`, v and the result likewise with HV and V; a `[N, 1, HV, K]` the raw gate and b
-    `[N, 1, HV]` the logit of beta, each also without the 1 and flattened; A_log HV values, dt_bias HV * K. The gate is
-    `-exp(A_log) * softplus(a + dt_bias)`. The pool is float32 `[P, HV, V, K]`, `[P, HV, K, V]` with
-    `state_layout="kv"`; None starts from zero and keeps nothing. Rows with a negative index get zeros. `cu_seqlens` has
-    no effect, as upstream.
+    q, k `[N, 1, H, K]` or `[1, N, H, K]`, v and the result likewise with HV and V; a `[N, 1, HV, K]` the raw
+    gate and b `[N, 1, HV]` the logit of beta, each also without the 1 and flattened; A_log HV values, dt_bias
+    HV * K. The gate is `-exp(A_log) * softplus(a + dt_bias)`. The pool is float32 `[P, HV, V, K]`, `[P, HV,
+    K, V]` with `state_layout="kv"`; None starts from zero and keeps nothing. Rows with a negative index get
+    zeros. `cu_seqlens` has no effect, as upstream.
     """
     try:
         return _decode(
@@ -240,19 +243,21 @@ def fused_sigmoid_gating_delta_rule_update(
 ) -> Tensor:
     """SGLang's decode and verification of KDA, with `is_kda`, and of GDN; the signature of SGLang 0.5.23.
 
-    q, k `[B, T, H, K]`, or `[1, T, H, K]` with `cu_seqlens` for rows of different length; v and the result likewise
-    with HV and V; a the raw gate, HV * K values a token (KDA) or HV (GDN), b the logit of beta, HV values a token, in
-    any shape that holds them in this order; A_log HV values, dt_bias as many as a has a token. The gate is
-    `-exp(A_log) * softplus(a + dt_bias)`, with `lower_bound` `lower_bound * sigmoid(exp(A_log) * (a + dt_bias))`.
-    Without `cu_seqlens`, `[1, T, ..]` is T rows of one token where there are T indices (cuLA's reading), else one row.
+    q, k `[B, T, H, K]`, or `[1, T, H, K]` with `cu_seqlens` for rows of different length; v and the result
+    likewise with HV and V; a the raw gate, HV * K values a token (KDA) or HV (GDN), b the logit of beta, HV
+    values a token, in any shape that holds them in this order; A_log HV values, dt_bias as many as a has a
+    token. The gate is `-exp(A_log) * softplus(a + dt_bias)`, with `lower_bound` `lower_bound *
+    sigmoid(exp(A_log) * (a + dt_bias))`. Without `cu_seqlens`, `[1, T, ..]` is T rows of one token where
+    there are T indices (cuLA's reading), else one row.
 
-    Row n starts from slot `initial_state_indices[n]` of the pool `[P, HV, V, K]`, and its tokens run in order. The
-    state after the last goes back to that slot unless `disable_state_update`; the one after token t goes to
-    `intermediate_states_buffer[intermediate_state_indices[n], t]` where that buffer is given, `[slots, S, HV, V, K]`.
-    `retrieve_parent_token` `[N, S]` makes the row a tree: token t > 0 continues the state after that earlier token.
-    A negative index skips the row: its result is zero here. Indices of more rows than there are may be given. The
-    buffer has its number of steps in its shape, and `cache_steps` may not exceed it. ReplaySSM's rings (`cache_ring`)
-    and the rounding of another kernel (`match_cutedsl_decode`) are refused.
+    Row n starts from slot `initial_state_indices[n]` of the pool `[P, HV, V, K]`, and its tokens run in
+    order. The state after the last goes back to that slot unless `disable_state_update`; the one after token
+    t goes to `intermediate_states_buffer[intermediate_state_indices[n], t]` where that buffer is given,
+    `[slots, S, HV, V, K]`. `retrieve_parent_token` `[N, S]` makes the row a tree: token t > 0 continues the
+    state after that earlier token. A negative index skips the row: its result is zero here. Indices of more
+    rows than there are may be given. The buffer has its number of steps in its shape, and `cache_steps` may
+    not exceed it. ReplaySSM's rings (`cache_ring`) and the rounding of another kernel
+    (`match_cutedsl_decode`) are refused.
 
     out: where to write the result. state_layout: `"kv"` for pools and buffers `[.., HV, K, V]`.
     """
@@ -530,8 +535,8 @@ def _verify(
 
 
 def _tree(parents: Tensor) -> Tensor:
-    """SGLang leaves the parent of a row's first token unset. A CUDA kernel takes no parent that is not before its
-    token; where the host reads them, such a parent is an error."""
+    """SGLang leaves the parent of a row's first token unset. A CUDA kernel takes no parent that is not before
+    its token; where the host reads them, such a parent is an error."""
     if not parents.is_cpu:
         return parents
     parents = parents.clone()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning attention under the names and conventions of cuLA (decay as positive slopes, states V-first) and of
-`fla.ops.lightning_attn` (decay derived from the layer's index, states K-first)."""
+"""Lightning attention under the names and conventions of cuLA (decay as positive slopes, states V-first) and
+of `fla.ops.lightning_attn` (decay derived from the layer's index, states K-first)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def lightning_attn_fwd(
 ) -> tuple[Tensor, Tensor | None]:
     """cuLA's `lightning_attn_fwd`: a whole prompt for each row of the batch.
 
-    Q, K, V `[B, T, H, D]`; decay float32 `[H]`, slopes s >= 0, a token shrinks the state by exp(-s); states float32
-    `[B, H, V, K]`. `chunk_size` changes nothing here.
+    Q, K, V `[B, T, H, D]`; decay float32 `[H]`, slopes s >= 0, a token shrinks the state by exp(-s); states
+    float32 `[B, H, V, K]`. `chunk_size` changes nothing here.
     """
     try:
         o, final_state, _ = _passes.forward(
@@ -62,8 +62,9 @@ def lightning_attn_fwd_varlen(
 ) -> tuple[Tensor, Tensor]:
     """cuLA's `lightning_attn_fwd_varlen`: packed sequences `[1, T, H, D]`.
 
-    The pool `[P, H, V, K]` is updated in place and returned. Without a pool the sequences start from zero and their
-    final states `[N, H, V, K]` are returned. `persistent` is a choice of schedule upstream; the result is the same.
+    The pool `[P, H, V, K]` is updated in place and returned. Without a pool the sequences start from zero and
+    their final states `[N, H, V, K]` are returned. `persistent` is a choice of schedule upstream; the result
+    is the same.
     """
     try:
         if cu_seqlens is None:
@@ -99,9 +100,9 @@ def linear_attention_decode(
 ) -> None:
     """cuLA's `linear_attention_decode`: one token for each of B rows; writes `out` and updates `s`.
 
-    q, k, v, out `[B, H, D]`; s float32 `[B * H, V, K]` or `[B, H, V, K]`; decay_scales `[H]`, slopes >= 0. The strides
-    come from the tensors, and row b always works on state b: the stride arguments and `s_offsets` are ignored, as
-    upstream.
+    q, k, v, out `[B, H, D]`; s float32 `[B * H, V, K]` or `[B, H, V, K]`; decay_scales `[H]`, slopes >= 0.
+    The strides come from the tensors, and row b always works on state b: the stride arguments and `s_offsets`
+    are ignored, as upstream.
     """
     try:
         _fla.require(
@@ -134,8 +135,9 @@ def linear_attention_decode(
 class LinearAttentionChunkwiseDecay:
     """cuLA's kernel class, as a configured call on torch tensors.
 
-    The kernel is compiled ahead of time for every configuration, so the constructor only keeps what changes the result;
-    upstream's remaining parameters (types, sizes, schedule) are accepted and follow from the tensors.
+    The kernel is compiled ahead of time for every configuration, so the constructor only keeps what changes
+    the result; upstream's remaining parameters (types, sizes, schedule) are accepted and follow from the
+    tensors.
     """
 
     def __init__(
@@ -176,7 +178,8 @@ class LinearAttentionChunkwiseDecay:
         cu_seqlens: Tensor | None = None,
         initial_state_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `lightning_attn_fwd`, or with `is_varlen` as `lightning_attn_fwd_varlen` (`initial_state` is the pool)."""
+        """As `lightning_attn_fwd`, or with `is_varlen` as `lightning_attn_fwd_varlen` (`initial_state` is the
+        pool)."""
         state = initial_state if self.has_initial_state else None
         if not self.is_varlen:
             return lightning_attn_fwd(
@@ -208,8 +211,8 @@ def chunk_lightning_attn(
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.lightning_attn.chunk_lightning_attn`: a whole prompt; states `[N, H, K, V]`.
 
-    FLA's own decay: head h shrinks by exp(-(8 / H) (1 - layer_idx / num_layers) h) per token. It is not the slope of
-    MiniMax's or Ring's checkpoints; for those give the slopes to `cula.cula_lightning`.
+    FLA's own decay: head h shrinks by exp(-(8 / H) (1 - layer_idx / num_layers) h) per token. It is not the
+    slope of MiniMax's or Ring's checkpoints; for those give the slopes to `cula.cula_lightning`.
     """
     try:
         _fla.options("chunk_lightning_attn", kwargs, ("chunk_size",))

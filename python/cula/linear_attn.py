@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear attention without decay under the names and conventions of `fla.ops.linear_attn`.
 
-With `normalize` a token's result is divided by its query's product with the sum of the keys so far, z, plus 1e-10;
-states are then pairs of S `[N, H, K, V]` and z `[N, 1, H, K]`. z is a state as S is, of values that are one, and so
-comes from the same kernels, in float32.
+With `normalize` a token's result is divided by its query's product with the sum of the keys so far, z, plus
+1e-10; states are then pairs of S `[N, H, K, V]` and z `[N, 1, H, K]`. z is a state as S is, of values that
+are one, and so comes from the same kernels, in float32.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def chunk_simple_gla(
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.simple_gla.chunk_simple_gla`: a whole prompt.
 
-    q, k `[B, T, H, K]`, v `[B, T, H, V]`; the log decay is g `[B, T, H]`, the constant g_gamma `[H]`, their sum, or
-    zero. `chunk_size` among the kwargs changes nothing here.
+    q, k `[B, T, H, K]`, v `[B, T, H, V]`; the log decay is g `[B, T, H]`, the constant g_gamma `[H]`, their
+    sum, or zero. `chunk_size` among the kwargs changes nothing here.
     """
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every parameter of every public function, given what it cannot be: the promised error, with the parameter's name in
-it, and no byte written."""
+"""Every parameter of every public function, given what it cannot be: the promised error, with the parameter's
+name in it, and no byte written."""
 
 from __future__ import annotations
 
@@ -232,7 +232,8 @@ WRONG = {
     "Checkpoints | None": [1, "x", (), (FLAT,), FLAT, (FLAT, None), (None, FLAT), ("a", "b")],
     "tuple[Tensor | None, Tensor | None] | None": [1, "x", (), (FLAT,), FLAT, ("a", "b"), (FLAT, FLAT)],
 }
-# What has no effect, as upstream, or is compared with what it stands for: any value will do, or a sentence of upstream.
+# What has no effect, as upstream, or is compared with what it stands for: any value will do, or a sentence of
+# upstream.
 FREE = {
     "cp_context", "chunk_indices", "persistent", "s_offsets", "kwargs", "gv", "HEAD_DIM", "K_SPLIT_DIM", "V_SPLIT_DIM",
     "stride_q", "stride_k", "stride_v", "stride_s", "stride_o", "cu_seqlens_cpu", "use_graph", "max_num_seqs",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls whose states lie in each other's way, whose tables have no room, or for which memory does not suffice."""
+"""Calls whose states lie in each other's way, whose tables have no room, or for which memory does not
+suffice."""
 
 from __future__ import annotations
 

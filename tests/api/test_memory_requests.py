@@ -18,7 +18,8 @@ FAR = pytest.mark.parametrize("far", [2**31 - 1, 2**62])
 
 @FAR
 def test_lengths_beyond_the_tokens(far):
-    """The states at the chunk starts of 2^31 tokens would take 2.2 TB. Where the lengths are not read, there is one."""
+    """The states at the chunk starts of 2^31 tokens would take 2.2 TB. Where the lengths are not read, there
+    is one."""
     x, ends = make(SMALL.but(state=False)), torch.tensor([0, far])
     for cu_seqlens in (ends, ends.int()) if far < 2**31 else (ends,):
         if not device.values_are_read():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs whose channels are not contiguous are taken wherever a user calls, and give the bits of contiguous ones."""
+"""Inputs whose channels are not contiguous are taken wherever a user calls, and give the bits of contiguous
+ones."""
 
 from __future__ import annotations
 

@@ -226,8 +226,9 @@ ROWS = [
 ]  # fmt: skip
 
 
-# What lies in the memory of cu_seqlens, of indices and of plans. A GPU call would have to wait for it, so it is checked
-# only with device.DEBUG_CHECKS; without it the kernels stay within bounds (tests/gpu/test_malformed_values.py).
+# What lies in the memory of cu_seqlens, of indices and of plans. A GPU call would have to wait for it, so it
+# is checked only with device.DEBUG_CHECKS; without it the kernels stay within bounds
+# (tests/gpu/test_malformed_values.py).
 VALUES = re.compile(
     r"cu_seqlens must (start|not decrease|end)|must stay below|must name|must not let|num_accepted must lie"
     r"|room for \d+ chunks"

@@ -72,7 +72,8 @@ def test_explain_of_a_device_without_a_driver(monkeypatch, device):
 
 
 def test_explain_of_no_device_of_this_machine():
-    """A build with CUDA kernels and no GPU or driver names the argument; a build without them needs no device."""
+    """A build with CUDA kernels and no GPU or driver names the argument; a build without them needs no
+    device."""
     if not cula.build_info().cuda:
         assert "no CUDA kernels" in str(cula.explain(device="cuda:99"))
         return

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory whose every byte is known: for the tensors of a call, far apart or between guards, and for its workspace."""
+"""Memory whose every byte is known: for the tensors of a call, far apart or between guards, and for its
+workspace."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Arena:
         return int(((self.bytes != before) & (inside == 0)).sum())
 
 
-# Requests below a megabyte share small segments in torch's allocator; larger ones are cut from the block that fits.
+# Requests below a megabyte share small segments in torch's allocator; larger ones are cut from the block that
+# fits.
 def _blocks() -> list[torch.Tensor]:
     sizes = [256 << 20, *[512 << 10] * 32]
     return [torch.empty(size, dtype=torch.uint8) for size in sizes]

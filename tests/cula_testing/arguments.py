@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a small call of each op, right in every way, for tests of what one of them may and may not be."""
+"""The arguments of a small call of each op, right in every way, for tests of what one of them may and may not
+be."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Problems as values: one generator shared by the tests and the benchmarks.
 
-A `Case` says what a call looks like, `make(case)` draws its tensors from the case's seed, `HEADLINES` names the shapes
-that results are reported for, and `SECTIONS` those that show how time grows.
+A `Case` says what a call looks like, `make(case)` draws its tensors from the case's seed, `HEADLINES` names
+the shapes that results are reported for, and `SECTIONS` those that show how time grows.
 """
 
 from __future__ import annotations
@@ -232,8 +232,9 @@ def _raw_gate(kind: str, shape: tuple[int, ...], draw: torch.Generator) -> torch
 
 
 def _dt_bias(kind: str, shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
-    """ "initial" is what a layer of FLA's starts with, as Mamba's do: its softplus is 0.001 to 0.1, evenly in the
-    logarithm. Raw gates then come from two projections with weights of 0.02, and have a deviation of 0.2."""
+    """ "initial" is what a layer of FLA's starts with, as Mamba's do: its softplus is 0.001 to 0.1, evenly in
+    the logarithm. Raw gates then come from two projections with weights of 0.02, and have a deviation of
+    0.2."""
     if kind != "initial":
         return torch.randn(shape, generator=draw)
     dt = 0.001 * 100 ** torch.rand(shape, generator=draw)
@@ -267,7 +268,8 @@ def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
         k = k[:, :1].expand_as(k).clone() if T else k
         q = k.clone()
     if not case.qk_l2norm:
-        # The delta rule contracts only for |k| <= 1; the additive rule is drawn alike so that float16 holds the states.
+        # The delta rule contracts only for |k| <= 1; the additive rule is drawn alike so that float16 holds
+        # the states.
         q, k = functional.normalize(q, dim=-1), functional.normalize(k, dim=-1)
     q, k, v = (place(tensor, case.dtype) for tensor in (q, k, v))
 
@@ -321,7 +323,8 @@ def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
 def _prefill(
     algorithm: str, lengths: tuple[int, ...], heads: int, value_heads: int | None = None, **more
 ) -> Case:
-    """A prefill as models pose it: raw gate and beta logits in kernel where the family has them, no initial state."""
+    """A prefill as models pose it: raw gate and beta logits in kernel where the family has them, no initial
+    state."""
     _, update = FAMILY[algorithm]
     more.setdefault("packed", len(set(lengths)) > 1)
     more.setdefault("decay", "slow")
@@ -403,8 +406,8 @@ CPU_HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
 def ragged_lengths(kind: str, count: int, tokens: int, seed: int = 0) -> tuple[int, ...]:
     """Lengths of at least one token each that add up to `tokens`; the same on every machine.
 
-    uniform: as equal as they can be. random: cut at places that are all equally likely. skewed: in proportion to 1,
-    1/2, 1/3, ... in random order, a few long ones and many short ones.
+    uniform: as equal as they can be. random: cut at places that are all equally likely. skewed: in proportion
+    to 1, 1/2, 1/3, ... in random order, a few long ones and many short ones.
     """
     draw = random.Random(seed)
     if kind == "uniform":
@@ -460,8 +463,8 @@ def _model_panels() -> dict[tuple[str, str], dict[str, Case]]:
     return panels
 
 
-# Section: (op, panel of its plot): case name -> Case. What tunes itself at the first call of a head count, as FLA does,
-# should not do it on a short one, so panels of short lengths do not begin with them.
+# Section: (op, panel of its plot): case name -> Case. What tunes itself at the first call of a head count, as
+# FLA does, should not do it on a short one, so panels of short lengths do not begin with them.
 SECTIONS: dict[str, dict[tuple[str, str], dict[str, Case]]] = {
     "prefill_fixed": {
         ("kda", "96 heads"): _by_length("kda", (8192, 1024, 16384), 96),

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one error rule, for every result of every kernel.
 
-A kernel's accuracy is judged by this rule alone. Tests that compare two forms of one call, look at composed maps, or
-ask whether a name leads to the right call, state a distance of their own: on a GPU test_compose.py,
+A kernel's accuracy is judged by this rule alone. Tests that compare two forms of one call, look at composed
+maps, or ask whether a name leads to the right call, state a distance of their own: on a GPU test_compose.py,
 test_first_walks.py, test_forgetting.py, test_fused.py, test_kept.py, test_slabs.py and test_steep.py.
 
-Against the float64 oracle, in units of the oracle's size, a result may be wrong by at most twice as much as the naive
-recurrence run in the low precision of the inputs, plus a floor; relative root mean square and maximum both. Where the
-oracle is finite, so is the result.
+Against the float64 oracle, in units of the oracle's size, a result may be wrong by at most twice as much as
+the naive recurrence run in the low precision of the inputs, plus a floor; relative root mean square and
+maximum both. Where the oracle is finite, so is the result.
 
-The floor is one rounding in the dtype of the result or of the inputs, whichever is coarser, and sixteen in float32,
-which states are kept in. Without the first a problem of few numbers, where the naive recurrence can be exact by luck,
-would have no budget at all. The second is what a chunk form cannot avoid: the recurrence forgets an error as it
-overwrites a key, but a chunk of 64 tokens adds up the errors of 64 writes, each of which can be twice as large as the
-state: 2 sqrt(64).
+The floor is one rounding in the dtype of the result or of the inputs, whichever is coarser, and sixteen in
+float32, which states are kept in. Without the first a problem of few numbers, where the naive recurrence can
+be exact by luck, would have no budget at all. The second is what a chunk form cannot avoid: the recurrence
+forgets an error as it overwrites a key, but a chunk of 64 tokens adds up the errors of 64 writes, each of
+which can be twice as large as the state: 2 sqrt(64).
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def serves(target: str, pass_name: str) -> bool:
 
 
 def kernels_of(call: Callable[[], object]) -> list[str]:
-    """The names of the library's kernels that a call launches on a GPU, in their order. It is made once before."""
+    """The names of the library's kernels that a call launches on a GPU, in their order. It is made once
+    before."""
     call()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         call()

@@ -20,7 +20,8 @@ from cula_testing.cases import FAMILY, Inputs
 
 @dataclass
 class Sequence:
-    """One sequence: its outputs [T, HV, V] and its states [T + 1, HV, V, K] before each token and after the last."""
+    """One sequence: its outputs [T, HV, V] and its states [T + 1, HV, V, K] before each token and after the
+    last."""
 
     o: torch.Tensor
     states: torch.Tensor
@@ -62,7 +63,8 @@ def beta(inputs: Inputs) -> torch.Tensor | None:
 def recurrence(
     inputs: Inputs, batch: int, begin: int, end: int, state: torch.Tensor | None, parents=None
 ) -> Sequence:
-    """Tokens begin..end of row `batch` from `state` [HV, V, K]; parents[t] names the token whose state t continues."""
+    """Tokens begin..end of row `batch` from `state` [HV, V, K]; parents[t] names the token whose state t
+    continues."""
     options, update = inputs.case.options, FAMILY[inputs.case.algorithm][1]
     HV, V, K = inputs.v.shape[2], inputs.v.shape[3], inputs.q.shape[3]
     q, k, v = (tensor[batch, begin:end].double() for tensor in (inputs.q, inputs.k, inputs.v))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of `torch.ops.cula` on a case's inputs. Outputs are filled with NaN first, so what is not written shows."""
+"""The ops of `torch.ops.cula` on a case's inputs. Outputs are filled with NaN first, so what is not written
+shows."""
 
 from __future__ import annotations
 

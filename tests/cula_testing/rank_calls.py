@@ -90,7 +90,8 @@ def split_by_all_gather(case: Case, splits: tuple[int, ...], exact: bool, option
 
 
 def split_as_on_gpus(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
-    """As `split`, where every rank of a batch makes maps and prefills go on with what those keep: here, nothing."""
+    """As `split`, where every rank of a batch makes maps and prefills go on with what those keep: here,
+    nothing."""
     with mock.patch.object(BatchLanes, "keeps", True):
         return split(case, splits, exact, options)
 

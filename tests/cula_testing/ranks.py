@@ -36,7 +36,8 @@ def _serve(
     named = {"store": dist.FileStore(store, size), "rank": rank, "world_size": size}
     if device == "cuda":
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # which would wait for ranks that are gone
-        # Aborting what waits for such a rank may take for ever; then this ends the process, by default after minutes.
+        # Aborting what waits for such a rank may take for ever; then this ends the process, by default after
+        # minutes.
         os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = "15"
         torch.cuda.set_device(rank)
         torch.set_default_device("cuda")

@@ -60,8 +60,8 @@ def cases(draw, algorithm: str, packed: bool | None = None, max_sequences: int =
         "keys": keys,
         "beta_is_logit": logit,
         "beta_per_value": draw(flag),
-        # Not with collinear keys: beta near 2 then reflects along one direction at every token, and no form of the
-        # recurrence ever forgets a rounding.
+        # Not with collinear keys: beta near 2 then reflects along one direction at every token, and no form
+        # of the recurrence ever forgets a rounding.
         "allow_neg_eigval": logit and keys == "random" and draw(flag),
         "qk_l2norm": draw(flag),
         "scale": draw(st.sampled_from([None, 1.0, 0.1])),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cula.dist is made of, without other processes: shards of tokens and of heads, maps, the cost model, pools."""
+"""What cula.dist is made of, without other processes: shards of tokens and of heads, maps, the cost model,
+pools."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ pytestmark = pytest.mark.cpu_only("host side; the ranks' tests run on GPUs too")
 
 @pytest.mark.parametrize("name", [name for name in level2.__all__ if name.startswith("cula_")])
 def test_every_function_says_what_it_takes(name):
-    """The tensors of the Level 1 function by position, and the words of its kind of parallelism, alike for all."""
+    """The tensors of the Level 1 function by position, and the words of its kind of parallelism, alike for
+    all."""
     function = getattr(level2, name)
     mode = next(mode for mode in sorted(FUNCTIONS, key=len, reverse=True) if name.startswith(f"cula_{mode}_"))
     level1 = inspect.signature(FUNCTIONS[mode]).parameters
@@ -236,7 +238,8 @@ def test_the_cost_model():
     assert dataclasses.replace(LONG, delta=False).map_bytes == (2 << 20) * 129 // 128
     assert choice(LONG) == choice(LONG, ranks=2) == choice(PACKED) == "scan"
     assert choice(LONG, ranks=2, tokens=16) == choice(LONG, ranks=1) == "ring"
-    # Of two ranks that keep nothing the last waits for the first either way, and the ring's message is smaller.
+    # Of two ranks that keep nothing the last waits for the first either way, and the ring's message is
+    # smaller.
     assert choice(PACKED, ranks=2) == "ring"
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """cula.dist: N ranks = 1 rank, for every algorithm and every way of cutting, and what happens when it fails.
 
-The ranks are processes: over gloo, or with --device cuda over NCCL with a GPU each. This process only compares, on the
-CPU. There the ranks also compute everything once in float64 by the reference, which then has to agree to 1e-12.
+The ranks are processes: over gloo, or with --device cuda over NCCL with a GPU each. This process only
+compares, on the CPU. There the ranks also compute everything once in float64 by the reference, which then has
+to agree to 1e-12.
 """
 
 from __future__ import annotations
@@ -410,7 +411,8 @@ def test_a_rank_that_raises_does_not_leave_the_others_waiting(method, tmp_path, 
             "ValueError",
             True,
         )
-        # The first rank has nothing to wait for but its messages to be taken, which NCCL does ahead of the receiver.
+        # The first rank has nothing to wait for but its messages to be taken, which NCCL does ahead of the
+        # receiver.
         failed = [answer for answer in (answers[0], answers[2]) if isinstance(answer, RankError)]
         assert answers[2] in failed
         assert len(failed) == 2 or method == "ring" or kind == "cuda"
@@ -432,8 +434,8 @@ def test_a_rank_that_raises_does_not_leave_the_others_waiting(method, tmp_path, 
     ],
 )
 def test_boundary_tokens_of_a_convolution(lengths, packed, splits, width, pools):
-    """A causal convolution of the whole, sequence by sequence, is that of each rank's pieces, the first behind the
-    boundary tokens. Numbers are small integers, so sums are exact."""
+    """A causal convolution of the whole, sequence by sequence, is that of each rank's pieces, the first
+    behind the boundary tokens. Numbers are small integers, so sums are exact."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (
         torch.randint(-9, 9, shape, generator=generator).float() for shape in ((1, splits[-1], 3), (3, width))

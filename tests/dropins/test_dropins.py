@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Level 0: the names of FLA, cuLA, SGLang and FlashKDA, with their signatures, layouts, defaults and refusals."""
+"""Level 0: the names of FLA, cuLA, SGLang and FlashKDA, with their signatures, layouts, defaults and
+refusals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines' own functions: SGLang's and vLLM's `fused_sigmoid_gating_delta_rule_update`, and FLA's later names.
+"""Engines' own functions: SGLang's and vLLM's `fused_sigmoid_gating_delta_rule_update`, and FLA's later
+names.
 
 Their bits are those of Level 1's `cula_decode` and `cula_verify`, which other tests hold to the oracle.
 """
@@ -122,7 +123,8 @@ def test_sglang_runs_the_tokens_of_a_row_in_order(algorithm, packed):
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("algorithm", ENGINES)
 def test_sglang_verifies(algorithm, shape, packed):
-    """States after every token in the buffer, the pool unchanged; SGLang leaves the first token's parent unset."""
+    """States after every token in the buffer, the pool unchanged; SGLang leaves the first token's parent
+    unset."""
     x = draft(algorithm, (4, 2, 0) if packed else (S,) * 3, packed=packed)
     pool, slots = pool_of(x), slots_of(5, -1, 2)
     before = pool.clone()

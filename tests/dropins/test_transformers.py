@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hybrid models of transformers on the drop-ins: what a user meets who replaces the functions their files call."""
+"""The hybrid models of transformers on the drop-ins: what a user meets who replaces the functions their files
+call."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ MODELS = {
 
 
 def older(version: str) -> bool:
-    """Than the pinned one, in which every class and function is: with that or a newer one, a missing one is a fault."""
+    """Than the pinned one, in which every class and function is: with that or a newer one, a missing one is a
+    fault."""
     one, other = (tuple(int(part) for part in re.findall(r"\d+", each)[:3]) for each in (version, PINNED))
     return one < other
 

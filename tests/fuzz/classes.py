@@ -11,12 +11,13 @@ if TYPE_CHECKING:
 
 # Classes of calls that have a switch each (`--with`, `--without`), and whether they are drawn by default.
 CLASSES = {
-    # Beta near 2 where keys come back to the same few directions: keys that do not move, and in float32 chunks fewer
-    # channels than FEW. A reflection keeps every rounding, and a chunk of 64 tokens adds them up.
+    # Beta near 2 where keys come back to the same few directions: keys that do not move, and in float32
+    # chunks fewer channels than FEW. A reflection keeps every rounding, and a chunk of 64 tokens adds them
+    # up.
     "reflections": False,
-    # Chunks whose values are far smaller than the state that they overwrite: where channels are as few, and in float32
-    # where keys do not move; both together with values of any size. One channel that small values or tokens of zeros
-    # overwrite: what is left of a state is 1 - k^2, nothing but roundings.
+    # Chunks whose values are far smaller than the state that they overwrite: where channels are as few, and
+    # in float32 where keys do not move; both together with values of any size. One channel that small values
+    # or tokens of zeros overwrite: what is left of a state is 1 - k^2, nothing but roundings.
     "small_values": False,
     # float16 values below 6e-5, which have fewer bits the smaller they are.
     "fp16_subnormals": False,
@@ -28,7 +29,8 @@ CLASSES = {
     "few_numbers": False,
     # Rows that start from a slot that another row of the call writes.
     "forks": True,
-    # float32 maps of a delta rule with two or three channels: up to 1.3 times the rule, where tokens forget more.
+    # float32 maps of a delta rule with two or three channels: up to 1.3 times the rule, where tokens forget
+    # more.
     "few_channels": False,
     # Maps of one channel.
     "maps_k1": False,
@@ -45,8 +47,9 @@ CLASSES = {
 }
 DEFAULT = frozenset(name for name, drawn in CLASSES.items() if drawn)
 
-# How many times the rule's budget a result may be wrong by in a class of numbers that is left out; infinity where only
-# NaN and infinities are wrong, None where even they are not. docs/fuzzing.md has what was measured, and why.
+# How many times the rule's budget a result may be wrong by in a class of numbers that is left out; infinity
+# where only NaN and infinities are wrong, None where even they are not. docs/fuzzing.md has what was
+# measured, and why.
 BOUNDS: dict[str, float | None] = {
     "reflections": 200.0,
     "small_values": 8.0,

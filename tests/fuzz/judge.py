@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The error rule of `compare.py` on a call: over each result as a whole, and over each sequence's part of it.
 
-The budget is the naive recurrence's, on the same numbers with plain dense states, so that slots, null rows, layouts and
-trees of the call under test have no part in it. A sequence is judged alone too because it is a call of its own: rows of
-large numbers must not hide what small ones got.
+The budget is the naive recurrence's, on the same numbers with plain dense states, so that slots, null rows,
+layouts and trees of the call under test have no part in it. A sequence is judged alone too because it is a
+call of its own: rows of large numbers must not hide what small ones got.
 
-One run of the naive recurrence is one sample of what its roundings do. Where a few numbers decide about an error (a
-sequence of one head whose largest output is all that counts), the sample may be small by luck. So what breaks the rule
-is judged again: the budget is then the largest of the problem's and of its neighbours' (`neighbour`).
+One run of the naive recurrence is one sample of what its roundings do. Where a few numbers decide about an
+error (a sequence of one head whose largest output is all that counts), the sample may be small by luck. So
+what breaks the rule is judged again: the budget is then the largest of the problem's and of its neighbours'
+(`neighbour`).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def _operator(name: str, given: dict) -> None:
     op(**names | given)
 
 
-# What is smaller than this part of the largest state or value may be zero: decay factors of 2^-126 and less are zero,
-# whatever they multiply, and a result is a product of a few.
+# What is smaller than this part of the largest state or value may be zero: decay factors of 2^-126 and less
+# are zero, whatever they multiply, and a result is a product of a few.
 VANISHING = 2.0**-110
 
 FEW_TOKENS = 8
@@ -172,12 +173,13 @@ def moved(values: Values, m: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def neighbour(values: Values, number: int) -> Values:
-    """The same problem in other numbers: v and the states times one factor, q times another, gates that differ from
-    token to token a little off, and the key channels in another order.
+    """The same problem in other numbers: v and the states times one factor, q times another, gates that
+    differ from token to token a little off, and the key channels in another order.
 
-    Outputs and states scale with what goes in, so that errors relative to them are of the same kind. Keys and write
-    strengths stay: they decide what is taken away of a state, and whether something is left of it. So do decays that
-    are the same for all tokens: the rounding of such a decay is no sample among many, it is in every one.
+    Outputs and states scale with what goes in, so that errors relative to them are of the same kind. Keys and
+    write strengths stay: they decide what is taken away of a state, and whether something is left of it. So
+    do decays that are the same for all tokens: the rounding of such a decay is no sample among many, it is in
+    every one.
     """
     random = np.random.default_rng([values.case.seed, number])
     (inputs, queries), gates = random.uniform(0.7, 1.0, 2), random.uniform(0.98, 1.0)
@@ -324,11 +326,12 @@ class Judge:
         return over(found, (rms, most))
 
     def _luck(self, n: int | None, result: torch.dtype) -> float:
-        """What the naive recurrence may have been spared by luck, where there is little that could even it out.
+        """What the naive recurrence may have been spared by luck, where there is little that could even it
+        out.
 
         A token is four steps: decay, read, write, output. After few tokens a result has little more than the
-        roundings of one behind it, and those of the naive recurrence may all happen to be small; another form makes
-        four, too, and `compare.floor` has one of them.
+        roundings of one behind it, and those of the naive recurrence may all happen to be small; another form
+        makes four, too, and `compare.floor` has one of them.
         """
         tokens = self.case.longest if n is None else self.case.lengths[n]
         return (

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong shapes and values in calls that are right otherwise: a ValueError that names the argument, no byte changed.
+"""Wrong shapes and values in calls that are right otherwise: a ValueError that names the argument, no byte
+changed.
 
 Wrong values are for CPU tensors. On a GPU they are not read by the host (tests/gpu/test_malformed_values.py).
 """

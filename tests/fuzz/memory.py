@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tensors lie in memory: views with gaps of poison, their copies on a device, and what a call left unchanged."""
+"""How tensors lie in memory: views with gaps of poison, their copies on a device, and what a call left
+unchanged."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def fresh(x: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def changed_outside(before: torch.Tensor, after: torch.Tensor, view: torch.Tensor, named: list) -> int:
-    """How many elements of the memory under `view` changed, except at view[index] for the indices that are named."""
+    """How many elements of the memory under `view` changed, except at view[index] for the indices that are
+    named."""
     differ = bits(before) != bits(after)
     if named and differ.any():
         inside = differ.as_strided(view.shape, view.stride(), view.storage_offset())

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a case's call has to give: the recurrence of ALGORITHM.md in float64, all heads and sequences at a time.
+"""What a case's call has to give: the recurrence of ALGORITHM.md in float64, all heads and sequences at a
+time.
 
-It reads the call's numbers exactly as the library gets them. Nothing here comes from the library or the tests' oracle.
+It reads the call's numbers exactly as the library gets them. Nothing here comes from the library or the
+tests' oracle.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ class Tokens:
         return rows
 
     def largest_write(self, t: int, state: np.ndarray) -> float:
-        """No smaller than what token t writes: before and after its write strength, and times its key's 1 / norm."""
+        """No smaller than what token t writes: before and after its write strength, and times its key's 1 /
+        norm."""
         u, stretch = np.abs(self.v[:, t]), self.stretch[:, t, :, None]
         if self.beta is not None:
             u = u + np.abs((state @ self.k[:, t, ..., None])[..., 0])
@@ -103,8 +106,8 @@ class Tokens:
 class Expected:
     """Everything that a call may return, by name; for verify also the state after each token.
 
-    o [B, T, HV, V]; final [N, HV, V, K]; chunks: (sequence, chunk): state; passing: (sequence, tokens): state;
-    snapshots [N, L, HV, V, K]; m, b; map_final: m applied to the initial state, plus b.
+    o [B, T, HV, V]; final [N, HV, V, K]; chunks: (sequence, chunk): state; passing: (sequence, tokens):
+    state; snapshots [N, L, HV, V, K]; m, b; map_final: m applied to the initial state, plus b.
     """
 
     def __init__(self, values: Values) -> None:

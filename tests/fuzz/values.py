@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of a case, as CPU tensors in the dtypes of the call; what the oracle reads and every backend gets."""
+"""The numbers of a case, as CPU tensors in the dtypes of the call; what the oracle reads and every backend
+gets."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def to_torch(x: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 class Values:
-    """q, k, v, g, decay, beta, A_log, dt_bias; and base, the state [N, HV, V, K] that each sequence starts from."""
+    """q, k, v, g, decay, beta, A_log, dt_bias; and base, the state [N, HV, V, K] that each sequence starts
+    from."""
 
     def __init__(self, case: Case) -> None:
         self.case = case

@@ -41,7 +41,8 @@ class Worker:
 def shared(
     seed: int, count: int, seconds: float, workers: int, options: Options, limit: float = HANGS
 ) -> Tally:
-    """The work of several processes, so that a crash or a hang is a failure with the seed of its case and no more."""
+    """The work of several processes, so that a crash or a hang is a failure with the seed of its case and no
+    more."""
     processes, tally, running = torch.multiprocessing.get_context("spawn"), Tally(), []
     for n in range(workers):
         receiver, sender = processes.Pipe(duplex=False)

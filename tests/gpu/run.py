@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test runs on a GPU, and what they leave in bench/results/<gpu>/: python tests/gpu/run.py test|sanitize|fuzz|fla.
-The fuzzer runs on a CPU, too."""
+"""The test runs on a GPU, and what they leave in bench/results/<gpu>/: python tests/gpu/run.py
+test|sanitize|fuzz|fla. The fuzzer runs on a CPU, too."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SUMMARY = re.compile(
 )
 FLA_FILES = "kda,gdn,gla,simple_gla,lightning_attn,retention,delta"
 
-# What the fuzzer calls of each device: a target or family, "auto" for the library's choice; with the options of those
-# that take few calls, and how much of the count is theirs.
+# What the fuzzer calls of each device: a target or family, "auto" for the library's choice; with the options
+# of those that take few calls, and how much of the count is theirs.
 FUZZED = {
     "cuda": {
         "sm90": ([], 0.3),

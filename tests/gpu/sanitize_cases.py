@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Few small calls that reach every kernel, for compute-sanitizer: python tests/gpu/run.py sanitize.
 
-Inputs reach the device by plain copies and outputs are fresh memory, so that whatever is read before it was written is
-the library's doing.
+Inputs reach the device by plain copies and outputs are fresh memory, so that whatever is read before it was
+written is the library's doing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PORTABLE = ("sm80",)  # also where a newer target would take the call
 
 def _prefill_of_kept(inputs: Inputs) -> passes.Result:
     stateless = inputs.but(initial_state=None, initial_state_indices=None)
-    # Level 1 takes the log decay by a kernel of torch's: nobody watches those, and what they write counts as never
-    # written.
+    # Level 1 takes the log decay by a kernel of torch's: nobody watches those, and what they write counts as
+    # never written.
     with mock.patch("cula.api._log_decay", lambda decay: decay):
         m, b, kept = level1.segment(stateless, scale=inputs.case.scale, keep=True)
         o, final_state = level1.prefill(inputs, kept=kept)
@@ -133,8 +133,8 @@ def calls() -> Iterator[Call]:
 
 
 def by_one_kernel() -> Iterator[Call]:
-    """KDA by one kernel, in pairs of CTAs and, bounded gates of many heads, in CTAs alone: where sequences end, and
-    what states ask for."""
+    """KDA by one kernel, in pairs of CTAs and, bounded gates of many heads, in CTAs alone: where sequences
+    end, and what states ask for."""
     fields = {"gate_dtype": torch.bfloat16, "dtype": torch.bfloat16, "qk_l2norm": True}
     fields |= {"key_dim": 128, "value_dim": 128, "backend": "sm90:fused"}
     for heads, gate in ((1, "bounded"), (70, "bounded"), (1, "softplus"), (70, "softplus")):
@@ -145,7 +145,8 @@ def by_one_kernel() -> Iterator[Call]:
 
 
 def forks(algorithm: str) -> Iterator[Call]:
-    """Slots that one row reads and another writes, also in chains, and trees whose base lies in their own slots."""
+    """Slots that one row reads and another writes, also in chains, and trees whose base lies in their own
+    slots."""
     for name in ("forks", "forked decode"):
         yield ready(name, algorithm)
         yield ready(name, algorithm, key_dim=60, value_dim=100, k_first=True, state_dtype=torch.bfloat16)

@@ -81,7 +81,8 @@ def test_grouped_heads(algorithm, ratio):
 @pytest.mark.parametrize("lengths", [(64 * 400 + 5,), (64 * 150 + 5, 0, 64 * 250)], ids=str)
 @pytest.mark.parametrize("one_decay", [name for name in ALGORITHMS if FAMILY[name][0] != "channel"])
 def test_heads_that_are_prepared_together(one_decay, lengths, heads, backend):
-    """With so many chunks one block prepares the 8 / heads value heads that share keys, and with keys repeated one."""
+    """With so many chunks one block prepares the 8 / heads value heads that share keys, and with keys
+    repeated one."""
     like = Case(
         one_decay, lengths, packed=len(lengths) > 1, heads=heads, value_heads=8, key_dim=128, value_dim=128
     )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls one after another and beside other work: no bit changes. Carries start before the kernel before them has ended;
-before each call comes one of other inputs, so that what is read too early is wrong."""
+"""Calls one after another and beside other work: no bit changes. Carries start before the kernel before them
+has ended; before each call comes one of other inputs, so that what is read too early is wrong."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SHAPES = {
     "batch": {"lengths": (1000, 1000)},
     "packed": {"lengths": (600, 0, 1, 1400), "packed": True, "tail": 9},
 }
-# Of 32 the CTAs that prepare them are more than are resident at once, and not so many that a carry waits for the last
-# to end; of 8 it waits, and of 64 that share keys in fours a CTA prepares two. One makes segments.
+# Of 32 the CTAs that prepare them are more than are resident at once, and not so many that a carry waits for
+# the last to end; of 8 it waits, and of 64 that share keys in fours a CTA prepares two. One makes segments.
 MANY, FEW = 32, 8
 HEADS = [(1, 1), (FEW, FEW), (MANY, MANY), (16, 64), (128, 128)]
 
@@ -34,8 +34,8 @@ def inputs_of(algorithm: str, shape: str, heads: int, value_heads: int, seed: in
 
 @contextmanager
 def busy_device() -> Iterator[None]:
-    """Another stream keeps multiprocessors from the calls, now more of them and now fewer; both begin when all of it
-    has been asked for."""
+    """Another stream keeps multiprocessors from the calls, now more of them and now fewer; both begin when
+    all of it has been asked for."""
     side, matrix = torch.cuda.Stream(), torch.ones(1024, 1024, device="cuda", dtype=torch.bfloat16)
     torch.cuda._sleep(50_000_000)
     side.wait_stream(torch.cuda.current_stream())

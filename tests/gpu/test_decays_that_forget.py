@@ -11,11 +11,12 @@ from cula_testing.cases import Case, Inputs, make
 from cula_testing.compare import errors
 
 TOKENS = 64 * 200
-# Log decay per token of each head: none; one whose maps last for 18 chunks, or with a decay per channel, of which every
-# fourth token's is looked at, 70; one chunk, or four; half a token.
+# Log decay per token of each head: none; one whose maps last for 18 chunks, or with a decay per channel, of
+# which every fourth token's is looked at, 70; one chunk, or four; half a token.
 DECAYS = (0.0, -0.04, -1.2, -150.0)
 SHORT = slice(2, None)  # the heads whose segments begin behind what they forget
-# One rounding of the operands is 2^-9: composed states are rounded elsewhere, and those of every token nowhere.
+# One rounding of the operands is 2^-9: composed states are rounded elsewhere, and those of every token
+# nowhere.
 CLOSE, CLOSE_TO_EXACT = 6e-3, 1e-2
 
 

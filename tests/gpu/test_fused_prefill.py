@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hopper's prefill by one kernel: KDA with gates that it makes itself. Chunks of 32 tokens, five or six at a time; 64
-value rows a warpgroup, in pairs of CTAs of one or in CTAs of two."""
+"""Hopper's prefill by one kernel: KDA with gates that it makes itself. Chunks of 32 tokens, five or six at a
+time; 64 value rows a warpgroup, in pairs of CTAs of one or in CTAs of two."""
 
 from __future__ import annotations
 
@@ -89,17 +89,17 @@ def test_every_shape_keeps_the_rule(shape, gate):
 @pytest.mark.parametrize("decay", ["mild", "slow", "zero", "strong", "extreme", "mixed"])
 @pytest.mark.parametrize("keys", ["random", "collinear"])
 def test_every_decay_keeps_the_rule(decay, keys, gate):
-    """At the bound, -5, a half of a chunk decays by 2^-115 and what two halves decay is no float; softplus gates decay
-    by what they like."""
+    """At the bound, -5, a half of a chunk decays by 2^-115 and what two halves decay is no float; softplus
+    gates decay by what they like."""
     passes.assert_rule(fused, inputs_of(lengths=(200,), decay=decay, keys=keys, gate=gate), FUSED)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 7, 64])
 @pytest.mark.parametrize("raw", [9.0, 40.0, 1e5])
 def test_steep_channels(channels, raw):
-    """Softplus gates, chunks of 32: channels of which a first half, a second, a quarter, one token, all, or all of
-    every other chunk or of every seventh decay fast, by more than there is room for as a rule: expected from what the
-    warpgroup had before, or not."""
+    """Softplus gates, chunks of 32: channels of which a first half, a second, a quarter, one token, all, or
+    all of every other chunk or of every seventh decay fast, by more than there is room for as a rule:
+    expected from what the warpgroup had before, or not."""
     tokens = 850
     inputs = inputs_of(lengths=(tokens,), gate="softplus")
     steep = torch.arange(channels, device="cuda") * (128 // channels) + 1
@@ -131,7 +131,8 @@ def test_steep_channels_come_and_go():
 
 @pytest.mark.parametrize("channels", [1, 64, 127])
 def test_decays_that_change(channels):
-    """Channels that decay at the bound for some tokens and hardly for others, chunk by chunk and within chunks."""
+    """Channels that decay at the bound for some tokens and hardly for others, chunk by chunk and within
+    chunks."""
     inputs = inputs_of(lengths=(320,), A_log=False, dt_bias=False)
     token, period = torch.arange(320, device="cuda"), torch.tensor([16, 32, 48, 5, 24], device="cuda")
     for every in period.tolist():
@@ -142,8 +143,8 @@ def test_decays_that_change(channels):
 
 @pytest.mark.parametrize("raw", [70.0, 85.0, 110.0, float("inf")])
 def test_small_values_before_a_fast_decay(raw):
-    """One token of each half decays by nearly as much as operands have room for, or by more; those before it not at
-    all."""
+    """One token of each half decays by nearly as much as operands have room for, or by more; those before it
+    not at all."""
     inputs = inputs_of(lengths=(130,), gate="softplus", A_log=False, dt_bias=False)
     g = torch.full_like(inputs.g, -9.0)
     g[:, torch.arange(130, device="cuda") % 16 == 15] = raw

@@ -16,7 +16,8 @@ SHAPES = {
     "batch": {"lengths": (150, 150)},
     "packed": {"lengths": (64, 5, 0, 79, 130), "packed": True, "tail": 20},
 }
-# Rows in wider ones, at whole pieces of 16 bytes, as a map and wide loads need them; at odd elements, that come singly.
+# Rows in wider ones, at whole pieces of 16 bytes, as a map and wide loads need them; at odd elements, that
+# come singly.
 PADS = (24, 3)
 
 

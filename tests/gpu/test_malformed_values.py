@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that only the device sees, wrong in every way: no access outside the call's tensors, and slots that no index
-names keep their bits. A row with an index out of range is skipped like a null row."""
+"""Values that only the device sees, wrong in every way: no access outside the call's tensors, and slots that
+no index names keep their bits. A row with an index out of range is skipped like a null row."""
 
 from __future__ import annotations
 

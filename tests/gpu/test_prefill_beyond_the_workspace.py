@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefills whose chunks do not all fit the workspace at a time: slabs, one after another, that hand states on."""
+"""Prefills whose chunks do not all fit the workspace at a time: slabs, one after another, that hand states
+on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences that Hopper cuts into segments: results are those of one walk. The first is walked beside others' maps."""
+"""Sequences that Hopper cuts into segments: results are those of one walk. The first is walked beside others'
+maps."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def test_what_is_cut(batch_invariant, carries, composes):
 
 
 def test_one_call_after_another():
-    """Calls that find the same workspace: no kernel reads what the call before left there, or comes too early."""
+    """Calls that find the same workspace: no kernel reads what the call before left there, or comes too
+    early."""
     cases = [
         inputs_of(shape, seed) for shape, seed in (("one", 0), ("one", 1), ("no state", 0), ("batch", 0))
     ]

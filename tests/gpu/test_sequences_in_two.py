@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences that Hopper cuts in two: no bit changes. The first piece is walked beside its map, from which the second
-starts."""
+"""Sequences that Hopper cuts in two: no bit changes. The first piece is walked beside its map, from which the
+second starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def inputs_of(algorithm: str, shape: str, seed: int = 0) -> Inputs:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("algorithm", ["gdn", "delta_per_head", "delta"])
 def test_halves_change_no_bit(algorithm, shape):
-    """The map of the first piece makes the state that the walk makes, by the same products; nothing here forgets."""
+    """The map of the first piece makes the state that the walk makes, by the same products; nothing here
+    forgets."""
     inputs = inputs_of(algorithm, shape)
     cut = passes.prefill(inputs, backend="sm90")
     whole = passes.prefill(inputs, backend="sm90", batch_invariant=True)

@@ -72,7 +72,8 @@ def test_copies_nothing_between_host_and_device(name):
 
 
 def test_a_call_that_writes_nothing_launches_no_kernel(algorithm):
-    """As several ranks check their arguments. What PyTorch does to a gate's parameters before is another matter."""
+    """As several ranks check their arguments. What PyTorch does to a gate's parameters before is another
+    matter."""
     inputs = make(
         Case(algorithm, (0,), heads=2, value_heads=2, key_dim=64, value_dim=64, dtype=torch.bfloat16)
     )

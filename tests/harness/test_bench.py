@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark itself: ragged lengths, the sections' cases, first calls, and one small section from end to end."""
+"""The benchmark itself: ragged lengths, the sections' cases, first calls, and one small section from end to
+end."""
 
 from __future__ import annotations
 

@@ -106,7 +106,8 @@ def test_what_is_planted_is_found(pass_name, dtype):
 
 
 def test_small_rows_do_not_hide_behind_large_ones():
-    """A wrong sequence whose numbers are a thousandth of the others' is within the rule of all of them together."""
+    """A wrong sequence whose numbers are a thousandth of the others' is within the rule of all of them
+    together."""
     case = sample("prefill", state="none", chunk_size=0, slots=0)
     values = Values(case)
     values.tensors["v"][:, 73:] /= 1000
@@ -120,7 +121,8 @@ def test_small_rows_do_not_hide_behind_large_ones():
 @pytest.mark.parametrize("algorithm", FAMILY)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])  # float32's floor is as much
 def test_neighbours_excuse_luck_alone(dtype, algorithm):
-    """Four times the naive recurrence's error is wrong, where many numbers are judged; what is right stays right."""
+    """Four times the naive recurrence's error is wrong, where many numbers are judged; what is right stays
+    right."""
     case = sample("prefill", dtype=dtype, lengths=(300, 200), state="none", slots=0, chunk_size=0, key_dim=64)
     for seed in range(3):
         values = Values(case.but(algorithm=algorithm, seed=seed))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests/gpu/run.py makes of the output of compute-sanitizer and of pytest: nothing passes that did not run."""
+"""What tests/gpu/run.py makes of the output of compute-sanitizer and of pytest: nothing passes that did not
+run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error rule (compare.py) on every pass of every target, over generated problems and the ones that broke others."""
+"""The error rule (compare.py) on every pass of every target, over generated problems and the ones that broke
+others."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def snapshots(inputs, backend):
 def test_generated(algorithm, name, data):
     fixed = {"beta_per_value": False} if name == "segment" else {}
     if name == "segment" and algorithm in DELTA:
-        # Maps of fewer channels are computed as differences (docs/api.md, "Numbers"); the fuzzer has a bound for them.
+        # Maps of fewer channels are computed as differences (docs/api.md, "Numbers"); the fuzzer has a bound
+        # for them.
         fixed["key_dim"] = data.draw(st.sampled_from([dim for dim in DIMS if dim >= 4]))
     passes.assert_rule(PASSES[name], make(data.draw(cases(algorithm, **fixed))))
 

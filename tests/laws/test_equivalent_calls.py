@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws that relate one call to another. Where two calls do the same arithmetic their bits agree; where they cut the
-work differently both obey the error rule."""
+"""Laws that relate one call to another. Where two calls do the same arithmetic their bits agree; where they
+cut the work differently both obey the error rule."""
 
 from __future__ import annotations
 

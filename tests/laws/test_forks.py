@@ -116,7 +116,8 @@ def test_null_rows_neither_read_nor_write(algorithm, call):
 
 @CALLS
 def test_rows_without_start_indices(algorithm, call):
-    """Row n starts from the slot of its own number, even where that is the null index; only its end may be null."""
+    """Row n starts from the slot of its own number, even where that is the null index; only its end may be
+    null."""
     inputs = problem(algorithm, 3, 3)
     wanted = apart(call, inputs, [0, 1, 2])
     before = whole(inputs.initial_state)
@@ -138,7 +139,8 @@ def test_rows_without_start_indices(algorithm, call):
     ],
 )
 def test_a_chain_is_refused_or_skipped(algorithm, call, starts, ends, sentence, skipped):
-    """No wrong result: an error where the values are read, and the rows inside of the chain as null rows elsewhere."""
+    """No wrong result: an error where the values are read, and the rows inside of the chain as null rows
+    elsewhere."""
     inputs = problem(algorithm, 4, 5)
     wanted = apart(call, inputs, starts)
     before = whole(inputs.initial_state)
@@ -195,8 +197,8 @@ def test_drafts_that_store_nothing_may_not_start_from_what_others_write(algorith
     ids=["two branches", "siblings"],
 )
 def test_a_tree_whose_base_lies_in_one_of_its_slots(algorithm, dtype, key_dim, parents):
-    """vLLM's convention, where a row starts from the slot of its last accepted token, and a later token continues the
-    base after an earlier one was stored there."""
+    """vLLM's convention, where a row starts from the slot of its last accepted token, and a later token
+    continues the base after an earlier one was stored there."""
     inputs = make(Case(algorithm, (4, 4), key_dim=key_dim))
     tree = torch.tensor(parents, dtype=dtype)
     room = passes.empty_states(inputs, 8).unflatten(0, (2, 4))

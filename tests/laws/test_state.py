@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States: pools with indices, null rows, masks, checkpoints; what is named is right, what is not named is untouched."""
+"""States: pools with indices, null rows, masks, checkpoints; what is named is right, what is not named is
+untouched."""
 
 from __future__ import annotations
 

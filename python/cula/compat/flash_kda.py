@@ -27,10 +27,10 @@ def fwd(
 ) -> None:
     """KDA prefill; writes `out` and `final_state`.
 
-    q, k, g `[B, T, H, K]`, v and out `[B, T, H, V]`; g raw, beta `[B, T, H]` logits: the l2 norm, the bounded gate
-    `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))` and the sigmoid are applied inside. A_log `[H]`, dt_bias
-    `[H, K]`, lower_bound below 0; states `[N, H, V, K]`, of one dtype where both are given; with cu_seqlens, int64 or
-    int32, B is 1.
+    q, k, g `[B, T, H, K]`, v and out `[B, T, H, V]`; g raw, beta `[B, T, H]` logits: the l2 norm, the bounded
+    gate `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))` and the sigmoid are applied inside. A_log `[H]`,
+    dt_bias `[H, K]`, lower_bound below 0; states `[N, H, V, K]`, of one dtype where both are given; with
+    cu_seqlens, int64 or int32, B is 1.
     """
     try:
         if initial_state is not None and final_state is not None and initial_state.dtype != final_state.dtype:
@@ -50,6 +50,7 @@ def fwd(
 
 
 def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
-    """Bytes of workspace that a caller has to provide: none, it comes from PyTorch's allocator inside the call."""
+    """Bytes of workspace that a caller has to provide: none, it comes from PyTorch's allocator inside the
+    call."""
     _fla.check_sizes("get_workspace_size", T_total=T_total, H=H, N=N)
     return 0

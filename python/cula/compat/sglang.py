@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name of `sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent` that SGLang's backends import."""
+"""The name of `sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent` that SGLang's backends
+import."""
 
 from cula.kda import fused_sigmoid_gating_delta_rule_update
 

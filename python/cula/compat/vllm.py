@@ -36,14 +36,15 @@ def fused_sigmoid_gating_delta_rule_update(
 ) -> tuple[Tensor, Tensor | None]:
     """The decode step and the verification of drafts of GDN, and with `is_kda` of KDA.
 
-    q, k `[B, T, H, K]`, or `[1, T, H, K]` with `cu_seqlens` for rows of different length; v and the result likewise
-    with HV and V; a the raw gate, HV values a token (GDN) or HV * K (KDA), b the logit of beta; the gate is
-    `-exp(A_log) * softplus(a + dt_bias)`, and `beta` and `threshold` are softplus's. The pool is `[P, HV, V, K]`.
+    q, k `[B, T, H, K]`, or `[1, T, H, K]` with `cu_seqlens` for rows of different length; v and the result
+    likewise with HV and V; a the raw gate, HV values a token (GDN) or HV * K (KDA), b the logit of beta; the
+    gate is `-exp(A_log) * softplus(a + dt_bias)`, and `beta` and `threshold` are softplus's. The pool is `[P,
+    HV, V, K]`.
 
-    ssm_state_indices: `[N]`: row n goes from slot n's state to that of its last token, in place. `[N, S]`: row n starts
-        from slot `[n, num_accepted_tokens[n] - 1]`, `[n, 0]` without counts, and the state after token t goes to slot
-        `[n, t]`. None: row n has slot n. A slot of 0 or below is no slot: such a row gives zeros and writes nothing.
-        Indices and counts of more rows than there are may be given.
+    ssm_state_indices: `[N]`: row n goes from slot n's state to that of its last token, in place. `[N, S]`:
+        row n starts from slot `[n, num_accepted_tokens[n] - 1]`, `[n, 0]` without counts, and the state after
+        token t goes to slot `[n, t]`. None: row n has slot n. A slot of 0 or below is no slot: such a row
+        gives zeros and writes nothing. Indices and counts of more rows than there are may be given.
 
     Returns (o, the pool); o is float32 where the pool is, since what is read from a state can exceed float16.
     """

@@ -24,7 +24,8 @@ FUNCTIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "delta": api.cula_delta,
 }
 
-# Options that a segment's map depends on, or what it keeps, besides the tensors. The others concern o or the states.
+# Options that a segment's map depends on, or what it keeps, besides the tensors. The others concern o or the
+# states.
 _SEGMENT_OPTIONS = (
     "A_log", "dt_bias", "lower_bound", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
     "device", "backend", "deterministic", "scale",
@@ -45,7 +46,8 @@ class Call:
 
     @staticmethod
     def take(name: str, mode: str, arguments: dict[str, Any]) -> Call:
-        """The call that a function's `arguments` by name describe. They are taken out; the rest is for the ranks."""
+        """The call that a function's `arguments` by name describe. They are taken out; the rest is for the
+        ranks."""
         options = arguments.pop("kwargs")
         lower = {x: x.lower() for x in ("q", "k", "v", "Q", "K", "V", "g", "beta", "decay") if x in arguments}
         return Call(name, mode, **{field: arguments.pop(x) for x, field in lower.items()}, options=options)
@@ -104,8 +106,8 @@ class Call:
             refuse_gradients(self.name, argument, given)
 
     def check_all(self, initial_state: Tensor | None) -> None:
-        """Everything that Level 1 checks, by a call on none of the tokens, which writes nothing: a rank that waits for
-        another before its own call must refuse what the other refuses, or it waits in vain."""
+        """Everything that Level 1 checks, by a call on none of the tokens, which writes nothing: a rank that
+        waits for another before its own call must refuse what the other refuses, or it waits in vain."""
         for argument, x in self.tensors().items():
             if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] != self.q.shape[1]:
                 raise ValueError(

@@ -162,7 +162,8 @@ def _split(call: Call, transport: Transport, options: Options) -> tuple[Tensor, 
 
 
 def _deliver(transport: Transport, final_state: Tensor, where: str) -> Tensor | None:
-    """Final states of all sequences, each of them zero on all ranks but one, to those that ask: sums are exact."""
+    """Final states of all sequences, each of them zero on all ranks but one, to those that ask: sums are
+    exact."""
     last = transport.size - 1
     if transport.size > 1:
         final_state = transport.sum(final_state, last if where == "last" else None)
@@ -219,24 +220,26 @@ def cula_kda_cp(
 
     q, k, v, g, beta: the rank's tokens. It may have none.
     sp_size, sp_rank: checked against the group if given.
-    initial_state: `[N, HV, V, K]`; a sequence's row is read on the rank where it begins and may be anything elsewhere.
+    initial_state: `[N, HV, V, K]`; a sequence's row is read on the rank where it begins and may be anything
+        elsewhere.
     cu_seqlens: of the packed tokens of all ranks, the same on all.
     sp_mode: "split": sequences go on from rank to rank. "complete": each rank has whole sequences.
-    sp_splits: `sp_size + 1` borders from 0, the same on all ranks: rank r holds the tokens, or with "complete" the
-        sequences, from `sp_splits[r]` to `sp_splits[r + 1]`. Without it all ranks hold as many tokens, or rank r the
-        sequences from `r N // sp_size` on.
-    method: "scan": each rank makes the affine map of its tokens, all ranks gather all maps, and each runs from the
-        state that those before it give. "ring": one message of a state from rank to rank. None: the one that
-        `cula.dist.cost` finds faster. The same on all ranks.
-    final_state_on: "last": the last rank returns all N final states and the others None (what None means with "split").
-        "all": all ranks do. "end": nothing is sent; each rank returns the states of the sequences that end there, with
-        "split" in `[N, HV, V, K]` beside zeros (None from ranks that are not the last of a batch), with "complete" its
-        own sequences' alone (what None means there).
+    sp_splits: `sp_size + 1` borders from 0, the same on all ranks: rank r holds the tokens, or with
+        "complete" the sequences, from `sp_splits[r]` to `sp_splits[r + 1]`. Without it all ranks hold as many
+        tokens, or rank r the sequences from `r N // sp_size` on.
+    method: "scan": each rank makes the affine map of its tokens, all ranks gather all maps, and each runs
+        from the state that those before it give. "ring": one message of a state from rank to rank. None: the
+        one that `cula.dist.cost` finds faster. The same on all ranks.
+    final_state_on: "last": the last rank returns all N final states and the others None (what None means with
+        "split"). "all": all ranks do. "end": nothing is sent; each rank returns the states of the sequences
+        that end there, with "split" in `[N, HV, V, K]` beside zeros (None from ranks that are not the last of
+        a batch), with "complete" its own sequences' alone (what None means there).
     nvshmem_backend: reserved.
     kwargs: the options of `cula.cula_kda`, except those that name slots of a pool or keep states on the way.
 
-    Returns (o of the rank's tokens, final state or None). Arguments that are wrong alike on all ranks raise on all of
-    them before anything is sent; a rank that raises alone leaves the others to the timeout of the group.
+    Returns (o of the rank's tokens, final state or None). Arguments that are wrong alike on all ranks raise
+    on all of them before anything is sent; a rank that raises alone leaves the others to the timeout of the
+    group.
     """
     return _run("kda", **locals())
 

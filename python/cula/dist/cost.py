@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When context parallelism composes maps and when it passes states on: an estimate of each, from numbers that all ranks
-know alike, since they must decide alike.
+"""When context parallelism composes maps and when it passes states on: an estimate of each, from numbers that
+all ranks know alike, since they must decide alike.
 
     ring                      = P prefills + (P - 1) messages of a state
     scan, if maps keep        = prepare + maps of pieces + exchange + carry of pieces
     scan, else                = maps + exchange + prefill
     exchange                  = a message of all maps that the last rank needs + (P - 1) products
 
-Where maps keep nothing, the first rank makes none: its prefill stands in the first place instead, alone where there are
-two ranks, since nobody wants the last one's map.
+Where maps keep nothing, the first rank makes none: its prefill stands in the first place instead, alone where
+there are two ranks, since nobody wants the last one's map.
 """
 
 from __future__ import annotations
@@ -80,14 +80,15 @@ def prefill_us(size: Size, machine: Machine) -> float:
 
 
 def segment_us(size: Size, machine: Machine) -> float:
-    """Never cut. The rows of M go the way of those of B; the diagonal of an additive rule is a product of decays."""
+    """Never cut. The rows of M go the way of those of B; the diagonal of an additive rule is a product of
+    decays."""
     channels = size.value_dim + (size.key_dim if size.delta else 0)
     return machine.call + machine.prepare * size.token_heads + walk_us(size, channels, machine)
 
 
 def exchange_us(size: Size, machine: Machine) -> float:
-    """The last rank's, which needs the state of the first and the maps of those between; an all-gather brings a little
-    more."""
+    """The last rank's, which needs the state of the first and the maps of those between; an all-gather brings
+    a little more."""
     received = size.state_bytes + (size.ranks - 2) * size.map_bytes
     return machine.message + machine.megabyte * received / 1e6 + (size.ranks - 1) * machine.product
 

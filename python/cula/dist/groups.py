@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as a group of ranks: its size and this process's rank in it, checked against what the caller says."""
+"""What counts as a group of ranks: its size and this process's rank in it, checked against what the caller
+says."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def resolve(
 ) -> Group:
     """The group of the arguments `{prefix}_group`, `{prefix}_size` and `{prefix}_rank`.
 
-    Size and rank default to the group's. Without a group, where none is required, the size defaults to 1 and the rank
-    of a size of 1 to 0.
+    Size and rank default to the group's. Without a group, where none is required, the size defaults to 1 and
+    the rank of a size of 1 to 0.
     """
     _check_int(f"{prefix}_size", size)
     _check_int(f"{prefix}_rank", rank)

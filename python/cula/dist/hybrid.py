@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and context parallelism at once, over a mesh of two dimensions: the exchange carries the rank's heads only."""
+"""Tensor and context parallelism at once, over a mesh of two dimensions: the exchange carries the rank's
+heads only."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def cula_kda_tp_cp(
 ) -> tuple[Tensor, Tensor | None]:
     """`cula_kda_cp` on the rank's heads, cut as in `cula_kda_tp`: the rank has some tokens of some heads.
 
-    With a mesh of both, `tp_group=mesh["tp"], sp_group=mesh["cp"]`. `full_inputs` concerns heads, never tokens.
+    With a mesh of both, `tp_group=mesh["tp"], sp_group=mesh["cp"]`. `full_inputs` concerns heads, never
+    tokens.
     """
     return _run("kda", **locals())
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lanes of a context-parallel call: the sequences whose states go from rank to rank.
 
-A batch has a lane per row, and every row crosses every border. Packed tokens have one lane: at most one sequence
-crosses a border. Which one is known to the device alone, so the lane is always there, and what it carries is masked
-where no sequence crosses or another one does.
+A batch has a lane per row, and every row crosses every border. Packed tokens have one lane: at most one
+sequence crosses a border. Which one is known to the device alone, so the lane is always there, and what it
+carries is masked where no sequence crosses or another one does.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Lanes(Protocol):
         """Whether `segment` prepares for the prefill, so that the first and the last rank should call it too."""
 
     def segment(self, call: Call, m: bool, b: bool) -> tuple[Message, Tensor | None]:
-        """The maps of the rank's tokens of each lane, and what a prefill of all the rank's tokens takes as `kept`. What
-        is not wanted of `m` and `b` may be anything."""
+        """The maps of the rank's tokens of each lane, and what a prefill of all the rank's tokens takes as
+        `kept`. What is not wanted of `m` and `b` may be anything."""
 
     def start(self, initial_state: Tensor | None) -> Tensor | None:
         """The states of lanes whose sequence begins on this rank, zero for the others; None for none."""

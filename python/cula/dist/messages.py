@@ -15,7 +15,8 @@ from cula.dist.calls import Call
 
 @dataclass(frozen=True)
 class Message:
-    """M transposed, or the diagonal of an additive rule's, and behind it B. Of the first rank's message B alone counts.
+    """M transposed, or the diagonal of an additive rule's, and behind it B. Of the first rank's message B
+    alone counts.
 
     K' is K or the next multiple of four: GPUs read rows in pieces of 16 bytes.
     """
@@ -70,10 +71,11 @@ class Message:
         self.b.copy_(self.compose(both, None))
 
     def compose(self, messages: Tensor, joins: Tensor | None) -> Tensor:
-        """What the B of the first message becomes under the maps of the others, in order; `messages` as in `ms_of`.
+        """What the B of the first message becomes under the maps of the others, in order; `messages` as in
+        `ms_of`.
 
-        A rank where a sequence begins has put the state that it starts from into its B, so all start from zero. Where
-        `joins`, `[P]`, is False, the map belongs to another sequence, as those before it do.
+        A rank where a sequence begins has put the state that it starts from into its B, so all start from
+        zero. Where `joins`, `[P]`, is False, the map belongs to another sequence, as those before it do.
         """
         if len(messages) == 1 and joins is None:
             return self.bs_of(messages)[0]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two ways of passing states on, from any rank's point of view.
 
-A run of tokens maps the state, S -> M S + B, and maps compose (ALGORITHM.md). `scan`: every rank makes the map of its
-tokens, as far as later ranks want it, and sends it to them; each composes those before it into the state that its
-tokens start from, and runs from there. `ring`: each rank runs when the state from the rank before has come, and sends
-its own on.
+A run of tokens maps the state, S -> M S + B, and maps compose (ALGORITHM.md). `scan`: every rank makes the
+map of its tokens, as far as later ranks want it, and sends it to them; each composes those before it into the
+state that its tokens start from, and runs from there. `ring`: each rank runs when the state from the rank
+before has come, and sends its own on.
 
-Products of maps are the library's own kernel, in float32 on a GPU and float64 on a CPU: no setting of the process
-(TF32, bf16) lowers their precision.
+Products of maps are the library's own kernel, in float32 on a GPU and float64 on a CPU: no setting of the
+process (TF32, bf16) lowers their precision.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def scan(
         transport.gather_earlier(message.whole, message.b_count)
         return o, final if keep else None
     if lanes.keeps or not last:
-        # What the last rank says nobody reads; of what the first one says, M nobody but its own state, if it has one.
+        # What the last rank says nobody reads; of what the first one says, M nobody but its own state, if it
+        # has one.
         start = lanes.start(initial_state)
         message, kept = lanes.segment(call, m=not last and (rank > 0 or start is not None), b=not last)
         if start is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which heads and which tokens a rank holds, without waiting for the device.
 
-Heads are cut evenly: rank r of P holds value heads r HV / P to (r + 1) HV / P. Tokens are cut at borders that the host
-knows; where the packed sequences begin and end is known to the device alone.
+Heads are cut evenly: rank r of P holds value heads r HV / P to (r + 1) HV / P. Tokens are cut at borders that
+the host knows; where the packed sequences begin and end is known to the device alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def take_parameter(argument: str, x: Tensor, heads: int, widths: Sequence[int], 
 
 
 def even_splits(tokens: int, size: int) -> list[int]:
-    """The borders of shards of `ceil(tokens / size)` tokens; what is left of them for the last ranks may be nothing."""
+    """The borders of shards of `ceil(tokens / size)` tokens; what is left of them for the last ranks may be
+    nothing."""
     share = -(-tokens // size)
     return [min(rank * share, tokens) for rank in range(size + 1)]
 
@@ -64,8 +65,8 @@ def even_splits(tokens: int, size: int) -> list[int]:
 def check_splits(
     splits: Sequence[int] | None, size: int, rank: int, held: int | None = None
 ) -> tuple[int, ...]:
-    """`sp_splits` as a tuple: size + 1 ascending borders from 0, between which this rank holds `held`; all ranks hold
-    as many where it is None."""
+    """`sp_splits` as a tuple: size + 1 ascending borders from 0, between which this rank holds `held`; all
+    ranks hold as many where it is None."""
     if splits is None:
         assert held is not None  # one of the two is given
         splits = [held * r for r in range(size + 1)]
@@ -93,7 +94,8 @@ def crossings(cu_seqlens: Tensor, borders: Tensor) -> Tensor:
 
 
 def final_ranks(cu_seqlens: Tensor, borders: Tensor) -> Tensor:
-    """int64 `[N]`: the rank that holds each sequence's last token; an empty one belongs to the token before it."""
+    """int64 `[N]`: the rank that holds each sequence's last token; an empty one belongs to the token before
+    it."""
     return (borders[1:] < cu_seqlens[1:, None]).sum(1)
 
 
@@ -111,8 +113,9 @@ def split_cu_seqlens_for_sp(
     max_seqlen: the tokens of all ranks together, T of the uncut tensors; rank r holds the tokens from
         `r * ceil(max_seqlen / sp_size)` on (`even_splits`).
 
-    Returns (the rank's `cu_seqlens` `[N + 1]`, in which sequences that lie elsewhere are empty; how many tokens of each
-    sequence lie on the ranks before `[N]`). A sequence with tokens before and tokens here goes on from its state there.
+    Returns (the rank's `cu_seqlens` `[N + 1]`, in which sequences that lie elsewhere are empty; how many
+    tokens of each sequence lie on the ranks before `[N]`). A sequence with tokens before and tokens here goes
+    on from its state there.
     """
     check_cu_seqlens(cu_seqlens, max_seqlen)
     group = resolve("sp", None, sp_size, sp_rank, required=False)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism: heads over several ranks. They are independent, so nothing is exchanged unless asked for."""
+"""Tensor parallelism: heads over several ranks. They are independent, so nothing is exchanged unless asked
+for."""
 
 from __future__ import annotations
 
@@ -93,17 +94,19 @@ def cula_kda_tp(
     full_qk: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """`cula.cula_kda` on the rank's heads: of P ranks, rank r has the value heads from `r HV / P` to `(r + 1) HV / P`.
+    """`cula.cula_kda` on the rank's heads: of P ranks, rank r has the value heads from `r HV / P` to `(r + 1)
+    HV / P`.
 
     q, k, v, g, beta: the rank's heads.
-    full_inputs: they are all ranks' heads instead, and the rank takes its own. Where there are fewer query and key
-        heads than ranks, several ranks take the same one.
+    full_inputs: they are all ranks' heads instead, and the rank takes its own. Where there are fewer query
+        and key heads than ranks, several ranks take the same one.
     full_qk: q and k alone are all heads' (replicated); v, g and beta are the rank's.
-    tp_group, tp_size, tp_rank: each defaults to what the others say, without any to one rank. A group is needed for
-        `gather_output` only.
+    tp_group, tp_size, tp_rank: each defaults to what the others say, without any to one rank. A group is
+        needed for `gather_output` only.
     gather_output: return all heads of o, of a new final state and of h; a `state_pool` stays cut.
-    kwargs: the options of `cula.cula_kda`. A_log, dt_bias, initial_state, state_pool and checkpoints may have the
-        rank's heads or all heads, whatever the inputs have; a rank reads and writes its own heads of them in place.
+    kwargs: the options of `cula.cula_kda`. A_log, dt_bias, initial_state, state_pool and checkpoints may have
+        the rank's heads or all heads, whatever the inputs have; a rank reads and writes its own heads of them
+        in place.
 
     Returns what `cula.cula_kda` does, for the rank's heads unless gathered.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How ranks exchange tensors: the few verbs that context and tensor parallelism need.
 
-Everything above speaks to `Transport`. `ProcessGroupTransport` is torch.distributed; one over symmetric memory, where
-ranks read each other's maps in place, would be another class of the same verbs.
+Everything above speaks to `Transport`. `ProcessGroupTransport` is torch.distributed; one over symmetric
+memory, where ranks read each other's maps in place, would be another class of the same verbs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cula.dist.groups import Group
 
-# Up to so many ranks what later ones need is sent to each of them: half of what an all-gather moves, and of the first
-# rank's message a part. Beyond, a ring shares its links better.
+# Up to so many ranks what later ones need is sent to each of them: half of what an all-gather moves, and of
+# the first rank's message a part. Beyond, a ring shares its links better.
 MOST_DIRECT = 8
 
 # Its name until PyTorch 2.12.
@@ -32,8 +32,8 @@ class Transport(Protocol):
         """Every rank's x: `[size, *x.shape]`."""
 
     def gather_earlier(self, x: Tensor, of_first: int) -> Tensor:
-        """The x, `[n]`, of every rank before this one: `[rank, n]`. Of the first rank's only the last `of_first`
-        numbers count."""
+        """The x, `[n]`, of every rank before this one: `[rank, n]`. Of the first rank's only the last
+        `of_first` numbers count."""
 
     def send_next(self, x: Tensor) -> None:
         """x, to the next rank."""
@@ -49,7 +49,8 @@ class Transport(Protocol):
 
 
 class ProcessGroupTransport:
-    """No verb is asynchronous: nothing is left to do meanwhile. Collectives then need no stream of NCCL's own."""
+    """No verb is asynchronous: nothing is left to do meanwhile. Collectives then need no stream of NCCL's
+    own."""
 
     def __init__(self, group: Group) -> None:
         self._group = group.process_group
