@@ -32,7 +32,8 @@ def inputs_of(suite: Suite, case: Case) -> Inputs:
 
 
 def rotating(suite: Suite, first_set: Inputs) -> list[Inputs]:
-    """Copies of one case's inputs, as many as outgrow the caches (within ROTATE_BYTES_LIMIT), at least one."""
+    """Copies of one case's inputs, as many as outgrow the caches (within ROTATE_BYTES_LIMIT), at least
+    one."""
     size = cost.moved_bytes(suite.pass_name, first_set)
     wanted = min(suite.device.CACHE_FACTOR * suite.device.last_level_cache_bytes(), ROTATE_BYTES_LIMIT)
     return [first_set, *(first_set.map(torch.clone) for _ in range(math.ceil(wanted / size) - 1))]
@@ -69,7 +70,8 @@ class Run:
             self.head = machine.describe(suite.device)
         head = {**self.head, "source_hash": machine.source_hash(*suite.sources)}
         print(
-            f"{suite.name} on {head['device']}: copy {head['copy_tbps']} TB/s, bf16 gemm {head['gemm_tflops']} TFLOP/s",
+            f"{suite.name} on {head['device']}: copy {head['copy_tbps']} TB/s, "
+            f"bf16 gemm {head['gemm_tflops']} TFLOP/s",
             flush=True,
         )
         rows: list[Row] = []
@@ -185,9 +187,9 @@ def show(row: Row, ours: Row, head: dict) -> None:
     )
     error = "" if row.rel_err_out is None else f"  out {row.rel_err_out:.1e}  state {row.rel_err_state:.1e}"
     print(
-        f"{row.op:9} {row.pass_name:7} {row.case:26} {row.impl:19} {time:9.4f} ms  x{time / time_of(ours):<6.2f}"
-        f" {row.gb / time / head['copy_tbps']:4.0%} of copy {row.gflop / time / head['gemm_tflops']:4.0%} of gemm"
-        f"{host}{error}",
+        f"{row.op:9} {row.pass_name:7} {row.case:26} {row.impl:19} {time:9.4f} ms"
+        f"  x{time / time_of(ours):<6.2f} {row.gb / time / head['copy_tbps']:4.0%} of copy"
+        f" {row.gflop / time / head['gemm_tflops']:4.0%} of gemm{host}{error}",
         flush=True,
     )
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of a result against the float64 oracle, on as many heads as the oracle manages in about a second."""
+"""The error of a result against the float64 oracle, on as many heads as the oracle manages in about a
+second."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ def prepare() -> None:
     torch.set_flush_denormal(True)
     if (busy := os.getloadavg()[0]) > QUIET_LOAD:
         print(
-            f"others are using this machine (load {busy:.1f}): times will be too long, short calls' most of all"
+            f"others are using this machine (load {busy:.1f}): times will be too long, "
+            "short calls' most of all"
         )
 
 

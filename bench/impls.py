@@ -16,8 +16,8 @@ from bench import eager
 from bench.measure import Call
 from cula_testing.cases import Case, Inputs, state_like
 
-# Binds one set of inputs: the call returns o and the states, the pool that it was given or dense ones [N, HV,
-# V, K].
+# Binds one set of inputs: the call returns o and the states, the pool that it was given or dense ones
+# [N, HV, V, K].
 Bind = Callable[[str, Inputs], Call]
 
 PREFILL = {

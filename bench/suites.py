@@ -69,7 +69,8 @@ class Suite:
 
 @functools.cache
 def gpu_impls() -> list[Impl]:
-    """What dispatch picks, every library that can be imported, and the floor of the passes that move states."""
+    """What dispatch picks, every library that can be imported, and the floor of the passes that move
+    states."""
     from bench.peers import peers  # imports them
 
     return [OURS, *peers(), COPY_STATE]

@@ -131,7 +131,8 @@ def main() -> int:
     world = dist.group.WORLD
     if rank == 0:
         print(
-            f"KDA, {options.tokens} tokens, {options.heads} heads of {options.dim}, {size} ranks on {device.type}"
+            f"KDA, {options.tokens} tokens, {options.heads} heads of {options.dim}, "
+            f"{size} ranks on {device.type}"
         )
 
     (expected, _), took = timed(lambda: cula.cula_kda(**whole), device)

@@ -289,7 +289,8 @@ def main() -> int:
     context, following, files = context.to(device), following.to(device), [file.to(device) for file in files]
     packed = sum(map(len, files))
     print(
-        f"{CONTEXT:,} bytes of the Python standard library, then {STREAM} one by one, then {len(files)} files of",
+        f"{CONTEXT:,} bytes of the Python standard library, then {STREAM} one by one, "
+        f"then {len(files)} files of",
         end=" ",
     )
     print(f"{min(map(len, files)):,} to {max(map(len, files)):,} bytes; {shape.layers} layers, on {device}")

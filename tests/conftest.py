@@ -59,7 +59,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A fault in a kernel ends the process, or every later test of it would fail too. (xdist starts another.)"""
+    """A fault in a kernel ends the process, or every later test of it would fail too. (xdist starts
+    another.)"""
     if not (report.failed and torch.cuda.is_initialized()):
         return
     try:
@@ -76,7 +77,8 @@ def algorithm(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def target(request: pytest.FixtureRequest) -> str:
-    """A target of the device by name; skipped with the registry's own sentence where this machine lacks it."""
+    """A target of the device by name; skipped with the registry's own sentence where this machine lacks
+    it."""
     from cula_testing import passes
 
     try:

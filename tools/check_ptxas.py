@@ -162,7 +162,8 @@ def main() -> None:
     kernels = [f for f in functions if f.registers]
     archs = sorted({f.arch for f in kernels})
     print(
-        f"ptxas: {len(kernels)} kernels on {', '.join(archs)}, at most {max(f.registers for f in kernels)} registers"
+        f"ptxas: {len(kernels)} kernels on {', '.join(archs)}, "
+        f"at most {max(f.registers for f in kernels)} registers"
     )
 
 

@@ -27,7 +27,8 @@ def read(library: bytes) -> tuple[set[str], bool]:
 
 
 def problems(document: dict, version: str, files: set[str], cuda: bool) -> list[str]:
-    """Of a document for a library of this version that loads these files and has CUDA kernels, or has none."""
+    """Of a document for a library of this version that loads these files and has CUDA kernels, or has
+    none."""
     found = []
     if (document.get("bomFormat"), document.get("specVersion")) != ("CycloneDX", "1.6"):
         found.append("is no CycloneDX 1.6 document")

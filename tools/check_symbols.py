@@ -19,7 +19,8 @@ LIBRARY = Path(__file__).parents[1] / "python" / "cula" / "lib" / "libcula_torch
 
 # Before glibc 2.34, threads, timers and dlopen were libraries of their own.
 NEEDED = re.compile(
-    r"(libtorch|libtorch_cpu|libstdc\+\+|libgcc_s|libc|libm|libdl|libpthread|librt|ld-linux-[\w-]+)\.so(\.\d+)?"
+    r"(libtorch|libtorch_cpu|libstdc\+\+|libgcc_s|libc|libm|libdl|libpthread|librt|ld-linux-[\w-]+)"
+    r"\.so(\.\d+)?"
 )
 STABLE = re.compile(r"(aoti_torch|torch)_\w+")
 RUNTIME_VERSIONS = ("GLIBC_", "GLIBCXX_", "CXXABI_", "GCC_")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""smoke.py PREFIX: the cula installed under PREFIX runs a prefill, and a decode that goes on from its state."""
+"""smoke.py PREFIX: the cula installed under PREFIX runs a prefill, and a decode that goes on from its
+state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kernel of the registry takes, as Markdown tables. tools/update_docs.py puts them into the README."""
+"""What each kernel of the registry takes, as Markdown tables. tools/update_docs.py puts them into the
+README."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def matrix(kind: str, before: list[str] = ()) -> list[str] | None:
     """The lines of the table for CPUs or GPUs; None where this build has no kernels of the kind.
 
     Targets that this CPU cannot run at all cannot tell here what they take: their rows are copied from
-        `before`.
+    `before`.
     """
     places = PLACES[kind]
     answers = {place: _targets(place) for place in places}

@@ -22,7 +22,8 @@ ptxas info    : Used 119 registers, used 1 barriers, 4128 bytes smem, 1312 bytes
 ptxas info    : Compile time = 129.098 ms
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_Z4stepf' for 'sm_90a'
-ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized in function '_Z4stepf'
+ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized \
+in function '_Z4stepf'
 ptxas info    : Function properties for _Z4stepf
     24 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers, 4128 bytes smem

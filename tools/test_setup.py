@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/setup.sh installs no system package that it may not. apt-get is a fake that fails once it was called."""
+"""tools/setup.sh installs no system package that it may not. apt-get is a fake that fails once it was
+called."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
 
 There is no backward pass yet: a call that would need one raises NotImplementedError.
 
-    import cula o, state = cula.cula_kda(q, k, v, g, beta, output_final_state=True)      # a prompt o, state =
-    cula.cula_decode(q1, k1, v1, state, g=g1, beta=beta1)         # the next token, state updated in place
-    print(cula.explain())                                                    # which kernel runs, and why not
-    the others
+    import cula
+    o, state = cula.cula_kda(q, k, v, g, beta, output_final_state=True)  # a prompt
+    o, state = cula.cula_decode(q1, k1, v1, state, g=g1, beta=beta1)  # the next token, state updated in place
+    print(cula.explain())  # which kernel runs, and why not the others
 
 Level 1 is in `cula.api`, Level 2, over several processes, in `cula.dist`; drop-ins for FLA, cuLA, SGLang,
 vLLM and FlashKDA in `cula.kda`, `cula.gdn`, `cula.gla`, `cula.simple_gla`, `cula.delta_rule`,

@@ -14,7 +14,8 @@ def _gpus() -> str:
     if not torch.cuda.is_available():
         return f"none that torch {torch.__version__} can use"
     names = [
-        f"{properties.name} (sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB)"
+        f"{properties.name} (sm_{properties.major}{properties.minor}, "
+        f"{properties.total_memory / 2**30:.0f} GiB)"
         for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
     return ", ".join(names)
@@ -25,7 +26,8 @@ def main() -> None:
     print(f"loaded    {cula._ops.library()}")
     print(f"python    {platform.python_version()}, {platform.platform()}")
     print(
-        f"PyTorch   {torch.__version__}, CUDA {torch.version.cuda or 'none'}, {torch.get_num_threads()} threads"
+        f"PyTorch   {torch.__version__}, CUDA {torch.version.cuda or 'none'}, "
+        f"{torch.get_num_threads()} threads"
     )
     print(f"GPU       {_gpus()}")
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):

@@ -61,8 +61,9 @@ class BuildInfo:
     def note(self) -> str:
         """What a build without CUDA kernels says to whom asks it for one."""
         return (
-            f"this build of cula has no CUDA kernels ({self.without_cuda}); to get them, build it where nvcc >= 12.8 "
-            "is with CULA_CUDA=ON in the environment: `pip install .`, or `make cuda`, which brings an nvcc"
+            f"this build of cula has no CUDA kernels ({self.without_cuda}); to get them, build it "
+            "where nvcc >= 12.8 is with CULA_CUDA=ON in the environment: `pip install .`, or `make cuda`, "
+            "which brings an nvcc"
         )
 
 

@@ -114,8 +114,8 @@ def explain(
         if (reason := str(error).partition("cula: device count: ")[2]) == "":
             raise
         raise ValueError(
-            f"explain: device must be one that the CUDA driver finds, or an architecture such as sm_90, which needs no "
-            f"GPU; got {place} ({reason.splitlines()[0]})"
+            "explain: device must be one that the CUDA driver finds, or an architecture such as sm_90, "
+            f"which needs no GPU; got {place} ({reason.splitlines()[0]})"
         ) from None
     shape = f"B={batch} T={tokens} H={heads} HV={value_heads} K={key_dim} V={value_dim}"
     problem = f"{algorithm} {pass_name} on {place}: {shape}, {_name(dtype)}, {_name(state_dtype)} state"

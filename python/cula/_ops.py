@@ -33,8 +33,8 @@ def library() -> Path:
         if (path := folder / "libcula_torch.so").exists():
             return path
     raise ImportError(
-        f"cula is not built: there is no libcula_torch.so in {' or '.join(map(str, folders))}; install torch, then run "
-        "`pip install .` or `make build` in its source tree"
+        f"cula is not built: there is no libcula_torch.so in {' or '.join(map(str, folders))}; install "
+        "torch, then run `pip install .` or `make build` in its source tree"
     )
 
 
@@ -147,7 +147,8 @@ _MAKE: dict[str, Callable[..., Tensor]] = {"o": _make_o, "final_state": _make_fi
 def refuse_derivatives(
     op: torch._ops.OpOverload, arguments: Iterable[object], others: Mapping[str, object] | None = None
 ) -> None:
-    """NotImplementedError for the first tensor whose derivative would be lost: there is no backward pass yet."""
+    """NotImplementedError for the first tensor whose derivative would be lost: there is no backward pass
+    yet."""
     backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
     if not (backward or forward):
         return
@@ -157,8 +158,8 @@ def refuse_derivatives(
             continue
         if backward and value.requires_grad:
             raise NotImplementedError(
-                f"{op_name(op)}: {name} requires gradients, and the backward pass is not built yet; call under "
-                "torch.no_grad() or torch.inference_mode()"
+                f"{op_name(op)}: {name} requires gradients, and the backward pass is not built yet; call "
+                "under torch.no_grad() or torch.inference_mode()"
             )
         if forward and value.is_floating_point() and forward_ad.unpack_dual(value).tangent is not None:
             raise NotImplementedError(

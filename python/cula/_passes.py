@@ -120,8 +120,8 @@ def forward(
         and (out is None or output_final_state)
     ):
         rest = (
-            flags, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, scale, decay, has_initial_state,
-            null, backend,
+            flags, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, scale, decay,
+            has_initial_state, null, backend,
         )  # fmt: skip
         if out is not None:
             return out, call(op.into, (q, k, v, out, *rest)), None
@@ -146,8 +146,8 @@ def forward(
     if op is _ops.decode:
         o = call_for_o(
             op, out, final_state,
-            (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices, initial_state,
-             cu_seqlens, scale, decay, has_initial_state, final_state_indices, null, backend),
+            (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices,
+             initial_state, cu_seqlens, scale, decay, has_initial_state, final_state_indices, null, backend),
         )  # fmt: skip
         return o, returned, None
 
@@ -169,9 +169,9 @@ def forward(
         states = v_first(op, "checkpoints.states", states)
     o = call_for_o(
         op, out, final_state,
-        (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices, initial_state,
-         cu_seqlens, scale, decay, has_initial_state, final_state_indices, states, plan, states_at_chunks, kept,
-         null, backend),
+        (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices,
+         initial_state, cu_seqlens, scale, decay, has_initial_state, final_state_indices, states, plan,
+         states_at_chunks, kept, null, backend),
     )  # fmt: skip
     return o, returned, chunk_states
 
@@ -224,9 +224,9 @@ def verify(
     final_state, initial_state = (state, None) if update_state else (None, state)
     return call_for_o(
         _ops.verify, out, final_state,
-        (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices, initial_state,
-         cu_seqlens, scale, decay, has_initial_state, None, state_indices, num_accepted, snapshots, snapshot_indices,
-         parents, None if null_index == -1 else null_index, backend),
+        (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices,
+         initial_state, cu_seqlens, scale, decay, has_initial_state, None, state_indices, num_accepted,
+         snapshots, snapshot_indices, parents, None if null_index == -1 else null_index, backend),
     )  # fmt: skip
 
 
@@ -284,8 +284,8 @@ def segment(
     )
     kept = call(
         _ops.segment.keep if keep else _ops.segment.packed,
-        (q, k, v, flags, written_b if state_v_first or written_b is None else written_b.transpose(-1, -2), written_m, g,
-         beta, A_log, dt_bias, lower_bound, cu_seqlens, scale, decay, None, backend),
+        (q, k, v, flags, written_b if state_v_first or written_b is None else written_b.transpose(-1, -2),
+         written_m, g, beta, A_log, dt_bias, lower_bound, cu_seqlens, scale, decay, None, backend),
     )  # fmt: skip
     return (m, b, kept) if keep else (m, b)
 
@@ -309,7 +309,8 @@ def check_flags(**flags: object) -> None:
 
 def refuse_context() -> None:
     raise NotImplementedError(
-        "cp_context: context parallelism has functions of its own, as cula.dist.cula_kda_cp, which take a group"
+        "cp_context: context parallelism has functions of its own, as cula.dist.cula_kda_cp, "
+        "which take a group"
     )
 
 
@@ -343,7 +344,8 @@ def check_room(
     if q.shape[:2] != v.shape[:2]:
         batch, tokens = q.shape[:2]
         raise ValueError(
-            f"{op_name(op)}: v must have shape [B, T, HV, V] = [{batch}, {tokens}, HV, V], got {list(v.shape)}"
+            f"{op_name(op)}: v must have shape [B, T, HV, V] = [{batch}, {tokens}, HV, V], "
+            f"got {list(v.shape)}"
         )
     if q.shape[3] > 256:
         raise ValueError(f"{op_name(op)}: q must have a key dimension K from 1 to 256, got {q.shape[3]}")

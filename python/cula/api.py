@@ -130,10 +130,11 @@ def cula_kda(
     algorithm, gate, dt_bias = _kda_decay(q, g, dt_bias)
     o, final_state, h = _passes.forward(
         _ops.prefill, algorithm, q, k, v, gate, beta,
-        (_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale, use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
-        state_pool, initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
-        return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
+        (_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale,
+        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
+        output_final_state, state_v_first, state_pool, initial_state_indices, final_state_indices,
+        has_initial_state, null_index, checkpoints, return_intermediate_states, chunk_size, backend,
+        deterministic, out, device, kept,
     )  # fmt: skip
     return (o, final_state) if h is None else (o, final_state, h)
 
@@ -181,10 +182,11 @@ def cula_gdn(
         _check_gate(A_log, lower_bound)
     o, final_state, h = _passes.forward(
         _ops.prefill, "gdn", q, k, v, g, beta,
-        (_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale, use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
-        state_pool, initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
-        return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
+        (_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale,
+        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
+        output_final_state, state_v_first, state_pool, initial_state_indices, final_state_indices,
+        has_initial_state, null_index, checkpoints, return_intermediate_states, chunk_size, backend,
+        deterministic, out, device, kept,
     )  # fmt: skip
     return (o, final_state) if h is None else (o, final_state, h)
 
@@ -221,10 +223,10 @@ def cula_gla(
     """
     chunk_size = _chunk_size("cula_gla", kwargs) if kwargs else 64
     o, final_state, h = _passes.forward(
-        _ops.prefill, "gla", q, k, v, g, None, _passes.LOG_DECAY, scale, use_qk_l2norm_in_kernel, False, False,
-        cu_seqlens, initial_state, output_final_state, state_v_first, state_pool, initial_state_indices,
-        final_state_indices, has_initial_state, null_index, checkpoints, return_intermediate_states, chunk_size,
-        backend, deterministic, out, device, kept,
+        _ops.prefill, "gla", q, k, v, g, None, _passes.LOG_DECAY, scale, use_qk_l2norm_in_kernel, False,
+        False, cu_seqlens, initial_state, output_final_state, state_v_first, state_pool,
+        initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
+        return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
     )  # fmt: skip
     return (o, final_state) if h is None else (o, final_state, h)
 
@@ -264,8 +266,8 @@ def cula_simple_gla(
     chunk_size = _chunk_size("cula_simple_gla", kwargs) if kwargs else 64
     o, final_state, h = _passes.forward(
         _ops.prefill, _algorithm("simple_gla", g, decay), q, k, v, g, None, _passes.LOG_DECAY, scale,
-        use_qk_l2norm_in_kernel, False, False, cu_seqlens, initial_state, output_final_state, state_v_first, state_pool,
-        initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
+        use_qk_l2norm_in_kernel, False, False, cu_seqlens, initial_state, output_final_state, state_v_first,
+        state_pool, initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
         return_intermediate_states, chunk_size, backend, deterministic, out, device, kept, _log_decay(decay),
     )  # fmt: skip
     return (o, final_state) if h is None else (o, final_state, h)
@@ -308,10 +310,10 @@ def cula_lightning(
     """
     _refuse_unknown("cula_lightning", kwargs)
     o, final_state, h = _passes.forward(
-        _ops.prefill, "lightning", Q, K, V, None, None, _passes.LOG_DECAY, scale, use_qk_l2norm_in_kernel, False, False,
-        cu_seqlens, initial_state, output_final_state, state_v_first, state_pool, initial_state_indices,
-        final_state_indices, has_initial_state, null_index, checkpoints, return_intermediate_states, chunk_size,
-        backend, deterministic, out, device, kept, _log_decay(decay),
+        _ops.prefill, "lightning", Q, K, V, None, None, _passes.LOG_DECAY, scale, use_qk_l2norm_in_kernel,
+        False, False, cu_seqlens, initial_state, output_final_state, state_v_first, state_pool,
+        initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
+        return_intermediate_states, chunk_size, backend, deterministic, out, device, kept, _log_decay(decay),
     )  # fmt: skip
     return (o, final_state) if h is None else (o, final_state, h)
 
@@ -353,9 +355,9 @@ def cula_delta(
     o, final_state, h = _passes.forward(
         _ops.prefill, _algorithm("delta", None, decay), q, k, v, None, beta, _passes.LOG_DECAY, scale,
         use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
-        output_final_state, state_v_first, state_pool, initial_state_indices, final_state_indices, has_initial_state,
-        null_index, checkpoints, return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
-        _log_decay(decay),
+        output_final_state, state_v_first, state_pool, initial_state_indices, final_state_indices,
+        has_initial_state, null_index, checkpoints, return_intermediate_states, chunk_size, backend,
+        deterministic, out, device, kept, _log_decay(decay),
     )  # fmt: skip
     return (o, final_state) if h is None else (o, final_state, h)
 
@@ -414,8 +416,8 @@ def cula_decode(
     if q.shape[1] > 1 and (rows := q.shape[0]):
         if rows > 1:
             raise ValueError(
-                "decode: q must have one token per row, [N, 1, H, K] or [1, N, H, K] (several tokens of a sequence are "
-                f"for cula_verify, or for cula_{mode} with state_pool), got {list(q.shape)}"
+                "decode: q must have one token per row, [N, 1, H, K] or [1, N, H, K] (several tokens of a "
+                f"sequence are for cula_verify, or for cula_{mode} with state_pool), got {list(q.shape)}"
             )
         packed = True
         q, v = q.transpose(0, 1), v.transpose(0, 1)
@@ -430,7 +432,8 @@ def cula_decode(
         pool = _passes.v_first(_ops.decode, "state", pool)
     flags = _passes.options(
         algorithm, _passes.gate_of(use_gate_in_kernel, lower_bound), use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, scale, lower_bound, null_index, backend, deterministic, True,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, scale, lower_bound, null_index, backend, deterministic,
+        True,
     )  # fmt: skip
     o = _passes.call_for_o(
         _ops.decode, out, pool,
@@ -489,8 +492,8 @@ def cula_verify(
     disable_state_update: only read the pool even with `state_indices`.
     snapshots: `[slots, S, HV, V, K]`; the state after token t goes to `snapshots[snapshot_indices[n], t]`
         (SGLang's convention; `snapshot_indices` int32 or int64 `[N]`, n if None).
-    parents: int32 or int64 `[N, S]` for a tree of drafts: token t continues the state after token `parents[n,
-        t] < t`, the base state if that is negative.
+    parents: int32 or int64 `[N, S]` for a tree of drafts: token t continues the state after token
+        `parents[n, t] < t`, the base state if that is negative.
     mode and the rest as in `cula_decode`.
 
     Returns (o, state itself).
@@ -502,12 +505,13 @@ def cula_verify(
     o = _passes.verify(
         algorithm, q, k, v, state, g=g, decay=decay, beta=beta,
         gate=(_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        cu_seqlens=cu_seqlens, state_v_first=state_v_first,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens, state_v_first=state_v_first,
         update_state=state is not None and state_indices is not None and not disable_state_update,
         initial_state_indices=initial_state_indices, state_indices=state_indices, num_accepted=num_accepted,
-        has_initial_state=has_initial_state, snapshots=snapshots, snapshot_indices=snapshot_indices, parents=parents,
-        null_index=null_index, backend=backend, deterministic=deterministic, out=out, device=device,
+        has_initial_state=has_initial_state, snapshots=snapshots, snapshot_indices=snapshot_indices,
+        parents=parents, null_index=null_index, backend=backend, deterministic=deterministic, out=out,
+        device=device,
     )  # fmt: skip
     return o, state
 
@@ -562,9 +566,9 @@ def cula_segment(
     return _passes.segment(
         algorithm, q, k, v, g=g, decay=decay, beta=beta,
         gate=(_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound),
-        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        cu_seqlens=cu_seqlens, state_v_first=state_v_first, backend=backend, deterministic=deterministic, device=device,
-        scale=scale, keep=keep, out=out,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens, state_v_first=state_v_first,
+        backend=backend, deterministic=deterministic, device=device, scale=scale, keep=keep, out=out,
     )  # fmt: skip
 
 

@@ -51,7 +51,8 @@ def chunk_gated_delta_rule(
             )
         if v.shape[2] % q.shape[2]:
             raise ValueError(
-                f"For GVA, num_v_heads (HV={v.shape[2]}) must be evenly divisible by num_qk_heads (H={q.shape[2]})."
+                f"For GVA, num_v_heads (HV={v.shape[2]}) must be evenly divisible by "
+                f"num_qk_heads (H={q.shape[2]})."
             )
         if kwargs.pop("head_first", None) is not None:
             warnings.warn(
@@ -72,8 +73,9 @@ def chunk_gated_delta_rule(
         if use_gate_in_kernel is not False:
             gate = (_passes.gate_of(use_gate_in_kernel, None), A_log, dt_bias, None)
         o, final_state, _ = _passes.forward(
-            _ops.prefill, "gdn", q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
+            _ops.prefill, "gdn", q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state, output_final_state,
+            state_v_first,
         )  # fmt: skip
         return o, final_state
     except Exception as error:
@@ -105,8 +107,8 @@ def fused_recurrent_gated_delta_rule(
     """`fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule`: token after token.
 
     The log decays g `[B, T, HV]` and gk `[B, T, HV, K]` add up; with neither it is the plain delta rule. beta
-    is `[B, T, HV]` or `[B, T, HV, V]`, one if None. A decay `gv` along V is outside the family. q, k and v
-    may differ in dtype; o has v's.
+    is `[B, T, HV]` or `[B, T, HV, V]`, one if None. A decay `gv` along V is outside the family.
+    q, k and v may differ in dtype; o has v's.
     """
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
@@ -133,8 +135,9 @@ def fused_recurrent_gated_delta_rule(
         if gk is not None:
             g = gk if g is None else gk + g.unsqueeze(-1)
         o, final_state, _ = _passes.forward(
-            _ops.decode, algorithm, q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval, cu_seqlens, initial_state, output_final_state, state_v_first,
+            _ops.decode, algorithm, q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state, output_final_state,
+            state_v_first,
         )  # fmt: skip
         return o.to(dtype), final_state
     except Exception as error:

@@ -32,8 +32,8 @@ def chunk_gla(
         _fla.require(q.shape == k.shape == g.shape, "q, k, g must have the same shape.")
         _fla.no_grouped_heads(q, k, v)
         o, final_state, _ = _passes.forward(
-            _ops.prefill, "gla", q, k, v, g=g, scale=scale, cu_seqlens=cu_seqlens, initial_state=initial_state,
-            output_final_state=output_final_state, state_v_first=state_v_first,
+            _ops.prefill, "gla", q, k, v, g=g, scale=scale, cu_seqlens=cu_seqlens,
+            initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
         )  # fmt: skip
         return o, final_state
     except Exception as error:

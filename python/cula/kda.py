@@ -79,10 +79,10 @@ def chunk_kda(
                 not disable_recompute, "return_intermediate_states must be used with disable_recompute=False"
             )
         o, final_state, h = _passes.forward(
-            _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale,
-            use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
-            output_final_state, state_v_first, return_chunk_states=return_intermediate_states, chunk_size=chunk_size,
-            cu_seqlens_cpu=cu_seqlens_cpu,
+            _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
+            scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
+            initial_state, output_final_state, state_v_first, return_chunk_states=return_intermediate_states,
+            chunk_size=chunk_size, cu_seqlens_cpu=cu_seqlens_cpu,
         )  # fmt: skip
         return (o, final_state) if h is None else (o, final_state, h)
     except Exception as error:
@@ -122,9 +122,9 @@ def fused_recurrent_kda(
         if use_gate_in_kernel and A_log is None and lower_bound is None:
             A_log = g.new_ones(v.shape[2], dtype=torch.float32)
         o, final_state, _ = _passes.forward(
-            _ops.decode, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale,
-            use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
-            output_final_state, state_v_first,
+            _ops.decode, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
+            scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
+            initial_state, output_final_state, state_v_first,
         )  # fmt: skip
         return o, final_state
     except Exception as error:
@@ -163,8 +163,8 @@ def kda_prefill_hopper(
         _fla.gate(use_gate_in_kernel, A_log, lower_bound, safe_gate)
         _check_shapes(q, k, v, g, beta)
         o, final_state, _ = _passes.forward(
-            _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale,
-            use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
+            _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
+            scale, use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
             output_final_state=output_final_state,
         )  # fmt: skip
         return o, final_state
@@ -195,9 +195,9 @@ def kda_decode(
 
     q, k `[N, 1, H, K]` or `[1, N, H, K]`, v and the result likewise with HV and V; a `[N, 1, HV, K]` the raw
     gate and b `[N, 1, HV]` the logit of beta, each also without the 1 and flattened; A_log HV values, dt_bias
-    HV * K. The gate is `-exp(A_log) * softplus(a + dt_bias)`. The pool is float32 `[P, HV, V, K]`, `[P, HV,
-    K, V]` with `state_layout="kv"`; None starts from zero and keeps nothing. Rows with a negative index get
-    zeros. `cu_seqlens` has no effect, as upstream.
+    HV * K. The gate is `-exp(A_log) * softplus(a + dt_bias)`. The pool is float32 `[P, HV, V, K]`,
+    `[P, HV, K, V]` with `state_layout="kv"`; None starts from zero and keeps nothing. Rows with a negative
+    index get zeros. `cu_seqlens` has no effect, as upstream.
     """
     try:
         return _decode(
@@ -246,9 +246,9 @@ def fused_sigmoid_gating_delta_rule_update(
     q, k `[B, T, H, K]`, or `[1, T, H, K]` with `cu_seqlens` for rows of different length; v and the result
     likewise with HV and V; a the raw gate, HV * K values a token (KDA) or HV (GDN), b the logit of beta, HV
     values a token, in any shape that holds them in this order; A_log HV values, dt_bias as many as a has a
-    token. The gate is `-exp(A_log) * softplus(a + dt_bias)`, with `lower_bound` `lower_bound *
-    sigmoid(exp(A_log) * (a + dt_bias))`. Without `cu_seqlens`, `[1, T, ..]` is T rows of one token where
-    there are T indices (cuLA's reading), else one row.
+    token. The gate is `-exp(A_log) * softplus(a + dt_bias)`, with `lower_bound`
+    `lower_bound * sigmoid(exp(A_log) * (a + dt_bias))`. Without `cu_seqlens`, `[1, T, ..]` is T rows of one
+    token where there are T indices (cuLA's reading), else one row.
 
     Row n starts from slot `initial_state_indices[n]` of the pool `[P, HV, V, K]`, and its tokens run in
     order. The state after the last goes back to that slot unless `disable_state_update`; the one after token
@@ -288,14 +288,14 @@ def fused_sigmoid_gating_delta_rule_update(
         if decodes:
             return _decode(
                 algorithm, A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, scale,
-                use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout, lower_bound, cu_seqlens,
-                by_token,
+                use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout, lower_bound,
+                cu_seqlens, by_token,
             )  # fmt: skip
         return _verify(
             algorithm, A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, scale,
-            use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout, lower_bound, cu_seqlens,
-            not disable_state_update, intermediate_states_buffer, intermediate_state_indices, cache_steps,
-            retrieve_parent_token,
+            use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold, out, state_layout, lower_bound,
+            cu_seqlens, not disable_state_update, intermediate_states_buffer, intermediate_state_indices,
+            cache_steps, retrieve_parent_token,
         )  # fmt: skip
     except Exception as error:
         _fla.refuse_types(fused_sigmoid_gating_delta_rule_update, locals(), error)
@@ -339,8 +339,8 @@ def _check_engine(
     matrix = (value_dim, key_dim) if state_layout == "vk" else (key_dim, value_dim)
     if source.shape[1:] != (heads, *matrix):
         raise ValueError(
-            f"State layout mismatch: initial_state_source must be [pool, {heads}, {matrix[0]}, {matrix[1]}] for "
-            f"state_layout={state_layout!r}, got {list(source.shape)}"
+            f"State layout mismatch: initial_state_source must be [pool, {heads}, {matrix[0]}, {matrix[1]}] "
+            f"for state_layout={state_layout!r}, got {list(source.shape)}"
         )
 
 
@@ -364,7 +364,8 @@ def _check_gate(
             raise TypeError(f"{name} must be of type float, got {_ops.type_name(value)}")
     if (slope, threshold) != (1, 20):
         raise NotImplementedError(
-            f"the gate is the exact softplus: {names[0]} must be 1 and {names[1]} 20, got {slope} and {threshold}"
+            f"the gate is the exact softplus: {names[0]} must be 1 and {names[1]} 20, "
+            f"got {slope} and {threshold}"
         )
 
 
@@ -396,7 +397,8 @@ def _raw(
         for name, x, last in (("a", a, key_dim if algorithm == "kda" else 1), ("b", b, 1)):
             if x.numel() != batch * tokens * heads * last:
                 raise ValueError(
-                    f"{name} must hold {heads * last} values for each of {batch * tokens} tokens, got {list(x.shape)}"
+                    f"{name} must hold {heads * last} values for each of {batch * tokens} tokens, "
+                    f"got {list(x.shape)}"
                 ) from None
         raise
 
@@ -458,8 +460,8 @@ def _decode(
         source = source[: batch if cu_seqlens is None else cu_seqlens.shape[0] - 1]
     gate = ("softplus" if lower_bound is None else "bounded", A_log, dt_bias, lower_bound)
     o, _, _ = _passes.forward(
-        _ops.decode, algorithm, q, k, v, g, beta, gate, scale, qk_l2norm, True, False, cu_seqlens, None, False,
-        state_layout == "vk", source, indices, out=out,
+        _ops.decode, algorithm, q, k, v, g, beta, gate, scale, qk_l2norm, True, False, cu_seqlens, None,
+        False, state_layout == "vk", source, indices, out=out,
     )  # fmt: skip
     return o.transpose(0, 1) if packed else o
 
@@ -511,7 +513,8 @@ def _verify(
         snapshot_indices = None
     elif steps is not None and steps > snapshots.shape[1]:
         raise ValueError(
-            f"cache_steps must be at most the {snapshots.shape[1]} steps of intermediate_states_buffer, got {steps}"
+            f"cache_steps must be at most the {snapshots.shape[1]} steps of intermediate_states_buffer, "
+            f"got {steps}"
         )
     elif snapshot_indices is not None and snapshot_indices.shape[0] > rows:
         snapshot_indices = snapshot_indices[:rows]
@@ -526,11 +529,12 @@ def _verify(
     g, beta = _raw(algorithm, a, b, batch, tokens, heads, key_dim)
     return _passes.verify(
         algorithm, q, k, v, source, g=g, decay=None, beta=beta,
-        gate=(_passes.gate_of(True, lower_bound), A_log, dt_bias, lower_bound), scale=scale, qk_l2norm=qk_l2norm,
-        beta_is_logit=True, allow_neg_eigval=False, cu_seqlens=cu_seqlens, state_v_first=state_layout == "vk",
-        update_state=update_state, initial_state_indices=None if source is None else indices, state_indices=table,
-        num_accepted=None, has_initial_state=None, snapshots=snapshots, snapshot_indices=snapshot_indices,
-        parents=parents, null_index=-1, backend=None, deterministic=None, out=out, device=None,
+        gate=(_passes.gate_of(True, lower_bound), A_log, dt_bias, lower_bound), scale=scale,
+        qk_l2norm=qk_l2norm, beta_is_logit=True, allow_neg_eigval=False, cu_seqlens=cu_seqlens,
+        state_v_first=state_layout == "vk", update_state=update_state,
+        initial_state_indices=None if source is None else indices, state_indices=table, num_accepted=None,
+        has_initial_state=None, snapshots=snapshots, snapshot_indices=snapshot_indices, parents=parents,
+        null_index=-1, backend=None, deterministic=None, out=out, device=None,
     )  # fmt: skip
 
 

@@ -70,8 +70,9 @@ def lightning_attn_fwd_varlen(
         if cu_seqlens is None:
             raise TypeError("cu_seqlens must be a tensor, got NoneType")
         o, final_state, _ = _passes.forward(
-            _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, cu_seqlens=cu_seqlens, state_pool=state_pool,
-            initial_state_indices=initial_state_indices, output_final_state=True, chunk_size=chunk_size,
+            _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, cu_seqlens=cu_seqlens,
+            state_pool=state_pool, initial_state_indices=initial_state_indices, output_final_state=True,
+            chunk_size=chunk_size,
         )  # fmt: skip
         assert final_state is not None  # it was asked for
         return o, final_state

@@ -20,10 +20,10 @@ from cula_testing.strategies import cases
 # As published; our own keywords follow.
 PUBLISHED = {
     "cula_kda": "q, k, v, g, beta, *, scale=None, initial_state=None, output_final_state=False, "
-    "use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, cu_seqlens=None, safe_gate=False, lower_bound=None, "
-    "disable_recompute=False, return_intermediate_states=False, device=None",
-    "cula_lightning": "Q, K, V, decay, *, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, "
-    "state_pool=None, initial_state_indices=None, chunk_size=64, device=None",
+    "use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, cu_seqlens=None, safe_gate=False, "
+    "lower_bound=None, disable_recompute=False, return_intermediate_states=False, device=None",
+    "cula_lightning": "Q, K, V, decay, *, scale=None, initial_state=None, output_final_state=False, "
+    "cu_seqlens=None, state_pool=None, initial_state_indices=None, chunk_size=64, device=None",
     "cula_decode": "q, k, v, state, *, mode='kda', state_indices=None, scale=None, device=None",
 }
 OURS = {

@@ -82,15 +82,18 @@ def calls() -> Iterator[tuple[Callable, dict]]:
                                          "final_state_indices": i32(2, 3)}  # fmt: skip
     step = {"q": ONE.q, "k": ONE.k, "v": ONE.v, "g": ONE.g, "beta": ONE.beta, "A_log": A_LOG, "dt_bias": BIAS}
     step |= {"use_gate_in_kernel": True, "has_initial_state": torch.ones(N, dtype=torch.bool)}
-    yield cula.cula_decode, step | {"state": pool(), "state_indices": i32(0, 1), "final_state_indices": i32(2, 3),
+    yield cula.cula_decode, step | {"state": pool(), "state_indices": i32(0, 1),
+                                    "final_state_indices": i32(2, 3),
                                     "out": torch.empty_like(ONE.v)}  # fmt: skip
     yield cula.cula_decode, base | {"q": ONE.q, "k": ONE.k, "v": ONE.v, "decay": DECAY, "mode": "lightning",
                                     "state": pool()}  # fmt: skip
     draft = base | {"g": g, "beta": beta, "A_log": A_LOG, "dt_bias": BIAS, "use_gate_in_kernel": True}
     parents = (torch.arange(8, dtype=torch.int32) - 1).repeat(N, 1)
-    yield cula.cula_verify, draft | {"state": torch.zeros(20, H, K, K), "parents": parents, "out": torch.empty_like(v),
+    yield cula.cula_verify, draft | {"state": torch.zeros(20, H, K, K), "parents": parents,
+                                     "out": torch.empty_like(v),
                                      "state_indices": 2 + torch.arange(16, dtype=torch.int32).view(N, 8),
-                                     "num_accepted": i32(1, 1), "initial_state_indices": i32(0, 1)}  # fmt: skip
+                                     "num_accepted": i32(1, 1),
+                                     "initial_state_indices": i32(0, 1)}  # fmt: skip
     yield cula.cula_verify, draft | {"state": pool(), "snapshots": torch.zeros(3, 8, H, K, K),
                                      "snapshot_indices": i32(2, 0)}  # fmt: skip
     yield cula.cula_verify, packed({**base, "g": g, "beta": beta, "state": pool()})
@@ -129,11 +132,13 @@ def calls() -> Iterator[tuple[Callable, dict]]:
     flat = {name: x[:, 0] for name, x in (("q", ONE.q), ("k", ONE.k), ("v", ONE.v))}
     strides = dict.fromkeys(("stride_q", "stride_k", "stride_v", "stride_s", "stride_o"), 1)
     yield cula.lightning.linear_attention_decode, flat | strides | {
-        "s": torch.zeros(N * H, K, K), "out": torch.empty_like(flat["v"]), "softmax_scale": 1.0, "s_offsets": None,
-        "decay_scales": DECAY, "HEAD_DIM": K, "K_SPLIT_DIM": K, "V_SPLIT_DIM": K}  # fmt: skip
+        "s": torch.zeros(N * H, K, K), "out": torch.empty_like(flat["v"]), "softmax_scale": 1.0,
+        "s_offsets": None, "decay_scales": DECAY, "HEAD_DIM": K, "K_SPLIT_DIM": K,
+        "V_SPLIT_DIM": K}  # fmt: skip
     yield flash_kda.fwd, base | rows | {
-        "scale": 0.25, "out": torch.empty_like(v), "A_log": A_LOG, "dt_bias": BIAS.view(H, K), "lower_bound": -5.0,
-        "initial_state": X.initial_state, "final_state": torch.zeros(N, H, K, K)}  # fmt: skip
+        "scale": 0.25, "out": torch.empty_like(v), "A_log": A_LOG, "dt_bias": BIAS.view(H, K),
+        "lower_bound": -5.0, "initial_state": X.initial_state,
+        "final_state": torch.zeros(N, H, K, K)}  # fmt: skip
     yield flash_kda.get_workspace_size, {"T_total": 8, "H": H}
     yield from engine_calls()
     yield cula.linear_attn.chunk_linear_attn, base | STATES
@@ -159,12 +164,13 @@ def engine_calls() -> Iterator[tuple[Callable, dict]]:
     parents = (torch.arange(8, dtype=torch.int32) - 1).repeat(N, 1)
     yield update, draft | engine | {
         "disable_state_update": True, "intermediate_states_buffer": torch.zeros(3, 8, H, K, K),
-        "intermediate_state_indices": i32(2, 0), "cache_steps": 8, "retrieve_parent_token": parents}  # fmt: skip
+        "intermediate_state_indices": i32(2, 0), "cache_steps": 8,
+        "retrieve_parent_token": parents}  # fmt: skip
     update = vllm.fused_sigmoid_gating_delta_rule_update
     yield update, step | {"initial_state": pool(), "ssm_state_indices": i32(1, 2), "is_kda": True}
     table = 1 + torch.arange(16, dtype=torch.int32).view(N, 8)
-    yield update, draft | {"initial_state": torch.zeros(20, H, K, K), "ssm_state_indices": table, "is_kda": True,
-                           "num_accepted_tokens": i32(1, 1)}  # fmt: skip
+    yield update, draft | {"initial_state": torch.zeros(20, H, K, K), "ssm_state_indices": table,
+                           "is_kda": True, "num_accepted_tokens": i32(1, 1)}  # fmt: skip
 
 
 def configured(
@@ -235,9 +241,10 @@ WRONG = {
 # What has no effect, as upstream, or is compared with what it stands for: any value will do, or a sentence of
 # upstream.
 FREE = {
-    "cp_context", "chunk_indices", "persistent", "s_offsets", "kwargs", "gv", "HEAD_DIM", "K_SPLIT_DIM", "V_SPLIT_DIM",
-    "stride_q", "stride_k", "stride_v", "stride_s", "stride_o", "cu_seqlens_cpu", "use_graph", "max_num_seqs",
-    "acc_dtype", "io_dtype", "use_fast_math", "replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta",
+    "cp_context", "chunk_indices", "persistent", "s_offsets", "kwargs", "gv", "HEAD_DIM", "K_SPLIT_DIM",
+    "V_SPLIT_DIM", "stride_q", "stride_k", "stride_v", "stride_s", "stride_o", "cu_seqlens_cpu", "use_graph",
+    "max_num_seqs", "acc_dtype", "io_dtype", "use_fast_math", "replayssm_rawv", "replayssm_rawk",
+    "replayssm_g", "replayssm_beta",
 }  # fmt: skip
 # And what one function, or one kind of its calls, does not look at.
 FREE_OF = {
@@ -272,13 +279,16 @@ ALIASES = {
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
-        ({"q": X.q.clone().requires_grad_(), "output_final_state": None}, NotImplementedError, "prefill: q requires"),
+        ({"q": X.q.clone().requires_grad_(), "output_final_state": None}, NotImplementedError,
+         "prefill: q requires"),
         ({"chunk_size": 48, "output_final_state": None}, ValueError, "`chunk_size` must be either 32 or 64"),
         ({"g": X.g[:, :4], "output_final_state": None}, AssertionError, "g must have shape"),
         ({"beta": X.beta[:1], "cu_seqlens_cpu": i32(0, 8)}, AssertionError, "beta must have shape"),
         ({"scale": "1", "use_qk_l2norm_in_kernel": "yes"}, TypeError, "scale must be of type float, got str"),
-        ({"q": X.q.tolist(), "output_final_state": None}, TypeError, "chunk_kda: q must be a tensor, got list"),
-        ({"q": X.q[0], "cu_seqlens_cpu": torch.zeros(1, device="meta")}, ValueError, "q must have 4 dimensions"),
+        ({"q": X.q.tolist(), "output_final_state": None}, TypeError,
+         "chunk_kda: q must be a tensor, got list"),
+        ({"q": X.q[0], "cu_seqlens_cpu": torch.zeros(1, device="meta")}, ValueError,
+         "q must have 4 dimensions"),
     ],
 )  # fmt: skip
 def test_what_is_said_first_stays(wrong, error, words):

@@ -28,8 +28,8 @@ def flash_kda_fwd(initial_state: torch.Tensor, final_state: torch.Tensor) -> Non
     case = Case("kda", (20, 20), key_dim=16, value_dim=16, gate="bounded", qk_l2norm=True, beta_is_logit=True)
     x = make(case.but(gate_dtype=torch.bfloat16, scale=0.1))
     flash_kda.fwd(
-        x.q, x.k, x.v, x.g, x.beta, 0.1, passes.empty_o(x), A_log=x.A_log, dt_bias=x.dt_bias, lower_bound=-5.0,
-        initial_state=initial_state, final_state=final_state,
+        x.q, x.k, x.v, x.g, x.beta, 0.1, passes.empty_o(x), A_log=x.A_log, dt_bias=x.dt_bias,
+        lower_bound=-5.0, initial_state=initial_state, final_state=final_state,
     )  # fmt: skip
 
 
@@ -60,7 +60,9 @@ beta = torch.ones(N, T, 1)
 parents = torch.full((N, T), -1, dtype=torch.int32)
 state = torch.ones(N, 1, K, K)
 options = {"algorithm": "delta", "scale": 1.0, "gate": "log_decay", "lower_bound": 0.0, "null_index": -1}
-options |= dict.fromkeys(("qk_l2norm", "beta_is_logit", "allow_neg_eigval", "batch_invariant", "in_place"), False)
+options |= dict.fromkeys(
+    ("qk_l2norm", "beta_is_logit", "allow_neg_eigval", "batch_invariant", "in_place"), False
+)
 nothing = dict.fromkeys(argument.name for argument in torch.ops.cula.verify.default._schema.arguments)
 def verify(tokens, backend):
     cut = {"q": x, "k": x, "v": x, "o": o, "beta": beta, "parents": parents}

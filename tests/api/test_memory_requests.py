@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No argument makes a call ask for memory that a valid call of its tensors would not: it is refused before."""
+"""No argument makes a call ask for memory that a valid call of its tensors would not: it is refused
+before."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def test_the_right_lengths_are_wrong_on_the_host():
         torch.inference_mode(),
     ):
         cula.kda.chunk_kda(
-            x.q, x.k, x.v, x.g, x.g[..., 0], cu_seqlens=torch.tensor([0, 8]), cu_seqlens_cpu=torch.tensor([0, 0]),
-            return_intermediate_states=True,
+            x.q, x.k, x.v, x.g, x.g[..., 0], cu_seqlens=torch.tensor([0, 8]),
+            cu_seqlens_cpu=torch.tensor([0, 0]), return_intermediate_states=True,
         )  # fmt: skip
 
 

@@ -66,7 +66,10 @@ def refuse(*_: object, **__: object) -> None:
 def test_explain_of_a_device_without_a_driver(monkeypatch, device):
     """Where a build has CUDA kernels and the machine no driver, as the library says it; other errors stay."""
     monkeypatch.setattr(_ops, "explain", refuse)
-    words = r"device must be .* or an architecture such as sm_90.* got cuda:\d \(CUDA driver version is insufficient"
+    words = (
+        r"device must be .* or an architecture such as sm_90.* "
+        r"got cuda:\d \(CUDA driver version is insufficient"
+    )
     with pytest.raises(ValueError, match=words):
         cula.explain(device=device)
 

@@ -317,7 +317,8 @@ def test_a_fresh_process_loads_and_runs():
 
 def test_import_is_quiet_and_leaves_no_trace():
     source = (
-        "import torch; before = torch.get_num_threads(), torch.get_default_dtype(), torch.get_rng_state().sum().item();"
+        "import torch; before = torch.get_num_threads(), torch.get_default_dtype(),"
+        " torch.get_rng_state().sum().item();"
         "import cula; assert before == (torch.get_num_threads(), torch.get_default_dtype(),"
         " torch.get_rng_state().sum().item())"
     )

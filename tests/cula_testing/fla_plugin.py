@@ -8,9 +8,8 @@ In FLA's source tree:
 While a case runs, the names that it is about stand for ours in its module: the recurrent ones in a test of
 those, else the chunked ones, so that where FLA compares one with the other, FLA's own stays the judge. A case
 that names none of them is skipped, and one that names some and never calls them fails. Comparisons and limits
-are FLA's. There are no
-backward kernels yet: gradients through a drop-in are NaN, and comparisons of gradients are counted and not
-    evaluated.
+are FLA's. There are no backward kernels yet: gradients through a drop-in are NaN, and comparisons of
+gradients are counted and not evaluated.
 """
 
 from __future__ import annotations

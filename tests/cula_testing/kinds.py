@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of every kind, with all that it writes allocated beforehand: for tests of what surrounds a call."""
+"""One call of every kind, with all that it writes allocated beforehand: for tests of what surrounds a
+call."""
 
 from __future__ import annotations
 
@@ -119,7 +120,8 @@ class Call:
         return written | ({"pool": self.inputs.initial_state} if "in_place" in self.named else {})
 
     def overwrite(self, other: Call) -> None:
-        """The values of another call of the same shapes in this one's memory, and outputs that nothing wrote."""
+        """The values of another call of the same shapes in this one's memory, and outputs that nothing
+        wrote."""
         for name, tensor in self.tensors.items():
             tensor.copy_(other.tensors[name])
 

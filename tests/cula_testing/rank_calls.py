@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of `ranks.Ranks` do: each makes the same case, takes its part of it and calls `cula.dist`."""
+"""What the ranks of `ranks.Ranks` do: each makes the same case, takes its part of it and calls
+`cula.dist`."""
 
 from __future__ import annotations
 
@@ -146,7 +147,8 @@ def complete(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
 
 
 def heads(case: Case, exact: bool, given: str, options: dict):
-    """given: what the rank passes, "local" shards, "full" tensors or local ones beside "replicated" q and k."""
+    """given: what the rank passes, "local" shards, "full" tensors or local ones beside "replicated" q and
+    k."""
     inputs, rank, size = drawn(case, exact), dist.get_rank(), dist.get_world_size()
     arguments = {
         **named(inputs, exact),

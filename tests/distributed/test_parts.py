@@ -209,8 +209,8 @@ def test_tensor_parallelism_needs_no_group():
     whole = passes.prefill(inputs, backend="reference")
     for rank in range(2):
         o, final = cula_kda_tp(
-            inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, initial_state=inputs.initial_state, tp_size=2,
-            tp_rank=rank, full_inputs=True, output_final_state=True, backend="reference",
+            inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, initial_state=inputs.initial_state,
+            tp_size=2, tp_rank=rank, full_inputs=True, output_final_state=True, backend="reference",
         )  # fmt: skip
         assert_same_bits("o", o, whole.o[:, :, 2 * rank : 2 * rank + 2])
         assert_same_bits("final_state", final, whole.final_state[:, 2 * rank : 2 * rank + 2])

@@ -25,33 +25,34 @@ VF = "state_v_first=False"
 
 # What upstream's positional parameters are, in order, with their defaults.
 SIGNATURES = {
-    "cula.kda.chunk_kda": f"q, k, v, g, beta, {STD}, {L2}, {GATE}, {BETA}, safe_gate=False, lower_bound=None, "
-    f"disable_recompute=False, return_intermediate_states=False, {VF}, {CU}, cp_context=None, use_graph=False, "
-    "max_num_seqs=None",
-    "cula.kda.fused_recurrent_kda": f"q, k, v, g, beta, A_log=None, dt_bias=None, {STD}, {L2}, {GATE}, {BETA}, "
-    f"lower_bound=None, {VF}, cu_seqlens=None",
-    "cula.kda.kda_prefill_hopper": f"q, k, v, g, beta, {STD}, {L2}, {GATE}, safe_gate=False, lower_bound=None, "
-    "cu_seqlens=None, chunk_indices=None",
+    "cula.kda.chunk_kda": f"q, k, v, g, beta, {STD}, {L2}, {GATE}, {BETA}, safe_gate=False, "
+    f"lower_bound=None, disable_recompute=False, return_intermediate_states=False, {VF}, {CU}, "
+    "cp_context=None, use_graph=False, max_num_seqs=None",
+    "cula.kda.fused_recurrent_kda": f"q, k, v, g, beta, A_log=None, dt_bias=None, {STD}, {L2}, {GATE}, "
+    f"{BETA}, lower_bound=None, {VF}, cu_seqlens=None",
+    "cula.kda.kda_prefill_hopper": f"q, k, v, g, beta, {STD}, {L2}, {GATE}, safe_gate=False, "
+    "lower_bound=None, cu_seqlens=None, chunk_indices=None",
     "cula.kda.kda_decode": "A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, "
     "cu_seqlens=None, scale=None, use_qk_l2norm_in_kernel=True, softplus_beta=1.0, softplus_threshold=20.0, "
     "out=None, state_layout='vk'",
-    "cula.kda.fused_sigmoid_gating_delta_rule_update": "A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, "
-    f"v, b, initial_state_source, initial_state_indices, scale=None, {L2}, cu_seqlens=None, is_kda=False, "
-    "lower_bound=None, disable_state_update=False, intermediate_states_buffer=None, intermediate_state_indices=None, "
-    "cache_steps=None, retrieve_parent_token=None, cache_ring=False, replayssm_rawv=None, replayssm_rawk=None, "
+    "cula.kda.fused_sigmoid_gating_delta_rule_update": "A_log, a, dt_bias, softplus_beta, "
+    f"softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, scale=None, {L2}, "
+    "cu_seqlens=None, is_kda=False, lower_bound=None, disable_state_update=False, "
+    "intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None, "
+    "retrieve_parent_token=None, cache_ring=False, replayssm_rawv=None, replayssm_rawk=None, "
     "replayssm_g=None, replayssm_beta=None, match_cutedsl_decode=False",
     "cula.compat.vllm.fused_sigmoid_gating_delta_rule_update": "A_log, a, b, dt_bias, q, k, v, beta=1.0, "
     "threshold=20.0, scale=None, initial_state=None, inplace_final_state=True, cu_seqlens=None, "
     f"ssm_state_indices=None, num_accepted_tokens=None, {L2}, is_kda=False",
-    "cula.gdn.chunk_gated_delta_rule": f"q, k, v, g, beta, {STD}, {L2}, {BETA}, {VF}, {CU}, chunk_indices=None, "
-    "cp_context=None",
-    "cula.gdn.fused_recurrent_gated_delta_rule": f"q, k, v, g=None, gk=None, gv=None, beta=None, {STD}, {L2}, {GATE}, "
-    f"A_log=None, dt_bias=None, {BETA}, {VF}, cu_seqlens=None",
+    "cula.gdn.chunk_gated_delta_rule": f"q, k, v, g, beta, {STD}, {L2}, {BETA}, {VF}, {CU}, "
+    "chunk_indices=None, cp_context=None",
+    "cula.gdn.fused_recurrent_gated_delta_rule": f"q, k, v, g=None, gk=None, gv=None, beta=None, {STD}, "
+    f"{L2}, {GATE}, A_log=None, dt_bias=None, {BETA}, {VF}, cu_seqlens=None",
     "cula.gla.chunk_gla": f"q, k, v, g, {STD}, {VF}, {CU}",
     "cula.gla.fused_recurrent_gla": f"q, k, v, gk=None, gv=None, {STD}, reverse=False, {VF}, cu_seqlens=None",
     "cula.simple_gla.chunk_simple_gla": f"q, k, v, g=None, g_gamma=None, {STD}, {VF}, {CU}",
-    "cula.simple_gla.fused_recurrent_simple_gla": f"q, k, v, g=None, g_gamma=None, {STD}, reverse=False, {VF}, "
-    "cu_seqlens=None",
+    "cula.simple_gla.fused_recurrent_simple_gla": f"q, k, v, g=None, g_gamma=None, {STD}, reverse=False, "
+    f"{VF}, cu_seqlens=None",
     "cula.simple_gla.fused_chunk_simple_gla": f"q, k, v, g=None, g_gamma=None, {STD}, cu_seqlens=None",
     "cula.delta_rule.chunk_delta_rule": f"q, k, v, beta, {STD}, {L2}, {CU}",
     "cula.delta_rule.fused_recurrent_delta_rule": f"q, k, v, beta=None, {STD}, {L2}, cu_seqlens=None",
@@ -59,19 +60,20 @@ SIGNATURES = {
     "cula.retention.fused_chunk_retention": f"q, k, v, {STD}, cu_seqlens=None",
     "cula.linear_attn.chunk_linear_attn": f"q, k, v, {STD}, normalize=True, cu_seqlens=None",
     "cula.linear_attn.fused_chunk_linear_attn": f"q, k, v, {STD}, normalize=True, cu_seqlens=None",
-    "cula.linear_attn.fused_recurrent_linear_attn": f"q, k, v, {STD}, reverse=False, normalize=False, cu_seqlens=None",
+    "cula.linear_attn.fused_recurrent_linear_attn": f"q, k, v, {STD}, reverse=False, normalize=False, "
+    "cu_seqlens=None",
     "cula.lightning.chunk_lightning_attn": f"q, k, v, layer_idx, num_layers, {STD}, cu_seqlens=None",
     "cula.lightning.fused_recurrent_lightning_attn": f"q, k, v, layer_idx, num_layers, {STD}, reverse=False, "
     "cu_seqlens=None",
-    "cula.lightning.lightning_attn_fwd": "Q, K, V, decay, scale=1.0, initial_state=None, output_final_state=False, "
-    "chunk_size=64",
+    "cula.lightning.lightning_attn_fwd": "Q, K, V, decay, scale=1.0, initial_state=None, "
+    "output_final_state=False, chunk_size=64",
     "cula.lightning.lightning_attn_fwd_varlen": "Q, K, V, decay, cu_seqlens, scale=1.0, state_pool=None, "
     "initial_state_indices=None, chunk_size=64, persistent=True",
-    "cula.lightning.linear_attention_decode": "q, k, v, s, out, softmax_scale, stride_q, stride_k, stride_v, stride_s, "
-    "stride_o, s_offsets, decay_scales, HEAD_DIM, K_SPLIT_DIM, V_SPLIT_DIM",
+    "cula.lightning.linear_attention_decode": "q, k, v, s, out, softmax_scale, stride_q, stride_k, stride_v, "
+    "stride_s, stride_o, s_offsets, decay_scales, HEAD_DIM, K_SPLIT_DIM, V_SPLIT_DIM",
     "cula.utils.get_kda_fused_fwd": "device=None",
-    "cula.compat.flash_kda.fwd": "q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, "
-    "final_state=None, cu_seqlens=None",
+    "cula.compat.flash_kda.fwd": "q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, "
+    "initial_state=None, final_state=None, cu_seqlens=None",
     "cula.compat.flash_kda.get_workspace_size": "T_total, H, N=1",
 }
 # What upstream takes among its **kwargs.
@@ -158,7 +160,8 @@ FLA = [
     ("cula.gla.chunk_gla", "gla", lambda f, x, **more: f(x.q, x.k, x.v, x.g, **more)),
     ("cula.gla.fused_recurrent_gla", "gla", lambda f, x, **more: f(x.q, x.k, x.v, gk=x.g, **more)),
     ("cula.gla.fused_recurrent_gla", "linear", lambda f, x, **more: f(x.q, x.k, x.v, **more)),
-    ("cula.simple_gla.chunk_simple_gla", "simple_gla", lambda f, x, **more: f(x.q, x.k, x.v, x.g, x.decay, **more)),
+    ("cula.simple_gla.chunk_simple_gla", "simple_gla",
+     lambda f, x, **more: f(x.q, x.k, x.v, x.g, x.decay, **more)),
     ("cula.simple_gla.chunk_simple_gla", "lightning",
      lambda f, x, **more: f(x.q, x.k, x.v, g_gamma=x.decay, **more)),
     ("cula.simple_gla.fused_recurrent_simple_gla", "simple_gla",
@@ -259,8 +262,8 @@ def test_kda_prefill_hopper(packed):
 @pytest.mark.parametrize("rows_along", ["batch", "tokens"])
 @pytest.mark.parametrize(("name", "algorithm"), [("kda_decode", "kda"), ("update", "kda"), ("update", "gdn")])
 def test_cula_decode_functions(name, algorithm, rows_along, layout):
-    case = Case(algorithm, (1,) * 3, value_heads=4, value_dim=32, gate="softplus", qk_l2norm=True, beta_is_logit=True,
-                pool=True, k_first=layout == "kv")  # fmt: skip
+    case = Case(algorithm, (1,) * 3, value_heads=4, value_dim=32, gate="softplus", qk_l2norm=True,
+                beta_is_logit=True, pool=True, k_first=layout == "kv")  # fmt: skip
     one, two = make(case), make(case)
     one.initial_state_indices[1] = two.initial_state_indices[1] = -1
     wanted = passes.decode(one, in_place=True)
@@ -344,8 +347,9 @@ def test_flash_kda(packed, dtype):
     wanted = passes.prefill(inputs)
     out, final_state = passes.empty_o(inputs), state_like(case, len(lengths))
     returned = flash_kda.fwd(
-        inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, 0.1, out, A_log=inputs.A_log, dt_bias=inputs.dt_bias,
-        lower_bound=-5.0, initial_state=inputs.initial_state, final_state=final_state, cu_seqlens=inputs.cu_seqlens,
+        inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, 0.1, out, A_log=inputs.A_log,
+        dt_bias=inputs.dt_bias, lower_bound=-5.0, initial_state=inputs.initial_state, final_state=final_state,
+        cu_seqlens=inputs.cu_seqlens,
     )  # fmt: skip
     assert returned is None
     assert_same_bits("o", wanted.o, out)
@@ -367,16 +371,18 @@ WIDE = torch.zeros(2, 4, 2, 16, dtype=torch.bfloat16)
 REFUSALS = [
     ("cula.kda.chunk_kda", KDA, {"chunk_size": 16}, ValueError, "`chunk_size` must be either 32 or 64"),
     ("cula.kda.chunk_kda", KDA, {"use_gate_in_kernel": True}, ValueError, "`A_log` must be provided"),
-    ("cula.kda.chunk_kda", KDA, {"use_gate_in_kernel": True, "safe_gate": True, "A_log": torch.zeros(2)}, ValueError,
-     "`lower_bound` must be specified"),
-    ("cula.kda.chunk_kda", KDA, {"use_gate_in_kernel": True, "safe_gate": True, "lower_bound": -6.0}, ValueError,
-     "safe range [-5, 0)"),
-    ("cula.kda.chunk_kda", KDA, {"use_gate_in_kernel": True, "safe_gate": True, "lower_bound": 0.0}, ValueError,
-     "safe range [-5, 0)"),
+    ("cula.kda.chunk_kda", KDA, {"use_gate_in_kernel": True, "safe_gate": True, "A_log": torch.zeros(2)},
+     ValueError, "`lower_bound` must be specified"),
+    ("cula.kda.chunk_kda", KDA, {"use_gate_in_kernel": True, "safe_gate": True, "lower_bound": -6.0},
+     ValueError, "safe range [-5, 0)"),
+    ("cula.kda.chunk_kda", KDA, {"use_gate_in_kernel": True, "safe_gate": True, "lower_bound": 0.0},
+     ValueError, "safe range [-5, 0)"),
     ("cula.kda.chunk_kda", KDA, {"allow_neg_eigval": True}, ValueError, "use_beta_sigmoid_in_kernel"),
-    ("cula.kda.chunk_kda", KDA, {"initial_state": H0.bfloat16()}, AssertionError, "initial_state must be in float32."),
+    ("cula.kda.chunk_kda", KDA, {"initial_state": H0.bfloat16()}, AssertionError,
+     "initial_state must be in float32."),
     ("cula.kda.chunk_kda", KDA, {"initial_state": H0, **TWO}, ValueError,
-     "The number of initial states is expected to be equal to the number of input sequences, i.e., 2 rather than 1."),
+     "The number of initial states is expected to be equal to the number of input sequences, i.e., "
+     "2 rather than 1."),
     ("cula.kda.chunk_kda", KDA, {"q": WIDE, **TWO}, ValueError,
      "The batch size is expected to be 1 rather than 2 when using `cu_seqlens`."),
     ("cula.kda.chunk_kda", KDA, {"k": SMALL.k[..., :8]}, AssertionError, "q and k must have the same shape"),
@@ -388,18 +394,22 @@ REFUSALS = [
     ("cula.kda.chunk_kda", KDA, {"lowerbound": -5.0}, TypeError, "unexpected keyword argument 'lowerbound'"),
     ("cula.kda.chunk_kda", KDA, {"cp_context": object()}, NotImplementedError, "cp_context"),
     ("cula.gdn.chunk_gated_delta_rule", GDN, {"chunk_size": 48}, ValueError, "`chunk_size` must be"),
-    ("cula.gdn.chunk_gated_delta_rule", GDN, {"use_gate_in_kernel": True}, AssertionError, "A_log must be provided"),
-    ("cula.gdn.chunk_gated_delta_rule", GDN, {"allow_neg_eigval": True}, ValueError, "use_beta_sigmoid_in_kernel"),
+    ("cula.gdn.chunk_gated_delta_rule", GDN, {"use_gate_in_kernel": True}, AssertionError,
+     "A_log must be provided"),
+    ("cula.gdn.chunk_gated_delta_rule", GDN, {"allow_neg_eigval": True}, ValueError,
+     "use_beta_sigmoid_in_kernel"),
     ("cula.gdn.chunk_gated_delta_rule", GDN, {"k": SMALL.k[:, :, :1]}, ValueError, "same number of heads"),
     ("cula.gdn.chunk_gated_delta_rule", GDN, {"v": torch.zeros(1, 4, 3, 16).bfloat16()}, ValueError,
      "evenly divisible"),
     ("cula.gdn.fused_recurrent_gated_delta_rule", GDN, {"use_gate_in_kernel": True}, ValueError, "`A_log`"),
-    ("cula.gla.chunk_gla", GLA, {"initial_state": H0.half()}, AssertionError, "initial_state must be in float32."),
+    ("cula.gla.chunk_gla", GLA, {"initial_state": H0.half()}, AssertionError,
+     "initial_state must be in float32."),
     ("cula.gla.chunk_gla", GLA, {"g": SMALL.g[..., :8]}, AssertionError, "must have the same shape"),
     ("cula.gla.chunk_gla", GLA, {"chunk_size": 64}, TypeError, "unexpected keyword argument 'chunk_size'"),
     ("cula.gla.fused_recurrent_gla", {"q": SMALL.q, "k": SMALL.k, "v": SMALL.v}, {"reverse": True},
      NotImplementedError, "reverse"),
-    ("cula.delta_rule.chunk_delta_rule", DELTA, {"chunk_size": 8}, ValueError, "`chunk_size` must be 16, 32 or 64"),
+    ("cula.delta_rule.chunk_delta_rule", DELTA, {"chunk_size": 8}, ValueError,
+     "`chunk_size` must be 16, 32 or 64"),
     ("cula.delta_rule.chunk_delta_rule", DELTA, {"beta": SMALL.v}, AssertionError, "beta must be of shape"),
 ]  # fmt: skip
 
@@ -437,11 +447,14 @@ def test_kda_decode_refusals():
 RAW = {"beta_is_logit": False, "state_dtype": torch.float32}
 FLA_CASES = [
     (Case("kda", (63,), heads=1, value_heads=1, dtype=torch.float16, scale=1.0), 0.005),
-    (Case("kda", (500, 500), heads=3, value_heads=3, key_dim=60, value_dim=60, dtype=torch.float16, scale=1.0), 0.005),
+    (Case("kda", (500, 500), heads=3, value_heads=3, key_dim=60, value_dim=60, dtype=torch.float16,
+          scale=1.0), 0.005),
     (Case("kda", (300, 300), heads=4, value_heads=4, key_dim=100, value_dim=100, dtype=torch.float16), 0.005),
-    (Case("kda", (512, 512), value_heads=8, dtype=torch.float16, scale=0.1, gate="softplus", dt_bias=False), 0.005),
+    (Case("kda", (512, 512), value_heads=8, dtype=torch.float16, scale=0.1, gate="softplus",
+          dt_bias=False), 0.005),
     (Case("kda", (160, 160), value_heads=4, scale=0.1, gate="bounded", qk_l2norm=True), 0.005),
-    (Case("kda", (31, 65, 64), packed=True, key_dim=60, value_dim=60, gate="softplus", dtype=torch.float16), 0.005),
+    (Case("kda", (31, 65, 64), packed=True, key_dim=60, value_dim=60, gate="softplus",
+          dtype=torch.float16), 0.005),
     (Case("kda", (100, 200, 700), packed=True, key_dim=128, value_dim=128, dtype=torch.float16), 0.005),
     (Case("gdn", (75, 75), heads=4, value_heads=4, dtype=torch.float16, scale=1.0, decay="strong"), 0.005),
     (Case("gdn", (512, 512), value_heads=8, dtype=torch.float16, scale=1.0, qk_l2norm=True), 0.005),
@@ -449,14 +462,17 @@ FLA_CASES = [
     (Case("gdn", (700,), value_heads=4, key_dim=128, value_dim=128, beta_is_logit=True, allow_neg_eigval=True,
           dtype=torch.float16), 0.005),
     (Case("gla", (63,), heads=1, value_heads=1, dtype=torch.float16), 0.004),
-    (Case("gla", (1024,), heads=4, value_heads=4, key_dim=60, value_dim=60, dtype=torch.float16, decay="slow"), 0.004),
+    (Case("gla", (1024,), heads=4, value_heads=4, key_dim=60, value_dim=60, dtype=torch.float16,
+          decay="slow"), 0.004),
     (Case("gla", (0, 0, 16), packed=True, dtype=torch.float16), 0.004),
     (Case("gla", (128,), heads=4, value_heads=4, key_dim=256, value_dim=256), 0.004),
-    (Case("simple_gla", (500, 500), heads=3, value_heads=3, key_dim=60, value_dim=60, dtype=torch.float16), 0.004),
-    (Case("lightning", (500, 500), heads=3, value_heads=3, key_dim=128, value_dim=256, dtype=torch.float16), 0.005),
+    (Case("simple_gla", (500, 500), heads=3, value_heads=3, key_dim=60, value_dim=60,
+          dtype=torch.float16), 0.004),
+    (Case("lightning", (500, 500), heads=3, value_heads=3, key_dim=128, value_dim=256,
+          dtype=torch.float16), 0.005),
     (Case("delta", (1000,), heads=3, value_heads=3, key_dim=128, value_dim=128, dtype=torch.float16), 0.006),
-    (Case("delta", (111, 389), packed=True, heads=3, value_heads=3, key_dim=60, value_dim=60, dtype=torch.float16),
-     0.005),
+    (Case("delta", (111, 389), packed=True, heads=3, value_heads=3, key_dim=60, value_dim=60,
+          dtype=torch.float16), 0.005),
 ]  # fmt: skip
 
 

@@ -42,9 +42,9 @@ def level_1(x: Inputs, **more) -> dict:
 def sgl(x: Inputs, pool: torch.Tensor | None, slots: torch.Tensor | None, **more) -> torch.Tensor:
     """As SGLang's backends call it: gates flattened, one row of tokens or a batch."""
     return sglang_update(
-        A_log=x.A_log, a=x.g.flatten(2), dt_bias=x.dt_bias.flatten(), softplus_beta=1.0, softplus_threshold=20.0,
-        q=x.q, k=x.k, v=x.v, b=x.beta, initial_state_source=pool, initial_state_indices=slots,
-        use_qk_l2norm_in_kernel=True, is_kda=x.case.algorithm == "kda", **more,
+        A_log=x.A_log, a=x.g.flatten(2), dt_bias=x.dt_bias.flatten(), softplus_beta=1.0,
+        softplus_threshold=20.0, q=x.q, k=x.k, v=x.v, b=x.beta, initial_state_source=pool,
+        initial_state_indices=slots, use_qk_l2norm_in_kernel=True, is_kda=x.case.algorithm == "kda", **more,
     )  # fmt: skip
 
 
@@ -140,8 +140,8 @@ def test_sglang_verifies(algorithm, shape, packed):
     )  # fmt: skip
     o = sgl(
         x, pool, torch.cat([slots, slots_of(7)]), cu_seqlens=x.cu_seqlens, disable_state_update=True,
-        intermediate_states_buffer=two, intermediate_state_indices=torch.cat([to, slots_of(99)]), cache_steps=S,
-        retrieve_parent_token=given,
+        intermediate_states_buffer=two, intermediate_state_indices=torch.cat([to, slots_of(99)]),
+        cache_steps=S, retrieve_parent_token=given,
     )  # fmt: skip
     assert one.abs().sum() > 0
     assert_same_bits("o", wanted, o)
@@ -203,23 +203,27 @@ def test_sglang_takes_k_first_pools_and_an_out():
         ({"scale": 0.0}, AssertionError, "scale must be positive"),
         ({"cache_steps": S + 1}, ValueError, f"cache_steps must be at most the {S} steps"),
         pytest.param(
-            {"retrieve_parent_token": torch.full((3, S), 9)}, ValueError, "parents must name an earlier token",
-            marks=pytest.mark.cpu_only("the host reads no value"),
+            {"retrieve_parent_token": torch.full((3, S), 9)}, ValueError,
+            "parents must name an earlier token", marks=pytest.mark.cpu_only("the host reads no value"),
         ),
         ({"intermediate_states_buffer": torch.zeros(3, 1, 4, 32, 64)}, ValueError, "longest row's 4 tokens"),
         ({"initial_state_source": torch.zeros(16, 4, 64, 32)}, ValueError, "State layout mismatch"),
         ({"initial_state_source": [0]}, TypeError, "initial_state_source must be a tensor, got list"),
         ({"initial_state_indices": [5, 9, 2]}, TypeError, "initial_state_indices must be a tensor, got list"),
-        ({"initial_state_indices": torch.tensor(5)}, ValueError, "initial_state_indices must have 1 dimension"),
+        ({"initial_state_indices": torch.tensor(5)}, ValueError,
+         "initial_state_indices must have 1 dimension"),
         ({"q": None}, TypeError, "q must be a tensor, got NoneType"),
         ({"v": torch.zeros(3, S, 32)}, ValueError, "v must have shape [B, T, HV, V]"),
         ({"a": None}, TypeError, "a must be a tensor, got NoneType"),
         ({"b": torch.zeros(3, S)}, ValueError, "b must hold 4 values for each of 12 tokens, got [3, 4]"),
         ({"cu_seqlens": [0, 3]}, TypeError, "cu_seqlens must be a tensor, got list"),
         ({"cache_steps": "4"}, TypeError, "cache_steps must be of type int, got str"),
-        ({"intermediate_states_buffer": torch.zeros(3, 4)}, ValueError, "intermediate_states_buffer must have 5 dim"),
-        ({"intermediate_state_indices": 3}, TypeError, "intermediate_state_indices must be a tensor, got int"),
-        ({"retrieve_parent_token": torch.zeros(3)}, ValueError, "retrieve_parent_token must have 2 dimensions"),
+        ({"intermediate_states_buffer": torch.zeros(3, 4)}, ValueError,
+         "intermediate_states_buffer must have 5 dim"),
+        ({"intermediate_state_indices": 3}, TypeError,
+         "intermediate_state_indices must be a tensor, got int"),
+        ({"retrieve_parent_token": torch.zeros(3)}, ValueError,
+         "retrieve_parent_token must have 2 dimensions"),
     ],
 )  # fmt: skip
 def test_sglang_refuses(wrong, error, words):
@@ -227,9 +231,10 @@ def test_sglang_refuses(wrong, error, words):
     pool, buffer = pool_of(x), torch.zeros(3, S, 4, 32, 64)
     before = pool.clone()
     named = {
-        "A_log": x.A_log, "a": x.g, "dt_bias": x.dt_bias, "softplus_beta": 1.0, "softplus_threshold": 20.0, "q": x.q,
-        "k": x.k, "v": x.v, "b": x.beta, "initial_state_source": pool, "initial_state_indices": slots_of(5, 9, 2),
-        "is_kda": True, "disable_state_update": True, "intermediate_states_buffer": buffer, "cache_steps": None,
+        "A_log": x.A_log, "a": x.g, "dt_bias": x.dt_bias, "softplus_beta": 1.0, "softplus_threshold": 20.0,
+        "q": x.q, "k": x.k, "v": x.v, "b": x.beta, "initial_state_source": pool,
+        "initial_state_indices": slots_of(5, 9, 2), "is_kda": True, "disable_state_update": True,
+        "intermediate_states_buffer": buffer, "cache_steps": None,
     }  # fmt: skip
     if wrong.get("is_kda") is False:
         named |= {"a": x.g[..., 0], "dt_bias": x.dt_bias[:, 0]}
@@ -267,8 +272,8 @@ def test_vllm_verifies(algorithm, packed, accepted):
     counts = None if accepted is None else slots_of(*accepted)
     out = torch.empty_like(x.v, dtype=torch.float32)
     wanted, _ = cula.cula_verify(
-        x.q, x.k, x.v, one, state_indices=table, num_accepted=counts, cu_seqlens=x.cu_seqlens, null_index=0, out=out,
-        **level_1(x),
+        x.q, x.k, x.v, one, state_indices=table, num_accepted=counts, cu_seqlens=x.cu_seqlens, null_index=0,
+        out=out, **level_1(x),
     )  # fmt: skip
     more = {} if counts is None else {"num_accepted_tokens": torch.cat([counts, slots_of(1)])}
     o, pool = vll(x, two, torch.cat([table, table[2:]]), cu_seqlens=x.cu_seqlens, **more)

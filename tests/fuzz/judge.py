@@ -194,7 +194,8 @@ def varied(case: Case) -> bool:
 def changed(
     values: Values, inputs: float, queries: float, gates: float, random: np.random.Generator
 ) -> Values:
-    """A problem with v and the states, q and the gates times factors, and its key channels in another order."""
+    """A problem with v and the states, q and the gates times factors, and its key channels in another
+    order."""
     factors = {"v": inputs, "q": queries, "g": gates}
     other = copy.copy(values)
     other.tensors = {name: (x * factors.get(name, 1.0)).to(x.dtype) for name, x in values.tensors.items()}
@@ -341,7 +342,8 @@ class Judge:
         )
 
     def _where(self, what: str, x: torch.Tensor, oracle: torch.Tensor, places: list | None) -> str:
-        """The first place that is wrong by a hundredth of the largest number, or the one that is most wrong."""
+        """The first place that is wrong by a hundredth of the largest number, or the one that is most
+        wrong."""
         difference = (x.double() - oracle).abs().nan_to_num(nan=float("inf"))
         size = oracle.abs().max() + torch.finfo(torch.float32).tiny
         wrong = (difference > size / 100).nonzero()

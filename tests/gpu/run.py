@@ -129,7 +129,8 @@ def test(options: argparse.Namespace) -> bool:
         fine &= status == 0
     for name, found in suites.items():
         print(
-            f"{name}: {', '.join(f'{found[key]} {key}' for key in ('passed', 'failed', 'skipped') if key in found)}"
+            f"{name}: "
+            f"{', '.join(f'{found[key]} {key}' for key in ('passed', 'failed', 'skipped') if key in found)}"
         )
     if not options.pytest:
         write("gpu_tests", {"suites": suites}, options.output)

@@ -48,7 +48,8 @@ FROM_ZERO = Kind(_prefill_from_zero, ((1100, 1100),), lambda _: {}, {"heads": 1,
 
 
 def on_gpu(call: Call) -> Call:
-    """The call with the memory under its tensors copied whole, strides and gaps as they are; outputs fresh."""
+    """The call with the memory under its tensors copied whole, strides and gaps as they are; outputs
+    fresh."""
     copies: dict[int, torch.Tensor] = {}
 
     def move(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -115,7 +115,8 @@ def test_decays(algorithm, gate, decay):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("algorithm", DELTA)
 def test_nearly_parallel_keys(algorithm, dtype, cosine):
-    """Every two keys at about this cosine, no decay, beta near 1: the chunk's triangular system at its worst."""
+    """Every two keys at about this cosine, no decay, beta near 1: the chunk's triangular system at its
+    worst."""
     case = Case(algorithm, (512,), key_dim=128, value_dim=128, dtype=dtype, keys="collinear", decay="zero")
     inputs = make(case)
     away = torch.randn(inputs.k.shape, generator=torch.Generator("cuda").manual_seed(0))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates per channel in any layout give the same bits: as tensor copies, as loads of 16 bytes, or one by one."""
+"""Gates per channel in any layout give the same bits: as tensor copies, as loads of 16 bytes, or one by
+one."""
 
 from __future__ import annotations
 

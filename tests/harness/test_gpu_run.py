@@ -26,7 +26,8 @@ CALLS = "calls: 440\n"
         ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", 0, 0),
         ("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n", 2, 1),
         (
-            "========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)\n= ERROR SUMMARY: 0 errors\n",
+            "========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)\n"
+            "= ERROR SUMMARY: 0 errors\n",
             0,
             1,
         ),
@@ -49,7 +50,8 @@ def test_counts_of_a_report(tmp_path):
         '<testsuites><testsuite><testcase classname="a" name="good"/>'
         '<testcase classname="a" name="bad"><failure message="no"/></testcase>'
         '<testcase classname="a" name="ill"><error message="no"/></testcase>'
-        '<testcase classname="a" name="not"><skipped message="no GPU&#10;at all"/></testcase></testsuite></testsuites>'
+        '<testcase classname="a" name="not"><skipped message="no GPU&#10;at all"/></testcase>'
+        "</testsuite></testsuites>"
     )
     found = run.counts(report)
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More value channels than a kernel takes: the bits of calls for 256 at a time, whatever else is asked for."""
+"""More value channels than a kernel takes: the bits of calls for 256 at a time, whatever else is asked
+for."""
 
 from __future__ import annotations
 

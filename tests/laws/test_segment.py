@@ -153,7 +153,8 @@ def b_alone(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("lengths", [(1100,), (1100, 1100)], ids=["one", "two"])
 def test_from_zero_b_is_the_final_state(algorithm, lengths):
-    """So many heads that the device cuts a sequence in two, unequally where no M of the first part is needed."""
+    """So many heads that the device cuts a sequence in two, unequally where no M of the first part is
+    needed."""
     heads = 32 // len(lengths)
     inputs = stateless(make(Case(algorithm, lengths, heads=heads, value_heads=heads, dtype=torch.bfloat16)))
 

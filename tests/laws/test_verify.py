@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verify: a few draft tokens per row and the state after each, so that a decoder can go on from any of them."""
+"""verify: a few draft tokens per row and the state after each, so that a decoder can go on from any of
+them."""
 
 from __future__ import annotations
 

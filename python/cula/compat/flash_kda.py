@@ -35,14 +35,15 @@ def fwd(
     try:
         if initial_state is not None and final_state is not None and initial_state.dtype != final_state.dtype:
             raise ValueError(
-                f"initial_state and final_state must have one dtype, got {initial_state.dtype} and {final_state.dtype}"
+                f"initial_state and final_state must have one dtype, "
+                f"got {initial_state.dtype} and {final_state.dtype}"
             )
         _passes.check_inputs(_ops.prefill, q, k, v)
         flags = _passes.options("kda", "bounded", True, True, False, scale, lower_bound, -1, None)
         _passes.call(
             _ops.prefill.packed,
-            (q, k, v, out, flags, g, beta, A_log, dt_bias, lower_bound, final_state, None, initial_state, cu_seqlens,
-             scale),
+            (q, k, v, out, flags, g, beta, A_log, dt_bias, lower_bound, final_state, None, initial_state,
+             cu_seqlens, scale),
         )  # fmt: skip
     except Exception as error:
         _fla.refuse_types(fwd, locals(), error)

@@ -38,8 +38,8 @@ def fused_sigmoid_gating_delta_rule_update(
 
     q, k `[B, T, H, K]`, or `[1, T, H, K]` with `cu_seqlens` for rows of different length; v and the result
     likewise with HV and V; a the raw gate, HV values a token (GDN) or HV * K (KDA), b the logit of beta; the
-    gate is `-exp(A_log) * softplus(a + dt_bias)`, and `beta` and `threshold` are softplus's. The pool is `[P,
-    HV, V, K]`.
+    gate is `-exp(A_log) * softplus(a + dt_bias)`, and `beta` and `threshold` are softplus's. The pool is
+    `[P, HV, V, K]`.
 
     ssm_state_indices: `[N]`: row n goes from slot n's state to that of its last token, in place. `[N, S]`:
         row n starts from slot `[n, num_accepted_tokens[n] - 1]`, `[n, 0]` without counts, and the state after
@@ -54,12 +54,13 @@ def fused_sigmoid_gating_delta_rule_update(
         _check_gate(A_log, dt_bias, scale, beta, threshold, ("beta", "threshold"))
         if not inplace_final_state:
             raise NotImplementedError(
-                "inplace_final_state=False, a new state for every token, is not built: give cula.cula_verify snapshots"
+                "inplace_final_state=False, a new state for every token, is not built: "
+                "give cula.cula_verify snapshots"
             )
         batch, tokens, heads, key_dim, _ = _sizes(_ops.decode, q, k, v)
         _check_tensors(
-            cu_seqlens=(cu_seqlens, 1), initial_state=(initial_state, 4), ssm_state_indices=(ssm_state_indices, None),
-            num_accepted_tokens=(num_accepted_tokens, 1),
+            cu_seqlens=(cu_seqlens, 1), initial_state=(initial_state, 4),
+            ssm_state_indices=(ssm_state_indices, None), num_accepted_tokens=(num_accepted_tokens, 1),
         )  # fmt: skip
         if ssm_state_indices is not None and ssm_state_indices.dim() not in (1, 2):
             raise ValueError(
@@ -81,16 +82,18 @@ def fused_sigmoid_gating_delta_rule_update(
             pool = initial_state[:rows] if indices is None and initial_state is not None else initial_state
             o, _, _ = _passes.forward(
                 _ops.decode, algorithm, q, k, v, g, logits, gate, scale, use_qk_l2norm_in_kernel, True,
-                cu_seqlens=cu_seqlens, state_pool=pool, initial_state_indices=indices, null_index=_NULL_BLOCK, out=out,
+                cu_seqlens=cu_seqlens, state_pool=pool, initial_state_indices=indices, null_index=_NULL_BLOCK,
+                out=out,
             )  # fmt: skip
             return o, initial_state
         o = _passes.verify(
             algorithm, q, k, v, initial_state, g=g, decay=None, beta=logits, gate=gate, scale=scale,
-            qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=True, allow_neg_eigval=False, cu_seqlens=cu_seqlens,
-            state_v_first=True, update_state=initial_state is not None, initial_state_indices=None,
-            state_indices=indices, num_accepted=None if num_accepted_tokens is None else num_accepted_tokens[:rows],
-            has_initial_state=None, snapshots=None, snapshot_indices=None, parents=None, null_index=_NULL_BLOCK,
-            backend=None, deterministic=None, out=out, device=None,
+            qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=True, allow_neg_eigval=False,
+            cu_seqlens=cu_seqlens, state_v_first=True, update_state=initial_state is not None,
+            initial_state_indices=None, state_indices=indices,
+            num_accepted=None if num_accepted_tokens is None else num_accepted_tokens[:rows],
+            has_initial_state=None, snapshots=None, snapshot_indices=None, parents=None,
+            null_index=_NULL_BLOCK, backend=None, deterministic=None, out=out, device=None,
         )  # fmt: skip
         return o, initial_state
     except Exception as error:

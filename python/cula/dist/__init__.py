@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Level 2: one call of Level 1 over several processes, each with its GPU (NCCL) or none (gloo).
 
-    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("tp", "cp")) o, state = cula_kda_cp(q, k, v, g,
-    beta, sp_group=mesh["cp"])                         # some tokens, all heads o, state = cula_kda_tp(q, k,
-    v, g, beta, tp_group=mesh["tp"])                         # all tokens, some heads o, state =
-    cula_kda_tp_cp(q, k, v, g, beta, tp_group=mesh["tp"], sp_group=mesh["cp"])    # some of both
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("tp", "cp"))
+    o, state = cula_kda_cp(q, k, v, g, beta, sp_group=mesh["cp"])  # some tokens, all heads
+    o, state = cula_kda_tp(q, k, v, g, beta, tp_group=mesh["tp"])  # all tokens, some heads
+    o, state = cula_kda_tp_cp(q, k, v, g, beta, tp_group=mesh["tp"], sp_group=mesh["cp"])  # some of both
 
 Pipeline parallelism needs nothing but `initial_state` and the final state of Level 1. docs/distributed.md has
 the algorithm, the sizes of the messages and when which method wins.

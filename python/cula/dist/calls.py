@@ -27,8 +27,8 @@ FUNCTIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
 # Options that a segment's map depends on, or what it keeps, besides the tensors. The others concern o or the
 # states.
 _SEGMENT_OPTIONS = (
-    "A_log", "dt_bias", "lower_bound", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
-    "device", "backend", "deterministic", "scale",
+    "A_log", "dt_bias", "lower_bound", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval", "device", "backend", "deterministic", "scale",
 )  # fmt: skip
 
 
@@ -70,12 +70,13 @@ class Call:
         keep: bool = False,
         out: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """(M, B) of every sequence, B V-first, in `out` if given; and with `keep` what `run` takes as `kept`."""
+        """(M, B) of every sequence, B V-first, in `out` if given; and with `keep` what `run` takes as
+        `kept`."""
         named = {name: self.options[name] for name in _SEGMENT_OPTIONS if name in self.options}
         return api.cula_segment(
-            self.q, self.k, self.v, mode=self.mode, g=self.g, beta=self.beta, decay=self.decay, cu_seqlens=cu_seqlens,
-            use_gate_in_kernel=bool(self.options.get("use_gate_in_kernel", False)), keep=keep, out=out,
-            **named,
+            self.q, self.k, self.v, mode=self.mode, g=self.g, beta=self.beta, decay=self.decay,
+            cu_seqlens=cu_seqlens, use_gate_in_kernel=bool(self.options.get("use_gate_in_kernel", False)),
+            keep=keep, out=out, **named,
         )  # fmt: skip
 
     @property

@@ -20,8 +20,8 @@ from cula.dist.transport import ProcessGroupTransport, Transport
 
 # Level 1's ways of keeping states elsewhere or on the way, which say nothing of the rank that holds them.
 _ONE_RANK_ONLY = (
-    "state_pool", "initial_state_indices", "final_state_indices", "has_initial_state", "null_index", "checkpoints",
-    "return_intermediate_states", "cp_context", "kept",
+    "state_pool", "initial_state_indices", "final_state_indices", "has_initial_state", "null_index",
+    "checkpoints", "return_intermediate_states", "cp_context", "kept",
 )  # fmt: skip
 
 # What the options are, where they are words.
@@ -175,15 +175,15 @@ def _method(call: Call, splits: tuple[int, ...], lanes: Lanes, options: Options)
     per_value = isinstance(call.beta, Tensor) and call.beta.dim() == 4
     if per_value and options.method == "scan":
         raise ValueError(
-            f"{call.name}: method must be ring, since a write strength per value channel has no map of its segments, "
-            f"got {options.method!r}"
+            f"{call.name}: method must be ring, since a write strength per value channel has no map of its "
+            f"segments, got {options.method!r}"
         )
     if options.method is not None or per_value:
         return options.method or "ring"
     size = cost.Size(
-        ranks=len(splits) - 1, tokens=call.q.shape[0] * max(b - a for a, b in pairwise(splits)), lanes=lanes.count,
-        value_heads=call.v.shape[2], key_dim=call.q.shape[3], value_dim=call.v.shape[3], delta=call.delta,
-        keeps=lanes.keeps,
+        ranks=len(splits) - 1, tokens=call.q.shape[0] * max(b - a for a, b in pairwise(splits)),
+        lanes=lanes.count, value_heads=call.v.shape[2], key_dim=call.q.shape[3], value_dim=call.v.shape[3],
+        delta=call.delta, keeps=lanes.keeps,
     )  # fmt: skip
     return cost.choose(size)
 

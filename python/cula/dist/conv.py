@@ -24,8 +24,8 @@ def conv_boundary_tokens(
     cu_seqlens: Tensor | None = None,
     sp_splits: Sequence[int] | None = None,
 ) -> Tensor:
-    """The tokens that a causal convolution of `width` needs from before the rank's first: `[B, width - 1,
-    ...]`.
+    """The tokens that a causal convolution of `width` needs from before the rank's first:
+    `[B, width - 1, ...]`.
 
     x: the rank's tokens `[B, T, ...]`. cu_seqlens, sp_splits: as in `cula.dist.cula_kda_cp`. Before the
     beginning of a sequence there are zeros. Every rank sends its last `width - 1` tokens.

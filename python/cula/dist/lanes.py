@@ -27,7 +27,8 @@ class Lanes(Protocol):
 
     @property
     def keeps(self) -> bool:
-        """Whether `segment` prepares for the prefill, so that the first and the last rank should call it too."""
+        """Whether `segment` prepares for the prefill, so that the first and the last rank should call it
+        too."""
 
     def segment(self, call: Call, m: bool, b: bool) -> tuple[Message, Tensor | None]:
         """The maps of the rank's tokens of each lane, and what a prefill of all the rank's tokens takes as
@@ -37,7 +38,8 @@ class Lanes(Protocol):
         """The states of lanes whose sequence begins on this rank, zero for the others; None for none."""
 
     def joins(self) -> Tensor | None:
-        """`[rank]`: whether the lane that leaves each rank before carries what enters this one; None: all do."""
+        """`[rank]`: whether the lane that leaves each rank before carries what enters this one; None: all
+        do."""
 
     def enter(self, initial_state: Tensor | None, state: Tensor) -> Tensor:
         """The initial states of the rank's sequences, where a lane brings `state`."""

@@ -64,7 +64,8 @@ class Message:
         return messages[:, prod(self.m_shape) :].view(len(messages), *self.b_shape)[..., : self.key_dim]
 
     def start_from(self, state: Tensor) -> None:
-        """The state that the tokens start from, `[lanes, HV, V, K]`, goes into B: then all start from zero."""
+        """The state that the tokens start from, `[lanes, HV, V, K]`, goes into B: then all start from
+        zero."""
         both = self.whole.new_empty((2, *self.whole.shape))
         self.bs_of(both)[0] = state
         both[1] = self.whole

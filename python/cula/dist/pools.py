@@ -17,8 +17,8 @@ def alloc_state_buffer(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cuda",
 ) -> Tensor:
-    """Zero states of a batch, an `initial_state`: `[batch_size, num_heads / tp_size, head_dim_v,
-    head_dim_k]`.
+    """Zero states of a batch, an `initial_state`:
+    `[batch_size, num_heads / tp_size, head_dim_v, head_dim_k]`.
 
     num_heads: the value heads of all ranks.
     """
@@ -35,8 +35,8 @@ def alloc_decode_state_pool(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cuda",
 ) -> Tensor:
-    """Zero slots for `cula_decode` and `state_pool`: `[pool_size, num_heads / tp_size, head_dim_v,
-    head_dim_k]`.
+    """Zero slots for `cula_decode` and `state_pool`:
+    `[pool_size, num_heads / tp_size, head_dim_v, head_dim_k]`.
 
     num_heads: the value heads of all ranks.
     """

@@ -25,18 +25,20 @@ def take_heads(argument: str, x: Tensor, dim: int, heads: int, group: Group) -> 
         return x
     if x.shape[dim] != heads * group.size:
         raise ValueError(
-            f"{argument} must have {heads} heads, this rank's, or {heads * group.size}, all, got {list(x.shape)}"
+            f"{argument} must have {heads} heads, this rank's, or {heads * group.size}, all, "
+            f"got {list(x.shape)}"
         )
     return x.narrow(dim, group.rank * heads, heads)
 
 
 def take_query_heads(argument: str, x: Tensor, value_heads: int, group: Group) -> Tensor:
-    """The query or key heads that the rank's share of all `value_heads` reads; several ranks may share one."""
+    """The query or key heads that the rank's share of all `value_heads` reads; several ranks may share
+    one."""
     heads, size = x.shape[2], group.size
     if not heads or value_heads % heads or (heads % size and size % heads):
         raise ValueError(
-            f"{argument} must have a number of heads that divides v's, {value_heads}, and divides or is a multiple of "
-            f"tp_size, {size}, got {heads}"
+            f"{argument} must have a number of heads that divides v's, {value_heads}, and divides or is a "
+            f"multiple of tp_size, {size}, got {heads}"
         )
     return x.narrow(2, group.rank * heads // size, max(1, heads // size))
 

@@ -16,7 +16,8 @@ from cula.dist.transport import ProcessGroupTransport, all_gather_dim
 
 
 def local_call(call: Call, group: Group, full_inputs: bool, full_qk: bool) -> Call:
-    """The call on the rank's heads. Parameters and states may have its heads or all, which their sizes tell."""
+    """The call on the rank's heads. Parameters and states may have its heads or all, which their sizes
+    tell."""
     call.check()
     q, k, v = call.q, call.k, call.v
     heads = v.shape[2]
@@ -94,8 +95,8 @@ def cula_kda_tp(
     full_qk: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """`cula.cula_kda` on the rank's heads: of P ranks, rank r has the value heads from `r HV / P` to `(r + 1)
-    HV / P`.
+    """`cula.cula_kda` on the rank's heads: of P ranks, rank r has the value heads from `r HV / P` to
+    `(r + 1) HV / P`.
 
     q, k, v, g, beta: the rank's heads.
     full_inputs: they are all ranks' heads instead, and the rank takes its own. Where there are fewer query
