@@ -10,8 +10,8 @@ export PYTHONPATH := $(CURDIR)/python
 export CCACHE_BASEDIR := $(CURDIR)
 JOBS ?= $(shell nproc)
 
-# cmake/CulaCuda.cmake decides whether CUDA kernels are built, unless CULA_CUDA says it. `make cuda` builds them anyway.
-# What was asked for once holds for the build directory from then on.
+# cmake/CulaCuda.cmake decides whether CUDA kernels are built, unless CULA_CUDA says it. `make cuda` builds
+# them anyway. What was asked for once holds for the build directory from then on.
 cuda = $(if $(CULA_CUDA),-DCULA_CUDA=$(CULA_CUDA))
 configure = cmake --preset release --log-level=WARNING -DCULA_TORCH=ON $(cuda) $(1) $(CMAKE_ARGS) >/dev/null
 has_gpu = nvidia-smi -L >/dev/null 2>&1

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# cula_build_info(target): build_info.json beside the target's file, which cula.build_info() reads; and one line of it at
-# the end of a build.
+# cula_build_info(target): build_info.json beside the target's file, which cula.build_info() reads; and one
+# line of it at the end of a build.
 include_guard(GLOBAL)
 
 # The commit that is built, with + behind it where files differ; empty outside a clone.

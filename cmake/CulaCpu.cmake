@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# The CPU kernels: src/cpu/isa.cc is compiled once per instruction set, and src/cpu/entry.cc picks one at run time.
+# The CPU kernels: src/cpu/isa.cc is compiled once per instruction set, and src/cpu/entry.cc picks one at run
+# time.
 include_guard(GLOBAL)
 
 # cula_add_cpu_target(name flags...): namespace cula::cpu::<name>, compiled with these flags.

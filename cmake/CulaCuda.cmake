@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-# The CUDA kernels. Whether they are built is decided here, alike for make, pip and CMake: CULA_CUDA is ON, OFF, or AUTO,
-# where they are built on a machine with a GPU and an nvcc that knows every architecture below.
+# The CUDA kernels. Whether they are built is decided here, alike for make, pip and CMake: CULA_CUDA is ON,
+# OFF, or AUTO, where they are built on a machine with a GPU and an nvcc that knows every architecture below.
 include_guard(GLOBAL)
 
 set(cuda AUTO)
 if(NOT "$ENV{CULA_CUDA}" STREQUAL "")
   set(cuda "$ENV{CULA_CUDA}")  # for front ends that pass no options on
 endif()
-set(CULA_CUDA "${cuda}" CACHE STRING "Build the CUDA kernels: ON, OFF, or AUTO (where a GPU and nvcc are found)")
+set(CULA_CUDA "${cuda}" CACHE STRING
+    "Build the CUDA kernels: ON, OFF, or AUTO (where a GPU and nvcc are found)")
 set_property(CACHE CULA_CUDA PROPERTY STRINGS AUTO ON OFF)
-# Machine code for every architecture that a kernel is measured or used on, and PTX for those to come. 80 also runs on
-# 86 and 89, 100 on 103.
-set(CULA_CUDA_ARCHITECTURES "80;90-real;100-real;120" CACHE STRING "CUDA architectures of the portable kernels")
+# Machine code for every architecture that a kernel is measured or used on, and PTX for those to come. 80 also
+# runs on 86 and 89, 100 on 103.
+set(CULA_CUDA_ARCHITECTURES "80;90-real;100-real;120" CACHE STRING
+    "CUDA architectures of the portable kernels")
 set(cuda_minimum 12.8)  # the first with 100 and 120
 
 # cula_without_cuda(reason): the library is for CPUs alone, and says why where it is asked for more.
@@ -34,7 +36,8 @@ if(CULA_CUDA STREQUAL "AUTO")
   endif()
 endif()
 
-# A distribution's own nvcc is often too old, so the search goes on behind it; last comes what tools/setup.sh installs.
+# A distribution's own nvcc is often too old, so the search goes on behind it; last comes what tools/setup.sh
+# installs.
 function(cula_find_nvcc out)
   find_program(on_path nvcc NO_CACHE)
   file(GLOB in_venv "${PROJECT_SOURCE_DIR}/.venv/cuda/nvidia/cu*/bin/nvcc")
@@ -63,18 +66,18 @@ if(NOT CMAKE_CUDA_COMPILER)
   unset(CMAKE_CUDA_COMPILER CACHE)  # so that the next configuration looks again
   if(CULA_CUDA STREQUAL "AUTO")
     cula_without_cuda("no nvcc >= ${cuda_minimum} that works was found where it was built")
-    message(WARNING "This machine has a GPU, but no nvcc >= ${cuda_minimum} that works with ${CMAKE_CXX_COMPILER}: cula is "
-                    "built for CPUs alone. Put nvcc on PATH or set CUDACXX, then build again; 'make cuda' installs one "
-                    "into .venv.")
+    message(WARNING "This machine has a GPU, but no nvcc >= ${cuda_minimum} that works with "
+                    "${CMAKE_CXX_COMPILER}: cula is built for CPUs alone. Put nvcc on PATH or set CUDACXX, "
+                    "then build again; 'make cuda' installs one into .venv.")
     return()
   endif()
-  message(FATAL_ERROR "CULA_CUDA=ON needs nvcc >= ${cuda_minimum} that works with ${CMAKE_CXX_COMPILER}: put it on "
-                      "PATH, or set CUDACXX")
+  message(FATAL_ERROR "CULA_CUDA=ON needs nvcc >= ${cuda_minimum} that works with ${CMAKE_CXX_COMPILER}: "
+                      "put it on PATH, or set CUDACXX")
 endif()
 enable_language(CUDA)
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS cuda_minimum)
-  message(FATAL_ERROR "cula needs nvcc >= ${cuda_minimum}; ${CMAKE_CUDA_COMPILER} is ${CMAKE_CUDA_COMPILER_VERSION}. "
-                      "CULA_CUDA=OFF builds the library for CPUs alone.")
+  message(FATAL_ERROR "cula needs nvcc >= ${cuda_minimum}; ${CMAKE_CUDA_COMPILER} is "
+                      "${CMAKE_CUDA_COMPILER_VERSION}. CULA_CUDA=OFF builds the library for CPUs alone.")
 endif()
 if(CMAKE_VERSION VERSION_LESS 3.25.2)
   # It knows C++20 but not nvcc's flag for it.
@@ -88,8 +91,8 @@ if(CULA_CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
 endif()
 list(PREPEND CMAKE_CUDA_COMPILER_LAUNCHER "${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh")
 
-# cula_add_cuda_target(name architectures): the kernels of src/cuda/<name>. Every line of its instances.txt becomes one
-# source, so that instances compile side by side and are cached one by one.
+# cula_add_cuda_target(name architectures): the kernels of src/cuda/<name>. Every line of its instances.txt
+# becomes one source, so that instances compile side by side and are cached one by one.
 function(cula_add_cuda_target name architectures)
   set(folder "${PROJECT_SOURCE_DIR}/src/cuda/${name}")
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${folder}/instances.txt")
@@ -117,11 +120,12 @@ function(cula_add_cuda_target name architectures)
                CUDA_VISIBILITY_PRESET hidden
                POSITION_INDEPENDENT_CODE ON)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/src" "${PROJECT_SOURCE_DIR}/include")
-  # -v: nvcc_log.sh keeps what ptxas says of each kernel. tools/check_ptxas.py judges that, and the warnings, for which
-  # CULA_WERROR would compile everything again.
+  # -v: nvcc_log.sh keeps what ptxas says of each kernel. tools/check_ptxas.py judges that, and the warnings,
+  # for which CULA_WERROR would compile everything again.
   target_compile_options(${target} PRIVATE -Xptxas=-v --expt-relaxed-constexpr)
 
-  file(GENERATE OUTPUT "${PROJECT_BINARY_DIR}/instances/${name}.txt" CONTENT "$<JOIN:$<TARGET_OBJECTS:${target}>,\n>\n")
+  file(GENERATE OUTPUT "${PROJECT_BINARY_DIR}/instances/${name}.txt"
+       CONTENT "$<JOIN:$<TARGET_OBJECTS:${target}>,\n>\n")
 
   file(GLOB host_sources CONFIGURE_DEPENDS "${folder}/*.cc")
   target_sources(cula PRIVATE ${host_sources} $<TARGET_OBJECTS:${target}>)

@@ -10,6 +10,7 @@ install(EXPORT culaTargets NAMESPACE cula:: DESTINATION "${config_dir}" COMPONEN
 
 configure_package_config_file(cmake/culaConfig.cmake.in "${PROJECT_BINARY_DIR}/culaConfig.cmake"
                               INSTALL_DESTINATION "${config_dir}")
-write_basic_package_version_file("${PROJECT_BINARY_DIR}/culaConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/culaConfigVersion.cmake"
+                                 COMPATIBILITY SameMinorVersion)
 install(FILES "${PROJECT_BINARY_DIR}/culaConfig.cmake" "${PROJECT_BINARY_DIR}/culaConfigVersion.cmake"
         DESTINATION "${config_dir}" COMPONENT cpp)

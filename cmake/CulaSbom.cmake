@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# cula_sbom(file): writes what a wheel's library contains and loads, as a CycloneDX document for the wheel (PEP 770).
-# tools/check_wheel.sh holds it against the library.
+# cula_sbom(file): writes what a wheel's library contains and loads, as a CycloneDX document for the wheel
+# (PEP 770). tools/check_wheel.sh holds it against the library.
 include_guard(GLOBAL)
 
-# cula_sbom_component(name version license linkage files...): linkage is how its code comes in: headers, static or
-# dynamic; files are those of a dynamic one, as the library names them. Appends to `components` and `refs`.
+# cula_sbom_component(name version license linkage files...): linkage is how its code comes in: headers,
+# static or dynamic; files are those of a dynamic one, as the library names them. Appends to `components` and
+# `refs`.
 function(cula_sbom_component name version license linkage)
   set(entry "{}")
   foreach(field IN ITEMS "type=library" "bom-ref=${name}" "name=${name}" "version=${version}")
@@ -16,7 +17,8 @@ function(cula_sbom_component name version license linkage)
   string(JSON entry SET "${entry}" licenses "[{\"expression\": \"${license}\"}]")
   list(JOIN ARGN " " files)
   string(JSON entry SET "${entry}" properties
-         "[{\"name\": \"cula:linkage\", \"value\": \"${linkage}\"}, {\"name\": \"cula:files\", \"value\": \"${files}\"}]")
+         "[{\"name\": \"cula:linkage\", \"value\": \"${linkage}\"},
+           {\"name\": \"cula:files\", \"value\": \"${files}\"}]")
   string(JSON count LENGTH "${components}")
   string(JSON components SET "${components}" ${count} "${entry}")
   string(JSON refs SET "${refs}" ${count} "\"${name}\"")
@@ -32,8 +34,8 @@ function(cula_sbom file)
   cula_sbom_component(pytorch "" BSD-3-Clause dynamic libtorch.so libtorch_cpu.so)
   cula_sbom_component(libstdc++ "" "${gcc}" dynamic libstdc++.so.6)
   cula_sbom_component(libgcc "" "${gcc}" dynamic libgcc_s.so.1)
-  cula_sbom_component(glibc "" LGPL-2.1-or-later dynamic libc.so.6 libm.so.6 libdl.so.2 libpthread.so.0 librt.so.1
-                      ld-linux-x86-64.so.2 ld-linux-aarch64.so.1)
+  cula_sbom_component(glibc "" LGPL-2.1-or-later dynamic libc.so.6 libm.so.6 libdl.so.2 libpthread.so.0
+                      librt.so.1 ld-linux-x86-64.so.2 ld-linux-aarch64.so.1)
   if(CULA_WITH_CUDA)
     cula_sbom_component(cudart_static "${CUDAToolkit_VERSION}" LicenseRef-NVIDIA-CUDA-EULA static)
     cula_sbom_component(cuda-headers "${CUDAToolkit_VERSION}" LicenseRef-NVIDIA-CUDA-EULA headers)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-# libcula_torch.so: the operators for PyTorch, on LibTorch's stable ABI. It needs PyTorch's headers and libtorch_cpu
-# alone; find_package(Torch) is not used because with a CUDA build of PyTorch it looks for CUDA and brings its own flags.
+# libcula_torch.so: the operators for PyTorch, on LibTorch's stable ABI. It needs PyTorch's headers and
+# libtorch_cpu alone; find_package(Torch) is not used because with a CUDA build of PyTorch it looks for CUDA
+# and brings its own flags.
 include_guard(GLOBAL)
 
 set(CULA_TORCH_DIR "" CACHE PATH "The torch package directory (it has include/ and lib/)")
 
-# A front end that isolates its builds (pip install .) hides the user's packages through PYTHONPATH or in an environment
-# of its own, so the interpreter is asked as it is, then without PYTHONPATH (-I), then the active environment's.
+# A front end that isolates its builds (pip install .) hides the user's packages through PYTHONPATH or in an
+# environment of its own, so the interpreter is asked as it is, then without PYTHONPATH (-I), then the active
+# environment's.
 function(cula_find_torch out)
   set(python "${Python3_EXECUTABLE}")
   if(NOT python AND EXISTS "${PROJECT_SOURCE_DIR}/.venv/bin/python")
@@ -15,9 +17,11 @@ function(cula_find_torch out)
     find_program(CULA_PYTHON NAMES python3 python)
     set(python "${CULA_PYTHON}")
   endif()
-  set(find "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')")
+  string(CONCAT find "import importlib.util as u; s = u.find_spec('torch'); "
+                     "print(s.submodule_search_locations[0] if s else '')")
   foreach(command IN ITEMS "${python}" "${python};-I" "$ENV{VIRTUAL_ENV}/bin/python;-I")
-    execute_process(COMMAND ${command} -c "${find}" OUTPUT_VARIABLE found OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    execute_process(COMMAND ${command} -c "${find}" OUTPUT_VARIABLE found
+                    OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
     if(found AND EXISTS "${found}/include/torch/csrc/stable/library.h")
       set(${out} "${found}" PARENT_SCOPE)
       return()
@@ -41,8 +45,9 @@ if(NOT EXISTS "${torch_dir}/include/torch/csrc/stable/library.h")
   endif()
   message(
     FATAL_ERROR
-      "cula is built against the PyTorch that is installed (>= 2.10), and none was found: run 'pip install torch', then "
-      "'pip install .' again. (CULA_TORCH_DIR names the folder of a torch package elsewhere.)")
+      "cula is built against the PyTorch that is installed (>= 2.10), and none was found: "
+      "run 'pip install torch', then 'pip install .' again. (CULA_TORCH_DIR names the folder of a torch "
+      "package elsewhere.)")
 endif()
 file(STRINGS "${torch_dir}/version.py" torch_version REGEX "^__version__")
 string(REGEX MATCH "[0-9]+\\.[0-9]+" torch_version "${torch_version}")
@@ -58,7 +63,8 @@ target_include_directories(cula_torch SYSTEM PRIVATE "${torch_dir}/include")
 set(torch_target 2.10)  # the oldest that can load it
 target_compile_definitions(cula_torch PRIVATE TORCH_TARGET_VERSION=0x020a000000000000)
 target_link_libraries(cula_torch PRIVATE cula "${torch_dir}/lib/libtorch_cpu.so")
-# Registration happens in static initializers, so nothing is exported; nothing may stay undefined but what torch has.
+# Registration happens in static initializers, so nothing is exported; nothing may stay undefined but what
+# torch has.
 set(map "${PROJECT_SOURCE_DIR}/cmake/cula_torch.map")
 target_link_options(
   cula_torch PRIVATE "LINKER:--version-script=${map}" LINKER:--no-undefined LINKER:--as-needed LINKER:-z,relro
@@ -71,6 +77,7 @@ if(SKBUILD)
   cula_sbom("${PROJECT_BINARY_DIR}/cula.cdx.json")
   install(FILES "${PROJECT_BINARY_DIR}/cula.cdx.json" DESTINATION "${SKBUILD_METADATA_DIR}/sboms")
 elseif(PROJECT_IS_TOP_LEVEL)
-  set_target_properties(cula_torch PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${PROJECT_SOURCE_DIR}/python/cula/lib")
+  set_target_properties(cula_torch PROPERTIES
+                        LIBRARY_OUTPUT_DIRECTORY "${PROJECT_SOURCE_DIR}/python/cula/lib")
 endif()
 cula_build_info(cula_torch)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# nvcc_log.sh COMPILER ARGUMENT...: compiles. What the compiler says goes into OBJECT.log, and is shown but for ptxas's
-# report on every kernel. This stands before ccache, which repeats what was said when it has the object already.
+# nvcc_log.sh COMPILER ARGUMENT...: compiles. What the compiler says goes into OBJECT.log, and is shown but
+# for ptxas's report on every kernel. This stands before ccache, which repeats what was said when it has the
+# object already.
 set -uo pipefail
 
 # Preprocessed, a source shows one of its architectures: ccache would miss a change that others see.

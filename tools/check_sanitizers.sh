@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The C++ tests under the address and undefined-behaviour sanitizers, and what threads do under the thread sanitizer.
+# The C++ tests under the address and undefined-behaviour sanitizers, and what threads do under the thread
+# sanitizer.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH"
@@ -14,7 +15,8 @@ ctest --preset sanitize --parallel "$(nproc)" >"$log" 2>&1 || {
 }
 echo "sanitizers: $(grep 'tests passed' "$log")"
 
-# The thread sanitizer wants addresses as they are without randomization, which a container may not let it turn off.
+# The thread sanitizer wants addresses as they are without randomization, which a container may not let it
+# turn off.
 fixed_addresses=(setarch "$(uname -m)" -R)
 "${fixed_addresses[@]}" true 2>/dev/null || fixed_addresses=()
 cmake --preset tsan --log-level=WARNING >/dev/null
@@ -22,7 +24,8 @@ cmake --build --preset tsan --target races_test fuzz >/dev/null
 log=build-tsan/races.log
 for command in races_test "fuzz 200 2"; do
     read -ra words <<<"$command"
-    TSAN_OPTIONS=halt_on_error=1 "${fixed_addresses[@]}" "build-tsan/tests/cpp/${words[0]}" "${words[@]:1}" >"$log" 2>&1 || {
+    TSAN_OPTIONS=halt_on_error=1 "${fixed_addresses[@]}" \
+        "build-tsan/tests/cpp/${words[0]}" "${words[@]:1}" >"$log" 2>&1 || {
         cat "$log" >&2
         exit 1
     }

@@ -4,8 +4,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-mapfile -t sources < <(find CMakeLists.txt Makefile .ci bench bindings cmake examples include python src tests tools \
-    -type f \( -name '*.h' -o -name '*.cc' -o -name '*.cuh' -o -name '*.cu' -o -name '*.py' \
+mapfile -t sources < <(find CMakeLists.txt Makefile .ci bench bindings cmake examples include python src \
+    tests tools -type f \( -name '*.h' -o -name '*.cc' -o -name '*.cuh' -o -name '*.cu' -o -name '*.py' \
     -o -name '*.sh' -o -name '*.cmake' -o -name '*.in' -o -name '*.map' -o -name CMakeLists.txt \
     -o -name Makefile -o -name run \) | sort)
 bad=0

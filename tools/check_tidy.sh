@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# check_tidy.sh [BUILD]: clang-tidy (.clang-tidy) on the host code; on that of src/cuda where BUILD has it. The kernels
-# of src/cpu/isa.cc speak GCC's vectors, and the compiler's warnings are the build's business (-w).
+# check_tidy.sh [BUILD]: clang-tidy (.clang-tidy) on the host code; on that of src/cuda where BUILD has it.
+# The kernels of src/cpu/isa.cc speak GCC's vectors, and the compiler's warnings are the build's business
+# (-w).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 build=$PWD/${1:-build}

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# lock.sh: writes requirements*.lock from requirements*.txt: every package that the pinned ones need, with the hash of
-# each file that the index has of it. To be run where a pin changes; it takes minutes.
+# lock.sh: writes requirements*.lock from requirements*.txt: every package that the pinned ones need, with the
+# hash of each file that the index has of it. To be run where a pin changes; it takes minutes.
 #
-# PyTorch is left out. It comes with and without CUDA, from the index or from a file of the machine's, and its content is
-# another each time, so tools/setup.sh installs it by its version.
+# PyTorch is left out. It comes with and without CUDA, from the index or from a file of the machine's, and its
+# content is another each time, so tools/setup.sh installs it by its version.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,8 +19,9 @@ lock() {
     shift
     for each in "$@"; do echo "-c $PWD/$each.lock"; done >"$work/$name.in"
     grep -v '^torch==' "$name.txt" >>"$work/$name.in"
-    "$work/venv/bin/pip-compile" --quiet --generate-hashes --no-header --no-annotate --strip-extras --allow-unsafe \
-        --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --output-file "$work/$name.lock" "$work/$name.in"
+    "$work/venv/bin/pip-compile" --quiet --generate-hashes --no-header --no-annotate --strip-extras \
+        --allow-unsafe --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
+        --output-file "$work/$name.lock" "$work/$name.in"
     {
         echo "# What $name.txt needs, with hashes: made by tools/lock.sh, installed by tools/setup.sh."
         cat "$work/$name.lock"

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# setup.sh build|cuda|test|ci: makes this machine ready for it. Installs the missing system packages (where it may; else
-# says which) and keeps .venv in step with the pinned requirements. Quick when there is nothing to do.
-# CULA_INSTALL says whether system packages may be installed: yes, no, or ask. Left out, it is yes in CI (CI=true) and in
-# containers, which are there for that, and ask elsewhere.
+# setup.sh build|cuda|test|ci: makes this machine ready for it. Installs the missing system packages (where it
+# may; else says which) and keeps .venv in step with the pinned requirements. Quick when there is nothing to
+# do.
+# CULA_INSTALL says whether system packages may be installed: yes, no, or ask. Left out, it is yes in CI
+# (CI=true) and in containers, which are there for that, and ask elsewhere.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -28,7 +29,8 @@ missing_packages() {
 
 # A machine whose first process is no init system was started for one task.
 in_container() {
-    [ -e /.dockerenv ] || [ -e /run/.containerenv ] || [ -n "${container:-}${KUBERNETES_SERVICE_HOST:-}" ] && return
+    [ -e /.dockerenv ] || [ -e /run/.containerenv ] ||
+        [ -n "${container:-}${KUBERNETES_SERVICE_HOST:-}" ] && return
     case $(cat /proc/1/comm 2>/dev/null) in
         '' | systemd | init | runit | openrc-init | dinit | s6-svscan | busybox) return 1 ;;
     esac
@@ -64,19 +66,23 @@ install_packages() {
     fi
     if ! have apt-get || [ "${root[*]}" = false ]; then
         echo "cula: these system packages are missing, and this user may not install them: $*" >&2
-        echo "cula: ask an administrator to run: apt-get install $* (or your distribution's packages of that name)" >&2
+        echo "cula: ask an administrator to run: apt-get install $*" \
+            "(or your distribution's packages of that name)" >&2
         exit 1
     fi
     may_install "$@" || {
-        echo "cula: these system packages are missing: run apt-get install $* first, or set CULA_INSTALL=yes" >&2
+        echo "cula: these system packages are missing: run apt-get install $* first," \
+            "or set CULA_INSTALL=yes" >&2
         exit 1
     }
     echo "cula: installing system packages: $*"
     "${root[@]}" apt-get update -qq
-    "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+    "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+        "$@" >/dev/null
 }
 
-# install_requirements NAME OPTION...: what NAME.lock names, each file held to its hash; once per content of the lock.
+# install_requirements NAME OPTION...: what NAME.lock names, each file held to its hash; once per content of
+# the lock.
 install_requirements() {
     local lock=$1.lock stamp=.venv/$1.sha256
     sha256sum --check --quiet "$stamp" 2>/dev/null && return
@@ -99,7 +105,8 @@ have_nvcc() {
 install_nvcc() {
     local root=.venv/cuda
     install_requirements requirements-cuda --upgrade --target "$root" || {
-        echo "cula: the CUDA kernels need nvcc >= 12.8; requirements-cuda.lock, which has it, cannot be installed" >&2
+        echo "cula: the CUDA kernels need nvcc >= 12.8; requirements-cuda.lock," \
+            "which has it, cannot be installed" >&2
         exit 1
     }
     # The packages hold no links, and nvcc and CMake look for these names.
@@ -116,8 +123,8 @@ mapfile -t packages < <(missing_packages)
     exit 1
 }
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-# PyTorch has no hash: a machine may have a build of its own, for its GPU or for none. Its packages come before the locks,
-# which have the last word on those in both.
+# PyTorch has no hash: a machine may have a build of its own, for its GPU or for none. Its packages come
+# before the locks, which have the last word on those in both.
 .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' ||
     .venv/bin/python -m pip install -qq --disable-pip-version-check "$(grep '^torch==' requirements.txt)"
 install_requirements requirements
