@@ -8,8 +8,9 @@ import sys
 
 import torch
 
+from fuzz.case import FAMILY, PASSES
 from fuzz.classes import CLASSES, DEFAULT
-from fuzz.draw import FAMILY, PASSES, draw
+from fuzz.draw import draw
 from fuzz.run import Options, one
 from fuzz.workers import shared
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 import cula
-from fuzz.draw import Case
+from fuzz.case import Case
 from fuzz.memory import changed_outside, fresh, place, place_indices, place_states, poison, whole
 from fuzz.values import Values
 

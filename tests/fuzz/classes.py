@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fuzz.draw import Case
+    from fuzz.case import Case
 
 # Classes of calls that have a switch each (`--with`, `--without`), and whether they are drawn by default.
 CLASSES = {

@@ -22,8 +22,8 @@ import torch
 import cula  # noqa: F401  (loads torch.ops.cula)
 from cula_testing.compare import BUDGET, Errors, bits, errors, floor
 from fuzz.call import Found
+from fuzz.case import Case
 from fuzz.classes import DEFAULT, bound
-from fuzz.draw import Case
 from fuzz.oracle import Expected
 from fuzz.values import Values
 

@@ -14,7 +14,7 @@ from random import Random
 import torch
 
 from fuzz.call import Call
-from fuzz.draw import Case
+from fuzz.case import Case
 from fuzz.memory import fresh, whole
 from fuzz.values import Values
 

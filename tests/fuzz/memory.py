@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from cula_testing.compare import bits
-from fuzz.draw import Case
+from fuzz.case import Case
 
 NAN = float("nan")
 POISONED_INDEX = 1 << 30

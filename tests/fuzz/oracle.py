@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fuzz.draw import Case
+from fuzz.case import Case
 from fuzz.values import Values
 
 # The largest number that a state or an output may have on the way, where one of them is stored in float16.

@@ -14,8 +14,9 @@ import torch
 
 import cula
 from fuzz.call import Call
+from fuzz.case import Case
 from fuzz.classes import DEFAULT
-from fuzz.draw import Case, draw
+from fuzz.draw import draw
 from fuzz.judge import Judge, same_bits
 from fuzz.malformed import Watched, refusal_of, refused, several_tokens
 from fuzz.values import Values

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fuzz.draw import FAMILY, Case
+from fuzz.case import FAMILY, Case
 
 NAN = float("nan")
 

@@ -12,8 +12,9 @@ import torch
 from cula_testing import device
 from fuzz import malformed
 from fuzz.call import Call, Found
+from fuzz.case import FAMILY, PASSES, Case
 from fuzz.classes import BOUNDS, CLASSES, DEFAULT, bound
-from fuzz.draw import FAMILY, GATES, PASSES, Case, draw
+from fuzz.draw import GATES, draw
 from fuzz.judge import Judge, Problem, changed
 from fuzz.oracle import log_decay
 from fuzz.run import Options, Tally, backends, expected_refusal, one, seeds_of
