@@ -48,7 +48,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from cula import _ops, _passes
+from cula import _decays, _ops, _passes
 from cula._passes import Checkpoints
 
 __all__ = [
@@ -63,8 +63,6 @@ __all__ = [
     "cula_simple_gla",
     "cula_verify",
 ]
-
-_MODES = ("kda", "gdn", "gla", "simple_gla", "lightning", "delta")
 
 
 def cula_kda(
@@ -126,8 +124,8 @@ def cula_kda(
     if not (type(safe_gate) is type(disable_recompute) is bool):
         _passes.check_flags(safe_gate=safe_gate, disable_recompute=disable_recompute)
     if use_gate_in_kernel is True:
-        _check_gate(A_log, lower_bound, safe_gate)
-    algorithm, gate, dt_bias = _kda_decay(q, g, dt_bias)
+        _decays.check_gate(A_log, lower_bound, safe_gate)
+    algorithm, gate, dt_bias = _decays.kda_decay(q, g, dt_bias)
     o, final_state, h = _passes.forward(
         _ops.prefill, algorithm, q, k, v, gate, beta,
         (_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale,
@@ -179,7 +177,7 @@ def cula_gdn(
     """
     chunk_size = _chunk_size("cula_gdn", kwargs) if kwargs else 64
     if use_gate_in_kernel is True:
-        _check_gate(A_log, lower_bound)
+        _decays.check_gate(A_log, lower_bound)
     o, final_state, h = _passes.forward(
         _ops.prefill, "gdn", q, k, v, g, beta,
         (_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale,
@@ -265,10 +263,11 @@ def cula_simple_gla(
     """
     chunk_size = _chunk_size("cula_simple_gla", kwargs) if kwargs else 64
     o, final_state, h = _passes.forward(
-        _ops.prefill, _algorithm("simple_gla", g, decay), q, k, v, g, None, _passes.LOG_DECAY, scale,
-        use_qk_l2norm_in_kernel, False, False, cu_seqlens, initial_state, output_final_state, state_v_first,
-        state_pool, initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
-        return_intermediate_states, chunk_size, backend, deterministic, out, device, kept, _log_decay(decay),
+        _ops.prefill, _decays.algorithm_of("simple_gla", g, decay), q, k, v, g, None, _passes.LOG_DECAY,
+        scale, use_qk_l2norm_in_kernel, False, False, cu_seqlens, initial_state, output_final_state,
+        state_v_first, state_pool, initial_state_indices, final_state_indices, has_initial_state, null_index,
+        checkpoints, return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
+        _decays.log_decay(decay),
     )  # fmt: skip
     return (o, final_state) if h is None else (o, final_state, h)
 
@@ -313,7 +312,8 @@ def cula_lightning(
         _ops.prefill, "lightning", Q, K, V, None, None, _passes.LOG_DECAY, scale, use_qk_l2norm_in_kernel,
         False, False, cu_seqlens, initial_state, output_final_state, state_v_first, state_pool,
         initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
-        return_intermediate_states, chunk_size, backend, deterministic, out, device, kept, _log_decay(decay),
+        return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
+        _decays.log_decay(decay),
     )  # fmt: skip
     return (o, final_state) if h is None else (o, final_state, h)
 
@@ -353,11 +353,11 @@ def cula_delta(
     """
     chunk_size = _chunk_size("cula_delta", kwargs) if kwargs else 64
     o, final_state, h = _passes.forward(
-        _ops.prefill, _algorithm("delta", None, decay), q, k, v, None, beta, _passes.LOG_DECAY, scale,
-        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
-        output_final_state, state_v_first, state_pool, initial_state_indices, final_state_indices,
-        has_initial_state, null_index, checkpoints, return_intermediate_states, chunk_size, backend,
-        deterministic, out, device, kept, _log_decay(decay),
+        _ops.prefill, _decays.algorithm_of("delta", None, decay), q, k, v, None, beta, _passes.LOG_DECAY,
+        scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
+        initial_state, output_final_state, state_v_first, state_pool, initial_state_indices,
+        final_state_indices, has_initial_state, null_index, checkpoints, return_intermediate_states,
+        chunk_size, backend, deterministic, out, device, kept, _decays.log_decay(decay),
     )  # fmt: skip
     return (o, final_state) if h is None else (o, final_state, h)
 
@@ -409,7 +409,7 @@ def cula_decode(
         _refuse_unknown("cula_decode", kwargs)
     if use_gate_in_kernel is None:
         use_gate_in_kernel = A_log is not None or lower_bound is not None
-    algorithm, g, dt_bias, decay = _decay_of(mode, q, g, dt_bias, decay)
+    algorithm, g, dt_bias, decay = _decays.decay_of(mode, q, g, dt_bias, decay)
     _require_tensor("state", state)
     _passes.check_inputs(_ops.decode, q, k, v, device)
     packed = False
@@ -500,7 +500,7 @@ def cula_verify(
     """
     if use_gate_in_kernel is None:
         use_gate_in_kernel = A_log is not None or lower_bound is not None
-    algorithm, g, dt_bias, decay = _decay_of(mode, q, g, dt_bias, decay)
+    algorithm, g, dt_bias, decay = _decays.decay_of(mode, q, g, dt_bias, decay)
     _passes.check_flags(disable_state_update=disable_state_update)
     o = _passes.verify(
         algorithm, q, k, v, state, g=g, decay=decay, beta=beta,
@@ -562,7 +562,7 @@ def cula_segment(
     """
     if use_gate_in_kernel is None:
         use_gate_in_kernel = A_log is not None or lower_bound is not None
-    algorithm, g, dt_bias, decay = _decay_of(mode, q, g, dt_bias, decay)
+    algorithm, g, dt_bias, decay = _decays.decay_of(mode, q, g, dt_bias, decay)
     return _passes.segment(
         algorithm, q, k, v, g=g, decay=decay, beta=beta,
         gate=(_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound),
@@ -572,50 +572,6 @@ def cula_segment(
     )  # fmt: skip
 
 
-def _algorithm(mode: str, g: Tensor | None, decay: Tensor | None) -> str:
-    """The cell of the family: `simple_gla` and `delta` are told apart by the decay they are given."""
-    if not isinstance(mode, str) or mode not in _MODES:
-        raise ValueError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
-    if mode == "simple_gla" and g is None:
-        return "linear" if decay is None else "lightning"
-    if mode == "delta" and decay is not None:
-        return "delta_per_head"
-    return mode
-
-
-def _decay_of(
-    mode: str, q: Tensor, g: Tensor | None, dt_bias: Tensor | None, decay: Tensor | None
-) -> tuple[str, Tensor | None, Tensor | None, Tensor | None]:
-    algorithm = _algorithm(mode, g, decay)
-    if algorithm == "kda":
-        algorithm, g, dt_bias = _kda_decay(q, g, dt_bias)
-    return algorithm, g, dt_bias, _log_decay(decay)
-
-
-def _kda_decay(
-    q: Tensor, g: Tensor | None, dt_bias: Tensor | None
-) -> tuple[str, Tensor | None, Tensor | None]:
-    """A gate `[B, T, HV]` is the same for all channels, which makes KDA the gated delta rule: nothing needs
-    to be expanded, unless a bias per channel is still to be added."""
-    if (
-        not isinstance(g, Tensor)
-        or g.dim() != 3
-        or not isinstance(q, Tensor)
-        or q.dim() != 4
-        or not _ops.is_dense(g)
-    ):
-        return "kda", g, dt_bias
-    if dt_bias is None or not _ops.is_dense(dt_bias) or dt_bias.numel() == g.shape[-1]:
-        return "gdn", g, dt_bias
-    return "kda", g.unsqueeze(-1).expand(*g.shape, q.shape[-1]).contiguous(), dt_bias
-
-
-def _log_decay(decay: Tensor | None) -> Tensor | None:
-    if decay is None or not _ops.is_dense(decay) or not decay.is_floating_point():
-        return decay  # absent, or refused with the other types
-    return decay.copysign(-1.0)  # -abs(decay) in one kernel
-
-
 def _require_tensor(argument: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{argument} must be a tensor, got {_ops.type_name(value)}")
@@ -623,19 +579,6 @@ def _require_tensor(argument: str, value: object) -> None:
 
 def _has_rows(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() >= 2
-
-
-def _check_gate(A_log: Tensor | None, lower_bound: float | None, safe_gate: bool = False) -> None:
-    if lower_bound is not None and (
-        isinstance(lower_bound, bool) or not isinstance(lower_bound, float | int)
-    ):
-        raise TypeError(f"lower_bound must be of type float, got {_ops.type_name(lower_bound)}")
-    if A_log is None and lower_bound is None:
-        raise ValueError(
-            "A_log must be given when use_gate_in_kernel is True and lower_bound is not set, got None"
-        )
-    if safe_gate and (lower_bound is None or not -5 <= lower_bound < 0):
-        raise ValueError(f"lower_bound must lie in [-5, 0) when safe_gate is True, got {lower_bound}")
 
 
 def _chunk_size(name: str, kwargs: dict[str, Any]) -> int:

@@ -25,7 +25,7 @@ def _prefill_of_kept(inputs: Inputs) -> passes.Result:
     stateless = inputs.but(initial_state=None, initial_state_indices=None)
     # Level 1 takes the log decay by a kernel of torch's: nobody watches those, and what they write counts as
     # never written.
-    with mock.patch("cula.api._log_decay", lambda decay: decay):
+    with mock.patch("cula._decays.log_decay", lambda decay: decay):
         m, b, kept = level1.segment(stateless, scale=inputs.case.scale, keep=True)
         o, final_state = level1.prefill(inputs, kept=kept)
     return passes.Result(o=o, final_state=final_state, m=m, b=b)
@@ -36,7 +36,7 @@ def _prefill_from_zero(inputs: Inputs) -> passes.Result:
     b = inputs.q.new_empty(
         (inputs.case.sequences, 1, inputs.v.shape[3], inputs.q.shape[3]), dtype=torch.float32
     )
-    with mock.patch("cula.api._log_decay", lambda decay: decay):
+    with mock.patch("cula._decays.log_decay", lambda decay: decay):
         kept = level1.segment(stateless, scale=inputs.case.scale, keep=True, out=(None, b))[2]
         o, final_state = level1.prefill(stateless, kept=kept)
     return passes.Result(o=o, final_state=final_state, b=b)
