@@ -32,7 +32,8 @@ function(cula_compile_options target)
   target_compile_options(${target} PRIVATE ${hardening} -Wall -Wextra -Wconversion -Wno-sign-conversion
                                            $<$<BOOL:${CULA_WERROR}>:-Werror>)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    # A constructor's parameter may have its member's name. -Wrestrict is false on std::string's + (GCC bug 105651).
+    # A constructor's parameter may have its member's name. -Wrestrict is false on std::string's + (GCC bug
+    # 105651).
     target_compile_options(${target} PRIVATE -Wshadow=local -Wno-restrict)
   else()
     target_compile_options(${target} PRIVATE -Wshadow)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markdown tables from bench/results. tools/update_docs.py puts them into the README and docs/benchmarks.md."""
+"""Markdown tables from bench/results, for tools/update_docs.py: in README.md and docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ def _gpu_caption(result: dict) -> list[str]:
     )
     peers = "".join(f"; {name} {version}" for name, version in result.get("peers", {}).items())
     return [
-        f"{result['device']}, driver {result['driver']}{clock}; copy {result['copy_tbps']:.2f} TB/s, bf16 matrix"
-        f" product {result['gemm_tflops']:.0f} TFLOP/s; torch {result['torch']}{peers}; sources"
+        f"{result['device']}, driver {result['driver']}{clock}; copy {result['copy_tbps']:.2f} TB/s,"
+        f" bf16 matrix product {result['gemm_tflops']:.0f} TFLOP/s; torch {result['torch']}{peers}; sources"
         f" `{result['source_hash']}`.",
         "",
     ]

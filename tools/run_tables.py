@@ -115,8 +115,8 @@ def fla() -> list[str]:
         if version := result.get("fla"):
             caption = f"FLA {version}; {caption}"
         counts = (
-            f"{total['passed']} cases passed, {total['failed']} failed, {total['skipped']} were skipped; {gradients}"
-            " comparisons of gradients were not evaluated."
+            f"{total['passed']} cases passed, {total['failed']} failed, {total['skipped']} were skipped;"
+            f" {gradients} comparisons of gradients were not evaluated."
         )
         lines += [
             *prose(caption),

@@ -42,7 +42,8 @@ CLASSES = {
     "far_lengths": True,
     # Nothing but prefills of KDA that sm90:fused takes.
     "one_kernel": False,
-    # Decays and sizes beyond the limits in docs/design/fused-sm90.md: with one_kernel any; else write strengths of 1e-13.
+    # Decays and sizes beyond the limits in docs/design/fused-sm90.md: with one_kernel any; else write
+    # strengths of 1e-13.
     "fused_limits": False,
 }
 DEFAULT = frozenset(name for name, drawn in CLASSES.items() if drawn)

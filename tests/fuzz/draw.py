@@ -68,8 +68,8 @@ def draw(seed: int, classes: frozenset[str] = DEFAULT, **fixed) -> Case:
 
 
 def _within_fused_limits(random: Random, gate: str) -> dict:
-    """Gates and sizes inside the limits of docs/design/fused-sm90.md: no channel that a softplus gate shortens by more
-    than e^-20 a token, and no numbers near the ends of bfloat16's range."""
+    """Gates and sizes inside the limits of docs/design/fused-sm90.md: no channel that a softplus gate
+    shortens by more than e^-20 a token, and no numbers near the ends of bfloat16's range."""
     decay, bias = random.choice(("mild", "slow", "zero", "tiny", "one_slow")), random.choice((None, 0.1, 1.0))
     most = (20 if decay == "one_slow" else 5) + 5 * (bias or 0)  # of a raw gate: normal numbers are below 5
     high = math.log(20 / most) if gate == "softplus" else 4.0
