@@ -14,13 +14,13 @@
 namespace cula::cuda {
 namespace {
 
-using sm80::prefill_policy;
-using sm80::PrefillPolicy;
-using sm80::PrefillShape;
+using chunked::prefill_policy;
+using chunked::PrefillPolicy;
+using chunked::PrefillShape;
 
 constexpr int kMultiprocessors = 132;
 constexpr std::size_t kImage = 82944;
-constexpr sm80::CutCosts kCosts{.whole = 1.2, .map = 1.0, .narrow = 1.4, .wide = 2.0, .halves = 0.8};
+constexpr chunked::CutCosts kCosts{.whole = 1.2, .map = 1.0, .narrow = 1.4, .wide = 2.0, .halves = 0.8};
 
 PrefillShape one_sequence(std::int64_t chunks, int heads) {
     return {.sequences = 1, .chunks = chunks, .longest = chunks, .value_heads = heads, .value_dim = 128};
@@ -135,7 +135,7 @@ TEST(Policy, WhatIsKeptStaysWholeAndIsCutFinely) {
 }
 
 TEST(Policy, HeadsThatShareKeysArePreparedTogetherWhereCtasAreMany) {
-    using sm80::prepare_span;
+    using chunked::prepare_span;
     EXPECT_EQ(prepare_span(128 * 64, 4, kMultiprocessors), 4);
     EXPECT_EQ(prepare_span(128 * 32, 2, kMultiprocessors), 2);
     EXPECT_EQ(prepare_span(128 * 48, 3, kMultiprocessors), 1);
@@ -146,7 +146,7 @@ TEST(Policy, HeadsThatShareKeysArePreparedTogetherWhereCtasAreMany) {
 }
 
 TEST(Policy, CarriesWaitPerChunkWherePrepareEndsRaggedly) {
-    using sm80::pays_per_chunk;
+    using chunked::pays_per_chunk;
     constexpr int kAll = kMultiprocessors;
     EXPECT_TRUE(pays_per_chunk(1, 3, kAll));
     EXPECT_TRUE(pays_per_chunk(kAll / 2, 3, kAll));  // half of the device is free anyway
@@ -161,7 +161,7 @@ TEST(Policy, CarriesWaitPerChunkWherePrepareEndsRaggedly) {
 TEST(Policy, CutsLongCallsIntoEvenSlabs) {
     const PrefillPolicy policy = prefill_policy(one_sequence(1000, 64), kImage, kMultiprocessors, 4);
     EXPECT_EQ(policy.slab_chunks, 334);  // of at most 404
-    EXPECT_LE(policy.slab_chunks * 64 * kImage, sm80::kSlabBytes);
+    EXPECT_LE(policy.slab_chunks * 64 * kImage, chunked::kSlabBytes);
     EXPECT_EQ(prefill_policy(one_sequence(1000, 64), 0, kMultiprocessors, 4).slab_chunks, 1000);  // no images
     EXPECT_EQ(prefill_policy(one_sequence(0, 64), kImage, kMultiprocessors, 4).slab_chunks, 1);
 }
@@ -174,13 +174,13 @@ TEST(Policy, RowsComeInWholeSteps) {
 }
 
 TEST(Policy, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
-    constexpr sm80::FusedCosts kFused{
-        .image = 4.0, .carry = {1.2, 2.5}, .fused = {3.0, 4.0}, .round = 8.0, .kernel = 10.0};
+    constexpr chunked::FusedCosts kFused{
+        .prepare = 4.0, .carry = {1.2, 2.5}, .fused = {3.0, 4.0}, .round = 8.0, .kernel = 10.0};
     const auto groups = [&](int heads, std::int64_t sequences, std::int64_t tokens, bool invariant = false,
                             bool always = false) {
         PrefillShape shape = one_sequence(128, heads);
         shape.sequences = sequences;
-        return sm80::fused_groups(shape, sequences * tokens, invariant, kMultiprocessors, always, kFused);
+        return chunked::fused_groups(shape, sequences * tokens, invariant, kMultiprocessors, always, kFused);
     };
     EXPECT_EQ(groups(96, 1, 8192), 2);  // 96 CTAs; 192 of one warpgroup would take two rounds
     EXPECT_EQ(groups(64, 1, 8192), 1);
@@ -194,8 +194,8 @@ TEST(Policy, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
     EXPECT_EQ(groups(64, 4, 8192, true), 1);
     EXPECT_EQ(groups(16, 1, 256, true), 0);  // whatever its length
     const auto softplus = [&](int heads, std::int64_t tokens) {
-        return sm80::fused_groups(one_sequence(128, heads), tokens, false, kMultiprocessors, false,
-                                  sm80::kSoftplusCosts);
+        return chunked::fused_groups(one_sequence(128, heads), tokens, false, kMultiprocessors, false,
+                                     chunked::kSoftplusCosts);
     };
     EXPECT_EQ(softplus(64, 8192), 1);
     EXPECT_EQ(softplus(48, 8192), 1);
@@ -204,7 +204,7 @@ TEST(Policy, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
     EXPECT_EQ(softplus(32, 1024), 1);
     PrefillShape narrow = one_sequence(128, 96);
     narrow.value_dim = 64;  // for one CTA of one warpgroup, which has a peer all the same
-    EXPECT_EQ(sm80::fused_groups(narrow, 8192, false, kMultiprocessors, false, kFused), 2);
+    EXPECT_EQ(chunked::fused_groups(narrow, 8192, false, kMultiprocessors, false, kFused), 2);
 }
 
 TEST(Divisor, DividesLikeDivision) {
