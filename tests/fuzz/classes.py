@@ -15,9 +15,10 @@ CLASSES = {
     # chunks fewer channels than FEW. A reflection keeps every rounding, and a chunk of 64 tokens adds them
     # up.
     "reflections": False,
-    # Chunks whose values are far smaller than the state that they overwrite: where channels are as few, and
-    # in float32 where keys do not move; both together with values of any size. One channel that small values
-    # or tokens of zeros overwrite: what is left of a state is 1 - k^2, nothing but roundings.
+    # Chunks whose values are far smaller than the state that they overwrite, where channels are as few; and
+    # float32 chunks whose keys do not move, where every write takes nearly all of the one before it away. One
+    # channel that small values or tokens of zeros overwrite: what is left of a state is 1 - k^2, nothing but
+    # roundings.
     "small_values": False,
     # float16 values below 6e-5, which have fewer bits the smaller they are.
     "fp16_subnormals": False,
@@ -119,7 +120,7 @@ def without(case: Case, classes: frozenset[str]) -> Case:
         case = case.but(allow_neg_eigval=False)
     if "small_values" not in classes and case.delta and (few or (still and case.dtype == "float32")):
         case = case.but(value_size=max(case.value_size, case.state_size))
-        if few and still:
+        if chunks and still:
             case = case.but(keys="random", expanded=tuple(each for each in case.expanded if each[0] != "k"))
         if case.key_dim < 4 and case.keys == "sparse":  # values of zero
             case = case.but(keys="random")

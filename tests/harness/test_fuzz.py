@@ -124,8 +124,8 @@ def test_small_rows_do_not_hide_behind_large_ones():
 def test_neighbours_excuse_luck_alone(dtype, algorithm):
     """Four times the naive recurrence's error is wrong, where many numbers are judged; what is right stays
     right."""
-    case = sample("prefill", dtype=dtype, lengths=(300, 200), state="none", slots=0, chunk_size=0, key_dim=64)
-    for seed in range(3):
+    case = sample("prefill", dtype=dtype, lengths=(120, 80), state="none", slots=0, chunk_size=0, key_dim=64)
+    for seed in range(2):
         values = Values(case.but(algorithm=algorithm, seed=seed))
         judge = Judge(values.case, values)
         oracle, naive = judge.problem.tensor("o")
