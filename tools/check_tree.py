@@ -22,8 +22,9 @@ SOURCES = re.compile(
 LEFT_OUT = re.compile(r"bench/results/|licenses/|docs/log/|CHANGELOG\.md")
 GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 
-# Folder: the folders of src/ that it may include besides itself; what is not listed is free. The tile verbs
-# and the instructions below know no kernel, no kernel knows another's folder, and no architecture another's.
+# Folder: the folders of src/ that it may include besides itself. Every folder of src/cuda/ is here; others
+# that are not are free. Instructions and tile verbs know no kernel, no kernel knows another's folder, and no
+# architecture another's.
 CUDA = ("core", "cuda")  # the files of the folder itself: arguments, limits, the device
 BELOW = (*CUDA, "cuda/ptx", "cuda/tile", "cuda/pipe")
 MAY_INCLUDE = {
@@ -54,6 +55,8 @@ def includes(path: str, text: str) -> Iterator[str]:
     folder = str(Path(path).parent).removeprefix("src/")
     allowed = MAY_INCLUDE.get(folder) if path.startswith("src/") else None
     if allowed is None:
+        if path.startswith("src/cuda/"):
+            yield f"{path}: MAY_INCLUDE in tools/check_tree.py must say what src/{folder} may include"
         return
     for included in re.findall(r'^#include "((?:core|cpu|cuda|reference)/[^"]+)"', text, re.MULTILINE):
         other = str(Path(included).parent)

@@ -19,6 +19,11 @@ PLANTED = {
         "may not include",
     ),
     "upwards": ("src/cuda/ptx/mma.cuh", '#include "cuda/chunked/chunk.cuh"\n', "may not include"),
+    "a new architecture": (
+        "src/cuda/sm100/carry.cuh",
+        "#include <cstdint>\n",
+        "must say what src/cuda/sm100",
+    ),
     "a long file": ("src/core/x.cc", "\n" * 601, "601 lines, at most 600"),
     "a long line": ("python/cula/x.py", "#" * 111, ":1: 111 columns, at most 110"),
     "a long page": ("docs/design/x.md", "```\n```\n" + "\n" * 149, "151 lines, at most 150"),

@@ -99,19 +99,12 @@ def without(case: Case, classes: frozenset[str]) -> Case:
     """The case moved out of every class that is switched off."""
     if "maps_k1" not in classes and case.pass_name == "segment" and case.key_dim == 1:
         case = case.but(key_dim=2)
-    chunks = case.pass_name == "segment" or (
-        case.pass_name in ("prefill", "split") and case.key_dim >= FEWEST
-    )
-    by_chunks = chunks
-    if (
-        "small_values" not in classes
-        and chunks
-        and case.delta
-        and case.key_dim < FEW
-        and case.state != "none"
-    ):
+    prefills = case.pass_name in ("prefill", "split")
+    by_chunks = case.pass_name == "segment" or (prefills and case.key_dim >= FEWEST)
+    small = by_chunks and case.delta and case.key_dim < FEW and case.state != "none"
+    if "small_values" not in classes and small:
         case = case.but(value_size=max(case.value_size, case.state_size))
-    chunks = chunks and case.delta and case.dtype == "float32"
+    chunks = by_chunks and case.delta and case.dtype == "float32"
     if "few_channels" not in classes and chunks and case.key_dim in (2, 3):
         case = case.but(key_dim=4)
     few = chunks and case.key_dim < FEW
@@ -146,8 +139,7 @@ def without(case: Case, classes: frozenset[str]) -> Case:
         case = case.but(key_size=min(case.key_size, 30.0), query_size=min(case.query_size, 30.0))
         if case.scale is not None:
             case = case.but(scale=max(-60.0, min(case.scale, 60.0)))
-    fused = case.algorithm == "kda" and case.dtype == "bfloat16" and case.gate != "log_decay"
-    fused = fused and case.pass_name in ("prefill", "split")
+    fused = prefills and case.algorithm == "kda" and case.dtype == "bfloat16" and case.gate != "log_decay"
     if "fused_limits" not in classes and fused and case.beta == "zero" and case.beta_is_logit:
         case = case.but(beta="random")
     return case

@@ -168,8 +168,8 @@ class Problem:
 def moved(values: Values, m: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """A map applied to states: M S + B."""
     states, m = values.base.double(), m.double()
-    moved = m[:, :, None, :] * states if m.ndim == 3 else torch.einsum("nhij,nhvj->nhvi", m, states)
-    return moved + b.double()
+    product = m[:, :, None, :] * states if m.ndim == 3 else torch.einsum("nhij,nhvj->nhvi", m, states)
+    return product + b.double()
 
 
 def neighbour(values: Values, number: int) -> Values:
@@ -200,11 +200,10 @@ def changed(
     other = copy.copy(values)
     other.tensors = {name: (x * factors.get(name, 1.0)).to(x.dtype) for name, x in values.tensors.items()}
     order = torch.from_numpy(random.permutation(values.case.key_dim))
+    # g and dt_bias of one number per head have fewer dimensions, and no channels.
     for name, dimensions in {"q": 4, "k": 4, "g": 4, "dt_bias": 2}.items():
         x = other.tensors.get(name)
-        if (
-            x is not None and x.ndim == dimensions
-        ):  # g and dt_bias of one number per token and head have fewer
+        if x is not None and x.ndim == dimensions:
             other.tensors[name] = x[..., order]
     other.base = (values.base * inputs).to(values.base.dtype)[..., order]
     return other
