@@ -83,16 +83,16 @@ def copy_tbps() -> float:
     """TB/s of a large copy, bytes read and bytes written both counted."""
     source = torch.randint(255, (COPY_BYTES,), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / _device_seconds(lambda: target.copy_(source)) / 1e12
+    return 2 * COPY_BYTES / device_seconds(lambda: target.copy_(source)) / 1e12
 
 
 def gemm_tflops() -> float:
     """TFLOP/s of a large bf16 matrix product of random numbers."""
     a, b, c = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-    return 2 * GEMM_SIZE**3 / _device_seconds(lambda: torch.mm(a, b, out=c)) / 1e12
+    return 2 * GEMM_SIZE**3 / device_seconds(lambda: torch.mm(a, b, out=c)) / 1e12
 
 
-def _device_seconds(call: Call, repeats: int = 15) -> float:
+def device_seconds(call: Call, repeats: int = 15) -> float:
     timer = _Timer([call])
     return median(timer.device_seconds() for _ in range(repeats))
 

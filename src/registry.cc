@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every kernel of the library, in order of preference: dispatch takes the first row of a pass whose
-// supports() says yes.
+// supports() says yes. A target's plain row ("sm90") takes the cheapest of its strategies; each strategy has
+// a row of its own ("sm90:whole"), to force it and to explain it.
 #include "core/kernel.h"
 #include "cula/kernels.h"
 #include "reference/entry.h"
@@ -14,74 +15,60 @@
 namespace cula {
 namespace {
 
-template <Pass kPass, std::size_t (*kBytes)(Pass, const Args&, const Context&)>
-std::size_t bytes(const Args& args, const Context& context) {
-    return kBytes(kPass, args, context);
-}
+// One pass of a target whose functions are `target::pass`.
+#define CULA_ROW(name, pass, function, kind, target) \
+    {name, pass, kind, target::supports, prepare<&target::workspace_bytes, &target::function>}
 
-// The four passes of one CPU instruction set.
-#define CULA_CPU_TARGET_ROWS(name, target)                                  \
-    {name,                                                                  \
-     Pass::kPrefill,                                                        \
-     DeviceKind::kCpu,                                                      \
-     target::supports,                                                      \
-     bytes<Pass::kPrefill, target::workspace_bytes>,                        \
-     target::prefill},                                                      \
-        {name,                                                              \
-         Pass::kDecode,                                                     \
-         DeviceKind::kCpu,                                                  \
-         target::supports,                                                  \
-         bytes<Pass::kDecode, target::workspace_bytes>,                     \
-         target::decode},                                                   \
-        {name,                                                              \
-         Pass::kVerify,                                                     \
-         DeviceKind::kCpu,                                                  \
-         target::supports,                                                  \
-         bytes<Pass::kVerify, target::workspace_bytes>,                     \
-         target::verify},                                                   \
-    {                                                                       \
-        name, Pass::kSegment, DeviceKind::kCpu, target::supports,           \
-            bytes<Pass::kSegment, target::workspace_bytes>, target::segment \
-    }
+// The four passes of one CPU instruction set, or of the reference.
+#define CULA_ROWS(name, target)                                          \
+    CULA_ROW(name, Pass::kPrefill, prefill, DeviceKind::kCpu, target),   \
+        CULA_ROW(name, Pass::kDecode, decode, DeviceKind::kCpu, target), \
+        CULA_ROW(name, Pass::kVerify, verify, DeviceKind::kCpu, target), \
+        CULA_ROW(name, Pass::kSegment, segment, DeviceKind::kCpu, target)
 
-#define CULA_REFERENCE_ROWS(name, target)                                                                   \
-    {name, Pass::kPrefill, DeviceKind::kCpu, target::supports, target::workspace_bytes, target::prefill},   \
-        {name, Pass::kDecode, DeviceKind::kCpu, target::supports, target::workspace_bytes, target::decode}, \
-        {name, Pass::kVerify, DeviceKind::kCpu, target::supports, target::workspace_bytes, target::verify}, \
-    {                                                                                                       \
-        name, Pass::kSegment, DeviceKind::kCpu, target::supports, target::workspace_bytes, target::segment  \
-    }
+// One pass of the token-by-token kernels.
+#define CULA_RECURRENT_ROW(name, pass) CULA_ROW(name, pass, run, DeviceKind::kCuda, cuda::recurrent)
+
+// A chunked prefill, or a segment call, by one of its strategies, or by the one that is predicted to take
+// least.
+#define CULA_CHUNKED_ROW(name, pass, target, strategy) \
+    {name,                                             \
+     pass,                                             \
+     DeviceKind::kCuda,                                \
+     cuda::target::supports<strategy>,                 \
+     cuda::target::prepare<strategy>,                  \
+     pass == Pass::kPrefill ? cuda::target::predict<strategy> : nullptr}
+
+#if defined(CULA_WITH_CUDA)
+using cuda::chunked::StrategyKind;
+#endif
 
 constexpr Kernel kKernels[] = {
 #if defined(CULA_WITH_CUDA)
-    {"sm90", Pass::kPrefill, DeviceKind::kCuda, cuda::sm90::supports, cuda::sm90::workspace_bytes,
-     cuda::sm90::prefill},
-    {"sm90:fused", Pass::kPrefill, DeviceKind::kCuda, cuda::sm90::supports_fused,
-     cuda::sm90::fused_workspace_bytes, cuda::sm90::prefill_fused},
-    {"sm90", Pass::kSegment, DeviceKind::kCuda, cuda::sm90::supports, cuda::sm90::workspace_bytes,
-     cuda::sm90::prefill, cuda::sm90::kept_bytes},
-    {"sm80", Pass::kPrefill, DeviceKind::kCuda, cuda::sm80::supports, cuda::sm80::workspace_bytes,
-     cuda::sm80::prefill},
-    {"sm80:step", Pass::kPrefill, DeviceKind::kCuda, cuda::recurrent::supports,
-     cuda::recurrent::workspace_bytes, cuda::recurrent::run},
-    {"sm80", Pass::kDecode, DeviceKind::kCuda, cuda::recurrent::supports, cuda::recurrent::workspace_bytes,
-     cuda::recurrent::run},
-    {"sm80", Pass::kVerify, DeviceKind::kCuda, cuda::recurrent::supports, cuda::recurrent::workspace_bytes,
-     cuda::recurrent::run},
-    {"sm80", Pass::kSegment, DeviceKind::kCuda, cuda::sm80::supports, cuda::sm80::workspace_bytes,
-     cuda::sm80::prefill, cuda::sm80::kept_bytes},
-    {"sm80:step", Pass::kSegment, DeviceKind::kCuda, cuda::recurrent::supports,
-     cuda::recurrent::workspace_bytes, cuda::recurrent::run},
+    CULA_CHUNKED_ROW("sm90", Pass::kPrefill, sm90, StrategyKind::kAny),
+    CULA_CHUNKED_ROW("sm90:fused", Pass::kPrefill, sm90, StrategyKind::kFused),
+    CULA_CHUNKED_ROW("sm90:whole", Pass::kPrefill, sm90, StrategyKind::kWhole),
+    CULA_CHUNKED_ROW("sm90:segments", Pass::kPrefill, sm90, StrategyKind::kSegments),
+    CULA_CHUNKED_ROW("sm90:halves", Pass::kPrefill, sm90, StrategyKind::kHalves),
+    CULA_CHUNKED_ROW("sm90", Pass::kSegment, sm90, StrategyKind::kAny),
+    CULA_CHUNKED_ROW("sm80", Pass::kPrefill, sm80, StrategyKind::kAny),
+    CULA_CHUNKED_ROW("sm80:whole", Pass::kPrefill, sm80, StrategyKind::kWhole),
+    CULA_CHUNKED_ROW("sm80:segments", Pass::kPrefill, sm80, StrategyKind::kSegments),
+    CULA_RECURRENT_ROW("sm80:step", Pass::kPrefill),
+    CULA_RECURRENT_ROW("sm80", Pass::kDecode),
+    CULA_RECURRENT_ROW("sm80", Pass::kVerify),
+    CULA_CHUNKED_ROW("sm80", Pass::kSegment, sm80, StrategyKind::kAny),
+    CULA_RECURRENT_ROW("sm80:step", Pass::kSegment),
 #endif
 #if defined(__x86_64__)
-    CULA_CPU_TARGET_ROWS("cpu:amx", cpu::amx),
-    CULA_CPU_TARGET_ROWS("cpu:avx512bf16", cpu::avx512bf16),
-    CULA_CPU_TARGET_ROWS("cpu:avx512", cpu::avx512),
-    CULA_CPU_TARGET_ROWS("cpu:avx2", cpu::avx2),
+    CULA_ROWS("cpu:amx", cpu::amx),
+    CULA_ROWS("cpu:avx512bf16", cpu::avx512bf16),
+    CULA_ROWS("cpu:avx512", cpu::avx512),
+    CULA_ROWS("cpu:avx2", cpu::avx2),
 #endif
-    CULA_CPU_TARGET_ROWS("cpu:portable", cpu::portable),
-    CULA_REFERENCE_ROWS("reference", reference),
-    CULA_REFERENCE_ROWS("reference:naive", reference::naive),
+    CULA_ROWS("cpu:portable", cpu::portable),
+    CULA_ROWS("reference", reference),
+    CULA_ROWS("reference:naive", reference::naive),
 };
 
 }  // namespace

@@ -453,7 +453,8 @@ constexpr char kExplainSchema[] =
     "value_heads, "
     "int key_dim, int value_dim, str dtype, str state_dtype, str gate, float lower_bound, bool varlen, bool "
     "beta_per_value, "
-    "bool checkpoints, bool chunk_states, bool tree, int chunk_tokens, bool batch_invariant) -> str";
+    "bool checkpoints, bool chunk_states, bool tree, int chunk_tokens, bool batch_invariant, str costs) -> "
+    "str";
 
 template <class T>
 T one_of(std::string_view argument, std::string_view text, std::initializer_list<T> values) {
@@ -504,7 +505,24 @@ Device explained_device(std::string_view text) {
                 std::string(text) + "\"");
 }
 
-// Rows of the registry, one a line: target, "chosen", "yes" or "no", the reason; separated by tabs.
+// Numbers separated by commas.
+std::vector<double> parse_costs(std::string_view text) {
+    std::vector<double> costs;
+    const char *at = text.data(), *const end = text.data() + text.size();
+    while (at != end) {
+        double cost = 0.0;
+        const auto [next, error] = std::from_chars(at, end, cost);
+        if (error != std::errc() || (next != end && *next != ','))
+            throw Error("explain: costs must be numbers separated by commas, got \"" + std::string(text) +
+                        "\"");
+        costs.push_back(cost);
+        at = next == end ? end : next + 1;
+    }
+    return costs;
+}
+
+// Rows of the registry, one a line: target, "chosen", "yes" or "no", the reason, and the microseconds that it
+// is predicted to take, or nothing; separated by tabs.
 void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     Arguments arguments(stack);
     const String pass_name = arguments.string(), algorithm = arguments.string(), device = arguments.string();
@@ -519,6 +537,9 @@ void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
         *flag = arguments.value<bool>();
     const auto chunk_tokens = arguments.value<std::int64_t>();
     problem.batch_invariant = arguments.value<bool>();
+    const String cost_text = arguments.string();
+    const std::vector<double> costs = parse_costs(cost_text.view());
+    problem.costs = costs;
 
     problem.pass =
         one_of("pass_name", pass_name.view(), {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment});
@@ -533,7 +554,8 @@ void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     std::string text;
     for (const Explanation& row : explain(problem)) {
         const char* verdict = row.chosen ? "chosen" : row.support ? "yes" : "no";
-        text += std::string(row.target) + "\t" + verdict + "\t" + row.support.reason() + "\n";
+        text += std::string(row.target) + "\t" + verdict + "\t" + row.support.reason() + "\t" +
+                (row.microseconds ? std::to_string(*row.microseconds) : "") + "\n";
     }
     stack[0] = torch::stable::detail::from(text);
 }

@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -46,12 +48,15 @@ struct Context {
 // such device, or if the library was built without CUDA.
 Device cuda_device(int index);
 
-struct Kernel;  // a row of the registry
+struct Kernel;   // a row of the registry
+class Prepared;  // what it has decided about a call
 
-// A checked call and its kernel. Pass it to run() with the same Args and a workspace of at least
-// workspace_bytes, aligned to 64 bytes.
+// A checked call, its kernel, and how that will run it. Pass it to run() with the same Args and a workspace
+// of at least workspace_bytes, aligned to 64 bytes.
 struct Plan {
     const Kernel* kernel = nullptr;
+    // One after another, for at most 256 value channels each.
+    std::vector<std::shared_ptr<const Prepared>> parts;
     std::size_t workspace_bytes = 0;
     // Bytes at the start of the workspace that a segment keeps for a prefill (Args::keep).
     std::size_t kept_bytes = 0;
@@ -91,6 +96,8 @@ struct Explanation {
     std::string_view target;
     Support support;
     bool chosen;
+    // What the target would take, if it takes the problem and has a model of its time.
+    std::optional<double> microseconds;
 };
 
 // An Explanation for each row of the registry for the problem's pass, in order of preference. At most one is

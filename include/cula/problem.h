@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 #include "cula/algorithm.h"
@@ -47,6 +48,9 @@ struct Device {
     int compute_capability = 0;    // CUDA: 10 * major + minor
     int multiprocessors = 0;       // CUDA
     std::size_t shared_bytes = 0;  // CUDA: most shared memory of one thread block
+    // CUDA, from the device's attributes: the clock of its multiprocessors in MHz, and the peak rate of its
+    // memory in GB/s. They scale the costs by which a prefill is planned; 0: unknown.
+    double clock_mhz = 0.0, memory_gbps = 0.0;
 };
 
 // The spacing, in tokens, of checkpoints and, by default, of chunk states.
@@ -154,6 +158,9 @@ struct Problem {
     std::int64_t draft_tokens = 0;  // S of a tree (Args::parents)
     int chunk_tokens = kChunkTokens;
     bool batch_invariant = false;
+    // Costs to predict times with instead of the device's own (src/cuda/machines.h), in the order of Costs,
+    // of the family of the problem; empty: its own. For fitting them.
+    std::span<const double> costs = {};
 };
 
 }  // namespace cula

@@ -15,11 +15,15 @@ from cula._build import build_info
 
 
 class Row(NamedTuple):
-    """A kernel of the registry: `verdict` is "chosen", "yes" (it would do) or "no" because of `reason`."""
+    """A kernel of the registry: `verdict` is "chosen", "yes" (it would do) or "no" because of `reason`.
+
+    microseconds: of the device, as the library predicts them where it has several ways to run a call; of the
+    target's plain name, those of its cheapest way."""
 
     target: str
     verdict: str
     reason: str
+    microseconds: float | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,9 +49,11 @@ class Explanation:
         return self.rows[index]
 
     def __repr__(self) -> str:
-        table = [Row("target", "runs", "why not"), *self.rows]
-        width = max(len(row.target) for row in table)
-        lines = [f"  {row.target:{width}}  {row.verdict:6}  {row.reason}".rstrip() for row in table]
+        width = max(len("target"), *(len(row.target) for row in self.rows))
+        lines = [f"  {'target':{width}}  {'runs':6}  {'us':>7}  why not"]
+        for row in self.rows:
+            time = "" if row.microseconds is None else f"{row.microseconds:.0f}"
+            lines.append(f"  {row.target:{width}}  {row.verdict:6}  {time:>7}  {row.reason}".rstrip())
         return "\n".join([self.problem, *lines, *([self.note] if self.note else [])])
 
 
@@ -75,8 +81,8 @@ def explain(
     deterministic: bool | str | None = None,
     device: torch.device | str | None = None,
 ) -> Explanation:
-    """Every kernel of the registry for a problem: the one that would run, and why others cannot, in a
-    sentence each.
+    """Every kernel of the registry for a problem: the one that would run, the microseconds that the ways to
+    run a prefill are predicted to take on the device, and why others cannot run it, in a sentence each.
 
     algorithm: kda, gdn, gla, simple_gla, lightning, linear, delta or delta_per_head.
     pass_name: prefill, decode, verify or segment.
@@ -108,7 +114,7 @@ def explain(
             value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, dtype=_name(dtype),
             state_dtype=_name(state_dtype), gate=gate, lower_bound=lower_bound, varlen=varlen,
             beta_per_value=beta_per_value, checkpoints=checkpoints, chunk_states=chunk_states, tree=tree,
-            chunk_tokens=chunk_size, batch_invariant=batch_invariant,
+            chunk_tokens=chunk_size, batch_invariant=batch_invariant, costs="",
         )  # fmt: skip
     except RuntimeError as error:
         if (reason := str(error).partition("cula: device count: ")[2]) == "":
@@ -119,9 +125,14 @@ def explain(
         ) from None
     shape = f"B={batch} T={tokens} H={heads} HV={value_heads} K={key_dim} V={value_dim}"
     problem = f"{algorithm} {pass_name} on {place}: {shape}, {_name(dtype)}, {_name(state_dtype)} state"
-    rows = tuple(Row(*line.split("\t")) for line in text.splitlines())
+    rows = tuple(_row(line) for line in text.splitlines())
     note = "" if place == "cpu" or build_info().cuda else build_info().note()
     return Explanation(problem, rows, note)
+
+
+def _row(line: str) -> Row:
+    target, verdict, reason, microseconds = line.split("\t")
+    return Row(target, verdict, reason, float(microseconds) if microseconds else None)
 
 
 def _check_types(kind: type, **given: object) -> None:

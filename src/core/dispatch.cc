@@ -136,12 +136,18 @@ std::string_view Plan::target() const { return kernel->target; }
 
 Plan plan(Pass pass, const Args& args, const Context& context, std::string_view backend) {
     validate(pass, args, context.device.kind == DeviceKind::kCpu ? Indices::kOnHost : Indices::kOnDevice);
-    const Kernel& kernel = choose(describe(pass, args, context.device), backend);
-    Plan planned{.kernel = &kernel};
+    const Problem problem = describe(pass, args, context.device);
+    const Kernel& kernel = choose(problem, backend);
+    Plan planned;
+    planned.kernel = &kernel;
     each_call(args, [&](const Args& part) {
-        planned.workspace_bytes = std::max(planned.workspace_bytes, kernel.workspace_bytes(part, context));
+        Problem of_part = problem;
+        of_part.value_dim = part.v.size[3];
+        planned.parts.push_back(kernel.prepare(of_part, part, context));
+        const Prepared& prepared = *planned.parts.back();
+        planned.workspace_bytes = std::max(planned.workspace_bytes, prepared.workspace_bytes());
+        if (args.keep) planned.kept_bytes = prepared.kept_bytes();
     });
-    if (args.keep && kernel.kept_bytes) planned.kept_bytes = kernel.kept_bytes(args, context);
     if (may_fork(args))
         planned.workspace_bytes = whole_lines(planned.workspace_bytes) + SettledIndices::bytes(args);
     return planned;
@@ -165,7 +171,8 @@ void run(const Plan& plan, const Args& args, const Context& context) {
     }
     if (writes_nothing(plan, args)) return;
     const auto run_all = [&](const Args& whole) {
-        each_call(whole, [&](const Args& part) { plan.kernel->run(part, context); });
+        auto prepared = plan.parts.begin();
+        each_call(whole, [&](const Args& part) { (*prepared++)->run(part, context); });
     };
     if (!may_fork(args)) return run_all(args);
     CULA_REQUIRE(plan.workspace_bytes >= SettledIndices::bytes(args), "args", "be those of the plan",
@@ -205,7 +212,8 @@ std::vector<Explanation> explain(const Problem& problem) {
         Support support = supports(kernel, problem);
         const bool chosen = !found && support;
         found = found || chosen;
-        rows.push_back({kernel.target, std::move(support), chosen});
+        const Prediction prediction = support && kernel.predict ? kernel.predict(problem) : std::nullopt;
+        rows.push_back({kernel.target, std::move(support), chosen, prediction});
     }
     return rows;
 }

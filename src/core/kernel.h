@@ -4,23 +4,63 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
+#include <type_traits>
 
 #include "cula/cula.h"
 
 namespace cula {
+
+// A call as its kernel has planned it, once: for the size of the workspace and for the run.
+class Prepared {
+public:
+    Prepared(std::size_t workspace_bytes, std::size_t kept_bytes)
+        : workspace_bytes_(workspace_bytes), kept_bytes_(kept_bytes) {}
+    virtual ~Prepared() = default;
+    Prepared(const Prepared&) = delete;
+    Prepared& operator=(const Prepared&) = delete;
+
+    // Runs the call. args: those that it was prepared from, though indices may lie elsewhere.
+    virtual void run(const Args& args, const Context& context) const = 0;
+
+    std::size_t workspace_bytes() const { return workspace_bytes_; }
+    // Bytes at the start of the workspace that a segment keeps for a prefill (Args::keep).
+    std::size_t kept_bytes() const { return kept_bytes_; }
+
+private:
+    std::size_t workspace_bytes_, kept_bytes_;
+};
+
+using PreparedPtr = std::shared_ptr<const Prepared>;
+
+// The time that a kernel predicts for a problem, in microseconds of the device; none where it has no model.
+using Prediction = std::optional<double>;
 
 struct Kernel {
     std::string_view target;  // "cpu:avx2"; "cpu" names every target of that family
     Pass pass;
     DeviceKind device;
     Support (*supports)(const Problem&);
-    std::size_t (*workspace_bytes)(const Args&, const Context&);
-    void (*run)(const Args&, const Context&);
-    std::size_t (*kept_bytes)(const Args&, const Context&) =
-        nullptr;  // bytes that a segment keeps (Args::keep); null: it keeps nothing
+    PreparedPtr (*prepare)(const Problem&, const Args&, const Context&);
+    Prediction (*predict)(const Problem&) = nullptr;  // of a problem that it supports; null: no model
 };
+
+// Kernel::prepare of a kernel whose plan is the size of its workspace: kWorkspaceBytes(args, context) or
+// (pass, args, context).
+template <auto kWorkspaceBytes, auto kRun>
+PreparedPtr prepare(const Problem& problem, const Args& args, const Context& context) {
+    struct Simple final : Prepared {
+        using Prepared::Prepared;
+        void run(const Args& args, const Context& context) const override { kRun(args, context); }
+    };
+    if constexpr (std::is_invocable_v<decltype(kWorkspaceBytes), Pass, const Args&, const Context&>)
+        return std::make_shared<const Simple>(kWorkspaceBytes(problem.pass, args, context), 0);
+    else
+        return std::make_shared<const Simple>(kWorkspaceBytes(args, context), 0);
+}
 
 // The registry, in order of preference (src/registry.cc).
 std::span<const Kernel> kernels();

@@ -12,9 +12,7 @@ Call make_call(const Args& args, const Context& context) {
     call.shared_bytes_limit = context.device.shared_bytes;
     call.follows = context.device.compute_capability >= 90;
     call.segment = args.segment_b || args.keep;
-    call.keeps = args.keep;
     call.kept = args.kept.data;
-    if (call.kept) call.kept_bytes = static_cast<std::size_t>(args.kept.size[0]) * sizeof(std::int32_t);
     return call;
 }
 

@@ -16,13 +16,17 @@ int attribute(cudaDeviceAttr which, int index) {
 }
 
 Device describe(int index) {
+    const double memory_khz = attribute(cudaDevAttrMemoryClockRate, index),
+                 bus_bytes = attribute(cudaDevAttrGlobalMemoryBusWidth, index) / 8.0;
     return {
         .kind = DeviceKind::kCuda,
         .index = index,
         .compute_capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
                               attribute(cudaDevAttrComputeCapabilityMinor, index),
         .multiprocessors = attribute(cudaDevAttrMultiProcessorCount, index),
-        .shared_bytes = static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index))};
+        .shared_bytes = static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index)),
+        .clock_mhz = attribute(cudaDevAttrClockRate, index) / 1e3,
+        .memory_gbps = 2.0 * memory_khz * bus_bytes / 1e6};  // two transfers a clock
 }
 
 std::vector<Device> all_devices() {

@@ -13,18 +13,6 @@ namespace {
 
 bool at_multiple_of_16(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; }
 
-TokenRows token_rows(const TensorRef& ref) {
-    if (!ref) return {};
-    TokenRows rows{ref.data,      ref.dtype,     ref.stride[0],
-                   ref.stride[1], ref.stride[2], ref.ndim > 3 ? ref.stride[3] : 1};
-    const std::int64_t piece = ref.dtype == Dtype::kFloat64 ? 2 : ref.dtype == Dtype::kFloat32 ? 4 : 8;
-    constexpr std::int64_t kMostPitch = 1 << 28;
-    rows.pieces = ref.ndim > 3 && rows.last == 1 &&
-                  (rows.batch | rows.token | rows.head | ref.size[3]) % piece == 0 &&
-                  at_multiple_of_16(ref.data) && std::abs(rows.token) < kMostPitch;
-    return rows;
-}
-
 Indices indices(const TensorRef& ref) {
     if (!ref) return {};
     static_assert(std::endian::native == std::endian::little);
@@ -44,6 +32,18 @@ HeadParameter head_parameter(const TensorRef& ref) {
 }
 
 }  // namespace
+
+TokenRows token_rows(const TensorRef& ref) {
+    if (!ref) return {};
+    TokenRows rows{ref.data,      ref.dtype,     ref.stride[0],
+                   ref.stride[1], ref.stride[2], ref.ndim > 3 ? ref.stride[3] : 1};
+    const std::int64_t piece = ref.dtype == Dtype::kFloat64 ? 2 : ref.dtype == Dtype::kFloat32 ? 4 : 8;
+    constexpr std::int64_t kMostPitch = 1 << 28;
+    rows.pieces = ref.ndim > 3 && rows.last == 1 &&
+                  (rows.batch | rows.token | rows.head | ref.size[3]) % piece == 0 &&
+                  at_multiple_of_16(ref.data) && std::abs(rows.token) < kMostPitch;
+    return rows;
+}
 
 States states(const TensorRef& ref) {
     if (!ref) return {};

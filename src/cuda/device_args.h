@@ -99,6 +99,7 @@ struct DeviceArgs {
 };
 
 DeviceArgs device_args(const Args& args);
+TokenRows token_rows(const TensorRef& ref);
 States states(const TensorRef& ref);
 
 // The tokens [begin, begin + length) of batch row `batch`.

@@ -290,3 +290,22 @@ def test_the_best_kernel_of_an_architecture(device, named, chosen):
         capability = f"{device[3:-1]}.{device[-1]}"
         why = {row.target: row.reason for row in explanation}["sm90"]
         assert why == f"needs compute capability 9.0, this device has {capability}"
+
+
+@pytest.mark.skipif(
+    "sm90" not in [row.target for row in cula.explain()], reason="built without the CUDA kernels"
+)
+def test_explain_predicts_what_each_way_to_run_a_prefill_takes():
+    rows = {row.target: row for row in cula.explain("gdn", tokens=32768, heads=16, device="sm_90")}
+    ways = {name: row for name, row in rows.items() if name.startswith("sm90:")}
+    assert set(ways) == {"sm90:fused", "sm90:whole", "sm90:segments", "sm90:halves"}
+    assert ways["sm90:fused"].microseconds is None  # it takes KDA alone
+    times = [row.microseconds for row in ways.values() if row.microseconds is not None]
+    assert rows["sm90"].microseconds == min(times)
+    assert len(set(times)) == 3
+    assert rows["sm80:step"].microseconds is None  # it has no model
+    longer = {row.target: row for row in cula.explain("gdn", tokens=65536, heads=16, device="sm_90")}
+    assert all(longer[name].microseconds > row.microseconds for name, row in ways.items() if row.microseconds)
+    assert f"{rows['sm90'].microseconds:.0f}" in str(
+        cula.explain("gdn", tokens=32768, heads=16, device="sm_90")
+    )

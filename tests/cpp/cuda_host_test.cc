@@ -2,8 +2,11 @@
 // What the CUDA backends work out on the host; it needs no GPU and no nvcc.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstdint>
 #include <limits>
+#include <optional>
+#include <span>
 #include <utility>
 
 #include "cuda/chunked/plan.h"
@@ -14,124 +17,228 @@
 namespace cula::cuda {
 namespace {
 
-using chunked::prefill_policy;
-using chunked::PrefillPolicy;
+using chunked::Candidate;
+using chunked::CarryTraits;
+using chunked::Fused;
+using chunked::Halves;
+using chunked::kind;
+using chunked::PrefillPlan;
 using chunked::PrefillShape;
+using chunked::Segments;
+using chunked::StrategyKind;
+using chunked::Whole;
 
 constexpr int kMultiprocessors = 132;
-constexpr std::size_t kImage = 82944;
-constexpr chunked::CutCosts kCosts{.whole = 1.2, .map = 1.0, .narrow = 1.4, .wide = 2.0, .halves = 0.8};
+constexpr std::size_t kOperandBytes = 82944;
+// In the order of Costs: prepare, carry, map, segment, halves, fused.
+constexpr std::array kCutCosts{0.0, 1.2, 1.8, 1.0, 1.4, 2.0, 0.8, 0.0, 0.0};
+constexpr std::array kFusedCosts{4.0, 1.2, 2.5, 0.0, 0.0, 0.0, 0.0, 3.0, 4.0};
 
-PrefillShape one_sequence(std::int64_t chunks, int heads) {
-    return {.sequences = 1, .chunks = chunks, .longest = chunks, .value_heads = heads, .value_dim = 128};
-}
+// A call of a carry with costs of the test's own; all options have the values of most tests.
+struct Sketch {
+    int heads = 8;
+    std::int64_t sequences = 1, tokens = 512 * 64;  // of each sequence
+    bool packed = false, invariant = false, kept = false, segment = false, from_zero = false;
+    bool first_beside_maps = false, with_fused = false;
+    int value_dim = 128, warp_step = 4;
+    std::size_t operand_bytes = kOperandBytes;
+    std::span<const double> costs = kCutCosts;
 
-TEST(Policy, SplitsTheRowsOfAHeadWhereThatTakesFewerRounds) {
-    EXPECT_EQ(prefill_policy(one_sequence(128, 64), kImage, kMultiprocessors, 4).row_blocks, 2);
-    EXPECT_EQ(prefill_policy(one_sequence(128, 96), kImage, kMultiprocessors, 4).row_blocks, 1);
-}
-
-TEST(Policy, CutsSequencesIntoSegmentsThatFillTheDevice) {
-    const auto segments = [](const PrefillShape& shape) {
-        const PrefillPolicy policy = prefill_policy(shape, kImage, kMultiprocessors, 4);
-        return (policy.slab_chunks + policy.segment_chunks - 1) / policy.segment_chunks;
-    };
-    EXPECT_EQ(segments(one_sequence(512, 8)), 8);   // 8 heads x 2 row blocks x 8 segments
-    EXPECT_EQ(segments(one_sequence(512, 64)), 1);  // full without
-    EXPECT_EQ(segments(one_sequence(16, 1)), 1);    // too short to pay for maps
-    PrefillShape invariant = one_sequence(512, 8);
-    invariant.maps_pay = false;
-    EXPECT_EQ(segments(invariant), 1);
-}
-
-TEST(Policy, CutsByCost) {
-    PrefillShape shape = one_sequence(512, 32);
-    EXPECT_FALSE(prefill_policy(shape, kImage, kMultiprocessors, 4).halves);
-    shape.costs = kCosts;
-    PrefillPolicy policy = prefill_policy(shape, kImage, kMultiprocessors, 4);
-    EXPECT_TRUE(
-        policy
-            .halves);  // two segments of 64 CTAs, the first longer; four of 32 would take two rounds of maps
-    EXPECT_EQ(policy.segment_chunks, 320);
-    EXPECT_EQ(policy.warps, 4);
-    shape.longest = shape.chunks = 63;
-    EXPECT_FALSE(prefill_policy(shape, kImage, kMultiprocessors, 4).halves);
-
-    shape = one_sequence(512, 8);
-    shape.costs = kCosts;
-    policy = prefill_policy(shape, kImage, kMultiprocessors, 4);
-    EXPECT_FALSE(policy.halves);
-    EXPECT_EQ(policy.warps, 8);  // whole heads, so that twice as many segments fit
-    EXPECT_EQ(policy.segment_chunks, 32);
-    shape.longest = shape.chunks = 96;  // composing twelve segments costs more than it saves
-    policy = prefill_policy(shape, kImage, kMultiprocessors, 4);
-    EXPECT_EQ(policy.warps, 4);
-    EXPECT_EQ(policy.segment_chunks, 12);
-    shape.longest = shape.chunks = 24;
-    EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 24);
-
-    PrefillShape kept = one_sequence(512, 32);
-    kept.costs = kCosts;
-    kept.kept = true;  // nobody knows the state yet
-    policy = prefill_policy(kept, kImage, kMultiprocessors, 4);
-    EXPECT_FALSE(policy.halves);
-    EXPECT_EQ(policy.warps, 8);  // four segments of 32 CTAs; their maps, of the last one too, take two rounds
-    EXPECT_EQ(policy.segment_chunks, 128);
-    kept.longest = kept.chunks = 16;
-    policy = prefill_policy(kept, kImage, kMultiprocessors, 4);
-    EXPECT_EQ(policy.segment_chunks, 16);  // too short to cut, though maps are made
-    kept = one_sequence(512, 200);         // more heads than multiprocessors
-    kept.costs = kCosts;
-    EXPECT_EQ(prefill_policy(kept, kImage, kMultiprocessors, 4).segment_chunks,
-              prefill_policy(one_sequence(512, 200), kImage, kMultiprocessors, 4).segment_chunks);
-}
-
-TEST(Policy, FirstSegmentsAreWalkedBesideTheMapsOfOthers) {
-    const auto policy_of = [](const PrefillShape& shape) {
-        return prefill_policy(shape, kImage, kMultiprocessors, 4);
-    };
-    PrefillShape shape = one_sequence(512, 8);
-    EXPECT_FALSE(policy_of(shape).first_walks);
-    shape.costs.walks = true;
-    EXPECT_TRUE(policy_of(shape).first_walks);
-    EXPECT_EQ(policy_of(shape).segment_chunks, 57);  // nine: 16 CTAs and 7 x 16 of maps, then 8 x 16
-    for (const auto& [heads, chunks] : {std::pair{4, 32}, {12, 86}, {16, 103}, {22, 128}, {32, 512}}) {
-        shape.value_heads = heads;  // of 4 segments are too short, of 32 too few
-        EXPECT_EQ(policy_of(shape).first_walks, heads > 4 && heads < 32) << heads;
-        EXPECT_EQ(policy_of(shape).segment_chunks, chunks) << heads;
+    PrefillShape shape() const {
+        Problem problem;
+        problem.tokens = packed ? sequences * tokens : tokens;
+        problem.sequences = sequences;
+        problem.heads = problem.value_heads = heads;
+        problem.key_dim = 128, problem.value_dim = value_dim;
+        problem.varlen = packed, problem.batch_invariant = invariant;
+        problem.costs = costs;
+        PrefillShape shape = chunked::shape_of(problem, 64);
+        shape.kept = kept, shape.segment = segment, shape.from_zero = from_zero;
+        return shape;
     }
-    shape = {.sequences = 2, .chunks = 1024, .longest = 512, .value_heads = 8, .value_dim = 128};
-    shape.costs.walks = true;
-    EXPECT_TRUE(policy_of(shape).first_walks);
-    shape.chunks = 6000, shape.longest = 3000;
-    EXPECT_FALSE(policy_of(shape).first_walks);  // several slabs, with parts of sequences
-    shape.sequences = 1, shape.longest = 6000;
-    EXPECT_TRUE(policy_of(shape).first_walks);
-    shape.longest = shape.chunks = 512, shape.kept = true;
-    EXPECT_FALSE(policy_of(shape).first_walks);
-    shape.kept = false, shape.maps_pay = false;
-    EXPECT_FALSE(policy_of(shape).first_walks);
+    CarryTraits carry() const {
+        return {.warp_step = warp_step,
+                .operand_bytes = operand_bytes,
+                .warpgroups = true,
+                .first_beside_maps = first_beside_maps};
+    }
+    std::optional<PrefillPlan> find(StrategyKind wanted) const {
+        return plan_prefill(shape(), carry(), {.multiprocessors = kMultiprocessors}, wanted, with_fused);
+    }
+    PrefillPlan plan() const { return find(StrategyKind::kAny).value(); }
+    StrategyKind chosen() const { return kind(plan().strategy); }
+    Segments segments() const { return std::get<Segments>(plan().strategy); }
+};
+
+TEST(Plan, SharesTheRowsOfAHeadWhereThatTakesLess) {
+    const auto blocks = [](int heads) {
+        const Sketch call{.heads = heads, .tokens = 128 * 64};
+        return chunked::rows_of(call.find(StrategyKind::kWhole)->strategy).blocks;
+    };
+    EXPECT_EQ(blocks(64), 2);  // 128 CTAs of four warps
+    EXPECT_EQ(blocks(96), 1);  // 192 would take two rounds
+    EXPECT_EQ(blocks(8), 2);
 }
 
-TEST(Policy, WhatIsKeptStaysWholeAndIsCutFinely) {
-    PrefillShape shape = one_sequence(1000, 32);
-    EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 500);  // the slab's
-    shape.kept = true;
-    const PrefillPolicy policy = prefill_policy(shape, kImage, kMultiprocessors, 4);
-    EXPECT_EQ(policy.slab_chunks, 1000);
-    EXPECT_EQ(policy.segment_chunks, 500);  // two, which is too few to pay for maps that are not made anyway
-    shape.from_zero = true;
-    shape.costs.first = 1.25;
-    EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks,
-              556);  // no M of the first: longer
-    shape.value_heads = 8;
-    EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 125);
-    EXPECT_TRUE(prefill_policy(shape, kImage, kMultiprocessors, 4).first_apart);
-    shape.value_heads = 32, shape.costs = kCosts;
-    EXPECT_FALSE(
-        prefill_policy(shape, kImage, kMultiprocessors, 4).first_apart);  // four: not all maps fit at once
-    shape.maps_pay = false;
-    EXPECT_EQ(prefill_policy(shape, kImage, kMultiprocessors, 4).segment_chunks, 1000);
+TEST(Plan, RowsComeInWholeSteps) {
+    const auto warps = [](int step) {
+        return chunked::rows_of(Sketch{.value_dim = 16, .warp_step = step}.plan().strategy).warps;
+    };
+    EXPECT_EQ(warps(1), 1);
+    EXPECT_EQ(warps(4), 4);
+}
+
+TEST(Plan, CutsSequencesIntoSegmentsThatFillTheDevice) {
+    EXPECT_EQ(Sketch{}.segments().count, 16);  // whole heads in CTAs of eight warps
+    EXPECT_EQ(Sketch{}.plan().segment_chunks, 32);
+    const Sketch shorter{.tokens = 96 * 64};  // composing twelve segments costs more than it saves
+    EXPECT_EQ(shorter.segments().count, 8);   // 8 heads x 2 row blocks x 8 segments
+    EXPECT_EQ(shorter.segments().rows.warps, 4);
+    EXPECT_EQ(shorter.plan().segment_chunks, 12);
+    EXPECT_EQ(Sketch{.heads = 64}.chosen(), StrategyKind::kWhole);  // they fill it without
+    EXPECT_EQ((Sketch{.heads = 1, .tokens = 16 * 64}).chosen(), StrategyKind::kWhole);  // too short
+    EXPECT_EQ(Sketch{.invariant = true}.chosen(), StrategyKind::kWhole);
+    EXPECT_EQ(Sketch{.segment = true}.chosen(), StrategyKind::kWhole);  // which makes the map itself
+}
+
+TEST(Plan, CutsInTwoWhereMoreSegmentsTakeRounds) {
+    const Sketch call{.heads = 32};  // four segments of 32 CTAs would take two rounds of maps
+    EXPECT_EQ(call.chosen(), StrategyKind::kHalves);
+    EXPECT_EQ(call.plan().segment_chunks, 320);
+    EXPECT_EQ((Sketch{.heads = 32, .tokens = 63 * 64}).chosen(), StrategyKind::kWhole);
+    EXPECT_EQ((Sketch{.heads = 40}).chosen(), StrategyKind::kWhole);  // they do not fit
+    EXPECT_EQ((Sketch{.heads = 32, .costs = kFusedCosts}).find(StrategyKind::kHalves), std::nullopt);
+}
+
+TEST(Plan, PredictsWhatItChooses) {
+    const Sketch call{.heads = 32};
+    const PrefillShape shape = call.shape();
+    const CarryTraits carry = call.carry();
+    const chunked::Candidates all =
+        chunked::Planner(shape, carry, {.multiprocessors = kMultiprocessors}).candidates(false);
+    const Candidate* const chosen = all.choose(StrategyKind::kAny);
+    EXPECT_GE(all.all().size(), 3u);
+    for (const Candidate& other : all.all()) EXPECT_LE(chosen->expected, other.expected);
+    // prepare costs a kernel of 10 us here and a round takes 8; 0.8 for each of 512 chunks
+    EXPECT_NEAR(chosen->expected, 10 + 8 + 0.8 * 512, 1e-6);
+    const Candidate* const whole = all.choose(StrategyKind::kWhole);
+    EXPECT_NEAR(whole->expected, 10 + 8 + 1.2 * 512, 1e-6);
+}
+
+TEST(Plan, APackedCallIsCutForTheLengthsThatMayCome) {
+    // Four sequences of equal length would need no cut, one with all tokens does.
+    const Sketch few{.heads = 4, .sequences = 4, .tokens = 128 * 64, .packed = true};
+    EXPECT_EQ(few.chosen(), StrategyKind::kSegments);
+    const Sketch many{.heads = 4, .sequences = 32, .tokens = 16 * 64, .packed = true};
+    EXPECT_EQ(many.chosen(), StrategyKind::kWhole);
+    EXPECT_TRUE(many.plan().by_warp);
+    EXPECT_EQ(many.plan().max_segments, 32);
+    const Sketch more{.heads = 4, .sequences = 33, .tokens = 16 * 64, .packed = true};
+    EXPECT_FALSE(more.plan().by_warp);
+    EXPECT_GT(more.plan().max_segments, 33);
+}
+
+TEST(Plan, FirstSegmentsAreCarriedBesideTheMapsOfOthers) {
+    Sketch call{.first_beside_maps = true};
+    constexpr std::array kNarrow{0.0, 1.2, 9.0, 1.0, 1.4, 9.0, 0.0, 0.0, 0.0};
+    call.costs = kNarrow;
+    EXPECT_TRUE(call.segments().first_beside_maps);
+    EXPECT_EQ(call.plan().segment_chunks, 57);  // nine: 16 CTAs and 7 x 16 of maps, then 8 x 16
+    for (const auto& [heads, chunks] : {std::pair{4, 32}, {12, 86}, {16, 103}, {22, 128}}) {
+        call.heads = heads;
+        EXPECT_EQ(call.segments().first_beside_maps, heads > 4) << heads;  // of 4 segments are too short
+        EXPECT_EQ(call.plan().segment_chunks, chunks) << heads;
+    }
+    call.heads = 8, call.sequences = 2;
+    EXPECT_TRUE(call.segments().first_beside_maps);
+    call.tokens = 3000 * 64;
+    EXPECT_FALSE(call.segments().first_beside_maps);  // several slabs, with parts of sequences
+    call.sequences = 1, call.tokens = 6000 * 64;
+    EXPECT_TRUE(call.segments().first_beside_maps);
+    call.tokens = 512 * 64, call.kept = true;
+    EXPECT_FALSE(call.segments().first_beside_maps);
+    call.kept = false, call.packed = true;
+    EXPECT_FALSE(call.segments().first_beside_maps);
+}
+
+TEST(Plan, WhatIsKeptStaysWholeAndIsCutFinely) {
+    Sketch call{.heads = 32, .tokens = 1000 * 64, .costs = kCutCosts};
+    call.kept = true;  // nobody knows the state yet
+    PrefillPlan plan = call.plan();
+    EXPECT_EQ(plan.slab_chunks, 1000);
+    EXPECT_EQ(call.segments().count, 4);  // of CTAs of eight warps; maps take two rounds
+    constexpr std::array kNarrow{0.0, 1.2, 9.0, 1.0, 1.4, 9.0, 0.0, 0.0, 0.0};
+    call.costs = kNarrow;
+    EXPECT_EQ(call.plan().segment_chunks, 500);  // two: too few to pay for maps that are not made anyway
+    call.from_zero = true;
+    EXPECT_EQ(call.plan().segment_chunks, 556);  // no M of the first: longer
+    call.heads = 8;
+    EXPECT_EQ(call.plan().segment_chunks, 125);
+    EXPECT_TRUE(call.segments().first_apart);
+    call.invariant = true;
+    EXPECT_EQ(call.plan().segment_chunks, 1000);
+    call = {.heads = 200, .kept = true};  // more heads than multiprocessors
+    EXPECT_EQ(call.chosen(), StrategyKind::kWhole);
+    call = {.heads = 32, .tokens = 16 * 64, .kept = true};
+    EXPECT_EQ(call.plan().segment_chunks, 16);  // too short to cut, though maps are made
+}
+
+TEST(Plan, CutsLongCallsIntoEvenSlabs) {
+    const PrefillPlan plan = Sketch{.heads = 64, .tokens = 1000 * 64}.plan();
+    EXPECT_EQ(plan.slab_chunks, 334);  // of at most 404
+    EXPECT_EQ(plan.slabs(), 3);
+    EXPECT_LE(plan.slab_chunks * 64 * kOperandBytes, chunked::kSlabBytes);
+    EXPECT_EQ((Sketch{.heads = 64, .tokens = 1000 * 64, .operand_bytes = 0}).plan().slab_chunks, 1000);
+    EXPECT_EQ((Sketch{.heads = 64, .tokens = 0}).plan().slab_chunks, 1);
+}
+
+TEST(Plan, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
+    const auto warpgroups = [&](Sketch call) {
+        call.with_fused = true, call.costs = kFusedCosts;
+        const PrefillPlan plan = call.plan();
+        const auto* const fused = std::get_if<Fused>(&plan.strategy);
+        return fused ? fused->warpgroups : 0;
+    };
+    EXPECT_EQ(warpgroups({.heads = 96, .tokens = 8192}), 2);  // 192 CTAs in pairs would take two rounds
+    EXPECT_EQ(warpgroups({.heads = 64, .tokens = 8192}), 1);
+    EXPECT_EQ(warpgroups({.heads = 16, .tokens = 8192}), 0);  // the whole device prepares few heads
+    EXPECT_EQ(warpgroups({.heads = 16, .tokens = 256}), 1);   // a second kernel would take as long
+    EXPECT_EQ(warpgroups({.heads = 40, .sequences = 4, .tokens = 8192}), 2);
+    EXPECT_EQ(warpgroups({.heads = 16, .sequences = 4, .tokens = 8192}), 0);  // one may be as long as all
+    EXPECT_EQ(warpgroups({.heads = 16, .sequences = 4, .tokens = 64}), 1);    // but not very long
+    EXPECT_EQ(warpgroups({.heads = 40, .sequences = 4, .tokens = 8192, .invariant = true}), 0);
+    EXPECT_EQ(warpgroups({.heads = 64, .sequences = 4, .tokens = 8192, .invariant = true}), 1);
+    EXPECT_EQ(warpgroups({.heads = 16, .tokens = 256, .invariant = true}), 0);  // whatever its length
+    EXPECT_EQ(warpgroups({.heads = 96, .tokens = 8192, .value_dim = 64}), 2);
+    for (bool packed : {false, true})  // a batch and the same sequences packed get the same bits
+        EXPECT_EQ(warpgroups({.heads = 40, .sequences = 4, .tokens = 8192, .packed = packed}), 2);
+    Sketch forced{.heads = 16, .with_fused = true, .costs = kFusedCosts};
+    EXPECT_EQ(kind(forced.find(StrategyKind::kFused)->strategy), StrategyKind::kFused);
+    forced.with_fused = false;
+    EXPECT_EQ(forced.find(StrategyKind::kFused), std::nullopt);
+}
+
+TEST(Machines, OtherGpusAreEstimatedByTheirRates) {
+    const Device h200{.compute_capability = 90,
+                      .multiprocessors = 132,
+                      .clock_mhz = machines()[0].clock_mhz,
+                      .memory_gbps = machines()[0].memory_gbps};
+    const auto prepare = [](const Device& device) {
+        return Estimate(device).costs(false, Family::kTokenDelta).prepare;
+    };
+    const auto carry = [](const Device& device) {
+        return Estimate(device).costs(false, Family::kTokenDelta).carry[0];
+    };
+    EXPECT_EQ(Estimate(h200).machine.name, machines()[0].name);
+    EXPECT_EQ(carry(h200), carry({}));  // rates unknown
+    Device slower = h200;
+    slower.compute_capability = 89, slower.clock_mhz /= 2;
+    slower.multiprocessors = 33, slower.memory_gbps /= 4;  // as much memory for each multiprocessor
+    EXPECT_NEAR(carry(slower), carry(h200) * 2 * 2.5, 1e-9);
+    EXPECT_NEAR(prepare(slower), prepare(h200) * 2 * 2.5, 1e-9);
+    slower.memory_gbps /= 10;
+    EXPECT_NEAR(prepare(slower), prepare(h200) * 10, 1e-9);  // bound by memory now
+    EXPECT_NEAR(carry(slower), carry(h200) * 2 * 2.5, 1e-9);
 }
 
 TEST(Policy, HeadsThatShareKeysArePreparedTogetherWhereCtasAreMany) {
@@ -156,55 +263,6 @@ TEST(Policy, CarriesWaitPerChunkWherePrepareEndsRaggedly) {
     EXPECT_FALSE(pays_per_chunk(3 * kAll + 1, 4, kAll));
     EXPECT_TRUE(pays_per_chunk(12 * kAll, 4, kAll));
     EXPECT_FALSE(pays_per_chunk(12 * kAll + 1, 4, kAll));  // what a CTA pays adds up
-}
-
-TEST(Policy, CutsLongCallsIntoEvenSlabs) {
-    const PrefillPolicy policy = prefill_policy(one_sequence(1000, 64), kImage, kMultiprocessors, 4);
-    EXPECT_EQ(policy.slab_chunks, 334);  // of at most 404
-    EXPECT_LE(policy.slab_chunks * 64 * kImage, chunked::kSlabBytes);
-    EXPECT_EQ(prefill_policy(one_sequence(1000, 64), 0, kMultiprocessors, 4).slab_chunks, 1000);  // no images
-    EXPECT_EQ(prefill_policy(one_sequence(0, 64), kImage, kMultiprocessors, 4).slab_chunks, 1);
-}
-
-TEST(Policy, RowsComeInWholeSteps) {
-    PrefillShape narrow = one_sequence(128, 64);
-    narrow.value_dim = 16;
-    EXPECT_EQ(prefill_policy(narrow, kImage, kMultiprocessors, 1).warps, 1);
-    EXPECT_EQ(prefill_policy(narrow, kImage, kMultiprocessors, 4).warps, 4);
-}
-
-TEST(Policy, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
-    constexpr chunked::FusedCosts kFused{
-        .prepare = 4.0, .carry = {1.2, 2.5}, .fused = {3.0, 4.0}, .round = 8.0, .kernel = 10.0};
-    const auto groups = [&](int heads, std::int64_t sequences, std::int64_t tokens, bool invariant = false,
-                            bool always = false) {
-        PrefillShape shape = one_sequence(128, heads);
-        shape.sequences = sequences;
-        return chunked::fused_groups(shape, sequences * tokens, invariant, kMultiprocessors, always, kFused);
-    };
-    EXPECT_EQ(groups(96, 1, 8192), 2);  // 96 CTAs; 192 of one warpgroup would take two rounds
-    EXPECT_EQ(groups(64, 1, 8192), 1);
-    EXPECT_EQ(groups(16, 1, 8192), 0);  // images of few heads are made by the whole device
-    EXPECT_EQ(groups(16, 1, 8192, false, true), 1);
-    EXPECT_EQ(groups(16, 1, 256), 1);  // a second kernel would take as long as the first
-    EXPECT_EQ(groups(40, 4, 8192), 2);
-    EXPECT_EQ(groups(8, 32, 8192), 0);        // one of them may be as long as all
-    EXPECT_EQ(groups(8, 32, 16), 2);          // but not very long
-    EXPECT_EQ(groups(40, 4, 8192, true), 0);  // as each alone
-    EXPECT_EQ(groups(64, 4, 8192, true), 1);
-    EXPECT_EQ(groups(16, 1, 256, true), 0);  // whatever its length
-    const auto softplus = [&](int heads, std::int64_t tokens) {
-        return chunked::fused_groups(one_sequence(128, heads), tokens, false, kMultiprocessors, false,
-                                     chunked::kSoftplusCosts);
-    };
-    EXPECT_EQ(softplus(64, 8192), 1);
-    EXPECT_EQ(softplus(48, 8192), 1);
-    EXPECT_EQ(softplus(32, 8192), 0);
-    EXPECT_EQ(softplus(96, 8192), 0);  // pairs would take two rounds
-    EXPECT_EQ(softplus(32, 1024), 1);
-    PrefillShape narrow = one_sequence(128, 96);
-    narrow.value_dim = 64;  // for one CTA of one warpgroup, which has a peer all the same
-    EXPECT_EQ(chunked::fused_groups(narrow, 8192, false, kMultiprocessors, false, kFused), 2);
 }
 
 TEST(Divisor, DividesLikeDivision) {

@@ -35,12 +35,15 @@ void record(const Args&, const Context& context) {
     EXPECT_EQ(reinterpret_cast<std::uintptr_t>(context.workspace) % 64, 0u);
 }
 
+Prediction key_dim_as_time(const Problem& problem) { return static_cast<double>(problem.key_dim); }
+
 constexpr std::array<Kernel, 5> kRows{{
-    {"gpu", Pass::kPrefill, DeviceKind::kCuda, always, no_bytes, record<0>},
-    {"cpu:odd", Pass::kPrefill, DeviceKind::kCpu, never, no_bytes, record<1>},
-    {"cpu:even", Pass::kPrefill, DeviceKind::kCpu, even_keys, some_bytes, record<2>},
-    {"cpu:even", Pass::kDecode, DeviceKind::kCpu, even_keys, no_bytes, record<3>},
-    {"plain", Pass::kPrefill, DeviceKind::kCpu, always, no_bytes, record<4>},
+    {"gpu", Pass::kPrefill, DeviceKind::kCuda, always, prepare<no_bytes, record<0>>},
+    {"cpu:odd", Pass::kPrefill, DeviceKind::kCpu, never, prepare<no_bytes, record<1>>, key_dim_as_time},
+    {"cpu:even", Pass::kPrefill, DeviceKind::kCpu, even_keys, prepare<some_bytes, record<2>>,
+     key_dim_as_time},
+    {"cpu:even", Pass::kDecode, DeviceKind::kCpu, even_keys, prepare<no_bytes, record<3>>},
+    {"plain", Pass::kPrefill, DeviceKind::kCpu, always, prepare<no_bytes, record<4>>},
 }};
 
 std::string_view target_of(std::string_view backend, std::int64_t key_dim = 4) {
@@ -115,8 +118,11 @@ TEST(Dispatch, ExplainChoosesOneOfSeveral) {
     Problem problem;
     problem.key_dim = 4;
     std::vector<std::string_view> chosen;
-    for (const Explanation& row : explain(problem))
+    for (const Explanation& row : explain(problem)) {
         if (row.chosen) chosen.push_back(row.target);
+        // A row that does not take the problem, or has no model, predicts nothing.
+        EXPECT_EQ(row.microseconds, row.target == "cpu:even" ? Prediction(4.0) : std::nullopt) << row.target;
+    }
     EXPECT_EQ(chosen, std::vector<std::string_view>{"cpu:even"});
 }
 

@@ -38,13 +38,17 @@ def _rows(
     )
 
 
-# Kernels that take few calls, with tests of their own.
-SPECIAL = ("sm90:fused",)
+# Ways to run a chunked prefill, which take few calls and have tests of their own (tests/gpu).
+STRATEGIES = ("fused", "whole", "halves", "segments")
+
+
+def is_strategy(target: str) -> bool:
+    return target.partition(":")[2] in STRATEGIES
 
 
 def targets(pass_name: str = "prefill") -> list[str]:
     """Every target for this device, whether this machine can run it or not."""
-    return [row.target for row in _rows(kind(), pass_name, torch.bfloat16) if row.target not in SPECIAL]
+    return [row.target for row in _rows(kind(), pass_name, torch.bfloat16) if not is_strategy(row.target)]
 
 
 def able(
@@ -52,7 +56,7 @@ def able(
 ) -> list[str]:
     """The targets that take such a call on this machine."""
     rows = _rows(kind(), pass_name, dtype, beta_per_value, key_dim)
-    return [row.target for row in rows if row.verdict != "no"]
+    return [row.target for row in rows if row.verdict != "no" and not is_strategy(row.target)]
 
 
 def serves(target: str, pass_name: str) -> bool:

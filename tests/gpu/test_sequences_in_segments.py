@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences that Hopper cuts into segments: results are those of one walk. The first is walked beside others'
-maps."""
+"""Sequences that Hopper cuts into segments: results are those of one carry. The first segment is
+carried beside the maps of the others."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def inputs_of(shape: str, seed: int = 0) -> Inputs:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_segments_are_one_walk(shape):
+def test_segments_are_one_carry(shape):
     inputs = inputs_of(shape)
-    cut = passes.prefill(inputs, backend="sm90")
-    whole = passes.prefill(inputs, backend="sm90", batch_invariant=True)
+    cut = passes.prefill(inputs, backend="sm90:segments")
+    whole = passes.prefill(inputs, backend="sm90:whole")
     if shape != "slabs":
         assert_same_bits(
             "o of the first segment", cut.o[:, :FIRST].contiguous(), whole.o[:, :FIRST].contiguous()
@@ -54,10 +54,10 @@ def test_segments_are_one_walk(shape):
     assert errors(cut.final_state, whole.final_state.double()).rms < CLOSE
 
 
-@pytest.mark.parametrize(("batch_invariant", "carries", "composes"), [(False, 3, 1), (True, 1, 0)])
-def test_what_is_cut(batch_invariant, carries, composes):
+@pytest.mark.parametrize(("backend", "carries", "composes"), [("sm90:segments", 3, 1), ("sm90:whole", 1, 0)])
+def test_what_is_cut(backend, carries, composes):
     inputs = inputs_of("one")
-    names = device.kernels_of(lambda: passes.prefill(inputs, backend="sm90", batch_invariant=batch_invariant))
+    names = device.kernels_of(lambda: passes.prefill(inputs, backend=backend))
     assert sum("sm90::carry" in name for name in names) == carries
     assert sum("compose" in name for name in names) == composes
 
@@ -68,9 +68,9 @@ def test_one_call_after_another():
     cases = [
         inputs_of(shape, seed) for shape, seed in (("one", 0), ("one", 1), ("no state", 0), ("batch", 0))
     ]
-    first = [passes.prefill(inputs, backend="sm90") for inputs in cases]
+    first = [passes.prefill(inputs, backend="sm90:segments") for inputs in cases]
     for _ in range(20):
         for inputs, expected in zip(cases, first, strict=True):
-            again = passes.prefill(inputs, backend="sm90")
+            again = passes.prefill(inputs, backend="sm90:segments")
             assert_same_bits("o", again.o, expected.o)
             assert_same_bits("final_state", again.final_state, expected.final_state)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences that Hopper cuts in two: no bit changes. The first piece is walked beside its map, from which the
-second starts."""
+"""Sequences that Hopper cuts in two: no bit changes. The first piece is carried beside its map, from which
+the second starts."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def inputs_of(algorithm: str, shape: str, seed: int = 0) -> Inputs:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("algorithm", ["gdn", "delta_per_head", "delta"])
 def test_halves_change_no_bit(algorithm, shape):
-    """The map of the first piece makes the state that the walk makes, by the same products; nothing here
+    """The map of the first piece makes the state that the carry makes, by the same products; nothing here
     forgets."""
     inputs = inputs_of(algorithm, shape)
-    cut = passes.prefill(inputs, backend="sm90")
-    whole = passes.prefill(inputs, backend="sm90", batch_invariant=True)
+    cut = passes.prefill(inputs, backend="sm90:halves")
+    whole = passes.prefill(inputs, backend="sm90:whole")
     assert_same_bits("o", cut.o, whole.o)
     assert_same_bits("final_state", cut.final_state, whole.final_state)
 
 
-@pytest.mark.parametrize(("batch_invariant", "carries"), [(False, 2), (True, 1)])
-def test_what_is_cut(batch_invariant, carries):
-    """Two kernels, the map's and the walk's, and none that composes."""
+@pytest.mark.parametrize(("backend", "carries"), [("sm90:halves", 2), ("sm90:whole", 1)])
+def test_what_is_cut(backend, carries):
+    """Two kernels, the map's and the carry's, and none that composes."""
     inputs = inputs_of("gdn", "one")
-    names = device.kernels_of(lambda: passes.prefill(inputs, backend="sm90", batch_invariant=batch_invariant))
+    names = device.kernels_of(lambda: passes.prefill(inputs, backend=backend))
     assert sum("sm90::carry" in name for name in names) == carries
     assert not any("compose" in name for name in names)
 
@@ -57,9 +57,9 @@ def test_what_is_cut(batch_invariant, carries):
 def test_one_call_after_another(algorithm):
     """Calls that find the same workspace: no kernel reads what the call before left there."""
     cases = [inputs_of(algorithm, "coupled", seed) for seed in (0, 1)] + [inputs_of(algorithm, "one")]
-    first = [passes.prefill(inputs, backend="sm90") for inputs in cases]
+    first = [passes.prefill(inputs, backend="sm90:halves") for inputs in cases]
     for _ in range(20):
         for inputs, expected in zip(cases, first, strict=True):
-            again = passes.prefill(inputs, backend="sm90")
+            again = passes.prefill(inputs, backend="sm90:halves")
             assert_same_bits("o", again.o, expected.o)
             assert_same_bits("final_state", again.final_state, expected.final_state)

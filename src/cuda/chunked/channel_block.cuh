@@ -6,6 +6,7 @@
 
 #include "cuda/chunked/block.cuh"
 #include "cuda/chunked/channel_gates.cuh"
+#include "cuda/chunked/plan.h"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/tile/gate.cuh"
 

@@ -148,10 +148,6 @@ struct alignas(16) PackedChunk {
     std::int32_t count = 0;
 };
 
-// Up to this many packed sequences that stay whole need no schedule
-// kernel: every warp finds its chunk by itself, with sequence n in lane n.
-inline constexpr int kMostByWarp = 32;
-
 // Where chunks and segments are. Chunks are numbered sequence after sequence.
 // Without cu_seqlens everything follows from shapes.
 // With cu_seqlens the schedule kernel has written the slab's chunks and segments, unless by_warp.

@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
         --chain.count;  // no segment follows the last one
         start = static_cast<float*>(p.starts.data) + p.starts.offset(first.number + 1, value_head) +
                 row.row * kKey + row.channel;
-        from_zero = p.first_walks || (first.chunk == 0 && slot < 0);
+        from_zero = p.first_beside_maps || (first.chunk == 0 && slot < 0);
     }
     const auto each = [&](float4 now) {
         if (kTotal) return;

@@ -41,7 +41,7 @@ struct CarryParams {
     bool halves = false;
     // First segments are carried beside the maps of the others, by a launch for them alone (first_only).
     // That launch leaves their last states in slab_end, one slot per sequence.
-    bool first_walks = false, first_only = false;
+    bool first_beside_maps = false, first_only = false;
 };
 
 // The rows of a warp: kWarpRows from `first` on, of which those below `end` exist.
@@ -146,7 +146,7 @@ __device__ __forceinline__ Segment own_segment(const DeviceArgs& a, const Schedu
     const int number = segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x));
     Segment own = schedule.by_warp ? segment_by_warp<kTokens<kKey>>(a, schedule, number)
                                    : segment_of(a, schedule, number);
-    if (!kMaps && p.first_walks) {
+    if (!kMaps && p.first_beside_maps) {
         if ((own.rank == 0) != p.first_only) own = {};
         if (p.first_only) own.count = 1;  // its last state is stored like that of a slab's last segment
     }

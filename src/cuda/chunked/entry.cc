@@ -26,6 +26,23 @@ Support supports(const Problem& problem) {
     return Support::yes();
 }
 
+Support refuses(StrategyKind kind) {
+    const std::string segments = std::to_string(kLeastSegments), chunks = std::to_string(kLeastSegment);
+    switch (kind) {
+        case StrategyKind::kSegments:
+            return Support::no("cuts sequences into at least " + segments + " segments of " + chunks +
+                               " chunks or more, which fit the device at once; none in batch-invariant mode");
+        case StrategyKind::kHalves:
+            return Support::no("cuts sequences of " + std::to_string(kLeastHalved) +
+                               " chunks or more in two, where both halves fit the device at once; not in "
+                               "batch-invariant mode, and only delta rules with one decay per token");
+        case StrategyKind::kAny:
+        case StrategyKind::kFused:
+        case StrategyKind::kWhole: break;
+    }
+    return Support::no("has no kernel for this call");
+}
+
 void compose(const Composition& c, const Context& context) {
     const DeviceGuard guard(context.device.index);
     const auto rows = [](const TensorRef& ref) {

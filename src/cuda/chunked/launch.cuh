@@ -4,31 +4,28 @@
 //
 //   schedule         chunks and segments from cu_seqlens; skipped unless the call is packed and not by_warp
 //   prepare_*        chunk operands; skipped where the carry prepares them itself or where they were kept
-//   carry            of first segments (first_walks only)
-//   carry, maps      (M, B) of segments
-//   compose          states before segments, or the map of a whole sequence
-//   carry            outputs and final states
-// A fused kernel (Carry::Fused) replaces everything but schedule.
-//
-// Template parameter Carry describes the kernel that runs over the chunks: its types,
-// the multiple of warps per CTA, whether it prepares additive algorithms itself, whether
-// it waits for its inputs itself (Schedule::awaits_operands), and launch<delta, maps>().
+//   then, by strategy (plan.h):
+//     Fused          one kernel, instead of prepare
+//     Whole          carry: outputs and final states
+//     Halves         maps of first halves, carry
+//     Segments       carry of first segments (first_beside_maps only), maps, compose, carry
 //
 // A segment call with Args::keep is the first half of a prefill, up to the maps. If it is
 // asked for the map of the sequence, one compose kernel makes that from the segments' maps.
 // The prefill that gets its workspace as `kept` is the second half, from compose on.
 #pragma once
 
-#include <optional>
+#include <memory>
+#include <string>
 
-#include "core/carve.h"
+#include "core/kernel.h"
 #include "cuda/call.h"
 #include "cuda/chunked/compose.cuh"
-#include "cuda/chunked/cursor.cuh"
-#include "cuda/chunked/plan.h"
 #include "cuda/chunked/prepare_channel.cuh"
 #include "cuda/chunked/prepare_token.cuh"
 #include "cuda/chunked/schedule.cuh"
+#include "cuda/chunked/target.h"
+#include "cuda/chunked/workspace.cuh"
 #include "cuda/pipe/launch.h"
 
 namespace cula::cuda::chunked {
@@ -38,252 +35,264 @@ inline States float_states(float* data, std::int64_t slots, std::int64_t heads, 
     return {data, Dtype::kFloat32, slots, heads * rows * columns, rows * columns, columns, 1};
 }
 
-// Carry::Fused of a carry without a fused kernel. `pays`: the fused
-// kernel takes this call, and takes less time than two kernels.
-struct NotFused {
-    static constexpr bool pays = false;
-    NotFused(const Call&, const PrefillShape&) {}
-    template <class ShapeOf>
-    void launch(const Call&, const Schedule&, const CarryParams&, const ShapeOf&) const {}
-};
+inline Divisor divisor(std::int32_t by) { return Divisor(static_cast<std::uint32_t>(by)); }
 
-template <class Carry>
-struct PrefillPlan {
+template <ChunkedTarget Carry>
+CarryTraits traits_of(const Problem& problem) {
+    using Operands = ChunkOperands<typename Carry::Type, Carry::kKey, Carry::kPerChannel>;
+    const bool delta = problem.algorithm.update == Update::kDelta;
+    return {.warp_step = Carry::kWarpStep,
+            .operand_bytes = delta || !Carry::kScoresItself ? sizeof(Operands) : 0,
+            .warpgroups = Carry::kWarpgroups,
+            .family = family(problem.algorithm, problem.gate),
+            .first_beside_maps = Carry::kFirstBesideMaps && delta,
+            .chunk_tokens = kTokens<Carry::kKey>};
+}
+
+// Every way to run the problem, with its predicted time. Without tensors at
+// hand it is assumed that the fused kernel, where there is one, takes them.
+template <ChunkedTarget Carry>
+Candidates prefill_candidates(const Problem& problem) {
+    const CarryTraits traits = traits_of<Carry>(problem);
+    const PrefillShape shape = shape_of(problem, traits.chunk_tokens);
+    return Planner(shape, traits, problem.device).candidates(Carry::fuses(problem));
+}
+
+// Launches the kernels of one call.
+template <ChunkedTarget Carry, bool kDelta>
+class Launches {
     using T = typename Carry::Type;
     static constexpr int kKey = Carry::kKey;
     static constexpr bool kPerChannel = Carry::kPerChannel;
+    static constexpr bool kPrepares = kDelta || !Carry::kScoresItself;
 
-    PrefillPolicy policy;
-    std::optional<typename Carry::Fused> fused;
-    std::int64_t chunks = 0;
-    std::int32_t max_segments = 0;
-    bool maps = false;
-    bool by_warp = false;  // as in Schedule
-    // kept: the workspace is left to a prefill, or is one that a segment call left; found: the latter
-    bool kept = false, found = false;
-    std::int32_t* first_chunk = nullptr;
-    PackedChunk* packed = nullptr;
-    Segment* segments = nullptr;
-    std::int32_t* is_compensated = nullptr;
-    float* fading = nullptr;
-    ChunkOperands<T, kKey, kPerChannel>* operands = nullptr;
-    float *map_m = nullptr, *map_b = nullptr, *starts = nullptr, *unfinished[2] = {};
-    // Of the call that prepares; of a prefill that found a kept workspace.
-    std::size_t bytes = 0, own_bytes = 0;
+public:
+    Launches(const Call& call, const PrefillPlan& plan)
+        : call_(call),
+          a_(call.args),
+          plan_(plan),
+          found_(plan.shape.kept && call.kept),
+          workspace_(plan, call.workspace, call.kept, found_),
+          early_(call.follows) {
+        p_.is_compensated = workspace_.is_compensated, p_.fading = workspace_.fading;
+        p_.starts = float_states(workspace_.starts, 0, a_.value_heads, a_.value_dim, kKey);
+        p_.map_b = float_states(workspace_.map_b, 0, a_.value_heads, a_.value_dim, kKey);
+        p_.map_m = float_states(workspace_.map_m, 0, a_.value_heads, kDelta ? a_.key_dim : 1, kKey);
 
-    static PrefillPlan of(const Call& call) {
-        const DeviceArgs& a = call.args;
-        const PrefillPlan plan(call, call.segment && a.segment_b.data && !a.segment_m.data);
-        if (!plan.found || plan.bytes == call.kept_bytes) return plan;
-        // A segment call that made B alone lacks what depends on a state before its tokens.
-        const PrefillPlan from_zero(call, true);
-        if (from_zero.bytes == call.kept_bytes && !a.initial.data) return from_zero;
-        throw Error("prefill: kept must be what a segment of the same inputs has kept, " +
-                    std::to_string(plan.bytes) + " bytes, got " + std::to_string(call.kept_bytes) +
-                    (from_zero.bytes == call.kept_bytes
-                         ? ", of one that made b alone, which has no initial_state"
-                         : ""));
+        schedule_.chunk_tokens = kTokens<kKey>;
+        schedule_.segment_chunks = plan.segment_chunks;
+        schedule_.by_segment = divisor(plan.segment_chunks);
+        schedule_.chunks = ceil_div(a_.tokens, kTokens<kKey>);
+        schedule_.by_chunks = divisor(schedule_.chunks);
+        schedule_.max_segments = plan.max_segments;
+        schedule_.ahead = std::max(1, call.multiprocessors / a_.value_heads);
+        schedule_.by_warp = plan.by_warp;
+        schedule_.packed = workspace_.packed;
+        schedule_.segments = workspace_.segments;
+        schedule_.awaits_operands =
+            waits_itself() && workspace_.operands && plan.shape.chunks > 0 && !plan.makes_maps() && !found_;
+        // Where maps are composed, only a carry that waits for compose itself may start early: waiting
+        // CTAs of other kernels would occupy multiprocessors that maps still need.
+        early_.allow(!plan.cuts());
     }
-    PrefillPlan(const Call& call, bool b_alone) {
-        const DeviceArgs& a = call.args;
-        const std::int64_t per_sequence = ceil_div(a.tokens, kTokens<kKey>);
-        chunks = a.cu_seqlens ? a.tokens / kTokens<kKey> + a.sequences : per_sequence * a.sequences;
-        const bool delta = a.algorithm.update == Update::kDelta;
-        PrefillShape shape{a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads,
-                           a.value_dim};
-        fused.emplace(call, shape);
-        const bool prepares = (delta || !Carry::kPreparesAdditive) && !fused->pays;
-        const std::size_t operand_bytes = prepares ? sizeof(ChunkOperands<T, kKey, kPerChannel>) : 0;
-        kept = (call.keeps || call.kept) &&
-               static_cast<std::size_t>(chunks) * a.value_heads * operand_bytes <= kKeptBytes;
-        shape.maps_pay = !a.batch_invariant && !fused->pays && (kept || !call.segment);
-        shape.kept = kept;
-        // With packed sequences the host does not know which segments
-        // come first: so neither first_apart nor first_walks.
-        shape.from_zero = b_alone && kept && delta && !a.cu_seqlens;
-        shape.costs = Carry::cut_costs(delta);
-        shape.costs.walks = shape.costs.walks && !a.cu_seqlens;
-        policy = prefill_policy(shape, operand_bytes, call.multiprocessors, Carry::kWarpStep);
-        maps = policy.segment_chunks <
-               std::min<std::int64_t>(policy.slab_chunks, a.cu_seqlens ? chunks : per_sequence);
-        by_warp = a.cu_seqlens && a.sequences <= kMostByWarp && slabs() == 1 && !maps;
-        if (by_warp) {
-            max_segments = a.sequences;
-        } else if (a.cu_seqlens) {
-            max_segments = a.sequences + ceil_div(policy.slab_chunks, policy.segment_chunks);
-        } else {
-            const std::int64_t in_slab = std::min<std::int64_t>(per_sequence, policy.slab_chunks);
-            const std::int64_t pieces =
-                per_sequence > 0 ? ceil_div(policy.slab_chunks, per_sequence) + 1 : a.sequences;
-            max_segments =
-                static_cast<std::int32_t>(std::min<std::int64_t>(pieces, a.sequences) *
-                                          (in_slab > 0 ? ceil_div(in_slab, policy.segment_chunks) : 1));
-        }
-        if (max_segments < 1) max_segments = 1;  // one CTA must zero the outputs that belong to no sequence
 
-        found = kept && call.kept;
-        Carver carver(found ? call.kept : call.workspace), own(call.workspace);
-        const std::int64_t heads = a.value_heads, states = heads * a.value_dim * a.key_dim;
-        // A prefill only reads the kept workspace and does not
-        // trust indices in it: it makes the schedule anew.
-        const auto take_schedule = [&](Carver& from) {
-            first_chunk = from.take<std::int32_t>(a.sequences + 1);
-            packed = from.take<PackedChunk>(policy.slab_chunks);
-            segments = from.take<Segment>(max_segments);
+    void run() {
+        for (int slab = 0; slab < plan_.slabs(); ++slab) {
+            begin(slab);
+            if constexpr (Carry::kFuses)
+                if (kind(plan_.strategy) == StrategyKind::kFused)
+                    return Carry::launch_fused(this->slab(), p_);
+            prepare();
+            if (call_.segment)
+                maps_of_call();
+            else
+                std::visit([&](const auto& strategy) { carry(strategy); }, plan_.strategy);
+        }
+    }
+
+private:
+    bool waits_itself() const { return call_.follows && Carry::kWaitsItself && !call_.segment; }
+    SlabOf<Carry> slab() { return {call_, plan_, schedule_, workspace_.operands, early_}; }
+    int pieces() const { return static_cast<int>(schedule_.by_pieces.value); }
+
+    template <auto kKernel, class... Arguments>
+    void launch(const LaunchShape& shape, const Arguments&... arguments) {
+        cuda::launch<kKernel>(early_(shape), call_.stream, a_, arguments...);
+    }
+
+    // Turns to the chunks of a slab.
+    void begin(int slab) {
+        schedule_.slab_begin = slab * plan_.slab_chunks;
+        schedule_.slab_end = static_cast<std::int32_t>(std::min<std::int64_t>(
+            plan_.shape.chunks, schedule_.slab_begin + std::int64_t{plan_.slab_chunks}));
+        schedule_.by_pieces = divisor(ceil_div(
+            std::min(schedule_.chunks, schedule_.slab_end - schedule_.slab_begin), plan_.segment_chunks));
+        p_.ranks = schedule_.by_pieces, p_.first_rank = 0;
+        const auto unfinished = [&](int which, std::int64_t slots) {
+            return float_states(workspace_.unfinished[which % 2], slots, a_.value_heads, a_.value_dim,
+                                a_.key_dim);
         };
-        const bool scheduled = a.cu_seqlens && !by_warp;
-        if (scheduled) take_schedule(carver);
-        if (scheduled && found) take_schedule(own);
-        if (prepares) {
-            is_compensated = carver.take<std::int32_t>(policy.slab_chunks * heads);
-            if (kFades<kKey, kPerChannel> && delta && (maps || call.segment || kept))
-                fading = carver.take<float>(policy.slab_chunks * heads);
-            operands = carver.take<ChunkOperands<T, kKey, kPerChannel>>(policy.slab_chunks * heads);
-        }
-        if (maps) {
-            // Rows of kKey channels, so that compose reads and writes them in 16-byte pieces.
-            const std::int64_t rows = max_segments * heads;
-            map_b = carver.take<float>(rows * a.value_dim * kKey);
-            if (!policy.halves) {
-                const std::int64_t of_head = (delta ? a.key_dim : 1) * kKey;
-                // With first_apart the very first segment has no M, and no room for one.
-                map_m = carver.take<float>((rows - (policy.first_apart ? heads : 0)) * of_head);
-                starts = carver.take<float>(rows * a.value_dim * kKey);
-            }
-            if (found) starts = own.take<float>(rows * a.value_dim * kKey);
-        }
-        if (slabs() > 1)
-            for (float*& x : unfinished) x = carver.take<float>(states);
-        bytes = carver.bytes(), own_bytes = own.bytes();
+        p_.slab_start = unfinished(slab, 1), p_.slab_end = unfinished(slab + 1, 1);
+        p_.slab_end.slot = 0;  // one slot, since only one sequence can continue into the next slab
+        if (workspace_.packed)
+            launch<schedule<kScheduleThreads>>({1, kScheduleThreads}, schedule_, workspace_.first_chunk,
+                                               workspace_.packed, workspace_.segments);
     }
 
-    int slabs() const { return std::max(1, ceil_div(chunks, policy.slab_chunks)); }
-    std::size_t workspace_bytes() const { return found ? own_bytes : bytes; }
-    std::size_t kept_bytes() const { return kept ? bytes : 0; }
+    void prepare() {
+        const auto chunks =
+            static_cast<std::size_t>(schedule_.slab_end - schedule_.slab_begin) * a_.value_heads;
+        constexpr int kCtas = kPerChannel ? kChannelCtas : kTokenCtas;
+        const int span =
+            kPrepares && !kPerChannel ? prepare_span(chunks, a_.group, call_.multiprocessors) : 1;
+        schedule_.per_chunk =
+            schedule_.awaits_operands && pays_per_chunk(chunks / span, kCtas, call_.multiprocessors);
+        if (found_) return;
+        if constexpr (kPrepares && kPerChannel)
+            launch<prepare_channel<T, kKey, kDelta, typename Carry::GateTiles>>(
+                {chunks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}, Carry::gate_tiles(a_), schedule_,
+                workspace_.operands, workspace_.is_compensated, workspace_.fading);
+        else if constexpr (kPrepares)
+            launch<prepare_token<T, kKey>>({chunks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)},
+                                           schedule_, span, workspace_.operands, workspace_.is_compensated,
+                                           workspace_.fading);
+    }
+
+    // kTotal: the map of a whole sequence, rather than the states before its segments.
+    template <bool kTotal>
+    void compose_maps(int row_tiles) {
+        launch<compose<kKey, kTotal>>({static_cast<std::size_t>(row_tiles) * a_.value_heads * a_.sequences,
+                                       kComposeThreads<kKey>, sizeof(ComposeSmem<kKey>)},
+                                      schedule_, p_, kDelta);
+    }
+    int value_tiles() const { return ceil_div(a_.value_dim, kComposeRows); }
+
+    void carry() { Carry::template launch<kDelta, false>(slab(), p_); }
+    void maps() { Carry::template launch<kDelta, true>(slab(), p_); }
+
+    void carry(const Fused&) {}  // Carry::launch_fused has done everything
+    void carry(const Whole&) { carry(); }
+    void carry(const Halves&) {
+        p_.halves = true, p_.wants_m = false;
+        maps();
+        carry();
+    }
+    void carry(const Segments& cut) {
+        take(cut);
+        if (cut.first_beside_maps) {
+            const States slab_end = p_.slab_end;
+            p_.first_only = true, p_.slab_end = p_.map_b, p_.slab_end.slot *= pieces();
+            carry();
+            p_.first_only = false, p_.slab_end = slab_end;
+            p_.first_rank = 1, p_.ranks = divisor(std::max(1, pieces() - 2)),
+            p_.beside_others = call_.follows;
+        }
+        if (!found_) maps();
+        compose_maps<false>(value_tiles());
+        // The last launch need not cover first segments again.
+        // With several sequences their CTAs return at once.
+        p_.first_rank = cut.first_beside_maps && a_.sequences == 1 ? 1 : 0;
+        schedule_.awaits_states = waits_itself();
+        early_.allow(schedule_.awaits_states);
+        carry();
+        schedule_.awaits_states = false;
+        early_.allow(false);
+    }
+    void take(const Segments& cut) {
+        p_.first_beside_maps = cut.first_beside_maps;
+        if (cut.first_apart) p_.map_m.data = workspace_.map_m - p_.map_m.slot, p_.first_m = false;
+    }
+
+    // Without segments: one map per sequence and slab, directly into
+    // the call's own m and b; the next slab continues from there.
+    void maps_of_call() {
+        p_.last_map = a_.segment_b.data;
+        const auto* const cut = std::get_if<Segments>(&plan_.strategy);
+        if (cut)
+            take(*cut);
+        else
+            p_.map_m = a_.segment_m, p_.map_b = a_.segment_b, p_.wants_m = a_.segment_m.data;
+        if (cut || p_.last_map) maps();
+        const int map_tiles = !a_.segment_m.data ? 0 : kDelta ? ceil_div(a_.key_dim, kComposeRows) : 1;
+        if (cut && p_.last_map) compose_maps<true>(value_tiles() + map_tiles);
+    }
+
+    const Call& call_;
+    const DeviceArgs& a_;
+    const PrefillPlan& plan_;
+    const bool found_;
+    const Workspace<T, kKey, kPerChannel, kDelta> workspace_;
+    EarlyStarts early_;
+    Schedule schedule_;
+    CarryParams p_;
 };
 
-inline Divisor divisor(std::int32_t by) { return Divisor(static_cast<std::uint32_t>(by)); }
+// A planned prefill or segment call.
+template <ChunkedTarget Carry, bool kDelta>
+class PreparedPrefill final : public Prepared {
+public:
+    PreparedPrefill(const PrefillPlan& plan, std::size_t workspace_bytes, std::size_t kept_bytes)
+        : Prepared(workspace_bytes, kept_bytes), plan_(plan) {}
 
-template <class Carry, bool kDelta>
-void launch_slabs(const Call& call) {
-    using T = typename Carry::Type;
-    constexpr int kKey = Carry::kKey;
-    const DeviceArgs& a = call.args;
-    const auto plan = PrefillPlan<Carry>::of(call);
-    const bool found = plan.found;
-    const std::int64_t heads = a.value_heads;
-    CarryParams p;
-    p.is_compensated = plan.is_compensated, p.fading = plan.fading;
-    p.starts = float_states(plan.starts, 0, heads, a.value_dim, kKey);
-    p.map_b = float_states(plan.map_b, 0, heads, a.value_dim, kKey);
-    p.map_m = float_states(plan.map_m, 0, heads, kDelta ? a.key_dim : 1, kKey);
-    if (plan.policy.first_apart) p.map_m.data = plan.map_m - p.map_m.slot;
-    p.halves = plan.policy.halves, p.first_walks = plan.policy.first_walks;
-    p.wants_m = !p.halves, p.first_m = !plan.policy.first_apart;
-
-    Schedule schedule_of;
-    schedule_of.chunk_tokens = kTokens<kKey>;
-    schedule_of.segment_chunks = plan.policy.segment_chunks;
-    schedule_of.by_segment = divisor(plan.policy.segment_chunks);
-    schedule_of.chunks = ceil_div(a.tokens, kTokens<kKey>);
-    schedule_of.by_chunks = divisor(schedule_of.chunks);
-    schedule_of.max_segments = plan.max_segments;
-    schedule_of.ahead = std::max(1, call.multiprocessors / a.value_heads);
-    schedule_of.by_warp = plan.by_warp;
-    schedule_of.packed = plan.packed;
-    schedule_of.segments = plan.segments;
-    // PDL: every launch but the first of a call may start before the previous kernel ends.
-    // Where maps are composed, only a carry that waits for compose itself may: waiting
-    // CTAs of other kernels would occupy multiprocessors that maps still need.
-    const bool composes = plan.maps && !p.halves,
-               waits_itself = call.follows && Carry::kWaitsItself && !call.segment;
-    schedule_of.awaits_operands = waits_itself && plan.operands && plan.chunks > 0 && !plan.maps && !found;
-    bool first = true;
-    const auto shape = [&](LaunchShape of) {
-        of.early = call.follows && !first && (!composes || schedule_of.awaits_states);
-        first = first && of.blocks == 0;  // an empty launch launches nothing
-        return of;
-    };
-    for (int slab = 0; slab < plan.slabs(); ++slab) {
-        schedule_of.slab_begin = slab * plan.policy.slab_chunks;
-        schedule_of.slab_end = static_cast<std::int32_t>(std::min<std::int64_t>(
-            plan.chunks, schedule_of.slab_begin + std::int64_t{plan.policy.slab_chunks}));
-        schedule_of.by_pieces =
-            divisor(ceil_div(std::min(schedule_of.chunks, schedule_of.slab_end - schedule_of.slab_begin),
-                             plan.policy.segment_chunks));
-        p.ranks = schedule_of.by_pieces;
-        if (plan.packed)
-            launch<schedule<kScheduleThreads>>(shape({1, kScheduleThreads}), call.stream, a, schedule_of,
-                                               plan.first_chunk, plan.packed, plan.segments);
-        if (plan.fused->pays) return plan.fused->launch(call, schedule_of, p, shape);
-        const std::size_t blocks =
-            static_cast<std::size_t>(schedule_of.slab_end - schedule_of.slab_begin) * a.value_heads;
-        constexpr bool kPrepares = kDelta || !Carry::kPreparesAdditive;
-        constexpr int kPrepareCtas = Carry::kPerChannel ? kChannelCtas : kTokenCtas;
-        const int span =
-            kPrepares && !Carry::kPerChannel ? prepare_span(blocks, a.group, call.multiprocessors) : 1;
-        schedule_of.per_chunk =
-            schedule_of.awaits_operands && pays_per_chunk(blocks / span, kPrepareCtas, call.multiprocessors);
-        if constexpr (kPrepares && Carry::kPerChannel) {
-            if (!found)
-                launch<prepare_channel<T, kKey, kDelta, typename Carry::GateTiles>>(
-                    shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}), call.stream, a,
-                    Carry::gate_tiles(a), schedule_of, plan.operands, plan.is_compensated, plan.fading);
-        } else if constexpr (kPrepares) {
-            if (!found)
-                launch<prepare_token<T, kKey>>(
-                    shape({blocks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)}), call.stream, a,
-                    schedule_of, span, plan.operands, plan.is_compensated, plan.fading);
-        }
-        const auto launch_compose = [&]<bool kTotal>(std::bool_constant<kTotal>, int row_tiles) {
-            launch<compose<kKey, kTotal>>(
-                shape({static_cast<std::size_t>(row_tiles) * a.value_heads * a.sequences,
-                       kComposeThreads<kKey>, sizeof(ComposeSmem<kKey>)}),
-                call.stream, a, schedule_of, p, kDelta);
-        };
-        const int value_tiles = ceil_div(a.value_dim, kComposeRows);
-        if (call.segment) {
-            // Without segments: one map per sequence and slab, directly into
-            // the call's own m and b; the next slab continues from there.
-            if (!plan.maps) p.map_m = a.segment_m, p.map_b = a.segment_b, p.wants_m = a.segment_m.data;
-            p.last_map = a.segment_b.data;
-            if (plan.maps || p.last_map)
-                Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
-            const int map_tiles = !a.segment_m.data ? 0 : kDelta ? ceil_div(a.key_dim, kComposeRows) : 1;
-            if (plan.maps && p.last_map) launch_compose(std::true_type{}, value_tiles + map_tiles);
-            continue;
-        }
-        p.slab_start = float_states(plan.unfinished[slab % 2], 1, heads, a.value_dim, a.key_dim);
-        States slab_end = float_states(plan.unfinished[(slab + 1) % 2], 1, heads, a.value_dim, a.key_dim);
-        slab_end.slot = 0;  // one slot, since only one sequence can continue into the next slab
-        p.slab_end = slab_end;
-        const int pieces = static_cast<int>(schedule_of.by_pieces.value);
-        p.first_rank = 0;
-        if (plan.maps) {
-            if (p.first_walks) {
-                p.first_only = true, p.slab_end = p.map_b, p.slab_end.slot *= pieces;
-                Carry::template launch<kDelta, false>(call, plan, schedule_of, p, shape);
-                p.first_only = false, p.slab_end = slab_end;
-                p.first_rank = 1, p.ranks = divisor(std::max(1, pieces - 2)), p.beside_others = call.follows;
-            }
-            if (!found) Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
-            if (!p.halves) launch_compose(std::false_type{}, value_tiles);
-            // The last launch need not cover first segments again.
-            // With several sequences their CTAs return at once.
-            p.first_rank = p.first_walks && a.sequences == 1 ? 1 : 0;
-        }
-        schedule_of.awaits_states = waits_itself && composes;
-        Carry::template launch<kDelta, false>(call, plan, schedule_of, p, shape);
-        schedule_of.awaits_states = false;
+    void run(const Args& args, const Context& context) const override {
+        const DeviceGuard guard(context.device.index);
+        const Call call = make_call(args, context);
+        Launches<Carry, kDelta>(call, plan_).run();
     }
+
+private:
+    PrefillPlan plan_;
+};
+
+template <ChunkedTarget Carry, bool kDelta>
+PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wanted) {
+    using Layout = Workspace<typename Carry::Type, Carry::kKey, Carry::kPerChannel, kDelta>;
+    const CarryTraits traits = traits_of<Carry>(problem);
+    const std::string declined = Carry::declines_fused(args);
+    const bool fuses = Carry::fuses(problem) && declined.empty();
+    if (wanted == StrategyKind::kFused && !fuses)
+        throw Error("prefill: backend \"sm90:fused\" does not take this call: " + declined);
+
+    PrefillShape shape = shape_of(problem, traits.chunk_tokens);
+    shape.kept =
+        (args.keep || args.kept) &&
+        static_cast<std::size_t>(shape.chunks) * shape.value_heads * traits.operand_bytes <= kKeptBytes;
+    const bool found = shape.kept && args.kept;
+    // b_alone: of a segment call that makes B alone, whose first segments need no M. With packed sequences
+    // the host does not know which segments come first.
+    const auto planned = [&](bool b_alone) {
+        PrefillShape of = shape;
+        of.from_zero = b_alone && shape.kept && kDelta && !shape.packed;
+        return plan_prefill(of, traits, problem.device, wanted, fuses);
+    };
+    const auto bytes = [&](const PrefillPlan& plan) { return Layout(plan, nullptr, nullptr, found).bytes; };
+
+    std::optional<PrefillPlan> plan = planned(args.segment_b && !args.segment_m);
+    if (!plan)
+        throw Error("prefill: backend must be one that takes this call, which cannot be run as " +
+                    std::string(name(wanted)));
+    if (found) {
+        const std::size_t given = static_cast<std::size_t>(args.kept.size[0]) * sizeof(std::int32_t);
+        const std::size_t needed = bytes(*plan);
+        // A segment call that made B alone lacks what depends on a state before its tokens.
+        const std::optional<PrefillPlan> from_zero = needed == given ? std::nullopt : planned(true);
+        const bool of_b_alone = from_zero && bytes(*from_zero) == given;
+        if (of_b_alone && !args.initial_state)
+            plan = from_zero;
+        else if (needed != given)
+            throw Error("prefill: kept must be what a segment of the same inputs has kept, " +
+                        std::to_string(needed) + " bytes, got " + std::to_string(given) +
+                        (of_b_alone ? ", of one that made b alone, which has no initial_state" : ""));
+    }
+    const Layout layout(*plan, nullptr, nullptr, found);
+    return std::make_shared<const PreparedPrefill<Carry, kDelta>>(
+        *plan, found ? layout.own_bytes : layout.bytes, shape.kept ? layout.bytes : 0);
 }
 
-template <class Carry>
-void launch_slabs(const Call& call) {
-    if (call.args.algorithm.update == Update::kDelta)
-        launch_slabs<Carry, true>(call);
-    else
-        launch_slabs<Carry, false>(call);
+template <ChunkedTarget Carry>
+PreparedPtr prepare_prefill(const Problem& problem, const Args& args, StrategyKind wanted) {
+    if (problem.algorithm.update == Update::kDelta) return prepare_as<Carry, true>(problem, args, wanted);
+    return prepare_as<Carry, false>(problem, args, wanted);
 }
 
 }  // namespace cula::cuda::chunked

@@ -1,55 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a prefill is spread over the device (docs/design/planning.md).
+// How a prefill is spread over the device (docs/design/planning.md): candidates, the time that each is
+// predicted to take, and the choice.
 // Decisions follow from shapes and the device alone, so that the same call always gives the same bits.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <variant>
+
+#include "cuda/machines.h"
+#include "cula/problem.h"
 
 namespace cula::cuda::chunked {
-
-// Costs in microseconds on an H200 with K = V = 128, per chunk.
-// whole: the carry of a whole sequence.
-// map: a map of a segmented sequence, of which many run over the last chunks only.
-// narrow, wide: the carry of a segmented sequence in CTAs of four and of eight warps.
-// halves: everything but prepare, per chunk of the sequence, where it is cut in two (PrefillPolicy::halves).
-// If `whole` is zero, every sequence that can be is segmented, with narrow CTAs.
-struct CutCosts {
-    double whole = 0.0, map = 0.0, narrow = 0.0, wide = 0.0, halves = 0.0;
-    // Ratio of the first of two segments to the second, where both maps run at once and the first has no M.
-    double first = 1.0;
-    bool walks = false;  // whether first segments may be carried beside maps (PrefillPolicy::first_walks)
-};
-
-struct PrefillShape {
-    std::int64_t sequences = 1, chunks = 0;  // chunks: upper bound over all sequences together
-    std::int64_t longest = 0;                // upper bound of the chunks of one sequence
-    int value_heads = 1, value_dim = 0;
-    bool maps_pay = true;    // segments are allowed: not in batch-invariant mode
-    bool kept = false;       // maps are made in any case, and chunk operands stay until a prefill reads them
-    bool from_zero = false;  // no one needs the M of a sequence's first segment
-    CutCosts costs = {};
-};
-
-struct PrefillPolicy {
-    int warps = 8;       // of a carry CTA, 16 value rows each
-    int row_blocks = 1;  // CTAs that share the value rows of a head
-    int segment_chunks = 0;
-    int slab_chunks = 0;  // chunks of a slab: those whose operands share one workspace
-    // Two segments per sequence. The second starts from the B of
-    // the first one's map, which starts from the sequence's state.
-    // The first segment's carry runs at the same time as its map. A map takes less time per
-    // chunk than a carry that also writes outputs, so the first segment is the longer one (5/8).
-    bool halves = false;
-    // One segment more than fill the device. The first is
-    // carried beside the maps of the others and needs no map.
-    bool first_walks = false;
-    // Maps of first segments have no M. They are launched on
-    // their own, and run at the same time as those of the others.
-    bool first_apart = false;
-};
 
 inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std::size_t{16} << 30;
 // CTAs of prepare per multiprocessor on sm_90: as many as
@@ -60,137 +29,376 @@ inline constexpr int kMostSpan = 4;       // value heads per CTA: a warp sums th
 inline constexpr int kLeastSegment = 8;   // chunks: in shorter segments the maps cost more than they save
 inline constexpr int kLeastSegments = 3;  // below this many segments likewise
 inline constexpr int kLeastHalved = 64;   // chunks of a sequence from which halves pay
-// Chunks per segment from which first_walks pays for its extra launch.
-inline constexpr int kLeastWalked = 32;
-// Microseconds. kMapStarts: start and end of maps and compose, which do not
-// overlap with their predecessors. kComposed: compose, per value head and segment.
-inline constexpr double kMapStarts = 12.0, kComposed = 0.19;
+// Chunks per segment from which Segments::first_beside_maps pays for its extra launch.
+inline constexpr int kLeastBesideMaps = 32;
+// Ratio of the first of two segments to the second, where both maps run at once and the first has no M: two
+// CTAs of two warpgroups take 1.11 us for a chunk of a map, two of one warpgroup 0.89 us for a chunk of a
+// first segment's B.
+inline constexpr double kFirstApart = 1.25;
 
-// warp_step: a CTA of the carry has a multiple of this many warps.
-inline PrefillPolicy prefill_policy(const PrefillShape& shape, std::size_t operand_bytes, int multiprocessors,
-                                    int warp_step) {
-    PrefillPolicy policy;
-    const int tiles = static_cast<int>((shape.value_dim + 15) / 16);
-    const auto blocks = [&](int warps) { return (tiles + warps - 1) / warps; };
-    // Rounds of CTAs times the cost of one. A CTA of eight warps takes 1.48 times as long as one of four.
-    const auto cost = [&](int warps) {
-        const std::int64_t ctas = shape.sequences * shape.value_heads * blocks(warps);
-        const std::int64_t rounds = (ctas + multiprocessors - 1) / multiprocessors;
-        return static_cast<double>(rounds) * (1.0 + 0.12 * (warps - 4));
-    };
-    const auto whole = [&](int warps) { return (warps + warp_step - 1) / warp_step * warp_step; };
-    policy.warps = whole(std::min(tiles, 8));
-    if (const int half = whole((policy.warps + 1) / 2); policy.warps > 4 && cost(half) < cost(policy.warps))
-        policy.warps = half;
-    policy.row_blocks = blocks(policy.warps);
-
-    const std::int64_t chunks = std::max<std::int64_t>(shape.chunks, 1);
-    const std::int64_t longest_slab =
-        operand_bytes == 0 || shape.kept
-            ? chunks
-            : std::max<std::int64_t>(
-                  1, static_cast<std::int64_t>(kSlabBytes / operand_bytes) / shape.value_heads);
-    const std::int64_t slabs = (chunks + longest_slab - 1) / longest_slab;
-    policy.slab_chunks = static_cast<int>((chunks + slabs - 1) / slabs);
-
-    const std::int64_t per_sequence =
-        std::max<std::int64_t>(1, std::min<std::int64_t>(shape.longest, policy.slab_chunks));
-    policy.segment_chunks = static_cast<int>(per_sequence);
-    const std::int64_t heads = shape.sequences * shape.value_heads;
-    if (!shape.maps_pay || heads == 0) return policy;
-    struct Cut {
-        int warps;
-        std::int64_t segments;
-        double cost;
-    };
-    const CutCosts& costs = shape.costs;
-    const bool by_cost = costs.whole > 0;
-    const double all = static_cast<double>(per_sequence);
-    const Cut none{policy.warps, 1,
-                   by_cost ? (costs.whole + (shape.kept ? costs.map : 0.0)) * all : HUGE_VAL};
-    // As many equal segments as fill the device, if they pay for their maps.
-    const auto equal_segments = [&](int warps, double carry) {
-        const std::int64_t count =
-            std::min<std::int64_t>(multiprocessors / (heads * blocks(warps)), per_sequence / kLeastSegment);
-        if (count < (shape.kept ? 2 : kLeastSegments)) return none;
-        const std::int64_t maps = shape.kept ? count : count - 1;
-        const std::int64_t map_ctas = maps * heads * 2 * blocks(8);  // M has about as many rows as B
-        const std::int64_t rounds = (map_ctas + multiprocessors - 1) / multiprocessors;
-        return Cut{warps, count,
-                   (costs.map * static_cast<double>(rounds) + carry) * all / static_cast<double>(count) +
-                       kMapStarts + kComposed * static_cast<double>(maps * heads)};
-    };
-    const auto cheaper = [](const Cut& one, const Cut& other) { return other.cost < one.cost ? other : one; };
-    Cut cut = cheaper(none, equal_segments(policy.warps, costs.narrow));
-    if (by_cost) cut = cheaper(cut, equal_segments(whole(std::min(tiles, 8)), costs.wide));
-    if (by_cost && !shape.kept && per_sequence >= kLeastHalved &&
-        2 * heads * policy.row_blocks <= multiprocessors && costs.halves * all < cut.cost) {
-        policy.halves = true;
-        policy.segment_chunks = static_cast<int>((5 * per_sequence + 7) / 8);
-    } else if (cut.segments > 1) {
-        policy.warps = cut.warps, policy.row_blocks = blocks(cut.warps);
-        policy.first_walks =
-            costs.walks && !shape.kept && per_sequence >= kLeastWalked * (cut.segments + 1) &&
-            (slabs == 1 || shape.sequences == 1) &&
-            heads * (policy.row_blocks + 2 * blocks(8) * (cut.segments - 1)) <= multiprocessors;
-        if (policy.first_walks) ++cut.segments;
-        policy.segment_chunks = static_cast<int>((per_sequence + cut.segments - 1) / cut.segments);
-        policy.first_apart = shape.from_zero && heads * blocks(8) * (1 + 2 * (cut.segments - 1)) <=
-                                                    std::int64_t{multiprocessors};
-        if (policy.first_apart && cut.segments == 2)
-            policy.segment_chunks = static_cast<int>(std::ceil(all * costs.first / (1.0 + costs.first)));
-    }
-    return policy;
-}
-
-// Costs in microseconds on an H200 with K = V = 128, per chunk.
-// prepare: operands of as many chunks as there are multiprocessors.
-// carry: in CTAs of four warps, of eight.
-// fused: prepare and carry in one kernel (sm90/fused/kernel.cuh),
-// in pairs of CTAs with four state warps each, in CTAs of eight.
-// Fixed costs: round of a round of CTAs, kernel of a second kernel.
-struct FusedCosts {
-    double prepare = 3.9, carry[2] = {1.2, 2.6}, fused[2] = {2.3, 3.75}, round = 8.0, kernel = 10.0;
+// How the value rows of a head are shared among CTAs of the carry: 16 rows for each warp.
+struct CarryRows {
+    int warps = 8, blocks = 1;
 };
 
-// Softplus gates take pairs only: two state warpgroups in
-// a CTA leave too few registers for out-of-range channels.
-// Without any out-of-range channel a chunk takes 2.4. They cost up to
-// half of that again, which 2.82 includes in part (docs/design/fused-sm90.md).
-inline constexpr FusedCosts kSoftplusCosts{.prepare = 4.3, .fused = {2.82, 1e9}};
+// One kernel that prepares chunks and carries states at once. warpgroups: of state warps in a CTA; 1 is the
+// paired form, 2 the unpaired one.
+struct Fused {
+    int warpgroups = 1;
+};
+// A sequence is carried from its first chunk to its last.
+struct Whole {
+    CarryRows rows;
+};
+// A sequence is cut in two. The second half starts from the B of the map of the first, which starts from the
+// sequence's state. The carry of the first half runs beside its map; a map takes less time per chunk than a
+// carry that also writes outputs, so the first half is the longer one (5/8).
+struct Halves {
+    CarryRows rows;
+};
+// A sequence is cut into `count` segments, whose maps are made and composed before the carry.
+struct Segments {
+    CarryRows rows;
+    std::int64_t count = 1;
+    // The first segment is carried beside the maps of the others and needs no map.
+    bool first_beside_maps = false;
+    // Maps of first segments have no M. They are launched on their own, beside the maps of the others.
+    bool first_apart = false;
+};
+using Strategy = std::variant<Fused, Whole, Halves, Segments>;
 
-// Number of state warpgroups per CTA of the fused kernel, or 0 where
-// two kernels take less time. `always`: two kernels are not considered.
-// The choice goes by the mean length, so that a batch and the same sequences packed get the same bits.
-// The fused kernel cuts no sequence: one long sequence among many
-// short ones may take kMostRegret times as long as with two kernels.
-// A batch-invariant call considers one endless sequence.
-inline int fused_groups(const PrefillShape& shape, std::int64_t tokens, bool batch_invariant,
-                        int multiprocessors, bool always = false, const FusedCosts& costs = {}) {
-    constexpr double kMostRegret = 1.75, kEndless = 1e6;
-    const auto rounds = [&](std::int64_t sequences, std::int64_t blocks) {
-        const std::int64_t all =
-            (shape.value_heads * sequences * blocks + multiprocessors - 1) / multiprocessors;
-        return static_cast<double>(all);
+// A strategy to force; kAny: the cheapest.
+enum class StrategyKind : std::uint8_t { kAny, kFused, kWhole, kHalves, kSegments };
+
+constexpr std::string_view name(StrategyKind kind) {
+    switch (kind) {
+        case StrategyKind::kAny: return "any";
+        case StrategyKind::kFused: return "fused";
+        case StrategyKind::kWhole: return "whole";
+        case StrategyKind::kHalves: return "halves";
+        case StrategyKind::kSegments: return "segments";
+    }
+    return "unknown";
+}
+
+inline StrategyKind kind(const Strategy& strategy) {
+    static_assert(std::variant_size_v<Strategy> == 4);
+    return static_cast<StrategyKind>(strategy.index() + 1);
+}
+
+inline CarryRows rows_of(const Strategy& strategy) {
+    return std::visit(
+        [](const auto& of) {
+            if constexpr (requires { of.rows; })
+                return of.rows;
+            else
+                return CarryRows{};
+        },
+        strategy);
+}
+
+// A call, as far as its plan depends on it.
+struct PrefillShape {
+    std::int64_t sequences = 1, tokens = 0;  // tokens: of all sequences together
+    std::int64_t chunks = 0, longest = 0;    // upper bounds: of all sequences together, of one
+    int value_heads = 1, key_dim = 0, value_dim = 0;
+    bool packed = false, batch_invariant = false;
+    bool segment = false;    // a segment call: maps of whole sequences
+    bool kept = false;       // maps are made in any case, and chunk operands stay until a prefill reads them
+    bool from_zero = false;  // no one needs the M of a sequence's first segment
+    std::span<const double> costs = {};  // Problem::costs
+};
+
+inline PrefillShape shape_of(const Problem& problem, int chunk_tokens) {
+    const std::int64_t of_row = (problem.tokens + chunk_tokens - 1) / chunk_tokens;
+    const std::int64_t chunks =
+        problem.varlen ? problem.tokens / chunk_tokens + problem.sequences : of_row * problem.sequences;
+    return {.sequences = problem.sequences,
+            .tokens = problem.tokens * (problem.varlen ? 1 : problem.sequences),
+            .chunks = chunks,
+            .longest = problem.varlen ? chunks : of_row,
+            .value_heads = static_cast<int>(problem.value_heads),
+            .key_dim = static_cast<int>(problem.key_dim),
+            .value_dim = static_cast<int>(problem.value_dim),
+            .packed = problem.varlen,
+            .batch_invariant = problem.batch_invariant,
+            .segment = problem.pass == Pass::kSegment,
+            .costs = problem.costs};
+}
+
+// What the plan has to know of a carry: the multiple of warps in a CTA, the bytes of a chunk's operands (0 if
+// it makes them itself), its costs, and whether first segments may be carried beside maps.
+struct CarryTraits {
+    int warp_step = 1;
+    std::size_t operand_bytes = 0;
+    bool warpgroups = false;
+    Family family = Family::kChannelDelta;
+    bool first_beside_maps = false;
+    int chunk_tokens = 64;
+};
+
+struct Candidate {
+    Strategy strategy;
+    // Predicted, in microseconds: for sequences of equal length, and for one sequence with all tokens. The
+    // host does not know which a packed call has, since cu_seqlens lies on the device.
+    double expected = 0.0, skewed = 0.0;
+};
+
+// Every way to run a call, with its predicted time.
+class Candidates {
+public:
+    // packed: lengths are not known.
+    explicit Candidates(bool packed) : packed_(packed) {}
+
+    void add(const Candidate& candidate) { rows_[static_cast<std::size_t>(count_++)] = candidate; }
+    std::span<const Candidate> all() const { return {rows_.data(), static_cast<std::size_t>(count_)}; }
+
+    // The cheapest of a kind; null if there is none.
+    //
+    // Of strategies with two kernels a packed call takes the one with the least sum of both times, since
+    // either may come. The fused kernel, which cuts no sequence, is chosen by the expected time, so that a
+    // batch and the same sequences packed get the same bits; but with skewed lengths it must not take more
+    // than kMostRegret times as long as two kernels.
+    const Candidate* choose(StrategyKind wanted) const {
+        constexpr double kMostRegret = 1.75;
+        const Candidate *fused = nullptr, *other = nullptr;
+        for (const Candidate& candidate : all()) {
+            const bool is_fused = kind(candidate.strategy) == StrategyKind::kFused;
+            if (wanted != StrategyKind::kAny && wanted != kind(candidate.strategy)) continue;
+            const auto time = [&](const Candidate& of) {
+                return is_fused || !packed_ ? of.expected : of.expected + of.skewed;
+            };
+            const Candidate*& best = is_fused ? fused : other;
+            if (!best || time(candidate) < time(*best)) best = &candidate;
+        }
+        if (!fused || !other) return fused ? fused : other;
+        const bool pays = fused->expected < other->expected && fused->skewed <= kMostRegret * other->skewed;
+        return pays ? fused : other;
+    }
+
+private:
+    std::array<Candidate, 8> rows_{};
+    int count_ = 0;
+    bool packed_;
+};
+
+// Makes the candidates of a call.
+class Planner {
+public:
+    Planner(const PrefillShape& shape, const CarryTraits& carry, const Device& device)
+        : shape_(shape),
+          carry_(carry),
+          estimate_(device),
+          costs_(estimate_.costs(carry.warpgroups, carry.family)),
+          multiprocessors_(device.multiprocessors > 0 ? device.multiprocessors : Estimate::kMultiprocessors),
+          tiles_(static_cast<int>((shape.value_dim + 15) / 16)) {
+        const std::int64_t chunks = std::max<std::int64_t>(shape.chunks, 1);
+        const std::int64_t longest_slab =
+            carry.operand_bytes == 0 || shape.kept
+                ? chunks
+                : std::max<std::int64_t>(
+                      1, static_cast<std::int64_t>(kSlabBytes / carry.operand_bytes) / shape.value_heads);
+        const auto costs = costs_.all();
+        for (std::size_t i = 0; i < std::min(shape.costs.size(), costs.size()); ++i)
+            *costs[i] = shape.costs[i];
+        slabs_ = (chunks + longest_slab - 1) / longest_slab;
+        slab_chunks_ = (chunks + slabs_ - 1) / slabs_;
+        per_sequence_ = std::max<std::int64_t>(1, std::min<std::int64_t>(shape.longest, slab_chunks_));
+    }
+
+    std::int64_t slab_chunks() const { return slab_chunks_; }
+    std::int64_t slabs() const { return slabs_; }
+
+    // Of a sequence that a slab holds whole.
+    std::int64_t segment_chunks(const Strategy& strategy) const {
+        if (std::holds_alternative<Halves>(strategy)) return (5 * per_sequence_ + 7) / 8;
+        const auto* segments = std::get_if<Segments>(&strategy);
+        if (!segments) return per_sequence_;
+        if (segments->first_apart && segments->count == 2)
+            return static_cast<std::int64_t>(
+                std::ceil(static_cast<double>(per_sequence_) * kFirstApart / (1.0 + kFirstApart)));
+        return (per_sequence_ + segments->count - 1) / segments->count;
+    }
+
+    // with_fused: the call is one that the fused kernel takes.
+    Candidates candidates(bool with_fused) const {
+        Candidates found(shape_.packed);
+        if (with_fused && shape_.tokens > 0 && shape_.sequences > 0)
+            for (int warpgroups : {1, 2})
+                if (costs_.fused[warpgroups - 1] > 0) add(found, Fused{warpgroups});
+        // Row blocks of a CTA: as many as it can have, or half as many, whichever takes less. Rows never
+        // meet, so this changes no bit.
+        const CarryRows widest = rows(whole_steps(std::min(tiles_, 8))),
+                        half = rows(whole_steps((widest.warps + 1) / 2));
+        const auto expected_of = [&](const CarryRows& rows) { return time(Whole{rows}, expected()); };
+        const CarryRows best = widest.warps > 4 && expected_of(half) < expected_of(widest) ? half : widest;
+        add(found, Whole{best});
+        const std::int64_t heads = shape_.sequences * shape_.value_heads;
+        if (shape_.batch_invariant || heads == 0 || (shape_.segment && !shape_.kept)) return found;
+        if (costs_.halves > 0 && !shape_.kept && per_sequence_ >= kLeastHalved &&
+            2 * heads * best.blocks <= multiprocessors_)
+            add(found, Halves{best});
+        add_segments(found, best);
+        if (best.warps != widest.warps) add_segments(found, widest);
+        return found;
+    }
+
+private:
+    // Lengths that a prediction is for: sequences, and chunks of each.
+    struct Lengths {
+        std::int64_t sequences;
+        double chunks;
     };
-    const auto blocks = [&](std::int64_t rows) { return (shape.value_dim + rows - 1) / rows; };
-    const auto one = [&](std::int64_t sequences, double chunks, int group) {
-        return rounds(sequences, blocks(128) * (2 - group)) * (costs.round + costs.fused[group] * chunks);
-    };
-    const auto two = [&](std::int64_t sequences, double chunks) {
-        const auto carry = [&](int group) {
-            return rounds(sequences, blocks(64 * (group + 1))) * (costs.round + costs.carry[group] * chunks);
-        };
-        const double chunks_of_heads = static_cast<double>(shape.value_heads * sequences) / multiprocessors;
-        return costs.kernel + chunks_of_heads * costs.prepare * chunks + std::min(carry(0), carry(1));
-    };
-    const std::int64_t sequences = batch_invariant ? 1 : std::max<std::int64_t>(shape.sequences, 1);
-    const double all = batch_invariant ? kEndless : static_cast<double>(tokens) / 64.0,
-                 mean = all / static_cast<double>(sequences);
-    const int group = one(sequences, mean, 0) <= one(sequences, mean, 1) ? 0 : 1;
-    const bool pays =
-        one(sequences, mean, group) < two(sequences, mean) && one(1, all, group) <= kMostRegret * two(1, all);
-    return always || pays ? group + 1 : 0;
+    Lengths expected() const {
+        constexpr double kEndless = 1e6;  // a batch-invariant call is planned as one endless sequence
+        if (shape_.batch_invariant) return {1, kEndless};
+        const std::int64_t sequences = std::max<std::int64_t>(shape_.sequences, 1);
+        return {sequences,
+                static_cast<double>(shape_.tokens) / carry_.chunk_tokens / static_cast<double>(sequences)};
+    }
+    Lengths skewed() const {
+        if (shape_.batch_invariant) return expected();
+        return {1, static_cast<double>(shape_.tokens) / carry_.chunk_tokens};
+    }
+
+    int whole_steps(int warps) const {
+        return (warps + carry_.warp_step - 1) / carry_.warp_step * carry_.warp_step;
+    }
+    CarryRows rows(int warps) const { return {warps, warps > 0 ? (tiles_ + warps - 1) / warps : 1}; }
+    double rounds(std::int64_t ctas) const {
+        return static_cast<double>((ctas + multiprocessors_ - 1) / multiprocessors_);
+    }
+    // Of CTAs of so many warps, from the costs of four and of eight.
+    static double per_chunk(const double (&cost)[2], int warps) {
+        return cost[0] + (cost[1] - cost[0]) * 0.25 * (warps - 4);
+    }
+    std::int64_t heads(const Lengths& of) const { return of.sequences * shape_.value_heads; }
+
+    // As many equal segments as fill the device.
+    void add_segments(Candidates& found, const CarryRows& rows) const {
+        const std::int64_t heads = shape_.sequences * shape_.value_heads;
+        Segments cut{.rows = rows};
+        cut.count =
+            std::min<std::int64_t>(multiprocessors_ / (heads * rows.blocks), per_sequence_ / kLeastSegment);
+        if (cut.count < (shape_.kept ? 2 : kLeastSegments)) return;
+        const std::int64_t map_blocks = 2 * this->rows(8).blocks;  // M has about as many rows as B
+        cut.first_beside_maps = carry_.first_beside_maps && !shape_.packed && !shape_.kept &&
+                                per_sequence_ >= kLeastBesideMaps * (cut.count + 1) &&
+                                (slabs_ == 1 || shape_.sequences == 1) &&
+                                heads * (rows.blocks + map_blocks * (cut.count - 1)) <= multiprocessors_;
+        if (cut.first_beside_maps) ++cut.count;
+        cut.first_apart = shape_.from_zero && heads * (map_blocks / 2 + map_blocks * (cut.count - 1)) <=
+                                                  std::int64_t{multiprocessors_};
+        add(found, cut);
+    }
+
+    void add(Candidates& found, const Strategy& strategy) const {
+        found.add({strategy, time(strategy, expected()), time(strategy, skewed())});
+    }
+
+    double time(const Strategy& strategy, const Lengths& of) const {
+        return std::visit([&](const auto& way) { return time_of(way, of); }, strategy);
+    }
+
+    double time_of(const Fused& way, const Lengths& of) const {
+        const std::int64_t blocks = (shape_.value_dim + 127) / 128 * (way.warpgroups == 1 ? 2 : 1);
+        return rounds(heads(of) * blocks) *
+               (estimate_.machine.round + costs_.fused[way.warpgroups - 1] * of.chunks);
+    }
+    double time_of(const Whole& way, const Lengths& of) const {
+        const double map = shape_.kept ? costs_.map * of.chunks : 0.0;
+        return prepare(of) + carry(of, way.rows, per_chunk(costs_.carry, way.rows.warps)) + map;
+    }
+    double time_of(const Halves& way, const Lengths& of) const {
+        // Packed sequences that are no longer than the first half of all tokens are not cut.
+        if (of.chunks <= static_cast<double>(segment_chunks(way))) return time_of(Whole{way.rows}, of);
+        return prepare(of) + estimate_.machine.round + costs_.halves * of.chunks;
+    }
+    double time_of(const Segments& way, const Lengths& of) const {
+        const auto count = static_cast<double>(way.count);
+        const std::int64_t maps = way.count - (shape_.kept ? 0 : way.first_beside_maps ? 2 : 1);
+        const std::int64_t all_heads = shape_.sequences * shape_.value_heads;
+        const double composed =
+            estimate_.machine.maps + estimate_.machine.compose * static_cast<double>(maps * all_heads);
+        if (of.chunks <= static_cast<double>(segment_chunks(way)))
+            return time_of(Whole{way.rows}, of) + composed;
+        const double map_rounds = rounds(maps * all_heads * 2 * rows(8).blocks);
+        return prepare(of) + composed + estimate_.machine.round +
+               (costs_.map * map_rounds + per_chunk(costs_.segment, way.rows.warps)) * of.chunks / count;
+    }
+
+    double prepare(const Lengths& of) const {
+        if (carry_.operand_bytes == 0) return 0.0;
+        return estimate_.machine.kernel +
+               costs_.prepare * static_cast<double>(heads(of)) * of.chunks / multiprocessors_;
+    }
+    // Rounds of CTAs; all of them together are bound by memory.
+    double carry(const Lengths& of, const CarryRows& rows, double chunk) const {
+        const double bytes = static_cast<double>(carry_.operand_bytes) +
+                             4.0 * carry_.chunk_tokens * shape_.value_dim;  // v and o
+        return std::max(rounds(heads(of) * rows.blocks) * (estimate_.machine.round + chunk * of.chunks),
+                        static_cast<double>(heads(of)) * of.chunks * bytes / estimate_.copy_rate());
+    }
+
+    const PrefillShape& shape_;
+    const CarryTraits& carry_;
+    Estimate estimate_;
+    Costs costs_;
+    int multiprocessors_, tiles_;
+    std::int64_t slabs_ = 1, slab_chunks_ = 1, per_sequence_ = 1;
+};
+
+// Up to this many packed sequences that stay whole need no schedule
+// kernel: every warp finds its chunk by itself, with sequence n in lane n.
+inline constexpr int kMostByWarp = 32;
+
+// The choice, and what follows from it: all that a launch needs to know besides its arguments.
+struct PrefillPlan {
+    Strategy strategy;
+    PrefillShape shape;
+    bool prepares = false;  // chunk operands are made, by a kernel of their own
+    bool by_warp = false;   // as in Schedule
+    std::int32_t slab_chunks = 1, segment_chunks = 1, max_segments = 1;
+
+    bool cuts() const { return std::holds_alternative<Segments>(strategy); }
+    bool makes_maps() const { return cuts() || std::holds_alternative<Halves>(strategy); }
+    int slabs() const {
+        return static_cast<int>(std::max<std::int64_t>(1, (shape.chunks + slab_chunks - 1) / slab_chunks));
+    }
+};
+
+// None if there is no candidate of the kind that is wanted.
+inline std::optional<PrefillPlan> plan_prefill(const PrefillShape& shape, const CarryTraits& carry,
+                                               const Device& device, StrategyKind wanted, bool with_fused) {
+    const auto divide_up = [](std::int64_t x, std::int64_t y) { return (x + y - 1) / y; };
+    const Planner planner(shape, carry, device);
+    const Candidates candidates = planner.candidates(with_fused);
+    const Candidate* const chosen = candidates.choose(wanted);
+    if (!chosen) return std::nullopt;
+    PrefillPlan plan{.strategy = chosen->strategy, .shape = shape};
+    const bool fused = kind(plan.strategy) == StrategyKind::kFused;
+    plan.prepares = carry.operand_bytes > 0 && !fused;
+    // The fused kernel has no operands, so that all chunks are one slab.
+    const std::int64_t slab_chunks = fused ? std::max<std::int64_t>(shape.chunks, 1) : planner.slab_chunks();
+    const std::int64_t in_slab = std::min(shape.longest, slab_chunks);
+    const std::int64_t segment_chunks =
+        fused ? std::max<std::int64_t>(in_slab, 1) : planner.segment_chunks(plan.strategy);
+    plan.slab_chunks = static_cast<std::int32_t>(slab_chunks);
+    plan.segment_chunks = static_cast<std::int32_t>(segment_chunks);
+    plan.by_warp = shape.packed && shape.sequences <= kMostByWarp && plan.slabs() == 1 && !plan.makes_maps();
+    std::int64_t segments = 0;
+    if (plan.by_warp) {
+        segments = shape.sequences;
+    } else if (shape.packed) {
+        segments = shape.sequences + divide_up(slab_chunks, segment_chunks);
+    } else {
+        const std::int64_t pieces =
+            shape.longest > 0 ? divide_up(slab_chunks, shape.longest) + 1 : shape.sequences;
+        segments = std::min(pieces, shape.sequences) * (in_slab > 0 ? divide_up(in_slab, segment_chunks) : 1);
+    }
+    // One CTA must zero the outputs that belong to no sequence.
+    plan.max_segments = static_cast<std::int32_t>(std::max<std::int64_t>(segments, 1));
+    return plan;
 }
 
 // prepare_token: how many value heads that share q and k one CTA prepares.

@@ -3,19 +3,21 @@
 #include "cuda/sm80/entry.h"
 
 #include "cuda/chunked/entry.h"
-#include "cuda/pipe/launch.h"
 #include "cuda/sm80/launch.h"
 #include "cuda/with_instance.h"
 
 namespace cula::cuda::sm80 {
+
+using chunked::StrategyKind;
+
 namespace {
 
 // Calls body.operator()<T, K, decay per channel>() of the smallest instance that holds the problem.
 template <class Body>
-auto with_instance(const Args& args, Body body) {
-    return with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
-        const bool per_channel = args.algorithm.decay == Decay::kPerChannel;
-        if (args.q.dtype == Dtype::kBFloat16)
+auto with_instance(const Problem& problem, Body body) {
+    return with_key(problem.key_dim, [&]<int kKey>(std::integral_constant<int, kKey>) {
+        const bool per_channel = problem.algorithm.decay == Decay::kPerChannel;
+        if (problem.dtype == Dtype::kBFloat16)
             return per_channel ? body.template operator()<__nv_bfloat16, kKey, true>()
                                : body.template operator()<__nv_bfloat16, kKey, false>();
         return per_channel ? body.template operator()<__half, kKey, true>()
@@ -23,29 +25,43 @@ auto with_instance(const Args& args, Body body) {
     });
 }
 
+chunked::Candidates candidates(const Problem& problem) {
+    return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
+        return prefill_candidates<T, kKey, kPerChannel>(problem);
+    });
+}
+
 }  // namespace
 
-Support supports(const Problem& problem) { return chunked::supports(problem); }
+template <StrategyKind kWanted>
+Support supports(const Problem& problem) {
+    Support any = chunked::supports(problem);
+    if (!any || kWanted == StrategyKind::kAny || candidates(problem).choose(kWanted)) return any;
+    return chunked::refuses(kWanted);
+}
 
-std::size_t workspace_bytes(const Args& args, const Context& context) {
-    const Call call = make_call(args, context);
-    return with_instance(args, [&]<class T, int kKey, bool kPerChannel>() {
-        return prefill_workspace_bytes<T, kKey, kPerChannel>(call);
+template <StrategyKind kWanted>
+PreparedPtr prepare(const Problem& problem, const Args& args, const Context&) {
+    return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
+        return prepare_prefill<T, kKey, kPerChannel>(problem, args, kWanted);
     });
 }
 
-std::size_t kept_bytes(const Args& args, const Context& context) {
-    const Call call = make_call(args, context);
-    return with_instance(args, [&]<class T, int kKey, bool kPerChannel>() {
-        return prefill_kept_bytes<T, kKey, kPerChannel>(call);
-    });
+template <StrategyKind kWanted>
+Prediction predict(const Problem& problem) {
+    const chunked::Candidates all = candidates(problem);
+    const chunked::Candidate* const chosen = all.choose(kWanted);
+    return chosen ? Prediction(chosen->expected) : std::nullopt;
 }
 
-void prefill(const Args& args, const Context& context) {
-    const DeviceGuard guard(context.device.index);
-    const Call call = make_call(args, context);
-    with_instance(args,
-                  [&]<class T, int kKey, bool kPerChannel>() { launch_prefill<T, kKey, kPerChannel>(call); });
-}
+template Support supports<StrategyKind::kAny>(const Problem&);
+template PreparedPtr prepare<StrategyKind::kAny>(const Problem&, const Args&, const Context&);
+template Prediction predict<StrategyKind::kAny>(const Problem&);
+template Support supports<StrategyKind::kWhole>(const Problem&);
+template PreparedPtr prepare<StrategyKind::kWhole>(const Problem&, const Args&, const Context&);
+template Prediction predict<StrategyKind::kWhole>(const Problem&);
+template Support supports<StrategyKind::kSegments>(const Problem&);
+template PreparedPtr prepare<StrategyKind::kSegments>(const Problem&, const Args&, const Context&);
+template Prediction predict<StrategyKind::kSegments>(const Problem&);
 
 }  // namespace cula::cuda::sm80

@@ -3,15 +3,18 @@
 // tensor cores by mma.sync, on any NVIDIA GPU from sm_80 on.
 #pragma once
 
-#include <cstddef>
-
-#include "cula/cula.h"
+#include "core/kernel.h"
+#include "cuda/chunked/plan.h"
 
 namespace cula::cuda::sm80 {
 
+// Prefill, and segment maps, in chunks, by the strategy that is wanted: with kAny by the one that is
+// predicted to take least. predict() is for prefills; its call must be one that supports() takes.
+template <chunked::StrategyKind kWanted>
 Support supports(const Problem& problem);
-std::size_t workspace_bytes(const Args& args, const Context& context);
-std::size_t kept_bytes(const Args& args, const Context& context);
-void prefill(const Args& args, const Context& context);
+template <chunked::StrategyKind kWanted>
+PreparedPtr prepare(const Problem& problem, const Args& args, const Context& context);
+template <chunked::StrategyKind kWanted>
+Prediction predict(const Problem& problem);
 
 }  // namespace cula::cuda::sm80

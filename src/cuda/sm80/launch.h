@@ -6,19 +6,16 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstddef>
-
-#include "cuda/call.h"
+#include "core/kernel.h"
+#include "cuda/chunked/plan.h"
 
 namespace cula::cuda::sm80 {
 
 // The chunked prefill of inputs of type T with at most kKey key channels: outputs and final states, or, where
 // the arguments ask for them, the affine maps of whole sequences.
 template <class T, int kKey, bool kPerChannel>
-std::size_t prefill_workspace_bytes(const Call& call);
+chunked::Candidates prefill_candidates(const Problem& problem);
 template <class T, int kKey, bool kPerChannel>
-std::size_t prefill_kept_bytes(const Call& call);
-template <class T, int kKey, bool kPerChannel>
-void launch_prefill(const Call& call);
+PreparedPtr prepare_prefill(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
 
 }  // namespace cula::cuda::sm80

@@ -3,7 +3,8 @@
 
 #include "cuda/sm80/prefill_launch.cuh"
 
-#define CULA_INSTANTIATE(type, key)                                                               \
-    template std::size_t cula::cuda::sm80::prefill_workspace_bytes<type, key, true>(const Call&); \
-    template std::size_t cula::cuda::sm80::prefill_kept_bytes<type, key, true>(const Call&);      \
-    template void cula::cuda::sm80::launch_prefill<type, key, true>(const Call&);
+#define CULA_INSTANTIATE(type, key)                                                                 \
+    template cula::cuda::chunked::Candidates cula::cuda::sm80::prefill_candidates<type, key, true>( \
+        const cula::Problem&);                                                                      \
+    template cula::PreparedPtr cula::cuda::sm80::prepare_prefill<type, key, true>(                  \
+        const cula::Problem&, const cula::Args&, cula::cuda::chunked::StrategyKind);

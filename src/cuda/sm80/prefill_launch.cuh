@@ -5,6 +5,7 @@
 
 #include "cuda/chunked/launch.cuh"
 #include "cuda/sm80/carry.cuh"
+#include "cuda/sm80/launch.h"
 
 namespace cula::cuda::sm80 {
 
@@ -12,46 +13,43 @@ template <class T, int kKeyDim, bool kDecayPerChannel>
 struct PortableCarry {
     using Type = T;
     static constexpr int kKey = kKeyDim, kWarpStep = 1;
-    static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = false, kWaitsItself = false;
+    static constexpr bool kPerChannel = kDecayPerChannel, kScoresItself = false, kWaitsItself = false,
+                          kWarpgroups = false, kFirstBesideMaps = false;
 
     using GateTiles = NoGateTiles;
     static GateTiles gate_tiles(const DeviceArgs&) { return {}; }
-    using Fused = NotFused;
 
-    // No costs: sequences are cut into equal segments wherever at least three segments fit the device
-    // (kLeastSegments), since a cut costs more than twice the carry of the whole sequence.
-    static constexpr CutCosts cut_costs(bool) { return {}; }
+    static constexpr bool kFuses = false;
+    static bool fuses(const Problem&) { return false; }
+    static std::string declines_fused(const Args&) { return "there is no fused kernel"; }
+    static void launch_fused(const SlabOf<PortableCarry>&, const CarryParams&) {}
 
-    template <bool kDelta, bool kMaps, class ShapeOf>
-    static void launch(const Call& call, const PrefillPlan<PortableCarry>& plan, const Schedule& schedule,
-                       CarryParams p, const ShapeOf& shape) {
+    template <bool kDelta, bool kMaps>
+    static void launch(const SlabOf<PortableCarry>& slab, CarryParams p) {
+        const Call& call = slab.call;
         const DeviceArgs& a = call.args;
         using Stage = CarryStage<T, kKey, kPerChannel>;
-        p.value_blocks = plan.policy.row_blocks;
+        const CarryRows rows = rows_of(slab.plan.strategy);
+        p.value_blocks = rows.blocks;
         p.row_blocks =
             divisor(p.value_blocks +
-                    (kMaps && kDelta && p.wants_m ? ceil_div(a.key_dim, plan.policy.warps * kWarpRows) : 0));
+                    (kMaps && kDelta && p.wants_m ? ceil_div(a.key_dim, rows.warps * kWarpRows) : 0));
         p.stages = 2 * sizeof(Stage) <= call.shared_bytes_limit ? 2 : 1;
         cuda::launch<carry<T, kKey, kDelta, kPerChannel, kMaps>>(
-            shape({std::size_t{p.row_blocks.value} * a.value_heads * schedule.max_segments,
-                   plan.policy.warps * 32, p.stages * sizeof(Stage)}),
-            call.stream, a, schedule, plan.operands, p);
+            slab.early({std::size_t{p.row_blocks.value} * a.value_heads * slab.schedule.max_segments,
+                        rows.warps * 32, p.stages * sizeof(Stage)}),
+            call.stream, a, slab.schedule, slab.operands, p);
     }
 };
 
 template <class T, int kKey, bool kPerChannel>
-std::size_t prefill_workspace_bytes(const Call& call) {
-    return PrefillPlan<PortableCarry<T, kKey, kPerChannel>>::of(call).workspace_bytes();
+chunked::Candidates prefill_candidates(const Problem& problem) {
+    return chunked::prefill_candidates<PortableCarry<T, kKey, kPerChannel>>(problem);
 }
 
 template <class T, int kKey, bool kPerChannel>
-std::size_t prefill_kept_bytes(const Call& call) {
-    return PrefillPlan<PortableCarry<T, kKey, kPerChannel>>::of(call).kept_bytes();
-}
-
-template <class T, int kKey, bool kPerChannel>
-void launch_prefill(const Call& call) {
-    launch_slabs<PortableCarry<T, kKey, kPerChannel>>(call);
+PreparedPtr prepare_prefill(const Problem& problem, const Args& args, StrategyKind wanted) {
+    return chunked::prepare_prefill<PortableCarry<T, kKey, kPerChannel>>(problem, args, wanted);
 }
 
 }  // namespace cula::cuda::sm80

@@ -3,35 +3,36 @@
 #include "cuda/sm90/entry.h"
 
 #include "cuda/chunked/entry.h"
-#include "cuda/pipe/launch.h"
 #include "cuda/sm90/launch.h"
 
 namespace cula::cuda::sm90 {
+
+using chunked::StrategyKind;
+
 namespace {
 
 // Calls body.operator()<T, K, decay per channel>() of the smallest instance that holds the problem.
 template <class Body>
-auto with_instance(const Args& args, Body body) {
+auto with_instance(const Problem& problem, Body body) {
     const auto with_type = [&]<int kKey, bool kPerChannel>() {
-        return args.q.dtype == Dtype::kBFloat16 ? body.template operator()<__nv_bfloat16, kKey, kPerChannel>()
-                                                : body.template operator()<__half, kKey, kPerChannel>();
+        return problem.dtype == Dtype::kBFloat16
+                   ? body.template operator()<__nv_bfloat16, kKey, kPerChannel>()
+                   : body.template operator()<__half, kKey, kPerChannel>();
     };
-    if (args.algorithm.decay == Decay::kPerChannel)
-        return args.q.size[3] <= 64 ? with_type.template operator()<64, true>()
-                                    : with_type.template operator()<128, true>();
-    return args.q.size[3] <= 64 ? with_type.template operator()<64, false>()
-                                : with_type.template operator()<128, false>();
+    if (problem.algorithm.decay == Decay::kPerChannel)
+        return problem.key_dim <= 64 ? with_type.template operator()<64, true>()
+                                     : with_type.template operator()<128, true>();
+    return problem.key_dim <= 64 ? with_type.template operator()<64, false>()
+                                 : with_type.template operator()<128, false>();
 }
 
-Call fused_call(const Args& args, const Context& context) {
-    Call call = make_call(args, context);
-    call.fused = true;
-    return call;
+chunked::Candidates candidates(const Problem& problem) {
+    return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
+        return prefill_candidates<T, kKey, kPerChannel>(problem);
+    });
 }
 
-}  // namespace
-
-Support supports(const Problem& problem) {
+Support takes(const Problem& problem) {
     if (problem.device.compute_capability != 90)
         return Support::no("needs compute capability 9.0, this device has " +
                            std::to_string(problem.device.compute_capability / 10) + "." +
@@ -41,30 +42,7 @@ Support supports(const Problem& problem) {
     return chunked::supports(problem);
 }
 
-std::size_t workspace_bytes(const Args& args, const Context& context) {
-    const Call call = make_call(args, context);
-    return with_instance(args, [&]<class T, int kKey, bool kPerChannel>() {
-        return sm90::prefill_workspace_bytes<T, kKey, kPerChannel>(call);
-    });
-}
-
-std::size_t kept_bytes(const Args& args, const Context& context) {
-    const Call call = make_call(args, context);
-    return with_instance(args, [&]<class T, int kKey, bool kPerChannel>() {
-        return sm90::prefill_kept_bytes<T, kKey, kPerChannel>(call);
-    });
-}
-
-void prefill(const Args& args, const Context& context) {
-    const DeviceGuard guard(context.device.index);
-    const Call call = make_call(args, context);
-    with_instance(args, [&]<class T, int kKey, bool kPerChannel>() {
-        sm90::launch_prefill<T, kKey, kPerChannel>(call);
-    });
-}
-
-Support supports_fused(const Problem& problem) {
-    if (Support any = supports(problem); !any) return any;
+Support fuses(const Problem& problem) {
     if (problem.algorithm.decay != Decay::kPerChannel || problem.algorithm.update != Update::kDelta)
         return Support::no("fuses the delta rule with decays per channel");
     if (problem.dtype != Dtype::kBFloat16)
@@ -76,13 +54,44 @@ Support supports_fused(const Problem& problem) {
     return Support::yes();
 }
 
-std::size_t fused_workspace_bytes(const Args& args, const Context& context) {
-    return sm90::prefill_workspace_bytes<__nv_bfloat16, 128, true>(fused_call(args, context));
+}  // namespace
+
+template <StrategyKind kWanted>
+Support supports(const Problem& problem) {
+    Support any = takes(problem);
+    if (!any || kWanted == StrategyKind::kAny) return any;
+    if (kWanted == StrategyKind::kFused) return fuses(problem);
+    return candidates(problem).choose(kWanted) ? any : chunked::refuses(kWanted);
 }
 
-void prefill_fused(const Args& args, const Context& context) {
-    const DeviceGuard guard(context.device.index);
-    sm90::launch_prefill<__nv_bfloat16, 128, true>(fused_call(args, context));
+template <StrategyKind kWanted>
+PreparedPtr prepare(const Problem& problem, const Args& args, const Context&) {
+    return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
+        return prepare_prefill<T, kKey, kPerChannel>(problem, args, kWanted);
+    });
 }
+
+template <StrategyKind kWanted>
+Prediction predict(const Problem& problem) {
+    const chunked::Candidates all = candidates(problem);
+    const chunked::Candidate* const chosen = all.choose(kWanted);
+    return chosen ? Prediction(chosen->expected) : std::nullopt;
+}
+
+template Support supports<StrategyKind::kAny>(const Problem&);
+template PreparedPtr prepare<StrategyKind::kAny>(const Problem&, const Args&, const Context&);
+template Prediction predict<StrategyKind::kAny>(const Problem&);
+template Support supports<StrategyKind::kFused>(const Problem&);
+template PreparedPtr prepare<StrategyKind::kFused>(const Problem&, const Args&, const Context&);
+template Prediction predict<StrategyKind::kFused>(const Problem&);
+template Support supports<StrategyKind::kWhole>(const Problem&);
+template PreparedPtr prepare<StrategyKind::kWhole>(const Problem&, const Args&, const Context&);
+template Prediction predict<StrategyKind::kWhole>(const Problem&);
+template Support supports<StrategyKind::kHalves>(const Problem&);
+template PreparedPtr prepare<StrategyKind::kHalves>(const Problem&, const Args&, const Context&);
+template Prediction predict<StrategyKind::kHalves>(const Problem&);
+template Support supports<StrategyKind::kSegments>(const Problem&);
+template PreparedPtr prepare<StrategyKind::kSegments>(const Problem&, const Args&, const Context&);
+template Prediction predict<StrategyKind::kSegments>(const Problem&);
 
 }  // namespace cula::cuda::sm90

@@ -2,21 +2,18 @@
 // Entry points of the Hopper backend, which the kernel registry lists: compute capability 9.0 only.
 #pragma once
 
-#include <cstddef>
-
-#include "cula/cula.h"
+#include "core/kernel.h"
+#include "cuda/chunked/plan.h"
 
 namespace cula::cuda::sm90 {
 
-// Prefill, and segment maps, in chunks; KDA by the fused prefill where that costs less.
+// Prefill, and segment maps, in chunks, by the strategy that is wanted: with kAny by the one that is
+// predicted to take least. predict() is for prefills; its call must be one that supports() takes.
+template <chunked::StrategyKind kWanted>
 Support supports(const Problem& problem);
-std::size_t workspace_bytes(const Args& args, const Context& context);
-std::size_t kept_bytes(const Args& args, const Context& context);
-void prefill(const Args& args, const Context& context);
-
-// The fused prefill for every problem that it supports, whatever it costs; prefill() chooses by cost.
-Support supports_fused(const Problem& problem);
-std::size_t fused_workspace_bytes(const Args& args, const Context& context);
-void prefill_fused(const Args& args, const Context& context);
+template <chunked::StrategyKind kWanted>
+PreparedPtr prepare(const Problem& problem, const Args& args, const Context& context);
+template <chunked::StrategyKind kWanted>
+Prediction predict(const Problem& problem);
 
 }  // namespace cula::cuda::sm90

@@ -8,7 +8,8 @@
 
 #include <cmath>
 
-#include "cuda/call.h"
+#include "core/kernel.h"
+#include "cuda/chunked/plan.h"
 
 namespace cula::cuda::sm90 {
 
@@ -23,10 +24,8 @@ inline bool fuses_gate(Gate gate, float lower_bound) {
 
 // As in sm80/launch.h, for at most 128 key channels.
 template <class T, int kKey, bool kPerChannel>
-std::size_t prefill_workspace_bytes(const Call& call);
+chunked::Candidates prefill_candidates(const Problem& problem);
 template <class T, int kKey, bool kPerChannel>
-std::size_t prefill_kept_bytes(const Call& call);
-template <class T, int kKey, bool kPerChannel>
-void launch_prefill(const Call& call);
+PreparedPtr prepare_prefill(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
 
 }  // namespace cula::cuda::sm90

@@ -15,22 +15,20 @@ template <class T, int kKeyDim, bool kDecayPerChannel>
 struct WarpgroupCarry {
     using Type = T;
     static constexpr int kKey = kKeyDim, kWarpStep = kWarpgroupWarps;
-    static constexpr bool kPerChannel = kDecayPerChannel, kPreparesAdditive = !kDecayPerChannel,
-                          kWaitsItself = true;
+    static constexpr bool kPerChannel = kDecayPerChannel, kScoresItself = !kDecayPerChannel,
+                          kWaitsItself = true, kWarpgroups = true,
+                          kFirstBesideMaps = kDecayPerChannel;  // of others it was not measured
     // The fused prefill needs bf16: fp16's range is too small for decay factors over half a chunk. It needs
     // K = 128: with 64 channels half of its threads would have none.
-    using Fused = std::conditional_t<kDecayPerChannel && kKeyDim == 128 && std::is_same_v<T, __nv_bfloat16>,
-                                     FusedPrefill<T, kKeyDim>, NotFused>;
+    static constexpr bool kFuses = kDecayPerChannel && kKeyDim == 128 && std::is_same_v<T, __nv_bfloat16>;
 
     using GateTiles = sm90::GateTiles<T, kKey>;
     static GateTiles gate_tiles(const DeviceArgs& a) { return GateTiles(a); }
 
-    // us per chunk. Cutting by cost is for GDN and its relatives, whose chunk operands are small; elsewhere a
-    // carry that fills the device is bound by memory. `first` is 1.11 / 0.89: two CTAs of two warpgroups take
-    // 1.11 us for a chunk of a map, two CTAs of one warpgroup 0.89 us for a chunk of a first segment's B.
-    static constexpr CutCosts cut_costs(bool delta) {
-        if (!delta || kPerChannel) return {.first = 1.25, .walks = delta};
-        return {.whole = 1.2, .map = 0.9, .narrow = 1.33, .wide = 2.05, .halves = 0.85, .first = 1.25};
+    static bool fuses(const Problem& problem) { return kFuses && FusedPrefill<T>::takes(problem); }
+    static std::string declines_fused(const Args& args) { return FusedPrefill<T>::declines(args); }
+    static void launch_fused(const SlabOf<WarpgroupCarry>& slab, const CarryParams& p) {
+        if constexpr (kFuses) FusedPrefill<T>::launch(slab, p);
     }
 
     // Row blocks of a head: CTAs of `warpgroups` state warpgroups for its value rows and for the rows of M.
@@ -43,38 +41,36 @@ struct WarpgroupCarry {
         return {warpgroups, blocks(a.value_dim), m ? blocks(a.key_dim) : 0};
     }
 
-    template <bool kDelta, bool kMaps, class ShapeOf>
-    static void launch(const Call& call, const PrefillPlan<WarpgroupCarry>& plan, const Schedule& schedule,
-                       CarryParams p, const ShapeOf& shape) {
+    template <bool kDelta, bool kMaps>
+    static void launch(const SlabOf<WarpgroupCarry>& slab, CarryParams p) {
+        const Call& call = slab.call;
         const DeviceArgs& a = call.args;
-        const int warpgroups = plan.policy.warps / kWarpgroupWarps;
-        const int pieces = static_cast<int>(schedule.by_pieces.value);
+        const int warpgroups = rows_of(slab.plan.strategy).warps / kWarpgroupWarps;
+        const int pieces = static_cast<int>(slab.schedule.by_pieces.value);
+        const auto shape = [&](const LaunchShape& of) { return slab.early(of); };
         const std::int64_t firsts = std::int64_t{a.value_heads} * a.sequences;
-        std::int64_t columns = std::int64_t{a.value_heads} * (schedule.max_segments - p.first_rank);
-        if (p.first_walks && kMaps) columns = firsts * p.ranks.value;
+        std::int64_t columns = std::int64_t{a.value_heads} * (slab.schedule.max_segments - p.first_rank);
+        if (p.first_beside_maps && kMaps) columns = firsts * p.ranks.value;
         if (p.first_only) columns = std::int64_t{a.value_heads} * ((a.sequences - 1) * pieces + 1);
         if (!kMaps || !kDelta || !p.wants_m)
-            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, rows(a, warpgroups, false), columns,
-                                              shape);
+            return launch_rows<kDelta, kMaps>(slab, p, rows(a, warpgroups, false), columns, shape);
         // Two warpgroups per CTA where CTAs of the carry's size would not all be resident at once.
         const auto fewer_rounds = [&](std::int64_t of, int room) {
             const Rows as_the_carry = rows(a, warpgroups, true);
             return of * as_the_carry.blocks() > room ? rows(a, kMaxStateWarpgroups, true) : as_the_carry;
         };
         const auto beside_others = [&](LaunchShape of) {
-            of = shape(of);
+            of = slab.early(of);
             of.early |= p.beside_others;
             return of;
         };
         int room = call.multiprocessors;
-        if (p.first_walks) {
+        if (p.first_beside_maps) {
             room -= static_cast<int>(firsts) * rows(a, warpgroups, false).blocks();
-            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(columns, room), columns,
-                                              beside_others);
+            return launch_rows<kDelta, kMaps>(slab, p, fewer_rounds(columns, room), columns, beside_others);
         }
-        if (!plan.kept || a.cu_seqlens)
-            return launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(columns, room), columns,
-                                              shape);
+        if (!slab.plan.shape.kept || a.cu_seqlens)
+            return launch_rows<kDelta, kMaps>(slab, p, fewer_rounds(columns, room), columns, shape);
         // A segment call with `keep` leaves out maps that nobody needs: M of first segments (first_m false),
         // and the maps of last segments (last_map false).
         if (!p.first_m) {
@@ -83,21 +79,21 @@ struct WarpgroupCarry {
             if (firsts * first.blocks() + firsts * (pieces - 1) * others.blocks() > room)
                 first = rows(a, kMaxStateWarpgroups, false);
             p.first_rank = 0, p.ranks = divisor(1);
-            launch_rows<kDelta, kMaps>(call, plan, schedule, p, first, firsts, shape);
+            launch_rows<kDelta, kMaps>(slab, p, first, firsts, shape);
             p.first_rank = 1, p.beside_others = call.follows;
             room -= static_cast<int>(firsts * first.blocks());
         }
         const int ranks = pieces - p.first_rank - (p.last_map ? 0 : 1);
         p.ranks = divisor(ranks);
-        launch_rows<kDelta, kMaps>(call, plan, schedule, p, fewer_rounds(firsts * ranks, room),
-                                   firsts * ranks, beside_others);
+        launch_rows<kDelta, kMaps>(slab, p, fewer_rounds(firsts * ranks, room), firsts * ranks,
+                                   beside_others);
     }
 
 private:
     template <bool kDelta, bool kMaps, class ShapeOf>
-    static void launch_rows(const Call& call, const PrefillPlan<WarpgroupCarry>& plan,
-                            const Schedule& schedule, CarryParams p, const Rows& rows, std::int64_t columns,
-                            const ShapeOf& shape) {
+    static void launch_rows(const SlabOf<WarpgroupCarry>& slab, CarryParams p, const Rows& rows,
+                            std::int64_t columns, const ShapeOf& shape) {
+        const Call& call = slab.call;
         const DeviceArgs& a = call.args;
         p.value_blocks = rows.of_values, p.row_blocks = divisor(rows.blocks());
         const auto shared_bytes = [&] {
@@ -117,24 +113,19 @@ private:
                    .shared_bytes = shared_bytes(),
                    .most_shared_bytes = call.shared_bytes_limit,
                    .cluster = p.cluster}),
-            call.stream, a, schedule, plan.operands, p,
+            call.stream, a, slab.schedule, slab.operands, p,
             row_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
     }
 };
 
 template <class T, int kKey, bool kPerChannel>
-std::size_t prefill_workspace_bytes(const Call& call) {
-    return PrefillPlan<WarpgroupCarry<T, kKey, kPerChannel>>::of(call).workspace_bytes();
+chunked::Candidates prefill_candidates(const Problem& problem) {
+    return chunked::prefill_candidates<WarpgroupCarry<T, kKey, kPerChannel>>(problem);
 }
 
 template <class T, int kKey, bool kPerChannel>
-std::size_t prefill_kept_bytes(const Call& call) {
-    return PrefillPlan<WarpgroupCarry<T, kKey, kPerChannel>>::of(call).kept_bytes();
-}
-
-template <class T, int kKey, bool kPerChannel>
-void launch_prefill(const Call& call) {
-    launch_slabs<WarpgroupCarry<T, kKey, kPerChannel>>(call);
+PreparedPtr prepare_prefill(const Problem& problem, const Args& args, StrategyKind wanted) {
+    return chunked::prepare_prefill<WarpgroupCarry<T, kKey, kPerChannel>>(problem, args, wanted);
 }
 
 }  // namespace cula::cuda::sm90

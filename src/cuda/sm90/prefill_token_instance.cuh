@@ -3,7 +3,8 @@
 
 #include "cuda/sm90/prefill_launch.cuh"
 
-#define CULA_INSTANTIATE(type, key)                                                                \
-    template std::size_t cula::cuda::sm90::prefill_workspace_bytes<type, key, false>(const Call&); \
-    template std::size_t cula::cuda::sm90::prefill_kept_bytes<type, key, false>(const Call&);      \
-    template void cula::cuda::sm90::launch_prefill<type, key, false>(const Call&);
+#define CULA_INSTANTIATE(type, key)                                                                  \
+    template cula::cuda::chunked::Candidates cula::cuda::sm90::prefill_candidates<type, key, false>( \
+        const cula::Problem&);                                                                       \
+    template cula::PreparedPtr cula::cuda::sm90::prepare_prefill<type, key, false>(                  \
+        const cula::Problem&, const cula::Args&, cula::cuda::chunked::StrategyKind);

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m bench.fit: what the kernels of a chunked prefill cost on the GPU at hand.
+
+Every way to run a prefill is forced and measured over a few shapes. The costs of src/cuda/machines.h are then
+fitted to the times: those that make the library's own predictions (cula.explain) as right as they can be. The
+command prints the rows of the table and, for each shape, what was measured, what is predicted, and how much
+longer the chosen way takes than the best; it writes all of it to bench/results/<device>/machine.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from bench import gpu, machine
+from bench.impls import PREFILL, keywords
+from bench.measure import Call
+from bench.results import RESULTS
+from cula import _ops
+from cula_testing.cases import Case, Inputs, make
+
+# Families in the order of machines.h: the algorithm and its gate.
+FAMILIES = (("kda", "bounded"), ("kda", "softplus"), ("gdn", "log_decay"), ("gla", "log_decay"),
+            ("lightning", "log_decay"))  # fmt: skip
+TARGETS = ("sm90", "sm80")
+COSTS = ("prepare", "carry", "carry", "map", "segment", "segment", "halves", "fused", "fused")
+# Value heads and tokens of one sequence.
+SHAPES = ((4, 8192), (8, 2048), (8, 32768), (16, 1024), (16, 8192), (24, 16384), (32, 4096), (32, 16384),
+          (48, 8192), (64, 1024), (64, 8192), (96, 8192), (128, 4096))  # fmt: skip
+REPEATS = 9
+START = (3.0, 1.2, 2.0, 1.0, 1.3, 2.2, 0.9, 2.5, 4.0)
+ROUNDS = 40  # of the fit, each over all costs
+
+
+@dataclass
+class Point:
+    """One way to run one shape."""
+
+    family: int
+    target: str
+    strategy: str
+    heads: int
+    tokens: int
+    measured: float  # microseconds
+    predicted: float = 0.0
+
+
+def ways(
+    family: int, heads: int, tokens: int, device: str, costs: tuple[float, ...] = ()
+) -> dict[str, float]:
+    """The predicted microseconds of each target that takes the shape and has a prediction."""
+    algorithm, gate = FAMILIES[family]
+    text = _ops.explain(
+        "prefill", algorithm, device, batch=1, tokens=tokens, sequences=1, heads=heads, value_heads=heads,
+        key_dim=128, value_dim=128, dtype="bfloat16", state_dtype="float32", gate=gate, lower_bound=-5.0,
+        varlen=False, beta_per_value=False, checkpoints=False, chunk_states=False, tree=False,
+        chunk_tokens=64, batch_invariant=False, costs=",".join(map(repr, costs)),
+    )  # fmt: skip
+    rows = (line.split("\t") for line in text.splitlines())
+    return {target: float(time) for target, verdict, _, time in rows if verdict != "no" and time}
+
+
+def measure(device: str) -> Iterator[Point]:
+    for family, (algorithm, gate) in enumerate(FAMILIES):
+        for heads, tokens in SHAPES:
+            case = Case(
+                algorithm, (tokens,), heads=heads, value_heads=heads, key_dim=128, value_dim=128, gate=gate,
+                decay="initial" if gate == "softplus" else "mild", qk_l2norm=algorithm in ("kda", "gdn"),
+            )  # fmt: skip
+            inputs = make(case, gpu.DEVICE, draw_on=gpu.DEVICE)
+            for backend in ways(family, heads, tokens, device):
+                target, _, strategy = backend.partition(":")
+                if strategy:
+                    seconds = gpu.device_seconds(bind(inputs, backend), REPEATS)
+                    yield Point(family, target, strategy, heads, tokens, 1e6 * seconds)
+
+
+def bind(inputs: Inputs, backend: str) -> Call:
+    prefill = PREFILL[inputs.case.algorithm]
+    gates = {name: x for name in ("g", "beta", "decay") if (x := getattr(inputs, name)) is not None}
+    named = {**gates, **keywords(inputs), "out": torch.empty_like(inputs.v), "backend": backend}
+    return lambda: prefill(inputs.q, inputs.k, inputs.v, **named, output_final_state=True)
+
+
+def errors(points: list[Point], device: str, costs: tuple[float, ...]) -> float:
+    """The sum of squares of the logarithms of predicted over measured."""
+    total = 0.0
+    for shape in {(p.family, p.heads, p.tokens) for p in points}:
+        predicted = ways(*shape, device, costs)
+        for p in points:
+            if (p.family, p.heads, p.tokens) == shape:
+                p.predicted = predicted.get(f"{p.target}:{p.strategy}", p.measured)
+                total += math.log(p.predicted / p.measured) ** 2
+    return total
+
+
+def fit(points: list[Point], device: str) -> tuple[float, ...]:
+    """The costs of one family and target, by a search along one cost after another."""
+    strategies = {p.strategy for p in points}
+    needed = {"fused": "fused", "halves": "halves", "map": "segments", "segment": "segments"}
+    costs = [
+        cost if needed.get(name, "whole") in strategies else 0.0
+        for cost, name in zip(START, COSTS, strict=True)
+    ]
+    best, step = errors(points, device, tuple(costs)), 1.4
+    for _ in range(ROUNDS):
+        before = best
+        for i in range(len(costs)):
+            for factor in (step, 1 / step):
+                tried = [cost * factor if j == i else cost for j, cost in enumerate(costs)]
+                if costs[i] > 0 and (found := errors(points, device, tuple(tried))) < best:
+                    costs, best = tried, found
+                    break
+        if best == before:
+            step = math.sqrt(step)
+        if step < 1.002:
+            break
+    errors(points, device, tuple(costs))
+    return tuple(costs)
+
+
+def row(costs: tuple[float, ...]) -> str:
+    """Costs in C++."""
+    prepare, carry4, carry8, map_, segment4, segment8, halves, fused1, fused2 = (f"{x:.3g}" for x in costs)
+    parts = [
+        f".prepare = {prepare}",
+        f".carry = {{{carry4}, {carry8}}}",
+        f".map = {map_}",
+        f".segment = {{{segment4}, {segment8}}}",
+        f".halves = {halves}",
+        f".fused = {{{fused1}, {fused2}}}",
+    ]
+    return "{" + ", ".join(part for part in parts if not part.endswith(("= 0", "{0, 0}"))) + "},"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.fit", description=__doc__)
+    parser.add_argument("--output", type=Path, help="the folder of results (default: bench/results)")
+    options = parser.parse_args()
+    gpu.prepare()
+    device = f"cuda:{torch.cuda.current_device()}"
+    points = list(measure(device))
+    result: dict = {"head": machine.describe(gpu), "points": [], "costs": {}}
+    for target in TARGETS:
+        print(f"{target}:")
+        for family, (algorithm, gate) in enumerate(FAMILIES):
+            own = [p for p in points if (p.family, p.target) == (family, target)]
+            if not own:
+                continue
+            costs = fit(own, device)
+            result["costs"][f"{target} {algorithm} {gate}"] = costs
+            result["points"] += [asdict(p) for p in own]
+            print(f"    {row(costs)}  // {algorithm} {gate}")
+            for heads, tokens in dict.fromkeys((p.heads, p.tokens) for p in own):
+                of = [p for p in own if (p.heads, p.tokens) == (heads, tokens)]
+                chosen, least = min(of, key=lambda p: p.predicted), min(p.measured for p in of)
+                times = "  ".join(f"{p.strategy} {p.measured:.0f} ({p.predicted:.0f})" for p in of)
+                regret = 100 * (chosen.measured / least - 1)
+                print(f"        H{heads} T{tokens}: {times}  -> {chosen.strategy}, +{regret:.1f} %")
+    folder = (options.output or RESULTS) / machine.file_safe(gpu.name())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "machine.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

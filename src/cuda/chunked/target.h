@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the launches of a chunked prefill (launch.cuh) need of a target: the kernel that carries states over
+// the chunks, and what it does by itself. A new GPU's target is a type that fulfils ChunkedTarget.
+#pragma once
+
+#include <concepts>
+#include <string>
+
+#include "cuda/call.h"
+#include "cuda/chunked/cursor.cuh"
+#include "cuda/chunked/plan.h"
+#include "cuda/pipe/launch.h"
+
+namespace cula::cuda::chunked {
+
+// Programmatic dependent launch: decides for one launch after the other whether it may start before the
+// kernel before it ends. The first launch of a call never does.
+class EarlyStarts {
+public:
+    explicit EarlyStarts(bool available) : allowed_(available), available_(available) {}
+
+    void allow(bool allowed) { allowed_ = available_ && allowed; }
+    LaunchShape operator()(LaunchShape of) {
+        of.early = allowed_ && !first_;
+        first_ = first_ && of.blocks == 0;  // an empty launch launches nothing
+        return of;
+    }
+
+private:
+    bool allowed_, available_, first_ = true;
+};
+
+// What a target's launches read. operands: of the slab; null if nothing was prepared.
+template <class Operands>
+struct Slab {
+    const Call& call;
+    const PrefillPlan& plan;
+    const Schedule& schedule;
+    const Operands* operands;
+    EarlyStarts& early;
+};
+
+template <class Carry>
+using SlabOf = Slab<ChunkOperands<typename Carry::Type, Carry::kKey, Carry::kPerChannel>>;
+
+template <class Carry>
+concept ChunkedTarget = requires(const Problem& problem, const Args& args, const DeviceArgs& a,
+                                 const SlabOf<Carry>& slab, const CarryParams& params) {
+    typename Carry::Type;                         // of q, k, v: __nv_bfloat16 or __half
+    { Carry::kKey } -> std::convertible_to<int>;  // most key channels
+    { Carry::kPerChannel } -> std::convertible_to<bool>;
+    { Carry::kWarpStep } -> std::convertible_to<int>;  // CTAs have a multiple of so many warps
+    // Whether it takes its costs from Machine::warpgroups.
+    { Carry::kWarpgroups } -> std::convertible_to<bool>;
+    // Whether additive algorithms need no operands, because the carry makes their scores itself.
+    { Carry::kScoresItself } -> std::convertible_to<bool>;
+    // Whether it waits for operands and for composed states by itself (Schedule::awaits_operands,
+    // awaits_states).
+    { Carry::kWaitsItself } -> std::convertible_to<bool>;
+    // Whether first segments may be carried beside the maps of others.
+    { Carry::kFirstBesideMaps } -> std::convertible_to<bool>;
+    Carry::gate_tiles(a);  // how prepare_channel reads the gates
+    // Whether there is a fused kernel for these types, whether it takes a problem, why it declines a call all
+    // the same (empty: it does not), and its launch.
+    { Carry::kFuses } -> std::convertible_to<bool>;
+    { Carry::fuses(problem) } -> std::convertible_to<bool>;
+    { Carry::declines_fused(args) } -> std::convertible_to<std::string>;
+    Carry::launch_fused(slab, params);
+    // Launches the carry, or with kMaps that of maps: launch<delta rule, kMaps>.
+    Carry::template launch<true, false>(slab, params);
+    Carry::template launch<true, true>(slab, params);
+    Carry::template launch<false, false>(slab, params);
+    Carry::template launch<false, true>(slab, params);
+};
+
+}  // namespace cula::cuda::chunked

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way to run a chunked prefill (docs/design/planning.md), forced where it would not be chosen: each
+obeys the error rule, and `explain` says which a call can be run by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cula
+from cula_testing import device, passes
+from cula_testing.cases import Case, make
+
+SHAPES = {
+    "one": {"lengths": (64 * 70 - 3,)},
+    "few segments": {"lengths": (64 * 24 + 1,)},
+    "batch": {"lengths": (64 * 66, 64 * 66)},
+    "packed": {"lengths": (64 * 40, 0, 5, 64 * 33 + 7), "packed": True, "tail": 9},
+    "null rows": {"lengths": (64 * 26, 64 * 26), "pool": True},
+    "narrow": {"lengths": (64 * 70,), "key_dim": 72, "value_dim": 24},
+    "slabs": {"lengths": (64 * 40,), "heads": 2, "value_heads": 4, "dtype": torch.float16},
+}
+
+
+def strategies_of(case: Case) -> list[str]:
+    rows = cula.explain(
+        case.algorithm, batch=case.batch, tokens=case.tokens, sequences=len(case.lengths), heads=case.heads,
+        value_heads=case.value_heads, key_dim=case.key_dim, value_dim=case.value_dim, dtype=case.dtype,
+        varlen=case.packed, gate=case.gate, device=device.kind(),
+    )  # fmt: skip
+    return [row.target for row in rows if device.is_strategy(row.target) and row.verdict != "no"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_strategy_obeys_the_rule(algorithm, shape):
+    case = Case(
+        algorithm, **{"heads": 1, "value_heads": 1, "key_dim": 128, "value_dim": 128, **SHAPES[shape]}
+    )
+    found = strategies_of(case)
+    assert "sm80:segments" in found
+    assert "sm80:whole" in found
+    inputs = make(case)
+    for target in found:
+        passes.assert_rule(lambda inputs, backend: passes.prefill(inputs, backend=backend), inputs, target)
+
+
+def test_a_strategy_that_is_none_is_refused():
+    inputs = make(Case("kda", (64,), key_dim=128, value_dim=128))
+    with pytest.raises(ValueError, match='backend "sm80:segments" does not take this call:'):
+        passes.prefill(inputs, backend="sm80:segments")
+
+
+def test_the_cheapest_is_taken():
+    rows = {row.target: row for row in cula.explain("gdn", tokens=8192, heads=16, device=device.kind())}
+    for target in ("sm80", "sm90"):
+        times = [
+            row.microseconds
+            for name, row in rows.items()
+            if name.startswith(f"{target}:") and row.microseconds is not None
+        ]
+        assert rows[target].microseconds == min(times, default=None)
