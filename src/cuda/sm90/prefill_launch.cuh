@@ -101,7 +101,7 @@ private:
         const DeviceArgs& a = call.args;
         p.value_blocks = rows.of_values, p.row_blocks = divisor(rows.blocks());
         const auto shared_bytes = [&] {
-            return carry_shared_bytes<T, kKey, kDelta, kPerChannel, kMaps>(rows.warpgroups, p.stages);
+            return CarryShared<T, kKey, kDelta, kPerChannel, kMaps>::bytes(rows.warpgroups, p.stages);
         };
         for (p.stages = kMaxStages; shared_bytes() > call.shared_bytes_limit;) --p.stages;
         constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;

@@ -14,6 +14,14 @@
 namespace cula::cuda::sm90 {
 
 inline constexpr int kTmaChannels = 64;
+inline constexpr int kSwizzleAlignment = 1024;  // of tiles in the 128-byte swizzle: the pattern's length
+
+// A TMA tile of 16-bit elements in shared memory: a row of 128 bytes per token.
+template <int kTokens>
+struct alignas(kSwizzleAlignment) TmaTile {
+    static constexpr int kRowBytes = 2 * kTmaChannels;
+    unsigned char bytes[kTokens * kRowBytes];
+};
 
 // The tensor maps of a carry; `inputs` and `outputs` tell whether they exist. Rows of another dtype than the
 // call's, or not in whole aligned pieces of 16 bytes, have none.

@@ -30,8 +30,8 @@ struct NoFactor {
 };
 // values = V - R * factor, R being what was read from the state and the factor one per token.
 template <class T, int kBlocks, int kTiles, class Factor = NoFactor>
-__device__ __forceinline__ void take_off(Packed (&values)[kBlocks], const float (&read)[kTiles][4],
-                                         const Factor& factor = {}) {
+__device__ __forceinline__ void subtract_read(Packed (&values)[kBlocks], const float (&read)[kTiles][4],
+                                              const Factor& factor = {}) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
@@ -44,15 +44,15 @@ __device__ __forceinline__ void take_off(Packed (&values)[kBlocks], const float 
 }
 // The low words: u * factor - rounded, packed, where `rounded` is u * factor as packed before.
 template <class T, int kBlocks, int kTiles, class Factor = NoFactor>
-__device__ __forceinline__ void take_rests(Packed (&rests)[kBlocks], const Packed (&rounded)[kBlocks],
-                                           const float (&u)[kTiles][4], const Factor& factor = {}) {
+__device__ __forceinline__ void take_low_words(Packed (&low)[kBlocks], const Packed (&rounded)[kBlocks],
+                                               const float (&u)[kTiles][4], const Factor& factor = {}) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
         for (int x = 0; x < 4; ++x) {
             const int tile = 2 * block + x / 2;
             const float2 f = factor(tile);
-            rests[block][x] =
+            low[block][x] =
                 pack_rest<T>({u[tile][x % 2 * 2] * f.x, u[tile][x % 2 * 2 + 1] * f.y}, rounded[block][x]);
         }
 }
@@ -70,15 +70,15 @@ inline constexpr int kValueBlockBytes = 16 * 128;
 // Values from a TMA tile in the layout of an A operand: words 0 and 1 have value rows 0-7 and 8-15 of tokens
 // 0-7, words 2 and 3 those of tokens 8-15. store_value_rows is the way back, for outputs.
 template <int kBlocks>
-__device__ __forceinline__ void load_value_rows(Packed (&values)[kBlocks], std::uint32_t box) {
-    const std::uint32_t from = box + own_value_row();
+__device__ __forceinline__ void load_value_rows(Packed (&values)[kBlocks], std::uint32_t tile) {
+    const std::uint32_t from = tile + own_value_row();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
         load_matrices_transposed(values[block], from + block * kValueBlockBytes);
 }
 template <class T, int kTiles>
-__device__ __forceinline__ void store_value_rows(std::uint32_t box, const float (&out)[kTiles][4]) {
-    const std::uint32_t to = box + own_value_row();
+__device__ __forceinline__ void store_value_rows(std::uint32_t tile, const float (&out)[kTiles][4]) {
+    const std::uint32_t to = tile + own_value_row();
     Packed rows[kTiles / 2];
     pack<T>(rows, out);
 #pragma unroll

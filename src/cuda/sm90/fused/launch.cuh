@@ -31,11 +31,11 @@ struct FusedPrefill {
     void launch(const Call& call, const Schedule& schedule, const CarryParams& p,
                 const ShapeOf& shape) const {
         if (call.args.gate == Gate::kSoftplus)
-            launch_as<1, Gate::kSoftplus>(call, schedule, p, shape);
-        else if (warpgroups == 1)
-            launch_as<1, Gate::kBounded>(call, schedule, p, shape);
+            launch_as<Paired, Gate::kSoftplus>(call, schedule, p, shape);
+        else if (warpgroups == Paired::kStateWarpgroups)
+            launch_as<Paired, Gate::kBounded>(call, schedule, p, shape);
         else
-            launch_as<2, Gate::kBounded>(call, schedule, p, shape);
+            launch_as<Unpaired, Gate::kBounded>(call, schedule, p, shape);
     }
 
 private:
@@ -79,19 +79,18 @@ private:
         return maps;
     }
 
-    template <int kStateWarpgroups, Gate kGate, class ShapeOf>
+    template <class Form, Gate kGate, class ShapeOf>
     void launch_as(const Call& call, const Schedule& schedule, CarryParams p, const ShapeOf& shape) const {
         const DeviceArgs& a = call.args;
         // Row blocks of a head: in the paired form a whole number of clusters.
         const int blocks =
-            ceil_div(a.value_dim, kPeers<kStateWarpgroups> * kStateWarpgroups * kWarpgroupRows) *
-            kPeers<kStateWarpgroups>;
+            ceil_div(a.value_dim, Form::kPeers * Form::kStateWarpgroups * kWarpgroupRows) * Form::kPeers;
         p.value_blocks = blocks, p.row_blocks = divisor(blocks);
-        cuda::launch<fused_prefill<T, kKey, kStateWarpgroups, kGate>>(
+        cuda::launch<fused_prefill<T, kKey, Form, kGate>>(
             shape({.blocks = static_cast<std::size_t>(blocks) * a.value_heads * schedule.max_segments,
-                   .threads = kFusedThreads<kStateWarpgroups>,
-                   .shared_bytes = static_cast<std::size_t>(FusedMemory<kKey, kStateWarpgroups>::kBytes),
-                   .cluster = kPeers<kStateWarpgroups>}),
+                   .threads = kFusedThreads<Form>,
+                   .shared_bytes = sizeof(FusedShared<kKey, Form>),
+                   .cluster = Form::kPeers}),
             call.stream, a, schedule, p, make_maps(a));
     }
 };
