@@ -6,7 +6,7 @@
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/sm90/carry/config.cuh"
-#include "cuda/tile/convert.cuh"
+#include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::sm90 {
 
@@ -79,11 +79,16 @@ __device__ __forceinline__ void load_value_rows(Packed (&values)[kBlocks], std::
 template <class T, int kTiles>
 __device__ __forceinline__ void store_value_rows(std::uint32_t tile, const float (&out)[kTiles][4]) {
     const std::uint32_t to = tile + own_value_row();
-    Packed rows[kTiles / 2];
-    pack<T>(rows, out);
 #pragma unroll
-    for (int block = 0; block < kTiles / 2; ++block)
-        store_matrices_transposed(to + block * kValueBlockBytes, rows[block]);
+    for (int block = 0; block < kTiles / 2; ++block) {
+        Packed rows;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const float* pair = &out[2 * block + w / 2][w % 2 * 2];
+            rows[w] = round_row<T>(pair[0], pair[1]);
+        }
+        store_matrices_transposed(to + block * kValueBlockBytes, rows);
+    }
 }
 
 }  // namespace cula::cuda::sm90

@@ -7,6 +7,7 @@
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/carry/config.cuh"
+#include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::sm90 {
 
@@ -287,7 +288,7 @@ struct StoreRole {
                     }
                     __syncwarp();
                 } else {
-                    put_rows(tile, chunk, count, row, lane);
+                    store_rows(tile, chunk, count, row, lane);
                 }
                 shared.control.out.free[warpgroup].arrive();
             }
@@ -295,17 +296,17 @@ struct StoreRole {
     }
 
     // A partial last chunk of a packed sequence, whose TMA tile would overwrite the next sequence's outputs.
-    __device__ __forceinline__ void put_rows(const unsigned char* tile, int chunk, int count, int row,
-                                             int lane) const {
+    __device__ __forceinline__ void store_rows(const unsigned char* tile, int chunk, int count, int row,
+                                               int lane) const {
         T* const to = static_cast<T*>(a.o.data) +
                       a.o.offset(cursor.batch, cursor.token(chunk), cursor.value_head) + row;
 #pragma unroll 1
         for (int i = lane; i < count * kUnits; i += kStoreThreads) {
             const int token = i / kUnits, unit = i % kUnits;
             if (row + unit * 8 < a.value_dim)
-                *reinterpret_cast<uint4*>(to + token * a.o.token + unit * 8) =
-                    *reinterpret_cast<const uint4*>(tile +
-                                                    Tile<kRows, kWarpgroupRows>::unit(token, unit) * 16);
+                move_row(to + token * a.o.token + unit * 8,
+                         *reinterpret_cast<const uint4*>(
+                             tile + Tile<kRows, kWarpgroupRows>::unit(token, unit) * 16));
         }
     }
 };

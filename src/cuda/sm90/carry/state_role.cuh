@@ -188,8 +188,8 @@ struct StateRole {
         each_pair(out, [&](float2& pair, int more_rows, int token) {
             if (row + more_rows >= a.value_dim) return;
             const std::int64_t place = to + token * a.o.token + more_rows;
-            if (lane_token + token < count) store_float(a.o.data, a.o.dtype, place, pair.x);
-            if (lane_token + token + 1 < count) store_float(a.o.data, a.o.dtype, place + a.o.token, pair.y);
+            if (lane_token + token < count) store_row(a.o.data, a.o.dtype, place, pair.x);
+            if (lane_token + token + 1 < count) store_row(a.o.data, a.o.dtype, place + a.o.token, pair.y);
         });
     }
 

@@ -7,6 +7,7 @@
 #include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/fused/config.cuh"
 #include "cuda/tile/gate.cuh"
+#include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::sm90 {
 
@@ -150,8 +151,7 @@ private:
         T* const to = static_cast<T*>(a.o.data) + a.o.offset(cursor.batch, at.token, cursor.value_head);
         each_piece(at, [&](int place, int token, int row) {
             if (token < count && row < a.value_dim)
-                *reinterpret_cast<uint4*>(to + token * a.o.token + row) =
-                    *reinterpret_cast<const uint4*>(tile.bytes + place);
+                move_row(to + token * a.o.token + row, *reinterpret_cast<const uint4*>(tile.bytes + place));
         });
     }
 };
