@@ -11,6 +11,13 @@
 
 namespace cula::cuda::sm90 {
 
+using chunked::ceil_div;
+using chunked::CutCosts;
+using chunked::divisor;
+using chunked::launch_slabs;
+using chunked::NotFused;
+using chunked::PrefillPlan;
+
 template <class T, int kKeyDim, bool kDecayPerChannel>
 struct WarpgroupCarry {
     using Type = T;
@@ -118,7 +125,7 @@ private:
                    .most_shared_bytes = call.shared_bytes_limit,
                    .cluster = p.cluster}),
             call.stream, a, schedule, plan.operands, p,
-            row_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
+            carry_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
     }
 };
 

@@ -15,7 +15,25 @@
 
 namespace cula::cuda::sm90 {
 
-using namespace chunked;  // chunk operands, schedules and segment cursors
+using chunked::CarryParams;
+using chunked::ChunkOperands;
+using chunked::DecayMap;
+using chunked::each_pair;
+using chunked::kBlock;
+using chunked::kChunkAlignment;
+using chunked::kTokens;
+using chunked::kUnprepared;
+using chunked::kWarpRows;
+using chunked::OperandTile;
+using chunked::own_segment;
+using chunked::RowWindow;
+using chunked::Schedule;
+using chunked::Segment;
+using chunked::segment_number;
+using chunked::segment_of;
+using chunked::SegmentCursor;
+using chunked::Tile;
+using chunked::Triangle;
 
 inline constexpr int kWarpgroupWarps = 4, kWarpgroupRows = kWarpgroupWarps * kWarpRows,
                      kWarpgroupThreads = kWarpgroupWarps * 32;

@@ -69,7 +69,7 @@ template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChannel>>, 1)
     carry(const __grid_constant__ DeviceArgs a, const Schedule schedule,
           const ChunkOperands<T, kKey, kPerChannel>* operands, const __grid_constant__ CarryParams p,
-          const __grid_constant__ RowMaps maps) {
+          const __grid_constant__ CarryMaps maps) {
     constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
     extern __shared__ __align__(1024) unsigned char memory[];
 

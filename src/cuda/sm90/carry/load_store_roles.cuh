@@ -58,7 +58,7 @@ struct LoadRole {
     static constexpr int kTriangleBytes = Lower::kElements * static_cast<int>(sizeof(T));
 
     const DeviceArgs& a;
-    const RowMaps& maps;
+    const CarryMaps& maps;
     const SegmentCursor<kKey, kMaps>& cursor;
     const Operands* operands;            // of the segment's first chunk
     const std::int32_t* is_compensated;  // of the segment's first chunk
@@ -83,10 +83,10 @@ struct LoadRole {
             const int share = bytes >> (__ffs(cluster) - 1);  // cluster sizes are powers of two
             copy(to + rank * share, from + rank * share, share);
         }
-        __device__ __forceinline__ void copy_triangle(std::uint32_t to, int from, int turn) const {
+        __device__ __forceinline__ void copy_triangle(std::uint32_t to, int from, int first) const {
 #pragma unroll
             for (int panel = 0; panel < Lower::kBlocks; ++panel)
-                if (((panel + turn) & (cluster - 1)) == rank)
+                if (((panel + first) & (cluster - 1)) == rank)
                     copy(to + (panel * Squares::kUnits + Squares::lower_begin(panel)) * 16,
                          from + Lower::block_begin(panel, panel) * 16,
                          (Squares::kUnits - Squares::lower_begin(panel)) * 16);

@@ -46,7 +46,7 @@ struct StateRole {
     const DeviceArgs& a;
     const Schedule& schedule;
     const CarryParams& p;
-    const RowMaps& maps;
+    const CarryMaps& maps;
     const Shared& shared;
     CarryControl& control = shared.control;
     const int warp = static_cast<int>(threadIdx.x) / 32, warpgroup = warp / kWarpgroupWarps;

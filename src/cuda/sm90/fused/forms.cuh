@@ -13,6 +13,8 @@
 
 namespace cula::cuda::sm90 {
 
+using chunked::invert_lower;
+using chunked::lane_anew;
 using chunked::load_block;
 using chunked::Square;
 
@@ -167,7 +169,7 @@ struct Unpaired {
         emit_both(0, 0);
         load_block(x, overlaps, 16, 16, lane);
         emit_both(16, 16);
-        chunked::invert_lower<kBoth>(overlaps, 0, x, lane);
+        invert_lower<kBoth>(overlaps, 0, x, lane);
         emit_both(16, 0);
     }
 
@@ -305,7 +307,7 @@ struct Paired {
                                                          const Emit& emit, const EmitLow& emit_low) {
         float x[2][4], joining[2][4];
         std::uint32_t low[1][4], upper_low[1][4], joining_low[1][4];
-        chunked::invert_lower<kBoth>(overlaps, 0, joining, lane);
+        invert_lower<kBoth>(overlaps, 0, joining, lane);
         load_block(x, overlaps, 0, 0, lane);
         __syncwarp();
         emit(joining, 16, 0, joining_low);
@@ -316,8 +318,8 @@ struct Paired {
         emit_low(upper_low, 0, 0);
         emit_low(joining_low, 16, 0);
         emit_low(low, 16, 16);
-        to.inverse.clear_above(chunked::lane_anew());
-        if (kBoth) to.inverse_low.clear_above(chunked::lane_anew());
+        to.inverse.clear_above(lane_anew());
+        if (kBoth) to.inverse_low.clear_above(lane_anew());
     }
 
     // The copy of the CTA's n-th chunk to the peer's stage place(), by lane 0 of its solve warp. The place is
@@ -332,7 +334,7 @@ struct Paired {
         __device__ __forceinline__ void send_early(Shared& shared, unsigned chunk) {
             constexpr int kEarly = offsetof(typename Shared::Stage, factors);
             n = chunk;
-            if (chunked::lane_anew() != 0) return;
+            if (lane_anew() != 0) return;
             early = n < kPeerStages || freed(shared).has_ended(parity());
             if (!early) return;
             shared.operands_ready[place()].expect_at(kEarly, peer);
@@ -341,7 +343,7 @@ struct Paired {
         template <class Shared>
         __device__ __forceinline__ void send_rest(Shared& shared) const {
             using Stage = typename Shared::Stage;
-            if (chunked::lane_anew() != 0) return;
+            if (lane_anew() != 0) return;
             if (!early) freed(shared).wait(parity());
             const int begin = early ? offsetof(Stage, factors) : 0,
                       end = shared.stages[stage()].factors.compensated ? sizeof(Stage)

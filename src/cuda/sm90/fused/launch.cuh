@@ -9,6 +9,13 @@
 
 namespace cula::cuda::sm90 {
 
+using chunked::ceil_div;
+using chunked::divisor;
+using chunked::fused_groups;
+using chunked::FusedCosts;
+using chunked::kSoftplusCosts;
+using chunked::PrefillShape;
+
 template <class T, int kKey>
 struct FusedPrefill {
     int warpgroups = 0;  // state warpgroups of a CTA: 1 is the paired form, 2 the unpaired one
@@ -72,8 +79,8 @@ private:
     static FusedMaps make_maps(const DeviceArgs& a) {
         FusedMaps maps;
         each_map(a, [&](CUtensorMap FusedMaps::* map, const TokenRows& rows, int heads, int width) {
-            if (!map_rows(maps.*map, rows, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, heads, width,
-                          {kTmaChannels, kFusedTokens, CU_TENSOR_MAP_SWIZZLE_128B}))
+            if (!encode_map(maps.*map, rows, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, heads,
+                            width, {kTmaChannels, kFusedTokens, CU_TENSOR_MAP_SWIZZLE_128B}))
                 throw std::runtime_error("cula: cuTensorMapEncodeTiled: no map of these rows");
         });
         return maps;

@@ -85,11 +85,11 @@ struct FusedOperandRole {
         const int own_panel = lane % 2, row = warp * 16 + lane / 2, token = warp % 2 * kHalf + lane / 2;
         const std::uint32_t from = stage + own_panel * kPanelBytes + row * kRowBytes;
         float sums[4] = {};
-        const int turn = own_panel * 4 ^ row % 8;
+        const int swizzle = own_panel * 4 ^ row % 8;
 #pragma unroll(Form::kNormUnroll)
         for (int unit = 0; unit < kTmaChannels / 8; ++unit) {
             std::uint32_t x[4];
-            load_words(x, from + (unit ^ turn) * 16);
+            load_words(x, from + (unit ^ swizzle) * 16);
 #pragma unroll
             for (int word = 0; word < 4; ++word) {
                 const float2 two = unpack2<T>(x[word]);

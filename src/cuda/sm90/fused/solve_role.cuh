@@ -9,6 +9,9 @@
 
 namespace cula::cuda::sm90 {
 
+using chunked::invert_diagonals;
+using chunked::kMostSquares;
+
 template <class T, int kKey, class Form>
 struct FusedSolveRole {
     using Shared = FusedShared<kKey, Form>;
