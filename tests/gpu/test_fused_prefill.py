@@ -61,11 +61,10 @@ def fused(inputs: Inputs, backend: str = FUSED) -> passes.Result:
 
 
 def ours(names: list[str], groups: int) -> bool:
-    """Whether the one kernel did all, with so many warpgroups a CTA that multiply."""
+    """Whether the one kernel did all, with so many state warpgroups a CTA."""
     assert names
-    return (
-        len(names) == 1 and re.search(rf"fused_prefill<.*, (\(int\))?{groups}, [^,]*>", names[0]) is not None
-    )
+    form = {1: "Paired", 2: "Unpaired"}[groups]
+    return len(names) == 1 and re.search(rf"fused_prefill<.*::{form}, [^,]*>", names[0]) is not None
 
 
 GATES = pytest.mark.parametrize("gate", ["bounded", "softplus"])

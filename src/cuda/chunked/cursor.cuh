@@ -9,6 +9,7 @@
 #include "cuda/chunked/chunk.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/scan.cuh"
+#include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::chunked {
 
@@ -255,7 +256,7 @@ struct SegmentCursor {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         for (std::int64_t t = first; t < last; ++t)
             if (lane < kWarpRows && rows.first + lane < a.value_dim)
-                store_float(a.o.data, a.o.dtype, a.o.offset(batch, t, value_head) + rows.first + lane, 0.0f);
+                store_row(a.o.data, a.o.dtype, a.o.offset(batch, t, value_head) + rows.first + lane, 0.0f);
     }
 
     __device__ __forceinline__ void first_state(float (&state)[kKey / 8][4]) const {

@@ -40,6 +40,7 @@
 #include "cuda/recurrent/lanes.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/gate.cuh"
+#include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::recurrent {
 
@@ -306,8 +307,8 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
         char* at = advanced(advanced(a.o.data, range.batch, a.o.batch), value_head, a.o.head);
         if constexpr (!kOne) at = advanced(at, range.begin + t, a.o.token);
         const int row = row0 + own + r * kRowsPerPass;
-        store_float_if(advanced(at, row, a.o.last), a.o.type, x,
-                       thread % kLanesPerRow == 0 && row < a.value_dim);
+        store_row_if(advanced(at, row, a.o.last), a.o.type, x,
+                     thread % kLanesPerRow == 0 && row < a.value_dim);
     };
     if constexpr (!kOne) {
         if (a.state_indices.data && exists && !reads_at) {

@@ -28,6 +28,7 @@
 #include "cuda/recurrent/lanes.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/gate.cuh"
+#include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::recurrent {
 
@@ -235,7 +236,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
         if constexpr (!kMaps) {
             if (threadIdx.x % kLanesPerRow != 0 || row >= a.value_dim) return;
             for (std::int64_t t = begin; t < end; ++t)
-                store_float(a.o.data, a.o.dtype, a.o.offset(tokens.batch, t, value_head) + row, 0.0f);
+                store_row(a.o.data, a.o.dtype, a.o.offset(tokens.batch, t, value_head) + row, 0.0f);
         }
     };
     // Tokens after the last sequence belong to none: their outputs are zero.
@@ -285,8 +286,8 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
             for (int e = 0; e < 4; ++e) state.x[p + e] += key[e] * write;
         }
         if (output && threadIdx.x % kLanesPerRow == 0 && row < a.value_dim)
-            store_float(a.o.data, a.o.dtype, a.o.offset(tokens.batch, tokens.begin + t, value_head) + row,
-                        output_row);
+            store_row(a.o.data, a.o.dtype, a.o.offset(tokens.batch, tokens.begin + t, value_head) + row,
+                      output_row);
     };
 
     // Prefill: stores the checkpoints and chunk states that the call asks for after `done` tokens.

@@ -44,6 +44,7 @@
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/convert.cuh"
+#include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::sm80 {
 
@@ -445,7 +446,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                     for (int e = 0; e < 4; ++e) {
                         const int token = tile * 8 + lane_channel + e % 2, row = lane_row + e / 2 * 8;
                         if (token < left && row < a.value_dim)
-                            static_cast<float*>(a.o.data)[first_out + token * a.o.token + row] = out[tile][e];
+                            store_row(static_cast<float*>(a.o.data) + first_out + token * a.o.token + row,
+                                      out[tile][e]);
                     }
             }
             T* to = static_cast<T*>(a.o.data) + lane_value + first_out + lane / 4 * a.o.token;
@@ -457,11 +459,11 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const std::uint32_t word =
-                        transposed(pack2<T>(out[tile][half * 2], out[tile][half * 2 + 1]));
+                        transposed(round_row<T>(out[tile][half * 2], out[tile][half * 2 + 1]));
                     if (a.o.dtype == Dtype::kFloat32) continue;
                     if (tile * 8 + lane / 4 >= left || lane_value + half * 8 >= a.value_dim) continue;
                     if (pairs_out) {
-                        *reinterpret_cast<std::uint32_t*>(to + half * 8) = word;
+                        move_row(to + half * 8, word);
                     } else {
                         const float2 pair = unpack2<T>(word);
                         to[half * 8] = from_float<T>(pair.x);

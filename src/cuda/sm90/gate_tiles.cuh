@@ -20,8 +20,8 @@ struct GateTiles {
 
     explicit GateTiles(const DeviceArgs& a) {
         there = a.g.pieces &&
-                map_rows(map, a.g, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, a.value_heads,
-                         a.key_dim, {kKey, chunked::kBlock, CU_TENSOR_MAP_SWIZZLE_NONE});
+                encode_map(map, a.g, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, a.value_heads,
+                           a.key_dim, {kKey, chunked::kBlock, CU_TENSOR_MAP_SWIZZLE_NONE});
     }
 
     __device__ __forceinline__ bool has(int count) const { return there && count >= chunked::kBlock; }

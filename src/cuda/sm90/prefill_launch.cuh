@@ -11,6 +11,12 @@
 
 namespace cula::cuda::sm90 {
 
+using chunked::ceil_div;
+using chunked::divisor;
+using chunked::rows_of;
+using chunked::SlabOf;
+using chunked::StrategyKind;
+
 template <class T, int kKeyDim, bool kDecayPerChannel>
 struct WarpgroupCarry {
     using Type = T;
@@ -97,7 +103,7 @@ private:
         const DeviceArgs& a = call.args;
         p.value_blocks = rows.of_values, p.row_blocks = divisor(rows.blocks());
         const auto shared_bytes = [&] {
-            return carry_shared_bytes<T, kKey, kDelta, kPerChannel, kMaps>(rows.warpgroups, p.stages);
+            return CarryShared<T, kKey, kDelta, kPerChannel, kMaps>::bytes(rows.warpgroups, p.stages);
         };
         for (p.stages = kMaxStages; shared_bytes() > call.shared_bytes_limit;) --p.stages;
         constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
@@ -114,7 +120,7 @@ private:
                    .most_shared_bytes = call.shared_bytes_limit,
                    .cluster = p.cluster}),
             call.stream, a, slab.schedule, slab.operands, p,
-            row_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
+            carry_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
     }
 };
 

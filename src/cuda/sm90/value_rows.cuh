@@ -6,7 +6,7 @@
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/sm90/carry/config.cuh"
-#include "cuda/tile/convert.cuh"
+#include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::sm90 {
 
@@ -30,8 +30,8 @@ struct NoFactor {
 };
 // values = V - R * factor, R being what was read from the state and the factor one per token.
 template <class T, int kBlocks, int kTiles, class Factor = NoFactor>
-__device__ __forceinline__ void take_off(Packed (&values)[kBlocks], const float (&read)[kTiles][4],
-                                         const Factor& factor = {}) {
+__device__ __forceinline__ void subtract_read(Packed (&values)[kBlocks], const float (&read)[kTiles][4],
+                                              const Factor& factor = {}) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
@@ -44,15 +44,15 @@ __device__ __forceinline__ void take_off(Packed (&values)[kBlocks], const float 
 }
 // The low words: u * factor - rounded, packed, where `rounded` is u * factor as packed before.
 template <class T, int kBlocks, int kTiles, class Factor = NoFactor>
-__device__ __forceinline__ void take_rests(Packed (&rests)[kBlocks], const Packed (&rounded)[kBlocks],
-                                           const float (&u)[kTiles][4], const Factor& factor = {}) {
+__device__ __forceinline__ void take_low_words(Packed (&low)[kBlocks], const Packed (&rounded)[kBlocks],
+                                               const float (&u)[kTiles][4], const Factor& factor = {}) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
         for (int x = 0; x < 4; ++x) {
             const int tile = 2 * block + x / 2;
             const float2 f = factor(tile);
-            rests[block][x] =
+            low[block][x] =
                 pack_rest<T>({u[tile][x % 2 * 2] * f.x, u[tile][x % 2 * 2 + 1] * f.y}, rounded[block][x]);
         }
 }
@@ -70,20 +70,25 @@ inline constexpr int kValueBlockBytes = 16 * 128;
 // Values from a TMA tile in the layout of an A operand: words 0 and 1 have value rows 0-7 and 8-15 of tokens
 // 0-7, words 2 and 3 those of tokens 8-15. store_value_rows is the way back, for outputs.
 template <int kBlocks>
-__device__ __forceinline__ void load_value_rows(Packed (&values)[kBlocks], std::uint32_t box) {
-    const std::uint32_t from = box + own_value_row();
+__device__ __forceinline__ void load_value_rows(Packed (&values)[kBlocks], std::uint32_t tile) {
+    const std::uint32_t from = tile + own_value_row();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
         load_matrices_transposed(values[block], from + block * kValueBlockBytes);
 }
 template <class T, int kTiles>
-__device__ __forceinline__ void store_value_rows(std::uint32_t box, const float (&out)[kTiles][4]) {
-    const std::uint32_t to = box + own_value_row();
-    Packed rows[kTiles / 2];
-    pack<T>(rows, out);
+__device__ __forceinline__ void store_value_rows(std::uint32_t tile, const float (&out)[kTiles][4]) {
+    const std::uint32_t to = tile + own_value_row();
 #pragma unroll
-    for (int block = 0; block < kTiles / 2; ++block)
-        store_matrices_transposed(to + block * kValueBlockBytes, rows[block]);
+    for (int block = 0; block < kTiles / 2; ++block) {
+        Packed rows;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const float* pair = &out[2 * block + w / 2][w % 2 * 2];
+            rows[w] = round_row<T>(pair[0], pair[1]);
+        }
+        store_matrices_transposed(to + block * kValueBlockBytes, rows);
+    }
 }
 
 }  // namespace cula::cuda::sm90

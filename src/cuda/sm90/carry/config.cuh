@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the roles of the Hopper carry share: the warpgroup layout, the shared memory stages and the barriers.
+// What the roles of the Hopper carry share: the warpgroup layout and the shared memory.
 //
 // Warpgroups of a CTA, in this order:
 //   state         one or two, 64 value rows each
@@ -10,12 +10,30 @@
 #pragma once
 
 #include "cuda/chunked/cursor.cuh"
-#include "cuda/ptx/barrier.cuh"
+#include "cuda/pipe/barriers.cuh"
 #include "cuda/sm90/tensor_maps.h"
 
 namespace cula::cuda::sm90 {
 
-using namespace chunked;  // chunk operands, schedules and segment cursors
+using chunked::CarryParams;
+using chunked::ChunkOperands;
+using chunked::DecayMap;
+using chunked::each_pair;
+using chunked::kBlock;
+using chunked::kChunkAlignment;
+using chunked::kTokens;
+using chunked::kUnprepared;
+using chunked::kWarpRows;
+using chunked::OperandTile;
+using chunked::own_segment;
+using chunked::RowWindow;
+using chunked::Schedule;
+using chunked::Segment;
+using chunked::segment_number;
+using chunked::segment_of;
+using chunked::SegmentCursor;
+using chunked::Tile;
+using chunked::Triangle;
 
 inline constexpr int kWarpgroupWarps = 4, kWarpgroupRows = kWarpgroupWarps * kWarpRows,
                      kWarpgroupThreads = kWarpgroupWarps * 32;
@@ -57,35 +75,53 @@ struct Panels {
     static constexpr CULA_HOST_DEVICE int lower_begin(int panel) { return panel * Lower::kBlockUnits; }
 };
 
-// A stage: the operands of one chunk's products, as byte offsets from the stage's start.
-//   kInverse    T [C x C], delta rules only
-//   kScores     A [C x C], not for maps
-//   kKeyRead    K^ [C x K]; with one decay per token k, which serves as K^ and as K+ (kKeyCarry is the same)
-//   kKeyCarry   K+ [C x K]
-//   kQuery      Q~ [C x K], or q with one decay per token; not for maps
-//   kValues     V, one TMA tile (kTmaBytes) of C tokens x 64 value rows per state warpgroup
-// A compensated chunk takes two stages. The second one holds the low words of T and A at kInverse and kScores
-// and nothing else, so that chunks that are not compensated pay no shared memory for low words.
-template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
-struct StageLayout {
-    static constexpr int kRows = kTokens<kKey>;
-    static constexpr int kSquareBytes = kRows * kRows * static_cast<int>(sizeof(T)),
-                         kTileBytes = kRows * kKey * static_cast<int>(sizeof(T)),
-                         kTmaBytes = kRows * kTmaChannels * static_cast<int>(sizeof(T));
-    static constexpr int kInverse = 0, kScores = kDelta ? kSquareBytes : 0;
-    static constexpr int kKeyRead = kScores + (kMaps ? 0 : kSquareBytes),
-                         kKeyCarry = kKeyRead + (kDelta && kPerChannel ? kTileBytes : 0),
-                         kQuery = kKeyCarry + kTileBytes, kValues = kQuery + (kMaps ? 0 : kTileBytes);
+// A member that some kernels do not have. Members with a tag of their own take no room there.
+template <int kTag>
+struct Absent {};
+template <bool kPresent, class Member, int kTag>
+using OnlyIf = std::conditional_t<kPresent, Member, Absent<kTag>>;
 
-    static constexpr CULA_HOST_DEVICE int bytes(int warpgroups) { return kValues + warpgroups * kTmaBytes; }
+// K^ and K+ of a stage [C x K]. With one decay per token k serves as both; without a read, K^ is not used.
+template <class Tile, bool kApart>
+struct StageKeys {
+    Tile read, carry;
+};
+template <class Tile>
+struct StageKeys<Tile, false> {
+    union {
+        Tile read, carry;
+    };
+};
+
+// A stage: the operands of one chunk's products. Behind it follows V, one TmaTile of C tokens x 64 value rows
+// per state warpgroup (CarryShared).
+// A compensated chunk takes two stages. The second one holds the low words of T and A at their places and
+// nothing else, so that chunks that are not compensated pay no shared memory for low words.
+template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
+struct CarryStage {
+    static constexpr int kRows = kTokens<kKey>;
+    // wgmma and TMA find swizzled rows by the address, so every operand begins at a multiple of the longest
+    // pattern's 1024 bytes.
+    template <int kColumns>
+    struct alignas(kSwizzleAlignment) Operand {
+        T element[kRows * kColumns];
+    };
+    using Square = Operand<kRows>;
+    using Rows = Operand<kKey>;
+
+    [[no_unique_address]] OnlyIf<kDelta, Square, 0> inverse;  // T
+    [[no_unique_address]] OnlyIf<!kMaps, Square, 1> scores;   // A
+    StageKeys<Rows, kDelta && kPerChannel> keys;
+    [[no_unique_address]] OnlyIf<!kMaps, Rows, 2> query;  // Q~, or q with one decay per token
 
     // Zeros the blocks above the diagonals of T and A, once per kernel: no copy ever writes there. Called by
     // all threads of the CTA.
-    static __device__ __forceinline__ void clear_upper(unsigned char* stage) {
+    __device__ __forceinline__ void clear_upper() {
         using P = Panels<kRows>;
-        for (int i = static_cast<int>(threadIdx.x); i < kKeyRead / 16; i += static_cast<int>(blockDim.x))
-            if (i % P::kUnits < P::lower_begin(i / P::kUnits % P::Lower::kBlocks))
-                reinterpret_cast<uint4*>(stage)[i] = uint4{};
+        constexpr int kUnits = (kDelta + !kMaps) * static_cast<int>(sizeof(Square) / 16);
+        auto* const units = reinterpret_cast<uint4*>(this);
+        for (int i = static_cast<int>(threadIdx.x); i < kUnits; i += static_cast<int>(blockDim.x))
+            if (i % P::kUnits < P::lower_begin(i / P::kUnits % P::Lower::kBlocks)) units[i] = uint4{};
     }
 };
 
@@ -103,38 +139,72 @@ struct alignas(kChunkAlignment) Factors<kKey, false> {
     float k_factor[kTokens<kKey>], k_rest[kTokens<kKey>], decay[kTokens<kKey>], q_factor[kTokens<kKey>];
 };
 
-template <class T, int kKey, bool kMaps>
-inline constexpr int kOutBytes =
-    kMaps ? 0 : kTokens<kKey> * kWarpgroupRows * static_cast<int>(sizeof(T));  // of a warpgroup
-
-// Dynamic shared memory, in this order: the stages, one output tile per state warpgroup (kOutBytes),
-// CarryBarriers, one Factors per stage.
-struct alignas(kChunkAlignment) CarryBarriers {
-    std::uint64_t operands_ready[kMaxStages];      // load -> state, score
-    std::uint64_t operands_free[kMaxStages];       // state, in every CTA of the cluster -> load
-    std::uint64_t scores_ready[kMaxStages];        // score -> state
-    std::uint64_t out_ready[kMaxStateWarpgroups],  // state -> store
-        out_free[kMaxStateWarpgroups];             // store -> state
-    std::int32_t compensated[kMaxStages];          // whether the chunk's low words follow in the next stage
-    Segment segment;                               // the segment of this CTA
+// Barriers and flags, of which a CTA has one. Pairs are named after what may be read (ready) or overwritten
+// (free); kernel.cuh lists who waits and who arrives.
+struct alignas(kChunkAlignment) CarryControl {
+    Ring<kMaxStages> operands;             // load -> state, score; state, in every CTA of the cluster -> load
+    Mbarrier scores_ready[kMaxStages];     // score -> state; they become free with the operands
+    Ring<kMaxStateWarpgroups> out;         // state -> store; store -> state
+    std::int32_t compensated[kMaxStages];  // whether the chunk's low words follow in the next stage
+    Segment segment;                       // the segment of this CTA
     // Scratch of the score role, for its current chunk: log2 decays from the chunk's start, and the
     // reciprocal norms of q (0) and k (1).
     float log_decay[kTokens<128>], norms[2][kTokens<128>];
 };
 
-template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
-__device__ __forceinline__ CarryBarriers& carry_barriers(unsigned char* memory, int stages, int warpgroups) {
-    return *reinterpret_cast<CarryBarriers*>(
-        memory + stages * StageLayout<T, kKey, kDelta, kPerChannel, kMaps>::bytes(warpgroups) +
-        warpgroups * kOutBytes<T, kKey, kMaps>);
-}
+enum class CarryNamedBarrier : int {
+    kCta = 0,        // __syncthreads()
+    kScoreRole = 1,  // the score warpgroup
+};
 
+// Dynamic shared memory of a CTA. How many state warpgroups it has, and how many stages fit, is known at
+// launch, so this is a view of it and not one struct:
+//   stages x (CarryStage, a TmaTile of values per state warpgroup)
+//   a TmaTile of outputs per state warpgroup, not for maps
+//   CarryControl
+//   stages x Factors
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
-std::size_t carry_shared_bytes(int warpgroups, int stages) {
-    return stages * (StageLayout<T, kKey, kDelta, kPerChannel, kMaps>::bytes(warpgroups) +
-                     sizeof(Factors<kKey, kPerChannel>)) +
-           warpgroups * kOutBytes<T, kKey, kMaps> + sizeof(CarryBarriers);
-}
+struct CarryShared {
+    using Stage = CarryStage<T, kKey, kDelta, kPerChannel, kMaps>;
+    using F = Factors<kKey, kPerChannel>;
+    using RowTile = TmaTile<Stage::kRows>;
+    static constexpr int kRowTileBytes = sizeof(RowTile);
+    static constexpr int kValues = sizeof(Stage);  // where values begin in a stage
+    // Nothing but operands takes room in a stage, and every tile and Factors begin where copies need it.
+    static_assert(sizeof(Stage) == (kDelta + !kMaps) * sizeof(typename Stage::Square) +
+                                       (1 + (kDelta && kPerChannel) + !kMaps) * sizeof(typename Stage::Rows));
+    static_assert(sizeof(Stage) % kSwizzleAlignment == 0 && sizeof(F) % kChunkAlignment == 0);
+
+    unsigned char* const stages;
+    RowTile* const outs;
+    CarryControl& control;
+    const int warpgroups;
+
+    static constexpr CULA_HOST_DEVICE int stage_bytes(int warpgroups) {
+        return static_cast<int>(sizeof(Stage)) + warpgroups * kRowTileBytes;
+    }
+    static constexpr CULA_HOST_DEVICE int outs_bytes(int warpgroups) {
+        return kMaps ? 0 : warpgroups * kRowTileBytes;
+    }
+    // What a launch asks for.
+    static constexpr std::size_t bytes(int warpgroups, int stages) {
+        return stages * (stage_bytes(warpgroups) + sizeof(F)) + outs_bytes(warpgroups) + sizeof(CarryControl);
+    }
+
+    __device__ __forceinline__ CarryShared(unsigned char* memory, int stages, int of_warpgroups)
+        : stages(memory),
+          outs(reinterpret_cast<RowTile*>(memory + stages * stage_bytes(of_warpgroups))),
+          control(*reinterpret_cast<CarryControl*>(memory + stages * stage_bytes(of_warpgroups) +
+                                                   outs_bytes(of_warpgroups))),
+          warpgroups(of_warpgroups) {}
+
+    __device__ __forceinline__ Stage& stage(int i) const {
+        return *reinterpret_cast<Stage*>(stages + i * stage_bytes(warpgroups));
+    }
+    __device__ __forceinline__ F& factors(int stage) const {
+        return reinterpret_cast<F*>(&control + 1)[stage];
+    }
+};
 
 // Whether `rows` hold elements of type T and can be copied in aligned pieces of 16 bytes.
 template <class T>

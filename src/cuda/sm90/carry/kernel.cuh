@@ -16,20 +16,20 @@
 //
 // Roles: w = 1 or 2 state warpgroups. (s): kernels with a score warpgroup, additive with one decay per token.
 //   role    threads  registers    waits for                         signals
-//   state   128 w    216, 176 (s) operands_ready, scores_ready (s), operands_free of all CTAs of the
-//                                 out_free                          cluster, out_ready
-//   score   128 (s)  96           operands_ready                    scores_ready
-//   load    96       72, 64 (s)   operands_free                     operands_ready
-//   store   32       72, 64 (s)   out_ready                         out_free
+//   state   128 w    216, 176 (s) operands.ready, scores_ready (s), operands.free of all CTAs of the
+//                                 out.free                          cluster, out.ready
+//   score   128 (s)  96           operands.ready                    scores_ready
+//   load    96       72, 64 (s)   operands.free                     operands.ready
+//   store   32       72, 64 (s)   out.ready                         out.free
 //
-// Barriers: mbarriers in shared memory (CarryBarriers).
+// Barriers: mbarriers in shared memory (CarryControl), named after what may be read or overwritten.
 //   barrier                  arrivals that complete a phase
-//   operands_ready[stage]    1 + 96 load threads, and the bytes of all bulk and TMA copies
-//   operands_free[stage]     128 w x cluster size state threads
+//   operands.ready[stage]    1 + 96 load threads, and the bytes of all bulk and TMA copies
+//   operands.free[stage]     128 w x cluster size state threads
 //   scores_ready[stage]      128 score threads
-//   out_ready[warpgroup]     128 state threads
-//   out_free[warpgroup]      32 store threads
-// Named barrier 1 synchronises the score warpgroup. barrier.cluster synchronises the CTAs of a cluster at the
+//   out.ready[warpgroup]     128 state threads
+//   out.free[warpgroup]      32 store threads
+// Named barriers: CarryNamedBarrier. barrier.cluster synchronises the CTAs of a cluster at the
 // start, so that all mbarriers are initialised before their first use, and at the end, so that no CTA exits
 // while others multicast to it or arrive at its barriers.
 //
@@ -69,9 +69,7 @@ template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChannel>>, 1)
     carry(const __grid_constant__ DeviceArgs a, const Schedule schedule,
           const ChunkOperands<T, kKey, kPerChannel>* operands, const __grid_constant__ CarryParams p,
-          const __grid_constant__ RowMaps maps) {
-    using Layout = StageLayout<T, kKey, kDelta, kPerChannel, kMaps>;
-    using F = Factors<kKey, kPerChannel>;
+          const __grid_constant__ CarryMaps maps) {
     constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
     extern __shared__ __align__(1024) unsigned char memory[];
 
@@ -79,13 +77,9 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
               warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
     const int warpgroups = static_cast<int>(blockDim.x) / kWarpgroupThreads - kHelperWarpgroups<kScores>;
     const int role = warp / kWarpgroupWarps - warpgroups;  // negative: state
-    unsigned char* const outs = memory + p.stages * Layout::bytes(warpgroups);
-    auto& barriers = carry_barriers<T, kKey, kDelta, kPerChannel, kMaps>(memory, p.stages, warpgroups);
-    auto* const factors = reinterpret_cast<F*>(&barriers + 1);
-    const std::uint32_t full = shared_address(barriers.operands_ready),
-                        empty = shared_address(barriers.operands_free);
-    for (int stage = 0; stage < p.stages; ++stage)
-        Layout::clear_upper(memory + stage * Layout::bytes(warpgroups));
+    const CarryShared<T, kKey, kDelta, kPerChannel, kMaps> shared(memory, p.stages, warpgroups);
+    CarryControl& control = shared.control;
+    for (int stage = 0; stage < p.stages; ++stage) shared.stage(stage).clear_upper();
     fence_async_proxy();
     // Setup that reads nothing of the kernels before runs before the PDL wait, while they end.
     if (thread == 0) {
@@ -94,13 +88,13 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         if (maps.inputs) tma_prefetch_map(maps.v);
         if (maps.outputs) tma_prefetch_map(maps.o);
         for (int stage = 0; stage < p.stages; ++stage) {
-            init_barrier(full + stage * 8, 1 + kLoadThreads);
-            init_barrier(empty + stage * 8, p.cluster * warpgroups * kWarpgroupThreads);
-            init_barrier(shared_address(barriers.scores_ready + stage), kWarpgroupThreads);
+            control.operands.ready[stage].init(1 + kLoadThreads);
+            control.operands.free[stage].init(p.cluster * warpgroups * kWarpgroupThreads);
+            control.scores_ready[stage].init(kWarpgroupThreads);
         }
         for (int warpgroup = 0; warpgroup < warpgroups; ++warpgroup) {
-            init_barrier(shared_address(barriers.out_ready + warpgroup), kWarpgroupThreads);
-            init_barrier(shared_address(barriers.out_free + warpgroup), kStoreThreads);
+            control.out.ready[warpgroup].init(kWarpgroupThreads);
+            control.out.free[warpgroup].init(kStoreThreads);
         }
         publish_barriers();
     }
@@ -129,12 +123,15 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     // lane's operand addresses in every chunk (GDN's loop: 874 instructions instead of 838).
     if (warp == 0) {
         const Segment segment = own_segment<kKey, kMaps>(a, schedule, p);
-        if (thread == 0) barriers.segment = segment;
+        if (thread == 0) control.segment = segment;
     }
     __syncthreads();
-    const SegmentCursor<kKey, kMaps> cursor(a, schedule, p, barriers.segment, role < 0 ? warp : 0,
+    const SegmentCursor<kKey, kMaps> cursor(a, schedule, p, control.segment, role < 0 ? warp : 0,
                                             warpgroups * kWarpgroupWarps);
     if (role < 0) cursor.zero_skipped(schedule);
+    // nothing() must be uniform in a cluster, whose CTAs meet in sync_cluster() below: they are row blocks of
+    // one segment and head, and differ only in `of_m`. Of that nothing() asks where first_m is false, and a
+    // launch of such maps has rows of M or first segments, not both.
     if (cursor.nothing()) {
         if (waits_last) pdl_trigger_and_wait();
         return;
@@ -144,28 +141,30 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     if (kScores && role == 0) {
         if constexpr (kScores) {
             lower_registers<kScoreRegisters>();
-            ScoreRole<T, kKey, kMaps>{a, cursor, memory, factors, barriers, warpgroups, p.stages}.run();
+            ScoreRole<T, kKey, kMaps>{a, cursor, shared, p.stages}.run();
         }
     } else if (role >= 0) {
         lower_registers<kLoadRegisters<kScores>>();
-        const int copier = warp % kWarpgroupWarps;
-        if (copier < kLoadThreads / 32) {
+        if (warp % kWarpgroupWarps < kLoadThreads / 32) {
             const std::int64_t first =
                 static_cast<std::int64_t>(cursor.segment.slot) * a.value_heads + cursor.value_head;
-            const LoadRole<T, kKey, kDelta, kPerChannel, kMaps> fetcher{
-                a,       maps,     cursor,     operands + first, p.is_compensated + first, memory,
-                factors, barriers, warpgroups, p.stages,         schedule.per_chunk};
+            const LoadRole<T, kKey, kDelta, kPerChannel, kMaps> load{a,
+                                                                     maps,
+                                                                     cursor,
+                                                                     operands + first,
+                                                                     p.is_compensated + first,
+                                                                     shared,
+                                                                     p.stages,
+                                                                     schedule.per_chunk};
             if (!kMaps && schedule.awaits_operands && !schedule.per_chunk) pdl_wait();
-            fetcher.run();
+            load.run();
         } else if (maps.outputs) {
-            if constexpr (!kMaps) StoreRole<T, kKey>{a, maps.o, cursor, outs, barriers, warpgroups}.run();
+            if constexpr (!kMaps) StoreRole<T, kKey, kDelta, kPerChannel>{a, maps.o, cursor, shared}.run();
         }
     } else {
         raise_registers<kStateRegisters<kScores>>();
         if (!kMaps && schedule.awaits_states) pdl_wait();
-        StateRole<T, kKey, kDelta, kPerChannel, kMaps> multiplier{a,      schedule, p,        maps,
-                                                                  memory, outs,     barriers, warpgroups};
-        multiplier.run(cursor);
+        StateRole<T, kKey, kDelta, kPerChannel, kMaps>{a, schedule, p, maps, shared}.run(cursor);
     }
     if (p.cluster > 1) sync_cluster();
     if (waits_last) pdl_trigger_and_wait();

@@ -7,6 +7,7 @@
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/carry/config.cuh"
+#include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::sm90 {
 
@@ -46,28 +47,27 @@ __device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, 
 //   warp 2   A (scores)                     q, with one decay per token
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 struct LoadRole {
-    using Layout = StageLayout<T, kKey, kDelta, kPerChannel, kMaps>;
-    using F = Factors<kKey, kPerChannel>;
+    using Shared = CarryShared<T, kKey, kDelta, kPerChannel, kMaps>;
+    using Stage = typename Shared::Stage;
+    using F = typename Shared::F;
     using Operands = ChunkOperands<T, kKey, kPerChannel>;
-    using Lower = Triangle<Layout::kRows>;
-    using Squares = Panels<Layout::kRows>;
+    using Lower = Triangle<Stage::kRows>;
+    using Squares = Panels<Stage::kRows>;
     static constexpr bool kReadsOperands = !kMakesScores<kDelta, kPerChannel>;
     static constexpr int kPanels = kKey / kTmaChannels;
     static constexpr int kTriangleBytes = Lower::kElements * static_cast<int>(sizeof(T));
 
     const DeviceArgs& a;
-    const RowMaps& maps;
+    const CarryMaps& maps;
     const SegmentCursor<kKey, kMaps>& cursor;
     const Operands* operands;            // of the segment's first chunk
     const std::int32_t* is_compensated;  // of the segment's first chunk
-    unsigned char* memory;               // the first stage
-    F* factors;                          // of the first stage
-    CarryBarriers& barriers;
-    int warpgroups, stages;
+    const Shared& shared;
+    int stages;
     bool per_chunk;  // Schedule::per_chunk: prepare still runs and publishes a flag per chunk
 
     // Chunk operands are the same for all CTAs of a cluster. Each CTA issues its share of the copies as
-    // multicasts to all of them; operands_ready of each CTA expects the bytes of all shares.
+    // multicasts to all of them; operands.ready of each CTA expects the bytes of all shares.
     struct Part {
         const unsigned char* operands;
         std::uint32_t full;
@@ -83,17 +83,18 @@ struct LoadRole {
             const int share = bytes >> (__ffs(cluster) - 1);  // cluster sizes are powers of two
             copy(to + rank * share, from + rank * share, share);
         }
-        __device__ __forceinline__ void copy_triangle(std::uint32_t to, int from, int turn) const {
+        __device__ __forceinline__ void copy_triangle(std::uint32_t to, int from, int first) const {
 #pragma unroll
             for (int panel = 0; panel < Lower::kBlocks; ++panel)
-                if (((panel + turn) & (cluster - 1)) == rank)
+                if (((panel + first) & (cluster - 1)) == rank)
                     copy(to + (panel * Squares::kUnits + Squares::lower_begin(panel)) * 16,
                          from + Lower::block_begin(panel, panel) * 16,
                          (Squares::kUnits - Squares::lower_begin(panel)) * 16);
         }
     };
 
-    static constexpr int kTileBytes = kPerChannel ? (1 + kDelta + !kMaps) * Layout::kTileBytes : 0;
+    static constexpr int kKeyBytes = sizeof(typename Stage::Rows), kTmaBytes = Shared::kRowTileBytes;
+    static constexpr int kTileBytes = kPerChannel ? (1 + kDelta + !kMaps) * kKeyBytes : 0;
     static constexpr int kFactorBytes = sizeof(F);
     static constexpr int kLowBytes = (kMaps ? 1 : 2) * kTriangleBytes;  // second stage of a compensated chunk
     static constexpr int kOperandBytes = kTileBytes + kFactorBytes + (kDelta + !kMaps) * kTriangleBytes;
@@ -104,36 +105,36 @@ struct LoadRole {
         if (warp == 0) {
             if constexpr (kPerChannel) {
                 if constexpr (kDelta)
-                    part.copy_run(stage_at + Layout::kKeyRead, offsetof(Operands, k_decayed),
-                                  2 * Layout::kTileBytes);
+                    part.copy_run(stage_at + offsetof(Stage, keys.read), offsetof(Operands, k_decayed),
+                                  2 * kKeyBytes);
                 else
-                    part.copy_run(stage_at + Layout::kKeyCarry, offsetof(Operands, k_remaining),
-                                  Layout::kTileBytes);
+                    part.copy_run(stage_at + offsetof(Stage, keys.carry), offsetof(Operands, k_remaining),
+                                  kKeyBytes);
                 if constexpr (!kMaps)
-                    part.copy_run(stage_at + Layout::kQuery, offsetof(Operands, q_decayed),
-                                  Layout::kTileBytes);
+                    part.copy_run(stage_at + offsetof(Stage, query), offsetof(Operands, q_decayed),
+                                  kKeyBytes);
                 part.copy_run(factors_at, offsetof(Operands, decay), kFactorBytes);
             } else {
                 part.copy_run(factors_at, offsetof(Operands, k_factor), kFactorBytes);
             }
         } else if (warp == 1) {
             if constexpr (kDelta)
-                part.copy_triangle(stage_at + Layout::kInverse, offsetof(Operands, inverse), 0);
+                part.copy_triangle(stage_at + offsetof(Stage, inverse), offsetof(Operands, inverse), 0);
         } else if constexpr (!kMaps) {
-            part.copy_triangle(stage_at + Layout::kScores, offsetof(Operands, scores), 1);
+            part.copy_triangle(stage_at + offsetof(Stage, scores), offsetof(Operands, scores), 1);
         }
     }
     __device__ __forceinline__ void copy_low(int warp, const Part& part, std::uint32_t stage_at) const {
         if (warp == 1)
-            part.copy_triangle(stage_at + Layout::kInverse, offsetof(Operands, inverse_low), 0);
+            part.copy_triangle(stage_at + offsetof(Stage, inverse), offsetof(Operands, inverse_low), 0);
         else if (warp == 2 && !kMaps)
-            part.copy_triangle(stage_at + Layout::kScores, offsetof(Operands, scores_low), 1);
+            part.copy_triangle(stage_at + offsetof(Stage, scores), offsetof(Operands, scores_low), 1);
     }
 
     // Rows of q, k and v that have tensor maps: the bytes of their TMA tiles; the warp's third of the loads.
     __device__ __forceinline__ int tma_bytes() const {
         const int tiles = kPerChannel ? 0 : kMaps ? 1 : 2;
-        return (cursor.of_m ? 0 : warpgroups * Layout::kTmaBytes) + tiles * kPanels * Layout::kTmaBytes;
+        return (cursor.of_m ? 0 : shared.warpgroups * kTmaBytes) + tiles * kPanels * kTmaBytes;
     }
     __device__ __forceinline__ void load_by_tma(int warp, int chunk, std::uint32_t stage_at,
                                                 std::uint32_t full) const {
@@ -143,28 +144,28 @@ struct LoadRole {
 #pragma unroll 1  // unrolled, the role's registers do not suffice
             for (int panel = 0; panel < kPanels; ++panel) {
                 at.channel = panel * kTmaChannels;
-                tma_load(stage_at + to + panel * Layout::kTmaBytes, map, at, full);
+                tma_load(stage_at + to + panel * kTmaBytes, map, at, full);
             }
         };
         if (warp == 1) {
             if (cursor.of_m) return;
             at.head = cursor.value_head;
-            for (int warpgroup = 0; warpgroup < warpgroups; ++warpgroup) {
+            for (int warpgroup = 0; warpgroup < shared.warpgroups; ++warpgroup) {
                 at.channel = cursor.rows.first + warpgroup * kWarpgroupRows;
-                tma_load(stage_at + Layout::kValues + warpgroup * Layout::kTmaBytes, maps.v, at, full);
+                tma_load(stage_at + Shared::kValues + warpgroup * Shared::kRowTileBytes, maps.v, at, full);
             }
         } else if constexpr (!kPerChannel) {
             if (warp == 0)
-                copy_panels(Layout::kKeyRead, maps.k);
+                copy_panels(offsetof(Stage, keys.read), maps.k);
             else if constexpr (!kMaps)
-                copy_panels(Layout::kQuery, maps.q);
+                copy_panels(offsetof(Stage, query), maps.q);
         }
     }
 
     __device__ __forceinline__ void copy_key_rows(const TokenRows& rows, int chunk, unsigned char* to) const {
         const T* from = static_cast<const T*>(rows.data) +
                         rows.offset(cursor.batch, cursor.token(chunk), a.by_group.divide(cursor.value_head));
-        copy_rows<T, Layout::kRows, kKey / 8>(
+        copy_rows<T, Stage::kRows, kKey / 8>(
             to, from, rows.token, cursor.count(chunk), a.key_dim, aligned<T>(rows, a.key_dim),
             [](int token, int unit) { return OperandTile<kKey, false>::unit(token, unit) * 16; });
     }
@@ -172,33 +173,31 @@ struct LoadRole {
     // The rows of load_by_tma() without TMA, for any strides and alignment. Called by all load threads.
     __device__ __forceinline__ void copy_all_rows(int chunk, unsigned char* to) const {
         if constexpr (!kPerChannel) {
-            if constexpr (!kMaps) copy_key_rows(a.q, chunk, to + Layout::kQuery);
-            copy_key_rows(a.k, chunk, to + Layout::kKeyRead);
+            if constexpr (!kMaps) copy_key_rows(a.q, chunk, to + offsetof(Stage, query));
+            copy_key_rows(a.k, chunk, to + offsetof(Stage, keys.read));
         }
         if (cursor.of_m) return;
         const T* from = static_cast<const T*>(a.v.data) +
                         a.v.offset(cursor.batch, cursor.token(chunk), cursor.value_head);
 #pragma unroll 1
-        for (int warpgroup = 0; warpgroup < warpgroups; ++warpgroup) {
+        for (int warpgroup = 0; warpgroup < shared.warpgroups; ++warpgroup) {
             const int row = cursor.rows.first + warpgroup * kWarpgroupRows;
-            copy_rows<T, Layout::kRows, kWarpgroupRows / 8>(
-                to + Layout::kValues + warpgroup * Layout::kTmaBytes, from + row, a.v.token,
+            copy_rows<T, Stage::kRows, kWarpgroupRows / 8>(
+                to + Shared::kValues + warpgroup * Shared::kRowTileBytes, from + row, a.v.token,
                 cursor.count(chunk), a.value_dim - row, aligned<T>(a.v, a.value_dim),
                 [](int token, int unit) {
-                    return Tile<Layout::kRows, kWarpgroupRows>::unit(token, unit) * 16;
+                    return Tile<Stage::kRows, kWarpgroupRows>::unit(token, unit) * 16;
                 });
         }
     }
 
     __device__ __forceinline__ void run() const {
         const int warp = static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32;
-        const bool asks = threadIdx.x % 32 == 0;
+        const bool issues = threadIdx.x % 32 == 0;
         const int rows_bytes = tma_bytes();
-        int stage = 0, parity = 1;
-        const auto full = [&] { return shared_address(barriers.operands_ready + stage); };
-        const auto next_stage = [&] {
-            if (++stage == stages) stage = 0, parity ^= 1;
-        };
+        CarryControl& control = shared.control;
+        auto stage = RingPosition::of_writer();
+        const auto ready = [&]() -> Mbarrier& { return control.operands.ready[stage.at]; };
 #pragma unroll 1
         for (int chunk = 0; chunk < cursor.segment.chunks; ++chunk) {
             const std::int64_t of_chunk = static_cast<std::int64_t>(chunk) * a.value_heads;
@@ -209,48 +208,49 @@ struct LoadRole {
                 prepared = published(is_compensated + of_chunk);
             else if (kDelta)
                 prepared = written_before(is_compensated + of_chunk);
-            wait_barrier(shared_address(barriers.operands_free + stage), parity);
+            control.operands.free[stage.at].wait(stage.parity);
             if (kReadsOperands && per_chunk) {
                 while (prepared == kUnprepared) prepared = published(is_compensated + of_chunk);
                 fence_async_global();
             }
             const bool compensated = kDelta && prepared;
-            unsigned char* to = memory + stage * Layout::bytes(warpgroups);
+            auto* const to = reinterpret_cast<unsigned char*>(&shared.stage(stage.at));
             // A partial last chunk of a packed sequence is not loaded by TMA: the tile would bring the next
             // sequence's tokens instead of zeros.
-            const bool boxes = maps.inputs && (!a.cu_seqlens || cursor.count(chunk) == Layout::kRows);
-            if (asks) {
+            const bool by_tma = maps.inputs && (!a.cu_seqlens || cursor.count(chunk) == Stage::kRows);
+            if (issues) {
                 if (warp == 0) {
-                    arrive_expecting(full(), (kReadsOperands ? kOperandBytes : 0) + (boxes ? rows_bytes : 0));
-                    barriers.compensated[stage] = compensated;
+                    ready().arrive_expecting((kReadsOperands ? kOperandBytes : 0) +
+                                             (by_tma ? rows_bytes : 0));
+                    control.compensated[stage.at] = compensated;
                 }
                 if constexpr (kReadsOperands)
                     copy_operands(warp,
-                                  {reinterpret_cast<const unsigned char*>(operands + of_chunk), full(),
-                                   cursor.p.cluster},
-                                  shared_address(to), shared_address(factors + stage));
-                if (boxes) load_by_tma(warp, chunk, shared_address(to), full());
+                                  {reinterpret_cast<const unsigned char*>(operands + of_chunk),
+                                   ready().address(), cursor.p.cluster},
+                                  shared_address(to), shared_address(&shared.factors(stage.at)));
+                if (by_tma) load_by_tma(warp, chunk, shared_address(to), ready().address());
             }
-            if (!boxes) {
+            if (!by_tma) {
                 copy_all_rows(chunk, to);
                 commit_copies();
                 wait_copies<0>();
                 if constexpr (!kPerChannel) fence_async_proxy();  // wgmma reads q and k
             }
-            arrive(full());
-            next_stage();
+            ready().arrive();
+            stage.next(stages);
             if constexpr (kDelta) {
                 if (!compensated) continue;
-                wait_barrier(shared_address(barriers.operands_free + stage), parity);
-                if (asks) {
-                    if (warp == 0) arrive_expecting(full(), kLowBytes);
+                control.operands.free[stage.at].wait(stage.parity);
+                if (issues) {
+                    if (warp == 0) ready().arrive_expecting(kLowBytes);
                     copy_low(warp,
-                             {reinterpret_cast<const unsigned char*>(operands + of_chunk), full(),
+                             {reinterpret_cast<const unsigned char*>(operands + of_chunk), ready().address(),
                               cursor.p.cluster},
-                             shared_address(memory + stage * Layout::bytes(warpgroups)));
+                             shared_address(&shared.stage(stage.at)));
                 }
-                arrive(full());
-                next_stage();
+                ready().arrive();
+                stage.next(stages);
             }
         }
     }
@@ -258,16 +258,15 @@ struct LoadRole {
 
 // The store role: writes the output tile of each state warpgroup, [tokens x 64 value rows] as transposed by
 // the state role, from shared memory to global memory.
-template <class T, int kKey>
+template <class T, int kKey, bool kDelta, bool kPerChannel>
 struct StoreRole {
+    using Shared = CarryShared<T, kKey, kDelta, kPerChannel, false>;
     static constexpr int kRows = kTokens<kKey>, kUnits = kWarpgroupRows / 8;
 
     const DeviceArgs& a;
     const CUtensorMap& map;
     const SegmentCursor<kKey, false>& cursor;
-    const unsigned char* tiles;  // output tiles in shared memory, one per state warpgroup
-    CarryBarriers& barriers;
-    int warpgroups;
+    const Shared& shared;
 
     __device__ __forceinline__ void run() const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -275,10 +274,10 @@ struct StoreRole {
         for (int chunk = 0; chunk < cursor.segment.chunks; ++chunk) {
             const int count = cursor.count(chunk);
 #pragma unroll 1
-            for (int warpgroup = 0; warpgroup < warpgroups; ++warpgroup) {
+            for (int warpgroup = 0; warpgroup < shared.warpgroups; ++warpgroup) {
                 const int row = cursor.rows.first + warpgroup * kWarpgroupRows;
-                const unsigned char* tile = tiles + warpgroup * kOutBytes<T, kKey, false>;
-                wait_barrier(shared_address(barriers.out_ready + warpgroup), chunk & 1);
+                const unsigned char* tile = shared.outs[warpgroup].bytes;
+                shared.control.out.ready[warpgroup].wait(chunk & 1);
                 if (!a.cu_seqlens || count == kRows) {
                     if (lane == 0) {
                         tma_store(
@@ -289,25 +288,25 @@ struct StoreRole {
                     }
                     __syncwarp();
                 } else {
-                    put_rows(tile, chunk, count, row, lane);
+                    store_rows(tile, chunk, count, row, lane);
                 }
-                arrive(shared_address(barriers.out_free + warpgroup));
+                shared.control.out.free[warpgroup].arrive();
             }
         }
     }
 
     // A partial last chunk of a packed sequence, whose TMA tile would overwrite the next sequence's outputs.
-    __device__ __forceinline__ void put_rows(const unsigned char* tile, int chunk, int count, int row,
-                                             int lane) const {
+    __device__ __forceinline__ void store_rows(const unsigned char* tile, int chunk, int count, int row,
+                                               int lane) const {
         T* const to = static_cast<T*>(a.o.data) +
                       a.o.offset(cursor.batch, cursor.token(chunk), cursor.value_head) + row;
 #pragma unroll 1
         for (int i = lane; i < count * kUnits; i += kStoreThreads) {
             const int token = i / kUnits, unit = i % kUnits;
             if (row + unit * 8 < a.value_dim)
-                *reinterpret_cast<uint4*>(to + token * a.o.token + unit * 8) =
-                    *reinterpret_cast<const uint4*>(tile +
-                                                    Tile<kRows, kWarpgroupRows>::unit(token, unit) * 16);
+                move_row(to + token * a.o.token + unit * 8,
+                         *reinterpret_cast<const uint4*>(
+                             tile + Tile<kRows, kWarpgroupRows>::unit(token, unit) * 16));
         }
     }
 };

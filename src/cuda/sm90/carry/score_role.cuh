@@ -19,26 +19,27 @@ namespace cula::cuda::sm90 {
 
 template <class T, int kKey, bool kMaps>
 struct ScoreRole {
-    using Layout = StageLayout<T, kKey, false, false, kMaps>;
-    using F = Factors<kKey, false>;
-    static constexpr int kRows = Layout::kRows, kEach = kRows / 32;
+    using Shared = CarryShared<T, kKey, false, false, kMaps>;
+    using Stage = typename Shared::Stage;
+    using F = typename Shared::F;
+    static constexpr int kRows = Stage::kRows, kEach = kRows / 32;
 
     using Products = float[kRows / 8][4];
     using Place = OperandTile<kKey, false>;
 
     const DeviceArgs& a;
     const SegmentCursor<kKey, kMaps>& cursor;
-    unsigned char* memory;
-    F* factors;
-    CarryBarriers& barriers;
-    int warpgroups, stages;
+    const Shared& shared;
+    int stages;
+    CarryControl& control = shared.control;
 
     // Reciprocal norms of q and k (qk_l2norm), two threads per token.
-    __device__ __forceinline__ void make_norms(const unsigned char* stage) const {
+    __device__ __forceinline__ void make_norms(const Stage& stage) const {
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads, token = thread / 2;
 #pragma unroll
         for (int which = kMaps ? 1 : 0; which < 2; ++which) {
-            const unsigned char* tile = stage + (which == 0 ? Layout::kQuery : Layout::kKeyRead);
+            const unsigned char* tile = reinterpret_cast<const unsigned char*>(&stage) +
+                                        (which == 0 ? offsetof(Stage, query) : offsetof(Stage, keys.read));
             float sum = 0.0f;
 #pragma unroll 4
             for (int i = 0; i < kKey / 16; ++i) {
@@ -52,7 +53,7 @@ struct ScoreRole {
                 }
             }
             sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            if (thread % 2 == 0) barriers.norms[which][token] = rsqrtf(sum + 1e-6f);
+            if (thread % 2 == 0) control.norms[which][token] = rsqrtf(sum + 1e-6f);
         }
     }
 
@@ -71,28 +72,28 @@ struct ScoreRole {
         }
         running_sums(sum);
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) barriers.log_decay[lane * kEach + i] = sum[i];
+        for (int i = 0; i < kEach; ++i) control.log_decay[lane * kEach + i] = sum[i];
     }
 
     __device__ __forceinline__ float norm(int which, int token) const {
-        return a.qk_l2norm ? barriers.norms[which][token] : 1.0f;
+        return a.qk_l2norm ? control.norms[which][token] : 1.0f;
     }
 
     // Writes the Factors of the chunk in a stage: one thread per token.
-    __device__ __forceinline__ void put_factors(F& of, int count) const {
+    __device__ __forceinline__ void store_factors(F& of, int count) const {
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
         if (thread >= kRows) return;
-        const float whole = barriers.log_decay[kRows - 1], log_decay = barriers.log_decay[thread];
+        const float whole = control.log_decay[kRows - 1], log_decay = control.log_decay[thread];
         of.q_factor[thread] = a.scale * norm(0, thread) * exp2_fast(log_decay);
         of.k_rest[thread] = thread < count ? norm(1, thread) * exp2_fast(whole - log_decay) : 0.0f;
         of.decay[thread] = exp2_fast(whole);
     }
 
-    // Issues product = q k^T of the chunk in a stage; put_scores() waits for it.
-    __device__ __forceinline__ void multiply(Products& product, const unsigned char* stage) const {
-        const std::uint32_t at = wgmma::uniform(shared_address(stage));
-        const wgmma::Operand rows = wgmma::operand<Place::kUnits * 8>(at + Layout::kQuery),
-                             columns = wgmma::operand<Place::kUnits * 8>(at + Layout::kKeyRead);
+    // Issues product = q k^T of the chunk in a stage; store_scores() waits for it.
+    __device__ __forceinline__ void multiply(Products& product, const Stage& stage) const {
+        const std::uint32_t at = wgmma::uniform(shared_address(&stage));
+        const wgmma::Operand rows = wgmma::operand<Place::kUnits * 8>(at + offsetof(Stage, query)),
+                             columns = wgmma::operand<Place::kUnits * 8>(at + offsetof(Stage, keys.read));
         wgmma::fence();
 #pragma unroll
         for (int step = 0; step < kKey / 16; ++step) {
@@ -106,12 +107,12 @@ struct ScoreRole {
     // writes the scores to the stage. `half` selects the lane's row (l/4 or l/4 + 8 of the warp's 16 rows),
     // `second` the first or second of its two columns in an 8-column tile.
     template <class Factor>
-    __device__ __forceinline__ void put_scores(unsigned char* stage, Products& product, Factor factor) const {
+    __device__ __forceinline__ void store_scores(Stage& stage, Products& product, Factor factor) const {
         wgmma::wait<0>();
         wgmma::hold(product);
         const int lane = static_cast<int>(threadIdx.x) % 32,
                   first = static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32 * 16;
-        auto* const words = reinterpret_cast<std::uint32_t*>(stage + Layout::kScores);
+        auto* const words = reinterpret_cast<std::uint32_t*>(stage.scores.element);
 #pragma unroll
         for (int tile = 0; tile < kRows / 8; ++tile)
 #pragma unroll
@@ -127,17 +128,18 @@ struct ScoreRole {
         fence_async_proxy();
     }
 
-    // Calls body(chunk, stage, factors of the stage, full) for each chunk, then arrives at scores_ready. The
-    // body calls full(), which waits for operands_ready, before it reads q and k.
+    // Calls body(chunk, stage, factors of the stage, wait_for_operands) for each chunk, then arrives at
+    // scores_ready. The body calls wait_for_operands(), which waits for operands.ready, before it reads q and
+    // k.
     template <class Body>
     __device__ __forceinline__ void each_chunk(Body body) const {
-        int stage = 0, parity = 0;
+        auto stage = RingPosition::of_reader();
 #pragma unroll 1
         for (int chunk = 0; chunk < cursor.segment.chunks; ++chunk) {
-            body(chunk, memory + stage * Layout::bytes(warpgroups), factors[stage],
-                 [&] { wait_barrier(shared_address(barriers.operands_ready + stage), parity); });
-            arrive(shared_address(barriers.scores_ready + stage));
-            if (++stage == stages) stage = 0, parity ^= 1;
+            body(chunk, shared.stage(stage.at), shared.factors(stage.at),
+                 [&] { control.operands.ready[stage.at].wait(stage.parity); });
+            control.scores_ready[stage.at].arrive();
+            stage.next(stages);
         }
     }
 
@@ -146,7 +148,7 @@ struct ScoreRole {
     __device__ __forceinline__ void run_alike(const HeadGate& gate) const {
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads, lane = thread % 32;
         if (thread < 32) make_decays(gate, 0, kRows);
-        sync_group();
+        sync_role();
         float by_distance[kRows / 8 + 1][2];  // [tile - half + 1][second column]
 #pragma unroll
         for (int x = 0; x <= kRows / 8; ++x)
@@ -156,21 +158,21 @@ struct ScoreRole {
                 by_distance[x][second] = distance < 0 ? 0.0f
                                          : distance == 0
                                              ? a.scale
-                                             : a.scale * exp2_fast(barriers.log_decay[distance - 1]);
+                                             : a.scale * exp2_fast(control.log_decay[distance - 1]);
             }
-        each_chunk([&](int chunk, unsigned char* at, F& of, auto full) {
+        each_chunk([&](int chunk, Stage& at, F& of, auto wait_for_operands) {
             const int count = cursor.count(chunk);
             [[maybe_unused]] Products product;
-            full();
+            wait_for_operands();
             if constexpr (!kMaps) multiply(product, at);
             if (count < kRows) {
-                sync_group();
+                sync_role();
                 if (thread < 32) make_decays(gate, chunk, count);
-                sync_group();
+                sync_role();
             }
-            if (chunk < stages || count < kRows) put_factors(of, count);  // once per stage: they stay valid
+            if (chunk < stages || count < kRows) store_factors(of, count);  // once per stage: they stay valid
             if constexpr (!kMaps)
-                put_scores(at, product, [&](int tile, int half, int second) {
+                store_scores(at, product, [&](int tile, int half, int second) {
                     return by_distance[tile - half + 1][second];
                 });
         });
@@ -180,30 +182,32 @@ struct ScoreRole {
         const HeadGate gate(a, cursor.value_head);
         if (a.algorithm.decay != Decay::kPerToken && !a.qk_l2norm) return run_alike(gate);
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
-        each_chunk([&](int chunk, unsigned char* at, F& of, auto full) {
+        each_chunk([&](int chunk, Stage& at, F& of, auto wait_for_operands) {
             const int count = cursor.count(chunk);
             [[maybe_unused]] Products product;
-            sync_group();  // the previous chunk's log_decay and norms have been read
+            sync_role();  // the previous chunk's log_decay and norms have been read
             if (thread < 32) make_decays(gate, chunk, count);
-            full();
+            wait_for_operands();
             if (a.qk_l2norm) make_norms(at);
             if constexpr (!kMaps) multiply(product, at);
-            sync_group();
-            put_factors(of, count);
+            sync_role();
+            store_factors(of, count);
             if constexpr (!kMaps) {
                 const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
-                const float decays[2] = {barriers.log_decay[row], barriers.log_decay[row + 8]};
+                const float decays[2] = {control.log_decay[row], control.log_decay[row + 8]};
                 const float scales[2] = {a.scale * norm(0, row), a.scale * norm(0, row + 8)};
-                put_scores(at, product, [&](int tile, int half, int second) {
+                store_scores(at, product, [&](int tile, int half, int second) {
                     const int column = tile * 8 + lane % 4 * 2 + second;
                     return scales[half] * norm(1, column) *
-                           exp2_fast(decays[half] - barriers.log_decay[column]);
+                           exp2_fast(decays[half] - control.log_decay[column]);
                 });
             }
         });
     }
 
-    static __device__ __forceinline__ void sync_group() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+    static __device__ __forceinline__ void sync_role() {
+        named_barrier_sync<CarryNamedBarrier::kScoreRole, kWarpgroupThreads>();
+    }
 };
 
 }  // namespace cula::cuda::sm90

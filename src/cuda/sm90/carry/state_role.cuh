@@ -10,7 +10,7 @@
 //   product                    A operand     meanwhile
 //   R = S K^^T                 packed S
 //   O = S Q~^T                 packed S      wait for R; round and pack V - R
-//   U = (V - R) T^T            V - R         signal out_ready for the previous chunk; S times the decay
+//   U = (V - R) T^T            V - R         signal out.ready for the previous chunk; S times the decay
 //   S += U K+                  U
 //   O += U A^T                 U             wait for S; pack the new S
 //   (none)                                   free the stage; write O, transposed, to shared memory
@@ -32,11 +32,12 @@ namespace cula::cuda::sm90 {
 
 template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 struct StateRole {
-    using Layout = StageLayout<T, kKey, kDelta, kPerChannel, kMaps>;
-    using F = Factors<kKey, kPerChannel>;
+    using Shared = CarryShared<T, kKey, kDelta, kPerChannel, kMaps>;
+    using Stage = typename Shared::Stage;
+    using F = typename Shared::F;
     using W = SegmentCursor<kKey, kMaps>;
     static constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
-    static constexpr int kRows = Layout::kRows, kBlocks = kRows / 16;
+    static constexpr int kRows = Stage::kRows, kBlocks = kRows / 16;
     using Place = OperandTile<kKey, kPerChannel>;
     using State = float[kKey / 8][4];  // S: [tile of 8 channels][accumulator fragment]
     using Product = float[kRows / 8][4];
@@ -45,10 +46,9 @@ struct StateRole {
     const DeviceArgs& a;
     const Schedule& schedule;
     const CarryParams& p;
-    const RowMaps& maps;
-    unsigned char *memory, *outs;
-    CarryBarriers& barriers;
-    int warpgroups;
+    const CarryMaps& maps;
+    const Shared& shared;
+    CarryControl& control = shared.control;
     const int warp = static_cast<int>(threadIdx.x) / 32, warpgroup = warp / kWarpgroupWarps;
 
     // The segment cursor, built again from shared memory. It is needed on few chunks, so it is not kept in
@@ -56,8 +56,8 @@ struct StateRole {
     __device__ __forceinline__ W cursor_again() const {
         int stages = p.stages;
         asm volatile("" : "+r"(stages));
-        const auto& shared = carry_barriers<T, kKey, kDelta, kPerChannel, kMaps>(memory, stages, warpgroups);
-        return W(a, schedule, p, shared.segment, warp, warpgroups * kWarpgroupWarps);
+        return W(a, schedule, p, Shared(shared.stages, stages, shared.warpgroups).control.segment, warp,
+                 shared.warpgroups * kWarpgroupWarps);
     }
 
     // Per-token factors of the lane's two neighbouring tokens in 8-token tile `tile`.
@@ -114,7 +114,7 @@ struct StateRole {
     }
 
     __device__ __forceinline__ void load_values(Rows& values, std::uint32_t stage_at) const {
-        load_value_rows(values, stage_at + Layout::kValues + warpgroup * Layout::kTmaBytes);
+        load_value_rows(values, stage_at + Shared::kValues + warpgroup * Shared::kRowTileBytes);
     }
     // The A operand of S += U K+. With one decay per token it is U times the decay from each token to the
     // chunk's end (k_rest), multiplied before it is rounded: that has 30 % less error than rounding U first.
@@ -136,25 +136,25 @@ struct StateRole {
             }
     }
     // A compensated chunk: T, A and U count as two 16-bit words each.
-    //   U += (V - R) T_low^T, then U is split into `writes` (high) and `rests` (low)
+    //   U += (V - R) T_low^T, then U is split into `writes` (high) and `low` (low)
     //   O += U_low A^T + U_high A_low^T
     //   S += U_low K+
     // The caller adds the products of the high words. At most one batch is in flight, and none at the end.
-    static __device__ __forceinline__ void add_low(State& state, Product& out, Product& u, Rows& writes,
-                                                   std::uint32_t stage_at, std::uint32_t low_at,
-                                                   const F& of) {
+    static __device__ __forceinline__ void add_low_words(State& state, Product& out, Product& u, Rows& writes,
+                                                         std::uint32_t stage_at, std::uint32_t low_at,
+                                                         const F& of) {
         wgmma::fence();
-        multiply_square(u, writes, low_at + Layout::kInverse, true);
+        multiply_square(u, writes, low_at + offsetof(Stage, inverse), true);
         wgmma::commit();
         wgmma::wait<0>();
         wgmma::hold(u);
         pack<T>(writes, u);
-        Rows rests;
+        Rows low;
         if constexpr (!kMaps) {
-            take_rests<T>(rests, writes, u);
+            take_low_words<T>(low, writes, u);
             wgmma::fence();
-            multiply_square(out, rests, stage_at + Layout::kScores, true);
-            multiply_square(out, writes, low_at + Layout::kScores, true);
+            multiply_square(out, low, stage_at + offsetof(Stage, scores), true);
+            multiply_square(out, writes, low_at + offsetof(Stage, scores), true);
             wgmma::commit();
             wgmma::wait<0>();
             wgmma::hold(out);
@@ -162,23 +162,23 @@ struct StateRole {
         Rows carried;
         pack_carried(carried, writes, u, of);
         if constexpr (kPerChannel)
-            take_rests<T>(rests, carried, u);
+            take_low_words<T>(low, carried, u);
         else
-            take_rests<T>(rests, carried, u, [&](int tile) { return per_token(of.k_rest, tile); });
+            take_low_words<T>(low, carried, u, [&](int tile) { return per_token(of.k_rest, tile); });
         wgmma::hold(state);
         wgmma::fence();
-        multiply_carry(state, rests, stage_at + Layout::kKeyCarry);
+        multiply_carry(state, low, stage_at + offsetof(Stage, keys.carry));
         wgmma::commit();
         wgmma::wait<0>();
     }
 
     // Writes O, transposed to [token][value row], to the output tile from which the store role reads it.
-    __device__ __forceinline__ void turn_out(const Product& out) const {
-        store_value_rows<T>(shared_address(outs) + warpgroup * kOutBytes<T, kKey, kMaps>, out);
+    __device__ __forceinline__ void write_out_tile(const Product& out) const {
+        store_value_rows<T>(shared_address(shared.outs) + warpgroup * Shared::kRowTileBytes, out);
     }
-    __device__ __forceinline__ void put_out() const {
+    __device__ __forceinline__ void signal_out_ready() const {
         fence_async_proxy();
-        arrive(shared_address(barriers.out_ready + warpgroup));
+        control.out.ready[warpgroup].arrive();
     }
     // Stores O from registers where it has no tensor map (another dtype, or strides that TMA cannot take).
     __device__ __forceinline__ void store_out(Product& out, const W& cursor, int chunk) const {
@@ -188,20 +188,20 @@ struct StateRole {
         each_pair(out, [&](float2& pair, int more_rows, int token) {
             if (row + more_rows >= a.value_dim) return;
             const std::int64_t place = to + token * a.o.token + more_rows;
-            if (lane_token + token < count) store_float(a.o.data, a.o.dtype, place, pair.x);
-            if (lane_token + token + 1 < count) store_float(a.o.data, a.o.dtype, place + a.o.token, pair.y);
+            if (lane_token + token < count) store_row(a.o.data, a.o.dtype, place, pair.x);
+            if (lane_token + token + 1 < count) store_row(a.o.data, a.o.dtype, place + a.o.token, pair.y);
         });
     }
 
-    // Arrives at operands_free of every CTA of the cluster, since each of them writes a share of this stage.
+    // Arrives at operands.free of every CTA of the cluster, since each of them writes a share of this stage.
     // Every thread arrives for its own reads: one arrival per warp would be correct, but compute-sanitizer's
     // racecheck does not follow it.
     __device__ __forceinline__ void free_stage(int stage, int cluster) const {
-        const std::uint32_t empty = shared_address(barriers.operands_free + stage);
-        arrive_at(empty, 0);
-        if (cluster > 1) arrive_at(empty, 1);
+        Mbarrier& free = control.operands.free[stage];
+        free.arrive_at(0);
+        if (cluster > 1) free.arrive_at(1);
 #pragma unroll 1  // clusters of more than two are rare
-        for (int other = 2; other < cluster; ++other) arrive_at(empty, other);
+        for (int other = 2; other < cluster; ++other) free.arrive_at(other);
     }
 
     __device__ __forceinline__ void run(const W& cursor) const {
@@ -212,53 +212,47 @@ struct StateRole {
         const bool of_m = cursor.of_m, outputs = maps.outputs;
         // No checkpoint and no chunk state has to be stored between the first chunk and the last.
         const bool plain = kMaps || (outputs && a.num_checkpoints <= 0 && !a.chunk_states.data);
-        const auto* const factors = reinterpret_cast<const F*>(&barriers + 1);
         int cluster = p.cluster;
         asm volatile("" : "+r"(cluster));  // kept in a register: reading the constant bank misses its cache
 
         Packed packed[kKey / 16];
-        int stage = 0, parity = 0;
-        const auto next_stage = [&] {
-            if (++stage == p.stages) stage = 0, parity ^= 1;
-        };
-        const auto stage_at = [&] {
-            return wgmma::uniform(shared_address(memory + stage * Layout::bytes(warpgroups)));
-        };
+        auto stage = RingPosition::of_reader();
+        const auto stage_at = [&] { return wgmma::uniform(shared_address(&shared.stage(stage.at))); };
         Product read, out;
         const auto multiply = [&](int chunk) {
-            const int own_stage = stage;
+            const int own_stage = stage.at;
             const std::uint32_t at = stage_at();
-            const F& of = factors[stage];
-            wait_barrier(shared_address(barriers.operands_ready + stage), parity);
-            if (kScores) wait_barrier(shared_address(barriers.scores_ready + stage), parity);
-            const bool compensated = kDelta && barriers.compensated[stage];
+            const F& of = shared.factors(stage.at);
+            control.operands.ready[stage.at].wait(stage.parity);
+            if (kScores) control.scores_ready[stage.at].wait(stage.parity);
+            const bool compensated = kDelta && control.compensated[stage.at];
             if constexpr (kMaps && !kDelta) decay_map.pass(of.decay);
-            next_stage();
+            stage.next(p.stages);
 
             Rows writes = {};
             if (!of_m) load_values(writes, at);
             wgmma::fence();
             if constexpr (kDelta) {
-                read_state(read, packed, at + Layout::kKeyRead);
+                read_state(read, packed, at + offsetof(Stage, keys.read));
                 wgmma::commit();
             }
             if constexpr (!kMaps) {
-                read_state(out, packed, at + Layout::kQuery);
+                read_state(out, packed, at + offsetof(Stage, query));
                 wgmma::commit();
             }
             if constexpr (kDelta) {
                 wgmma::wait<kMaps ? 0 : 1>();
                 wgmma::hold(read);
                 if constexpr (kPerChannel)
-                    take_off<T>(writes, read);
+                    subtract_read<T>(writes, read);
                 else
-                    take_off<T>(writes, read, [&](int tile) { return per_token(of.k_factor, tile); });
+                    subtract_read<T>(writes, read, [&](int tile) { return per_token(of.k_factor, tile); });
                 wgmma::fence();
-                multiply_square(read, writes, at + Layout::kInverse, false);
+                multiply_square(read, writes, at + offsetof(Stage, inverse), false);
                 wgmma::commit();
             }
             if constexpr (!kMaps)
-                if (outputs && chunk > 0) put_out();
+                if (outputs && chunk > 0) signal_out_ready();
             if constexpr (kDelta) scale_state(state, of);
             wgmma::wait<0>();
             if constexpr (!kDelta) scale_state(state, of);
@@ -270,10 +264,10 @@ struct StateRole {
             if constexpr (kDelta) {
                 wgmma::hold(read);
                 if (compensated) {
-                    wait_barrier(shared_address(barriers.operands_ready + stage), parity);
-                    add_low(state, out, read, writes, at, stage_at(), of);
-                    free_stage(stage, cluster);
-                    next_stage();
+                    control.operands.ready[stage.at].wait(stage.parity);
+                    add_low_words(state, out, read, writes, at, stage_at(), of);
+                    free_stage(stage.at, cluster);
+                    stage.next(p.stages);
                 } else {
                     pack<T>(writes, read);
                 }
@@ -282,22 +276,22 @@ struct StateRole {
             pack_carried(carried, writes, read, of);
             wgmma::hold(state);
             wgmma::fence();
-            multiply_carry(state, carried, at + Layout::kKeyCarry);
+            multiply_carry(state, carried, at + offsetof(Stage, keys.carry));
             wgmma::commit();
             if constexpr (!kMaps) {
-                multiply_square(out, writes, at + Layout::kScores, true);
+                multiply_square(out, writes, at + offsetof(Stage, scores), true);
                 wgmma::commit();
             }
             wgmma::wait<kMaps ? 0 : 1>();
             wgmma::hold(state);
             pack<T>(packed, state);
             if constexpr (!kMaps) {
-                if (outputs) wait_barrier(shared_address(barriers.out_free + warpgroup), chunk + 1 & 1);
+                if (outputs) control.out.free[warpgroup].wait(chunk + 1 & 1);
                 wgmma::wait<0>();
                 wgmma::hold(out);
             }
             free_stage(own_stage, cluster);
-            if constexpr (!kMaps) turn_out(out);
+            if constexpr (!kMaps) write_out_tile(out);
         };
         // Rarely executed code is in the outer loop: the inner loop then stays in the instruction cache.
         int chunk = 0;
@@ -313,7 +307,7 @@ struct StateRole {
                 if (!outputs) store_out(out, cursor_again(), chunk - 1);
         }
         if constexpr (!kMaps)
-            if (outputs && chunks > 0) put_out();
+            if (outputs && chunks > 0) signal_out_ready();
         store_decays(decay_map);
     }
 

@@ -14,7 +14,7 @@
 //     O^T = S Q~^T + U^T A^T                                  output
 //     S <- S + U^T K+                                         carry
 //
-// Grid: row blocks * value heads * sequences CTAs of five warpgroups. There are two forms:
+// Grid: row blocks * value heads * sequences CTAs of five warpgroups. There are two forms (forms.cuh):
 //
 //     unpaired   a CTA has 128 value rows of a head and prepares every chunk
 //     paired     a CTA has 64, in a cluster of two with 128 of one head; it prepares every other chunk and
@@ -58,198 +58,44 @@
 //     out_ready (p)    128                      outputs are in the tile
 //     tail_ready (p)   1, 512 bytes             the tail of the peer's chunk is in `tails`
 //     overlaps_free (u)   32                    the solve warp has read the overlaps
-//     named 0          all                      __syncthreads
-//     named 1 + wg     128                      one operand warpgroup
-//     named 3 + wg (u) 256                      hand-over to operand warpgroup wg: the tail of the chunk
-//                                               before is in `tails`
+//
+//     Named barriers (Form::NamedBarrier): one for each operand warpgroup, 128 arrivals; unpaired also one
+//     for the hand-over to each, 256 arrivals, which says that the tail of the chunk before is in `tails`.
 //
 // Shared memory (K = 128; 227 KiB = 232,448 bytes at most):
 //
-//     unpaired   5 stages of 42 KiB (values included)                     + 14,464 bytes = 229,504
-//     paired     4 + 2 stages of 35 KiB, 3 tiles of values of 4 KiB       +  4,736 bytes = 232,064
+//     unpaired   5 stages of 42 KiB (values included)                     + 14,464 bytes
+//     paired     4 + 2 stages of 35 KiB, 3 tiles of values of 4 KiB       +  4,736 bytes
+//
+//     A launch asks for sizeof(FusedShared), in whole KiB: 230,400 and 232,448.
 #pragma once
 
 #include "cuda/ptx/pdl.cuh"
-#include "cuda/ptx/tma.cuh"
+#include "cuda/sm90/fused/load_store_roles.cuh"
 #include "cuda/sm90/fused/operand_role.cuh"
 #include "cuda/sm90/fused/solve_role.cuh"
 #include "cuda/sm90/fused/state_role.cuh"
 
 namespace cula::cuda::sm90 {
 
-struct FusedMaps {
-    CUtensorMap q{}, k{}, g{}, v{}, o{};
-};
-
-template <int kStateWarpgroups>
+template <class Form>
 inline constexpr int kFusedThreads =
-    (kStateWarpgroups + kOperandWarpgroups<kStateWarpgroups> + 1) * kWarpgroupThreads;
-// Registers of a thread by role. Each thread starts with 96.
-struct FusedRegisters {
-    int multiply, prepare, help;
-};
-template <int kStateWarpgroups, bool kMayLeaveRange>
-inline constexpr FusedRegisters kFusedRegisters = kStateWarpgroups == 2 ? FusedRegisters{168, 48, 48}
-                                                  : kMayLeaveRange      ? FusedRegisters{176, 80, 64}
-                                                                        : FusedRegisters{208, 64, 80};
+    (Form::kStateWarpgroups + Form::kOperandWarpgroups + 1) * kWarpgroupThreads;
 
-// The load role (fetch) and the store role (put): a warp each.
-template <class T, int kKey, int kStateWarpgroups>
-struct FusedCopyRole {
-    using Layout = FusedStageLayout<kKey, kStateWarpgroups>;
-    using Memory = FusedMemory<kKey, kStateWarpgroups>;
-    using Shared = FusedShared<kKey, kStateWarpgroups>;
-
-    const DeviceArgs& a;
-    const FusedMaps& maps;
-    const SegmentCursor<kKey, false>& cursor;
-    unsigned char* memory;
-    Shared& shared;
-
-    // Load role: q, k and gates of the chunks that this CTA prepares by TMA, beta by ordinary loads.
-    __device__ __forceinline__ void fetch() const {
-        const int lane = static_cast<int>(threadIdx.x) % 32, head = a.by_group.divide(cursor.value_head);
-        const FusedCursor<kStateWarpgroups> fused(cursor);
-        const Element type = element(a.beta.dtype);
-        const int width = type == Element::kFloat32 ? 4 : 2;
-        const char* const first_beta =
-            static_cast<const char*>(a.beta.data) +
-            a.beta.offset(cursor.batch, cursor.first_token, cursor.value_head) * width;
-        RawFloat beta;
-        const auto ask = [&](int i) {
-            const int token = i * kFusedTokens + lane;
-            beta.load(first_beta + token * a.beta.token * width, type, token < fused.tokens);
-        };
-        ask(fused.rank);
-        Ring<Shared::kStages> stage{.parity = 1};
-#pragma unroll 1
-        for (int i = fused.rank; i < fused.chunks; i += kPeers<kStateWarpgroups>) {
-            wait_barrier(shared_address(shared.operands_free + stage.at), stage.parity);
-            unsigned char* const at = memory + Memory::stage(stage.at);
-            const std::uint32_t full = shared_address(shared.inputs_ready + stage.at),
-                                to = shared_address(at);
-            if (lane == 0) {
-                arrive_expecting(full, 3 * Layout::kPanels * Layout::kTmaBytes);
-                TileCoordinates from{0, head, first_token(i), cursor.batch};
-#pragma unroll 1
-                for (int panel = 0; panel < Layout::kPanels; ++panel) {
-                    from.channel = panel * kTmaChannels, from.head = head;
-                    const std::uint32_t to_panel = to + panel * Layout::kPanelBytes;
-                    tma_load(to_panel + Layout::kKeys, maps.k, from, full);
-                    tma_load(to_panel + Layout::kQuery, maps.q, from, full);
-                    from.head = cursor.value_head;
-                    tma_load(to_panel + Layout::kCarried, maps.g, from, full);
-                }
-            }
-            Layout::factors(at).beta[lane] = lane < fused.count(i) ? beta_of(a, beta.value(type)) : 0.0f;
-            ask(i + kPeers<kStateWarpgroups>);
-            arrive(full);
-            stage.next();
-        }
-    }
-
-    // Store role: stores each chunk's outputs from its tile, then loads a later chunk's values into the tile.
-    __device__ __forceinline__ void put() const {
-        const int lane = static_cast<int>(threadIdx.x) % 32;
-        const FusedCursor<kStateWarpgroups> fused(cursor);
-        const auto place = [&](int i, int warpgroup) {
-            return TileCoordinates{cursor.rows.first + warpgroup * kWarpgroupRows, cursor.value_head,
-                                   first_token(i), cursor.batch};
-        };
-        // TMA would read and write beyond the end of a packed sequence, where the next sequence begins: the
-        // last chunk goes row by row.
-        const auto by_rows = [&](int i) { return a.cu_seqlens && fused.count(i) < kFusedTokens; };
-        const auto fetch_values = [&](int i, int tile) {
-            if (i >= fused.chunks) return;
-            const std::uint32_t values = shared_address(shared.values_ready + tile);
-            if (by_rows(i)) {
-#pragma unroll 1
-                for (int warpgroup = 0; warpgroup < kStateWarpgroups; ++warpgroup)
-                    take_rows(memory + Memory::tile(tile, warpgroup), place(i, warpgroup), fused.count(i));
-            } else if (lane == 0) {
-                expect(values, Memory::kTileBytes);
-                for (int warpgroup = 0; warpgroup < kStateWarpgroups; ++warpgroup)
-                    tma_load(shared_address(memory + Memory::tile(tile, warpgroup)), maps.v,
-                             place(i, warpgroup), values);
-            }
-            arrive(values);
-        };
-        Ring<Shared::kTiles> tile;
-#pragma unroll 1
-        for (int i = 0; i < Shared::kTiles; ++i) fetch_values(i, i);
-#pragma unroll 1
-        for (int i = 0; i < fused.chunks; ++i) {
-            if constexpr (kPaired<kStateWarpgroups>)
-                wait_barrier(shared_address(shared.out_ready + tile.at), tile.parity);
-            else
-                wait_barrier(shared_address(shared.operands_free + tile.at), tile.parity);
-#pragma unroll 1
-            for (int warpgroup = 0; warpgroup < kStateWarpgroups; ++warpgroup) {
-                const TileCoordinates to = place(i, warpgroup);
-                const unsigned char* const from = memory + Memory::tile(tile.at, warpgroup);
-                if (by_rows(i))
-                    put_rows(from, to, fused.count(i));
-                else if (lane == 0)
-                    tma_store(maps.o, to, shared_address(from));
-            }
-            if (lane == 0) tma_wait_stores_read();
-            __syncwarp();
-            fetch_values(i + Shared::kTiles, tile.at);
-            tile.next();
-        }
-    }
-
-private:
-    __device__ __forceinline__ int first_token(int i) const {
-        return static_cast<int>(cursor.first_token) + i * kFusedTokens;
-    }
-    // Calls body(place in the tile, token, row) for each piece of 16 bytes of a tile.
-    template <class Body>
-    static __device__ __forceinline__ void each_piece(const TileCoordinates& at, Body body) {
-        constexpr int kUnits = kWarpgroupRows / 8;
-#pragma unroll 1
-        for (int x = static_cast<int>(threadIdx.x) % 32; x < kFusedTokens * kUnits; x += 32) {
-            const int token = x / kUnits, unit = x % kUnits;
-            body(Tile<kFusedTokens, kWarpgroupRows>::unit(token, unit) * 16, token, at.channel + unit * 8);
-        }
-    }
-    __device__ __forceinline__ void take_rows(unsigned char* tile, const TileCoordinates& at,
-                                              int count) const {
-        const T* const from =
-            static_cast<const T*>(a.v.data) + a.v.offset(cursor.batch, at.token, cursor.value_head);
-        each_piece(at, [&](int place, int token, int row) {
-            uint4 piece{};
-            if (token < count && row < a.value_dim)
-                piece = *reinterpret_cast<const uint4*>(from + token * a.v.token + row);
-            *reinterpret_cast<uint4*>(tile + place) = piece;
-        });
-    }
-    __device__ __forceinline__ void put_rows(const unsigned char* tile, const TileCoordinates& at,
-                                             int count) const {
-        T* const to = static_cast<T*>(a.o.data) + a.o.offset(cursor.batch, at.token, cursor.value_head);
-        each_piece(at, [&](int place, int token, int row) {
-            if (token < count && row < a.value_dim)
-                *reinterpret_cast<uint4*>(to + token * a.o.token + row) =
-                    *reinterpret_cast<const uint4*>(tile + place);
-        });
-    }
-};
-
-template <class T, int kKey, int kStateWarpgroups, Gate kGate>
-__global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
+template <class T, int kKey, class Form, Gate kGate>
+__global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     fused_prefill(const __grid_constant__ DeviceArgs a, const Schedule schedule,
                   const __grid_constant__ CarryParams p, const __grid_constant__ FusedMaps maps) {
-    using Layout = FusedStageLayout<kKey, kStateWarpgroups>;
-    using Memory = FusedMemory<kKey, kStateWarpgroups>;
-    using Shared = FusedShared<kKey, kStateWarpgroups>;
+    using Shared = FusedShared<kKey, Form>;
+    using Stage = typename Shared::Stage;
     constexpr bool kMayLeaveRange = kGate != Gate::kBounded;
-    constexpr FusedRegisters kRegisters = kFusedRegisters<kStateWarpgroups, kMayLeaveRange>;
+    constexpr FusedRegisters kRegisters = Form::template kRegisters<kMayLeaveRange>;
     extern __shared__ __align__(1024) unsigned char memory[];
 
     const int thread = static_cast<int>(threadIdx.x),
               warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
-    const int role = warp / kWarpgroupWarps - kStateWarpgroups;  // negative: state role
-    auto& shared = *reinterpret_cast<Shared*>(memory + Memory::kShared);
+    const int role = warp / kWarpgroupWarps - Form::kStateWarpgroups;  // negative: state role
+    auto& shared = *reinterpret_cast<Shared*>(memory);
     if (thread == 0) {
         tma_prefetch_map(maps.q);
         tma_prefetch_map(maps.k);
@@ -257,33 +103,22 @@ __global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
         tma_prefetch_map(maps.v);
         tma_prefetch_map(maps.o);
         for (int stage = 0; stage < Shared::kStages; ++stage) {
-            init_barrier(shared_address(shared.inputs_ready + stage), 1 + 32);
-            init_barrier(shared_address(shared.scores_ready + stage), kWarpgroupThreads);
-            init_barrier(shared_address(shared.operands_ready + stage), kWarpgroupThreads + 32);
-            // Of the peer one thread of each warp arrives.
-            init_barrier(
-                shared_address(shared.operands_free + stage),
-                kStateWarpgroups * kWarpgroupThreads + (kPaired<kStateWarpgroups> ? kWarpgroupWarps : 0));
+            shared.inputs_ready[stage].init(1 + 32);
+            shared.scores_ready[stage].init(kWarpgroupThreads);
+            shared.operands_ready[stage].init(kWarpgroupThreads + 32);
+            shared.operands_free[stage].init(Form::kFreeArrivals);
         }
-        for (int tile = 0; tile < Shared::kTiles; ++tile)
-            init_barrier(shared_address(shared.values_ready + tile), 32);
-        if constexpr (kPaired<kStateWarpgroups>) {
-            for (int i = 0; i < kPeerStages<kStateWarpgroups>; ++i)
-                init_barrier(shared_address(shared.operands_ready + Shared::kStages + i), 1);
-            for (int i = 0; i < Shared::kTiles; ++i)
-                init_barrier(shared_address(shared.out_ready + i), kWarpgroupThreads);
-            for (int i = 0; i < Shared::kTails; ++i) init_barrier(shared_address(shared.tail_ready + i), 1);
-        } else {
-            for (int i = 0; i < kSolveWarps; ++i) init_barrier(shared_address(shared.overlaps_free + i), 32);
-        }
+        for (int tile = 0; tile < Form::kTiles; ++tile) shared.values_ready[tile].init(32);
+        Form::init_barriers(shared);
         publish_barriers();
     }
     // Zeros in the block above the diagonal of every square: the operand and solve roles write only the other
     // three. (In the paired form the overlaps overwrite that of the inverse; the solve role zeroes it again.)
     for (int i = thread; i < Shared::kStages * 4 * 32; i += static_cast<int>(blockDim.x)) {
-        const int scores = i / 64 % 2 ? Layout::kScores : Layout::kScoresLow,
-                  inverse = i / 64 % 2 ? Layout::kInverse : Layout::kInverseLow;
-        Layout::clear_above(memory + Memory::stage(i / 128) + (i / 32 % 2 ? scores : inverse), i % 32);
+        Stage& stage = shared.stages[i / 128];
+        SquareTile& high = i / 32 % 2 ? stage.scores : stage.solved.inverse;
+        SquareTile& low = i / 32 % 2 ? stage.solved.scores_low : stage.solved.inverse_low;
+        (i / 64 % 2 ? high : low).clear_above(i % 32);
     }
     fence_async_proxy();
     pdl_trigger_and_wait();
@@ -291,18 +126,17 @@ __global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
         const Segment segment = own_segment<kKey, false>(a, schedule, p);
         if (thread == 0) shared.segment = segment;
     }
-    if constexpr (kPaired<kStateWarpgroups>)
-        sync_cluster();
-    else
-        __syncthreads();
+    Form::sync_start();
     // Each role makes its own cursor, so that the roles share no registers.
     const auto make_cursor = [&] {
         return SegmentCursor<kKey, false>(a, schedule, p, shared.segment, role < 0 ? warp : 0,
-                                          kStateWarpgroups * kWarpgroupWarps);
+                                          Form::kStateWarpgroups * kWarpgroupWarps);
     };
     {
         const auto cursor = make_cursor();
         if (role < 0) cursor.zero_skipped(schedule);
+        // nothing() must be uniform in a cluster, whose CTAs meet in Form::sync_end(): they are row blocks of
+        // one sequence and head, and without maps it asks about the sequence alone.
         if (cursor.nothing()) return;
         if (kMayLeaveRange && thread == 0) {
             const int head = a.by_group.divide(cursor.value_head);
@@ -313,35 +147,30 @@ __global__ void __launch_bounds__(kFusedThreads<kStateWarpgroups>, 1)
             };
             shared.rows = {{first(a.q, head), first(a.k, head), first(a.g, cursor.value_head)},
                            {a.q.token * kBytes, a.k.token * kBytes, a.g.token * kBytes},
-                           FusedCursor<kStateWarpgroups>(cursor).tokens};
+                           FusedCursor<Form>(cursor).tokens};
         }
     }
     if (kMayLeaveRange) __syncthreads();
 
     if (role < 0) {
-        raise_registers<kRegisters.multiply>();
-        FusedStateRole<T, kKey, kStateWarpgroups, kMayLeaveRange>{a, schedule, p, memory, shared}.run(
-            make_cursor());
-    } else if (role < kOperandWarpgroups<kStateWarpgroups>) {
-        lower_registers<kRegisters.prepare>();
+        raise_registers<kRegisters.state>();
+        FusedStateRole<T, kKey, Form, kMayLeaveRange>{a, schedule, p, shared}.run(make_cursor());
+    } else if (role < Form::kOperandWarpgroups) {
+        lower_registers<kRegisters.operand>();
         const auto cursor = make_cursor();
-        FusedOperandRole<T, kKey, kStateWarpgroups, kGate>{a, cursor, memory, shared, role}.run();
+        FusedOperandRole<T, kKey, Form, kGate>{a, cursor, shared, role}.run();
     } else {
-        lower_registers<kRegisters.help>();
+        lower_registers<kRegisters.others>();
         const int helper = warp % kWarpgroupWarps;
         const auto cursor = make_cursor();
-        const FusedCopyRole<T, kKey, kStateWarpgroups> copier{a, maps, cursor, memory, shared};
         if (helper == 0)
-            copier.fetch();
+            FusedLoadRole<T, kKey, Form>{a, maps, cursor, shared}.run();
         else if (helper == 1)
-            copier.put();
+            FusedStoreRole<T, kKey, Form>{a, maps, cursor, shared}.run();
         else
-            FusedSolveRole<T, kKey, kStateWarpgroups>{cursor, memory, shared, helper - 2}.run();
+            FusedSolveRole<T, kKey, Form>{cursor, shared, helper - 2}.run();
     }
-    if constexpr (kPaired<kStateWarpgroups>) {
-        __syncwarp();
-        sync_cluster();  // a CTA must not end while its peer may still signal its barriers or copy to it
-    }
+    Form::sync_end();
 }
 
 }  // namespace cula::cuda::sm90

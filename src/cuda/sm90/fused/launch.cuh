@@ -9,6 +9,11 @@
 
 namespace cula::cuda::sm90 {
 
+using chunked::ceil_div;
+using chunked::ChannelChunk;
+using chunked::divisor;
+using chunked::Slab;
+
 template <class T>
 struct FusedPrefill {
     static constexpr int kKey = 128;
@@ -35,13 +40,13 @@ struct FusedPrefill {
     }
 
     static void launch(const Slab<ChannelChunk<T, kKey>>& slab, const CarryParams& p) {
-        const int warpgroups = std::get<Fused>(slab.plan.strategy).warpgroups;
+        const int warpgroups = std::get<chunked::Fused>(slab.plan.strategy).warpgroups;
         if (slab.call.args.gate == Gate::kSoftplus)
-            launch_as<1, Gate::kSoftplus>(slab, p);
-        else if (warpgroups == 1)
-            launch_as<1, Gate::kBounded>(slab, p);
+            launch_as<Paired, Gate::kSoftplus>(slab, p);
+        else if (warpgroups == Paired::kStateWarpgroups)
+            launch_as<Paired, Gate::kBounded>(slab, p);
         else
-            launch_as<2, Gate::kBounded>(slab, p);
+            launch_as<Unpaired, Gate::kBounded>(slab, p);
     }
 
 private:
@@ -58,27 +63,26 @@ private:
     static FusedMaps make_maps(const DeviceArgs& a) {
         FusedMaps maps;
         each_map(a, [&](CUtensorMap FusedMaps::* map, const TokenRows& rows, int heads, int width) {
-            if (!map_rows(maps.*map, rows, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, heads, width,
-                          {kTmaChannels, kFusedTokens, CU_TENSOR_MAP_SWIZZLE_128B}))
+            if (!encode_map(maps.*map, rows, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, heads,
+                            width, {kTmaChannels, kFusedTokens, CU_TENSOR_MAP_SWIZZLE_128B}))
                 throw std::runtime_error("cula: cuTensorMapEncodeTiled: no map of these rows");
         });
         return maps;
     }
 
-    template <int kStateWarpgroups, Gate kGate>
+    template <class Form, Gate kGate>
     static void launch_as(const Slab<ChannelChunk<T, kKey>>& slab, CarryParams p) {
         const DeviceArgs& a = slab.call.args;
         // Row blocks of a head: in the paired form a whole number of clusters.
         const int blocks =
-            ceil_div(a.value_dim, kPeers<kStateWarpgroups> * kStateWarpgroups * kWarpgroupRows) *
-            kPeers<kStateWarpgroups>;
+            ceil_div(a.value_dim, Form::kPeers * Form::kStateWarpgroups * kWarpgroupRows) * Form::kPeers;
         p.value_blocks = blocks, p.row_blocks = divisor(blocks);
-        cuda::launch<fused_prefill<T, kKey, kStateWarpgroups, kGate>>(
+        cuda::launch<fused_prefill<T, kKey, Form, kGate>>(
             slab.early(
                 {.blocks = static_cast<std::size_t>(blocks) * a.value_heads * slab.schedule.max_segments,
-                 .threads = kFusedThreads<kStateWarpgroups>,
-                 .shared_bytes = static_cast<std::size_t>(FusedMemory<kKey, kStateWarpgroups>::kBytes),
-                 .cluster = kPeers<kStateWarpgroups>}),
+                 .threads = kFusedThreads<Form>,
+                 .shared_bytes = sizeof(FusedShared<kKey, Form>),
+                 .cluster = Form::kPeers}),
             slab.call.stream, a, slab.schedule, p, make_maps(a));
     }
 };

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operand role of the fused prefill: writes a chunk's operands in place of q, k and gates, and computes
-// the scores (queries with keys) and the overlaps (keys with keys, times beta). The CTA's kOperandWarpgroups
-// warpgroups take chunks in turn.
+// the scores (queries with keys) and the overlaps (keys with keys, times beta). The CTA's operand
+// warpgroups take chunks in turn. The tail of a chunk becomes part of `reads` of the next one, which another
+// warpgroup prepares (Form::store_tail).
 //
 // All decays of a chunk count from one reference, its middle, which lies after token 15:
 //   x_t    log2 decay from the middle to token t: negative after the middle, positive before it
@@ -26,28 +27,18 @@
 
 namespace cula::cuda::sm90 {
 
-// A 16 x 16 block of a square, as packed accumulators. put_block() stores it at (row, column) of the square.
+// A 16 x 16 block of a square, as packed accumulators.
 using Block = Packed[1];
 
-template <class Layout>
-__device__ __forceinline__ void put_block(unsigned char* square, const Block& block, int row, int column,
-                                          int lane) {
-#pragma unroll
-    for (int pair = 0; pair < 4; ++pair)
-        reinterpret_cast<std::uint32_t*>(
-            square)[Layout::square_unit(row + lane / 4 + pair % 2 * 8, column / 8 + pair / 2) * 4 +
-                    lane % 4] = block[0][pair];
-}
-
-template <class T, int kKey, int kStateWarpgroups, Gate kGate>
+template <class T, int kKey, class Form, Gate kGate>
 struct FusedOperandRole {
-    using Layout = FusedStageLayout<kKey, kStateWarpgroups>;
-    using Memory = FusedMemory<kKey, kStateWarpgroups>;
-    using Shared = FusedShared<kKey, kStateWarpgroups>;
+    using Shared = FusedShared<kKey, Form>;
+    using Stage = typename Shared::Stage;
     using W = SegmentCursor<kKey, false>;
-    using OutOfRange = FusedOutOfRange<T, kKey, kStateWarpgroups, kGate>;
+    using OutOfRange = FusedOutOfRange<T, kKey, Form, kGate>;
     using Products = float[kFusedTokens / 8][4];  // of a warp's 16 rows with all columns
     static constexpr int kHalf = kFusedTokens / 2;
+    static constexpr int kPanelBytes = sizeof(FusedPanel), kRowBytes = TmaTile<kFusedTokens>::kRowBytes;
     // x counts from kShift. That makes columns smaller by 2^-kShift, and so leaves room for the state, which
     // is a sum of columns times values. Softplus gates count from 0: kMostHead and kMostTail leave that room,
     // and small numbers are kept.
@@ -66,7 +57,6 @@ struct FusedOperandRole {
 
     const DeviceArgs& a;
     const W& cursor;
-    unsigned char* memory;
     Shared& shared;
     const int number;  // of the operand warpgroup
     // anew() recomputes these for each part of a chunk, so that nothing derived from them stays in registers
@@ -75,62 +65,31 @@ struct FusedOperandRole {
     const int half = thread >> 6, pair = thread & 63, panel = pair >> 5;  // what the thread has
     FusedScales& scales = shared.scales[number];
 
-    __device__ __forceinline__ FusedOperandRole anew() const { return {a, cursor, memory, shared, number}; }
-    __device__ __forceinline__ void sync() const { sync_operand_role(number); }
-    // The tail of a chunk becomes part of `reads` of the next one, which another warpgroup prepares. In the
-    // paired form that is a warpgroup of the peer: send_tail() stores the tail of the thread's channels in
-    // the peer's shared memory, received_tail() waits for the tail of the chunk before.
-    __device__ __forceinline__ void send_tail(int i, float2 own) const {
-        const int place = i / 2 % Shared::kTails;
-        send_to(shared_address(shared.tails[place] + 2 * pair), own,
-                shared_address(shared.tail_ready + place), cluster_rank() ^ 1);
-    }
-    __device__ __forceinline__ float2 received_tail(int i) const {
-        const int use = (i - 1) / 2, place = use % Shared::kTails;
-        const std::uint32_t tailed = shared_address(shared.tail_ready + place);
-        if (pair == 0) arrive_expecting(tailed, kKey * static_cast<int>(sizeof(float)));
-        wait_barrier(tailed, use / Shared::kTails & 1);
-        return *reinterpret_cast<const float2*>(shared.tails[place] + 2 * pair);
-    }
-    // In the unpaired form the next chunk belongs to the CTA's next warpgroup, and a named barrier hands
-    // over. It says that the tail of chunk i is in shared memory, and that the overlaps of chunk i - 2 are
-    // solved. The latter keeps waits for overlaps_free in order, with any number of warpgroups. Otherwise a
-    // waiter could mistake phase n - 2 for phase n: an mbarrier has one parity bit.
-    static __device__ __forceinline__ void pass_on(int i) { hand_over<false>(i + 1); }
-    static __device__ __forceinline__ void take_over(int i) { hand_over<true>(i); }
-    // Each receiving warpgroup has a barrier of its own: it may be late, when the warpgroup that handed over
-    // to it already takes over its own next chunk.
-    template <bool kWaits>
-    static __device__ __forceinline__ void hand_over(int i) {
-        const int barrier =
-            1 + kOperandWarpgroups<kStateWarpgroups> + i % kOperandWarpgroups<kStateWarpgroups>;
-        if (kWaits)
-            asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(2 * kWarpgroupThreads) : "memory");
-        else
-            asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(2 * kWarpgroupThreads) : "memory");
-    }
-
+    __device__ __forceinline__ FusedOperandRole anew() const { return {a, cursor, shared, number}; }
+    __device__ __forceinline__ void sync() const { sync_operand_role<Form>(number); }
     // Zeros the rows from `count` on of the last chunk's TMA tiles. In a packed batch these rows belong to
     // the next sequence.
-    __device__ __forceinline__ void clear_rows(unsigned char* boxes, int count) const {
+    __device__ __forceinline__ void clear_rows(Stage& stage, int count) const {
+        constexpr int kUnits = sizeof(stage.panels) / 16, kTileUnits = sizeof(TmaTile<kFusedTokens>) / 16;
+        auto* const units = reinterpret_cast<uint4*>(stage.panels);
 #pragma unroll 1
-        for (int i = thread; i < Layout::kPanels * Layout::kPanelBytes / 16; i += kWarpgroupThreads)
-            if (i % (Layout::kTmaBytes / 16) / 8 >= count) reinterpret_cast<uint4*>(boxes)[i] = uint4{};
+        for (int i = thread; i < kUnits; i += kWarpgroupThreads)
+            if (i % kTileUnits / 8 >= count) units[i] = uint4{};
         sync();
     }
 
     // Factors of q and k: one over their norms; for q times the scale. Warps 0 and 1 have 16 rows of q each,
     // warps 2 and 3 of k. A lane has half a row: one panel.
     __device__ __forceinline__ void norms(std::uint32_t stage) const {
-        static_assert(Layout::kPanels == 2);
+        static_assert(Stage::kPanels == 2);
         const int own_panel = lane % 2, row = warp * 16 + lane / 2, token = warp % 2 * kHalf + lane / 2;
-        const std::uint32_t from = stage + own_panel * Layout::kPanelBytes + row * Layout::kRowBytes;
+        const std::uint32_t from = stage + own_panel * kPanelBytes + row * kRowBytes;
         float sums[4] = {};
-        const int turn = own_panel * 4 ^ row % 8;
-#pragma unroll(kPaired<kStateWarpgroups> ? 2 : 8)
+        const int swizzle = own_panel * 4 ^ row % 8;
+#pragma unroll(Form::kNormUnroll)
         for (int unit = 0; unit < kTmaChannels / 8; ++unit) {
             std::uint32_t x[4];
-            load_words(x, from + (unit ^ turn) * 16);
+            load_words(x, from + (unit ^ swizzle) * 16);
 #pragma unroll
             for (int word = 0; word < 4; ++word) {
                 const float2 two = unpack2<T>(x[word]);
@@ -156,17 +115,16 @@ struct FusedOperandRole {
         __device__ __forceinline__ Few(Bool of_second, std::uint32_t panel_at, int pair, int first)
             : second(of_second) {
             const int row = second ? kHalf + first : kHalf - kFew - first;
-            rows = panel_at + row * Layout::kRowBytes + ((pair >> 2 & 7) ^ (row & (8 - kFew))) * 16 +
-                   (pair & 3) * 4;
+            rows = panel_at + row * kRowBytes + ((pair >> 2 & 7) ^ (row & (8 - kFew))) * 16 + (pair & 3) * 4;
         }
         __device__ __forceinline__ std::uint32_t at(int j) const {
             const int row = second ? j : kFew - 1 - j;
-            return (rows ^ row * 16) + row * Layout::kRowBytes;
+            return (rows ^ row * 16) + row * kRowBytes;
         }
         // All loads of a group come before its stores: a load after a store, in program order, waits for it.
-        __device__ __forceinline__ void load(std::uint32_t (&words)[kFew], int box) const {
+        __device__ __forceinline__ void load(std::uint32_t (&words)[kFew], int tile) const {
 #pragma unroll
-            for (int j = 0; j < kFew; ++j) words[j] = load_word(at(j) + box);
+            for (int j = 0; j < kFew; ++j) words[j] = load_word(at(j) + tile);
         }
     };
     static __device__ __forceinline__ void load_few(float (&x)[kFew], const float* from) {
@@ -200,9 +158,9 @@ struct FusedOperandRole {
         for (int first = 0; first < kHalf; first += kFew) {
             const Few<Bool> few(second, panel_at, pair, first);
             std::uint32_t gates[kFew], q_words[kFew], k_words[kFew];
-            few.load(gates, Layout::kCarried);
-            few.load(q_words, Layout::kQuery);
-            few.load(k_words, Layout::kKeys);
+            few.load(gates, offsetof(FusedPanel, carried));
+            few.load(q_words, offsetof(FusedPanel, query));
+            few.load(k_words, offsetof(FusedPanel, keys));
             float out[kFew], q_norm[kFew], k_norm[kFew];
             load_few(out, scales.out + place + first);
             load_few(q_norm, scales.q + place + first);
@@ -229,9 +187,10 @@ struct FusedOperandRole {
                 float2 q = unpack2<T>(q_words[j]), k = unpack2<T>(k_words[j]);
                 q = {q.x * q_norm[j], q.y * q_norm[j]}, k = {k.x * k_norm[j], k.y * k_norm[j]};
                 const bool left = any_likely && expected.is;
-                store_word_if(!left, at + Layout::kQuery, pack2<T>(q.x * fall.x, q.y * fall.y));
-                store_word_if(!left, at + Layout::kKeys, pack2<T>(k.x * fall.x, k.y * fall.y));
-                store_word(at + Layout::kCarried, left ? 0 : pack2<T>(k.x * rise.x, k.y * rise.y));
+                store_word_if(!left, at + offsetof(FusedPanel, query), pack2<T>(q.x * fall.x, q.y * fall.y));
+                store_word_if(!left, at + offsetof(FusedPanel, keys), pack2<T>(k.x * fall.x, k.y * fall.y));
+                store_word(at + offsetof(FusedPanel, carried),
+                           left ? 0 : pack2<T>(k.x * rise.x, k.y * rise.y));
                 if (any_likely) expected.put(second ? kHalf + first + j : kHalf - 1 - first - j, x[j]);
             }
         }
@@ -242,18 +201,18 @@ struct FusedOperandRole {
     // Products of all rows with all columns. The tiles of Q~ and K^ are adjacent and serve as one operand of
     // 64 rows, and K+ is the other factor of both: warps 0 and 1 get the scores, 2 and 3 the overlaps.
     static __device__ __forceinline__ void multiply(Products& products, std::uint32_t stage) {
-        const wgmma::Operand rows = wgmma::operand<64>(stage + Layout::kQuery),
-                             columns = wgmma::operand<64>(stage + Layout::kCarried);
+        const wgmma::Operand rows = wgmma::operand<64>(stage + offsetof(FusedPanel, query)),
+                             columns = wgmma::operand<64>(stage + offsetof(FusedPanel, carried));
 #pragma unroll
         for (int step = 0; step < kKey / 16; ++step) {
-            const int at = step / 4 * Layout::kPanelBytes / 16 + step % 4 * 2;
+            const int at = step / 4 * kPanelBytes / 16 + step % 4 * 2;
             wgmma::multiply_shared<T>(products, rows + at, columns + at, step > 0);
         }
     }
     // Stores the products: the warps of Q~ store the scores as two words, the warps of K^ the overlaps times
     // beta in float32. Products above the diagonal, which may have overflowed, are replaced by zeros.
-    __device__ __forceinline__ void put(const Products& products, unsigned char* stage, const float* beta,
-                                        Square<kFusedTokens>& overlaps) const {
+    __device__ __forceinline__ void store_products(const Products& products, Stage& stage,
+                                                   Square<kFusedTokens>& overlaps) const {
         const int row = warp % 2 * 16;
 #pragma unroll
         for (int column = 0; column < kFusedTokens; column += 16) {
@@ -268,16 +227,16 @@ struct FusedOperandRole {
                         below > 0 || (below == 0 && warp < 2) ? products[column / 8 + tile][e] : 0.0f;
                 }
             if (warp < 2) {
-                Block rounded, rests;
+                Block rounded, low;
                 pack<T>(rounded, x);
-                take_rests<T>(rests, rounded, x);
-                put_block<Layout>(stage + Layout::kScores, rounded, row, column, lane);
-                put_block<Layout>(stage + Layout::kScoresLow, rests, row, column, lane);
+                take_low_words<T>(low, rounded, x);
+                stage.scores.store_block(rounded[0], row, column, lane);
+                stage.solved.scores_low.store_block(low[0], row, column, lane);
                 continue;
             }
 #pragma unroll
             for (int lower = 0; lower < 2; ++lower) {
-                const float strength = beta[row + lane / 4 + 8 * lower];
+                const float strength = stage.factors.beta[row + lane / 4 + 8 * lower];
 #pragma unroll
                 for (int tile = 0; tile < 2; ++tile)
                     *reinterpret_cast<float2*>(
@@ -301,10 +260,10 @@ struct FusedOperandRole {
     // First part of the CTA's n-th chunk: waits for its inputs and computes norms.
     __device__ __forceinline__ void begin(const HeadGate& gate, int n, int count) const {
         const int stage = n % Shared::kStages;
-        unsigned char* const at = memory + Memory::stage(stage);
-        wait_barrier(shared_address(shared.inputs_ready + stage), n / Shared::kStages & 1);
+        Stage& at = shared.stages[stage];
+        shared.inputs_ready[stage].wait(n / Shared::kStages & 1);
         if (count < kFusedTokens) clear_rows(at, count);
-        norms(shared_address(at));
+        norms(shared_address(&at));
         if (thread < kFusedTokens)
             scales.out[FusedScales::place(thread)] = thread >= count  ? 0.0f
                                                      : thread < kHalf ? -gate.out
@@ -316,12 +275,12 @@ struct FusedOperandRole {
     template <class AnyLikely>
     __device__ __forceinline__ float2 make(AnyLikely any_likely, const HeadGate& gate, int n,
                                            const PairMask<kKey>& likely) const {
-        unsigned char* const at = memory + Memory::stage(n % Shared::kStages);
+        Stage& at = shared.stages[n % Shared::kStages];
         const float2 offset = *reinterpret_cast<const float2*>(shared.offsets + 2 * pair);
-        const std::uint32_t panel_at = shared_address(at) + panel * Layout::kPanelBytes;
+        const std::uint32_t panel_at = shared_address(&at) + panel * kPanelBytes;
         Expected expected;
         if constexpr (any_likely) {
-            auto& decays = *reinterpret_cast<OutOfRangeDecays*>(at + Layout::kInverse);
+            OutOfRangeDecays& decays = at.solved.decays;
             const int slot = likely.before(pair);
             expected.is = has(likely);
             expected.most = expected.is ? shared.most_in_range : 1e30f;
@@ -330,13 +289,12 @@ struct FusedOperandRole {
                 if (half == 0) decays.pair[slot] = pair;
             }
         }
-        // Paired form: one loop serves both halves, since the instruction cache is scarce
-        // (docs/design/fused-sm90.md).
-        if constexpr (kPaired<kStateWarpgroups>)
-            return operands(half == 1, any_likely, gate, offset, panel_at, expected);
-        else
+        // One loop serves both halves where the instruction cache is scarce (docs/design/fused-sm90.md).
+        if constexpr (Form::kLoopPerHalf)
             return half == 0 ? operands(std::false_type{}, any_likely, gate, offset, panel_at, expected)
                              : operands(std::true_type{}, any_likely, gate, offset, panel_at, expected);
+        else
+            return operands(half == 1, any_likely, gate, offset, panel_at, expected);
     }
     // A barrier of the warpgroup, after which operands can be multiplied. Returns whether some pair is out of
     // range that was not predicted to be, and updates the prediction. `own` is the head or the tail of the
@@ -348,7 +306,7 @@ struct FusedOperandRole {
         const float most = half == 0 ? kMostHead : kMostTail, enough = left ? kStillLikely : kLikely;
         const bool is = !(sums.x <= most && sums.y <= most);
         fence_async_proxy();
-        const bool some = any_of_operand_role(number, is && !left);
+        const bool some = any_of_operand_role<Form>(number, is && !left);
         const std::uint32_t again = __ballot_sync(0xffffffffu, !(sums.x <= enough && sums.y <= enough)),
                             here = __ballot_sync(0xffffffffu, is || left);
         if (lane == 0) shared.likely[number][warp] = again, shared.out_of_range[number][warp] = here;
@@ -362,7 +320,7 @@ struct FusedOperandRole {
         if (!others) return expected;
         sync();
         const PairMask<kKey> pairs = halves(shared.out_of_range[number]);
-        out_of_range.take_again(pairs);
+        out_of_range.load_again(pairs);
         fence_async_proxy();
         sync();
         return pairs;
@@ -372,8 +330,8 @@ struct FusedOperandRole {
     __device__ __forceinline__ void finish(int n, int i, bool last, float2 own,
                                            const PairMask<kKey>& expected, bool others) const {
         const int stage = n % Shared::kStages;
-        unsigned char* const at = memory + Memory::stage(stage);
-        FusedFactors<kKey>& factors = Layout::factors(at);
+        Stage& at = shared.stages[stage];
+        FusedFactors<kKey>& factors = at.factors;
         const auto powers = [](float x, float y) { return float2{exp2_fast(x), exp2_fast(y)}; };
         const auto out_of_range = [&] { return OutOfRange{a, shared, number, i, at}; };
         PairMask<kKey> pairs{};
@@ -384,54 +342,36 @@ struct FusedOperandRole {
         }
         if (thread == 0) factors.any_out_of_range = kOutOfRange;
         if (half == 1) {
-            if constexpr (!kPaired<kStateWarpgroups>)
-                *reinterpret_cast<float2*>(shared.tails[stage] + 2 * pair) = own;
-            else if (!last)
-                send_tail(i, own);
+            Form::store_tail(shared, i, pair, own, last);
             if (!kOutOfRange || !has(pairs))
                 *reinterpret_cast<float2*>(factors.ends + 2 * pair) = powers(own.x, own.y);
         }
         Products products;
         wgmma::fence();
-        multiply(products, wgmma::uniform(shared_address(at)));
+        multiply(products, wgmma::uniform(shared_address(&at)));
         wgmma::commit();
-        if constexpr (!kPaired<kStateWarpgroups>)
-            if (i > 0) take_over(i);
+        Form::take_over(i);
         if (half == 0) {
             // `since` is the tail of the chunk before.
             float2 since{0.0f, 0.0f};
-            if (i > 0) {
-                if constexpr (kPaired<kStateWarpgroups>)
-                    since = received_tail(i);
-                else
-                    since =
-                        *reinterpret_cast<const float2*>(shared.tails[(i - 1) % Shared::kStages] + 2 * pair);
-            }
+            if (i > 0) since = Form::tail_before(shared, i, pair);
             const float2 all{since.x + own.x, since.y + own.y};
             const bool apart_x = all.x < kLeastPower, apart_y = all.y < kLeastPower;
-            const int place = FusedFactors<kKey>::turned(pair);
+            const int place = FusedFactors<kKey>::state_order(pair);
             *reinterpret_cast<float2*>(factors.reads + place) =
                 powers(apart_x ? own.x : all.x, apart_y ? own.y : all.y);
             *reinterpret_cast<float2*>(factors.brings + place) =
                 powers(apart_x ? since.x : 0.0f, apart_y ? since.y : 0.0f);
             factors.apart[panel] = __any_sync(0xffffffffu, apart_x || apart_y);
         }
-        Square<kFusedTokens>* overlaps;
-        if constexpr (kPaired<kStateWarpgroups>) {
-            overlaps = reinterpret_cast<Square<kFusedTokens>*>(at + Layout::kInverse);
-        } else {
-            const int solver = i % kSolveWarps;
-            wait_barrier(shared_address(shared.overlaps_free + solver), i / kSolveWarps & 1 ^ 1);
-            if (!last) pass_on(i);
-            overlaps = shared.overlaps + solver;
-        }
+        Square<kFusedTokens>& overlaps = Form::free_overlaps(shared, stage, i, last);
         wgmma::wait<0>();
         wgmma::hold(products);
         if constexpr (kOutOfRange) out_of_range().add(products, pairs);
-        put(products, at, factors.beta, *overlaps);
+        store_products(products, at, overlaps);
         fence_async_proxy();
-        arrive(shared_address(shared.scores_ready + stage));
-        arrive(shared_address(shared.operands_ready + stage));
+        shared.scores_ready[stage].arrive();
+        shared.operands_ready[stage].arrive();
     }
 
     __device__ __forceinline__ void run() const {
@@ -455,17 +395,16 @@ struct FusedOperandRole {
         // Softplus gates leave few registers: the cursor is made again from shared memory each time.
         const auto cursor_again = [&] {
             if constexpr (kMayLeaveRange)
-                return FusedCursor<kStateWarpgroups>(
-                    *const_cast<volatile std::int32_t*>(&shared.rows.tokens));
+                return FusedCursor<Form>(*const_cast<volatile std::int32_t*>(&shared.rows.tokens));
             else
-                return FusedCursor<kStateWarpgroups>(cursor);
+                return FusedCursor<Form>(cursor);
         };
         int n = number;
         float2 own;
         PairMask<kKey> expected{};
         bool others = false;  // whether pairs that were not predicted are out of range
         const auto next = [&] {
-            const FusedCursor<kStateWarpgroups> fused = cursor_again();
+            const FusedCursor<Form> fused = cursor_again();
             if (fused.chunk(n) >= fused.chunks) return Found::kNone;
             anew().begin(gate, n, fused.count(fused.chunk(n)));
             if constexpr (kMayLeaveRange) {
@@ -483,11 +422,11 @@ struct FusedOperandRole {
             return Found::kPlain;
         };
         const auto finish_one = [&](auto out_of_range) {
-            const FusedCursor<kStateWarpgroups> fused = cursor_again();
+            const FusedCursor<Form> fused = cursor_again();
             const int i = fused.chunk(n);
             anew().template finish<decltype(out_of_range)::value>(n, i, i + 1 == fused.chunks, own, expected,
                                                                   others);
-            n += kOperandWarpgroups<kStateWarpgroups>;
+            n += Form::kOperandWarpgroups;
         };
         each_chunk(
             next, [&] { finish_one(std::false_type{}); },

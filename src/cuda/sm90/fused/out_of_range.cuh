@@ -28,15 +28,6 @@
 
 namespace cula::cuda::sm90 {
 
-// Log2 decays of out-of-range pairs, both channels: x[slot][token] counts from a common origin to each token,
-// and x[slot][kBegin] to the chunk's begin. The origin is the chunk's middle for predicted pairs, else its
-// begin; only differences are used. They lie in the place of the chunk's overlaps, which are stored
-// afterwards. The padding of a row keeps lanes of four slots and tokens free of bank conflicts.
-struct OutOfRangeDecays {
-    static constexpr int kSlots = 16, kBegin = kFusedTokens, kRow = kFusedTokens + 4;
-    float2 x[kSlots][kRow];
-    std::int32_t pair[kSlots];
-};
 // The largest decay of a token, in powers of two. Four of them, times the largest scale (launch.cuh), are in
 // range: 4 * 29.75 + 8 = 127.
 inline constexpr float kMostInRange = 29.75f;
@@ -48,39 +39,36 @@ __device__ __forceinline__ float2 times(std::uint32_t word, float by) {
 }
 
 // The operand role's part in out-of-range pairs. A lane has a token.
-template <class T, int kKey, int kStateWarpgroups, Gate kGate>
+template <class T, int kKey, class Form, Gate kGate>
 struct FusedOutOfRange {
-    using Layout = FusedStageLayout<kKey, kStateWarpgroups>;
-    using Shared = FusedShared<kKey, kStateWarpgroups>;
+    using Shared = FusedShared<kKey, Form>;
+    using Stage = typename Shared::Stage;
     using Mask = PairMask<kKey>;
     using Decays = OutOfRangeDecays;
-    static_assert(!kPaired<kStateWarpgroups> || sizeof(Decays) <= Layout::kScoresLow - Layout::kInverse);
-    // The unpaired form has too few registers. It also zeroes the blocks above the diagonals once only, which
+    // The unpaired form has too few registers. It also zeros the blocks above the diagonals once only, which
     // the decays would overwrite.
-    static_assert(kGate == Gate::kBounded || (kGate == Gate::kSoftplus && kPaired<kStateWarpgroups>));
-    static_assert(Layout::kQuery == 0 && Layout::kKeys == Layout::kTmaBytes &&
-                  Layout::kCarried == 2 * Layout::kTmaBytes && Mask::kPanels == 2);
+    static_assert(kGate == Gate::kBounded || (kGate == Gate::kSoftplus && std::is_same_v<Form, Paired>));
 
     const DeviceArgs& a;
     Shared& shared;
-    const int number;         // of the operand warpgroup
-    const int i;              // of the chunk
-    unsigned char* const at;  // its stage
+    const int number;  // of the operand warpgroup
+    const int i;       // of the chunk
+    Stage& at;         // its stage
     const int thread = thread_anew(), lane = thread & 31, warp = thread >> 5;
-    const std::uint32_t stage_at = shared_address(at);
+    const std::uint32_t stage_at = shared_address(&at);
 
     __device__ __forceinline__ FusedOutOfRange anew() const { return {a, shared, number, i, at}; }
 
     // Before the products, where some pair was not predicted: brings all pairs of `mask` into the state that
     // predicted ones are in. q and k are as the load role brought them, columns are zeros, and decays of as
     // many pairs as there are slots are stored.
-    __device__ __forceinline__ void take_again(const Mask& mask) const {
+    __device__ __forceinline__ void load_again(const Mask& mask) const {
         own_pairs(mask, 0, Mask::kPairs, [&](int which, int pair) {
-            const std::uint32_t q = from_memory(0, pair), k = from_memory(1, pair),
-                                gates = from_memory(2, pair), word = stage_at + word_at(lane, pair);
-            store_word(word + Layout::kQuery, q);
-            store_word(word + Layout::kKeys, k);
-            store_word(word + Layout::kCarried, 0);
+            const std::uint32_t q = load_global(0, pair), k = load_global(1, pair),
+                                gates = load_global(2, pair), word = stage_at + word_at(lane, pair);
+            store_word(word + offsetof(FusedPanel, query), q);
+            store_word(word + offsetof(FusedPanel, keys), k);
+            store_word(word + offsetof(FusedPanel, carried), 0);
             if (which < Decays::kSlots) measure(which, pair, gates);
         });
     }
@@ -94,32 +82,31 @@ struct FusedOutOfRange {
              first += Decays::kSlots, count -= Decays::kSlots) {
             if (first > 0) {
                 own_pairs(mask, first, Decays::kSlots,
-                          [&](int slot, int pair) { anew().measure(slot, pair, from_memory(2, pair)); });
-                sync_operand_role(number);
+                          [&](int slot, int pair) { anew().measure(slot, pair, load_global(2, pair)); });
+                sync_operand_role<Form>(number);
             }
 #pragma unroll 1
             for (int slot = 0; slot < min(count, Decays::kSlots); slot += 8)
                 anew().multiply(products, slot, count);
             // All threads have read the rows of these pairs, and the products of operands are through with
             // the tiles: the pairs' operands can replace the rows.
-            sync_operand_role(number);
-            own_pairs(mask, first, Decays::kSlots, [&](int slot, int pair) { anew().put(slot, pair); });
-            sync_operand_role(number);  // all threads have read the decays
+            sync_operand_role<Form>(number);
+            own_pairs(mask, first, Decays::kSlots,
+                      [&](int slot, int pair) { anew().store_operands(slot, pair); });
+            sync_operand_role<Form>(number);  // all threads have read the decays
         }
     }
 
 private:
-    __device__ __forceinline__ Decays& decays() const {
-        return *reinterpret_cast<Decays*>(at + Layout::kInverse);
-    }
+    __device__ __forceinline__ Decays& decays() const { return at.solved.decays; }
     __device__ __forceinline__ FusedScales& scales() const { return shared.scales[number]; }
     // Where a token's word of a pair (both channels) stands in a TMA tile.
     static __device__ __forceinline__ std::uint32_t word_at(int token, int pair) {
-        return pair / 32 * Layout::kPanelBytes + token * Layout::kRowBytes +
+        return pair / 32 * static_cast<int>(sizeof(FusedPanel)) + token * TmaTile<kFusedTokens>::kRowBytes +
                ((pair / 4 & 7) ^ (token & 7)) * 16 + pair % 4 * 4;
     }
     // The word of q (0), k (1) or gates (2) of the lane's token, from global memory; 0 where there is none.
-    __device__ __forceinline__ std::uint32_t from_memory(int tensor, int pair) const {
+    __device__ __forceinline__ std::uint32_t load_global(int tensor, int pair) const {
         const int token = i * kFusedTokens + lane;
         if (token >= shared.rows.tokens || 2 * pair >= a.key_dim) return 0;
         return *reinterpret_cast<const std::uint32_t*>(shared.rows.first[tensor] +
@@ -158,7 +145,8 @@ private:
     template <class Products>
     __device__ __forceinline__ void multiply(Products& products, int first, int count) const {
         const float* const norms = warp < 2 ? scales().q : scales().k;
-        const std::uint32_t rows_at = stage_at + (warp < 2 ? Layout::kQuery : Layout::kKeys);
+        const std::uint32_t rows_at =
+            stage_at + (warp < 2 ? offsetof(FusedPanel, query) : offsetof(FusedPanel, keys));
         const int row = warp % 2 * 16 + lane / 4;
         constexpr int kBytes = sizeof(float2);
         bool in[2];
@@ -187,7 +175,8 @@ private:
             for (int s = 0; s < 2; ++s) {
                 const float2 middle = load_pair(x[s] + (8 * block + 4) * kBytes),
                              own = load_pair(x[s] + column * kBytes);
-                const std::uint32_t word = load_word(stage_at + Layout::kKeys + word_at(column, pairs[s]));
+                const std::uint32_t word =
+                    load_word(stage_at + offsetof(FusedPanel, keys) + word_at(column, pairs[s]));
                 const float2 k = times<T>(in[s] ? word : 0, norm);
                 b_words[s] = pack2<T>(k.x * exp2_fast(middle.x - own.x), k.y * exp2_fast(middle.y - own.y));
 #pragma unroll
@@ -206,7 +195,7 @@ private:
         }
     }
     // Writes the pair's operands, and its decay over the whole chunk to `ends`.
-    __device__ __forceinline__ void put(int slot, int pair) const {
+    __device__ __forceinline__ void store_operands(int slot, int pair) const {
         const std::uint32_t word = stage_at + word_at(lane, pair);
         const int place = FusedScales::place(lane);
         const auto& decay = decays().x[slot];
@@ -215,12 +204,12 @@ private:
         };
         const float2 begin = decay[Decays::kBegin], own = decay[lane], end = decay[kFusedTokens - 1];
         const float2 fall = between(begin, own), rest = between(own, end);
-        if (lane == 0) *reinterpret_cast<float2*>(Layout::factors(at).ends + 2 * pair) = between(begin, end);
-        const float2 q = times<T>(load_word(word + Layout::kQuery), scales().q[place]),
-                     k = times<T>(load_word(word + Layout::kKeys), scales().k[place]);
-        store_word(word + Layout::kQuery, pack2<T>(q.x * fall.x, q.y * fall.y));
-        store_word(word + Layout::kKeys, pack2<T>(k.x * fall.x, k.y * fall.y));
-        store_word(word + Layout::kCarried, pack2<T>(k.x * rest.x, k.y * rest.y));
+        if (lane == 0) *reinterpret_cast<float2*>(at.factors.ends + 2 * pair) = between(begin, end);
+        const float2 q = times<T>(load_word(word + offsetof(FusedPanel, query)), scales().q[place]),
+                     k = times<T>(load_word(word + offsetof(FusedPanel, keys)), scales().k[place]);
+        store_word(word + offsetof(FusedPanel, query), pack2<T>(q.x * fall.x, q.y * fall.y));
+        store_word(word + offsetof(FusedPanel, keys), pack2<T>(k.x * fall.x, k.y * fall.y));
+        store_word(word + offsetof(FusedPanel, carried), pack2<T>(k.x * rest.x, k.y * rest.y));
     }
 };
 

@@ -9,14 +9,15 @@
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, int kStateWarpgroups>
+using chunked::invert_diagonals;
+using chunked::kMostSquares;
+
+template <class T, int kKey, class Form>
 struct FusedSolveRole {
-    using Layout = FusedStageLayout<kKey, kStateWarpgroups>;
-    using Memory = FusedMemory<kKey, kStateWarpgroups>;
-    using Shared = FusedShared<kKey, kStateWarpgroups>;
+    using Shared = FusedShared<kKey, Form>;
+    using Stage = typename Shared::Stage;
 
     const SegmentCursor<kKey, false>& cursor;
-    unsigned char* memory;
     Shared& shared;
     int number;  // of the solve warp
 
@@ -29,7 +30,7 @@ struct FusedSolveRole {
     // kMostSquares (chunked/block.cuh), or to NaN. A lane has a row.
     static __device__ __forceinline__ bool compensated(const Square<kFusedTokens>& m, int row) {
         float squares = 0.0f;
-#pragma unroll(kPaired<kStateWarpgroups> ? 1 : 8)
+#pragma unroll(Form::kRowUnroll)
         for (int column = 0; column < kFusedTokens; column += 4) {
             float x[4];
             load4(x, m.at(0, 0, row, column));
@@ -40,24 +41,17 @@ struct FusedSolveRole {
         return __any_sync(0xffffffffu, !(squares <= kMostSquares));
     }
 
-    __device__ __forceinline__ Square<kFusedTokens>& overlaps(unsigned char* stage) const {
-        if constexpr (kPaired<kStateWarpgroups>)
-            return *reinterpret_cast<Square<kFusedTokens>*>(stage + Layout::kInverse);
-        else
-            return shared.overlaps[number];
-    }
-
     // Writes the inverse of a chunk. kBoth: both words of it (a compensated chunk), with products of 22 bits
     // instead of 11.
     template <bool kBoth>
     __device__ __forceinline__ void solve(int stage) const {
         const int lane = lane_anew();
-        unsigned char* const at = memory + Memory::stage(stage);
-        FusedFactors<kKey>& factors = Layout::factors(at);
-        Square<kFusedTokens>& m = overlaps(at);
-        // Multiplies the columns of a block of the inverse by beta and stores its high word; emit_rests()
+        FusedFactors<kKey>& factors = shared.stages[stage].factors;
+        typename Form::Solved& solved = shared.stages[stage].solved;
+        Square<kFusedTokens>& m = Form::overlaps(shared, stage, number);
+        // Multiplies the columns of a block of the inverse by beta and stores its high word; emit_low()
         // stores the low word.
-        const auto emit = [&](float(&x)[2][4], int row, int column, Block& rests) {
+        const auto emit = [&](float(&x)[2][4], int row, int column, Block& low) {
             const int lane = lane_anew();
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) {
@@ -68,116 +62,37 @@ struct FusedSolveRole {
             }
             Block rounded;
             pack<T>(rounded, x);
-            if (kBoth) take_rests<T>(rests, rounded, x);
-            put_block<Layout>(at + Layout::kInverse, rounded, row, column, lane);
+            if (kBoth) take_low_words<T>(low, rounded, x);
+            solved.inverse.store_block(rounded[0], row, column, lane);
         };
-        const auto emit_rests = [&](const Block& rests, int row, int column) {
-            if (kBoth) put_block<Layout>(at + Layout::kInverseLow, rests, row, column, lane_anew());
+        const auto emit_low = [&](const Block& low, int row, int column) {
+            if (kBoth) solved.inverse_low.store_block(low[0], row, column, lane_anew());
         };
-        float x[2][4];
-        Block rests;
         invert_diagonals(m, lane);
         __syncwarp();
-        if constexpr (kPaired<kStateWarpgroups>) {
-            // The inverse overwrites the overlaps that it is computed from. Its first 16 rows and the lower
-            // left block are read before anything is written; rows from 16 on of the overlaps lie behind the
-            // high words. Low words would overwrite them, so these are written last.
-            float joining[2][4];
-            Block upper_rests, joining_rests;
-            invert_lower<kBoth>(m, 0, joining, lane);
-            load_block(x, m, 0, 0, lane);
-            __syncwarp();
-            emit(joining, 16, 0, joining_rests);
-            emit(x, 0, 0, upper_rests);
-            load_block(x, m, 16, 16, lane);
-            __syncwarp();
-            emit(x, 16, 16, rests);
-            emit_rests(upper_rests, 0, 0);
-            emit_rests(joining_rests, 16, 0);
-            emit_rests(rests, 16, 16);
-            Layout::clear_above(at + Layout::kInverse, lane_anew());
-            if (kBoth) Layout::clear_above(at + Layout::kInverseLow, lane_anew());
-        } else {
-            const auto emit_both = [&](int row, int column) {
-                emit(x, row, column, rests);
-                emit_rests(rests, row, column);
-            };
-            load_block(x, m, 0, 0, lane);
-            emit_both(0, 0);
-            load_block(x, m, 16, 16, lane);
-            emit_both(16, 16);
-            invert_lower<kBoth>(m, 0, x, lane);
-            emit_both(16, 0);
-        }
+        Form::template write_inverse<kBoth>(solved, m, lane, emit, emit_low);
         if (lane == 0) factors.compensated = kBoth;
         fence_async_proxy();
-        if constexpr (!kPaired<kStateWarpgroups>) arrive(shared_address(shared.overlaps_free + number));
-        arrive(shared_address(shared.operands_ready + stage));
-    }
-
-    // Paired form: the copy of a chunk to the peer's stage `place()`. The place is free when both CTAs have
-    // multiplied the chunk that it held, the CTA's chunk kPlaces before; operands_free of that chunk's own
-    // stage says so.
-    //   send_early   before the chunk is solved: operands and scores (26 KiB), if the place is free by then
-    //   send_rest    after it is solved: factors and inverse (4 KiB), what was not sent early, and low words
-    //                of a compensated chunk (5 KiB more)
-    struct Sent {
-        static constexpr int kPlaces = kPeerStages<kStateWarpgroups>, kEarly = Layout::kFactors;
-        unsigned n;  // the CTA's n-th chunk
-        int peer = cluster_rank() ^ 1;
-        bool early = false;  // whether send_early() has sent its part
-
-        __device__ __forceinline__ unsigned stage() const { return n % Shared::kStages; }
-        __device__ __forceinline__ unsigned place() const { return Shared::kStages + n % kPlaces; }
-    };
-    // The barrier and the parity that say that the place is free.
-    __device__ __forceinline__ std::uint32_t turned(const Sent& to) const {
-        return shared_address(shared.operands_free + (to.n - Sent::kPlaces) % Shared::kStages);
-    }
-    __device__ __forceinline__ int parity(const Sent& to) const {
-        return (to.n - Sent::kPlaces) / Shared::kStages & 1;
-    }
-    __device__ __forceinline__ void copy(const Sent& to, int begin, int bytes) const {
-        copy_bulk_to(shared_address(memory + Memory::stage(to.place()) + begin),
-                     shared_address(memory + Memory::stage(to.stage()) + begin), bytes,
-                     shared_address(shared.operands_ready + to.place()), to.peer);
-    }
-    __device__ __forceinline__ void send_early(Sent& to) const {
-        to.early = to.n < Sent::kPlaces || test_barrier(turned(to), parity(to));
-        if (!to.early) return;
-        expect_at(shared_address(shared.operands_ready + to.place()), Sent::kEarly, to.peer);
-        copy(to, 0, Sent::kEarly);
-    }
-    __device__ __forceinline__ void send_rest(const Sent& to) const {
-        if (!to.early) wait_barrier(turned(to), parity(to));
-        const int begin = to.early ? Sent::kEarly : 0,
-                  end = Layout::factors(memory + Memory::stage(to.stage())).compensated ? Layout::kBytes
-                                                                                        : Layout::kInverseLow;
-        wait_barrier(shared_address(shared.operands_ready + to.stage()), to.n / Shared::kStages & 1);
-        arrive_expecting_at(shared_address(shared.operands_ready + to.place()), end - begin, to.peer);
-        copy(to, begin, end - begin);
+        Form::signal_overlaps_free(shared, number);
+        shared.operands_ready[stage].arrive();
     }
 
     __device__ __forceinline__ void run() const {
-        const FusedCursor<kStateWarpgroups> fused(cursor);
+        const FusedCursor<Form> fused(cursor);
         unsigned n = static_cast<unsigned>(number);
-        Sent to{};
+        typename Form::Sender sender{};
         const auto next = [&] {
             const int i = fused.chunk(static_cast<int>(n)), stage = n % Shared::kStages;
             if (i >= fused.chunks) return Found::kNone;
-            wait_barrier(shared_address(shared.scores_ready + stage), n / Shared::kStages & 1);
-            if constexpr (kPaired<kStateWarpgroups>) {
-                to.n = n;
-                if (lane_anew() == 0) send_early(to);
-            }
-            return i < kCompensatedChunks || compensated(overlaps(memory + Memory::stage(stage)), lane_anew())
+            shared.scores_ready[stage].wait(n / Shared::kStages & 1);
+            sender.send_early(shared, n);
+            return i < kCompensatedChunks || compensated(Form::overlaps(shared, stage, number), lane_anew())
                        ? Found::kOther
                        : Found::kPlain;
         };
         const auto take = [&](auto both) {
             solve<decltype(both)::value>(n % Shared::kStages);
-            if constexpr (kPaired<kStateWarpgroups>)
-                if (lane_anew() == 0) send_rest(to);
+            sender.send_rest(shared);
             n += kSolveWarps;
         };
         each_chunk(next, [&] { take(std::false_type{}); }, [&] { take(std::true_type{}); });

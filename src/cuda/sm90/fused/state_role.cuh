@@ -11,13 +11,14 @@
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, int kStateWarpgroups, bool kMayLeaveRange>
+template <class T, int kKey, class Form, bool kMayLeaveRange>
 struct FusedStateRole {
-    using Layout = FusedStageLayout<kKey, kStateWarpgroups>;
-    using Memory = FusedMemory<kKey, kStateWarpgroups>;
-    using Shared = FusedShared<kKey, kStateWarpgroups>;
+    using Shared = FusedShared<kKey, Form>;
+    using Stage = typename Shared::Stage;
     using W = SegmentCursor<kKey, false>;
+    using Place = typename Form::Place;
     static constexpr int kBlocks = kFusedTokens / 16;
+    static constexpr int kPanelBytes = sizeof(FusedPanel), kRowBytes = TmaTile<kFusedTokens>::kRowBytes;
 
     using State = float[kKey / 8][4];
     using Product = float[kFusedTokens / 8][4];
@@ -26,12 +27,11 @@ struct FusedStateRole {
     const DeviceArgs& a;
     const Schedule& schedule;
     const CarryParams& p;
-    unsigned char* memory;
     Shared& shared;
     const int warp = static_cast<int>(threadIdx.x) / 32, warpgroup = warp / kWarpgroupWarps;
 
     __device__ __forceinline__ W cursor_again() const {
-        return W(a, schedule, p, shared.segment, warp, kStateWarpgroups * kWarpgroupWarps);
+        return W(a, schedule, p, shared.segment, warp, Form::kStateWarpgroups * kWarpgroupWarps);
     }
     // The products: read_state       product = S tile^T          tile: K^ or Q~
     //               multiply_square  product (+)= rows square^T  square: T or A
@@ -42,7 +42,7 @@ struct FusedStateRole {
 #pragma unroll
         for (int step = 0; step < kKey / 16; ++step)
             wgmma::multiply<T, 4, false>(product, state[step],
-                                         b + (step / 4 * Layout::kPanelBytes / 16 + step % 4 * 2), step > 0);
+                                         b + (step / 4 * kPanelBytes / 16 + step % 4 * 2), step > 0);
     }
     static __device__ __forceinline__ void multiply_square(Product& product, const Rows& rows,
                                                            std::uint32_t square, bool add) {
@@ -53,13 +53,12 @@ struct FusedStateRole {
     }
     static __device__ __forceinline__ void multiply_carry(State& state, const Rows& rows,
                                                           std::uint32_t tile) {
-        const wgmma::Operand b = wgmma::operand<64>(tile, Layout::kPanelBytes);
+        const wgmma::Operand b = wgmma::operand<64>(tile, kPanelBytes);
 #pragma unroll
         for (int step = 0; step < kBlocks; ++step)
-            wgmma::multiply<T, kKey / 8, true>(state, rows[step], b + step * (16 * Layout::kRowBytes / 16),
-                                               1);
+            wgmma::multiply<T, kKey / 8, true>(state, rows[step], b + step * (16 * kRowBytes / 16), 1);
     }
-    // Multiplies S by factors of channels in the order of FusedFactors::turned().
+    // Multiplies S by factors of channels in the order of FusedFactors::state_order().
     static __device__ __forceinline__ void scale(State& state, const float* by) {
 #pragma unroll
         for (int tile = 0; tile < kKey / 8; tile += 2) {
@@ -76,7 +75,8 @@ struct FusedStateRole {
         return factors.out_of_range.of[tile / 8] >> (tile * 4 % 32 + static_cast<int>(threadIdx.x) % 4) & 1;
     }
     // Multiplies the out-of-range pairs of S by the decay of the whole chunk.
-    static __device__ __forceinline__ void pass(State& state, const FusedFactors<kKey>& factors) {
+    static __device__ __forceinline__ void decay_out_of_range(State& state,
+                                                              const FusedFactors<kKey>& factors) {
 #pragma unroll
         for (int tile = 0; tile < kKey / 8; ++tile) {
             if (!is_out_of_range(factors, tile)) continue;
@@ -111,71 +111,31 @@ struct FusedStateRole {
     // A compensated chunk: adds the low word of the inverse to U, packs U to two words, and adds the products
     // of its low word to O and S, and that of the scores' low word to O. In: `writes` is V - S K^, `u` their
     // product with the high word of the inverse. Out: `writes` is the high word of U.
-    static __device__ __forceinline__ void add_low(State& state, Product& out, Product& u, Rows& writes,
-                                                   std::uint32_t at) {
+    static __device__ __forceinline__ void add_low_words(State& state, Product& out, Product& u, Rows& writes,
+                                                         std::uint32_t at) {
         wgmma::fence();
-        multiply_square(u, writes, at + Layout::kInverseLow, true);
+        multiply_square(u, writes, at + offsetof(Stage, solved.inverse_low), true);
         wgmma::commit();
         wgmma::wait<0>();
         wgmma::hold(u);
         pack<T>(writes, u);
-        Rows rests;
-        take_rests<T>(rests, writes, u);
+        Rows low;
+        take_low_words<T>(low, writes, u);
         wgmma::hold(state);
         wgmma::fence();
-        multiply_square(out, rests, at + Layout::kScores, true);
-        multiply_square(out, writes, at + Layout::kScoresLow, true);
-        multiply_carry(state, rests, at + Layout::kCarried);
+        multiply_square(out, low, at + offsetof(Stage, scores), true);
+        multiply_square(out, writes, at + offsetof(Stage, solved.scores_low), true);
+        multiply_carry(state, low, at + offsetof(FusedPanel, carried));
         wgmma::commit();
         wgmma::wait<0>();
         wgmma::hold(out);
         wgmma::hold(state);
     }
 
-    // Where a chunk stands: its stage and its tile of values, and the parities of their barriers.
-    struct Place {
-        unsigned chunk = 0, rank = 0;
-        int stage = 0, parity = 0;
-        bool own = true;  // prepared by this CTA
-        Ring<Shared::kTiles> tile;
-
-        __device__ __forceinline__ Place() {
-            if constexpr (kPaired<kStateWarpgroups>) rank = cluster_rank(), find();
-        }
-        __device__ __forceinline__ void next() {
-            ++chunk, tile.next();
-            find();
-        }
-        __device__ __forceinline__ void find() {
-            if constexpr (kPaired<kStateWarpgroups>) {
-                constexpr unsigned kOwn = Shared::kStages, kPeers = kPeerStages<kStateWarpgroups>;
-                const unsigned n = chunk / 2;
-                own = chunk % 2 == rank;
-                stage = own ? n % kOwn : kOwn + n % kPeers;
-                parity = (own ? n / kOwn : n / kPeers) % 2;
-            } else {
-                stage = tile.at, parity = tile.parity;
-            }
-        }
-    };
-    // Signals that this warpgroup no longer reads the chunk's stage, to the CTA that prepared the chunk. For
-    // a chunk of the peer one thread of each warp arrives.
-    __device__ __forceinline__ void turn(const Place& place) const {
-        if constexpr (kPaired<kStateWarpgroups>)
-            if (!place.own) {
-                __syncwarp();
-                if (threadIdx.x % 32 == 0)
-                    arrive_at(shared_address(shared.operands_free + place.chunk / 2 % Shared::kStages),
-                              place.rank ^ 1);
-                return;
-            }
-        arrive(shared_address(shared.operands_free + place.stage));
-    }
-
     __device__ __forceinline__ void run(const W& cursor) const {
         State state;
         cursor.first_state(state);
-        const int chunks = FusedCursor<kStateWarpgroups>(cursor).chunks;
+        const int chunks = FusedCursor<Form>(cursor).chunks;
         const bool plain = a.num_checkpoints <= 0 && !a.chunk_states.data;
         Place place, next;
         Product read, out;
@@ -189,20 +149,16 @@ struct FusedStateRole {
         // Waits for the values and the operands of the next chunk.
         const auto found = [&] {
             if (!more) return Found::kNone;
-            wait_barrier(shared_address(shared.values_ready + place.tile.at), place.tile.parity);
-            wait_barrier(shared_address(shared.operands_ready + place.stage), place.parity);
-            return Layout::factors(memory + Memory::stage(place.stage)).plain() ? Found::kPlain
-                                                                                : Found::kOther;
+            shared.values_ready[place.tile.at].wait(place.tile.parity);
+            shared.operands_ready[place.stage()].wait(place.parity());
+            return shared.stages[place.stage()].factors.plain() ? Found::kPlain : Found::kOther;
         };
         // Reads, outputs and carries one chunk.
         const auto multiply = [&](auto is_plain) {
             constexpr bool kPlain = decltype(is_plain)::value;
-            unsigned char* const stage = memory + Memory::stage(place.stage);
-            std::uint32_t at = shared_address(stage);
-            if constexpr (kPaired<kStateWarpgroups>)
-                asm volatile("" : "+r"(at));  // else the compiler takes it for uniform, and copies it
-            at = wgmma::uniform(at);
-            const FusedFactors<kKey>& factors = Layout::factors(stage);
+            Stage& stage = shared.stages[place.stage()];
+            const std::uint32_t at = wgmma::uniform(Form::stage_address(shared_address(&stage)));
+            const FusedFactors<kKey>& factors = stage.factors;
             // S to the chunk's middle: in two steps, by one loop, if some channel is apart.
 #pragma unroll 1
             for (const float* by = factors.any_apart() ? factors.brings : factors.reads;;
@@ -213,54 +169,53 @@ struct FusedStateRole {
             Packed packed[kKey / 16];
             pack<T>(packed, state);
             wgmma::fence();
-            read_state(read, packed, at + Layout::kKeys);
+            read_state(read, packed, at + offsetof(FusedPanel, keys));
             wgmma::commit();
-            read_state(out, packed, at + Layout::kQuery);
+            read_state(out, packed, at + offsetof(FusedPanel, query));
             wgmma::commit();
             const bool compensated = factors.compensated;
-            if constexpr (kPaired<kStateWarpgroups>) advance();
-            if (kMayLeaveRange && !kPlain && factors.any_out_of_range) pass(state, factors);
+            if constexpr (!Form::kTilesInStages) advance();
+            if (kMayLeaveRange && !kPlain && factors.any_out_of_range) decay_out_of_range(state, factors);
             Rows writes;
-            const std::uint32_t own_tile = shared_address(memory + Memory::tile(place.tile.at, warpgroup));
+            const std::uint32_t own_tile = shared_address(&Form::tile(shared, place.tile.at, warpgroup));
             load_value_rows(writes, own_tile);
             wgmma::wait<1>();
             wgmma::hold(read);
-            take_off<T>(writes, read);
+            subtract_read<T>(writes, read);
             wgmma::fence();
-            multiply_square(read, writes, at + Layout::kInverse, false);
+            multiply_square(read, writes, at + offsetof(Stage, solved.inverse), false);
             wgmma::commit();
             wgmma::wait<0>();
             wgmma::hold(out);
             wgmma::hold(read);
             if (!kPlain && compensated)
-                add_low(state, out, read, writes, at);
+                add_low_words(state, out, read, writes, at);
             else
                 pack<T>(writes, read);
             wgmma::hold(state);
             wgmma::fence();
-            multiply_carry(state, writes, at + Layout::kCarried);
-            multiply_square(out, writes, at + Layout::kScores, true);
+            multiply_carry(state, writes, at + offsetof(FusedPanel, carried));
+            multiply_square(out, writes, at + offsetof(Stage, scores), true);
             wgmma::commit();
             wgmma::wait<0>();
             wgmma::hold(state);
             wgmma::hold(out);
-            if (kPaired<kStateWarpgroups> && more) turn(place);
+            if (!Form::kTilesInStages && more) place.free(shared);
             store_value_rows<T>(own_tile, out);  // replaces the values
             fence_async_proxy();
-            if constexpr (kPaired<kStateWarpgroups>) {
-                arrive(shared_address(shared.out_ready + place.tile.at));
-            } else {
+            Form::signal_outputs_ready(shared, place);
+            if constexpr (Form::kTilesInStages) {
                 advance();
-                if (more || i == chunks) turn(place);
+                if (more || i == chunks) place.free(shared);
             }
             if (more) place = next;
         };
 #pragma unroll 1
         for (;;) {
-            const AtEnd at_end(i > 0 ? &Layout::factors(memory + Memory::stage(place.stage)) : nullptr);
+            const AtEnd at_end(i > 0 ? &shared.stages[place.stage()].factors : nullptr);
             cursor_again().store_asked(state, i == chunks ? cursor_again().segment.chunks : i / 2, at_end);
             if (i == chunks) break;
-            if (i > 0) turn(place), place = next;  // AtEnd has read the factors of the last chunk
+            if (i > 0) place.free(shared), place = next;  // AtEnd has read the factors of the last chunk
             more = true;
             each_chunk(found, [&] { multiply(std::true_type{}); }, [&] { multiply(std::false_type{}); });
         }
