@@ -12,7 +12,7 @@
 //
 // Template parameter Carry describes the kernel that runs over the chunks: its types,
 // the multiple of warps per CTA, whether it prepares additive algorithms itself, whether
-// it waits for its inputs itself (Schedule::awaits_operands), and launch<delta, maps>().
+// it waits for its inputs itself (Schedule::awaits_operands), and launch<update, maps>().
 //
 // A segment call with Args::keep is the first half of a prefill, up to the maps. If it is
 // asked for the map of the sequence, one compose kernel makes that from the segments' maps.
@@ -30,6 +30,7 @@
 #include "cuda/chunked/prepare_token.cuh"
 #include "cuda/chunked/schedule.cuh"
 #include "cuda/pipe/launch.h"
+#include "cuda/rule.h"
 
 namespace cula::cuda::chunked {
 
@@ -46,6 +47,16 @@ struct NotFused {
     template <class ShapeOf>
     void launch(const Call&, const Schedule&, const CarryParams&, const ShapeOf&) const {}
 };
+
+// Whether prepare makes an inverse for this rule.
+template <Update kUpdate, bool kPerChannel>
+inline constexpr bool kSolvesChunk =
+    std::conditional_t<kPerChannel, ChannelRule<kUpdate>, TokenRule<kUpdate>>::kSolves;
+template <bool kPerChannel>
+bool solves_chunk(Update update) {
+    return answer_for(
+        update, []<Update kUpdate>(UpdateConstant<kUpdate>) { return kSolvesChunk<kUpdate, kPerChannel>; });
+}
 
 template <class Carry>
 struct PrefillPlan {
@@ -88,11 +99,11 @@ struct PrefillPlan {
         const DeviceArgs& a = call.args;
         const std::int64_t per_sequence = ceil_div(a.tokens, kTokens<kKey>);
         chunks = a.cu_seqlens ? a.tokens / kTokens<kKey> + a.sequences : per_sequence * a.sequences;
-        const bool delta = a.algorithm.update == Update::kDelta;
+        const bool solves = solves_chunk<kPerChannel>(a.algorithm.update);
         PrefillShape shape{a.sequences, chunks, a.cu_seqlens ? chunks : per_sequence, a.value_heads,
                            a.value_dim};
         fused.emplace(call, shape);
-        const bool prepares = (delta || !Carry::kPreparesAdditive) && !fused->pays;
+        const bool prepares = (solves || !Carry::kPreparesAdditive) && !fused->pays;
         const std::size_t operand_bytes = prepares ? sizeof(ChunkOperands<T, kKey, kPerChannel>) : 0;
         kept = (call.keeps || call.kept) &&
                static_cast<std::size_t>(chunks) * a.value_heads * operand_bytes <= kKeptBytes;
@@ -100,8 +111,8 @@ struct PrefillPlan {
         shape.kept = kept;
         // With packed sequences the host does not know which segments
         // come first: so neither first_apart nor first_walks.
-        shape.from_zero = b_alone && kept && delta && !a.cu_seqlens;
-        shape.costs = Carry::cut_costs(delta);
+        shape.from_zero = b_alone && kept && solves && !a.cu_seqlens;
+        shape.costs = Carry::cut_costs(solves);
         shape.costs.walks = shape.costs.walks && !a.cu_seqlens;
         policy = prefill_policy(shape, operand_bytes, call.multiprocessors, Carry::kWarpStep);
         maps = policy.segment_chunks <
@@ -136,7 +147,7 @@ struct PrefillPlan {
         if (scheduled && found) take_schedule(own);
         if (prepares) {
             is_compensated = carver.take<std::int32_t>(policy.slab_chunks * heads);
-            if (kFades<kKey, kPerChannel> && delta && (maps || call.segment || kept))
+            if (kFades<kKey, kPerChannel> && solves && (maps || call.segment || kept))
                 fading = carver.take<float>(policy.slab_chunks * heads);
             operands = carver.take<ChunkOperands<T, kKey, kPerChannel>>(policy.slab_chunks * heads);
         }
@@ -145,7 +156,7 @@ struct PrefillPlan {
             const std::int64_t rows = max_segments * heads;
             map_b = carver.take<float>(rows * a.value_dim * kKey);
             if (!policy.halves) {
-                const std::int64_t of_head = (delta ? a.key_dim : 1) * kKey;
+                const std::int64_t of_head = (has_diagonal_map(a.algorithm.update) ? 1 : a.key_dim) * kKey;
                 // With first_apart the very first segment has no M, and no room for one.
                 map_m = carver.take<float>((rows - (policy.first_apart ? heads : 0)) * of_head);
                 starts = carver.take<float>(rows * a.value_dim * kKey);
@@ -164,10 +175,12 @@ struct PrefillPlan {
 
 inline Divisor divisor(std::int32_t by) { return Divisor(static_cast<std::uint32_t>(by)); }
 
-template <class Carry, bool kDelta>
+template <class Carry, Update kUpdate>
 void launch_slabs(const Call& call) {
     using T = typename Carry::Type;
     constexpr int kKey = Carry::kKey;
+    constexpr bool kDiagonal = has_diagonal_map(kUpdate),
+                   kPrepares = kSolvesChunk<kUpdate, Carry::kPerChannel> || !Carry::kPreparesAdditive;
     const DeviceArgs& a = call.args;
     const auto plan = PrefillPlan<Carry>::of(call);
     const bool found = plan.found;
@@ -176,7 +189,7 @@ void launch_slabs(const Call& call) {
     p.is_compensated = plan.is_compensated, p.fading = plan.fading;
     p.starts = float_states(plan.starts, 0, heads, a.value_dim, kKey);
     p.map_b = float_states(plan.map_b, 0, heads, a.value_dim, kKey);
-    p.map_m = float_states(plan.map_m, 0, heads, kDelta ? a.key_dim : 1, kKey);
+    p.map_m = float_states(plan.map_m, 0, heads, kDiagonal ? 1 : a.key_dim, kKey);
     if (plan.policy.first_apart) p.map_m.data = plan.map_m - p.map_m.slot;
     p.halves = plan.policy.halves, p.first_walks = plan.policy.first_walks;
     p.wants_m = !p.halves, p.first_m = !plan.policy.first_apart;
@@ -218,7 +231,6 @@ void launch_slabs(const Call& call) {
         if (plan.fused->pays) return plan.fused->launch(call, schedule_of, p, shape);
         const std::size_t blocks =
             static_cast<std::size_t>(schedule_of.slab_end - schedule_of.slab_begin) * a.value_heads;
-        constexpr bool kPrepares = kDelta || !Carry::kPreparesAdditive;
         constexpr int kPrepareCtas = Carry::kPerChannel ? kChannelCtas : kTokenCtas;
         const int span =
             kPrepares && !Carry::kPerChannel ? prepare_span(blocks, a.group, call.multiprocessors) : 1;
@@ -226,7 +238,7 @@ void launch_slabs(const Call& call) {
             schedule_of.awaits_operands && pays_per_chunk(blocks / span, kPrepareCtas, call.multiprocessors);
         if constexpr (kPrepares && Carry::kPerChannel) {
             if (!found)
-                launch<prepare_channel<T, kKey, kDelta, typename Carry::GateTiles>>(
+                launch<prepare_channel<T, kKey, kUpdate, typename Carry::GateTiles>>(
                     shape({blocks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}), call.stream, a,
                     Carry::gate_tiles(a), schedule_of, plan.operands, plan.is_compensated, plan.fading);
         } else if constexpr (kPrepares) {
@@ -239,7 +251,7 @@ void launch_slabs(const Call& call) {
             launch<compose<kKey, kTotal>>(
                 shape({static_cast<std::size_t>(row_tiles) * a.value_heads * a.sequences,
                        kComposeThreads<kKey>, sizeof(ComposeSmem<kKey>)}),
-                call.stream, a, schedule_of, p, kDelta);
+                call.stream, a, schedule_of, p, !kDiagonal);
         };
         const int value_tiles = ceil_div(a.value_dim, kComposeRows);
         if (call.segment) {
@@ -248,8 +260,8 @@ void launch_slabs(const Call& call) {
             if (!plan.maps) p.map_m = a.segment_m, p.map_b = a.segment_b, p.wants_m = a.segment_m.data;
             p.last_map = a.segment_b.data;
             if (plan.maps || p.last_map)
-                Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
-            const int map_tiles = !a.segment_m.data ? 0 : kDelta ? ceil_div(a.key_dim, kComposeRows) : 1;
+                Carry::template launch<kUpdate, true>(call, plan, schedule_of, p, shape);
+            const int map_tiles = !a.segment_m.data ? 0 : kDiagonal ? 1 : ceil_div(a.key_dim, kComposeRows);
             if (plan.maps && p.last_map) launch_compose(std::true_type{}, value_tiles + map_tiles);
             continue;
         }
@@ -262,28 +274,26 @@ void launch_slabs(const Call& call) {
         if (plan.maps) {
             if (p.first_walks) {
                 p.first_only = true, p.slab_end = p.map_b, p.slab_end.slot *= pieces;
-                Carry::template launch<kDelta, false>(call, plan, schedule_of, p, shape);
+                Carry::template launch<kUpdate, false>(call, plan, schedule_of, p, shape);
                 p.first_only = false, p.slab_end = slab_end;
                 p.first_rank = 1, p.ranks = divisor(std::max(1, pieces - 2)), p.beside_others = call.follows;
             }
-            if (!found) Carry::template launch<kDelta, true>(call, plan, schedule_of, p, shape);
+            if (!found) Carry::template launch<kUpdate, true>(call, plan, schedule_of, p, shape);
             if (!p.halves) launch_compose(std::false_type{}, value_tiles);
             // The last launch need not cover first segments again.
             // With several sequences their CTAs return at once.
             p.first_rank = p.first_walks && a.sequences == 1 ? 1 : 0;
         }
         schedule_of.awaits_states = waits_itself && composes;
-        Carry::template launch<kDelta, false>(call, plan, schedule_of, p, shape);
+        Carry::template launch<kUpdate, false>(call, plan, schedule_of, p, shape);
         schedule_of.awaits_states = false;
     }
 }
 
 template <class Carry>
 void launch_slabs(const Call& call) {
-    if (call.args.algorithm.update == Update::kDelta)
-        launch_slabs<Carry, true>(call);
-    else
-        launch_slabs<Carry, false>(call);
+    with_update(call.args.algorithm.update,
+                [&]<Update kUpdate>(UpdateConstant<kUpdate>) { launch_slabs<Carry, kUpdate>(call); });
 }
 
 }  // namespace cula::cuda::chunked

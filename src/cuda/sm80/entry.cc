@@ -14,7 +14,7 @@ namespace {
 template <class Body>
 auto with_instance(const Args& args, Body body) {
     return with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
-        const bool per_channel = args.algorithm.decay == Decay::kPerChannel;
+        const bool per_channel = varies_by_channel(args.algorithm.decay);
         if (args.q.dtype == Dtype::kBFloat16)
             return per_channel ? body.template operator()<__nv_bfloat16, kKey, true>()
                                : body.template operator()<__nv_bfloat16, kKey, false>();

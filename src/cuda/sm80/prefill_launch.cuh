@@ -8,6 +8,9 @@
 
 namespace cula::cuda::sm80 {
 
+using chunked::ceil_div, chunked::CutCosts, chunked::divisor, chunked::launch_slabs, chunked::NoGateTiles,
+    chunked::NotFused, chunked::PrefillPlan;
+
 template <class T, int kKeyDim, bool kDecayPerChannel>
 struct PortableCarry {
     using Type = T;
@@ -22,17 +25,17 @@ struct PortableCarry {
     // (kLeastSegments), since a cut costs more than twice the carry of the whole sequence.
     static constexpr CutCosts cut_costs(bool) { return {}; }
 
-    template <bool kDelta, bool kMaps, class ShapeOf>
+    template <Update kUpdate, bool kMaps, class ShapeOf>
     static void launch(const Call& call, const PrefillPlan<PortableCarry>& plan, const Schedule& schedule,
                        CarryParams p, const ShapeOf& shape) {
         const DeviceArgs& a = call.args;
         using Stage = CarryStage<T, kKey, kPerChannel>;
         p.value_blocks = plan.policy.row_blocks;
-        p.row_blocks =
-            divisor(p.value_blocks +
-                    (kMaps && kDelta && p.wants_m ? ceil_div(a.key_dim, plan.policy.warps * kWarpRows) : 0));
+        p.row_blocks = divisor(p.value_blocks + (kMaps && !has_diagonal_map(kUpdate) && p.wants_m
+                                                     ? ceil_div(a.key_dim, plan.policy.warps * kWarpRows)
+                                                     : 0));
         p.stages = 2 * sizeof(Stage) <= call.shared_bytes_limit ? 2 : 1;
-        cuda::launch<carry<T, kKey, kDelta, kPerChannel, kMaps>>(
+        cuda::launch<carry<T, kKey, kUpdate, kPerChannel, kMaps>>(
             shape({std::size_t{p.row_blocks.value} * a.value_heads * schedule.max_segments,
                    plan.policy.warps * 32, p.stages * sizeof(Stage)}),
             call.stream, a, schedule, plan.operands, p);

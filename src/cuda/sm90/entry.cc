@@ -4,6 +4,7 @@
 
 #include "cuda/chunked/entry.h"
 #include "cuda/pipe/launch.h"
+#include "cuda/sm90/fused/rule.h"
 #include "cuda/sm90/launch.h"
 
 namespace cula::cuda::sm90 {
@@ -16,7 +17,7 @@ auto with_instance(const Args& args, Body body) {
         return args.q.dtype == Dtype::kBFloat16 ? body.template operator()<__nv_bfloat16, kKey, kPerChannel>()
                                                 : body.template operator()<__half, kKey, kPerChannel>();
     };
-    if (args.algorithm.decay == Decay::kPerChannel)
+    if (varies_by_channel(args.algorithm.decay))
         return args.q.size[3] <= 64 ? with_type.template operator()<64, true>()
                                     : with_type.template operator()<128, true>();
     return args.q.size[3] <= 64 ? with_type.template operator()<64, false>()
@@ -65,7 +66,7 @@ void prefill(const Args& args, const Context& context) {
 
 Support supports_fused(const Problem& problem) {
     if (Support any = supports(problem); !any) return any;
-    if (problem.algorithm.decay != Decay::kPerChannel || problem.algorithm.update != Update::kDelta)
+    if (!varies_by_channel(problem.algorithm.decay) || !fuses(problem.algorithm.update))
         return Support::no("fuses the delta rule with decays per channel");
     if (problem.dtype != Dtype::kBFloat16)
         return Support::no("takes bfloat16, whose range factors of whole halves of a chunk need");

@@ -5,6 +5,7 @@
 
 #include "cuda/chunked/launch.cuh"
 #include "cuda/sm90/carry/kernel.cuh"
+#include "cuda/sm90/carry/rule.cuh"
 #include "cuda/sm90/fused/launch.cuh"
 #include "cuda/sm90/gate_tiles.cuh"
 #include "cuda/sm90/launch.h"
@@ -43,9 +44,10 @@ struct WarpgroupCarry {
         return {warpgroups, blocks(a.value_dim), m ? blocks(a.key_dim) : 0};
     }
 
-    template <bool kDelta, bool kMaps, class ShapeOf>
+    template <Update kUpdate, bool kMaps, class ShapeOf>
     static void launch(const Call& call, const PrefillPlan<WarpgroupCarry>& plan, const Schedule& schedule,
                        CarryParams p, const ShapeOf& shape) {
+        constexpr bool kDelta = CarryRule<kUpdate>::kReadsState;
         const DeviceArgs& a = call.args;
         const int warpgroups = plan.policy.warps / kWarpgroupWarps;
         const int pieces = static_cast<int>(schedule.by_pieces.value);

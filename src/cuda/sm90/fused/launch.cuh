@@ -4,6 +4,7 @@
 
 #include "cuda/chunked/launch.cuh"
 #include "cuda/sm90/fused/kernel.cuh"
+#include "cuda/sm90/fused/rule.h"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/tensor_maps.h"
 
@@ -43,7 +44,7 @@ private:
     static std::string declines(const Call& call) {
         constexpr float kMostScale = 256.0f;
         const DeviceArgs& a = call.args;
-        if (a.algorithm.update != Update::kDelta || !fuses_gate(a.gate, a.lower_bound))
+        if (!fuses(a.algorithm.update) || !fuses_gate(a.gate, a.lower_bound))
             return "it takes the delta rule with gates that it makes itself";
         if (call.segment || call.kept) return "it keeps nothing, and finds nothing that was kept";
         if (!a.qk_l2norm) return "it normalizes q and k (qk_l2norm)";
