@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from cula_testing.cases import ALGORITHMS
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("include", "src")
 # Sources whose compilation reaches every seam of the host. Headers are compiled by themselves.
@@ -138,3 +140,15 @@ def test_rules_are_compared_in_no_other_place():
             r"[^\n]*([=!<>]=\s*(Update|Decay)::k|(Update|Decay)::k\w+\s*[=!<>]=)[^\n]*", text
         )
         assert not compared, f"{name}: {compared and compared[0].strip()}"
+
+
+def test_the_algorithms_are_listed_once():
+    """Python, tests, benchmark and tools take the names from the library: no table of their own has all six
+    modes. (`__all__` has five of those names, modules of drop-ins.)"""
+    for folder in ("python", "tests", "bench", "tools", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path == Path(__file__):
+                continue
+            for table in re.findall(r"[({\[][^(){}\[\]]*[)}\]]", path.read_text()):
+                named = {name for name in ALGORITHMS if f'"{name}"' in table}
+                assert len(named) < 6, f"{path}: {table}"
