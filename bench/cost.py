@@ -26,7 +26,7 @@ def flops(pass_name: str, case: Case) -> int:
     """Multiplications and additions of the products: a prefill's in the 64-token chunk form, else the
     recurrence's."""
     K, V = case.key_dim, case.value_dim
-    delta = FAMILY[case.algorithm][1] == "delta"
+    delta = {"additive": False, "delta": True}[FAMILY[case.algorithm][1]]
     products = K * V * (3 if delta else 2)  # read (delta), carry, and the query's part of output
     if pass_name == "prefill":
         products += (

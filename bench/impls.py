@@ -20,14 +20,8 @@ from cula_testing.cases import Case, Inputs, state_like
 # [N, HV, V, K].
 Bind = Callable[[str, Inputs], Call]
 
-PREFILL = {
-    "kda": cula.cula_kda,
-    "gdn": cula.cula_gdn,
-    "gla": cula.cula_gla,
-    "simple_gla": cula.cula_simple_gla,
-    "lightning": cula.cula_lightning,
-    "delta": cula.cula_delta,
-}
+MODES = {row.name: row.mode for row in cula.algorithms().values()}
+PREFILL = {name: getattr(cula, f"cula_{mode}") for name, mode in MODES.items()}
 
 
 @dataclass(frozen=True)
@@ -65,10 +59,10 @@ def _cula(backend: str | None) -> Bind:
             return lambda: PREFILL[op](q, k, v, **more, output_final_state=True, cu_seqlens=inputs.cu_seqlens)
         pool, rows = inputs.initial_state, inputs.initial_state_indices
         if pass_name == "decode":
-            return lambda: cula.cula_decode(q, k, v, pool, mode=op, state_indices=rows, **more)
+            return lambda: cula.cula_decode(q, k, v, pool, mode=MODES[op], state_indices=rows, **more)
         slots = verify_slots(inputs)
         return lambda: cula.cula_verify(
-            q, k, v, pool, mode=op, state_indices=slots, initial_state_indices=rows, **more
+            q, k, v, pool, mode=MODES[op], state_indices=slots, initial_state_indices=rows, **more
         )
 
     return bind

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# cula_compile_options(target): how every source of this project is compiled.
+# cula_compile_options(target): how every source of this project is compiled. An enumerator that a switch does
+# not know is always an error: it is how the seams of the update rules stop the build (docs/design/adding.md).
 include_guard(GLOBAL)
 
 if(PROJECT_IS_TOP_LEVEL AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
@@ -30,6 +31,7 @@ function(cula_compile_options target)
                POSITION_INDEPENDENT_CODE ON)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/src" "${PROJECT_SOURCE_DIR}/include")
   target_compile_options(${target} PRIVATE ${hardening} -Wall -Wextra -Wconversion -Wno-sign-conversion
+                                           -Werror=switch
                                            $<$<BOOL:${CULA_WERROR}>:-Werror>)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # A constructor's parameter may have its member's name. -Wrestrict is false on std::string's + (GCC bug

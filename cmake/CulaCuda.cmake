@@ -122,7 +122,7 @@ function(cula_add_cuda_target name architectures)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/src" "${PROJECT_SOURCE_DIR}/include")
   # -v: nvcc_log.sh keeps what ptxas says of each kernel. tools/check_ptxas.py judges that, and the warnings,
   # for which CULA_WERROR would compile everything again.
-  target_compile_options(${target} PRIVATE -Xptxas=-v --expt-relaxed-constexpr)
+  target_compile_options(${target} PRIVATE -Xptxas=-v --expt-relaxed-constexpr -Xcompiler=-Werror=switch)
 
   file(GENERATE OUTPUT "${PROJECT_BINARY_DIR}/instances/${name}.txt"
        CONTENT "$<JOIN:$<TARGET_OBJECTS:${target}>,\n>\n")

@@ -14,14 +14,30 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parent.parent / "python"))
 import cula
 
-ALGORITHMS = ("kda", "gdn", "gla", "simple_gla", "lightning", "linear", "delta", "delta_per_head")
+ALGORITHMS = tuple(cula.algorithms())
 PASSES = ("prefill", "decode", "verify", "segment")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # What to ask about for a kind of device. A GPU need not be here: its kernels answer for any architecture.
 PLACES = {"cpu": ("cpu",), "cuda": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")}
 
+DECAYS = {
+    "none": "none",
+    "head": "per head, constant",
+    "token": "per token",
+    "channel": "per token and channel",
+}
+
 Answers = dict[tuple[str, str, torch.dtype], str]  # (pass, algorithm, dtype): why not, or ""
 Form = tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]  # per row of a target: dtypes, cells of the passes
+
+
+def algorithms() -> list[str]:
+    """The library's list of algorithms; `mode` names the function."""
+    rows = [
+        f"| `{row.name}` | {DECAYS[row.decay]} | {row.update} | `cula_{row.mode}` |"
+        for row in cula.algorithms().values()
+    ]
+    return ["| algorithm | decay | update | function |", "|---|---|---|---|", *rows]
 
 
 def _targets(place: str) -> dict[str, Answers]:

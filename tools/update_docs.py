@@ -18,6 +18,7 @@ import support_matrix
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
+    "ALGORITHM.md",
     "README.md",
     "docs/benchmarks.md",
     "docs/distributed.md",
@@ -52,6 +53,7 @@ GENERATORS: dict[str, Callable[[], list[str]]] = {
     "fla-tests": run_tables.fla,
     "fuzz": run_tables.fuzz,
     "cpp-example": cpp_example,
+    "algorithms": support_matrix.algorithms,
 }
 
 

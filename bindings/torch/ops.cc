@@ -254,7 +254,7 @@ Int narrow(Pass pass, std::string_view argument, std::int64_t value) {
 // A bias per channel may come flat, as checkpoints keep it.
 void shape_bias(Args& args) {
     TensorRef& bias = args.dt_bias;
-    if (args.algorithm.decay != Decay::kPerChannel || bias.ndim != 1 || args.q.ndim != 4) return;
+    if (!varies_by_channel(args.algorithm.decay) || bias.ndim != 1 || args.q.ndim != 4) return;
     const std::int64_t key_dim = args.q.size[3];
     if (key_dim == 0 || bias.size[0] % key_dim != 0) return;
     bias = {.data = bias.data,

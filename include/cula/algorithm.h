@@ -25,7 +25,72 @@ enum class Update : std::uint8_t {
     kDelta,     // u_t = beta_t (v_t - S'^T k_t)
 };
 
-// A member of the family. Every combination of Decay and Update is supported.
+// All of them. What is compiled once per rule runs over these lists.
+inline constexpr std::array kDecays{Decay::kNone, Decay::kPerHead, Decay::kPerToken, Decay::kPerChannel};
+inline constexpr std::array kUpdates{Update::kAdditive, Update::kDelta};
+
+// What every kernel has to know of a rule. Each is a switch without a default, which names the enumerator
+// that it does not know (-Werror=switch). What only one kernel asks stands beside that kernel.
+
+constexpr std::string_view name(Decay decay) {
+    switch (decay) {
+        case Decay::kNone: return "none";
+        case Decay::kPerHead: return "head";
+        case Decay::kPerToken: return "token";
+        case Decay::kPerChannel: return "channel";
+    }
+    return "unknown";
+}
+
+// Whether g has one number per token and value head.
+constexpr bool varies_by_token(Decay decay) {
+    switch (decay) {
+        case Decay::kPerToken: return true;
+        case Decay::kNone:
+        case Decay::kPerHead:
+        case Decay::kPerChannel: return false;
+    }
+    return false;
+}
+
+// Whether g has one number per token, value head and key channel.
+constexpr bool varies_by_channel(Decay decay) {
+    switch (decay) {
+        case Decay::kPerChannel: return true;
+        case Decay::kNone:
+        case Decay::kPerHead:
+        case Decay::kPerToken: return false;
+    }
+    return false;
+}
+
+constexpr std::string_view name(Update update) {
+    switch (update) {
+        case Update::kAdditive: return "additive";
+        case Update::kDelta: return "delta";
+    }
+    return "unknown";
+}
+
+// Whether tokens have a write strength, beta.
+constexpr bool takes_beta(Update update) {
+    switch (update) {
+        case Update::kAdditive: return false;
+        case Update::kDelta: return true;
+    }
+    return false;
+}
+
+// Whether M of a segment's map S -> M S + B is a diagonal [K]; otherwise it is a matrix [K, K].
+constexpr bool has_diagonal_map(Update update) {
+    switch (update) {
+        case Update::kAdditive: return true;
+        case Update::kDelta: return false;
+    }
+    return false;
+}
+
+// A member of the family.
 struct Algorithm {
     Decay decay = Decay::kNone;
     Update update = Update::kAdditive;
@@ -48,21 +113,23 @@ inline constexpr Algorithm kKda{Decay::kPerChannel, Update::kDelta};
 struct NamedAlgorithm {
     std::string_view name;
     Algorithm algorithm;
+    std::string_view mode;  // the Python function that takes it, cula_<mode>, and the mode of the others
 };
 
-// Every combination of Decay and Update, under the name that the field uses for it.
-inline constexpr std::array<NamedAlgorithm, 8> kAlgorithms{{
-    {"kda", kKda},
-    {"gdn", kGdn},
-    {"gla", kGla},
-    {"simple_gla", kSimpleGla},
-    {"lightning", kLightning},
-    {"linear", kLinearAttention},
-    {"delta", kDelta},
-    {"delta_per_head", kDeltaPerHead},
-}};
+// The one list of algorithms. Python's names, the tests, the benchmark and the tables of the documents are
+// made from it (cula.algorithms()). Of two names for one pair, the first is what name() returns.
+inline constexpr std::array kAlgorithms = std::to_array<NamedAlgorithm>({
+    {"kda", kKda, "kda"},
+    {"gdn", kGdn, "gdn"},
+    {"gla", kGla, "gla"},
+    {"simple_gla", kSimpleGla, "simple_gla"},
+    {"lightning", kLightning, "lightning"},
+    {"linear", kLinearAttention, "simple_gla"},
+    {"delta", kDelta, "delta"},
+    {"delta_per_head", kDeltaPerHead, "delta"},
+});
 
-// The name in kAlgorithms; "unknown" for values outside the enums.
+// The name in kAlgorithms; "unknown" for a pair that has none.
 constexpr std::string_view name(Algorithm algorithm) {
     for (const NamedAlgorithm& row : kAlgorithms)
         if (row.algorithm == algorithm) return row.name;

@@ -68,8 +68,8 @@ struct Args {
     TensorRef v;        // [B, T, HV, V]
     TensorRef g;        // kPerChannel [B, T, HV, K], kPerToken [B, T, HV]; any floating dtype (Gate)
     TensorRef gamma;    // [HV] float32, a log decay: kPerHead; with kPerToken it is added to that of g
-    TensorRef beta;     // kDelta [B, T, HV], or [B, T, HV, V] (one write strength per value channel): any
-                        // floating dtype
+    TensorRef beta;     // takes_beta: [B, T, HV], or [B, T, HV, V] (one write strength per value channel);
+                        // any floating dtype
     TensorRef A_log;    // [HV] float32
     TensorRef dt_bias;  // kPerChannel [HV, K], kPerToken [HV]: float32
 
@@ -118,8 +118,7 @@ struct Args {
 
     // Segment: S_end = M S_start + B for each sequence (ALGORITHM.md, "Segments"). Without segment_m only B
     // is computed; without both, only what the segment keeps. float32.
-    TensorRef segment_m;  // kDelta [N, HV, K, K] (row: channel written, column: read); kAdditive [N, HV, K]
-                          // (the diagonal)
+    TensorRef segment_m;  // [N, HV, K, K] (row: channel written, column: read); has_diagonal_map: [N, HV, K]
     TensorRef segment_b;  // [N, HV, V, K]
     // What does not depend on the state can be computed once for a segment and for the prefill of the same
     // tokens. With `keep` a segment leaves it in its workspace (Plan::kept_bytes); `kept` passes it to the

@@ -33,6 +33,7 @@ from cula import (
 )
 from cula._build import BuildInfo, build_info
 from cula._explain import Explanation, explain
+from cula._family import Algorithm, algorithms
 from cula.api import (
     Checkpoints,
     cula_decode,
@@ -53,10 +54,12 @@ except _metadata.PackageNotFoundError:  # run from the source tree
     __version__ = "0.0.0+source"
 
 __all__ = [
+    "Algorithm",
     "BuildInfo",
     "Checkpoints",
     "Explanation",
     "LinearAttentionChunkwiseDecay",
+    "algorithms",
     "api",
     "build_info",
     "compat",

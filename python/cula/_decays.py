@@ -6,14 +6,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from cula import _ops
-
-_MODES = ("kda", "gdn", "gla", "simple_gla", "lightning", "delta")
+from cula._family import MODES
 
 
 def algorithm_of(mode: str, g: Tensor | None, decay: Tensor | None) -> str:
     """The cell of the family: `simple_gla` and `delta` are told apart by the decay they are given."""
-    if not isinstance(mode, str) or mode not in _MODES:
-        raise ValueError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     if mode == "simple_gla" and g is None:
         return "linear" if decay is None else "lightning"
     if mode == "delta" and decay is not None:

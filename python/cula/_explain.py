@@ -84,7 +84,7 @@ def explain(
     """Every kernel of the registry for a problem: the one that would run, the microseconds that the ways to
     run a prefill are predicted to take on the device, and why others cannot run it, in a sentence each.
 
-    algorithm: kda, gdn, gla, simple_gla, lightning, linear, delta or delta_per_head.
+    algorithm: a name of `cula.algorithms()`.
     pass_name: prefill, decode, verify or segment.
     gate: log_decay, softplus or bounded.
     device: a device, or an architecture that need not be here, `"sm_90"`; None is the current GPU, or else

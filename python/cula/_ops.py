@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of `torch.ops.cula`, written in C++ (bindings/torch/ops.cc): one per pass, `compose`, and
-`explain`.
+"""The operators of `torch.ops.cula`, written in C++ (bindings/torch/ops.cc): one per pass, `compose`,
+`explain` and `algorithms`.
 
 The package calls the overload `packed` of each, with its options in one integer (`pack`) and what is seldom
 given last, because PyTorch spends as much time on each number and on each None as on a tensor; the default
@@ -46,10 +46,10 @@ verify = torch.ops.cula.verify
 segment = torch.ops.cula.segment
 compose = torch.ops.cula.compose.default
 explain = torch.ops.cula.explain.default
+algorithms = torch.ops.cula.algorithms.default
 
 # The bits of `options` (bindings/torch/schema.h): algorithm, gate, flags, and from bit 16 on the chunk size.
-_ALGORITHMS = ("kda", "gdn", "gla", "simple_gla", "lightning", "linear", "delta", "delta_per_head")
-_ALGORITHM = {name: row for row, name in enumerate(_ALGORITHMS)}
+_ALGORITHM = {line.partition("\t")[0]: row for row, line in enumerate(algorithms().splitlines())}
 _GATE = {"log_decay": 0 << 8, "softplus": 1 << 8, "bounded": 2 << 8}
 
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
 from cula import _ops
+from cula._family import FAMILY
 from cula._ops import op_name
 
 # The options that are no tensors, and the types that they may have, the one to name first.
@@ -257,7 +258,9 @@ def segment(
     check_room(_ops.segment, q, k, v, cu_seqlens)
     sequences, heads, key_dim, value_dim = _sequences(q, cu_seqlens), v.shape[2], q.shape[3], v.shape[3]
     dtype = _state_dtype(q)
-    m_shape = (sequences, heads, key_dim, key_dim) if beta is not None else (sequences, heads, key_dim)
+    m_shape: tuple[int, ...] = (sequences, heads, key_dim)
+    if not FAMILY[algorithm].has_diagonal_map:
+        m_shape = (*m_shape, key_dim)
     b_shape = (sequences, heads, *_matrix(value_dim, key_dim, state_v_first))
     if out is None:
         out = q.new_empty(m_shape, dtype=dtype), q.new_empty(b_shape, dtype=dtype)

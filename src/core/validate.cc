@@ -145,8 +145,7 @@ private:
 
     void check_algorithm() const {
         const auto [decay, update] = args_.algorithm;
-        CULA_REQUIRE(decay <= Decay::kPerChannel && update <= Update::kDelta, "algorithm",
-                     "be one of kAlgorithms",
+        CULA_REQUIRE(name(args_.algorithm) != "unknown", "algorithm", "be one of kAlgorithms",
                      "decay " + std::to_string(static_cast<int>(decay)) + ", update " +
                          std::to_string(static_cast<int>(update)));
         CULA_REQUIRE(args_.gate <= Gate::kBounded, "gate", "be one that Gate names",
@@ -198,11 +197,11 @@ private:
         const Decay decay = args_.algorithm.decay;
         const Dim B{"B", batch_}, T{"T", tokens_}, HV{"HV", value_heads_};
 
-        if (decay == Decay::kPerChannel) {
+        if (varies_by_channel(decay)) {
             given_for_algorithm("g", g);
             shape("g", g, {B, T, HV, {"K", key_dim_}});
             last_contiguous("g", g);
-        } else if (decay == Decay::kPerToken) {
+        } else if (varies_by_token(decay)) {
             given_for_algorithm("g", g);
             shape("g", g, {B, T, HV});
         } else {
@@ -211,10 +210,14 @@ private:
         }
         if (g) floating("g", g);
 
-        if (decay == Decay::kPerHead) given_for_algorithm("decay", gamma);
+        switch (decay) {
+            case Decay::kPerHead: given_for_algorithm("decay", gamma); break;
+            case Decay::kPerToken: break;
+            case Decay::kNone:
+            case Decay::kPerChannel:
+                CULA_REQUIRE(!gamma, "decay", "be left out for " + algorithm(), shape_of(gamma));
+        }
         if (gamma) {
-            CULA_REQUIRE(decay == Decay::kPerHead || decay == Decay::kPerToken, "decay",
-                         "be left out for " + algorithm(), shape_of(gamma));
             shape("decay", gamma, {HV});
             parameter("decay", gamma);
         }
@@ -231,7 +234,7 @@ private:
                 parameter("A_log", args_.A_log);
             }
             if (args_.dt_bias) {
-                if (decay == Decay::kPerChannel)
+                if (varies_by_channel(decay))
                     shape("dt_bias", args_.dt_bias, {HV, {"K", key_dim_}});
                 else
                     shape("dt_bias", args_.dt_bias, {HV});
@@ -245,7 +248,7 @@ private:
                          std::to_string(args_.lower_bound));
         }
 
-        if (args_.algorithm.update == Update::kDelta) {
+        if (takes_beta(args_.algorithm.update)) {
             given_for_algorithm("beta", beta);
             if (beta.ndim == 4)
                 shape("beta", beta, {B, T, HV, {"V", value_dim_}});
@@ -498,8 +501,8 @@ private:
         const TensorRef &m = args_.segment_m, &b = args_.segment_b;
         const Dim N{"N", sequences_}, HV{"HV", value_heads_}, K{"K", key_dim_}, V{"V", value_dim_};
         if (m || !args_.keep) given("b", b, "as the output");
-        if (m && args_.algorithm.update == Update::kDelta) shape("m", m, {N, HV, K, K});
-        if (m && args_.algorithm.update != Update::kDelta) shape("m", m, {N, HV, K});
+        if (m && has_diagonal_map(args_.algorithm.update)) shape("m", m, {N, HV, K});
+        if (m && !has_diagonal_map(args_.algorithm.update)) shape("m", m, {N, HV, K, K});
         if (b) shape("b", b, {N, HV, V, K});
         for (const auto& [argument, ref] : {std::pair{"m", &m}, std::pair{"b", &b}}) {
             if (!*ref) continue;

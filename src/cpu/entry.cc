@@ -66,8 +66,24 @@ Support available_amx() {
 }
 #endif
 
+// Whether scan and step have this algorithm. A rule that they do not have yet is declined here.
+Support takes(Algorithm algorithm) {
+    switch (algorithm.decay) {
+        case Decay::kNone:
+        case Decay::kPerHead:
+        case Decay::kPerToken:
+        case Decay::kPerChannel: break;
+    }
+    switch (algorithm.update) {
+        case Update::kAdditive:
+        case Update::kDelta: return Support::yes();
+    }
+    return Support::no("has no kernel for " + std::string(name(algorithm)));
+}
+
 Support supports(const Problem& problem, Support available, bool bf16_only) {
     if (!available) return available;
+    if (Support takes_it = takes(problem.algorithm); !takes_it) return takes_it;
     if (problem.dtype == Dtype::kFloat64)
         return Support::no("takes float32, bfloat16 and float16; q is float64");
     if (bf16_only && problem.dtype != Dtype::kBFloat16)
@@ -330,10 +346,11 @@ std::size_t prefill_workspace_bytes(const Isa& isa, const Args& args, const Cont
 // --- segment: B from a zero state; M from the identity with zero values, or as the product of the decays ---
 
 void segment(const Isa& isa, const Args& args, const Context& context) {
-    const bool delta = args.algorithm.update == Update::kDelta;
+    const bool diagonal = has_diagonal_map(args.algorithm.update);
     const int key_dim = static_cast<int>(args.q.size[3]), value_dim = static_cast<int>(args.v.size[3]);
     const Cut values = cut(args, context, value_dim), channels = cut(args, context, key_dim);
-    const std::int64_t maps = delta && args.segment_m ? channels.tasks() : 0, tasks = values.tasks() + maps;
+    const std::int64_t maps = args.segment_m && !diagonal ? channels.tasks() : 0,
+                       tasks = values.tasks() + maps;
     const int workers = num_workers(context, values.tasks());
     const std::size_t scratch_bytes = isa.scan_scratch_bytes(args, std::max(values.block, channels.block), 1);
     for_each_task(context, workers, tasks, false, [&](int worker, std::int64_t index) {
@@ -347,7 +364,7 @@ void segment(const Isa& isa, const Args& args, const Context& context) {
             task.final = {m.ptr(place.sequence, place.value_head), m.dtype, m.stride[3], m.stride[2]};
         } else {
             task.final = {b.ptr(place.sequence, place.value_head), b.dtype, b.stride[2], b.stride[3]};
-            if (!delta && m && place.v_begin == 0) {
+            if (diagonal && m && place.v_begin == 0) {
                 task.total_decay = m.at<float>(place.sequence, place.value_head);
                 task.total_decay_stride = m.stride[2];
             }

@@ -43,7 +43,7 @@ struct HeadInputs {
         if (a.A_log) gate_slope = expf(load_scalar(a.A_log.ptr(value_head), a.A_log.dtype));
         if (gate_slope > kMostGateSlope) gate_slope = kMostGateSlope;
         if (a.gamma) head_log_decay = load_scalar(a.gamma.ptr(value_head), a.gamma.dtype);
-        if (a.algorithm.decay == Decay::kPerChannel) {
+        if (varies_by_channel(a.algorithm.decay)) {
             const int given = a.dt_bias ? key_dim : 0;
             for (int c = 0; c < given; ++c)
                 bias[c] = load_scalar(a.dt_bias.ptr(value_head, c), a.dt_bias.dtype);
@@ -92,7 +92,7 @@ struct HeadInputs {
 
     // exp(g) of `count` tokens, for one decay per token; alpha has room for whole vectors.
     void token_decays(float* alpha, std::int64_t token, int count) const {
-        const bool per_token = args.algorithm.decay == Decay::kPerToken;
+        const bool per_token = varies_by_token(args.algorithm.decay);
         for (int i = 0; i < count; ++i)
             alpha[i] = per_token ? load_scalar(args.g.ptr(batch, token + i, value_head), args.g.dtype) : 0.0f;
         for (int i = count; i < round_up(count, kLanes); ++i) alpha[i] = 0.0f;

@@ -101,8 +101,8 @@ public:
     Scan(const Args& args, const ScanTask& task, const ScanBuffers<Word>& buffers, const ScanState& own)
         : args_(args),
           task_(task),
-          delta_(args.algorithm.update == Update::kDelta),
-          per_channel_(args.algorithm.decay == Decay::kPerChannel),
+          solves_(solves(args.algorithm.update)),
+          per_channel_(varies_by_channel(args.algorithm.decay)),
           with_output_(args.o.ndim != 0),
           chunk_(chunk_tokens(args, task)),
           columns_(round_up(task.v_count, kColumnMultiple)),
@@ -138,7 +138,16 @@ public:
     }
 
 private:
-    // Whether operands of delta rules are compensated.
+    // Whether the writes U of a chunk solve a triangular system (solve, read), or are its values.
+    static constexpr bool solves(Update update) {
+        switch (update) {
+            case Update::kAdditive: return false;
+            case Update::kDelta: return true;
+        }
+        return false;
+    }
+
+    // Whether operands of rules that solve are compensated.
     static constexpr bool kSplit = kPerWord<Word> > 1;
 
     static void fill(float* x, int count, float value) {
@@ -150,10 +159,10 @@ private:
         load_inputs(token);
         scale_operands();
         score();
-        if (delta_) solve();
+        if (solves_) solve();
         load_values(token);
         pack_rows(buffers_.state_w, columns_, own_.state, columns_, channels_, columns_);
-        if (delta_)
+        if (solves_)
             read();
         else
             pack_rows(buffers_.writes_w, columns_, buffers_.values, columns_, padded_, columns_);
@@ -179,7 +188,7 @@ private:
         else
             inputs_.token_decays(b.token_decay, token, count_);
         for (int i = count_; i < padded_; ++i) b.token_decay[i] = 1.0f;
-        if (!delta_) return;
+        if (!solves_) return;
         inputs_.betas(b.beta, token, count_);
         for (int i = count_; i < padded_; ++i) b.beta[i] = 0.0f;
     }
@@ -222,7 +231,7 @@ private:
             for (int i = begin; i < end; ++i) {
                 factor *= decay_of(i, c);
                 if (with_output_) store_scaled(q, buffers_.q, i, c, factor);
-                if (delta_) store_scaled(k, buffers_.k, i, c, factor);
+                if (solves_) store_scaled(k, buffers_.k, i, c, factor);
             }
         }
     }
@@ -268,14 +277,14 @@ private:
     // --- score: scores A = tril(q k^T), overlaps L = tril(k k^T, -1), decay included ---
 
     void score() {
-        if (!with_output_ && !delta_) return;
+        if (!with_output_ && !solves_) return;
         if (per_channel_)
             score_by_channel();
         else
             score_by_token();
         if (!with_output_) return;
         to_words(buffers_.scores_w, buffers_.scores);
-        if (kSplit && delta_) to_lost_words(buffers_.scores_lost_w, buffers_.scores);
+        if (kSplit && solves_) to_lost_words(buffers_.scores_lost_w, buffers_.scores);
     }
 
     void score_by_token() {
@@ -291,7 +300,7 @@ private:
         if (with_output_)
             product(false, padded_, padded_, words_, b.q_anchored, words_, b.k_toward_t, padded_, b.scores,
                     kChunk);
-        if (delta_)
+        if (solves_)
             product(false, padded_, padded_, words_, b.k_anchored, words_, b.k_toward_t, padded_, b.overlaps,
                     kChunk);
         zero(b.row_decay, kChunk);
@@ -304,7 +313,7 @@ private:
                 const Vec factor = load(b.row_decay + j);
                 float *score = b.scores + i * kChunk + j, *overlap = b.overlaps + i * kChunk + j;
                 if (with_output_) store(score, load(score) * factor);
-                if (delta_) store(overlap, load(overlap) * factor);
+                if (solves_) store(overlap, load(overlap) * factor);
             }
         }
     }
@@ -327,12 +336,12 @@ private:
                     dst + border * kChunk + begin, kChunk);
         };
         if (with_output_) multiply(b.q_anchored, b.scores);
-        if (delta_) multiply(b.k_anchored, b.overlaps);
+        if (solves_) multiply(b.k_anchored, b.overlaps);
     }
 
     void score_leaf(int begin) {
         if (with_output_) score_leaf_of(begin, buffers_.q, true, buffers_.scores);
-        if (delta_) score_leaf_of(begin, buffers_.k, false, buffers_.overlaps);
+        if (solves_) score_leaf_of(begin, buffers_.k, false, buffers_.overlaps);
     }
 
     // dst[i][j] = sum over c of rows[i][c] k[j][c] (product of the decays j + 1 to i), for i > j, with
@@ -437,7 +446,7 @@ private:
         const ScanBuffers<Word>& b = buffers_;
         product(false, padded_, columns_, words_, b.q_decayed, words_, b.state_w, columns_, b.out, columns_);
         lower_product(true, b.scores_w, b.writes_w, b.out);
-        if (kSplit && delta_) {
+        if (kSplit && solves_) {
             lower_product(true, b.scores_w, b.writes_lost_w, b.out);
             lower_product(true, b.scores_lost_w, b.writes_w, b.out);
         }
@@ -460,7 +469,7 @@ private:
                     columns_, own_.state, columns_);
         };
         add(b.writes_w);
-        if (kSplit && delta_) add(b.writes_lost_w);
+        if (kSplit && solves_) add(b.writes_lost_w);
     }
 
     // --- state ---
@@ -507,7 +516,7 @@ private:
 
     const Args& args_;
     const ScanTask& task_;
-    const bool delta_, per_channel_, with_output_;
+    const bool solves_, per_channel_, with_output_;
     const int chunk_, columns_;
     const ScanBuffers<Word>& buffers_;
     const ScanState own_;

@@ -30,8 +30,8 @@ public:
     Step(const Args& args, const StepTask& task, std::byte* scratch)
         : args_(args),
           task_(task),
-          delta_(args.algorithm.update == Update::kDelta),
-          per_channel_(args.algorithm.decay == Decay::kPerChannel),
+          corrects_(corrects(args.algorithm.update)),
+          per_channel_(varies_by_channel(args.algorithm.decay)),
           rows_(round_up(task.v_count, kRows)),
           columns_(round_up(task.v_count, kColumnMultiple)),
           buffers_(carved(scratch, args, task)),
@@ -67,6 +67,15 @@ public:
 
 private:
     static constexpr int kRows = 4;  // value rows that are updated together
+
+    // Whether a token writes u = beta (v - S' k), or v as it is.
+    static constexpr bool corrects(Update update) {
+        switch (update) {
+            case Update::kAdditive: return false;
+            case Update::kDelta: return true;
+        }
+        return false;
+    }
 
     struct Buffers {
         float *q, *k, *decay, *gate_bias;  // [K]
@@ -133,7 +142,7 @@ private:
         }
         load_row(b.v, args_.v.ptr(task_.batch, token, task_.value_head, task_.v_begin), args_.v.dtype,
                  task_.v_count, columns_);
-        if (delta_) {
+        if (corrects_) {
             if (args_.beta.ndim == 4) {
                 inputs_.value_betas(b.beta, token, task_.v_begin, task_.v_count, columns_);
             } else {
@@ -166,7 +175,7 @@ private:
         float write[kCount];
         CULA_UNROLL
         for (int r = 0; r < kCount; ++r) {
-            write[r] = delta_ ? b.beta[row + r] * (b.v[row + r] - sum(reads[r])) : b.v[row + r];
+            write[r] = corrects_ ? b.beta[row + r] * (b.v[row + r] - sum(reads[r])) : b.v[row + r];
             b.out[row + r] = sum(outs[r]) + write[r] * key_query_;
         }
         for (int c = 0; c < channels_; c += kLanes) {
@@ -236,7 +245,7 @@ private:
 
     const Args& args_;
     const StepTask& task_;
-    const bool delta_, per_channel_;
+    const bool corrects_, per_channel_;
     const int rows_, columns_;
     Buffers buffers_;
     const HeadInputs inputs_;

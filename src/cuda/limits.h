@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What no CUDA target takes: calls too large for kernels
+// What no CUDA target takes: algorithms without kernels, and calls too large for kernels
 // that count in 32 bits and launch one-dimensional grids.
 #pragma once
 
@@ -43,6 +43,21 @@ inline Support counts_fit(const Problem& problem) {
     return Support::yes();
 }
 
+// Whether the CUDA kernels have this algorithm. A rule that they do not have yet is declined here.
+inline Support takes(Algorithm algorithm) {
+    switch (algorithm.decay) {
+        case Decay::kNone:
+        case Decay::kPerHead:
+        case Decay::kPerToken:
+        case Decay::kPerChannel: break;
+    }
+    switch (algorithm.update) {
+        case Update::kAdditive:
+        case Update::kDelta: return Support::yes();
+    }
+    return Support::no("has no kernel for " + std::string(name(algorithm)));
+}
+
 inline Support supports_any(const Problem& problem) {
     if (problem.device.compute_capability < 80)
         return Support::no("needs compute capability 8.0, this device has " +
@@ -50,6 +65,7 @@ inline Support supports_any(const Problem& problem) {
                            std::to_string(problem.device.compute_capability % 10));
     if (problem.dtype == Dtype::kFloat64)
         return Support::no("takes float32, bfloat16 and float16; q is float64");
+    if (Support takes_it = takes(problem.algorithm); !takes_it) return takes_it;
     return counts_fit(problem);
 }
 

@@ -26,7 +26,7 @@ enum class Family : std::uint8_t {
 inline constexpr std::size_t kFamilies = 5;
 
 constexpr Family family(Algorithm algorithm, Gate gate) {
-    const bool per_channel = algorithm.decay == Decay::kPerChannel;
+    const bool per_channel = varies_by_channel(algorithm.decay);
     switch (algorithm.update) {
         case Update::kAdditive: return per_channel ? Family::kChannelAdditive : Family::kTokenAdditive;
         case Update::kDelta: break;

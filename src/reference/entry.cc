@@ -76,7 +76,7 @@ public:
         for_each_task([this](std::int64_t n, std::int64_t hv, Scalar* scratch) {
             const Tokens tokens = tokens_of(args_, n);
             const std::int64_t key_dim = args_.q.size[3];
-            const bool diagonal = args_.algorithm.update == Update::kAdditive;
+            const bool diagonal = has_diagonal_map(args_.algorithm.update);
             const State<Scalar> B = state(scratch), M{scratch + B.size(), key_dim, diagonal ? 1 : key_dim};
             const std::array<Scalar, kMaxDim> nothing{};
             std::fill_n(B.data, B.size(), Scalar{});

@@ -55,7 +55,7 @@ struct Token {
         read_key(args, args.k, b, t, h, k);
         for (std::int64_t j = 0; j < value_dim; ++j)
             at(v, j) = static_cast<Scalar>(read<Sum>(args.v, b, t, hv, j));
-        if (args.algorithm.decay == Decay::kPerChannel)
+        if (varies_by_channel(args.algorithm.decay))
             for (std::int64_t i = 0; i < key_dim; ++i) at(alpha, i) = decay_factor(args, b, t, hv, i);
         else
             alpha.fill(decay_factor(args, b, t, hv, 0));
@@ -146,17 +146,29 @@ std::array<Sum, kMaxDim> apply(State<Scalar> S, const std::array<Scalar, kMaxDim
     return y;
 }
 
-// S ← S + k uᵀ, with u the write value for v: what the token adds to the decayed state.
+// u, what the token writes for `value` into the decayed state S.
+template <class Scalar, class Sum>
+std::array<Scalar, kMaxDim> written(Update rule, const Token<Scalar, Sum>& token,
+                                    const std::array<Scalar, kMaxDim>& value, State<Scalar> S) {
+    std::array<Scalar, kMaxDim> u = value;
+    switch (rule) {
+        case Update::kAdditive: break;
+        case Update::kDelta: {
+            const std::array<Sum, kMaxDim> known = apply<Sum>(S, token.k);
+            for (std::size_t v = 0; v < static_cast<std::size_t>(S.value_dim); ++v)
+                u[v] = static_cast<Scalar>(static_cast<Sum>(token.beta[v]) *
+                                           (static_cast<Sum>(value[v]) - known[v]));
+            break;
+        }
+    }
+    return u;
+}
+
+// S ← S + k uᵀ
 template <class Scalar, class Sum>
 void update(Update rule, const Token<Scalar, Sum>& token, const std::array<Scalar, kMaxDim>& value,
             State<Scalar> S) {
-    std::array<Scalar, kMaxDim> u = value;
-    if (rule == Update::kDelta) {
-        const std::array<Sum, kMaxDim> known = apply<Sum>(S, token.k);
-        for (std::size_t v = 0; v < static_cast<std::size_t>(S.value_dim); ++v)
-            u[v] = static_cast<Scalar>(static_cast<Sum>(token.beta[v]) *
-                                       (static_cast<Sum>(value[v]) - known[v]));
-    }
+    const std::array<Scalar, kMaxDim> u = written(rule, token, value, S);
     for (std::int64_t k = 0; k < S.key_dim; ++k) {
         const auto key = static_cast<Sum>(token.k[static_cast<std::size_t>(k)]);
         Scalar* row = S.row(k);

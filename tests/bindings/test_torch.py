@@ -102,14 +102,9 @@ class Layer(torch.nn.Module):
 def make_named(
     algorithm: str, g: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    named = {}
-    if algorithm in ("kda", "gla"):
-        named["g"] = g
-    if algorithm in ("gdn", "simple_gla"):
-        named["g"] = g[..., 0]
-    if algorithm in ("lightning", "delta_per_head"):
-        named["decay"] = decay
-    if algorithm in ("kda", "gdn", "delta", "delta_per_head"):
+    row = cula.algorithms()[algorithm]
+    named = {"channel": {"g": g}, "token": {"g": g[..., 0]}, "head": {"decay": decay}, "none": {}}[row.decay]
+    if row.takes_beta:
         named["beta"] = beta
     return named
 

@@ -15,20 +15,13 @@ from itertools import accumulate, pairwise
 import torch
 from torch.nn import functional
 
+import cula
+
 # algorithm: (decay, update)
-FAMILY = {
-    "kda": ("channel", "delta"),
-    "gdn": ("token", "delta"),
-    "gla": ("channel", "additive"),
-    "simple_gla": ("token", "additive"),
-    "lightning": ("head", "additive"),
-    "linear": ("none", "additive"),
-    "delta": ("none", "delta"),
-    "delta_per_head": ("head", "delta"),
-}
+FAMILY = {row.name: (row.decay, row.update) for row in cula.algorithms().values()}
 ALGORITHMS = tuple(FAMILY)
 GATED = tuple(name for name, (decay, _) in FAMILY.items() if decay in ("channel", "token"))
-DELTA = tuple(name for name, (_, update) in FAMILY.items() if update == "delta")
+DELTA = tuple(row.name for row in cula.algorithms().values() if row.takes_beta)
 
 # Log decay per token. "mixed" draws each value from all the others.
 DECAYS = ("mild", "slow", "zero", "strong", "extreme", "mixed")

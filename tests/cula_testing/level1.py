@@ -8,16 +8,7 @@ from cula_testing.cases import DELTA, Inputs
 from cula_testing.passes import backend_of
 
 # algorithm: (function of cula.api, mode of cula_decode)
-FUNCTIONS = {
-    "kda": (cula.cula_kda, "kda"),
-    "gdn": (cula.cula_gdn, "gdn"),
-    "gla": (cula.cula_gla, "gla"),
-    "simple_gla": (cula.cula_simple_gla, "simple_gla"),
-    "lightning": (cula.cula_lightning, "lightning"),
-    "linear": (cula.cula_simple_gla, "simple_gla"),
-    "delta": (cula.cula_delta, "delta"),
-    "delta_per_head": (cula.cula_delta, "delta"),
-}
+FUNCTIONS = {row.name: (getattr(cula, f"cula_{row.mode}"), row.mode) for row in cula.algorithms().values()}
 
 
 def common(inputs: Inputs, pass_name: str) -> dict:

@@ -80,8 +80,13 @@ def recurrence(
         parent = t - 1 if parents is None else int(parents[t])
         before = states[max(parent, -1) + 1] * alpha[t, :, None, :]
         u = v[t]
-        if update == "delta":
-            u = write[batch, begin + t] * (u - torch.einsum("hvk,hk->hv", before, k[t]))
+        match update:
+            case "additive":
+                pass
+            case "delta":
+                u = write[batch, begin + t] * (u - torch.einsum("hvk,hk->hv", before, k[t]))
+            case _:
+                raise NotImplementedError(f"the oracle has no update rule {update!r}")
         after = before + torch.einsum("hv,hk->hvk", u, k[t])
         states.append(after)
         outputs.append(options["scale"] * torch.einsum("hvk,hk->hv", after, q[t]))

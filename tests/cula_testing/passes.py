@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import cula  # noqa: F401  (loads torch.ops.cula)
+import cula
 from cula_testing import device
-from cula_testing.cases import FAMILY, Case, Inputs, state_like
+from cula_testing.cases import Case, Inputs, state_like
 from cula_testing.compare import assert_accurate
 
 NAN = float("nan")
@@ -184,7 +184,8 @@ def empty_map(inputs: Inputs) -> dict[str, torch.Tensor]:
     case = inputs.case
     N, HV, K, V = case.sequences, inputs.v.shape[2], inputs.q.shape[3], inputs.v.shape[3]
     dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
-    shape = (N, HV, K, K) if FAMILY[case.algorithm][1] == "delta" else (N, HV, K)
+    diagonal = cula.algorithms()[case.algorithm].has_diagonal_map
+    shape = (N, HV, K) if diagonal else (N, HV, K, K)
     m, b = (torch.full(size, NAN, dtype=dtype, device=inputs.q.device) for size in (shape, (N, HV, V, K)))
     return {"m": m, "b": b}
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import cula
 from cula import dist as level2
 from cula.dist.lanes import BatchLanes
 from cula_testing import level1
@@ -20,8 +21,7 @@ NAN = float("nan")
 
 
 def function(case: Case, suffix: str):
-    name = {"linear": "simple_gla", "delta_per_head": "delta"}.get(case.algorithm, case.algorithm)
-    return getattr(level2, f"cula_{name}_{suffix}")
+    return getattr(level2, f"cula_{cula.algorithms()[case.algorithm].mode}_{suffix}")
 
 
 def drawn(case: Case, exact: bool) -> Inputs:

@@ -12,17 +12,8 @@ from fuzz.case import Case
 from fuzz.memory import changed_outside, fresh, place, place_indices, place_states, poison, whole
 from fuzz.values import Values
 
-FUNCTIONS = {
-    "kda": cula.cula_kda,
-    "gdn": cula.cula_gdn,
-    "gla": cula.cula_gla,
-    "simple_gla": cula.cula_simple_gla,
-    "linear": cula.cula_simple_gla,
-    "lightning": cula.cula_lightning,
-    "delta": cula.cula_delta,
-    "delta_per_head": cula.cula_delta,
-}
-MODES = {"linear": "simple_gla", "delta_per_head": "delta"}
+MODES = {row.name: row.mode for row in cula.algorithms().values()}
+FUNCTIONS = {name: getattr(cula, f"cula_{mode}") for name, mode in MODES.items()}
 
 
 @dataclass
@@ -254,7 +245,7 @@ class Call:
             state_indices="initial", final_state_indices="final", has_initial_state="has_initial"
         )
         states = self._argument(made["states"])
-        mode = MODES.get(case.algorithm, case.algorithm)
+        mode = MODES[case.algorithm]
         o, returned = cula.cula_decode(
             *self._qkv(), states, mode=mode, null_index=case.null_index, out=made.get("o"), **named
         )
@@ -278,7 +269,7 @@ class Call:
         )
         snapshots = self._argument(made.get("snapshots"))
         states = self._argument(made.get("states"))
-        mode = MODES.get(case.algorithm, case.algorithm)
+        mode = MODES[case.algorithm]
         o, returned = cula.cula_verify(
             *self._qkv(), states, mode=mode, snapshots=snapshots, disable_state_update=case.disable_update,
             null_index=case.null_index, out=made.get("o"), **named,
@@ -302,7 +293,7 @@ class Call:
     def _segment(self, backend: str | None, made: dict) -> Found:
         case = self.case
         named = self._common(backend) | self._indices(cu_seqlens="cu_seqlens")
-        mode = MODES.get(case.algorithm, case.algorithm)
+        mode = MODES[case.algorithm]
         out = None
         if case.segment_out:
             out = (made["m"] if case.segment_out == "both" else None, self._argument(made["b"]))

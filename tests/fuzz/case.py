@@ -6,17 +6,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import cula
+
 # algorithm: (decay, update)
-FAMILY = {
-    "kda": ("channel", "delta"),
-    "gdn": ("token", "delta"),
-    "gla": ("channel", "additive"),
-    "simple_gla": ("token", "additive"),
-    "lightning": ("head", "additive"),
-    "linear": ("none", "additive"),
-    "delta": ("none", "delta"),
-    "delta_per_head": ("head", "delta"),
-}
+FAMILY = {row.name: (row.decay, row.update) for row in cula.algorithms().values()}
 PASSES = ("prefill", "decode", "verify", "segment", "split")
 
 
@@ -130,7 +123,7 @@ class Case:
 
     @property
     def delta(self) -> bool:
-        return FAMILY[self.algorithm][1] == "delta"
+        return {"additive": False, "delta": True}[FAMILY[self.algorithm][1]]
 
     def spans(self) -> list[tuple[int, int, int]]:
         """(row of the batch, first token, end) of each sequence."""

@@ -44,6 +44,7 @@ DIMS = (
 LARGE_DIMS = (160, 192, 200, 224, 250, 255, 256)
 BEYOND_DIMS = (257, 288, 300)  # of V alone
 EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 95, 96, 100, 127, 128, 129, 130, 191, 192, 193, 200, 257)
+OFTEN = {"kda": 4, "gdn": 3, "linear": 1, "delta_per_head": 1}  # how often an algorithm is drawn; else 2
 LAYOUTS = ("contiguous", "padded", "odd", "by_head", "by_token", "fused")
 
 
@@ -54,7 +55,9 @@ def draw(seed: int, classes: frozenset[str] = DEFAULT, **fixed) -> Case:
         fixed = {"pass_name": "prefill", "algorithm": "kda", "dtype": "bfloat16"}
     fields = {"seed": seed}
     fields["pass_name"] = fixed.get("pass_name") or random.choices(PASSES, (40, 20, 20, 12, 8))[0]
-    fields["algorithm"] = fixed.get("algorithm") or random.choices(tuple(FAMILY), (4, 3, 2, 2, 2, 1, 2, 1))[0]
+    fields["algorithm"] = (
+        fixed.get("algorithm") or random.choices(tuple(FAMILY), [OFTEN.get(name, 2) for name in FAMILY])[0]
+    )
     dtypes = ("bfloat16", "float16", "float32", "float64")
     fields["dtype"] = fixed.get("dtype") or random.choices(dtypes, (48, 24, 26, 2))[0]
     fields |= _shape(random, fields, classes)

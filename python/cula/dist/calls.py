@@ -14,15 +14,10 @@ import torch
 from torch import Tensor
 
 from cula import api
+from cula._family import FAMILY, MODES
 
-FUNCTIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "kda": api.cula_kda,
-    "gdn": api.cula_gdn,
-    "gla": api.cula_gla,
-    "simple_gla": api.cula_simple_gla,
-    "lightning": api.cula_lightning,
-    "delta": api.cula_delta,
-}
+FUNCTIONS: dict[str, Callable[..., tuple[Any, ...]]] = {mode: getattr(api, f"cula_{mode}") for mode in MODES}
+_DIAGONAL = {row.mode: row.has_diagonal_map for row in FAMILY.values()}
 
 # Options that a segment's map depends on, or what it keeps, besides the tensors. The others concern o or the
 # states.
@@ -81,7 +76,8 @@ class Call:
 
     @property
     def delta(self) -> bool:
-        return self.mode in ("kda", "gdn", "delta")
+        """Whether M of a map is a matrix, and not a diagonal."""
+        return not _DIAGONAL[self.mode]
 
     @property
     def state_dtype(self) -> torch.dtype:

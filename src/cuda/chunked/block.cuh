@@ -370,7 +370,7 @@ __device__ __forceinline__ bool needs_compensation(float2 squares) {
     return !(x <= kMostSquares && y <= kMostSquares);
 }
 
-// Last step of prepare for a delta rule: completes the inverse,
+// Last step of prepare for a rule that solves: completes the inverse,
 // multiplies it by beta and stores it to the chunk operands.
 // Called by one warp per block (where two share a block, the one with the last part).
 // Before it every warp has stored its row of overlaps and

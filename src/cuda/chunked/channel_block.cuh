@@ -12,8 +12,10 @@
 
 namespace cula::cuda::chunked {
 
-template <class T, bool kDelta>
-using ScoreOperand = std::conditional_t<kDelta, T, __half>;
+// kSolves: the chunk has an inverse, whose errors are of T's size (ChannelRule). Otherwise the scores are
+// exact up to their own rounding (prepare_channel.cuh).
+template <class T, bool kSolves>
+using ScoreOperand = std::conditional_t<kSolves, T, __half>;
 
 // A column meets the rows of a later block through a factor of the table from middle to middle.
 // That factor covers the tail of the column's block, the blocks between, and the
@@ -22,19 +24,19 @@ using ScoreOperand = std::conditional_t<kDelta, T, __half>;
 // 2^-18 or less between the blocks, and such a pair hardly shows.
 // Where some half decays by more, the columns are multiplied
 // by two factors one after the other (`two_steps`).
-inline constexpr float kSteepLog2 = 54.0f;
+inline constexpr float kOutOfRangeLog2 = 54.0f;
 
-template <class T, bool kDelta>
-inline constexpr float kMostLog2 = kDelta && std::is_same_v<T, __half> ? 4.0f : 100.0f;
+template <class T, bool kSolves>
+inline constexpr float kMostLog2 = kSolves && std::is_same_v<T, __half> ? 4.0f : 100.0f;
 
 // Factors of q and k for the lane's two tokens.
-template <bool kDelta>
+template <bool kSolves>
 struct TokenScales {
     float2 operand[2];  // for operands of the scores
-    float2 back[2];     // additive: what those operands still lack of scale and norms
+    float2 back[2];     // not solved: what those operands still lack of scale and norms
 
     __device__ __forceinline__ void set(int half, float2 whole, float2 squares) {
-        if constexpr (kDelta) {
+        if constexpr (kSolves) {
             operand[half] = whole;
         } else {
             const std::uint32_t q = power(squares.x), k = power(squares.y);
@@ -44,7 +46,7 @@ struct TokenScales {
     }
     // For the chunk operands.
     __device__ __forceinline__ float2 whole(int half) const {
-        if constexpr (kDelta) return operand[half];
+        if constexpr (kSolves) return operand[half];
         return {operand[half].x * back[half].x, operand[half].y * back[half].y};
     }
 
@@ -85,7 +87,7 @@ struct ChannelOperands {
         } table;
     };
     // head: log2 decay from a block's start to its middle. tail: from there to its end.
-    // Additive: head becomes the factor itself. With two_steps tail does, too.
+    // Where nothing is solved head becomes the factor itself. With two_steps tail does, too.
     float head[P::kBlocks][kKey], tail[P::kBlocks][kKey];
 };
 
@@ -100,8 +102,8 @@ struct ChannelSmem {
     float norms[2][P::kParts][kTokens<kKey>];
     float back[kTokens<kKey>];  // TokenScales::back of k
     float fading[P::kBlocks];
-    // Whether a half of the warp's block decays by more than 2^-kSteepLog2 in one of its channels
-    int steep[kPrepareThreads / 32];
+    // Whether a half of the warp's block decays by more than 2^-kOutOfRangeLog2 in one of its channels
+    int out_of_range[kPrepareThreads / 32];
     std::uint64_t gates_there[kPrepareThreads / 32];  // mbarriers, where a warp's gates come as a TMA tile
 };
 
@@ -115,11 +117,11 @@ __device__ __forceinline__ constexpr int pair_of(int row, int column) {
     return column * (2 * kBlocks - column - 1) / 2 + row - column - 1;
 }
 
-template <class T, int kKey, bool kDelta>
+template <class T, int kKey, bool kSolves>
 struct ChannelBlock {
     using P = Parts<kKey>;
     using Rows = BlockRows<P::kGroups>;
-    using Operand = ScoreOperand<T, kDelta>;
+    using Operand = ScoreOperand<T, kSolves>;
     using Wide = __nv_bfloat16;  // operands whose factors may exceed 1, additive
 
     ChannelOperands<kKey>& s;
@@ -215,16 +217,16 @@ struct ChannelBlock {
 
     // Anchored decay: makes all operands from q and k, and the products within the block.
     // q and k become the rows that later meet columns of earlier blocks.
-    __device__ __forceinline__ void score(Rows& q, Rows& k, const TokenScales<kDelta>& scales, bool two_steps,
-                                          float (&own)[2][2][4]) const {
+    __device__ __forceinline__ void score(Rows& q, Rows& k, const TokenScales<kSolves>& scales,
+                                          bool two_steps, float (&own)[2][2][4]) const {
         const int first_pair = pair_of<P::kBlocks>(block + 1, block);
 #pragma unroll
         for (int g = 0; g < P::kGroups; ++g) {
             Words columns[2], rows[2], columns_low[2], rows_low[2],
-                words;  // rows and low words: additive only
+                words;  // rows and low words: not where kSolves
             float column[2][8], factor[8], head[8];
             table(factor, s.table.from_start[block], g);
-            if (!kDelta) table(head, s.head[block], g);
+            if (!kSolves) table(head, s.head[block], g);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float gate[8], x[8], fall[8];
@@ -234,7 +236,7 @@ struct ChannelBlock {
                 unpack(x, q.word[half][g], scales.operand[half].x);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) x[i] *= fall[i];
-                if constexpr (kDelta) {
+                if constexpr (kSolves) {
                     pack(q.word[half][g], x);
                 } else {
                     pack_halves(rows[half], rows_low[half], x);
@@ -249,7 +251,7 @@ struct ChannelBlock {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
                     x[i] = column[half][i] * fall[i], column[half][i] *= exp2_fast(-gate[i]);
-                if constexpr (kDelta) {
+                if constexpr (kSolves) {
                     pack(columns[half], column[half]);
                     pack(k.word[half][g], x);
                     pack_product<T>(words, x, factor);
@@ -258,7 +260,7 @@ struct ChannelBlock {
                     pack_halves(columns[half], columns_low[half], column[half]);
                 }
             }
-            if constexpr (kDelta) {
+            if constexpr (kSolves) {
                 multiply_group<T>(own[0], q.word[0][g], q.word[1][g], columns[0], columns[1]);
                 multiply_group<T>(own[1], k.word[0][g], k.word[1][g], columns[0], columns[1]);
             } else {
@@ -266,7 +268,7 @@ struct ChannelBlock {
                 multiply_group<Wide>(own[0], rows[0], rows[1], columns_low[0], columns_low[1]);
                 multiply_group<Wide>(own[0], rows[0], rows[1], columns[0], columns[1]);
             }
-            if (kDelta && two_steps) {
+            if (kSolves && two_steps) {
                 table(factor, s.tail[block], g);
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
@@ -281,7 +283,7 @@ struct ChannelBlock {
             for (int half = 0; half < 2; ++half) {
                 float rest[8];
 #pragma unroll
-                for (int i = 0; i < 8; ++i) rest[i] = kDelta ? factor[i] : factor[i] * scales.back[half].y;
+                for (int i = 0; i < 8; ++i) rest[i] = kSolves ? factor[i] : factor[i] * scales.back[half].y;
                 pack_product<T>(words, column[half], rest);
                 put(chunk.k_remaining, half, g, words);
             }
@@ -306,7 +308,7 @@ struct ChannelBlock {
     // A pair of tokens belongs to the level of the highest bit in which their numbers differ.
     // What a level computes for other pairs is dropped, even infinities.
     template <class Load>
-    __device__ __forceinline__ void score_stepped(Load load, const TokenScales<kDelta>& scales,
+    __device__ __forceinline__ void score_stepped(Load load, const TokenScales<kSolves>& scales,
                                                   float (&own)[2][2][4]) const {
         BlockRows<1> q, k;
         float self[2] = {};
@@ -333,7 +335,7 @@ struct ChannelBlock {
                     pack_stepped<Operand>(columns[half], x, gate, -1.0f, border);
                 }
                 multiply_group<Operand>(product[0], q.word[0][0], q.word[1][0], columns[0], columns[1]);
-                if (kDelta)
+                if (kSolves)
                     multiply_group<Operand>(product[1], k.word[0][0], k.word[1][0], columns[0], columns[1]);
             }
 #pragma unroll
@@ -358,7 +360,7 @@ struct ChannelBlock {
     // After a barrier cross_stepped makes the products with
     // earlier blocks, whose columns decay to this block's start.
     template <class Load>
-    __device__ __forceinline__ void operands_stepped(Load load, const TokenScales<kDelta>& scales,
+    __device__ __forceinline__ void operands_stepped(Load load, const TokenScales<kSolves>& scales,
                                                      int g) const {
         BlockRows<1> q, k;
         load(q, k, g);
@@ -372,14 +374,14 @@ struct ChannelBlock {
             pack_stepped<T>(words, x, gate, 1.0f, exponent);
             put(chunk.q_decayed, half, g, words);
             unpack(x, k.word[half][0], scales.whole(half).y);
-            if (kDelta) {
+            if (kSolves) {
                 pack_stepped<T>(words, x, gate, 1.0f, exponent);
                 put(chunk.k_decayed, half, g, words);
             }
             table(exponent, s.table.to_end[block], g);
             pack_stepped<T>(words, x, gate, -1.0f, exponent);
             put(chunk.k_remaining, half, g, words);
-            if (!kDelta) unpack(x, k.word[half][0], scales.operand[half].y);
+            if (!kSolves) unpack(x, k.word[half][0], scales.operand[half].y);
             for (int later = block + 1; later < P::kBlocks; ++later) {
                 table(exponent, s.table.between[pair_of<P::kBlocks>(later, block)], g);
                 pack_stepped<Operand>(words, x, gate, -1.0f, exponent);
@@ -390,7 +392,7 @@ struct ChannelBlock {
     using Cross = float[P::kBlocks - 1][2][2][4];  // q k^T and k k^T with each earlier block
 
     template <class Load>
-    __device__ __forceinline__ void cross_stepped(Load load, const TokenScales<kDelta>& scales, int g,
+    __device__ __forceinline__ void cross_stepped(Load load, const TokenScales<kSolves>& scales, int g,
                                                   Cross& product) const {
         BlockRows<1> q, k;
         load(q, k, g);
@@ -410,7 +412,7 @@ struct ChannelBlock {
             Words column[2];
             get_columns(column, columns_of(block, earlier));
             multiply_group<Operand>(product[earlier][0], q.word[0][0], q.word[1][0], column[0], column[1]);
-            if (kDelta)
+            if (kSolves)
                 multiply_group<Operand>(product[earlier][1], k.word[0][0], k.word[1][0], column[0],
                                         column[1]);
         }
@@ -427,7 +429,7 @@ struct ChannelBlock {
                 get_columns(column, columns_of(block, earlier, g));
                 multiply_group<Operand>(product[earlier][0], q.word[0][g], q.word[1][g], column[0],
                                         column[1]);
-                if (kDelta)
+                if (kSolves)
                     multiply_group<Operand>(product[earlier][1], k.word[0][g], k.word[1][g], column[0],
                                             column[1]);
             }

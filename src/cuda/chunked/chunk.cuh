@@ -67,8 +67,8 @@ inline constexpr int kChunkAlignment = 128;
 // Chunk operands, one decay per channel.
 // Parts are ordered by how many readers need them, so that
 // every reader copies one contiguous range, begin() to end():
-// compensated chunks (kMostSquares) begin at the low words, other delta chunks at
-// `inverse`, additive algorithms at `k_remaining`; maps end before `q_decayed`.
+// compensated chunks (kMostSquares) begin at the low words, other solved chunks at
+// `inverse`, those without an inverse at `k_remaining`; maps end before `q_decayed`.
 template <class T, int kKey>
 struct alignas(kChunkAlignment) ChannelChunk {
     static constexpr int kRows = kTokens<kKey>, kTriangle = Triangle<kRows>::kElements;
@@ -80,9 +80,9 @@ struct alignas(kChunkAlignment) ChannelChunk {
     alignas(kChunkAlignment) T q_decayed[kRows * kKey];
     T scores[kTriangle];
 
-    static constexpr CULA_HOST_DEVICE int begin(bool delta, bool compensated) {
+    static constexpr CULA_HOST_DEVICE int begin(bool solved, bool compensated) {
         return compensated ? 0
-               : delta     ? offsetof(ChannelChunk, inverse)
+               : solved    ? offsetof(ChannelChunk, inverse)
                            : offsetof(ChannelChunk, k_remaining);
     }
     static constexpr CULA_HOST_DEVICE int end(bool maps) {
@@ -92,7 +92,7 @@ struct alignas(kChunkAlignment) ChannelChunk {
 
 // Chunk operands, one decay per token. The carry reads q and
 // k themselves, and applies these factors to the products.
-// Additive algorithms begin at `k_rest`, and maps end before `q_factor`.
+// Chunks without an inverse begin at `k_rest`, and maps end before `q_factor`.
 template <class T, int kKey>
 struct alignas(kChunkAlignment) TokenChunk {
     static constexpr int kRows = kTokens<kKey>, kTriangle = Triangle<kRows>::kElements;
@@ -104,8 +104,8 @@ struct alignas(kChunkAlignment) TokenChunk {
     float q_factor[kRows];
     alignas(kChunkAlignment) T scores[kTriangle];
 
-    static constexpr CULA_HOST_DEVICE int begin(bool delta, bool compensated) {
-        return compensated ? 0 : delta ? offsetof(TokenChunk, inverse) : offsetof(TokenChunk, k_rest);
+    static constexpr CULA_HOST_DEVICE int begin(bool solved, bool compensated) {
+        return compensated ? 0 : solved ? offsetof(TokenChunk, inverse) : offsetof(TokenChunk, k_rest);
     }
     static constexpr CULA_HOST_DEVICE int end(bool maps) {
         return maps ? offsetof(TokenChunk, q_factor) : offsetof(TokenChunk, scores) + sizeof(scores);

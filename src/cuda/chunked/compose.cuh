@@ -225,16 +225,17 @@ struct ComposedRow {
     }
 };
 
+// matrices: M is a matrix; otherwise a diagonal (has_diagonal_map).
 // kTotal: the map of the whole sequence, to the call's segment_m and segment_b.
 template <int kKey, bool kTotal>
 __global__ void __launch_bounds__(kComposeThreads<kKey>)
     compose(const __grid_constant__ DeviceArgs a, const Schedule schedule,
-            const __grid_constant__ CarryParams p, bool delta) {
+            const __grid_constant__ CarryParams p, bool matrices) {
     pdl_wait();
     pdl_trigger();
     extern __shared__ __align__(128) unsigned char raw[];
     auto& shared = *reinterpret_cast<ComposeSmem<kKey>*>(raw);
-    const int value_tiles = ceil_div(a.value_dim, kComposeRows), rows_of_m = delta ? a.key_dim : 1;
+    const int value_tiles = ceil_div(a.value_dim, kComposeRows), rows_of_m = matrices ? a.key_dim : 1;
     const int tiles = value_tiles + (kTotal && a.segment_m.data ? ceil_div(rows_of_m, kComposeRows) : 0);
     const int tile = static_cast<int>(blockIdx.x) % tiles,
               value_head = static_cast<int>(blockIdx.x) / tiles % a.value_heads,
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
     const FourChannels& own = row.own;
     const auto* m =
         static_cast<const float*>(p.map_m.data) + p.map_m.offset(first.number, value_head) + row.channel;
-    MapChain chain{m + (delta ? 4 * row.part * kKey : 0),
+    MapChain chain{m + (matrices ? 4 * row.part * kKey : 0),
                    static_cast<const float*>(p.map_b.data) + p.map_b.offset(first.number, value_head) +
                        row.row * kKey + row.channel,
                    p.map_m.slot,
@@ -262,7 +263,7 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
         // (M): its own rows. Without any map: zero or the identity.
         if (chain.count == 0) {
             const auto one = [&](int e) {
-                return of_m && (!delta || row.row == row.channel + e) ? 1.0f : 0.0f;
+                return of_m && (!matrices || row.row == row.channel + e) ? 1.0f : 0.0f;
             };
             x = own.existing({one(0), one(1), one(2), one(3)});
         } else {
@@ -290,7 +291,7 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
         if (row.exists()) each(x = own.existing(load_four(chain.b)));
         chain.advance();
     }
-    if (delta)
+    if (matrices)
         row.pass_matrices(x, chain, !of_m, a.key_dim, shared, each);
     else
         row.pass_diagonals(x, chain, !of_m, each);

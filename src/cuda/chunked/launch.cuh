@@ -21,12 +21,11 @@
 #include "core/kernel.h"
 #include "cuda/call.h"
 #include "cuda/chunked/compose.cuh"
-#include "cuda/chunked/prepare_channel.cuh"
-#include "cuda/chunked/prepare_token.cuh"
 #include "cuda/chunked/schedule.cuh"
 #include "cuda/chunked/target.h"
 #include "cuda/chunked/workspace.cuh"
 #include "cuda/pipe/launch.h"
+#include "cuda/rule.h"
 
 namespace cula::cuda::chunked {
 
@@ -37,15 +36,21 @@ inline States float_states(float* data, std::int64_t slots, std::int64_t heads, 
 
 inline Divisor divisor(std::int32_t by) { return Divisor(static_cast<std::uint32_t>(by)); }
 
+template <bool kPerChannel>
+bool solves_chunk(Update update) {
+    return answer_for(
+        update, []<Update kUpdate>(UpdateConstant<kUpdate>) { return kSolvesChunk<kUpdate, kPerChannel>; });
+}
+
 template <ChunkedTarget Carry>
 CarryTraits traits_of(const Problem& problem) {
     using Operands = ChunkOperands<typename Carry::Type, Carry::kKey, Carry::kPerChannel>;
-    const bool delta = problem.algorithm.update == Update::kDelta;
+    const bool solves = solves_chunk<Carry::kPerChannel>(problem.algorithm.update);
     return {.warp_step = Carry::kWarpStep,
-            .operand_bytes = delta || !Carry::kScoresItself ? sizeof(Operands) : 0,
+            .operand_bytes = solves || !Carry::kScoresItself ? sizeof(Operands) : 0,
             .warpgroups = Carry::kWarpgroups,
             .family = family(problem.algorithm, problem.gate),
-            .first_beside_maps = Carry::kFirstBesideMaps && delta,
+            .first_beside_maps = Carry::kFirstBesideMaps && solves,
             .chunk_tokens = kTokens<Carry::kKey>};
 }
 
@@ -59,12 +64,13 @@ Candidates prefill_candidates(const Problem& problem) {
 }
 
 // Launches the kernels of one call.
-template <ChunkedTarget Carry, bool kDelta>
+template <ChunkedTarget Carry, Update kUpdate>
 class Launches {
     using T = typename Carry::Type;
     static constexpr int kKey = Carry::kKey;
     static constexpr bool kPerChannel = Carry::kPerChannel;
-    static constexpr bool kPrepares = kDelta || !Carry::kScoresItself;
+    static constexpr bool kDiagonal = has_diagonal_map(kUpdate),
+                          kPrepares = kSolvesChunk<kUpdate, kPerChannel> || !Carry::kScoresItself;
 
 public:
     Launches(const Call& call, const PrefillPlan& plan)
@@ -77,7 +83,7 @@ public:
         p_.is_compensated = workspace_.is_compensated, p_.fading = workspace_.fading;
         p_.starts = float_states(workspace_.starts, 0, a_.value_heads, a_.value_dim, kKey);
         p_.map_b = float_states(workspace_.map_b, 0, a_.value_heads, a_.value_dim, kKey);
-        p_.map_m = float_states(workspace_.map_m, 0, a_.value_heads, kDelta ? a_.key_dim : 1, kKey);
+        p_.map_m = float_states(workspace_.map_m, 0, a_.value_heads, kDiagonal ? 1 : a_.key_dim, kKey);
 
         schedule_.chunk_tokens = kTokens<kKey>;
         schedule_.segment_chunks = plan.segment_chunks;
@@ -149,7 +155,7 @@ private:
             schedule_.awaits_operands && pays_per_chunk(chunks / span, kCtas, call_.multiprocessors);
         if (found_) return;
         if constexpr (kPrepares && kPerChannel)
-            launch<prepare_channel<T, kKey, kDelta, typename Carry::GateTiles>>(
+            launch<prepare_channel<T, kKey, kUpdate, typename Carry::GateTiles>>(
                 {chunks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}, Carry::gate_tiles(a_), schedule_,
                 workspace_.operands, workspace_.is_compensated, workspace_.fading);
         else if constexpr (kPrepares)
@@ -163,12 +169,12 @@ private:
     void compose_maps(int row_tiles) {
         launch<compose<kKey, kTotal>>({static_cast<std::size_t>(row_tiles) * a_.value_heads * a_.sequences,
                                        kComposeThreads<kKey>, sizeof(ComposeSmem<kKey>)},
-                                      schedule_, p_, kDelta);
+                                      schedule_, p_, !kDiagonal);
     }
     int value_tiles() const { return ceil_div(a_.value_dim, kComposeRows); }
 
-    void carry() { Carry::template launch<kDelta, false>(slab(), p_); }
-    void maps() { Carry::template launch<kDelta, true>(slab(), p_); }
+    void carry() { Carry::template launch<kUpdate, false>(slab(), p_); }
+    void maps() { Carry::template launch<kUpdate, true>(slab(), p_); }
 
     void carry(const Fused&) {}  // Carry::launch_fused has done everything
     void carry(const Whole&) { carry(); }
@@ -213,7 +219,7 @@ private:
         else
             p_.map_m = a_.segment_m, p_.map_b = a_.segment_b, p_.wants_m = a_.segment_m.data;
         if (cut || p_.last_map) maps();
-        const int map_tiles = !a_.segment_m.data ? 0 : kDelta ? ceil_div(a_.key_dim, kComposeRows) : 1;
+        const int map_tiles = !a_.segment_m.data ? 0 : kDiagonal ? 1 : ceil_div(a_.key_dim, kComposeRows);
         if (cut && p_.last_map) compose_maps<true>(value_tiles() + map_tiles);
     }
 
@@ -221,14 +227,14 @@ private:
     const DeviceArgs& a_;
     const PrefillPlan& plan_;
     const bool found_;
-    const Workspace<T, kKey, kPerChannel, kDelta> workspace_;
+    const Workspace<T, kKey, kPerChannel, kUpdate> workspace_;
     EarlyStarts early_;
     Schedule schedule_;
     CarryParams p_;
 };
 
 // A planned prefill or segment call.
-template <ChunkedTarget Carry, bool kDelta>
+template <ChunkedTarget Carry, Update kUpdate>
 class PreparedPrefill final : public Prepared {
 public:
     PreparedPrefill(const PrefillPlan& plan, std::size_t workspace_bytes, std::size_t kept_bytes)
@@ -237,16 +243,16 @@ public:
     void run(const Args& args, const Context& context) const override {
         const DeviceGuard guard(context.device.index);
         const Call call = make_call(args, context);
-        Launches<Carry, kDelta>(call, plan_).run();
+        Launches<Carry, kUpdate>(call, plan_).run();
     }
 
 private:
     PrefillPlan plan_;
 };
 
-template <ChunkedTarget Carry, bool kDelta>
+template <ChunkedTarget Carry, Update kUpdate>
 PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wanted) {
-    using Layout = Workspace<typename Carry::Type, Carry::kKey, Carry::kPerChannel, kDelta>;
+    using Layout = Workspace<typename Carry::Type, Carry::kKey, Carry::kPerChannel, kUpdate>;
     const CarryTraits traits = traits_of<Carry>(problem);
     const std::string declined = Carry::declines_fused(args);
     const bool fuses = Carry::fuses(problem) && declined.empty();
@@ -262,7 +268,7 @@ PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wa
     // the host does not know which segments come first.
     const auto planned = [&](bool b_alone) {
         PrefillShape of = shape;
-        of.from_zero = b_alone && shape.kept && kDelta && !shape.packed;
+        of.from_zero = b_alone && shape.kept && kSolvesChunk<kUpdate, Carry::kPerChannel> && !shape.packed;
         return plan_prefill(of, traits, problem.device, wanted, fuses);
     };
     const auto bytes = [&](const PrefillPlan& plan) { return Layout(plan, nullptr, nullptr, found).bytes; };
@@ -285,14 +291,17 @@ PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wa
                         (of_b_alone ? ", of one that made b alone, which has no initial_state" : ""));
     }
     const Layout layout(*plan, nullptr, nullptr, found);
-    return std::make_shared<const PreparedPrefill<Carry, kDelta>>(
+    return std::make_shared<const PreparedPrefill<Carry, kUpdate>>(
         *plan, found ? layout.own_bytes : layout.bytes, shape.kept ? layout.bytes : 0);
 }
 
 template <ChunkedTarget Carry>
 PreparedPtr prepare_prefill(const Problem& problem, const Args& args, StrategyKind wanted) {
-    if (problem.algorithm.update == Update::kDelta) return prepare_as<Carry, true>(problem, args, wanted);
-    return prepare_as<Carry, false>(problem, args, wanted);
+    PreparedPtr prepared;
+    with_update(problem.algorithm.update, [&]<Update kUpdate>(UpdateConstant<kUpdate>) {
+        prepared = prepare_as<Carry, kUpdate>(problem, args, wanted);
+    });
+    return prepared;
 }
 
 }  // namespace cula::cuda::chunked

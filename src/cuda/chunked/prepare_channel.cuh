@@ -5,7 +5,7 @@
 // (ALGORITHM.md: score, solve; docs/design/prepare.md):
 //   A = tril((q 2^G) (k 2^-G)^T)                          scores; q is multiplied by scale
 //   L = tril((k 2^G) (k 2^-G)^T, -1)                      overlaps
-//   T = (I + diag(beta) L)^-1 diag(beta)                  inverse; delta rules only
+//   T = (I + diag(beta) L)^-1 diag(beta)                  inverse; rules that solve
 //   q_decayed = q 2^G    k_decayed = k 2^G    k_remaining = k 2^(G_end - G)    decay = 2^G_end
 //
 // Grid: one CTA per (chunk of the slab, value head); 128 threads, a warp per block of 16 tokens.
@@ -30,7 +30,7 @@
 //              border between the two halves of its level, so they are at most 1 whatever the data.
 //              Every other factor is one exponential of one sum.
 //
-// Precision of the scores of additive algorithms: exact up to their
+// Precision of the scores of rules that do not solve: exact up to their
 // own rounding to T, since no inverse adds an error of T's size.
 // Operands whose factors are at most 1 are fp16 (11 bits), times
 // a power of two that brings tokens of any size into its range.
@@ -45,29 +45,44 @@
 #include "cuda/chunked/plan.h"
 #include "cuda/chunked/solve.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/rule.h"
 #include "cuda/tile/scan.cuh"
 
 namespace cula::cuda::chunked {
 
 // Two CTAs where the registers of three would spill.
-template <int kKey, bool kDelta>
+template <int kKey, bool kSolves>
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 inline constexpr int kFewestChannelCtas = kChannelCtas;
 #elif __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
-inline constexpr int kFewestChannelCtas = kDelta || kKey > 128 ? 2 : kChannelCtas;
+inline constexpr int kFewestChannelCtas = kSolves || kKey > 128 ? 2 : kChannelCtas;
 #else
-inline constexpr int kFewestChannelCtas = kDelta ? 2 : kChannelCtas;
+inline constexpr int kFewestChannelCtas = kSolves ? 2 : kChannelCtas;
 #endif
 
-template <class T, int kKey, bool kDelta, class GateTiles>
-__global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDelta>)
+// What chunk operands does an update rule need?
+template <Update kUpdate>
+struct ChannelRule {
+    static_assert(kIsKnown<kUpdate>, "prepare_channel: which chunk operands does this update rule need?");
+};
+template <>
+struct ChannelRule<Update::kAdditive> {
+    static constexpr bool kSolves = false;
+};
+template <>
+struct ChannelRule<Update::kDelta> {
+    static constexpr bool kSolves = true;  // the inverse, k_decayed, and low words of compensated chunks
+};
+
+template <class T, int kKey, Update kUpdate, class GateTiles>
+__global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, ChannelRule<kUpdate>::kSolves>)
     prepare_channel(const __grid_constant__ DeviceArgs a, const __grid_constant__ GateTiles gate_tiles,
                     const Schedule schedule, ChannelChunk<T, kKey>* chunks, std::int32_t* is_compensated,
                     float* fading) {
     follow_kernels_before_carry<kKey>(schedule);
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>, kOwned = P::kChannels / 32;
-    constexpr bool kFading = kDelta && kFades<kKey, true>;
+    constexpr bool kSolves = ChannelRule<kUpdate>::kSolves, kFading = kSolves && kFades<kKey, true>;
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<ChannelSmem<kKey>*>(raw);
 
@@ -81,7 +96,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
     if (place.count <= 0) return;
 
     auto& operands = s.operands;
-    const ChannelBlock<T, kKey, kDelta> block{operands, chunks[blockIdx.x], role_of_warp()};
+    const ChannelBlock<T, kKey, kSolves> block{operands, chunks[blockIdx.x], role_of_warp()};
     const int lane = block.lane, first = block.first, first_channel = block.part * P::kChannels;
 
     // --- load, gate ---
@@ -117,13 +132,13 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
     }
     commit_copies();
     TokenNumber beta_asked;
-    if (kDelta) beta_asked.ask(a.beta, place.batch, place.begin + thread, value_head, thread < place.count);
-    typename ChannelBlock<T, kKey, kDelta>::Rows q, k;
+    if (kSolves) beta_asked.ask(a.beta, place.batch, place.begin + thread, value_head, thread < place.count);
+    typename ChannelBlock<T, kKey, kSolves>::Rows q, k;
     q.template fetch<T>(a.q, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
     k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
     if (per_chunk<kKey>(schedule) && thread == 0) lead_carry(is_compensated + blockIdx.x, 1);
     const bool fades = kFading && fading && a.qk_l2norm;
-    bool wild = false, steep = false;
+    bool unanchored = false, out_of_range = false;
     float fades_by = 0.0f;
     {
         float head_sum[kOwned], tail_sum[kOwned];
@@ -140,29 +155,29 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
         for (int i = 0; i < kOwned; ++i) {
             const float worst =
                 gates.channel + i < a.key_dim ? fmaxf(fabsf(head_sum[i]), fabsf(tail_sum[i])) : 0.0f;
-            wild |= worst > kMostLog2<T, kDelta>, steep |= worst > kSteepLog2;
+            unanchored |= worst > kMostLog2<T, kSolves>, out_of_range |= worst > kOutOfRangeLog2;
         }
         __syncwarp();  // all lanes have read A_log
         gates.put(head_sum, head_sums), gates.put(tail_sum, tail_sums);
-        if (wild) wild = gates.balance(head_sums, tail_sums, kMostLog2<T, kDelta>);
-        if constexpr (kDelta) {
-            steep = __any_sync(0xffffffffu, steep);
-            if (lane == 0) s.steep[thread / 32] = steep;
+        if (unanchored) unanchored = gates.balance(head_sums, tail_sums, kMostLog2<T, kSolves>);
+        if constexpr (kSolves) {
+            out_of_range = __any_sync(0xffffffffu, out_of_range);
+            if (lane == 0) s.out_of_range[thread / 32] = out_of_range;
         }
     }
-    if (kDelta && thread < kRows)
+    if (kSolves && thread < kRows)
         s.beta[thread] = thread < place.count ? beta_of(a, beta_asked.value(a.beta)) : 0.0f;
     q.mask(count, first_channel, a.key_dim);
     k.mask(count, first_channel, a.key_dim);
-    if (!kDelta || a.qk_l2norm) {
+    if (!kSolves || a.qk_l2norm) {
         square_tokens<T, false>(s.norms[0][block.part] + first, q);
         square_tokens<T, false>(s.norms[1][block.part] + first, k);
     }
-    const bool stepped = __syncthreads_or(wild);
+    const bool stepped = __syncthreads_or(unanchored);
     bool two_steps = false;
-    if (kDelta && !stepped)
+    if (kSolves && !stepped)
 #pragma unroll
-        for (int w = 0; w < kPrepareThreads / 32; ++w) two_steps |= s.steep[w] != 0;
+        for (int w = 0; w < kPrepareThreads / 32; ++w) two_steps |= s.out_of_range[w] != 0;
     if (kFading && fading) {
         const float grows_by =
             fades ? sum_over_warp(growth(lane < kBlock ? s.beta[first + lane] : 0.0f)) : 0.0f;
@@ -179,14 +194,14 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
             whole[b] = head_sum[b] + tail_sum[b];
 #pragma unroll
         for (int b = 0; b < P::kBlocks; ++b) {
-            if (!kDelta) operands.head[b][c] = entry(head_sum[b]);
+            if (!kSolves) operands.head[b][c] = entry(head_sum[b]);
             operands.table.from_start[b][c] = entry(start + head_sum[b]);
             start += whole[b];
             float gap = two_steps ? 0.0f : tail_sum[b];
 #pragma unroll
             for (int later = b + 1; later < P::kBlocks; ++later) {
                 operands.table.between[pair_of<P::kBlocks>(later, b)][c] =
-                    entry(stepped || !kDelta ? gap : gap + head_sum[later]);
+                    entry(stepped || !kSolves ? gap : gap + head_sum[later]);
                 gap += whole[later];
             }
         }
@@ -198,18 +213,18 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
         }
         block.chunk.decay[c] = exp2_fast(start);
     }
-    TokenScales<kDelta> scales;
+    TokenScales<kSolves> scales;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int token = first + lane / 4 + 8 * half;
         float2 sum{0.0f, 0.0f}, whole{a.scale, 1.0f};
-        if (!kDelta || a.qk_l2norm) {
+        if (!kSolves || a.qk_l2norm) {
 #pragma unroll
             for (int p = 0; p < P::kParts; ++p) sum.x += s.norms[0][p][token], sum.y += s.norms[1][p][token];
         }
         if (a.qk_l2norm) whole = {a.scale * rsqrtf(sum.x + 1e-6f), rsqrtf(sum.y + 1e-6f)};
         scales.set(half, whole, sum);
-        if (!kDelta) s.back[token] = scales.back[half].y;
+        if (!kSolves) s.back[token] = scales.back[half].y;
     }
     __syncthreads();
     if (kFading && fading && thread == 0) {
@@ -235,7 +250,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
 #pragma unroll
             for (int e = 0; e < 4; ++e) overlaps[tile][e] *= beta[e / 2];
     };
-    typename ChannelBlock<T, kKey, kDelta>::Cross cross = {};
+    typename ChannelBlock<T, kKey, kSolves>::Cross cross = {};
     if (!stepped) {
         block.score(q, k, scales, two_steps, own);
         __syncthreads();
@@ -272,14 +287,14 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
             if (block.part != p) continue;
             each_product([&](float(&scores)[2][4], float(&overlaps)[2][4], int column, auto) {
                 add_product(s.pairs.scores, scores, first, column * kBlock, p > 0);
-                if (kDelta) add_product(s.pairs.overlaps, overlaps, first, column * kBlock, p > 0);
+                if (kSolves) add_product(s.pairs.overlaps, overlaps, first, column * kBlock, p > 0);
             });
         }
     }
     float2 squares{0.0f, 0.0f};
     each_product([&](float(&scores)[2][4], float(&overlaps)[2][4], int column, auto diagonal) {
-        if (!kDelta) scaled_back(scores, column * kBlock);
-        if (!kDelta) return;
+        if (!kSolves) scaled_back(scores, column * kBlock);
+        if (!kSolves) return;
         scaled(overlaps);
         add_squares<decltype(diagonal)::value>(squares, overlaps);
     });
@@ -300,23 +315,23 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, kDel
                           slots + column * kSlot);
     };
     __syncthreads();  // products take the place of their operands
-    if (kDelta && last) {
+    if (kSolves && last) {
         each_product([&](float(&)[2][4], float(&overlaps)[2][4], int column, auto) {
             store_block(s.pairs.overlaps, overlaps, first, column * kBlock);
         });
         __syncwarp();
         invert_diagonal(s.pairs.overlaps, block.block);
     }
-    const bool compensated = kDelta && __syncthreads_or(last && needs_compensation(squares));
+    const bool compensated = kSolves && __syncthreads_or(last && needs_compensation(squares));
     if (last) {
         emit_scores(block.chunk.scores, std::false_type{});
         if (compensated) emit_scores(block.chunk.scores_low, std::true_type{});
-        if constexpr (kDelta)
+        if constexpr (kSolves)
             emit_inverse<T, kKey>(block.chunk, s.pairs.overlaps, s.beta, slots, block.block, compensated);
     }
     if (per_chunk<kKey>(schedule)) __syncthreads();
     if (thread != 0) return;
-    if constexpr (kDelta)
+    if constexpr (kSolves)
         hand_over<kKey>(schedule, is_compensated + blockIdx.x, compensated);
     else if (per_chunk<kKey>(schedule))
         publish(is_compensated + blockIdx.x, 0);

@@ -5,7 +5,7 @@
 // With G the running log2 decay of the chunk (ALGORITHM.md: score, solve; docs/design/prepare.md):
 //   A[i, j] = scale (q_i . k_j) 2^(G_i - G_j), j <= i              scores
 //   L[i, j] = (k_i . k_j) 2^(G_i - G_j), j < i                     overlaps
-//   T = (I + diag(beta) L)^-1 diag(beta)                           inverse; delta rules only
+//   T = (I + diag(beta) L)^-1 diag(beta)                           inverse; rules that solve
 //   q_factor = scale 2^G    k_factor = 2^G    k_rest = 2^(G_end - G)    decay = 2^G_end
 // With qk_l2norm the norms of q and k are part of the factors.
 //
@@ -33,6 +33,7 @@
 #include "cuda/chunked/plan.h"
 #include "cuda/chunked/solve.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/rule.h"
 #include "cuda/tile/gate.cuh"
 #include "cuda/tile/scan.cuh"
 
@@ -57,6 +58,20 @@ inline constexpr int kFewestTokenCtas = kTokenCtas;
 inline constexpr int kFewestTokenCtas = 3;
 #endif
 
+// What chunk operands does an update rule need?
+template <Update kUpdate>
+struct TokenRule {
+    static_assert(kIsKnown<kUpdate>, "prepare_token: which chunk operands does this update rule need?");
+};
+template <>
+struct TokenRule<Update::kAdditive> {
+    static constexpr bool kSolves = false;
+};
+template <>
+struct TokenRule<Update::kDelta> {
+    static constexpr bool kSolves = true;  // the inverse, and low words of compensated chunks
+};
+
 template <class T, int kKey>
 __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, int span,
@@ -78,7 +93,9 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     const ChunkPlace place = place_of<kRows>(a, schedule, number);
     if (place.count <= 0) return;
 
-    const bool delta = a.algorithm.update == Update::kDelta;
+    const bool solves = answer_for(a.algorithm.update, []<Update kUpdate>(UpdateConstant<kUpdate>) {
+        return TokenRule<kUpdate>::kSolves;
+    });
     const int block = warp % P::kBlocks, part = warp / P::kBlocks, first = block * kBlock;
 
     BlockRows<P::kGroups> q, k;
@@ -94,7 +111,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
 #pragma unroll
     for (int i = 0; i < kBetas; ++i) {
         const int of = (thread + i * kPrepareThreads) / kRows, t = thread % kRows;
-        if (delta && of < span)
+        if (solves && of < span)
             betas[i].ask(a.beta, place.batch, place.begin + t, first_head + of, t < place.count);
     }
     if (per_chunk<kKey>(schedule) && thread == 0)
@@ -104,7 +121,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
         // A lane takes two neighbouring tokens (one where a
         // chunk has 32), then the warp scans over the lanes.
         constexpr int kEach = kRows / 32;
-        const bool per_token = a.algorithm.decay == Decay::kPerToken;
+        const bool per_token = a.algorithm.decay == kTokenDecay;
         TokenNumber raw_gates[kEach];
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
@@ -128,7 +145,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
 #pragma unroll
     for (int i = 0; i < kBetas; ++i) {
         const int of = (thread + i * kPrepareThreads) / kRows, t = thread % kRows;
-        if (of < span) s.beta[of][t] = delta && t < place.count ? beta_of(a, betas[i].value(a.beta)) : 0.0f;
+        if (of < span) s.beta[of][t] = solves && t < place.count ? beta_of(a, betas[i].value(a.beta)) : 0.0f;
     }
     q.mask_moving(count, part * P::kChannels, a.key_dim);
     k.mask_moving(count, part * P::kChannels, a.key_dim);
@@ -145,7 +162,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     }
     __syncthreads();
     const std::int64_t first_operands = std::int64_t{number} * a.value_heads + first_head;
-    if (delta && fading && warp < span) {
+    if (solves && fading && warp < span) {
         float grows_by = 0.0f;
 #pragma unroll
         for (int t = 0; t < kRows; t += 32) grows_by += growth(s.beta[warp][t + lane]);
@@ -199,7 +216,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
                 }
             const bool add = P::kParts > 1 && part > 0;
             add_product(s.pairs.scores, scores, first, earlier * kBlock, add);
-            if (!delta) return;
+            if (!solves) return;
             if (earlier < block) {
                 add_product(s.pairs.overlaps, overlaps, first, earlier * kBlock, add);
                 add_squares<false>(squares, overlaps);
@@ -226,7 +243,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
                             column[half][3] = x.w;
                         }
                         multiply_group<T>(product[0], q.word[0][g], q.word[1][g], column[0], column[1]);
-                        if (delta)
+                        if (solves)
                             multiply_group<T>(product[1], k.word[0][g], k.word[1][g], column[0], column[1]);
                     }
                     store(product[0], product[1], earlier);
@@ -235,7 +252,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
             if (P::kParts > 1 && p + 1 < P::kParts) __syncthreads();
         }
         const bool last = part == P::kParts - 1;
-        if (delta && last) {
+        if (solves && last) {
             __syncwarp();
             invert_diagonal(s.pairs.overlaps, block);
         }
@@ -244,7 +261,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
             emit_lower<false>(chunk.scores, s.pairs.scores, block);
             if (compensated) emit_lower<true>(chunk.scores_low, s.pairs.scores, block);
             // The block's row of scores has been stored, so its memory serves as staging memory.
-            if (delta)
+            if (solves)
                 emit_inverse<T, kKey>(chunk, s.pairs.overlaps, beta, s.pairs.scores.at(first, 0, 0, 0), block,
                                       compensated);
         }

@@ -66,11 +66,11 @@ concept ChunkedTarget = requires(const Problem& problem, const Args& args, const
     { Carry::fuses(problem) } -> std::convertible_to<bool>;
     { Carry::declines_fused(args) } -> std::convertible_to<std::string>;
     Carry::launch_fused(slab, params);
-    // Launches the carry, or with kMaps that of maps: launch<delta rule, kMaps>.
-    Carry::template launch<true, false>(slab, params);
-    Carry::template launch<true, true>(slab, params);
-    Carry::template launch<false, false>(slab, params);
-    Carry::template launch<false, true>(slab, params);
+    // Launches the carry, or the one that makes maps: launch<update, maps>.
+    Carry::template launch<Update::kDelta, false>(slab, params);
+    Carry::template launch<Update::kDelta, true>(slab, params);
+    Carry::template launch<Update::kAdditive, false>(slab, params);
+    Carry::template launch<Update::kAdditive, true>(slab, params);
 };
 
 }  // namespace cula::cuda::chunked

@@ -8,10 +8,17 @@
 #include "core/carve.h"
 #include "cuda/chunked/chunk.cuh"
 #include "cuda/chunked/plan.h"
+#include "cuda/chunked/prepare_channel.cuh"
+#include "cuda/chunked/prepare_token.cuh"
 
 namespace cula::cuda::chunked {
 
-template <class T, int kKey, bool kPerChannel, bool kDelta>
+// Whether prepare makes an inverse for this rule.
+template <Update kUpdate, bool kPerChannel>
+inline constexpr bool kSolvesChunk =
+    std::conditional_t<kPerChannel, ChannelRule<kUpdate>, TokenRule<kUpdate>>::kSolves;
+
+template <class T, int kKey, bool kPerChannel, Update kUpdate>
 struct Workspace {
     using Operands = ChunkOperands<T, kKey, kPerChannel>;
 
@@ -44,7 +51,8 @@ struct Workspace {
         if (scheduled && found) take_schedule(own);
         if (plan.prepares) {
             is_compensated = carver.take<std::int32_t>(plan.slab_chunks * heads);
-            if (kFades<kKey, kPerChannel> && kDelta && (plan.makes_maps() || shape.segment || shape.kept))
+            if (kFades<kKey, kPerChannel> && kSolvesChunk<kUpdate, kPerChannel> &&
+                (plan.makes_maps() || shape.segment || shape.kept))
                 fading = carver.take<float>(plan.slab_chunks * heads);
             operands = carver.take<Operands>(plan.slab_chunks * heads);
         }
@@ -53,7 +61,7 @@ struct Workspace {
             const std::int64_t rows = plan.max_segments * heads;
             map_b = carver.take<float>(rows * shape.value_dim * kKey);
             if (const auto* cut = std::get_if<Segments>(&plan.strategy)) {
-                const std::int64_t of_head = (kDelta ? shape.key_dim : 1) * kKey;
+                const std::int64_t of_head = (has_diagonal_map(kUpdate) ? 1 : shape.key_dim) * kKey;
                 // With first_apart the very first segment has no M, and no room for one.
                 map_m = carver.take<float>((rows - (cut->first_apart ? heads : 0)) * of_head);
                 starts = carver.take<float>(rows * shape.value_dim * kKey);

@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens>)
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) write[r] = s.value[j][own + r * kRowsPerPass];
-        if (a.delta) {
+        if (a.corrects) {
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
                 write[r] = scales.write(s.beta[j][own + r * kRowsPerPass], write[r], row_sum(read[r]));

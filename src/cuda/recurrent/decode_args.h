@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "cuda/device_args.h"
+#include "cuda/rule.h"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/divisor.h"
 
@@ -39,6 +40,20 @@ struct DecodeParameter {
     std::int32_t head = 0, channel = 0;  // in floats
 };
 
+// What does a token write?
+template <Update kUpdate>
+struct DecodeRule {
+    static_assert(kIsKnown<kUpdate>, "decode: what does a token write under this update rule?");
+};
+template <>
+struct DecodeRule<Update::kAdditive> {
+    static constexpr bool kCorrects = false;  // u = v
+};
+template <>
+struct DecodeRule<Update::kDelta> {
+    static constexpr bool kCorrects = true;  // u = beta (v - S' k)
+};
+
 struct DecodeArgs {
     Divisor blocks, value_heads, group;
     std::int32_t null_index = -1, value_dim = 0;
@@ -49,7 +64,7 @@ struct DecodeArgs {
     DecodeParameter dt_bias, A_log, gamma;
     float scale = 1.0f, lower_bound = 0.0f, most_beta = 1.0f;
     Gate gate = Gate::kLogDecay;
-    bool qk_l2norm = false, delta = false, beta_is_logit = false;
+    bool qk_l2norm = false, corrects = false, beta_is_logit = false;
     std::int32_t ahead = 0;  // prefetch distance in CTAs (prefetch_state)
 
     // Read only with kTokens > 1: calls that have other than one token per sequence, or that name slots per
@@ -90,7 +105,7 @@ bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
     const auto parameter = [&](const HeadParameter& x, std::int64_t channel) {
         return DecodeParameter{x.data, narrow(x.head), narrow(channel)};
     };
-    const bool per_channel = a.algorithm.decay == Decay::kPerChannel;
+    const bool per_channel = varies_by_channel(a.algorithm.decay);
 
     to.blocks = Divisor(static_cast<std::uint32_t>(blocks));
     to.value_heads = a.by_value_heads;
@@ -108,7 +123,7 @@ bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
     to.k = rows(a.k, 1);
     to.v = rows(a.v, 1);
     to.o = rows(a.o, 1);
-    if (per_channel || a.algorithm.decay == Decay::kPerToken) {
+    if (per_channel || varies_by_token(a.algorithm.decay)) {
         to.g = rows(a.g, per_channel ? 1 : 0);
         to.dt_bias = parameter(a.dt_bias, per_channel ? a.dt_bias.channel : 0);
         to.A_log = parameter(a.A_log, 0);
@@ -118,8 +133,10 @@ bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
     to.lower_bound = a.lower_bound;
     to.gate = a.gate;
     to.qk_l2norm = a.qk_l2norm;
-    to.delta = a.algorithm.update == Update::kDelta;
-    if (to.delta) {
+    to.corrects = answer_for(a.algorithm.update, []<Update kUpdate>(UpdateConstant<kUpdate>) {
+        return DecodeRule<kUpdate>::kCorrects;
+    });
+    if (takes_beta(a.algorithm.update)) {
         to.beta = rows(a.beta, a.beta_per_value ? a.beta.last : 0);
         to.beta_is_logit = a.beta_is_logit;
         to.most_beta = a.allow_neg_eigval ? 2.0f : 1.0f;

@@ -17,7 +17,7 @@ Support supports(const Problem& problem) {
     if (problem.pass == Pass::kSegment && problem.beta_per_value)
         return Support::no("one map a head takes one beta per token, not a write strength per value channel");
     if (problem.tree && problem.draft_tokens > kMaxTreeTokens)
-        return Support::no("walks trees of up to " + std::to_string(kMaxTreeTokens) + " tokens, got " +
+        return Support::no("takes trees of up to " + std::to_string(kMaxTreeTokens) + " tokens, got " +
                            std::to_string(problem.draft_tokens));
     return Support::yes();
 }

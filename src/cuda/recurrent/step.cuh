@@ -26,6 +26,7 @@
 #include "cuda/recurrent/checkpoints.cuh"
 #include "cuda/recurrent/instances.h"
 #include "cuda/recurrent/lanes.cuh"
+#include "cuda/rule.h"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/gate.cuh"
 #include "cuda/tile/store_row.cuh"
@@ -79,7 +80,7 @@ struct TokenInputs {
     }
 
     __device__ __forceinline__ void fetch_head(const DeviceArgs& a, int value_head) {
-        const bool per_channel = a.algorithm.decay == Decay::kPerChannel;
+        const bool per_channel = a.algorithm.decay == kChannelDecay;
         A_log = load(a.A_log, value_head, 0, true);
         gamma = load(a.gamma, value_head, 0, !per_channel);
 #pragma unroll
@@ -96,9 +97,11 @@ struct TokenInputs {
         const std::int64_t q_row = a.q.offset(b, at, head), k_row = a.k.offset(b, at, head),
                            v_row = a.v.offset(b, at, value_head), g_row = a.g.offset(b, at, value_head),
                            beta_row = a.beta.offset(b, at, value_head);
-        const bool per_channel = a.algorithm.decay == Decay::kPerChannel,
-                   per_token = a.algorithm.decay == Decay::kPerToken,
-                   delta = a.algorithm.update == Update::kDelta;
+        const bool per_channel = a.algorithm.decay == kChannelDecay,
+                   per_token = a.algorithm.decay == kTokenDecay,
+                   takes_betas = answer_for(a.algorithm.update, []<Update kUpdate>(UpdateConstant<kUpdate>) {
+                       return takes_beta(kUpdate);
+                   });
         const bool stores = a.state_indices.data && t < a.state_indices.columns;
         const std::int32_t* const words =
             a.state_indices.data + (n * a.state_indices.row + t * a.state_indices.column);
@@ -117,7 +120,7 @@ struct TokenInputs {
         const bool in = row < a.value_dim && channel(0) < kRowsPerPass;
         load(value, a.v, v_row + row, in && has_values);
         load(beta, a.beta, beta_row + (a.beta_per_value ? row * a.beta.last : 0),
-             delta && (in || !a.beta_per_value));
+             takes_betas && (in || !a.beta_per_value));
     }
 
     __device__ __forceinline__ void ready(const DeviceArgs& a, int value_head, StepInputs<kKey>& s,
@@ -141,7 +144,7 @@ struct TokenInputs {
             kq[i] = warp_sum(kq[i]);
             if (a.qk_l2norm) qq[i] = warp_sum(qq[i]), kk[i] = warp_sum(kk[i]);
         }
-        const bool per_channel = a.algorithm.decay == Decay::kPerChannel;
+        const bool per_channel = a.algorithm.decay == kChannelDecay;
         if (type == Element::kFloat32) {
             const ExactGate exact(a.gate, A_log, a.lower_bound, per_channel ? 0.0f : gamma);
 #pragma unroll
@@ -155,7 +158,7 @@ struct TokenInputs {
             if (per_channel) {
                 gate.log2_decays(decay, bias);
             } else {
-                const float one = a.algorithm.decay == Decay::kPerToken
+                const float one = a.algorithm.decay == kTokenDecay
                                       ? gate.log2_decay(decay[0] + bias[0]) + gate.gamma2
                                       : gate.gamma2;
 #pragma unroll
@@ -204,9 +207,23 @@ struct StateRow {
     }
 };
 
+// What does a token write?
+template <Update kUpdate>
+struct StepRule {
+    static_assert(kIsKnown<kUpdate>, "step: what does a token write under this update rule?");
+};
+template <>
+struct StepRule<Update::kAdditive> {
+    static constexpr bool kCorrects = false;  // u = v
+};
+template <>
+struct StepRule<Update::kDelta> {
+    static constexpr bool kCorrects = true;  // u = beta (v - S' k)
+};
+
 // kMaps: computes the affine maps of whole sequences instead of outputs. Rows that start from zero and read
-// the values give B; rows that start from the identity and read zeros as values give M. Of M an additive rule
-// stores the diagonal.
+// the values give B; rows that start from the identity and read zeros as values give M. Of a diagonal M
+// the diagonal is stored.
 template <int kKey, bool kTree, bool kMaps = false>
 __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
     step(const __grid_constant__ DeviceArgs a) {
@@ -257,7 +274,10 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
         for (int i = 0; i < StateRow<kKey>::kPerLane; ++i) state.x[i] = row == lane_channel(i) ? 1.0f : 0.0f;
     }
 
-    const bool delta = a.algorithm.update == Update::kDelta;
+    const bool corrects = answer_for(a.algorithm.update, []<Update kUpdate>(UpdateConstant<kUpdate>) {
+        static_assert(StepRule<kUpdate>::kCorrects != has_diagonal_map(kUpdate));  // it mixes channels
+        return StepRule<kUpdate>::kCorrects;
+    });
 
     // Advances the state by token t, which is prepared in place `slot`, and stores its output if `output`.
     const auto advance = [&](std::int64_t t, int slot, bool output) {
@@ -275,7 +295,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
                 out += state.x[p + e] * query[e];
             }
         }
-        if (delta) write = scales.write(s.beta[slot][own], write, row_sum(read));
+        if (corrects) write = scales.write(s.beta[slot][own], write, row_sum(read));
         const float output_row = scales.output(row_sum(out), write);
         write *= scales.k;
 #pragma unroll
@@ -372,7 +392,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
         }
     }
     if constexpr (kMaps) {
-        if (!of_m || delta) {
+        if (!of_m || corrects) {
             const States& to = of_m ? a.segment_m : a.segment_b;
             state.store(a, to, to.offset(n, value_head), row, row_end);
         } else {

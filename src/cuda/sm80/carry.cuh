@@ -4,7 +4,7 @@
 //
 // Equation. A chunk of C = 64 tokens (32 for K = 256); S is the recurrent state [V, K]; R, U, O, V are [V,
 // C]:
-//   read     R = S K^^T         U = (V - R) T^T       additive algorithms: U = V
+//   read     R = S K^^T         U = (V - R) T^T       if the rule reads the state; else U = V
 //   output   O = S Q~^T + U A^T                       not for maps
 //   carry    S = S diag(decay) + U K+
 // With one decay per token K^, K+ and Q~ are k and q as they came, and factors per token multiply the columns
@@ -12,7 +12,7 @@
 // values are zero. (ALGORITHM.md writes the transposes.)
 //
 // Grid: row blocks x value heads x segments, row blocks fastest. 32 to 256 threads: a warp per 16 value rows,
-// at most 8. For maps of delta rules further row blocks are rows of M.
+// at most 8. For maps that are matrices further row blocks are rows of M.
 //
 // Role: there is one. Every warp copies its share of the next chunk and computes 16 rows of S. S stays in
 // float accumulators from the first chunk to the last. Accumulators of mma.m16n8k16, rounded and packed, have
@@ -43,12 +43,15 @@
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/rule.h"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::sm80 {
 
-using namespace chunked;  // operands of chunks, schedules and cursors
+using chunked::CarryParams, chunked::ChunkOperands, chunked::DecayMap, chunked::kTokens, chunked::kWarpRows,
+    chunked::OperandTile, chunked::own_segment, chunked::RowWindow, chunked::Schedule, chunked::Segment,
+    chunked::SegmentCursor, chunked::Tile, chunked::Triangle;
 
 inline constexpr int kMaxCarryWarps = 8;
 
@@ -182,13 +185,28 @@ __device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, cons
     }
 }
 
-template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
+// What does a chunk write?
+template <Update kUpdate>
+struct CarryRule {
+    static_assert(kIsKnown<kUpdate>, "carry of sm80: what does a chunk write under this update rule?");
+};
+template <>
+struct CarryRule<Update::kAdditive> {
+    static constexpr bool kReadsState = false;  // U = V
+};
+template <>
+struct CarryRule<Update::kDelta> {
+    static constexpr bool kReadsState = true;  // U = (V - R) T^T
+};
+
+template <class T, int kKey, Update kUpdate, bool kPerChannel, bool kMaps>
 __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     carry(const __grid_constant__ DeviceArgs a, const Schedule schedule,
           const ChunkOperands<T, kKey, kPerChannel>* operands, const __grid_constant__ CarryParams p) {
     pdl_wait();
     pdl_trigger();
     constexpr int kRows = kTokens<kKey>, kBlocks = kRows / 16;
+    constexpr bool kReadsState = CarryRule<kUpdate>::kReadsState;
     using Stage = CarryStage<T, kKey, kPerChannel>;
     using Operands = ChunkOperands<T, kKey, kPerChannel>;
     using RawT = RawTiles<T, kKey>;
@@ -217,11 +235,11 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     const Operands* first_operands =
         operands + static_cast<std::int64_t>(segment.slot) * a.value_heads + value_head;
     const std::int32_t* is_compensated =
-        kDelta ? p.is_compensated + static_cast<std::int64_t>(segment.slot) * a.value_heads + value_head
-               : nullptr;
+        kReadsState ? p.is_compensated + static_cast<std::int64_t>(segment.slot) * a.value_heads + value_head
+                    : nullptr;
     // Loaded two chunks before it is used, so that nothing waits for the load.
     const auto compensated_at = [&](int chunk) {
-        return kDelta && chunk < segment.chunks
+        return kReadsState && chunk < segment.chunks
                    ? written_before(is_compensated + static_cast<std::int64_t>(chunk) * a.value_heads)
                    : 0;
     };
@@ -230,7 +248,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         Stage& stage = stages[odd];
         const std::uint32_t stage_at = shared_base + (odd ? static_cast<std::uint32_t>(sizeof(Stage)) : 0u);
         {
-            const int begin = Operands::begin(kDelta, kDelta && compensated),
+            const int begin = Operands::begin(kReadsState, kReadsState && compensated),
                       bytes = Operands::end(kMaps) - begin;
             // A warp copies runs of eight times 512 bytes (32 lanes x 16 bytes).
             constexpr int kRun = 8 * 512;
@@ -303,7 +321,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     const LaneReads<OperandTile<kKey, kPerChannel>, true> carry_reads;
     const LaneReads<Tile<kRows, kWarpRows>, false> value_reads;
 
-    DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(cursor);
+    DecayMap<kMaps && has_diagonal_map(kUpdate) ? kKey : 0, kPerChannel> decay_map(cursor);
 
     const int lane_row = cursor.rows.row(), lane_channel = RowWindow::channel();
     // The lane's first value row in outputs, after the transpose below.
@@ -326,7 +344,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         }
         __syncthreads();
 
-        if constexpr (kMaps && !kDelta) decay_map.pass(operands.decay);
+        if constexpr (kMaps && has_diagonal_map(kUpdate)) decay_map.pass(operands.decay);
         std::uint32_t k_read = stage_at, q_read = stage_at, k_carry = stage_at;
         if constexpr (kPerChannel) {
             k_read += offsetof(Operands, k_decayed), q_read += offsetof(Operands, q_decayed);
@@ -370,7 +388,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         if constexpr (!kPerChannel) q_factor = operands.q_factor, k_factor = operands.k_factor;
         {
             float read[kRows / 8][4] = {};
-            if constexpr (kDelta) read_state(read, k_read, k_factor);
+            if constexpr (kReadsState) read_state(read, k_read, k_factor);
             const std::uint32_t values_at =
                 stage_at + offsetof(Stage, values) + warp * sizeof(stages->values[0]);
 #pragma unroll
@@ -380,7 +398,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 #pragma unroll
                 for (int x = 0; x < 4; ++x) {
                     writes[block][x] = m[x];
-                    if constexpr (kDelta) {
+                    if constexpr (kReadsState) {
                         const float2 v = unpack2<T>(m[x]);
                         const float* r = &read[2 * block + x / 2][x % 2 * 2];
                         writes[block][x] = pack2<T>(v.x - r[0], v.y - r[1]);
@@ -395,7 +413,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 #pragma unroll
             for (int x = 0; x < 4; ++x) rest[x] = rests[(block * 4 + x) * 32];
         };
-        if constexpr (kDelta) {
+        if constexpr (kReadsState) {
             float u[kRows / 8][4] = {};
 #pragma unroll
             for (int step = 0; step < kBlocks; ++step)
@@ -424,7 +442,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             for (int step = 0; step < kBlocks; ++step)
                 multiply_triangle<T, kRows>(out, writes[step], stage_at + offsetof(Operands, scores),
                                             pair_reads, step);
-            if constexpr (kDelta) {
+            if constexpr (kReadsState) {
                 if (compensated) {
 #pragma unroll
                     for (int step = 0; step < kBlocks; ++step) {
@@ -483,7 +501,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
             Packed rest = {};
-            if (kDelta && compensated) load_rest(rest, block);
+            if (kReadsState && compensated) load_rest(rest, block);
             if constexpr (!kPerChannel) {
                 // U times the decay from each token to the chunk's end. Of a compensated chunk both words of
                 // U are summed, multiplied and split again.
@@ -491,18 +509,18 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                 for (int x = 0; x < 4; ++x) {
                     const float2 factor = per_token(operands.k_rest, 2 * block + x / 2);
                     float2 pair = unpack2<T>(writes[block][x]);
-                    if constexpr (kDelta) {
+                    if constexpr (kReadsState) {
                         const float2 more = unpack2<T>(rest[x]);
                         pair = {pair.x + more.x, pair.y + more.y};
                     }
                     pair = {pair.x * factor.x, pair.y * factor.y};
                     writes[block][x] = pack2_finite<T>(pair.x, pair.y);
-                    if constexpr (kDelta) rest[x] = pack_rest<T>(pair, writes[block][x]);
+                    if constexpr (kReadsState) rest[x] = pack_rest<T>(pair, writes[block][x]);
                 }
             }
             const auto reads = carry_reads.again();
             multiply_carry<T, kKey>(state, writes[block], k_carry, reads, block);
-            if (kDelta && compensated) multiply_carry<T, kKey>(state, rest, k_carry, reads, block);
+            if (kReadsState && compensated) multiply_carry<T, kKey>(state, rest, k_carry, reads, block);
         }
         __syncthreads();
         if (p.stages == 1) {
@@ -511,7 +529,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         }
         compensated = compensated_next, compensated_next = compensated_after;
     }
-    if constexpr (kMaps && !kDelta)
+    if constexpr (kMaps && has_diagonal_map(kUpdate))
         if (blockIdx.x % p.row_blocks.value == 0 && warp == 0) decay_map.store(cursor);
 }
 

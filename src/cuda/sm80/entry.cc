@@ -16,7 +16,7 @@ namespace {
 template <class Body>
 auto with_instance(const Problem& problem, Body body) {
     return with_key(problem.key_dim, [&]<int kKey>(std::integral_constant<int, kKey>) {
-        const bool per_channel = problem.algorithm.decay == Decay::kPerChannel;
+        const bool per_channel = varies_by_channel(problem.algorithm.decay);
         if (problem.dtype == Dtype::kBFloat16)
             return per_channel ? body.template operator()<__nv_bfloat16, kKey, true>()
                                : body.template operator()<__nv_bfloat16, kKey, false>();

@@ -9,6 +9,14 @@
 
 namespace cula::cuda::sm80 {
 
+using chunked::CarryRows;
+using chunked::ceil_div;
+using chunked::divisor;
+using chunked::NoGateTiles;
+using chunked::rows_of;
+using chunked::SlabOf;
+using chunked::StrategyKind;
+
 template <class T, int kKeyDim, bool kDecayPerChannel>
 struct PortableCarry {
     using Type = T;
@@ -24,18 +32,18 @@ struct PortableCarry {
     static std::string declines_fused(const Args&) { return "there is no fused kernel"; }
     static void launch_fused(const SlabOf<PortableCarry>&, const CarryParams&) {}
 
-    template <bool kDelta, bool kMaps>
+    template <Update kUpdate, bool kMaps>
     static void launch(const SlabOf<PortableCarry>& slab, CarryParams p) {
         const Call& call = slab.call;
         const DeviceArgs& a = call.args;
         using Stage = CarryStage<T, kKey, kPerChannel>;
         const CarryRows rows = rows_of(slab.plan.strategy);
         p.value_blocks = rows.blocks;
-        p.row_blocks =
-            divisor(p.value_blocks +
-                    (kMaps && kDelta && p.wants_m ? ceil_div(a.key_dim, rows.warps * kWarpRows) : 0));
+        p.row_blocks = divisor(p.value_blocks + (kMaps && !has_diagonal_map(kUpdate) && p.wants_m
+                                                     ? ceil_div(a.key_dim, rows.warps * kWarpRows)
+                                                     : 0));
         p.stages = 2 * sizeof(Stage) <= call.shared_bytes_limit ? 2 : 1;
-        cuda::launch<carry<T, kKey, kDelta, kPerChannel, kMaps>>(
+        cuda::launch<carry<T, kKey, kUpdate, kPerChannel, kMaps>>(
             slab.early({std::size_t{p.row_blocks.value} * a.value_heads * slab.schedule.max_segments,
                         rows.warps * 32, p.stages * sizeof(Stage)}),
             call.stream, a, slab.schedule, slab.operands, p);

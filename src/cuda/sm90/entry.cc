@@ -3,6 +3,7 @@
 #include "cuda/sm90/entry.h"
 
 #include "cuda/chunked/entry.h"
+#include "cuda/sm90/fused/rule.h"
 #include "cuda/sm90/launch.h"
 
 namespace cula::cuda::sm90 {
@@ -19,7 +20,7 @@ auto with_instance(const Problem& problem, Body body) {
                    ? body.template operator()<__nv_bfloat16, kKey, kPerChannel>()
                    : body.template operator()<__half, kKey, kPerChannel>();
     };
-    if (problem.algorithm.decay == Decay::kPerChannel)
+    if (varies_by_channel(problem.algorithm.decay))
         return problem.key_dim <= 64 ? with_type.template operator()<64, true>()
                                      : with_type.template operator()<128, true>();
     return problem.key_dim <= 64 ? with_type.template operator()<64, false>()
@@ -42,8 +43,8 @@ Support takes(const Problem& problem) {
     return chunked::supports(problem);
 }
 
-Support fuses(const Problem& problem) {
-    if (problem.algorithm.decay != Decay::kPerChannel || problem.algorithm.update != Update::kDelta)
+Support takes_fused(const Problem& problem) {
+    if (!varies_by_channel(problem.algorithm.decay) || !fuses(problem.algorithm.update))
         return Support::no("fuses the delta rule with decays per channel");
     if (problem.dtype != Dtype::kBFloat16)
         return Support::no("takes bfloat16, whose range factors of whole halves of a chunk need");
@@ -60,7 +61,7 @@ template <StrategyKind kWanted>
 Support supports(const Problem& problem) {
     Support any = takes(problem);
     if (!any || kWanted == StrategyKind::kAny) return any;
-    if (kWanted == StrategyKind::kFused) return fuses(problem);
+    if (kWanted == StrategyKind::kFused) return takes_fused(problem);
     return candidates(problem).choose(kWanted) ? any : chunked::refuses(kWanted);
 }
 

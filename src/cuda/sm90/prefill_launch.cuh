@@ -5,6 +5,7 @@
 
 #include "cuda/chunked/launch.cuh"
 #include "cuda/sm90/carry/kernel.cuh"
+#include "cuda/sm90/carry/rule.cuh"
 #include "cuda/sm90/fused/launch.cuh"
 #include "cuda/sm90/gate_tiles.cuh"
 #include "cuda/sm90/launch.h"
@@ -47,8 +48,9 @@ struct WarpgroupCarry {
         return {warpgroups, blocks(a.value_dim), m ? blocks(a.key_dim) : 0};
     }
 
-    template <bool kDelta, bool kMaps>
+    template <Update kUpdate, bool kMaps>
     static void launch(const SlabOf<WarpgroupCarry>& slab, CarryParams p) {
+        constexpr bool kDelta = CarryRule<kUpdate>::kReadsState;
         const Call& call = slab.call;
         const DeviceArgs& a = call.args;
         const int warpgroups = rows_of(slab.plan.strategy).warps / kWarpgroupWarps;

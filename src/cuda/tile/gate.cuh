@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/device_args.h"
+#include "cuda/rule.h"
 #include "cuda/tile/convert.cuh"
 
 namespace cula::cuda {
@@ -101,6 +102,10 @@ __device__ __forceinline__ float gate_shape(float x) {
         return -x;
 }
 
+// The decays whose g has one number per token, and one per token and channel.
+inline constexpr Decay kTokenDecay = only_decay(varies_by_token),
+                       kChannelDecay = only_decay(varies_by_channel);
+
 // The gate of one value head.
 struct HeadGate {
     int value_head;
@@ -112,7 +117,7 @@ struct HeadGate {
     __device__ __forceinline__ HeadGate(const DeviceArgs& a, int head)
         : HeadGate(head, a.gate, a.A_log.data ? a.A_log.data[head * a.A_log.head] : 0.0f, a.lower_bound,
                    a.gamma.data ? a.gamma.data[head * a.gamma.head] : 0.0f) {
-        if (a.dt_bias.data && a.algorithm.decay != Decay::kPerChannel)
+        if (a.dt_bias.data && a.algorithm.decay != kChannelDecay)
             bias = a.dt_bias.data[head * a.dt_bias.head];
     }
 
@@ -182,7 +187,7 @@ struct ExactGate {
 // log2 of a token's decay, for algorithms with one decay per token, per head or none.
 __device__ __forceinline__ float token_log2_decay(const DeviceArgs& a, const HeadGate& gate, std::int64_t b,
                                                   std::int64_t t, int value_head) {
-    if (a.algorithm.decay != Decay::kPerToken) return gate.gamma2;
+    if (a.algorithm.decay != kTokenDecay) return gate.gamma2;
     return gate.log2_decay(load_float(a.g.data, a.g.dtype, a.g.offset(b, t, value_head)) + gate.bias) +
            gate.gamma2;
 }

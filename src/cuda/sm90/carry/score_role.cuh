@@ -180,7 +180,7 @@ struct ScoreRole {
 
     __device__ __forceinline__ void run() const {
         const HeadGate gate(a, cursor.value_head);
-        if (a.algorithm.decay != Decay::kPerToken && !a.qk_l2norm) return run_alike(gate);
+        if (a.algorithm.decay != kTokenDecay && !a.qk_l2norm) return run_alike(gate);
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
         each_chunk([&](int chunk, Stage& at, F& of, auto wait_for_operands) {
             const int count = cursor.count(chunk);

@@ -4,6 +4,7 @@
 
 #include "cuda/chunked/launch.cuh"
 #include "cuda/sm90/fused/kernel.cuh"
+#include "cuda/sm90/fused/rule.h"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/tensor_maps.h"
 
@@ -21,7 +22,7 @@ struct FusedPrefill {
     // Whether there is a kernel for the problem, and why it cannot take a call all the same: empty where it
     // can.
     static bool takes(const Problem& problem) {
-        return problem.algorithm.update == Update::kDelta &&
+        return fuses(problem.algorithm.update) &&
                fuses_gate(problem.gate, static_cast<float>(problem.lower_bound));
     }
     static std::string declines(const Args& args) {

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// Seams: the places where update rules differ, each a question with a name that one kernel asks. A seam
+// answers rule by rule and does not compile for a rule that it does not know (docs/design/adding.md):
+//
+//     template <Update kUpdate>
+//     struct CarryRule {
+//         static_assert(kIsKnown<kUpdate>, "carry: what does a chunk write under this update rule?");
+//     };
+//     template <>
+//     struct CarryRule<Update::kDelta> { .. };
+//
+// On the host a seam may be a switch without a default instead (-Werror=switch).
+#pragma once
+
+#include <cstddef>
+#include <type_traits>
+#include <utility>
+
+#include "cula/algorithm.h"
+
+namespace cula {
+
+// False for every rule, but not before a template has one.
+template <Update>
+inline constexpr bool kIsKnown = false;
+
+template <Update kUpdate>
+using UpdateConstant = std::integral_constant<Update, kUpdate>;
+
+// Calls body(constant) for the rule that `update` is. It is compiled for all of kUpdates.
+template <class Body>
+constexpr void with_update(Update update, const Body& body) {
+    const auto call_if = [&]<Update kUpdate>(UpdateConstant<kUpdate> constant) {
+        if (update == kUpdate) body(constant);
+    };
+    [&]<std::size_t... i>(std::index_sequence<i...>) {
+        (call_if(UpdateConstant<kUpdates[i]>{}), ...);
+    }(std::make_index_sequence<kUpdates.size()>{});
+}
+
+// Whether `update` is one of the rules for which Ask says yes.
+template <class Ask, std::size_t... i>
+constexpr bool is_one_that(Update update, std::index_sequence<i...>) {
+    return ((Ask{}(UpdateConstant<kUpdates[i]>{}) && update == UpdateConstant<kUpdates[i]>::value) || ...);
+}
+
+// What a question answers for a rule that is known at run time: ask(constant) is its answer for one rule. It
+// is compiled for all rules, and becomes a comparison with those for which the answer is yes: a switch in its
+// place costs some kernels instructions.
+template <class Ask>
+constexpr bool answer_for(Update update, Ask) {
+    return is_one_that<Ask>(update, std::make_index_sequence<kUpdates.size()>{});
+}
+
+// The one decay for which `is` says yes, for kernels that compare with it. With two such decays this does not
+// compile.
+consteval Decay only_decay(bool (*is)(Decay)) {
+    std::size_t found = kDecays.size();
+    for (std::size_t i = 0; i < kDecays.size(); ++i)
+        if (is(kDecays[i])) found = found == kDecays.size() ? i : throw "there are two such decays";
+    return kDecays.at(found);
+}
+
+}  // namespace cula
