@@ -33,6 +33,7 @@ from cula import (
 )
 from cula._build import BuildInfo, build_info
 from cula._explain import Explanation, explain
+from cula._ops import operator_options
 from cula.api import (
     Checkpoints,
     cula_decode,
@@ -76,6 +77,7 @@ __all__ = [
     "kda",
     "lightning",
     "linear_attn",
+    "operator_options",
     "ops",
     "retention",
     "simple_gla",
