@@ -458,12 +458,22 @@ def _decode(
     elif indices is None:
         _check_tensors(cu_seqlens=(cu_seqlens, 1))
         source = source[: batch if cu_seqlens is None else cu_seqlens.shape[0] - 1]
-    gate = Gate("softplus" if lower_bound is None else "bounded", A_log, dt_bias, lower_bound)
-    o, _, _ = _passes.forward(
-        _ops.decode, algorithm, q, k, v, g, beta, gate, scale, qk_l2norm, True, False, cu_seqlens,
-        States(None, source, indices, None, None, -1, state_layout == "vk"),
-        _passes.NO_OUTPUTS if out is None else Outputs(out),
+    kind = "softplus" if lower_bound is None else "bounded"
+    if source is None:
+        o, _, _ = _passes.forward(
+            _ops.decode, algorithm, q, k, v, g, beta, Gate(kind, A_log, dt_bias, lower_bound), scale,
+            qk_l2norm, True, False, cu_seqlens, outputs=Outputs(out),
+        )  # fmt: skip
+        return o.transpose(0, 1) if packed else o
+    if state_layout == "kv":
+        source = _passes.as_v_first(_ops.decode, "state_pool", source)
+    options = _passes.pack(algorithm, kind, qk_l2norm, True, False, scale, lower_bound, -1, None)
+    o, _ = _ops.decode.write(
+        q, k, v, options | _passes.IN_PLACE, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+        lower_bound=lower_bound, final_state=source, initial_state_indices=indices, cu_seqlens=cu_seqlens,
+        scale=scale,
     )  # fmt: skip
+    o = o if out is None else out
     return o.transpose(0, 1) if packed else o
 
 
