@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.ops.cula: one operator per pass, and explain. The caller allocates the outputs and an operator
-// returns nothing, but for the overloads that are there to save time; it writes into the arguments that its
-// schema marks. Fakes for tracing are in Python (a C++ one would see plain integers for symbolic sizes).
+// torch.ops.cula: an operator per pass, in two overloads (schema.h), compose and option_bits. They
+// write into the arguments that their schemas mark. Fakes for tracing are in Python (a C++ one would see
+// plain integers for symbolic sizes).
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -25,7 +24,7 @@
 namespace cula::torch_binding {
 namespace {
 
-// What a caller of the compact forms may hold in any shape, strides and dtype, and what with any strides.
+// What a caller may hold in any shape, strides and dtype, and what with any strides.
 constexpr TensorRef Args::* kOfHeads[] = {&Args::A_log, &Args::dt_bias, &Args::gamma};
 constexpr TensorRef Args::* kOfTokens[] = {&Args::q, &Args::k, &Args::v, &Args::g};
 
@@ -33,69 +32,31 @@ constexpr TensorRef Args::* kOfTokens[] = {&Args::q, &Args::k, &Args::v, &Args::
 struct Call {
     const Parameters& parameters;
     std::array<TensorHandle, kMaxTensors> tensors;  // in the order of the parameters
-    bool in_place = false, k_first = false;
+    std::int64_t packed = 0;
+    Options options;  // unpacked
     std::optional<double> scale;
     double lower_bound = 0.0;
-    bool qk_l2norm, beta_is_logit, allow_neg_eigval, batch_invariant;
     std::int64_t null_index = -1;
-    std::int64_t chunk_tokens = kChunkTokens;
     String backend;
-    String algorithm, gate;    // kNamed
-    std::int64_t options = 0;  // the compact forms
 
     Call(Pass pass, Form form, const StableIValue* stack)
         : parameters(torch_binding::parameters(pass, form)) {
         Arguments arguments(stack);
-        if (form == Form::kNamed)
-            take_named(pass, arguments);
-        else
-            take_compact(arguments);
-    }
-
-private:
-    void take_named(Pass pass, Arguments& arguments) {
-        std::size_t index = 0;
-        for (const Parameter& parameter : parameters) {
-            take(index++, parameter, arguments);
-            if (parameter.field == &Args::final_state) in_place = arguments.value<bool>();
-        }
-        algorithm = arguments.string();
-        scale = arguments.value<double>();
-        gate = arguments.string();
-        lower_bound = arguments.value<double>();
-        qk_l2norm = arguments.value<bool>();
-        beta_is_logit = arguments.value<bool>();
-        allow_neg_eigval = arguments.value<bool>();
-        null_index = arguments.value<std::int64_t>();
-        batch_invariant = arguments.value<bool>();
-        backend = arguments.string();
-        if (pass == Pass::kPrefill) chunk_tokens = arguments.value<std::int64_t>();
-    }
-
-    void take_compact(Arguments& arguments) {
         bool before_options = true;
         std::size_t index = 0;
         for (const Parameter& parameter : parameters) {
             if (before_options && parameter.optional()) {
-                options = arguments.value<std::int64_t>();
+                packed = arguments.value<std::int64_t>();
                 before_options = false;
             }
-            take(index++, parameter, arguments);
+            tensors[index++] = parameter.optional() ? arguments.optional_tensor() : arguments.tensor();
             if (parameter.field == &Args::dt_bias)
                 lower_bound = arguments.value<std::optional<double>>().value_or(lower_bound);
             if (parameter.field == &Args::cu_seqlens) scale = arguments.value<std::optional<double>>();
         }
         null_index = arguments.value<std::optional<std::int64_t>>().value_or(null_index);
         backend = arguments.optional_string();
-        int bit = 10;
-        for (bool* flag :
-             {&qk_l2norm, &beta_is_logit, &allow_neg_eigval, &batch_invariant, &in_place, &k_first})
-            *flag = options >> bit++ & 1;
-        chunk_tokens = options >> 16;
-    }
-
-    void take(std::size_t index, const Parameter& parameter, Arguments& arguments) {
-        tensors[index] = parameter.optional() ? arguments.optional_tensor() : arguments.tensor();
+        options = unpack(packed);
     }
 };
 
@@ -218,31 +179,15 @@ TensorRef flat_view(Pass pass, std::string_view argument, TensorHandle& tensor, 
     return TensorRef::contiguous(data_of(tensor), dtype, {count});
 }
 
-Algorithm parse_algorithm(Pass pass, std::string_view text) {
-    if (const std::optional<Algorithm> algorithm = find_algorithm(text)) return *algorithm;
-    std::string names;
-    for (const NamedAlgorithm& row : kAlgorithms)
-        names += (names.empty() ? "" : ", ") + std::string(row.name);
-    fail(pass, "algorithm", "be one of " + names, "\"" + std::string(text) + "\"");
-}
-
-Gate parse_gate(Pass pass, std::string_view text) {
-    if (text == "log_decay") return Gate::kLogDecay;
-    if (text == "softplus") return Gate::kSoftplus;
-    if (text == "bounded") return Gate::kBounded;
-    fail(pass, "gate", "be one of log_decay, softplus, bounded", "\"" + std::string(text) + "\"");
-}
-
-Algorithm unpack_algorithm(Pass pass, std::int64_t options) {
-    const auto row = static_cast<std::size_t>(options & 0xff);
-    if (row < kAlgorithms.size()) return kAlgorithms[row].algorithm;
-    fail(pass, "options", "name a known algorithm", std::to_string(row));
-}
-
-Gate unpack_gate(Pass pass, std::int64_t options) {
-    const std::int64_t gate = options >> 8 & 3;
-    if (gate <= static_cast<std::int64_t>(Gate::kBounded)) return static_cast<Gate>(gate);
-    fail(pass, "options", "name a known gate", std::to_string(gate));
+// A bit that means nothing to the overload would be ignored.
+[[noreturn]] void refuse_options(Pass pass, Form form, const Call& call) {
+    const auto refuse = [&](std::string_view option, std::int64_t value) {
+        fail(pass, "options", "name a known " + std::string(option), std::to_string(value));
+    };
+    if (call.options.algorithm >= std::ssize(kAlgorithms)) refuse("algorithm", call.options.algorithm);
+    if (call.options.gate >= std::ssize(kGates)) refuse("gate", call.options.gate);
+    fail(pass, "options", "have only bits that " + qualified(pass, form) + " takes",
+         std::to_string(call.packed));
 }
 
 template <class Int>
@@ -264,70 +209,76 @@ void shape_bias(Args& args) {
             .stride = {key_dim * bias.stride[0], bias.stride[0]}};
 }
 
-Args make_args(Pass pass, Form form, Call& call, const Place& place) {
+Args make_args(Pass pass, Call& call, const Place& place) {
     Args args;
     std::size_t index = 0;
     for (const Parameter& parameter : call.parameters) {
         TensorHandle& tensor = call.tensors[index++];
         if (!tensor) continue;
         TensorRef& ref = args.*parameter.field;
-        if (form != Form::kNamed && contains(kOfHeads, parameter.field))
+        if (contains(kOfHeads, parameter.field))
             ref = flat_view(pass, parameter.name, tensor, place, args.q.dtype);
         else
             ref = view(pass, parameter.name, tensor, place);
     }
-    if (call.in_place) {
+    const Options& options = call.options;
+    if (options.in_place) {
         if (args.initial_state)
             fail(pass, "initial_state", "be left out in place: it is final_state", "a tensor");
         if (!args.final_state) fail(pass, "final_state", "be given in place", "none");
         args.initial_state = args.final_state;
     }
-    if (form == Form::kNamed) {
-        args.algorithm = parse_algorithm(pass, call.algorithm.view());
-        args.gate = parse_gate(pass, call.gate.view());
-    } else {
-        args.algorithm = unpack_algorithm(pass, call.options);
-        args.gate = unpack_gate(pass, call.options);
-    }
+    args.algorithm = kAlgorithms[static_cast<std::size_t>(options.algorithm)].algorithm;
+    args.gate = static_cast<Gate>(options.gate);
     shape_bias(args);
     if (call.scale)
         args.scale = *call.scale;
     else if (args.q.ndim == 4)
         args.scale = std::pow(static_cast<double>(args.q.size[3]), -0.5);
     args.lower_bound = call.lower_bound;
-    args.qk_l2norm = call.qk_l2norm;
-    args.beta_is_logit = call.beta_is_logit;
-    args.allow_neg_eigval = call.allow_neg_eigval;
+    args.qk_l2norm = options.qk_l2norm;
+    args.beta_is_logit = options.beta_is_logit;
+    args.allow_neg_eigval = options.allow_neg_eigval;
     args.null_index = narrow<std::int32_t>(pass, "null_index", call.null_index);
-    args.batch_invariant = call.batch_invariant;
-    args.chunk_tokens = narrow<int>(pass, "chunk_size", call.chunk_tokens);
-    args.keep = form == Form::kKeep;
+    args.batch_invariant = options.batch_invariant;
+    args.chunk_tokens = static_cast<int>(options.chunk_tokens);
+    args.keep = options.keep;
     return args;
 }
 
-// What an overload returns, also as arguments of the call. Inputs that validate() will refuse get none: what
-// it would take by their shapes may be more than there is.
+// What a call makes besides what it keeps, also as arguments of the call. Inputs that validate() will refuse
+// get none: what it would take by their shapes may be more than there is.
 struct Outputs {
-    TensorHandle o, final_state;
+    TensorHandle o, final_state, m, b;
 
-    Outputs(Pass pass, Form form, const Call& call, const Place& place, const Device& device, Args& args) {
+    Outputs(Pass pass, const Options& options, const Place& place, const Device& device, Args& args) {
         const TensorRef &q = args.q, &v = args.v, &cu = args.cu_seqlens;
         if (q.ndim != 4 || v.ndim != 4 || v.size[0] != q.size[0] || v.size[1] != q.size[1]) return;
-        if (makes_o(form)) {
+        if (has_states(pass) && !args.o) {
             o = allocate(std::span(v.size).first(4), dtype_code(v.dtype), device);
-            args.o = view(pass, "o", o, place);
+            args.o = TensorRef::contiguous(data_of(o), v.dtype, {v.size[0], v.size[1], v.size[2], v.size[3]});
         }
         const bool listed = cu.ndim == 1 && cu.size[0] > 0 && (cu.stride[0] == 1 || cu.size[0] == 1);
-        if (!makes_final_state(form) || (cu && !listed) || q.size[3] > kLargestDim) return;
-        const std::int64_t rows = v.size[3], columns = q.size[3];
-        const std::array shape{num_sequences(args), v.size[2], call.k_first ? columns : rows,
-                               call.k_first ? rows : columns};
-        const Dtype exact = q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
-        final_state = allocate(shape, dtype_code(exact), device);
-        TensorRef& state = args.final_state = view(pass, "final_state", final_state, place);
-        if (!call.k_first) return;
-        std::swap(state.size[2], state.size[3]);
-        std::swap(state.stride[2], state.stride[3]);
+        if ((cu && !listed) || q.size[3] > kLargestDim) return;
+        const std::int64_t rows = v.size[3], columns = q.size[3], sequences = num_sequences(args);
+        const std::int32_t exact = dtype_code(q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32);
+        const auto make_states = [&](std::string_view name, TensorHandle& made, TensorRef& state) {
+            const std::array shape{sequences, v.size[2], options.k_first ? columns : rows,
+                                   options.k_first ? rows : columns};
+            made = allocate(shape, exact, device);
+            state = view(pass, name, made, place);
+            if (!options.k_first) return;
+            std::swap(state.size[2], state.size[3]);
+            std::swap(state.stride[2], state.stride[3]);
+        };
+        if (options.make_final_state && !args.final_state)
+            make_states("final_state", final_state, args.final_state);
+        if (options.make_b) make_states("b", b, args.segment_b);
+        if (!options.make_m) return;
+        const std::array shape{sequences, v.size[2], columns, columns};
+        const std::size_t ndim = has_diagonal_map(args.algorithm.update) ? 3 : 4;
+        m = allocate(std::span(shape).first(ndim), exact, device);
+        args.segment_m = view(pass, "m", m, place);
     }
 };
 
@@ -403,26 +354,63 @@ void copy_rows(Pass pass, Call& call, Args& args, const Context& context, const 
     }
 }
 
+// Puts what a call returns on its stack.
+class Results {
+public:
+    explicit Results(StableIValue* stack) : next_(stack) {}
+
+    void put(TensorHandle& tensor) {
+        AtenTensorHandle handle = tensor.release();
+        if (!handle) TORCH_ERROR_CODE_CHECK(aoti_torch_new_uninitialized_tensor(&handle));
+        *next_++ = torch::stable::detail::from(handle);
+    }
+    void put_optional(TensorHandle& tensor) {
+        std::optional<AtenTensorHandle> handle;
+        if (tensor) handle = tensor.release();
+        *next_++ = torch::stable::detail::from(handle);
+    }
+
+private:
+    StableIValue* next_;
+};
+
 template <Pass pass, Form form>
 void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     Call call(pass, form, stack);
+    static const std::int64_t known = known_bits(pass, form);
+    if ((call.packed & ~known) != 0 || call.options.algorithm >= std::ssize(kAlgorithms) ||
+        call.options.gate >= std::ssize(kGates))
+        refuse_options(pass, form, call);
     const Place place = place_of(call.tensors.front());
-    Args args = make_args(pass, form, call, place);
+    Args args = make_args(pass, call, place);
     Context context;
     context.device = device_at(pass, place);
-    Outputs outputs(pass, form, call, place, context.device, args);
+    Outputs made(pass, call.options, place, context.device, args);
     if (context.device.kind == DeviceKind::kCpu) {
         context.parallel_for = torch_threads();
     } else {
         context.stream = current_stream(context.device);
         if (debug_checks()) check_indices(pass, call, args);
     }
-    if (form != Form::kNamed) copy_rows(pass, call, args, context, place);
-    TensorHandle workspace = run_planned(pass, args, context, call.backend.view());
-    TensorHandle* const made[] = {&outputs.o, &outputs.final_state,
-                                  form == Form::kKeep ? &workspace : nullptr};
-    for (TensorHandle* one : made)
-        if (one && *one) *stack++ = torch::stable::detail::from(one->release());
+    copy_rows(pass, call, args, context, place);
+    TensorHandle kept = run_planned(pass, args, context, call.backend.view());
+    if (!args.keep) kept.reset();
+    Results results(stack);
+    if constexpr (pass != Pass::kSegment) {
+        results.put(made.o);
+        if constexpr (pass != Pass::kVerify) {
+            if (form == Form::kDefault)
+                results.put_optional(made.final_state);
+            else
+                results.put(made.final_state);
+        }
+    } else if constexpr (form == Form::kOut) {
+        results.put(kept);
+    } else {
+        results.put_optional(made.m);
+        results.put_optional(made.b);
+        results.put_optional(kept);
+    }
 }
 
 constexpr char kComposeSchema[] = "compose(Tensor m, Tensor b, Tensor(a!) state, Tensor? joins=None) -> ()";
@@ -447,147 +435,26 @@ void compose_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     compose(composition, context);
 }
 
-constexpr char kExplainSchema[] =
-    "explain(str pass_name, str algorithm, str device, *, int batch, int tokens, int sequences, int heads, "
-    "int "
-    "value_heads, "
-    "int key_dim, int value_dim, str dtype, str state_dtype, str gate, float lower_bound, bool varlen, bool "
-    "beta_per_value, "
-    "bool checkpoints, bool chunk_states, bool tree, int chunk_tokens, bool batch_invariant, str costs) -> "
-    "str";
-
-template <class T>
-T one_of(std::string_view argument, std::string_view text, std::initializer_list<T> values) {
-    std::string names;
-    for (T value : values) {
-        if (text == cula::name(value)) return value;
-        names += (names.empty() ? "" : ", ") + std::string(cula::name(value));
-    }
-    throw Error("explain: " + std::string(argument) + " must be one of " + names + ", got \"" +
-                std::string(text) + "\"");
-}
-
-// Shared memory that one thread block may have, by compute capability (CUDA C++ Programming Guide, technical
-// specifications).
-std::size_t shared_bytes(int compute_capability) {
-    switch (compute_capability) {
-        case 80:
-        case 87: return 163 << 10;
-        case 90:
-        case 100:
-        case 103:
-        case 110: return 227 << 10;
-        default: return 99 << 10;
-    }
-}
-
-// "cpu", "cuda:1", or an architecture that this machine need not have: "sm_90".
-Device explained_device(std::string_view text) {
-    const auto number_after = [&](std::string_view prefix) -> std::optional<int> {
-        int number = 0;
-        const char* const end = text.data() + text.size();
-        if (!text.starts_with(prefix)) return std::nullopt;
-        const auto [last, error] = std::from_chars(text.data() + prefix.size(), end, number);
-        return error == std::errc() && last == end && number >= 0 ? std::optional(number) : std::nullopt;
-    };
-    if (text == "cpu") return {.kind = DeviceKind::kCpu};
-    if (const std::optional<int> capability = number_after("sm_"))
-        return {.kind = DeviceKind::kCuda,
-                .compute_capability = *capability,
-                .shared_bytes = shared_bytes(*capability)};
-    if (const std::optional<int> index = number_after("cuda:")) {
-        const auto on_cuda = [](const Kernel& kernel) { return kernel.device == DeviceKind::kCuda; };
-        // A build without CUDA has nothing to ask, and its rows say so.
-        return std::ranges::any_of(kernels(), on_cuda) ? cuda_device(*index)
-                                                       : Device{.kind = DeviceKind::kCuda};
-    }
-    throw Error("explain: device must be cpu, cuda or an architecture such as sm_90, got \"" +
-                std::string(text) + "\"");
-}
-
-// Numbers separated by commas.
-std::vector<double> parse_costs(std::string_view text) {
-    std::vector<double> costs;
-    const char *at = text.data(), *const end = text.data() + text.size();
-    while (at != end) {
-        double cost = 0.0;
-        const auto [next, error] = std::from_chars(at, end, cost);
-        if (error != std::errc() || (next != end && *next != ','))
-            throw Error("explain: costs must be numbers separated by commas, got \"" + std::string(text) +
-                        "\"");
-        costs.push_back(cost);
-        at = next == end ? end : next + 1;
-    }
-    return costs;
-}
-
-// Rows of the registry, one a line: target, "chosen", "yes" or "no", the reason, and the microseconds that it
-// is predicted to take, or nothing; separated by tabs.
-void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
-    Arguments arguments(stack);
-    const String pass_name = arguments.string(), algorithm = arguments.string(), device = arguments.string();
-    Problem problem;
-    for (std::int64_t* number : {&problem.batch, &problem.tokens, &problem.sequences, &problem.heads,
-                                 &problem.value_heads, &problem.key_dim, &problem.value_dim})
-        *number = arguments.value<std::int64_t>();
-    const String dtype = arguments.string(), state_dtype = arguments.string(), gate = arguments.string();
-    problem.lower_bound = arguments.value<double>();
-    for (bool* flag : {&problem.varlen, &problem.beta_per_value, &problem.checkpoints, &problem.chunk_states,
-                       &problem.tree})
-        *flag = arguments.value<bool>();
-    const auto chunk_tokens = arguments.value<std::int64_t>();
-    problem.batch_invariant = arguments.value<bool>();
-    const String cost_text = arguments.string();
-    const std::vector<double> costs = parse_costs(cost_text.view());
-    problem.costs = costs;
-
-    problem.pass =
-        one_of("pass_name", pass_name.view(), {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment});
-    problem.algorithm = parse_algorithm(problem.pass, algorithm.view());
-    problem.gate = parse_gate(problem.pass, gate.view());
-    problem.device = explained_device(device.view());
-    const auto floats = {Dtype::kBFloat16, Dtype::kFloat16, Dtype::kFloat32, Dtype::kFloat64};
-    problem.dtype = one_of("dtype", dtype.view(), floats);
-    problem.state_dtype = one_of("state_dtype", state_dtype.view(), floats);
-    problem.chunk_tokens = narrow<int>(problem.pass, "chunk_size", chunk_tokens);
-
-    std::string text;
-    for (const Explanation& row : explain(problem)) {
-        const char* verdict = row.chosen ? "chosen" : row.support ? "yes" : "no";
-        text += std::string(row.target) + "\t" + verdict + "\t" + row.support.reason() + "\t" +
-                (row.microseconds ? std::to_string(*row.microseconds) : "") + "\n";
-    }
-    stack[0] = torch::stable::detail::from(text);
-}
-
-template <Pass pass, Form form, class Library>
-void implement(Library& library) {
-    if constexpr (has_overload(pass, form))
-        library.impl((std::string(name(pass)) + std::string(overload(form))).c_str(), run_boxed<pass, form>);
+void option_bits_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
+    stack[0] = torch::stable::detail::from(option_bits());
 }
 
 template <class Library>
 void implement_all(Library& library) {
-    const auto implement_pass = [&]<Pass pass>(std::integral_constant<Pass, pass>) {
-        implement<pass, Form::kNamed>(library);
-        implement<pass, Form::kPacked>(library);
-        implement<pass, Form::kFresh>(library);
-        implement<pass, Form::kDense>(library);
-        implement<pass, Form::kInto>(library);
-        implement<pass, Form::kAlone>(library);
-        implement<pass, Form::kKeep>(library);
+    const auto implement = [&]<Pass pass>(std::integral_constant<Pass, pass>) {
+        library.impl(qualified(pass, Form::kDefault).c_str(), run_boxed<pass, Form::kDefault>);
+        library.impl(qualified(pass, Form::kOut).c_str(), run_boxed<pass, Form::kOut>);
     };
-    implement_pass(std::integral_constant<Pass, Pass::kPrefill>{});
-    implement_pass(std::integral_constant<Pass, Pass::kDecode>{});
-    implement_pass(std::integral_constant<Pass, Pass::kVerify>{});
-    implement_pass(std::integral_constant<Pass, Pass::kSegment>{});
+    implement(std::integral_constant<Pass, Pass::kPrefill>{});
+    implement(std::integral_constant<Pass, Pass::kDecode>{});
+    implement(std::integral_constant<Pass, Pass::kVerify>{});
+    implement(std::integral_constant<Pass, Pass::kSegment>{});
 }
 
 template <class Library>
 void define_all(Library& library) {
     for (const Pass pass : kPasses)
-        for (const Form form : kForms)
-            if (has_overload(pass, form)) library.def(schema(pass, form).c_str());
+        for (const Form form : kForms) library.def(schema(pass, form).c_str());
 }
 
 }  // namespace
@@ -595,7 +462,7 @@ void define_all(Library& library) {
 STABLE_TORCH_LIBRARY(cula, library) {
     define_all(library);
     library.def(kComposeSchema);
-    library.def(kExplainSchema);
+    library.def("option_bits() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(cula, CPU, library) {
@@ -607,7 +474,7 @@ STABLE_TORCH_LIBRARY_IMPL(cula, CUDA, library) {
     library.impl("compose", compose_boxed);
 }
 STABLE_TORCH_LIBRARY_IMPL(cula, CompositeExplicitAutograd, library) {
-    library.impl("explain", explain_boxed);
+    library.impl("option_bits", option_bits_boxed);
 }
 
 // The same once more for the package, which does itself in Python, in less time, what it puts before the

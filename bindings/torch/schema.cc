@@ -23,7 +23,7 @@ constexpr Parameter kStates[] = {
     {"initial_state_indices", "Tensor?", &Args::initial_state_indices},
     {"final_state_indices", "Tensor?", &Args::final_state_indices},
     {"has_initial_state", "Tensor?", &Args::has_initial_state},
-    {"o", "Tensor(a!)", &Args::o},
+    {"o", "Tensor(a!)?", &Args::o},
     {"final_state", "Tensor(b!)?", &Args::final_state},
 };
 
@@ -60,25 +60,18 @@ constexpr std::span<const Parameter> own_parameters(Pass pass) {
     return {};
 }
 
-constexpr std::string_view returns(Form form) {
-    switch (form) {
-        case Form::kNamed:
-        case Form::kPacked: break;
-        case Form::kFresh:
-        case Form::kAlone: return "Tensor o";
-        case Form::kDense: return "Tensor o, Tensor final_state";
-        case Form::kInto: return "Tensor final_state";
-        case Form::kKeep: return "Tensor kept";
-    }
-    return "";
+constexpr std::string_view returns(Pass pass, Form form) {
+    if (pass == Pass::kSegment)
+        return form == Form::kOut ? "Tensor kept" : "Tensor? m, Tensor? b, Tensor? kept";
+    if (pass == Pass::kVerify) return "Tensor o";
+    return form == Form::kOut ? "Tensor o, Tensor final_state" : "Tensor o, Tensor? final_state";
 }
 
-// The tensors of the compact overloads, the usual first.
+// The tensors of an overload, the usual first.
 constexpr TensorRef Args::* kUsualFirst[] = {
     &Args::q,
     &Args::k,
     &Args::v,
-    &Args::o,
     &Args::segment_b,
     &Args::segment_m,
     &Args::g,
@@ -87,6 +80,7 @@ constexpr TensorRef Args::* kUsualFirst[] = {
     &Args::dt_bias,
     &Args::final_state,
     &Args::initial_state_indices,
+    &Args::o,
     &Args::initial_state,
     &Args::cu_seqlens,
     &Args::gamma,
@@ -103,20 +97,32 @@ constexpr TensorRef Args::* kUsualFirst[] = {
     &Args::parents,
 };
 
-constexpr bool takes(Form form, TensorRef Args::* field) {
-    constexpr TensorRef Args::* kNotDense[] = {
-        &Args::final_state, &Args::initial_state_indices, &Args::final_state_indices,
-        &Args::checkpoints, &Args::checkpoint_plan,       &Args::chunk_states,
-        &Args::kept};
-    if (form == Form::kNamed) return field != &Args::kept;  // a matter between two calls of the package
-    if (makes_o(form) && field == &Args::o) return false;
-    return !(makes_final_state(form) || form == Form::kAlone) || !contains(kNotDense, field);
+// What the default overload does not take: what is written, what says where, and what was kept.
+constexpr TensorRef Args::* kOfOut[] = {
+    &Args::o,
+    &Args::final_state,
+    &Args::final_state_indices,
+    &Args::checkpoints,
+    &Args::checkpoint_plan,
+    &Args::chunk_states,
+    &Args::snapshots,
+    &Args::snapshot_indices,
+    &Args::segment_m,
+    &Args::segment_b,
+    &Args::kept,
+};
+
+constexpr bool takes(Pass pass, Form form, TensorRef Args::* field) {
+    if (form == Form::kOut) return true;
+    // A state that the call makes has no slots: what gathers its states writes them to slots, too.
+    const bool gathers = field == &Args::initial_state_indices && pass != Pass::kVerify;
+    return !gathers && !contains(kOfOut, field);
 }
 
 constexpr Parameters make_parameters(Pass pass, Form form) {
     Parameters all;
     const auto add = [&](const Parameter& parameter) {
-        if (takes(form, parameter.field)) all.rows[all.count++] = parameter;
+        if (takes(pass, form, parameter.field)) all.rows[all.count++] = parameter;
     };
     std::ranges::for_each(kInputs, add);
     if (has_states(pass)) std::ranges::for_each(kStates, add);
@@ -124,35 +130,17 @@ constexpr Parameters make_parameters(Pass pass, Form form) {
     const auto rank = [](const Parameter& parameter) {
         return std::ranges::find(kUsualFirst, parameter.field);
     };
-    if (form != Form::kNamed) std::ranges::sort(all.rows.begin(), all.rows.begin() + all.count, {}, rank);
+    std::ranges::sort(all.rows.begin(), all.rows.begin() + all.count, {}, rank);
     return all;
 }
 
-std::string named_schema(Pass pass) {
-    std::string text = std::string(name(pass)) + "(";
-    for (const Parameter& parameter : parameters(pass, Form::kNamed)) {
-        text += parameter.declaration() + ", ";
-        if (parameter.field == &Args::final_state) text += "bool in_place, ";
-    }
-    text +=
-        "*, str algorithm, float scale, str gate, float lower_bound, bool qk_l2norm, bool beta_is_logit, "
-        "bool allow_neg_eigval, int null_index, bool batch_invariant, str backend";
-    if (pass == Pass::kPrefill) text += ", int chunk_tokens";
-    return text + ") -> ()";
-}
-
-std::string compact_schema(Pass pass, Form form) {
-    std::string text = std::string(name(pass)) + std::string(overload(form)) + "(", optional;
-    for (const Parameter& parameter : parameters(pass, form)) {
-        if (parameter.optional())
-            optional += ", " + parameter.declaration() + "=None";
-        else
-            text += parameter.declaration() + ", ";
-        if (parameter.field == &Args::dt_bias) optional += ", float? lower_bound=None";
-        if (parameter.field == &Args::cu_seqlens) optional += ", float? scale=None";
-    }
-    text += "int options" + optional + ", int? null_index=None, str? backend=None) -> (";
-    return text + std::string(returns(form)) + ")";
+constexpr bool takes(Pass pass, Form form, const Option& option) {
+    const bool makes = form == Form::kDefault, makes_state = pass == Pass::kPrefill || pass == Pass::kDecode;
+    if (option.name == "in_place") return !makes && has_states(pass);
+    if (option.name == "make_final_state") return makes_state;
+    if (option.name == "k_first") return makes_state || (makes && pass == Pass::kSegment);
+    if (option.name == "make_m" || option.name == "make_b") return makes && pass == Pass::kSegment;
+    return option.name != "keep" || pass == Pass::kSegment;
 }
 
 }  // namespace
@@ -169,8 +157,46 @@ const Parameters& parameters(Pass pass, Form form) {
     return kAll[static_cast<std::size_t>(pass)][static_cast<std::size_t>(form)];
 }
 
+std::string qualified(Pass pass, Form form) { return std::string(name(pass)) + std::string(overload(form)); }
+
 std::string schema(Pass pass, Form form) {
-    return form == Form::kNamed ? named_schema(pass) : compact_schema(pass, form);
+    std::string text = qualified(pass, form) + "(", optional;
+    for (const Parameter& parameter : parameters(pass, form)) {
+        if (parameter.optional())
+            optional += ", " + parameter.declaration() + "=None";
+        else
+            text += parameter.declaration() + ", ";
+        if (parameter.field == &Args::dt_bias) optional += ", float? lower_bound=None";
+        if (parameter.field == &Args::cu_seqlens) optional += ", float? scale=None";
+    }
+    text += "int options" + optional + ", int? null_index=None, str? backend=None) -> (";
+    return text + std::string(returns(pass, form)) + ")";
+}
+
+Options unpack(std::int64_t options) {
+    Options all;
+    for (const Option& option : kOptions) all.*option.field = options >> option.shift & option.mask();
+    return all;
+}
+
+std::int64_t known_bits(Pass pass, Form form) {
+    std::int64_t bits = 0;
+    for (const Option& option : kOptions)
+        if (takes(pass, form, option)) bits |= option.mask() << option.shift;
+    return bits;
+}
+
+std::string option_bits() {
+    std::string text;
+    for (const Option& option : kOptions) {
+        text += std::string(option.name) + "\t" + std::to_string(option.shift) + "\t";
+        if (option.field == &Options::algorithm)
+            for (const NamedAlgorithm& row : kAlgorithms) text += std::string(row.name) + " ";
+        if (option.field == &Options::gate)
+            for (std::string_view gate : kGates) text += std::string(gate) + " ";
+        text += "\n";
+    }
+    return text;
 }
 
 }  // namespace cula::torch_binding

@@ -24,60 +24,78 @@ struct Parameter {
     std::string declaration() const { return std::string(type) + " " + std::string(name); }
 };
 
-// A pass has several overloads. The one without a name spells its options out and has no `kept`. The others
-// are for callers that count microseconds (the package itself). PyTorch spends as much on a number, and on a
-// None, as on a tensor, and next to nothing on what is left out. So their `options` holds chunk_tokens << 16
-// and, from the lowest bit, 8 bits for the row of kAlgorithms, 2 for the Gate, then the flags in the order in
-// which the unnamed overload has them, in_place, and whether a state that `dense` makes is K-first; all that
-// is optional follows, the usual first: lower_bound after dt_bias, scale after cu_seqlens, null_index and
-// backend last. A_log, dt_bias and decay may have any shape, strides and dtype, q, k, v and g any strides (a
-// copy is made where the last one is not 1), and scale is K ** -0.5 by default.
-//   packed  does the same as the unnamed one, and takes `kept`
-//   fresh   allocates and returns o: from here that takes half as long as from Python
-//   dense   allocates and returns o and the final state, one for each sequence
-//   into    allocates and returns the final state like `dense`; o is the caller's
-//   alone   allocates and returns o, and writes nothing else
-//   keep    a segment: returns what a prefill of the same tokens takes as `kept`, empty where that would be
-//   nothing
-enum class Form : std::uint8_t { kNamed, kPacked, kFresh, kDense, kInto, kAlone, kKeep };
+// A pass has two overloads.
+//   default  makes what it returns, and writes into none of its arguments
+//   out      writes into tensors of the caller: states, checkpoints, the maps of a segment, and o. An o that
+//            is left out, and a final state that `options` asks for, it makes and returns, in half the time
+//            that Python takes; a segment returns what it keeps, whose size only its plan knows. What is not
+//            made is returned as no tensor, None in Python. Inductor cannot lower an operator that writes
+//            into none of what it may write into and returns a tensor: a call that gives it nothing to write
+//            is one of the default overload.
+// PyTorch spends as much on a number, and on a None, as on a tensor, and next to nothing on what is left out.
+// So all that is no tensor and seldom changes lies in one integer, `options` (kOptions), and what is optional
+// follows, the usual first. A_log, dt_bias and decay may have any shape, strides and dtype, q, k, v and g any
+// strides (a copy is made where the last one is not 1), and scale is K ** -0.5 by default.
+enum class Form : std::uint8_t { kDefault, kOut };
 
 inline constexpr std::array kPasses{Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment};
-inline constexpr std::array kForms{Form::kNamed, Form::kPacked, Form::kFresh, Form::kDense,
-                                   Form::kInto,  Form::kAlone,  Form::kKeep};
+inline constexpr std::array kForms{Form::kDefault, Form::kOut};
 
-constexpr std::string_view overload(Form form) {
-    switch (form) {
-        case Form::kNamed: break;
-        case Form::kPacked: return ".packed";
-        case Form::kFresh: return ".fresh";
-        case Form::kDense: return ".dense";
-        case Form::kInto: return ".into";
-        case Form::kAlone: return ".alone";
-        case Form::kKeep: return ".keep";
-    }
-    return "";
-}
+constexpr std::string_view overload(Form form) { return form == Form::kOut ? ".out" : ""; }
 
-constexpr bool makes_o(Form form) {
-    return form == Form::kFresh || form == Form::kDense || form == Form::kAlone;
-}
-
-constexpr bool makes_final_state(Form form) { return form == Form::kDense || form == Form::kInto; }
+// "prefill", "prefill.out".
+std::string qualified(Pass pass, Form form);
 
 constexpr bool has_states(Pass pass) { return pass != Pass::kSegment; }
 
-constexpr bool has_overload(Pass pass, Form form) {
-    switch (form) {
-        case Form::kNamed:
-        case Form::kPacked: break;
-        case Form::kFresh: return has_states(pass);
-        case Form::kDense:
-        case Form::kInto:
-        case Form::kAlone: return pass == Pass::kPrefill || pass == Pass::kDecode;
-        case Form::kKeep: return pass == Pass::kSegment;
-    }
-    return true;
-}
+// What `options` holds. A flag is 0 or 1.
+struct Options {
+    std::int64_t algorithm = 0;  // a row of kAlgorithms
+    std::int64_t gate = 0;       // a Gate
+    std::int64_t qk_l2norm = 0, beta_is_logit = 0, allow_neg_eigval = 0, batch_invariant = 0;
+    std::int64_t in_place = 0;          // final_state is the initial state, too
+    std::int64_t k_first = 0;           // states that the call makes are [.., K, V]
+    std::int64_t make_final_state = 0;  // one for each sequence
+    std::int64_t make_m = 0, make_b = 0;
+    std::int64_t keep = 0;  // make what a prefill of the same tokens takes as `kept`
+    std::int64_t chunk_tokens = kChunkTokens;
+};
+
+struct Option {
+    std::string_view name;
+    std::int64_t Options::* field;
+    int shift, width;
+
+    constexpr std::int64_t mask() const { return (std::int64_t{1} << width) - 1; }
+};
+
+// The one place that says where in `options` an option lies. Python reads it from option_bits().
+inline constexpr std::array kOptions{
+    Option{"algorithm", &Options::algorithm, 0, 8},
+    Option{"gate", &Options::gate, 8, 2},
+    Option{"qk_l2norm", &Options::qk_l2norm, 10, 1},
+    Option{"beta_is_logit", &Options::beta_is_logit, 11, 1},
+    Option{"allow_neg_eigval", &Options::allow_neg_eigval, 12, 1},
+    Option{"batch_invariant", &Options::batch_invariant, 13, 1},
+    Option{"in_place", &Options::in_place, 14, 1},
+    Option{"k_first", &Options::k_first, 15, 1},
+    Option{"make_final_state", &Options::make_final_state, 16, 1},
+    Option{"make_m", &Options::make_m, 17, 1},
+    Option{"make_b", &Options::make_b, 18, 1},
+    Option{"keep", &Options::keep, 19, 1},
+    Option{"chunk_tokens", &Options::chunk_tokens, 20, 12},
+};
+
+// In the order of the enumerators.
+inline constexpr std::array<std::string_view, 3> kGates{"log_decay", "softplus", "bounded"};
+
+Options unpack(std::int64_t options);
+
+// The bits of the options that an overload has a use for.
+std::int64_t known_bits(Pass pass, Form form);
+
+// The rows of kOptions, one a line: name, shift, the names of its values if it has any; separated by tabs.
+std::string option_bits();
 
 inline constexpr std::size_t kMaxTensors = 20;
 

@@ -34,6 +34,7 @@ from cula import (
 from cula._build import BuildInfo, build_info
 from cula._explain import Explanation, explain
 from cula._family import Algorithm, algorithms
+from cula._ops import operator_options
 from cula.api import (
     Checkpoints,
     cula_decode,
@@ -79,6 +80,7 @@ __all__ = [
     "kda",
     "lightning",
     "linear_attn",
+    "operator_options",
     "ops",
     "retention",
     "simple_gla",

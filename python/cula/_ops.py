@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators of `torch.ops.cula`, written in C++ (bindings/torch/ops.cc): one per pass, `compose`,
-`explain` and `algorithms`.
+`explain`, `algorithms` and `option_bits`.
 
-The package calls the overload `packed` of each, with its options in one integer (`pack`) and what is seldom
-given last, because PyTorch spends as much time on each number and on each None as on a tensor; the default
-overload spells everything out. `fresh` also makes o, `dense` o and a dense final state, and `into` that state
-alone, in half the time that Python takes; `alone` makes o and writes nothing else. A bad argument raises
-`ValueError` from C++ with the name of the argument, what was expected and what was given.
+A pass has two overloads (bindings/torch/schema.h): the default one makes what it returns, and `out` writes
+into tensors of the caller alone. The package calls both by name, through functions that `_shims` writes, and
+with most of what is no tensor in one integer (`pack`). A bad argument raises `ValueError` from C++ with the
+name of the argument, what was expected and what was given.
 
-`torch.ops.cula_unchecked` holds the passes once more, for `_passes.call` alone.
+`torch.ops.cula_unchecked` holds the passes once more, for those functions alone.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
 
 import cula
+from cula import _shims
 
 
 def library() -> Path:
@@ -40,46 +42,12 @@ def library() -> Path:
 
 torch.ops.load_library(library())
 
-prefill = torch.ops.cula.prefill
-decode = torch.ops.cula.decode
-verify = torch.ops.cula.verify
-segment = torch.ops.cula.segment
 compose = torch.ops.cula.compose.default
 explain = torch.ops.cula.explain.default
 algorithms = torch.ops.cula.algorithms.default
 
-# The bits of `options` (bindings/torch/schema.h): algorithm, gate, flags, and from bit 16 on the chunk size.
-_ALGORITHM = {line.partition("\t")[0]: row for row, line in enumerate(algorithms().splitlines())}
-_GATE = {"log_decay": 0 << 8, "softplus": 1 << 8, "bounded": 2 << 8}
-
-
-def pack(
-    algorithm: str,
-    gate: str,
-    qk_l2norm: bool,
-    beta_is_logit: bool,
-    allow_neg_eigval: bool,
-    batch_invariant: bool,
-    in_place: bool,
-    chunk_size: int,
-    k_first: bool = False,
-) -> int:
-    """`k_first`: the state that `dense` makes is `[N, HV, K, V]`."""
-    options = _ALGORITHM[algorithm] + _GATE[gate] + (chunk_size << 16)
-    # One by one: shifting each flag to its place takes more than twice as long.
-    if qk_l2norm:
-        options += 1 << 10
-    if beta_is_logit:
-        options += 1 << 11
-    if allow_neg_eigval:
-        options += 1 << 12
-    if batch_invariant:
-        options += 1 << 13
-    if in_place:
-        options += 1 << 14
-    if k_first:
-        options += 1 << 15
-    return options
+# operator_options(algorithm, gate="log_decay", qk_l2norm=False, ..., chunk_tokens=64)
+operator_options = pack = _shims.packer(torch.ops.cula.option_bits())
 
 
 # What a schema calls a type.
@@ -104,7 +72,7 @@ def _fake(op: torch._ops.OpOverload) -> Callable[..., object]:
         for name, value in given.items():
             if isinstance(value, torch.Tensor) and value.device != device:
                 raise ValueError(f"{op_name(op)}: {name} must be on q's device, {device}, got {value.device}")
-        if outputs and "kept" not in outputs:
+        if outputs != ["kept"]:
             check_dims(op, given["q"], given["v"])
         made = tuple(_MAKE[name](**given) for name in outputs)
         return made[0] if len(made) == 1 else made or None
@@ -112,36 +80,74 @@ def _fake(op: torch._ops.OpOverload) -> Callable[..., object]:
     return fake
 
 
-def op_name(op: torch._ops.OpOverloadPacket | torch._ops.OpOverload) -> str:
-    return op.__name__.partition(".")[0]
+def op_name(op: Operator | torch._ops.OpOverload) -> str:
+    return op.name if isinstance(op, Operator) else op.__name__.partition(".")[0]
 
 
-def check_dims(op: torch._ops.OpOverloadPacket | torch._ops.OpOverload, q: Tensor, v: Tensor) -> None:
+def check_dims(op: Operator | torch._ops.OpOverload, q: Tensor, v: Tensor) -> None:
     """What must hold before the shapes of the outputs can be told."""
     for argument, tensor, shape in (("q", q, "[B, T, H, K]"), ("v", v, "[B, T, HV, V]")):
         if tensor.dim() != 4:
             raise ValueError(f"{op_name(op)}: {argument} must have shape {shape}, got {described(tensor)}")
 
 
-def _make_o(v: Tensor, **_: object) -> Tensor:
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+def _make_o(v: Tensor, o: Tensor | None = None, **_: object) -> Tensor | None:
+    return None if o is not None else torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-def _make_final_state(
-    q: Tensor, v: Tensor, options: int, cu_seqlens: Tensor | None = None, **_: object
-) -> Tensor:
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def _states(
+    wanted: int, q: Tensor, v: Tensor, options: int, cu_seqlens: Tensor | None = None, **_: object
+) -> Tensor | None:
+    """One for each sequence, where `options` has the bit."""
+    if not options & wanted:
+        return None
     rows, columns = v.shape[3], q.shape[3]
-    matrix = (columns, rows) if options >> 15 & 1 else (rows, columns)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((sequences, v.shape[2], *matrix), dtype=dtype)
+    matrix = (columns, rows) if options & bit("k_first") else (rows, columns)
+    return q.new_empty((_sequences(q, cu_seqlens), v.shape[2], *matrix), dtype=state_dtype(q))
 
 
-def _make_kept(q: Tensor, **_: object) -> Tensor:
-    return q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32)
+def _make_m(
+    q: Tensor,
+    v: Tensor,
+    options: int,
+    beta: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **_: object,
+) -> Tensor | None:
+    if not options & bit("make_m"):
+        return None
+    matrix = q.shape[3:] if beta is None else (q.shape[3], q.shape[3])
+    return q.new_empty((_sequences(q, cu_seqlens), v.shape[2], *matrix), dtype=state_dtype(q))
 
 
-_MAKE: dict[str, Callable[..., Tensor]] = {"o": _make_o, "final_state": _make_final_state, "kept": _make_kept}
+def _make_kept(q: Tensor, options: int, **_: object) -> Tensor | None:
+    if options & bit("keep"):
+        return q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32)
+    return None
+
+
+def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
+    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def state_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@functools.cache
+def bit(option: str) -> int:
+    return pack("kda", **{option: True}) - pack("kda")
+
+
+_MAKE: dict[str, Callable[..., Tensor | None]] = {
+    "o": _make_o,
+    "final_state": lambda final_state=None, **given: (
+        None if final_state is not None else _states(bit("make_final_state"), **given)
+    ),
+    "m": _make_m,
+    "b": lambda **given: _states(bit("make_b"), **given),
+    "kept": _make_kept,
+}
 
 
 def refuse_derivatives(
@@ -245,26 +251,51 @@ def _checked(op: torch._ops.OpOverload) -> Callable[..., object]:
     return refuse_or_run
 
 
-# What the package calls: by the `id` of an operator, the same without `_checked`, and the positions that it
-# writes.
-unchecked: dict[int, tuple[Callable[..., Any], tuple[int, ...]]] = {}
 _libraries = [torch.library.Library(name, "FRAGMENT") for name in ("cula", "cula_unchecked")]
 
 
-def _register(packet: str, overload: str, fake: Callable[..., object] | None = None) -> None:
-    op = getattr(getattr(torch.ops.cula, packet), overload)
+def _register(op: torch._ops.OpOverload, fake: Callable[..., object]) -> None:
     name = op.name().removeprefix("cula::")
     for key in ("Autograd", "ADInplaceOrView"):
         _libraries[0].impl(name, _checked(op), key, with_keyset=True)
-    torch.library.register_fake(op.name(), fake or _fake(op))
-    if fake is None:
-        twin = getattr(getattr(torch.ops.cula_unchecked, packet), overload)
-        _libraries[1].impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(twin.name(), _fake(op))
-        unchecked[id(op)] = twin._op, _written(op)
+    torch.library.register_fake(op.name(), fake)
 
 
-_register("compose", "default", lambda *_: None)
-for _packet in (prefill, decode, verify, segment):
-    for _overload in _packet.overloads():
-        _register(_packet.__name__, _overload)
+def _overload(name: str, overload: str) -> Callable[..., Any]:
+    """Registers an overload of a pass, and returns what the package calls in its place: the same without
+    `_checked`, by name."""
+    op = getattr(getattr(torch.ops.cula, name), overload)
+    twin = getattr(getattr(torch.ops.cula_unchecked, name), overload)
+    _register(op, _fake(op))
+    _libraries[1].impl(twin.name().partition("::")[2], torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(twin.name(), _fake(op))
+    known = {
+        "run": twin._op,
+        "is_compiling": is_compiling,
+        "is_grad_enabled": is_grad_enabled,
+        "forward_ad": forward_ad,
+        "any_requires_grad": torch._C._any_requires_grad,
+        "increment_version": increment_version,
+        "refuse_derivatives": refuse_derivatives,
+        "refuse_types": refuse_types,
+    }
+    return _shims.by_position(op, known)
+
+
+class Operator(NamedTuple):
+    """A pass: `make` calls its default overload, and `write` the one named `out`."""
+
+    name: str
+    make: Callable[..., Any]
+    write: Callable[..., Any]
+
+    @property
+    def default(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.cula, self.name).default
+
+
+_register(compose, lambda *_: None)
+prefill, decode, verify, segment = (
+    Operator(name, _overload(name, "default"), _overload(name, "out"))
+    for name in ("prefill", "decode", "verify", "segment")
+)

@@ -3,22 +3,20 @@
 numerics.
 
 Everything above (Level 1, the drop-ins) is names and defaults; everything below (checks of shapes, dtypes,
-strides and indices, dispatch) is C++.
+strides and indices, dispatch) is C++. What a call has besides its tokens travels in three small objects:
+`Gate`, `States` and `Outputs`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeGuard, TypeVar
 
 import torch
-from torch import Tensor, is_grad_enabled
-from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
-from torch.compiler import is_compiling
+from torch import Tensor
 
 from cula import _ops
-from cula._family import FAMILY
-from cula._ops import op_name
+from cula._ops import Operator, state_dtype
 
 # The options that are no tensors, and the types that they may have, the one to name first.
 _PLAIN = {
@@ -32,12 +30,20 @@ _PLAIN = {
     "chunk_size": (int,),
 }
 
-# What makes the log decay of g: gate_of(), A_log, dt_bias and lower_bound.
-Gate = tuple[str, Tensor | None, Tensor | None, float | None]
-LOG_DECAY: Gate = ("log_decay", None, None, None)
+TensorOrNone = TypeVar("TensorOrNone", Tensor, Tensor | None)
 
-States = TypeVar("States", Tensor, Tensor | None)
-Made = TypeVar("Made")
+
+@dataclass(slots=True)
+class Gate:
+    """What makes the log decay of g."""
+
+    kind: str = "log_decay"  # gate_of()
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    lower_bound: float | None = None
+
+
+LOG_DECAY = Gate()
 
 
 class Checkpoints(NamedTuple):
@@ -55,8 +61,43 @@ class Checkpoints(NamedTuple):
     plan: Tensor
 
 
+@dataclass(slots=True)
+class States:
+    """Where sequences start from and end in, as the user gave it (`cula.api` says what each is)."""
+
+    initial: Tensor | None = None
+    pool: Tensor | None = None
+    initial_indices: Tensor | None = None
+    final_indices: Tensor | None = None
+    has_initial: Tensor | None = None
+    null_index: int = -1
+    v_first: bool = True
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What a call makes or writes besides a pool."""
+
+    o: Tensor | None = None
+    final_state: bool = False
+    checkpoints: Checkpoints | None = None
+    chunk_states: bool = False
+    chunk_size: int = 64
+
+
+NO_STATES, NO_OUTPUTS = States(), Outputs()
+
+IN_PLACE, _K_FIRST, _FINAL_STATE, _KEEP = map(_ops.bit, ("in_place", "k_first", "make_final_state", "keep"))
+_MAPS = _ops.bit("make_m") + _ops.bit("make_b")
+
+
+def dense(initial: Tensor | None, v_first: bool = True) -> States:
+    """A state for each sequence. By position, since keywords cost a class half a microsecond."""
+    return States(initial, None, None, None, None, -1, v_first)
+
+
 def forward(
-    op: torch._ops.OpOverloadPacket,
+    op: Operator,
     algorithm: str,
     q: Tensor,
     k: Tensor,
@@ -69,112 +110,100 @@ def forward(
     beta_is_logit: bool = False,
     allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = True,
-    state_pool: Tensor | None = None,
-    initial_state_indices: Tensor | None = None,
-    final_state_indices: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-    null_index: int = -1,
-    checkpoints: Checkpoints | None = None,
-    return_chunk_states: bool = False,
-    chunk_size: int = 64,
+    states: States = NO_STATES,
+    outputs: Outputs = NO_OUTPUTS,
     backend: str | None = None,
     deterministic: bool | str | None = None,
-    out: Tensor | None = None,
     device: torch.device | str | None = None,
     kept: Tensor | None = None,
     decay: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs `_ops.prefill` or `_ops.decode`; returns o, the final state or the pool, and the states at chunk
-    starts.
-
-    Level 1 calls it by position, with thirty arguments at the most: keywords cost Python more than a
-    microsecond, and more than thirty arguments, which go through a list, a third of one.
-    """
-    in_place = state_pool is not None
-    kind, A_log, dt_bias, lower_bound = gate
-    if not (type(output_final_state) is type(state_v_first) is type(return_chunk_states) is bool):
+    starts."""
+    A_log, dt_bias, lower_bound = gate.A_log, gate.dt_bias, gate.lower_bound
+    initial_state, pool, v_first = states.initial, states.pool, states.v_first
+    null_index = states.null_index
+    wants_state, wants_chunk_states = outputs.final_state, outputs.chunk_states
+    # By identity: type() takes four times as long.
+    if not (
+        (wants_state is False or wants_state is True)
+        and (v_first is True or v_first is False)
+        and (wants_chunk_states is False or wants_chunk_states is True)
+    ):
         check_flags(
-            output_final_state=output_final_state is not None
-            and output_final_state,  # FLA's layers hand None on
-            state_v_first=state_v_first,
-            return_intermediate_states=return_chunk_states,
+            output_final_state=wants_state is not None and wants_state,  # FLA's layers hand None on
+            state_v_first=v_first,
+            return_intermediate_states=wants_chunk_states,
         )
-    flags = options(
-        algorithm, kind, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, null_index, backend,
-        deterministic, in_place, chunk_size, not state_v_first,
+    initial_indices, final_indices = states.initial_indices, states.final_indices
+    chunk_size, out, checkpoints = outputs.chunk_size, outputs.o, outputs.checkpoints
+    options = pack(
+        algorithm, gate.kind, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, null_index,
+        backend, deterministic, chunk_size,
     )  # fmt: skip
+    dense = pool is None and initial_indices is None and final_indices is None
+    if pool is not None:
+        options |= IN_PLACE
+    elif dense and wants_state:
+        options |= _FINAL_STATE if v_first else _FINAL_STATE | _K_FIRST
     if device is not None:
         check_inputs(op, q, k, v, device)
-    if not state_v_first:
-        initial_state = v_first(op, "initial_state", initial_state)
+    if not v_first:
+        initial_state = as_v_first(op, "initial_state", initial_state)
     null = None if null_index == -1 else null_index
-    dense = not in_place and initial_state_indices is None and final_state_indices is None
-    if (
-        dense
-        and checkpoints is None
-        and kept is None
-        and not return_chunk_states
-        and (out is None or output_final_state)
-    ):
-        rest = (
-            flags, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, scale, decay,
-            has_initial_state, null, backend,
+    if dense and out is None and kept is None and checkpoints is None and not wants_chunk_states:
+        o, final_state = op.make(
+            q, k, v, options, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+            initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, decay=decay,
+            has_initial_state=states.has_initial, null_index=null, backend=backend,
         )  # fmt: skip
-        if out is not None:
-            return out, call(op.into, (q, k, v, out, *rest)), None
-        made = call(op.dense if output_final_state else op.alone, (q, k, v, *rest))
-        return (*made, None) if output_final_state else (made, None, None)
+        return o, final_state, None
 
-    final_state = returned = state_pool
-    if in_place:
+    final_state = returned = pool
+    if pool is not None:
         if initial_state is not None:
             raise ValueError(
-                f"{op_name(op)}: initial_state must be left out with state_pool, which holds it, got both"
+                f"{op.name}: initial_state must be left out with state_pool, which holds it, got both"
             )
-    elif final_state_indices is not None:
-        raise ValueError(f"{op_name(op)}: final_state_indices must come with state_pool, got indices alone")
-    elif output_final_state:
+    elif final_indices is not None:
+        raise ValueError(f"{op.name}: final_state_indices must come with state_pool, got indices alone")
+    elif wants_state and not dense:
         check_room(op, q, k, v, cu_seqlens)
-        final_state, final_state_indices, returned = _new_final_state(
-            q, v, cu_seqlens, state_v_first, initial_state_indices is not None, null
-        )
-    if not state_v_first:
-        final_state = v_first(op, "state_pool", final_state)
+        final_state, final_indices, returned = _new_final_state(q, v, cu_seqlens, states, null)
+    if not v_first:
+        final_state = as_v_first(op, "state_pool", final_state)
+    if out is None and final_state is None and not wants_chunk_states and checkpoints is None:
+        out = empty_o(op, q, k, v)  # `write` would write nothing
     if op is _ops.decode:
-        o = call_for_o(
-            op, out, final_state,
-            (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices,
-             initial_state, cu_seqlens, scale, decay, has_initial_state, final_state_indices, null, backend),
+        o, made_state = op.write(
+            q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+            final_state=final_state, initial_state_indices=initial_indices,
+            initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, decay=decay,
+            has_initial_state=states.has_initial, final_state_indices=final_indices, null_index=null,
+            backend=backend,
         )  # fmt: skip
-        return o, returned, None
+        return o if out is None else out, made_state if returned is None else returned, None
 
-    states = plan = None
+    kept_states = plan = chunk_states = chunk_states_v_first = None
     if checkpoints is not None:
-        if not isinstance(checkpoints, tuple | list) or len(checkpoints) != 2:
-            raise TypeError(
-                f"prefill: checkpoints must be Checkpoints(states, plan), got {_ops.type_name(checkpoints)}"
-            )
-        states, plan = checkpoints
-    chunk_states = states_at_chunks = None
-    if return_chunk_states:
+        kept_states, plan = _checkpoints_of(checkpoints)
+    if wants_chunk_states:
         check_room(op, q, k, v, cu_seqlens)
         if cu_seqlens_cpu is not None and cu_seqlens is not None:
             check_lengths(op, "cu_seqlens_cpu", cu_seqlens_cpu)
-        chunk_states = _new_chunk_states(q, k, v, cu_seqlens, cu_seqlens_cpu, chunk_size, state_v_first)
-        states_at_chunks = chunk_states if state_v_first else chunk_states.transpose(-1, -2)
-    if not state_v_first:
-        states = v_first(op, "checkpoints.states", states)
-    o = call_for_o(
-        op, out, final_state,
-        (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices,
-         initial_state, cu_seqlens, scale, decay, has_initial_state, final_state_indices, states, plan,
-         states_at_chunks, kept, null, backend),
+        chunk_states = _new_chunk_states(q, k, v, cu_seqlens, cu_seqlens_cpu, chunk_size, v_first)
+        chunk_states_v_first = chunk_states if v_first else chunk_states.transpose(-1, -2)
+    if not v_first:
+        kept_states = as_v_first(op, "checkpoints.states", kept_states)
+    o, made_state = op.write(
+        q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+        final_state=final_state, initial_state_indices=initial_indices, initial_state=initial_state,
+        cu_seqlens=cu_seqlens, scale=scale, decay=decay, has_initial_state=states.has_initial,
+        final_state_indices=final_indices, checkpoints=kept_states, checkpoint_plan=plan,
+        chunk_states=chunk_states_v_first, kept=kept, null_index=null, backend=backend,
     )  # fmt: skip
-    return o, returned, chunk_states
+    return o if out is None else out, made_state if returned is None else returned, chunk_states
 
 
 def verify(
@@ -182,53 +211,65 @@ def verify(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    state: Tensor | None,
-    *,
     g: Tensor | None,
-    decay: Tensor | None,
     beta: Tensor | None,
     gate: Gate,
-    scale: float | None,
-    qk_l2norm: bool,
-    beta_is_logit: bool,
-    allow_neg_eigval: bool,
-    cu_seqlens: Tensor | None,
-    state_v_first: bool,
-    update_state: bool,
-    initial_state_indices: Tensor | None,
-    state_indices: Tensor | None,
-    num_accepted: Tensor | None,
-    has_initial_state: Tensor | None,
-    snapshots: Tensor | None,
-    snapshot_indices: Tensor | None,
-    parents: Tensor | None,
-    null_index: int,
-    backend: str | None,
-    deterministic: bool | str | None,
-    out: Tensor | None,
-    device: torch.device | str | None,
+    states: States,
+    *,
+    decay: Tensor | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    beta_is_logit: bool = False,
+    allow_neg_eigval: bool = False,
+    cu_seqlens: Tensor | None = None,
+    update_state: bool = False,
+    state_indices: Tensor | None = None,
+    num_accepted: Tensor | None = None,
+    snapshots: Tensor | None = None,
+    snapshot_indices: Tensor | None = None,
+    parents: Tensor | None = None,
+    backend: str | None = None,
+    deterministic: bool | str | None = None,
+    out: Tensor | None = None,
+    device: torch.device | str | None = None,
 ) -> Tensor:
-    check_inputs(_ops.verify, q, k, v, device)
+    """`states.pool` is only read unless `update_state`."""
+    op, pool, v_first = _ops.verify, states.pool, states.v_first
+    initial_indices, null_index = states.initial_indices, states.null_index
+    check_inputs(op, q, k, v, device)
     if cu_seqlens is not None:
-        check_lengths(_ops.verify, "cu_seqlens", cu_seqlens)
-    check_flags(state_v_first=state_v_first)
-    if state_indices is None and initial_state_indices is None and _ops.is_dense(state) and state.dim() == 4:
-        state = state[: _sequences(q, cu_seqlens)]
-    if not state_v_first:
-        state = v_first(_ops.verify, "state", state)
-        snapshots = v_first(_ops.verify, "snapshots", snapshots, 5)
-    kind, A_log, dt_bias, lower_bound = gate
-    flags = options(
-        algorithm, kind, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, null_index, backend,
-        deterministic, update_state,
+        check_lengths(op, "cu_seqlens", cu_seqlens)
+    check_flags(state_v_first=v_first)
+    if state_indices is None and initial_indices is None and _ops.is_dense(pool) and pool.dim() == 4:
+        pool = pool[: _sequences(q, cu_seqlens)]
+    if not v_first:
+        pool = as_v_first(op, "state", pool)
+        snapshots = as_v_first(op, "snapshots", snapshots, 5)
+    A_log, dt_bias, lower_bound = gate.A_log, gate.dt_bias, gate.lower_bound
+    options = pack(
+        algorithm, gate.kind, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, null_index,
+        backend, deterministic,
     )  # fmt: skip
-    final_state, initial_state = (state, None) if update_state else (None, state)
-    return call_for_o(
-        _ops.verify, out, final_state,
-        (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, final_state, initial_state_indices,
-         initial_state, cu_seqlens, scale, decay, has_initial_state, None, state_indices, num_accepted,
-         snapshots, snapshot_indices, parents, None if null_index == -1 else null_index, backend),
+    if update_state:
+        options |= IN_PLACE
+    null = None if null_index == -1 else null_index
+    if out is None and not update_state and snapshots is None and snapshot_indices is None:
+        o: Tensor = op.make(
+            q, k, v, options, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+            initial_state_indices=initial_indices, initial_state=pool, cu_seqlens=cu_seqlens, scale=scale,
+            decay=decay, has_initial_state=states.has_initial, state_indices=state_indices,
+            num_accepted=num_accepted, parents=parents, null_index=null, backend=backend,
+        )  # fmt: skip
+        return o
+    final_state, initial_state = (pool, None) if update_state else (None, pool)
+    made = op.write(
+        q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+        final_state=final_state, initial_state_indices=initial_indices, initial_state=initial_state,
+        cu_seqlens=cu_seqlens, scale=scale, decay=decay, has_initial_state=states.has_initial,
+        state_indices=state_indices, num_accepted=num_accepted, snapshots=snapshots,
+        snapshot_indices=snapshot_indices, parents=parents, null_index=null, backend=backend,
     )  # fmt: skip
+    return made if out is None else out
 
 
 def segment(
@@ -236,11 +277,11 @@ def segment(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     g: Tensor | None,
-    decay: Tensor | None,
     beta: Tensor | None,
     gate: Gate,
+    *,
+    decay: Tensor | None,
     qk_l2norm: bool,
     beta_is_logit: bool,
     allow_neg_eigval: bool,
@@ -253,42 +294,32 @@ def segment(
     keep: bool,
     out: tuple[Tensor | None, Tensor | None] | None,
 ) -> tuple[Tensor | None, ...]:
-    check_inputs(_ops.segment, q, k, v, device)
+    op = _ops.segment
+    check_inputs(op, q, k, v, device)
     check_flags(state_v_first=state_v_first, keep=keep)
-    check_room(_ops.segment, q, k, v, cu_seqlens)
-    sequences, heads, key_dim, value_dim = _sequences(q, cu_seqlens), v.shape[2], q.shape[3], v.shape[3]
-    dtype = _state_dtype(q)
-    m_shape: tuple[int, ...] = (sequences, heads, key_dim)
-    if not FAMILY[algorithm].has_diagonal_map:
-        m_shape = (*m_shape, key_dim)
-    b_shape = (sequences, heads, *_matrix(value_dim, key_dim, state_v_first))
-    if out is None:
-        out = q.new_empty(m_shape, dtype=dtype), q.new_empty(b_shape, dtype=dtype)
-    elif not isinstance(out, tuple | list) or len(out) != 2:
+    check_room(op, q, k, v, cu_seqlens)
+    if out is not None and (not isinstance(out, tuple | list) or len(out) != 2):
         raise TypeError(f"segment: out must be a pair (m, b), got {_ops.type_name(out)}")
-    m, b = out
-    written_m, written_b = m, b
-    if m is None and b is None and keep and torch.compiler.is_compiling():
-        # Inductor cannot lower an operator that may write into its arguments, returns a tensor, and writes
-        # into none. B alone would keep less.
-        written_m, written_b = q.new_empty(m_shape, dtype=dtype), q.new_empty(b_shape, dtype=dtype)
-    kind, A_log, dt_bias, lower_bound = gate
-    flags = options(
-        algorithm,
-        kind,
-        qk_l2norm,
-        beta_is_logit,
-        allow_neg_eigval,
-        scale,
-        lower_bound,
-        -1,
-        backend,
+    A_log, dt_bias, lower_bound = gate.A_log, gate.dt_bias, gate.lower_bound
+    options = pack(
+        algorithm, gate.kind, qk_l2norm, beta_is_logit, allow_neg_eigval, scale, lower_bound, -1, backend,
         deterministic,
-    )
-    kept = call(
-        _ops.segment.keep if keep else _ops.segment.packed,
-        (q, k, v, flags, written_b if state_v_first or written_b is None else written_b.transpose(-1, -2),
-         written_m, g, beta, A_log, dt_bias, lower_bound, cu_seqlens, scale, decay, None, backend),
+    )  # fmt: skip
+    if keep:
+        options |= _KEEP
+    if out is None:
+        options |= _MAPS if state_v_first else _MAPS | _K_FIRST
+    m, b = (None, None) if out is None else out
+    if m is None and b is None:  # `write` would write nothing
+        m, b, kept = op.make(
+            q, k, v, options, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+            cu_seqlens=cu_seqlens, scale=scale, decay=decay, backend=backend,
+        )  # fmt: skip
+        return (m, b, kept) if keep else (m, b)
+    kept = op.write(
+        q, k, v, options, m=m, b=b if state_v_first or b is None else b.transpose(-1, -2), g=g, beta=beta,
+        A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, cu_seqlens=cu_seqlens, scale=scale,
+        decay=decay, backend=backend,
     )  # fmt: skip
     return (m, b, kept) if keep else (m, b)
 
@@ -302,6 +333,30 @@ def gate_of(use_gate_in_kernel: bool, lower_bound: float | None) -> str:
     if lower_bound is not None:
         raise ValueError(f"lower_bound must be left out when g is the log decay, got {lower_bound!r}")
     return "log_decay"
+
+
+def returned(
+    made: tuple[Tensor, Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    o, final_state, h = made
+    return (o, final_state) if h is None else (o, final_state, h)
+
+
+def given_gate(
+    use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> Gate:
+    if use_gate_in_kernel is False and A_log is None and dt_bias is None and lower_bound is None:
+        return LOG_DECAY
+    return Gate(gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound)
+
+
+def require_tensor(argument: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{argument} must be a tensor, got {_ops.type_name(value)}")
+
+
+def has_rows(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dim() >= 2
 
 
 def check_flags(**flags: object) -> None:
@@ -318,11 +373,11 @@ def refuse_context() -> None:
 
 
 def check_inputs(
-    op: torch._ops.OpOverloadPacket, q: Tensor, k: Tensor, v: Tensor, device: torch.device | str | None = None
+    op: Operator, q: Tensor, k: Tensor, v: Tensor, device: torch.device | str | None = None
 ) -> None:
     """What must hold before shapes can be read; everything else is checked in C++."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        _ops.refuse_types(op.packed, (q, k, v))
+        _ops.refuse_types(op.default, (q, k, v))
     if q.dim() != 4 or v.dim() != 4:
         _ops.check_dims(op, q, v)
     if device is not None:
@@ -330,94 +385,60 @@ def check_inputs(
             wanted = torch.device(device)
         except (RuntimeError, TypeError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{op_name(op)}: device must be a device of PyTorch, got {device!r}") from None
+            raise kind(f"{op.name}: device must be a device of PyTorch, got {device!r}") from None
         if wanted.type != q.device.type or wanted.index not in (None, q.device.index):
-            raise ValueError(f"{op_name(op)}: device must be q's device, {q.device}, got {wanted}")
+            raise ValueError(f"{op.name}: device must be q's device, {q.device}, got {wanted}")
 
 
-def check_room(
-    op: torch._ops.OpOverloadPacket, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None
-) -> None:
+def _fits(q: Tensor, v: Tensor) -> bool:
+    """Whether outputs of their shapes are no larger than the inputs lead one to expect."""
+    try:
+        (batch, tokens, _, key_dim), (rows, length, _, _) = q.shape, v.shape
+        dense = q.layout is v.layout is torch.strided and not (q.is_quantized or v.is_quantized)
+        return dense and batch == rows and tokens == length and key_dim <= 256
+    except (AttributeError, RuntimeError, ValueError):
+        return False  # what is wrong, check_room() says
+
+
+def check_room(op: Operator, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> None:
     """What must hold before outputs are made here: those of inputs that C++ refuses could be larger than the
     memory. It asks for all that `check_inputs` does but the device."""
+    if cu_seqlens is None and _fits(q, v) and isinstance(k, Tensor):
+        return
     if not (_ops.is_dense(q) and _ops.is_dense(k) and _ops.is_dense(v)):
-        _ops.refuse_types(op.packed, (q, k, v))
+        _ops.refuse_types(op.default, (q, k, v))
     if q.dim() != 4 or v.dim() != 4:
         _ops.check_dims(op, q, v)
     if q.shape[:2] != v.shape[:2]:
         batch, tokens = q.shape[:2]
         raise ValueError(
-            f"{op_name(op)}: v must have shape [B, T, HV, V] = [{batch}, {tokens}, HV, V], "
-            f"got {list(v.shape)}"
+            f"{op.name}: v must have shape [B, T, HV, V] = [{batch}, {tokens}, HV, V], got {list(v.shape)}"
         )
     if q.shape[3] > 256:
-        raise ValueError(f"{op_name(op)}: q must have a key dimension K from 1 to 256, got {q.shape[3]}")
+        raise ValueError(f"{op.name}: q must have a key dimension K from 1 to 256, got {q.shape[3]}")
     if cu_seqlens is not None:
         check_lengths(op, "cu_seqlens", cu_seqlens)
 
 
-def check_lengths(op: torch._ops.OpOverloadPacket, argument: str, lengths: Tensor) -> None:
+def check_lengths(op: Operator, argument: str, lengths: Tensor) -> None:
     if not isinstance(lengths, Tensor):
-        raise TypeError(f"{op_name(op)}: {argument} must be a tensor or None, got {_ops.type_name(lengths)}")
+        raise TypeError(f"{op.name}: {argument} must be a tensor or None, got {_ops.type_name(lengths)}")
     if not _ops.is_dense(lengths) or lengths.dim() != 1:
-        raise ValueError(f"{op_name(op)}: {argument} must have shape [N + 1], got {_ops.described(lengths)}")
+        raise ValueError(f"{op.name}: {argument} must have shape [N + 1], got {_ops.described(lengths)}")
     if lengths.shape[0] == 0:
-        raise ValueError(f"{op_name(op)}: {argument} must have N + 1 >= 1 elements, got 0")
+        raise ValueError(f"{op.name}: {argument} must have N + 1 >= 1 elements, got 0")
     if lengths.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{op_name(op)}: {argument} must have dtype int32 or int64, got {lengths.dtype}")
+        raise ValueError(f"{op.name}: {argument} must have dtype int32 or int64, got {lengths.dtype}")
     if lengths.shape[0] > 1 and lengths.stride(0) != 1:
-        raise ValueError(f"{op_name(op)}: {argument} must be contiguous, got stride {lengths.stride(0)}")
+        raise ValueError(f"{op.name}: {argument} must be contiguous, got stride {lengths.stride(0)}")
 
 
-def call_for_o(
-    op: torch._ops.OpOverloadPacket,
-    out: Tensor | None,
-    final_state: Tensor | None,
-    arguments: tuple[Any, ...],
-) -> Tensor:
-    """Calls the operator with `out`, or with a new o, and returns it. `arguments` are those of `fresh`.
-
-    Only a call that writes a state gets its o from there: Inductor cannot lower an operator that may write
-    into its arguments, returns a tensor, and writes into none of them.
-    """
-    if out is None and final_state is not None:
-        return call(op.fresh, arguments)
-    q, k, v, *others = arguments
-    if out is None:
-        check_room(op, q, k, v)
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    call(op.packed, (q, k, v, out, *others))
-    return out
+def empty_o(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    check_room(op, q, k, v)
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-def call(op: torch._ops.OpOverload[..., Made], arguments: tuple[Any, ...]) -> Made:
-    """Calls the operator by position, up to the last argument that is given: PyTorch takes longer over a None
-    than over a tensor, and longer still over a keyword."""
-    count = len(arguments)
-    while arguments[count - 1] is None:
-        count -= 1
-    arguments = arguments[:count]
-    if is_compiling():
-        return op(*arguments)
-    if forward_ad._current_level >= 0:
-        _ops.refuse_derivatives(op, arguments)
-    elif is_grad_enabled():
-        for value in arguments:
-            if value is not None and isinstance(value, Tensor) and value.requires_grad:
-                _ops.refuse_derivatives(op, arguments)
-    run, written = _ops.unchecked[id(op)]
-    try:
-        made: Made = run(*arguments)
-    except Exception:
-        _ops.refuse_types(op, arguments)  # PyTorch says it less well, and turns a number into a tensor first
-        raise
-    for position in written:
-        if position < count and arguments[position] is not None:
-            increment_version(arguments[position])
-    return made
-
-
-def options(
+def pack(
     algorithm: str,
     gate: str,
     qk_l2norm: bool,
@@ -428,13 +449,13 @@ def options(
     null_index: int,
     backend: str | None,
     deterministic: bool | str | None = None,
-    in_place: bool = False,
     chunk_size: int = 64,
-    k_first: bool = False,
 ) -> int:
     """The `options` of an operator, after a look at the types of all that is no tensor."""
     if not (
-        type(qk_l2norm) is type(beta_is_logit) is type(allow_neg_eigval) is bool
+        (qk_l2norm is True or qk_l2norm is False)
+        and (beta_is_logit is False or beta_is_logit is True)
+        and (allow_neg_eigval is False or allow_neg_eigval is True)
         and type(null_index) is type(chunk_size) is int
         and (scale is None or type(scale) is float)
         and (lower_bound is None or type(lower_bound) is float)
@@ -457,18 +478,12 @@ def options(
                 )
     if chunk_size != 64 and chunk_size not in (16, 32):
         raise ValueError(f"chunk_size must be 16, 32 or 64, got {chunk_size}")
-    batch_invariant = False if deterministic is None else is_batch_invariant(deterministic)
     return _ops.pack(
-        algorithm,
-        gate,
-        qk_l2norm,
-        beta_is_logit,
-        allow_neg_eigval,
-        batch_invariant,
-        in_place,
-        chunk_size,
-        k_first,
-    )
+        algorithm, gate=gate, qk_l2norm=qk_l2norm, beta_is_logit=beta_is_logit,
+        allow_neg_eigval=allow_neg_eigval,
+        batch_invariant=deterministic is not None and is_batch_invariant(deterministic),
+        chunk_tokens=chunk_size,
+    )  # fmt: skip
 
 
 def is_batch_invariant(deterministic: bool | str | None) -> bool:
@@ -479,20 +494,16 @@ def is_batch_invariant(deterministic: bool | str | None) -> bool:
     return True
 
 
-def _state_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def _matrix(value_dim: int, key_dim: int, state_v_first: bool) -> tuple[int, int]:
     return (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
 
 
-def v_first(op: torch._ops.OpOverloadPacket, argument: str, states: States, ndim: int = 4) -> States:
+def as_v_first(op: Operator, argument: str, states: TensorOrNone, ndim: int = 4) -> TensorOrNone:
     """The V-first view of K-first states: the operators take any strides, so no layout needs a copy."""
     if states is None or not _ops.is_dense(states):
         return states  # absent, or refused with the other types
     if states.dim() != ndim:
-        raise ValueError(f"{op_name(op)}: {argument} must have {ndim} dimensions, got {list(states.shape)}")
+        raise ValueError(f"{op.name}: {argument} must have {ndim} dimensions, got {list(states.shape)}")
     return states.transpose(-1, -2)
 
 
@@ -500,13 +511,16 @@ def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
     return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
+def _checkpoints_of(checkpoints: Checkpoints) -> Checkpoints:
+    if not isinstance(checkpoints, tuple | list) or len(checkpoints) != 2:
+        raise TypeError(
+            f"prefill: checkpoints must be Checkpoints(states, plan), got {_ops.type_name(checkpoints)}"
+        )
+    return Checkpoints(*checkpoints)
+
+
 def _new_final_state(
-    q: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    state_v_first: bool,
-    gathered: bool,
-    null_index: int | None,
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, states: States, null_index: int | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The memory of a dense final state, the indices of the call's rows in it, and those rows.
 
@@ -515,12 +529,12 @@ def _new_final_state(
     """
     batch, _, heads, value_dim = v.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (heads, *_matrix(value_dim, q.shape[3], state_v_first))
-    if not gathered:
-        final_state = q.new_empty((sequences, *shape), dtype=_state_dtype(q))
+    shape = (heads, *_matrix(value_dim, q.shape[3], states.v_first))
+    if states.initial_indices is None:
+        final_state = q.new_empty((sequences, *shape), dtype=state_dtype(q))
         return final_state, None, final_state
     first = null_index + 1 if null_index is not None and 0 <= null_index < sequences else 0
-    memory = q.new_zeros((first + sequences, *shape), dtype=_state_dtype(q))
+    memory = q.new_zeros((first + sequences, *shape), dtype=state_dtype(q))
     return memory, torch.arange(first, first + sequences, dtype=torch.int32, device=q.device), memory[first:]
 
 

@@ -43,13 +43,13 @@ The published signatures are those of cuLA's unified interface (inclusionAI/cuLA
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cula import _decays, _ops, _passes
-from cula._passes import Checkpoints
+from cula._passes import Checkpoints, Outputs, States
 
 __all__ = [
     "Checkpoints",
@@ -126,15 +126,17 @@ def cula_kda(
     if use_gate_in_kernel is True:
         _decays.check_gate(A_log, lower_bound, safe_gate)
     algorithm, gate, dt_bias = _decays.kda_decay(q, g, dt_bias)
-    o, final_state, h = _passes.forward(
+    return _passes.returned(_passes.forward(
         _ops.prefill, algorithm, q, k, v, gate, beta,
-        (_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale,
-        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
-        output_final_state, state_v_first, state_pool, initial_state_indices, final_state_indices,
-        has_initial_state, null_index, checkpoints, return_intermediate_states, chunk_size, backend,
-        deterministic, out, device, kept,
-    )  # fmt: skip
-    return (o, final_state) if h is None else (o, final_state, h)
+        _passes.given_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale, use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
+        States(
+            initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
+            null_index, state_v_first,
+        ),
+        Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
+        backend, deterministic, device, kept,
+    ))  # fmt: skip
 
 
 def cula_gdn(
@@ -178,15 +180,17 @@ def cula_gdn(
     chunk_size = _chunk_size("cula_gdn", kwargs) if kwargs else 64
     if use_gate_in_kernel is True:
         _decays.check_gate(A_log, lower_bound)
-    o, final_state, h = _passes.forward(
+    return _passes.returned(_passes.forward(
         _ops.prefill, "gdn", q, k, v, g, beta,
-        (_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale,
-        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state,
-        output_final_state, state_v_first, state_pool, initial_state_indices, final_state_indices,
-        has_initial_state, null_index, checkpoints, return_intermediate_states, chunk_size, backend,
-        deterministic, out, device, kept,
-    )  # fmt: skip
-    return (o, final_state) if h is None else (o, final_state, h)
+        _passes.given_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale, use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
+        States(
+            initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
+            null_index, state_v_first,
+        ),
+        Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
+        backend, deterministic, device, kept,
+    ))  # fmt: skip
 
 
 def cula_gla(
@@ -220,13 +224,16 @@ def cula_gla(
     g: the log decay `[B, T, HV, K]`, any floating dtype. Everything else: `cula.api`.
     """
     chunk_size = _chunk_size("cula_gla", kwargs) if kwargs else 64
-    o, final_state, h = _passes.forward(
+    return _passes.returned(_passes.forward(
         _ops.prefill, "gla", q, k, v, g, None, _passes.LOG_DECAY, scale, use_qk_l2norm_in_kernel, False,
-        False, cu_seqlens, initial_state, output_final_state, state_v_first, state_pool,
-        initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
-        return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
-    )  # fmt: skip
-    return (o, final_state) if h is None else (o, final_state, h)
+        False, cu_seqlens,
+        States(
+            initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
+            null_index, state_v_first,
+        ),
+        Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
+        backend, deterministic, device, kept,
+    ))  # fmt: skip
 
 
 def cula_simple_gla(
@@ -262,14 +269,16 @@ def cula_simple_gla(
     alone. With neither it is plain linear attention (arXiv:2006.16236). Everything else: `cula.api`.
     """
     chunk_size = _chunk_size("cula_simple_gla", kwargs) if kwargs else 64
-    o, final_state, h = _passes.forward(
+    return _passes.returned(_passes.forward(
         _ops.prefill, _decays.algorithm_of("simple_gla", g, decay), q, k, v, g, None, _passes.LOG_DECAY,
-        scale, use_qk_l2norm_in_kernel, False, False, cu_seqlens, initial_state, output_final_state,
-        state_v_first, state_pool, initial_state_indices, final_state_indices, has_initial_state, null_index,
-        checkpoints, return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
-        _decays.log_decay(decay),
-    )  # fmt: skip
-    return (o, final_state) if h is None else (o, final_state, h)
+        scale, use_qk_l2norm_in_kernel, False, False, cu_seqlens,
+        States(
+            initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
+            null_index, state_v_first,
+        ),
+        Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
+        backend, deterministic, device, kept, _decays.log_decay(decay),
+    ))  # fmt: skip
 
 
 def cula_lightning(
@@ -308,14 +317,16 @@ def cula_lightning(
     Everything else: `cula.api`.
     """
     _refuse_unknown("cula_lightning", kwargs)
-    o, final_state, h = _passes.forward(
+    return _passes.returned(_passes.forward(
         _ops.prefill, "lightning", Q, K, V, None, None, _passes.LOG_DECAY, scale, use_qk_l2norm_in_kernel,
-        False, False, cu_seqlens, initial_state, output_final_state, state_v_first, state_pool,
-        initial_state_indices, final_state_indices, has_initial_state, null_index, checkpoints,
-        return_intermediate_states, chunk_size, backend, deterministic, out, device, kept,
-        _decays.log_decay(decay),
-    )  # fmt: skip
-    return (o, final_state) if h is None else (o, final_state, h)
+        False, False, cu_seqlens,
+        States(
+            initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
+            null_index, state_v_first,
+        ),
+        Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
+        backend, deterministic, device, kept, _decays.log_decay(decay),
+    ))  # fmt: skip
 
 
 def cula_delta(
@@ -352,14 +363,16 @@ def cula_delta(
     beta and everything else as in `cula_kda` and `cula.api`.
     """
     chunk_size = _chunk_size("cula_delta", kwargs) if kwargs else 64
-    o, final_state, h = _passes.forward(
+    return _passes.returned(_passes.forward(
         _ops.prefill, _decays.algorithm_of("delta", None, decay), q, k, v, None, beta, _passes.LOG_DECAY,
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
-        initial_state, output_final_state, state_v_first, state_pool, initial_state_indices,
-        final_state_indices, has_initial_state, null_index, checkpoints, return_intermediate_states,
-        chunk_size, backend, deterministic, out, device, kept, _decays.log_decay(decay),
-    )  # fmt: skip
-    return (o, final_state) if h is None else (o, final_state, h)
+        States(
+            initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
+            null_index, state_v_first,
+        ),
+        Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
+        backend, deterministic, device, kept, _decays.log_decay(decay),
+    ))  # fmt: skip
 
 
 def cula_decode(
@@ -410,7 +423,7 @@ def cula_decode(
     if use_gate_in_kernel is None:
         use_gate_in_kernel = A_log is not None or lower_bound is not None
     algorithm, g, dt_bias, decay = _decays.decay_of(mode, q, g, dt_bias, decay)
-    _require_tensor("state", state)
+    _passes.require_tensor("state", state)
     _passes.check_inputs(_ops.decode, q, k, v, device)
     packed = False
     if q.shape[1] > 1 and (rows := q.shape[0]):
@@ -421,25 +434,26 @@ def cula_decode(
             )
         packed = True
         q, v = q.transpose(0, 1), v.transpose(0, 1)
-        k = k.transpose(0, 1) if _has_rows(k) else k
-        g, beta, out = (x.transpose(0, 1) if _has_rows(x) else x for x in (g, beta, out))
+        k = k.transpose(0, 1) if _passes.has_rows(k) else k
+        g, beta, out = (x.transpose(0, 1) if _passes.has_rows(x) else x for x in (g, beta, out))
     pool = state
     if state_indices is None and state.dim() == 4 and state.shape[0] > q.shape[0] and _ops.is_dense(state):
         pool = state[: q.shape[0]]
     if state_v_first is not True:
         _passes.check_flags(state_v_first=state_v_first)
     if not state_v_first:
-        pool = _passes.v_first(_ops.decode, "state", pool)
-    flags = _passes.options(
+        pool = _passes.as_v_first(_ops.decode, "state", pool)
+    options = _passes.pack(
         algorithm, _passes.gate_of(use_gate_in_kernel, lower_bound), use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, scale, lower_bound, null_index, backend, deterministic,
-        True,
     )  # fmt: skip
-    o = _passes.call_for_o(
-        _ops.decode, out, pool,
-        (q, k, v, flags, g, beta, A_log, dt_bias, lower_bound, pool, state_indices, None, None, scale, decay,
-         has_initial_state, final_state_indices, None if null_index == -1 else null_index, backend),
+    o, _ = _ops.decode.write(
+        q, k, v, options | _passes.IN_PLACE, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+        lower_bound=lower_bound, final_state=pool, initial_state_indices=state_indices, scale=scale,
+        decay=decay, has_initial_state=has_initial_state, final_state_indices=final_state_indices,
+        null_index=None if null_index == -1 else null_index, backend=backend,
     )  # fmt: skip
+    o = o if out is None else out
     return (o.transpose(0, 1) if packed else o), state
 
 
@@ -503,15 +517,16 @@ def cula_verify(
     algorithm, g, dt_bias, decay = _decays.decay_of(mode, q, g, dt_bias, decay)
     _passes.check_flags(disable_state_update=disable_state_update)
     o = _passes.verify(
-        algorithm, q, k, v, state, g=g, decay=decay, beta=beta,
-        gate=(_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound), scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens, state_v_first=state_v_first,
+        algorithm, q, k, v, g, beta, _passes.given_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
+        States(
+            None, state, initial_state_indices, None, has_initial_state, null_index, state_v_first,
+        ),
+        decay=decay, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens,
         update_state=state is not None and state_indices is not None and not disable_state_update,
-        initial_state_indices=initial_state_indices, state_indices=state_indices, num_accepted=num_accepted,
-        has_initial_state=has_initial_state, snapshots=snapshots, snapshot_indices=snapshot_indices,
-        parents=parents, null_index=null_index, backend=backend, deterministic=deterministic, out=out,
-        device=device,
+        state_indices=state_indices, num_accepted=num_accepted, snapshots=snapshots,
+        snapshot_indices=snapshot_indices, parents=parents, backend=backend, deterministic=deterministic,
+        out=out, device=device,
     )  # fmt: skip
     return o, state
 
@@ -564,25 +579,15 @@ def cula_segment(
         use_gate_in_kernel = A_log is not None or lower_bound is not None
     algorithm, g, dt_bias, decay = _decays.decay_of(mode, q, g, dt_bias, decay)
     return _passes.segment(
-        algorithm, q, k, v, g=g, decay=decay, beta=beta,
-        gate=(_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound),
-        qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel,
+        algorithm, q, k, v, g, beta, _passes.given_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
+        decay=decay, qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens, state_v_first=state_v_first,
         backend=backend, deterministic=deterministic, device=device, scale=scale, keep=keep, out=out,
     )  # fmt: skip
 
 
-def _require_tensor(argument: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{argument} must be a tensor, got {_ops.type_name(value)}")
-
-
-def _has_rows(value: object) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.dim() >= 2
-
-
 def _chunk_size(name: str, kwargs: dict[str, Any]) -> int:
-    """What was given, of any type: `_passes.options` looks at that."""
+    """What was given, of any type: `_passes.pack` looks at that."""
     chunk_size = kwargs.pop("chunk_size", 64)
     _refuse_unknown(name, kwargs)
     return chunk_size

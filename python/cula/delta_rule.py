@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cula import _fla, _ops, _passes
+from cula._passes import Outputs, dense
 
 __all__ = ["chunk_delta_rule", "fused_chunk_delta_rule", "fused_recurrent_delta_rule"]
 
@@ -44,8 +45,8 @@ def chunk_delta_rule(
         _fla.sequences(q, cu_seqlens, initial_state)
         o, final_state, _ = _passes.forward(
             _ops.prefill, "delta", q, k, v, beta=beta, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
-            cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
-            state_v_first=False,
+            cu_seqlens=cu_seqlens, states=dense(initial_state, False),
+            outputs=Outputs(None, output_final_state),
         )  # fmt: skip
         return o, final_state
     except Exception as error:
@@ -74,8 +75,8 @@ def fused_recurrent_delta_rule(
             beta = v.new_ones(v.shape[:3])
         o, final_state, _ = _passes.forward(
             _ops.decode, "delta", q, k, v, beta=beta, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
-            cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state,
-            state_v_first=False,
+            cu_seqlens=cu_seqlens, states=dense(initial_state, False),
+            outputs=Outputs(None, output_final_state),
         )  # fmt: skip
         return o, final_state
     except Exception as error:

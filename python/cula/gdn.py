@@ -8,6 +8,7 @@ import warnings
 from torch import Tensor
 
 from cula import _fla, _ops, _passes
+from cula._passes import Gate, Outputs, dense
 
 __all__ = ["chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn"]
 
@@ -71,11 +72,11 @@ def chunk_gated_delta_rule(
         _fla.beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
         gate = _passes.LOG_DECAY
         if use_gate_in_kernel is not False:
-            gate = (_passes.gate_of(use_gate_in_kernel, None), A_log, dt_bias, None)
+            gate = Gate(_passes.gate_of(use_gate_in_kernel, None), A_log, dt_bias)
         o, final_state, _ = _passes.forward(
             _ops.prefill, "gdn", q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state, output_final_state,
-            state_v_first,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, dense(initial_state, state_v_first),
+            Outputs(None, output_final_state),
         )  # fmt: skip
         return o, final_state
     except Exception as error:
@@ -122,7 +123,7 @@ def fused_recurrent_gated_delta_rule(
                 raise ValueError("`g` and `A_log` must be provided when `use_gate_in_kernel=True`.")
             if gk is not None:
                 raise NotImplementedError("gk beside a raw gate is not built: gate g first")
-            gate = (_passes.gate_of(use_gate_in_kernel, None), A_log, dt_bias, None)
+            gate = Gate(_passes.gate_of(use_gate_in_kernel, None), A_log, dt_bias)
         if beta is None:
             beta = v.new_ones(v.shape[:3])
         algorithm = "kda" if gk is not None else "delta" if g is None else "gdn"
@@ -136,8 +137,8 @@ def fused_recurrent_gated_delta_rule(
             g = gk if g is None else gk + g.unsqueeze(-1)
         o, final_state, _ = _passes.forward(
             _ops.decode, algorithm, q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, initial_state, output_final_state,
-            state_v_first,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, dense(initial_state, state_v_first),
+            Outputs(None, output_final_state),
         )  # fmt: skip
         return o.to(dtype), final_state
     except Exception as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cula import _fla, _ops, _passes
+from cula._passes import Outputs, dense
 
 __all__ = ["chunk_gla", "fused_chunk_gla", "fused_recurrent_gla"]
 
@@ -33,7 +34,7 @@ def chunk_gla(
         _fla.no_grouped_heads(q, k, v)
         o, final_state, _ = _passes.forward(
             _ops.prefill, "gla", q, k, v, g=g, scale=scale, cu_seqlens=cu_seqlens,
-            initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
+            states=dense(initial_state, state_v_first), outputs=Outputs(None, output_final_state),
         )  # fmt: skip
         return o, final_state
     except Exception as error:
@@ -63,7 +64,7 @@ def fused_recurrent_gla(
         _fla.sequences(q, cu_seqlens, initial_state)
         o, final_state, _ = _passes.forward(
             _ops.decode, "linear" if gk is None else "gla", q, k, v, g=gk, scale=scale, cu_seqlens=cu_seqlens,
-            initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
+            states=dense(initial_state, state_v_first), outputs=Outputs(None, output_final_state),
         )  # fmt: skip
         return o, final_state
     except Exception as error:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cula import _fla, _ops, _passes
+from cula._passes import Gate, Outputs, States, dense
 
 __all__ = [
     "chunk_kda",
@@ -81,8 +82,9 @@ def chunk_kda(
         o, final_state, h = _passes.forward(
             _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
             scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
-            initial_state, output_final_state, state_v_first, return_chunk_states=return_intermediate_states,
-            chunk_size=chunk_size, cu_seqlens_cpu=cu_seqlens_cpu,
+            dense(initial_state, state_v_first),
+            Outputs(None, output_final_state, None, return_intermediate_states, chunk_size),
+            cu_seqlens_cpu=cu_seqlens_cpu,
         )  # fmt: skip
         return (o, final_state) if h is None else (o, final_state, h)
     except Exception as error:
@@ -124,7 +126,7 @@ def fused_recurrent_kda(
         o, final_state, _ = _passes.forward(
             _ops.decode, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
             scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
-            initial_state, output_final_state, state_v_first,
+            dense(initial_state, state_v_first), Outputs(None, output_final_state),
         )  # fmt: skip
         return o, final_state
     except Exception as error:
@@ -164,8 +166,8 @@ def kda_prefill_hopper(
         _check_shapes(q, k, v, g, beta)
         o, final_state, _ = _passes.forward(
             _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
-            scale, use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
-            output_final_state=output_final_state,
+            scale, use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, states=dense(initial_state),
+            outputs=Outputs(None, output_final_state),
         )  # fmt: skip
         return o, final_state
     except Exception as error:
@@ -369,9 +371,7 @@ def _check_gate(
         )
 
 
-def _sizes(
-    op: torch._ops.OpOverloadPacket, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[int, int, int, int, int]:
+def _sizes(op: _ops.Operator, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
     """B, T, HV, K, V."""
     try:
         batch, tokens, _, key_dim = q.shape
@@ -458,11 +458,22 @@ def _decode(
     elif indices is None:
         _check_tensors(cu_seqlens=(cu_seqlens, 1))
         source = source[: batch if cu_seqlens is None else cu_seqlens.shape[0] - 1]
-    gate = ("softplus" if lower_bound is None else "bounded", A_log, dt_bias, lower_bound)
-    o, _, _ = _passes.forward(
-        _ops.decode, algorithm, q, k, v, g, beta, gate, scale, qk_l2norm, True, False, cu_seqlens, None,
-        False, state_layout == "vk", source, indices, out=out,
+    kind = "softplus" if lower_bound is None else "bounded"
+    if source is None:
+        o, _, _ = _passes.forward(
+            _ops.decode, algorithm, q, k, v, g, beta, Gate(kind, A_log, dt_bias, lower_bound), scale,
+            qk_l2norm, True, False, cu_seqlens, outputs=Outputs(out),
+        )  # fmt: skip
+        return o.transpose(0, 1) if packed else o
+    if state_layout == "kv":
+        source = _passes.as_v_first(_ops.decode, "state_pool", source)
+    options = _passes.pack(algorithm, kind, qk_l2norm, True, False, scale, lower_bound, -1, None)
+    o, _ = _ops.decode.write(
+        q, k, v, options | _passes.IN_PLACE, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+        lower_bound=lower_bound, final_state=source, initial_state_indices=indices, cu_seqlens=cu_seqlens,
+        scale=scale,
     )  # fmt: skip
+    o = o if out is None else out
     return o.transpose(0, 1) if packed else o
 
 
@@ -528,13 +539,14 @@ def _verify(
         table = _last_slots(indices, tokens, cu_seqlens)
     g, beta = _raw(algorithm, a, b, batch, tokens, heads, key_dim)
     return _passes.verify(
-        algorithm, q, k, v, source, g=g, decay=None, beta=beta,
-        gate=(_passes.gate_of(True, lower_bound), A_log, dt_bias, lower_bound), scale=scale,
-        qk_l2norm=qk_l2norm, beta_is_logit=True, allow_neg_eigval=False, cu_seqlens=cu_seqlens,
-        state_v_first=state_layout == "vk", update_state=update_state,
-        initial_state_indices=None if source is None else indices, state_indices=table, num_accepted=None,
-        has_initial_state=None, snapshots=snapshots, snapshot_indices=snapshot_indices, parents=parents,
-        null_index=-1, backend=None, deterministic=None, out=out, device=None,
+        algorithm, q, k, v, g, beta,
+        Gate(_passes.gate_of(True, lower_bound), A_log, dt_bias, lower_bound),
+        States(
+            None, source, None if source is None else indices, None, None, -1, state_layout == "vk"
+        ),
+        scale=scale, qk_l2norm=qk_l2norm, beta_is_logit=True, cu_seqlens=cu_seqlens,
+        update_state=update_state, state_indices=table, snapshots=snapshots,
+        snapshot_indices=snapshot_indices, parents=parents, out=out,
     )  # fmt: skip
 
 
@@ -557,11 +569,11 @@ def _last_slots(slots: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor
 
 def _gate(
     use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
-) -> _passes.Gate:
+) -> Gate:
     """FLA ignores the gate's parameters where g is the log decay already."""
     if use_gate_in_kernel is False:
         return _passes.LOG_DECAY
-    return _passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound
+    return Gate(_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cula import _fla, _ops, _passes
+from cula._passes import Outputs, States, dense
 from cula.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 __all__ = [
@@ -39,8 +40,8 @@ def lightning_attn_fwd(
     """
     try:
         o, final_state, _ = _passes.forward(
-            _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, chunk_size=chunk_size,
+            _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, states=dense(initial_state),
+            outputs=Outputs(None, output_final_state, chunk_size=chunk_size),
         )  # fmt: skip
         return o, final_state
     except Exception as error:
@@ -71,8 +72,8 @@ def lightning_attn_fwd_varlen(
             raise TypeError("cu_seqlens must be a tensor, got NoneType")
         o, final_state, _ = _passes.forward(
             _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, cu_seqlens=cu_seqlens,
-            state_pool=state_pool, initial_state_indices=initial_state_indices, output_final_state=True,
-            chunk_size=chunk_size,
+            states=States(pool=state_pool, initial_indices=initial_state_indices),
+            outputs=Outputs(None, True, chunk_size=chunk_size),
         )  # fmt: skip
         assert final_state is not None  # it was asked for
         return o, final_state
@@ -125,8 +126,8 @@ def linear_attention_decode(
             v,
             decay=-decay_scales,
             scale=softmax_scale,
-            state_pool=states[: q.shape[0]],
-            out=o,
+            states=States(pool=states[: q.shape[0]]),
+            outputs=Outputs(o),
         )
     except Exception as error:
         _fla.refuse_types(linear_attention_decode, locals(), error, 3)
@@ -158,7 +159,7 @@ class LinearAttentionChunkwiseDecay:
     ) -> None:
         flags = {"has_initial_state": has_initial_state, "output_final_state": output_final_state}
         _passes.check_flags(**flags, is_varlen=is_varlen)
-        _passes.options(
+        _passes.pack(
             "lightning", "log_decay", False, False, False, scale, None, -1, None, chunk_size=chunk_size
         )
         if not math.isfinite(scale):

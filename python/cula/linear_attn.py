@@ -76,7 +76,7 @@ def fused_recurrent_linear_attn(
 
 
 def _linear(
-    op: torch._ops.OpOverloadPacket,
+    op: _ops.Operator,
     q: Tensor,
     k: Tensor,
     v: Tensor,

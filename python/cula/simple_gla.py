@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cula import _fla, _ops, _passes
+from cula._passes import Outputs, dense
 
 __all__ = ["chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla"]
 
@@ -108,7 +108,7 @@ def fused_recurrent_simple_gla(
 
 
 def _run(
-    op: torch._ops.OpOverloadPacket,
+    op: _ops.Operator,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -123,6 +123,6 @@ def _run(
     algorithm = "simple_gla" if g is not None else "linear" if g_gamma is None else "lightning"
     o, final_state, _ = _passes.forward(
         op, algorithm, q, k, v, g=g, decay=g_gamma, scale=scale, cu_seqlens=cu_seqlens,
-        initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first,
+        states=dense(initial_state, state_v_first), outputs=Outputs(None, output_final_state),
     )  # fmt: skip
     return o, final_state

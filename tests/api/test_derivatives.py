@@ -15,7 +15,7 @@ from cula_testing.cases import Case, make, state_like
 from cula_testing.compare import assert_same_bits
 
 SMALL = Case("kda", (4,), key_dim=16, value_dim=16, dtype=torch.float32)
-PACKETS = {"prefill": _ops.prefill, "decode": _ops.decode, "verify": _ops.verify, "segment": _ops.segment}
+PACKETS = {name: getattr(torch.ops.cula, name) for name in ("prefill", "decode", "verify", "segment")}
 OVERLOADS = [(name, overload) for name, packet in PACKETS.items() for overload in packet.overloads()]
 WRITTEN = ("o", "final_state", "checkpoints", "chunk_states", "snapshots", "m", "b")
 
@@ -31,8 +31,9 @@ def a_call(pass_name: str, overload: str) -> tuple[torch._ops.OpOverload, dict]:
         named["chunk_states"] = state_like(BASE, 2, fill=0.0).unflatten(0, (2, 1))
     op = getattr(PACKETS[pass_name], overload)
     accepted = {argument.name for argument in op._schema.arguments}
+    makes_maps = pass_name == "segment" and overload == "default"
     if "options" in accepted:
-        named["options"] = _ops.pack("kda", "softplus", False, False, False, False, False, 64)
+        named["options"] = _ops.pack("kda", gate="softplus", make_m=makes_maps, make_b=makes_maps)
     return op, {name: value for name, value in named.items() if name in accepted}
 
 

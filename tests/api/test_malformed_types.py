@@ -361,14 +361,14 @@ def test_operators_name_what_is_not_dense(kind):
         "quantized": torch.quantize_per_tensor(FLAT, 0.1, 0, torch.qint8),
         "mkldnn": torch.zeros(2, 8, 2, 16).to_mkldnn(),
     }[kind]
-    options = pack("gla", "log_decay", False, False, False, False, False, 64)
+    options = pack("gla")
     for position, name in enumerate(("q", "k", "v")):
         rows = [X.q, X.k, X.v]
         rows[position] = wrong
         with pytest.raises(
             ValueError, match=f"prefill: {name} must be a dense tensor, got a .*{kind}.* tensor"
         ):
-            torch.ops.cula.prefill.alone(*rows, options, X.g)
+            torch.ops.cula.prefill(*rows, options, X.g)
 
 
 CASES = [

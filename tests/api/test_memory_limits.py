@@ -51,7 +51,8 @@ def test_buffers_that_overlap_in_other_places_are_refused():
 
 # A tree of 2,000 tokens takes a gigabyte of workspace, of which there are 64 MiB.
 OUT_OF_MEMORY = """
-import resource, torch, cula
+import resource, torch
+from cula_testing import operators
 N, T, K = 1, 2000, 256
 pages = int(open("/proc/self/statm").read().split()[0])
 x = torch.ones(N, T, 1, K)
@@ -63,11 +64,10 @@ options = {"algorithm": "delta", "scale": 1.0, "gate": "log_decay", "lower_bound
 options |= dict.fromkeys(
     ("qk_l2norm", "beta_is_logit", "allow_neg_eigval", "batch_invariant", "in_place"), False
 )
-nothing = dict.fromkeys(argument.name for argument in torch.ops.cula.verify.default._schema.arguments)
 def verify(tokens, backend):
     cut = {"q": x, "k": x, "v": x, "o": o, "beta": beta, "parents": parents}
     cut = {name: tensor[:, :tokens] for name, tensor in cut.items()}
-    torch.ops.cula.verify.default(**{**nothing, **options, **cut, "initial_state": state, "backend": backend})
+    operators.call("verify", **options, **cut, initial_state=state, backend=backend)
 verify(2, "reference")
 o.fill_(7.0)
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20),) * 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overloads that the package calls against the one with named options, and wrong types on the way."""
+"""The two overloads of a pass against each other, and wrong types on the way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import cula
 from cula import _ops
-from cula_testing import level1
+from cula_testing import level1, operators
 from cula_testing.arguments import BASE, PACKED, arguments
 from cula_testing.cases import Case, make
 from cula_testing.compare import assert_same_bits
@@ -19,67 +19,90 @@ PASSES = ("prefill", "decode", "verify", "segment")
 SMALL = Case("kda", (1,), key_dim=16, value_dim=16)
 
 
-def pack(named: dict) -> dict:
-    """Named arguments of the default overload as those of `packed`."""
-    packed = dict(named)
-    flags = [
-        packed.pop(name) for name in ("algorithm", "gate", "qk_l2norm", "beta_is_logit", "allow_neg_eigval")
-    ]
-    flags += [packed.pop("batch_invariant"), packed.pop("in_place", False), packed.pop("chunk_tokens", 64)]
-    return {**packed, "options": _ops.pack(*flags)}
+MAKERS = ("prefill", "decode", "verify")  # they return o
+
+
+def state_bits(pass_name: str, k_first: bool = False) -> int:
+    if pass_name == "verify":
+        return 0
+    return _ops.bit("make_final_state") | (_ops.bit("k_first") if k_first else 0)
+
+
+def written_by(pass_name: str, case: Case = BASE) -> dict:
+    """The arguments of a call, after the overload `out` has filled its outputs."""
+    named = arguments(pass_name, case)
+    operators.call(pass_name, **named)
+    return named
+
+
+def made_of(pass_name: str, case: Case = BASE) -> dict:
+    """The arguments of the default overload for the same results."""
+    op = getattr(torch.ops.cula, pass_name).default
+    accepted = {argument.name for argument in op._schema.arguments}
+    named = operators.packed(arguments(pass_name, case))
+    return {name: value for name, value in named.items() if name in accepted}
 
 
 @pytest.mark.parametrize("pass_name", PASSES)
-def test_both_overloads_do_the_same(pass_name):
-    packet = getattr(torch.ops.cula, pass_name)
-    for case in (
-        BASE,
-        BASE.but(algorithm="gdn", gate="softplus"),
-        BASE.but(gate="bounded", lower_bound=-5.0),
-    ):
-        one, two = arguments(pass_name, case), arguments(pass_name, case)
-        packet.default(**one)
-        packet.packed(**pack(two))
-        for name, tensor in one.items():
-            if isinstance(tensor, torch.Tensor):
-                assert_same_bits(name, tensor, two[name])
+def test_a_pass_has_two_overloads(pass_name):
+    for library in (torch.ops.cula, torch.ops.cula_unchecked):
+        assert sorted(getattr(library, pass_name).overloads()) == ["default", "out"]
 
 
-@pytest.mark.parametrize("pass_name", PASSES)
-def test_opcheck_of_packed(pass_name):
-    torch.library.opcheck(getattr(torch.ops.cula, pass_name).packed, (), pack(arguments(pass_name)))
-
-
-@pytest.mark.parametrize("pass_name", PASSES)
-def test_both_schemas_write_the_same(pass_name):
-    packet = getattr(torch.ops.cula, pass_name)
-    written = [
-        {argument.name for argument in overload._schema.arguments if argument.alias_info}
-        for overload in (packet.default, packet.packed)
-    ]
-    assert written[0] == written[1]
-
-
-def dense(pass_name: str, case: Case = BASE) -> dict:
-    """A call that starts from dense states and leaves its outputs to the operator."""
-    written = {"o", "final_state", "checkpoints", "checkpoint_plan", "chunk_states"}
-    indices = {"initial_state_indices", "final_state_indices"}
-    return {
-        name: value
-        for name, value in pack(arguments(pass_name, case)).items()
-        if name not in written | indices
-    }
-
-
-@pytest.mark.parametrize("pass_name", ["prefill", "decode", "verify"])
+@pytest.mark.parametrize("pass_name", MAKERS)
+@pytest.mark.parametrize("k_first", [False, True], ids=["v_first", "k_first"])
 @pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])
-def test_fresh_makes_o(pass_name, case):
-    one, two = arguments(pass_name, case), arguments(pass_name, case)
-    getattr(torch.ops.cula, pass_name).default(**one)
-    two.pop("o")
-    o = getattr(torch.ops.cula, pass_name).fresh(**pack(two))
+def test_the_default_makes_o_and_a_final_state(pass_name, k_first, case):
+    one, two = written_by(pass_name, case), made_of(pass_name, case)
+    two["options"] |= state_bits(pass_name, k_first)
+    made = getattr(torch.ops.cula, pass_name)(**two)
+    o, *states = [made] if pass_name == "verify" else made
     assert_same_bits("o", one["o"], o)
     assert o.is_contiguous()
+    for final_state in states:
+        assert_same_bits("final_state", one["final_state"], final_state.mT if k_first else final_state)
+        assert final_state.is_contiguous()
+
+
+@pytest.mark.parametrize("pass_name", ["prefill", "decode"])
+@pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])
+def test_the_default_makes_o_alone(pass_name, case):
+    one = written_by(pass_name, case)
+    o, final_state = getattr(torch.ops.cula, pass_name)(**made_of(pass_name, case))
+    assert_same_bits("o", one["o"], o)
+    assert final_state is None
+
+
+@pytest.mark.parametrize("case", [BASE, BASE.but(algorithm="gla")], ids=["delta", "additive"])
+@pytest.mark.parametrize("k_first", [False, True], ids=["v_first", "k_first"])
+def test_the_default_segment_makes_what_is_asked_for(case, k_first):
+    named, two = arguments("segment", case), made_of("segment", case)
+    if case.algorithm == "gla":
+        named["m"] = named["m"][..., 0].contiguous()
+    operators.call("segment", **named)
+    for asked in (("m", "b"), ("b",)):
+        options = two["options"] | sum(_ops.bit(f"make_{name}") for name in asked)
+        made = torch.ops.cula.segment(**{**two, "options": options | (k_first and _ops.bit("k_first"))})
+        found = dict(zip(("m", "b", "kept"), made, strict=True))
+        assert [name for name, value in found.items() if value is not None] == list(asked)
+        assert_same_bits("b", named["b"], found["b"].mT if k_first else found["b"])
+        assert found["b"].is_contiguous()
+        if "m" in asked:
+            assert_same_bits("m", named["m"], found["m"])
+
+
+@pytest.mark.parametrize("pass_name", MAKERS)
+@pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])
+def test_out_makes_an_o_that_is_left_out(pass_name, case):
+    one, two = written_by(pass_name, case), arguments(pass_name, case)
+    two.pop("o")
+    if pass_name == "verify":
+        two["snapshots"] = torch.zeros(2, 8, *two["initial_state"].shape[1:])
+    made = operators.call(pass_name, **two)
+    o, final_state = (made, None) if pass_name == "verify" else made
+    assert_same_bits("o", one["o"], o)
+    assert o.is_contiguous()
+    assert final_state is None
     if pass_name != "verify":
         assert_same_bits("final_state", one["final_state"], two["final_state"])
 
@@ -87,43 +110,15 @@ def test_fresh_makes_o(pass_name, case):
 @pytest.mark.parametrize("pass_name", ["prefill", "decode"])
 @pytest.mark.parametrize("k_first", [False, True], ids=["v_first", "k_first"])
 @pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])
-def test_dense_makes_o_and_the_final_state(pass_name, k_first, case):
-    one, two = arguments(pass_name, case), dense(pass_name, case)
-    getattr(torch.ops.cula, pass_name).default(**one)
-    two["options"] |= k_first << 15
-    o, final_state = getattr(torch.ops.cula, pass_name).dense(**two)
-    assert_same_bits("o", one["o"], o)
-    assert_same_bits("final_state", one["final_state"], final_state.mT if k_first else final_state)
-    assert o.is_contiguous()
-    assert final_state.is_contiguous()
-
-
-@pytest.mark.parametrize("pass_name", ["prefill", "decode"])
-@pytest.mark.parametrize("k_first", [False, True], ids=["v_first", "k_first"])
-@pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])
-def test_into_writes_o_and_makes_the_final_state(pass_name, k_first, case):
-    one, two = arguments(pass_name, case), dense(pass_name, case)
-    getattr(torch.ops.cula, pass_name).default(**one)
+def test_out_makes_a_final_state_beside_an_o(pass_name, k_first, case):
+    one, two = written_by(pass_name, case), {**made_of(pass_name, case)}
+    two["options"] |= state_bits(pass_name, k_first)
     o = torch.full_like(one["o"], float("nan"))
-    two["options"] |= k_first << 15
-    into = getattr(torch.ops.cula, pass_name).into
-    final_state = into(**two, o=o)
+    made, final_state = getattr(torch.ops.cula, pass_name).out(**two, o=o)
+    assert made is None
     assert_same_bits("o", one["o"], o)
     assert_same_bits("final_state", one["final_state"], final_state.mT if k_first else final_state)
     assert final_state.is_contiguous()
-    assert [argument.name for argument in into._schema.arguments if argument.alias_info] == ["o"]
-
-
-@pytest.mark.parametrize("pass_name", ["prefill", "decode"])
-@pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])
-def test_alone_makes_o_and_writes_nothing(pass_name, case):
-    one, two = arguments(pass_name, case), dense(pass_name, case)
-    getattr(torch.ops.cula, pass_name).default(**one)
-    alone = getattr(torch.ops.cula, pass_name).alone
-    o = alone(**two)
-    assert_same_bits("o", one["o"], o)
-    assert o.is_contiguous()
-    assert not any(argument.alias_info for argument in alone._schema.arguments)
 
 
 def test_dense_state_of_float64_is_float64():
@@ -132,15 +127,24 @@ def test_dense_state_of_float64_is_float64():
     assert final_state.dtype == torch.float64
 
 
-@pytest.mark.parametrize("pass_name", ["prefill", "decode", "verify"])
-def test_opcheck_of_what_makes_outputs(pass_name):
-    packet, named = getattr(torch.ops.cula, pass_name), pack(arguments(pass_name))
+@pytest.mark.parametrize("pass_name", PASSES)
+@pytest.mark.parametrize("all_of_it", [False, True], ids=["little", "all"])
+def test_opcheck_of_what_makes_outputs(pass_name, all_of_it):
+    packet, named = getattr(torch.ops.cula, pass_name), made_of(pass_name)
+    if pass_name == "segment":
+        named["options"] |= _ops.bit("make_b") | (all_of_it and _ops.bit("make_m"))
+    elif all_of_it:
+        named["options"] |= state_bits(pass_name)
+    torch.library.opcheck(packet.default, (), named)
+    if pass_name != "segment" and all_of_it:
+        torch.library.opcheck(packet.out, (), {**named, "o": arguments(pass_name)["o"]})
+
+
+@pytest.mark.parametrize("pass_name", ["prefill", "decode"])
+def test_opcheck_of_out_without_o(pass_name):
+    named = operators.packed(arguments(pass_name))
     named.pop("o")
-    torch.library.opcheck(packet.fresh, (), named)
-    if pass_name != "verify":
-        torch.library.opcheck(packet.dense, (), dense(pass_name))
-        torch.library.opcheck(packet.alone, (), dense(pass_name))
-        torch.library.opcheck(packet.into, (), {**dense(pass_name), "o": arguments(pass_name)["o"]})
+    torch.library.opcheck(getattr(torch.ops.cula, pass_name).out, (), named)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +161,12 @@ def test_opcheck_of_what_makes_outputs(pass_name):
 )
 def test_shapes_that_say_nothing_of_the_outputs(wrong, sentence):
     case = PACKED if "cu_seqlens" in wrong else BASE
-    named = {**dense("prefill", case), **wrong}
+    named = {**made_of("prefill", case), **wrong}
+    named["options"] |= state_bits("prefill")
     with pytest.raises(ValueError, match=f"^{re.escape('prefill: ' + sentence)}$"):
-        torch.ops.cula.prefill.dense(**named)
+        torch.ops.cula.prefill(**named)
     with pytest.raises(ValueError, match=f"^{re.escape('prefill: ' + sentence)}$"):
-        torch.ops.cula.prefill.into(**named, o=arguments("prefill", case)["o"])
+        torch.ops.cula.prefill.out(**named, o=arguments("prefill", case)["o"])
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 1, 4, 1), (1, 1, 1, 1, 1, 1, 4)])
@@ -216,9 +221,38 @@ def test_scale_by_default():
 
 @pytest.mark.parametrize("bits", [8, 3 << 8])
 def test_options_that_mean_nothing(bits):
-    named = pack(arguments("decode"))
+    named = operators.packed(arguments("decode"))
     with pytest.raises(ValueError, match=r"^decode: options must name a known"):
-        torch.ops.cula.decode.packed(**{**named, "options": bits | 64 << 16})
+        torch.ops.cula.decode.out(**{**named, "options": bits | 64 << 20})
+
+
+@pytest.mark.parametrize(
+    ("pass_name", "overload", "bits"),
+    [
+        ("decode", "out", 1 << 32),
+        ("decode", "out", -1 << 32),
+        ("decode", "default", _ops.bit("in_place")),
+        ("verify", "default", _ops.bit("make_final_state")),
+        ("prefill", "out", _ops.bit("keep")),
+        ("prefill", "default", _ops.bit("make_m")),
+        ("segment", "out", _ops.bit("make_b")),
+    ],
+)
+def test_options_of_other_overloads(pass_name, overload, bits):
+    op = getattr(getattr(torch.ops.cula, pass_name), overload)
+    named = made_of(pass_name) if overload == "default" else operators.packed(arguments(pass_name))
+    named["options"] |= bits
+    text = op.name().removeprefix("cula::")
+    with pytest.raises(ValueError, match=f"^{pass_name}: options must have only bits that {text} takes"):
+        op(**named)
+
+
+def test_options_by_name():
+    for option, value in (("algorithm", "mamba"), ("gate", "tanh")):
+        with pytest.raises(ValueError, match=f'^{option} must be one of .*, got "{value}"$'):
+            _ops.pack(**{"algorithm": "kda", option: value})
+    packed = _ops.pack("gdn", gate="bounded", qk_l2norm=True, chunk_tokens=32)
+    assert packed == _ops.pack("gdn", chunk_tokens=32) + 2 * 256 + _ops.bit("qk_l2norm")
 
 
 @pytest.mark.parametrize("chunk_size", [0, -64, 48, 128])
@@ -235,7 +269,7 @@ def test_chunk_size(chunk_size):
         ({"A_log": 1.0}, "A_log must be a tensor or None, got float"),
         ({"state_indices": [0]}, "initial_state_indices must be a tensor or None, got list"),
         ({"has_initial_state": True}, "has_initial_state must be a tensor or None, got bool"),
-        ({"out": "o"}, "o must be a tensor, got str"),
+        ({"out": "o"}, "o must be a tensor or None, got str"),
         ({"scale": "1"}, "scale must be of type float, got str"),
         ({"scale": torch.ones(())}, "scale must be of type float, got Tensor"),
         ({"null_index": 0.0}, "null_index must be of type int, got float"),

@@ -11,10 +11,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cula
+from cula._ops import bit
 from cula_testing import level1, passes
 from cula_testing.arguments import BASE, PACKED, arguments
 from cula_testing.cases import ALGORITHMS, Case, make, state_like
 from cula_testing.compare import assert_same_bits
+from cula_testing.operators import packed
 from cula_testing.process import run_python
 
 # opcheck
@@ -23,8 +25,8 @@ from cula_testing.process import run_python
 @pytest.mark.parametrize("pass_name", ["prefill", "decode", "verify", "segment"])
 @pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])
 def test_opcheck(pass_name, case):
-    op = getattr(torch.ops.cula, pass_name).default
-    torch.library.opcheck(op, (), arguments(pass_name, case))
+    op = getattr(torch.ops.cula, pass_name).out
+    torch.library.opcheck(op, (), packed(arguments(pass_name, case)))
 
 
 def test_opcheck_of_compose():
@@ -37,7 +39,7 @@ def test_opcheck_in_place():
     for pass_name in ("prefill", "decode"):
         named = arguments(pass_name)
         named["final_state"], named["initial_state"], named["in_place"] = named["initial_state"], None, True
-        torch.library.opcheck(getattr(torch.ops.cula, pass_name).default, (), named)
+        torch.library.opcheck(getattr(torch.ops.cula, pass_name).out, (), packed(named))
 
 
 def test_opcheck_all_outputs():
@@ -45,10 +47,10 @@ def test_opcheck_all_outputs():
     named["checkpoints"] = state_like(BASE, 2, fill=0.0)
     named["checkpoint_plan"] = torch.tensor([[0, 8, 0], [1, 0, 1]], dtype=torch.int32)
     named["chunk_states"] = state_like(BASE, 2, fill=0.0).unflatten(0, (2, 1))
-    torch.library.opcheck(torch.ops.cula.prefill.default, (), named)
+    torch.library.opcheck(torch.ops.cula.prefill.out, (), packed(named))
     named = arguments("verify")
     named["snapshots"] = state_like(BASE, 16, fill=0.0).unflatten(0, (2, 8))
-    torch.library.opcheck(torch.ops.cula.verify.default, (), named)
+    torch.library.opcheck(torch.ops.cula.verify.out, (), packed(named))
 
 
 def test_schemas_say_what_is_written():
@@ -59,14 +61,16 @@ def test_schemas_say_what_is_written():
         "segment": {"m", "b"},
     }
     for pass_name, names in written.items():
-        schema = getattr(torch.ops.cula, pass_name).default._schema
+        packet = getattr(torch.ops.cula, pass_name)
         marked = {
             argument.name
-            for argument in schema.arguments
+            for argument in packet.out._schema.arguments
             if argument.alias_info and argument.alias_info.is_write
         }
         assert marked == names
-        assert not schema.returns
+        assert not packet.default._schema.is_mutable
+        for overload in (packet.default, packet.out):
+            assert not any(returned.alias_info for returned in overload._schema.returns)
 
 
 # torch.compile
@@ -195,6 +199,23 @@ CALLS = {
     "pool": lambda q, k, v, g, beta, pool: cula.cula_kda(q, k, v, g, beta, state_pool=pool),
     "out": lambda q, k, v, g, beta, _: cula.cula_kda(q, k, v, g, beta, out=torch.empty_like(v)),
     "kept": lambda q, k, v, g, beta, _: cula.cula_kda(q, k, v, g, beta, kept=kept_alone(q, k, v, g, beta))[0],
+    "out, dense": lambda q, k, v, g, beta, _: cula.cula_kda(
+        q, k, v, g, beta, out=torch.empty_like(v), output_final_state=True
+    ),
+    "kept, dense": lambda q, k, v, g, beta, _: cula.cula_kda(
+        q, k, v, g, beta, kept=kept_alone(q, k, v, g, beta), output_final_state=True
+    ),
+    "pool, out": lambda q, k, v, g, beta, pool: cula.cula_kda(
+        q, k, v, g, beta, state_pool=pool, out=torch.empty_like(v)
+    ),
+    "segment": lambda q, k, v, g, beta, _: cula.cula_segment(q, k, v, g=g, beta=beta),
+    "segment, keep": lambda q, k, v, g, beta, _: cula.cula_segment(q, k, v, g=g, beta=beta, keep=True),
+    "segment, out": lambda q, k, v, g, beta, pool: cula.cula_segment(
+        q, k, v, g=g, beta=beta, keep=True, out=(None, torch.empty_like(pool))
+    ),
+    "verify, pool": lambda q, k, v, g, beta, pool: cula.cula_verify(
+        q, k, v, pool, g=g, beta=beta, snapshots=pool.new_zeros((2, 20, *pool.shape[1:]))
+    ),
     "verify": lambda q, k, v, g, beta, pool: cula.cula_verify(q, k, v, pool, g=g, beta=beta),
 }
 
@@ -217,10 +238,13 @@ def test_what_a_compiled_segment_keeps_is_for_any_state():
         x.q, x.k, x.v, x.g, x.beta
     )
     (segment,) = [
-        node for graph in graphs for node in graph.graph.nodes if node.target == torch.ops.cula.segment.keep
+        node
+        for graph in graphs
+        for node in graph.graph.nodes
+        if node.target == torch.ops.cula.segment.default
     ]
     named = dict(zip((each.name for each in segment.target._schema.arguments), segment.args, strict=False))
-    assert (named["b"] is None) == (named["m"] is None)
+    assert bool(named["options"] & bit("make_b")) == bool(named["options"] & bit("make_m"))
 
 
 # torch.export

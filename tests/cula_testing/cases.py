@@ -82,7 +82,7 @@ class Case:
 
     @property
     def options(self) -> dict:
-        """Keyword arguments that every op of `torch.ops.cula` takes."""
+        """Keyword arguments of `cula_testing.operators.call` for every pass."""
         return {
             "algorithm": self.algorithm,
             "scale": self.key_dim**-0.5 if self.scale is None else self.scale,

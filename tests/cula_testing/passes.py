@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cula
-from cula_testing import device
+from cula_testing import device, operators
 from cula_testing.cases import Case, Inputs, state_like
 from cula_testing.compare import assert_accurate
 
@@ -57,19 +57,18 @@ def backend_of(case: Case, pass_name: str) -> str:
 
 def _call(pass_name: str, inputs: Inputs, backend: str, **named) -> None:
     """The op. The references run on the CPU, on copies of tensors from elsewhere."""
-    op = getattr(torch.ops.cula, pass_name)
     named |= {
         **inputs.tensors(),
         **inputs.case.options,
         "backend": backend or backend_of(inputs.case, pass_name),
     }
     if inputs.q.device.type == "cpu" or not backend.startswith("reference"):
-        op(**named)
+        operators.call(pass_name, **named)
         return
     copies = {
         name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in named.items()
     }
-    op(**copies)
+    operators.call(pass_name, **copies)
     for name in Result.__dataclass_fields__:
         if named.get(name) is not None:
             named[name].copy_(copies[name])

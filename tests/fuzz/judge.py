@@ -19,22 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-import cula  # noqa: F401  (loads torch.ops.cula)
+from cula_testing import operators
 from cula_testing.compare import BUDGET, Errors, bits, errors, floor
 from fuzz.call import Found
 from fuzz.case import Case
 from fuzz.classes import DEFAULT, bound
 from fuzz.oracle import Expected
 from fuzz.values import Values
-
-
-def _operator(name: str, given: dict) -> None:
-    """The default overload, which spells every option out: what is not given is left out."""
-    op = getattr(torch.ops.cula, name).default
-    plain = {"bool": False, "int": 64, "float": 0.0, "str": ""}
-    names = {argument.name: plain.get(str(argument.type)) for argument in op._schema.arguments}
-    op(**names | given)
-
 
 # What is smaller than this part of the largest state or value may be zero: decay factors of 2^-126 and less
 # are zero, whatever they multiply, and a result is a product of a few.
@@ -78,7 +69,7 @@ class Naive:
                 self._empty(N, HV, K, K) if case.delta else self._empty(N, HV, K),
                 self._empty(N, HV, V, K),
             )
-            _operator("segment", {**tensors, "m": self.m, "b": self.b, "null_index": -1})
+            operators.call("segment", **{**tensors, "m": self.m, "b": self.b, "null_index": -1})
             if not case.keep:
                 return
         self.o = torch.zeros(values.tensors["v"].shape, dtype=getattr(torch, case.out or case.dtype))
@@ -110,7 +101,7 @@ class Naive:
             most = len(places) if case.packed else -(-case.tokens // case.chunk_size)
             chunks = self._empty(case.batch, most, *final.shape[1:])
             tensors |= {"chunk_states": chunks, "chunk_tokens": case.chunk_size}
-        _operator("prefill", tensors)
+        operators.call("prefill", **tensors)
         self.states = {(n, length): final[n] for n, length in enumerate(case.lengths)}
         if rows:
             self.states |= dict(zip(rows, kept, strict=True))
@@ -124,7 +115,7 @@ class Naive:
         if case.parents is not None:
             shape = (case.sequences, len(case.parents[0]) if case.parents else 0)
             tensors["parents"] = torch.tensor(case.parents, dtype=torch.int32).reshape(shape)
-        _operator("verify", tensors)
+        operators.call("verify", **tensors)
         self.states = {(n, t + 1): room[n, t] for n, length in enumerate(case.lengths) for t in range(length)}
 
     def finite(self) -> bool:

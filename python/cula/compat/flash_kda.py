@@ -39,11 +39,11 @@ def fwd(
                 f"got {initial_state.dtype} and {final_state.dtype}"
             )
         _passes.check_inputs(_ops.prefill, q, k, v)
-        flags = _passes.options("kda", "bounded", True, True, False, scale, lower_bound, -1, None)
-        _passes.call(
-            _ops.prefill.packed,
-            (q, k, v, out, flags, g, beta, A_log, dt_bias, lower_bound, final_state, None, initial_state,
-             cu_seqlens, scale),
+        _passes.require_tensor("out", out)  # the operator would make what is left out
+        options = _passes.pack("kda", "bounded", True, True, False, scale, lower_bound, -1, None)
+        _ops.prefill.write(
+            q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+            final_state=final_state, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
         )  # fmt: skip
     except Exception as error:
         _fla.refuse_types(fwd, locals(), error)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cula import _fla, _ops, _passes
+from cula._passes import Gate, Outputs, States
 from cula.kda import _check_gate, _check_tensors, _raw, _sizes
 
 __all__ = ["fused_sigmoid_gating_delta_rule_update"]
@@ -69,7 +70,7 @@ def fused_sigmoid_gating_delta_rule_update(
         rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         algorithm = "kda" if is_kda else "gdn"
         g, logits = _raw(algorithm, a, b, batch, tokens, heads, key_dim)
-        gate = ("softplus", A_log, dt_bias, None)
+        gate = Gate("softplus", A_log, dt_bias)
         out = None
         if initial_state is not None and initial_state.dtype == torch.float32 and v.element_size() == 2:
             out = torch.empty_like(v, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -82,18 +83,16 @@ def fused_sigmoid_gating_delta_rule_update(
             pool = initial_state[:rows] if indices is None and initial_state is not None else initial_state
             o, _, _ = _passes.forward(
                 _ops.decode, algorithm, q, k, v, g, logits, gate, scale, use_qk_l2norm_in_kernel, True,
-                cu_seqlens=cu_seqlens, state_pool=pool, initial_state_indices=indices, null_index=_NULL_BLOCK,
-                out=out,
+                cu_seqlens=cu_seqlens, states=States(None, pool, indices, None, None, _NULL_BLOCK),
+                outputs=Outputs(out),
             )  # fmt: skip
             return o, initial_state
         o = _passes.verify(
-            algorithm, q, k, v, initial_state, g=g, decay=None, beta=logits, gate=gate, scale=scale,
-            qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=True, allow_neg_eigval=False,
-            cu_seqlens=cu_seqlens, state_v_first=True, update_state=initial_state is not None,
-            initial_state_indices=None, state_indices=indices,
-            num_accepted=None if num_accepted_tokens is None else num_accepted_tokens[:rows],
-            has_initial_state=None, snapshots=None, snapshot_indices=None, parents=None,
-            null_index=_NULL_BLOCK, backend=None, deterministic=None, out=out, device=None,
+            algorithm, q, k, v, g, logits, gate,
+            States(None, initial_state, None, None, None, _NULL_BLOCK), scale=scale,
+            qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=True, cu_seqlens=cu_seqlens,
+            update_state=initial_state is not None, state_indices=indices,
+            num_accepted=None if num_accepted_tokens is None else num_accepted_tokens[:rows], out=out,
         )  # fmt: skip
         return o, initial_state
     except Exception as error:
