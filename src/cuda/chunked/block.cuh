@@ -140,11 +140,11 @@ __device__ __forceinline__ int tokens_ahead(const DeviceArgs& a, const Schedule&
     return first_token + ahead + kBlock <= a.tokens ? ahead : 0;
 }
 
-// Schedule::per_chunk. Always false where K > 128: only the
+// CarryWaits::per_chunk. Always false where K > 128: only the
 // portable carry takes that, and it does not wait per chunk.
 template <int kKey>
 __device__ __forceinline__ bool per_chunk(const Schedule& schedule) {
-    return kKey <= 128 && schedule.per_chunk;
+    return kKey <= 128 && schedule.waits.per_chunk;
 }
 // PDL of prepare, before it touches global memory: wait for the kernels before, then let the carry start.
 // Where the carry waits per chunk, the trigger comes later, from lead_carry().

@@ -130,7 +130,7 @@ __device__ __forceinline__ float growth(float beta) {
     return log2f(fmaxf(fabsf(1.0f - 1.016f * beta), 1.0f));
 }
 
-// Value of is_compensated while the operands of the chunk are not ready yet (Schedule::per_chunk).
+// Value of is_compensated while the operands of the chunk are not ready yet (CarryWaits::per_chunk).
 inline constexpr std::int32_t kUnprepared = -1;
 
 // Consecutive chunks of one sequence that one CTA of the carry runs through.
@@ -148,6 +148,14 @@ struct alignas(16) PackedChunk {
     std::int32_t count = 0;
 };
 
+// PDL of a carry that waits by itself. The kernel before it triggers only
+// after its own wait, so the carry has to wait for that kernel alone.
+struct CarryWaits {
+    bool operands = false;   // the load role waits before it loads operands
+    bool per_chunk = false;  // for each chunk's flag: the carry starts as soon as all CTAs of prepare have
+    bool states = false;     // the state role waits before it loads the composed state of its segment
+};
+
 // Where chunks and segments are. Chunks are numbered sequence after sequence.
 // Without cu_seqlens everything follows from shapes.
 // With cu_seqlens the schedule kernel has written the slab's chunks and segments, unless by_warp.
@@ -159,13 +167,7 @@ struct Schedule {
     Divisor by_segment;                         // segment_chunks
     std::int32_t slab_begin = 0, slab_end = 0;  // chunks of this launch
     std::int32_t max_segments = 0;
-    // PDL of the carry. The kernel before it triggers only after
-    // its own wait, so the carry has to wait for that kernel alone.
-    // awaits_operands: the load role waits before it loads operands.
-    // per_chunk: it waits for each chunk's flag instead; the carry
-    // then starts as soon as all CTAs of prepare have started.
-    // awaits_states: the state role waits before it loads the composed state of its segment.
-    bool awaits_operands = false, per_chunk = false, awaits_states = false;
+    CarryWaits waits;
     std::int32_t ahead = 0;  // distance in chunks from those being prepared to those being prefetched
     // Without cu_seqlens: chunks of a sequence, and how many segments a sequence has in this slab.
     std::int32_t chunks = 0;

@@ -95,7 +95,7 @@ public:
         schedule_.by_warp = plan.by_warp;
         schedule_.packed = workspace_.packed;
         schedule_.segments = workspace_.segments;
-        schedule_.awaits_operands =
+        schedule_.waits.operands =
             waits_itself() && workspace_.operands && plan.shape.chunks > 0 && !plan.makes_maps() && !found_;
         // Where maps are composed, only a carry that waits for compose itself may start early: waiting
         // CTAs of other kernels would occupy multiprocessors that maps still need.
@@ -151,8 +151,8 @@ private:
         constexpr int kCtas = kPerChannel ? kChannelCtas : kTokenCtas;
         const int span =
             kPrepares && !kPerChannel ? prepare_span(chunks, a_.group, call_.multiprocessors) : 1;
-        schedule_.per_chunk =
-            schedule_.awaits_operands && pays_per_chunk(chunks / span, kCtas, call_.multiprocessors);
+        schedule_.waits.per_chunk =
+            schedule_.waits.operands && pays_per_chunk(chunks / span, kCtas, call_.multiprocessors);
         if (found_) return;
         if constexpr (kPrepares && kPerChannel)
             launch<prepare_channel<T, kKey, kUpdate, typename Carry::GateTiles>>(
@@ -198,10 +198,10 @@ private:
         // The last launch need not cover first segments again.
         // With several sequences their CTAs return at once.
         p_.first_rank = cut.first_beside_maps && a_.sequences == 1 ? 1 : 0;
-        schedule_.awaits_states = waits_itself();
-        early_.allow(schedule_.awaits_states);
+        schedule_.waits.states = waits_itself();
+        early_.allow(schedule_.waits.states);
         carry();
-        schedule_.awaits_states = false;
+        schedule_.waits.states = false;
         early_.allow(false);
     }
     void take(const Segments& cut) {

@@ -412,7 +412,7 @@ inline int prepare_span(std::size_t chunks_of_heads, int group, int multiprocess
 }
 
 // Whether a carry that only waits for chunk operands should wait for
-// every chunk by itself (Schedule::per_chunk) rather than for all
+// every chunk by itself (CarryWaits::per_chunk) rather than for all
 // `blocks` CTAs of prepare, of which `resident` share a multiprocessor.
 // It costs each CTA of prepare 1.4 us more, but the carry begins up to 11 us earlier.
 // It pays where prepare leaves multiprocessors free from the start,

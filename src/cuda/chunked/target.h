@@ -54,8 +54,7 @@ concept ChunkedTarget = requires(const Problem& problem, const Args& args, const
     { Carry::kWarpgroups } -> std::convertible_to<bool>;
     // Whether additive algorithms need no operands, because the carry makes their scores itself.
     { Carry::kScoresItself } -> std::convertible_to<bool>;
-    // Whether it waits for operands and for composed states by itself (Schedule::awaits_operands,
-    // awaits_states).
+    // Whether it waits for operands and for composed states by itself (CarryWaits).
     { Carry::kWaitsItself } -> std::convertible_to<bool>;
     // Whether first segments may be carried beside the maps of others.
     { Carry::kFirstBesideMaps } -> std::convertible_to<bool>;

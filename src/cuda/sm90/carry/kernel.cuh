@@ -49,9 +49,9 @@
 //   maps                            wait, then trigger: the next kernel starts after prepare has ended
 //   maps, beside_others             wait at the end: the launch before has other maps or first segments, and
 //                                   started when prepare had ended
-//   carry after prepare             trigger; the load role waits before its first copy (awaits_operands), or
+//   carry after prepare             trigger; the load role waits before its first copy (CarryWaits), or
 //                                   polls a flag per chunk (per_chunk); all wait at the end
-//   carry after compose             trigger; the state role waits before its first state (awaits_states); all
+//   carry after compose             trigger; the state role waits before its first state (CarryWaits); all
 //                                   wait at the end
 //   carry of halves, first segment  no wait before the end: it needs no map, and the maps' kernel had waited
 //                                   for prepare before it triggered this one
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         return segment_of(a, schedule, segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x)))
                    .rank > 0;
     };
-    const bool waits_itself = schedule.awaits_operands || schedule.awaits_states;
+    const bool waits_itself = schedule.waits.operands || schedule.waits.states;
     const bool waits_last = kMaps ? p.beside_others : p.halves || waits_itself;
     if (kMaps && p.beside_others) {
         __threadfence();
@@ -155,15 +155,15 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
                                                                      p.is_compensated + first,
                                                                      shared,
                                                                      p.stages,
-                                                                     schedule.per_chunk};
-            if (!kMaps && schedule.awaits_operands && !schedule.per_chunk) pdl_wait();
+                                                                     schedule.waits.per_chunk};
+            if (!kMaps && schedule.waits.operands && !schedule.waits.per_chunk) pdl_wait();
             load.run();
         } else if (maps.outputs) {
             if constexpr (!kMaps) StoreRole<T, kKey, kDelta, kPerChannel>{a, maps.o, cursor, shared}.run();
         }
     } else {
         raise_registers<kStateRegisters<kScores>>();
-        if (!kMaps && schedule.awaits_states) pdl_wait();
+        if (!kMaps && schedule.waits.states) pdl_wait();
         StateRole<T, kKey, kDelta, kPerChannel, kMaps>{a, schedule, p, maps, shared}.run(cursor);
     }
     if (p.cluster > 1) sync_cluster();

@@ -64,7 +64,7 @@ struct LoadRole {
     const std::int32_t* is_compensated;  // of the segment's first chunk
     const Shared& shared;
     int stages;
-    bool per_chunk;  // Schedule::per_chunk: prepare still runs and publishes a flag per chunk
+    bool per_chunk;  // CarryWaits::per_chunk: prepare still runs and publishes a flag per chunk
 
     // Chunk operands are the same for all CTAs of a cluster. Each CTA issues its share of the copies as
     // multicasts to all of them; operands.ready of each CTA expects the bytes of all shares.
