@@ -20,6 +20,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # What to ask about for a kind of device. A GPU need not be here: its kernels answer for any architecture.
 PLACES = {"cpu": ("cpu",), "cuda": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")}
 
+STRATEGIES = ("fused", "whole", "halves", "segments")
+
 DECAYS = {
     "none": "none",
     "head": "per head, constant",
@@ -45,7 +47,8 @@ def _targets(place: str) -> dict[str, Answers]:
     found: dict[str, Answers] = {}
     for pass_name, algorithm, dtype in product(PASSES, ALGORITHMS, DTYPES):
         for row in cula.explain(algorithm, pass_name, dtype=dtype, device=place):
-            if not row.reason.startswith("runs on "):  # another kind's
+            # Not another kind's, nor one of several ways to run a prefill: the plain name stands for them.
+            if not row.reason.startswith("runs on ") and row.target.partition(":")[2] not in STRATEGIES:
                 found.setdefault(row.target, {})[pass_name, algorithm, dtype] = row.reason
     return found
 

@@ -24,6 +24,7 @@ HOST = {
     "src/cpu/entry.cc": [],
     "src/cpu/isa.cc": ["-DCULA_CPU_TARGET=portable"],
     "src/cuda/limits.h": ["-x", "c++"],
+    "src/cuda/machines.h": ["-x", "c++"],
     "src/cuda/sm90/fused/rule.h": ["-x", "c++"],
 }
 # Instances, one of each kernel family.
