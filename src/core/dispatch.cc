@@ -169,6 +169,9 @@ void run(const Plan& plan, const Args& args, const Context& context) {
                      std::to_string(reinterpret_cast<std::uintptr_t>(context.workspace) % kLineBytes) +
                          " bytes beyond one");
     }
+    CULA_REQUIRE(
+        plan.parts.size() == static_cast<std::size_t>((args.v.size[3] + kLargestDim - 1) / kLargestDim),
+        "args", "be those of the plan", "v with " + std::to_string(args.v.size[3]) + " channels");
     if (writes_nothing(plan, args)) return;
     const auto run_all = [&](const Args& whole) {
         auto prepared = plan.parts.begin();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of measured costs. Its rows are what `python -m bench.fit` prints.
+// The table of measured costs: what `python -m bench.fit` printed (bench/results/<device>/machine.json).
 #include "cuda/machines.h"
 
 #include <algorithm>
@@ -13,18 +13,18 @@ constexpr Machine kMachines[] = {
      .clock_mhz = 1980,
      .memory_gbps = 4917,
      .warpgroups = {{
-         {.prepare = 3.9, .carry = {1.2, 2.6}, .map = 1.0, .segment = {1.33, 2.6}, .fused = {2.3, 3.75}},
-         {.prepare = 4.3, .carry = {1.2, 2.6}, .map = 1.0, .segment = {1.33, 2.6}, .fused = {2.82, 0.0}},
-         {.prepare = 1.7, .carry = {1.2, 1.85}, .map = 0.9, .segment = {1.33, 2.05}, .halves = 0.85},
-         {.prepare = 2.6, .carry = {1.0, 1.6}, .map = 0.8, .segment = {1.1, 1.7}},
-         {.carry = {1.0, 1.6}, .map = 0.7, .segment = {1.1, 1.7}},
+         {.prepare = 4.69, .carry = {0.92, 1.36}, .map = 1.23, .segment = {1.39, 2.71}, .fused = {2.4, 4.07}},
+         {.prepare = 4.8, .carry = {0.911, 1.35}, .map = 1.36, .segment = {1.29, 2.52}, .fused = {2.4, 0}},
+         {.prepare = 3.15, .carry = {0.952, 1.41}, .map = 0.431, .segment = {0.883, 1.36}, .halves = 0.625},
+         {.prepare = 3.42, .carry = {0.717, 1.06}, .map = 0.369, .segment = {1.14, 2.22}},
+         {.carry = {1.02, 1.5}, .map = 0.749, .segment = {0.832, 1.28}},
      }},
      .warps = {{
-         {.prepare = 3.9, .carry = {2.0, 3.0}, .map = 1.6, .segment = {2.1, 3.1}},
-         {.prepare = 4.3, .carry = {2.0, 3.0}, .map = 1.6, .segment = {2.1, 3.1}},
-         {.prepare = 1.7, .carry = {2.0, 3.0}, .map = 1.6, .segment = {2.1, 3.1}},
-         {.prepare = 2.6, .carry = {1.5, 2.2}, .map = 1.1, .segment = {1.6, 2.3}},
-         {.prepare = 1.5, .carry = {1.5, 2.2}, .map = 1.1, .segment = {1.6, 2.3}},
+         {.prepare = 4.3, .carry = {3.4, 5.03}, .map = 2.64, .segment = {3.23, 6.29}},
+         {.prepare = 4.59, .carry = {3.35, 4.95}, .map = 3.1, .segment = {2.66, 5.2}},
+         {.prepare = 1.97, .carry = {4.42, 6.54}, .map = 1.23, .segment = {3.28, 5.05}},
+         {.prepare = 3.48, .carry = {2.54, 3.76}, .map = 1.52, .segment = {1.37, 2.67}},
+         {.prepare = 1.06, .carry = {3.26, 4.82}, .map = 1.33, .segment = {2.44, 3.76}},
      }}},
 };
 
@@ -56,6 +56,7 @@ Estimate::Estimate(const Device& device) : machine(row_of(device)) {
     };
     products = products_of(machine.clock_mhz, machine.compute_capability) /
                products_of(device.clock_mhz, device.compute_capability);
+    memory_gbps = device.memory_gbps;
     memory =
         machine.memory_gbps / kMultiprocessors / (device.memory_gbps / std::max(device.multiprocessors, 1));
 }

@@ -72,13 +72,14 @@ struct Estimate {
 
     const Machine& machine;
     double products = 1.0, memory = 1.0;
+    double memory_gbps = machine.memory_gbps;  // of the device at hand
 
     explicit Estimate(const Device& device);
 
     // with_warpgroups: of carries with wgmma.
     Costs costs(bool with_warpgroups, Family family) const;
     // Bytes that a copy moves in a microsecond: nine tenths of the peak.
-    double copy_rate() const { return 0.9e3 * machine.memory_gbps / memory; }
+    double copy_rate() const { return 0.9e3 * memory_gbps; }
 };
 
 }  // namespace cula::cuda

@@ -60,7 +60,8 @@ struct Sketch {
         return {.warp_step = warp_step,
                 .operand_bytes = operand_bytes,
                 .warpgroups = true,
-                .first_beside_maps = first_beside_maps};
+                .first_beside_maps = first_beside_maps,
+                .first_apart = 1.25};
     }
     std::optional<PrefillPlan> find(StrategyKind wanted) const {
         return plan_prefill(shape(), carry(), {.multiprocessors = kMultiprocessors}, wanted, with_fused);
@@ -214,7 +215,9 @@ TEST(Plan, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
         EXPECT_EQ(warpgroups({.heads = 40, .sequences = 4, .tokens = 8192, .packed = packed}), 2);
     Sketch forced{.heads = 16, .with_fused = true, .costs = kFusedCosts};
     EXPECT_EQ(kind(forced.find(StrategyKind::kFused)->strategy), StrategyKind::kFused);
-    forced.with_fused = false;
+    forced.tokens = 0;  // states are copied, whatever is wanted
+    EXPECT_EQ(kind(forced.find(StrategyKind::kFused)->strategy), StrategyKind::kWhole);
+    forced.tokens = 8192, forced.with_fused = false;
     EXPECT_EQ(forced.find(StrategyKind::kFused), std::nullopt);
 }
 
@@ -239,6 +242,7 @@ TEST(Machines, OtherGpusAreEstimatedByTheirRates) {
     slower.memory_gbps /= 10;
     EXPECT_NEAR(prepare(slower), prepare(h200) * 10, 1e-9);  // bound by memory now
     EXPECT_NEAR(carry(slower), carry(h200) * 2 * 2.5, 1e-9);
+    EXPECT_NEAR(Estimate(slower).copy_rate(), Estimate(h200).copy_rate() / 40, 1e-6);
 }
 
 TEST(Policy, HeadsThatShareKeysArePreparedTogetherWhereCtasAreMany) {

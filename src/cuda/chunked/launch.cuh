@@ -21,6 +21,7 @@
 #include "core/kernel.h"
 #include "cuda/call.h"
 #include "cuda/chunked/compose.cuh"
+#include "cuda/chunked/entry.h"
 #include "cuda/chunked/schedule.cuh"
 #include "cuda/chunked/target.h"
 #include "cuda/chunked/workspace.cuh"
@@ -51,6 +52,7 @@ CarryTraits traits_of(const Problem& problem) {
             .warpgroups = Carry::kWarpgroups,
             .family = family(problem.algorithm, problem.gate),
             .first_beside_maps = Carry::kFirstBesideMaps && solves,
+            .first_apart = Carry::kFirstApart,
             .chunk_tokens = kTokens<Carry::kKey>};
 }
 
@@ -77,7 +79,7 @@ public:
         : call_(call),
           a_(call.args),
           plan_(plan),
-          found_(plan.shape.kept && call.kept),
+          found_(plan.found),
           workspace_(plan, call.workspace, call.kept, found_),
           early_(call.follows) {
         p_.is_compensated = workspace_.is_compensated, p_.fading = workspace_.fading;
@@ -243,6 +245,7 @@ public:
     void run(const Args& args, const Context& context) const override {
         const DeviceGuard guard(context.device.index);
         const Call call = make_call(args, context);
+        if (plan_.found && !call.kept) throw Error("run: args must be those of the plan, got no kept");
         Launches<Carry, kUpdate>(call, plan_).run();
     }
 
@@ -254,10 +257,11 @@ template <ChunkedTarget Carry, Update kUpdate>
 PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wanted) {
     using Layout = Workspace<typename Carry::Type, Carry::kKey, Carry::kPerChannel, kUpdate>;
     const CarryTraits traits = traits_of<Carry>(problem);
-    const std::string declined = Carry::declines_fused(args);
-    const bool fuses = Carry::fuses(problem) && declined.empty();
+    const std::string target = "prefill: backend \"" + std::string(Carry::kTarget) + ":";
+    const std::string declined = Carry::fuses(problem) ? Carry::declines_fused(args) : "there is no kernel";
+    const bool fuses = declined.empty();
     if (wanted == StrategyKind::kFused && !fuses)
-        throw Error("prefill: backend \"sm90:fused\" does not take this call: " + declined);
+        throw Error(target + "fused\" does not take this call: " + declined);
 
     PrefillShape shape = shape_of(problem, traits.chunk_tokens);
     shape.kept =
@@ -275,8 +279,8 @@ PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wa
 
     std::optional<PrefillPlan> plan = planned(args.segment_b && !args.segment_m);
     if (!plan)
-        throw Error("prefill: backend must be one that takes this call, which cannot be run as " +
-                    std::string(name(wanted)));
+        throw Error(target + std::string(name(wanted)) + "\" does not take this call: " +
+                    (shape.kept ? "what was kept is of other maps" : refuses(wanted).reason()));
     if (found) {
         const std::size_t given = static_cast<std::size_t>(args.kept.size[0]) * sizeof(std::int32_t);
         const std::size_t needed = bytes(*plan);
@@ -290,6 +294,7 @@ PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wa
                         std::to_string(needed) + " bytes, got " + std::to_string(given) +
                         (of_b_alone ? ", of one that made b alone, which has no initial_state" : ""));
     }
+    plan->found = found;
     const Layout layout(*plan, nullptr, nullptr, found);
     return std::make_shared<const PreparedPrefill<Carry, kUpdate>>(
         *plan, found ? layout.own_bytes : layout.bytes, shape.kept ? layout.bytes : 0);

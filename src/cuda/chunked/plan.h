@@ -31,10 +31,6 @@ inline constexpr int kLeastSegments = 3;  // below this many segments likewise
 inline constexpr int kLeastHalved = 64;   // chunks of a sequence from which halves pay
 // Chunks per segment from which Segments::first_beside_maps pays for its extra launch.
 inline constexpr int kLeastBesideMaps = 32;
-// Ratio of the first of two segments to the second, where both maps run at once and the first has no M: two
-// CTAs of two warpgroups take 1.11 us for a chunk of a map, two of one warpgroup 0.89 us for a chunk of a
-// first segment's B.
-inline constexpr double kFirstApart = 1.25;
 
 // How the value rows of a head are shared among CTAs of the carry: 16 rows for each warp.
 struct CarryRows {
@@ -62,7 +58,7 @@ struct Segments {
     std::int64_t count = 1;
     // The first segment is carried beside the maps of the others and needs no map.
     bool first_beside_maps = false;
-    // Maps of first segments have no M. They are launched on their own, beside the maps of the others.
+    // Maps of first segments have no M, and run beside the maps of the others.
     bool first_apart = false;
 };
 using Strategy = std::variant<Fused, Whole, Halves, Segments>;
@@ -126,14 +122,15 @@ inline PrefillShape shape_of(const Problem& problem, int chunk_tokens) {
             .costs = problem.costs};
 }
 
-// What the plan has to know of a carry: the multiple of warps in a CTA, the bytes of a chunk's operands (0 if
-// it makes them itself), its costs, and whether first segments may be carried beside maps.
+// What the plan has to know of a carry.
 struct CarryTraits {
-    int warp_step = 1;
-    std::size_t operand_bytes = 0;
+    int warp_step = 1;              // CTAs have a multiple of so many warps
+    std::size_t operand_bytes = 0;  // of a chunk; 0 if it makes them itself
+    // The column and the row of its costs.
     bool warpgroups = false;
     Family family = Family::kChannelDelta;
-    bool first_beside_maps = false;
+    bool first_beside_maps = false;  // whether first segments may be carried beside maps
+    double first_apart = 1.0;        // of two segments, the first to the second, where the first has no M
     int chunk_tokens = 64;
 };
 
@@ -155,24 +152,27 @@ public:
 
     // The cheapest of a kind; null if there is none.
     //
-    // Of strategies with two kernels a packed call takes the one with the least sum of both times, since
-    // either may come. The fused kernel, which cuts no sequence, is chosen by the expected time, so that a
-    // batch and the same sequences packed get the same bits; but with skewed lengths it must not take more
-    // than kMostRegret times as long as two kernels.
+    // The fused kernel cuts no sequence. It is compared with Whole alone, by the expected time, so that a
+    // batch and the same sequences packed get the same bits; with skewed lengths it must not take more than
+    // kMostRegret times as long. Otherwise a packed call takes the strategy with the least sum of both times,
+    // since either may come.
+    // What cuts more comes later in the list, and has to promise a time that is shorter by 4 %.
     const Candidate* choose(StrategyKind wanted) const {
-        constexpr double kMostRegret = 1.75;
-        const Candidate *fused = nullptr, *other = nullptr;
+        constexpr double kMostRegret = 1.75, kWorthCutting = 0.96;
+        const Candidate *fused = nullptr, *whole = nullptr, *other = nullptr;
+        const auto time = [&](const Candidate& of) { return of.expected + (packed_ ? of.skewed : 0.0); };
         for (const Candidate& candidate : all()) {
-            const bool is_fused = kind(candidate.strategy) == StrategyKind::kFused;
-            if (wanted != StrategyKind::kAny && wanted != kind(candidate.strategy)) continue;
-            const auto time = [&](const Candidate& of) {
-                return is_fused || !packed_ ? of.expected : of.expected + of.skewed;
-            };
-            const Candidate*& best = is_fused ? fused : other;
-            if (!best || time(candidate) < time(*best)) best = &candidate;
+            const StrategyKind of = kind(candidate.strategy);
+            if (wanted != StrategyKind::kAny && wanted != of) continue;
+            if (of == StrategyKind::kWhole) whole = &candidate;
+            if (of == StrategyKind::kFused) {
+                if (!fused || candidate.expected < fused->expected) fused = &candidate;
+            } else if (!other || time(candidate) < kWorthCutting * time(*other)) {
+                other = &candidate;
+            }
         }
-        if (!fused || !other) return fused ? fused : other;
-        const bool pays = fused->expected < other->expected && fused->skewed <= kMostRegret * other->skewed;
+        if (!fused || !whole) return fused ? fused : other;
+        const bool pays = fused->expected < whole->expected && fused->skewed <= kMostRegret * whole->skewed;
         return pays ? fused : other;
     }
 
@@ -215,8 +215,8 @@ public:
         const auto* segments = std::get_if<Segments>(&strategy);
         if (!segments) return per_sequence_;
         if (segments->first_apart && segments->count == 2)
-            return static_cast<std::int64_t>(
-                std::ceil(static_cast<double>(per_sequence_) * kFirstApart / (1.0 + kFirstApart)));
+            return static_cast<std::int64_t>(std::ceil(static_cast<double>(per_sequence_) *
+                                                       carry_.first_apart / (1.0 + carry_.first_apart)));
         return (per_sequence_ + segments->count - 1) / segments->count;
     }
 
@@ -230,7 +230,12 @@ public:
         // meet, so this changes no bit.
         const CarryRows widest = rows(whole_steps(std::min(tiles_, 8))),
                         half = rows(whole_steps((widest.warps + 1) / 2));
-        const auto expected_of = [&](const CarryRows& rows) { return time(Whole{rows}, expected()); };
+        // Memory bounds both alike, so it is left out.
+        const auto expected_of = [&](const CarryRows& rows) {
+            const Lengths of = expected();
+            return rounds(heads(of) * rows.blocks) *
+                   (estimate_.machine.round + per_chunk(costs_.carry, rows.warps) * of.chunks);
+        };
         const CarryRows best = widest.warps > 4 && expected_of(half) < expected_of(widest) ? half : widest;
         add(found, Whole{best});
         const std::int64_t heads = shape_.sequences * shape_.value_heads;
@@ -340,8 +345,8 @@ private:
                         static_cast<double>(heads(of)) * of.chunks * bytes / estimate_.copy_rate());
     }
 
-    const PrefillShape& shape_;
-    const CarryTraits& carry_;
+    PrefillShape shape_;
+    CarryTraits carry_;
     Estimate estimate_;
     Costs costs_;
     int multiprocessors_, tiles_;
@@ -357,6 +362,7 @@ struct PrefillPlan {
     Strategy strategy;
     PrefillShape shape;
     bool prepares = false;  // chunk operands are made, by a kernel of their own
+    bool found = false;     // the workspace is one that a segment call has kept
     bool by_warp = false;   // as in Schedule
     std::int32_t slab_chunks = 1, segment_chunks = 1, max_segments = 1;
 
@@ -373,9 +379,12 @@ inline std::optional<PrefillPlan> plan_prefill(const PrefillShape& shape, const 
     const auto divide_up = [](std::int64_t x, std::int64_t y) { return (x + y - 1) / y; };
     const Planner planner(shape, carry, device);
     const Candidates candidates = planner.candidates(with_fused);
-    const Candidate* const chosen = candidates.choose(wanted);
+    // Without tokens there is nothing to choose: states are copied, whatever is wanted.
+    const bool empty = shape.tokens == 0 || shape.sequences == 0;
+    const Candidate* const chosen = candidates.choose(empty ? StrategyKind::kWhole : wanted);
     if (!chosen) return std::nullopt;
     PrefillPlan plan{.strategy = chosen->strategy, .shape = shape};
+    plan.shape.costs = {};  // the caller's, for as long as it plans
     const bool fused = kind(plan.strategy) == StrategyKind::kFused;
     plan.prepares = carry.operand_bytes > 0 && !fused;
     // The fused kernel has no operands, so that all chunks are one slab.

@@ -5,6 +5,7 @@
 
 #include <concepts>
 #include <string>
+#include <string_view>
 
 #include "cuda/call.h"
 #include "cuda/chunked/cursor.cuh"
@@ -46,8 +47,9 @@ using SlabOf = Slab<ChunkOperands<typename Carry::Type, Carry::kKey, Carry::kPer
 template <class Carry>
 concept ChunkedTarget = requires(const Problem& problem, const Args& args, const DeviceArgs& a,
                                  const SlabOf<Carry>& slab, const CarryParams& params) {
-    typename Carry::Type;                         // of q, k, v: __nv_bfloat16 or __half
-    { Carry::kKey } -> std::convertible_to<int>;  // most key channels
+    { Carry::kTarget } -> std::convertible_to<std::string_view>;  // as the registry names it
+    typename Carry::Type;                                         // of q, k, v: __nv_bfloat16 or __half
+    { Carry::kKey } -> std::convertible_to<int>;                  // most key channels
     { Carry::kPerChannel } -> std::convertible_to<bool>;
     { Carry::kWarpStep } -> std::convertible_to<int>;  // CTAs have a multiple of so many warps
     // Whether it takes its costs from Machine::warpgroups.
@@ -58,6 +60,8 @@ concept ChunkedTarget = requires(const Problem& problem, const Args& args, const
     { Carry::kWaitsItself } -> std::convertible_to<bool>;
     // Whether first segments may be carried beside the maps of others.
     { Carry::kFirstBesideMaps } -> std::convertible_to<bool>;
+    // Of two segments of which the first needs no M, how much longer the first is.
+    { Carry::kFirstApart } -> std::convertible_to<double>;
     Carry::gate_tiles(a);  // how prepare_channel reads the gates
     // Whether there is a fused kernel for these types, whether it takes a problem, why it declines a call all
     // the same (empty: it does not), and its launch.

@@ -2,6 +2,9 @@
 // The portable chunked backend: which problems it supports, and which template instance runs.
 #include "cuda/sm80/entry.h"
 
+#include <algorithm>
+
+#include "core/check.h"
 #include "cuda/chunked/entry.h"
 #include "cuda/sm80/launch.h"
 #include "cuda/with_instance.h"
@@ -25,7 +28,9 @@ auto with_instance(const Problem& problem, Body body) {
     });
 }
 
-chunked::Candidates candidates(const Problem& problem) {
+// Of the first of its parts, if there are more than kLargestDim value channels.
+chunked::Candidates candidates(Problem problem) {
+    problem.value_dim = std::min(problem.value_dim, kLargestDim);
     return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
         return prefill_candidates<T, kKey, kPerChannel>(problem);
     });

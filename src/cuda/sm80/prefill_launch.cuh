@@ -20,6 +20,8 @@ using chunked::StrategyKind;
 template <class T, int kKeyDim, bool kDecayPerChannel>
 struct PortableCarry {
     using Type = T;
+    static constexpr std::string_view kTarget = "sm80";
+    static constexpr double kFirstApart = 1.0;
     static constexpr int kKey = kKeyDim, kWarpStep = 1;
     static constexpr bool kPerChannel = kDecayPerChannel, kScoresItself = false, kWaitsItself = false,
                           kWarpgroups = false, kFirstBesideMaps = false;

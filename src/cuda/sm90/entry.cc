@@ -2,6 +2,9 @@
 // The Hopper backend: which problems it supports, and which template instance runs.
 #include "cuda/sm90/entry.h"
 
+#include <algorithm>
+
+#include "core/check.h"
 #include "cuda/chunked/entry.h"
 #include "cuda/sm90/fused/rule.h"
 #include "cuda/sm90/launch.h"
@@ -27,7 +30,9 @@ auto with_instance(const Problem& problem, Body body) {
                                  : with_type.template operator()<128, false>();
 }
 
-chunked::Candidates candidates(const Problem& problem) {
+// Of the first of its parts, if there are more than kLargestDim value channels.
+chunked::Candidates candidates(Problem problem) {
+    problem.value_dim = std::min(problem.value_dim, kLargestDim);
     return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
         return prefill_candidates<T, kKey, kPerChannel>(problem);
     });
