@@ -18,14 +18,18 @@ from cula import dist as level2
 from cula.dist import (
     alloc_decode_state_pool,
     alloc_state_buffer,
+    context,
     cost,
     cula_kda_tp,
     even_splits,
+    hybrid,
     split_cu_seqlens_for_sp,
+    tensor,
 )
 from cula.dist.calls import FUNCTIONS, Call
 from cula.dist.messages import Message
 from cula.dist.shards import TokenShard
+from cula.dist.words import ContextWords, HybridWords, TensorWords
 from cula_testing import passes
 from cula_testing.cases import Case, make
 from cula_testing.compare import assert_same_bits
@@ -56,6 +60,23 @@ def test_every_function_says_what_it_takes(name):
     assert positions(parameters) == positions(level1)
     assert words(parameters) == words(kda)
     assert function.__doc__
+
+
+@pytest.mark.parametrize(
+    ("form", "known", "refused"),
+    [
+        (tensor.tensor_parallel, TensorWords, ()),
+        (context.context_parallel, ContextWords, context._ONE_RANK_ONLY),
+        (hybrid.hybrid_parallel, HybridWords, context._ONE_RANK_ONLY),
+    ],
+)
+def test_type_checkers_know_every_keyword(form, known, refused):
+    def keywords(function):
+        parameters = inspect.signature(function).parameters.values()
+        return {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+    options = set().union(*map(keywords, FUNCTIONS.values())) - {"decay", *refused}
+    assert known.__optional_keys__ == keywords(form) | options
 
 
 @given(

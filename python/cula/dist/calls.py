@@ -39,14 +39,6 @@ class Call:
     decay: Tensor | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    @staticmethod
-    def take(name: str, mode: str, arguments: dict[str, Any]) -> Call:
-        """The call that a function's `arguments` by name describe. They are taken out; the rest is for the
-        ranks."""
-        options = arguments.pop("kwargs")
-        lower = {x: x.lower() for x in ("q", "k", "v", "Q", "K", "V", "g", "beta", "decay") if x in arguments}
-        return Call(name, mode, **{field: arguments.pop(x) for x, field in lower.items()}, options=options)
-
     def but(self, **changes: Any) -> Call:
         return dataclasses.replace(self, **changes)
 

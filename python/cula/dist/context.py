@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from cula.dist.groups import Group, GroupLike, resolve
 from cula.dist.lanes import BatchLanes, Lanes, PackedLane
 from cula.dist.shards import TokenShard, check_cu_seqlens, check_splits
 from cula.dist.transport import ProcessGroupTransport, Transport
+from cula.dist.words import ContextWords, words_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Level 1's ways of keeping states elsewhere or on the way, which say nothing of the rank that holds them.
 _ONE_RANK_ONLY = (
@@ -188,21 +192,11 @@ def _method(call: Call, splits: tuple[int, ...], lanes: Lanes, options: Options)
     return cost.choose(size)
 
 
-def _run(
-    mode: str, *, sp_group: GroupLike, sp_size: int | None, sp_rank: int | None, **arguments: Any
-) -> tuple[Tensor, Tensor | None]:
-    call = Call.take(f"cula_{mode}_cp", mode, arguments)
-    return run(call, resolve("sp", sp_group, sp_size, sp_rank, required=True), Options(**arguments))
-
-
-def cula_kda_cp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
+def context_parallel(
+    call: Call,
     sp_group: GroupLike,
+    /,
+    *,
     sp_size: int | None = None,
     sp_rank: int | None = None,
     initial_state: Tensor | None = None,
@@ -215,6 +209,26 @@ def cula_kda_cp(
     state_v_first: bool = True,
     nvshmem_backend: bool = False,
     **kwargs: object,
+) -> tuple[Tensor, Tensor | None]:
+    """`call`, with the options `kwargs` of Level 1, on the rank's tokens."""
+    group = resolve("sp", sp_group, sp_size, sp_rank, required=True)
+    options = Options(
+        initial_state, output_final_state, cu_seqlens, sp_mode, sp_splits, method, final_state_on,
+        state_v_first, nvshmem_backend,
+    )  # fmt: skip
+    return run(call.but(options=kwargs), group, options)
+
+
+@words_of(context_parallel)
+def cula_kda_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    sp_group: GroupLike,
+    **words: Unpack[ContextWords],
 ) -> tuple[Tensor, Tensor | None]:
     """`cula.cula_kda` on the rank's tokens of sequences that lie over the ranks of `sp_group`, in rank order.
 
@@ -241,9 +255,10 @@ def cula_kda_cp(
     on all of them before anything is sent; a rank that raises alone leaves the others to the timeout of the
     group.
     """
-    return _run("kda", **locals())
+    return context_parallel(Call("cula_kda_cp", "kda", q, k, v, g, beta), sp_group, **words)
 
 
+@words_of(context_parallel)
 def cula_gdn_cp(
     q: Tensor,
     k: Tensor,
@@ -252,47 +267,21 @@ def cula_gdn_cp(
     beta: Tensor,
     *,
     sp_group: GroupLike,
-    sp_size: int | None = None,
-    sp_rank: int | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = True,
-    cu_seqlens: Tensor | None = None,
-    sp_mode: str = "split",
-    sp_splits: Sequence[int] | None = None,
-    method: str | None = None,
-    final_state_on: str | None = None,
-    state_v_first: bool = True,
-    nvshmem_backend: bool = False,
-    **kwargs: object,
+    **words: Unpack[ContextWords],
 ) -> tuple[Tensor, Tensor | None]:
     """`cula.cula_gdn` on the rank's tokens; everything else as in `cula_kda_cp`."""
-    return _run("gdn", **locals())
+    return context_parallel(Call("cula_gdn_cp", "gdn", q, k, v, g, beta), sp_group, **words)
 
 
+@words_of(context_parallel)
 def cula_gla_cp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    sp_group: GroupLike,
-    sp_size: int | None = None,
-    sp_rank: int | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = True,
-    cu_seqlens: Tensor | None = None,
-    sp_mode: str = "split",
-    sp_splits: Sequence[int] | None = None,
-    method: str | None = None,
-    final_state_on: str | None = None,
-    state_v_first: bool = True,
-    nvshmem_backend: bool = False,
-    **kwargs: object,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, sp_group: GroupLike, **words: Unpack[ContextWords]
 ) -> tuple[Tensor, Tensor | None]:
     """`cula.cula_gla` on the rank's tokens; everything else as in `cula_kda_cp`."""
-    return _run("gla", **locals())
+    return context_parallel(Call("cula_gla_cp", "gla", q, k, v, g), sp_group, **words)
 
 
+@words_of(context_parallel)
 def cula_simple_gla_cp(
     q: Tensor,
     k: Tensor,
@@ -301,47 +290,23 @@ def cula_simple_gla_cp(
     *,
     decay: Tensor | None = None,
     sp_group: GroupLike,
-    sp_size: int | None = None,
-    sp_rank: int | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = True,
-    cu_seqlens: Tensor | None = None,
-    sp_mode: str = "split",
-    sp_splits: Sequence[int] | None = None,
-    method: str | None = None,
-    final_state_on: str | None = None,
-    state_v_first: bool = True,
-    nvshmem_backend: bool = False,
-    **kwargs: object,
+    **words: Unpack[ContextWords],
 ) -> tuple[Tensor, Tensor | None]:
     """`cula.cula_simple_gla` on the rank's tokens; everything else as in `cula_kda_cp`."""
-    return _run("simple_gla", **locals())
+    return context_parallel(
+        Call("cula_simple_gla_cp", "simple_gla", q, k, v, g, decay=decay), sp_group, **words
+    )
 
 
+@words_of(context_parallel)
 def cula_lightning_cp(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    decay: Tensor,
-    *,
-    sp_group: GroupLike,
-    sp_size: int | None = None,
-    sp_rank: int | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = True,
-    cu_seqlens: Tensor | None = None,
-    sp_mode: str = "split",
-    sp_splits: Sequence[int] | None = None,
-    method: str | None = None,
-    final_state_on: str | None = None,
-    state_v_first: bool = True,
-    nvshmem_backend: bool = False,
-    **kwargs: object,
+    Q: Tensor, K: Tensor, V: Tensor, decay: Tensor, *, sp_group: GroupLike, **words: Unpack[ContextWords]
 ) -> tuple[Tensor, Tensor | None]:
     """`cula.cula_lightning` on the rank's tokens; everything else as in `cula_kda_cp`."""
-    return _run("lightning", **locals())
+    return context_parallel(Call("cula_lightning_cp", "lightning", Q, K, V, decay=decay), sp_group, **words)
 
 
+@words_of(context_parallel)
 def cula_delta_cp(
     q: Tensor,
     k: Tensor,
@@ -350,18 +315,9 @@ def cula_delta_cp(
     *,
     decay: Tensor | None = None,
     sp_group: GroupLike,
-    sp_size: int | None = None,
-    sp_rank: int | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = True,
-    cu_seqlens: Tensor | None = None,
-    sp_mode: str = "split",
-    sp_splits: Sequence[int] | None = None,
-    method: str | None = None,
-    final_state_on: str | None = None,
-    state_v_first: bool = True,
-    nvshmem_backend: bool = False,
-    **kwargs: object,
+    **words: Unpack[ContextWords],
 ) -> tuple[Tensor, Tensor | None]:
     """`cula.cula_delta` on the rank's tokens; everything else as in `cula_kda_cp`."""
-    return _run("delta", **locals())
+    return context_parallel(
+        Call("cula_delta_cp", "delta", q, k, v, beta=beta, decay=decay), sp_group, **words
+    )

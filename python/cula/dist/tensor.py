@@ -4,7 +4,7 @@ for."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,6 +13,10 @@ from cula.dist.calls import Call
 from cula.dist.groups import Group, GroupLike, resolve
 from cula.dist.shards import take_heads, take_parameter, take_query_heads
 from cula.dist.transport import ProcessGroupTransport, all_gather_dim
+from cula.dist.words import TensorWords, words_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def local_call(call: Call, group: Group, full_inputs: bool, full_qk: bool) -> Call:
@@ -69,23 +73,9 @@ def gather(call: Call, group: Group, results: tuple[Any, ...]) -> tuple[Any, ...
     return all_gather_dim(transport, o, 2), final, *(all_gather_dim(transport, h, 2) for h in on_the_way)
 
 
-def _run(
-    mode: str, *, tp_group: GroupLike | None, tp_size: int | None, tp_rank: int | None, gather_output: bool,
-    full_inputs: bool, full_qk: bool, **arguments: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    call = Call.take(f"cula_{mode}_tp", mode, arguments)
-    group = resolve("tp", tp_group, tp_size, tp_rank, required=False)
-    check_gather(call, group, gather_output)
-    results = local_call(call, group, full_inputs, full_qk).run()
-    return gather(call, group, results) if gather_output else results
-
-
-def cula_kda_tp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+def tensor_parallel(
+    call: Call,
+    /,
     *,
     tp_group: GroupLike | None = None,
     tp_size: int | None = None,
@@ -94,6 +84,18 @@ def cula_kda_tp(
     full_inputs: bool = False,
     full_qk: bool = False,
     **kwargs: object,
+) -> tuple[Any, ...]:
+    """`call`, with the options `kwargs` of Level 1, on the rank's heads."""
+    call = call.but(options=kwargs)
+    group = resolve("tp", tp_group, tp_size, tp_rank, required=False)
+    check_gather(call, group, gather_output)
+    results = local_call(call, group, full_inputs, full_qk).run()
+    return gather(call, group, results) if gather_output else results
+
+
+@words_of(tensor_parallel)
+def cula_kda_tp(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **words: Unpack[TensorWords]
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """`cula.cula_kda` on the rank's heads: of P ranks, rank r has the value heads from `r HV / P` to
     `(r + 1) HV / P`.
@@ -111,46 +113,26 @@ def cula_kda_tp(
 
     Returns what `cula.cula_kda` does, for the rank's heads unless gathered.
     """
-    return _run("kda", **locals())
+    return tensor_parallel(Call("cula_kda_tp", "kda", q, k, v, g, beta), **words)
 
 
+@words_of(tensor_parallel)
 def cula_gdn_tp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    tp_group: GroupLike | None = None,
-    tp_size: int | None = None,
-    tp_rank: int | None = None,
-    gather_output: bool = False,
-    full_inputs: bool = False,
-    full_qk: bool = False,
-    **kwargs: object,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **words: Unpack[TensorWords]
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """`cula.cula_gdn` on the rank's heads; everything else as in `cula_kda_tp`."""
-    return _run("gdn", **locals())
+    return tensor_parallel(Call("cula_gdn_tp", "gdn", q, k, v, g, beta), **words)
 
 
+@words_of(tensor_parallel)
 def cula_gla_tp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    tp_group: GroupLike | None = None,
-    tp_size: int | None = None,
-    tp_rank: int | None = None,
-    gather_output: bool = False,
-    full_inputs: bool = False,
-    full_qk: bool = False,
-    **kwargs: object,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, **words: Unpack[TensorWords]
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """`cula.cula_gla` on the rank's heads; everything else as in `cula_kda_tp`."""
-    return _run("gla", **locals())
+    return tensor_parallel(Call("cula_gla_tp", "gla", q, k, v, g), **words)
 
 
+@words_of(tensor_parallel)
 def cula_simple_gla_tp(
     q: Tensor,
     k: Tensor,
@@ -158,36 +140,21 @@ def cula_simple_gla_tp(
     g: Tensor | None = None,
     *,
     decay: Tensor | None = None,
-    tp_group: GroupLike | None = None,
-    tp_size: int | None = None,
-    tp_rank: int | None = None,
-    gather_output: bool = False,
-    full_inputs: bool = False,
-    full_qk: bool = False,
-    **kwargs: object,
+    **words: Unpack[TensorWords],
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """`cula.cula_simple_gla` on the rank's heads; everything else as in `cula_kda_tp`."""
-    return _run("simple_gla", **locals())
+    return tensor_parallel(Call("cula_simple_gla_tp", "simple_gla", q, k, v, g, decay=decay), **words)
 
 
+@words_of(tensor_parallel)
 def cula_lightning_tp(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    decay: Tensor,
-    *,
-    tp_group: GroupLike | None = None,
-    tp_size: int | None = None,
-    tp_rank: int | None = None,
-    gather_output: bool = False,
-    full_inputs: bool = False,
-    full_qk: bool = False,
-    **kwargs: object,
+    Q: Tensor, K: Tensor, V: Tensor, decay: Tensor, **words: Unpack[TensorWords]
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """`cula.cula_lightning` on the rank's heads; everything else as in `cula_kda_tp`."""
-    return _run("lightning", **locals())
+    return tensor_parallel(Call("cula_lightning_tp", "lightning", Q, K, V, decay=decay), **words)
 
 
+@words_of(tensor_parallel)
 def cula_delta_tp(
     q: Tensor,
     k: Tensor,
@@ -195,13 +162,7 @@ def cula_delta_tp(
     beta: Tensor,
     *,
     decay: Tensor | None = None,
-    tp_group: GroupLike | None = None,
-    tp_size: int | None = None,
-    tp_rank: int | None = None,
-    gather_output: bool = False,
-    full_inputs: bool = False,
-    full_qk: bool = False,
-    **kwargs: object,
+    **words: Unpack[TensorWords],
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """`cula.cula_delta` on the rank's heads; everything else as in `cula_kda_tp`."""
-    return _run("delta", **locals())
+    return tensor_parallel(Call("cula_delta_tp", "delta", q, k, v, beta=beta, decay=decay), **words)
