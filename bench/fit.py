@@ -37,8 +37,8 @@ SHAPES = ((4, 8192), (8, 2048), (8, 32768), (16, 1024), (16, 8192), (24, 16384),
 REPEATS = 9
 START = (3.0, 1.2, 2.0, 1.0, 1.3, 2.2, 0.9, 2.5, 4.0)
 # The costs of CTAs of eight warps by those of four: of whole sequences, and of segments (decays per channel,
-# per token). They are not fitted: a way is measured with the CTAs that the plan gives it, which other costs would
-# change.
+# per token). They are not fitted: a way is measured with the CTAs that the plan gives it, which other costs
+# would change.
 WIDE, WIDE_SEGMENTS = 1.48, (1.95, 1.54)
 NO_OPERANDS = (("sm90", 4),)  # targets and families without a prepare
 ROUNDS = 40  # of the fit, each over all costs

@@ -17,8 +17,8 @@ from cula._build import build_info
 class Row(NamedTuple):
     """A kernel of the registry: `verdict` is "chosen", "yes" (it would do) or "no" because of `reason`.
 
-    microseconds: of the device, as the library predicts them where it has several ways to run a call; of the
-    target's plain name, those of its cheapest way."""
+    microseconds: of the device, as the library predicts them where it has several ways to run a call, for
+    sequences of equal length; of the target's plain name, those of the way that it takes."""
 
     target: str
     verdict: str

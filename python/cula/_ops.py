@@ -2,10 +2,10 @@
 """The operators of `torch.ops.cula`, written in C++ (bindings/torch/ops.cc): one per pass, `compose`,
 `explain`, `algorithms` and `option_bits`.
 
-A pass has two overloads (bindings/torch/schema.h): the default one makes what it returns, and `out` writes
-into tensors of the caller alone. The package calls both by name, through functions that `_shims` writes, and
-with most of what is no tensor in one integer (`pack`). A bad argument raises `ValueError` from C++ with the
-name of the argument, what was expected and what was given.
+A pass has two overloads (bindings/torch/schema.h): the default one makes what it returns and writes into
+nothing, and `out` writes into tensors of the caller and makes what is left out. The package calls both by
+name, through functions that `_shims` writes, and with most of what is no tensor in one integer (`pack`). A
+bad argument raises `ValueError` from C++ with the name of the argument, what was expected and what was given.
 
 `torch.ops.cula_unchecked` holds the passes once more, for those functions alone.
 """
@@ -48,6 +48,9 @@ algorithms = torch.ops.cula.algorithms.default
 
 # operator_options(algorithm, gate="log_decay", qk_l2norm=False, ..., chunk_tokens=64)
 operator_options = pack = _shims.packer(torch.ops.cula.option_bits())
+
+# Whether M of a segment is a diagonal, by the row of the algorithm: the lowest eight bits of `options`.
+_DIAGONAL = [line.endswith("\tyes") for line in algorithms().splitlines()]
 
 
 # What a schema calls a type.
@@ -110,13 +113,12 @@ def _make_m(
     q: Tensor,
     v: Tensor,
     options: int,
-    beta: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     **_: object,
 ) -> Tensor | None:
     if not options & bit("make_m"):
         return None
-    matrix = q.shape[3:] if beta is None else (q.shape[3], q.shape[3])
+    matrix = q.shape[3:] if _DIAGONAL[options & 0xFF] else (q.shape[3], q.shape[3])
     return q.new_empty((_sequences(q, cu_seqlens), v.shape[2], *matrix), dtype=state_dtype(q))
 
 
