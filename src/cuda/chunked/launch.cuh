@@ -267,7 +267,7 @@ PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wa
     shape.kept =
         (args.keep || args.kept) &&
         static_cast<std::size_t>(shape.chunks) * shape.value_heads * traits.operand_bytes <= kKeptBytes;
-    const bool found = shape.kept && args.kept;
+    const bool found = shape.kept && args.kept.data;
     // b_alone: of a segment call that makes B alone, whose first segments need no M. With packed sequences
     // the host does not know which segments come first.
     const auto planned = [&](bool b_alone) {
