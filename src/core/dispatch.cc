@@ -59,8 +59,10 @@ bool named(const Kernel& kernel, std::string_view backend) {
 }
 
 const Kernel& choose(const Problem& problem, std::string_view backend) {
-    for (const Kernel& kernel : kernels())
-        if (kernel.pass == problem.pass && named(kernel, backend) && supports(kernel, problem)) return kernel;
+    for (const Kernel& kernel : kernels()) {
+        if (kernel.pass != problem.pass || kernel.device != problem.device.kind) continue;
+        if (named(kernel, backend) && supports(kernel, problem)) return kernel;
+    }
     refuse(problem, backend);
 }
 

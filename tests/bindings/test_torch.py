@@ -192,6 +192,12 @@ def kept_alone(q, k, v, g, beta):
     return cula.cula_segment(q, k, v, mode="kda", g=g, beta=beta, keep=True, out=(None, None))[2]
 
 
+def with_what_was_kept(made, q, k, v, g, beta):
+    """What a segment made, with what a prefill makes of what it kept: not all bytes of that are written."""
+    m, b, kept = made
+    return m, b, cula.cula_kda(q, k, v, g, beta, kept=kept)[0]
+
+
 # (how the outputs come about, a call that makes them so)
 CALLS = {
     "o": lambda q, k, v, g, beta, _: cula.cula_kda(q, k, v, g, beta)[0],
@@ -209,9 +215,12 @@ CALLS = {
         q, k, v, g, beta, state_pool=pool, out=torch.empty_like(v)
     ),
     "segment": lambda q, k, v, g, beta, _: cula.cula_segment(q, k, v, g=g, beta=beta),
-    "segment, keep": lambda q, k, v, g, beta, _: cula.cula_segment(q, k, v, g=g, beta=beta, keep=True),
-    "segment, out": lambda q, k, v, g, beta, pool: cula.cula_segment(
-        q, k, v, g=g, beta=beta, keep=True, out=(None, torch.empty_like(pool))
+    "segment, keep": lambda q, k, v, g, beta, _: with_what_was_kept(
+        cula.cula_segment(q, k, v, g=g, beta=beta, keep=True), q, k, v, g, beta
+    ),
+    "segment, out": lambda q, k, v, g, beta, pool: with_what_was_kept(
+        cula.cula_segment(q, k, v, g=g, beta=beta, keep=True, out=(None, torch.empty_like(pool))),
+        q, k, v, g, beta,
     ),
     "verify, pool": lambda q, k, v, g, beta, pool: cula.cula_verify(
         q, k, v, pool, g=g, beta=beta, snapshots=pool.new_zeros((2, 20, *pool.shape[1:]))

@@ -257,11 +257,13 @@ template <ChunkedTarget Carry, Update kUpdate>
 PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wanted) {
     using Layout = Workspace<typename Carry::Type, Carry::kKey, Carry::kPerChannel, kUpdate>;
     const CarryTraits traits = traits_of<Carry>(problem);
-    const std::string target = "prefill: backend \"" + std::string(Carry::kTarget) + ":";
-    const std::string declined = Carry::fuses(problem) ? Carry::declines_fused(args) : "there is no kernel";
-    const bool fuses = declined.empty();
+    const auto refuse = [&](const std::string& reason) {
+        throw Error("prefill: backend \"" + std::string(Carry::kTarget) + ":" + std::string(name(wanted)) +
+                    "\" does not take this call: " + reason);
+    };
+    const bool fuses = Carry::fuses(problem) && Carry::declines_fused(args).empty();
     if (wanted == StrategyKind::kFused && !fuses)
-        throw Error(target + "fused\" does not take this call: " + declined);
+        refuse(Carry::fuses(problem) ? Carry::declines_fused(args) : "there is no fused kernel");
 
     PrefillShape shape = shape_of(problem, traits.chunk_tokens);
     shape.kept =
@@ -278,9 +280,7 @@ PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wa
     const auto bytes = [&](const PrefillPlan& plan) { return Layout(plan, nullptr, nullptr, found).bytes; };
 
     std::optional<PrefillPlan> plan = planned(args.segment_b && !args.segment_m);
-    if (!plan)
-        throw Error(target + std::string(name(wanted)) + "\" does not take this call: " +
-                    (shape.kept ? "what was kept is of other maps" : refuses(wanted).reason()));
+    if (!plan) refuse(shape.kept ? "what was kept is of other maps" : std::string(refuses(wanted).reason()));
     if (found) {
         const std::size_t given = static_cast<std::size_t>(args.kept.size[0]) * sizeof(std::int32_t);
         const std::size_t needed = bytes(*plan);

@@ -327,9 +327,10 @@ private:
             estimate_.machine.maps + estimate_.machine.compose * static_cast<double>(maps * all_heads);
         if (of.chunks <= static_cast<double>(segment_chunks(way)))
             return time_of(Whole{way.rows}, of) + composed;
-        const double map_rounds = rounds(maps * all_heads * 2 * rows(8).blocks);
+        double map = costs_.map * rounds(maps * all_heads * 2 * rows(8).blocks);
+        if (way.first_beside_maps) map = std::max(map, per_chunk(costs_.carry, way.rows.warps));
         return prepare(of) + composed + estimate_.machine.round +
-               (costs_.map * map_rounds + per_chunk(costs_.segment, way.rows.warps)) * of.chunks / count;
+               (map + per_chunk(costs_.segment, way.rows.warps)) * of.chunks / count;
     }
 
     double prepare(const Lengths& of) const {
