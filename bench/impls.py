@@ -123,6 +123,8 @@ def _comparable(_pass_name: str, case: Case) -> bool:
 
 
 OURS = Impl("cula", _cula(None), lambda _pass, _case: True)
+# The kernels that every GPU has, where dispatch prefers those of Hopper.
+PORTABLE = Impl("cula:sm80", _cula("sm80"), lambda p, _case: p == "prefill")
 COPY_STATE = Impl("copy_state", _copy_state, lambda p, _case: p != "prefill", computes=False)
 
 

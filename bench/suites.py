@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from bench import cpu, gpu
-from bench.impls import COPY_STATE, OURS, Impl, cpu_impls
+from bench.impls import COPY_STATE, OURS, PORTABLE, Impl, cpu_impls
 from cula_testing.cases import CPU_HEADLINES, HEADLINES, SECTIONS, Case
 
 # Tokens times heads. Headlines that are larger are for several GPUs.
@@ -76,6 +76,12 @@ def gpu_impls() -> list[Impl]:
     return [OURS, *peers(), COPY_STATE]
 
 
+def gpu_impls_and_portable() -> list[Impl]:
+    """Those, and ours with the kernels that every GPU has."""
+    ours, *others = gpu_impls()
+    return [ours, PORTABLE, *others]
+
+
 def _fla_kinds_only(impl: Impl, case: Case) -> bool:
     return (
         impl.name != "fla"
@@ -88,14 +94,16 @@ def _cpu(name: str, pass_name: str, ops: tuple[str, ...]) -> Suite:
     return Suite(name, "cpu", pass_name, tuple(entries), cpu_impls, cpu, ("src/cpu",))
 
 
-def _gpu(name: str, pass_name: str, ops: tuple[str, ...]) -> Suite:
+def _gpu(
+    name: str, pass_name: str, ops: tuple[str, ...], impls: Callable[[], list[Impl]] = gpu_impls
+) -> Suite:
     entries = (
         Entry(op, name, case)
         for op in ops
         for name, case in HEADLINES[op, pass_name].items()
         if sum(case.lengths) * case.value_heads <= ONE_GPU
     )
-    return Suite(name, "gpu", pass_name, tuple(entries), gpu_impls, gpu, GPU_SOURCES)
+    return Suite(name, "gpu", pass_name, tuple(entries), impls, gpu, GPU_SOURCES)
 
 
 def _section(name: str) -> Suite:
@@ -125,7 +133,7 @@ SUITES = {
         _cpu("cpu_verify", "verify", ("kda", "gdn")),
         _gpu("decode", "decode", ("kda", "gdn")),
         _gpu("verify", "verify", ("kda", "gdn")),
-        _gpu("kda_prefill", "prefill", ("kda",)),
+        _gpu("kda_prefill", "prefill", ("kda",), gpu_impls_and_portable),
         _gpu("gdn_prefill", "prefill", ("gdn",)),
         _gpu("lightning_prefill", "prefill", ("lightning",)),
         _gpu("gla_prefill", "prefill", ("gla",)),

@@ -40,3 +40,22 @@ def test_outputs_are_those_of_every_token(algorithm, key_dim, pattern, dtype, ba
     for name in ("o", "final_state"):
         one, two = getattr(found, name), getattr(by_token, name)
         assert errors(one, two.double()).rms < CLOSE, name
+
+
+@pytest.mark.parametrize("key_dim", [64, 128, 256])
+@pytest.mark.parametrize("algorithm", ["kda", "gla"])
+def test_a_state_of_old_tokens_alone(algorithm, key_dim, backend):
+    """The last token with a value decays by 2^-43 to the end, through a factor of its block that is below
+    2^-126: the half that it ends decays by 2^-173."""
+    sizes = {"heads": 2, "value_heads": 2, "key_dim": key_dim, "value_dim": 128}
+    inputs = make(Case(algorithm, (50,), dtype=torch.bfloat16, qk_l2norm=True, **sizes), draw_on="cuda")
+    passes.skip_if_declined(lambda inputs, backend: passes.prefill(inputs, backend=backend), inputs, backend)
+    g, v = torch.full_like(inputs.g, -0.05), inputs.v.clone()
+    g[:, [40, 41, 45, 46, 49]] = -30.0
+    v[:, 47:] = 0
+    zero = None if inputs.initial_state is None else torch.zeros_like(inputs.initial_state)
+    inputs = inputs.but(g=g, v=v, initial_state=zero)
+    found = passes.prefill(inputs, backend=backend).final_state
+    by_token = passes.prefill(inputs, backend="sm80:step").final_state
+    assert by_token.abs().max() > 2.0**-60
+    assert errors(found, by_token.double()).rms < CLOSE

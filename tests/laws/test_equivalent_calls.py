@@ -16,6 +16,7 @@ from torch.nn import functional
 from cula_testing import passes
 from cula_testing.cases import DELTA, GATED, Case, Inputs, make, state_like
 from cula_testing.compare import assert_same_bits, errors
+from cula_testing.device import kind
 from cula_testing.process import run_python
 from cula_testing.strategies import cases
 
@@ -258,11 +259,21 @@ def test_what_the_workspace_held_changes_nothing():
     assert fingerprints.pop()
 
 
-# Options of the kernel against the same thing done outside: FLA's suite asks 1e-4 here.
+# Options of the kernel against the same thing done outside: FLA's suite asks 1e-4 here. GPUs multiply operands
+# of 16 bits where the inputs have no more: a gate that differs by 3e-7 rounds some of them the other way, which
+# changes o by up to 3e-3 (docs/log/2026-11-24-plan.md). There both calls obey the error rule.
 
 
-def assert_close(what: str, x: torch.Tensor, y: torch.Tensor) -> None:
-    assert errors(x, y.double()).rms <= 1e-4, f"{what}: {errors(x, y.double())}"
+def assert_alike(call, inside: Inputs, outside: Inputs) -> None:
+    if kind() == "cuda" and inside.case.dtype != torch.float32:
+        for inputs in (inside, outside):
+            passes.assert_rule(lambda inputs, backend: call(inputs, backend=backend), inputs)
+        return
+    o = passes.empty_o(inside).float()
+    one, two = call(inside, o=o.clone()), call(outside, o=o.clone())
+    for what in ("o", "final_state"):
+        found = errors(getattr(one, what), getattr(two, what).double())
+        assert found.rms <= 1e-4, f"{what}: {found}"
 
 
 @CALLS
@@ -281,10 +292,7 @@ def test_gate_in_kernel_is_gate_outside(algorithm, call, data):
     else:
         log_decay = inputs.case.lower_bound * torch.sigmoid(rate * raw)
     outside = inputs.but(g=log_decay, A_log=None, dt_bias=None, case=inputs.case.but(gate="log_decay"))
-    o = passes.empty_o(inputs).float()
-    one, two = call(inputs, o=o.clone()), call(outside, o=o.clone())
-    assert_close("o", one.o, two.o)
-    assert_close("final_state", one.final_state, two.final_state)
+    assert_alike(call, inputs, outside)
 
 
 @CALLS
@@ -297,10 +305,7 @@ def test_beta_logits_in_kernel_are_sigmoids_outside(algorithm, call, data):
     inputs = make(case)
     plain = case.but(beta_is_logit=False, allow_neg_eigval=False)
     outside = inputs.but(beta=inputs.beta.sigmoid() * (2 if case.allow_neg_eigval else 1), case=plain)
-    o = passes.empty_o(inputs).float()
-    one, two = call(inputs, o=o.clone()), call(outside, o=o.clone())
-    assert_close("o", one.o, two.o)
-    assert_close("final_state", one.final_state, two.final_state)
+    assert_alike(call, inputs, outside)
 
 
 # One algorithm written as another.
