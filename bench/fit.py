@@ -3,8 +3,10 @@
 
 Every way to run a prefill is forced and measured over a few shapes. The costs of src/cuda/machines.h are then
 fitted to the times: those that make the library's own predictions (cula.explain) as right as they can be. The
-command prints the rows of the table and, for each shape, what was measured, what is predicted, and how much
-longer the chosen way takes than the best; it writes all of it to bench/results/<device>/machine.json.
+command prints the costs of each family and carry, for machines.cc, and for each shape what was measured, what
+is predicted, and how much longer the way that is predicted to be the fastest takes than the one that is; it
+writes all of it to bench/results/<device>/machine.json. What a row of the table holds besides is in
+docs/design/planning.md.
 """
 
 from __future__ import annotations
@@ -31,15 +33,16 @@ FAMILIES = (("kda", "bounded"), ("kda", "softplus"), ("gdn", "log_decay"), ("gla
 PAIRED_ONLY = (1,)  # families whose fused kernel has no form for single CTAs
 TARGETS = ("sm90", "sm80")
 COSTS = ("prepare", "carry", "carry", "map", "segment", "segment", "halves", "fused", "fused")
-# Value heads and tokens of one sequence.
-SHAPES = ((4, 8192), (8, 2048), (8, 32768), (16, 1024), (16, 8192), (24, 16384), (32, 4096), (32, 16384),
-          (48, 8192), (64, 1024), (64, 8192), (96, 8192), (128, 4096))  # fmt: skip
+# Value heads, tokens of one sequence, and value channels. Sixty-four channels are one CTA of four warps.
+SHAPES = ((4, 8192, 128), (8, 2048, 128), (8, 32768, 128), (16, 1024, 128), (16, 8192, 128),
+          (24, 16384, 128), (32, 4096, 128), (32, 16384, 128), (48, 8192, 128), (64, 1024, 128),
+          (64, 8192, 128), (96, 8192, 128), (128, 4096, 128), (8, 2048, 64), (8, 32768, 64),
+          (16, 8192, 64), (32, 16384, 64), (64, 8192, 64))  # fmt: skip
+# With fewer heads and 128 channels a segment may have CTAs of four warps or of eight, which the costs decide.
+# Such times are shown, and not fitted.
+SURE_HEADS = 24
 REPEATS = 9
-START = (3.0, 1.2, 2.0, 1.0, 1.3, 2.2, 0.9, 2.5, 4.0)
-# The costs of CTAs of eight warps by those of four: of whole sequences, and of segments (decays per channel,
-# per token). They are not fitted: a way is measured with the CTAs that the plan gives it, which other costs
-# would change.
-WIDE, WIDE_SEGMENTS = 1.48, (1.95, 1.54)
+START = (3.0, 1.2, 2.0, 1.0, 1.3, 2.2, 0.9, 2.5, 4.0)  # of COSTS
 NO_OPERANDS = (("sm90", 4),)  # targets and families without a prepare
 ROUNDS = 40  # of the fit, each over all costs
 
@@ -53,18 +56,28 @@ class Point:
     strategy: str
     heads: int
     tokens: int
+    value_dim: int
     measured: float  # microseconds
     predicted: float = 0.0
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.heads, self.tokens, self.value_dim
+
+    @property
+    def fitted(self) -> bool:
+        return self.strategy != "segments" or self.value_dim == 64 or self.heads >= SURE_HEADS
+
 
 def ways(
-    family: int, heads: int, tokens: int, device: str, costs: tuple[float, ...] = ()
+    family: int, shape: tuple[int, int, int], device: str, costs: tuple[float, ...] = ()
 ) -> dict[str, float]:
     """The predicted microseconds of each target that takes the shape and has a prediction."""
     algorithm, gate = FAMILIES[family]
+    heads, tokens, value_dim = shape
     text = _ops.explain(
         "prefill", algorithm, device, batch=1, tokens=tokens, sequences=1, heads=heads, value_heads=heads,
-        key_dim=128, value_dim=128, dtype="bfloat16", state_dtype="float32", gate=gate, lower_bound=-5.0,
+        key_dim=128, value_dim=value_dim, dtype="bfloat16", state_dtype="float32", gate=gate, lower_bound=-5.0,
         varlen=False, beta_per_value=False, checkpoints=False, chunk_states=False, tree=False,
         chunk_tokens=64, batch_invariant=False, costs=",".join(map(repr, costs)),
     )  # fmt: skip
@@ -74,18 +87,20 @@ def ways(
 
 def measure(device: str) -> Iterator[Point]:
     for family, (algorithm, gate) in enumerate(FAMILIES):
-        for heads, tokens in SHAPES:
+        for shape in SHAPES:
+            heads, tokens, value_dim = shape
             case = Case(
-                algorithm, (tokens,), heads=heads, value_heads=heads, key_dim=128, value_dim=128, gate=gate,
-                decay="initial" if gate == "softplus" else "mild", qk_l2norm=algorithm in ("kda", "gdn"),
+                algorithm, (tokens,), heads=heads, value_heads=heads, key_dim=128, value_dim=value_dim,
+                gate=gate, decay="initial" if gate == "softplus" else "mild",
+                qk_l2norm=algorithm in ("kda", "gdn"),
                 gate_dtype=torch.bfloat16 if algorithm == "kda" else torch.float32,
             )  # fmt: skip
             inputs = make(case, gpu.DEVICE, draw_on=gpu.DEVICE)
-            for backend in ways(family, heads, tokens, device):
+            for backend in ways(family, shape, device):
                 target, _, strategy = backend.partition(":")
-                if strategy:
+                if strategy in ("whole", "segments") or (strategy and value_dim == 128):
                     seconds = gpu.device_seconds(bind(inputs, backend), REPEATS)
-                    yield Point(family, target, strategy, heads, tokens, 1e6 * seconds)
+                    yield Point(family, target, strategy, *shape, 1e6 * seconds)
 
 
 def bind(inputs: Inputs, backend: str) -> Call:
@@ -95,22 +110,18 @@ def bind(inputs: Inputs, backend: str) -> Call:
     return lambda: prefill(inputs.q, inputs.k, inputs.v, **named, output_final_state=True)
 
 
-def errors(points: list[Point], device: str, costs: tuple[float, ...]) -> float:
-    """The sum of squares of the logarithms of predicted over measured."""
-    total = 0.0
-    for shape in {(p.family, p.heads, p.tokens) for p in points}:
-        predicted = ways(*shape, device, costs)
+def predict(points: list[Point], device: str, costs: tuple[float, ...]) -> None:
+    for family, shape in {(p.family, p.shape) for p in points}:
+        predicted = ways(family, shape, device, costs)
         for p in points:
-            if (p.family, p.heads, p.tokens) == shape:
+            if (p.family, p.shape) == (family, shape):
                 p.predicted = predicted.get(f"{p.target}:{p.strategy}", p.measured)
-                total += math.log(p.predicted / p.measured) ** 2
-    return total
 
 
-def tied(costs: list[float], family: int) -> list[float]:
-    prepare, carry, _, of_map, segment, _, *rest = costs
-    wide = WIDE_SEGMENTS[FAMILIES[family][0] in ("gdn", "lightning")]
-    return [prepare, carry, WIDE * carry, of_map, segment, wide * segment, *rest]
+def error(points: list[Point], device: str, costs: tuple[float, ...]) -> float:
+    """The sum of squares of the logarithms of predicted over measured."""
+    predict(points, device, costs)
+    return sum(math.log(p.predicted / p.measured) ** 2 for p in points if p.fitted)
 
 
 def fit(points: list[Point], device: str) -> tuple[float, ...]:
@@ -126,22 +137,20 @@ def fit(points: list[Point], device: str) -> tuple[float, ...]:
         costs[-1] = 0.0
     if (points[0].target, family) in NO_OPERANDS:
         costs[0] = 0.0
-    costs = tied(costs, family)
-    best, step = errors(points, device, tuple(costs)), 1.4
+    best, step = error(points, device, tuple(costs)), 1.4
     for _ in range(ROUNDS):
         before = best
-        for i in range(len(costs)):
+        for i, cost in enumerate(costs):
             for factor in (step, 1 / step):
-                changed = [cost * factor if j == i else cost for j, cost in enumerate(costs)]
-                tried = tied(changed, family)
-                if costs[i] > 0 and (found := errors(points, device, tuple(tried))) < best:
-                    costs, best = tried, found
+                changed = [*costs[:i], cost * factor, *costs[i + 1 :]]
+                if cost > 0 and (found := error(points, device, tuple(changed))) < best:
+                    costs, best = changed, found
                     break
         if best == before:
             step = math.sqrt(step)
         if step < 1.002:
             break
-    errors(points, device, tuple(costs))
+    predict(points, device, tuple(costs))
     return tuple(costs)
 
 
@@ -177,12 +186,15 @@ def main() -> None:
             result["costs"][f"{target} {algorithm} {gate}"] = costs
             result["points"] += [asdict(p) for p in own]
             print(f"    {row(costs)}  // {algorithm} {gate}")
-            for heads, tokens in dict.fromkeys((p.heads, p.tokens) for p in own):
-                of = [p for p in own if (p.heads, p.tokens) == (heads, tokens)]
-                chosen, least = min(of, key=lambda p: p.predicted), min(p.measured for p in of)
+            for shape in dict.fromkeys(p.shape for p in own):
+                of = [p for p in own if p.shape == shape]
+                first, least = min(of, key=lambda p: p.predicted), min(p.measured for p in of)
                 times = "  ".join(f"{p.strategy} {p.measured:.0f} ({p.predicted:.0f})" for p in of)
-                regret = 100 * (chosen.measured / least - 1)
-                print(f"        H{heads} T{tokens}: {times}  -> {chosen.strategy}, +{regret:.1f} %")
+                regret = 100 * (first.measured / least - 1)
+                heads, tokens, value_dim = shape
+                print(
+                    f"        H{heads} T{tokens} V{value_dim}: {times}  -> {first.strategy}, +{regret:.1f} %"
+                )
     folder = (options.output or RESULTS) / machine.file_safe(gpu.name())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "machine.json").write_text(json.dumps(result, indent=1) + "\n")

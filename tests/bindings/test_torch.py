@@ -220,7 +220,11 @@ CALLS = {
     ),
     "segment, out": lambda q, k, v, g, beta, pool: with_what_was_kept(
         cula.cula_segment(q, k, v, g=g, beta=beta, keep=True, out=(None, torch.empty_like(pool))),
-        q, k, v, g, beta,
+        q,
+        k,
+        v,
+        g,
+        beta,
     ),
     "verify, pool": lambda q, k, v, g, beta, pool: cula.cula_verify(
         q, k, v, pool, g=g, beta=beta, snapshots=pool.new_zeros((2, 20, *pool.shape[1:]))
