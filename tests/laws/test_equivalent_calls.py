@@ -259,10 +259,10 @@ def test_what_the_workspace_held_changes_nothing():
     assert fingerprints.pop()
 
 
-# Options of the kernel against the same thing done outside: FLA's suite asks 1e-4 here. The chunked kernels of
-# GPUs multiply operands of 16 bits where the inputs have no more: a gate that differs by 3e-7 rounds some of
-# them the other way, which changes o by up to 3e-3 (docs/log/2026-11-24-plan.md). There both calls obey the
-# error rule.
+# Options of the kernel against the same thing done outside: FLA's suite asks 1e-4 here. The chunked kernels
+# of GPUs multiply operands of 16 bits where the inputs have no more: a gate that differs by 3e-7 rounds some
+# of them the other way, which changes o by up to 3e-3 (docs/log/2026-11-24-plan.md). There both calls obey
+# the error rule.
 
 
 def assert_alike(call, inside: Inputs, outside: Inputs) -> None:
