@@ -81,8 +81,8 @@ def ways(
     text = _ops.explain(
         "prefill", algorithm, device, batch=1, tokens=tokens, sequences=1, heads=heads, value_heads=heads,
         key_dim=128, value_dim=value_dim, dtype="bfloat16", state_dtype="float32", gate=gate,
-        lower_bound=-5.0, varlen=False, beta_per_value=False, checkpoints=False, chunk_states=False, tree=False,
-        chunk_tokens=64, batch_invariant=False, costs=",".join(map(repr, costs)),
+        lower_bound=-5.0, varlen=False, beta_per_value=False, checkpoints=False, chunk_states=False,
+        tree=False, chunk_tokens=64, batch_invariant=False, costs=",".join(map(repr, costs)),
     )  # fmt: skip
     rows = (line.split("\t") for line in text.splitlines())
     return {target: float(time) for target, verdict, _, time in rows if verdict != "no" and time}

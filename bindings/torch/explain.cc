@@ -2,6 +2,7 @@
 // torch.ops.cula.explain: which kernel would run a problem, in what time, and why others cannot.
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -94,19 +95,24 @@ Device explained_device(std::string_view text) {
                 std::string(text) + "\"");
 }
 
-// Numbers separated by commas.
+// The numbers of Problem::costs, separated by commas; or none.
 std::vector<double> parse_costs(std::string_view text) {
+    constexpr std::size_t kCosts = 9;
+    const auto refuse = [&] {
+        throw Error("explain: costs must be " + std::to_string(kCosts) +
+                    " numbers of at least 0 separated by commas, or none, got \"" + std::string(text) + "\"");
+    };
     std::vector<double> costs;
     const char *at = text.data(), *const end = text.data() + text.size();
     while (at != end) {
         double cost = 0.0;
         const auto [next, error] = std::from_chars(at, end, cost);
-        if (error != std::errc() || (next != end && *next != ','))
-            throw Error("explain: costs must be numbers separated by commas, got \"" + std::string(text) +
-                        "\"");
+        if (error != std::errc() || (next != end && *next != ',') || !(cost >= 0.0 && std::isfinite(cost)))
+            refuse();
         costs.push_back(cost);
         at = next == end ? end : next + 1;
     }
+    if (!costs.empty() && costs.size() != kCosts) refuse();
     return costs;
 }
 
@@ -141,6 +147,7 @@ void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     if (!std::in_range<int>(chunk_tokens))
         throw Error("explain: chunk_size must fit 32 bits, got " + std::to_string(chunk_tokens));
     problem.chunk_tokens = static_cast<int>(chunk_tokens);
+    problem.draft_tokens = problem.tree ? problem.tokens : 0;
 
     std::string text;
     for (const Explanation& row : explain(problem)) {

@@ -333,7 +333,7 @@ TensorHandle run_planned(Pass pass, const Args& args, Context& context, std::str
 }
 
 // The kernels read whole rows of channels: inputs whose rows are not contiguous, as behind a convolution that
-// keeps channels first, become dense copies. Nothing is copied for a call that would be refused.
+// keeps channels first, become dense copies. Nothing is copied for arguments that validate() refuses.
 void copy_rows(Pass pass, Call& call, Args& args, const Context& context, const Place& place) {
     const auto strided = [](const TensorRef& ref) {
         return ref.ndim == 4 && ref.stride[3] != 1 && ref.size[3] > 1;
@@ -386,13 +386,12 @@ void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     Context context;
     context.device = device_at(pass, place);
     Outputs made(pass, call.options, place, context.device, args);
-    if (context.device.kind == DeviceKind::kCpu) {
+    if (context.device.kind == DeviceKind::kCpu)
         context.parallel_for = torch_threads();
-    } else {
+    else
         context.stream = current_stream(context.device);
-        if (debug_checks()) check_indices(pass, call, args);
-    }
     copy_rows(pass, call, args, context, place);
+    if (context.device.kind != DeviceKind::kCpu && debug_checks()) check_indices(pass, call, args);
     TensorHandle kept = run_planned(pass, args, context, call.backend.view());
     if (!args.keep) kept.reset();
     Results results(stack);

@@ -33,10 +33,10 @@ struct Parameter {
 //            into none of what it may write into and returns a tensor: a call that gives it nothing to write
 //            is one of the default overload.
 // PyTorch spends as much on a number, and on a None, as on a tensor, and nearly as much on what is left out,
-// whose name it looks for among the keywords. So all that is no tensor and seldom changes lies in one integer,
-// `options` (kOptions), and what is optional follows, the usual first. A_log, dt_bias and decay may have any
-// shape, strides and dtype, q, k, v and g any strides (a copy is made where the last one is not 1), and scale
-// is K ** -0.5 by default.
+// whose name it looks for among the keywords. So all that is no tensor and seldom changes lies in one
+// integer, `options` (kOptions), and what is optional follows, the usual first. A_log, dt_bias and decay may
+// have any shape, strides and dtype, q, k, v and g any strides (a copy is made where the last one is not 1),
+// and scale is K ** -0.5 by default.
 enum class Form : std::uint8_t { kDefault, kOut };
 
 inline constexpr std::array kPasses{Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment};

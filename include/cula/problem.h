@@ -138,7 +138,7 @@ struct Args {
     bool batch_invariant = false;   // the bits of a sequence do not depend on what else is in the batch
 };
 
-// What decides which kernel can take a call. It holds no pointers.
+// What decides which kernel can take a call. It owns no memory: `costs` points to the caller's numbers.
 struct Problem {
     Pass pass = Pass::kPrefill;
     Algorithm algorithm;

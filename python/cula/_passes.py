@@ -193,9 +193,9 @@ def forward(
         )  # fmt: skip
         return o if out is None else out, made_state if returned is None else returned, None
 
-    kept_states = plan = chunk_states = chunk_states_v_first = None
+    checkpoint_states = plan = chunk_states = chunk_states_v_first = None
     if checkpoints is not None:
-        kept_states, plan = _checkpoints_of(checkpoints)
+        checkpoint_states, plan = _checkpoints_of(checkpoints)
     if wants_chunk_states:
         check_room(op, q, k, v, cu_seqlens)
         if cu_seqlens_cpu is not None and cu_seqlens is not None:
@@ -203,12 +203,12 @@ def forward(
         chunk_states = _new_chunk_states(q, k, v, cu_seqlens, cu_seqlens_cpu, chunk_size, v_first)
         chunk_states_v_first = chunk_states if v_first else chunk_states.transpose(-1, -2)
     if not v_first:
-        kept_states = as_v_first(op, "checkpoints.states", kept_states)
+        checkpoint_states = as_v_first(op, "checkpoints.states", checkpoint_states)
     o, made_state = op.write(
         q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
         final_state=final_state, initial_state_indices=initial_indices, initial_state=initial_state,
         cu_seqlens=cu_seqlens, scale=scale, decay=decay, has_initial_state=states.has_initial,
-        final_state_indices=final_indices, checkpoints=kept_states, checkpoint_plan=plan,
+        final_state_indices=final_indices, checkpoints=checkpoint_states, checkpoint_plan=plan,
         chunk_states=chunk_states_v_first, kept=kept, null_index=null, backend=backend,
     )  # fmt: skip
     return o if out is None else out, made_state if returned is None else returned, chunk_states
@@ -325,7 +325,7 @@ def segment(
         )  # fmt: skip
         return (m, b, kept) if keep else (m, b)
     kept = op.write(
-        q, k, v, options, m=m, b=b if state_v_first or b is None else b.transpose(-1, -2), g=g, beta=beta,
+        q, k, v, options, m=m, b=b if state_v_first else as_v_first(op, "b", b), g=g, beta=beta,
         A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, cu_seqlens=cu_seqlens, scale=scale,
         decay=decay, backend=backend,
     )  # fmt: skip

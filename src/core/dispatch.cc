@@ -134,7 +134,7 @@ void plan_and_run(Pass pass, const Args& args, const Context& context, std::stri
 
 }  // namespace
 
-std::string_view Plan::target() const { return kernel->target; }
+std::string_view Plan::target() const { return kernel ? kernel->target : std::string_view(); }
 
 Plan plan(Pass pass, const Args& args, const Context& context, std::string_view backend) {
     validate(pass, args, context.device.kind == DeviceKind::kCpu ? Indices::kOnHost : Indices::kOnDevice);

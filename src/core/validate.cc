@@ -368,6 +368,9 @@ private:
             dtype("kept", args_.kept, {Dtype::kInt32});
             CULA_REQUIRE(args_.kept.stride[0] == 1, "kept", "be contiguous",
                          "a stride of " + std::to_string(args_.kept.stride[0]));
+            const auto beyond = reinterpret_cast<std::uintptr_t>(args_.kept.data) % 64;
+            CULA_REQUIRE(beyond == 0, "kept", "start at a multiple of 64 bytes",
+                         std::to_string(beyond) + " bytes beyond one");
         }
         const TensorRef &states = args_.checkpoints, &plan = args_.checkpoint_plan;
         CULA_REQUIRE(static_cast<bool>(states) == static_cast<bool>(plan), "checkpoints",

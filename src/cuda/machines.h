@@ -36,7 +36,7 @@ constexpr Family family(Algorithm algorithm, Gate gate) {
 }
 
 // Microseconds, for K = V = 128 and 16-bit inputs. A round is as many CTAs as there are multiprocessors, side
-// by side. Of a pair of costs the first is for CTAs of four warps, the second for CTAs of eight. 0: there is
+// by side. Of the two costs of a carry the first is for CTAs of four warps, the second for eight. 0: there is
 // no such kernel.
 struct Costs {
     double prepare = 0.0;    // the operands of one chunk and head, of a multiprocessor
@@ -68,7 +68,7 @@ std::span<const Machine> machines();
 // A row of machines(), and by how much longer its kernels take on the device at hand: those bound by
 // products, and those bound by memory. 1 on the machine itself, and where the device's rates are unknown.
 struct Estimate {
-    static constexpr int kMultiprocessors = 132;  // of every machine in the table
+    static constexpr int kMultiprocessors = 132;  // of the machines in the table
 
     const Machine& machine;
     double products = 1.0, memory = 1.0;

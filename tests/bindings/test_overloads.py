@@ -326,6 +326,23 @@ def test_the_best_kernel_of_an_architecture(device, named, chosen):
         assert why == f"needs compute capability 9.0, this device has {capability}"
 
 
+@pytest.mark.parametrize("heads", [{"heads": 0}, {"value_heads": 0}, {"tokens": 0}])
+@pytest.mark.parametrize("device", ["cpu", "sm_80", "sm_90"])
+def test_explain_of_a_call_without_anything(heads, device):
+    assert str(cula.explain("kda", device=device, **heads))
+
+
+@pytest.mark.parametrize(
+    "costs", ["1,2", "1,2,3,4,5,6,7,8,9,10", "nan,1,1,1,1,1,1,1,1", "-1,1,1,1,1,1,1,1,1"]
+)
+def test_costs_that_are_none_are_refused(costs):
+    with pytest.raises(ValueError, match="explain: costs must be 9 numbers of at least 0"):
+        _ops.explain(
+            "prefill", "kda", "cpu", 1, 64, 1, 1, 1, 64, 64, "bfloat16", "float32", "log_decay", -5.0, False,
+            False, False, False, False, 64, False, costs,
+        )  # fmt: skip
+
+
 @pytest.mark.skipif(
     "sm90" not in [row.target for row in cula.explain()], reason="built without the CUDA kernels"
 )
@@ -335,7 +352,7 @@ def test_explain_predicts_what_each_way_to_run_a_prefill_takes():
     assert set(ways) == {"sm90:fused", "sm90:whole", "sm90:segments", "sm90:halves"}
     assert ways["sm90:fused"].microseconds is None  # it takes KDA alone
     times = [row.microseconds for row in ways.values() if row.microseconds is not None]
-    assert rows["sm90"].microseconds == min(times)
+    assert min(times) <= rows["sm90"].microseconds <= min(times) / 0.96  # what cuts more promises 4 % less
     assert len(set(times)) == 3
     assert rows["sm80:step"].microseconds is None  # it has no model
     longer = {row.target: row for row in cula.explain("gdn", tokens=65536, heads=16, device="sm_90")}

@@ -25,6 +25,7 @@ using chunked::kind;
 using chunked::PrefillPlan;
 using chunked::PrefillShape;
 using chunked::Segments;
+using chunked::Strategy;
 using chunked::StrategyKind;
 using chunked::Whole;
 
@@ -70,6 +71,53 @@ struct Sketch {
     StrategyKind chosen() const { return kind(plan().strategy); }
     Segments segments() const { return std::get<Segments>(plan().strategy); }
 };
+
+// How one sequence would be run on the first machine of the table.
+Strategy on_the_first_machine(Algorithm algorithm, Gate gate, int heads, std::int64_t tokens,
+                              std::size_t operand_bytes) {
+    const bool per_channel = varies_by_channel(algorithm.decay), delta = algorithm.update == Update::kDelta;
+    Problem problem;
+    problem.algorithm = algorithm, problem.gate = gate;
+    problem.tokens = tokens;
+    problem.heads = problem.value_heads = heads;
+    problem.key_dim = problem.value_dim = 128;
+    const Machine& machine = machines().front();
+    const CarryTraits carry{.warp_step = 4,
+                            .operand_bytes = operand_bytes,
+                            .warpgroups = true,
+                            .family = family(algorithm, gate),
+                            .first_beside_maps = per_channel && delta,
+                            .first_apart = 1.25};
+    Device device{.kind = DeviceKind::kCuda};
+    device.multiprocessors = kMultiprocessors;
+    device.compute_capability = machine.compute_capability;
+    device.clock_mhz = machine.clock_mhz, device.memory_gbps = machine.memory_gbps;
+    return plan_prefill(chunked::shape_of(problem, 64), carry, device, StrategyKind::kAny,
+                        per_channel && delta && gate != Gate::kLogDecay)
+        .value()
+        .strategy;
+}
+
+TEST(Plan, RunsTheBenchmarksShapesAsTheyAreFastest) {
+    constexpr Algorithm kKda{Decay::kPerChannel, Update::kDelta}, kGdn{Decay::kPerToken, Update::kDelta},
+        kLightning{Decay::kPerHead, Update::kAdditive};
+    constexpr std::size_t kTokenBytes = 49152;
+    const auto kda = [](int heads, std::int64_t tokens) {
+        return on_the_first_machine(kKda, Gate::kBounded, heads, tokens, kOperandBytes);
+    };
+    const auto gdn = [](int heads, std::int64_t tokens) {
+        return on_the_first_machine(kGdn, Gate::kSoftplus, heads, tokens, kTokenBytes);
+    };
+    for (int heads : {64, 96}) EXPECT_EQ(kind(kda(heads, 8192)), StrategyKind::kFused);
+    EXPECT_EQ(kind(kda(32, 32768)), StrategyKind::kWhole);
+    EXPECT_TRUE(std::get<Segments>(kda(8, 32768)).first_beside_maps);
+    EXPECT_EQ(kind(gdn(64, 8192)), StrategyKind::kWhole);
+    EXPECT_EQ(kind(gdn(32, 32768)), StrategyKind::kHalves);
+    EXPECT_EQ(std::get<Segments>(gdn(8, 32768)).count, 16);  // of eight warps; four took 9 % longer
+    const Strategy lightning = on_the_first_machine(kLightning, Gate::kLogDecay, 64, 32768, 0);
+    EXPECT_EQ(kind(lightning), StrategyKind::kWhole);
+    EXPECT_EQ(chunked::rows_of(lightning).warps, 4);
+}
 
 TEST(Plan, SharesTheRowsOfAHeadWhereThatTakesLess) {
     const auto blocks = [](int heads) {

@@ -18,7 +18,16 @@ SHAPES = {
     "packed": {"lengths": (64 * 40, 0, 5, 64 * 33 + 7), "packed": True, "tail": 9},
     "null rows": {"lengths": (64 * 26, 64 * 26), "pool": True},
     "narrow": {"lengths": (64 * 70,), "key_dim": 72, "value_dim": 24},
-    "slabs": {"lengths": (64 * 40,), "heads": 2, "value_heads": 4, "dtype": torch.float16},
+    "groups in float16": {"lengths": (64 * 40,), "heads": 2, "value_heads": 4, "dtype": torch.float16},
+    "bounded gate": {"lengths": (64 * 40,), "gate": "bounded", "qk_l2norm": True},
+    "softplus gate": {"lengths": (64 * 40,), "gate": "softplus", "qk_l2norm": True},
+}
+# What Hopper must run some shapes by.
+OF_HOPPER = {
+    ("kda", "one"): {"whole", "segments"},
+    ("gdn", "one"): {"whole", "segments", "halves"},
+    ("kda", "bounded gate"): {"whole", "segments", "fused"},
+    ("kda", "softplus gate"): {"whole", "segments", "fused"},
 }
 
 
@@ -39,6 +48,9 @@ def test_every_strategy_obeys_the_rule(algorithm, shape):
     found = strategies_of(case)
     assert "sm80:segments" in found
     assert "sm80:whole" in found
+    if "sm90" in device.able(torch.bfloat16):
+        ways = {target.partition(":")[2] for target in found if target.startswith("sm90:")}
+        assert ways >= OF_HOPPER.get((algorithm, shape), set())
     inputs = make(case)
     for target in found:
         passes.assert_rule(lambda inputs, backend: passes.prefill(inputs, backend=backend), inputs, target)
@@ -58,4 +70,5 @@ def test_the_cheapest_is_taken():
             for name, row in rows.items()
             if name.startswith(f"{target}:") and row.microseconds is not None
         ]
-        assert rows[target].microseconds == min(times, default=None)
+        if times:  # what cuts more has to promise 4 % less
+            assert min(times) <= rows[target].microseconds <= min(times) / 0.96

@@ -169,6 +169,11 @@ def test_from_zero_b_is_the_final_state(algorithm, lengths):
     passes.assert_rule(either, inputs)
 
 
+def test_what_is_kept_starts_at_a_whole_line():
+    with pytest.raises(ValueError, match="prefill: kept must start at a multiple of 64 bytes, got 4 bytes"):
+        level1.prefill(make(Case("kda", (20,))), kept=torch.zeros(65, dtype=torch.int32)[1:])
+
+
 def test_what_is_kept_without_m_is_for_no_initial_state():
     inputs = make(Case("kda", (2100,), **LONG))
     _, kept = b_alone(stateless(inputs))

@@ -29,7 +29,7 @@ inline constexpr float kOutOfRangeLog2 = 54.0f;
 // The most that a half may decay by where its columns meet factors of the table. Additive algorithms have no
 // second factor: beyond 2^-54 a factor that vanishes would take with it what decays by 2^-72 in truth.
 template <class T, bool kSolves>
-inline constexpr float kMostLog2 = !kSolves                  ? kOutOfRangeLog2
+inline constexpr float kMostLog2 = !kSolves                    ? kOutOfRangeLog2
                                    : std::is_same_v<T, __half> ? 4.0f
                                                                : 100.0f;
 

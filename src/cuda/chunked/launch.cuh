@@ -267,8 +267,9 @@ PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wa
 
     PrefillShape shape = shape_of(problem, traits.chunk_tokens);
     shape.kept =
-        (args.keep || args.kept) &&
+        (args.keep || args.kept.data) &&
         static_cast<std::size_t>(shape.chunks) * shape.value_heads * traits.operand_bytes <= kKeptBytes;
+    // What does not fit was not kept either.
     const bool found = shape.kept && args.kept.data;
     // b_alone: of a segment call that makes B alone, whose first segments need no M. With packed sequences
     // the host does not know which segments come first.
@@ -280,7 +281,7 @@ PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wa
     const auto bytes = [&](const PrefillPlan& plan) { return Layout(plan, nullptr, nullptr, found).bytes; };
 
     std::optional<PrefillPlan> plan = planned(args.segment_b && !args.segment_m);
-    if (!plan) refuse(shape.kept ? "what was kept is of other maps" : std::string(refuses(wanted).reason()));
+    if (!plan) refuse(found ? "it goes on from no kept" : std::string(refuses(wanted).reason()));
     if (found) {
         const std::size_t given = static_cast<std::size_t>(args.kept.size[0]) * sizeof(std::int32_t);
         const std::size_t needed = bytes(*plan);

@@ -20,6 +20,7 @@
 
 namespace cula::cuda::chunked {
 
+// The most operands of a slab, and of a call that keeps them: that is one slab.
 inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std::size_t{16} << 30;
 // CTAs of prepare per multiprocessor on sm_90: as many as
 // fit its shared memory, with registers that do not spill.
@@ -156,7 +157,8 @@ public:
     // batch and the same sequences packed get the same bits; with skewed lengths it must not take more than
     // kMostRegret times as long. Otherwise a packed call takes the strategy with the least sum of both times,
     // since either may come.
-    // What cuts more comes later in the list, and has to promise a time that is shorter by 4 %.
+    // What comes later in the list has to promise a time that is shorter by 4 %: what cuts more, and segments
+    // with more row blocks, each of which reads the operands of its chunks once more.
     const Candidate* choose(StrategyKind wanted) const {
         constexpr double kMostRegret = 1.75, kWorthCutting = 0.96;
         const Candidate *fused = nullptr, *whole = nullptr, *other = nullptr;
@@ -196,8 +198,8 @@ public:
         const std::int64_t longest_slab =
             carry.operand_bytes == 0 || shape.kept
                 ? chunks
-                : std::max<std::int64_t>(
-                      1, static_cast<std::int64_t>(kSlabBytes / carry.operand_bytes) / shape.value_heads);
+                : std::max<std::int64_t>(1, static_cast<std::int64_t>(kSlabBytes / carry.operand_bytes) /
+                                                std::max(shape.value_heads, 1));
         const auto costs = costs_.all();
         for (std::size_t i = 0; i < std::min(shape.costs.size(), costs.size()); ++i)
             *costs[i] = shape.costs[i];
@@ -207,7 +209,6 @@ public:
     }
 
     std::int64_t slab_chunks() const { return slab_chunks_; }
-    std::int64_t slabs() const { return slabs_; }
 
     // Of a sequence that a slab holds whole.
     std::int64_t segment_chunks(const Strategy& strategy) const {
@@ -243,8 +244,8 @@ public:
         if (costs_.halves > 0 && !shape_.kept && per_sequence_ >= kLeastHalved &&
             2 * heads * best.blocks <= multiprocessors_)
             add(found, Halves{best});
+        if (most_segments(widest) > most_segments(best)) add_segments(found, widest);
         add_segments(found, best);
-        if (best.warps != widest.warps) add_segments(found, widest);
         return found;
     }
 
@@ -279,12 +280,15 @@ private:
     }
     std::int64_t heads(const Lengths& of) const { return of.sequences * shape_.value_heads; }
 
+    std::int64_t most_segments(const CarryRows& rows) const {
+        const std::int64_t heads = shape_.sequences * shape_.value_heads;
+        return std::min<std::int64_t>(multiprocessors_ / (heads * rows.blocks),
+                                      per_sequence_ / kLeastSegment);
+    }
     // As many equal segments as fill the device.
     void add_segments(Candidates& found, const CarryRows& rows) const {
         const std::int64_t heads = shape_.sequences * shape_.value_heads;
-        Segments cut{.rows = rows};
-        cut.count =
-            std::min<std::int64_t>(multiprocessors_ / (heads * rows.blocks), per_sequence_ / kLeastSegment);
+        Segments cut{.rows = rows, .count = most_segments(rows)};
         if (cut.count < (shape_.kept ? 2 : kLeastSegments)) return;
         const std::int64_t map_blocks = 2 * this->rows(8).blocks;  // M has about as many rows as B
         cut.first_beside_maps = carry_.first_beside_maps && !shape_.packed && !shape_.kept &&

@@ -31,7 +31,7 @@ private:
     bool allowed_, available_, first_ = true;
 };
 
-// What a target's launches read. operands: of the slab; null if nothing was prepared.
+// What a target's launches read. operands: of the slab; null if the strategy needs none.
 template <class Operands>
 struct Slab {
     const Call& call;
@@ -62,7 +62,8 @@ concept ChunkedTarget = requires(const Problem& problem, const Args& args, const
     { Carry::kFirstBesideMaps } -> std::convertible_to<bool>;
     // Of two segments of which the first needs no M, how much longer the first is.
     { Carry::kFirstApart } -> std::convertible_to<double>;
-    Carry::gate_tiles(a);  // how prepare_channel reads the gates
+    typename Carry::GateTiles;  // how prepare_channel reads the gates
+    { Carry::gate_tiles(a) } -> std::same_as<typename Carry::GateTiles>;
     // Whether there is a fused kernel for these types, whether it takes a problem, why it declines a call all
     // the same (empty: it does not), and its launch.
     { Carry::kFuses } -> std::convertible_to<bool>;
