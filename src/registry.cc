@@ -37,7 +37,7 @@ namespace {
      DeviceKind::kCuda,                                \
      cuda::target::supports<strategy>,                 \
      cuda::target::prepare<strategy>,                  \
-     pass == Pass::kPrefill ? cuda::target::predict<strategy> : nullptr}
+     (pass) == Pass::kPrefill ? cuda::target::predict<strategy> : nullptr}
 
 #if defined(CULA_WITH_CUDA)
 using cuda::chunked::StrategyKind;

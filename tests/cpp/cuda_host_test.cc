@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <utility>
 
 #include "cuda/chunked/plan.h"
@@ -20,20 +21,24 @@ namespace {
 using chunked::Candidate;
 using chunked::CarryTraits;
 using chunked::Fused;
-using chunked::Halves;
 using chunked::kind;
 using chunked::PrefillPlan;
 using chunked::PrefillShape;
 using chunked::Segments;
 using chunked::Strategy;
 using chunked::StrategyKind;
-using chunked::Whole;
 
 constexpr int kMultiprocessors = 132;
 constexpr std::size_t kOperandBytes = 82944;
 // In the order of Costs: prepare, carry, map, segment, halves, fused.
 constexpr std::array kCutCosts{0.0, 1.2, 1.8, 1.0, 1.4, 2.0, 0.8, 0.0, 0.0};
 constexpr std::array kFusedCosts{4.0, 1.2, 2.5, 0.0, 0.0, 0.0, 0.0, 3.0, 4.0};
+
+// The plan of a call that has one.
+PrefillPlan planned(const std::optional<PrefillPlan>& plan) {
+    if (!plan) throw std::logic_error("there is no such plan");
+    return *plan;
+}
 
 // A call of a carry with costs of the test's own; all options have the values of most tests.
 struct Sketch {
@@ -67,7 +72,7 @@ struct Sketch {
     std::optional<PrefillPlan> find(StrategyKind wanted) const {
         return plan_prefill(shape(), carry(), {.multiprocessors = kMultiprocessors}, wanted, with_fused);
     }
-    PrefillPlan plan() const { return find(StrategyKind::kAny).value(); }
+    PrefillPlan plan() const { return planned(find(StrategyKind::kAny)); }
     StrategyKind chosen() const { return kind(plan().strategy); }
     Segments segments() const { return std::get<Segments>(plan().strategy); }
 };
@@ -92,15 +97,15 @@ Strategy on_the_first_machine(Algorithm algorithm, Gate gate, int heads, std::in
     device.multiprocessors = kMultiprocessors;
     device.compute_capability = machine.compute_capability;
     device.clock_mhz = machine.clock_mhz, device.memory_gbps = machine.memory_gbps;
-    return plan_prefill(chunked::shape_of(problem, 64), carry, device, StrategyKind::kAny,
-                        per_channel && delta && gate != Gate::kLogDecay)
-        .value()
+    const bool with_fused = per_channel && delta && gate != Gate::kLogDecay;
+    return planned(
+               plan_prefill(chunked::shape_of(problem, 64), carry, device, StrategyKind::kAny, with_fused))
         .strategy;
 }
 
 TEST(Plan, RunsTheBenchmarksShapesAsTheyAreFastest) {
-    constexpr Algorithm kKda{Decay::kPerChannel, Update::kDelta}, kGdn{Decay::kPerToken, Update::kDelta},
-        kLightning{Decay::kPerHead, Update::kAdditive};
+    static constexpr Algorithm kKda{Decay::kPerChannel, Update::kDelta},
+        kGdn{Decay::kPerToken, Update::kDelta}, kLightning{Decay::kPerHead, Update::kAdditive};
     constexpr std::size_t kTokenBytes = 49152;
     const auto kda = [](int heads, std::int64_t tokens) {
         return on_the_first_machine(kKda, Gate::kBounded, heads, tokens, kOperandBytes);
@@ -122,7 +127,7 @@ TEST(Plan, RunsTheBenchmarksShapesAsTheyAreFastest) {
 TEST(Plan, SharesTheRowsOfAHeadWhereThatTakesLess) {
     const auto blocks = [](int heads) {
         const Sketch call{.heads = heads, .tokens = 128 * 64};
-        return chunked::rows_of(call.find(StrategyKind::kWhole)->strategy).blocks;
+        return chunked::rows_of(planned(call.find(StrategyKind::kWhole)).strategy).blocks;
     };
     EXPECT_EQ(blocks(64), 2);  // 128 CTAs of four warps
     EXPECT_EQ(blocks(96), 1);  // 192 would take two rounds
@@ -262,9 +267,9 @@ TEST(Plan, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
     for (bool packed : {false, true})  // a batch and the same sequences packed get the same bits
         EXPECT_EQ(warpgroups({.heads = 40, .sequences = 4, .tokens = 8192, .packed = packed}), 2);
     Sketch forced{.heads = 16, .with_fused = true, .costs = kFusedCosts};
-    EXPECT_EQ(kind(forced.find(StrategyKind::kFused)->strategy), StrategyKind::kFused);
+    EXPECT_EQ(kind(planned(forced.find(StrategyKind::kFused)).strategy), StrategyKind::kFused);
     forced.tokens = 0;  // states are copied, whatever is wanted
-    EXPECT_EQ(kind(forced.find(StrategyKind::kFused)->strategy), StrategyKind::kWhole);
+    EXPECT_EQ(kind(planned(forced.find(StrategyKind::kFused)).strategy), StrategyKind::kWhole);
     forced.tokens = 8192, forced.with_fused = false;
     EXPECT_EQ(forced.find(StrategyKind::kFused), std::nullopt);
 }

@@ -272,7 +272,8 @@ private:
     }
     CarryRows rows(int warps) const { return {warps, warps > 0 ? (tiles_ + warps - 1) / warps : 1}; }
     double rounds(std::int64_t ctas) const {
-        return static_cast<double>((ctas + multiprocessors_ - 1) / multiprocessors_);
+        const std::int64_t whole = (ctas + multiprocessors_ - 1) / multiprocessors_;
+        return static_cast<double>(whole);
     }
     // Of CTAs of so many warps, from the costs of four and of eight.
     static double per_chunk(const double (&cost)[2], int warps) {
