@@ -338,8 +338,10 @@ def test_explain_of_a_call_without_anything(heads, device):
 def test_costs_that_are_none_are_refused(costs):
     with pytest.raises(ValueError, match="explain: costs must be 9 numbers of at least 0"):
         _ops.explain(
-            "prefill", "kda", "cpu", 1, 64, 1, 1, 1, 64, 64, "bfloat16", "float32", "log_decay", -5.0, False,
-            False, False, False, False, 64, False, costs,
+            "prefill", "kda", "cpu", batch=1, tokens=64, sequences=1, heads=1, value_heads=1, key_dim=64,
+            value_dim=64, dtype="bfloat16", state_dtype="float32", gate="log_decay", lower_bound=-5.0,
+            varlen=False, beta_per_value=False, checkpoints=False, chunk_states=False, tree=False,
+            chunk_tokens=64, batch_invariant=False, costs=costs,
         )  # fmt: skip
 
 
