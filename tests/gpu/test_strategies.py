@@ -19,16 +19,8 @@ SHAPES = {
     "null rows": {"lengths": (64 * 26, 64 * 26), "pool": True},
     "narrow": {"lengths": (64 * 70,), "key_dim": 72, "value_dim": 24},
     "groups in float16": {"lengths": (64 * 40,), "heads": 2, "value_heads": 4, "dtype": torch.float16},
-    "bounded gate": {"lengths": (64 * 40,), "gate": "bounded", "qk_l2norm": True},
-    "softplus gate": {"lengths": (64 * 40,), "gate": "softplus", "qk_l2norm": True},
 }
-# What Hopper must run some shapes by.
-OF_HOPPER = {
-    ("kda", "one"): {"whole", "segments"},
-    ("gdn", "one"): {"whole", "segments", "halves"},
-    ("kda", "bounded gate"): {"whole", "segments", "fused"},
-    ("kda", "softplus gate"): {"whole", "segments", "fused"},
-}
+SMALL = {"heads": 1, "value_heads": 1, "key_dim": 128, "value_dim": 128}
 
 
 def strategies_of(case: Case) -> list[str]:
@@ -40,20 +32,26 @@ def strategies_of(case: Case) -> list[str]:
     return [row.target for row in rows if device.is_strategy(row.target) and row.verdict != "no"]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_strategy_obeys_the_rule(algorithm, shape):
-    case = Case(
-        algorithm, **{"heads": 1, "value_heads": 1, "key_dim": 128, "value_dim": 128, **SHAPES[shape]}
-    )
+def each_obeys_the_rule(case: Case, ways_of_hopper: set[str]) -> None:
     found = strategies_of(case)
-    assert "sm80:segments" in found
-    assert "sm80:whole" in found
+    assert {"sm80:segments", "sm80:whole"} <= set(found)
     if "sm90" in device.able(torch.bfloat16):
-        ways = {target.partition(":")[2] for target in found if target.startswith("sm90:")}
-        assert ways >= OF_HOPPER.get((algorithm, shape), set())
+        assert {f"sm90:{way}" for way in ways_of_hopper} <= set(found)
     inputs = make(case)
     for target in found:
         passes.assert_rule(lambda inputs, backend: passes.prefill(inputs, backend=backend), inputs, target)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_strategy_obeys_the_rule(algorithm, shape):
+    halves = {"halves"} if (algorithm, shape) == ("gdn", "one") else set()
+    each_obeys_the_rule(Case(algorithm, **{**SMALL, **SHAPES[shape]}), {"whole", "segments", *halves})
+
+
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_every_strategy_of_raw_gates_obeys_the_rule(gate):
+    case = Case("kda", (64 * 40,), gate=gate, gate_dtype=torch.bfloat16, qk_l2norm=True, **SMALL)
+    each_obeys_the_rule(case, {"fused", "whole", "segments"})
 
 
 def test_a_strategy_that_is_none_is_refused():
