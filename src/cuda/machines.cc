@@ -21,7 +21,7 @@ constexpr Machine kMachines[] = {
          {.prepare = 4.67, .carry = {0.913, 1.35}, .map = 2, .segment = {0.464, 0.905}, .fused = {2.4, 0}},
          {.prepare = 3.06, .carry = {0.952, 1.41}, .map = 1.08, .segment = {0.494, 0.761}, .halves = 0.636},
          {.prepare = 3.23, .carry = {0.721, 1.07}, .map = 0.81, .segment = {0.555, 1.08}},
-         {.carry = {0.972, 1.44}, .map = 0.384, .segment = {1.16, 1.78}},
+         {.carry = {0.95, 1.41}, .map = 0.282, .segment = {0.663, 1.02}},
      }},
      .warps = {{
          {.prepare = 4.04, .carry = {3.43, 5.08}, .map = 3.48, .segment = {1.87, 3.64}},
@@ -29,6 +29,24 @@ constexpr Machine kMachines[] = {
          {.prepare = 2.04, .carry = {4.44, 6.58}, .map = 2.74, .segment = {2.55, 3.92}},
          {.prepare = 3.37, .carry = {2.53, 3.75}, .map = 0.798, .segment = {1.95, 3.8}},
          {.prepare = 1.21, .carry = {3.22, 4.77}, .map = 1.18, .segment = {2.47, 3.8}},
+     }}},
+    {.name = "NVIDIA H100 80GB HBM3",
+     .compute_capability = 90,
+     .clock_mhz = 1980,
+     .memory_gbps = 3352,
+     .warpgroups = {{
+         {.prepare = 5.64, .carry = {0.932, 1.38}, .map = 2.52, .segment = {0.515, 1}, .fused = {2.3, 3.92}},
+         {.prepare = 5.64, .carry = {0.952, 1.41}, .map = 2.52, .segment = {0.537, 1.05}, .fused = {2.4, 0}},
+         {.prepare = 3.86, .carry = {0.885, 1.31}, .map = 1.09, .segment = {0.597, 0.919}, .halves = 0.657},
+         {.prepare = 4.11, .carry = {0.732, 1.08}, .map = 1.54, .segment = {0.555, 1.08}},
+         {.carry = {0.945, 1.4}, .map = 0.389, .segment = {0.663, 1.02}},
+     }},
+     .warps = {{
+         {.prepare = 5.08, .carry = {3.43, 5.07}, .map = 3.55, .segment = {2.05, 3.99}},
+         {.prepare = 5.08, .carry = {3.42, 5.06}, .map = 3.52, .segment = {2.05, 3.99}},
+         {.prepare = 2.43, .carry = {4.33, 6.41}, .map = 1.4, .segment = {4.09, 6.3}},
+         {.prepare = 4.6, .carry = {2.51, 3.72}, .map = 0.929, .segment = {1.92, 3.75}},
+         {.prepare = 1.68, .carry = {3.11, 4.6}, .map = 0.692, .segment = {3, 4.62}},
      }}},
 };
 

@@ -334,8 +334,11 @@ private:
             return time_of(Whole{way.rows}, of) + composed;
         double map = costs_.map * rounds(maps * all_heads * 2 * rows(8).blocks);
         if (way.first_beside_maps) map = std::max(map, per_chunk(costs_.carry, way.rows.warps));
+        // Maps of rules without operands read k and v: half as much as a carry reads and writes. Operands are
+        // in the second-level cache when a carry reads them after a map.
+        const double copy = carry_.operand_bytes == 0 ? 1.5 * copied(of) : 0.0;
         return prepare(of) + composed + estimate_.machine.round +
-               (map + per_chunk(costs_.segment, way.rows.warps)) * of.chunks / count;
+               std::max((map + per_chunk(costs_.segment, way.rows.warps)) * of.chunks / count, copy);
     }
 
     double prepare(const Lengths& of) const {
@@ -345,10 +348,17 @@ private:
     }
     // Rounds of CTAs; all of them together are bound by memory.
     double carry(const Lengths& of, const CarryRows& rows, double chunk) const {
-        const double bytes = static_cast<double>(carry_.operand_bytes) +
-                             4.0 * carry_.chunk_tokens * shape_.value_dim;  // v and o
         return std::max(rounds(heads(of) * rows.blocks) * (estimate_.machine.round + chunk * of.chunks),
-                        static_cast<double>(heads(of)) * of.chunks * bytes / estimate_.copy_rate());
+                        copied(of));
+    }
+    // What a copy of a carry's inputs and outputs would take: its operands, or q and k where it makes them
+    // itself, and v and o.
+    double copied(const Lengths& of) const {
+        const double row = 4.0 * carry_.chunk_tokens, inputs = carry_.operand_bytes > 0
+                                                                   ? static_cast<double>(carry_.operand_bytes)
+                                                                   : row * shape_.key_dim;
+        return static_cast<double>(heads(of)) * of.chunks * (inputs + row * shape_.value_dim) /
+               estimate_.copy_rate();
     }
 
     PrefillShape shape_;
