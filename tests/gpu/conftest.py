@@ -18,6 +18,17 @@ def gpu() -> Iterator[None]:
         yield
 
 
+KEPT_BYTES = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back() -> Iterator[None]:
+    """What PyTorch keeps for later calls is missing in the processes of the tests beside this one."""
+    yield
+    if torch.cuda.memory_reserved() > KEPT_BYTES:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(params=["sm90", "sm80"])
 def backend(request: pytest.FixtureRequest) -> str:
     """The targets that work in chunks, one after the other."""

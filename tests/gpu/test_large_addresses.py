@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -24,12 +22,6 @@ NARROW = {
 }
 TOKENS = ("q", "k", "v", "g", "beta", "o")
 pytestmark = pytest.mark.xdist_group("large")  # one worker at a time holds that much
-
-
-@pytest.fixture(autouse=True)
-def give_memory_back() -> Iterator[None]:
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize(("name", "lengths"), [("prefill", (70, 70)), ("decode", (1, 1)), ("verify", (4, 4))])

@@ -4,8 +4,6 @@ on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -16,12 +14,6 @@ from cula_testing.compare import assert_same_bits, errors
 WIDE = {"dtype": torch.bfloat16, "gate_dtype": torch.bfloat16, "key_dim": 128, "value_dim": 128}
 PART = 64  # heads whose chunks fit one slab; four times as many do not
 pytestmark = pytest.mark.xdist_group("large")
-
-
-@pytest.fixture(autouse=True)
-def give_memory_back() -> Iterator[None]:
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("algorithm", ["kda", "gdn", "gla", "lightning"])
