@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu_only(reason): skipped with --device cuda")
+    config.addinivalue_line("markers", "large: holds tens of gigabytes; tests/gpu/run.py runs one at a time")
     # pytest-xdist gives every worker a share of the cores; torch would take them all in each.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))

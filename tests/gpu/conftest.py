@@ -18,6 +18,7 @@ def gpu() -> Iterator[None]:
         yield
 
 
+# A test that leaves more of it to PyTorch gives it back.
 KEPT_BYTES = 1 << 30
 
 

@@ -45,10 +45,11 @@ FUZZED = {
     "cpu": {"cpu": ([], 0.8), "auto": ([], 0.2)},
 }
 
-# name: (arguments of pytest, environment)
+# name: (arguments of pytest, environment); of large tests one at a time
 SUITES = {
-    "laws and cases": (["--device", "cuda", "tests", "--ignore", "tests/gpu"], {}),
-    "GPU only": (["--device", "cuda", "tests/gpu"], {}),
+    "laws and cases": (["--device", "cuda", "tests", "--ignore", "tests/gpu", "-m", "not large"], {}),
+    "GPU only": (["--device", "cuda", "tests/gpu", "-m", "not large"], {}),
+    "large": (["--device", "cuda", "tests", "-m", "large"], {}),
     "values on the device": (
         ["--device", "cuda", "tests/api/test_validation.py"],
         {"CULA_DEBUG_CHECKS": "1"},
@@ -121,7 +122,7 @@ def test(options: argparse.Namespace) -> bool:
             continue
         with TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
-            parallel = ["-n", str(options.jobs), "--dist", "loadgroup"]
+            parallel = ["-n", "0" if name == "large" else str(options.jobs)]
             status, seconds = pytest([*arguments, *parallel, *options.pytest], more, report)
             suites[name] = (
                 {**counts(report), "seconds": round(seconds, 1)} if report.exists() else {"exit": status}

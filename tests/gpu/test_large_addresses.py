@@ -21,7 +21,7 @@ NARROW = {
     "state_dtype": torch.bfloat16,
 }
 TOKENS = ("q", "k", "v", "g", "beta", "o")
-pytestmark = pytest.mark.xdist_group("large")  # one worker at a time holds that much
+pytestmark = pytest.mark.large
 
 
 @pytest.mark.parametrize(("name", "lengths"), [("prefill", (70, 70)), ("decode", (1, 1)), ("verify", (4, 4))])

@@ -13,7 +13,7 @@ from cula_testing.compare import assert_same_bits, errors
 
 WIDE = {"dtype": torch.bfloat16, "gate_dtype": torch.bfloat16, "key_dim": 128, "value_dim": 128}
 PART = 64  # heads whose chunks fit one slab; four times as many do not
-pytestmark = pytest.mark.xdist_group("large")
+pytestmark = pytest.mark.large
 
 
 @pytest.mark.parametrize("algorithm", ["kda", "gdn", "gla", "lightning"])

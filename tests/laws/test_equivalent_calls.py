@@ -350,7 +350,7 @@ def test_scale_acts_on_the_output_alone(algorithm):
 # Addresses beyond 2^31 elements.
 
 
-@pytest.mark.xdist_group("large")
+@pytest.mark.large
 def test_strides_beyond_32_bits(algorithm, sparse):
     """Sequences and slots that lie further apart than 2^31 elements."""
     case = Case(algorithm, (70, 70), heads=1, value_heads=1, state_dtype=torch.bfloat16)
