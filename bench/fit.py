@@ -27,8 +27,8 @@ from bench.results import RESULTS
 from cula import _ops
 from cula_testing.cases import Case, Inputs, make
 
-# Families in the order of machines.h: the algorithm, its gate and how its decays are drawn, as the benchmark's
-# headlines have them. KDA with an unbounded gate has none there: its decays are those of a new model.
+# Families in the order of machines.h: the algorithm, its gate, and how its decays are drawn, as in the
+# benchmark's headlines. Softplus gates of KDA are those of a new model.
 FAMILIES = (("kda", "bounded", "slow"), ("kda", "softplus", "initial"), ("gdn", "softplus", "slow"),
             ("gla", "log_decay", "slow"), ("lightning", "log_decay", "slow"))  # fmt: skip
 PAIRED_ONLY = (1,)  # families whose fused kernel has no form for single CTAs

@@ -26,8 +26,6 @@ from cula_testing.compare import assert_accurate, assert_exact, assert_same_bits
 from cula_testing.ranks import RankError, Ranks
 from cula_testing.strategies import cases
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = ("scan", "ring")
 
