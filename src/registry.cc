@@ -19,12 +19,13 @@ namespace {
 #define CULA_ROW(name, pass, function, kind, target) \
     {name, pass, kind, target::supports, prepare<&target::workspace_bytes, &target::function>}
 
-// The four passes of one CPU instruction set, or of the reference.
-#define CULA_ROWS(name, target)                                          \
-    CULA_ROW(name, Pass::kPrefill, prefill, DeviceKind::kCpu, target),   \
-        CULA_ROW(name, Pass::kDecode, decode, DeviceKind::kCpu, target), \
-        CULA_ROW(name, Pass::kVerify, verify, DeviceKind::kCpu, target), \
-        CULA_ROW(name, Pass::kSegment, segment, DeviceKind::kCpu, target)
+// The passes of one CPU instruction set, or of the reference.
+#define CULA_ROWS(name, target)                                            \
+    CULA_ROW(name, Pass::kPrefill, prefill, DeviceKind::kCpu, target),     \
+        CULA_ROW(name, Pass::kDecode, decode, DeviceKind::kCpu, target),   \
+        CULA_ROW(name, Pass::kVerify, verify, DeviceKind::kCpu, target),   \
+        CULA_ROW(name, Pass::kSegment, segment, DeviceKind::kCpu, target), \
+        CULA_ROW(name, Pass::kBackward, backward, DeviceKind::kCpu, target)
 
 // One pass of the token-by-token kernels.
 #define CULA_RECURRENT_ROW(name, pass) CULA_ROW(name, pass, run, DeviceKind::kCuda, cuda::recurrent)

@@ -136,8 +136,8 @@ void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const std::vector<double> costs = parse_costs(cost_text.view());
     problem.costs = costs;
 
-    problem.pass =
-        one_of("pass_name", pass_name.view(), {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment});
+    problem.pass = one_of("pass_name", pass_name.view(),
+                          {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment, Pass::kBackward});
     problem.algorithm = parse_algorithm(problem.pass, algorithm.view());
     problem.gate = parse_gate(problem.pass, gate.view());
     problem.device = explained_device(device.view());

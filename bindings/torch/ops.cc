@@ -26,7 +26,7 @@ namespace {
 
 // What a caller may hold in any shape, strides and dtype, and what with any strides.
 constexpr TensorRef Args::* kOfHeads[] = {&Args::A_log, &Args::dt_bias, &Args::gamma};
-constexpr TensorRef Args::* kOfTokens[] = {&Args::q, &Args::k, &Args::v, &Args::g};
+constexpr TensorRef Args::* kOfTokens[] = {&Args::q, &Args::k, &Args::v, &Args::g, &Args::d_o};
 
 // The arguments of a call as they lie on its stack.
 struct Call {
@@ -196,17 +196,17 @@ Int narrow(Pass pass, std::string_view argument, std::int64_t value) {
     return static_cast<Int>(value);
 }
 
-// A bias per channel may come flat, as checkpoints keep it.
-void shape_bias(Args& args) {
-    TensorRef& bias = args.dt_bias;
-    if (!varies_by_channel(args.algorithm.decay) || bias.ndim != 1 || args.q.ndim != 4) return;
+// A bias per channel may come flat, as checkpoints keep it, and its gradient too.
+void shape_biases(Args& args) {
+    if (!varies_by_channel(args.algorithm.decay) || args.q.ndim != 4 || args.q.size[3] == 0) return;
     const std::int64_t key_dim = args.q.size[3];
-    if (key_dim == 0 || bias.size[0] % key_dim != 0) return;
-    bias = {.data = bias.data,
-            .dtype = bias.dtype,
-            .ndim = 2,
-            .size = {bias.size[0] / key_dim, key_dim},
-            .stride = {key_dim * bias.stride[0], bias.stride[0]}};
+    for (TensorRef* bias : {&args.dt_bias, &args.d_dt_bias})
+        if (bias->ndim == 1 && bias->size[0] % key_dim == 0)
+            *bias = {.data = bias->data,
+                     .dtype = bias->dtype,
+                     .ndim = 2,
+                     .size = {bias->size[0] / key_dim, key_dim},
+                     .stride = {key_dim * bias->stride[0], bias->stride[0]}};
 }
 
 Args make_args(Pass pass, Call& call, const Place& place) {
@@ -230,7 +230,7 @@ Args make_args(Pass pass, Call& call, const Place& place) {
     }
     args.algorithm = kAlgorithms[static_cast<std::size_t>(options.algorithm)].algorithm;
     args.gate = static_cast<Gate>(options.gate);
-    shape_bias(args);
+    shape_biases(args);
     if (call.scale)
         args.scale = *call.scale;
     else if (args.q.ndim == 4)
@@ -250,11 +250,12 @@ Args make_args(Pass pass, Call& call, const Place& place) {
 // get none: what it would take by their shapes may be more than there is.
 struct Outputs {
     TensorHandle o, final_state, m, b;
+    std::array<TensorHandle, kGradients.size()> gradients;
 
     Outputs(Pass pass, const Options& options, const Place& place, const Device& device, Args& args) {
         const TensorRef &q = args.q, &v = args.v, &cu = args.cu_seqlens;
         if (q.ndim != 4 || v.ndim != 4 || v.size[0] != q.size[0] || v.size[1] != q.size[1]) return;
-        if (has_states(pass) && !args.o) {
+        if (has_outputs(pass) && !args.o) {
             o = allocate(std::span(v.size).first(4), dtype_code(v.dtype), device);
             args.o = TensorRef::contiguous(data_of(o), v.dtype, {v.size[0], v.size[1], v.size[2], v.size[3]});
         }
@@ -274,11 +275,27 @@ struct Outputs {
         if (options.make_final_state && !args.final_state)
             make_states("final_state", final_state, args.final_state);
         if (options.make_b) make_states("b", b, args.segment_b);
-        if (!options.make_m) return;
-        const std::array shape{sequences, v.size[2], columns, columns};
-        const std::size_t ndim = has_diagonal_map(args.algorithm.update) ? 3 : 4;
-        m = allocate(std::span(shape).first(ndim), exact, device);
-        args.segment_m = view(pass, "m", m, place);
+        if (options.make_m) {
+            const std::array shape{sequences, v.size[2], columns, columns};
+            const std::size_t ndim = has_diagonal_map(args.algorithm.update) ? 3 : 4;
+            m = allocate(std::span(shape).first(ndim), exact, device);
+            args.segment_m = view(pass, "m", m, place);
+        }
+        for (std::size_t i = 0; i < kGradients.size(); ++i) {
+            if (!(options.gradients >> i & 1)) continue;
+            const TensorRef& of = args.*kGradients[i].of;
+            if (!of)
+                fail(pass, "options", "ask for no gradient of what is not given",
+                     "gradient " + std::to_string(i));
+            TensorRef& gradient = args.*kGradients[i].field;
+            if (kGradients[i].field == &Args::d_initial_state) {
+                make_states("d_initial_state", gradients[i], gradient);
+            } else {
+                const std::span shape = std::span(of.size).first(static_cast<std::size_t>(of.ndim));
+                gradients[i] = allocate(shape, dtype_code(of.dtype), device);
+                gradient = view(pass, "gradient", gradients[i], place);
+            }
+        }
     }
 };
 
@@ -333,22 +350,25 @@ TensorHandle run_planned(Pass pass, const Args& args, Context& context, std::str
 }
 
 // The kernels read whole rows of channels: inputs whose rows are not contiguous, as behind a convolution that
-// keeps channels first, become dense copies. Nothing is copied for arguments that validate() refuses.
+// keeps channels first, become dense copies; so does a gradient of states that is contiguous neither along K
+// nor along V, as autograd may make it. Nothing is copied for arguments that validate() refuses.
 void copy_rows(Pass pass, Call& call, Args& args, const Context& context, const Place& place) {
-    const auto strided = [](const TensorRef& ref) {
-        return ref.ndim == 4 && ref.stride[3] != 1 && ref.size[3] > 1;
+    const auto strided = [&](TensorRef Args::* field) {
+        const TensorRef& ref = args.*field;
+        const bool rows = ref.ndim == 4 && ref.stride[3] != 1 && ref.size[3] > 1;
+        if (field == &Args::d_final_state) return rows && ref.stride[2] != 1 && ref.size[2] > 1;
+        return rows && contains(kOfTokens, field);
     };
-    if (std::ranges::none_of(kOfTokens, [&](TensorRef Args::* field) { return strided(args.*field); }))
-        return;
+    if (std::ranges::none_of(call.parameters, strided, &Parameter::field)) return;
     Args copied = args;
-    for (TensorRef Args::* field : kOfTokens)
-        if (strided(args.*field)) (copied.*field).stride[3] = 1;
+    for (const Parameter& parameter : call.parameters)
+        if (strided(parameter.field)) (copied.*parameter.field).stride[3] = 1;
     validate(pass, copied, context.device.kind == DeviceKind::kCpu ? Indices::kOnHost : Indices::kOnDevice);
     std::size_t index = 0;
     for (const Parameter& parameter : call.parameters) {
         TensorHandle& tensor = call.tensors[index++];
         TensorRef& ref = args.*parameter.field;
-        if (!contains(kOfTokens, parameter.field) || !strided(ref)) continue;
+        if (!strided(parameter.field)) continue;
         tensor = dense_copy(std::move(tensor), dtype_code(ref.dtype));
         ref = view(pass, parameter.name, tensor, place);
     }
@@ -395,7 +415,10 @@ void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     TensorHandle kept = run_planned(pass, args, context, call.backend.view());
     if (!args.keep) kept.reset();
     Results results(stack);
-    if constexpr (pass != Pass::kSegment) {
+    if constexpr (pass == Pass::kBackward) {
+        if (form == Form::kDefault)
+            for (TensorHandle& gradient : made.gradients) results.put_optional(gradient);
+    } else if constexpr (pass != Pass::kSegment) {
         results.put(made.o);
         if constexpr (pass != Pass::kVerify) {
             if (form == Form::kDefault)
@@ -448,6 +471,7 @@ void implement_all(Library& library) {
     implement(std::integral_constant<Pass, Pass::kDecode>{});
     implement(std::integral_constant<Pass, Pass::kVerify>{});
     implement(std::integral_constant<Pass, Pass::kSegment>{});
+    implement(std::integral_constant<Pass, Pass::kBackward>{});
 }
 
 template <class Library>

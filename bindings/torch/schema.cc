@@ -47,7 +47,24 @@ constexpr Parameter kSegment[] = {
     {"b", "Tensor(b!)?", &Args::segment_b},
 };
 
-static_assert(std::size(kInputs) + std::size(kStates) + std::max(std::size(kPrefill), std::size(kVerify)) ==
+constexpr Parameter kBackward[] = {
+    {"initial_state", "Tensor?", &Args::initial_state},
+    {"has_initial_state", "Tensor?", &Args::has_initial_state},
+    {"d_o", "Tensor?", &Args::d_o},
+    {"d_final_state", "Tensor?", &Args::d_final_state},
+    {"d_q", "Tensor(a!)?", &Args::d_q},
+    {"d_k", "Tensor(b!)?", &Args::d_k},
+    {"d_v", "Tensor(c!)?", &Args::d_v},
+    {"d_g", "Tensor(d!)?", &Args::d_g},
+    {"d_beta", "Tensor(e!)?", &Args::d_beta},
+    {"d_A_log", "Tensor(f!)?", &Args::d_A_log},
+    {"d_dt_bias", "Tensor(g!)?", &Args::d_dt_bias},
+    {"d_initial_state", "Tensor(h!)?", &Args::d_initial_state},
+};
+
+static_assert(std::size(kInputs) +
+                  std::max(std::size(kStates) + std::max(std::size(kPrefill), std::size(kVerify)),
+                           std::size(kBackward)) ==
               kMaxTensors);
 
 constexpr std::span<const Parameter> own_parameters(Pass pass) {
@@ -55,16 +72,25 @@ constexpr std::span<const Parameter> own_parameters(Pass pass) {
         case Pass::kPrefill: return kPrefill;
         case Pass::kVerify: return kVerify;
         case Pass::kSegment: return kSegment;
+        case Pass::kBackward: return kBackward;
         case Pass::kDecode: break;
     }
     return {};
 }
 
 constexpr std::string_view returns(Pass pass, Form form) {
-    if (pass == Pass::kSegment)
-        return form == Form::kOut ? "Tensor kept" : "Tensor? m, Tensor? b, Tensor? kept";
-    if (pass == Pass::kVerify) return "Tensor o";
-    return form == Form::kOut ? "Tensor o, Tensor final_state" : "Tensor o, Tensor? final_state";
+    const bool out = form == Form::kOut;
+    switch (pass) {
+        case Pass::kVerify: return "Tensor o";
+        case Pass::kSegment: return out ? "Tensor kept" : "Tensor? m, Tensor? b, Tensor? kept";
+        case Pass::kBackward:
+            return out ? ""
+                       : "Tensor? d_q, Tensor? d_k, Tensor? d_v, Tensor? d_g, Tensor? d_beta, "
+                         "Tensor? d_A_log, Tensor? d_dt_bias, Tensor? d_initial_state";
+        case Pass::kPrefill:
+        case Pass::kDecode: break;
+    }
+    return out ? "Tensor o, Tensor final_state" : "Tensor o, Tensor? final_state";
 }
 
 // The tensors of an overload, the usual first.
@@ -72,6 +98,7 @@ constexpr TensorRef Args::* kUsualFirst[] = {
     &Args::q,
     &Args::k,
     &Args::v,
+    &Args::d_o,
     &Args::segment_b,
     &Args::segment_m,
     &Args::o,
@@ -95,6 +122,15 @@ constexpr TensorRef Args::* kUsualFirst[] = {
     &Args::snapshots,
     &Args::snapshot_indices,
     &Args::parents,
+    &Args::d_final_state,
+    &Args::d_q,
+    &Args::d_k,
+    &Args::d_v,
+    &Args::d_g,
+    &Args::d_beta,
+    &Args::d_A_log,
+    &Args::d_dt_bias,
+    &Args::d_initial_state,
 };
 
 // What the default overload does not take: what is written, what says where, and what was kept.
@@ -114,6 +150,8 @@ constexpr TensorRef Args::* kOfOut[] = {
 
 constexpr bool takes(Pass pass, Form form, TensorRef Args::* field) {
     if (form == Form::kOut) return true;
+    if (std::ranges::any_of(kGradients, [&](const Gradient& row) { return row.field == field; }))
+        return false;
     // A state that the call makes has no slots: what gathers its states writes them to slots, too.
     const bool gathers = field == &Args::initial_state_indices && pass != Pass::kVerify;
     return !gathers && !contains(kOfOut, field);
@@ -125,7 +163,7 @@ constexpr Parameters make_parameters(Pass pass, Form form) {
         if (takes(pass, form, parameter.field)) all.rows[all.count++] = parameter;
     };
     std::ranges::for_each(kInputs, add);
-    if (has_states(pass)) std::ranges::for_each(kStates, add);
+    if (has_outputs(pass)) std::ranges::for_each(kStates, add);
     std::ranges::for_each(own_parameters(pass), add);
     const auto rank = [](const Parameter& parameter) {
         return std::ranges::find(kUsualFirst, parameter.field);
@@ -136,9 +174,10 @@ constexpr Parameters make_parameters(Pass pass, Form form) {
 
 constexpr bool takes(Pass pass, Form form, const Option& option) {
     const bool makes = form == Form::kDefault, makes_state = pass == Pass::kPrefill || pass == Pass::kDecode;
-    if (option.name == "in_place") return !makes && has_states(pass);
+    if (option.name == "in_place") return !makes && has_outputs(pass);
     if (option.name == "make_final_state") return makes_state;
-    if (option.name == "k_first") return makes_state || (makes && pass == Pass::kSegment);
+    if (option.name == "k_first") return makes_state || (makes && !has_outputs(pass));
+    if (option.name == "gradients") return makes && pass == Pass::kBackward;
     if (option.name == "make_m" || option.name == "make_b") return makes && pass == Pass::kSegment;
     return option.name != "keep" || pass == Pass::kSegment;
 }
@@ -194,6 +233,8 @@ std::string option_bits() {
             for (const NamedAlgorithm& row : kAlgorithms) text += std::string(row.name) + " ";
         if (option.field == &Options::gate)
             for (std::string_view gate : kGates) text += std::string(gate) + " ";
+        if (option.field == &Options::chunk_tokens || option.field == &Options::gradients)
+            text += "=" + std::to_string(Options{}.*option.field);
         text += "\n";
     }
     return text;

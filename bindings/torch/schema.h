@@ -39,7 +39,8 @@ struct Parameter {
 // and scale is K ** -0.5 by default.
 enum class Form : std::uint8_t { kDefault, kOut };
 
-inline constexpr std::array kPasses{Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment};
+inline constexpr std::array kPasses{Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment,
+                                    Pass::kBackward};
 inline constexpr std::array kForms{Form::kDefault, Form::kOut};
 
 constexpr std::string_view overload(Form form) { return form == Form::kOut ? ".out" : ""; }
@@ -47,7 +48,17 @@ constexpr std::string_view overload(Form form) { return form == Form::kOut ? ".o
 // "prefill", "prefill.out".
 std::string qualified(Pass pass, Form form);
 
-constexpr bool has_states(Pass pass) { return pass != Pass::kSegment; }
+// Whether a pass has o, and states that it starts from and ends in.
+constexpr bool has_outputs(Pass pass) {
+    switch (pass) {
+        case Pass::kPrefill:
+        case Pass::kDecode:
+        case Pass::kVerify: return true;
+        case Pass::kSegment:
+        case Pass::kBackward: break;
+    }
+    return false;
+}
 
 // What `options` holds. A flag is 0 or 1.
 struct Options {
@@ -60,6 +71,7 @@ struct Options {
     std::int64_t make_m = 0, make_b = 0;
     std::int64_t keep = 0;  // make what a prefill of the same tokens takes as `kept`
     std::int64_t chunk_tokens = kChunkTokens;
+    std::int64_t gradients = 0;  // which ones a backward makes: bit i is row i of kGradients
 };
 
 struct Option {
@@ -85,6 +97,7 @@ inline constexpr std::array kOptions{
     Option{"make_b", &Options::make_b, 18, 1},
     Option{"keep", &Options::keep, 19, 1},
     Option{"chunk_tokens", &Options::chunk_tokens, 20, 12},
+    Option{"gradients", &Options::gradients, 32, 8},
 };
 
 // In the order of the enumerators.
@@ -95,10 +108,28 @@ Options unpack(std::int64_t options);
 // The bits of the options that an overload has a use for.
 std::int64_t known_bits(Pass pass, Form form);
 
-// The rows of kOptions, one a line: name, shift, the names of its values if it has any; separated by tabs.
+// The rows of kOptions, one a line: name, shift, and the names of its values, or "=" and its default where
+// it is a number; separated by tabs.
 std::string option_bits();
 
-inline constexpr std::size_t kMaxTensors = 20;
+// A gradient that a backward makes, in the order in which it returns them, and what it is the gradient of.
+struct Gradient {
+    TensorRef Args::* field;
+    TensorRef Args::* of;
+};
+
+inline constexpr std::array kGradients{
+    Gradient{&Args::d_q, &Args::q},
+    Gradient{&Args::d_k, &Args::k},
+    Gradient{&Args::d_v, &Args::v},
+    Gradient{&Args::d_g, &Args::g},
+    Gradient{&Args::d_beta, &Args::beta},
+    Gradient{&Args::d_A_log, &Args::A_log},
+    Gradient{&Args::d_dt_bias, &Args::dt_bias},
+    Gradient{&Args::d_initial_state, &Args::initial_state},
+};
+
+inline constexpr std::size_t kMaxTensors = 21;
 
 // The tensors of an overload, in the order of its schema.
 struct Parameters {

@@ -76,6 +76,7 @@ void prefill(const Args& args, const Context& context = {}, std::string_view bac
 void decode(const Args& args, const Context& context = {}, std::string_view backend = {});
 void verify(const Args& args, const Context& context = {}, std::string_view backend = {});
 void segment(const Args& args, const Context& context = {}, std::string_view backend = {});
+void backward(const Args& args, const Context& context = {}, std::string_view backend = {});
 
 // Composition of the maps of P consecutive segments (ALGORITHM.md, "Segments"): S <- M S + B for each map in
 // turn, from S = 0, so that of the first map only B counts. All tensors have one dtype: float32, or on a CPU

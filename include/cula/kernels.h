@@ -16,6 +16,7 @@
     void decode(const Args& args, const Context& context);                            \
     void verify(const Args& args, const Context& context);                            \
     void segment(const Args& args, const Context& context);                           \
+    void backward(const Args& args, const Context& context);                          \
     }
 
 namespace cula::cpu {

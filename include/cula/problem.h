@@ -17,10 +17,11 @@
 namespace cula {
 
 enum class Pass : std::uint8_t {
-    kPrefill,  // many tokens per sequence: o, and the final state
-    kDecode,   // one token or a few per sequence, one after another
-    kVerify,   // a few draft tokens per sequence, a chain or a tree; may store a state per token
-    kSegment,  // the affine map S -> M S + B of each sequence
+    kPrefill,   // many tokens per sequence: o, and the final state
+    kDecode,    // one token or a few per sequence, one after another
+    kVerify,    // a few draft tokens per sequence, a chain or a tree; may store a state per token
+    kSegment,   // the affine map S -> M S + B of each sequence
+    kBackward,  // the gradients of a prefill or decode
 };
 
 constexpr std::string_view name(Pass pass) {
@@ -29,6 +30,7 @@ constexpr std::string_view name(Pass pass) {
         case Pass::kDecode: return "decode";
         case Pass::kVerify: return "verify";
         case Pass::kSegment: return "segment";
+        case Pass::kBackward: return "backward";
     }
     return "unknown";
 }
@@ -127,6 +129,23 @@ struct Args {
     // use `kept` computes everything itself.
     bool keep = false;
     TensorRef kept;  // [bytes / 4] int32
+
+    // Backward: the gradients of a prefill with the inputs above, from those of its outputs (ALGORITHM.md,
+    // "Backward"). States are dense: there are no indices and no pool.
+    // Inputs: the gradient of o, in the dtype of q or float32, contiguous in its last dimension, other
+    // strides free (also 0); and that of the final state, of any dtype that a state may have. Absent: zero.
+    TensorRef d_o;            // [B, T, HV, V]
+    TensorRef d_final_state;  // [N, HV, V, K]
+    // Outputs, written and not added to; one that is absent is not computed. Each has the dtype of its input
+    // or float32, and the last dimension of d_q, d_k, d_v and a d_g per channel is contiguous. Tokens after
+    // the last sequence get zeros, as do states that has_initial_state says are not read.
+    TensorRef d_q, d_k;         // [B, T, H, K]
+    TensorRef d_v;              // [B, T, HV, V]
+    TensorRef d_g;              // the shape of g, which may be a raw gate
+    TensorRef d_beta;           // the shape of beta, which may be a logit
+    TensorRef d_A_log;          // [HV] float32
+    TensorRef d_dt_bias;        // the shape of dt_bias, float32
+    TensorRef d_initial_state;  // [N, HV, V, K], the layout of any state
 
     // Options.
     double scale = 1.0;  // factor on q

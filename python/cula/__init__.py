@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention kernels: KDA, GDN, GLA, Lightning, DeltaNet and their relatives, for inference.
+"""Linear attention kernels: KDA, GDN, GLA, Lightning, DeltaNet and their relatives.
 
-There is no backward pass yet: a call that would need one raises NotImplementedError.
+Calls are differentiable on CPUs. A gradient that is not built raises NotImplementedError.
 
     import cula
     o, state = cula.cula_kda(q, k, v, g, beta, output_final_state=True)  # a prompt

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import cula
 from cula import _ops
 
-_PASSES = ("prefill", "decode", "verify", "segment")
+_PASSES = ("prefill", "decode", "verify", "segment", "backward")
 
 
 @dataclass(frozen=True, repr=False)

@@ -85,7 +85,7 @@ def explain(
     run a prefill are predicted to take on the device, and why others cannot run it, in a sentence each.
 
     algorithm: a name of `cula.algorithms()`.
-    pass_name: prefill, decode, verify or segment.
+    pass_name: prefill, decode, verify, segment or backward.
     gate: log_decay, softplus or bounded.
     device: a device, or an architecture that need not be here, `"sm_90"`; None is the current GPU, or else
     the CPU. The other arguments have the names and meanings of the calls they describe (`cula.api`).

@@ -7,7 +7,8 @@ nothing, and `out` writes into tensors of the caller and makes what is left out.
 name, through functions that `_shims` writes, and with most of what is no tensor in one integer (`pack`). A
 bad argument raises `ValueError` from C++ with the name of the argument, what was expected and what was given.
 
-`torch.ops.cula_unchecked` holds the passes once more, for those functions alone.
+`torch.ops.cula_unchecked` holds the passes once more, for those functions alone. Derivatives are in
+`_autograd`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
 import cula
-from cula import _shims
+from cula import _autograd, _shims
 
 
 def library() -> Path:
@@ -52,6 +53,9 @@ operator_options = pack = _shims.packer(torch.ops.cula.option_bits())
 # Whether M of a segment is a diagonal, by the row of the algorithm: the lowest eight bits of `options`.
 _DIAGONAL = [line.endswith("\tyes") for line in algorithms().splitlines()]
 
+
+# What a backward makes the gradients of, in the order of what it returns.
+GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
 # What a schema calls a type.
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -122,6 +126,28 @@ def _make_m(
     return q.new_empty((_sequences(q, cu_seqlens), v.shape[2], *matrix), dtype=state_dtype(q))
 
 
+def _gradient(row: int, of: str) -> Callable[..., Tensor | None]:
+    """The gradient of row `row` of what a backward returns, which has the shape and dtype of `of`; that of a
+    parameter of the gate is float32, in the shape of the heads."""
+
+    def make(q: Tensor, v: Tensor, options: int, **given: Any) -> Tensor | None:
+        wanted = bit("gradients") << row
+        if not options & wanted:
+            return None
+        given |= {"q": q, "v": v}
+        if of == "initial_state":
+            return _states(wanted, options=options, **given)
+        value: Tensor = given[of]
+        if of not in ("A_log", "dt_bias"):
+            return torch.empty_like(value, memory_format=torch.contiguous_format)
+        per_channel = of == "dt_bias" and given["g"].dim() == 4
+        shape = (v.shape[2], q.shape[3]) if per_channel else (v.shape[2],)
+        exact = q.dtype == torch.float64 and value.dtype == torch.float64
+        return q.new_empty(shape, dtype=torch.float64 if exact else torch.float32)
+
+    return make
+
+
 def _make_kept(q: Tensor, options: int, **_: object) -> Tensor | None:
     if options & bit("keep"):
         return q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32)
@@ -149,31 +175,8 @@ _MAKE: dict[str, Callable[..., Tensor | None]] = {
     "m": _make_m,
     "b": lambda **given: _states(bit("make_b"), **given),
     "kept": _make_kept,
+    **{f"d_{of}": _gradient(row, of) for row, of in enumerate(GRADIENTS)},
 }
-
-
-def refuse_derivatives(
-    op: torch._ops.OpOverload, arguments: Iterable[object], others: Mapping[str, object] | None = None
-) -> None:
-    """NotImplementedError for the first tensor whose derivative would be lost: there is no backward pass
-    yet."""
-    backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0
-    if not (backward or forward):
-        return
-    names = (argument.name for argument in op._schema.arguments)
-    for name, value in (*zip(names, arguments, strict=False), *(others or {}).items()):
-        if not isinstance(value, Tensor):
-            continue
-        if backward and value.requires_grad:
-            raise NotImplementedError(
-                f"{op_name(op)}: {name} requires gradients, and the backward pass is not built yet; call "
-                "under torch.no_grad() or torch.inference_mode()"
-            )
-        if forward and value.is_floating_point() and forward_ad.unpack_dual(value).tangent is not None:
-            raise NotImplementedError(
-                f"{op_name(op)}: {name} has a tangent, and forward-mode derivatives are not built; call with "
-                f"{name}.detach(), which has none"
-            )
 
 
 def is_dense(value: object) -> TypeGuard[Tensor]:
@@ -234,11 +237,10 @@ def _written(op: torch._ops.OpOverload) -> tuple[int, ...]:
 
 def _checked(op: torch._ops.OpOverload) -> Callable[..., object]:
     """What PyTorch runs in place of an operator outside of `torch.inference_mode()`, and for tensors from
-    outside."""
+    outside: it looks for derivatives, which `_autograd` makes, and counts writes."""
     names, written = [argument.name for argument in op._schema.arguments], _written(op)
 
-    def refuse_or_run(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> object:
-        refuse_derivatives(op, args, kwargs)
+    def run(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> object:
         try:
             result = op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
         except NotImplementedError:
@@ -250,7 +252,7 @@ def _checked(op: torch._ops.OpOverload) -> Callable[..., object]:
                 increment_version(value)
         return result
 
-    return refuse_or_run
+    return _autograd.differentiable(op, run)
 
 
 _libraries = [torch.library.Library(name, "FRAGMENT") for name in ("cula", "cula_unchecked")]
@@ -278,7 +280,7 @@ def _overload(name: str, overload: str) -> Callable[..., Any]:
         "forward_ad": forward_ad,
         "any_requires_grad": torch._C._any_requires_grad,
         "increment_version": increment_version,
-        "refuse_derivatives": refuse_derivatives,
+        "refuse_tangents": _autograd.refuse_tangents,
         "refuse_types": refuse_types,
     }
     return _shims.by_position(op, known)
@@ -297,7 +299,7 @@ class Operator(NamedTuple):
 
 
 _register(compose, lambda *_: None)
-prefill, decode, verify, segment = (
+prefill, decode, verify, segment, backward = (
     Operator(name, _overload(name, "default"), _overload(name, "out"))
-    for name in ("prefill", "decode", "verify", "segment")
+    for name in ("prefill", "decode", "verify", "segment", "backward")
 )

@@ -28,8 +28,9 @@ def by_position(op: torch._ops.OpOverload, known: Mapping[str, object]) -> Calla
     """A function that takes the arguments of an operator by name, and calls it by position up to the last one
     that is given.
 
-    known: `run`, which is the operator without its checks; `is_compiling`, `is_grad_enabled`, `forward_ad`,
-        `any_requires_grad` and `increment_version` of PyTorch; `refuse_derivatives` and `refuse_types`.
+    known: `run`, which is the operator without its checks and derivatives; `is_compiling`, `is_grad_enabled`,
+        `forward_ad`, `any_requires_grad` and `increment_version` of PyTorch; `refuse_tangents` and
+        `refuse_types`.
     """
     schema = op._schema.arguments
     names = [argument.name for argument in schema]
@@ -51,10 +52,10 @@ def by_position(op: torch._ops.OpOverload, known: Mapping[str, object]) -> Calla
         "    if is_compiling():",
         "        return op(*arguments)",
         "    if forward_ad._current_level >= 0:",
-        "        refuse_derivatives(op, arguments)",
+        "        refuse_tangents(op, arguments)",
         "    try:",
         "        if is_grad_enabled() and any_requires_grad(*arguments):",
-        "            refuse_derivatives(op, arguments)",
+        "            return op(*arguments)",
         "        made = run(*arguments)",
         "    except Exception:",
         # PyTorch says it less well, and turns a number into a tensor first.
@@ -73,13 +74,16 @@ def packer(option_bits: str) -> Callable[..., int]:
     parameters, terms, flags = [], [], []
     for line in option_bits.splitlines():
         name, shift, names = line.split("\t")
-        if names:
+        if names.startswith("="):
+            parameters.append(f"{name}{names}")
+            if names == "=0":
+                flags += [f"    if {name}:", f"        options += {name} << {shift}"]
+            else:
+                terms.append(f"({name} << {shift})")
+        elif names:
             values[name] = {each: row << int(shift) for row, each in enumerate(names.split())}
             parameters.append(name if name == "algorithm" else f"{name}={next(iter(values[name]))!r}")
             terms.append(f"values_{name}[{name}]")
-        elif name == "chunk_tokens":
-            parameters.append(f"{name}=64")
-            terms.append(f"({name} << {shift})")
         else:
             parameters.append(f"{name}=False")
             # One by one: shifting each flag to its place takes more than twice as long.

@@ -116,6 +116,7 @@ bool writes_nothing(const Plan& plan, const Args& args) {
         case Pass::kSegment: return !args.segment_b && plan.kept_bytes == 0;
         case Pass::kDecode: return args.q.size[1] == 0 && !args.final_state;
         case Pass::kVerify: return args.q.size[1] == 0 && (!args.final_state || args.state_indices);
+        case Pass::kBackward: return false;  // without tokens it still writes parameters and states
     }
     return false;
 }
@@ -207,6 +208,10 @@ void verify(const Args& args, const Context& context, std::string_view backend) 
 
 void segment(const Args& args, const Context& context, std::string_view backend) {
     plan_and_run(Pass::kSegment, args, context, backend);
+}
+
+void backward(const Args& args, const Context& context, std::string_view backend) {
+    plan_and_run(Pass::kBackward, args, context, backend);
 }
 
 std::vector<Explanation> explain(const Problem& problem) {

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/argument_checks.h"
 #include "core/check.h"
 #include "core/forks.h"
 #include "core/kernel.h"
@@ -18,22 +19,12 @@
 namespace cula {
 namespace {
 
-struct Dim {
-    std::string_view name;
-    std::int64_t size;  // kAny: not fixed
-};
-constexpr std::int64_t kAny = -1;
 constexpr std::int64_t kMostSequences = std::numeric_limits<std::int32_t>::max();
 
-constexpr bool is_float(Dtype dtype) {
-    return dtype == Dtype::kFloat64 || dtype == Dtype::kFloat32 || dtype == Dtype::kBFloat16 ||
-           dtype == Dtype::kFloat16;
-}
-
-class Validator {
+class Validator : ArgumentChecks {
 public:
     Validator(Pass pass, const Args& args, Indices indices)
-        : pass_(pass), args_(args), host_readable_(indices == Indices::kOnHost) {}
+        : ArgumentChecks(pass, args, indices == Indices::kOnHost) {}
 
     void check() {
         check_algorithm();
@@ -44,105 +35,12 @@ public:
         if (pass_ == Pass::kPrefill) check_prefill_outputs();
         if (pass_ == Pass::kVerify) check_verify();
         if (pass_ == Pass::kSegment) check_segment();
+        if (pass_ == Pass::kBackward) check_backward();
         refuse_foreign();
         if (host_readable_ && may_fork(args_)) check_forks();
     }
 
 private:
-    [[noreturn]] void fail(std::string_view argument, std::string_view expected,
-                           const std::string& given) const {
-        throw Error(std::string(name(pass_)) + ": " + std::string(argument) + " must " +
-                    std::string(expected) + ", got " + given);
-    }
-
-    // "[B, T, H, K] = [1, 64, 2, 128]", or without the numbers where none is fixed.
-    static std::string words(std::initializer_list<Dim> dims) {
-        std::string names, sizes;
-        for (const Dim& dim : dims) {
-            const std::string separator = names.empty() ? "" : ", ";
-            names += separator + std::string(dim.name);
-            sizes += separator + (dim.size == kAny ? std::string(dim.name) : std::to_string(dim.size));
-        }
-        return "[" + names + "]" + (names == sizes ? "" : " = [" + sizes + "]");
-    }
-
-    void given(std::string_view argument, const TensorRef& ref, std::string_view why) const {
-        CULA_REQUIRE(static_cast<bool>(ref), argument, "be given " + std::string(why), "none");
-    }
-
-    void given_for_algorithm(std::string_view argument, const TensorRef& ref) const {
-        CULA_REQUIRE(static_cast<bool>(ref), argument, "be given for " + algorithm(), "none");
-    }
-
-    std::string algorithm() const { return std::string(name(args_.algorithm)); }
-
-    void shape(std::string_view argument, const TensorRef& ref, std::initializer_list<Dim> dims) const {
-        bool good = ref.ndim == static_cast<int>(dims.size());
-        std::size_t i = 0;
-        for (const Dim& dim : dims) {
-            good = good && (dim.size == kAny || ref.size[i] == dim.size);
-            ++i;
-        }
-        CULA_REQUIRE(good, argument, "have shape " + words(dims), shape_of(ref));
-        CULA_REQUIRE_MEMORY(argument, ref);
-    }
-
-    void dtype(std::string_view argument, const TensorRef& ref, std::initializer_list<Dtype> allowed) const {
-        if (std::find(allowed.begin(), allowed.end(), ref.dtype) != allowed.end()) return;
-        std::string names;
-        for (Dtype one : allowed) names += (names.empty() ? "" : " or ") + std::string(name(one));
-        fail(argument, "have dtype " + names, std::string(name(ref.dtype)));
-    }
-
-    void floating(std::string_view argument, const TensorRef& ref) const {
-        CULA_REQUIRE(is_float(ref.dtype), argument, "have a floating-point dtype",
-                     std::string(name(ref.dtype)));
-    }
-
-    // Gate parameters and maps are float32; float64 is allowed too if q is float64 (the reference).
-    void parameter(std::string_view argument, const TensorRef& ref) const {
-        if (args_.q.dtype == Dtype::kFloat64)
-            dtype(argument, ref, {Dtype::kFloat32, Dtype::kFloat64});
-        else
-            dtype(argument, ref, {Dtype::kFloat32});
-    }
-
-    // Options are double in Args, but kernels read them as float32.
-    void finite(std::string_view argument, double value) const {
-        CULA_REQUIRE(std::abs(value) <= std::numeric_limits<float>::max(), argument,
-                     "be a finite float32 number", std::to_string(value));
-    }
-
-    void last_contiguous(std::string_view argument, const TensorRef& ref) const {
-        const auto last = static_cast<std::size_t>(ref.ndim - 1);
-        CULA_REQUIRE(ref.stride[last] == 1 || ref.size[last] <= 1, argument,
-                     "be contiguous in its last dimension", "stride " + std::to_string(ref.stride[last]));
-    }
-
-    // No two elements of an output may share memory.
-    void writable(std::string_view argument, const TensorRef& ref) const {
-        CULA_REQUIRE(!overlaps_itself(ref), argument, "not overlap itself in memory",
-                     "strides that make elements share an address");
-    }
-
-    void state(std::string_view argument, const TensorRef& ref, Dim first) const {
-        shape(argument, ref, {first, {"HV", value_heads_}, {"V", value_dim_}, {"K", key_dim_}});
-        CULA_REQUIRE(ref.size[0] < kMostSlots, argument, "have less than 2^31 slots",
-                     std::to_string(ref.size[0]));
-        state_memory(argument, ref);
-    }
-
-    void state_memory(std::string_view argument, const TensorRef& ref) const {
-        if (args_.q.dtype == Dtype::kFloat64)
-            floating(argument, ref);
-        else
-            dtype(argument, ref, {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
-        const auto k = static_cast<std::size_t>(ref.ndim - 1), v = k - 1;
-        CULA_REQUIRE(ref.stride[k] == 1 || ref.stride[v] == 1 || ref.size[k] <= 1 || ref.size[v] <= 1,
-                     argument, "be contiguous along K or along V",
-                     "strides " + std::to_string(ref.stride[v]) + ", " + std::to_string(ref.stride[k]));
-    }
-
     void check_algorithm() const {
         const auto [decay, update] = args_.algorithm;
         CULA_REQUIRE(name(args_.algorithm) != "unknown", "algorithm", "be one of kAlgorithms",
@@ -179,7 +77,7 @@ private:
         last_contiguous("q", q);
         last_contiguous("k", k);
         last_contiguous("v", v);
-        if (pass_ != Pass::kSegment) {
+        if (pass_ != Pass::kSegment && pass_ != Pass::kBackward) {
             given("o", args_.o, "as the output");
             shape("o", args_.o, {{"B", batch_}, {"T", tokens_}, {"HV", value_heads_}, {"V", value_dim_}});
             if (args_.o.dtype != Dtype::kFloat32) dtype("o", args_.o, {q.dtype});
@@ -518,6 +416,97 @@ private:
             CULA_REQUIRE(!*ref, argument, "be left out: a segment's map does not depend on it", "a state");
     }
 
+    // The gradient of an input: its shape, in its dtype or float32.
+    void gradient(std::string_view argument, const TensorRef& ref, std::string_view of,
+                  const TensorRef& input) const {
+        CULA_REQUIRE(static_cast<bool>(input), argument, "be left out without " + std::string(of),
+                     "a tensor");
+        bool same = ref.ndim == input.ndim;
+        for (std::size_t i = 0; same && i < static_cast<std::size_t>(ref.ndim); ++i)
+            same = ref.size[i] == input.size[i];
+        CULA_REQUIRE(same, argument, "have the shape of " + std::string(of) + ", " + shape_of(input),
+                     shape_of(ref));
+        CULA_REQUIRE_MEMORY(argument, ref);
+        if (ref.dtype != Dtype::kFloat32) dtype(argument, ref, {input.dtype});
+        writable(argument, ref);
+    }
+
+    void check_backward() const {
+        const TensorRef &d_o = args_.d_o, &d_state = args_.d_final_state;
+        if (d_o) {
+            shape("d_o", d_o, {{"B", batch_}, {"T", tokens_}, {"HV", value_heads_}, {"V", value_dim_}});
+            if (d_o.dtype != Dtype::kFloat32) dtype("d_o", d_o, {args_.q.dtype});
+            last_contiguous("d_o", d_o);
+        }
+        if (d_state) state("d_final_state", d_state, {"N", sequences_});
+        const auto row = [&](std::string_view argument, const TensorRef& ref, std::string_view of,
+                             const TensorRef& input) {
+            if (!ref) return;
+            gradient(argument, ref, of, input);
+            if (ref.ndim == 4) last_contiguous(argument, ref);
+        };
+        row("d_q", args_.d_q, "q", args_.q);
+        row("d_k", args_.d_k, "k", args_.k);
+        row("d_v", args_.d_v, "v", args_.v);
+        row("d_g", args_.d_g, "g", args_.g);
+        row("d_beta", args_.d_beta, "beta", args_.beta);
+        row("d_A_log", args_.d_A_log, "A_log", args_.A_log);
+        row("d_dt_bias", args_.d_dt_bias, "dt_bias", args_.dt_bias);
+        if (const TensorRef& state = args_.d_initial_state) {
+            given("initial_state", args_.initial_state, "with d_initial_state");
+            this->state("d_initial_state", state, {"N", sequences_});
+            writable("d_initial_state", state);
+        }
+        const std::pair<std::string_view, const TensorRef*> forward[] = {
+            {"o", &args_.o},
+            {"final_state", &args_.final_state},
+            {"initial_state_indices", &args_.initial_state_indices},
+            {"final_state_indices", &args_.final_state_indices}};
+        for (const auto& [argument, ref] : forward)
+            CULA_REQUIRE(!*ref, argument, "be left out: backward takes dense states and computes no outputs",
+                         "a tensor");
+        check_apart();
+    }
+
+    // What backward writes shares no memory with what it reads, nor with what else it writes.
+    void check_apart() const {
+        const std::pair<std::string_view, const TensorRef*> written[] = {
+            {"d_q", &args_.d_q},
+            {"d_k", &args_.d_k},
+            {"d_v", &args_.d_v},
+            {"d_g", &args_.d_g},
+            {"d_beta", &args_.d_beta},
+            {"d_A_log", &args_.d_A_log},
+            {"d_dt_bias", &args_.d_dt_bias},
+            {"d_initial_state", &args_.d_initial_state}};
+        const std::pair<std::string_view, const TensorRef*> read[] = {
+            {"q", &args_.q},
+            {"k", &args_.k},
+            {"v", &args_.v},
+            {"g", &args_.g},
+            {"decay", &args_.gamma},
+            {"beta", &args_.beta},
+            {"A_log", &args_.A_log},
+            {"dt_bias", &args_.dt_bias},
+            {"cu_seqlens", &args_.cu_seqlens},
+            {"initial_state", &args_.initial_state},
+            {"has_initial_state", &args_.has_initial_state},
+            {"d_o", &args_.d_o},
+            {"d_final_state", &args_.d_final_state}};
+        const auto check = [&](std::string_view argument, const TensorRef& ref, std::string_view other,
+                               const TensorRef& of_other) {
+            CULA_REQUIRE(!of_other || apart(ref, of_other), argument,
+                         "share no memory with " + std::string(other), "memory that overlaps it");
+        };
+        for (std::size_t i = 0; i < std::size(written); ++i) {
+            const auto& [argument, ref] = written[i];
+            if (!*ref) continue;
+            for (const auto& [other, of_other] : read) check(argument, *ref, other, *of_other);
+            for (const auto& [other, of_other] : std::span(written).first(i))
+                check(argument, *ref, other, *of_other);
+        }
+    }
+
     void check_forks() const {
         const std::optional<Chain> chain = find_chain(args_);
         if (!chain) return;
@@ -550,20 +539,22 @@ private:
                              {"snapshot_indices", &args_.snapshot_indices},
                              {"parents", &args_.parents}});
         only(Pass::kSegment, {{"m", &args_.segment_m}, {"b", &args_.segment_b}});
+        only(Pass::kBackward, {{"d_o", &args_.d_o},
+                               {"d_final_state", &args_.d_final_state},
+                               {"d_q", &args_.d_q},
+                               {"d_k", &args_.d_k},
+                               {"d_v", &args_.d_v},
+                               {"d_g", &args_.d_g},
+                               {"d_beta", &args_.d_beta},
+                               {"d_A_log", &args_.d_A_log},
+                               {"d_dt_bias", &args_.d_dt_bias},
+                               {"d_initial_state", &args_.d_initial_state}});
         CULA_REQUIRE(!args_.o || pass_ != Pass::kSegment, "o", "be left out: a segment has a map, no outputs",
                      "a tensor");
         CULA_REQUIRE(!args_.keep || pass_ == Pass::kSegment, "keep", "be false: it belongs to segment",
                      "true");
     }
-
-    Pass pass_;
-    const Args& args_;
-    bool host_readable_;
-    std::int64_t batch_ = 0, tokens_ = 0, heads_ = 0, value_heads_ = 0, key_dim_ = 0, value_dim_ = 0,
-                 sequences_ = 0;
 };
-
-#undef CULA_REQUIRE
 
 }  // namespace
 

@@ -4,7 +4,6 @@
 // A task is one sequence and one value head; if these are fewer than the threads, also one block of value
 // columns. How a call is divided never changes a bit of its result.
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -16,6 +15,7 @@
 #include "core/carve.h"
 #include "core/check.h"
 #include "core/rows.h"
+#include "cpu/host.h"
 #include "cpu/task.h"
 #include "cula/kernels.h"
 
@@ -90,42 +90,17 @@ Support supports(const Problem& problem, Support available, bool bf16_only) {
         return Support::no("multiplies bfloat16; q is " + std::string(name(problem.dtype)));
     if (problem.beta_per_value && problem.pass == Pass::kSegment)
         return Support::no("a segment's map needs one beta per token, not one per value channel");
+    if (problem.pass == Pass::kBackward) {
+        if (problem.beta_per_value)
+            return Support::no("a backward in chunks needs one beta per token, not one per value channel");
+        if (problem.key_dim < kFewestChunkChannels)
+            return Support::no("a backward in chunks takes K from " + std::to_string(kFewestChunkChannels) +
+                               ", got " + std::to_string(problem.key_dim));
+        if (problem.value_dim > kLargestDim)
+            return Support::no("takes V up to " + std::to_string(kLargestDim) + ", got " +
+                               std::to_string(problem.value_dim));
+    }
     return Support::yes();
-}
-
-// --- running the tasks ---
-
-int num_workers(const Context& context, std::int64_t tasks) {
-    const std::int64_t threads = context.parallel_for.run ? context.parallel_for.threads : 1;
-    return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(tasks, 1)));
-}
-
-// Calls body(worker, task) for every task. even: each worker has a contiguous range, so that it works on the
-// same states in every call. Otherwise a worker takes the next task whenever it is free.
-template <class Body>
-void for_each_task(const Context& context, int workers, std::int64_t tasks, bool even, Body body) {
-    struct Job {
-        Body& body;
-        std::int64_t tasks;
-        int workers;
-        bool even;
-        std::atomic<std::int64_t> next{0};
-    } job{body, tasks, workers, even};
-    const auto work = [](void* arg, int worker) {
-        Job& mine = *static_cast<Job*>(arg);
-        if (mine.even) {
-            const std::int64_t end = mine.tasks * (worker + 1) / mine.workers;
-            for (std::int64_t task = mine.tasks * worker / mine.workers; task < end; ++task)
-                mine.body(worker, task);
-        } else {
-            for (std::int64_t task; (task = mine.next.fetch_add(1, std::memory_order_relaxed)) < mine.tasks;)
-                mine.body(worker, task);
-        }
-    };
-    if (workers == 1)
-        work(&job, 0);
-    else
-        context.parallel_for.run(context.parallel_for.context, workers, work, &job);
 }
 
 // --- dividing a call into tasks ---
@@ -171,11 +146,6 @@ Place place_of(const Cut& cut, std::int64_t task) {
     return place;
 }
 
-StateView view(const StateRow& row, std::int64_t value_head) {
-    if (!row) return {};
-    return {row.ptr(value_head), row.states.dtype, row.states.stride[2], row.states.stride[3]};
-}
-
 void zero_output(const Args& args, std::int64_t batch, std::int64_t begin, std::int64_t end,
                  std::int64_t value_head, int v_begin, int v_count) {
     for (std::int64_t t = begin; t < end; ++t)
@@ -189,12 +159,6 @@ void zero_slack(const Args& args) {
     const std::int64_t end = read_index(args.cu_seqlens, num_sequences(args));
     for (std::int64_t hv = 0; hv < args.o.size[2]; ++hv)
         zero_output(args, 0, end, args.o.size[1], hv, 0, static_cast<int>(args.o.size[3]));
-}
-
-std::int64_t longest(const Args& args) {
-    std::int64_t most = 0;
-    for (std::int64_t n = 0; n < num_sequences(args); ++n) most = std::max(most, tokens_of(args, n).length);
-    return most;
 }
 
 // --- prefill ---
@@ -251,15 +215,11 @@ void sort_checkpoints(const Args& args, const Cut& cut, PrefillPlan& plan) {
 void make_prefill_plan(const Args& args, const Cut& cut, PrefillPlan& plan) {
     std::int64_t chunks = 0;
     for (std::int64_t n = 0; n < cut.sequences; ++n) {
-        plan.order[n] = n;
         plan.first_chunk[n] = chunks;
         if (args.cu_seqlens)
             chunks += (tokens_of(args, n).length + args.chunk_tokens - 1) / args.chunk_tokens;
     }
-    if (args.cu_seqlens)
-        std::stable_sort(plan.order, plan.order + cut.sequences, [&](std::int64_t a, std::int64_t b) {
-            return tokens_of(args, a).length > tokens_of(args, b).length;
-        });
+    sort_by_length(args, plan.order, cut.sequences);
     sort_checkpoints(args, cut, plan);
 }
 
@@ -439,24 +399,26 @@ std::size_t workspace_bytes(const Isa& isa, Pass pass, const Args& args, const C
         case Pass::kSegment: return segment_workspace_bytes(isa, args, context);
         case Pass::kDecode:
         case Pass::kVerify: return step_workspace_bytes(isa, args, context);
+        case Pass::kBackward: return backward_workspace_bytes(isa, args, context);
     }
     return 0;
 }
 
 }  // namespace
 
-#define CULA_DEFINE_TARGET(target, bf16_only)                                                     \
-    namespace target {                                                                            \
-    Support supports(const Problem& problem) {                                                    \
-        return cpu::supports(problem, available_##target(), bf16_only);                           \
-    }                                                                                             \
-    std::size_t workspace_bytes(Pass pass, const Args& args, const Context& context) {            \
-        return cpu::workspace_bytes(kIsa, pass, args, context);                                   \
-    }                                                                                             \
-    void prefill(const Args& args, const Context& context) { cpu::prefill(kIsa, args, context); } \
-    void decode(const Args& args, const Context& context) { step_through(kIsa, args, context); }  \
-    void verify(const Args& args, const Context& context) { step_through(kIsa, args, context); }  \
-    void segment(const Args& args, const Context& context) { cpu::segment(kIsa, args, context); } \
+#define CULA_DEFINE_TARGET(target, bf16_only)                                                      \
+    namespace target {                                                                             \
+    Support supports(const Problem& problem) {                                                     \
+        return cpu::supports(problem, available_##target(), bf16_only);                            \
+    }                                                                                              \
+    std::size_t workspace_bytes(Pass pass, const Args& args, const Context& context) {             \
+        return cpu::workspace_bytes(kIsa, pass, args, context);                                    \
+    }                                                                                              \
+    void prefill(const Args& args, const Context& context) { cpu::prefill(kIsa, args, context); }  \
+    void decode(const Args& args, const Context& context) { step_through(kIsa, args, context); }   \
+    void verify(const Args& args, const Context& context) { step_through(kIsa, args, context); }   \
+    void segment(const Args& args, const Context& context) { cpu::segment(kIsa, args, context); }  \
+    void backward(const Args& args, const Context& context) { run_backward(kIsa, args, context); } \
     }
 
 CULA_DEFINE_TARGET(portable, false)

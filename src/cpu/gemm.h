@@ -70,6 +70,30 @@ inline void pack_rows(Word* dst, std::int64_t dst_stride, const float* src, std:
     }
 }
 
+// Operands of a float matrix that has no gaps between its rows: packed as B, and row-major. `dst` holds the
+// words, unless floats are the words.
+template <class Word>
+CULA_INLINE const Word* packed_rows([[maybe_unused]] Word* dst, const float* src, [[maybe_unused]] int rows,
+                                    [[maybe_unused]] int columns) {
+    if constexpr (kPerWord<Word> == 1) {
+        return src;
+    } else {
+        pack_rows(dst, columns, src, columns, rows, columns);
+        return dst;
+    }
+}
+template <class Word>
+CULA_INLINE const Word* row_words([[maybe_unused]] Word* dst, const float* src, [[maybe_unused]] int rows,
+                                  [[maybe_unused]] int columns) {
+    if constexpr (kPerWord<Word> == 1) {
+        return src;
+    } else {
+        for (int x = 0; x < rows * columns; x += 2 * kLanes)
+            store_words(words_at(dst, x), load(src + x), load(src + x + kLanes));
+        return dst;
+    }
+}
+
 // What rounding to bf16 takes away: the low word of a compensated operand.
 CULA_INLINE Vec lost(Vec x) { return x - from_bits(round_to_bf16(x) & 0xffff0000u); }
 

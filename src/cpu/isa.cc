@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compiled once per instruction set; CULA_CPU_TARGET is its name and namespace.
+#include "cpu/backward.h"
 #include "cpu/scan.h"
 #include "cpu/step.h"
 
@@ -37,9 +38,18 @@ void step(const Args& args, const StepTask& task, std::byte* scratch) {
     Step(args, task, scratch).run();
 }
 
+std::size_t backward_bytes(const Args& args, std::int64_t tokens) {
+    return with_word(args, [&]<class Word> { return backward_scratch_bytes<Word>(args, tokens); });
+}
+
+void backward(const Args& args, const BackwardTask& task, std::byte* scratch) {
+    const FlushSubnormals flush;
+    with_word(args, [&]<class Word> { backward_heads<Word>(args, task, scratch); });
+}
+
 }  // namespace
 
 extern const Isa kIsa;
-const Isa kIsa{scan_bytes, scan, step_bytes, step};
+const Isa kIsa{scan_bytes, scan, step_bytes, step, backward_bytes, backward};
 
 }  // namespace cula::cpu::CULA_CPU_TARGET

@@ -275,6 +275,11 @@ CULA_INLINE void store_bf16(std::uint16_t* p, Vec x) {
 #elif defined(__AVX512F__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(round_to_bf16(x) >> 16)));
+#elif defined(__AVX2__)
+    const BitVec nan = (bits(x) >> 16) | 0x40u;
+    const __m256i y = reinterpret_cast<__m256i>(x == x ? round_to_bf16(x) >> 16 : nan);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packus_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
 #else
     for (int i = 0; i < kLanes; ++i) p[i] = float_to_bf16(x[i]);
 #endif

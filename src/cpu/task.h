@@ -77,6 +77,17 @@ struct StepTask {
     IndexRow parents;
 };
 
+// backward.h: one sequence, one query/key head and its value heads.
+struct BackwardTask {
+    std::int64_t batch, begin, length;
+    std::int64_t head, value_head;  // value_head: the first of `group`
+    int group;
+    StateView initial, d_final, d_initial;                    // of the first value head
+    std::int64_t initial_step, d_final_step, d_initial_step;  // elements from one value head to the next
+    bool starts_from_state;
+    double* parameters;  // [group, 1 + K]: what the task adds to dA_log and ddt_bias; nullptr: unwanted
+};
+
 inline constexpr int kMaxScanHeads = 4;
 
 // The functions of one instruction set. The scratch of a task is aligned to 64 bytes and may hold anything.
@@ -86,6 +97,9 @@ struct Isa {
     void (*scan)(const Args&, const ScanTask* tasks, int heads, std::byte* scratch);
     std::size_t (*step_scratch_bytes)(const Args&, int v_count, std::int64_t tree_tokens);
     void (*step)(const Args&, const StepTask&, std::byte* scratch);
+    // tokens: of the longest task.
+    std::size_t (*backward_scratch_bytes)(const Args&, std::int64_t tokens);
+    void (*backward)(const Args&, const BackwardTask&, std::byte* scratch);
 };
 
 #define CULA_FOR_EACH_X86_TARGET(X) X(amx) X(avx512bf16) X(avx512) X(avx2)

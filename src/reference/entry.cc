@@ -2,22 +2,16 @@
 #include "reference/entry.h"
 
 #include <algorithm>
+#include <string>
 
+#include "core/check.h"
 #include "core/rows.h"
+#include "reference/backward.h"
 #include "reference/recurrence.h"
+#include "reference/tasks.h"
 
 namespace cula::reference {
 namespace {
-
-constexpr std::int64_t kAlignment = 64;
-
-std::int64_t longest_row(const Args& args) {
-    if (!args.cu_seqlens) return args.q.size[1];
-    std::int64_t longest = 0;
-    for (std::int64_t n = 0; n < num_sequences(args); ++n)
-        longest = std::max(longest, tokens_of(args, n).length);
-    return longest;
-}
 
 // One call in one precision. A task is a value head of a sequence; each worker has scratch for the states of
 // one task.
@@ -26,7 +20,9 @@ class Call {
 public:
     Call(const Args& args, const Context& context) : args_(args), context_(context) {}
 
-    std::size_t workspace_bytes() const { return static_cast<std::size_t>(workers() * bytes_per_worker()); }
+    std::size_t workspace_bytes() const {
+        return static_cast<std::size_t>(num_workers(context_, tasks()) * bytes_per_worker());
+    }
 
     // Prefill and decode: o, the final state, and the states asked for on the way.
     void run_through() const {
@@ -91,7 +87,7 @@ public:
                 decay(token, M);
                 if (!diagonal) update(args_.algorithm.update, token, nothing, M);
             }
-            store(matrix_at(args_.segment_b, n, hv), B);
+            store_state(matrix_at(args_.segment_b, n, hv), B);
             if (!args_.segment_m) return;
             for (std::int64_t i = 0; i < M.key_dim; ++i)
                 for (std::int64_t j = 0; j < M.value_dim; ++j) {
@@ -108,38 +104,21 @@ private:
 
     std::int64_t tasks() const { return num_sequences(args_) * args_.v.size[2]; }
 
-    std::int64_t workers() const {
-        return std::clamp<std::int64_t>(context_.parallel_for.threads, 1, std::max<std::int64_t>(1, tasks()));
-    }
-
     std::int64_t bytes_per_worker() const {
         const std::int64_t key_dim = args_.q.size[3], value_dim = args_.v.size[3];
         const std::int64_t states = args_.parents ? longest_row(args_) + 1 : 1;
         const std::int64_t scalars = states * key_dim * value_dim + (args_.segment_b ? key_dim * key_dim : 0);
-        return (scalars * static_cast<std::int64_t>(sizeof(Scalar)) + kAlignment - 1) / kAlignment *
-               kAlignment;
+        return whole_lines(scalars * static_cast<std::int64_t>(sizeof(Scalar)));
     }
 
     // body(n, hv, scratch) for every sequence and value head, shared out among the workers.
     template <class Body>
     void for_each_task(const Body& body) const {
-        struct Shared {
-            const Call& call;
-            const Body& body;
-        } shared{*this, body};
-        const auto work = [](void* arg, int index) {
-            const auto& [call, run] = *static_cast<Shared*>(arg);
-            const std::int64_t heads = call.args_.v.size[2];
-            auto* scratch =
-                static_cast<std::byte*>(call.context_.workspace) + index * call.bytes_per_worker();
-            for (std::int64_t task = index; task < call.tasks(); task += call.workers())
-                run(task / heads, task % heads, reinterpret_cast<Scalar*>(scratch));
-        };
-        const auto count = static_cast<int>(workers());
-        if (context_.parallel_for.run)
-            context_.parallel_for.run(context_.parallel_for.context, count, work, &shared);
-        else
-            for (int index = 0; index < count; ++index) work(&shared, index);
+        const std::int64_t heads = args_.v.size[2];
+        reference::for_each_task(context_, tasks(), bytes_per_worker(),
+                                 [&](std::int64_t task, std::byte* scratch) {
+                                     body(task / heads, task % heads, reinterpret_cast<Scalar*>(scratch));
+                                 });
     }
 
     void step(const Tokens& tokens, std::int64_t t, std::int64_t hv, State<Scalar> S) const {
@@ -151,46 +130,38 @@ private:
 
     static void load(const StateRow& row, std::int64_t hv, State<Scalar> S) {
         if (!row) return static_cast<void>(std::fill_n(S.data, S.size(), Scalar{}));
-        const TensorRef matrix = matrix_at(row.states, row.slot, hv);
-        for (std::int64_t k = 0; k < S.key_dim; ++k)
-            for (std::int64_t v = 0; v < S.value_dim; ++v)
-                S.row(k)[v] = static_cast<Scalar>(read<Sum>(matrix, v, k));
-    }
-
-    static void store(const TensorRef& matrix, State<Scalar> S) {
-        for (std::int64_t k = 0; k < S.key_dim; ++k)
-            for (std::int64_t v = 0; v < S.value_dim; ++v) write(matrix, S.row(k)[v], v, k);
+        load_state<Sum>(matrix_at(row.states, row.slot, hv), S);
     }
 
     static void store(const StateRow& row, std::int64_t hv, State<Scalar> S) {
-        if (row) store(matrix_at(row.states, row.slot, hv), S);
+        if (row) store_state(matrix_at(row.states, row.slot, hv), S);
     }
 
     // The dense state and the checkpoints that lie `done` tokens into sequence n.
     void store_passing(std::int64_t n, const Tokens& tokens, std::int64_t done, std::int64_t hv,
                        State<Scalar> S) const {
         if (args_.chunk_states && done % args_.chunk_tokens == 0 && done < tokens.length)
-            store(matrix_at(args_.chunk_states, tokens.batch,
-                            chunks_before(args_, n) + done / args_.chunk_tokens, hv),
-                  S);
+            store_state(matrix_at(args_.chunk_states, tokens.batch,
+                                  chunks_before(args_, n) + done / args_.chunk_tokens, hv),
+                        S);
         if (!args_.checkpoints || (done % kChunkTokens != 0 && done != tokens.length)) return;
         const TensorRef& plan = args_.checkpoint_plan;
         for (std::int64_t m = 0; m < plan.size[0]; ++m) {
             const std::int64_t slot = read_index(plan, m, 2);
             if (slot >= 0 && read_index(plan, m, 0) == n && read_index(plan, m, 1) == done)
-                store(matrix_at(args_.checkpoints, slot, hv), S);
+                store_state(matrix_at(args_.checkpoints, slot, hv), S);
         }
     }
 
     void store_draft(std::int64_t n, std::int64_t t, std::int64_t hv, State<Scalar> S) const {
         if (args_.state_indices && args_.final_state) {
             const std::int64_t slot = read_index(args_.state_indices, n, t);
-            if (!is_null(args_, slot)) store(matrix_at(args_.final_state, slot, hv), S);
+            if (!is_null(args_, slot)) store_state(matrix_at(args_.final_state, slot, hv), S);
         }
         if (args_.snapshots) {
             const std::int64_t slot = args_.snapshot_indices ? read_index(args_.snapshot_indices, n) : n;
             if (!args_.snapshot_indices || !is_null(args_, slot))
-                store(matrix_at(args_.snapshots, slot, t, hv), S);
+                store_state(matrix_at(args_.snapshots, slot, t, hv), S);
         }
     }
 
@@ -214,14 +185,14 @@ private:
 
 using Oracle = Call<double, double>;
 
-// visit(call) with the call in the precision of q.
-template <class Visit>
+// visit(call) with the call, a Call or a Backward, in the precision of q.
+template <template <class, class> class Kind = Call, class Visit>
 auto in_own_precision(const Args& args, const Context& context, const Visit& visit) {
     switch (args.q.dtype) {
-        case Dtype::kBFloat16: return visit(Call<BFloat16, float>(args, context));
-        case Dtype::kFloat16: return visit(Call<Float16, float>(args, context));
-        case Dtype::kFloat32: return visit(Call<float, float>(args, context));
-        default: return visit(Call<double, double>(args, context));
+        case Dtype::kBFloat16: return visit(Kind<BFloat16, float>(args, context));
+        case Dtype::kFloat16: return visit(Kind<Float16, float>(args, context));
+        case Dtype::kFloat32: return visit(Kind<float, float>(args, context));
+        default: return visit(Kind<double, double>(args, context));
     }
 }
 
@@ -230,23 +201,29 @@ auto in_own_precision(const Args& args, const Context& context, const Visit& vis
 Support supports(const Problem& problem) {
     if (problem.pass == Pass::kSegment && problem.beta_per_value)
         return Support::no("a write strength per value channel gives each value channel a map of its own");
+    if (problem.pass == Pass::kBackward && problem.value_dim > kLargestDim)
+        return Support::no("takes V up to 256, got " + std::to_string(problem.value_dim));
     return Support::yes();
 }
 
-std::size_t workspace_bytes(const Args& args, const Context& context) {
+std::size_t workspace_bytes(Pass pass, const Args& args, const Context& context) {
+    if (pass == Pass::kBackward) return Backward<double, double>(args, context).workspace_bytes();
     return Oracle(args, context).workspace_bytes();
 }
 void prefill(const Args& args, const Context& context) { Oracle(args, context).run_through(); }
 void decode(const Args& args, const Context& context) { Oracle(args, context).run_through(); }
 void verify(const Args& args, const Context& context) { Oracle(args, context).run_drafts(); }
 void segment(const Args& args, const Context& context) { Oracle(args, context).run_map(); }
+void backward(const Args& args, const Context& context) { Backward<double, double>(args, context).run(); }
 
 namespace naive {
 
 Support supports(const Problem& problem) { return reference::supports(problem); }
 
-std::size_t workspace_bytes(const Args& args, const Context& context) {
-    return in_own_precision(args, context, [](const auto& call) { return call.workspace_bytes(); });
+std::size_t workspace_bytes(Pass pass, const Args& args, const Context& context) {
+    const auto bytes = [](const auto& call) { return call.workspace_bytes(); };
+    return pass == Pass::kBackward ? in_own_precision<Backward>(args, context, bytes)
+                                   : in_own_precision(args, context, bytes);
 }
 
 void prefill(const Args& args, const Context& context) {
@@ -261,6 +238,10 @@ void verify(const Args& args, const Context& context) {
 
 void segment(const Args& args, const Context& context) {
     in_own_precision(args, context, [](const auto& call) { call.run_map(); });
+}
+
+void backward(const Args& args, const Context& context) {
+    in_own_precision<Backward>(args, context, [](const auto& call) { call.run(); });
 }
 
 }  // namespace naive

@@ -11,20 +11,22 @@
 namespace cula::reference {
 
 Support supports(const Problem& problem);
-std::size_t workspace_bytes(const Args& args, const Context& context);
+std::size_t workspace_bytes(Pass pass, const Args& args, const Context& context);
 void prefill(const Args& args, const Context& context);
 void decode(const Args& args, const Context& context);
 void verify(const Args& args, const Context& context);
 void segment(const Args& args, const Context& context);
+void backward(const Args& args, const Context& context);
 
 namespace naive {
 
 Support supports(const Problem& problem);
-std::size_t workspace_bytes(const Args& args, const Context& context);
+std::size_t workspace_bytes(Pass pass, const Args& args, const Context& context);
 void prefill(const Args& args, const Context& context);
 void decode(const Args& args, const Context& context);
 void verify(const Args& args, const Context& context);
 void segment(const Args& args, const Context& context);
+void backward(const Args& args, const Context& context);
 
 }  // namespace naive
 }  // namespace cula::reference

@@ -30,6 +30,20 @@ struct State {
     std::int64_t size() const { return key_dim * value_dim; }
 };
 
+// A state [V, K] in memory.
+template <class Sum, class Scalar>
+void load_state(const TensorRef& matrix, State<Scalar> S) {
+    for (std::int64_t k = 0; k < S.key_dim; ++k)
+        for (std::int64_t v = 0; v < S.value_dim; ++v)
+            S.row(k)[v] = static_cast<Scalar>(read<Sum>(matrix, v, k));
+}
+
+template <class Scalar>
+void store_state(const TensorRef& matrix, State<Scalar> S) {
+    for (std::int64_t k = 0; k < S.key_dim; ++k)
+        for (std::int64_t v = 0; v < S.value_dim; ++v) write(matrix, S.row(k)[v], v, k);
+}
+
 template <class Sum>
 Sum sigmoid(Sum x) {
     return 1 / (1 + std::exp(-x));

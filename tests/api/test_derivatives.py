@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No derivative is lost silently: every way to ask for one is refused, and every write is counted."""
+"""No derivative is lost silently: one that is not built is refused, and every write is counted. What the
+gradients are is in tests/laws/test_backward.py."""
 
 from __future__ import annotations
 
@@ -7,21 +8,26 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-import cula
 from cula import _ops
-from cula_testing import level1, passes
+from cula_testing import gradients, level1, passes
 from cula_testing.arguments import BASE, arguments
 from cula_testing.cases import Case, make, state_like
 from cula_testing.compare import assert_same_bits
 
 SMALL = Case("kda", (4,), key_dim=16, value_dim=16, dtype=torch.float32)
-PACKETS = {name: getattr(torch.ops.cula, name) for name in ("prefill", "decode", "verify", "segment")}
+PASSES = ("prefill", "decode", "verify", "segment", "backward")
+PACKETS = {name: getattr(torch.ops.cula, name) for name in PASSES}
 OVERLOADS = [(name, overload) for name, packet in PACKETS.items() for overload in packet.overloads()]
-WRITTEN = ("o", "final_state", "checkpoints", "chunk_states", "snapshots", "m", "b")
+WRITTEN = (
+    "o", "final_state", "checkpoints", "chunk_states", "snapshots", "m", "b",
+    *(f"d_{name}" for name in _ops.GRADIENTS),
+)  # fmt: skip
 
 
 def a_call(pass_name: str, overload: str) -> tuple[torch._ops.OpOverload, dict]:
     """A valid call of an overload with every tensor that it may write, by name."""
+    if pass_name == "backward":
+        return a_backward(overload)
     named = arguments(pass_name, BASE.but(dtype=torch.float32, gate="softplus"))
     if pass_name == "verify":
         named["snapshots"] = state_like(BASE, 16, fill=0.0).unflatten(0, (2, 8))
@@ -37,6 +43,20 @@ def a_call(pass_name: str, overload: str) -> tuple[torch._ops.OpOverload, dict]:
     return op, {name: value for name, value in named.items() if name in accepted}
 
 
+def a_backward(overload: str) -> tuple[torch._ops.OpOverload, dict]:
+    inputs = make(SMALL.but(gate="softplus"))
+    d_o, d_final_state = gradients.upstream(inputs)
+    names = gradients.names(inputs)
+    named = {name: value for name, value in inputs.tensors().items() if value is not None}
+    named |= {"initial_state": inputs.initial_state, "d_o": d_o, "d_final_state": d_final_state}
+    named["options"] = _ops.pack("kda", gate="softplus")
+    if overload == "out":
+        named |= {f"d_{name}": gradients.empty(inputs, name).zero_() for name in names}
+    else:
+        named["options"] += sum(_ops.bit("gradients") << _ops.GRADIENTS.index(name) for name in names)
+    return getattr(PACKETS["backward"], overload), named
+
+
 def floats(named: dict) -> list[str]:
     return [
         name for name, value in named.items() if isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -44,11 +64,14 @@ def floats(named: dict) -> list[str]:
 
 
 @pytest.mark.parametrize(("pass_name", "overload"), OVERLOADS)
-def test_operators_refuse_gradients(pass_name, overload):
+def test_operators_have_gradients_or_refuse_them(pass_name, overload):
     op, named = a_call(pass_name, overload)
     for name in floats(named):
         asked = {**named, name: named[name].detach().clone().requires_grad_()}
         before = {each: asked[each].detach().clone() for each in WRITTEN if asked.get(each) is not None}
+        if overload == "default" and pass_name in ("prefill", "decode") and name != "decay":
+            assert op(**asked)[0].requires_grad
+            continue
         with pytest.raises(NotImplementedError, match=rf"{pass_name}: {name} requires gradients"):
             op(**asked)
         for each, was in before.items():
@@ -102,7 +125,7 @@ def test_functions_refuse_tangents(argument):
         torch.func.jacfwd(run)(tensor)
     with refused, forward_ad.dual_level():
         run(forward_ad.make_dual(tensor, torch.ones_like(tensor)))
-    with pytest.raises(NotImplementedError, match=f"prefill: {argument} requires gradients"):
+    with pytest.raises(NotImplementedError, match=f"{argument} requires gradients within torch.func"):
         torch.func.grad(lambda value: run(value).sum())(tensor)
 
 
@@ -173,25 +196,3 @@ def test_tensors_of_inference_mode_are_taken_anywhere():
             level1.decode(uncounted, pool, out=out)
         assert_same_bits("o", wanted, out)
         assert_same_bits("state", state, pool)
-
-
-# torch.compile
-
-
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_a_compiled_model_that_requires_gradients_gets_our_sentence(fullgraph):
-    torch.compiler.reset()
-    project = torch.nn.Linear(8, 8)
-
-    def model(x):
-        q = project(x).view(1, -1, 1, 8)
-        return cula.cula_gla(q, q, q, -q.sigmoid())[0]
-
-    compiled = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")
-    x = torch.randn(5, 8)
-    with pytest.raises(
-        RuntimeError, match=r"prefill: q requires gradients, and the backward pass is not built yet"
-    ):
-        compiled(x)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), model(x))

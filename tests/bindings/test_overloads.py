@@ -43,7 +43,7 @@ def made_of(pass_name: str, case: Case = BASE) -> dict:
     return {name: value for name, value in named.items() if name in accepted}
 
 
-@pytest.mark.parametrize("pass_name", PASSES)
+@pytest.mark.parametrize("pass_name", [*PASSES, "backward"])
 def test_a_pass_has_two_overloads(pass_name):
     for library in (torch.ops.cula, torch.ops.cula_unchecked):
         assert sorted(getattr(library, pass_name).overloads()) == ["default", "out"]

@@ -107,10 +107,7 @@ TEST_P(Allocations, FailBeforeAnythingIsWritten) {
                 call.args.initial_state_indices = call.ints({0, 1});
                 call.args.final_state_indices = call.ints({1, 0});
             }
-            std::vector<TensorRef> outputs;
-            for (auto output :
-                 {&Args::o, &Args::final_state, &Args::checkpoints, &Args::segment_m, &Args::segment_b})
-                if (call.args.*output) outputs.push_back(call.args.*output);
+            const std::vector<TensorRef> outputs = test::outputs(call.args);
             Context context;
             if (threads > 1) context.parallel_for = std_threads(threads);
             fail_each([&] { call.run(context, target); },
@@ -127,7 +124,8 @@ TEST_P(Allocations, FailBeforeAnythingIsWritten) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Allocations,
-                         testing::Values(Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment),
+                         testing::Values(Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment,
+                                         Pass::kBackward),
                          [](const auto& row) { return std::string(name(row.param)); });
 
 TEST(Allocation, OfComposeFailsBeforeAnythingIsWritten) {

@@ -59,6 +59,19 @@ inline std::vector<double> values(const TensorRef& ref) {
     return out;
 }
 
+// What a pass may write, of which a call has some.
+inline constexpr TensorRef Args::* kOutputs[] = {
+    &Args::o,         &Args::final_state, &Args::checkpoints, &Args::chunk_states, &Args::snapshots,
+    &Args::segment_m, &Args::segment_b,   &Args::d_q,         &Args::d_k,          &Args::d_v,
+    &Args::d_g,       &Args::d_beta,      &Args::d_A_log,     &Args::d_dt_bias,    &Args::d_initial_state};
+
+inline std::vector<TensorRef> outputs(const Args& args) {
+    std::vector<TensorRef> found;
+    for (auto output : kOutputs)
+        if (args.*output) found.push_back(args.*output);
+    return found;
+}
+
 class Call {
 public:
     // Inputs of ordinary size for every argument that the algorithm and the pass require; decay is mild and
@@ -85,8 +98,19 @@ public:
             args.segment_b = states(batch);
             return;
         }
-        args.o = zeros(dtype, {batch, tokens, value_heads, value_dim});
         args.initial_state = random(Dtype::kFloat32, {batch, value_heads, value_dim, key_dim}, -1, 1);
+        if (pass == Pass::kBackward) {
+            args.d_o = random(dtype, {batch, tokens, value_heads, value_dim}, -1, 1);
+            args.d_final_state = random(Dtype::kFloat32, {batch, value_heads, value_dim, key_dim}, -1, 1);
+            args.d_q = zeros(dtype, {batch, tokens, heads, key_dim});
+            args.d_k = zeros(dtype, {batch, tokens, heads, key_dim});
+            args.d_v = zeros(dtype, {batch, tokens, value_heads, value_dim});
+            args.d_initial_state = states(batch);
+            if (args.g) args.d_g = like(args.g);
+            if (args.beta) args.d_beta = like(args.beta);
+            return;
+        }
+        args.o = zeros(dtype, {batch, tokens, value_heads, value_dim});
         args.final_state = states(batch);
     }
 
@@ -95,6 +119,13 @@ public:
         // At least one byte, so that an empty tensor has an address too.
         memory_.emplace_back(static_cast<std::size_t>(numel(ref)) * size_bytes(dtype) + 1);
         ref.data = memory_.back().data();
+        return ref;
+    }
+
+    // Zeros of the shape and dtype of a dense tensor.
+    TensorRef like(const TensorRef& other) {
+        TensorRef ref = other;
+        ref.data = zeros(other.dtype, {numel(other)}).data;
         return ref;
     }
 
@@ -134,6 +165,7 @@ public:
             case Pass::kDecode: return decode(args, context, backend);
             case Pass::kVerify: return verify(args, context, backend);
             case Pass::kSegment: return segment(args, context, backend);
+            case Pass::kBackward: return backward(args, context, backend);
         }
     }
 

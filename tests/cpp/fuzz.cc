@@ -52,6 +52,16 @@ constexpr Field kFields[] = {
     {"segment_m", &Args::segment_m, true},
     {"segment_b", &Args::segment_b, true},
     {"kept", &Args::kept},
+    {"d_o", &Args::d_o},
+    {"d_final_state", &Args::d_final_state},
+    {"d_q", &Args::d_q, true},
+    {"d_k", &Args::d_k, true},
+    {"d_v", &Args::d_v, true},
+    {"d_g", &Args::d_g, true},
+    {"d_beta", &Args::d_beta, true},
+    {"d_A_log", &Args::d_A_log, true},
+    {"d_dt_bias", &Args::d_dt_bias, true},
+    {"d_initial_state", &Args::d_initial_state, true},
 };
 
 constexpr std::int64_t kLimits[] = {
@@ -141,7 +151,8 @@ public:
     // Whatever the numbers are, there is an answer.
     Outcome run_explain() {
         Problem problem;
-        problem.pass = random_.of({Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment});
+        problem.pass =
+            random_.of({Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment, Pass::kBackward});
         problem.algorithm = kAlgorithms[static_cast<std::size_t>(random_.between(0, 7))].algorithm;
         problem.device.kind = random_.of({DeviceKind::kCpu, DeviceKind::kCuda});
         problem.device.compute_capability = random_.of({0, 70, 80, 90, 100});
@@ -262,7 +273,7 @@ private:
             case 6: args_.algorithm.update = static_cast<Update>(random_.between(0, 3)); break;
             case 7: args_.keep = !args_.keep; break;
             case 8: args_.allow_neg_eigval = !args_.allow_neg_eigval; break;
-            default: pass_ = static_cast<Pass>(random_.between(0, 3)); break;
+            default: pass_ = static_cast<Pass>(random_.between(0, 4)); break;
         }
     }
 
@@ -306,6 +317,7 @@ private:
             case Pass::kDecode: return decode(args_, context, backend);
             case Pass::kVerify: return verify(args_, context, backend);
             case Pass::kSegment: return segment(args_, context, backend);
+            case Pass::kBackward: return backward(args_, context, backend);
         }
     }
 

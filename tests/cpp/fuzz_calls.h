@@ -70,14 +70,16 @@ protected:
     }
 
     void make_call() {
-        pass_ = random_.of({Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment});
+        pass_ = random_.of(
+            {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment, Pass::kBackward, Pass::kBackward});
         args_.algorithm = kAlgorithms[static_cast<std::size_t>(random_.between(0, 7))].algorithm;
-        const bool chunked = pass_ == Pass::kPrefill || pass_ == Pass::kSegment;
+        const bool chunked = pass_ != Pass::kDecode && pass_ != Pass::kVerify;
         const bool packed = random_.one_in(3);
         std::int64_t rows = random_.between(0, 4), tokens = random_.between(0, chunked ? 80 : 4);
         const std::int64_t heads = random_.between(1, 2), group = random_.between(1, 2),
                            value_heads = heads * group;
-        std::int64_t keys = some_dim(), values = random_.one_in(40) ? 300 : some_dim();
+        std::int64_t keys = some_dim(),
+                     values = random_.one_in(40) && pass_ != Pass::kBackward ? 300 : some_dim();
         while (std::max<std::int64_t>(rows * value_heads, 1) * (tokens + 2) * keys * values > kMostWork)
             (random_.one_in(2) ? keys : values) = random_.between(1, 40),
                                         tokens = std::max<std::int64_t>(tokens / 2, 1);
@@ -136,6 +138,7 @@ protected:
                                   : tensor(gate_dtype(), {B, tokens, value_heads}, 0, 1);
         }
         if (pass_ == Pass::kSegment) return make_segment(parameter);
+        if (pass_ == Pass::kBackward) return make_backward(rows, parameter);
         args_.o = tensor(random_.one_in(4) ? Dtype::kFloat32 : dtype, {B, tokens, value_heads, values}, -1, 1,
                          true);
         make_states(rows);
@@ -152,6 +155,39 @@ protected:
         args_.segment_m = args_.algorithm.update == Update::kDelta
                               ? tensor(parameter, {N, heads, keys, keys}, -1, 1, true)
                               : tensor(parameter, {N, heads, keys}, -1, 1, true);
+    }
+
+    void make_backward(std::int64_t rows, Dtype parameter) {
+        // In the dtype of the input, or in float32; now and then it is not wanted.
+        const auto like = [&](const TensorRef& of) -> TensorRef {
+            if (!of || random_.one_in(4)) return {};
+            const Dtype dtype = random_.one_in(4) ? Dtype::kFloat32 : of.dtype;
+            const auto [a, b, c, d, e] = of.size;
+            if (of.ndim == 1) return tensor(dtype, {a}, -1, 1, true);
+            if (of.ndim == 2) return tensor(dtype, {a, b}, -1, 1, true);
+            return of.ndim == 3 ? tensor(dtype, {a, b, c}, -1, 1, true)
+                                : tensor(dtype, {a, b, c, d}, -1, 1, true);
+        };
+        const auto& [B, T, heads, values, unused] = args_.v.size;
+        // Of few channels a norm leaves nothing of a gradient but the rounding.
+        finite_ = finite_ && !(args_.qk_l2norm && args_.q.size[3] < 8);
+        if (!random_.one_in(4)) {
+            args_.initial_state = states(rows);
+            if (random_.one_in(2)) args_.d_initial_state = states(rows);
+            if (random_.one_in(3)) {
+                std::vector<std::int64_t> flags(lengths_.size());
+                for (std::int64_t& flag : flags) flag = random_.between(0, 1);
+                args_.has_initial_state = integers(Dtype::kBool, {rows}, flags, true);
+            }
+        }
+        if (!random_.one_in(4))
+            args_.d_o =
+                tensor(random_.one_in(4) ? Dtype::kFloat32 : args_.q.dtype, {B, T, heads, values}, -1, 1);
+        if (random_.one_in(2)) args_.d_final_state = states(rows);
+        args_.d_q = like(args_.q), args_.d_k = like(args_.k), args_.d_v = like(args_.v);
+        args_.d_g = like(args_.g), args_.d_beta = like(args_.beta);
+        args_.d_A_log = like(args_.A_log), args_.d_dt_bias = like(args_.dt_bias);
+        if (parameter != Dtype::kFloat32) state_dtype_ = parameter;
     }
 
     void make_states(std::int64_t rows) {

@@ -33,9 +33,8 @@ void expect_same(const std::function<Call()>& make) {
             if (threads > 1) context.parallel_for = std_threads(threads);
             if (!test::error_of([&] { plan(call.pass, call.args, context, target); }).empty()) continue;
             call.run(context, target);
-            for (auto output : {&Args::o, &Args::final_state, &Args::checkpoints, &Args::chunk_states,
-                                &Args::snapshots, &Args::segment_m, &Args::segment_b})
-                if (call.args.*output) results[threads > 1].push_back(test::values(call.args.*output));
+            for (const TensorRef& output : test::outputs(call.args))
+                results[threads > 1].push_back(test::values(output));
         }
         EXPECT_EQ(results[0], results[1]) << target;
     }
@@ -54,11 +53,11 @@ TEST(Threads, RowsThatStartFromOneSlot) {
 }
 
 TEST(Threads, EveryPassInPlace) {
-    for (Pass pass : {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment})
+    for (Pass pass : {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment, Pass::kBackward})
         for (const Algorithm algorithm : {kKda, kGdn, kLightning})
             expect_same([&] {
                 Call call = a_call(pass, algorithm);
-                if (call.args.initial_state) call.args.final_state = call.args.initial_state;
+                if (call.args.final_state) call.args.final_state = call.args.initial_state;
                 return call;
             });
 }

@@ -42,7 +42,7 @@ def log_decay(inputs: Inputs) -> torch.Tensor:
             if inputs.A_log is not None:
                 rate = inputs.A_log.double().exp().clamp(max=1e30)[:, None]
             if case.gate == "softplus":
-                a = -rate * functional.softplus(a, threshold=1e3)
+                a = -rate * functional.softplus(a, threshold=100)
             else:
                 a = case.lower_bound * torch.sigmoid(rate * a)
     if inputs.decay is not None:

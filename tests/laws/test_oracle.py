@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cula_testing import oracle, passes
+from cula_testing import gradients, oracle, passes
 from cula_testing.cases import Inputs, make
 from cula_testing.compare import assert_exact
 from cula_testing.strategies import cases
@@ -73,6 +73,34 @@ def test_verify(algorithm, data):
         tree = oracle.recurrence(inputs, n, 0, S, inputs.initial_state[n], parents=parents[n])
         assert_exact("o", found.o[n], tree.o)
         assert_exact("snapshots", found.snapshots[n], tree.states[1:])
+
+
+@given(data=st.data())
+def test_backward(algorithm, data):
+    case = data.draw(cases(algorithm, pool=False))
+    if case.qk_l2norm:  # which takes from gradients what lies along the vector: nearly all of collinear ones
+        case = case.but(keys="random")
+    inputs = make(case).double()
+    if inputs.initial_state is not None and data.draw(st.booleans()):
+        count = inputs.case.sequences
+        flags = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+        inputs.has_initial_state = torch.tensor(flags)
+    names = gradients.names(inputs)
+    leaves = inputs.but(**{name: getattr(inputs, name).clone().requires_grad_() for name in names})
+    o, sequences = oracle.run(leaves)
+    d_o, d_final_state = gradients.upstream(inputs)
+    loss = (o * d_o).sum() + sum(
+        (sequence.states[-1] * d).sum() for sequence, d in zip(sequences, d_final_state, strict=True)
+    )
+    tensors = [getattr(leaves, name) for name in names]
+    wanted = [torch.zeros_like(tensor) for tensor in tensors]
+    if loss.requires_grad:  # a call without tokens and states depends on nothing
+        wanted = torch.autograd.grad(loss, tensors, materialize_grads=True)
+    found = gradients.backward(inputs, d_o, d_final_state, backend=REFERENCE)
+    for name, expected in zip(names, wanted, strict=True):
+        # A sum that cancels is as exact as its terms: of few channels a norm leaves a millionth of them.
+        cancels = case.qk_l2norm and name in ("q", "k")
+        assert_exact(f"d_{name}", found[name], expected, 1e-8 if cancels else 1e-11)
 
 
 @given(data=st.data())

@@ -118,8 +118,8 @@ class Call:
 def refuse_gradients(function: str, argument: str, x: object) -> None:
     if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
         raise NotImplementedError(
-            f"{function}: {argument} requires gradients, and the backward pass is not built yet; call under "
-            "torch.no_grad() or torch.inference_mode()"
+            f"{function}: {argument} requires gradients, and gradients across ranks are not built yet; call "
+            "under torch.no_grad() or torch.inference_mode()"
         )
 
 

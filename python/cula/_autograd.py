@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Derivatives of the operators: what PyTorch runs in place of one where something requires gradients.
+
+The default overloads of prefill and decode have a backward pass, `torch.ops.cula.backward`; everything else
+refuses before it runs, with the name of the argument. A call saves its inputs and nothing besides: the
+backward pass computes what it needs of the forward pass again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+
+import cula
+
+TRAINED = ("prefill.default", "decode.default")  # the overloads that have a backward pass
+
+
+def differentiable(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run(keys, *arguments)`, which is `op` below its derivatives, with them."""
+    names = [argument.name for argument in op._schema.arguments]
+
+    class Derivatives(Function):
+        @staticmethod
+        def forward(
+            ctx: _Context, keys: torch._C.DispatchKeySet, backend: str | None, *arguments: Any
+        ) -> object:
+            given = dict(zip(names, arguments, strict=False))
+            ctx.tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
+            ctx.others = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+            ctx.others["backend"] = backend
+            ctx.save_for_backward(*(given[name] for name in ctx.tensors))
+            ctx.set_materialize_grads(False)
+            return run(keys, *arguments)
+
+        @staticmethod
+        def backward(ctx: _Context, d_o: Tensor | None, d_final_state: Tensor | None = None) -> object:
+            given = {**ctx.others, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))}
+            _, _, *needed = ctx.needs_input_grad
+            wanted = [each in given and needed[names.index(each)] for each in _gradients()]
+            with torch.no_grad():
+                made = dict(zip(_gradients(), _backward(given, wanted, d_o, d_final_state), strict=True))
+            if torch.is_grad_enabled():
+                made = _differentiated_once(made, [*ctx.saved_tensors, d_o, d_final_state])
+            return None, None, *(made.get(each) for each in names[: len(needed)])
+
+    def call(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> object:
+        if forward_ad._current_level >= 0:
+            refuse_tangents(op, args, kwargs)
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args, *kwargs.values())):
+            return run(keys, *args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        _refuse_gradients(op, given)
+        backend = _backend(op, given)
+        last = max(names.index(each) for each in given)
+        return Derivatives.apply(keys, backend, *(given.get(each) for each in names[: last + 1]))
+
+    return call
+
+
+class _Context(Protocol):
+    """What autograd hands to both directions of a call, and what a call keeps there: the names of the saved
+    tensors, and the other arguments."""
+
+    tensors: list[str]
+    others: dict[str, Any]
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+
+def _gradients() -> tuple[str, ...]:
+    return cula._ops.GRADIENTS
+
+
+def _backward(
+    given: Mapping[str, Any], wanted: list[bool], d_o: Tensor | None, d_final_state: Tensor | None
+) -> list[Tensor | None]:
+    """The wanted gradients of a call, each like what it is the gradient of."""
+    bit = cula._ops.bit
+    k_first = given["options"] & bit("k_first")
+    options = given["options"] & ~bit("make_final_state")
+    options |= sum(bit("gradients") << row for row, each in enumerate(wanted) if each)
+    if k_first and d_final_state is not None:
+        d_final_state = d_final_state.transpose(-1, -2)
+    names = ("g", "beta", "decay", "A_log", "dt_bias", "lower_bound", "cu_seqlens", "scale", "initial_state",
+             "has_initial_state", "backend")  # fmt: skip
+    made: list[Tensor | None] = list(torch.ops.cula.backward.default(
+        given["q"], given["k"], given["v"], options, d_o=d_o, d_final_state=d_final_state,
+        **{name: given[name] for name in names if given.get(name) is not None},
+    ))  # fmt: skip
+    for row, name in enumerate(_gradients()):
+        gradient = made[row]
+        if gradient is None:
+            continue
+        if name == "initial_state" and k_first:
+            gradient = gradient.transpose(-1, -2)
+        made[row] = gradient.reshape(given[name].shape).to(given[name].dtype)
+    return made
+
+
+class _Once(Function):
+    """Hands gradients on as functions of everything that they depend on, and says what is missing where
+    somebody differentiates them."""
+
+    @staticmethod
+    def forward(_ctx: _Context, count: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in tensors[:count] if gradient is not None)
+
+    @staticmethod
+    def backward(_ctx: _Context, *_: Tensor) -> object:
+        raise NotImplementedError(
+            "cula: second derivatives are not built: gradients can be computed with create_graph, but not be "
+            "differentiated"
+        )
+
+
+def _differentiated_once(made: dict[str, Tensor | None], of: list[Tensor | None]) -> dict[str, Tensor | None]:
+    gradients = {name: gradient for name, gradient in made.items() if gradient is not None}
+    once = _Once.apply(len(gradients), *gradients.values(), *of)
+    return {**made, **dict(zip(gradients, once, strict=True))}
+
+
+def refuse_tangents(
+    op: torch._ops.OpOverload, arguments: Iterable[object], others: Mapping[str, object] | None = None
+) -> None:
+    names = (argument.name for argument in op._schema.arguments)
+    for name, value in (*zip(names, arguments, strict=False), *(others or {}).items()):
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        if forward_ad.unpack_dual(value).tangent is not None:
+            raise NotImplementedError(
+                f"{cula._ops.op_name(op)}: {name} has a tangent, and forward-mode derivatives are not built; "
+                f"call with {name}.detach(), which has none"
+            )
+
+
+def _refuse_gradients(op: torch._ops.OpOverload, given: Mapping[str, Any]) -> None:
+    """NotImplementedError for the first argument whose gradient would be lost, or what stands in its way."""
+    who = cula._ops.op_name(op)
+    wanted = [name for name, value in given.items() if isinstance(value, Tensor) and value.requires_grad]
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{who}: {wanted[0]} requires gradients within torch.func, which are not built; use "
+            "torch.autograd"
+        )
+    if op.__name__ in TRAINED:
+        for name in wanted:
+            if name not in _gradients():
+                raise NotImplementedError(
+                    f"{who}: {name} requires gradients, which are not built; call with {name}.detach()"
+                )
+        return
+    without = "or call under torch.no_grad() or torch.inference_mode()"
+    slots = [name for name in ("initial_state_indices", "final_state_indices") if given.get(name) is not None]
+    if who in ("prefill", "decode") and slots:
+        raise NotImplementedError(
+            f"{who}: {wanted[0]} requires gradients, and states in slots have none: give a state for each "
+            f"sequence and no {slots[0]}, {without}"
+        )
+    if who in ("prefill", "decode"):
+        written = [
+            _WRITTEN[argument.name]
+            for argument in op._schema.arguments
+            if argument.is_write and given.get(argument.name) is not None
+        ]
+        raise NotImplementedError(
+            f"{who}: {wanted[0]} requires gradients, and a call that writes into {' and '.join(written)} has "
+            f"none: call without, {without}"
+        )
+    raise NotImplementedError(
+        f"{who}: {wanted[0]} requires gradients, and {who} has none: detach it, {without}"
+    )
+
+
+# What a caller of the package calls what an overload `out` writes.
+_WRITTEN = {
+    "o": "out",
+    "final_state": "a state or pool",
+    "checkpoints": "checkpoints",
+    "chunk_states": "the states of return_intermediate_states",
+}
+
+
+def _backend(op: torch._ops.OpOverload, given: Mapping[str, Any]) -> str | None:
+    """The backend of the backward pass: the one that the caller named, where it takes the call; None for the
+    best. NotImplementedError where no kernel takes it."""
+    q, v, beta, state = given["q"], given["v"], given.get("beta"), given.get("initial_state")
+    if q.dim() != 4 or v.dim() != 4 or q.device.type not in ("cpu", "cuda"):
+        return None  # refused with the other shapes, or never run
+    try:
+        rows = _rows(
+            given["options"] & 0xFF, given["options"] >> 8 & 3,
+            q.device.type if q.device.type != "cuda" else f"cuda:{q.device.index}",
+            int(q.shape[3]), int(v.shape[3]), str(q.dtype).removeprefix("torch."),
+            str(torch.float32 if state is None else state.dtype).removeprefix("torch."),
+            isinstance(beta, Tensor) and beta.dim() == 4, given.get("lower_bound") or -1.0,
+        )  # fmt: skip
+    except (ValueError, IndexError):
+        return None  # what is no problem at all is refused by the call itself
+    backend: str | None = given.get("backend")
+    takers = [row.target for row in rows if row.runs]
+    if any(target == backend or target.startswith(f"{backend}:") for target in takers):
+        return backend
+    if takers:
+        return None
+    wanted = next(name for name in _gradients() if getattr(given.get(name), "requires_grad", False))
+    reasons = "; ".join(f"{row.target}: {row.reason}" for row in rows)
+    raise NotImplementedError(
+        f"{cula._ops.op_name(op)}: {wanted} requires gradients, and no backend computes them here "
+        f"({reasons}); call under torch.no_grad() or torch.inference_mode()"
+    )
+
+
+class _Row(NamedTuple):
+    """A kernel of the backward pass, whether it takes a call, and why not."""
+
+    target: str
+    runs: bool
+    reason: str
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(
+    row: int,
+    gate: int,
+    device: str,
+    key_dim: int,
+    value_dim: int,
+    dtype: str,
+    state_dtype: str,
+    beta_per_value: bool,
+    lower_bound: float,
+) -> list[_Row]:
+    algorithm = cula._ops.algorithms().splitlines()[row].partition("\t")[0]
+    with _disable_current_modes():
+        text = cula._ops.explain(
+            "backward", algorithm, device, batch=1, tokens=64, sequences=1, heads=1, value_heads=1,
+            key_dim=key_dim, value_dim=value_dim, dtype=dtype, state_dtype=state_dtype,
+            gate=("log_decay", "softplus", "bounded")[gate], lower_bound=lower_bound, varlen=False,
+            beta_per_value=beta_per_value, checkpoints=False, chunk_states=False, tree=False,
+            chunk_tokens=64, batch_invariant=False, costs="",
+        )  # fmt: skip
+    lines = (line.split("\t") for line in text.splitlines())
+    return [_Row(target, verdict != "no", reason) for target, verdict, reason, _ in lines]

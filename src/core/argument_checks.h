@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks of single arguments, in the words of their errors: what the checks of a whole call
+// (core/validate.cc) are made of.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <string>
+#include <string_view>
+
+#include "core/check.h"
+#include "cula/problem.h"
+#include "cula/status.h"
+
+namespace cula {
+
+struct Dim {
+    std::string_view name;
+    std::int64_t size;  // kAny: not fixed
+};
+inline constexpr std::int64_t kAny = -1;
+
+constexpr bool is_float(Dtype dtype) {
+    return dtype == Dtype::kFloat64 || dtype == Dtype::kFloat32 || dtype == Dtype::kBFloat16 ||
+           dtype == Dtype::kFloat16;
+}
+
+// The call that is checked, and its sizes as far as they are known.
+class ArgumentChecks {
+public:
+    ArgumentChecks(Pass pass, const Args& args, bool host_readable)
+        : pass_(pass), args_(args), host_readable_(host_readable) {}
+
+protected:
+    [[noreturn]] void fail(std::string_view argument, std::string_view expected,
+                           const std::string& given) const {
+        throw Error(std::string(name(pass_)) + ": " + std::string(argument) + " must " +
+                    std::string(expected) + ", got " + given);
+    }
+
+    // "[B, T, H, K] = [1, 64, 2, 128]", or without the numbers where none is fixed.
+    static std::string words(std::initializer_list<Dim> dims) {
+        std::string names, sizes;
+        for (const Dim& dim : dims) {
+            const std::string separator = names.empty() ? "" : ", ";
+            names += separator + std::string(dim.name);
+            sizes += separator + (dim.size == kAny ? std::string(dim.name) : std::to_string(dim.size));
+        }
+        return "[" + names + "]" + (names == sizes ? "" : " = [" + sizes + "]");
+    }
+
+    void given(std::string_view argument, const TensorRef& ref, std::string_view why) const {
+        CULA_REQUIRE(static_cast<bool>(ref), argument, "be given " + std::string(why), "none");
+    }
+
+    void given_for_algorithm(std::string_view argument, const TensorRef& ref) const {
+        CULA_REQUIRE(static_cast<bool>(ref), argument, "be given for " + algorithm(), "none");
+    }
+
+    std::string algorithm() const { return std::string(name(args_.algorithm)); }
+
+    void shape(std::string_view argument, const TensorRef& ref, std::initializer_list<Dim> dims) const {
+        bool good = ref.ndim == static_cast<int>(dims.size());
+        std::size_t i = 0;
+        for (const Dim& dim : dims) {
+            good = good && (dim.size == kAny || ref.size[i] == dim.size);
+            ++i;
+        }
+        CULA_REQUIRE(good, argument, "have shape " + words(dims), shape_of(ref));
+        CULA_REQUIRE_MEMORY(argument, ref);
+    }
+
+    void dtype(std::string_view argument, const TensorRef& ref, std::initializer_list<Dtype> allowed) const {
+        if (std::find(allowed.begin(), allowed.end(), ref.dtype) != allowed.end()) return;
+        std::string names;
+        for (Dtype one : allowed) names += (names.empty() ? "" : " or ") + std::string(name(one));
+        fail(argument, "have dtype " + names, std::string(name(ref.dtype)));
+    }
+
+    void floating(std::string_view argument, const TensorRef& ref) const {
+        CULA_REQUIRE(is_float(ref.dtype), argument, "have a floating-point dtype",
+                     std::string(name(ref.dtype)));
+    }
+
+    // Gate parameters and maps are float32; float64 is allowed too if q is float64 (the reference).
+    void parameter(std::string_view argument, const TensorRef& ref) const {
+        if (args_.q.dtype == Dtype::kFloat64)
+            dtype(argument, ref, {Dtype::kFloat32, Dtype::kFloat64});
+        else
+            dtype(argument, ref, {Dtype::kFloat32});
+    }
+
+    // Options are double in Args, but kernels read them as float32.
+    void finite(std::string_view argument, double value) const {
+        CULA_REQUIRE(std::abs(value) <= std::numeric_limits<float>::max(), argument,
+                     "be a finite float32 number", std::to_string(value));
+    }
+
+    void last_contiguous(std::string_view argument, const TensorRef& ref) const {
+        const auto last = static_cast<std::size_t>(ref.ndim - 1);
+        CULA_REQUIRE(ref.stride[last] == 1 || ref.size[last] <= 1, argument,
+                     "be contiguous in its last dimension", "stride " + std::to_string(ref.stride[last]));
+    }
+
+    // No two elements of an output may share memory.
+    void writable(std::string_view argument, const TensorRef& ref) const {
+        CULA_REQUIRE(!overlaps_itself(ref), argument, "not overlap itself in memory",
+                     "strides that make elements share an address");
+    }
+
+    void state(std::string_view argument, const TensorRef& ref, Dim first) const {
+        shape(argument, ref, {first, {"HV", value_heads_}, {"V", value_dim_}, {"K", key_dim_}});
+        CULA_REQUIRE(ref.size[0] < kMostSlots, argument, "have less than 2^31 slots",
+                     std::to_string(ref.size[0]));
+        state_memory(argument, ref);
+    }
+
+    void state_memory(std::string_view argument, const TensorRef& ref) const {
+        if (args_.q.dtype == Dtype::kFloat64)
+            floating(argument, ref);
+        else
+            dtype(argument, ref, {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
+        const auto k = static_cast<std::size_t>(ref.ndim - 1), v = k - 1;
+        CULA_REQUIRE(ref.stride[k] == 1 || ref.stride[v] == 1 || ref.size[k] <= 1 || ref.size[v] <= 1,
+                     argument, "be contiguous along K or along V",
+                     "strides " + std::to_string(ref.stride[v]) + ", " + std::to_string(ref.stride[k]));
+    }
+
+    Pass pass_;
+    const Args& args_;
+    bool host_readable_;
+    std::int64_t batch_ = 0, tokens_ = 0, heads_ = 0, value_heads_ = 0, key_dim_ = 0, value_dim_ = 0,
+                 sequences_ = 0;
+};
+
+}  // namespace cula

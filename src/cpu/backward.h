@@ -1,0 +1,452 @@
+// SPDX-License-Identifier: Apache-2.0
+// backward: the gradients of one sequence and one query/key head, in chunks of 64 tokens. With Z = d loss / d
+// state after a chunk, and the letters of ALGORITHM.md:
+//
+//     forwards    read, carry (chunk.h)                        keeps S, U, T and L of every chunk
+//     backwards   dU = A^T dO + K+ Z
+//                 dV = T^T dU                                  additive rules: dV = dU
+//                 gradient (gradient.h)                        of S, Z, U, dO, dV: dq, dk, dg, dbeta
+//                 Z  <- diag(Gamma_C) Z + Q~^T dO - K^^T dV    additive rules: without K^
+//     at last     dh0 = Z
+//
+// then, in float32, through gate, sigmoid and norm (derivatives.h).
+//
+// A sequence of more than kMostChunks chunks keeps the states of every kBlockChunks-th chunk alone, and walks
+// forwards once more through each block before it walks backwards.
+//
+// Value heads of a group follow each other; the gradients of q and k are summed in their order. A task shares
+// nothing with others, so that bits do not depend on threads.
+// A token is masked if its beta is nearer to zero than 2^-40. The solve takes 2^-40 in its place, so that
+// dbeta = (dV / beta) . (U / beta) exists; its rows of U and dV then become zero.
+// Compensated operands (chunk.h): A, T, dU and dV.
+// Design page: docs/design/backward-cpu.md.
+#pragma once
+
+#include "cpu/derivatives.h"
+#include "cpu/gradient.h"
+
+namespace cula::cpu::CULA_CPU_TARGET {
+
+inline constexpr std::int64_t kMostChunks = 1024, kBlockChunks = 16;
+
+// What the walk backwards needs of a chunk's walk forwards.
+struct Kept {
+    float *state, *writes, *inverse, *overlaps;
+};
+
+// How a sequence is divided: into blocks of `block` chunks whose first states are kept.
+struct Blocks {
+    std::int64_t chunks, block, count;
+
+    CULA_INLINE explicit Blocks(std::int64_t tokens)
+        : chunks((tokens + kChunk - 1) / kChunk),
+          block(chunks > kMostChunks ? kBlockChunks : chunks),
+          count(chunks > kMostChunks ? (chunks + kBlockChunks - 1) / kBlockChunks : 1) {}
+};
+
+template <class Word>
+struct BackwardBuffers {
+    // Operands of the walk backwards, all row-major.
+    Word *q_decayed_t, *k_decayed_t;                              // [channels, tokens]
+    Word* k_remaining;                                            // [tokens, channels]
+    Word *scores_t, *scores_lost_t, *inverse_t, *inverse_lost_t;  // [tokens, tokens]
+    // Packed as B operands, [tokens, columns].
+    Word *d_o_w, *d_writes_w, *d_writes_lost_w;
+    float* d_writes;                    // dU, [tokens, columns]
+    float* Z;                           // [channels, columns]
+    float *gate_bias, *bias_sum, *row;  // [channels]
+    double* parameters;                 // [1 + channels]: the head's dA_log and ddt_bias
+    float* starts;                      // [blocks, channels, columns]: the states before several blocks
+    float* kept;                        // of the chunks of one block
+    float *d_q, *d_k;                   // [tokens of the sequence, channels]: sums over several value heads
+    std::int64_t state_size, kept_size;
+
+    static BackwardBuffers carve(Carver& carver, const Args& args, std::int64_t tokens, int channels,
+                                 int columns) {
+        BackwardBuffers b;
+        const Wanted wanted(args);
+        const Blocks blocks(tokens);
+        const bool groups = args.v.size[2] > args.q.size[2];
+        const auto operand = [&](Word*& p, int rows, int width) {
+            p = carver.take<Word>(rows * width / kPerWord<Word>);
+        };
+        for (Word** p : {&b.q_decayed_t, &b.k_decayed_t, &b.k_remaining}) operand(*p, kChunk, channels);
+        for (Word** p : {&b.scores_t, &b.scores_lost_t, &b.inverse_t, &b.inverse_lost_t})
+            operand(*p, kChunk, kChunk);
+        for (Word** p : {&b.d_o_w, &b.d_writes_w, &b.d_writes_lost_w}) operand(*p, kChunk, columns);
+        b.state_size = channels * columns;
+        b.kept_size = b.state_size + kChunk * columns + 2 * kChunk * kChunk;
+        b.d_writes = carver.take<float>(kChunk * columns);
+        b.Z = carver.take<float>(b.state_size);
+        for (float** p : {&b.gate_bias, &b.bias_sum, &b.row}) *p = carver.take<float>(channels);
+        b.parameters = carver.take<double>(1 + channels);
+        b.starts = carver.take<float>(wanted.any() && blocks.count > 1 ? blocks.count * b.state_size : 0);
+        b.kept = carver.take<float>(wanted.any() ? blocks.block * b.kept_size : 0);
+        const std::int64_t sums = wanted.keys && groups ? blocks.chunks * kChunk * channels : 0;
+        b.d_q = carver.take<float>(sums);
+        b.d_k = carver.take<float>(sums);
+        return b;
+    }
+
+    Kept of_chunk(std::int64_t index, int columns) const {
+        float* state = kept + index * kept_size;
+        float *writes = state + state_size, *inverse = writes + kChunk * columns;
+        return {state, writes, inverse, inverse + kChunk * kChunk};
+    }
+};
+
+template <class Word>
+class Backward : Gradient<Word> {
+public:
+    // scan: the value head and the state that it starts from.
+    Backward(const Args& args, const BackwardTask& task, const ScanTask& scan,
+             const ChunkBuffers<Word>& buffers, const GradientBuffers<Word>& gradient,
+             const BackwardBuffers<Word>& mine, int columns)
+        : Base(args, scan, buffers, gradient, columns, mine.gate_bias),
+          whole_(task),
+          mine_(mine),
+          shared_(buffers),
+          blocks_(task.length),
+          index_(static_cast<int>(scan.value_head - task.value_head)),
+          keeps_(wanted_.any()) {
+        this->least_beta_ = 0x1p-40f;
+        this->zero(buffers.scores, kChunk * kChunk);
+        this->zero(buffers.overlaps, kChunk * kChunk);
+    }
+
+    void run() {
+        for (int i = 0; i < 1 + channels_; ++i) mine_.parameters[i] = 0.0;
+        if (keeps_) walk_forwards();
+        this->load_state(mine_.Z, advance(whole_.d_final, index_ * whole_.d_final_step));
+        for (std::int64_t block = blocks_.count; block-- > 0;) {
+            if (keeps_ && block + 1 < blocks_.count) walk_block(block, true);
+            for (std::int64_t chunk = end_of(block); chunk-- > block * blocks_.block;)
+                step_back(chunk, keeps_ ? mine_.of_chunk(chunk - block * blocks_.block, columns_) : Kept{});
+        }
+        finish();
+    }
+
+private:
+    using Base = Gradient<Word>;
+    using Base::args_, Base::task_, Base::buffers_, Base::inputs_, Base::solves_, Base::per_channel_;
+    using Base::columns_, Base::channels_, Base::key_dim_, Base::words_, Base::count_, Base::padded_;
+    using Base::queries_, Base::keys_, Base::state_, Base::wanted_, Base::own_, Base::kSplit, Base::kStride;
+
+    std::int64_t end_of(std::int64_t block) const {
+        return block + 1 < blocks_.count ? (block + 1) * blocks_.block : blocks_.chunks;
+    }
+
+    // The next chunk and its first token.
+    std::int64_t begin_chunk(std::int64_t chunk) {
+        const std::int64_t done = chunk * kChunk, left = task_.length - done;
+        Base::begin_chunk(left < kChunk ? left : kChunk);
+        return task_.begin + done;
+    }
+
+    // What both walks know of a chunk lies where it is kept. L is needed once more for the gradient of one
+    // decay per token.
+    void use(const Kept& kept) {
+        buffers_.read = kept.writes;
+        buffers_.inverse = kept.inverse;
+        buffers_.overlaps = per_channel_ ? shared_.overlaps : kept.overlaps;
+    }
+
+    // --- forwards ---
+
+    // Keeps the states before all blocks, and everything of the last one.
+    void walk_forwards() {
+        if (blocks_.chunks == 0) return;
+        this->load_state(blocks_.count > 1 ? mine_.starts : mine_.kept, task_.initial);
+        for (std::int64_t block = 0; block < blocks_.count; ++block)
+            walk_block(block, block + 1 == blocks_.count);
+    }
+
+    void walk_block(std::int64_t block, bool keep) {
+        queries_ = false;
+        keys_ = solves_;
+        const float* start = mine_.starts + block * mine_.state_size;
+        if (blocks_.count > 1) copy(mine_.kept, start, mine_.state_size);
+        const std::int64_t first = block * blocks_.block, end = end_of(block);
+        for (std::int64_t chunk = first; chunk < end; ++chunk) {
+            const std::int64_t token = begin_chunk(chunk), slot = keep ? chunk - first : 0;
+            const Kept kept = mine_.of_chunk(slot, columns_);
+            use(kept);
+            state_ = kept.state;
+            const bool last = chunk + 1 == end;
+            if (last && keep && !solves_) return;
+            this->load_inputs(token);
+            this->scale_operands();
+            if (solves_) {
+                this->score();
+                this->solve();
+                this->pack_inverse();
+            }
+            this->load_values(token);
+            this->pack_state();
+            this->read();
+            if (this->masked_) {
+                copy(buffers_.values, kept.writes, padded_ * columns_);
+                this->mask_rows(buffers_.values);
+                this->pack_writes(buffers_.values);
+            }
+            if (!last)
+                this->carry(keep ? mine_.of_chunk(slot + 1, columns_).state : state_);
+            else if (!keep)
+                this->carry(mine_.starts + (block + 1) * mine_.state_size);
+        }
+    }
+
+    // --- backwards ---
+
+    void step_back(std::int64_t chunk, const Kept& kept) {
+        const std::int64_t token = begin_chunk(chunk);
+        if (keeps_) use(kept);
+        queries_ = true;
+        keys_ = solves_ && !keeps_;
+        this->load_inputs(token);
+        turn_operands();
+        this->score();
+        turn_words(mine_.scores_t, mine_.scores_lost_t, buffers_.scores);
+        if (solves_) {
+            if (!keeps_) this->solve();
+            turn_words(mine_.inverse_t, mine_.inverse_lost_t, buffers_.inverse);
+        } else {
+            this->load_values(token);
+        }
+        load_d_o(token);
+        return_values();
+        if (wanted_.beta) this->beta(kept.writes);
+        if (this->masked_) {
+            this->mask_rows(own_.d_values);
+            if (keeps_) this->mask_rows(kept.writes);
+        }
+        store_d_v(token);
+        if (solves_)
+            for (int x = 0; x < padded_ * columns_; x += kLanes)
+                store(own_.d_values + x, -load(own_.d_values + x));
+        if (keeps_) this->gradient(kept.state, mine_.Z, solves_ ? kept.writes : buffers_.values);
+        return_state();
+        if (wanted_.beta) write_beta(token);
+        if (wanted_.decay) per_channel_ ? write_channel_gates(token) : write_token_gates(token);
+        if (wanted_.keys) write_keys(token, chunk * kChunk * channels_);
+    }
+
+    // Q~ and K^ with tokens as the reduction, K+ with channels, all as left operands.
+    void turn_operands() {
+        Word *q = own_.q_rows, *k = own_.k_rows;
+        this->pack_from(0, padded_, q, solves_ ? k : nullptr);
+        const auto turn = [&](Word* dst, const Word* src) {
+            transpose_words(dst, kStride, src, channels_, this->token_words(), channels_);
+        };
+        turn(mine_.q_decayed_t, q);
+        if (solves_) turn(mine_.k_decayed_t, k);
+        this->scale_toward(0, padded_, mine_.k_remaining, buffers_.chunk_decay);
+    }
+
+    // The words of a transposed matrix [tokens, tokens]; of delta rules the low words as well.
+    void turn_words(Word* dst, Word* lost, const float* src) {
+        Word* packed = own_.square_w;
+        pack_rows(packed, kChunk, src, kChunk, padded_, padded_);
+        transpose_words(dst, kStride, packed, kChunk, this->token_words(), padded_);
+        if (!kSplit || !solves_) return;
+        pack_lost_rows(packed, kChunk, src, kChunk, padded_, padded_);
+        transpose_words(lost, kStride, packed, kChunk, this->token_words(), padded_);
+    }
+
+    void load_d_o(std::int64_t token) {
+        const int loaded = args_.d_o ? count_ : 0;
+        for (int i = 0; i < loaded; ++i)
+            load_row(own_.d_o + i * columns_, args_.d_o.ptr(task_.batch, token + i, task_.value_head),
+                     args_.d_o.dtype, task_.v_count, columns_);
+        this->zero(own_.d_o + loaded * columns_, (padded_ - loaded) * columns_);
+        d_o_words_ = packed_rows(mine_.d_o_w, own_.d_o, padded_, columns_);
+    }
+
+    // dU = A^T dO + K+ Z and dV = T^T dU, into d_values.
+    void return_values() {
+        const auto& m = mine_;
+        float *d_writes = solves_ ? m.d_writes : own_.d_values, *d_values = own_.d_values;
+        const auto add = [&](bool more, const Word* turned, const Word* b, float* dst) {
+            this->triangle_product(false, more, turned, kStride, b, columns_, dst);
+        };
+        const Word* Z = packed_rows(buffers_.state_w, m.Z, channels_, columns_);
+        product(false, padded_, columns_, words_, m.k_remaining, words_, Z, columns_, d_writes, columns_);
+        add(true, m.scores_t, d_o_words_, d_writes);
+        if (!solves_) return;
+        if (kSplit) add(true, m.scores_lost_t, d_o_words_, d_writes);
+        const Word* words = packed_rows(m.d_writes_w, d_writes, padded_, columns_);
+        add(false, m.inverse_t, words, d_values);
+        if constexpr (!kSplit) return;
+        pack_lost_rows(m.d_writes_lost_w, columns_, d_writes, columns_, padded_, columns_);
+        add(true, m.inverse_t, m.d_writes_lost_w, d_values);
+        add(true, m.inverse_lost_t, words, d_values);
+    }
+
+    void store_d_v(std::int64_t token) const {
+        for (int i = 0; args_.d_v && i < count_; ++i)
+            store_row(args_.d_v.ptr(task_.batch, token + i, task_.value_head), args_.d_v.dtype,
+                      own_.d_values + i * columns_, task_.v_count);
+    }
+
+    // Z <- diag(chunk_decay) Z + Q~^T dO - K^^T dV; d_values are -dV.
+    void return_state() {
+        const auto& m = mine_;
+        for (int c = 0; c < channels_; ++c)
+            for (int x = c * columns_; x < (c + 1) * columns_; x += kLanes)
+                store(m.Z + x, load(m.Z + x) * buffers_.chunk_decay[c]);
+        const auto add = [&](const Word* turned, const Word* b) {
+            product(true, channels_, columns_, this->token_words(), turned, kStride, b, columns_, m.Z,
+                    columns_);
+        };
+        add(m.q_decayed_t, d_o_words_);
+        if (!solves_) return;
+        add(m.k_decayed_t, packed_rows(m.d_writes_w, own_.d_values, padded_, columns_));
+        if constexpr (!kSplit) return;
+        pack_lost_rows(m.d_writes_w, columns_, own_.d_values, columns_, padded_, columns_);
+        add(m.k_decayed_t, m.d_writes_w);
+    }
+
+    void finish() {
+        if (StateView d_initial = advance(whole_.d_initial, index_ * whole_.d_initial_step); d_initial.data) {
+            if (!whole_.starts_from_state) this->zero(mine_.Z, channels_ * columns_);
+            this->store_state(d_initial, mine_.Z);
+        }
+        if (double* sums = whole_.parameters)
+            for (int i = 0; i < 1 + key_dim_; ++i) sums[index_ * (1 + key_dim_) + i] = mine_.parameters[i];
+    }
+
+    // --- results of a chunk ---
+
+    void write_beta(std::int64_t token) {
+        float logits[kChunk] = {};
+        for (int i = 0; i < count_; ++i)
+            logits[i] =
+                load_scalar(args_.beta.ptr(task_.batch, token + i, task_.value_head), args_.beta.dtype);
+        for (int i = 0; i < count_; i += kLanes)
+            store(logits + i, beta_derivative(inputs_, load(logits + i), load(own_.d_beta + i)));
+        for (int i = 0; i < count_; ++i)
+            store_scalar(args_.d_beta.ptr(task_.batch, token + i, task_.value_head), args_.d_beta.dtype,
+                         logits[i]);
+    }
+
+    void write_channel_gates(std::int64_t token) {
+        const GateDerivative derivative{inputs_};
+        this->zero(mine_.bias_sum, channels_);
+        Vec log_rate{};
+        for (int i = 0; i < count_; ++i) {
+            float* d_g = own_.d_g + i * channels_;
+            load_row(mine_.row, args_.g.ptr(task_.batch, token + i, task_.value_head), args_.g.dtype,
+                     key_dim_, channels_);
+            for (int c = 0; c < channels_; c += kLanes) {
+                const GateGradient gradient =
+                    derivative(load(mine_.row + c), load(inputs_.gate_bias + c), load(d_g + c));
+                store(d_g + c, gradient.of_x);
+                store(mine_.bias_sum + c, load(mine_.bias_sum + c) + gradient.of_x);
+                log_rate += gradient.of_log_rate;
+            }
+            if (args_.d_g)
+                store_row(args_.d_g.ptr(task_.batch, token + i, task_.value_head), args_.d_g.dtype, d_g,
+                          key_dim_);
+        }
+        mine_.parameters[0] += static_cast<double>(sum(log_rate) * derivative.log_rate_factor());
+        for (int c = 0; c < key_dim_; ++c) mine_.parameters[1 + c] += static_cast<double>(mine_.bias_sum[c]);
+    }
+
+    void write_token_gates(std::int64_t token) {
+        const GateDerivative derivative{inputs_};
+        float gates[kChunk] = {}, *d_g = own_.d_log_decay;
+        for (int i = 0; i < count_; ++i)
+            gates[i] = load_scalar(args_.g.ptr(task_.batch, token + i, task_.value_head), args_.g.dtype);
+        for (int i = count_; i < padded_; ++i) d_g[i] = 0.0f;
+        Vec bias{}, log_rate{};
+        for (int i = 0; i < count_; i += kLanes) {
+            const GateGradient gradient =
+                derivative(load(gates + i), broadcast(inputs_.gate_bias_scalar), load(d_g + i));
+            store(d_g + i, gradient.of_x);
+            bias += gradient.of_x;
+            log_rate += gradient.of_log_rate;
+        }
+        mine_.parameters[0] += static_cast<double>(sum(log_rate) * derivative.log_rate_factor());
+        mine_.parameters[1] += static_cast<double>(sum(bias));
+        for (int i = 0; args_.d_g && i < count_; ++i)
+            store_scalar(args_.d_g.ptr(task_.batch, token + i, task_.value_head), args_.d_g.dtype, d_g[i]);
+    }
+
+    // at: of the chunk, in the sums over value heads.
+    void write_keys(std::int64_t token, std::int64_t at) {
+        float *d_q = own_.d_q, *d_k = own_.d_k;
+        const bool first = index_ == 0, last = index_ + 1 == whole_.group;
+        if (!first) {
+            add(d_q, mine_.d_q + at);
+            add(d_k, mine_.d_k + at);
+        }
+        if (!last) {
+            copy(mine_.d_q + at, d_q, padded_ * channels_);
+            copy(mine_.d_k + at, d_k, padded_ * channels_);
+            return;
+        }
+        for (int i = 0; i < count_; ++i) {
+            write_key_gradient(inputs_, args_.q, args_.d_q, token + i, static_cast<float>(args_.scale),
+                               d_q + i * channels_, mine_.row);
+            write_key_gradient(inputs_, args_.k, args_.d_k, token + i, 1.0f, d_k + i * channels_, mine_.row);
+        }
+    }
+
+    void add(float* dst, const float* src) const {
+        for (int x = 0; x < padded_ * channels_; x += kLanes) store(dst + x, load(src + x) + load(dst + x));
+    }
+    static void copy(float* dst, const float* src, std::int64_t count) {
+        for (std::int64_t x = 0; x < count; x += kLanes) store(dst + x, load(src + x));
+    }
+
+    const BackwardTask& whole_;
+    const BackwardBuffers<Word>& mine_;
+    const ChunkBuffers<Word>& shared_;
+    const Blocks blocks_;
+    const int index_;  // of the value head in its group
+    const bool keeps_;
+    const Word* d_o_words_ = nullptr;  // dO, packed
+};
+
+template <class Word>
+struct BackwardScratch {
+    ChunkBuffers<Word> chunk;
+    GradientBuffers<Word> gradient;
+    BackwardBuffers<Word> mine;
+    int columns;
+
+    // Reductions over the value columns are whole tiles.
+    BackwardScratch(Carver& carver, const Args& args, std::int64_t tokens) {
+        const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);
+        columns = round_up(static_cast<int>(args.v.size[3]), kTokenMultiple);
+        chunk = ChunkBuffers<Word>::carve(carver, channels, columns);
+        gradient = GradientBuffers<Word>::carve(carver, channels, columns);
+        mine = BackwardBuffers<Word>::carve(carver, args, tokens, channels, columns);
+    }
+};
+
+template <class Word>
+std::size_t backward_scratch_bytes(const Args& args, std::int64_t tokens) {
+    Carver carver(nullptr);
+    BackwardScratch<Word>(carver, args, tokens);
+    return carver.bytes();
+}
+
+template <class Word>
+void backward_heads(const Args& args, const BackwardTask& task, std::byte* scratch) {
+    Carver carver(scratch);
+    const BackwardScratch<Word> buffers(carver, args, task.length);
+    configure_tiles();
+    for (int i = 0; i < task.group; ++i) {
+        ScanTask scan{};
+        scan.batch = task.batch, scan.begin = task.begin, scan.length = task.length;
+        scan.head = task.head, scan.value_head = task.value_head + i;
+        scan.v_count = static_cast<int>(args.v.size[3]);
+        scan.initial = advance(task.initial, i * task.initial_step);
+        Backward<Word>(args, task, scan, buffers.chunk, buffers.gradient, buffers.mine, buffers.columns)
+            .run();
+    }
+    release_tiles();
+}
+
+}  // namespace cula::cpu::CULA_CPU_TARGET

@@ -1,0 +1,489 @@
+// SPDX-License-Identifier: Apache-2.0
+// gradient: what the backward pass makes of one chunk, between the state S before it and Z, d loss / d state
+// after it. The letters are those of ALGORITHM.md; U are the writes of the chunk.
+//
+//     squares  dA = tril(dO U^T)            dL = -tril(dV U^T, -1)
+//     ends     dQ~ = dO S^T                 dK^ = -dV S^T                dK+ = U Z^T
+//     pairs    of rows i >= j:              dq_i += dA_ij D_ij k_j       dk_i += dL_ij D_ij k_j
+//                                           dk_j += D_ij (dA_ij q_i + dL_ij k_i)
+//     decay    dg_t, the sum over all paths that cross token t's decay:
+//              rows i >= t of Q~ dQ~ + K^ dK^, columns j < t of K+ dK+, Gamma_C rowsum(S Z), and
+//              pairs i >= t > j of D_ij k_j (dA_ij q_i + dL_ij k_i)
+//
+// D_ij is the decay between two tokens, one factor per channel or one in all. Additive rules have no dL and
+// no dK^. dbeta_i = (dV_i / beta_i) . (U_i / beta_i) needs no square.
+//
+// Decay. Every sum of dg has paths that cross the token, and no others. The textbook's suffix sum of
+// q dq - k dk has pairs on one side of the token as well, which have to cancel: where decays are strong, dg
+// and dA_log are lost in what rounding leaves of them.
+// Rows and columns are anchored as in chunk.h: a set of rows has an anchor before them and a set of columns
+// one after them, and all factors are at most 1. The chunk's start and end are anchors as well. The 16 x 16
+// squares on the diagonal multiply the factors out. With one decay per token a matrix of D multiplies dA and
+// dL instead.
+//
+// Compensated operands (chunk.h): dV, and dA and dL with one decay per channel. Where keys are nearly
+// collinear and queries lie along them, dQ~ and dK^ nearly cancel in dg, and so do dA and dL.
+#pragma once
+
+#include "cpu/chunk.h"
+
+namespace cula::cpu::CULA_CPU_TARGET {
+
+// What of a chunk is wanted.
+struct Wanted {
+    bool keys, decay, beta;
+
+    CULA_INLINE explicit Wanted(const Args& args)
+        : keys(args.d_q || args.d_k),
+          decay(args.d_g || args.d_A_log || args.d_dt_bias),
+          beta(static_cast<bool>(args.d_beta)) {}
+    CULA_INLINE bool squares() const { return keys || decay; }
+    CULA_INLINE bool any() const { return keys || decay || beta; }
+};
+
+// Scratch for the gradient of one chunk.
+template <class Word>
+struct GradientBuffers {
+    // [tokens, channels]
+    float *d_q, *d_k, *d_g;                 // results
+    float *from_q, *from_k, *from_columns;  // of one set of rows and columns, before their decays
+    Word *q_rows, *k_rows, *k_columns;      // operands of such a set, packed as B
+    // [tokens, tokens]
+    float *d_scores, *d_overlaps, *square;
+    Word *square_w, *square_t_w;
+    // [tokens]; the log decay of algorithms with one decay per token
+    float *d_beta, *d_log_decay;
+    // [tokens, columns]
+    float *d_o, *d_values;
+    Word *d_o_rows, *d_values_rows, *d_values_lost_rows, *writes_rows;  // row-major
+    Word* writes_t;                                                     // packed as a B operand: U^T
+    // [channels, columns]
+    Word* state_rows;  // row-major
+    Word* state_t;     // packed as a B operand: S^T or Z^T
+
+    static GradientBuffers carve(Carver& carver, int channels, int columns) {
+        GradientBuffers b;
+        const auto matrix = [&](float*& p, int rows, int width) { p = carver.take<float>(rows * width); };
+        const auto operand = [&](Word*& p, int rows, int width) {
+            p = carver.take<Word>(rows * width / kPerWord<Word>);
+        };
+        for (float** p : {&b.d_q, &b.d_k, &b.d_g, &b.from_q, &b.from_k, &b.from_columns})
+            matrix(*p, kChunk, channels);
+        for (Word** p : {&b.q_rows, &b.k_rows, &b.k_columns}) operand(*p, kChunk, channels);
+        for (float** p : {&b.d_scores, &b.d_overlaps, &b.square}) matrix(*p, kChunk, kChunk);
+        for (Word** p : {&b.square_w, &b.square_t_w}) operand(*p, kChunk, kChunk);
+        for (float** p : {&b.d_beta, &b.d_log_decay}) matrix(*p, 1, kChunk);
+        for (float** p : {&b.d_o, &b.d_values}) matrix(*p, kChunk, columns);
+        for (Word** p : {&b.d_o_rows, &b.d_values_rows, &b.d_values_lost_rows, &b.writes_rows, &b.writes_t})
+            operand(*p, kChunk, columns);
+        for (Word** p : {&b.state_rows, &b.state_t}) operand(*p, channels, columns);
+        return b;
+    }
+};
+
+template <class Word>
+class Gradient : protected Chunk<Word> {
+protected:
+    using Base = Chunk<Word>;
+    using Base::args_, Base::task_, Base::buffers_, Base::solves_, Base::per_channel_, Base::kSplit;
+    using Base::columns_, Base::channels_, Base::key_dim_, Base::words_, Base::count_, Base::padded_;
+    using typename Base::Factor;
+
+    Gradient(const Args& args, const ScanTask& task, const ChunkBuffers<Word>& buffers,
+             const GradientBuffers<Word>& own, int columns, float* gate_bias)
+        : Base(args, task, buffers, columns, nullptr, gate_bias), wanted_(args), own_(own) {}
+
+    // S before the chunk, Z after it, and U. d_o, and in d_values -dV or, for additive rules, dV, have been
+    // made; so have the scores and overlaps if one decay per token is differentiated.
+    void gradient(const float* S, const float* Z, const float* U) {
+        if (!wanted_.squares()) return;
+        squares(U);
+        ends(S, Z);
+        if (per_channel_)
+            pairs_by_channel();
+        else
+            pairs_by_token();
+    }
+
+    // Between the rows of words of a matrix [tokens, tokens].
+    static constexpr int kStride = kChunk / kPerWord<Word>;
+
+    // The low words that belong to row_words().
+    static void lost_row_words(Word* dst, const float* src, int rows, int width) {
+        for (int x = 0; x < rows * width; x += 2 * kLanes)
+            store_words(words_at(dst, x), lost(load(src + x)), lost(load(src + x + kLanes)));
+    }
+
+    int column_words() const { return columns_ / kPerWord<Word>; }
+
+    // dst (+)= triangle B for a lower or upper triangular [tokens x tokens] operand.
+    void triangle_product(bool lower, bool add, const Word* triangle, int stride, const Word* b, int width,
+                          float* dst) const {
+        constexpr int kRows = Base::kTriangleRows;
+        for (int i = 0; i < padded_; i += kRows) {
+            const int first = (lower ? 0 : i) / kPerWord<Word>,
+                      end = (lower ? i + kRows : padded_) / kPerWord<Word>;
+            product(add, kRows, width, end - first, triangle + i * stride + first, stride, b + first * width,
+                    width, dst + i * width, width);
+        }
+    }
+
+    // dbeta of U and, in d_values, dV.
+    void beta(const float* U) {
+        for (int i = 0; i < count_; ++i) {
+            const float over_beta = 1.0f / buffers_.beta[i];
+            Vec dot{};
+            for (int j = i * columns_; j < (i + 1) * columns_; j += kLanes)
+                dot += (load(own_.d_values + j) * over_beta) * (load(U + j) * over_beta);
+            own_.d_beta[i] = sum(dot);
+        }
+    }
+
+private:
+    // --- squares: dA, dL; what they have above the diagonal means nothing ---
+
+    void squares(const float* U) {
+        const GradientBuffers<Word>& b = own_;
+        d_o_rows_ = row_words(b.d_o_rows, b.d_o, padded_, columns_);
+        if (solves_) d_value_rows_ = row_words(b.d_values_rows, b.d_values, padded_, columns_);
+        if (kSplit && solves_) lost_row_words(b.d_values_lost_rows, b.d_values, padded_, columns_);
+        write_rows_ = row_words(b.writes_rows, U, padded_, columns_);
+        transpose_words(b.writes_t, padded_, write_rows_, column_words(), padded_, column_words());
+        constexpr int kRows = Base::kTriangleRows;
+        for (int i = 0; i < padded_; i += kRows) {
+            const auto multiply = [&](bool add, const Word* rows, float* dst) {
+                product(add, kRows, i + kRows, column_words(), rows + i * column_words(), column_words(),
+                        b.writes_t, padded_, dst + i * kChunk, kChunk);
+            };
+            multiply(false, d_o_rows_, b.d_scores);
+            if (solves_) multiply(false, d_value_rows_, b.d_overlaps);
+            if (kSplit && solves_) multiply(true, b.d_values_lost_rows, b.d_overlaps);
+        }
+    }
+
+    // --- rows and columns of one anchor ---
+
+    // Adds rows [begin, end): from_q and from_k, whose operands were decayed to the anchor before `begin`.
+    // The first rows of a chunk start the sums.
+    template <bool kFirst>
+    void add_rows(int begin, int end) {
+        const GradientBuffers<Word>& b = own_;
+        float* factors = buffers_.factors;
+        this->fill(factors, channels_, 1.0f);
+        for (int i = begin; i < end; ++i) {
+            Vec dot{};
+            for (int c = 0; c < channels_; c += kLanes) {
+                const int at = i * channels_ + c;
+                const Vec factor = load(factors + c) * channel_decay(i, c), q = load(b.from_q + at) * factor;
+                store(factors + c, factor);
+                Vec term = q * load(buffers_.q + at), k{};
+                if (solves_) {
+                    k = load(b.from_k + at) * factor;
+                    term += k * load(buffers_.k + at);
+                }
+                store(b.d_q + at, kFirst ? q : load(b.d_q + at) + q);
+                if (kFirst || solves_) store(b.d_k + at, kFirst ? k : load(b.d_k + at) + k);
+                if (!wanted_.decay) continue;
+                if (per_channel_)
+                    store(b.from_q + at, term);
+                else
+                    dot += term;
+            }
+            if (wanted_.decay && !per_channel_) b.d_log_decay[i] = sum(dot);
+        }
+        if (!wanted_.decay) return;
+        if (!per_channel_) {
+            float all = 0.0f;
+            for (int i = end - 1; i >= begin; --i) b.d_log_decay[i] = all += b.d_log_decay[i];
+            return;
+        }
+        float* all = factors;
+        this->zero(all, channels_);
+        for (int i = end - 1; i >= begin; --i)
+            for (int c = 0; c < channels_; c += kLanes) {
+                const int at = i * channels_ + c;
+                const Vec x = load(all + c) + load(b.from_q + at);
+                store(all + c, x);
+                store(b.d_g + at, load(b.d_g + at) + x);
+            }
+    }
+
+    // Adds columns [begin, end): from_columns, whose operands were decayed to the anchor after `end` - 1.
+    void add_columns(int begin, int end) {
+        const GradientBuffers<Word>& b = own_;
+        float dots[kChunk];
+        float* factors = buffers_.factors;
+        this->fill(factors, channels_, 1.0f);
+        for (int i = end - 1; i >= begin; --i) {
+            Vec dot{};
+            for (int c = 0; c < channels_; c += kLanes) {
+                const int at = i * channels_ + c;
+                const Vec factor = load(factors + c), k = load(b.from_columns + at) * factor,
+                          term = k * load(buffers_.k + at);
+                store(factors + c, factor * channel_decay(i, c));
+                store(b.d_k + at, load(b.d_k + at) + k);
+                if (!wanted_.decay) continue;
+                if (per_channel_)
+                    store(b.from_columns + at, term);
+                else
+                    dot += term;
+            }
+            dots[i] = sum(dot);
+        }
+        if (!wanted_.decay) return;
+        if (!per_channel_) {
+            float all = 0.0f;
+            for (int i = begin; i < end; ++i) {
+                b.d_log_decay[i] += all;
+                all += dots[i];
+            }
+            return;
+        }
+        float* all = factors;
+        this->zero(all, channels_);
+        for (int i = begin; i < end; ++i)
+            for (int c = 0; c < channels_; c += kLanes) {
+                const int at = i * channels_ + c;
+                const Vec x = load(all + c);
+                store(b.d_g + at, load(b.d_g + at) + x);
+                store(all + c, x + load(b.from_columns + at));
+            }
+    }
+
+    CULA_INLINE Vec channel_decay(int token, int channel) const {
+        if (!per_channel_) return broadcast(buffers_.token_decay[token]);
+        return load(buffers_.decay + token * channels_ + channel);
+    }
+
+    // --- ends: rows that read S, columns that write to Z ---
+
+    void ends(const float* S, const float* Z) {
+        const GradientBuffers<Word>& b = own_;
+        const auto multiply = [&](bool add, const Word* rows, float* dst) {
+            product(add, padded_, channels_, column_words(), rows, column_words(), b.state_t, channels_, dst,
+                    channels_);
+        };
+        turn_state(S);
+        multiply(false, d_o_rows_, b.from_q);
+        if (solves_) multiply(false, d_value_rows_, b.from_k);
+        if (kSplit && solves_) multiply(true, b.d_values_lost_rows, b.from_k);
+        if (wanted_.decay && per_channel_) through_channels(S, Z);
+        add_rows<true>(0, padded_);
+        if (wanted_.decay && !per_channel_) through_token(S, Z);
+        turn_state(Z);
+        multiply(false, write_rows_, b.from_columns);
+        add_columns(0, padded_);
+    }
+
+    // The words of a state, with the value columns as the reduction.
+    void turn_state(const float* state) {
+        const Word* rows = row_words(own_.state_rows, state, channels_, columns_);
+        transpose_words(own_.state_t, channels_, rows, column_words(), channels_, column_words());
+    }
+
+    // What passes the whole chunk, Gamma_C rowsum(S Z): starts dg, or is added to it.
+    void through_channels(const float* S, const float* Z) {
+        float* first = own_.d_g;
+        for (int c = 0; c < channels_; ++c) first[c] = sum(row_dot(S, Z, c)) * buffers_.chunk_decay[c];
+        for (int i = 1; i < padded_; ++i)
+            for (int c = 0; c < channels_; c += kLanes) store(first + i * channels_ + c, load(first + c));
+    }
+    void through_token(const float* S, const float* Z) {
+        Vec dot{};
+        for (int c = 0; c < channels_; ++c) dot += row_dot(S, Z, c);
+        const float all = sum(dot) * buffers_.chunk_decay[0];
+        for (int i = 0; i < padded_; ++i) own_.d_log_decay[i] += all;
+    }
+    CULA_INLINE Vec row_dot(const float* S, const float* Z, int c) const {
+        Vec even{}, odd{};
+        for (int j = c * columns_; j < (c + 1) * columns_; j += 2 * kLanes) {
+            even += load(S + j) * load(Z + j);
+            odd += load(S + j + kLanes) * load(Z + j + kLanes);
+        }
+        return even + odd;
+    }
+
+    // --- pairs, one decay per channel ---
+
+    void pairs_by_channel() {
+        for (int half = kChunk / 2; half >= kLeaf; half /= 2)
+            for (int begin = 0; begin + half < padded_; begin += 2 * half)
+                pairs_across(begin, begin + half, half);
+        for (int begin = 0; begin < count_; begin += kLeaf) pairs_of_leaf(begin);
+    }
+
+    // Rows [border, border + half) with columns [begin, border).
+    void pairs_across(int begin, int border, int half) {
+        // Tiles reduce over kTokenMultiple tokens at a time; those beyond `half` are zero.
+        const int tokens = kPerWord<Word> > 1 ? round_up(half, kTokenMultiple) : half;
+        const GradientBuffers<Word>& b = own_;
+        this->pack_from(border, border + half, b.q_rows, solves_ ? b.k_rows : nullptr);
+        this->pack_toward(begin, border, b.k_columns, buffers_.factors);
+        for (Word* operand : {b.q_rows, b.k_rows, b.k_columns})
+            for (int x = half * words_; x < tokens * words_; ++x) operand[x] = {};
+        const auto multiply = [&](bool add, const Word* square, const Word* operand, float* dst) {
+            product(add, half, channels_, tokens / kPerWord<Word>, square, kStride, operand, channels_, dst,
+                    channels_);
+        };
+        const int block = border * kChunk + begin;
+        float *from_q = b.from_q + border * channels_, *from_k = b.from_k + border * channels_,
+              *from_columns = b.from_columns + begin * channels_;
+        // The words of one square, or its low words, with their rows and columns.
+        const auto square = [&](bool low, const float* src, const Word* rows, float* from_rows, bool add) {
+            take_square(src + block, half, low);
+            multiply(low, b.square_w, b.k_columns, from_rows);
+            multiply(low || add, b.square_t_w, rows, from_columns);
+        };
+        square(false, b.d_scores, b.q_rows, from_q, false);
+        if (kSplit && solves_) square(true, b.d_scores, b.q_rows, from_q, true);
+        if (solves_) square(false, b.d_overlaps, b.k_rows, from_k, true);
+        if (kSplit && solves_) square(true, b.d_overlaps, b.k_rows, from_k, true);
+        add_rows<false>(border, border + half);
+        add_columns(begin, border);
+    }
+
+    // The words, or the low words, of half x half elements and of their transpose, padded with zeros to 32
+    // x 32.
+    void take_square(const float* src, int half, bool low) {
+        const GradientBuffers<Word>& b = own_;
+        for (int i = 0; i < kTokenMultiple; ++i)
+            for (int j = 0; j < kTokenMultiple; j += kLanes) {
+                const Vec x = i < half && j < half ? load(src + i * kChunk + j) : Vec{};
+                store(b.square + i * kChunk + j, low ? lost(x) : x);
+            }
+        square_words(b.square_w, kTokenMultiple);
+        float* turned = b.square + kTokenMultiple;
+        transpose(turned, kChunk, b.square, kChunk, kTokenMultiple, kTokenMultiple);
+        for (int i = 0; i < half; ++i)
+            for (int j = 0; j < kTokenMultiple; j += 2 * kLanes)
+                store_words(words_at(b.square_t_w + i * kStride, j), load(turned + i * kChunk + j),
+                            load(turned + i * kChunk + j + kLanes));
+    }
+    void square_words(Word* dst, int tokens) const {
+        for (int i = 0; i < tokens; ++i)
+            for (int j = 0; j < tokens; j += 2 * kLanes)
+                store_words(words_at(dst + i * kStride, j), load(own_.square + i * kChunk + j),
+                            load(own_.square + i * kChunk + j + kLanes));
+    }
+
+    // Pairs of the tokens [begin, begin + kLeaf), one after another.
+    void pairs_of_leaf(int begin) {
+        for (int c = 0; c < channels_; c += kLanes) {
+            if (solves_)
+                leaf_channels<true>(begin, begin * channels_ + c);
+            else
+                leaf_channels<false>(begin, begin * channels_ + c);
+        }
+    }
+
+    template <bool kSolves>
+    CULA_INLINE void leaf_channels(int begin, int at) {
+        const GradientBuffers<Word>& b = own_;
+        const float *q = buffers_.q + at, *k = buffers_.k + at, *decay = buffers_.decay + at;
+        float *d_q = b.d_q + at, *d_k = b.d_k + at, *d_g = b.d_g + at;
+        const float *d_scores = b.d_scores + begin * kChunk + begin,
+                    *d_overlaps = b.d_overlaps + begin * kChunk + begin;
+        Vec crossing[kLeaf];  // of the pairs of column j, by their row
+        for (int j = 0; j < kLeaf; ++j) {
+            const Vec key = load(k + j * channels_), diagonal = broadcast(d_scores[j * kChunk + j]);
+            store(d_q + j * channels_, load(d_q + j * channels_) + diagonal * key);
+            Vec factor = broadcast(1.0f), column = diagonal * load(q + j * channels_);
+            for (int i = j + 1; i < kLeaf; ++i) {
+                factor *= load(decay + i * channels_);
+                const Vec decayed = key * factor, of_q = broadcast(d_scores[i * kChunk + j]);
+                Vec row = of_q * load(q + i * channels_);
+                store(d_q + i * channels_, load(d_q + i * channels_) + of_q * decayed);
+                if constexpr (kSolves) {
+                    const Vec of_k = broadcast(d_overlaps[i * kChunk + j]);
+                    row += of_k * load(k + i * channels_);
+                    store(d_k + i * channels_, load(d_k + i * channels_) + of_k * decayed);
+                }
+                column += factor * row;
+                crossing[i] = decayed * row;
+            }
+            store(d_k + j * channels_, load(d_k + j * channels_) + column);
+            if (!wanted_.decay) continue;
+            Vec through{};
+            for (int i = kLeaf - 1; i > j; --i) {
+                through += crossing[i];
+                store(d_g + i * channels_, load(d_g + i * channels_) + through);
+            }
+        }
+    }
+
+    // --- pairs, one decay per token or none ---
+
+    void pairs_by_token() {
+        const GradientBuffers<Word>& b = own_;
+        decay_squares();
+        if (wanted_.decay) cross_tokens();
+        if (!wanted_.keys) return;
+        const Word *k = packed_rows(b.k_columns, buffers_.k, padded_, channels_),
+                   *q = packed_rows(b.q_rows, buffers_.q, padded_, channels_);
+        for (int x = 0; x < padded_ * kChunk; x += kLanes) store(b.square + x, load(b.d_scores + x));
+        square_words(b.square_w, padded_);
+        triangle_product(true, true, b.square_w, kStride, k, channels_, b.d_q);
+        turn_square(b.d_scores);
+        square_words(b.square_w, padded_);
+        triangle_product(false, true, b.square_w, kStride, q, channels_, b.d_k);
+        if (!solves_) return;
+        turn_square(b.d_overlaps);  // rows and columns of dL in one product: both meet k
+        for (int x = 0; x < padded_ * kChunk; x += kLanes)
+            store(b.square + x, load(b.square + x) + load(b.d_overlaps + x));
+        square_words(b.square_w, padded_);
+        product(true, padded_, channels_, padded_ / kPerWord<Word>, b.square_w, kStride, k, channels_, b.d_k,
+                channels_);
+    }
+
+    void turn_square(const float* src) { transpose(own_.square, kChunk, src, kChunk, padded_, padded_); }
+
+    // Multiplies dA and dL by the decays between their tokens and makes them zero above the diagonal.
+    // `square` gets what each pair has to do with the decay between its tokens; the scores have it already.
+    void decay_squares() {
+        const GradientBuffers<Word>& b = own_;
+        float* factors = buffers_.row_decay;
+        for (int i = 0; i < padded_; ++i) {
+            const int row = i * kChunk;
+            float *d_scores = b.d_scores + row, *d_overlaps = b.d_overlaps + row;
+            const float *scores = buffers_.scores + row, *overlaps = buffers_.overlaps + row;
+            float* pairs = b.square + row;
+            for (int j = 0; wanted_.decay && j < i; ++j) pairs[j] = d_scores[j] * scores[j];
+            for (int j = 0; wanted_.decay && solves_ && j < i; ++j) pairs[j] += d_overlaps[j] * overlaps[j];
+            for (int j = 0; j < i; ++j) factors[j] *= buffers_.token_decay[i];
+            factors[i] = 1.0f;
+            for (int j = 0; j < i; ++j) d_scores[j] *= factors[j];
+            for (int j = 0; solves_ && j < i; ++j) d_overlaps[j] *= factors[j];
+            for (int j = i + 1; j < padded_; ++j) d_scores[j] = 0.0f;
+            for (int j = i; j < padded_; ++j) d_overlaps[j] = 0.0f;
+        }
+    }
+
+    // The sums over pairs i >= t > j.
+    void cross_tokens() {
+        float* columns = buffers_.row_decay;  // the sums over i >= t
+        this->zero(columns, kChunk);
+        for (int t = padded_ - 1; t >= 0; --t) {
+            const float* pairs = own_.square + t * kChunk;
+            Vec sums{};
+            int j = 0;
+            for (; j + kLanes <= t; j += kLanes) {
+                const Vec column = load(columns + j) + load(pairs + j);
+                store(columns + j, column);
+                sums += column;
+            }
+            float all = sum(sums);
+            for (; j < t; ++j) all += columns[j] += pairs[j];
+            own_.d_log_decay[t] += all;
+        }
+    }
+
+protected:
+    const Wanted wanted_;
+    const GradientBuffers<Word> own_;
+
+private:
+    const Word *d_o_rows_ = nullptr, *d_value_rows_ = nullptr,
+               *write_rows_ = nullptr;  // dO, dV, U, row-major
+};
+
+}  // namespace cula::cpu::CULA_CPU_TARGET

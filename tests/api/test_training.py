@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training through the package: autograd, torch.compile, checkpointing, autocast, and every name that has a
+backward pass. What the gradients are is in tests/laws/test_backward.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import cula
+import cula.delta_rule
+import cula.gdn
+import cula.gla
+import cula.kda
+import cula.lightning
+import cula.retention
+import cula.simple_gla
+from cula import _ops
+from cula_testing import gradients, level1
+from cula_testing.cases import ALGORITHMS, Case, Inputs, make
+from cula_testing.compare import assert_same_bits
+
+pytestmark = pytest.mark.cpu_only("GPUs have no backward kernels yet")
+
+SMALL = Case("kda", (20,), heads=1, value_heads=2, key_dim=16, value_dim=16, dtype=torch.float32)
+
+
+def leaves_of(inputs: Inputs) -> dict[str, torch.Tensor]:
+    return {name: getattr(inputs, name).detach().requires_grad_() for name in gradients.names(inputs)}
+
+
+def loss_of(made, seed: int = 3) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return sum((x * torch.randn(x.shape, generator=draw).to(x)).float().sum() for x in made if x is not None)
+
+
+# Level 1
+
+
+@pytest.mark.parametrize("gate", ["log_decay", "softplus", "bounded"])
+def test_functions_have_the_gradients_of_the_operator(algorithm, gate):
+    takes_gates = algorithm in ("kda", "gdn")
+    if gate != "log_decay" and not takes_gates:
+        pytest.skip("takes no raw gate")
+    inputs = make(SMALL.but(algorithm=algorithm, gate=gate, qk_l2norm=True, beta_is_logit=takes_gates))
+    leaves = leaves_of(inputs)
+    o, final_state = level1.prefill(inputs.but(**leaves))
+    d_o, d_final_state = gradients.upstream(inputs)
+    found = torch.autograd.grad((o, final_state), leaves.values(), (d_o, d_final_state))
+    wanted = gradients.backward(inputs, d_o, d_final_state)
+    for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
+        assert (gradient.shape, gradient.dtype) == (leaf.shape, leaf.dtype), name
+        assert_same_bits(name, gradient, wanted[name].view(gradient.shape).to(gradient.dtype))
+
+
+def test_only_what_requires_gradients_gets_them():
+    inputs = make(SMALL)
+    v = inputs.v.clone().requires_grad_()
+    level1.prefill(inputs.but(v=v))[0].sum().backward()
+    assert v.grad is not None
+    assert inputs.q.grad is None
+
+
+def test_gradients_have_the_dtype_and_layout_of_their_inputs():
+    """bfloat16 inputs, float32 gates, parameters of any shape and dtype, K-first states."""
+    inputs = make(SMALL.but(dtype=torch.bfloat16, gate="softplus"))
+    leaves = leaves_of(inputs)
+    leaves["A_log"] = inputs.A_log.view(1, 2, 1).bfloat16().requires_grad_()
+    leaves["dt_bias"] = inputs.dt_bias.reshape(-1).requires_grad_()
+    leaves["initial_state"] = inputs.initial_state.mT.contiguous().requires_grad_()
+    o, state = cula.cula_kda(
+        leaves["q"], leaves["k"], leaves["v"], leaves["g"], leaves["beta"], A_log=leaves["A_log"],
+        dt_bias=leaves["dt_bias"], use_gate_in_kernel=True, initial_state=leaves["initial_state"],
+        output_final_state=True, state_v_first=False,
+    )  # fmt: skip
+    loss_of((o, state)).backward()
+    for name, leaf in leaves.items():
+        assert (leaf.grad.shape, leaf.grad.dtype) == (leaf.shape, leaf.dtype), name
+        assert leaf.grad.isfinite().all(), name
+        assert leaf.grad.any(), name
+    d_o, d_state = torch.randn_like(o), torch.randn_like(state)
+    (first,) = torch.autograd.grad(
+        cula.cula_kda(
+            *(leaves[name].detach() for name in ("q", "k", "v", "g", "beta")), A_log=inputs.A_log,
+            dt_bias=inputs.dt_bias, use_gate_in_kernel=True, initial_state=leaves["initial_state"],
+            output_final_state=True, state_v_first=False,
+        ),
+        leaves["initial_state"], (d_o, d_state),
+    )  # fmt: skip
+    wanted = gradients.backward(inputs, d_o, d_state.mT, wanted=["initial_state"])["initial_state"]
+    assert_same_bits("initial_state", first, wanted.mT.contiguous())
+
+
+def test_decode_trains():
+    inputs = make(SMALL.but(lengths=(5,)))
+    leaves = leaves_of(inputs)
+    op = torch.ops.cula.decode.default
+    named = {name: value for name, value in inputs.but(**leaves).tensors().items() if value is not None}
+    o, _ = op(**named, options=_ops.pack("kda"), initial_state=leaves["initial_state"])
+    found = torch.autograd.grad(o.sum(), leaves.values())
+    o, _ = level1.prefill(inputs.but(**leaves))
+    for name, one, two in zip(leaves, found, torch.autograd.grad(o.sum(), leaves.values()), strict=True):
+        assert_same_bits(name, one, two)
+
+
+# Drop-ins
+
+# Each with its arguments by name, and which of the tensors below each is.
+KEYS = {"q": "q", "k": "k", "v": "v"}
+CHANNEL, TOKEN, WRITE = {"g": "per_channel"}, {"g": "per_token"}, {"beta": "beta"}
+DROP_INS = {
+    cula.kda.chunk_kda: CHANNEL | WRITE,
+    cula.kda.fused_recurrent_kda: CHANNEL | WRITE,
+    cula.kda.kda_prefill_hopper: CHANNEL | WRITE,
+    cula.gdn.chunk_gated_delta_rule: TOKEN | WRITE,
+    cula.gdn.fused_recurrent_gated_delta_rule: TOKEN | WRITE,
+    cula.gla.chunk_gla: CHANNEL,
+    cula.gla.fused_recurrent_gla: {"gk": "per_channel"},
+    cula.simple_gla.chunk_simple_gla: TOKEN,
+    cula.simple_gla.fused_recurrent_simple_gla: TOKEN,
+    cula.retention.chunk_retention: {},
+    cula.retention.fused_recurrent_retention: {},
+    cula.delta_rule.chunk_delta_rule: WRITE,
+    cula.delta_rule.fused_recurrent_delta_rule: WRITE,
+}
+
+
+@pytest.mark.parametrize("function", DROP_INS, ids=lambda function: function.__name__)
+def test_drop_ins_train(function):
+    """The gradients are those of difference quotients of the drop-in itself, in float64."""
+    torch.manual_seed(0)
+    rows = (1, 9, 2)
+    made = {name: torch.randn(*rows, 4, dtype=torch.float64) for name in ("q", "k")}
+    made["v"] = torch.randn(*rows, 3, dtype=torch.float64)
+    made["per_channel"] = -torch.rand(*rows, 4, dtype=torch.float64)
+    made["per_token"] = -torch.rand(rows, dtype=torch.float64)
+    made["beta"] = torch.rand(rows, dtype=torch.float64)
+    names = KEYS | DROP_INS[function]
+    leaves = [made[name].clone().requires_grad_() for name in names.values()]
+    assert torch.autograd.gradcheck(
+        lambda *x: function(**dict(zip(names, x, strict=True)))[0], leaves, fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradcheck(algorithm):
+    case = SMALL.but(algorithm=algorithm, lengths=(5,), key_dim=4, value_dim=3, qk_l2norm=True)
+    inputs = make(case).double()
+    leaves = leaves_of(inputs)
+
+    def run(*values):
+        return level1.prefill(inputs.but(**dict(zip(leaves, values, strict=True))), backend="reference")
+
+    assert torch.autograd.gradcheck(run, list(leaves.values()), fast_mode=True)
+
+
+# PyTorch's own ways
+
+
+def test_backward_twice_doubles():
+    inputs = make(SMALL)
+    leaves = leaves_of(inputs)
+    loss = loss_of(level1.prefill(inputs.but(**leaves)))
+    loss.backward(retain_graph=True)
+    once = {name: leaf.grad.clone() for name, leaf in leaves.items()}
+    loss.backward()
+    for name, leaf in leaves.items():
+        assert_same_bits(name, leaf.grad, 2 * once[name])
+
+
+def test_checkpointing_gives_the_same_bits():
+    inputs = make(SMALL)
+    results = []
+    for run in (level1.prefill, lambda x: checkpoint(level1.prefill, x, use_reentrant=False)):
+        leaves = leaves_of(inputs)
+        loss_of(run(inputs.but(**leaves))).backward()
+        results.append({name: leaf.grad for name, leaf in leaves.items()})
+    for name, gradient in results[0].items():
+        assert_same_bits(name, gradient, results[1][name])
+
+
+def test_autocast_changes_nothing_of_a_call():
+    inputs = make(SMALL.but(dtype=torch.bfloat16))
+    results = []
+    for enabled in (False, True):
+        leaves = leaves_of(inputs)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = loss_of(level1.prefill(inputs.but(**leaves)))
+        loss.backward()
+        results.append([leaf.grad for leaf in leaves.values()])
+    for one, two in zip(*results, strict=True):
+        assert_same_bits("gradient", one, two)
+
+
+def test_a_saved_input_that_is_written_is_found():
+    inputs = make(SMALL)
+    q = inputs.q.clone().requires_grad_()
+    k = inputs.k.clone()
+    o, _ = level1.prefill(inputs.but(q=q, k=k))
+    k.zero_()
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_second_derivatives_are_refused():
+    """Whatever asks for them: none is zero in silence."""
+    inputs = make(SMALL)
+    q = inputs.q.clone().requires_grad_()
+
+    def o(value):
+        return level1.prefill(inputs.but(q=value))[0]
+
+    refused = pytest.raises(NotImplementedError, match="second derivatives are not built")
+    (first,) = torch.autograd.grad(o(q).square().sum(), q, create_graph=True)
+    assert first.requires_grad
+    with refused:
+        first.sum().backward(retain_graph=True)
+    with refused:
+        torch.autograd.grad(o(q).sum() + first.square().sum(), q)
+    with refused:
+        torch.autograd.functional.hessian(lambda value: o(value).square().sum(), q)
+    with refused:
+        torch.autograd.functional.jvp(o, q, torch.ones_like(q))
+
+
+# What a loss does to the final state: reduces, permutes, cuts it.
+READERS = {
+    "sum": lambda state: state.sum(),
+    "permuted": lambda state: (state.permute(3, 0, 2, 1).reshape(16, -1) ** 2).sum(),
+    "every second": lambda state: state[:, :, ::2, ::2].square().sum(),
+    "one head": lambda state: state[:, 1].square().sum(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("v_first", [True, False], ids=["v_first", "k_first"])
+def test_gradients_of_final_states_of_any_strides(reader, v_first):
+    inputs = make(SMALL)
+    state = inputs.initial_state if v_first else inputs.initial_state.mT.contiguous()
+    read = READERS[reader]
+    results = []
+    for dense in (False, True):
+        v = inputs.v.clone().requires_grad_()
+        _, final = level1.prefill(inputs.but(v=v, initial_state=state), state_v_first=v_first)
+        leaf = final.detach().requires_grad_()
+        (d_state,) = torch.autograd.grad(read(leaf), leaf)
+        loss = (final * d_state.contiguous()).sum() if dense else read(final)
+        results.append(torch.autograd.grad(loss, v)[0])
+    assert results[0].any()
+    assert_same_bits("v", *results)
+
+
+def test_wrong_arguments_are_refused_in_the_same_words():
+    """With gradients on and off."""
+    inputs = make(SMALL.but(state=False))
+    for name, wrong in {
+        "q": inputs.q.int(), "k": inputs.k[:, :3], "initial_state": torch.zeros(1, 2, 16, 16).int(),
+        "beta": inputs.beta[:, 1:], "g": inputs.g.long(),
+    }.items():  # fmt: skip
+        with torch.no_grad(), pytest.raises(ValueError) as plain:  # noqa: PT011  (compared below)
+            level1.prefill(inputs.but(**{name: wrong}))
+        asked = inputs.but(v=inputs.v.clone().requires_grad_(), **{name: wrong})
+        with pytest.raises(ValueError) as error:  # noqa: PT011  (as above)
+            level1.prefill(asked)
+        assert str(error.value) == str(plain.value)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_models_train_in_one_graph(backend):
+    """One graph for all lengths."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    project = torch.nn.Linear(8, 8)
+
+    def model(x):
+        q = project(x).view(1, -1, 1, 8)
+        return cula.cula_gla(q, q, q, -q.sigmoid())[0]
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (5, 9, 33):
+        x, results = torch.randn(tokens, 8), []
+        for run in (model, compiled):
+            project.zero_grad()
+            run(x).square().sum().backward()
+            results.append(project.weight.grad.clone())
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
+def test_the_operator_follows_pytorchs_rules():
+    inputs = make(SMALL.but(gate="softplus"))
+    named = {name: value for name, value in inputs.tensors().items() if value is not None}
+    named |= {"initial_state": inputs.initial_state, "options": _ops.pack("kda", gate="softplus")}
+    wanted = sum(_ops.bit("gradients") << _ops.GRADIENTS.index(name) for name in gradients.names(inputs))
+    d_o, d_final_state = gradients.upstream(inputs)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.cula.backward.default, (), {**named, "options": named["options"] + wanted, "d_o": d_o},
+        test_utils=checks,
+    )  # fmt: skip
+    torch.library.opcheck(
+        torch.ops.cula.backward.out, (),
+        {**named, "d_o": d_o, "d_final_state": d_final_state,
+         **{f"d_{name}": gradients.empty(inputs, name) for name in gradients.names(inputs)}},
+        test_utils=checks,
+    )  # fmt: skip
+    leaves = {
+        name: value.detach().requires_grad_() if isinstance(value, torch.Tensor) else value
+        for name, value in named.items()
+    }
+    torch.library.opcheck(
+        torch.ops.cula.prefill.default, (), leaves,
+        test_utils=(*checks, "test_autograd_registration", "test_aot_dispatch_dynamic"),
+    )  # fmt: skip
+
+
+# What has no gradient
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("writes into out has", {"out": torch.empty(1, 20, 2, 16)}),
+        ("writes into a state or pool has", {"state_pool": torch.zeros(1, 2, 16, 16)}),
+        ("the states of return_intermediate_states", {"return_intermediate_states": True}),
+        (
+            "states in slots have none: give a state for each sequence and no initial_state_indices",
+            {"initial_state": torch.zeros(3, 2, 16, 16), "initial_state_indices": torch.tensor([2])},
+        ),
+        (
+            "writes into checkpoints has",
+            {"checkpoints": cula.Checkpoints(torch.zeros(1, 2, 16, 16), torch.tensor([[0, 20, 0]]))},
+        ),
+    ],
+)
+def test_what_is_written_in_place_has_no_gradients(words, named):
+    inputs = make(SMALL.but(state=False))
+    q = inputs.q.clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"prefill: q requires gradients.*{words}"):
+        level1.prefill(inputs.but(q=q), **{"output_final_state": False, **named})
+
+
+def test_a_constant_decay_has_no_gradient():
+    inputs = make(SMALL.but(algorithm="lightning"))
+    with pytest.raises(NotImplementedError, match="prefill: decay requires gradients, which are not built"):
+        level1.prefill(inputs.but(decay=inputs.decay.clone().requires_grad_()))
+
+
+def test_what_no_backend_takes_is_refused_before_it_runs():
+    inputs = make(SMALL.but(value_dim=300))
+    with pytest.raises(NotImplementedError, match="q requires gradients, and no backend computes them"):
+        level1.prefill(inputs.but(q=inputs.q.clone().requires_grad_()))
+    level1.prefill(inputs)

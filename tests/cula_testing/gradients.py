@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backward pass of `torch.ops.cula` on a case's inputs, and the error rule for what it returns. Gradients
+are filled with NaN first, so what is not written shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from cula import _ops
+from cula_testing import operators
+from cula_testing.cases import Inputs, state_like, strided
+from cula_testing.compare import assert_accurate
+from cula_testing.passes import NAN, backend_of
+
+# Against the error of the naive recurrence. A forward may have twice as much.
+BUDGET = 3.0
+
+Gradients = dict[str, torch.Tensor]
+
+
+def upstream(inputs: Inputs, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a loss hands back: the gradients of o, in the dtype of q, and of the final states, as the case's
+    states are."""
+    draw = torch.Generator().manual_seed(seed)
+    d_o = torch.randn(inputs.v.shape, generator=draw).to(inputs.v)
+    states = state_like(inputs.case, inputs.case.sequences, device=inputs.v.device)
+    return d_o, states.copy_(torch.randn(states.shape, generator=draw) / 4)
+
+
+def names(inputs: Inputs) -> list[str]:
+    """What has a gradient in this call."""
+    return [name for name in _ops.GRADIENTS if getattr(inputs, name) is not None]
+
+
+def empty(inputs: Inputs, name: str) -> torch.Tensor:
+    """Room for a gradient: of rows, a slice of wider rows."""
+    value = getattr(inputs, name)
+    wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+    if name == "initial_state":
+        return state_like(inputs.case.but(state_dtype=wide), len(value), device=value.device)
+    if name in ("A_log", "dt_bias"):
+        return torch.full(value.shape, NAN, dtype=wide, device=value.device)
+    return strided(torch.full(value.shape, NAN, dtype=value.dtype, device=value.device))
+
+
+def assert_nothing_beside(name: str, gradient: torch.Tensor) -> None:
+    """What lies around the slice is as it was."""
+    if gradient._base is None:
+        return
+    around = gradient._base.clone()
+    around.as_strided(gradient.shape, gradient.stride(), gradient.storage_offset()).fill_(NAN)
+    assert around.isnan().all(), f"something is written beside d_{name}"
+
+
+def backward(
+    inputs: Inputs,
+    d_o: torch.Tensor | None,
+    d_final_state: torch.Tensor | None,
+    *,
+    backend: str = "",
+    wanted: Iterable[str] | None = None,
+    batch_invariant: bool = False,
+) -> Gradients:
+    """The gradients of dense calls: a pool of `inputs` is none of its states."""
+    assert inputs.initial_state_indices is None
+    found = {name: empty(inputs, name) for name in (names(inputs) if wanted is None else wanted)}
+    operators.call(
+        "backward",
+        **inputs.tensors(),
+        **inputs.case.options,
+        initial_state=inputs.initial_state,
+        has_initial_state=inputs.has_initial_state,
+        d_o=d_o,
+        d_final_state=d_final_state,
+        batch_invariant=batch_invariant,
+        backend=backend or backend_of(inputs.case, "backward"),
+        **{f"d_{name}": gradient for name, gradient in found.items()},
+    )
+    for name, gradient in found.items():
+        assert_nothing_beside(name, gradient)
+    return found
+
+
+def _beside(inputs: Inputs, oracle: Gradients, name: str) -> torch.Tensor:
+    """What else counts as the size of a gradient. Subnormal float32 numbers may count as zero. A gradient of
+    a parameter is a sum over tokens that may cancel: so does the root of the sum of their squares."""
+    if name not in ("A_log", "dt_bias"):
+        return torch.tensor(1e-30, device=inputs.q.device)
+    terms = oracle["g"]
+    if name == "A_log":
+        x = inputs.g.double()
+        if inputs.dt_bias is not None:
+            x = x + inputs.dt_bias.double().view(x.shape[2:])
+        softplus = torch.nn.functional.softplus(x, threshold=100) / x.sigmoid()
+        terms = terms * (softplus if inputs.case.gate == "softplus" else x).nan_to_num(0.0, 0.0, 0.0)
+        terms = terms.flatten(3).square().sum(3) if terms.ndim == 4 else terms.square()
+        return terms.sum((0, 1)).sqrt()
+    return terms.square().sum((0, 1)).sqrt().view(oracle[name].shape)
+
+
+def exact(inputs: Inputs, d_o: torch.Tensor | None, d_final_state: torch.Tensor | None) -> Gradients:
+    """The oracle's, of the same numbers."""
+    wide = [None if given is None else given.double() for given in (d_o, d_final_state)]
+    return backward(inputs.double(), *wide, backend="reference")
+
+
+def assert_rule(inputs: Inputs, backend: str = "", seed: int = 1) -> Gradients:
+    """The error rule on every gradient."""
+    d_o, d_final_state = upstream(inputs, seed)
+    found = backward(inputs, d_o, d_final_state, backend=backend)
+    oracle = exact(inputs, d_o, d_final_state)
+    naive = backward(inputs, d_o, d_final_state, backend="reference:naive")
+    for name, gradient in found.items():
+        assert_accurate(
+            f"d_{name}", gradient, oracle[name], naive[name], inputs.q.dtype,
+            _beside(inputs, oracle, name), BUDGET,
+        )  # fmt: skip
+    return found
