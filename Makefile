@@ -26,8 +26,10 @@ build:  ## the library and the PyTorch operators
 	@$(call configure)
 	@cmake --build build --target cula_torch --parallel $(JOBS)
 
-demo: build  ## linear attention on real text, with a table and a plot
+demo: build  ## linear attention reads real text, then trains on it: tables and plots
 	@python examples/demo.py
+	@echo
+	@python examples/train.py --steps 60
 
 test:  ## every test: C++, then Python
 	@tools/setup.sh test

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import statistics
 import sys
-import sysconfig
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import matplotlib
 import torch
+from common import PICTURES, Clock, distance, print_checks, print_table, source_files
 from matplotlib import pyplot as plt
 from model import PREFILL, Model, Shape
 from torch import Tensor
@@ -31,7 +29,7 @@ import cula
 
 CONTEXT, PIECE, STREAM, PREFIX = 16384, 2048, 256, 1024  # bytes
 FILES, LARGEST_FILE = 16, 8192
-PLOT = Path(__file__).resolve().parent.parent / "build" / "demo" / "time.png"
+PLOT = PICTURES / "time.png"
 matplotlib.use("Agg")  # the plot is a file: no display is needed
 PLOT_LENGTHS = [1024 << i for i in range(6)]
 
@@ -57,10 +55,7 @@ class Report:
 def corpus() -> tuple[Tensor, Tensor, list[Tensor]]:
     """The context, what follows it, and files for the packed batch, an empty one among them where there is
     one."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path for path in folder.rglob("*.py") if not {"site-packages", "dist-packages"} & set(path.parts)
-    ]
+    paths = source_files()
     small = sorted(
         (path for path in paths if path.stat().st_size <= LARGEST_FILE), key=lambda p: (p.stat().st_size, p)
     )
@@ -76,27 +71,6 @@ def corpus() -> tuple[Tensor, Tensor, list[Tensor]]:
         everything[CONTEXT:],
         [torch.tensor(list(p.read_bytes()), dtype=torch.long) for p in packed],
     )
-
-
-def distance(x: Tensor, reference: Tensor) -> float:
-    """Relative root mean square."""
-    return float((x.double() - reference.double()).norm() / reference.double().norm())
-
-
-class Clock:
-    """with Clock() as clock: ...; clock.seconds"""
-
-    def __init__(self, device: torch.device) -> None:
-        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
-    def __enter__(self) -> Clock:
-        self.wait()
-        self.start = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.wait()
-        self.seconds = time.perf_counter() - self.start
 
 
 def read_context(model: Model, context: Tensor, report: Report, bar: tqdm) -> tuple[Tensor, list]:
@@ -198,7 +172,7 @@ def pick_device() -> torch.device:
     return gpu if ready else torch.device("cpu")
 
 
-def print_table(reports: list[Report], shape: Shape) -> None:
+def print_reports(reports: list[Report], shape: Shape) -> None:
     kv_cache = 2 * CONTEXT * shape.layers * shape.heads * shape.head_dim * torch.bfloat16.itemsize
     head = (
         "algorithm",
@@ -225,20 +199,7 @@ def print_table(reports: list[Report], shape: Shape) -> None:
         )
         for report in reports
     ]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, tuple("-" * width for width in widths), *rows):
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-
-
-def print_checks(reports: list[Report]) -> bool:
-    good = True
-    for name in reports[0].checks:
-        found = [report.checks[name] for report in reports]
-        passed = all(error <= allowed for error, allowed in found)
-        good = good and passed
-        numbers = ", ".join(f"{error:.1e} of {allowed:.1e}" for error, allowed in found)
-        print(f"  {'ok  ' if passed else 'FAIL'} {name}: {numbers}")
-    return good
+    print_table(head, rows)
 
 
 def attention_times(shape: Shape, device: torch.device, bar: tqdm) -> dict[str, list[float]]:
@@ -300,9 +261,9 @@ def main() -> int:
         reports = [run(algorithm, shape, context, following, files, bar) for algorithm in PREFILL]
         draw(attention_times(shape, device, bar), shape)
 
-    print_table(reports, shape)
+    print_reports(reports, shape)
     print("checks (relative root mean square, found of allowed):")
-    good = print_checks(reports)
+    good = print_checks({name: [report.checks[name] for report in reports] for name in reports[0].checks})
     print(f"time against length, beside softmax attention: {PLOT}")
     return 0 if good else 1
 
