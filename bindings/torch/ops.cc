@@ -286,14 +286,14 @@ struct Outputs {
             const TensorRef& of = args.*kGradients[i].of;
             if (!of)
                 fail(pass, "options", "ask for no gradient of what is not given",
-                     "gradient " + std::to_string(i));
+                     std::string(kGradients[i].name));
             TensorRef& gradient = args.*kGradients[i].field;
             if (kGradients[i].field == &Args::d_initial_state) {
-                make_states("d_initial_state", gradients[i], gradient);
+                make_states(kGradients[i].name, gradients[i], gradient);
             } else {
                 const std::span shape = std::span(of.size).first(static_cast<std::size_t>(of.ndim));
                 gradients[i] = allocate(shape, dtype_code(of.dtype), device);
-                gradient = view(pass, "gradient", gradients[i], place);
+                gradient = view(pass, kGradients[i].name, gradients[i], place);
             }
         }
     }

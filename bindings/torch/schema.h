@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/gradients.h"
 #include "cula/cula.h"
 
 namespace cula::torch_binding {
@@ -111,23 +112,6 @@ std::int64_t known_bits(Pass pass, Form form);
 // The rows of kOptions, one a line: name, shift, and the names of its values, or "=" and its default where
 // it is a number; separated by tabs.
 std::string option_bits();
-
-// A gradient that a backward makes, in the order in which it returns them, and what it is the gradient of.
-struct Gradient {
-    TensorRef Args::* field;
-    TensorRef Args::* of;
-};
-
-inline constexpr std::array kGradients{
-    Gradient{&Args::d_q, &Args::q},
-    Gradient{&Args::d_k, &Args::k},
-    Gradient{&Args::d_v, &Args::v},
-    Gradient{&Args::d_g, &Args::g},
-    Gradient{&Args::d_beta, &Args::beta},
-    Gradient{&Args::d_A_log, &Args::A_log},
-    Gradient{&Args::d_dt_bias, &Args::dt_bias},
-    Gradient{&Args::d_initial_state, &Args::initial_state},
-};
 
 inline constexpr std::size_t kMaxTensors = 21;
 

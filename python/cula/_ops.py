@@ -55,7 +55,9 @@ _DIAGONAL = [line.endswith("\tyes") for line in algorithms().splitlines()]
 
 
 # What a backward makes the gradients of, in the order of what it returns.
-GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+GRADIENTS = tuple(
+    output.name.removeprefix("d_") for output in torch.ops.cula.backward.default._schema.returns
+)
 
 # What a schema calls a type.
 _TYPES: dict[str, type | tuple[type, ...]] = {

@@ -13,6 +13,7 @@
 #include "core/argument_checks.h"
 #include "core/check.h"
 #include "core/forks.h"
+#include "core/gradients.h"
 #include "core/kernel.h"
 #include "core/rows.h"
 
@@ -439,23 +440,17 @@ private:
             last_contiguous("d_o", d_o);
         }
         if (d_state) state("d_final_state", d_state, {"N", sequences_});
-        const auto row = [&](std::string_view argument, const TensorRef& ref, std::string_view of,
-                             const TensorRef& input) {
-            if (!ref) return;
-            gradient(argument, ref, of, input);
-            if (ref.ndim == 4) last_contiguous(argument, ref);
-        };
-        row("d_q", args_.d_q, "q", args_.q);
-        row("d_k", args_.d_k, "k", args_.k);
-        row("d_v", args_.d_v, "v", args_.v);
-        row("d_g", args_.d_g, "g", args_.g);
-        row("d_beta", args_.d_beta, "beta", args_.beta);
-        row("d_A_log", args_.d_A_log, "A_log", args_.A_log);
-        row("d_dt_bias", args_.d_dt_bias, "dt_bias", args_.dt_bias);
-        if (const TensorRef& state = args_.d_initial_state) {
-            given("initial_state", args_.initial_state, "with d_initial_state");
-            this->state("d_initial_state", state, {"N", sequences_});
-            writable("d_initial_state", state);
+        for (const auto& [argument, field, of_name, of] : kGradients) {
+            const TensorRef& ref = args_.*field;
+            if (!ref) continue;
+            if (field == &Args::d_initial_state) {
+                given("initial_state", args_.initial_state, "with d_initial_state");
+                state(argument, ref, {"N", sequences_});
+                writable(argument, ref);
+            } else {
+                gradient(argument, ref, of_name, args_.*of);
+                if (ref.ndim == 4) last_contiguous(argument, ref);
+            }
         }
         const std::pair<std::string_view, const TensorRef*> forward[] = {
             {"o", &args_.o},
@@ -470,26 +465,9 @@ private:
 
     // What backward writes shares no memory with what it reads, nor with what else it writes.
     void check_apart() const {
-        const std::pair<std::string_view, const TensorRef*> written[] = {
-            {"d_q", &args_.d_q},
-            {"d_k", &args_.d_k},
-            {"d_v", &args_.d_v},
-            {"d_g", &args_.d_g},
-            {"d_beta", &args_.d_beta},
-            {"d_A_log", &args_.d_A_log},
-            {"d_dt_bias", &args_.d_dt_bias},
-            {"d_initial_state", &args_.d_initial_state}};
         const std::pair<std::string_view, const TensorRef*> read[] = {
-            {"q", &args_.q},
-            {"k", &args_.k},
-            {"v", &args_.v},
-            {"g", &args_.g},
             {"decay", &args_.gamma},
-            {"beta", &args_.beta},
-            {"A_log", &args_.A_log},
-            {"dt_bias", &args_.dt_bias},
             {"cu_seqlens", &args_.cu_seqlens},
-            {"initial_state", &args_.initial_state},
             {"has_initial_state", &args_.has_initial_state},
             {"d_o", &args_.d_o},
             {"d_final_state", &args_.d_final_state}};
@@ -498,12 +476,14 @@ private:
             CULA_REQUIRE(!of_other || apart(ref, of_other), argument,
                          "share no memory with " + std::string(other), "memory that overlaps it");
         };
-        for (std::size_t i = 0; i < std::size(written); ++i) {
-            const auto& [argument, ref] = written[i];
-            if (!*ref) continue;
-            for (const auto& [other, of_other] : read) check(argument, *ref, other, *of_other);
-            for (const auto& [other, of_other] : std::span(written).first(i))
-                check(argument, *ref, other, *of_other);
+        for (std::size_t i = 0; i < kGradients.size(); ++i) {
+            const TensorRef& ref = args_.*kGradients[i].field;
+            if (!ref) continue;
+            for (const Gradient& other : kGradients)
+                check(kGradients[i].name, ref, other.of_name, args_.*other.of);
+            for (const auto& [other, of_other] : read) check(kGradients[i].name, ref, other, *of_other);
+            for (const Gradient& other : std::span(kGradients).first(i))
+                check(kGradients[i].name, ref, other.name, args_.*other.field);
         }
     }
 
@@ -539,16 +519,8 @@ private:
                              {"snapshot_indices", &args_.snapshot_indices},
                              {"parents", &args_.parents}});
         only(Pass::kSegment, {{"m", &args_.segment_m}, {"b", &args_.segment_b}});
-        only(Pass::kBackward, {{"d_o", &args_.d_o},
-                               {"d_final_state", &args_.d_final_state},
-                               {"d_q", &args_.d_q},
-                               {"d_k", &args_.d_k},
-                               {"d_v", &args_.d_v},
-                               {"d_g", &args_.d_g},
-                               {"d_beta", &args_.d_beta},
-                               {"d_A_log", &args_.d_A_log},
-                               {"d_dt_bias", &args_.d_dt_bias},
-                               {"d_initial_state", &args_.d_initial_state}});
+        only(Pass::kBackward, {{"d_o", &args_.d_o}, {"d_final_state", &args_.d_final_state}});
+        for (const Gradient& row : kGradients) only(Pass::kBackward, {{row.name, &(args_.*row.field)}});
         CULA_REQUIRE(!args_.o || pass_ != Pass::kSegment, "o", "be left out: a segment has a map, no outputs",
                      "a tensor");
         CULA_REQUIRE(!args_.keep || pass_ == Pass::kSegment, "keep", "be false: it belongs to segment",

@@ -128,7 +128,7 @@ private:
         }
         if (!args_.d_initial_state) return;
         if (!starts_from_state(args_, n)) std::fill_n(Z.data, Z.size(), Scalar{});
-        store(matrix_at(args_.d_initial_state, n, hv), Z);
+        store_state(matrix_at(args_.d_initial_state, n, hv), Z);
     }
 
     // The states at the starts of all blocks.
@@ -137,9 +137,7 @@ private:
         for (std::int64_t t = 0; t < tokens.length; ++t) {
             if (t % block_ == 0)
                 std::copy_n(scratch.states, state_size(), scratch.starts + t / block_ * state_size());
-            const Token<Scalar, Sum> token(args_, tokens.batch, tokens.begin + t, hv);
-            decay(token, state(scratch.states));
-            update(args_.algorithm.update, token, token.v, state(scratch.states));
+            advance(tokens, t, hv, state(scratch.states));
         }
     }
 
@@ -147,6 +145,11 @@ private:
     void step(const Tokens& tokens, std::int64_t t, std::int64_t hv, Scalar* states, std::int64_t i) const {
         const State<Scalar> S = state(states + (i + 1) * state_size());
         std::copy_n(states + i * state_size(), state_size(), S.data);
+        advance(tokens, t, hv, S);
+    }
+
+    // S goes from before the token to after it.
+    void advance(const Tokens& tokens, std::int64_t t, std::int64_t hv, State<Scalar> S) const {
         const Token<Scalar, Sum> token(args_, tokens.batch, tokens.begin + t, hv);
         decay(token, S);
         update(args_.algorithm.update, token, token.v, S);
@@ -364,8 +367,6 @@ private:
         if (!row) return static_cast<void>(std::fill_n(S.data, S.size(), Scalar{}));
         load_state<Sum>(matrix_at(row.states, row.slot, hv), S);
     }
-
-    static void store(const TensorRef& matrix, State<Scalar> S) { store_state(matrix, S); }
 
     const Args& args_;
     const Context& context_;
