@@ -213,8 +213,8 @@ private:
             case 5: {
                 TensorRef& ref = some_tensor();
                 if (ref.data) ref.data = static_cast<std::byte*>(ref.data) + random_.between(0, 1);
-                // At an odd address a tensor of more than a byte per element is refused before it is read; any
-                // other has to have all the memory that it claims.
+                // At an odd address a tensor of more than a byte per element is refused before it is read;
+                // any other has to have all the memory that it claims.
                 const bool odd = (reinterpret_cast<std::uintptr_t>(ref.data) & 1) != 0;
                 if (ref.data && (!odd || size_bytes(ref.dtype) < 2)) memory_.place(ref);
                 break;
