@@ -13,22 +13,21 @@ from pathlib import Path
 import torch
 
 from bench import cost, dist, first, gpu, machine, results
-from bench.accuracy import Oracle, stand_in
-from bench.impls import OURS, Impl, states_of, verify_inputs
+from bench.accuracy import GradientOracle, Oracle, stand_in
+from bench.impls import OURS, Impl, inputs_of, states_of
 from bench.measure import Call
 from bench.peers import tune_briefly
 from bench.results import RESULTS, Row
 from bench.suites import GROUPS, SUITES, Entry, Suite
-from cula_testing.cases import Case, Inputs, make
+from cula_testing.cases import Case, Inputs
 
 ROTATE_BYTES_LIMIT = 1 << 30  # of all sets of inputs together
 
-Errors = dict[str, tuple[float, float]]  # of each implementation's output and final states
+Errors = dict[str, dict]  # of each implementation, by the names of `Row`
 
 
-def inputs_of(suite: Suite, case: Case) -> Inputs:
-    inputs = make(case, suite.device.DEVICE, draw_on=suite.device.DEVICE)
-    return verify_inputs(inputs) if suite.pass_name == "verify" else inputs
+def _inputs(suite: Suite, case: Case) -> Inputs:
+    return inputs_of(suite.pass_name, case, suite.device.DEVICE)
 
 
 def rotating(suite: Suite, first_set: Inputs) -> list[Inputs]:
@@ -39,10 +38,27 @@ def rotating(suite: Suite, first_set: Inputs) -> list[Inputs]:
     return [first_set, *(first_set.map(torch.clone) for _ in range(math.ceil(wanted / size) - 1))]
 
 
-def errors_of(suite: Suite, oracle: Oracle, inputs: Inputs, impl: Impl) -> tuple[float, float]:
+def oracle_of(suite: Suite, inputs: Inputs) -> Oracle | GradientOracle:
+    return GradientOracle(inputs) if suite.trains else Oracle(suite.pass_name, inputs)
+
+
+def errors_of(suite: Suite, oracle: Oracle | GradientOracle, inputs: Inputs, impl: Impl) -> dict:
     own = inputs.map(torch.clone)
-    o, states = impl.bind(suite.pass_name, own)()
-    return oracle.errors(o, states_of(suite.pass_name, own, states))
+    if suite.trains:
+        return {"rel_err_gradients": oracle.errors(impl.gradients(suite.pass_name, own))}
+    given = impl.prepare(suite.pass_name, own)
+    o, states = impl.bind(suite.pass_name, given)()
+    errors = oracle.errors(o, states_of(suite.pass_name, given, states))
+    return dict(zip(("rel_err_out", "rel_err_state"), errors, strict=True))
+
+
+def peak_of(suite: Suite, inputs: Inputs, impl: Impl) -> float | None:
+    """In GB, of a pass of training."""
+    if not suite.trains:
+        return None
+    given = impl.prepare(suite.pass_name, inputs)
+    found = suite.device.peak_bytes(lambda: impl.bind(suite.pass_name, given))
+    return None if found is None else found / 1e9
 
 
 class Run:
@@ -57,6 +73,7 @@ class Run:
         self.first_calls: dict[first.Call, float | None] = {}
         self.failed = False
         self.rows: list[Row] = []
+        self.refused: list[dict] = []  # of the suite that runs: what is not measured, and why
 
     def chosen(self, suite: Suite) -> Iterator[tuple[Entry, list[Impl]]]:
         for entry in suite.entries:
@@ -75,6 +92,7 @@ class Run:
             flush=True,
         )
         rows: list[Row] = []
+        self.refused = []
         path, start = None, time.perf_counter()
         for entry, impls in self.chosen(suite):
             if entry.case.packed:
@@ -86,39 +104,45 @@ class Run:
                 show(row, measured[0], head)
             rows += measured
             self.rows += measured
-            if self.output is not None:
-                path = results.write(self.output, suite.name, head, rows)
+            head["refused"] = self.refused
+            if self.output is not None and (rows or self.refused):
+                path = results.write(self.output, suite.name, head, rows, beside=not self.whole)
         if path is not None:
             head["clock_mhz"] = [*head["clock_mhz"], *suite.device.clock_mhz()]
-            print(f"wrote {results.write(self.output, suite.name, head, rows)}", flush=True)
+            results.write(self.output, suite.name, head, rows, beside=not self.whole)
+            print(f"wrote {path}", flush=True)
         print(f"{suite.name}: {time.perf_counter() - start:.0f} s", flush=True)
 
     def measure(self, suite: Suite, entry: Entry, impls: list[Impl]) -> list[Row]:
         op, name, case = entry.op, entry.name, entry.case
-        sets = rotating(suite, inputs_of(suite, case))
+        sets = rotating(suite, _inputs(suite, case))
         small = stand_in(case, suite.device.ORACLE_TOKENS)
         errors = self.known_errors.setdefault((suite.name, small), {})
         if any(impl.computes and impl.name not in errors for impl in impls):
-            sample = sets[0].map(torch.clone) if small == case else inputs_of(suite, small)
-            oracle = Oracle(suite.pass_name, sample)
+            sample = sets[0].map(torch.clone) if small == case else _inputs(suite, small)
+            oracle = oracle_of(suite, sample)
         calls: dict[str, list[Call]] = {}
+        peaks: dict[str, float | None] = {}
         for impl in impls:
             try:
                 if impl.computes and impl.name not in errors:
                     errors[impl.name] = errors_of(suite, oracle, sample, impl)
-                bound = [impl.bind(suite.pass_name, inputs) for inputs in sets]
+                bound = [impl.bound(suite.pass_name, inputs) for inputs in sets]
                 bound[0]()
                 suite.device.wait()
+                peaks[impl.name] = peak_of(suite, sets[0], impl)
             except Exception as error:  # whatever it is: a peer that cannot do a case is left out of it
-                print(f"{op}/{name}: {impl.name} failed: {error}", flush=True)
-                self.failed |= impl.name == OURS.name
+                missing = isinstance(error, NotImplementedError)
+                print(f"{op}/{name}: {impl.name} {'refuses' if missing else 'failed'}: {error}", flush=True)
+                self.failed |= impl.name == OURS.name and not missing
+                reason = " ".join(str(error).split())
+                self.refused.append({"op": op, "case": name, "impl": impl.name, "reason": reason})
             else:
                 calls[impl.name] = bound
         times = suite.device.times(calls, self.options.quick or suite.brief)
         moved = cost.moved_bytes(suite.pass_name, sets[0])
 
         def row(impl: Impl) -> Row:
-            out_error, state_error = errors[impl.name] if impl.computes else (None, None)
             return Row(
                 suite=suite.name,
                 op=op,
@@ -137,11 +161,11 @@ class Run:
                 call_ms=times[impl.name].call_ms,
                 gb=(moved if impl.computes else 2 * case.sequences * cost.state_bytes(case)) / 1e9,
                 gflop=cost.flops(suite.pass_name, case) / 1e9 if impl.computes else 0.0,
-                rel_err_out=out_error,
-                rel_err_state=state_error,
                 gpu_timing=times[impl.name].gpu_timing,
                 host_ms=times[impl.name].host_ms,
                 first_call_ms=self.first_calls.get((suite.name, op, name, impl.name)),
+                peak_gb=peaks[impl.name],
+                **errors.get(impl.name, {}),
             )
 
         return [row(impl) for impl in impls if impl.name in times]
@@ -156,8 +180,8 @@ class Run:
             for entry, impls in self.chosen(suite) if suite.device is gpu else ():
                 for impl in impls:
                     call = (suite.name, entry.op, entry.name, impl.name)
-                    if impl.name == "fla":
-                        if new := first.kinds(suite.pass_name, entry.case) - known:
+                    if first.is_tuned(impl.name):
+                        if new := first.kinds(suite.pass_name, impl.name, entry.case) - known:
                             tuned[call] = new
                             known |= new
                     elif impl.computes and call[:3] in first.COMPILED and not self.options.quick:
@@ -186,10 +210,12 @@ def show(row: Row, ours: Row, head: dict) -> None:
         "" if row.host_ms is None else f"  call {1e3 * row.call_ms:.0f} us, host {1e3 * row.host_ms:.1f} us"
     )
     error = "" if row.rel_err_out is None else f"  out {row.rel_err_out:.1e}  state {row.rel_err_state:.1e}"
+    error += "".join(f"  d_{name} {value:.1e}" for name, value in (row.rel_err_gradients or {}).items())
+    peak = "" if row.peak_gb is None else f"  peak {row.peak_gb:.2f} GB"
     print(
         f"{row.op:9} {row.pass_name:7} {row.case:26} {row.impl:19} {time:9.4f} ms"
         f"  x{time / time_of(ours):<6.2f} {row.gb / time / head['copy_tbps']:4.0%} of copy"
-        f" {row.gflop / time / head['gemm_tflops']:4.0%} of gemm{host}{error}",
+        f" {row.gflop / time / head['gemm_tflops']:4.0%} of gemm{host}{peak}{error}",
         flush=True,
     )
 

@@ -1,31 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of a result against the float64 oracle, on as many heads as the oracle manages in about a
-second."""
+"""The error of a result against the float64 oracle, on as many heads as the oracle manages in a few
+seconds."""
 
 from __future__ import annotations
 
 import torch
 
-from cula_testing import passes
+from bench.training import Gradients, Step
+from cula_testing import gradients, passes
 from cula_testing.cases import Case, Inputs
 from cula_testing.compare import errors
 
 ORACLE_TOKEN_HEADS = 32768
+HEAD_AXIS = {"A_log": 0, "decay": 0, "dt_bias": 0, "initial_state": 1}  # of the others it is 2
+
+
+def _counts(case: Case) -> tuple[int, int]:
+    """How many of the heads of q and k, and of v."""
+    affordable = max(1, ORACLE_TOKEN_HEADS // max(1, sum(case.lengths)))
+    group = case.value_heads // case.heads
+    heads = max(1, min(case.heads, affordable // group))
+    return heads, heads * group
+
+
+def _first_heads(case: Case, tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    heads, value_heads = _counts(case)
+    return {
+        name: x.narrow(HEAD_AXIS.get(name, 2), 0, heads if name in ("q", "k") else value_heads)
+        for name, x in tensors.items()
+        if x is not None and name != "cu_seqlens"
+    }
 
 
 def some_heads(inputs: Inputs) -> Inputs:
     """The same call on the first heads alone: heads do not know of each other."""
-    case = inputs.case
-    affordable = max(1, ORACLE_TOKEN_HEADS // max(1, sum(case.lengths)))
-    group = case.value_heads // case.heads
-    heads = max(1, min(case.heads, affordable // group))
-    head_axis = {"A_log": 0, "decay": 0, "dt_bias": 0, "initial_state": 1}
-    changes = {}
-    for name, tensor in {**inputs.tensors(), "initial_state": inputs.initial_state}.items():
-        if tensor is not None and name != "cu_seqlens":
-            count = heads if name in ("q", "k") else heads * group
-            changes[name] = tensor.narrow(head_axis.get(name, 2), 0, count)
-    return inputs.but(case=case.but(heads=heads, value_heads=heads * group), **changes)
+    heads, value_heads = _counts(inputs.case)
+    cut = _first_heads(inputs.case, {**inputs.tensors(), "initial_state": inputs.initial_state})
+    return inputs.but(case=inputs.case.but(heads=heads, value_heads=value_heads), **cut)
 
 
 def stand_in(case: Case, tokens: int | None) -> Case:
@@ -47,3 +58,20 @@ class Oracle:
         """Relative root mean square errors of the output and of the final states [N, HV, V, K]."""
         heads = self.value_heads
         return errors(o[:, :, :heads].cpu(), self.o).rms, errors(state[:, :heads].cpu(), self.state).rms
+
+
+class GradientOracle:
+    """The exact gradients of a step."""
+
+    def __init__(self, inputs: Step) -> None:
+        self.case = inputs.case
+        part = some_heads(inputs).map(torch.Tensor.cpu)
+        self.call = part.call()
+        self.exact = gradients.exact(self.call, part.d_o, None)
+
+    def errors(self, found: Gradients) -> dict[str, float]:
+        """Relative root mean square errors, by the measure of the error rule."""
+        return {
+            name: errors(part.cpu(), self.exact[name], gradients.beside(self.call, self.exact, name)).rms
+            for name, part in _first_heads(self.case, found).items()
+        }

@@ -66,6 +66,10 @@ def last_level_cache_bytes() -> int:
     return max(known, default=UNKNOWN_CACHE_BYTES)
 
 
+def peak_bytes(_bind: Callable[[], Call]) -> None:
+    """Not known."""
+
+
 def _seconds(call: Callable[[], object], repeats: int = 7) -> float:
     call()
     samples = []

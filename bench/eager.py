@@ -23,8 +23,8 @@ SUB_CHUNK = 16
 MAX_EXPONENT = 80.0
 
 
-def _log_decay(inputs: Inputs) -> Tensor | None:
-    """[B, T, HV] or [B, T, HV, K]."""
+def log_decay(inputs: Inputs) -> Tensor | None:
+    """[B, T, HV] or [B, T, HV, K], float32."""
     case, shape = inputs.case, inputs.v.shape[:3]
     g = None if inputs.g is None else inputs.g.float()
     if case.gate != "log_decay":
@@ -34,6 +34,12 @@ def _log_decay(inputs: Inputs) -> Tensor | None:
     if inputs.decay is not None:
         g = inputs.decay.expand(shape) if g is None else g + inputs.decay
     return g
+
+
+def normalized(x: Tensor) -> Tensor:
+    """float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _heads_first(x: Tensor, value_heads: int, tokens: int) -> Tensor:
@@ -51,15 +57,13 @@ def _prepare(inputs: Inputs, tokens: int) -> list[Tensor | None]:
     case = inputs.case
     q, k, v = inputs.q.float(), inputs.k.float(), inputs.v
     if case.qk_l2norm:
-        q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6)
-        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
+        q, k = normalized(q), normalized(k)
     q = q * case.options["scale"]
     beta = inputs.beta
     if case.beta_is_logit:
         beta = beta.float().sigmoid() * (2 if case.allow_neg_eigval else 1)
     return [
-        None if x is None else _heads_first(x, v.shape[2], tokens)
-        for x in (q, k, v, _log_decay(inputs), beta)
+        None if x is None else _heads_first(x, v.shape[2], tokens) for x in (q, k, v, log_decay(inputs), beta)
     ]
 
 

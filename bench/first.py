@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first call of a fresh process: python -m bench.first SUITE OP CASE IMPL prints how long it takes.
 
-Imports, the CUDA context and the inputs are there before the clock starts; loading, compiling and tuning of
-kernels are not. The process of a call of ours has nobody else's library in it.
+Imports, the CUDA context and the inputs are there before the clock starts, and the forward pass that a
+backward pass is of; loading, compiling and tuning of the call's own kernels are not. The process of a call of
+ours has nobody else's library in it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,15 +20,19 @@ from pathlib import Path
 import torch
 
 from bench import ROOT
-from bench.impls import OURS, Impl, verify_inputs
+from bench.impls import OURS, Impl, inputs_of
 from bench.suites import SUITES, Suite
-from cula_testing.cases import Case, make
+from cula_testing.cases import TRAINING_PASSES, Case
 
 Call = tuple[str, str, str, str]  # suite, op, case, implementation
 Kinds = set[str]  # of kernels that FLA compiles and tunes for a call
 
-# Ours and other compiled libraries: one call of each kind.
-COMPILED = (("kda_prefill", "kda", "T8192-H64"), ("decode", "kda", "N1-H32"))
+# Ours and other libraries without tuning: one call of each kind.
+COMPILED = (
+    ("kda_prefill", "kda", "T8192-H64"),
+    ("decode", "kda", "N1-H32"),
+    *((f"kda_{name}", "kda", "T8192-H64") for name in TRAINING_PASSES),
+)
 
 FLA_NORM_ROWS = 1 << 16  # its l2norm is another kernel for every started 65,536 rows
 
@@ -45,15 +51,28 @@ def _answer(process: subprocess.Popen) -> float | None:
 
 
 def of_compiled(calls: Iterable[Call]) -> dict[Call, float | None]:
-    """One after the other, each with the machine to itself."""
-    return {call: _answer(_start(call)) for call in calls}
+    """One after the other, each with the machine to itself. What compiles at first use does so."""
+    times = {}
+    for call in calls:
+        with tempfile.TemporaryDirectory() as folder:
+            times[call] = _answer(_start(call, CUDNN_FRONTEND_CAKE_CACHE_DIR=folder))
+    return times
 
 
-def kinds(pass_name: str, case: Case) -> Kinds:
-    """FLA compiles and tunes once for all calls that agree in these."""
-    found = {f"{pass_name} {case.algorithm} {case.gate} packed={case.packed} {case.heads}/{case.value_heads}"}
-    if pass_name == "prefill" and case.qk_l2norm:
-        found.add(f"l2norm {-(-case.batch * case.tokens * case.heads // FLA_NORM_ROWS)}")
+def is_tuned(impl: str) -> bool:
+    return impl.partition(":")[0] == "fla"
+
+
+def kinds(pass_name: str, impl: str, case: Case) -> Kinds:
+    """FLA compiles and tunes once for all calls that agree in these. A backward pass comes after the forward
+    pass of its step, so both passes of training need the same kernels."""
+    trains = pass_name in TRAINING_PASSES
+    what = f"train {impl}" if trains else pass_name
+    found = {f"{what} {case.algorithm} {case.gate} packed={case.packed} {case.heads}/{case.value_heads}"}
+    if (trains or pass_name == "prefill") and case.qk_l2norm:
+        found.add(
+            f"l2norm {'train ' if trains else ''}{-(-case.batch * case.tokens * case.heads // FLA_NORM_ROWS)}"
+        )
     return found
 
 
@@ -96,10 +115,11 @@ def main() -> None:
     suite_name, op, case_name, impl_name = sys.argv[1:]
     suite = SUITES[suite_name]
     torch.set_grad_enabled(False)
-    inputs = make(suite.entry(op, case_name).case, suite.device.DEVICE, draw_on=suite.device.DEVICE)
-    if suite.pass_name == "verify":
-        inputs = verify_inputs(inputs)
-    call = _impl(suite, impl_name).bind(suite.pass_name, inputs)
+    inputs = inputs_of(suite.pass_name, suite.entry(op, case_name).case, suite.device.DEVICE)
+    try:
+        call = _impl(suite, impl_name).bound(suite.pass_name, inputs)
+    except NotImplementedError as error:
+        raise SystemExit(str(error)) from None
     suite.device.wait()
     start = time.perf_counter()
     call()

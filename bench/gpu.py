@@ -8,10 +8,11 @@ for them too.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
@@ -90,6 +91,20 @@ def gemm_tflops() -> float:
     """TFLOP/s of a large bf16 matrix product of random numbers."""
     a, b, c = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     return 2 * GEMM_SIZE**3 / device_seconds(lambda: torch.mm(a, b, out=c)) / 1e12
+
+
+def peak_bytes(bind: Callable[[], Call]) -> int:
+    """What a call holds at most, its results too, beside what was there before it was bound. It has run
+    before: tuning takes memory of its own."""
+    gc.collect()
+    wait()
+    before = torch.cuda.memory_allocated()
+    call = bind()
+    torch.cuda.reset_peak_memory_stats()
+    made = call()
+    wait()
+    del made
+    return torch.cuda.max_memory_allocated() - before
 
 
 def device_seconds(call: Call, repeats: int = 15) -> float:

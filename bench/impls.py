@@ -8,20 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 import cula
-from bench import eager
+from bench import eager, training
 from bench.measure import Call
-from cula_testing.cases import Case, Inputs, state_like
+from bench.training import Forward, Step
+from cula_testing.cases import TRAINING_PASSES, Case, Inputs, make, state_like
 
 # Binds one set of inputs: the call returns o and the states, the pool that it was given or dense ones
-# [N, HV, V, K].
+# [N, HV, V, K]; of a pass of training the gradients, see bench.training.
 Bind = Callable[[str, Inputs], Call]
 
 MODES = {row.name: row.mode for row in cula.algorithms().values()}
 PREFILL = {name: getattr(cula, f"cula_{mode}") for name, mode in MODES.items()}
+
+
+def _as_they_are(_pass_name: str, inputs: Inputs) -> Inputs:
+    return inputs
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,15 @@ class Impl:
     bind: Bind
     takes: Callable[[str, Case], bool]  # pass and case
     computes: bool = True  # False: only moves the states
+    # What it leaves to others, done to the inputs before they are bound and before the clock starts.
+    prepare: Callable[[str, Inputs], Inputs] = _as_they_are
+
+    def bound(self, pass_name: str, inputs: Inputs) -> Call:
+        return self.bind(pass_name, self.prepare(pass_name, inputs))
+
+    def gradients(self, pass_name: str, inputs: Step) -> training.Gradients:
+        """Of the inputs as they are before they are prepared."""
+        return training.found(partial(self.bind, pass_name), partial(self.prepare, pass_name), inputs)
 
 
 def keywords(inputs: Inputs) -> dict:
@@ -47,11 +62,25 @@ def keywords(inputs: Inputs) -> dict:
     return {name: value for name, value in named.items() if value is not None and value is not False}
 
 
+def _named(inputs: Inputs, backend: str | None) -> dict:
+    gates = {name: x for name in ("g", "beta", "decay") if (x := getattr(inputs, name)) is not None}
+    return {**gates, **keywords(inputs), "scale": inputs.case.scale, "backend": backend}
+
+
+def _cula_forward(op: str, backend: str | None) -> Forward:
+    def forward(inputs: Inputs) -> torch.Tensor:
+        named = _named(inputs, backend)
+        return PREFILL[op](inputs.q, inputs.k, inputs.v, **named, cu_seqlens=inputs.cu_seqlens)[0]
+
+    return forward
+
+
 def _cula(backend: str | None) -> Bind:
     def bind(pass_name: str, inputs: Inputs) -> Call:
         q, k, v, op = inputs.q, inputs.k, inputs.v, inputs.case.algorithm
-        gates = {name: x for name in ("g", "beta", "decay") if (x := getattr(inputs, name)) is not None}
-        more = {**gates, **keywords(inputs), "scale": inputs.case.scale, "backend": backend}
+        if pass_name in TRAINING_PASSES:
+            return training.bind(pass_name, inputs, _cula_forward(op, backend))
+        more = _named(inputs, backend)
         # A serving engine owns its output. On a CPU a new one above 32 MiB would come as fresh pages in every
         # call; their first touch costs the system more than the kernel takes to fill them.
         more["out"] = torch.empty_like(v)
@@ -66,6 +95,13 @@ def _cula(backend: str | None) -> Bind:
         )
 
     return bind
+
+
+def inputs_of(pass_name: str, case: Case, device: str) -> Inputs:
+    inputs = make(case, device, draw_on=device)
+    if pass_name in TRAINING_PASSES:
+        return training.step_inputs(inputs)
+    return verify_inputs(inputs) if pass_name == "verify" else inputs
 
 
 def verify_inputs(inputs: Inputs) -> Inputs:
@@ -94,6 +130,8 @@ def states_of(pass_name: str, inputs: Inputs, states: torch.Tensor) -> torch.Ten
 
 def _eager(form: Callable) -> Bind:
     def bind(pass_name: str, inputs: Inputs) -> Call:
+        if pass_name in TRAINING_PASSES:
+            return training.bind(pass_name, inputs, lambda given: form(given)[0])
         if pass_name == "prefill":
             return lambda: form(inputs)
         pool, rows = inputs.initial_state, inputs.initial_state_indices.long()
@@ -118,30 +156,28 @@ def _copy_state(_pass_name: str, inputs: Inputs) -> Call:
 COMPARED_TOKENS = 4096
 
 
-def _comparable(_pass_name: str, case: Case) -> bool:
+def _comparable(case: Case) -> bool:
     return sum(case.lengths) <= COMPARED_TOKENS
 
 
 OURS = Impl("cula", _cula(None), lambda _pass, _case: True)
 # The kernels that every GPU has, where dispatch prefers those of Hopper.
 PORTABLE = Impl("cula:sm80", _cula("sm80"), lambda p, _case: p == "prefill")
-COPY_STATE = Impl("copy_state", _copy_state, lambda p, _case: p != "prefill", computes=False)
+COPY_STATE = Impl("copy_state", _copy_state, lambda p, _case: p in ("decode", "verify"), computes=False)
 
 
 def cpu_impls() -> list[Impl]:
     """What dispatch picks, each CPU target of this machine by name, and what runs on any machine."""
     rows = cula.explain(device="cpu")
     found = [row.target for row in rows if row.verdict != "no" and not row.target.startswith("reference")]
+
+    def comparable(*pass_names: str) -> Callable[[str, Case], bool]:
+        return lambda pass_name, case: pass_name in pass_names and _comparable(case)
+
     return [
         OURS,
-        *(Impl(f"cula:{name}", _cula(name), _comparable) for name in found),
-        Impl(
-            "eager_chunk", _eager(eager.chunk_form), lambda p, case: p == "prefill" and _comparable(p, case)
-        ),
-        Impl(
-            "eager_recurrent",
-            _eager(eager.recurrence),
-            lambda p, case: p != "verify" and _comparable(p, case),
-        ),
+        *(Impl(f"cula:{name}", _cula(name), comparable("prefill", "decode", "verify")) for name in found),
+        Impl("eager_chunk", _eager(eager.chunk_form), comparable("prefill", *TRAINING_PASSES)),
+        Impl("eager_recurrent", _eager(eager.recurrence), comparable("prefill", "decode")),
         COPY_STATE,
     ]

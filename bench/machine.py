@@ -17,7 +17,11 @@ from bench import ROOT
 
 # The libraries that a GPU's suites measure beside ours (bench/peers.py): their name, and their
 # distribution's.
-PEERS = {"FlashKDA": "flash_kda", "FLA": "flash-linear-attention"}
+PEERS = {
+    "FlashKDA": "flash_kda",
+    "FLA": "flash-linear-attention",
+    "cuDNN frontend": "nvidia-cudnn-frontend",
+}
 
 
 def file_safe(name: str) -> str:

@@ -27,7 +27,7 @@ TITLES = {
     "prefill_models": "Prefill of one layer of a model, on one of its tensor-parallel ranks",
     "prefill_low_parallelism": "Prefill of one long sequence with few heads",
 }
-OPS = {"kda": "KDA", "gdn": "GDN", "gla": "GLA", "lightning": "Lightning"}
+OPS = {"kda": "KDA", "gdn": "GDN", "gla": "GLA", "lightning": "Lightning", "delta": "DeltaNet"}
 PANELS_PER_ROW = 4
 
 # Okabe and Ito's colours, told apart by every kind of eye, and a line and a marker of its own for each in
@@ -43,6 +43,7 @@ STYLES = {
     },
     "flash_kda": {"label": "FlashKDA", "color": "#D55E00", "linestyle": "--", "marker": "s", "zorder": 3},
     "fla": {"label": "FLA", "color": "#009E73", "linestyle": "-.", "marker": "^", "zorder": 2},
+    "cudnn": {"label": "cuDNN", "color": "#CC79A7", "linestyle": (0, (5, 1)), "marker": "D", "zorder": 2},
     "floor": {"label": "floor", "color": "#7A7A7A", "linestyle": ":", "linewidth": 1.6, "zorder": 1},
 }
 # A page of its own, so that a dark README shows it as a light one does.
@@ -295,6 +296,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
     for path, result in load(parser.parse_args().results):
+        if not result["cases"]:  # all refused
+            continue
         if all("gpus" in row for row in result["cases"]):
             draw_speedups(result, path.with_suffix(".png"))
         elif any(row.get("panel") for row in result["cases"]):

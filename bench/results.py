@@ -32,20 +32,45 @@ class Row:
     call_ms: float  # what the caller sees
     gb: float
     gflop: float
-    rel_err_out: float | None
-    rel_err_state: float | None
+    rel_err_out: float | None = None
+    rel_err_state: float | None = None
     gpu_timing: str | None = None  # how gpu_ms was taken, see bench.measure
     host_ms: float | None = None  # until the call returns, in a loop that does not wait for the device
     first_call_ms: float | None = None  # the first call of a fresh process, after the import
+    peak_gb: float | None = None  # what a pass of training holds at most beside its inputs
+    rel_err_gradients: dict[str, float] | None = None  # by input
 
     def to_json(self) -> dict:
         return {("pass" if name == "pass_name" else name): value for name, value in asdict(self).items()}
 
 
-def write(folder: Path, suite: str, machine: dict, rows: list[Row]) -> Path:
-    path = folder / file_safe(machine["device"]) / f"{suite}.json"
+# What the rows of one file have in common, beside the suite.
+SAME = ("device", "driver", "torch", "cuda", "peers", "source_hash")
+
+
+def _key(row: dict) -> tuple[str, str, str]:
+    return row["op"], row["case"], row["impl"]
+
+
+def write(folder: Path, suite: str, head: dict, rows: list[Row], *, beside: bool = False) -> Path:
+    """beside: what a file of the same machine and sources has, and `rows` and the refusals of `head` have
+    not, stays."""
+    path = folder / file_safe(head["device"]) / f"{suite}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**machine, "cases": [row.to_json() for row in rows]}, indent=1) + "\n")
+    cases, refused = [row.to_json() for row in rows], head.get("refused", [])
+    before = json.loads(path.read_text()) if beside and path.exists() else {}
+    if before and all(before[each] == head[each] for each in SAME):
+        anew = {_key(row) for row in (*cases, *refused)}
+        first = {_key(row): row["first_call_ms"] for row in before["cases"]}
+        for row in cases:  # a first call is not measured again as long as what it compiled is there
+            row["first_call_ms"] = row["first_call_ms"] or first.get(_key(row))
+        cases = [row for row in before["cases"] if _key(row) not in anew] + cases
+        refused = [row for row in before.get("refused", []) if _key(row) not in anew] + refused
+        head = {**head, "lengths": {**before.get("lengths", {}), **head.get("lengths", {})}}
+    told = {"refused": refused, "lengths": head.get("lengths")}
+    head = {**head, **told}
+    whole = {key: value for key, value in head.items() if value or key not in told}
+    path.write_text(json.dumps({**whole, "cases": cases}, indent=1) + "\n")
     return path
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from bench import cpu, gpu
 from bench.impls import COPY_STATE, OURS, PORTABLE, Impl, cpu_impls
-from cula_testing.cases import CPU_HEADLINES, HEADLINES, SECTIONS, Case
+from cula_testing.cases import CPU_HEADLINES, HEADLINES, SECTIONS, TRAINING, TRAINING_PASSES, Case
 
 # Tokens times heads. Headlines that are larger are for several GPUs.
 ONE_GPU = 1 << 21
@@ -57,6 +57,10 @@ class Suite:
     takes: Callable[[Impl, Case], bool] = _every_case  # besides what an implementation says of itself
     brief: bool = False  # a curve of many cases: fewer samples of each
 
+    @property
+    def trains(self) -> bool:
+        return self.pass_name in TRAINING_PASSES
+
     def entry(self, op: str, name: str) -> Entry:
         (found,) = (entry for entry in self.entries if (entry.op, entry.name) == (op, name))
         return found
@@ -95,7 +99,11 @@ def _cpu(name: str, pass_name: str, ops: tuple[str, ...]) -> Suite:
 
 
 def _gpu(
-    name: str, pass_name: str, ops: tuple[str, ...], impls: Callable[[], list[Impl]] = gpu_impls
+    name: str,
+    pass_name: str,
+    ops: tuple[str, ...],
+    impls: Callable[[], list[Impl]] = gpu_impls,
+    group: str = "gpu",
 ) -> Suite:
     entries = (
         Entry(op, name, case)
@@ -103,7 +111,7 @@ def _gpu(
         for name, case in HEADLINES[op, pass_name].items()
         if sum(case.lengths) * case.value_heads <= ONE_GPU
     )
-    return Suite(name, "gpu", pass_name, tuple(entries), impls, gpu, GPU_SOURCES)
+    return Suite(name, group, pass_name, tuple(entries), impls, gpu, GPU_SOURCES)
 
 
 def _section(name: str) -> Suite:
@@ -131,6 +139,7 @@ SUITES = {
         _cpu("cpu_prefill", "prefill", ("kda", "gdn", "gla", "lightning")),
         _cpu("cpu_decode", "decode", ("kda", "gdn", "lightning")),
         _cpu("cpu_verify", "verify", ("kda", "gdn")),
+        *(_cpu(f"cpu_{name}", name, ("kda", "gdn")) for name in TRAINING_PASSES),
         _gpu("decode", "decode", ("kda", "gdn")),
         _gpu("verify", "verify", ("kda", "gdn")),
         _gpu("kda_prefill", "prefill", ("kda",), gpu_impls_and_portable),
@@ -138,10 +147,11 @@ SUITES = {
         _gpu("lightning_prefill", "prefill", ("lightning",)),
         _gpu("gla_prefill", "prefill", ("gla",)),
         *(_section(name) for name in SECTIONS),
+        *(_gpu(f"{op}_{name}", name, (op,), group="training") for op in TRAINING for name in TRAINING_PASSES),
     )
 }
 
 GROUPS = {
     group: tuple(name for name, suite in SUITES.items() if suite.group == group)
-    for group in ("cpu", "gpu", "hopper")
+    for group in ("cpu", "gpu", "hopper", "training")
 }

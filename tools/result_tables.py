@@ -17,7 +17,7 @@ NO_RANKS_YET = ["Not measured yet: run `python -m bench --suite dist` on a machi
 NO_SECTION_YET = ["Not measured yet: run `python -m bench --suite hopper` on a machine with a GPU."]
 GPU_PREFILLS = ("kda_prefill", "gdn_prefill", "lightning_prefill", "gla_prefill")
 GPU_STEPS = ("decode", "verify")
-PEERS = {"flash_kda": "FlashKDA", "fla": "FLA"}
+PEERS = {"flash_kda": "FlashKDA", "fla": "FLA", "cudnn": "cuDNN"}
 PORTABLE = {"cula:sm80": "`sm80`"}  # ours, forced
 
 Times = dict[tuple[str, str], dict[str, dict]]  # (op, case): impl: row
@@ -35,7 +35,7 @@ def prose(text: str, indent: str = "") -> list[str]:
     )
 
 
-def _wrapped(lines: list[str]) -> list[str]:
+def wrapped(lines: list[str]) -> list[str]:
     return [short for line in lines for short in prose(line)]
 
 
@@ -43,14 +43,20 @@ def result_files(suite: str) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"*/{suite}.json"))]
 
 
-def _cases(result: dict) -> Times:
+def cases_of(result: dict) -> Times:
     cases: Times = {}
     for row in result["cases"]:
         cases.setdefault((row["op"], row["case"]), {})[row["impl"]] = row
     return cases
 
 
-def _caption(result: dict) -> list[str]:
+def peers_in(results: list[Times]) -> dict[str, str]:
+    """Those that have a figure in any of them."""
+    found = {name for cases in results for impls in cases.values() for name in impls}
+    return {name: title for name, title in PEERS.items() if name in found}
+
+
+def cpu_caption(result: dict) -> list[str]:
     return [
         f"{result['device']}; copy {result['copy_tbps'] * 1e3:.0f} GB/s, bf16 matrix product"
         f" {result['gemm_tflops']:.2f} TFLOP/s; torch {result['torch']}; sources `{result['source_hash']}`.",
@@ -58,7 +64,7 @@ def _caption(result: dict) -> list[str]:
     ]
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+def as_table(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
 
 
@@ -66,7 +72,7 @@ def _tokens(case: str) -> int:
     return int(case.removeprefix("T").split("-")[0])
 
 
-def _slower(row: dict | None, ours: dict) -> str:
+def slower(row: dict | None, ours: dict) -> str:
     return "-" if row is None else f"{row['call_ms'] / ours['call_ms']:.1f} x"
 
 
@@ -75,7 +81,7 @@ def prefill() -> list[str]:
     lines: list[str] = []
     for result in result_files("cpu_prefill"):
         rows = []
-        for (op, case), impls in _cases(result).items():
+        for (op, case), impls in cases_of(result).items():
             if "eager_chunk" not in impls:
                 continue
             ours = impls["cula"]
@@ -85,8 +91,8 @@ def prefill() -> list[str]:
                     case,
                     f"{ours['call_ms']:.1f}",
                     f"{1e3 * ours['call_ms'] / _tokens(case):.2f}",
-                    _slower(impls["eager_chunk"], ours),
-                    _slower(impls.get("eager_recurrent"), ours),
+                    slower(impls["eager_chunk"], ours),
+                    slower(impls.get("eager_recurrent"), ours),
                     f"{ours['rel_err_out']:.1e}",
                 ]
             )
@@ -99,7 +105,7 @@ def prefill() -> list[str]:
             "eager recurrence takes",
             "error of o",
         ]
-        lines += [*_wrapped(_caption(result)), *_table(head, rows), ""]
+        lines += [*wrapped(cpu_caption(result)), *as_table(head, rows), ""]
     return lines[:-1] or NONE_YET
 
 
@@ -107,14 +113,14 @@ def growth() -> list[str]:
     """µs per token against length."""
     lines: list[str] = []
     for result in result_files("cpu_prefill"):
-        cases = _cases(result)
+        cases = cases_of(result)
         lengths = sorted({_tokens(case) for _, case in cases})
         rows = []
         for op in dict.fromkeys(op for op, _ in cases):
             own = {_tokens(case): impls["cula"] for (name, case), impls in cases.items() if name == op}
             rows.append([op, *(f"{1e3 * own[n]['call_ms'] / n:.2f}" if n in own else "-" for n in lengths)])
         head = ["µs per token", *(f"T = {n // 1024}K" for n in lengths)]
-        lines += [*_wrapped(_caption(result)), *_table(head, rows), ""]
+        lines += [*wrapped(cpu_caption(result)), *as_table(head, rows), ""]
     return lines[:-1] or NONE_YET
 
 
@@ -125,7 +131,7 @@ def targets() -> list[str]:
         for result in result_files(suite):
             cases = {
                 key: impls
-                for key, impls in _cases(result).items()
+                for key, impls in cases_of(result).items()
                 if any(name.startswith("cula:") for name in impls)
             }
             names = list(dict.fromkeys(n for impls in cases.values() for n in impls if n.startswith("cula:")))
@@ -138,7 +144,7 @@ def targets() -> list[str]:
                 for key, impls in cases.items()
             ]
             head = ["pass", "op", "case", *(f"{name.removeprefix('cula:')} ms" for name in names)]
-            lines += [*_table(head, rows), ""]
+            lines += [*as_table(head, rows), ""]
     return lines[:-1] or NONE_YET
 
 
@@ -148,7 +154,7 @@ def decode() -> list[str]:
     for suite in ("cpu_decode", "cpu_verify"):
         for result in result_files(suite):
             rows = []
-            for (op, case), impls in _cases(result).items():
+            for (op, case), impls in cases_of(result).items():
                 ours, copy = impls["cula"], impls["copy_state"]
                 rows.append(
                     [
@@ -157,7 +163,7 @@ def decode() -> list[str]:
                         f"{1e3 * ours['call_ms']:.0f}",
                         f"{1e3 * copy['call_ms']:.0f}",
                         f"{ours['call_ms'] / copy['call_ms']:.2f}",
-                        _slower(impls.get("eager_recurrent"), ours),
+                        slower(impls.get("eager_recurrent"), ours),
                         f"{ours['rel_err_out']:.1e}",
                     ]
                 )
@@ -170,7 +176,7 @@ def decode() -> list[str]:
                 "eager recurrence takes",
                 "error of o",
             ]
-            lines += [*_table(head, rows), ""]
+            lines += [*as_table(head, rows), ""]
     return lines[:-1] or NONE_YET
 
 
@@ -180,13 +186,13 @@ def _gpu_results(suites: tuple[str, ...]) -> list[tuple[dict, Times]]:
     for suite in suites:
         for result in result_files(suite):
             _, cases = runs.setdefault((result["device"], result["source_hash"]), (result, {}))
-            for (op, case), impls in _cases(result).items():
+            for (op, case), impls in cases_of(result).items():
                 if "cula" in impls:
                     cases[f"{op} {impls['cula']['pass']}", case] = impls
     return list(runs.values())
 
 
-def _gpu_caption(result: dict) -> list[str]:
+def gpu_caption(result: dict) -> list[str]:
     clocks = sorted({*result["clock_mhz"]})
     clock = (
         f", {clocks[0]} to {clocks[-1]} MHz" if len(clocks) > 1 else f", {clocks[0]} MHz" if clocks else ""
@@ -200,15 +206,15 @@ def _gpu_caption(result: dict) -> list[str]:
     ]
 
 
-def _times_as_long(row: dict | None, ours: dict, key: str = "gpu_ms") -> str:
+def times_as_long(row: dict | None, ours: dict, key: str = "gpu_ms") -> str:
     return "-" if row is None else f"{row[key] / ours[key]:.2f} x"
 
 
-def _duration(milliseconds: float) -> str:
+def duration(milliseconds: float) -> str:
     return f"{milliseconds / 1e3:.0f} s" if milliseconds >= 1e3 else f"{milliseconds:.1f} ms"
 
 
-def _milliseconds(value: float) -> str:
+def in_milliseconds(value: float) -> str:
     return f"{value:.3f}" if value >= 0.1 else f"{value:.4f}"
 
 
@@ -219,10 +225,12 @@ def _error(row: dict | None) -> str:
 def gpu_prefill() -> list[str]:
     """Ours and how many times as long the peers take, in device time."""
     lines: list[str] = []
-    for result, cases in _gpu_results(GPU_PREFILLS):
+    results = _gpu_results(GPU_PREFILLS)
+    peers = peers_in([cases for _, cases in results])
+    for result, cases in results:
         rows = []
         forced = any(name in impls for impls in cases.values() for name in PORTABLE)
-        beside = {**PEERS, **(PORTABLE if forced else {})}
+        beside = {**peers, **(PORTABLE if forced else {})}
         for (call, case), impls in cases.items():
             ours = impls["cula"]
             rows.append(
@@ -230,7 +238,7 @@ def gpu_prefill() -> list[str]:
                     call.removesuffix(" prefill"),
                     case,
                     f"{ours['gpu_ms']:.3f}",
-                    *(_times_as_long(impls.get(name), ours) for name in beside),
+                    *(times_as_long(impls.get(name), ours) for name in beside),
                     f"{ours['gb'] / ours['gpu_ms'] / result['copy_tbps']:.0%}",
                     f"{ours['gflop'] / ours['gpu_ms'] / result['gemm_tflops']:.0%}",
                 ]
@@ -243,7 +251,7 @@ def gpu_prefill() -> list[str]:
             "of copy",
             "of matrix rate",
         ]
-        lines += [*_wrapped(_gpu_caption(result)), *_table(head, rows), ""]
+        lines += [*wrapped(gpu_caption(result)), *as_table(head, rows), ""]
     return lines[:-1] or NO_GPU_YET
 
 
@@ -262,20 +270,21 @@ def gpu_decode() -> list[str]:
                     f"{ours['gb'] / ours['gpu_ms'] / result['copy_tbps']:.0%}",
                     f"{1e3 * ours['host_ms']:.1f}",
                     f"{1e3 * ours['call_ms']:.0f}",
-                    _times_as_long(impls.get("fla"), ours),
-                    _times_as_long(impls.get("fla"), ours, "call_ms"),
+                    times_as_long(impls.get("fla"), ours),
+                    times_as_long(impls.get("fla"), ours, "call_ms"),
                 ]
             )
         head = ["call", "case", "µs", "of copy", "host µs", "µs to result", "FLA takes", "FLA to result"]
-        lines += [*_wrapped(_gpu_caption(result)), *_table(head, rows), ""]
+        lines += [*wrapped(gpu_caption(result)), *as_table(head, rows), ""]
     return lines[:-1] or NO_GPU_YET
 
 
 def gpu_calls() -> list[str]:
     """What a caller waits for, per call and at the first call of a process, every implementation."""
     lines: list[str] = []
-    names = ("cula", *PEERS)
-    for _, cases in _gpu_results(GPU_PREFILLS + GPU_STEPS):
+    results = _gpu_results(GPU_PREFILLS + GPU_STEPS)
+    names = ("cula", *peers_in([cases for _, cases in results]))
+    for _, cases in results:
         rows = []
         for (call, case), impls in cases.items():
             found = [impls.get(name) for name in names]
@@ -285,7 +294,7 @@ def gpu_calls() -> list[str]:
                     call,
                     case,
                     *("-" if row is None else f"{row['gpu_ms']:.4f} / {row['call_ms']:.4f}" for row in found),
-                    *("-" if ms is None else _duration(ms) for ms in first),
+                    *("-" if ms is None else duration(ms) for ms in first),
                 ]
             )
         head = [
@@ -294,20 +303,21 @@ def gpu_calls() -> list[str]:
             *(f"{name}, ms" for name in names),
             *(f"first: {name}" for name in names),
         ]
-        lines += [*_table(head, rows), ""]
+        lines += [*as_table(head, rows), ""]
     return lines[:-1] or NO_GPU_YET
 
 
 def gpu_errors() -> list[str]:
     """Relative errors of output and states against the float64 recurrence."""
     lines: list[str] = []
-    names = ("cula", *PEERS)
-    for _, cases in _gpu_results(GPU_PREFILLS + GPU_STEPS):
+    results = _gpu_results(GPU_PREFILLS + GPU_STEPS)
+    names = ("cula", *peers_in([cases for _, cases in results]))
+    for _, cases in results:
         rows = [
             [call, case, *(_error(impls.get(name)) for name in names)]
             for (call, case), impls in cases.items()
         ]
-        lines += [*_table(["call", "case", *(f"{name} o, states" for name in names)], rows), ""]
+        lines += [*as_table(["call", "case", *(f"{name} o, states" for name in names)], rows), ""]
     return lines[:-1] or NO_GPU_YET
 
 
@@ -336,9 +346,11 @@ def prefill_plot() -> list[str]:
 def section(suite: str) -> list[str]:
     """A section's plot, and each case's time beside the floor and the peers."""
     lines: list[str] = []
-    for path, plot in _plots(suite, "../bench/results").items():
-        result = json.loads(path.read_text())
-        cases = {key: impls for key, impls in _cases(result).items() if "cula" in impls}
+    plots = _plots(suite, "../bench/results")
+    results = {path: json.loads(path.read_text()) for path in plots}
+    peers = peers_in([cases_of(result) for result in results.values()])
+    for path, result in results.items():
+        cases = {key: impls for key, impls in cases_of(result).items() if "cula" in impls}
         lengths = result.get("lengths", {})
         panels = list(dict.fromkeys((op, impls["cula"]["panel"]) for (op, _), impls in cases.items()))
         rows = []
@@ -349,10 +361,10 @@ def section(suite: str) -> list[str]:
                 f"{op}, {ours['panel']}",
                 f"{ours['tokens']:,}",
                 *([str(ours["sequences"]), _spread(lengths[f"{op}/{case}"])] if lengths else []),
-                _milliseconds(ours["gpu_ms"]),
-                _milliseconds(floor),
+                in_milliseconds(ours["gpu_ms"]),
+                in_milliseconds(floor),
                 f"{ours['gpu_ms'] / floor:.1f} x",
-                *(_times_as_long(impls.get(name), ours) for name in PEERS),
+                *(times_as_long(impls.get(name), ours) for name in peers),
             ]
             rows.append((panels.index((op, ours["panel"])), ours["tokens"], ours["sequences"], cells))
         head = [
@@ -362,10 +374,10 @@ def section(suite: str) -> list[str]:
             "ms",
             "floor ms",
             "over floor",
-            *(f"{name} takes" for name in PEERS.values()),
+            *(f"{name} takes" for name in peers.values()),
         ]
-        table = _table(head, [cells for *_, cells in sorted(rows)])
-        lines += [*_wrapped(_gpu_caption(result)), *plot, *table, "", *_errors_beside_fla(cases), ""]
+        table = as_table(head, [cells for *_, cells in sorted(rows)])
+        lines += [*wrapped(gpu_caption(result)), *plots[path], *table, "", *_errors_beside_fla(cases), ""]
     return lines[:-1] or NO_SECTION_YET
 
 
@@ -433,8 +445,8 @@ def several_ranks() -> list[str]:
             "FLA takes",
             "difference from one rank",
         ]
-        caption = _caption(result) if result["driver"] is None else _gpu_caption(result)
-        lines += [*_wrapped(caption), *plot, *_table(head, rows), ""]
+        caption = cpu_caption(result) if result["driver"] is None else gpu_caption(result)
+        lines += [*wrapped(caption), *plot, *as_table(head, rows), ""]
     return lines[:-1] or NO_RANKS_YET
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import result_tables
 import run_tables
 import support_matrix
+import training_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
@@ -48,6 +49,10 @@ GENERATORS: dict[str, Callable[[], list[str]]] = {
     "prefill-plot": result_tables.prefill_plot,
     "several-ranks": result_tables.several_ranks,
     **result_tables.SECTIONS,
+    "gpu-training": training_tables.gpu_training,
+    "gpu-gradients": training_tables.gpu_gradients,
+    "cpu-training": training_tables.cpu_training,
+    "training": training_tables.readme,
     "gpu-tests": run_tables.runs,
     "sanitizer": run_tables.sanitizer,
     "fla-tests": run_tables.fla,

@@ -329,7 +329,7 @@ def _prefill(
         key_dim=128,
         value_dim=128,
         gate={"kda": "bounded", "gdn": "softplus"}.get(algorithm, "log_decay"),
-        gate_dtype=torch.bfloat16 if algorithm in ("kda", "gdn") else torch.float32,
+        gate_dtype=torch.bfloat16 if update == "delta" else torch.float32,
         beta_is_logit=update == "delta",
         qk_l2norm=update == "delta",
         state=False,
@@ -342,6 +342,30 @@ def _decode(algorithm: str, rows: int, heads: int = 32) -> Case:
 
 
 MIX = (1300, 547, 2048, 963, 271, 3063)
+
+# Shapes that cuDNN publishes figures of: tokens of all sequences, heads, sequences. The gates are those of a
+# trained layer, -2.5 a token in the mean, where those of the other cases make a state last.
+TRAINED_GATES = {
+    f"T{tokens}-H{heads}-N{count}": _prefill(
+        "kda", (tokens // count,) * count, heads, decay="mild", packed=count > 1
+    )
+    for tokens, heads, count in ((2048, 12, 1), (4096, 8, 1), (8192, 16, 1), (8192, 12, 4))
+}
+
+# Of a training step, and of its backward pass alone.
+TRAINING: dict[str, dict[str, Case]] = {
+    "kda": {
+        "T8192-H64": _prefill("kda", (8192,), 64),
+        "T8192-H96": _prefill("kda", (8192,), 96),
+        "T32768-H8": _prefill("kda", (32768,), 8),
+        **TRAINED_GATES,
+    },
+    "gdn": {"T8192-16-64": _prefill("gdn", (8192,), 16, 64)},
+    "gla": {"T8192-H32": _prefill("gla", (8192,), 32)},
+    "lightning": {"T8192-H64": _prefill("lightning", (8192,), 64)},
+    "delta": {"T8192-H32": _prefill("delta", (8192,), 32)},
+}
+TRAINING_PASSES = ("backward", "train")
 
 # (op, pass): case name -> Case. The names are those of the result files.
 HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
@@ -360,6 +384,7 @@ HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
         "T1024-H32": _prefill("kda", (1024,), 32),
         "T131072-H32": _prefill("kda", (131072,), 32),
         "T524288-H8": _prefill("kda", (524288,), 8),
+        **TRAINED_GATES,
     },
     ("gdn", "prefill"): {
         "T8192-16-64": _prefill("gdn", (8192,), 16, 64),
@@ -376,7 +401,7 @@ HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
     ("gdn", "decode"): {f"N{n}-H32": _decode("gdn", n) for n in (1, 8, 32, 128, 256)},
     ("lightning", "decode"): {f"N{n}-H32": _decode("lightning", n) for n in (1, 8, 32, 128, 256)},
     **{(op, "verify"): {"N32-S4-H32": _decode(op, 32).but(lengths=(4,) * 32)} for op in ("kda", "gdn")},
-    ("kda", "train"): {"T8192-H64": _prefill("kda", (8192,), 64)},
+    **{(op, name): cases for op, cases in TRAINING.items() for name in TRAINING_PASSES},
 }
 
 # The headlines for machines without a GPU.
@@ -392,6 +417,11 @@ CPU_HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
             "N8-S4-H32": _decode(op, 8).but(lengths=(4,) * 8),
         }
         for op in ("kda", "gdn")
+    },
+    **{
+        (op, name): {"T4096-H16": _prefill(op, (4096,), 16)}
+        for op in ("kda", "gdn")
+        for name in TRAINING_PASSES
     },
 }
 

@@ -83,7 +83,7 @@ def backward(
     return found
 
 
-def _beside(inputs: Inputs, oracle: Gradients, name: str) -> torch.Tensor:
+def beside(inputs: Inputs, oracle: Gradients, name: str) -> torch.Tensor:
     """What else counts as the size of a gradient. Subnormal float32 numbers may count as zero. A gradient of
     a parameter is a sum over tokens that may cancel: so does the root of the sum of their squares."""
     if name not in ("A_log", "dt_bias"):
@@ -115,6 +115,6 @@ def assert_rule(inputs: Inputs, backend: str = "", seed: int = 1) -> Gradients:
     for name, gradient in found.items():
         assert_accurate(
             f"d_{name}", gradient, oracle[name], naive[name], inputs.q.dtype,
-            _beside(inputs, oracle, name), BUDGET,
+            beside(inputs, oracle, name), BUDGET,
         )  # fmt: skip
     return found

@@ -115,11 +115,11 @@ def test_fla_runs_every_kind_that_is_listed_for_it():
 def test_kinds_of_kernels_that_fla_compiles():
     fixed = suites.SUITES["prefill_fixed"]
     long, short = (
-        first.kinds("prefill", fixed.entry("kda", name).case) for name in ("T8192-H64", "T1024-H64")
+        first.kinds("prefill", "fla", fixed.entry("kda", name).case) for name in ("T8192-H64", "T1024-H64")
     )
     assert len(long & short) == 1
     assert long - short == {"l2norm 8"}
-    assert first.kinds("prefill", fixed.entry("lightning", "T8192-H64").case) == {
+    assert first.kinds("prefill", "fla", fixed.entry("lightning", "T8192-H64").case) == {
         "prefill lightning log_decay packed=False 64/64"
     }
 
@@ -157,7 +157,7 @@ def test_a_first_call_of_ours_looks_at_nobody_else():
 
 
 def test_first_calls_in_words():
-    assert [result_tables._duration(ms) for ms in (0.649, 2.051, 999.9, 70_123.0)] == [
+    assert [result_tables.duration(ms) for ms in (0.649, 2.051, 999.9, 70_123.0)] == [
         "0.6 ms",
         "2.1 ms",
         "999.9 ms",
@@ -247,8 +247,8 @@ def test_results_name_the_peers_that_are_installed(monkeypatch):
     for name, value in {"copy_tbps": 4.0, "gemm_tflops": 700.0, "clock_mhz": []}.items():
         monkeypatch.setattr(cpu, name, lambda value=value: value)
     head = {**machine.describe(cpu), "source_hash": "0"}
-    assert "; FLA 1.2; sources" in result_tables._gpu_caption(head)[0]
-    assert "FlashKDA" not in result_tables._gpu_caption(head)[0]
+    assert "; FLA 1.2; sources" in result_tables.gpu_caption(head)[0]
+    assert "FlashKDA" not in result_tables.gpu_caption(head)[0]
 
 
 def test_sections_without_results(monkeypatch, tmp_path):
