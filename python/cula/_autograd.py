@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch.autograd import Function, forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 import cula
+
+Name = TypeVar("Name")
 
 TRAINED = ("prefill.default", "decode.default")  # the overloads that have a backward pass
 
@@ -29,12 +31,12 @@ def differentiable(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callab
     class Derivatives(Function):
         @staticmethod
         def forward(
-            ctx: _Context, keys: torch._C.DispatchKeySet, backend: str | None, *arguments: Any
+            ctx: _Context, keys: torch._C.DispatchKeySet, named: str | None, *arguments: Any
         ) -> object:
             given = dict(zip(names, arguments, strict=False))
             ctx.tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
             ctx.others = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
-            ctx.others["backend"] = backend
+            ctx.others["backend"] = named
             ctx.save_for_backward(*(given[name] for name in ctx.tensors))
             ctx.set_materialize_grads(False)
             return run(keys, *arguments)
@@ -45,9 +47,9 @@ def differentiable(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callab
             _, _, *needed = ctx.needs_input_grad
             wanted = [each in given and needed[names.index(each)] for each in _gradients()]
             with torch.no_grad():
-                made = dict(zip(_gradients(), _backward(given, wanted, d_o, d_final_state), strict=True))
+                made = dict(zip(_gradients(), gradients(given, wanted, d_o, d_final_state), strict=True))
             if torch.is_grad_enabled():
-                made = _differentiated_once(made, [*ctx.saved_tensors, d_o, d_final_state])
+                made = differentiated_once(made, [*ctx.saved_tensors, d_o, d_final_state])
             return None, None, *(made.get(each) for each in names[: len(needed)])
 
     def call(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> object:
@@ -57,9 +59,9 @@ def differentiable(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callab
             return run(keys, *args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         _refuse_gradients(op, given)
-        backend = _backend(op, given)
+        named = backend(cula._ops.op_name(op), given)
         last = max(names.index(each) for each in given)
-        return Derivatives.apply(keys, backend, *(given.get(each) for each in names[: last + 1]))
+        return Derivatives.apply(keys, named, *(given.get(each) for each in names[: last + 1]))
 
     return call
 
@@ -82,10 +84,11 @@ def _gradients() -> tuple[str, ...]:
     return cula._ops.GRADIENTS
 
 
-def _backward(
+def gradients(
     given: Mapping[str, Any], wanted: list[bool], d_o: Tensor | None, d_final_state: Tensor | None
 ) -> list[Tensor | None]:
-    """The wanted gradients of a call, each like what it is the gradient of."""
+    """The wanted gradients of a call of those arguments, each like what it is the gradient of; `wanted` in
+    the order of `GRADIENTS`."""
     bit = cula._ops.bit
     k_first = given["options"] & bit("k_first")
     options = given["options"] & ~bit("make_final_state")
@@ -124,10 +127,16 @@ class _Once(Function):
         )
 
 
-def _differentiated_once(made: dict[str, Tensor | None], of: list[Tensor | None]) -> dict[str, Tensor | None]:
-    gradients = {name: gradient for name, gradient in made.items() if gradient is not None}
-    once = _Once.apply(len(gradients), *gradients.values(), *of)
-    return {**made, **dict(zip(gradients, once, strict=True))}
+def differentiated_once(
+    made: Mapping[Name, Tensor | None], of: Iterable[Tensor | None]
+) -> dict[Name, Tensor | None]:
+    """The same gradients, which say that second derivatives are not built where somebody asks for them;
+    `of`: all that they depend on."""
+    found = {name: gradient for name, gradient in made.items() if gradient is not None}
+    if not found:
+        return {**made}
+    once = _Once.apply(len(found), *found.values(), *of)
+    return {**made, **dict(zip(found, once, strict=True))}
 
 
 def refuse_tangents(
@@ -148,18 +157,10 @@ def _refuse_gradients(op: torch._ops.OpOverload, given: Mapping[str, Any]) -> No
     """NotImplementedError for the first argument whose gradient would be lost, or what stands in its way."""
     who = cula._ops.op_name(op)
     wanted = [name for name, value in given.items() if isinstance(value, Tensor) and value.requires_grad]
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            f"{who}: {wanted[0]} requires gradients within torch.func, which are not built; use "
-            "torch.autograd"
-        )
     if op.__name__ in TRAINED:
-        for name in wanted:
-            if name not in _gradients():
-                raise NotImplementedError(
-                    f"{who}: {name} requires gradients, which are not built; call with {name}.detach()"
-                )
+        refuse_untrained(who, wanted)
         return
+    _refuse_transforms(who, wanted)
     without = "or call under torch.no_grad() or torch.inference_mode()"
     slots = [name for name in ("initial_state_indices", "final_state_indices") if given.get(name) is not None]
     if who in ("prefill", "decode") and slots:
@@ -182,6 +183,24 @@ def _refuse_gradients(op: torch._ops.OpOverload, given: Mapping[str, Any]) -> No
     )
 
 
+def refuse_untrained(who: str, wanted: list[str]) -> None:
+    """NotImplementedError for the first of the arguments that require gradients and have none."""
+    _refuse_transforms(who, wanted)
+    for name in wanted:
+        if name not in _gradients():
+            raise NotImplementedError(
+                f"{who}: {name} requires gradients, which are not built; call with {name}.detach()"
+            )
+
+
+def _refuse_transforms(who: str, wanted: list[str]) -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{who}: {wanted[0]} requires gradients within torch.func, which are not built; use "
+            "torch.autograd"
+        )
+
+
 # What a caller of the package calls what an overload `out` writes.
 _WRITTEN = {
     "o": "out",
@@ -191,14 +210,39 @@ _WRITTEN = {
 }
 
 
-def _backend(op: torch._ops.OpOverload, given: Mapping[str, Any]) -> str | None:
-    """The backend of the backward pass: the one that the caller named, where it takes the call; None for the
-    best. NotImplementedError where no kernel takes it."""
+def backend(who: str, given: Mapping[str, Any]) -> str | None:
+    """The backend of the backward pass of a call of those arguments: the one that the caller named, where it
+    takes the call; None for the best. NotImplementedError where no kernel takes it."""
+    rows = _rows_of(given)
+    if rows is None:
+        return None
+    named: str | None = given.get("backend")
+    takers = [row.target for row in rows if row.runs]
+    if any(target == named or target.startswith(f"{named}:") for target in takers):
+        return named
+    if takers:
+        return None
+    wanted = next(name for name in _gradients() if getattr(given.get(name), "requires_grad", False))
+    reasons = "; ".join(f"{row.target}: {row.reason}" for row in rows)
+    raise NotImplementedError(
+        f"{who}: {wanted} requires gradients, and no backend computes them here "
+        f"({reasons}); call under torch.no_grad() or torch.inference_mode()"
+    )
+
+
+def has_backend(given: Mapping[str, Any]) -> bool:
+    """Whether some kernel takes the backward pass of a call of those arguments."""
+    return any(row.runs for row in _rows_of(given) or ())
+
+
+def _rows_of(given: Mapping[str, Any]) -> list[_Row] | None:
+    """The kernels of the backward pass; None for what is no problem at all, which the call itself refuses, or
+    never runs."""
     q, v, beta, state = given["q"], given["v"], given.get("beta"), given.get("initial_state")
     if q.dim() != 4 or v.dim() != 4 or q.device.type not in ("cpu", "cuda"):
-        return None  # refused with the other shapes, or never run
+        return None
     try:
-        rows = _rows(
+        return _rows(
             given["options"] & 0xFF, given["options"] >> 8 & 3,
             q.device.type if q.device.type != "cuda" else f"cuda:{q.device.index}",
             int(q.shape[3]), int(v.shape[3]), str(q.dtype).removeprefix("torch."),
@@ -206,19 +250,7 @@ def _backend(op: torch._ops.OpOverload, given: Mapping[str, Any]) -> str | None:
             isinstance(beta, Tensor) and beta.dim() == 4, given.get("lower_bound") or -1.0,
         )  # fmt: skip
     except (ValueError, IndexError):
-        return None  # what is no problem at all is refused by the call itself
-    backend: str | None = given.get("backend")
-    takers = [row.target for row in rows if row.runs]
-    if any(target == backend or target.startswith(f"{backend}:") for target in takers):
-        return backend
-    if takers:
         return None
-    wanted = next(name for name in _gradients() if getattr(given.get(name), "requires_grad", False))
-    reasons = "; ".join(f"{row.target}: {row.reason}" for row in rows)
-    raise NotImplementedError(
-        f"{cula._ops.op_name(op)}: {wanted} requires gradients, and no backend computes them here "
-        f"({reasons}); call under torch.no_grad() or torch.inference_mode()"
-    )
 
 
 class _Row(NamedTuple):

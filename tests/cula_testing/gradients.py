@@ -112,9 +112,13 @@ def assert_rule(inputs: Inputs, backend: str = "", seed: int = 1) -> Gradients:
     found = backward(inputs, d_o, d_final_state, backend=backend)
     oracle = exact(inputs, d_o, d_final_state)
     naive = backward(inputs, d_o, d_final_state, backend="reference:naive")
+    assert_near(inputs, found, oracle, naive)
+    return found
+
+
+def assert_near(inputs: Inputs, found: Gradients, oracle: Gradients, naive: Gradients) -> None:
     for name, gradient in found.items():
         assert_accurate(
             f"d_{name}", gradient, oracle[name], naive[name], inputs.q.dtype,
             beside(inputs, oracle, name), BUDGET,
         )  # fmt: skip
-    return found

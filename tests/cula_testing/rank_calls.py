@@ -10,10 +10,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import cula
 from cula import dist as level2
 from cula.dist.lanes import BatchLanes
+from cula.dist.transport import ProcessGroupTransport
 from cula_testing import level1
 from cula_testing.cases import Case, Inputs, make
 
@@ -79,28 +81,50 @@ def split_arguments(case: Case, splits: tuple[int, ...], exact: bool, options: d
     }
 
 
-def split(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
-    """(o of the rank's tokens, final states)."""
-    return _call(function(case, "cp"), split_arguments(case, splits, exact, options))
-
-
-def split_by_all_gather(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
-    """As more ranks would than send to each other."""
-    with mock.patch("cula.dist.transport.MOST_DIRECT", 1):
-        return split(case, splits, exact, options)
-
-
-def split_as_on_gpus(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
-    """As `split`, where every rank of a batch makes maps and prefills go on with what those keep: here,
-    nothing."""
-    with mock.patch.object(BatchLanes, "keeps", True):
-        return split(case, splits, exact, options)
-
-
 def _call(target, arguments: dict):
     arguments = dict(arguments)
     q, k, v = (arguments.pop(name) for name in "qkv")
     return target(q, k, v, **arguments)
+
+
+def split(case: Case, splits: tuple[int, ...], exact: bool, options: dict, call=_call):
+    """(o of the rank's tokens, final states)."""
+    return call(function(case, "cp"), split_arguments(case, splits, exact, options))
+
+
+def split_by_all_gather(case: Case, splits: tuple[int, ...], exact: bool, options: dict, call=_call):
+    """As more ranks would than send to each other."""
+    with mock.patch("cula.dist.transport.MOST_DIRECT", 1):
+        return split(case, splits, exact, options, call)
+
+
+def split_as_on_gpus(case: Case, splits: tuple[int, ...], exact: bool, options: dict, call=_call):
+    """As `split`, where every rank of a batch makes maps and prefills go on with what those keep: here,
+    nothing."""
+    with mock.patch.object(BatchLanes, "keeps", True):
+        return split(case, splits, exact, options, call)
+
+
+def differentiated(name: str, ds: list[tuple], wanted: list[set[str]], *arguments):
+    """The function `name` of this file on inputs of which those in `wanted`, by rank, require gradients, and
+    what a loss hands back to them that says `ds`, by rank, of the results, None for nothing. Of each result
+    whether it requires gradients, and the gradients by name."""
+    rank = dist.get_rank()
+
+    def call(target, given: dict):
+        leaves = {
+            each: given[each].detach().clone().requires_grad_()
+            for each in wanted[rank]
+            if given.get(each) is not None
+        }
+        results = _call(target, {**given, **leaves})
+        pairs = [(x, d.to(x.dtype)) for x, d in zip(results, ds[rank], strict=True) if d is not None]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+        required = [x is not None and x.requires_grad for x in results]
+        return required, {each: leaf.grad for each, leaf in leaves.items()}
+
+    return globals()[name](*arguments, call=call)
 
 
 def into(case: Case, splits: tuple[int, ...], dtype: torch.dtype, options: dict):
@@ -125,12 +149,13 @@ def split_without_waiting(case: Case, splits: tuple[int, ...], options: dict):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        return _call(function(case, "cp"), arguments)
+        with torch.no_grad():  # else it asks the others whether they want gradients
+            return _call(function(case, "cp"), arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def complete(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
+def complete(case: Case, splits: tuple[int, ...], exact: bool, options: dict, call=_call):
     """Sequences splits[r] to splits[r + 1] on rank r."""
     inputs, rank = drawn(case, exact), dist.get_rank()
     begin, end = (sum(case.lengths[: splits[r]]) for r in (rank, rank + 1))
@@ -143,10 +168,10 @@ def complete(case: Case, splits: tuple[int, ...], exact: bool, options: dict):
         "sp_splits": splits,
         **options,
     }
-    return _call(function(case, "cp"), arguments)
+    return call(function(case, "cp"), arguments)
 
 
-def heads(case: Case, exact: bool, given: str, options: dict):
+def heads(case: Case, exact: bool, given: str, options: dict, call=_call):
     """given: what the rank passes, "local" shards, "full" tensors or local ones beside "replicated" q and
     k."""
     inputs, rank, size = drawn(case, exact), dist.get_rank(), dist.get_world_size()
@@ -161,7 +186,7 @@ def heads(case: Case, exact: bool, given: str, options: dict):
             if arguments.get(name) is not None and not (given == "replicated" and name in ("q", "k")):
                 arguments[name] = arguments[name].chunk(size, dim)[rank]
     more = {"full_inputs": given == "full", "full_qk": given == "replicated", "tp_group": dist.group.WORLD}
-    return _call(function(case, "tp"), {**arguments, **more, "output_final_state": True, **options})
+    return call(function(case, "tp"), {**arguments, **more, "output_final_state": True, **options})
 
 
 def heads_in_pool(case: Case, exact: bool):
@@ -180,7 +205,7 @@ def heads_in_pool(case: Case, exact: bool):
     return inputs.initial_state
 
 
-def mesh(case: Case, tp: int, splits: tuple[int, ...], exact: bool, options: dict):
+def mesh(case: Case, tp: int, splits: tuple[int, ...], exact: bool, options: dict, call=_call):
     inputs = drawn(case, exact)
     grid = _mesh(tp)
     rank = grid.get_local_rank("cp")
@@ -196,7 +221,69 @@ def mesh(case: Case, tp: int, splits: tuple[int, ...], exact: bool, options: dic
         "final_state_on": "all",
         **options,
     }
-    return _call(function(case, "tp_cp"), arguments)
+    return call(function(case, "tp_cp"), arguments)
+
+
+def verbs(case: Case, splits: tuple[int, ...], options: dict) -> list[list[str]]:
+    """What the rank asks of its transport: without gradients, and with, forward and backward."""
+    called: list[str] = []
+
+    def noted(name: str):
+        verb = getattr(ProcessGroupTransport, name)
+
+        def note(*given):
+            called.append(name)
+            return verb(*given)
+
+        return note
+
+    every = [name for name, x in vars(ProcessGroupTransport).items() if name[0] != "_" and callable(x)]
+    with mock.patch.multiple(ProcessGroupTransport, **{name: noted(name) for name in every}):
+        arguments = split_arguments(case, splits, False, options)
+        with torch.no_grad():
+            _call(function(case, "cp"), arguments)
+        without, called = called, []
+        o, _ = _call(function(case, "cp"), {**arguments, "v": arguments["v"].clone().requires_grad_()})
+        forward, called = called, []
+        o.sum().backward()
+    return [without, forward, called]
+
+
+def refused(case: Case, suffix: str, change: str) -> None:
+    """A call that has no gradients."""
+    inputs = make(case)
+    given = {**named(inputs, False), **tokens(inputs, 0, case.tokens)}
+    given["tp_group" if suffix == "tp" else "sp_group"] = dist.group.WORLD
+    if change == "decay":
+        given["decay"] = given["decay"].requires_grad_()
+    else:
+        given["v"] = given["v"].requires_grad_(change != "out of another rank" or dist.get_rank() == 1)
+    if change.startswith("out"):
+        given["out"] = torch.empty_like(given["v"], requires_grad=False)
+    o, _ = _call(function(case, suffix), given)
+    if change == "twice":
+        (once,) = torch.autograd.grad(o.sum(), given["v"], create_graph=True)
+        once.sum().backward()
+
+
+def of_recomputed(case: Case, splits: tuple[int, ...], options: dict) -> bool:
+    """Whether activation checkpointing gives the same bits."""
+    arguments = split_arguments(case, splits, False, options)
+    found = []
+    for how in (lambda run, x: run(x), functools.partial(checkpoint, use_reentrant=False)):
+        v = arguments["v"].clone().requires_grad_()
+        o = how(lambda v: _call(function(case, "cp"), {**arguments, "v": v})[0], v)
+        o.square().sum().backward()
+        found.append(v.grad)
+    return torch.equal(*found)
+
+
+def boundary_gradient(x: torch.Tensor, d: torch.Tensor, splits: tuple[int, ...], width: int) -> torch.Tensor:
+    """Of the rank's tokens, where `d`, by rank, is that of the boundary."""
+    own = x[:, splits[dist.get_rank()] : splits[dist.get_rank() + 1]].clone().requires_grad_()
+    before = level2.conv_boundary_tokens(own, sp_group=dist.group.WORLD, sp_splits=splits, width=width)
+    before.backward(d[dist.get_rank()])
+    return own.grad
 
 
 def boundary(x: torch.Tensor, cu_seqlens: torch.Tensor | None, splits: tuple[int, ...], width: int):
@@ -227,8 +314,6 @@ def _special(value: object):
     if value == "a group of others":
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         return groups[dist.get_rank() - 1]
-    if value == "requires grad":
-        return torch.zeros(1, 8, 2, 64, requires_grad=True)
     return value
 
 

@@ -11,11 +11,17 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 # That a rank waits for another: NCCL also makes its connections in that time.
 SECONDS = {"cpu": 10, "cuda": 60}
+
+
+def need_gpus(kind: str, size: int) -> None:
+    if kind == "cuda" and size > (found := torch.cuda.device_count()):
+        pytest.skip(f"{size} ranks over NCCL need a GPU each, found {found}")
 
 
 class RankError(Exception):

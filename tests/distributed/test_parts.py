@@ -106,8 +106,7 @@ def test_shards_of_packed_tokens(lengths, size, tail, data):
                 return sequence_of[border]
             return -1
 
-        assert shard.entering == across(begin)
-        assert shard.leaving.tolist() == [across(border) for border in splits[1:]]
+        assert shard.crossing.tolist() == [across(border) for border in splits]
         leaves = across(end)
         skipped = len(held) - held.count(leaves)
         expected = [0, 0, 0] if leaves < 0 else [0, skipped, len(held)]
@@ -243,6 +242,19 @@ def test_tensor_parallelism_needs_no_group():
     ):
         with pytest.raises(ValueError, match=message):
             cula_kda_tp(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, **wrong)
+
+
+def test_a_gate_of_all_channels_beside_a_bias_of_each_has_one_gradient():
+    inputs = make(Case("kda", (20,), key_dim=8, value_dim=8, gate="softplus", state=False)).double()
+    g, dt_bias = (x.clone().requires_grad_() for x in (inputs.g[..., 0], inputs.dt_bias))
+    named = {"use_gate_in_kernel": True, "A_log": inputs.A_log, "dt_bias": dt_bias}
+    call = Call("a call", "kda", inputs.q, inputs.k, inputs.v, g, inputs.beta, options=named)
+    o, _ = call.run()
+    expected = torch.autograd.grad(o, (g, dt_bias), torch.ones_like(o))
+    with torch.no_grad():
+        found = call.gradients({"g", "dt_bias"}, None, None, torch.ones_like(o), None)
+    for name, gradient in zip(("g", "dt_bias"), expected, strict=True):
+        assert_same_bits(f"d_{name}", found[name], gradient)
 
 
 LONG = cost.Size(

@@ -23,7 +23,7 @@ from torch.nn.functional import conv1d
 from cula_testing import passes
 from cula_testing.cases import Case, make
 from cula_testing.compare import assert_accurate, assert_exact, assert_same_bits
-from cula_testing.ranks import RankError, Ranks
+from cula_testing.ranks import RankError, Ranks, need_gpus
 from cula_testing.strategies import cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,55 +42,6 @@ LAYOUTS = {
     "packed, empty ranks": (PACKED, True, (0, 0, 80, 80, 395)),
     "packed, two ranks": (PACKED, True, (0, 372, 395)),
 }
-
-
-@pytest.fixture(scope="session")
-def kind(request) -> str:
-    """Where the ranks compute."""
-    return request.config.getoption("--device")
-
-
-@pytest.fixture(autouse=True)
-def _here_on_the_cpu():
-    before = torch.get_default_device()
-    torch.set_default_device("cpu")
-    yield
-    torch.set_default_device(before)
-
-
-def need_gpus(kind: str, size: int) -> None:
-    if kind == "cuda" and size > (found := torch.cuda.device_count()):
-        pytest.skip(f"{size} ranks over NCCL need a GPU each, found {found}")
-
-
-@pytest.fixture(scope="session")
-def pools(tmp_path_factory, kind):
-    started: dict[int, Ranks] = {}
-
-    def pool(size: int) -> Ranks:
-        need_gpus(kind, size)
-        if size not in started or started[size].broken:
-            if size in started:
-                started[size].close()
-            started[size] = Ranks(size, tmp_path_factory.mktemp("ranks"), kind)
-        return started[size]
-
-    yield pool
-    for ranks in started.values():
-        ranks.close()
-
-
-@pytest.fixture(scope="session")
-def precisions(kind) -> tuple[bool, ...]:
-    """Whether a case is computed exactly, each way that the device can: the reference takes CPU tensors
-    only."""
-    return (False, True) if kind == "cpu" else (False,)
-
-
-@pytest.fixture(scope="session")
-def exact(precisions) -> bool:
-    """Where one way is enough."""
-    return precisions[-1]
 
 
 def one_rank(case: Case) -> dict[str, passes.Result]:
@@ -376,8 +327,6 @@ WRONG = {
     "state type": ("cp", {"initial_state": torch.zeros(1, 2, 64, 64).int()}, "ValueError", "initial_state"),
     "state kind": ("cp", {"initial_state": 3}, "TypeError",
                    "initial_state must be a tensor or None, got int"),
-    "state grad": ("cp", {"initial_state": "requires grad"}, "NotImplementedError",
-                   "initial_state requires gradients"),
     "unknown": ("cp", {"chunks": 3}, "TypeError",
                 "cula_kda_cp() got an unexpected keyword argument 'chunks'"),
     "initial": ("cp", {"initial_state": torch.zeros(1, 2, 3, 4)}, "ValueError",
@@ -386,7 +335,6 @@ WRONG = {
            "cu_seqlens must end at or before the 16 tokens"),
     "cu order": ("cp", {"cu_seqlens": torch.tensor([0, 9, 4])}, "ValueError",
                  "cu_seqlens must ascend from 0"),
-    "gradients": ("cp", {"v": "requires grad"}, "NotImplementedError", "v requires gradients"),
     "tp_size": ("tp", {"tp_size": 4}, "ValueError", "tp_size must be the size of tp_group, 2, got 4"),
     "heads": ("tp", {"g": torch.zeros(1, 8, 3, 64)}, "ValueError",
               "g must have 2 heads, this rank's, or 4, all, got"),
@@ -478,12 +426,9 @@ def test_boundary_tokens_of_a_convolution(lengths, packed, splits, width, pools)
         assert torch.equal(found, whole[:, begin:end])
 
 
-def test_wrong_widths_and_gradients_of_a_convolution(pools):
+def test_wrong_widths_of_a_convolution(pools):
     for answer in pools(2).answers("boundary", torch.zeros(1, 8, 1), None, (0, 4, 8), 1):
         assert (answer.kind, answer.message) == ("ValueError", "width must be at least 2, got 1")
-    for answer in pools(2).answers("boundary", torch.zeros(1, 8, 1, requires_grad=True), None, (0, 4, 8), 4):
-        assert answer.kind == "NotImplementedError"
-        assert "x requires gradients" in answer.message
 
 
 def test_the_example_runs(kind):

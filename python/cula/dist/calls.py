@@ -6,14 +6,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cula import api
+from cula import _autograd, _decays, _ops, _passes, api
 from cula._family import FAMILY, MODES
 
 FUNCTIONS: dict[str, Callable[..., tuple[Any, ...]]] = {mode: getattr(api, f"cula_{mode}") for mode in MODES}
@@ -25,6 +25,10 @@ _SEGMENT_OPTIONS = (
     "A_log", "dt_bias", "lower_bound", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel",
     "allow_neg_eigval", "device", "backend", "deterministic", "scale",
 )  # fmt: skip
+
+# The tensors that a call reads besides its states, by what they are: its own, or options.
+_OPERANDS = ("q", "k", "v", "g", "beta", "decay")
+_PARAMETERS = ("A_log", "dt_bias")
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,17 @@ class Call:
         named = {name: getattr(self, name) for name in ("q", "k", "v", "g", "beta")}
         return {name: x for name, x in named.items() if x is not None}
 
+    def read(self) -> dict[str, Tensor]:
+        """All tensors that it reads, but states, by name."""
+        own = {name: getattr(self, name) for name in _OPERANDS}
+        named = {**own, **{name: self.options.get(name) for name in _PARAMETERS}}
+        return {name: x for name, x in named.items() if isinstance(x, Tensor)}
+
+    def reading(self, tensors: Mapping[str, Tensor]) -> Call:
+        """The same call of those tensors instead."""
+        options = {**self.options, **{name: tensors[name] for name in _PARAMETERS if name in tensors}}
+        return self.but(**{name: tensors.get(name) for name in _OPERANDS}, options=options)
+
     def run(self, **more: object) -> tuple[Any, ...]:
         gates = {name: x for name in ("g", "beta", "decay") if (x := getattr(self, name)) is not None}
         return FUNCTIONS[self.mode](self.q, self.k, self.v, **gates, **{**self.options, **more})
@@ -65,6 +80,51 @@ class Call:
             cu_seqlens=cu_seqlens, use_gate_in_kernel=bool(self.options.get("use_gate_in_kernel", False)),
             keep=keep, out=out, **named,
         )  # fmt: skip
+
+    def operands(self) -> dict[str, Any]:
+        """What the operators take for it, by name, but states and lengths."""
+        algorithm, g, dt_bias, decay = _decays.decay_of(
+            self.mode, self.q, self.g, self.options.get("dt_bias"), self.decay
+        )
+        named = {name: self.options.get(name) for name in ("A_log", "lower_bound", "scale", "backend")}
+        flags = {
+            to: bool(self.options.get(name, False))
+            for to, name in (
+                ("qk_l2norm", "use_qk_l2norm_in_kernel"),
+                ("beta_is_logit", "use_beta_sigmoid_in_kernel"),
+                ("allow_neg_eigval", "allow_neg_eigval"),
+            )
+        }
+        options = _passes.pack(
+            algorithm, _passes.gate_of(self.options.get("use_gate_in_kernel", False), named["lower_bound"]),
+            **flags, scale=named["scale"], lower_bound=named["lower_bound"], null_index=-1,
+            backend=named["backend"], deterministic=self.options.get("deterministic"),
+        )  # fmt: skip
+        return {
+            "q": self.q, "k": self.k, "v": self.v, "options": options, "g": g, "beta": self.beta,
+            "decay": decay, "dt_bias": dt_bias, **named,
+        }  # fmt: skip
+
+    def gradients(
+        self,
+        wanted: Set[str],
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        d_o: Tensor | None,
+        d_final_state: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """The wanted gradients by name, each like what it is the gradient of. Of the call `run` of that
+        initial state and those lengths: `d_o` and `d_final_state` are zero where None. States V-first."""
+        if not wanted:
+            return {}
+        given = {**self.operands(), "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        given["backend"] = _autograd.backend(self.name, given)
+        asked = [name in wanted for name in _ops.GRADIENTS]
+        made = _autograd.gradients(given, asked, d_o, d_final_state)
+        found = {name: x for name, x in zip(_ops.GRADIENTS, made, strict=True) if x is not None}
+        if self.g is not None and "g" in found and found["g"].dim() > self.g.dim():
+            found["g"] = found["g"].sum(-1)  # one for all channels
+        return found
 
     @property
     def delta(self) -> bool:
@@ -91,8 +151,6 @@ class Call:
         for option in self.options:
             if option not in _options_of(self.mode):
                 raise TypeError(f"{self.name}() got an unexpected keyword argument {option!r}")
-        for argument, given in {**self.tensors(), "decay": self.decay, **self.options}.items():
-            refuse_gradients(self.name, argument, given)
 
     def check_all(self, initial_state: Tensor | None) -> None:
         """Everything that Level 1 checks, by a call on none of the tokens, which writes nothing: a rank that
@@ -107,19 +165,17 @@ class Call:
             raise ValueError(
                 f"{self.name}: out must have v's shape, {list(self.v.shape)}, got {list(out.shape)}"
             )
-        none = {name: x[:, :0] for name, x in self.tensors().items() if isinstance(x, Tensor) and x.dim() > 1}
-        options = {**self.options, "out": out[:, :0]} if isinstance(out, Tensor) else self.options
         if initial_state is not None:  # checked; of packed tokens any row stands for all
             batch = self.q.shape[0]
             initial_state = initial_state[:batch] if len(initial_state) >= batch else None
-        self.but(**none, options=options).run(initial_state=initial_state, output_final_state=False)
+        with torch.no_grad():
+            self.without_tokens().run(initial_state=initial_state, output_final_state=False)
 
-
-def refuse_gradients(function: str, argument: str, x: object) -> None:
-    if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
-        raise NotImplementedError(
-            f"{function}: {argument} requires gradients, and gradients across ranks are not built yet; call "
-            "under torch.no_grad() or torch.inference_mode()"
+    def without_tokens(self) -> Call:
+        none = {name: x[:, :0] for name, x in self.tensors().items() if isinstance(x, Tensor) and x.dim() > 1}
+        out = self.options.get("out")
+        return self.but(
+            **none, options={**self.options, "out": out[:, :0]} if isinstance(out, Tensor) else self.options
         )
 
 

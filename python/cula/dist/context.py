@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from cula.dist import cost, methods
-from cula.dist.calls import Call, refuse_gradients
+from cula.dist import cost, gradients
+from cula.dist.calls import Call
+from cula.dist.forms import Complete, Form, Split
 from cula.dist.groups import Group, GroupLike, resolve
 from cula.dist.lanes import BatchLanes, Lanes, PackedLane
 from cula.dist.shards import TokenShard, check_cu_seqlens, check_splits
@@ -53,8 +53,10 @@ class Options:
 
 def run(call: Call, group: Group, options: Options) -> tuple[Tensor, Tensor | None]:
     _check(call, options)
-    form = _complete if options.sp_mode == "complete" else _split
-    o, final = form(call, ProcessGroupTransport(group), options)
+    transport = ProcessGroupTransport(group)
+    form, initial = (_complete if options.sp_mode == "complete" else _split)(call, transport, options)
+    call.check_all(initial)
+    o, final = gradients.run(form, call, initial)
     return o, final if final is None or options.state_v_first else final.transpose(-1, -2)
 
 
@@ -74,7 +76,6 @@ def _check(call: Call, options: Options) -> None:
         raise ValueError(f"{call.name}: cu_seqlens must be given with sp_mode complete, got None")
     if options.cu_seqlens is not None and call.q.shape[0] != 1:
         raise ValueError(f"{call.name}: q must have one row with cu_seqlens, got {list(call.q.shape)}")
-    refuse_gradients(call.name, "initial_state", options.initial_state)
 
 
 def _one_of(words: Sequence[str | None]) -> str:
@@ -96,8 +97,7 @@ def _initial_state(call: Call, options: Options, sequences: int) -> Tensor | Non
     return initial if options.state_v_first else initial.transpose(-1, -2)
 
 
-def _complete(call: Call, transport: Transport, options: Options) -> tuple[Tensor, Tensor | None]:
-    """Whole sequences: nothing is exchanged but final states, on request."""
+def _complete(call: Call, transport: Transport, options: Options) -> tuple[Form, Tensor | None]:
     cu_seqlens, rank, size = options.cu_seqlens, transport.rank, transport.size
     assert cu_seqlens is not None  # _check refuses a call without
     check_cu_seqlens(cu_seqlens, None)
@@ -112,78 +112,37 @@ def _complete(call: Call, transport: Transport, options: Options) -> tuple[Tenso
     initial = _initial_state(call, options, sequences if of_all else end - begin)
     if initial is not None and of_all:
         initial = initial[begin:end]
-    call.check_all(initial)
-    if begin == end:
-        o, final = _nothing(call)
-    else:
-        own = cu_seqlens[begin : end + 1]
-        o, final = call.run(
-            initial_state=initial, output_final_state=options.output_final_state, cu_seqlens=own - own[0]
-        )
-    where = options.final_state_on or "end"
-    if not options.output_final_state or where == "end":
-        return o, final if options.output_final_state else None
-    everyone = final.new_zeros((sequences, *final.shape[1:]))
-    everyone[begin:end] = final
-    return o, _deliver(transport, everyone, where)
+    own = cu_seqlens[begin : end + 1]
+    where = (options.final_state_on or "end") if options.output_final_state else None
+    return Complete(transport, own - own[0], begin, sequences, where), initial
 
 
-def _nothing(call: Call) -> tuple[Tensor, Tensor]:
-    """The results of a rank without a sequence: its tokens, if it has any, belong to none."""
-    o = call.options.get("out")
-    o = torch.zeros_like(call.v, memory_format=torch.contiguous_format) if o is None else o.zero_()
-    return o, call.states(0)
-
-
-def _split(call: Call, transport: Transport, options: Options) -> tuple[Tensor, Tensor | None]:
-    """Tokens in rank order, wherever that cuts the sequences."""
+def _split(call: Call, transport: Transport, options: Options) -> tuple[Form, Tensor | None]:
     size, rank = transport.size, transport.rank
     splits = check_splits(options.sp_splits, size, rank, call.q.shape[1])
-    cu_seqlens, sequences, shard = options.cu_seqlens, call.q.shape[0], None
+    cu_seqlens, sequences, here = options.cu_seqlens, call.q.shape[0], None
     lanes: Lanes = BatchLanes(call, rank)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, splits[-1])
         shard = TokenShard.of(cu_seqlens, splits, rank)
-        lanes = PackedLane(shard, rank)
+        lanes, here = PackedLane(shard, rank), shard.final_ranks == rank
         sequences = cu_seqlens.shape[0] - 1
     initial = _initial_state(call, options, sequences)
-    method = _method(call, splits, lanes, options)
-    call.check_all(initial)
+    method = _method(call, splits, lanes, options.method)
     where = (options.final_state_on or "last") if options.output_final_state else None
-    # In a batch only the last rank's final states are those of whole sequences.
-    keep = where is not None and (shard is not None or rank == size - 1)
-    o, final = (methods.ring if method == "ring" else methods.scan)(call, transport, lanes, initial, keep)
-    if where is None:
-        return o, None
-    if shard is None:
-        if where == "all" and size > 1:
-            final = transport.broadcast(call.states(lanes.count) if final is None else final, size - 1)
-        return o, final if keep or where == "all" else None
-    assert final is not None  # it was asked for
-    here = shard.final_ranks == rank
-    final = torch.where(here[:, None, None, None], final, 0)
-    return o, final if where == "end" else _deliver(transport, final, where)
+    return Split(transport, lanes, method, where, here), initial
 
 
-def _deliver(transport: Transport, final_state: Tensor, where: str) -> Tensor | None:
-    """Final states of all sequences, each of them zero on all ranks but one, to those that ask: sums are
-    exact."""
-    last = transport.size - 1
-    if transport.size > 1:
-        final_state = transport.sum(final_state, last if where == "last" else None)
-    return final_state if where == "all" or transport.rank == last else None
-
-
-def _method(call: Call, splits: tuple[int, ...], lanes: Lanes, options: Options) -> str:
+def _method(call: Call, splits: tuple[int, ...], lanes: Lanes, method: str | None) -> str:
     """Every rank must come to the same answer, so it depends on nothing that differs between them."""
     per_value = isinstance(call.beta, Tensor) and call.beta.dim() == 4
-    if per_value and options.method == "scan":
+    if per_value and method == "scan":
         raise ValueError(
             f"{call.name}: method must be ring, since a write strength per value channel has no map of its "
-            f"segments, got {options.method!r}"
+            f"segments, got {method!r}"
         )
-    if options.method is not None or per_value:
-        return options.method or "ring"
+    if method is not None or per_value:
+        return method or "ring"
     size = cost.Size(
         ranks=len(splits) - 1, tokens=call.q.shape[0] * max(b - a for a, b in pairwise(splits)),
         lanes=lanes.count, value_heads=call.v.shape[2], key_dim=call.q.shape[3], value_dim=call.v.shape[3],
@@ -254,6 +213,9 @@ def cula_kda_cp(
     Returns (o of the rank's tokens, final state or None). Arguments that are wrong alike on all ranks raise
     on all of them before anything is sent; a rank that raises alone leaves the others to the timeout of the
     group.
+
+    Gradients are those of the sum of what all ranks differentiate; of `A_log` and `dt_bias` each rank has its
+    own part. All ranks go backward through their results, or none does.
     """
     return context_parallel(Call("cula_kda_cp", "kda", q, k, v, g, beta), sp_group, **words)
 

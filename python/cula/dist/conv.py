@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cula.dist.calls import refuse_gradients
+from cula.dist import gradients
 from cula.dist.groups import GroupLike, resolve
 from cula.dist.shards import check_cu_seqlens, check_splits, crossings, device_borders
 from cula.dist.transport import ProcessGroupTransport
@@ -29,19 +29,19 @@ def conv_boundary_tokens(
 
     x: the rank's tokens `[B, T, ...]`. cu_seqlens, sp_splits: as in `cula.dist.cula_kda_cp`. Before the
     beginning of a sequence there are zeros. Every rank sends its last `width - 1` tokens.
+    All ranks go backward through their results, or none does.
     """
     group = resolve("sp", sp_group, sp_size, sp_rank, required=True)
     if width < 2:
         raise ValueError(f"width must be at least 2, got {width}")
-    refuse_gradients("conv_boundary_tokens", "x", x)
     need, held = width - 1, x.shape[1]
     splits = check_splits(sp_splits, group.size, group.rank, held)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, splits[-1])
     tail = x[:, max(0, held - need) :]
     padded = torch.cat([x.new_zeros((x.shape[0], need - tail.shape[1], *x.shape[2:])), tail], dim=1)
-    tails = ProcessGroupTransport(group).all_gather(padded)
-    parts: list[Tensor] = []
+    (tails,) = gradients.all_gather(ProcessGroupTransport(group), padded)
+    parts = [tails[group.rank][:, :0]]  # nothing, so that the result depends on the exchange on every rank
     for rank in reversed(range(group.rank)):
         take = min(need, splits[rank + 1] - splits[rank])
         parts.insert(0, tails[rank][:, tails.shape[2] - take :])

@@ -18,7 +18,22 @@ from cula.dist.messages import Message
 from cula.dist.shards import TokenShard
 
 
-class Lanes(Protocol):
+class Ends(Protocol):
+    """Where the lanes come in and where they go on: states in a forward pass, in which they come from the
+    ranks before; their gradients in a backward pass, in which they come from those after."""
+
+    def joins(self) -> Tensor | None:
+        """For each of those ranks, the farthest first: whether the lane that leaves it carries what enters
+        this one; None: all do."""
+
+    def enter(self, states: Tensor | None, brought: Tensor) -> Tensor:
+        """The states of the rank's sequences where tokens begin, those of the lanes being `brought`."""
+
+    def leave(self, states: Tensor) -> Tensor:
+        """The lanes' states, from those of the rank's sequences."""
+
+
+class Lanes(Ends, Protocol):
     count: int
 
     @property
@@ -30,6 +45,10 @@ class Lanes(Protocol):
         """Whether `segment` prepares for the prefill, so that the first and the last rank should call it
         too."""
 
+    @property
+    def back(self) -> Ends:
+        """In a backward pass."""
+
     def segment(self, call: Call, m: bool, b: bool) -> tuple[Message, Tensor | None]:
         """The maps of the rank's tokens of each lane, and what a prefill of all the rank's tokens takes as
         `kept`. What is not wanted of `m` and `b` may be anything."""
@@ -37,15 +56,8 @@ class Lanes(Protocol):
     def start(self, initial_state: Tensor | None) -> Tensor | None:
         """The states of lanes whose sequence begins on this rank, zero for the others; None for none."""
 
-    def joins(self) -> Tensor | None:
-        """`[rank]`: whether the lane that leaves each rank before carries what enters this one; None: all
-        do."""
-
-    def enter(self, initial_state: Tensor | None, state: Tensor) -> Tensor:
-        """The initial states of the rank's sequences, where a lane brings `state`."""
-
-    def leave(self, final_state: Tensor) -> Tensor:
-        """The lanes' states from the final states of the rank's sequences."""
+    def begun(self, states: Tensor) -> Tensor:
+        """The states of the rank's sequences, but zero for those that a lane brings."""
 
 
 class BatchLanes:
@@ -58,6 +70,10 @@ class BatchLanes:
     def keeps(self) -> bool:
         return self._on_gpu and self._may_keep
 
+    @property
+    def back(self) -> Ends:
+        return self  # every row crosses every border
+
     def segment(self, call: Call, m: bool, b: bool) -> tuple[Message, Tensor | None]:
         message = Message.empty(call, self.count)
         out = message.written_m if m else None, message.b if b else None
@@ -67,26 +83,57 @@ class BatchLanes:
     def start(self, initial_state: Tensor | None) -> Tensor | None:
         return initial_state if self._rank == 0 else None
 
+    def begun(self, states: Tensor) -> Tensor:
+        return states if self._rank == 0 else torch.zeros_like(states)
+
     def joins(self) -> Tensor | None:
         return None
 
-    def enter(self, initial_state: Tensor | None, state: Tensor) -> Tensor:
-        return state
+    def enter(self, states: Tensor | None, brought: Tensor) -> Tensor:
+        return brought
 
-    def leave(self, final_state: Tensor) -> Tensor:
-        return final_state
+    def leave(self, states: Tensor) -> Tensor:
+        return states
 
 
-class PackedLane:
+class PackedEnds:
+    """behind: the rows that leave the ranks that lanes come from, the farthest first. Rows are numbers of
+    sequences, negative for none."""
+
+    def __init__(self, rows: int, entering: Tensor, leaving: Tensor, behind: Tensor) -> None:
+        self._rows, self._entering, self._leaving, self._behind = rows, entering, leaving, behind
+
+    def joins(self) -> Tensor | None:
+        return self._behind == self._entering
+
+    def enter(self, states: Tensor | None, brought: Tensor) -> Tensor:
+        if states is None:
+            states = brought.new_zeros((self._rows, *brought.shape[1:]))
+        return torch.where(self._brings(), brought, states.to(brought.dtype))
+
+    def leave(self, states: Tensor) -> Tensor:
+        return states.index_select(0, self._leaving.clamp(min=0)[None])
+
+    def _brings(self) -> Tensor:
+        """`[rows, 1, 1, 1]`: whether a lane brings the row's state."""
+        row = torch.arange(self._rows, device=self._entering.device) == self._entering
+        return row[:, None, None, None]
+
+
+class PackedLane(PackedEnds):
     keeps = False
+    count = 1
 
     def __init__(self, shard: TokenShard, rank: int) -> None:
-        self.count, self.cu_seqlens = 1, shard.cu_seqlens
-        self._shard, self._rank, self._leaving = shard, rank, shard.leaving[rank]
+        rows, crossing = shard.cu_seqlens.shape[0] - 1, shard.crossing
+        super().__init__(rows, crossing[rank], crossing[rank + 1], crossing[1 : rank + 1])
+        self.cu_seqlens, self._leaving_cu_seqlens = shard.cu_seqlens, shard.leaving_cu_seqlens
+        later = crossing[rank + 1 : -1].flip(0)
+        self.back = PackedEnds(rows, crossing[rank + 1], crossing[rank], later)
 
     def segment(self, call: Call, m: bool, b: bool) -> tuple[Message, Tensor | None]:
         message = Message.empty(call, 1)
-        written_m, written_b = call.segment(self._shard.leaving_cu_seqlens)
+        written_m, written_b = call.segment(self._leaving_cu_seqlens)
         assert written_m is not None  # both were asked for
         assert written_b is not None
         message.written_m.copy_(written_m[1:])
@@ -96,18 +143,8 @@ class PackedLane:
     def start(self, initial_state: Tensor | None) -> Tensor | None:
         if initial_state is None:
             return None
-        begins = self._leaving != self._shard.entering
+        begins = self._leaving != self._entering
         return torch.where(begins, self.leave(initial_state), 0)
 
-    def joins(self) -> Tensor | None:
-        return self._shard.leaving[: self._rank] == self._shard.entering
-
-    def enter(self, initial_state: Tensor | None, state: Tensor) -> Tensor:
-        entering, sequences = self._shard.entering, self.cu_seqlens.shape[0] - 1
-        if initial_state is None:
-            initial_state = state.new_zeros((sequences, *state.shape[1:]))
-        row = torch.arange(sequences, device=state.device) == entering
-        return torch.where(row[:, None, None, None], state, initial_state.to(state.dtype))
-
-    def leave(self, final_state: Tensor) -> Tensor:
-        return final_state.index_select(0, self._leaving.clamp(min=0)[None])
+    def begun(self, states: Tensor) -> Tensor:
+        return torch.where(self._brings(), 0, states)

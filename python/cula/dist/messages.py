@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank says of its tokens in a scan: their map of each lane's state, in one piece of memory."""
+"""What a rank says of its tokens in a scan: their map of each lane's state, or in a backward pass of its
+gradient, in one piece of memory."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from cula.dist.calls import Call
 class Message:
     """M transposed, or the diagonal of an additive rule's, and behind it B. Of the first rank's message B
     alone counts.
+
+    Of a gradient the map is that of M transposed, so a message has M itself, and as B the gradient that the
+    rank's own tokens give; of the last rank's B alone counts.
 
     K' is K or the next multiple of four: GPUs read rows in pieces of 16 bytes.
     """
@@ -46,6 +50,11 @@ class Message:
     def written_m(self) -> Tensor:
         """m as `cula_segment` writes it."""
         return self.m.mT if self.delta else self.m[:, :, 0]
+
+    @property
+    def turned_m(self) -> Tensor:
+        """m of the message in the other direction."""
+        return self.m.mT if self.delta else self.m
 
     @property
     def b(self) -> Tensor:

@@ -147,21 +147,24 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int | None) -> None:
 
 @dataclass(frozen=True)
 class TokenShard:
-    """The packed tokens that a rank holds, and the sequences that cross its two borders."""
+    """The packed tokens that a rank holds, and the sequences that cross its borders and others'."""
 
-    cu_seqlens: Tensor  # local, all N sequences
-    leaving: Tensor  # [size]: the sequence that goes on behind rank j, -1 where none does
-    entering: Tensor  # []: the one that comes from the rank before, or -1
+    cu_seqlens: Tensor  # local
+    crossing: Tensor  # [size + 1]: the row of the sequence that crosses each border, negative where none does
     final_ranks: Tensor  # [N]
     leaving_cu_seqlens: Tensor  # two sequences: what comes before the leaving one's tokens, and those
 
     @staticmethod
     def of(cu_seqlens: Tensor, splits: Sequence[int], rank: int) -> TokenShard:
+        """Of packed tokens of all ranks. All N sequences are rows, those that lie elsewhere empty."""
         borders = device_borders(splits, cu_seqlens.device)
         crossing = crossings(cu_seqlens, borders)
         local = local_cu_seqlens(cu_seqlens, splits[rank], splits[rank + 1])
-        leaves = crossing[rank + 1]
-        first = local.index_select(0, leaves.clamp(min=0)[None])[0]
-        end = torch.where(leaves < 0, 0, splits[rank + 1] - splits[rank])
-        two = torch.stack([torch.zeros_like(first), first.minimum(end), end]).to(cu_seqlens.dtype)
-        return TokenShard(local, crossing[1:], crossing[rank], final_ranks(cu_seqlens, borders), two)
+        two = _leaving_cu_seqlens(local, crossing[rank + 1], splits[rank + 1] - splits[rank])
+        return TokenShard(local, crossing, final_ranks(cu_seqlens, borders), two)
+
+
+def _leaving_cu_seqlens(local: Tensor, leaves: Tensor, held: int) -> Tensor:
+    first = local.index_select(0, leaves.clamp(min=0)[None])[0]
+    end = torch.where(leaves < 0, 0, held)
+    return torch.stack([torch.zeros_like(first), first.minimum(end), end]).to(local.dtype)

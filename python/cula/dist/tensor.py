@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cula import Checkpoints
+from cula.dist import gradients
 from cula.dist.calls import Call
 from cula.dist.groups import Group, GroupLike, resolve
 from cula.dist.shards import take_heads, take_parameter, take_query_heads
-from cula.dist.transport import ProcessGroupTransport, all_gather_dim
+from cula.dist.transport import ProcessGroupTransport
 from cula.dist.words import TensorWords, words_of
 
 if TYPE_CHECKING:
@@ -68,9 +69,10 @@ def gather(call: Call, group: Group, results: tuple[Any, ...]) -> tuple[Any, ...
         return results
     transport = ProcessGroupTransport(group)
     o, final, *on_the_way = results
-    if final is not None and call.options.get("state_pool") is None:
-        final = all_gather_dim(transport, final, 1)
-    return all_gather_dim(transport, o, 2), final, *(all_gather_dim(transport, h, 2) for h in on_the_way)
+    in_place = call.options.get("state_pool") is not None
+    gathered, states = gradients.all_gather_heads(call, transport, o, None if in_place else final)
+    others = (gradients.along(transport.all_gather(h), 2) for h in on_the_way)
+    return gathered, final if in_place else states, *others
 
 
 def tensor_parallel(

@@ -7,7 +7,7 @@ memory, where ranks read each other's maps in place, would be another class of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -35,11 +35,24 @@ class Transport(Protocol):
         """The x, `[n]`, of every rank before this one: `[rank, n]`. Of the first rank's only the last
         `of_first` numbers count."""
 
+    def gather_later(self, x: Tensor, of_last: int) -> Tensor:
+        """The x, `[n]`, of every rank after this one, the last rank's first: `[size - 1 - rank, n]`. Of the
+        last rank's only the last `of_last` numbers count."""
+
     def send_next(self, x: Tensor) -> None:
         """x, to the next rank."""
 
     def receive_previous(self, x: Tensor) -> Tensor:
         """x, filled by the previous rank."""
+
+    def send_previous(self, x: Tensor) -> None:
+        """x, to the previous rank."""
+
+    def receive_next(self, x: Tensor) -> Tensor:
+        """x, filled by the next rank."""
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """`x[r]` of `[size, ...]` goes to rank r; returns what each rank sent here, in the same shape."""
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """The x of rank `source`, on all ranks."""
@@ -66,17 +79,32 @@ class ProcessGroupTransport:
     def gather_earlier(self, x: Tensor, of_first: int) -> Tensor:
         if self.size > MOST_DIRECT:
             return self.all_gather(x)[: self.rank]
-        gathered = x.new_empty((self.rank, *x.shape))
+        return self._gather(x, range(self.rank), range(self.rank + 1, self.size), 0, of_first)
+
+    def gather_later(self, x: Tensor, of_last: int) -> Tensor:
+        last = self.size - 1
+        if self.size > MOST_DIRECT:
+            return self.all_gather(x)[self.rank + 1 :].flip(0)
+        return self._gather(x, range(last, self.rank, -1), range(self.rank), last, of_last)
+
+    def _gather(
+        self, x: Tensor, sources: Sequence[int], destinations: Sequence[int], end: int, of_end: int
+    ) -> Tensor:
+        """The x of the sources, in their order, while this rank's goes to the destinations. Of rank `end`'s
+        only the last `of_end` numbers travel."""
+        gathered = x.new_empty((len(sources), *x.shape))
 
         def part(message: Tensor, rank: int) -> Tensor:
-            return message[len(message) - of_first :] if rank == 0 else message
+            return message[len(message) - of_end :] if rank == end else message
 
         def operation(verb: Callable[..., object], message: Tensor, peer: int) -> dist.P2POp:
             return dist.P2POp(verb, message, group=self._group, group_peer=peer)
 
-        receives = [operation(dist.irecv, part(to, peer), peer) for peer, to in enumerate(gathered)]
+        receives = [
+            operation(dist.irecv, part(to, peer), peer) for peer, to in zip(sources, gathered, strict=True)
+        ]
         own = part(x, self.rank)
-        sends = [operation(dist.isend, own, peer) for peer in range(self.rank + 1, self.size)]
+        sends = [operation(dist.isend, own, peer) for peer in destinations]
         for work in dist.batch_isend_irecv(receives + sends):
             work.wait()
         return gathered
@@ -88,6 +116,18 @@ class ProcessGroupTransport:
         dist.recv(x, group=self._group, group_src=self.rank - 1)
         return x
 
+    def send_previous(self, x: Tensor) -> None:
+        dist.send(x.contiguous(), group=self._group, group_dst=self.rank - 1)
+
+    def receive_next(self, x: Tensor) -> Tensor:
+        dist.recv(x, group=self._group, group_src=self.rank + 1)
+        return x
+
+    def exchange(self, x: Tensor) -> Tensor:
+        exchanged = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(exchanged.view(-1), x.reshape(-1), group=self._group)
+        return exchanged
+
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         dist.broadcast(x, group=self._group, group_src=source)
         return x
@@ -98,8 +138,3 @@ class ProcessGroupTransport:
         else:
             dist.reduce(x, group=self._group, group_dst=destination)
         return x
-
-
-def all_gather_dim(transport: Transport, x: Tensor, dim: int) -> Tensor:
-    """Every rank's x, one after the other along `dim`."""
-    return torch.cat(transport.all_gather(x).unbind(0), dim=dim)
