@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cula import _ops
+from cula._passes import LOG_DECAY, Gate
 
 # The kinds of arguments by their annotations, and how many dimensions have those tensors whose shapes are
 # read first.
@@ -143,6 +144,48 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None, initial_state: Tensor | None
             "The number of initial states is expected to be equal to the number of input sequences, "
             f"i.e., {count} rather than {initial_state.shape[0]}."
         )
+
+
+def cu_seqlens_of(
+    cp_context: object, initial_state: Tensor | None, output_final_state: bool | None
+) -> Tensor | None:
+    """What a context of several ranks says in place of the argument."""
+    require(initial_state is None, "Initial state is not supported for CP")
+    require(not output_final_state, "Output final state is not supported for CP")
+    cu_seqlens: Tensor | None = getattr(cp_context, "cu_seqlens", None)
+    require(cu_seqlens is not None, "cu_seqlens is required for CP: cp_context must have it")
+    return cu_seqlens
+
+
+def along(
+    name: str,
+    mode: str,
+    cp_context: object,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    gate: Gate,
+    scale: float | None,
+    qk_l2norm: bool,
+    beta_is_logit: bool,
+    allow_neg_eigval: bool,
+) -> tuple[Tensor, None]:
+    """The function `name` on the tokens that a rank of a context of several has."""
+    from cula.dist import calls, context  # here, since the others need no process groups
+
+    named: dict[str, object] = {
+        "scale": scale,
+        "use_qk_l2norm_in_kernel": qk_l2norm,
+        "use_beta_sigmoid_in_kernel": beta_is_logit,
+        "allow_neg_eigval": allow_neg_eigval,
+    }
+    if gate is not LOG_DECAY:
+        named |= {"A_log": gate.A_log, "dt_bias": gate.dt_bias, "lower_bound": gate.lower_bound}
+        named["use_gate_in_kernel"] = True
+    call = calls.Call(name, mode, q, k, v, g, beta, options=named)
+    return context.along(call, cp_context), None
 
 
 def float32_state(initial_state: Tensor | None) -> None:

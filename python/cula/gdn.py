@@ -42,7 +42,8 @@ def chunk_gated_delta_rule(
     q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g and beta `[B, T, HV]`; with `use_gate_in_kernel` the log decay
     is `-exp(A_log) * softplus(g + dt_bias)` with HV values each. States are `[N, HV, K, V]`, `[N, HV, V, K]`
     with `state_v_first`; the initial state of any floating dtype, the final one float32. `chunk_indices` and
-    `chunk_size` change nothing here.
+    `chunk_size` change nothing here. `cp_context`: FLA's `FLACPContext`; the tokens are this rank's, as in
+    `cula.dist.cula_gdn_cp`.
     """
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
@@ -63,7 +64,7 @@ def chunk_gated_delta_rule(
         if chunk_size not in (16, 32, 64):
             raise ValueError(f"`chunk_size` must be 16, 32 or 64, got {chunk_size}.")
         if cp_context is not None:
-            _passes.refuse_context()
+            cu_seqlens = _fla.cu_seqlens_of(cp_context, initial_state, output_final_state)
         _fla.sequences(q, cu_seqlens, initial_state)
         _fla.require(
             not use_gate_in_kernel or A_log is not None,
@@ -73,6 +74,11 @@ def chunk_gated_delta_rule(
         gate = _passes.LOG_DECAY
         if use_gate_in_kernel is not False:
             gate = Gate(_passes.gate_of(use_gate_in_kernel, None), A_log, dt_bias)
+        if cp_context is not None:
+            return _fla.along(
+                "chunk_gated_delta_rule", "gdn", cp_context, q, k, v, g, beta, gate, scale,
+                use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+            )  # fmt: skip
         o, final_state, _ = _passes.forward(
             _ops.prefill, "gdn", q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, dense(initial_state, state_v_first),

@@ -57,15 +57,14 @@ def chunk_kda(
     raw gate (softplus, or bounded where `lower_bound` is given), beta `[B, T, HV]`. `A_log` and `dt_bias`
     hold HV and HV * K values. States are float32 `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; h,
     the states at chunk starts, is `[B, NT, HV, K, V]` in k's dtype and needs `torch.inference_mode()`.
-    `use_graph` and `max_num_seqs` change nothing: no call reads lengths on the host, so every one can be
-    captured, and tokens of no sequence give zeros. Errors are FLA's; where FLA asserts, the error is a
-    ValueError as well as an AssertionError.
+    `use_graph` and `max_num_seqs` change nothing: no call reads lengths on the host. Tokens of no sequence
+    give zeros. With `cp_context` the tokens are the rank's, as in `cula.dist.cula_kda_cp`. Errors are FLA's.
     """
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
         _fla.options("chunk_kda", kwargs)
         if cp_context is not None:
-            _passes.refuse_context()
+            cu_seqlens = _fla.cu_seqlens_of(cp_context, initial_state, output_final_state)
         _fla.sequences(q, cu_seqlens, initial_state)
         _fla.float32_state(initial_state)
         if chunk_size not in (32, 64):
@@ -79,10 +78,16 @@ def chunk_kda(
             _fla.require(
                 not disable_recompute, "return_intermediate_states must be used with disable_recompute=False"
             )
+            _fla.require(cp_context is None, "return_intermediate_states is not supported for CP")
+        gate = _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound)
+        if cp_context is not None:
+            return _fla.along(
+                "chunk_kda", "kda", cp_context, q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel,
+                use_beta_sigmoid_in_kernel, allow_neg_eigval,
+            )  # fmt: skip
         o, final_state, h = _passes.forward(
-            _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
-            scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
-            dense(initial_state, state_v_first),
+            _ops.prefill, "kda", q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, dense(initial_state, state_v_first),
             Outputs(None, output_final_state, None, return_intermediate_states, chunk_size),
             cu_seqlens_cpu=cu_seqlens_cpu,
         )  # fmt: skip

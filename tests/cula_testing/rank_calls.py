@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import functools
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -247,6 +249,32 @@ def verbs(case: Case, splits: tuple[int, ...], options: dict) -> list[list[str]]
         forward, called = called, []
         o.sum().backward()
     return [without, forward, called]
+
+
+def in_context(case: Case, changes: dict, call=_call):
+    """The drop-in of FLA under a context as FLA's `build_cp_context` makes it, but for `changes`: (o,
+    None)."""
+    inputs, rank, size = drawn(case, False), dist.get_rank(), dist.get_world_size()
+    share = case.tokens // size
+    begin, end = rank * share, (rank + 1) * share
+    context = _context(case.lengths, begin, end, share)
+    vars(context).update(changes)
+    drop_in = {"kda": cula.kda.chunk_kda, "gdn": cula.gdn.chunk_gated_delta_rule}[case.algorithm]
+    words = {name: x for name, x in named(inputs, False).items() if name not in ("cu_seqlens", "backend")}
+    return call(drop_in, {**words, **tokens(inputs, begin, end), "cp_context": context})
+
+
+def _context(lengths: tuple[int, ...], begin: int, end: int, share: int) -> SimpleNamespace:
+    ends = list(accumulate(lengths))
+    here = [(b, e) for b, e in pairwise([0, *ends]) if b < end and e > begin and b < e]
+    local = [0, *(min(e, end) - begin for _, e in here)]
+    (first, _), (_, last) = here[0], here[-1]
+    return SimpleNamespace(
+        group=dist.group.WORLD,
+        cu_seqlens=torch.tensor(local, dtype=torch.int32),
+        pre_num_ranks=begin // share - first // share,
+        post_num_ranks=(last - 1) // share - begin // share,
+    )
 
 
 def refused(case: Case, suffix: str, change: str) -> None:

@@ -217,6 +217,22 @@ def test_heads_and_tokens_over_a_mesh(packed, method, pools):
     assert_same(case, joined(by_tokens))
 
 
+@pytest.mark.parametrize("lengths", [(176,), (10, 130, 36), (44, 44, 20, 68)])
+@pytest.mark.parametrize("gate", ["log_decay", "softplus"])
+@pytest.mark.parametrize("algorithm", ["kda", "gdn"])
+def test_drop_ins_under_a_context_of_fla(algorithm, gate, lengths, pools):
+    case = Case(algorithm, lengths, packed=True, state=False, value_heads=4, gate=gate, **SMALL)
+    case = case.but(dtype=torch.float32)
+    inputs = make(case)
+    d_o, _ = gradients.upstream(inputs)
+    oracle = gradients.exact(inputs, d_o, None)
+    naive = gradients.backward(inputs, d_o, None, backend="reference:naive")
+    ds = [(x, None) for x in d_o.chunk(4, 1)]
+    found = joined(call(pools, 4, "in_context", ds, case, {}))
+    assert found.keys() == oracle.keys()
+    gradients.assert_near(inputs, found, oracle, naive)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("wanted", [({"v"}, set(), set()), (set(), {"g", "k"}, set()), (set(), set(), {"q"}),

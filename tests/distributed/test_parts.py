@@ -27,6 +27,7 @@ from cula.dist import (
     tensor,
 )
 from cula.dist.calls import FUNCTIONS, Call
+from cula.dist.lanes import PackedLane
 from cula.dist.messages import Message
 from cula.dist.shards import TokenShard
 from cula.dist.words import ContextWords, HybridWords, TensorWords
@@ -115,6 +116,30 @@ def test_shards_of_packed_tokens(lengths, size, tail, data):
         assert shard.final_ranks.tolist() == [
             next(r for r in range(size) if splits[r + 1] >= e) for e in ends
         ]
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), size=st.integers(1, 5))
+def test_shards_of_a_rank_that_knows_its_own_sequences_alone(lengths, size):
+    """As of all sequences, but for the names of rows: what enters and leaves, and which ranks it comes
+    from."""
+    lengths[-1] += -sum(lengths) % size
+    share, cu_seqlens = sum(lengths) // size, torch.tensor([0, *lengths]).cumsum(0)
+    for rank in range(size):
+        begin, end = rank * share, (rank + 1) * share
+        whole = PackedLane(TokenShard.of(cu_seqlens, even_splits(sum(lengths), size), rank), rank)
+        starts = [c for c in cu_seqlens.tolist() if begin < c < end]
+        first = max(c for c in cu_seqlens.tolist() if c <= begin)
+        last = min(c for c in cu_seqlens.tolist() if c >= end)
+        before, after = rank - first // share, (last - 1) // share - rank
+        local = torch.tensor([0, *(c - begin for c in starts), share])
+        shard = TokenShard.beside(local, rank, size, before, after, share)
+        own, rows = PackedLane(shard, rank), len(local) - 1
+        assert shard.leaving_cu_seqlens.tolist() == whole._leaving_cu_seqlens.tolist()
+        for here, there in ((own, whole), (own.back, whole.back)):
+            assert (here._entering >= 0) == (there._entering >= 0)
+            assert here._entering < 0 or here.joins().tolist() == there.joins().tolist()
+        assert own._entering in (-1, 0)
+        assert own.back._entering in (-1, rows - 1)
 
 
 def test_wrong_cu_seqlens():

@@ -288,6 +288,30 @@ def test_heads_and_tokens_over_a_mesh(algorithm, packed, pools, precisions):
                 assert_same_bits("final_state", first[1], second[1])
 
 
+@pytest.mark.parametrize("lengths", [(176,), (10, 130, 36), (44, 44, 20, 68)])
+@pytest.mark.parametrize("algorithm", ["kda", "gdn"])
+def test_drop_ins_under_a_context_of_fla(algorithm, lengths, pools):
+    case = Case(algorithm, lengths, packed=True, state=False, value_heads=4, decay="slow", qk_l2norm=True)
+    answers = pools(4).call("in_context", case, {})
+    assert_same(case, one_rank(case), o=torch.cat([o for o, _ in answers], 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"post_num_ranks": 2}, "chunk_kda: cp_context must be that of rank"),
+        ({"pre_num_ranks": -1}, "chunk_kda: cp_context must be that of rank"),
+        ({"group": None}, "chunk_kda: cp_context must have group"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, "cu_seqlens must end at or before the 4 tokens"),
+    ],
+)
+def test_contexts_of_other_ranks(changes, message, pools, kind):
+    if kind == "cuda" and "cu_seqlens" in changes:
+        pytest.skip("reading what lies on the device would mean waiting for it")
+    for answer in pools(2).answers("in_context", Case("kda", (8,), packed=True, state=False), changes):
+        assert (answer.kind, message in answer.message) == ("ValueError", True)
+
+
 @pytest.mark.parametrize("given", ["group", "mesh", "name", "number"])
 def test_what_counts_as_a_group(given, pools):
     assert pools(2).call("grouped", given) == [[2, 0], [2, 1]]

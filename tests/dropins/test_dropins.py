@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -366,6 +367,7 @@ GLA = {"q": SMALL.q, "k": SMALL.k, "v": SMALL.v, "g": SMALL.g}
 DELTA = {"q": SMALL.q, "k": SMALL.k, "v": SMALL.v, "beta": SMALL.beta}
 H0 = torch.zeros(1, 2, 16, 16)
 TWO = {"cu_seqlens": torch.tensor([0, 2, 4])}
+CONTEXT = SimpleNamespace(group=None, **TWO)
 WIDE = torch.zeros(2, 4, 2, 16, dtype=torch.bfloat16)
 
 REFUSALS = [
@@ -392,7 +394,16 @@ REFUSALS = [
     ("cula.kda.chunk_kda", KDA, {"state_v_first": True, "transpose_state_layout": True}, ValueError,
      "`transpose_state_layout`"),
     ("cula.kda.chunk_kda", KDA, {"lowerbound": -5.0}, TypeError, "unexpected keyword argument 'lowerbound'"),
-    ("cula.kda.chunk_kda", KDA, {"cp_context": object()}, NotImplementedError, "cp_context"),
+    ("cula.cula_kda", KDA, {"cp_context": object()}, NotImplementedError, "cp_context"),
+    ("cula.kda.chunk_kda", KDA, {"cp_context": object()}, AssertionError, "cu_seqlens is required for CP"),
+    ("cula.kda.chunk_kda", KDA, {"cp_context": CONTEXT, "initial_state": H0}, AssertionError,
+     "Initial state is not supported for CP"),
+    ("cula.kda.chunk_kda", KDA, {"cp_context": CONTEXT, "output_final_state": True}, AssertionError,
+     "Output final state is not supported for CP"),
+    ("cula.kda.chunk_kda", KDA, {"cp_context": CONTEXT}, ValueError,
+     "chunk_kda: cp_context must have group, got SimpleNamespace"),
+    ("cula.gdn.chunk_gated_delta_rule", GDN, {"cp_context": CONTEXT}, ValueError,
+     "chunk_gated_delta_rule: cp_context must have group, got SimpleNamespace"),
     ("cula.gdn.chunk_gated_delta_rule", GDN, {"chunk_size": 48}, ValueError, "`chunk_size` must be"),
     ("cula.gdn.chunk_gated_delta_rule", GDN, {"use_gate_in_kernel": True}, AssertionError,
      "A_log must be provided"),

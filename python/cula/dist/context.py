@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -125,12 +125,36 @@ def _split(call: Call, transport: Transport, options: Options) -> tuple[Form, Te
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, splits[-1])
         shard = TokenShard.of(cu_seqlens, splits, rank)
+        assert shard.final_ranks is not None  # of all sequences
         lanes, here = PackedLane(shard, rank), shard.final_ranks == rank
         sequences = cu_seqlens.shape[0] - 1
     initial = _initial_state(call, options, sequences)
     method = _method(call, splits, lanes, options.method)
     where = (options.final_state_on or "last") if options.output_final_state else None
     return Split(transport, lanes, method, where, here), initial
+
+
+def along(call: Call, given: object) -> Tensor:
+    """o of the rank's tokens, cut as an `FLACPContext` of FLA's `build_cp_context` says."""
+    names = ("group", "cu_seqlens", "pre_num_ranks", "post_num_ranks")
+    found: list[Any] = [getattr(given, name, None) for name in names]
+    for name, value in zip(names, found, strict=True):
+        if value is None:
+            raise ValueError(f"{call.name}: cp_context must have {name}, got {type(given).__name__}")
+    group, cu_seqlens, before, after = found
+    transport = ProcessGroupTransport(resolve("cp_context", group, None, None, required=True))
+    call.check()
+    held, rank, size = call.q.shape[1], transport.rank, transport.size
+    check_cu_seqlens(cu_seqlens, held)
+    if not (0 <= before <= rank and 0 <= after < size - rank):
+        raise ValueError(
+            f"{call.name}: cp_context must be that of rank {rank} of {size}, got {before} ranks before "
+            f"and {after} after"
+        )
+    lanes = PackedLane(TokenShard.beside(cu_seqlens, rank, size, before, after, held), rank)
+    method = _method(call, check_splits(None, size, rank, held), lanes, None)
+    call.check_all(None)
+    return gradients.run(Split(transport, lanes, method, None, None), call, None)[0]
 
 
 def _method(call: Call, splits: tuple[int, ...], lanes: Lanes, method: str | None) -> str:

@@ -151,7 +151,7 @@ class TokenShard:
 
     cu_seqlens: Tensor  # local
     crossing: Tensor  # [size + 1]: the row of the sequence that crosses each border, negative where none does
-    final_ranks: Tensor  # [N]
+    final_ranks: Tensor | None  # [N]; None: final states are not asked for
     leaving_cu_seqlens: Tensor  # two sequences: what comes before the leaving one's tokens, and those
 
     @staticmethod
@@ -162,6 +162,17 @@ class TokenShard:
         local = local_cu_seqlens(cu_seqlens, splits[rank], splits[rank + 1])
         two = _leaving_cu_seqlens(local, crossing[rank + 1], splits[rank + 1] - splits[rank])
         return TokenShard(local, crossing, final_ranks(cu_seqlens, borders), two)
+
+    @staticmethod
+    def beside(cu_seqlens: Tensor, rank: int, size: int, before: int, after: int, held: int) -> TokenShard:
+        """Of the rank's own sequences alone, none empty: the first has tokens on `before` ranks before this
+        one, the last on `after` ranks after."""
+        borders = torch.arange(size + 1, device=cu_seqlens.device)
+        first = (borders > rank - before) & (borders <= rank)
+        last = (borders > rank) & (borders <= rank + after)
+        crossing = torch.where(first, 0, torch.where(last, cu_seqlens.shape[0] - 2, -1))
+        two = _leaving_cu_seqlens(cu_seqlens, crossing[rank + 1], held)
+        return TokenShard(cu_seqlens, crossing, None, two)
 
 
 def _leaving_cu_seqlens(local: Tensor, leaves: Tensor, held: int) -> Tensor:
