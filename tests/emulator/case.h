@@ -1,0 +1,445 @@
+// SPDX-License-Identifier: Apache-2.0
+// Random calls for the emulator: what is drawn has a name, and can be given instead.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "../cpp/fuzz_memory.h"
+
+namespace cula::test {
+
+// Named choices. Each depends on the seed, the number of the call and its name only, so that a choice that is
+// given leaves the others as they are.
+class Draw {
+public:
+    using Given = std::map<std::string, std::string, std::less<>>;
+
+    Draw(std::uint64_t seed, std::uint64_t number, const Given& given)
+        : seed_(seed * 0x9e3779b97f4a7c15u + number), given_(given) {}
+
+    std::uint64_t seed(std::string_view name) const {
+        std::uint64_t hash = seed_ ^ 0xcbf29ce484222325u;
+        for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+        hash = (hash ^ hash >> 30) * 0xbf58476d1ce4e5b9u;
+        return hash ^ hash >> 31;
+    }
+    std::string name(std::string_view of, const std::vector<std::string>& choices) {
+        const auto found = given_.find(of);
+        std::string choice = found != given_.end() ? found->second : choices[seed(of) % choices.size()];
+        if (!std::exchange(seen_[std::string(of)], true)) text_ += " --" + std::string(of) + " " + choice;
+        return choice;
+    }
+    std::int64_t number(std::string_view of, const std::vector<std::int64_t>& choices) {
+        std::vector<std::string> names;
+        for (const std::int64_t choice : choices) names.push_back(std::to_string(choice));
+        return std::stoll(name(of, names));
+    }
+    bool is(std::string_view of, int one_in = 2) {
+        std::vector<std::int64_t> choices(static_cast<std::size_t>(one_in), 0);
+        choices[0] = 1;
+        return number(of, choices) != 0;
+    }
+    // What has been drawn, as options.
+    const std::string& text() const { return text_; }
+
+private:
+    std::uint64_t seed_;
+    const Given& given_;
+    std::map<std::string, bool> seen_;
+    std::string text_;
+};
+
+// Memory before a page that must not be touched, with bytes around its contents that must stay as they are.
+class Guarded {
+public:
+    explicit Guarded(std::size_t bytes, std::size_t alignment = 16) {
+        constexpr std::size_t kPage = 4096;
+        const std::size_t inner = (bytes + alignment - 1) / alignment * alignment;
+        size_ = (inner + kPage - 1) / kPage * kPage + 2 * kPage;
+        base_ = static_cast<std::byte*>(
+            mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        if (base_ == MAP_FAILED) throw std::bad_alloc();
+        mprotect(base_, kPage, PROT_NONE);
+        mprotect(base_ + size_ - kPage, kPage, PROT_NONE);
+        first_ = base_ + kPage, end_ = base_ + size_ - kPage;
+        data_ = end_ - inner;
+        std::memset(first_, 0xff, static_cast<std::size_t>(end_ - first_));
+    }
+    Guarded(Guarded&& other) noexcept
+        : base_(std::exchange(other.base_, nullptr)),
+          first_(other.first_),
+          end_(other.end_),
+          data_(other.data_),
+          size_(other.size_),
+          before_(std::move(other.before_)) {}
+    Guarded(const Guarded&) = delete;
+    Guarded& operator=(const Guarded&) = delete;
+    ~Guarded() {
+        if (base_) munmap(base_, size_);
+    }
+    std::byte* data() const { return data_; }
+
+    void remember() { before_.assign(first_, end_); }
+    // Whether nothing has changed but the elements of `written`.
+    bool kept(const TensorRef* written) const {
+        std::vector<std::byte> now(first_, end_);
+        if (written)
+            each_element(*written, [&](std::int64_t place) {
+                const auto at =
+                    static_cast<std::size_t>(static_cast<std::byte*>(written->data) + place - first_);
+                std::copy_n(before_.begin() + static_cast<std::ptrdiff_t>(at), size_bytes(written->dtype),
+                            now.begin() + static_cast<std::ptrdiff_t>(at));
+            });
+        return now == before_;
+    }
+
+private:
+    std::byte *base_ = nullptr, *first_ = nullptr, *end_ = nullptr, *data_ = nullptr;
+    std::size_t size_ = 0;
+    std::vector<std::byte> before_;
+};
+
+inline std::vector<double> elements(const TensorRef& ref) {
+    std::vector<double> values;
+    each_element(ref, [&](std::int64_t place) { values.push_back(read(element_at(ref, place), 0)); });
+    return values;
+}
+
+// A field of Args, by its name.
+struct Field {
+    const char* name;
+    TensorRef Args::* ref;
+};
+
+// One random call: its inputs, and what outputs it has.
+class Case {
+public:
+    struct Output {
+        Field field;
+        Dtype dtype;
+        std::vector<std::int64_t> sizes;
+        bool state = false;
+    };
+    // What the instances that are linked take: pairs of a dtype and K.
+    struct Instance {
+        std::string pass, type;
+        std::int64_t key;
+    };
+
+    Case(Draw& draw, const std::vector<Instance>& instances) : draw_(draw) { make(instances); }
+
+    Args args;
+    Pass pass = Pass::kPrefill;
+    std::string target;
+    std::vector<Output> outputs;
+
+    struct Memory {
+        std::map<std::string, Guarded> blocks;
+    };
+
+    // The arguments with fresh outputs, which hold NaN. as_float64: all numbers in float64, dense.
+    Args with_outputs(Memory& memory, bool plain, bool as_float64) const {
+        Args of = args;
+        if (as_float64)
+            for (const Field& field : kInputs)
+                if (TensorRef& ref = of.*field.ref; ref) widen(memory, field.name, ref);
+        for (const Output& output : outputs) {
+            TensorRef ref = layout(output.field.name, as_float64 ? Dtype::kFloat64 : output.dtype,
+                                   output.sizes, output.state, true, plain);
+            place(memory, output.field.name, ref, !plain && is_odd(output.field.name));
+            of.*output.field.ref = ref;
+        }
+        return of;
+    }
+    // Whether nothing but outputs has been written; otherwise the name of what has been.
+    std::string touched(const Args& of, const Memory& memory) const {
+        for (const auto& [name, block] : memory.blocks) {
+            const TensorRef* written = nullptr;
+            for (const Output& output : outputs)
+                if (output.field.name == name) written = &(of.*output.field.ref);
+            if (!block.kept(written)) return name;
+        }
+        for (const auto& [name, block] : inputs_.blocks)
+            if (!block.kept(nullptr)) return name;
+        return {};
+    }
+    void remember() {
+        for (auto& [name, block] : inputs_.blocks) block.remember();
+    }
+
+private:
+    static constexpr Field kInputs[] = {
+        {"q", &Args::q},
+        {"k", &Args::k},
+        {"v", &Args::v},
+        {"g", &Args::g},
+        {"gamma", &Args::gamma},
+        {"beta", &Args::beta},
+        {"A_log", &Args::A_log},
+        {"dt_bias", &Args::dt_bias},
+        {"initial_state", &Args::initial_state},
+        {"d_o", &Args::d_o},
+        {"d_final_state", &Args::d_final_state},
+    };
+
+    // odd: at any address that suits the dtype, as the last bytes before the guard page. Otherwise at a
+    // multiple of 16 bytes.
+    void place(Memory& memory, const std::string& name, TensorRef& ref, bool odd = false) const {
+        const Extent extent = extent_of(ref);
+        const auto [at, is_new] = memory.blocks.emplace(
+            name,
+            Guarded(static_cast<std::size_t>(extent.end - extent.first), odd ? size_bytes(ref.dtype) : 16));
+        ref.data = at->second.data() - extent.first;
+        at->second.remember();
+    }
+
+    bool is_odd(const char* name) const { return draw_.seed(std::string("address of ") + name) % 3 == 0; }
+
+    TensorRef layout(const char* name, Dtype dtype, const std::vector<std::int64_t>& sizes, bool state,
+                     bool output, bool plain) const {
+        Random random(draw_.seed(std::string("layout of ") + name));
+        std::vector<std::int64_t> order = sizes;
+        const bool v_last = state && !plain && random.one_in(3);
+        if (v_last) std::swap(order[2], order[3]);
+        TensorRef ref =
+            plain ? dense(dtype, order) : with_sizes(order, [&](std::initializer_list<std::int64_t> list) {
+                return some_layout(random, dtype, list, 1, output);
+            });
+        if (v_last) std::swap(ref.size[2], ref.size[3]), std::swap(ref.stride[2], ref.stride[3]);
+        return ref;
+    }
+    static TensorRef dense(Dtype dtype, const std::vector<std::int64_t>& sizes) {
+        return with_sizes(sizes, [&](std::initializer_list<std::int64_t> list) {
+            return TensorRef::contiguous(nullptr, dtype, list);
+        });
+    }
+    template <class Make>
+    static TensorRef with_sizes(const std::vector<std::int64_t>& s, Make make) {
+        switch (s.size()) {
+            case 1: return make({s[0]});
+            case 2: return make({s[0], s[1]});
+            case 3: return make({s[0], s[1], s[2]});
+            case 4: return make({s[0], s[1], s[2], s[3]});
+            default: return make({s[0], s[1], s[2], s[3], s[4]});
+        }
+    }
+
+    void widen(Memory& memory, const std::string& name, TensorRef& ref) const {
+        const std::vector<double> values = elements(ref);
+        ref = dense(Dtype::kFloat64, {ref.size.begin(), ref.size.begin() + ref.ndim});
+        place(memory, name, ref);
+        std::copy(values.begin(), values.end(), static_cast<double*>(ref.data));
+        memory.blocks.at(name).remember();
+    }
+
+    template <class Next>
+    TensorRef input(const char* name, Dtype dtype, const std::vector<std::int64_t>& sizes, Next next,
+                    bool state = false) {
+        TensorRef ref = layout(name, dtype, sizes, state, false, !layouts_);
+        place(inputs_, name, ref, layouts_ && is_odd(name));
+        std::mt19937_64 generator(draw_.seed(std::string("values of ") + name));
+        each_element(ref, [&](std::int64_t at) { write(element_at(ref, at), 0, next(generator)); });
+        return ref;
+    }
+    static auto normal(double size) {
+        return [size](auto& generator) { return std::normal_distribution<double>(0, size)(generator); };
+    }
+    static auto uniform(double low, double high) {
+        return [=](auto& generator) { return std::uniform_real_distribution<double>(low, high)(generator); };
+    }
+
+    void make(const std::vector<Instance>& instances);
+    void make_gates(std::int64_t B, std::int64_t T, std::int64_t heads, std::int64_t K);
+
+    Draw& draw_;
+    bool layouts_ = false;
+    Memory inputs_;
+};
+
+inline Dtype dtype_of(std::string_view name) {
+    for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16})
+        if (cula::name(dtype) == name) return dtype;
+    throw std::runtime_error("there is no dtype " + std::string(name));
+}
+
+inline void Case::make(const std::vector<Instance>& instances) {
+    const std::string pass_name = draw_.name("pass", {"prefill", "backward"});
+    for (const Pass one : {Pass::kPrefill, Pass::kSegment, Pass::kBackward})
+        if (cula::name(one) == pass_name) pass = one;
+    target = draw_.name("target", pass == Pass::kPrefill
+                                      ? std::vector<std::string>{"sm80", "sm80", "sm80:segments"}
+                                      : std::vector<std::string>{"sm80"});
+    const bool step = target == "sm80:step";
+    std::vector<std::string> algorithms, dtypes;
+    for (const auto& row : kAlgorithms) algorithms.emplace_back(row.name);
+    // The algorithms and dtypes of the instances at hand.
+    const auto fits = [&](const Instance& of, Algorithm algorithm) {
+        if (step) return of.pass == (pass == Pass::kBackward ? "backward" : "step_any");
+        const std::string way = pass == Pass::kBackward ? "backward" : "prefill";
+        return of.pass == way + (varies_by_channel(algorithm.decay) ? "_channel" : "_token");
+    };
+    std::erase_if(algorithms, [&](const std::string& one) {
+        return std::ranges::none_of(instances,
+                                    [&](const Instance& of) { return fits(of, *find_algorithm(one)); });
+    });
+    if (algorithms.empty()) throw std::runtime_error("no instance is linked for " + target);
+    args.algorithm = *find_algorithm(draw_.name("algorithm", algorithms));
+    if (step) dtypes = {"bfloat16", "float16", "float32"};
+    for (const Instance& of : instances)
+        if (!step && fits(of, args.algorithm))
+            dtypes.emplace_back(of.type == "__nv_bfloat16" ? "bfloat16"
+                                : of.type == "__half"      ? "float16"
+                                                           : "float32");
+    const Dtype dtype = dtype_of(draw_.name("dtype", dtypes));
+    std::vector<std::int64_t> keys;
+    for (const Instance& of : instances) {
+        if (!fits(of, args.algorithm) || (!step && (of.type == "__half") != (dtype == Dtype::kFloat16)))
+            continue;
+        const std::int64_t key = of.key;
+        for (const std::int64_t dim :
+             {key, key, key, key / 2 + 16, key - 16, key - 5, key == 64 ? 16 : key / 2 + 1})
+            keys.push_back(dim);
+    }
+    if (keys.empty()) throw std::runtime_error("no instance is linked for this dtype");
+    layouts_ = draw_.is("layouts", 3);
+    const std::int64_t K = draw_.number("K", keys),
+                       V = draw_.number("V", {16, 32, 64, 64, 128, 17, 40, 100, 1, 256, 200}),
+                       H = draw_.number("H", {1, 1, 2}), heads = H * draw_.number("group", {1, 1, 2, 3});
+    const bool packed = draw_.is("packed", 3);
+    std::int64_t T = draw_.number(
+                     "T", target == "sm80:segments"  // which only long sequences are cut into
+                              ? std::vector<std::int64_t>{1600, 2100, 3000}
+                              : std::vector<std::int64_t>{1, 20, 63, 64, 65, 100, 128, 150, 192, 200, 260}),
+                 B = 1, N;
+    if (packed) {
+        N = draw_.number("N", {1, 2, 3, 5});
+        std::vector<std::int64_t> ends{0};
+        for (std::int64_t n = 0; n < N; ++n)
+            ends.push_back(ends.back() +
+                           draw_.number("T" + std::to_string(n), {0, 1, 7, 31, 64, 65, 90, 130, T}));
+        T = ends.back() + draw_.number("tail", {0, 0, 1, 70});
+        args.cu_seqlens = dense(draw_.is("long_ends") ? Dtype::kInt64 : Dtype::kInt32, {N + 1});
+        place(inputs_, "cu_seqlens", args.cu_seqlens);
+        for (std::int64_t n = 0; n <= N; ++n)
+            write(args.cu_seqlens, n, static_cast<double>(ends[static_cast<std::size_t>(n)]));
+    } else {
+        N = B = draw_.number("B", {1, 1, 2, 3});
+    }
+    args.qk_l2norm = draw_.is("norm");
+    args.scale = 1 / std::sqrt(static_cast<double>(K));
+    args.batch_invariant = draw_.is("batch_invariant", 4);
+    const double key_size = args.qk_l2norm ? 1 : 1 / std::sqrt(static_cast<double>(K));
+    args.q = input("q", dtype, {B, T, H, K}, normal(1));
+    args.k = input("k", dtype, {B, T, H, K}, normal(key_size));
+    args.v = input("v", dtype, {B, T, heads, V}, normal(1));
+    make_gates(B, T, heads, K);
+    const Dtype state_dtype =
+        dtype_of(draw_.name("state_dtype", {"float32", "float32", "bfloat16", "float16"}));
+    const std::vector<std::int64_t> states{N, heads, V, K};
+    if (draw_.is("initial_state")) {
+        args.initial_state = input("initial_state", state_dtype, states, normal(0.5), true);
+        if (draw_.is("has_initial_state", 4)) {
+            args.has_initial_state = dense(Dtype::kBool, {N});
+            place(inputs_, "has_initial_state", args.has_initial_state);
+            for (std::int64_t n = 0; n < N; ++n)
+                write(args.has_initial_state, n, static_cast<double>(draw_.is("has" + std::to_string(n))));
+        }
+    }
+    if (pass == Pass::kPrefill) {
+        outputs.push_back(
+            {{"o", &Args::o}, draw_.is("o_float32", 4) ? Dtype::kFloat32 : dtype, {B, T, heads, V}});
+        if (draw_.is("final_state"))
+            outputs.push_back({{"final_state", &Args::final_state}, state_dtype, states, true});
+    }
+    if (pass == Pass::kSegment) {
+        args.initial_state = args.has_initial_state = {};
+        outputs.push_back({{"segment_b", &Args::segment_b}, Dtype::kFloat32, states, false});
+        if (draw_.is("segment_m"))
+            outputs.push_back({{"segment_m", &Args::segment_m},
+                               Dtype::kFloat32,
+                               has_diagonal_map(args.algorithm.update)
+                                   ? std::vector<std::int64_t>{N, heads, K}
+                                   : std::vector<std::int64_t>{N, heads, K, K}});
+    }
+    if (pass == Pass::kBackward) {
+        const bool has_d_o = !draw_.is("no_d_o", 8);
+        if (has_d_o)
+            args.d_o = input("d_o", draw_.is("d_o_float32", 4) ? Dtype::kFloat32 : dtype, {B, T, heads, V},
+                             normal(1));
+        if (draw_.is("d_final_state") || !has_d_o)
+            args.d_final_state = input("d_final_state", state_dtype, states, normal(0.25), true);
+        const bool all = !draw_.is("some_gradients", 4);
+        const auto want = [&](const char* name, TensorRef Args::* field, const TensorRef& of) {
+            if (!of || (!all && draw_.is(std::string("no_") + name))) return;
+            const bool state = of.ndim == 4 && &of == &args.initial_state;
+            const Dtype own = draw_.is(std::string(name) + "_float32", 4) ? Dtype::kFloat32 : of.dtype;
+            outputs.push_back({{name, field}, own, {of.size.begin(), of.size.begin() + of.ndim}, state});
+        };
+        want("d_q", &Args::d_q, args.q), want("d_k", &Args::d_k, args.k), want("d_v", &Args::d_v, args.v);
+        want("d_g", &Args::d_g, args.g), want("d_beta", &Args::d_beta, args.beta);
+        want("d_A_log", &Args::d_A_log, args.A_log), want("d_dt_bias", &Args::d_dt_bias, args.dt_bias);
+        want("d_initial_state", &Args::d_initial_state, args.initial_state);
+    }
+}
+
+inline void Case::make_gates(std::int64_t B, std::int64_t T, std::int64_t heads, std::int64_t K) {
+    const auto gate_dtype = [&](const char* name) {
+        return dtype_of(
+            draw_.name(name, {std::string(cula::name(args.q.dtype)), "float32", "bfloat16", "float16"}));
+    };
+    const Decay decay = args.algorithm.decay;
+    const bool by_channel = varies_by_channel(decay);
+    if (decay == Decay::kPerHead || (varies_by_token(decay) && draw_.is("gamma", 4)))
+        args.gamma = input("gamma", Dtype::kFloat32, {heads}, uniform(-0.2, 0));
+    if (by_channel || varies_by_token(decay)) {
+        const std::string gate = draw_.name("gate", {"log_decay", "log_decay", "softplus", "bounded"});
+        args.gate = gate == "softplus"  ? Gate::kSoftplus
+                    : gate == "bounded" ? Gate::kBounded
+                                        : Gate::kLogDecay;
+        // The steepest log decay of a token is this number of hundredths.
+        const double steep = static_cast<double>(draw_.number("steep", {1, 10, 30, 100, 800, 6000})) / 100;
+        const std::vector<std::int64_t> sizes =
+            by_channel ? std::vector{B, T, heads, K} : std::vector{B, T, heads};
+        const Dtype dtype = gate_dtype("g_dtype");
+        if (args.gate == Gate::kLogDecay) {
+            args.g = input("g", dtype, sizes, uniform(-steep, 0));
+        } else {
+            args.g = input("g", dtype, sizes, normal(1));
+            args.lower_bound = args.gate == Gate::kBounded ? -steep : 0;
+            if (draw_.is("A_log")) args.A_log = input("A_log", Dtype::kFloat32, {heads}, normal(0.5));
+            if (draw_.is("dt_bias"))
+                args.dt_bias =
+                    input("dt_bias", Dtype::kFloat32, by_channel ? std::vector{heads, K} : std::vector{heads},
+                          uniform(-2, 0.5));
+        }
+    }
+    if (!takes_beta(args.algorithm.update)) return;
+    args.beta_is_logit = draw_.is("beta_is_logit");
+    args.allow_neg_eigval = args.beta_is_logit && draw_.is("allow_neg_eigval", 4);
+    const Dtype dtype = gate_dtype("beta_dtype");
+    std::vector<std::int64_t> sizes{B, T, heads};
+    // One write strength per value channel: token by token only.
+    if (target == "sm80:step" && pass != Pass::kSegment && draw_.is("beta_per_value", 4))
+        sizes.push_back(args.v.size[3]);
+    // A third of the tokens writes nothing, or next to nothing; logits that are this low still count
+    // (kLeastBeta in src/cuda/backward/saved.cuh).
+    const bool small = draw_.is("small_betas", 3);
+    const double lowest = args.q.dtype == Dtype::kFloat16 ? -8 : -25;
+    args.beta = input("beta", dtype, sizes, [&](auto& generator) {
+        const bool none = small && uniform(0, 3)(generator) < 1;
+        if (args.beta_is_logit) return none ? uniform(lowest, -4)(generator) : normal(1.5)(generator);
+        return none ? 0.0 : uniform(0, 1)(generator);
+    });
+}
+
+}  // namespace cula::test

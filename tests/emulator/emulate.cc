@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+// Random calls of the CUDA kernels on the emulated device, judged by the error rule of the tests
+// (tests/cula_testing/compare.py): emulate [--count 20] [--seed 1] [--first 0] [--<choice> <value> ...].
+// A call that fails is printed as the options that repeat it.
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <string>
+
+#include "case.h"
+#include "core/kernel.h"
+#include "cuda/sm80/entry.h"
+#include "cuda_runtime_api.h"
+
+namespace cula::test {
+namespace {
+
+const std::vector<Case::Instance> kInstances = {
+#include "instances.inc"
+};
+
+struct Errors {
+    double rms = 0, most = 0;
+};
+
+// Relative to the oracle; beside: numbers whose size counts too.
+Errors errors(const std::vector<double>& x, const std::vector<double>& oracle,
+              const std::vector<double>& beside) {
+    double squares = 0, most = 0, size = 0, largest = 0, size_beside = 0, largest_beside = 0;
+    for (std::size_t i = 0; i < oracle.size(); ++i) {
+        const double error = x[i] - oracle[i];
+        squares += error * error, most = std::max(most, std::fabs(error));
+        size += oracle[i] * oracle[i], largest = std::max(largest, std::fabs(oracle[i]));
+    }
+    for (const double one : beside)
+        size_beside += one * one, largest_beside = std::max(largest_beside, std::fabs(one));
+    const auto count = static_cast<double>(std::max<std::size_t>(oracle.size(), 1));
+    const double root =
+        std::max(std::sqrt(size / count),
+                 std::sqrt(size_beside / static_cast<double>(std::max<std::size_t>(beside.size(), 1))));
+    constexpr double kTiny = 1e-30;
+    return {std::sqrt(squares / count) / (root + kTiny), most / (std::max(largest, largest_beside) + kTiny)};
+}
+
+double eps(Dtype dtype) {
+    switch (dtype) {
+        case Dtype::kBFloat16: return 0x1p-7;
+        case Dtype::kFloat16: return 0x1p-10;
+        case Dtype::kFloat32: return 0x1p-23;
+        default: return 0x1p-52;
+    }
+}
+
+// The root of the sum of the squares that a parameter's gradient is the sum of.
+std::vector<double> beside(const Args& args, std::string_view name) {
+    if ((name != "d_A_log" && name != "d_dt_bias") || !args.d_g) return {};
+    const TensorRef& g = args.d_g;
+    const bool by_channel = g.ndim == 4, of_bias = name == "d_dt_bias";
+    const std::int64_t heads = g.size[2], channels = by_channel ? g.size[3] : 1,
+                       columns = of_bias ? channels : 1;
+    std::vector<double> sums(static_cast<std::size_t>(heads * columns));
+    for (std::int64_t b = 0; b < g.size[0]; ++b)
+        for (std::int64_t t = 0; t < g.size[1]; ++t)
+            for (std::int64_t h = 0; h < heads; ++h)
+                for (std::int64_t c = 0; c < channels; ++c) {
+                    double term = *(by_channel ? g.at<double>(b, t, h, c) : g.at<double>(b, t, h));
+                    if (!of_bias) {
+                        double x = *(by_channel ? args.g.at<double>(b, t, h, c) : args.g.at<double>(b, t, h));
+                        if (args.dt_bias)
+                            x += *(by_channel ? args.dt_bias.at<double>(h, c) : args.dt_bias.at<double>(h));
+                        term *=
+                            args.gate == Gate::kSoftplus ? std::log1p(std::exp(x)) * (1 + std::exp(-x)) : x;
+                    }
+                    if (std::isfinite(term))
+                        sums[static_cast<std::size_t>(h * columns + (of_bias ? c : 0))] += term * term;
+                }
+    for (double& sum : sums) sum = std::sqrt(sum);
+    return sums;
+}
+
+// The element that is wrong by most, and its place in a tensor of these sizes.
+std::size_t worst_of(const std::vector<double>& x, const std::vector<double>& oracle) {
+    std::size_t worst = 0;
+    for (std::size_t i = 0; i < x.size(); ++i)
+        if (std::fabs(x[i] - oracle[i]) > std::fabs(x[worst] - oracle[worst])) worst = i;
+    return worst;
+}
+std::string place_of(std::size_t index, const std::vector<std::int64_t>& sizes) {
+    std::string text = "]";
+    for (std::size_t dim = sizes.size(); dim-- > 0;) {
+        const auto size = static_cast<std::size_t>(sizes[dim]);
+        text = (dim > 0 ? ", " : "[") + std::to_string(index % size) + text;
+        index /= size;
+    }
+    return text;
+}
+
+bool same_bits(const std::vector<double>& x, const std::vector<double>& y) {
+    return std::memcmp(x.data(), y.data(), x.size() * sizeof(double)) == 0;
+}
+
+enum class Outcome { kRight, kRefused };
+
+Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
+    Case call(draw, kInstances);
+    call.remember();
+    emulator::Settings& settings = emulator::settings;
+    settings.order = static_cast<std::uint64_t>(draw.number("order", {0, 1, 2, 3, 4, 5, 6, 7}));
+    Context context;
+    context.device = cuda_device(0);
+    context.device.multiprocessors = static_cast<int>(draw.number(
+        "multiprocessors", call.target == "sm80:segments" ? std::vector<std::int64_t>{132}
+                                                          : std::vector<std::int64_t>{4, 16, 132}));
+    const bool twice = draw.is("twice", 4);
+    const auto alignment = static_cast<std::size_t>(draw.number("workspace_alignment", {64, 64, 256}));
+    Case::Memory memory;
+    Args args = call.with_outputs(memory, !draw.is("output_layouts", 3), false);
+    Plan planned;
+    PreparedPtr in_slabs;
+    try {
+        planned = plan(call.pass, args, context, call.target);
+        // Chunked calls that are cut although they are small.
+        if (call.pass == Pass::kBackward && call.target == "sm80")
+            if (const std::int64_t kib = draw.number("slab_kib", {0, 0, 1, 400, 1000}); kib > 0) {
+                in_slabs = cuda::sm80::backward_prepare_in_slabs(describe(call.pass, args, context.device),
+                                                                 args, static_cast<std::size_t>(kib) * 1024);
+                planned.workspace_bytes = in_slabs->workspace_bytes();
+            }
+    } catch (const Error& error) {
+        if (verbose) std::printf("refused: %s\n", error.what());
+        return Outcome::kRefused;
+    }
+    const auto run_once = [&](const Args& of) {
+        context.workspace_bytes = std::max<std::size_t>(planned.workspace_bytes, 64);
+        const Guarded workspace(context.workspace_bytes, alignment);
+        context.workspace = workspace.data();
+        emulator::doing = "--seed " + call_of + draw.text();
+        char where[80];
+        std::snprintf(where, sizeof where, "; the workspace is %zu bytes at %p", context.workspace_bytes,
+                      context.workspace);
+        emulator::doing += where;
+        if (in_slabs)
+            in_slabs->run(of, context);
+        else
+            cula::run(planned, of, context);
+    };
+    if (verbose) std::printf("%s\n", draw.text().c_str()), std::fflush(stdout);
+    run_once(args);
+    emulator::doing.clear();
+    if (const std::string name = call.touched(args, memory); !name.empty())
+        throw std::runtime_error("writes beside the elements of " + name);
+
+    if (twice) {
+        settings.order = settings.order == 0 ? 9 : 0;
+        Case::Memory second;
+        const Args again = call.with_outputs(second, true, false);
+        run_once(again);
+        emulator::doing.clear();
+        for (const Case::Output& output : call.outputs)
+            if (!same_bits(elements(args.*output.field.ref), elements(again.*output.field.ref)))
+                throw std::runtime_error(std::string(output.field.name) +
+                                         " differs in another order of threads");
+    }
+    Case::Memory exact_memory, naive_memory;
+    if (call.pass == Pass::kBackward && args.g && !args.d_g)  // for beside()
+        call.outputs.push_back(
+            {{"d_g", &Args::d_g}, args.g.dtype, {args.g.size.begin(), args.g.size.begin() + args.g.ndim}});
+    const Args exact = call.with_outputs(exact_memory, true, true),
+               naive = call.with_outputs(naive_memory, true, false);
+    const auto reference = [&](const Args& of, const char* backend) {
+        Context host;
+        host.parallel_for = std_threads(2);
+        const Plan plan_of = plan(call.pass, of, host, backend);
+        std::vector<std::byte> workspace(plan_of.workspace_bytes + 64);
+        host.workspace =
+            workspace.data() + (64 - reinterpret_cast<std::uintptr_t>(workspace.data()) % 64) % 64;
+        host.workspace_bytes = plan_of.workspace_bytes;
+        cula::run(plan_of, of, host);
+    };
+    reference(exact, "reference"), reference(naive, "reference:naive");
+
+    std::string wrong;
+    for (const Case::Output& output : call.outputs) {
+        const TensorRef& ref = args.*output.field.ref;
+        if (!ref) continue;
+        const std::vector<double> x = elements(ref), oracle = elements(exact.*output.field.ref),
+                                  rounded = elements(naive.*output.field.ref);
+        const std::vector<double> also = beside(exact, output.field.name);
+        const double budget = call.pass == Pass::kBackward ? 3 : 2,
+                     // Of a few numbers the naive recurrence's error can be small by luck.
+            roundings = x.size() < 8 ? 4 : 1,
+                     floor = roundings * std::max(eps(output.dtype), eps(args.q.dtype)) / 2 +
+                             8 * eps(Dtype::kFloat32);
+        const auto bad = std::ranges::find_if_not(x, [](double one) { return std::isfinite(one); });
+        const Errors found = errors(x, oracle, also), allowed = errors(rounded, oracle, also);
+        char line[200];
+        std::snprintf(line, sizeof line, " %s: rms %.2e of %.2e, max %.2e of %.2e;", output.field.name,
+                      found.rms, budget * allowed.rms + floor, found.most, budget * allowed.most + floor);
+        const bool finite = std::ranges::all_of(oracle, [](double one) { return std::isfinite(one); });
+        if (verbose) std::printf("  %s%s\n", line, finite ? "" : " (the oracle is not finite)");
+        if (!finite) continue;
+        if (bad != x.end())
+            wrong += std::string(" ") + output.field.name +
+                     place_of(static_cast<std::size_t>(bad - x.begin()), output.sizes) + " is not finite;";
+        else if (const auto worst = worst_of(x, oracle);
+                 found.rms > budget * allowed.rms + floor || found.most > budget * allowed.most + floor)
+            wrong += line + (" worst " + place_of(worst, output.sizes)) + ";";
+    }
+    if (!wrong.empty()) throw std::runtime_error("inaccurate:" + wrong);
+    return Outcome::kRight;
+}
+
+int main(int argc, char** argv) {
+    Draw::Given given;
+    bool verbose = false;
+    for (int i = 1; i < argc; ++i) {
+        const std::string_view option = argv[i];
+        if (option == "--verbose") {
+            verbose = true;
+        } else if (option.starts_with("--") && i + 1 < argc) {
+            given[std::string(option.substr(2))] = argv[++i];
+        } else {
+            std::fprintf(stderr, "emulate: what is %s?\n", argv[i]);
+            return 2;
+        }
+    }
+    const auto number = [&](const char* name, std::int64_t otherwise) {
+        const auto found = given.find(name);
+        if (found == given.end()) return otherwise;
+        const std::int64_t value = std::stoll(found->second);
+        given.erase(found);
+        return value;
+    };
+    const std::int64_t count = number("count", 20), seed = number("seed", 1), first = number("first", 0);
+    emulator::settings.host_threads = static_cast<int>(number("host_threads", 2));
+    // One device a process: the library asks for its properties once.
+    emulator::settings.shared_bytes =
+        static_cast<std::size_t>(number("shared_kib", seed % 3 == 0 ? 99 : 227)) * 1024;
+    std::int64_t failed = 0, refused = 0;
+    for (std::int64_t i = first; i < first + count; ++i) {
+        Draw draw(static_cast<std::uint64_t>(seed), static_cast<std::uint64_t>(i), given);
+        const std::string call_of = std::to_string(seed) + " --first " + std::to_string(i) + " --count 1";
+        try {
+            refused += run(draw, call_of, verbose) == Outcome::kRefused;
+        } catch (const std::exception& error) {
+            ++failed;
+            std::printf("FAILED --seed %s%s\n  %s\n", call_of.c_str(), draw.text().c_str(), error.what());
+            std::fflush(stdout);
+        }
+    }
+    std::printf("%lld calls, %lld refused, %lld failed\n", static_cast<long long>(count),
+                static_cast<long long>(refused), static_cast<long long>(failed));
+    return failed == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace cula::test
+
+int main(int argc, char** argv) { return cula::test::main(argc, argv); }

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Builds the emulator and runs a short set of random calls: run.sh [build folder] [seed].
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+build=${1:-$here/../../build/emulator}
+seed=${2:-1}
+
+instances=
+for pass in prefill backward; do
+    for gate in channel token; do instances+="sm80/${pass}_$gate/__nv_bfloat16/64;"; done
+done
+instances+="chunked/compose/any/64;recurrent/backward/any/64;recurrent/step_any/any/64"
+for type in float __nv_bfloat16 __half; do instances+=";recurrent/step/$type/64"; done
+generator=()
+command -v ninja > /dev/null && generator=(-G Ninja)
+cmake -S "$here" -B "$build" "${generator[@]}" -D "CULA_INSTANCES=$instances" > "$build.log" 2>&1 ||
+    { cat "$build.log"; exit 1; }
+cmake --build "$build" --parallel "$(nproc)"
+
+"$build/selftest"
+for pass in prefill segment backward; do
+    for target in sm80 sm80:step; do
+        echo "$pass $target"
+        "$build/emulate" --pass "$pass" --target "$target" --count 60 --seed "$seed" --host_threads "$(nproc)"
+    done
+done
+echo "prefill sm80:segments"
+"$build/emulate" --pass prefill --target sm80:segments --count 60 --seed "$seed" --host_threads "$(nproc)"
