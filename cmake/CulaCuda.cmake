@@ -131,7 +131,8 @@ function(cula_add_cuda_target name architectures)
   target_sources(cula PRIVATE ${host_sources} $<TARGET_OBJECTS:${target}>)
 endfunction()
 
-file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cc")
+file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cc"
+     "${PROJECT_SOURCE_DIR}/src/cuda/backward/*.cc")
 target_sources(cula PRIVATE ${cuda_sources})
 target_compile_definitions(cula PRIVATE CULA_WITH_CUDA=1)
 target_link_libraries(cula PRIVATE CUDA::cudart_static)

@@ -7,6 +7,7 @@
 #include "reference/entry.h"
 #if defined(CULA_WITH_CUDA)
 #include "cuda/device.h"
+#include "cuda/recurrent/backward_entry.h"
 #include "cuda/recurrent/entry.h"
 #include "cuda/sm80/entry.h"
 #include "cuda/sm90/entry.h"
@@ -60,6 +61,9 @@ constexpr Kernel kKernels[] = {
     CULA_RECURRENT_ROW("sm80", Pass::kVerify),
     CULA_CHUNKED_ROW("sm80", Pass::kSegment, sm80, StrategyKind::kAny),
     CULA_RECURRENT_ROW("sm80:step", Pass::kSegment),
+    {"sm80", Pass::kBackward, DeviceKind::kCuda, cuda::sm80::backward_supports, cuda::sm80::backward_prepare},
+    {"sm80:step", Pass::kBackward, DeviceKind::kCuda, cuda::recurrent::backward_supports,
+     prepare<&cuda::recurrent::backward_workspace_bytes, &cuda::recurrent::backward_run>},
 #endif
 #if defined(__x86_64__)
     CULA_ROWS("cpu:amx", cpu::amx),

@@ -36,7 +36,7 @@ device: q's device, checked if given.
 
 Errors: `ValueError` names the argument, what was expected and what was given, before anything is written;
 `TypeError` for an unknown option or a wrong type; `NotImplementedError` where a gradient is asked for that is
-not built (docs/api.md, "Gradients"): on a GPU, all of them.
+not built (docs/api.md, "Gradients").
 
 The published signatures are those of cuLA's unified interface (inclusionAI/cuLA, issue 50).
 """

@@ -75,6 +75,7 @@ struct DeviceArgs {
     std::int32_t sequences = 1;
     Divisor by_value_heads, by_group;
     float scale = 1.0f, lower_bound = 0.0f;
+    float least_beta = 0.0f;  // chunks take it for every write strength nearer to zero
     std::int64_t tokens = 0;  // T
 
     TokenRows q, k, v, g, beta, o;

@@ -35,7 +35,8 @@ inline Support counts_fit(const Problem& problem) {
     const std::int64_t heads = std::max<std::int64_t>(problem.sequences, 1) * problem.value_heads;
     if (heads > kMostCounted) return refuse("value heads of all sequences", heads);
     const std::int64_t of_map = problem.pass == Pass::kSegment ? blocks(problem.key_dim) : 0;
-    const std::int64_t all = heads * (blocks(problem.value_dim) + of_map);
+    const std::int64_t walks = problem.pass == Pass::kBackward ? 2 : 1;  // forwards and backwards
+    const std::int64_t all = walks * heads * (blocks(problem.value_dim) + of_map);
     if (all > kMostCounted) return refuse("thread blocks of 16 rows of a state", all);
     const std::int64_t rows = problem.varlen ? 1 : problem.sequences,
                        chunks = (problem.tokens + kLeastChunk - 1) / kLeastChunk * rows + problem.sequences;

@@ -11,8 +11,6 @@ from cula_testing import gradients, operators
 from cula_testing.cases import Case, make
 from cula_testing.compare import assert_same_bits
 
-pytestmark = pytest.mark.cpu_only("GPUs have no backward kernels yet")
-
 CASE = Case("kda", (7, 12), packed=True, key_dim=16, value_dim=32, value_heads=4, gate="softplus")
 
 

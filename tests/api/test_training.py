@@ -18,11 +18,9 @@ import cula.lightning
 import cula.retention
 import cula.simple_gla
 from cula import _ops
-from cula_testing import gradients, level1
+from cula_testing import device, gradients, level1
 from cula_testing.cases import ALGORITHMS, Case, Inputs, make
 from cula_testing.compare import assert_same_bits
-
-pytestmark = pytest.mark.cpu_only("GPUs have no backward kernels yet")
 
 SMALL = Case("kda", (20,), heads=1, value_heads=2, key_dim=16, value_dim=16, dtype=torch.float32)
 
@@ -32,8 +30,9 @@ def leaves_of(inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def loss_of(made, seed: int = 3) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    return sum((x * torch.randn(x.shape, generator=draw).to(x)).float().sum() for x in made if x is not None)
+    draw = torch.Generator("cpu").manual_seed(seed)
+    given = [x for x in made if x is not None]
+    return sum((x * torch.randn(x.shape, generator=draw, device="cpu").to(x)).float().sum() for x in given)
 
 
 # Level 1
@@ -127,6 +126,7 @@ DROP_INS = {
 }
 
 
+@pytest.mark.cpu_only("float64 is the reference's")
 @pytest.mark.parametrize("function", DROP_INS, ids=lambda function: function.__name__)
 def test_drop_ins_train(function):
     """The gradients are those of difference quotients of the drop-in itself, in float64."""
@@ -144,6 +144,7 @@ def test_drop_ins_train(function):
     )
 
 
+@pytest.mark.cpu_only("float64 is the reference's")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradcheck(algorithm):
     case = SMALL.but(algorithm=algorithm, lengths=(5,), key_dim=4, value_dim=3, qk_l2norm=True)
@@ -186,7 +187,7 @@ def test_autocast_changes_nothing_of_a_call():
     results = []
     for enabled in (False, True):
         leaves = leaves_of(inputs)
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        with torch.autocast(device.kind(), torch.bfloat16, enabled=enabled):
             loss = loss_of(level1.prefill(inputs.but(**leaves)))
         loss.backward()
         results.append([leaf.grad for leaf in leaves.values()])

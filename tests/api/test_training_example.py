@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.cpu_only("GPUs have no backward kernels yet")
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ("--batch", "2", "--length", "100", "--layers", "1", "--width", "64")
 

@@ -7,9 +7,8 @@ In FLA's source tree:
 
 While a case runs, the names that it is about stand for ours in its module: the recurrent ones in a test of
 those, else the chunked ones, so that where FLA compares one with the other, FLA's own stays the judge. A case
-that names none of them is skipped, and one that names some and never calls them fails. Comparisons and limits
-are FLA's. There are no backward kernels yet: gradients through a drop-in are NaN, and comparisons of
-gradients are counted and not evaluated.
+that names none of them is skipped, and one that names some and never calls them fails. Comparisons and
+limits, of outputs, states and gradients, are FLA's.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from types import CodeType, ModuleType
 from unittest import mock
 
 import pytest
-import torch
 from torch import Tensor
 
 import cula
@@ -106,45 +104,28 @@ class Seen:
     """What one case did."""
 
     calls: Counter = field(default_factory=Counter)
-    compared: list[str] = field(default_factory=list)
-    gradients: int = 0
+    compared: list[str] = field(default_factory=list)  # what is no gradient
+    gradients: list[str] = field(default_factory=list)
 
 
 seen = Seen()
-
-
-class Forward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, run: Callable, *inputs: Tensor):
-        ctx.save_for_backward(*inputs)
-        return run()
-
-    @staticmethod
-    def backward(ctx, *_):
-        return (None, *(torch.full_like(x, float("nan")) for x in ctx.saved_tensors))
 
 
 def counted(name: str, function: Callable) -> Callable:
     @functools.wraps(function)
     def call(*args, **kwargs):
         seen.calls[name] += 1
-        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
-        if not (inputs and torch.is_grad_enabled()):
-            return function(*args, **kwargs)
-        return Forward.apply(lambda: function(*args, **kwargs), *inputs)
+        return function(*args, **kwargs)
 
     return call
 
 
 def judged(assert_close: Callable) -> Callable:
-    """FLA's comparison, for all but gradients."""
+    """FLA's comparison, which is counted."""
 
     @functools.wraps(assert_close)
     def compare(prefix: str, *args, **kwargs):
-        if GRADIENT.fullmatch(prefix):
-            seen.gradients += 1
-            return
-        seen.compared.append(prefix.strip())
+        (seen.gradients if GRADIENT.fullmatch(prefix) else seen.compared).append(prefix.strip())
         assert_close(prefix, *args, **kwargs)
 
     return compare

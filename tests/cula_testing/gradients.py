@@ -9,10 +9,9 @@ from collections.abc import Iterable
 import torch
 
 from cula import _ops
-from cula_testing import operators
 from cula_testing.cases import Inputs, state_like, strided
 from cula_testing.compare import assert_accurate
-from cula_testing.passes import NAN, backend_of
+from cula_testing.passes import NAN, backend_of, call
 
 # Against the error of the naive recurrence. A forward may have twice as much.
 BUDGET = 3.0
@@ -23,10 +22,10 @@ Gradients = dict[str, torch.Tensor]
 def upstream(inputs: Inputs, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """What a loss hands back: the gradients of o, in the dtype of q, and of the final states, as the case's
     states are."""
-    draw = torch.Generator().manual_seed(seed)
-    d_o = torch.randn(inputs.v.shape, generator=draw).to(inputs.v)
+    draw = torch.Generator("cpu").manual_seed(seed)
+    d_o = torch.randn(inputs.v.shape, generator=draw, device="cpu").to(inputs.v)
     states = state_like(inputs.case, inputs.case.sequences, device=inputs.v.device)
-    return d_o, states.copy_(torch.randn(states.shape, generator=draw) / 4)
+    return d_o, states.copy_(torch.randn(states.shape, generator=draw, device="cpu") / 4)
 
 
 def names(inputs: Inputs) -> list[str]:
@@ -66,8 +65,10 @@ def backward(
     """The gradients of dense calls: a pool of `inputs` is none of its states."""
     assert inputs.initial_state_indices is None
     found = {name: empty(inputs, name) for name in (names(inputs) if wanted is None else wanted)}
-    operators.call(
+    call(
         "backward",
+        backend or backend_of(inputs.case, "backward"),
+        {f"d_{name}": gradient for name, gradient in found.items()},
         **inputs.tensors(),
         **inputs.case.options,
         initial_state=inputs.initial_state,
@@ -75,8 +76,6 @@ def backward(
         d_o=d_o,
         d_final_state=d_final_state,
         batch_invariant=batch_invariant,
-        backend=backend or backend_of(inputs.case, "backward"),
-        **{f"d_{name}": gradient for name, gradient in found.items()},
     )
     for name, gradient in found.items():
         assert_nothing_beside(name, gradient)

@@ -4,6 +4,7 @@ shows."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -55,23 +56,24 @@ def backend_of(case: Case, pass_name: str) -> str:
     return case.backend if case.backend and device.serves(case.backend, pass_name) else ""
 
 
-def _call(pass_name: str, inputs: Inputs, backend: str, **named) -> None:
+def call(pass_name: str, backend: str, outputs: Mapping[str, torch.Tensor], **named) -> None:
     """The op. The references run on the CPU, on copies of tensors from elsewhere."""
-    named |= {
-        **inputs.tensors(),
-        **inputs.case.options,
-        "backend": backend or backend_of(inputs.case, pass_name),
-    }
-    if inputs.q.device.type == "cpu" or not backend.startswith("reference"):
+    named |= {**outputs, "backend": backend}
+    if named["q"].device.type == "cpu" or not backend.startswith("reference"):
         operators.call(pass_name, **named)
         return
     copies = {
         name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in named.items()
     }
     operators.call(pass_name, **copies)
-    for name in Result.__dataclass_fields__:
-        if named.get(name) is not None:
-            named[name].copy_(copies[name])
+    for name, output in outputs.items():
+        output.copy_(copies[name])
+
+
+def _call(pass_name: str, inputs: Inputs, backend: str, **named) -> None:
+    outputs = {name: named[name] for name in Result.__dataclass_fields__ if named.get(name) is not None}
+    named |= {**inputs.tensors(), **inputs.case.options}
+    call(pass_name, backend or backend_of(inputs.case, pass_name), outputs, **named)
 
 
 def _states(inputs: Inputs, final_state, final_state_indices, in_place: bool) -> dict:

@@ -18,8 +18,6 @@ from cula_testing.cases import Case, Inputs, make
 from cula_testing.compare import assert_exact
 from cula_testing.ranks import RankError
 
-pytestmark = pytest.mark.cpu_only("there are no backward kernels on GPUs")
-
 METHODS = ("scan", "ring")
 TOKENS = ("q", "k", "v", "g", "beta")
 WANTED = {*TOKENS, "A_log", "dt_bias", "initial_state"}

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from cula_testing import device, level1, passes
+from cula_testing import device, gradients, level1, passes
 from cula_testing.cases import ALGORITHMS, DELTA, FAMILY, Case, Inputs, make, state_like
 from cula_testing.kinds import DRAFTS, KINDS, Call, Kind, ready
 
@@ -41,6 +41,13 @@ def _prefill_from_zero(inputs: Inputs) -> passes.Result:
         o, final_state = level1.prefill(stateless, kept=kept)
     return passes.Result(o=o, final_state=final_state, b=b)
 
+
+def _backward(inputs: Inputs, **upstream) -> passes.Result:
+    gradients.backward(inputs, **upstream)
+    return passes.Result()
+
+
+BACKWARD = Kind(_backward, ((130,),), lambda _: {}, {})
 
 # Sequences that have segments inside the call.
 KEPT = Kind(_prefill_of_kept, ((1100, 0, 70),), lambda _: {}, {"packed": True, "heads": 1, "value_heads": 1})
@@ -129,8 +136,29 @@ def calls() -> Iterator[Call]:
                 yield ready("prefill", algorithm, lengths=(70,), key_dim=128, value_dim=128, **gated)
                 yield ready("decode", algorithm, lengths=(1, 1), key_dim=128, value_dim=128, **gated)
         yield from malformed(algorithm)
+        yield from backward(algorithm)
     if "sm90" in device.able(torch.bfloat16):
         yield from by_one_kernel()
+
+
+def backward(algorithm: str) -> Iterator[Call]:
+    """Chunks and tokens, whole and with tails, of sequences that are batched and packed; all gradients."""
+
+    def call(**fields) -> Call:
+        inputs = make(BACKWARD.case(algorithm, **fields))
+        d_o, d_final_state = gradients.upstream(inputs)
+        return Call(BACKWARD, inputs, {"d_o": d_o, "d_final_state": d_final_state})
+
+    for K in WIDTHS:
+        for dtype in HALVES:
+            yield call(key_dim=K, value_dim=K, dtype=dtype, heads=1, value_heads=2, qk_l2norm=True)
+        packed = {"lengths": (65, 0, 5), "packed": True, "tail": 3}
+        yield call(key_dim=K - 4, value_dim=K // 2 + 1, heads=1, value_heads=1, **packed)
+    yield call(lengths=(33, 0, 2), packed=True, key_dim=20, value_dim=12, dtype=torch.float32)
+    yield call(lengths=(0, *[5, 0] * 17), packed=True, key_dim=64, value_dim=32)  # scheduled
+    if FAMILY[algorithm][0] in ("channel", "token"):
+        for gate in ("softplus", "bounded"):
+            yield call(gate=gate, decay="mixed", key_dim=64, value_dim=64)
 
 
 def by_one_kernel() -> Iterator[Call]:

@@ -31,9 +31,12 @@ HOST = {
 INSTANCES = (
     "sm80/prefill_channel",
     "sm80/prefill_token",
+    "sm80/backward_channel",
+    "sm80/backward_token",
     "sm90/prefill_channel",
     "recurrent/step",
     "recurrent/step_any",
+    "recurrent/backward",
 )
 # Folders of kernels that do not depend on the rule.
 WITHOUT_SEAMS = {"src/cuda/forks"}

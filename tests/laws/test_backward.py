@@ -15,8 +15,6 @@ from cula_testing.cases import DELTA, GATED, Case, Inputs, make
 from cula_testing.compare import assert_same_bits, errors
 from cula_testing.strategies import cases
 
-pytestmark = pytest.mark.cpu_only("GPUs have no backward kernels yet")
-
 # Rounding of gradients that two orders of the same sums may differ by, in float32 calls.
 ROUNDING = 1e-5
 

@@ -140,11 +140,12 @@ __device__ __forceinline__ int segment_number(const DeviceArgs& a, const Schedul
     const int sequences = schedule.max_segments / 2;
     return i % sequences * 2 + i / sequences;
 }
-// The CTA's segment. Warp-collective where the call is scheduled by warps.
+// The segment of a CTA, number `block` of its carry. Warp-collective where the call is scheduled by warps.
 template <int kKey, bool kMaps>
 __device__ __forceinline__ Segment own_segment(const DeviceArgs& a, const Schedule& schedule,
-                                               const CarryParams& p) {
-    const int number = segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x));
+                                               const CarryParams& p,
+                                               int block = static_cast<int>(blockIdx.x)) {
+    const int number = segment_number<kMaps>(a, schedule, p, block);
     Segment own = schedule.by_warp ? segment_by_warp<kTokens<kKey>>(a, schedule, number)
                                    : segment_of(a, schedule, number);
     if (!kMaps && p.first_beside_maps) {
@@ -173,9 +174,8 @@ struct SegmentCursor {
 
     __device__ __forceinline__ SegmentCursor(const DeviceArgs& args, const Schedule& schedule,
                                              const CarryParams& params, const Segment& of, int warp,
-                                             int warps)
+                                             int warps, int block = static_cast<int>(blockIdx.x))
         : a(args), p(params), segment(of) {
-        int block = static_cast<int>(blockIdx.x);
         asm volatile("" : "+r"(block));  // a cursor that is made again shares no registers with the first
         const int column = p.row_blocks.divide(block),
                   row_block = block - column * static_cast<int>(p.row_blocks.value);

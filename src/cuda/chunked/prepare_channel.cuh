@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, Chan
         }
     }
     if (kSolves && thread < kRows)
-        s.beta[thread] = thread < place.count ? beta_of(a, beta_asked.value(a.beta)) : 0.0f;
+        s.beta[thread] = thread < place.count ? solved_beta_of(a, beta_asked.value(a.beta)) : 0.0f;
     q.mask(count, first_channel, a.key_dim);
     k.mask(count, first_channel, a.key_dim);
     if (!kSolves || a.qk_l2norm) {

@@ -145,7 +145,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
 #pragma unroll
     for (int i = 0; i < kBetas; ++i) {
         const int of = (thread + i * kPrepareThreads) / kRows, t = thread % kRows;
-        if (of < span) s.beta[of][t] = solves && t < place.count ? beta_of(a, betas[i].value(a.beta)) : 0.0f;
+        if (of < span)
+            s.beta[of][t] = solves && t < place.count ? solved_beta_of(a, betas[i].value(a.beta)) : 0.0f;
     }
     q.mask_moving(count, part * P::kChannels, a.key_dim);
     k.mask_moving(count, part * P::kChannels, a.key_dim);

@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // The portable carry (sm_80 and later): outputs and final states from chunk operands, values and initial
-// states; or, with kMaps, the affine map (M, B) of each segment. Design page: docs/design/carry-sm80.md.
+// states; the affine map (M, B) of each segment; or what a backward pass needs of it (CarryMode). Design
+// page: docs/design/carry-sm80.md.
 //
 // Equation. A chunk of C = 64 tokens (32 for K = 256); S is the recurrent state [V, K]; R, U, O, V are [V,
 // C]:
 //   read     R = S K^^T         U = (V - R) T^T       if the rule reads the state; else U = V
-//   output   O = S Q~^T + U A^T                       not for maps
+//   output   O = S Q~^T + U A^T                       if outputs are made
 //   carry    S = S diag(decay) + U K+
 // With one decay per token K^, K+ and Q~ are k and q as they came, and factors per token multiply the columns
 // of R, S q^T and U instead. Maps: B is the final S from zero; M is the final S from the identity where all
-// values are zero. (ALGORITHM.md writes the transposes.)
+// values are zero. (ALGORITHM.md writes the transposes.) With kSaves the S before every chunk and its U are
+// stored as backward/saved.cuh says.
 //
 // Grid: row blocks x value heads x segments, row blocks fastest. 32 to 256 threads: a warp per 16 value rows,
-// at most 8. For maps that are matrices further row blocks are rows of M.
+// at most 8. For maps that are matrices further row blocks are rows of M. With kSaves every second CTA is one
+// of the return (return.cuh), which needs nothing that the carry makes.
 //
 // Role: there is one. Every warp copies its share of the next chunk and computes 16 rows of S. S stays in
 // float accumulators from the first chunk to the last. Accumulators of mma.m16n8k16, rounded and packed, have
@@ -38,152 +41,13 @@
 // triggers. The next kernel so has only this one to wait for.
 #pragma once
 
-#include "cuda/chunked/chunk.cuh"
-#include "cuda/chunked/cursor.cuh"
-#include "cuda/ptx/memory.cuh"
-#include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/rule.h"
-#include "cuda/tile/convert.cuh"
+#include "cuda/sm80/return.cuh"
+#include "cuda/sm80/stage.cuh"
 #include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::sm80 {
-
-using chunked::CarryParams, chunked::ChunkOperands, chunked::DecayMap, chunked::kTokens, chunked::kWarpRows,
-    chunked::OperandTile, chunked::own_segment, chunked::RowWindow, chunked::Schedule, chunked::Segment,
-    chunked::SegmentCursor, chunked::Tile, chunked::Triangle;
-
-inline constexpr int kMaxCarryWarps = 8;
-
-// q and k as they came, which the products read where the decay is per token.
-struct NoTiles {};
-template <class T, int kKey>
-struct RawTiles {
-    T q[kTokens<kKey> * kKey], k[kTokens<kKey> * kKey];
-};
-
-template <class T, int kKey, bool kPerChannel>
-struct CarryStage {
-    ChunkOperands<T, kKey, kPerChannel> operands;
-    std::conditional_t<kPerChannel, NoTiles, RawTiles<T, kKey>> raw;
-    alignas(16) T values[kMaxCarryWarps][kTokens<kKey> * kWarpRows];  // [warp][token][value row]
-};
-
-// The shared memory addresses that a lane passes to ldmatrix for a swizzled tile: 16 rows by two units of 16
-// bytes at a time. The lane's part is computed once; the loop adds and xors constants.
-template <class Place, bool kTransposed>
-struct LaneReads {
-    static constexpr int kPitch = Place::kUnits * 16, kPairs = Place::kUnits / 2;
-    std::uint32_t row, swizzle;
-
-    __device__ __forceinline__ LaneReads() {
-        const int lane = static_cast<int>(threadIdx.x) % 32;
-        const int token = kTransposed ? lane % 16 : lane % 8 + lane / 16 * 8,
-                  unit = kTransposed ? lane / 16 : lane / 8 % 2;
-        row = static_cast<std::uint32_t>(token * kPitch);
-        swizzle = static_cast<std::uint32_t>((Place::unit(token, unit) - token * Place::kUnits) * 16);
-    }
-    __device__ __forceinline__ std::uint32_t at(std::uint32_t tile, int block, int pair) const {
-        return tile + pair / kPairs * (Place::kPanelUnits * 16) + block * 16 * kPitch + row +
-               (swizzle ^ (pair % kPairs * 32));
-    }
-    // A copy that the compiler cannot prove equal. Without it the addresses of all units are kept in
-    // registers over the loop, and S needs those.
-    __device__ __forceinline__ LaneReads again() const {
-        LaneReads copy = *this;
-        asm volatile("" : "+r"(copy.swizzle));
-        return copy;
-    }
-};
-
-using Packed = std::uint32_t[4];  // an A operand of 16 x 16
-
-// The same for a Triangle: a block of 16 x 16 at a time.
-template <int kRows>
-struct TriangleReads {
-    std::uint32_t place;
-
-    __device__ __forceinline__ TriangleReads() {
-        const int lane = static_cast<int>(threadIdx.x) % 32;
-        place = static_cast<std::uint32_t>(Triangle<kRows>::in_block(lane % 8 + lane / 16 * 8, lane / 8 % 2) *
-                                           16);
-    }
-    __device__ __forceinline__ std::uint32_t at(std::uint32_t triangle, int block, int panel) const {
-        return triangle + Triangle<kRows>::block_begin(block, panel) * 16 + place;
-    }
-};
-
-// product [16 x kRows] += packed [16 x 16] (columns 16 step to 16 step + 15 of tile [kRows x kKey])^T.
-template <class T, int kRows, class Place>
-__device__ __forceinline__ void multiply_step(float (&product)[kRows / 8][4], const Packed& packed,
-                                              std::uint32_t tile, const LaneReads<Place, false>& reads,
-                                              int step) {
-#pragma unroll
-    for (int block = 0; block < kRows / 16; ++block) {
-        std::uint32_t m[4];
-        load_matrices(m, reads.at(tile, block, step));
-        mma_16x8x16<T>(product[2 * block], packed, m[0], m[1]);
-        mma_16x8x16<T>(product[2 * block + 1], packed, m[2], m[3]);
-    }
-}
-
-// product [16 x kRows] += packed [16 x 16] (columns 16 step to 16 step + 15 of triangle [kRows x kRows])^T.
-// Blocks above the diagonal are skipped.
-template <class T, int kRows>
-__device__ __forceinline__ void multiply_triangle(float (&product)[kRows / 8][4], const Packed& packed,
-                                                  std::uint32_t triangle, const TriangleReads<kRows>& reads,
-                                                  int step) {
-#pragma unroll
-    for (int block = step; block < kRows / 16; ++block) {
-        std::uint32_t m[4];
-        load_matrices(m, reads.at(triangle, block, step));
-        mma_16x8x16<T>(product[2 * block], packed, m[0], m[1]);
-        mma_16x8x16<T>(product[2 * block + 1], packed, m[2], m[3]);
-    }
-}
-
-// state [16 x kKey] += packed [16 x 16 tokens] (rows 16 block to 16 block + 15 of tile [kRows x kKey]).
-template <class T, int kKey, class Place>
-__device__ __forceinline__ void multiply_carry(float (&state)[kKey / 8][4], const Packed& packed,
-                                               std::uint32_t tile, const LaneReads<Place, true>& reads,
-                                               int block) {
-#pragma unroll
-    for (int column = 0; column < kKey / 16; ++column) {
-        std::uint32_t m[4];
-        load_matrices_transposed(m, reads.at(tile, block, column));
-        mma_16x8x16<T>(state[2 * column], packed, m[0], m[1]);
-        mma_16x8x16<T>(state[2 * column + 1], packed, m[2], m[3]);
-    }
-}
-
-// Copies kRows tokens x kKey channels of a head, unchanged, to a tile, with zeros beyond `count` tokens and
-// `key_dim` channels. `wide`: rows can be read in pieces of 16 bytes (cp.async).
-template <class T, int kRows, int kKey>
-__device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, const TokenRows& rows,
-                                            std::int64_t offset, int count, int key_dim, bool wide,
-                                            int thread, int threads) {
-    // A thread keeps its unit of 16 bytes and advances over the tokens by as many rows as all threads cover.
-    // Where that is a multiple of eight, the swizzle is the same in each of them.
-    constexpr int kUnits = kKey / 8;
-    const int unit = thread % kUnits, step = threads / kUnits;
-    const T* base = static_cast<const T*>(rows.data) + offset;
-    if (wide) {
-#pragma unroll 4
-        for (int token = thread / kUnits; token < kRows; token += step) {
-            const bool in = token < count && unit * 8 < key_dim;
-            copy_async(tile_at + OperandTile<kKey, false>::unit(token, unit) * 16,
-                       base + (in ? token * rows.token + unit * 8 : 0), in ? 16 : 0);
-        }
-    } else {
-#pragma unroll 1
-        for (int token = thread / kUnits; token < kRows; token += step)
-#pragma unroll 1
-            for (int e = 0; e < 8; ++e)
-                tile[OperandTile<kKey, false>::unit(token, unit) * 8 + e] =
-                    token < count && unit * 8 + e < key_dim ? base[token * rows.token + unit * 8 + e]
-                                                            : from_float<T>(0.0f);
-    }
-}
 
 // What does a chunk write?
 template <Update kUpdate>
@@ -199,12 +63,26 @@ struct CarryRule<Update::kDelta> {
     static constexpr bool kReadsState = true;  // U = (V - R) T^T
 };
 
-template <class T, int kKey, Update kUpdate, bool kPerChannel, bool kMaps>
+template <class T, int kKey, CarryMode kMode>
+using CarryParamsOf = std::conditional_t<saves(kMode), WalkParams<T, kKey>, CarryParams>;
+
+template <class T, int kKey, Update kUpdate, bool kPerChannel, CarryMode kMode>
 __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     carry(const __grid_constant__ DeviceArgs a, const Schedule schedule,
-          const ChunkOperands<T, kKey, kPerChannel>* operands, const __grid_constant__ CarryParams p) {
+          const ChunkOperands<T, kKey, kPerChannel>* operands,
+          const __grid_constant__ CarryParamsOf<T, kKey, kMode> p) {
     pdl_wait();
     pdl_trigger();
+    int block = static_cast<int>(blockIdx.x);  // among the CTAs of the carry
+    if constexpr (saves(kMode)) {
+        if (p.returns(block)) {
+            return_segment<T, kKey, CarryRule<kUpdate>::kReadsState, kPerChannel>(a, schedule, operands, p,
+                                                                                  p.own_block(block));
+            return;
+        }
+        block = p.own_block(block);
+    }
+    constexpr bool kMaps = makes_maps(kMode), kSaves = saves(kMode);
     constexpr int kRows = kTokens<kKey>, kBlocks = kRows / 16;
     constexpr bool kReadsState = CarryRule<kUpdate>::kReadsState;
     using Stage = CarryStage<T, kKey, kPerChannel>;
@@ -215,9 +93,9 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
-    const SegmentCursor<kKey, kMaps> cursor(a, schedule, p, own_segment<kKey, kMaps>(a, schedule, p), warp,
-                                            warps);
-    cursor.zero_skipped(schedule);
+    const SegmentCursor<kKey, kMaps> cursor(a, schedule, p, own_segment<kKey, kMaps>(a, schedule, p, block),
+                                            warp, warps, block);
+    if constexpr (makes_outputs(kMode)) cursor.zero_skipped(schedule);
     if (cursor.nothing()) return;
     const Segment& segment = cursor.segment;
     const int value_head = cursor.value_head, row_base = cursor.rows.first;
@@ -226,12 +104,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     const std::uint32_t shared_base = shared_address(raw_memory);
 
     // --- copies ---
-    const auto aligned = [](const TokenRows& rows, int width) {
-        return (rows.batch | rows.token | rows.head | width) % 8 == 0 &&
-               reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
-    };
-    const bool wide_values = aligned(a.v, a.value_dim);
-    const bool wide_keys = kPerChannel || (aligned(a.q, a.key_dim) && aligned(a.k, a.key_dim));
+    const bool wide_values = in_pieces(a.v, a.value_dim);
+    const bool wide_keys = kPerChannel || (in_pieces(a.q, a.key_dim) && in_pieces(a.k, a.key_dim));
     const Operands* first_operands =
         operands + static_cast<std::int64_t>(segment.slot) * a.value_heads + value_head;
     const std::int32_t* is_compensated =
@@ -249,29 +123,18 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         const std::uint32_t stage_at = shared_base + (odd ? static_cast<std::uint32_t>(sizeof(Stage)) : 0u);
         {
             const int begin = Operands::begin(kReadsState, kReadsState && compensated),
-                      bytes = Operands::end(kMaps) - begin;
-            // A warp copies runs of eight times 512 bytes (32 lanes x 16 bytes).
-            constexpr int kRun = 8 * 512;
+                      bytes = Operands::end(!makes_outputs(kMode)) - begin;
             const auto* from = reinterpret_cast<const unsigned char*>(
                                    first_operands + static_cast<std::int64_t>(chunk) * a.value_heads) +
                                begin + lane * 16;
             const std::uint32_t to = stage_at + begin + lane * 16;
-            int x = warp * kRun;
-#pragma unroll 1
-            for (; x + kRun <= bytes; x += warps * kRun)
-#pragma unroll
-                for (int i = 0; i < 8; ++i) copy_async(to + x + i * 512, from + x + i * 512);
-            if (x < bytes) {
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    if (x + i * 512 + lane * 16 < bytes) copy_async(to + x + i * 512, from + x + i * 512);
-            }
+            copy_bytes(to, from, bytes, warp, warps, lane);
         }
         const int left = cursor.count(chunk);
         const std::int64_t t0 = cursor.token(chunk);
         if constexpr (!kPerChannel) {
             const int head = a.by_group.divide(value_head);
-            if constexpr (!kMaps)
+            if constexpr (makes_outputs(kMode))
                 copy_tokens<T, kRows, kKey>(stage.raw.q, stage_at + offsetof(Stage, raw), a.q,
                                             a.q.offset(cursor.batch, t0, head), left, a.key_dim, wide_keys,
                                             thread, threads);
@@ -357,6 +220,10 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         const auto per_token = [&](const float* factor, int tile) {
             return *reinterpret_cast<const float2*>(factor + tile * 8 + lane % 4 * 2);
         };
+        SavedSlice<T, kKey>* slice = nullptr;
+        if constexpr (kSaves)
+            if (p.saved.slices && row_base < a.value_dim)
+                slice = &p.saved.at(segment.slot + chunk, value_head, row_base / kWarpRows);
         // product = S tile^T, times a factor per token. S is rounded and packed in each call: a packed copy
         // kept for both calls would take the registers of another product.
         const auto read_state = [&](float(&product)[kRows / 8][4], std::uint32_t tile, const float* factor) {
@@ -369,6 +236,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                     const float* pair = &state[2 * step + x / 2][x % 2 * 2];
                     packed[x] = pack2_again<T>(pair[0], pair[1]);
                 }
+                if constexpr (kSaves)
+                    if (slice) save_step(slice->state, step, packed);
                 multiply_step<T, kRows>(product, packed, tile, reads, step);
             }
             if constexpr (!kPerChannel) {
@@ -386,6 +255,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         Packed writes[kBlocks];
         const float *q_factor = nullptr, *k_factor = nullptr;
         if constexpr (!kPerChannel) q_factor = operands.q_factor, k_factor = operands.k_factor;
+        if constexpr (kSaves && !kReadsState)
+            if (slice) save_state<T, kKey>(slice->state, state);
         {
             float read[kRows / 8][4] = {};
             if constexpr (kReadsState) read_state(read, k_read, k_factor);
@@ -435,7 +306,13 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                     if (compensated) rests[(block * 4 + x) * 32] = pack_rest<T>(pair, writes[block][x]);
                 }
         }
-        if constexpr (!kMaps) {
+        if constexpr (kSaves) {
+            if (slice)
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block)
+                    save_rows(slice->writes, block, transposed_rows(writes[block]));
+        }
+        if constexpr (makes_outputs(kMode)) {
             float out[kRows / 8][4] = {};
             read_state(out, q_read, q_factor);
 #pragma unroll
@@ -530,7 +407,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         compensated = compensated_next, compensated_next = compensated_after;
     }
     if constexpr (kMaps && has_diagonal_map(kUpdate))
-        if (blockIdx.x % p.row_blocks.value == 0 && warp == 0) decay_map.store(cursor);
+        if (block % p.row_blocks.value == 0 && warp == 0) decay_map.store(cursor);
 }
 
 }  // namespace cula::cuda::sm80

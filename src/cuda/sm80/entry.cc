@@ -3,9 +3,11 @@
 #include "cuda/sm80/entry.h"
 
 #include <algorithm>
+#include <string>
 
 #include "core/check.h"
 #include "cuda/chunked/entry.h"
+#include "cuda/sm80/backward_plan.h"
 #include "cuda/sm80/launch.h"
 #include "cuda/with_instance.h"
 
@@ -57,6 +59,25 @@ Prediction predict(const Problem& problem) {
     const chunked::Candidates all = candidates(problem);
     const chunked::Candidate* const chosen = all.choose(kWanted);
     return chosen ? Prediction(chosen->expected) : std::nullopt;
+}
+
+Support backward_supports(const Problem& problem) {
+    if (Support any = chunked::supports(problem); !any) return any;
+    if (problem.value_dim > kLargestDim)
+        return Support::no("takes V up to " + std::to_string(kLargestDim) + ", got " +
+                           std::to_string(problem.value_dim) +
+                           ": more are several calls, whose gradients of q, k, gate and beta add up");
+    return Support::yes();
+}
+
+PreparedPtr backward_prepare(const Problem& problem, const Args& args, const Context&) {
+    return backward_prepare_in_slabs(problem, args, kBackwardSlabBytes);
+}
+
+PreparedPtr backward_prepare_in_slabs(const Problem& problem, const Args& args, std::size_t slab_bytes) {
+    return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
+        return prepare_backward<T, kKey, kPerChannel>(problem, args, slab_bytes);
+    });
 }
 
 template Support supports<StrategyKind::kAny>(const Problem&);

@@ -6,6 +6,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstddef>
+
 #include "core/kernel.h"
 #include "cuda/chunked/plan.h"
 
@@ -17,5 +19,9 @@ template <class T, int kKey, bool kPerChannel>
 chunked::Candidates prefill_candidates(const Problem& problem);
 template <class T, int kKey, bool kPerChannel>
 PreparedPtr prepare_prefill(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
+
+// The chunked backward of such inputs. slab_bytes: the most that the chunks of a slab take of the workspace.
+template <class T, int kKey, bool kPerChannel>
+PreparedPtr prepare_backward(const Problem& problem, const Args& args, std::size_t slab_bytes);
 
 }  // namespace cula::cuda::sm80

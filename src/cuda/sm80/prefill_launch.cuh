@@ -45,7 +45,7 @@ struct PortableCarry {
                                                      ? ceil_div(a.key_dim, rows.warps * kWarpRows)
                                                      : 0));
         p.stages = 2 * sizeof(Stage) <= call.shared_bytes_limit ? 2 : 1;
-        cuda::launch<carry<T, kKey, kUpdate, kPerChannel, kMaps>>(
+        cuda::launch<carry<T, kKey, kUpdate, kPerChannel, kMaps ? CarryMode::kMaps : CarryMode::kOutputs>>(
             slab.early({std::size_t{p.row_blocks.value} * a.value_heads * slab.schedule.max_segments,
                         rows.warps * 32, p.stages * sizeof(Stage)}),
             call.stream, a, slab.schedule, slab.operands, p);

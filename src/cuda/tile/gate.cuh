@@ -196,5 +196,10 @@ __device__ __forceinline__ float token_log2_decay(const DeviceArgs& a, const Hea
 __device__ __forceinline__ float beta_of(const DeviceArgs& a, float x) {
     return a.beta_is_logit ? sigmoid(x) * (a.allow_neg_eigval ? 2.0f : 1.0f) : x;
 }
+// The write strength that a chunk's solve takes: a backward pass divides by it (DeviceArgs::least_beta).
+__device__ __forceinline__ float solved_beta_of(const DeviceArgs& a, float x) {
+    const float beta = beta_of(a, x);
+    return fabsf(beta) < a.least_beta ? a.least_beta : beta;
+}
 
 }  // namespace cula::cuda

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+// gradient_channel, what a warp makes of the saved slices: the ends of its patch,
+//
+//     dQ~ = dO S^T        dK^ = -dV S^T        dK+ = U Z^T
+//
+// the squares dA = dO U^T and dL = -dV U^T of its block with one or two blocks up to it, and, in warps of the
+// first block, rowsum(S o Z) of their channels.
+#pragma once
+
+#include "cuda/backward/channel_config.cuh"
+
+namespace cula::cuda::backward {
+
+// Four words of a lane: fragment `index` of those that begin at `from`.
+template <class T>
+__device__ __forceinline__ void load_fragment(std::uint32_t (&words)[4], const T* from, int index, int lane) {
+    const uint4 x = reinterpret_cast<const uint4*>(from)[index * 32 + lane];
+    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+}
+
+// Accumulators of a patch, by eight channels: dQ~, dK^ and dK+.
+struct Ends {
+    float q[4][4] = {}, k[4][4] = {}, columns[4][4] = {};
+};
+
+// Starts to copy what is needed of a slice.
+template <bool kSolves, class T, int kKey>
+__device__ __forceinline__ void copy_slice(SavedSlice<T, kKey>& to, const SavedSlice<T, kKey>& from,
+                                           int thread, bool ends) {
+    using Slice = SavedSlice<T, kKey>;
+    constexpr int kValues = offsetof(Slice, d_values) / 16, kOutputs = offsetof(Slice, d_outputs) / 16,
+                  kState = offsetof(Slice, state) / 16, kAll = sizeof(Slice) / 16,
+                  kThreads = Patches<kKey>::kThreads;
+    const auto* source = reinterpret_cast<const uint4*>(&from);
+    auto* target = reinterpret_cast<uint4*>(&to);
+#pragma unroll
+    for (int i = 0; i < (kAll + kThreads - 1) / kThreads; ++i) {
+        const int piece = i * kThreads + thread;
+        const bool of_d_values = piece >= kValues && piece < kOutputs;
+        if (piece < (ends ? kAll : kOutputs) && (kSolves || !of_d_values))
+            copy_async(shared_address(target + piece), source + piece);
+    }
+    static_assert(kOutputs <= kState);
+}
+
+template <class T, int kKey, bool kSolves>
+struct SliceSums {
+    using P = Patches<kKey>;
+    Ends ends;
+    float d_scores[P::kSquares][2][4] = {}, d_overlaps[P::kSquares][2][4] = {};
+    float passing[4] = {};  // of channels 8 i + l / 4, over the lane's value channels
+
+    // Which block of columns square p has; it exists if this is not after the warp's block. Odd blocks count
+    // backwards, so that the four schedulers, each with one group of K = 128, get nearly the same.
+    static __device__ __forceinline__ int column(const Patch<kKey>& patch, int p) {
+        if (P::kGroups == P::kBlocks && patch.block % 2) return P::kGroups - 1 - patch.group;
+        return patch.group + p * P::kGroups;
+    }
+
+    __device__ __forceinline__ void add(const Patch<kKey>& patch, const SavedSlice<T, kKey>& slice,
+                                        bool wants_ends) {
+        std::uint32_t writes[4], d_values[4], d_outputs[4];
+        load_fragment(writes, slice.writes, patch.block, patch.lane);
+        if constexpr (kSolves) {
+            load_fragment(d_values, slice.d_values, patch.block, patch.lane);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) d_values[i] ^= 0x80008000u;  // -dV
+        }
+        if (wants_ends) {
+            load_fragment(d_outputs, slice.d_outputs, patch.block, patch.lane);
+#pragma unroll
+            for (int step = 0; step < 2; ++step) {
+                std::uint32_t state[4], d_state[4];
+                load_fragment(state, slice.state, 2 * patch.group + step, patch.lane);
+                load_fragment(d_state, slice.d_state, 2 * patch.group + step, patch.lane);
+#pragma unroll
+                for (int x = 0; x < 2; ++x) {
+                    const int i = 2 * step + x;
+                    mma_16x8x16<T>(ends.q[i], d_outputs, state[2 * x], state[2 * x + 1]);
+                    if (kSolves) mma_16x8x16<T>(ends.k[i], d_values, state[2 * x], state[2 * x + 1]);
+                    mma_16x8x16<T>(ends.columns[i], writes, d_state[2 * x], d_state[2 * x + 1]);
+                }
+                if (patch.block > 0) continue;
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    const float2 s = unpack2<T>(state[w]), z = unpack2<T>(d_state[w]);
+                    float& sum = passing[2 * step + w / 2];
+                    sum = fmaf(s.x, z.x, sum);
+                    sum = fmaf(s.y, z.y, sum);
+                }
+            }
+        }
+#pragma unroll
+        for (int p = 0; p < P::kSquares; ++p) {
+            const int j = column(patch, p);
+            if (j > patch.block) continue;
+            std::uint32_t columns[4];
+            load_fragment(columns, slice.writes, j, patch.lane);
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+                if (wants_ends) mma_16x8x16<T>(d_scores[p][x], d_outputs, columns[x], columns[x + 2]);
+                if (kSolves) mma_16x8x16<T>(d_overlaps[p][x], d_values, columns[x], columns[x + 2]);
+            }
+        }
+    }
+
+    // Squares and rowsum(S o Z) to shared memory.
+    __device__ __forceinline__ void put(const Patch<kKey>& patch, GradientChannelSmem<T, kKey>& s) {
+        const int row = patch.lane / 4, pair = patch.lane % 4 * 2;
+#pragma unroll
+        for (int p = 0; p < P::kSquares; ++p) {
+            const int j = column(patch, p);
+            if (j > patch.block) continue;
+            const auto put_square = [&](const float(&square)[2][4], float(&own)[kBlock][kBlock],
+                                        std::uint32_t* fragment) {
+                if (j == patch.block) {
+#pragma unroll
+                    for (int x = 0; x < 2; ++x)
+#pragma unroll
+                        for (int half = 0; half < 2; ++half)
+                            *reinterpret_cast<float2*>(&own[row + 8 * half][8 * x + pair]) = {
+                                square[x][2 * half], square[x][2 * half + 1]};
+                } else {
+                    reinterpret_cast<uint4*>(fragment)[patch.lane] = {
+                        pack2<T>(square[0][0], square[0][1]), pack2<T>(square[0][2], square[0][3]),
+                        pack2<T>(square[1][0], square[1][1]), pack2<T>(square[1][2], square[1][3])};
+                }
+            };
+            const int index = j < patch.block ? block_pair(patch.block, j) : 0;
+            put_square(d_scores[p], s.own_scores[patch.block], s.d_scores[index]);
+            if (kSolves) put_square(d_overlaps[p], s.own_overlaps[patch.block], s.d_overlaps[index]);
+        }
+        if (patch.block > 0) return;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            passing[i] += __shfl_xor_sync(0xffffffffu, passing[i], 1);
+            passing[i] += __shfl_xor_sync(0xffffffffu, passing[i], 2);
+            if (patch.lane % 4 == 0) s.passing[patch.group * kGroup + 8 * i + row] = passing[i];
+        }
+    }
+};
+
+}  // namespace cula::cuda::backward

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the two walks of a backward leave to the gradient kernels, in global memory: of every chunk and value
+// head the state S before it, Z = d loss / d state after it, the writes U, dV and dO. All are elements of T.
+//
+// They are cut into slices of 16 value channels, the rows of one warp of a walk, and stand in the order of
+// the tensor cores' fragments (ptx/mma.cuh): a lane's 16 bytes are one operand of m16n8k16, or two
+// neighbouring ones of m16n8. Walks write whole lines, the gradient kernels read shared memory without
+// ldmatrix and without bank conflicts.
+//
+//   S, Z     B operands, reduced over value channels: step s (16 channels), lane l has
+//            word 2 x + y = (value 2 (l % 4) + 8 y and the next, channel 16 s + 8 x + l / 4)
+//   U,       A operands, reduced over value channels: block b (16 tokens), lane l has
+//   dV, dO   word x + 2 y = (token 16 b + l / 4 + 8 x, value 2 (l % 4) + 8 y and the next)
+//            words 0 and 2 are at once the B operand of the block's first eight tokens, 1 and 3 of the others
+//
+// The accumulators of a walk are transposed to this by `transposed` (movmatrix). Value channels beyond V and
+// tokens beyond the chunk's are zero.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "cuda/chunked/chunk.cuh"
+
+namespace cula::cuda::backward {
+
+inline constexpr int kSliceValues = 16;  // value channels of a slice
+
+// Of one chunk, one value head and kSliceValues value channels.
+template <class T, int kKey>
+struct alignas(128) SavedSlice {
+    static constexpr int kRows = chunked::kTokens<kKey>;
+    T writes[kRows * kSliceValues];     // U
+    T d_values[kRows * kSliceValues];   // dV; of additive rules this is dU
+    T d_outputs[kRows * kSliceValues];  // dO
+    T state[kKey * kSliceValues];       // S
+    T d_state[kKey * kSliceValues];     // Z
+};
+
+// Slices of all value channels: [chunks of the slab, HV, slices].
+template <class T, int kKey>
+struct Saved {
+    SavedSlice<T, kKey>* slices = nullptr;
+    std::int32_t value_heads = 1, count = 1;  // count: slices of a value head
+
+    CULA_HOST_DEVICE SavedSlice<T, kKey>& at(std::int64_t slot, int value_head, int slice) const {
+        return slices[(slot * value_heads + value_head) * count + slice];
+    }
+};
+
+// In a backward pass chunks take this for every write strength nearer to zero, so that dbeta = (dV / beta) .
+// (U / beta) exists. Rows of U and dV are then small and not zero, with roundings that are relative.
+template <class T>
+inline constexpr float kLeastBeta = 0x1p-40f;
+template <>
+inline constexpr float kLeastBeta<__half> = 0x1p-12f;
+
+// What the gradient kernels of a slab write besides the gradients; null where nothing needs it.
+struct GradientScratch {
+    // Where value heads share q and k: the sums of dq and dk over the heads so far, before norm and scale.
+    float* keys = nullptr;  // [chunks of the slab, H, 2, tokens of a chunk, kKey]
+    // Of every chunk and value head: the summand of dA_log, with its factor, and those of ddt_bias.
+    float* parameters = nullptr;  // [chunks of the slab, HV, 1 + channels]; channels: K, or 1
+};
+
+}  // namespace cula::cuda::backward

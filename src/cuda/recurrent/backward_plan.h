@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a token-by-token backward cuts a call, and what lies where in its workspace. Plain data, passed by
+// value at launch.
+//
+// Rows of the batch are processed in groups, which know nothing of each other, and a group in windows: a
+// range of tokens of all its rows. What a window needs besides the inputs is kept for one window at a time.
+// Only the state at a window's start and Z at its end go from one window to another: those of every row, or,
+// of packed sequences, which are one row, those of the one sequence that crosses the border. Inside a window
+// states are kept at the start of every block of kBlockTokens, and those of one block in shared memory.
+// This cutting changes no bit of a gradient, except of A_log and dt_bias, which are sums over whole calls.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/backward/gradients.h"
+#include "cuda/call.h"
+#include "cuda/device_args.h"
+
+namespace cula::cuda::recurrent {
+
+inline constexpr int kWalkRows = 16;  // value channels of a slice, which is what one CTA walks
+
+// Tokens of a block. Their decayed states take 40 to 48 KiB of shared memory (backward_walk.cuh), so that
+// three CTAs fit on a multiprocessor of sm_90 (K = 256: two), and one where a CTA has 99 KiB.
+template <int kKey>
+inline constexpr int kBlockTokens = kKey > 128 ? 4 : 768 / kKey;
+
+// Tokens whose summands of dA_log and ddt_bias are added in float32.
+inline constexpr int kParameterTokens = 64;
+
+// The row of sums over a slice's value channels that one token of one value head leaves: where they begin, in
+// floats; -1: not wanted.
+struct PartialColumns {
+    std::int32_t q = -1, k = -1, decay = -1;  // one per key channel
+    std::int32_t token_decay = -1, beta = -1;
+    std::int32_t count = 0;  // floats of the row, a multiple of four
+};
+
+struct BackwardPlan {
+    std::int32_t rows = 1;                           // of a group
+    std::int64_t groups = 0;                         // of rows
+    std::int64_t window_tokens = 1;                  // of a row
+    std::int64_t windows = 0;                        // of a group
+    std::int32_t slices = 1, value_dim = kWalkRows;  // value_dim: that of all slices
+    PartialColumns columns;
+
+    // Of the tokens of one window, row after row, in float32: inputs as the equations take them; padded
+    // channels are zero.
+    float* keys = nullptr;           // [tokens, H, 2, kKey]: q and k, normalised
+    float* decays = nullptr;         // [tokens, HV, kKey]
+    float* values = nullptr;         // [tokens, HV, 3, V]: v, beta and scale * d_o
+    float* partials = nullptr;       // [tokens, HV, slices, columns]
+    float4* block_states = nullptr;  // [blocks, HV, slices, a slice's state]
+    // Of a group: the states at the ends of windows, [windows - 1, rows, HV, slices, a slice's state], and Z
+    // at the end of one window, [2, rows, ..], the two by turns.
+    float4 *window_states = nullptr, *carried = nullptr;
+    // Of the call, [rows, HV, 1 + channels]: the gradients of A_log and dt_bias, a row per kParameterTokens
+    // of a window.
+    float* parameters = nullptr;
+};
+
+// key: the instance's K. workspace may be null; then bytes alone are meant.
+BackwardPlan backward_plan(const Args& args, const Context& context, int key, void* workspace,
+                           std::size_t& bytes);
+
+// Tokens [begin, end) of rows [first_row, first_row + rows). They are counted row after row.
+struct Window {
+    std::int64_t index = 0, begin = 0, end = 0;  // index: in its group
+    std::int64_t first_row = 0, rows = 1;
+    std::int64_t first_parameters = 0;  // the first of its rows of `parameters`
+
+    CULA_HOST_DEVICE std::int64_t length() const { return end - begin; }
+    CULA_HOST_DEVICE std::int64_t tokens() const { return rows * length(); }
+};
+
+// The tokens [first, last) of a sequence that are in a window, as the window counts them.
+struct Part {
+    std::int64_t first = 0, last = 0;
+    std::int64_t row = 0;                             // of the group
+    std::int64_t token = 0;                           // that of `first`, in its row of the tensors
+    bool crosses_start = false, crosses_end = false;  // the window's
+};
+
+CULA_HOST_DEVICE Part part_of(const DeviceArgs& a, const Window& window, std::int64_t n) {
+    const TokenRange range = tokens_of(a, n);
+    const std::int64_t end = range.begin + range.length, row = range.batch - window.first_row,
+                       offset = row * window.length() - window.begin;
+    Part part;
+    part.row = row;
+    part.crosses_start = range.begin < window.begin;
+    part.crosses_end = end > window.end;
+    part.token = part.crosses_start ? window.begin : range.begin;
+    part.first = offset + part.token;
+    part.last = offset + (part.crosses_end ? window.end : end);
+    return part;
+}
+
+// The first packed sequence that ends behind `token`; a.sequences if there is none.
+CULA_HOST_DEVICE std::int64_t first_sequence_behind(const DeviceArgs& a, std::int64_t token) {
+    const Offsets offsets(a);
+    std::int64_t from = 0, to = a.sequences;
+    while (from < to) {
+        const std::int64_t middle = (from + to) / 2;
+        if (offsets.at(middle + 1) > token)
+            to = middle;
+        else
+            from = middle + 1;
+    }
+    return from;
+}
+
+// Where a window's token stands in the tensors, and whether a sequence has it.
+struct TokenPlace {
+    std::int64_t batch, token;
+    bool in_sequence;
+};
+
+CULA_HOST_DEVICE TokenPlace place_of_token(const DeviceArgs& a, const Window& window, std::int64_t own) {
+    if (!a.cu_seqlens)
+        return {window.first_row + own / window.length(), window.begin + own % window.length(), true};
+    const Offsets offsets(a);
+    const std::int64_t token = window.begin + own;
+    return {0, token, a.sequences > 0 && token >= offsets.at(0) && token < offsets.at(a.sequences)};
+}
+
+// Launches all kernels of a backward (backward_instance.cuh).
+template <int kKey>
+void launch_backward(const Call& call, const backward::Gradients& d, const BackwardPlan& plan);
+
+}  // namespace cula::cuda::recurrent

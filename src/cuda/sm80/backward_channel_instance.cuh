@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "cuda/sm80/backward_launch.cuh"
+
+#define CULA_INSTANTIATE(type, key)                                                 \
+    template cula::PreparedPtr cula::cuda::sm80::prepare_backward<type, key, true>( \
+        const cula::Problem&, const cula::Args&, std::size_t);

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backward pass at the sizes of GPUs: the error rule of every kernel, slabs, streams, and graphs of both
+directions. Its laws are in tests/laws/test_backward.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cula_testing import device, gradients, level1
+from cula_testing.cases import ALGORITHMS, DELTA, GATED, Case, Inputs, make
+from cula_testing.compare import assert_same_bits
+
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+SIZES = [(64, 64), (128, 128), (256, 256), (40, 72), (100, 20), (255, 1), (129, 255), (17, 33)]
+
+
+def check(case: Case, backend: str = "") -> None:
+    gradients.assert_rule(make(case), backend)
+
+
+@HALVES
+@pytest.mark.parametrize(("K", "V"), SIZES)
+def test_dimensions(algorithm, dtype, K, V):
+    check(Case(algorithm, (150, 0, 65), packed=True, value_heads=4, key_dim=K, value_dim=V, dtype=dtype))
+
+
+@HALVES
+def test_token_by_token(algorithm, dtype):
+    """Where the chunked kernels would take the call."""
+    check(
+        Case(algorithm, (40, 0, 9), packed=True, value_heads=4, key_dim=40, value_dim=72, dtype=dtype),
+        "sm80:step",
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["kda", "gdn", "lightning"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"lengths": (1100,), "heads": 32},
+        {"lengths": (700, 0, 300, 100), "packed": True, "heads": 32},
+        {"lengths": (20,) * 64, "heads": 8, "key_dim": 64, "value_dim": 64},
+    ],
+    ids=["long", "packed", "many rows"],
+)
+def test_token_by_token_in_parts(algorithm, shape):
+    """Calls whose sums do not fit the workspace at a time: windows of tokens, groups of rows."""
+    wide = {"key_dim": 128, "value_dim": 128, "dtype": torch.float32, "value_heads": shape["heads"]}
+    check(Case(algorithm, **{**wide, **shape}))
+
+
+@pytest.mark.parametrize("length", [*range(1, 18), 31, 32, 33, 63, 64, 65, 127, 128, 129])
+def test_lengths_around_the_chunk(algorithm, length):
+    check(Case(algorithm, (length,), value_heads=4, key_dim=128, value_dim=128))
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 8])
+def test_grouped_heads(algorithm, ratio):
+    check(
+        Case(
+            algorithm,
+            (300, 70),
+            packed=True,
+            value_heads=2 * ratio,
+            key_dim=128,
+            value_dim=128,
+            qk_l2norm=True,
+        )
+    )
+
+
+@HALVES
+@pytest.mark.parametrize("gate", ["log_decay", "softplus", "bounded"])
+@pytest.mark.parametrize("decay", ["zero", "slow", "strong", "extreme", "mixed"])
+@pytest.mark.parametrize("algorithm", GATED)
+def test_decays(algorithm, gate, decay, dtype):
+    like = Case(algorithm, (300,), heads=4, value_heads=4, key_dim=128, value_dim=128, dtype=dtype)
+    check(like.but(gate=gate, decay=decay))
+
+
+@HALVES
+@pytest.mark.parametrize("algorithm", DELTA)
+def test_collinear_keys(algorithm, dtype):
+    like = Case(algorithm, (512,), key_dim=128, value_dim=128, dtype=dtype, qk_l2norm=True)
+    check(like.but(keys="collinear", decay="slow", beta_is_logit=True))
+
+
+@HALVES
+def test_float32_gradients_of_narrow_inputs(algorithm, dtype):
+    """d_o and every gradient in float32, and memory that starts at an odd element."""
+    inputs = make(
+        Case(algorithm, (70, 0, 40), packed=True, value_heads=4, key_dim=72, value_dim=40, dtype=dtype)
+    )
+    d_o, d_final_state = gradients.upstream(inputs)
+    wanted = gradients.backward(inputs, d_o, d_final_state)
+    odd = {name: torch.zeros(d_o.numel() + 1, dtype=d_o.dtype)[1:].view_as(d_o) for name in ("d_o", "v")}
+    odd["d_o"].copy_(d_o), odd["v"].copy_(inputs.v)
+    found = gradients.backward(inputs.but(v=odd["v"]), odd["d_o"], d_final_state)
+    for name, gradient in wanted.items():
+        assert_same_bits(f"d_{name}", gradient, found[name])
+    made = {f"d_{name}": torch.full(getattr(inputs, name).shape, float("nan")) for name in wanted}
+    gradients.call(
+        "backward", "", made, **inputs.tensors(), **inputs.case.options, initial_state=inputs.initial_state,
+        d_o=d_o.float(), d_final_state=d_final_state,
+    )  # fmt: skip
+    for name, gradient in wanted.items():
+        assert_same_bits(f"d_{name}", gradient, made[f"d_{name}"].to(gradient.dtype))
+
+
+@pytest.mark.parametrize("count", [32, 33, 1025])
+def test_many_short_sequences(algorithm, count):
+    lengths = tuple((7 * n) % 23 for n in range(count))
+    check(Case(algorithm, lengths, packed=True, heads=1, value_heads=1, key_dim=64, value_dim=64))
+
+
+def first_heads(found: gradients.Gradients, count: int) -> gradients.Gradients:
+    axes = {"A_log": 0, "dt_bias": 0, "initial_state": 1}
+    return {name: x.narrow(axes.get(name, 2), 0, count) for name, x in found.items()}
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("algorithm", ["kda", "gdn", "gla", "lightning"])
+@pytest.mark.parametrize(
+    ("lengths", "packed"), [((4096, 4096), False), ((5000, 0, 3000, 64, 100), True)], ids=["batch", "packed"]
+)
+def test_slabs_change_no_bits(algorithm, lengths, packed):
+    """The chunks of few heads are one slab, those of many are several, which hand on states and their
+    gradients."""
+    few, many = 16, 256
+    wide = {"gate_dtype": torch.bfloat16, "key_dim": 128, "value_dim": 128, "packed": packed}
+    inputs = make(Case(algorithm, lengths, heads=many, value_heads=many, **wide), draw_on="cuda")
+    d_o, d_final_state = gradients.upstream(inputs)
+    whole = gradients.backward(inputs, d_o, d_final_state)
+    alone = gradients.backward(inputs.first_heads(few), d_o[:, :, :few], d_final_state[:, :few])
+    for name, gradient in first_heads(whole, few).items():
+        assert_same_bits(f"d_{name}", alone[name], gradient)
+
+
+@pytest.mark.parametrize("backend", device.able(torch.bfloat16, "backward"))
+def test_streams_and_runs_give_the_same_bits(algorithm, backend):
+    inputs = make(Case(algorithm, (700, 70), packed=True, value_heads=8, key_dim=128, value_dim=128))
+    given = gradients.upstream(inputs)
+    first = gradients.backward(inputs, *given, backend=backend)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    found = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            found.append(gradients.backward(inputs, *given, backend=backend))
+    torch.cuda.synchronize()
+    for each in found:
+        for name, gradient in first.items():
+            assert_same_bits(f"d_{name}", gradient, each[name])
+
+
+def both_directions(inputs: Inputs, leaves: dict[str, torch.Tensor], factors: torch.Tensor) -> None:
+    o, state = level1.prefill(inputs.but(**leaves))
+    ((o * factors).float().sum() + state.sum()).backward()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_graph_of_both_directions(algorithm):
+    """Captured once, replayed with other values and other lengths of the same total."""
+    case = Case(algorithm, (70, 9, 121), packed=True, value_heads=4, key_dim=64, value_dim=64, qk_l2norm=True)
+    inputs = make(case)
+    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in gradients.names(inputs)}
+    factors = torch.randn_like(inputs.v)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both_directions(inputs, leaves, factors)
+        for leaf in leaves.values():
+            leaf.grad = None
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        both_directions(inputs, leaves, factors)
+    for seed, ends in ((1, (0, 70, 79, 200)), (2, (0, 0, 190, 200)), (3, (0, 64, 128, 192))):
+        fresh = make(case.but(seed=seed))
+        with torch.no_grad():
+            for name, leaf in leaves.items():
+                leaf.copy_(getattr(fresh, name))
+            inputs.cu_seqlens.copy_(torch.tensor(ends))
+        graph.replay()
+        again = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
+        both_directions(inputs, again, factors)
+        for name, leaf in leaves.items():
+            assert_same_bits(f"{name} of {ends}", again[name].grad, leaf.grad)
+
+
+def test_workspace_is_bounded():
+    """Beyond a slab, memory grows with what is handed back alone."""
+    peaks = []
+    for tokens in (32768, 131072):
+        case = Case("kda", (tokens,), heads=32, value_heads=32, key_dim=128, value_dim=128, state=False)
+        inputs = make(case.but(gate_dtype=torch.bfloat16), draw_on="cuda")
+        leaves = [getattr(inputs, name).requires_grad_() for name in ("q", "k", "v", "g", "beta")]
+        o, _ = level1.prefill(inputs)
+        d_o = torch.ones_like(o)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = torch.autograd.grad(o, leaves, d_o)
+        handed = sum(x.numel() * x.element_size() for x in found)
+        peaks.append(torch.cuda.max_memory_allocated() - before - handed)
+        del inputs, leaves, o, d_o, found
+    # A slab of 2.25 GiB, and float32 sums of parameters.
+    assert max(peaks) < 10 * 2**28, peaks
