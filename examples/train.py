@@ -215,8 +215,8 @@ def batches(steps: int, batch: int, length: int, random: torch.Generator) -> Ten
     text = b"".join(path.read_bytes() for path in sorted(source_files()))
     pieces = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     pieces = pieces[: len(text) // (length + 1) * (length + 1)].view(-1, length + 1)
-    order = torch.randperm(len(pieces), generator=random)
-    chosen = order[torch.arange(steps * batch) % len(order)]
+    order = torch.randperm(len(pieces), generator=random, device="cpu")
+    chosen = order[torch.arange(steps * batch, device="cpu") % len(order)]
     return pieces[chosen].view(steps, batch, length + 1).long()
 
 

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // How gradient_channel divides a chunk among warps, and its shared memory.
 //
-// A warp has a patch: a block of 16 tokens times a group of 32 channels. Its lanes hold the patch in one of
-// three ways: as the accumulators of a tensor core product (ptx/mma.cuh), as columns (a channel per lane,
-// with all 16 tokens), or as rows (two tokens per lane, of each eight neighbouring channels). What changes
-// from one way to another stays within the warp.
+// A warp has a patch: a block of 16 tokens times a group of 32 channels. Its lanes hold the patch as the
+// accumulators of a tensor core product (ptx/mma.cuh), or as columns: two neighbouring channels of the eight
+// tokens of half a block. What changes from one way to the other stays within the warp.
 #pragma once
 
 #include "cuda/backward/saved.cuh"
@@ -16,7 +15,8 @@
 namespace cula::cuda::backward {
 
 using chunked::kBlock;
-inline constexpr int kGroup = 32;  // channels of a group, the lanes of a warp
+inline constexpr int kGroup = 32;         // channels of a group
+inline constexpr int kHalf = kBlock / 2;  // tokens of half a block
 
 // Do the writes of a chunk depend on the state under this update rule? Then they have gradients dL and dK^.
 template <Update kUpdate>
@@ -49,6 +49,10 @@ struct Patches {
 // they need be, so that a B operand (four rows, eight channels) has no bank conflict.
 template <int kKey>
 using BlockWords = std::uint32_t[kBlock / 2][kKey + 8];
+
+// The row of a raw patch of q or k that holds token t of the block: the two halves, of which a warp reads the
+// same token at once, fall on different banks.
+CULA_HOST_DEVICE constexpr int row_of(int t) { return t ^ t / kHalf; }
 
 // A patch of floats, [token][channel], on its way between accumulators and columns; rows are as above.
 using PatchFloats = float[kBlock][kGroup + 8];
@@ -91,7 +95,8 @@ struct GradientChannelSmem {
             float bias_sums[P::kBlocks][kKey];  // of ddt_bias
         };
     };
-    T q[P::kWarps][kBlock * kGroup], k[P::kWarps][kBlock * kGroup];  // [token][channel], raw
+    // Raw, [row_of(token)][channel].
+    T q[P::kWarps][kBlock * kGroup], k[P::kWarps][kBlock * kGroup];
     // Of two blocks: A operands of dA and dL.
     std::uint32_t d_scores[P::kPairs][128], d_overlaps[P::kPairs][128];
     // Of a block with itself. Above the diagonal they mean nothing; that of dL is the one of -dV U^T.
@@ -120,10 +125,12 @@ struct Patch {
     using P = Patches<kKey>;
     const int warp, lane;
     const int block = warp / P::kGroups, group = warp % P::kGroups;
-    const int first = block * kBlock, channel = group * kGroup + lane;  // the lane's column
+    const int first = block * kBlock;
+    // The lane's column: eight tokens and two neighbouring channels.
+    const int half = lane / 16, token = first + half * kHalf, channel = group * kGroup + lane % 16 * 2;
 
     __device__ __forceinline__ explicit Patch(int thread = thread_again())
-        : warp(thread / 32), lane(thread % 32) {}
+        : warp(thread >> 5), lane(thread & 31) {}
 };
 
 // Of 2 kHalf numbers per lane: x[0] becomes the sum of x[i] over the lanes that differ from this one in the

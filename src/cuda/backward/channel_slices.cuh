@@ -23,25 +23,41 @@ struct Ends {
     float q[4][4] = {}, k[4][4] = {}, columns[4][4] = {};
 };
 
-// Starts to copy what is needed of a slice.
-template <bool kSolves, class T, int kKey>
-__device__ __forceinline__ void copy_slice(SavedSlice<T, kKey>& to, const SavedSlice<T, kKey>& from,
-                                           int thread, bool ends) {
-    using Slice = SavedSlice<T, kKey>;
-    constexpr int kValues = offsetof(Slice, d_values) / 16, kOutputs = offsetof(Slice, d_outputs) / 16,
-                  kState = offsetof(Slice, state) / 16, kAll = sizeof(Slice) / 16,
-                  kThreads = Patches<kKey>::kThreads;
-    const auto* source = reinterpret_cast<const uint4*>(&from);
-    auto* target = reinterpret_cast<uint4*>(&to);
+// Starts to copy what is needed of one slice after another.
+template <class T, int kKey, bool kSolves>
+class SliceCopies {
+public:
+    __device__ __forceinline__ SliceCopies(const SavedSlice<T, kKey>* first, SavedSlice<T, kKey>* slots,
+                                           int thread, bool ends)
+        : from_(reinterpret_cast<const uint4*>(first) + thread),
+          to_(shared_address(reinterpret_cast<uint4*>(slots) + thread)) {
 #pragma unroll
-    for (int i = 0; i < (kAll + kThreads - 1) / kThreads; ++i) {
-        const int piece = i * kThreads + thread;
-        const bool of_d_values = piece >= kValues && piece < kOutputs;
-        if (piece < (ends ? kAll : kOutputs) && (kSolves || !of_d_values))
-            copy_async(shared_address(target + piece), source + piece);
+        for (int i = 0; i < kSteps; ++i) {
+            const int piece = i * kThreads + thread;
+            const bool of_d_values = piece >= kValues && piece < kOutputs;
+            in_[i] = piece < (ends ? kAll : kOutputs) && (kSolves || !of_d_values);
+        }
     }
-    static_assert(kOutputs <= kState);
-}
+
+    __device__ __forceinline__ void next(int slot) {
+        const std::uint32_t to = to_ + slot * static_cast<int>(sizeof(Slice));
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i)
+            if (in_[i]) copy_async(to + i * kThreads * 16, from_ + i * kThreads);
+        from_ += kAll;
+    }
+
+private:
+    using Slice = SavedSlice<T, kKey>;
+    static constexpr int kValues = offsetof(Slice, d_values) / 16, kOutputs = offsetof(Slice, d_outputs) / 16,
+                         kAll = sizeof(Slice) / 16, kThreads = Patches<kKey>::kThreads,
+                         kSteps = (kAll + kThreads - 1) / kThreads;
+    static_assert(kOutputs <= static_cast<int>(offsetof(Slice, state)) / 16);
+
+    const uint4* from_;
+    std::uint32_t to_;
+    bool in_[kSteps];
+};
 
 template <class T, int kKey, bool kSolves>
 struct SliceSums {

@@ -20,20 +20,18 @@
 // In this order, for each value head; | is a barrier of the CTA:
 //   slices   rings of cp.async, a barrier per slice of 16 value channels: dO S^T, -dV S^T and U Z^T in
 //            accumulators that stay until `columns`, the squares, rowsum(S o Z) |
-//   operands L2 prefetches for the next value head or CTA. A lane has a channel: decays, and q and k decayed
-//   to
-//            the borders of their block, rounded |
+//   operands L2 prefetches for the next value head or CTA. A lane has a column, two channels of half a block
+//            (channel_columns.cuh): decays, and q and k decayed to the borders of their block, rounded |
 //   blocks   tensor cores: pairs with other blocks, block by block, and sums of what crosses a block |
-//   columns  accumulators turn to a lane per channel: pairs within the block, dg. No barrier: a warp turns
-//   its
-//            own patch
-//   rows     columns turn to rows of eight channels per lane: gate, partial sums of d_A_log and d_dt_bias,
-//   d_g;
-//            sums over value heads; | the derivative of the norms (with qk_l2norm), d_q, d_k
+//   columns  tensor cores: pairs of the two halves of a block. Accumulators turn to columns: pairs within a
+//            half, dg. No barrier: a warp turns its own patch
+//   gate     d_g, partial sums of d_A_log and d_dt_bias
+//   keys     sums over value heads; the derivative of the norms (with qk_l2norm), whose dot products are
+//            sums over warps |; d_q, d_k
 //   sums     | partial sums of the warps, added in a fixed order, to GradientScratch::parameters
 //
-// Precision: S, Z, U, dV, dO, dA, dL between blocks and the operands are one word of T each. All sums, all of
-// dg but the operands, and pairs within a block are float32.
+// Precision: S, Z, U, dV, dO, dA, dL between blocks and halves and the operands are one word of T each. All
+// sums, all of dg but the operands, and pairs within a half are float32.
 //
 // Budgets: 65.6, 98.1, 86.6 KiB of shared memory (K = 64, 128, 256), of which the ring of slices, whose place
 // operands and turned patches take, has 30, 42, 40. At most 128 registers: two CTAs per multiprocessor for
@@ -44,7 +42,7 @@
 #pragma once
 
 #include "cuda/backward/channel_blocks.cuh"
-#include "cuda/backward/channel_rows.cuh"
+#include "cuda/backward/channel_columns.cuh"
 #include "cuda/backward/gradients.h"
 #include "cuda/backward/own_channel.cuh"
 #include "cuda/ptx/pdl.cuh"
@@ -64,16 +62,18 @@ __device__ __forceinline__ void load_keys(T* to, const TokenRows& rows, const Pa
 #pragma unroll
         for (int t = patch.lane / 4; t < kBlock; t += 8) {
             const bool in = t < count && channel < key_dim;
-            copy_async(shared_address(to + t * kGroup + piece),
+            copy_async(shared_address(to + row_of(t) * kGroup + piece),
                        data + (in ? at + t * rows.token + channel : 0), in ? 16 : 0);
         }
         return;
     }
 #pragma unroll 1
-    for (int t = 0; t < kBlock; ++t)
-        to[t * kGroup + patch.lane] = t < count && patch.channel < key_dim
-                                          ? data[at + t * rows.token + patch.channel * rows.last]
-                                          : from_float<T>(0.0f);
+    for (int t = 0; t < kBlock; ++t) {
+        const int channel = patch.group * kGroup + patch.lane;
+        to[row_of(t) * kGroup + patch.lane] = t < count && channel < key_dim
+                                                  ? data[at + t * rows.token + channel * rows.last]
+                                                  : from_float<T>(0.0f);
+    }
 }
 
 // Prefetches a row to the second-level cache.
@@ -81,6 +81,24 @@ __device__ __forceinline__ void prefetch_row(const TokenRows& rows, std::int64_t
     const int element = rows.dtype == Dtype::kFloat32 ? 4 : 2, bytes = channels * element;
     const char* from = static_cast<const char*>(rows.data) + offset * element;
     for (int line = 0; line < bytes; line += 128) prefetch(from + line);
+}
+
+// sums[token] <- x . x over the channels of a raw patch.
+template <class T>
+__device__ __forceinline__ void put_squares(const T* patch, float* sums, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int t = lane / 4 + half * kHalf;
+        const uint4 four = *reinterpret_cast<const uint4*>(patch + row_of(t) * kGroup + lane % 4 * 8);
+        float sum = 0.0f;
+        for (const std::uint32_t word : {four.x, four.y, four.z, four.w}) {
+            const float2 pair = unpack2<T>(word);
+            sum = fmaf(pair.x, pair.x, fmaf(pair.y, pair.y, sum));
+        }
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        if (lane % 4 == 0) sums[t] = sum;
+    }
 }
 
 // The sum of `dots` over the chunk's channels, of token t of q or k.
@@ -92,59 +110,6 @@ __device__ __forceinline__ float row_dot(const GradientChannelSmem<T, kKey>& s, 
     for (int g = 0; g < P::kGroups; ++g) sum += s.dots[t / kBlock * P::kGroups + g][which][t % kBlock];
     return sum;
 }
-
-// From the gradients of log decays to those of the gate: d_g, and of the lane's rows the sums for dA_log
-// (without its factor) and, by channel, ddt_bias.
-struct GateSums {
-    float rate = 0.0f, bias[8] = {};
-
-    __device__ __forceinline__ GateSums(const DeviceArgs& a, const TokenRows& d_g, RowPair& d_a,
-                                        const RowPlace& place, int value_head) {
-        // One branch on the kind of gate for all numbers.
-        switch (a.gate) {
-            case Gate::kSoftplus: differentiate<Gate::kSoftplus>(a, d_a, place, value_head); break;
-            case Gate::kBounded: differentiate<Gate::kBounded>(a, d_a, place, value_head); break;
-            case Gate::kLogDecay: break;
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                if (place.in[half]) bias[i] += d_a.x[half][i];
-        if (d_g.data) d_a.store(d_g, place, value_head, a.key_dim);
-    }
-
-private:
-    template <Gate kGate>
-    __device__ __forceinline__ void differentiate(const DeviceArgs& a, RowPair& d_a, const RowPlace& place,
-                                                  int value_head) {
-        GateDerivative derivative(a, value_head);
-        derivative.kind = kGate;
-        RowPair x;
-        x.load(a.g, place, value_head, a.key_dim);
-        float offset[8] = {};
-        const float* from = a.dt_bias.data + value_head * a.dt_bias.head + place.channel * a.dt_bias.channel;
-        if (a.dt_bias.pieces) {
-            if (place.channel < a.key_dim) load4(offset, from);
-            if (place.channel + 4 < a.key_dim) load4(offset + 4, from + 4);
-        } else if (a.dt_bias.data) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                if (place.channel + i < a.key_dim) offset[i] = from[i * a.dt_bias.channel];
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const GateGradient gradient = derivative(x.x[half][i] + offset[i], d_a.x[half][i]);
-                d_a.x[half][i] = gradient.of_x;
-                sum += gradient.of_rate;
-            }
-            if (place.in[half]) rate += sum;
-        }
-    }
-};
 
 // The phases for one value head. All threads are in each.
 template <class T, int kKey, bool kSolves>
@@ -169,33 +134,40 @@ struct ChannelGradient {
         return place.head * a.group + of_group;
     }
 
-    __device__ __forceinline__ void slices(SliceSums<T, kKey, kSolves>& sums) const {
+    // given: beta of token `thread`, as it came, on its way to `strengths`.
+    __device__ __forceinline__ void slices(SliceSums<T, kKey, kSolves>& sums, float& given) const {
         const ChannelPlace place = s.place.again();
         const int thread = thread_again();
         const Patch<kKey> patch(thread);
         const bool ends = wants_ends();
-        const SavedSlice<T, kKey>* from = &saved.at(place.slot, value_head(place), 0);
+        SliceCopies<T, kKey, kSolves> copies(&saved.at(place.slot, value_head(place), 0), s.slices, thread,
+                                             ends);
 #pragma unroll
         for (int i = 0; i < kSlots - 1; ++i) {
-            if (i < saved.count) copy_slice<kSolves>(s.slices[i], from[i], thread, ends);
+            if (i < saved.count) copies.next(i);
+            if (i == 0 && is_first() && ends) {
+                load_keys<T, kKey>(s.q[patch.warp], a.q, patch, place, a.key_dim);
+                load_keys<T, kKey>(s.k[patch.warp], a.k, patch, place, a.key_dim);
+            }
             commit_copies();
         }
         if (is_first() && ends && a.qk_l2norm) {
-            wait_copies<kSlots - 1>();
+            wait_copies<kSlots - 2>();
             __syncwarp();
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
-                const RowPair x = raw_rows(patch, which);
-                x.dots(x, s.dots[patch.warp][which], patch.lane);
+                put_squares((which ? s.k : s.q)[patch.warp], s.dots[patch.warp][which], patch.lane);
             }
         }
+        if (kSolves && d.d_beta.data && thread < place.count)
+            given = load_float(a.beta.data, a.beta.dtype,
+                               a.beta.offset(place.batch, place.begin + thread, value_head(place)));
         int slot = 0, next = kSlots - 1;
 #pragma unroll 1
         for (int i = 0; i < saved.count; ++i) {
             wait_copies<kSlots - 2>();
             __syncthreads();
-            if (i + kSlots - 1 < saved.count)
-                copy_slice<kSolves>(s.slices[next], from[i + kSlots - 1], thread, ends);
+            if (i + kSlots - 1 < saved.count) copies.next(next);
             commit_copies();
             sums.add(patch, s.slices[slot], ends);
             slot = slot + 1 == kSlots ? 0 : slot + 1, next = next + 1 == kSlots ? 0 : next + 1;
@@ -237,14 +209,12 @@ struct ChannelGradient {
     }
 
     // d_beta, a token per thread.
-    __device__ __forceinline__ void strengths() const {
+    __device__ __forceinline__ void strengths(float given) const {
         const ChannelPlace place = s.place.again();
         const int t = thread_again();
         if (t >= place.count) return;
         const std::int64_t token = place.begin + t;
-        const float given = load_float(a.beta.data, a.beta.dtype,
-                                       a.beta.offset(place.batch, token, value_head(place))),
-                    over_beta = 1.0f / solved_beta_of(a, given);
+        const float over_beta = 1.0f / solved_beta_of(a, given);
         const float product = -s.own_overlaps[t / kBlock][t % kBlock][t % kBlock];
         store_float(d.d_beta.data, d.d_beta.dtype, d.d_beta.offset(place.batch, token, value_head(place)),
                     beta_gradient(a, given, product * over_beta * over_beta));
@@ -253,81 +223,94 @@ struct ChannelGradient {
     __device__ __forceinline__ void operands(Column& decay) const {
         const ChannelPlace place = s.place.again();
         const Patch<kKey> patch;
-        load_decays(decay, a, value_head(place),
-                    a.g.offset(place.batch, place.begin + patch.first, value_head(place)), patch.channel,
-                    patch.channel < a.key_dim ? place.count - patch.first : 0);
+        load_decays(decay, a, ColumnPlace(place, patch, a.key_dim), value_head(place));
         OwnChannel<T, kKey, kSolves>{s, patch}.put_operands(decay);
         __syncthreads();
     }
 
     __device__ __forceinline__ void pairs(Ends& ends, Column& decay, Column& d_q, Column& d_k) const {
-        const Patch<kKey> patch;
-        const BlockSums<T, kKey, kSolves> blocks{s, patch};
-        blocks.rows(ends, d.decay());
-        blocks.columns(ends, d.decay());
+        {
+            const Patch<kKey> patch;
+            const BlockSums<T, kKey, kSolves> blocks{s, patch};
+            blocks.rows(ends, d.decay());
+            blocks.columns(ends, d.decay());
+        }
         __syncthreads();  // columns take the place of the operands
+        const Patch<kKey> patch;
         OwnChannel<T, kKey, kSolves>{s, patch}.gradients(ends, decay, d_q, d_k);
     }
 
-    // d_g, and what the patch gives to d_A_log and d_dt_bias. of_decay: the gradients of the log decays.
-    __device__ __forceinline__ void gate(const Column& of_decay) const {
+    // d_g, and what the patch gives to d_A_log and d_dt_bias. d_a: the gradients of the log decays.
+    __device__ __forceinline__ void gate(Column& d_a) const {
         const ChannelPlace place = s.place.again();
         const Patch<kKey> patch;
-        const RowPlace rows(place, patch, a.key_dim);
-        RowPair d_a;
-        d_a.turn(of_decay, s.turned[patch.warp], patch.lane);
-        d_a.mask(rows, a.key_dim);
-        GateSums sums(a, d.d_g, d_a, rows, value_head(place));
+        const ColumnPlace column(place, patch, a.key_dim);
+        column.mask(d_a);
+        GateSums sums(a, d_a, column, value_head(place));
+        if (d.d_g.data) store_column(d_a, d.d_g, column, value_head(place));
         if (!scratch.parameters) return;
-        scatter_sums<4, 4>(sums.bias);
-        s.bias_sums[patch.block][rows.channel + patch.lane / 4] = sums.bias[0];
+#pragma unroll
+        for (float& sum : sums.bias) sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+        if (patch.half == 0)
+            *reinterpret_cast<float2*>(&s.bias_sums[patch.block][patch.channel]) = {sums.bias[0],
+                                                                                    sums.bias[1]};
         const float rate = sum_over_warp(sums.rate);
         if (patch.lane == 0) s.rate_sums[patch.warp] = rate;
     }
 
     // d_q and d_k, of the last value head; of the others, their sums so far.
-    __device__ __forceinline__ void keys(const Column& d_q, const Column& d_k) const {
+    __device__ __forceinline__ void keys(Column& d_q, Column& d_k) const {
         const ChannelPlace place = s.place.again();
         const Patch<kKey> patch;
-        const RowPlace rows(place, patch, a.key_dim);
-        RowPair d_key[2];
-        d_key[0].turn(d_q, s.turned[patch.warp], patch.lane);
-        d_key[1].turn(d_k, s.turned[patch.warp], patch.lane);
+        const ColumnPlace column(place, patch, a.key_dim);
         if (a.group > 1) {
-#pragma unroll
-            for (int which = 0; which < 2; ++which) {
-                float* so_far =
-                    scratch.keys + rows.channel +
-                    ((std::int64_t{blockIdx.x} * 2 + which) * P::kRows + patch.first + patch.lane / 4) * kKey;
-                if (!is_first()) d_key[which].add(so_far, kKey);
-                if (!is_last()) d_key[which].keep(so_far, kKey);
-            }
+            float* so_far =
+                scratch.keys + (std::int64_t{blockIdx.x} * 2 * P::kRows + patch.token) * kKey + patch.channel;
+            add_to_sums(d_q, so_far);
+            add_to_sums(d_k, so_far + P::kRows * kKey);
+            if (!is_last()) return;
         }
-        if (!is_last()) return;
         if (a.qk_l2norm) {
+            const OwnChannel<T, kKey, kSolves> own{s, patch};
+            column.mask(d_q), column.mask(d_k);
+            Column x;
+            float dots[2 * kHalf];  // of q, of k
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
-                d_key[which].mask(rows, a.key_dim);
-                d_key[which].dots(raw_rows(patch, which), s.dots[patch.warp][which], patch.lane);
-            }
-            __syncthreads();
+                own.load_raw(x, which);
 #pragma unroll
-            for (int which = 0; which < 2; ++which) {
-                const RowPair x = raw_rows(patch, which);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int t = patch.first + patch.lane / 4 + 8 * half;
-                    const float r = s.inverse_norm[which][t], along = row_dot(s, which, t) * r * r;
-#pragma unroll
-                    for (int i = 0; i < 8; ++i)
-                        d_key[which].x[half][i] = r * fmaf(-along, x.x[half][i], d_key[which].x[half][i]);
+                for (int t = 0; t < kHalf; ++t) {
+                    const Column& d_x = which ? d_k : d_q;
+                    dots[which * kHalf + t] = fmaf(d_x[2 * t], x[2 * t], d_x[2 * t + 1] * x[2 * t + 1]);
                 }
             }
+            scatter_sums<kHalf, 1>(dots);
+            const int which_mine = patch.lane % 16 / kHalf, mine = patch.half * kHalf + patch.lane % kHalf;
+            s.dots[patch.warp][which_mine][mine] = dots[0];
+            __syncthreads();
+            const float r = s.inverse_norm[which_mine][patch.first + mine],
+                        along = row_dot(s, which_mine, patch.first + mine) * r * r;
+            float* alongs = s.turned[patch.warp][0];
+            alongs[which_mine * kBlock + mine] = along;
+            __syncwarp();
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                Column& d_x = which ? d_k : d_q;
+                own.load_raw(x, which);
+                float norms[kHalf], back[kHalf];
+#pragma unroll
+                for (int t = 0; t < kHalf; t += 4) {
+                    load4(norms + t, &s.inverse_norm[which][patch.token + t]);
+                    load4(back + t, alongs + which * kBlock + patch.half * kHalf + t);
+                }
+#pragma unroll
+                for (int i = 0; i < 2 * kHalf; ++i) d_x[i] = norms[i / 2] * fmaf(-back[i / 2], x[i], d_x[i]);
+            }
         }
 #pragma unroll
-        for (int i = 0; i < 16; ++i) d_key[0].x[i / 8][i % 8] *= a.scale;
-        if (d.d_q.data) d_key[0].store(d.d_q, rows, place.head, a.key_dim);
-        if (d.d_k.data) d_key[1].store(d.d_k, rows, place.head, a.key_dim);
+        for (int i = 0; i < 2 * kHalf; ++i) d_q[i] *= a.scale;
+        if (d.d_q.data) store_column(d_q, d.d_q, column, place.head);
+        if (d.d_k.data) store_column(d_k, d.d_k, column, place.head);
     }
 
     // The chunk's summands of d_A_log and d_dt_bias.
@@ -351,10 +334,14 @@ struct ChannelGradient {
     }
 
 private:
-    __device__ __forceinline__ RowPair raw_rows(const Patch<kKey>& patch, int which) const {
-        RowPair x;
-        x.load(which ? s.k[patch.warp] : s.q[patch.warp], patch.lane);
-        return x;
+    // x += the sums over the value heads before this one; all but the last keep the new sums.
+    __device__ __forceinline__ void add_to_sums(Column& x, float* so_far) const {
+#pragma unroll
+        for (int t = 0; t < kHalf; ++t) {
+            float2* at = reinterpret_cast<float2*>(so_far + t * kKey);
+            if (!is_first()) x[2 * t] += at->x, x[2 * t + 1] += at->y;
+            if (!is_last()) *at = {x[2 * t], x[2 * t + 1]};
+        }
     }
 };
 
@@ -383,19 +370,14 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, Patches<kKey>::kCtas)
     }
     ChannelGradient<T, kKey, kSolves> chunk_of{a, schedule, d, saved, scratch, s};
     if (thread == 0) s.place = place;
-    if (chunk_of.wants_ends()) {
-        const Patch<kKey> patch(thread);
-        load_keys<T, kKey>(s.q[patch.warp], a.q, patch, place, a.key_dim);
-        load_keys<T, kKey>(s.k[patch.warp], a.k, patch, place, a.key_dim);
-    }
-    commit_copies();
     __syncthreads();
 
 #pragma unroll 1
     for (; chunk_of.of_group < a.group; ++chunk_of.of_group) {
         SliceSums<T, kKey, kSolves> sums;
-        chunk_of.slices(sums);
-        if (kSolves && d.d_beta.data) chunk_of.strengths();
+        float given = 0.0f;
+        chunk_of.slices(sums, given);
+        if (kSolves && d.d_beta.data) chunk_of.strengths(given);
         if (chunk_of.wants_ends()) {
             Column decay, d_q, d_k;
             chunk_of.prefetch_next();

@@ -20,31 +20,28 @@
 // are added to dq and dk in registers. dA and dL are summed over the value heads in float32 and multiplied
 // with q and k once, after the last.
 //
-// 256 threads: a warp per block of 16 tokens and group of 64 channels (32 where K = 64). In this order; | is
+// 512 threads: a warp per block of 16 tokens and group of 32 channels (16 where K = 64). In this order; | is
 // a barrier of the CTA:
 //   load     all warps: q, k and the first slices (cp.async); one warp: gates of the first value head |
-//   norms    a thread per token |
-//   pairs    q k^T and k k^T, if dg is wanted
+//   norms    four lanes per token |
+//   pairs    q k^T and k k^T, if dg is wanted; one warp: log decays of the first value head
 //   then per value head:
 //   slices   | per 16 value channels: asks for the slice that follows those in flight; products
 //   ends     Y, X, W times their factors, to dq and dk; dot products
 //   squares  decays, sums of pairs
-//            | one warp: the gradient of the gate; one: that of beta; one: gates of the next value head
+//            | one warp: the gradient of the gate; one: that of beta; one: log decays of the next value head
 //   then, if dq or dk is wanted:
 //   keys     squares and normalised rows to shared memory | products | norms, stores
 // Pairs and sums of squares are in shared memory, but each is private to a lane.
 //
 // Shared memory: q and k, pairs, sums of squares, and a ring of slices, as many as fit. KiB:
-//   K = 64    54.9 + 4 x 10 = 94.9, + 6 x 10 = 114.9
-//   K = 128   70.9 + 2 x 14 = 98.9, + 6 x 14 = 154.9
-//   K = 256   44.0 + 2 x 19 = 82.0, + 5 x 19 = 139.0
-// Registers: at most 255, so one CTA per multiprocessor. Accumulators of a thread: Y, X, W 96 and dq, dk 64
-// (half of both where K = 64), squares 32 (16 for additive rules, 8 where K = 256). For compute capability
-// 8.0, K = 128 and delta rules ptxas spills 24 bytes, outside the slices.
-//
-// The kernel is bound by memory, but a multiprocessor reads nothing while its CTA multiplies squares, stores
-// and gives way to the next one. So with the larger ring every CTA prefetches to L2 the slices of a later
-// CTA.
+//   K = 64    55.0 + 4 x 10 = 95.0, + 6 x 10 = 115.0
+//   K = 128   71.0 + 2 x 14 = 99.0, + 6 x 14 = 155.0
+//   K = 256   44.5 + 2 x 19 = 82.5, + 5 x 19 = 139.5
+// Registers: at most 128, so one CTA per multiprocessor. Accumulators of a thread: Y, X, W 48 and dq, dk 32
+// (half of both where K = 64), squares 16 (8 for additive rules, and where K = 256), S o Z 4. What else a
+// lane needs it computes anew for every value head (lane_again()). For compute capability 8.0, K = 128 and
+// delta rules ptxas spills 64 bytes, outside the slices.
 //
 // PDL: every CTA first waits for the kernels before it, then triggers.
 #pragma once
@@ -53,8 +50,8 @@
 #include "cuda/backward/token_config.cuh"
 #include "cuda/backward/token_gates.cuh"
 #include "cuda/backward/token_squares.cuh"
+#include "cuda/chunked/tile_reads.cuh"
 #include "cuda/ptx/pdl.cuh"
-#include "cuda/sm80/stage.cuh"
 
 namespace cula::cuda::backward {
 
@@ -65,14 +62,12 @@ struct SliceRing {
     using Slice = typename Of::Slice;
     // Additive rules do without dV.
     static constexpr int kBytes = sizeof(Slice), kSkipped = kSolves ? 0 : sizeof(Slice::d_values),
-                         kBefore = offsetof(Slice, d_values), kLine = 128;
-    static_assert(kBytes / kLine <= Of::kThreads);
+                         kBefore = offsetof(Slice, d_values);
 
     Slice* stages;
     int count, stage = 0;       // stages, and the one that is read next
     const unsigned char* from;  // the next slice to ask for
     int left;                   // slices that have not been asked for
-    int ahead;                  // slices from one to the one to prefetch with it; or 0
 
     // Asks for the next slice. One group of cp.async, also where there is no further slice.
     __device__ __forceinline__ void ask(int to_stage) {
@@ -86,9 +81,6 @@ struct SliceRing {
                 const int skipped = i + thread * 16 >= kBefore ? kSkipped : 0;
                 if (i + thread * 16 < kBytes - kSkipped) copy_async(to + i + skipped, piece + i + skipped);
             }
-            const int line = thread * kLine;
-            if (ahead > 0 && line < kBytes && !(line >= kBefore && line < kBefore + kSkipped))
-                prefetch(from + std::int64_t{ahead} * kBytes + line);
         }
         commit_copies();
         from += kBytes, --left;
@@ -144,20 +136,6 @@ __device__ __forceinline__ void store_norms(typename GradientToken<T, kKey>::Sha
     if (part == 0) s.norms[of_both / kRows][row] = rsqrtf(sum + 1e-6f);
 }
 
-// Prefetches to L2 the chunk of q and k `tokens` tokens further on, a thread per line.
-template <class T, int kKey>
-__device__ __forceinline__ void prefetch_rows(const DeviceArgs& a, const chunked::ChunkPlace& place, int head,
-                                              std::int64_t tokens) {
-    constexpr int kRows = GradientToken<T, kKey>::kRows, kLine = 128 / sizeof(T), kLines = kKey / kLine;
-    static_assert(2 * kRows * kLines <= GradientToken<T, kKey>::kThreads);
-    const int thread = static_cast<int>(threadIdx.x), row = thread / kLines % kRows,
-              channel = thread % kLines * kLine;
-    const TokenRows& rows = thread < kRows * kLines ? a.q : a.k;
-    const std::int64_t token = place.begin + tokens + row;
-    if (thread < 2 * kRows * kLines && token < a.tokens && channel < a.key_dim)
-        prefetch(static_cast<const T*>(rows.data) + rows.offset(place.batch, token, head) + channel);
-}
-
 template <class T, int kKey, Update kUpdate>
 __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
     gradient_token(const __grid_constant__ DeviceArgs a, const chunked::Schedule schedule,
@@ -194,30 +172,23 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
 
     // --- load ---
     // The warps that have, per token, the gate and the write strength of a value head, and the next one's
-    // gate.
-    constexpr int kGateWarp = 0, kNextWarp = 1, kStrengthWarp = 2;
+    // gate. The first two have no squares.
+    constexpr int kGateWarp = 7, kNextWarp = 15, kStrengthWarp = 8;
+    TokenNumbers<kRows> first_gates;
+    if (warp == kNextWarp) first_gates.ask_gates(a, place, first_head);
     SliceRing<T, kKey, kSolves> ring{reinterpret_cast<Slice*>(raw + sizeof(s)), stages};
     ring.from = reinterpret_cast<const unsigned char*>(&saved.at(slot, first_head, 0));
     ring.left = a.group * saved.count;
     {
-        // A whole number of chunks ahead, about as many CTAs as there are multiprocessors.
-        const int chunks = schedule.ahead * a.group;
-        const bool prefetches = stages == Of::kManyStages && chunks > 0 &&
-                                std::int64_t{blockIdx.x} + std::int64_t{chunks} * a.heads < gridDim.x;
-        ring.ahead = prefetches ? chunks * a.value_heads * saved.count : 0;
-        TokenNumbers<kRows> gates;
-        if (warp == kNextWarp) gates.ask_gates(a, place, first_head);
         const auto copy_rows = [&](T* tile, const TokenRows& rows) {
-            sm80::copy_tokens<T, kRows, kKey>(tile, shared_address(tile), rows,
-                                              rows.offset(place.batch, place.begin, head), place.count,
-                                              a.key_dim, rows.pieces, thread, kThreads);
+            chunked::copy_tokens<T, kRows, kKey>(tile, shared_address(tile), rows,
+                                                 rows.offset(place.batch, place.begin, head), place.count,
+                                                 a.key_dim, rows.pieces, thread, kThreads);
         };
         copy_rows(s.q, a.q);
         copy_rows(s.k, a.k);
         commit_copies();
         ring.start();
-        if (prefetches) prefetch_rows<T, kKey>(a, place, head, std::int64_t{chunks} * kRows);
-        if (warp == kNextWarp) store_log_decays<kRows>(a, place, first_head, gates, s.log_decay);
     }
     ring.template wait<1>();
     __syncthreads();
@@ -235,9 +206,10 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
         // Of dL the squares have the negative.
         const float* const norms = s.norms[role.kind] + role.block * kBlock + lane / 4;
         const float factor = role.kind ? -1.0f : a.scale, scale[2] = {factor * norms[0], factor * norms[8]};
-        make_pairs<T, kKey>(s.pairs[role.kind], role, role.kind ? s.k : s.q, s.k, scale,
-                            s.norms[1]);
+        make_pairs<T, kKey>(s.pairs[role.kind], role, role.kind ? s.k : s.q, s.k, scale, s.norms[1]);
     }
+
+    if (warp == kNextWarp) store_log_decays<kRows>(a, place, first_head, first_gates, s.log_decay);
 
     constexpr int kHalves = kBlocks > 2 ? kBlocks / 2 : 1;
     const int odd = role.block % 2;
@@ -279,21 +251,11 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
                         mma_16x8x16<T>(removals[to], d_values, state[2 * tile], state[2 * tile + 1]);
                     mma_16x8x16<T>(writes[to], written, d_state[2 * tile], d_state[2 * tile + 1]);
                 }
-            }
-            if (wants_decay) {
                 // The warps of a group of channels share S^T Z: 16 channels and eight values each. The same
-                // half of both operands' words is reduced over eight values of two channels.
-#pragma unroll
-                for (int first = 0; first < kTiles / 2; first += kHalves) {
-                    const int step = first + role.block / 2;
-                    if (step >= kTiles / 2) continue;
-                    const int channels = (role.group * kTiles / 2 + step) * 16 * kSliceValues;
-                    std::uint32_t state[4];
-                    load_operand(state, slice.state + channels);
-                    const auto* const d_state =
-                        reinterpret_cast<const std::uint32_t*>(slice.d_state + channels) + lane * 4 + odd;
-                    mma_16x8x16<T>(through, state, d_state[0], d_state[2]);
-                }
+                // half of both operands is reduced over eight values of two channels.
+                if (wants_decay && step % kHalves == role.block / 2)
+                    mma_16x8x16<T>(through, state, odd ? d_state[1] : d_state[0],
+                                   odd ? d_state[3] : d_state[2]);
             }
             const auto multiply_writes = [&](const std::uint32_t(&left)[4]) {
 #pragma unroll
@@ -341,8 +303,7 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
                     if constexpr (kSolves) add(of_removals, removals, k);
                     add(of_writes, writes, k);
                 }
-                from_start[half] =
-                    since_start * (a.scale * q_norm * of_reads - k_norm * of_removals);
+                from_start[half] = since_start * (a.scale * q_norm * of_reads - k_norm * of_removals);
                 to_end[half] = until_end * (k_norm * of_writes);
             }
 #pragma unroll

@@ -1,64 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// gradient_channel, what a lane makes of its own channel and the 16 tokens of its block: decays, operands,
-// pairs of tokens within the block, and from all of them the gradients of q, k and the log decay. All is
-// float32, and decays are multiplied along, so that no factor exceeds 1.
+// gradient_channel, what a lane makes of its column, two channels of the eight tokens of half a block:
+// decays, operands, pairs of tokens within the half, and from all of them the gradients of q, k and the log
+// decay. This is float32, and decays are multiplied along, so that no factor exceeds 1. The pairs of the two
+// halves of a block are decayed to the border between them and are tensor core products, as those of two
+// blocks are.
 #pragma once
 
+#include "cuda/backward/channel_columns.cuh"
 #include "cuda/backward/channel_slices.cuh"
-#include "cuda/backward/derivatives.cuh"
 
 namespace cula::cuda::backward {
-
-// Numbers of one channel, by token.
-using Column = float[kBlock];
-
-// x <- `count` numbers from `from` on, a row of `rows` apart, and zeros.
-template <class Bits, class Value>
-__device__ __forceinline__ void load_column(Column& x, const Bits* from, std::int64_t pitch, int count,
-                                            Value value) {
-    std::uint32_t words[kBlock];
-    const auto load = [&](auto whole) {
-#pragma unroll
-        for (int t = 0; t < kBlock; ++t, from += pitch) {
-            const bool in = decltype(whole)::value || t < count;
-            words[t] = sizeof(Bits) == 2 ? load16_if(from, in) : load32_if(from, in);
-        }
-    };
-    if (count >= kBlock)
-        load(std::true_type{});
-    else
-        load(std::false_type{});
-#pragma unroll
-    for (int t = 0; t < kBlock; ++t) x[t] = value(words[t]);
-}
-__device__ __forceinline__ void load_column(Column& x, const TokenRows& rows, std::int64_t at, int count) {
-    const auto* narrow = static_cast<const std::uint16_t*>(rows.data) + at;
-    const auto* wide = static_cast<const std::uint32_t*>(rows.data) + at;
-    if (rows.dtype == Dtype::kBFloat16)
-        load_column(x, narrow, rows.token, count,
-                    [](std::uint32_t word) { return __uint_as_float(word << 16); });
-    else if (rows.dtype == Dtype::kFloat16)
-        load_column(x, narrow, rows.token, count, [](std::uint32_t word) {
-            return __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
-        });
-    else
-        load_column(x, wide, rows.token, count, [](std::uint32_t word) { return __uint_as_float(word); });
-}
-
-// decay <- the decays of value head `value_head`, those of absent tokens (beyond `count`) being 1.
-__device__ __forceinline__ void load_decays(Column& decay, const DeviceArgs& a, int value_head,
-                                            std::int64_t at, int channel, int count) {
-    const float bias = count > 0 && a.dt_bias.data
-                           ? a.dt_bias.data[value_head * a.dt_bias.head + channel * a.dt_bias.channel]
-                           : 0.0f;
-    load_column(decay, a.g, at + channel * a.g.last, count);
-#pragma unroll
-    for (int t = 0; t < kBlock; ++t) decay[t] += bias;
-    HeadGate(a, value_head).log2_decays(decay);
-#pragma unroll
-    for (int t = 0; t < kBlock; ++t)
-        decay[t] = t < count ? exp2_fast(fmaxf(decay[t], kLeastLog2Decay)) : 1.0f;
-}
 
 template <class T, int kKey, bool kSolves>
 struct OwnChannel {
@@ -66,222 +17,340 @@ struct OwnChannel {
     GradientChannelSmem<T, kKey>& s;
     const Patch<kKey>& patch;
 
-    // q with scale and norm, and k with its norm. Loaded anew at every call (volatile): the compiler would
-    // keep all of a column in registers from one phase to the next.
-    __device__ __forceinline__ float q(int t) const {
-        return raw(s.q[patch.warp], t * kGroup + patch.lane) *
-               static_cast<const volatile float&>(s.factor[0][patch.first + t]);
+    // q (which = 0) or k as they came. Loaded anew at every call: the compiler would keep all of a column in
+    // registers from one phase to the next.
+    __device__ __forceinline__ void load_raw(Column& x, int which) const {
+        const T* from = (which ? s.k : s.q)[patch.warp];
+        std::uint32_t words[kHalf];
+#pragma unroll
+        for (int t = 0; t < kHalf; ++t)
+            words[t] = load_word(shared_address(from + ((patch.half * kHalf + t) ^ patch.half) * kGroup +
+                                                patch.lane % 16 * 2));
+        unpack_column<T>(x, words);
     }
-    __device__ __forceinline__ float k(int t) const {
-        return raw(s.k[patch.warp], t * kGroup + patch.lane) *
-               static_cast<const volatile float&>(s.factor[1][patch.first + t]);
+    // q with scale and norm, or k with its norm.
+    __device__ __forceinline__ void load(Column& x, int which) const {
+        load_raw(x, which);
+#pragma unroll
+        for (int t = 0; t < kHalf; t += 4) {
+            std::uint32_t factors[4];
+            load_words(factors, shared_address(&s.factor[which][patch.token + t]));
+#pragma unroll
+            for (int i = 0; i < 8; ++i) x[2 * t + i] *= __uint_as_float(factors[i / 2]);
+        }
+    }
+
+    // The same of one token.
+    __device__ __forceinline__ void load(float (&x)[2], int which, int t) const {
+        const T* from = (which ? s.k : s.q)[patch.warp];
+        const float2 pair = unpack2<T>(load_word(
+            shared_address(from + ((patch.half * kHalf + t) ^ patch.half) * kGroup + patch.lane % 16 * 2)));
+        const float factor = __uint_as_float(load_word(shared_address(&s.factor[which][patch.token + t])));
+        x[0] = pair.x * factor, x[1] = pair.y * factor;
     }
 
     // Operands of the patch for pairs with other blocks, and the decay of the block.
     __device__ __forceinline__ void put_operands(const Column& decay) const {
-        Column keys;
-        float to_end = 1.0f, from_start = 1.0f;
         const bool rows = patch.block > 0, columns = patch.block < P::kBlocks - 1;
-#pragma unroll
-        for (int pair = kBlock / 2 - 1; pair >= 0; --pair) {
-            const int t = 2 * pair;
-            const float first = to_end * decay[t + 1];
-            keys[t] = k(t), keys[t + 1] = k(t + 1);
-            if (columns)
-                s.operands.k_columns[patch.block][pair][patch.channel] =
-                    pack2<T>(keys[t] * first, keys[t + 1] * to_end);
-            to_end = first * decay[t];
+        float own[2], other[2];
+        whole_halves(own, other, decay);
+        Column keys;
+        load(keys, 1);
+        if (columns) {
+            float to_end[2] = {patch.half ? 1.0f : other[0], patch.half ? 1.0f : other[1]};
+            put_columns(s.operands.k_columns[patch.block], patch.half * kHalf / 2, patch.channel, keys, decay,
+                        to_end);
         }
+        if (rows) {
+            const float from_start[2] = {patch.half ? other[0] : 1.0f, patch.half ? other[1] : 1.0f};
+            if (kSolves)
+                put_rows(s.operands.k_rows[patch.block - 1], patch.half * kHalf / 2, patch.channel, keys,
+                         decay, from_start);
+            Column queries;
+            load(queries, 0);
+            put_rows(s.operands.q_rows[patch.block - 1], patch.half * kHalf / 2, patch.channel, queries,
+                     decay, from_start);
+        }
+        if (patch.half == 0)
+            *reinterpret_cast<float2*>(&s.whole[patch.block][patch.channel]) = {own[0] * other[0],
+                                                                                own[1] * other[1]};
+    }
+
+    // The gradients: d_q without scale and norm, d_k without norm, and in place of the decays those of the
+    // log decays. Rows and columns of `ends` are the block sums of the patch.
+    //
+    // d_k[j] begins with what column j gets from behind its half, and gets that of the rows from the last on:
+    // before row t - 1 is next, k_j d_k[j] is the sum over all paths from token j that cross t's decay.
+    __device__ __forceinline__ void gradients(Ends& ends, Column& decay, Column& d_q, Column& d_k) const {
+        keep_no_products(decay);
+        float rows[2];
+        halves(rows, ends, decay);
+        keep_no_products(decay);
+
+        Column row_k = {};
+        turn(d_k, ends.columns);
+        float factor[2] = {1.0f, 1.0f};
 #pragma unroll
-        for (int pair = 0; pair < kBlock / 2; ++pair) {
-            const int t = 2 * pair;
-            const float first = from_start * decay[t], second = first * decay[t + 1];
-            if (rows) {
-                s.operands.q_rows[patch.block - 1][pair][patch.channel] =
-                    pack2<T>(q(t) * first, q(t + 1) * second);
-                if (kSolves)
-                    s.operands.k_rows[patch.block - 1][pair][patch.channel] =
-                        pack2<T>(keys[t] * first, keys[t + 1] * second);
+        for (int i = 2 * kHalf - 1; i >= 0; --i) d_k[i] *= factor[i % 2], factor[i % 2] *= decay[i];
+        turn(d_q, ends.q);
+        if (kSolves) turn(row_k, ends.k);
+        factor[0] = factor[1] = 1.0f;
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i) {
+            factor[i % 2] *= decay[i];
+            d_q[i] *= factor[i % 2];
+            if (kSolves) row_k[i] *= factor[i % 2];
+        }
+        keep_no_products(decay);
+        Column keys;
+        load(keys, 1);
+#pragma unroll
+        for (int t = kHalf - 1; t >= 0; --t) finish_token(t, rows, keys, decay, d_q, row_k, d_k);
+    }
+
+private:
+    // Words of pairs of tokens of half a block.
+    using HalfWords = std::uint32_t[kHalf / 2][kGroup + 8];
+    struct HalfPlace {
+        HalfWords k_columns, q_rows, k_rows;  // all to or from the border between the halves
+        float whole[2][kGroup];               // decay of a half
+        float crossing[2][kGroup];            // the sum over the paths that cross it, to or from the other
+    };
+
+    // Products of decays of the lane's half, and of the other.
+    __device__ __forceinline__ void whole_halves(float (&own)[2], float (&other)[2],
+                                                 const Column& decay) const {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            own[e] = decay[e];
+#pragma unroll
+            for (int t = 1; t < kHalf; ++t) own[e] *= decay[2 * t + e];
+            other[e] = __shfl_xor_sync(0xffffffffu, own[e], 16);
+        }
+    }
+
+    // Words of pairs of tokens, from row `first` on: x decayed from behind token t to the end of the half
+    // and by to_end, or from the start of the half to t and by from_start.
+    template <int kPitch>
+    static __device__ __forceinline__ void put_columns(std::uint32_t (*to)[kPitch], int first, int channel,
+                                                       const Column& x, const Column& decay,
+                                                       const float (&to_end)[2]) {
+        float late[2] = {to_end[0], to_end[1]};
+#pragma unroll
+        for (int pair = kHalf / 2 - 1; pair >= 0; --pair) {
+            std::uint32_t words[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int i = 4 * pair + e;
+                const float early = late[e] * decay[i + 2];
+                words[e] = pack2<T>(x[i] * early, x[i + 2] * late[e]);
+                late[e] = early * decay[i];
             }
-            from_start = second;
+            *reinterpret_cast<uint2*>(&to[first + pair][channel]) = {words[0], words[1]};
         }
-        s.whole[patch.block][patch.channel] = from_start;
+    }
+    template <int kPitch>
+    static __device__ __forceinline__ void put_rows(std::uint32_t (*to)[kPitch], int first, int channel,
+                                                    const Column& x, const Column& decay,
+                                                    const float (&from_start)[2]) {
+        float before[2] = {from_start[0], from_start[1]};
+#pragma unroll
+        for (int pair = 0; pair < kHalf / 2; ++pair) {
+            std::uint32_t words[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int i = 4 * pair + e;
+                const float early = before[e] * decay[i], late = early * decay[i + 2];
+                words[e] = pack2<T>(x[i] * early, x[i + 2] * late);
+                before[e] = late;
+            }
+            *reinterpret_cast<uint2*>(&to[first + pair][channel]) = {words[0], words[1]};
+        }
+    }
+
+    // What the two halves of a block have to do with each other, as blocks have (channel_blocks.cuh), through
+    // the place of the warp's turned patch. Rows of the second half then run from the border between the
+    // halves, and so do columns of the first. rows: the part of dg that is the same for all tokens of the
+    // lane's half.
+    __device__ __forceinline__ void halves(float (&rows)[2], Ends& ends, const Column& decay) const {
+        constexpr int kPairs = kHalf / 2;
+        constexpr float kNone[2] = {1.0f, 1.0f};
+        auto& place = *reinterpret_cast<HalfPlace*>(&s.turned[patch.warp]);
+        static_assert(sizeof(HalfPlace) <= sizeof(PatchFloats));
+        const int channel = patch.lane % 16 * 2;
+        {
+            float own[2], other[2];
+            whole_halves(own, other, decay);
+            *reinterpret_cast<float2*>(&place.whole[patch.half][channel]) = {own[0], own[1]};
+            Column x;
+            load(x, 1);
+            if (patch.half == 0) {
+                put_columns(place.k_columns, 0, channel, x, decay, kNone);
+            } else {
+                if (kSolves) put_rows(place.k_rows, 0, channel, x, decay, kNone);
+                load(x, 0);
+                put_rows(place.q_rows, 0, channel, x, decay, kNone);
+            }
+        }
+        __syncwarp();
+        const int pair = patch.lane % kPairs, column = patch.lane / 4;
+        const std::uint32_t scores = half_square(s.own_scores[patch.block]),
+                            overlaps = kSolves ? half_square(s.own_overlaps[patch.block]) : 0u,
+                            of_columns[4] = {transposed(scores), 0u, kSolves ? transposed(overlaps) : 0u, 0u},
+                            of_q[2] = {0u, scores}, of_k[2] = {0u, overlaps};
+        float leaving[8] = {}, entering[8] = {};
+        add_products(leaving, ends.columns, 0, place.whole[1], place.k_columns);
+        add_products(entering, ends.q, 1, place.whole[0], place.q_rows);
+        if (kSolves) add_products(entering, ends.k, 1, place.whole[0], place.k_rows);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const int c = 8 * n + column;
+            const std::uint32_t keys = place.k_columns[pair][c];
+            mma_16x8x16<T>(ends.columns[n], of_columns, place.q_rows[pair][c],
+                           kSolves ? place.k_rows[pair][c] : 0u);
+            mma_16x8x8<T>(ends.q[n], of_q, keys);
+            if (kSolves) mma_16x8x8<T>(ends.k[n], of_k, keys);
+        }
+        scatter_sums<4, 4>(leaving);
+        scatter_sums<4, 4>(entering);
+        const int mine = column / 2 * 8 + patch.lane % 4 * 2 + column % 2;
+        place.crossing[0][mine] = entering[0], place.crossing[1][mine] = leaving[0];
+        crossing(rows);
+        __syncwarp();
+        const float2 crossing_half = *reinterpret_cast<const float2*>(&place.crossing[patch.half][channel]);
+        rows[0] += crossing_half.x, rows[1] += crossing_half.y;
+    }
+
+    // x, rows of the second half or columns of the first, crosses the other half, and the sums over tokens of
+    // its products with `operand` are added.
+    __device__ __forceinline__ void add_products(float (&sums)[8], float (&x)[4][4], int half,
+                                                 const float (&whole)[kGroup],
+                                                 const HalfWords& operand) const {
+        const int channel = patch.lane % 4 * 2, odd = patch.lane / 4 % 2;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const float2 decay = *reinterpret_cast<const float2*>(&whole[8 * n + channel]);
+            const uint2 words = *reinterpret_cast<const uint2*>(&operand[patch.lane / 8][8 * n + channel]);
+            const float2 first = unpack2<T>(words.x), second = unpack2<T>(words.y);
+            float &low = x[n][2 * half], &high = x[n][2 * half + 1];
+            low *= decay.x, high *= decay.y;
+            sums[2 * n] = fmaf(odd ? first.y : first.x, low, sums[2 * n]);
+            sums[2 * n + 1] = fmaf(odd ? second.y : second.x, high, sums[2 * n + 1]);
+        }
+    }
+
+    // The A operand of rows of the second half and columns of the first.
+    __device__ __forceinline__ std::uint32_t half_square(const float (&square)[kBlock][kBlock]) const {
+        const float2 pair =
+            *reinterpret_cast<const float2*>(&square[kHalf + patch.lane / 4][patch.lane % 4 * 2]);
+        return pack2<T>(pair.x, pair.y);
     }
 
     // From accumulators to columns, through the warp's patch of shared memory.
-    __device__ __forceinline__ void turn(const float (&x)[4][4]) const {
+    __device__ __forceinline__ void turn(Column& to, const float (&x)[4][4]) const {
+        PatchFloats& turned = s.turned[patch.warp];
         __syncwarp();
 #pragma unroll
         for (int n = 0; n < 4; ++n)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<float2*>(
-                    &s.turned[patch.warp][patch.lane / 4 + 8 * half][8 * n + patch.lane % 4 * 2]) = {
+                *reinterpret_cast<float2*>(&turned[patch.lane / 4 + 8 * half][8 * n + patch.lane % 4 * 2]) = {
                     x[n][2 * half], x[n][2 * half + 1]};
         __syncwarp();
+#pragma unroll
+        for (int t = 0; t < kHalf; ++t) {
+            const float2 pair =
+                load_pair(shared_address(&turned[patch.half * kHalf + t][patch.lane % 16 * 2]));
+            to[2 * t] = pair.x, to[2 * t + 1] = pair.y;
+        }
     }
-    __device__ __forceinline__ float& turned(int t) const { return s.turned[patch.warp][t][patch.lane]; }
 
     // The part of dg that is the same for all tokens of the block: rows of later blocks, columns of earlier
     // ones, and what passes the whole chunk.
-    __device__ __forceinline__ float crossing() const {
+    __device__ __forceinline__ void crossing(float (&sums)[2]) const {
         const int c = patch.channel;
-        float sum = 0.0f, later = s.whole[patch.block][c];
+        const auto pair = [c](const float* row) { return load_pair(shared_address(row + c)); };
+        float2 sum = {0.0f, 0.0f}, later = pair(s.whole[patch.block]), after = {1.0f, 1.0f};
 #pragma unroll
         for (int i = 1; i < P::kBlocks; ++i) {
             if (i <= patch.block) continue;
-            sum = fmaf(s.rows_crossing[block_pair(i, patch.block)][c], later, sum);
-            later *= s.whole[i][c];
+            const float2 rows = pair(s.rows_crossing[block_pair(i, patch.block)]), whole = pair(s.whole[i]);
+            sum.x = fmaf(rows.x, later.x, sum.x), sum.y = fmaf(rows.y, later.y, sum.y);
+            later.x *= whole.x, later.y *= whole.y;
         }
-        float after = 1.0f;
 #pragma unroll
         for (int j = P::kBlocks - 1; j >= 0; --j) {
-            if (j < patch.block) sum = fmaf(s.columns_leaving[j][c], after, sum);
-            after *= s.whole[j][c];
-        }
-        return fmaf(s.passing[c], after, sum);
-    }
-
-    // The gradients: d_q without scale and norm, d_k without norm, and in place of the decays those of the
-    // log decays. Rows and columns are the block sums of the patch.
-    //
-    // d_k[j] begins with what column j gets from the chunk's end, and gets that of the rows from the last on:
-    // before row t - 1 is next, k_j d_k[j] is the sum over all paths from token j that cross t's decay. Rows
-    // of the second half meet columns of the first by way of the border between them, as blocks do; the
-    // columns get that after the second half.
-    __device__ __forceinline__ void gradients(const Ends& ends, Column& decay, Column& d_q,
-                                              Column& d_k) const {
-        keep_no_products(decay);
-        turn(ends.columns);
-        float factor = 1.0f;
-#pragma unroll
-        for (int t = kBlock - 1; t >= 0; --t) {
-            d_k[t] = turned(t) * factor;
-            if (t >= kHalf) factor *= decay[t];  // columns of the first half stay at the border
-        }
-        turn(ends.q);
-        factor = 1.0f;
-#pragma unroll
-        for (int t = 0; t < kBlock; ++t) factor *= decay[t], d_q[t] = turned(t) * factor;
-        if constexpr (kSolves) {  // the rows of d_k remain in shared memory
-            turn(ends.k);
-            factor = 1.0f;
-#pragma unroll
-            for (int t = 0; t < kBlock; ++t) factor *= decay[t], turned(t) *= factor;
-        }
-        Column keys;  // those of the first half decayed to the border, to begin with
-        float of_rows[kHalf];
-        float leaving = 0.0f, from_before = 0.0f;  // columns of the first half; rows of the second
-        factor = 1.0f;
-#pragma unroll
-        for (int j = kHalf - 1; j >= 0; --j) {
-            keys[j] = k(j) * factor;
-            leaving = fmaf(keys[j], d_k[j], leaving);
-            factor *= decay[j];
-        }
-#pragma unroll
-        for (int t = kHalf; t < kBlock; ++t) keys[t] = k(t);
-        factor = 1.0f;
-#pragma unroll
-        for (int t = kHalf; t < kBlock; ++t) {
-            factor *= decay[t];
-            const float query = q(t), of_q = query * factor, of_k = keys[t] * factor;
-            float before = query * d_q[t], sum_q = 0.0f, sum_k = 0.0f;
-            for_columns<0, kHalf>(t, [&](int j, float d_score, float d_overlap) {
-                sum_q = fmaf(d_score, keys[j], sum_q);
-                d_k[j] = fmaf(d_score, of_q, d_k[j]);
-                if (!kSolves) return;
-                sum_k = fmaf(d_overlap, keys[j], sum_k);
-                d_k[j] = fmaf(d_overlap, of_k, d_k[j]);
-            });
-            d_q[t] = fmaf(factor, sum_q, d_q[t]);
-            float within = of_q * sum_q;
-            if constexpr (kSolves) {
-                before = fmaf(keys[t], turned(t), before);
-                turned(t) = fmaf(factor, sum_k, turned(t));
-                within = fmaf(of_k, sum_k, within);
+            if (j < patch.block) {
+                const float2 columns = pair(s.columns_leaving[j]);
+                sum.x = fmaf(columns.x, after.x, sum.x), sum.y = fmaf(columns.y, after.y, sum.y);
             }
-            from_before += before;
-            of_rows[t - kHalf] = before + within;
+            const float2 whole = pair(s.whole[j]);
+            after.x *= whole.x, after.y *= whole.y;
         }
-
-        const float around = crossing();
-        float rows = around + leaving;
-#pragma unroll
-        for (int t = kBlock - 1; t >= kHalf; --t) {
-            rows += of_rows[t - kHalf];
-            finish_token<kHalf>(t, rows, keys, decay, d_q, d_k);
-        }
-        factor = 1.0f;
-#pragma unroll
-        for (int j = kHalf - 1; j >= 0; --j) {
-            keys[j] = k(j);
-            d_k[j] *= factor;
-            factor *= decay[j];
-        }
-        rows = around + from_before;
-#pragma unroll
-        for (int t = kHalf - 1; t >= 0; --t) {
-            rows = fmaf(q(t), d_q[t], rows);
-            if (kSolves) rows = fmaf(keys[t], turned(t), rows);
-            finish_token<0>(t, rows, keys, decay, d_q, d_k);
-        }
-    }
-
-private:
-    static constexpr int kHalf = kBlock / 2;
-
-    static __device__ __forceinline__ float raw(const T (&patch_of)[kBlock * kGroup], int at) {
-        const auto bits = reinterpret_cast<const volatile unsigned short&>(patch_of[at]);
-        return to_float(reinterpret_cast<const T&>(bits));
+        const float2 passing = pair(s.passing);
+        sums[0] = fmaf(passing.x, after.x, sum.x), sums[1] = fmaf(passing.y, after.y, sum.y);
     }
 
     // Products of decays are multiplied anew after this: the compiler would keep them in registers.
     static __device__ __forceinline__ void keep_no_products(Column& decay) {
 #pragma unroll
-        for (int t = 0; t < kBlock; ++t) asm volatile("" : "+f"(decay[t]));
+        for (int i = 0; i < 2 * kHalf; ++i) asm volatile("" : "+f"(decay[i]));
     }
 
-    // body(j, dA_tj, dL_tj) for the columns j of [kFirst, kFirst + kHalf), from the last on.
-    template <int kFirst, int kCount, class Body>
-    __device__ __forceinline__ void for_columns(int t, Body body) const {
+    // Row t with the columns of its half and with itself. rows: sums of the paths from before the half to
+    // rows behind t, and of others that cross all of the half.
+    __device__ __forceinline__ void finish_token(int t, float (&rows)[2], const Column& keys, Column& decay,
+                                                 Column& d_q, const Column& row_k, Column& d_k) const {
+        const int first = patch.half * kHalf;
+        const float(&scores)[kBlock][kBlock] = s.own_scores[patch.block];
+        const float(&overlaps)[kBlock][kBlock] = s.own_overlaps[patch.block];
+        const float diagonal = __uint_as_float(load_word(shared_address(&scores[first + t][first + t])));
+        float query[2];
+        load(query, 0, t);
+        float between[2], crossing[2], d_key[2];
 #pragma unroll
-        for (int four = kFirst + kCount - 4; four >= kFirst; four -= 4) {
+        for (int e = 0; e < 2; ++e) {
+            const int i = 2 * t + e;
+            rows[e] = fmaf(query[e], d_q[i], rows[e]);
+            if (kSolves) rows[e] = fmaf(keys[i], row_k[i], rows[e]);
+            crossing[e] = rows[e];
+            d_q[i] = fmaf(diagonal, keys[i], d_q[i]);
+            d_key[e] = kSolves ? fmaf(diagonal, query[e], row_k[i]) : diagonal * query[e];
+            between[e] = decay[i];
+        }
+#pragma unroll
+        for (int four = kHalf - 4; four >= 0; four -= 4) {
             if (four >= t) continue;
             // Loaded in the program's order: the compiler would load many rows ahead.
             std::uint32_t d_scores[4], d_overlaps[4] = {};
-            load_words(d_scores, shared_address(&s.own_scores[patch.block][t][four]));
-            if (kSolves) load_words(d_overlaps, shared_address(&s.own_overlaps[patch.block][t][four]));
+            load_words(d_scores, shared_address(&scores[first + t][first + four]));
+            if (kSolves) load_words(d_overlaps, shared_address(&overlaps[first + t][first + four]));
 #pragma unroll
-            for (int e = 3; e >= 0; --e)
-                if (four + e < t)
-                    body(four + e, __uint_as_float(d_scores[e]), __uint_as_float(d_overlaps[e]));
-        }
-    }
-
-    // Row t with the columns of its half, which begins at kFirst, and with itself. rows: of the paths to rows
-    // from t on, and of others that cross all of the half.
-    template <int kFirst>
-    __device__ __forceinline__ void finish_token(int t, float rows, const Column& keys, Column& decay,
-                                                 Column& d_q, Column& d_k) const {
-        const float query = q(t), own = s.own_scores[patch.block][t][t];
-        float d_key = kSolves ? turned(t) : 0.0f, between = decay[t];
-        d_q[t] = fmaf(own, keys[t], d_q[t]);
-        d_key = fmaf(own, query, d_key);
-        for_columns<kFirst, kHalf>(t, [&](int j, float d_score, float d_overlap) {
-            const float decayed = keys[j] * between;
-            float row = d_score * query;
-            d_q[t] = fmaf(d_score, decayed, d_q[t]);
-            if constexpr (kSolves) {
-                row = fmaf(d_overlap, keys[t], row);
-                d_key = fmaf(d_overlap, decayed, d_key);
+            for (int j = four + 3; j >= four; --j) {
+                if (j >= t) continue;
+                const float d_score = __uint_as_float(d_scores[j - four]),
+                            d_overlap = __uint_as_float(d_overlaps[j - four]);
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int i = 2 * j + e, own = 2 * t + e;
+                    const float decayed = keys[i] * between[e];
+                    float row = d_score * query[e];
+                    d_q[own] = fmaf(d_score, decayed, d_q[own]);
+                    if constexpr (kSolves) {
+                        row = fmaf(d_overlap, keys[own], row);
+                        d_key[e] = fmaf(d_overlap, decayed, d_key[e]);
+                    }
+                    d_k[i] = fmaf(between[e], row, d_k[i]);
+                    crossing[e] = fmaf(keys[i], d_k[i], crossing[e]);
+                    between[e] *= decay[i];
+                }
             }
-            d_k[j] = fmaf(between, row, d_k[j]);
-            rows = fmaf(keys[j], d_k[j], rows);
-            between *= decay[j];
-        });
-        d_k[t] += d_key;
-        decay[t] = rows;
+        }
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            d_k[2 * t + e] += d_key[e];
+            decay[2 * t + e] = crossing[e];
+        }
     }
 };
 

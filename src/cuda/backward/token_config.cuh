@@ -67,7 +67,7 @@ struct GradientToken {
             DecayPaths<kRows, kGroups> paths;
             float dots[2][kGroups][kRows];  // after the last value head
         };
-        float norms[2][kRows];                 // of q and of k
+        float norms[2][kRows];                     // of q and of k
         float log_decay[kRows], strengths[kRows];  // strengths: dV_i . U_i
         // scale (q_i . k_j) and (k_i . k_j). After the last value head normalised rows of q and k, here and
         // in the ring of slices that follows.

@@ -21,9 +21,7 @@ struct TokenNumbers {
 
     static __device__ __forceinline__ int first() { return static_cast<int>(threadIdx.x) % 32 * kEach; }
     __device__ __forceinline__ void ask(const TokenRows& rows, const chunked::ChunkPlace& place, int head) {
-        const std::int64_t bytes = rows.dtype == Dtype::kFloat64   ? 8
-                                   : rows.dtype == Dtype::kFloat32 ? 4
-                                                                   : 2;
+        const std::int64_t bytes = rows.dtype == Dtype::kFloat64 ? 8 : rows.dtype == Dtype::kFloat32 ? 4 : 2;
 #pragma unroll
         for (int i = 0; i < kEach; ++i)
             raw[i].load(static_cast<const char*>(rows.data) +
@@ -61,7 +59,8 @@ __device__ __forceinline__ void store_log_decays(const DeviceArgs& a, const chun
     for (int i = 0; i < kRows / 32; ++i) {
         sums[i] = 0.0f;
         if (first + i < place.count) {
-            const float of_gate = per_token ? gate.log2_decay(gates.value(i, a.g, place, value_head) + gates.bias) : 0.0f;
+            const float of_gate =
+                per_token ? gate.log2_decay(gates.value(i, a.g, place, value_head) + gates.bias) : 0.0f;
             sums[i] = fmaxf(of_gate + gate.gamma2, kLeastLog2Decay);
         }
     }
@@ -156,15 +155,21 @@ __device__ __forceinline__ void store_gate_gradients(const DeviceArgs& a, const 
                                                      float* parameters) {
     const int first = gates.first();
     const GateDerivative derivative(a.gate, gates.A_log, a.lower_bound);
-    float of_rate = 0.0f, of_bias = 0.0f;
+    float of_rate = 0.0f, of_bias = 0.0f, of_gate[kRows / 32];
 #pragma unroll
     for (int i = 0; i < kRows / 32; ++i) {
-        if (first + i >= place.count) continue;
-        const GateGradient x = derivative(gates.value(i, a.g, place, value_head) + gates.bias, d_log_decay[i]);
-        of_rate += x.of_rate, of_bias += x.of_x;
-        if (d.d_g.data)
-            store_float(d.d_g.data, d.d_g.dtype,
-                        d.d_g.offset(place.batch, place.begin + first + i, value_head), x.of_x);
+        // Tokens that do not exist have finite gates here, and a zero gradient.
+        const float gate = first + i < place.count ? gates.value(i, a.g, place, value_head) : 0.0f,
+                    d_decay = first + i < place.count ? d_log_decay[i] : 0.0f;
+        const GateGradient x = derivative(gate + gates.bias, d_decay);
+        of_rate += x.of_rate, of_bias += x.of_x, of_gate[i] = x.of_x;
+    }
+    if (d.d_g.data) {
+#pragma unroll
+        for (int i = 0; i < kRows / 32; ++i)
+            if (first + i < place.count)
+                store_float(d.d_g.data, d.d_g.dtype,
+                            d.d_g.offset(place.batch, place.begin + first + i, value_head), of_gate[i]);
     }
     if (!parameters) return;
     of_rate = sum_over_warp(of_rate) * derivative.rate_factor, of_bias = sum_over_warp(of_bias);
@@ -181,7 +186,8 @@ __device__ __forceinline__ void store_strength_gradients(const DeviceArgs& a, co
 #pragma unroll
     for (int i = 0; i < kRows / 32; ++i) {
         if (first + i >= place.count) continue;
-        const float given = strengths.value(i, a.beta, place, value_head), over_beta = 1.0f / solved_beta_of(a, given);
+        const float given = strengths.value(i, a.beta, place, value_head),
+                    over_beta = 1.0f / solved_beta_of(a, given);
         store_float(d.d_beta.data, d.d_beta.dtype,
                     d.d_beta.offset(place.batch, place.begin + first + i, value_head),
                     beta_gradient(a, given, products[first + i] * over_beta * over_beta));

@@ -5,7 +5,7 @@
 
 #include "cuda/backward/rows.cuh"
 #include "cuda/backward/token_config.cuh"
-#include "cuda/sm80/stage.cuh"
+#include "cuda/chunked/tile_reads.cuh"
 
 namespace cula::cuda::backward {
 
@@ -15,9 +15,9 @@ using SquareTiles = float[kCount][2][4];  // [square][tile of eight columns][acc
 // Addresses for ldmatrix of an A operand [16 x 16] in a tile: as it stands (load_matrices), and of its
 // transpose (load_matrices_transposed).
 template <class Place>
-using OperandReads = sm80::LaneReads<Place, true>;
+using OperandReads = chunked::LaneReads<Place, true>;
 template <class Place>
-using TransposedReads = sm80::LaneReads<Place, false>;
+using TransposedReads = chunked::LaneReads<Place, false>;
 
 // The sum over the lane's row of a half block and the rows of that half after it; and over those up to it.
 __device__ __forceinline__ float sum_from_row(int lane, float x) {
@@ -37,7 +37,8 @@ __device__ __forceinline__ float sum_to_row(int lane, float x) {
     return x;
 }
 
-// Sums over the rows of a half block: of four numbers x[tile][e], that with tile = lane / 16, e = lane / 8 % 2.
+// Sums over the rows of a half block: of four numbers x[tile][e], that with tile = lane / 16, e = lane / 8
+// % 2.
 __device__ __forceinline__ float sum_over_rows(int lane, const float (&x)[2][2]) {
     const bool tile = lane & 16, e = lane & 8;
     float sums[2];
@@ -57,7 +58,7 @@ __device__ __forceinline__ void make_pairs(LaneTriangle<chunked::kTokens<kKey>>&
     using Pairs = LaneTriangle<chunked::kTokens<kKey>>;
     using Place = chunked::OperandTile<kKey, false>;
     const OperandReads<Place> left_reads;
-    const sm80::LaneReads<Place, false> column_reads;
+    const chunked::LaneReads<Place, false> column_reads;
     const int lane = static_cast<int>(threadIdx.x) % 32, begin = Pairs::begin(role.block, lane);
     const std::uint32_t left_at = shared_address(left), k_at = shared_address(k);
 #pragma unroll 1
@@ -125,7 +126,7 @@ __device__ __forceinline__ void decay_squares(SquareTiles<Role::kSquares>& squar
     using Pairs = LaneTriangle<Of::kRows>;
     constexpr int kBlock = chunked::kBlock;
     const int lane = lane_again(), row = lane / 4,  // of a half
-        first_column = lane % 4 * 2;                                      // of a tile
+        first_column = lane % 4 * 2;                // of a tile
     const int own_pairs = Pairs::begin(role.block, lane);
     const float* const log_decays = s.log_decay + role.block * kBlock + row;
     const float log_decay[2] = {log_decays[0], log_decays[8]};
@@ -157,8 +158,7 @@ __device__ __forceinline__ void decay_squares(SquareTiles<Role::kSquares>& squar
                         if (kDiagonal && tile == half && below < role.kind) x[e] = 0.0f;
                     }
                     if (wants_decay) {
-                        const float2 pair =
-                            s.pairs[role.kind].at(own_pairs, column, kDiagonal, tile, half);
+                        const float2 pair = s.pairs[role.kind].at(own_pairs, column, kDiagonal, tile, half);
                         crossing[tile][half][0] = x[0] * pair.x, crossing[tile][half][1] = x[1] * pair.y;
                     }
                     float2& sum = s.sums[role.kind].at(own_pairs, column, kDiagonal, tile, half);
@@ -245,7 +245,7 @@ __device__ __forceinline__ void multiply_squares(RowTiles<kTiles>& d_q, RowTiles
     using Squares = chunked::Tile<Of::kRows, Of::kRows>;
     const OperandReads<Squares> square_rows;
     const TransposedReads<Squares> square_columns;
-    const sm80::LaneReads<chunked::OperandTile<kKey, false>, true> reads;
+    const chunked::LaneReads<chunked::OperandTile<kKey, false>, true> reads;
     const std::uint32_t scores_at = shared_address(s.squares[0]), overlaps_at = shared_address(s.squares[1]),
                         q_at = shared_address(q), k_at = shared_address(k);
     // The block's tokens are rows of the squares with blocks up to it, and columns of those from it on.

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+// gradient_channel, columns: a lane holds two neighbouring channels of the eight tokens of half a block. They
+// are loaded and stored by words of two channels, of which 16 lanes have a row of the warp's patch.
+#pragma once
+
+#include "cuda/backward/channel_config.cuh"
+#include "cuda/backward/derivatives.cuh"
+
+namespace cula::cuda::backward {
+
+// Numbers of the lane: channel e of token t at 2 t + e.
+using Column = float[2 * kHalf];
+
+// The lane's place in a call.
+struct ColumnPlace {
+    std::int64_t token;                   // the first
+    int batch, channel, count, channels;  // count, channels: how many exist
+
+    template <int kKey>
+    __device__ __forceinline__ ColumnPlace(const ChannelPlace& place, const Patch<kKey>& patch, int key_dim)
+        : token(place.begin + patch.token),
+          batch(place.batch),
+          channel(patch.channel),
+          count(patch.channel < key_dim ? place.count - patch.token : 0),
+          channels(key_dim - patch.channel) {}
+
+    __device__ __forceinline__ std::int64_t offset(const TokenRows& rows, int head) const {
+        return rows.offset(batch, token, head) + channel * rows.last;
+    }
+    __device__ __forceinline__ bool is_whole() const { return count >= kHalf && channels >= 2; }
+    // Zeros for tokens and channels that do not exist.
+    __device__ __forceinline__ void mask(Column& x) const {
+        if (is_whole()) return;
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i)
+            if (i / 2 >= count || i % 2 >= channels) x[i] = 0.0f;
+    }
+};
+
+template <class T>
+__device__ __forceinline__ void unpack_column(Column& x, const std::uint32_t (&words)[kHalf]) {
+#pragma unroll
+    for (int t = 0; t < kHalf; ++t) {
+        const float2 pair = unpack2<T>(words[t]);
+        x[2 * t] = pair.x, x[2 * t + 1] = pair.y;
+    }
+}
+
+// Zeros where there is no token or channel. Rows that are no whole pieces are read element by element.
+__device__ __forceinline__ void load_column(Column& x, const TokenRows& rows, const ColumnPlace& place,
+                                            int head) {
+    const std::int64_t at = place.offset(rows, head);
+    const int pitch = static_cast<int>(rows.token);  // of pieces
+    if (rows.dtype == Dtype::kFloat32) {
+        const auto* from = static_cast<const float*>(rows.data) + at;
+        if (rows.pieces) {
+#pragma unroll
+            for (int t = 0; t < kHalf; ++t) {
+                const float2 pair =
+                    t < place.count ? *reinterpret_cast<const float2*>(from + t * pitch) : float2{0.0f, 0.0f};
+                x[2 * t] = pair.x, x[2 * t + 1] = pair.y;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2 * kHalf; ++i)
+                x[i] = __uint_as_float(load32_if(from + i / 2 * rows.token + i % 2 * rows.last,
+                                                 i / 2 < place.count && i % 2 < place.channels));
+        }
+        return;
+    }
+    const auto* from = static_cast<const std::uint16_t*>(rows.data) + at;
+    std::uint32_t words[kHalf];
+    if (rows.pieces) {
+#pragma unroll
+        for (int t = 0; t < kHalf; ++t) words[t] = load32_if(from + t * pitch, t < place.count);
+    } else {
+#pragma unroll
+        for (int t = 0; t < kHalf; ++t) {
+            const auto* row = from + t * rows.token;
+            const bool in = t < place.count;
+            words[t] = load16_if(row, in) | load16_if(row + rows.last, in && place.channels > 1) << 16;
+        }
+    }
+    if (rows.dtype == Dtype::kBFloat16)
+        unpack_column<__nv_bfloat16>(x, words);
+    else
+        unpack_column<__half>(x, words);
+}
+
+__device__ __forceinline__ void store_column(const Column& x, const TokenRows& rows, const ColumnPlace& place,
+                                             int head) {
+    const std::int64_t at = place.offset(rows, head);
+    const int pitch = static_cast<int>(rows.token);  // of pieces
+    if (!rows.pieces) {
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i)
+            if (i / 2 < place.count && i % 2 < place.channels)
+                store_float(rows.data, rows.dtype, at + i / 2 * rows.token + i % 2 * rows.last, x[i]);
+        return;
+    }
+    if (rows.dtype == Dtype::kFloat32) {
+        auto* to = static_cast<float*>(rows.data) + at;
+#pragma unroll
+        for (int t = 0; t < kHalf; ++t)
+            if (t < place.count) *reinterpret_cast<float2*>(to + t * pitch) = {x[2 * t], x[2 * t + 1]};
+        return;
+    }
+    auto* to = static_cast<std::uint16_t*>(rows.data) + at;
+    std::uint32_t words[kHalf];
+    if (rows.dtype == Dtype::kBFloat16) {
+#pragma unroll
+        for (int t = 0; t < kHalf; ++t) words[t] = pack2<__nv_bfloat16>(x[2 * t], x[2 * t + 1]);
+    } else {
+#pragma unroll
+        for (int t = 0; t < kHalf; ++t) words[t] = pack2<__half>(x[2 * t], x[2 * t + 1]);
+    }
+#pragma unroll
+    for (int t = 0; t < kHalf; ++t)
+        if (t < place.count) *reinterpret_cast<std::uint32_t*>(to + t * pitch) = words[t];
+}
+
+// dt_bias of the lane's channels.
+__device__ __forceinline__ float2 load_bias(const DeviceArgs& a, const ColumnPlace& place, int value_head) {
+    float2 bias = {0.0f, 0.0f};
+    if (!a.dt_bias.data || place.channels <= 0) return bias;
+    const float* from = a.dt_bias.data + value_head * a.dt_bias.head + place.channel * a.dt_bias.channel;
+    bias.x = from[0];
+    if (place.channels > 1) bias.y = from[a.dt_bias.channel];
+    return bias;
+}
+
+// decay <- the decays of value head `value_head`, those of absent tokens and channels being 1.
+__device__ __forceinline__ void load_decays(Column& decay, const DeviceArgs& a, const ColumnPlace& place,
+                                            int value_head) {
+    const float2 bias = load_bias(a, place, value_head);
+    load_column(decay, a.g, place, value_head);
+#pragma unroll
+    for (int i = 0; i < 2 * kHalf; ++i) decay[i] += i % 2 ? bias.y : bias.x;
+    HeadGate(a, value_head).log2_decays(decay);
+#pragma unroll
+    for (int i = 0; i < 2 * kHalf; ++i) decay[i] = exp2_fast(fmaxf(decay[i], kLeastLog2Decay));
+    if (place.is_whole()) return;
+#pragma unroll
+    for (int i = 0; i < 2 * kHalf; ++i)
+        if (i / 2 >= place.count || i % 2 >= place.channels) decay[i] = 1.0f;
+}
+
+// From the gradients of log decays to those of the gate, d_a, and the lane's sums of them: for dA_log without
+// its factor, and, by channel, ddt_bias.
+struct GateSums {
+    float rate = 0.0f, bias[2] = {};
+
+    __device__ __forceinline__ GateSums(const DeviceArgs& a, Column& d_a, const ColumnPlace& place,
+                                        int value_head) {
+        // One branch on the kind of gate for all numbers.
+        switch (a.gate) {
+            case Gate::kSoftplus: differentiate<Gate::kSoftplus>(a, d_a, place, value_head); break;
+            case Gate::kBounded: differentiate<Gate::kBounded>(a, d_a, place, value_head); break;
+            case Gate::kLogDecay: break;
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i) bias[i % 2] += d_a[i];
+    }
+
+private:
+    template <Gate kGate>
+    __device__ __forceinline__ void differentiate(const DeviceArgs& a, Column& d_a, const ColumnPlace& place,
+                                                  int value_head) {
+        GateDerivative derivative(a, value_head);
+        derivative.kind = kGate;
+        Column x;
+        load_column(x, a.g, place, value_head);
+        const float2 offset = load_bias(a, place, value_head);
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i) {
+            const GateGradient gradient = derivative(x[i] + (i % 2 ? offset.y : offset.x), d_a[i]);
+            d_a[i] = gradient.of_x;
+            rate += gradient.of_rate;
+        }
+    }
+};
+
+}  // namespace cula::cuda::backward
