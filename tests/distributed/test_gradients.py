@@ -18,6 +18,8 @@ from cula_testing.cases import Case, Inputs, make
 from cula_testing.compare import assert_exact
 from cula_testing.ranks import RankError
 
+pytestmark = pytest.mark.cpu_only("it compares exactly, by the reference, which takes CPU tensors")
+
 METHODS = ("scan", "ring")
 TOKENS = ("q", "k", "v", "g", "beta")
 WANTED = {*TOKENS, "A_log", "dt_bias", "initial_state"}
