@@ -187,10 +187,7 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
                                   rounded = elements(naive.*output.field.ref);
         const std::vector<double> also = beside(exact, output.field.name);
         const double budget = call.pass == Pass::kBackward ? 3 : 2,
-                     // Of a few numbers the naive recurrence's error can be small by luck.
-            roundings = x.size() < 8 ? 4 : 1,
-                     floor = roundings * std::max(eps(output.dtype), eps(args.q.dtype)) / 2 +
-                             8 * eps(Dtype::kFloat32);
+                     floor = std::max(eps(output.dtype), eps(args.q.dtype)) / 2 + 8 * eps(Dtype::kFloat32);
         const auto bad = std::ranges::find_if_not(x, [](double one) { return std::isfinite(one); });
         const Errors found = errors(x, oracle, also), allowed = errors(rounded, oracle, also);
         char line[200];
