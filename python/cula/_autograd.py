@@ -92,22 +92,68 @@ def gradients(
     bit = cula._ops.bit
     k_first = given["options"] & bit("k_first")
     options = given["options"] & ~bit("make_final_state")
-    options |= sum(bit("gradients") << row for row, each in enumerate(wanted) if each)
     if k_first and d_final_state is not None:
         d_final_state = d_final_state.transpose(-1, -2)
-    names = ("g", "beta", "decay", "A_log", "dt_bias", "lower_bound", "cu_seqlens", "scale", "initial_state",
-             "has_initial_state", "backend")  # fmt: skip
-    made: list[Tensor | None] = list(torch.ops.cula.backward.default(
-        given["q"], given["k"], given["v"], options, d_o=d_o, d_final_state=d_final_state,
-        **{name: given[name] for name in names if given.get(name) is not None},
-    ))  # fmt: skip
-    for row, name in enumerate(_gradients()):
-        gradient = made[row]
-        if gradient is None:
-            continue
-        if name == "initial_state" and k_first:
-            gradient = gradient.transpose(-1, -2)
-        made[row] = gradient.reshape(given[name].shape).to(given[name].dtype)
+    names = ("q", "k", "v", "g", "beta", "decay", "A_log", "dt_bias", "lower_bound", "cu_seqlens", "scale",
+             "initial_state", "has_initial_state", "backend")  # fmt: skip
+    operands = {name: given[name] for name in names if given.get(name) is not None}
+    operands |= {"d_o": d_o, "d_final_state": d_final_state}
+    made: list[Tensor | None]
+    if given["v"].shape[3] > VALUE_CHANNELS:
+        asked = [name for name, each in zip(_gradients(), wanted, strict=True) if each]
+        parts = _in_parts(operands, options - k_first, asked)
+        made = [parts.get(name) for name in _gradients()]
+    else:
+        options |= sum(bit("gradients") << row for row, each in enumerate(wanted) if each)
+        made = list(torch.ops.cula.backward.default(options=options, **operands))
+        row = _gradients().index("initial_state")
+        if k_first and (of_states := made[row]) is not None:
+            made[row] = of_states.transpose(-1, -2)
+    return [
+        None if x is None else x.reshape(given[name].shape).to(given[name].dtype)
+        for name, x in zip(_gradients(), made, strict=True)
+    ]
+
+
+# The value channels that the operator takes, and the dimensions of tensors that have them; a beta per value
+# channel has them in the last of its four.
+VALUE_CHANNELS = 256
+_OF_VALUES = {"v": 3, "d_o": 3, "initial_state": 2, "d_final_state": 2}
+
+
+def _in_parts(operands: Mapping[str, Any], options: int, asked: list[str]) -> dict[str, Tensor]:
+    """The gradients of a call with more value channels than the operator takes. They do not interact: what
+    has value channels of its own gets their gradients, and what they share gets the sum of the parts'
+    gradients, in float32."""
+    q, v, g = operands["q"], operands["v"], operands.get("g")
+    at = {**_OF_VALUES, **({"beta": 3} if "beta" in operands and operands["beta"].dim() == 4 else {})}
+
+    def room(name: str) -> Tensor:
+        x = operands[name]
+        exact = q.dtype == x.dtype == torch.float64
+        dtype = v.dtype if name == "v" else torch.float64 if exact else torch.float32
+        if name not in ("A_log", "dt_bias"):
+            return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+        per_channel = name == "dt_bias" and g is not None and g.dim() == 4
+        return q.new_empty((v.shape[2], q.shape[3]) if per_channel else (v.shape[2],), dtype=dtype)
+
+    made = {name: room(name) for name in asked}
+    for first in range(0, v.shape[3], VALUE_CHANNELS):
+        count = min(VALUE_CHANNELS, v.shape[3] - first)
+        part = {
+            name: x.narrow(at[name], first, count) if name in at and x is not None else x
+            for name, x in operands.items()
+        }
+        outputs = {
+            name: x.narrow(at[name], first, count) if name in at else torch.empty_like(x) if first else x
+            for name, x in made.items()
+        }
+        torch.ops.cula.backward.out(
+            options=options, **part, **{f"d_{name}": x for name, x in outputs.items()}
+        )
+        if first:
+            for name in made.keys() - at.keys():
+                made[name] += outputs[name]
     return made
 
 
@@ -245,7 +291,7 @@ def _rows_of(given: Mapping[str, Any]) -> list[_Row] | None:
         return _rows(
             given["options"] & 0xFF, given["options"] >> 8 & 3,
             q.device.type if q.device.type != "cuda" else f"cuda:{q.device.index}",
-            int(q.shape[3]), int(v.shape[3]), str(q.dtype).removeprefix("torch."),
+            int(q.shape[3]), min(int(v.shape[3]), VALUE_CHANNELS), str(q.dtype).removeprefix("torch."),
             str(torch.float32 if state is None else state.dtype).removeprefix("torch."),
             isinstance(beta, Tensor) and beta.dim() == 4, given.get("lower_bound") or -1.0,
         )  # fmt: skip

@@ -17,7 +17,7 @@ import cula.kda
 import cula.lightning
 import cula.retention
 import cula.simple_gla
-from cula import _ops
+from cula import _autograd, _ops
 from cula_testing import device, gradients, level1
 from cula_testing.cases import ALGORITHMS, Case, Inputs, make
 from cula_testing.compare import assert_same_bits
@@ -291,6 +291,27 @@ def test_compiled_models_train_in_one_graph(backend):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("v_first", [True, False], ids=["v_first", "k_first"])
+def test_compiled_models_train_with_many_value_channels(backend, v_first):
+    """More than the operator takes, so that its calls write into parts of one tensor."""
+    torch.compiler.reset()
+    inputs = make(SMALL.but(gate="softplus", value_dim=320))
+    if not v_first:
+        inputs.initial_state = inputs.initial_state.mT.contiguous()
+
+    def model(leaves):
+        return level1.prefill(inputs.but(**leaves), state_v_first=v_first)
+
+    results = []
+    for run in (model, torch.compile(model, fullgraph=True, backend=backend)):
+        leaves = leaves_of(inputs)
+        loss_of(run(leaves)).backward()
+        results.append(leaves)
+    for name, leaf in results[0].items():
+        assert_same_bits(f"d_{name}", leaf.grad, results[1][name].grad)
+
+
 def test_the_operator_follows_pytorchs_rules():
     inputs = make(SMALL.but(gate="softplus"))
     named = {name: value for name, value in inputs.tensors().items() if value is not None}
@@ -350,8 +371,11 @@ def test_a_constant_decay_has_no_gradient():
         level1.prefill(inputs.but(decay=inputs.decay.clone().requires_grad_()))
 
 
-def test_what_no_backend_takes_is_refused_before_it_runs():
-    inputs = make(SMALL.but(value_dim=300))
-    with pytest.raises(NotImplementedError, match="q requires gradients, and no backend computes them"):
+def test_what_no_backend_takes_is_refused_before_it_runs(monkeypatch):
+    """As on a GPU that has no backward kernel."""
+    rows = [_autograd._Row("sm80", False, "compute capability 7.5")]
+    monkeypatch.setattr(_autograd, "_rows", lambda *_: rows)
+    inputs = make(SMALL)
+    with pytest.raises(NotImplementedError, match=r"q requires gradients, and no backend .*sm80: compute"):
         level1.prefill(inputs.but(q=inputs.q.clone().requires_grad_()))
     level1.prefill(inputs)

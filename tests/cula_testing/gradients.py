@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from cula import _ops
+from cula_testing import level1
 from cula_testing.cases import Inputs, state_like, strided
 from cula_testing.compare import assert_accurate
 from cula_testing.passes import NAN, backend_of, call
@@ -80,6 +81,17 @@ def backward(
     for name, gradient in found.items():
         assert_nothing_beside(name, gradient)
     return found
+
+
+def through_autograd(
+    inputs: Inputs, d_o: torch.Tensor | None, d_final_state: torch.Tensor | None, **options
+) -> Gradients:
+    """Through the function of the algorithm, which takes any number of value channels."""
+    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in names(inputs)}
+    results = zip(level1.prefill(inputs.but(**leaves), **options), (d_o, d_final_state), strict=True)
+    outputs, given = zip(*(each for each in results if each[1] is not None), strict=True)
+    found = torch.autograd.grad(outputs, leaves.values(), given)
+    return dict(zip(leaves, found, strict=True))
 
 
 def beside(inputs: Inputs, oracle: Gradients, name: str) -> torch.Tensor:

@@ -54,8 +54,10 @@ class Whole(NamedTuple):
 def one_rank(case: Case) -> Whole:
     inputs = make(case)
     ds = gradients.upstream(inputs)
-    naive = gradients.backward(inputs, *ds, backend="reference:naive")
-    return Whole(inputs, *ds, gradients.exact(inputs, *ds), naive)
+    naive = gradients.through_autograd(inputs, *ds, backend="reference:naive")
+    wide = [x.double() for x in ds]
+    oracle = gradients.through_autograd(inputs.double(), *wide, backend="reference")
+    return Whole(inputs, *ds, oracle, naive)
 
 
 def assert_same(case: Case, found: gradients.Gradients) -> None:
@@ -120,6 +122,15 @@ def test_scans_that_few_ranks_on_cpus_would_not_make(algorithm, layout, how, poo
     lengths, packed, splits = LAYOUTS[layout]
     case = Case(algorithm, lengths, packed=packed, **SMALL)
     answers = call(pools, 4, how, cut(case, splits), case, splits, True, {"method": "scan"})
+    assert_same(case, joined(answers))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_more_value_channels_than_a_call_takes(packed, method, pools):
+    lengths, splits = ((20, 40) if packed else (60,)), (0, 17, 45, 60)
+    case = Case("gdn", lengths, packed=packed, **{**SMALL, "value_dim": 264})
+    answers = call(pools, 3, "split", cut(case, splits), case, splits, True, {"method": method})
     assert_same(case, joined(answers))
 
 
@@ -287,7 +298,6 @@ REFUSED = {
     "decay": (LIGHTNING, "cula_lightning_cp: decay requires gradients, which are not built"),
     "out": (KDA, "cula_kda_cp: v requires gradients, and a call that writes into out has none"),
     "out of another rank": (KDA, " requires gradients, and a call that writes into out has none"),
-    "wide": (KDA.but(value_dim=300), "cula_kda_cp: v requires gradients, and no backend computes them here"),
     "twice": (KDA, "second derivatives are not built"),
 }
 
