@@ -2,8 +2,9 @@
 """The first call of a fresh process: python -m bench.first SUITE OP CASE IMPL prints how long it takes.
 
 Imports, the CUDA context and the inputs are there before the clock starts, and the forward pass that a
-backward pass is of; loading, compiling and tuning of the call's own kernels are not. The process of a call of
-ours has nobody else's library in it.
+backward pass is of; loading, compiling and tuning of the call's own kernels are not. PyTorch's own start of
+its backward passes is over too: the first one from a given gradient imports sympy, whoever computes it. The
+process of a call of ours has nobody else's library in it.
 """
 
 from __future__ import annotations
@@ -111,6 +112,14 @@ def _impl(suite: Suite, name: str) -> Impl:
     return OURS if name == OURS.name else next(impl for impl in suite.impls() if impl.name == name)
 
 
+def start_autograd(device: str) -> None:
+    """A backward pass of PyTorch alone, from a gradient that is given, of a tensor of nobody's."""
+    x = torch.zeros(1, device=device, requires_grad=True)
+    with torch.enable_grad():
+        y = 2 * x
+    torch.autograd.grad(y, x, torch.ones_like(y))
+
+
 def main() -> None:
     suite_name, op, case_name, impl_name = sys.argv[1:]
     suite = SUITES[suite_name]
@@ -120,6 +129,8 @@ def main() -> None:
         call = _impl(suite, impl_name).bound(suite.pass_name, inputs)
     except NotImplementedError as error:
         raise SystemExit(str(error)) from None
+    if suite.trains:
+        start_autograd(suite.device.DEVICE)
     suite.device.wait()
     start = time.perf_counter()
     call()

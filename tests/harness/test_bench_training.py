@@ -19,6 +19,7 @@ import result_tables
 import training_tables
 from cula_testing import passes
 from cula_testing.cases import CPU_HEADLINES, TRAINING, TRAINING_PASSES, Case, Inputs
+from cula_testing.process import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -210,6 +211,25 @@ def test_both_passes_need_the_same_kernels_of_fla():
         False,
         False,
     ]
+
+
+# Whether a backward pass imports what PyTorch needs for its own, after what comes before a first call.
+IMPORTS = """
+import sys, torch
+from bench import first
+with torch.no_grad():
+    first.start_autograd("cpu")
+before = set(sys.modules)
+x = torch.ones(2, requires_grad=True)
+torch.autograd.grad(x * x, x, torch.ones(2))
+print(len(before), len(set(sys.modules) - before))
+"""
+
+
+def test_a_first_call_does_not_pay_for_pytorchs_imports():
+    before, more = map(int, run_python("-c", IMPORTS, cwd=str(ROOT)).split())
+    assert before > 100
+    assert more == 0
 
 
 def test_every_kind_of_first_call_is_a_case():
