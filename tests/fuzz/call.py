@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 import cula
+from cula import _ops
+from cula_testing import operators
 from fuzz.case import Case
 from fuzz.memory import changed_outside, fresh, place, place_indices, place_states, poison, whole
 from fuzz.values import Values
@@ -20,7 +22,7 @@ FUNCTIONS = {name: getattr(cula, f"cula_{mode}") for name, mode in MODES.items()
 class Found:
     """What a call returned, on the CPU; states by (sequence, tokens done)."""
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # o, m, b
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # o, m, b; d_q and other gradients
     states: dict[str, dict[tuple[int, int], torch.Tensor]] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)  # promises other than about numbers
 
@@ -56,6 +58,8 @@ class Call:
                 inputs[name] = x if kind == torch.bool else place_indices(x, case.index_strided)
         if case.plan is not None:
             inputs["plan"] = torch.tensor(case.plan, dtype=self._index_dtype("plan")).reshape(-1, 3)
+        if values.d_final is not None:
+            inputs["d_final"] = place_states(case, (case.sequences,), case.d_final).copy_(values.d_final)
         self.cpu_inputs = inputs
         self.inputs = {name: fresh(x, device) for name, x in inputs.items()}
         self.before = {name: whole(x) for name, x in inputs.items()}
@@ -88,7 +92,17 @@ class Call:
             dtype = "float64" if case.dtype == "float64" else "float32"
             made["m"] = poison((N, HV, K, K) if case.delta else (N, HV, K), getattr(torch, dtype))
             made["b"] = place_states(case, (N,), dtype)
+        if case.through == "out":
+            made |= {f"d_{name}": self._room(name) for name in case.wanted}
         return made
+
+    def _room(self, name: str) -> torch.Tensor:
+        """For a gradient."""
+        case, dtype = self.case, self.case.gradient_dtype(name)
+        if name == "initial_state":
+            return place_states(case, (case.sequences,), dtype)
+        x = poison(self.values.tensors[name].shape, getattr(torch, dtype))
+        return place(x, dict(case.layouts).get(f"d_{name}", "")) if x.ndim >= 3 else x
 
     def _argument(self, states: torch.Tensor | None) -> torch.Tensor | None:
         """States as the call names them, whatever `state_v_first` says."""
@@ -309,6 +323,81 @@ class Call:
             final = self._argument(final).cpu()
             found.states["final"] = {(n, length): final[n] for n, length in enumerate(case.lengths)}
         return found
+
+    def _backward(self, backend: str | None, made: dict) -> Found:
+        case, found = self.case, Found()
+        through = {"out": self._into, "default": self._made, "autograd": self._autograd}[case.through]
+        for name, gradient in through(backend, made).items():
+            dtype = getattr(torch, case.gradient_dtype(name))
+            if gradient.dtype != dtype:
+                found.broken.append(f"d_{name} has dtype {gradient.dtype}, wanted {dtype}")
+            x = gradient.cpu()
+            if name in self.values.tensors:
+                x = x.reshape(self.values.tensors[name].shape)
+                if x.ndim >= 3 and case.packed and x[0, sum(case.lengths) :].count_nonzero():
+                    found.broken.append(f"d_{name} is not zero at tokens of no sequence")
+            found.tensors[f"d_{name}"] = x
+        if missing := [name for name in case.wanted if f"d_{name}" not in found.tensors]:
+            found.broken.append(f"gradients of {missing} are not there")
+        return found
+
+    def _operator(self, backend: str | None, made: dict) -> dict:
+        """The arguments of the operator, by name."""
+        case, names = self.case, ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "d_o")
+        named = {name: self.inputs[name] for name in names if name in self.inputs}
+        if "decay" in self.inputs:
+            named["decay"] = -self.inputs["decay"].abs()
+        named |= self._indices(has_initial_state="has_initial", d_final_state="d_final")
+        if "states" in made:
+            named["initial_state"] = made["states"]
+        return named | {
+            "algorithm": "gdn" if case.gate_per_head else case.algorithm,
+            "gate": case.gate,
+            "qk_l2norm": case.qk_l2norm,
+            "beta_is_logit": case.beta_is_logit,
+            "allow_neg_eigval": case.allow_neg_eigval,
+            "batch_invariant": case.deterministic == "batch_invariant",
+            "scale": case.scale,
+            "lower_bound": case.lower_bound if case.gate == "bounded" else None,
+            "backend": backend or "",
+        }
+
+    def _into(self, backend: str | None, made: dict) -> dict[str, torch.Tensor]:
+        outputs = {f"d_{name}": made[f"d_{name}"] for name in self.case.wanted}
+        operators.call("backward", **self._operator(backend, made), **outputs)
+        return {name: made[f"d_{name}"] for name in self.case.wanted}
+
+    def _made(self, backend: str | None, made: dict) -> dict[str, torch.Tensor]:
+        case = self.case
+        named = operators.packed(self._operator(backend, made) | {"k_first": not case.v_first})
+        for row, name in enumerate(_ops.GRADIENTS):
+            if name in case.wanted:
+                named["options"] += _ops.bit("gradients") << row
+        returned = zip(_ops.GRADIENTS, torch.ops.cula.backward.default(**named), strict=True)
+        found = {name: gradient for name, gradient in returned if gradient is not None}
+        if "initial_state" in found:
+            found["initial_state"] = self._argument(found["initial_state"])
+        return found
+
+    def _autograd(self, backend: str | None, made: dict) -> dict[str, torch.Tensor]:
+        case = self.case
+        named = self._common(backend) | self._indices(
+            cu_seqlens="cu_seqlens", has_initial_state="has_initial"
+        )
+        if case.state != "none":
+            named["initial_state"] = self._argument(made["states"])
+        keys = dict(zip("qkv", self._qkv(), strict=True))
+        leaves = {name: {**keys, **named}[name].detach().requires_grad_() for name in case.wanted}
+        keys, named = ({name: leaves.get(name, x) for name, x in each.items()} for each in (keys, named))
+        function = FUNCTIONS[case.algorithm]
+        results = function(*keys.values(), **named, output_final_state=bool(case.d_final))
+        given = self.inputs.get("d_o"), self._argument(self.inputs.get("d_final"))
+        pairs = [(x, d) for x, d in zip(results, given, strict=True) if d is not None]
+        found = torch.autograd.grad([x for x, _ in pairs], list(leaves.values()), [d for _, d in pairs])
+        gradients = dict(zip(leaves, found, strict=True))
+        if "initial_state" in gradients:
+            gradients["initial_state"] = self._argument(gradients["initial_state"])
+        return gradients
 
     def _o(self, o: torch.Tensor, made: dict) -> Found:
         """o as [B, T, HV, V], after a look at what is promised about it."""

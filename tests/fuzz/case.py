@@ -7,10 +7,11 @@ import dataclasses
 from dataclasses import dataclass
 
 import cula
+from cula import _ops
 
 # algorithm: (decay, update)
 FAMILY = {row.name: (row.decay, row.update) for row in cula.algorithms().values()}
-PASSES = ("prefill", "decode", "verify", "segment", "split")
+PASSES = ("prefill", "decode", "verify", "segment", "split", "backward")
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,14 @@ class Case:
     snapshot_indices: tuple[int, ...] | None = None
     snapshot_dtype: str = "float32"
 
+    # backward
+    through: str = ""  # "out", "default": the operator's overloads; "autograd": the algorithm's function
+    wanted: tuple[str, ...] = ()  # what has its gradient computed
+    d_o: str = ""  # its dtype, "" for none
+    d_final: str = ""  # that of d_final_state, likewise
+    outer_size: float = 1.0  # of both
+    wide_gradients: bool = False  # "out": float32, whatever their inputs are
+
     @property
     def value_heads(self) -> int:
         return self.heads * self.ratio
@@ -124,6 +133,26 @@ class Case:
     @property
     def delta(self) -> bool:
         return {"additive": False, "delta": True}[FAMILY[self.algorithm][1]]
+
+    def differentiable(self) -> tuple[str, ...]:
+        """What has a gradient."""
+        absent = {
+            "g": FAMILY[self.algorithm][0] not in ("channel", "token"),
+            "beta": not self.delta,
+            "A_log": self.A_log is None,
+            "dt_bias": self.dt_bias is None,
+            "initial_state": self.state == "none",
+        }
+        return tuple(name for name in _ops.GRADIENTS if not absent.get(name))
+
+    def gradient_dtype(self, name: str) -> str:
+        """What a gradient is stored in."""
+        if name in ("A_log", "dt_bias") or self.wide_gradients:
+            return "float32"
+        if name == "initial_state" and self.through == "default":
+            return "float64" if self.dtype == "float64" else "float32"
+        given = {"g": self.gate_dtype, "beta": self.beta_dtype, "initial_state": self.state_dtype}
+        return given.get(name, self.dtype)
 
     def spans(self) -> list[tuple[int, int, int]]:
         """(row of the batch, first token, end) of each sequence."""

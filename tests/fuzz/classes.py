@@ -18,7 +18,7 @@ CLASSES = {
     # Chunks whose values are far smaller than the state that they overwrite, where channels are as few; and
     # float32 chunks whose keys do not move, where every write takes nearly all of the one before it away. One
     # channel that small values or tokens of zeros overwrite: what is left of a state is 1 - k^2, nothing but
-    # roundings.
+    # roundings. In a backward pass the gradient of a final state that d_o brings little to.
     "small_values": False,
     # float16 values below 6e-5, which have fewer bits the smaller they are.
     "fp16_subnormals": False,
@@ -95,12 +95,28 @@ def bound(case: Case, classes: frozenset[str] = DEFAULT) -> float | None:
     return None if None in bounds else max(bounds, default=1.0)
 
 
+def _balanced(case: Case) -> Case:
+    """A backward pass walks the other way: the gradient of the final state is its large state, and what d_o
+    brings its values."""
+    scale = case.key_dim**-0.5 if case.scale is None else abs(case.scale)
+    brought = scale * (1.0 if case.qk_l2norm else case.query_size) / (100 if case.mixed_sizes else 1)
+    if case.key_dim < FEW and case.d_final and not (case.d_o and brought >= 0.1):
+        return case.but(d_final="", d_o=case.d_o or case.dtype)
+    return case
+
+
 def without(case: Case, classes: frozenset[str]) -> Case:
     """The case moved out of every class that is switched off."""
+    if case.pass_name == "backward" and case.key_dim == 1 and case.qk_l2norm:
+        # The norm of one number x takes all but 1e-6 / x^2 of its gradient away, also in float64.
+        case = case.but(key_size=min(case.key_size, 10.0), query_size=min(case.query_size, 10.0))
+        case = case.but(mixed_sizes=False)
     if "maps_k1" not in classes and case.pass_name == "segment" and case.key_dim == 1:
         case = case.but(key_dim=2)
     prefills = case.pass_name in ("prefill", "split")
-    by_chunks = case.pass_name == "segment" or (prefills and case.key_dim >= FEWEST)
+    by_chunks = case.pass_name == "segment" or (
+        (prefills or case.pass_name == "backward") and case.key_dim >= FEWEST
+    )
     small = by_chunks and case.delta and case.key_dim < FEW and case.state != "none"
     if "small_values" not in classes and small:
         case = case.but(value_size=max(case.value_size, case.state_size))
@@ -120,9 +136,12 @@ def without(case: Case, classes: frozenset[str]) -> Case:
     if "small_values" not in classes and case.delta and case.key_dim == 1:
         case = case.but(keys="random" if case.keys == "sparse" else case.keys)
         case = case.but(value_size=max(case.value_size, case.state_size), mixed_sizes=False)
+    if "small_values" not in classes and case.pass_name == "backward" and by_chunks and case.delta:
+        case = _balanced(case)
     if "fp16_subnormals" not in classes and case.dtype == "float16":
         case = case.but(value_size=max(case.value_size, 1e-1), query_size=max(case.query_size, 1e-1))
         case = case.but(key_size=max(case.key_size, 1e-1), mixed_sizes=False)
+        case = case.but(outer_size=max(case.outer_size, 1e-1))
         case = case.but(scale=None if case.scale is None else case.scale and max(abs(case.scale), 0.1))
         if case.qk_l2norm:  # chunks put 1 / |k| to what they write
             case = case.but(key_size=min(case.key_size, 1.0))

@@ -54,13 +54,17 @@ def draw(seed: int, classes: frozenset[str] = DEFAULT, **fixed) -> Case:
     if "one_kernel" in classes:
         fixed = {"pass_name": "prefill", "algorithm": "kda", "dtype": "bfloat16"}
     fields = {"seed": seed}
-    fields["pass_name"] = fixed.get("pass_name") or random.choices(PASSES, (40, 20, 20, 12, 8))[0]
+    fields["pass_name"] = fixed.get("pass_name") or random.choices(PASSES, (40, 20, 20, 12, 8, 25))[0]
     fields["algorithm"] = (
         fixed.get("algorithm") or random.choices(tuple(FAMILY), [OFTEN.get(name, 2) for name in FAMILY])[0]
     )
     dtypes = ("bfloat16", "float16", "float32", "float64")
     fields["dtype"] = fixed.get("dtype") or random.choices(dtypes, (48, 24, 26, 2))[0]
     fields |= _shape(random, fields, classes)
+    if fields["pass_name"] == "backward":
+        fields["through"] = random.choice(("out", "out", "default", "autograd"))
+        if fields["value_dim"] > 256:
+            fields["through"] = "autograd"
     fields |= _gate(random, fields)
     fields |= _numbers(random, fields, classes)
     fields |= _memory(random, fields)
@@ -169,7 +173,7 @@ def _shape(random: Random, drawn: dict, classes: frozenset[str]) -> dict:
         if cost() <= budget:
             break
         options = []
-        if sum(lengths) > 4 * len(lengths) and drawn["pass_name"] in ("prefill", "segment", "split"):
+        if sum(lengths) > 4 * len(lengths) and drawn["pass_name"] not in ("decode", "verify"):
             options.append("lengths")
         if len(lengths) > 1:
             options.append("count")
@@ -215,7 +219,8 @@ def _gate(random: Random, drawn: dict) -> dict:
         "beta_dtype": random.choice(floats),
     }
     # The functions of gla and simple_gla take no raw gate; decode, verify and segment do.
-    additive_prefill = update == "additive" and drawn["pass_name"] in ("prefill", "split")
+    by_function = drawn["pass_name"] in ("prefill", "split") or drawn.get("through") == "autograd"
+    additive_prefill = update == "additive" and by_function
     if decay in ("channel", "token") and not additive_prefill:
         fields["gate"] = random.choice(("log_decay", "softplus", "bounded"))
     gate = fields.get("gate", "log_decay")
@@ -262,12 +267,15 @@ def _numbers(random: Random, drawn: dict, classes: frozenset[str]) -> dict:
 
 
 def _memory(random: Random, drawn: dict) -> dict:
-    names = ("q", "k", "v", "g", "beta", "out")
+    names, shared = ("q", "k", "v", "g", "beta", "out"), ("q", "k", "v", "g", "beta")
+    if drawn["pass_name"] == "backward":
+        names = (*shared, "d_o", *(f"d_{name}" for name in shared))
+        shared = (*shared, "d_o", "d_o")
     plain = _chance(random, 0.3)
     layouts = [(name, random.choice(LAYOUTS)) for name in names if not plain and _chance(random, 0.6)]
     expanded = []
     if _chance(random, 0.12):
-        expanded = [(random.choice(("q", "k", "v", "g", "beta")), random.choice((0, 1, 2)))]
+        expanded = [(random.choice(shared), random.choice((0, 1, 2)))]
     return {
         "layouts": tuple(
             (name, "padded" if (name, how) == ("out", "fused") else how) for name, how in layouts
@@ -278,7 +286,7 @@ def _memory(random: Random, drawn: dict) -> dict:
         "out": random.choice(("", drawn["dtype"], drawn["dtype"], "float32"))
         if drawn["dtype"] != "float64"
         else "",
-        "repeat": _chance(random, 0.1),
+        "repeat": _chance(random, 0.3 if drawn["pass_name"] == "backward" else 0.1),
         "automatic": _chance(random, 0.25),
         "threads": 1 if _chance(random, 0.95) else 2,
         "rows_along_tokens": drawn["pass_name"] == "decode"
@@ -314,6 +322,8 @@ def _states(random: Random, case: Case, classes: frozenset[str]) -> Case:
         case "split":
             state = random.choice(("none", "dense"))
             return case.but(state=state, slots=case.sequences, cut=random.randint(0, case.tokens))
+        case "backward":
+            return _backward(random, case.but(state=random.choice(("none", "dense", "dense")), out=""))
         case "verify":
             return _verify(random, case.but(snapshot_dtype=state_dtype()), classes)
         case "decode":
@@ -328,6 +338,35 @@ def _states(random: Random, case: Case, classes: frozenset[str]) -> Case:
         if _chance(random, 0.25):
             case = case.but(chunk_size=random.choice((16, 32, 64)))
     return case
+
+
+def _backward(random: Random, case: Case) -> Case:
+    """Which gradients of which, and how they are asked for."""
+    double, operator = case.dtype == "float64", case.through != "autograd"
+    if case.state == "dense":
+        case = case.but(slots=case.sequences)
+        if _chance(random, 0.25):
+            case = case.but(has_initial=tuple(_chance(random, 0.6) for _ in range(case.sequences)))
+    d_o, d_final = case.dtype, "float64" if double else "float32"
+    if operator and not double:
+        d_o = random.choice((case.dtype, case.dtype, "float32"))
+        d_final = random.choice(("float32", "float32", "bfloat16", "float16"))
+    if _chance(random, 0.4):
+        d_final = ""
+    if _chance(random, 0.1) and (operator or d_final):
+        d_o = ""
+    wanted = case.differentiable()
+    if _chance(random, 0.4):
+        least = 0 if operator else 1
+        some = random.sample(wanted, random.randint(least, len(wanted)))
+        wanted = tuple(name for name in wanted if name in some)
+    return case.but(
+        d_o=d_o,
+        d_final=d_final,
+        wanted=wanted,
+        outer_size=1.0 if _chance(random, 0.6) else 10 ** random.uniform(-3, 3),
+        wide_gradients=case.through == "out" and not double and _chance(random, 0.2),
+    )
 
 
 def _slots(random: Random, case: Case, classes: frozenset[str]) -> Case:

@@ -19,13 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from cula_testing import operators
+from cula_testing import gradients, operators
 from cula_testing.compare import BUDGET, Errors, bits, errors, floor
 from fuzz.call import Found
 from fuzz.case import Case
-from fuzz.classes import DEFAULT, bound
-from fuzz.oracle import Expected
+from fuzz.classes import DEFAULT, FEWEST, bound
+from fuzz.gradients import Gradients
+from fuzz.oracle import Expected, write_strength
 from fuzz.values import Values
+
+OF_TOKENS = ("q", "k", "v", "g", "beta")
+OF_PARAMETERS = ("A_log", "dt_bias")
 
 # What is smaller than this part of the largest state or value may be zero: decay factors of 2^-126 and less
 # are zero, whatever they multiply, and a result is a product of a few.
@@ -33,12 +37,22 @@ VANISHING = 2.0**-110
 
 FEW_TOKENS = 8
 
+# Budgets of a sequence's part of gradients, which the rule judges whole. That of a gate may be one number,
+# since its derivative spreads over many powers of ten; the number a sum of a few that cancel.
+OF_ONE_SEQUENCE = 4.0
+
+# What a backward pass in chunks on a GPU takes for smaller write strengths; and in float16, below which
+# strength d_beta may be off, and by how much of its size (docs/api.md).
+LEAST_STRENGTHS = {"bfloat16": 2.0**-40, "float16": 2.0**-12}
+SMALL_STRENGTH, OFF = 2.0**-6, 7e-3
+
 NEIGHBOURS = 16
 HOPELESS = 6.0  # budgets: what is wrong by more is wrong, whatever the neighbours say
 
 
 class Naive:
-    """`reference:naive` on dense states: o [B, T, HV, V], states by (sequence, tokens done), m and b."""
+    """`reference:naive` on dense states: o [B, T, HV, V], states by (sequence, tokens done), m and b; or
+    gradients."""
 
     def __init__(self, case: Case, values: Values) -> None:
         self.case = case
@@ -72,6 +86,13 @@ class Naive:
             operators.call("segment", **{**tensors, "m": self.m, "b": self.b, "null_index": -1})
             if not case.keep:
                 return
+        if case.pass_name == "backward":
+            if base is not None:
+                tensors["initial_state"] = base
+            if case.has_initial is not None:
+                tensors["has_initial_state"] = torch.tensor(case.has_initial, dtype=torch.bool)
+            self._backward(tensors, values)
+            return
         self.o = torch.zeros(values.tensors["v"].shape, dtype=getattr(torch, case.out or case.dtype))
         tensors |= {"o": self.o, "initial_state": base}
         if case.pass_name == "verify":
@@ -118,9 +139,29 @@ class Naive:
         operators.call("verify", **tensors)
         self.states = {(n, t + 1): room[n, t] for n, length in enumerate(case.lengths) for t in range(length)}
 
+    def _backward(self, named: dict, values: Values) -> None:
+        """At most 256 value channels at a time, in parts of which what they share is summed."""
+        case, at = self.case, {"v": 3, "d_o": 3, "initial_state": 2, "d_final_state": 2}
+        if case.beta_per_value:
+            at["beta"] = 3
+        if values.d_final is not None:
+            named["d_final_state"] = values.d_final
+        made: dict[str, list[torch.Tensor]] = {name: [] for name in case.differentiable()}
+        for first in range(0, case.value_dim, 256):
+            count = min(256, case.value_dim - first)
+            part = {name: x.narrow(at[name], first, count) if name in at else x for name, x in named.items()}
+            for name, each in made.items():
+                dtype = self.dtype if name == "initial_state" else getattr(torch, case.gradient_dtype(name))
+                each.append(torch.zeros(part[name].shape, dtype=dtype))
+            operators.call("backward", **part, **{f"d_{name}": each[-1] for name, each in made.items()})
+        for name, parts in made.items():
+            whole = torch.cat(parts, at[name]) if name in at else sum(x.double() for x in parts)
+            setattr(self, f"d_{name}", whole.to(parts[0].dtype))
+
     def finite(self) -> bool:
         """Whether there is a budget: the naive recurrence may leave the range that a wider one keeps to."""
-        tensors = [getattr(self, name) for name in ("o", "m", "b") if hasattr(self, name)]
+        names = ("o", "m", "b", *(f"d_{name}" for name in self.case.differentiable()))
+        tensors = [getattr(self, name) for name in names if hasattr(self, name)]
         return all(bool(x.isfinite().all()) for x in (*tensors, *self.states.values()))
 
 
@@ -128,7 +169,9 @@ class Problem:
     """The numbers of one problem: as they are in float64, and as the naive recurrence has them."""
 
     def __init__(self, case: Case, values: Values) -> None:
-        self.values, self.expected = values, Expected(values)
+        self.case = case
+        self.values = values
+        self.expected = Gradients(values) if case.pass_name == "backward" else Expected(values)
         self.usable = self.expected.in_range()
         if self.usable:
             self.naive = Naive(case, values)
@@ -149,6 +192,15 @@ class Problem:
         if kind == "final":
             return torch.from_numpy(expected.final[n])
         return torch.from_numpy(expected.passing[n, t])
+
+    def beside(self, what: str, x: torch.Tensor) -> torch.Tensor | None:
+        """What else counts as the size of a result: of a map the one that changes nothing, of gradients what
+        `gradients.beside` says."""
+        if what == "m":
+            return torch.ones(1) if x.ndim == 3 else torch.eye(x.shape[-1])
+        if what.removeprefix("d_") in OF_PARAMETERS:
+            return torch.from_numpy(self.expected.beside[what.removeprefix("d_")])
+        return torch.tensor(1e-30) if what.startswith("d_") else None
 
     def moved(self) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(
@@ -197,6 +249,19 @@ def changed(
         if x is not None and x.ndim == dimensions:
             other.tensors[name] = x[..., order]
     other.base = (values.base * inputs).to(values.base.dtype)[..., order]
+    if values.d_final is not None:
+        other.d_final = values.d_final[..., order]
+    return other
+
+
+def with_strengths(values: Values, least: float) -> Values:
+    """The same problem with no write strength below `least`."""
+    other, case = copy.copy(values), values.case
+    beta = values.tensors["beta"].double()
+    if case.beta_is_logit:
+        least = least / 2 if case.allow_neg_eigval else least
+        least = np.log(least / (1 - least))
+    other.tensors = {**values.tensors, "beta": beta.clamp(min=least)}
     return other
 
 
@@ -207,8 +272,10 @@ Wanted = Callable[[Problem], tuple[torch.Tensor, torch.Tensor]]
 class Judge:
     """What one case has to give, and the sentences about what a backend gave instead."""
 
-    def __init__(self, case: Case, values: Values, classes: frozenset[str] = DEFAULT) -> None:
-        self.case, self.values = case, values
+    def __init__(
+        self, case: Case, values: Values, classes: frozenset[str] = DEFAULT, device: str = "cpu"
+    ) -> None:
+        self.case, self.values, self.classes, self.device = case, values, classes, device
         self.problem = Problem(case, values)
         self.bound = bound(case, classes)
         self.usable = self.problem.usable
@@ -232,11 +299,13 @@ class Judge:
         if self.bound is None or (backend == "reference:naive" and not self.budgeted):
             return wrong
         for name, x in found.tensors.items():
-            spans = self.case.spans() if name == "o" else [(n, 0, None) for n in range(self.case.sequences)]
-            parts = [(n, (b, slice(begin, end))) for n, (b, begin, end) in enumerate(spans)]
-            if name != "o":
-                parts = [(n, (index[0],)) for n, index in parts]
-            wrong += self._rule(name, x, lambda problem, name=name: problem.tensor(name), parts, exact)
+            parts = []
+            if name == "o" or name.removeprefix("d_") in OF_TOKENS:
+                parts = [(n, (b, slice(begin, end))) for n, (b, begin, end) in enumerate(self.case.spans())]
+            elif name.removeprefix("d_") not in OF_PARAMETERS:
+                parts = [(n, (n,)) for n in range(self.case.sequences)]
+            broken = self._rule(name, x, lambda problem, name=name: problem.tensor(name), parts, exact)
+            wrong += [] if broken and self._of_small_strengths(name, x, backend) else broken
         for kind, states in found.states.items():
             if not states:
                 continue
@@ -266,25 +335,49 @@ class Judge:
         oracle, _ = wanted(self.problem)
         if x.shape != oracle.shape:
             return [f"{what}: shape {list(x.shape)}, wanted {list(oracle.shape)}"]
-        beside = None
-        if what == "m":
-            beside = torch.ones(1) if x.ndim == 3 else torch.eye(x.shape[-1])
+        beside = self.problem.beside(what, x)
+        backward = self.case.pass_name == "backward"
+        times = gradients.BUDGET if backward else BUDGET
         for n, index in [(None, (...,)), *(parts if len(parts) > 1 else [])]:
             name = what if n is None else f"{what} of sequence {n}"
 
             def budget(problem: Problem, n: int | None = n, index: tuple = index) -> tuple[float, float]:
                 right, naive = wanted(problem)
+                beside = problem.beside(what, x)
                 # The float64 reference has no budget but one rounding of what it stores.
                 naive = (right if exact else naive).to(x.dtype)
                 allowed, least = errors(naive[index], right[index], beside), floor(x.dtype, self.inputs)
                 if not exact:
                     least += self._luck(n, x.dtype)
-                return tuple(self.bound * (BUDGET * each + least) for each in (allowed.rms, allowed.max))
+                wider = self.bound * (1.0 if n is None or not backward else OF_ONE_SEQUENCE)
+                return tuple(wider * (times * each + least) for each in (allowed.rms, allowed.max))
 
             broken = self._broken((name, x.dtype, exact), x[index], oracle[index], beside, budget)
             if broken and not vanishes(x[index], oracle[index], self.problem.expected.size):
                 return [f"{name}: {broken} {self._where(what, x, oracle, places)}"]
         return []
+
+    def _of_small_strengths(self, name: str, x: torch.Tensor, backend: str | None) -> bool:
+        """Whether a gradient is wrong as docs/api.md says of chunks on a GPU: they take a least strength for
+        every write strength nearer to zero, and in float16 the gradient of such a strength is itself off."""
+        case = self.case
+        if (
+            not (case.pass_name == "backward" and case.delta and self.device == "cuda")
+            or backend not in ("sm80", None)
+            or case.dtype not in LEAST_STRENGTHS
+            or case.key_dim < FEWEST
+            or case.beta_per_value
+            or not x.isfinite().all()
+        ):
+            return False
+        least, smallest = LEAST_STRENGTHS[case.dtype], write_strength(self.values).min(initial=1.0)
+        if name == "d_beta":
+            found = errors(x, self.problem.tensor(name)[0])
+            return case.dtype == "float16" and smallest < SMALL_STRENGTH and max(found.rms, found.max) <= OFF
+        if not smallest < least:
+            return False
+        other = Judge(case, with_strengths(self.values, least), self.classes)
+        return other.usable and not other.verdict(Found({name: x}), backend)
 
     def _broken(
         self,
@@ -339,6 +432,8 @@ class Judge:
         wrong = (difference > size / 100).nonzero()
         index = wrong[0].tolist() if len(wrong) else list(_unravel(int(difference.argmax()), x.shape))
         names = {"o": "row token head value", "m": "row head i j", "b": "row head value key"}
+        names |= {f"d_{name}": "row token head channel" for name in OF_TOKENS}
+        names |= {f"d_{name}": "head channel" for name in OF_PARAMETERS}
         words = names.get(what, "row head value key").split()
         place = list(zip(words, index, strict=False))
         if places is not None:

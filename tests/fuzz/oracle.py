@@ -22,12 +22,12 @@ def wide(x: torch.Tensor) -> np.ndarray:
     return x.double().numpy()
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
+def sigmoid(x: np.ndarray) -> np.ndarray:
     small = np.exp(-np.abs(x))
     return np.where(x >= 0, 1, small) / (1 + small)
 
 
-def _softplus(x: np.ndarray) -> np.ndarray:
+def softplus(x: np.ndarray) -> np.ndarray:
     return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
 
 
@@ -42,7 +42,7 @@ def log_decay(values: Values) -> np.ndarray:
             if "dt_bias" in tensors:
                 a = a + wide(tensors["dt_bias"]).reshape(case.value_heads, -1)
             rate = np.exp(wide(tensors["A_log"]))[:, None] if "A_log" in tensors else 1.0
-            a = -rate * _softplus(a) if case.gate == "softplus" else case.lower_bound * _sigmoid(rate * a)
+            a = -rate * softplus(a) if case.gate == "softplus" else case.lower_bound * sigmoid(rate * a)
     if "decay" in tensors:
         a = a - np.abs(wide(tensors["decay"]))[:, None]
     return a
@@ -53,7 +53,7 @@ def write_strength(values: Values) -> np.ndarray:
     case = values.case
     beta = wide(values.tensors["beta"])
     if case.beta_is_logit:
-        beta = _sigmoid(beta) * (2 if case.allow_neg_eigval else 1)
+        beta = sigmoid(beta) * (2 if case.allow_neg_eigval else 1)
     return beta if beta.ndim == 4 else beta[..., None]
 
 
@@ -68,15 +68,15 @@ class Tokens:
             q, k = q / np.sqrt((q * q).sum(-1, keepdims=True) + 1e-6), k / lengths[..., None]
         # Chunks put the inverse norm of a key to what it writes, which in float16 has to hold that.
         stretch = np.where((k != 0).any(-1), 1 / lengths, 0) if case.qk_l2norm else np.ones_like(lengths)
-        self.stretch = self._rows(case, np.repeat(stretch, case.ratio, axis=2))
+        self.stretch = self.rows(case, np.repeat(stretch, case.ratio, axis=2))
         q, k = (np.repeat(x, case.ratio, axis=2) for x in (q, k))
-        self.q, self.k, self.v = (self._rows(case, x) for x in (q, k, v))
-        self.alpha = self._rows(case, np.exp(log_decay(values)), 1.0)
-        self.beta = self._rows(case, write_strength(values)) if case.delta else None
+        self.q, self.k, self.v = (self.rows(case, x) for x in (q, k, v))
+        self.alpha = self.rows(case, np.exp(log_decay(values)), 1.0)
+        self.beta = self.rows(case, write_strength(values)) if case.delta else None
         self.scale = case.key_dim**-0.5 if case.scale is None else case.scale
 
     @staticmethod
-    def _rows(case: Case, x: np.ndarray, fill: float = 0.0) -> np.ndarray:
+    def rows(case: Case, x: np.ndarray, fill: float = 0.0) -> np.ndarray:
         if not case.packed:
             return x
         rows = np.full((case.sequences, case.longest, *x.shape[2:]), fill)
@@ -103,6 +103,15 @@ class Tokens:
         return state + u[..., None] * k[..., None, :]
 
 
+def start(values: Values) -> np.ndarray:
+    """The states that sequences start from."""
+    case, base = values.case, wide(values.base).copy()
+    for n in range(case.sequences):
+        if case.state == "none" or (case.has_initial is not None and not case.has_initial[n]):
+            base[n] = 0
+    return base
+
+
 class Expected:
     """Everything that a call may return, by name; for verify also the state after each token.
 
@@ -116,18 +125,10 @@ class Expected:
         with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
             self._run(values, Tokens(values))
 
-    def _start(self, values: Values) -> np.ndarray:
-        case = self.case
-        base = wide(values.base).copy()
-        for n in range(case.sequences):
-            if case.state == "none" or (case.has_initial is not None and not case.has_initial[n]):
-                base[n] = 0
-        return base
-
     def _run(self, values: Values, tokens: Tokens) -> None:
         case = self.case
         N, L, HV, V = tokens.v.shape
-        state = self._start(values)
+        state = start(values)
         if case.pass_name == "segment":
             self._map(tokens)
             if not case.keep:

@@ -143,7 +143,7 @@ def one(case: Case, options: Options) -> Tally:
             if sentence:
                 tally.fail(case, backend, options, [f"a chain of forks: {sentence}"])
         return tally
-    judge = Judge(case, values, options.classes)
+    judge = Judge(case, values, options.classes, options.device)
     if not judge.usable:
         tally.skipped["out of range"] += 1
         return tally

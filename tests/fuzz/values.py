@@ -19,8 +19,8 @@ def to_torch(x: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 class Values:
-    """q, k, v, g, decay, beta, A_log, dt_bias; and base, the state [N, HV, V, K] that each sequence starts
-    from."""
+    """q, k, v, g, decay, beta, A_log, dt_bias, d_o; base, the state [N, HV, V, K] that each sequence starts
+    from; and d_final, the gradient of the state that it ends in."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -52,6 +52,10 @@ class Values:
         if case.delta:
             shape = (B, T, HV, V) if case.beta_per_value else (B, T, HV)
             self.tensors["beta"] = to_torch(self._write_strengths(shape), case.beta_dtype)
+        if case.d_o:
+            self.tensors["d_o"] = to_torch(
+                case.outer_size * self.random.standard_normal((B, T, HV, V)), case.d_o
+            )
         for name, dim in case.expanded:
             x = self.tensors.get(name)
             if x is not None and x.shape[dim] > 0:
@@ -65,6 +69,10 @@ class Values:
             first: dict[int, int] = {}  # rows that start from one slot start from one state
             states = states[[first.setdefault(case.base(n), n) for n in range(case.sequences)]]
         self.base = to_torch(states, case.state_dtype)
+        self.d_final: torch.Tensor | None = None
+        if case.d_final:
+            d_final = case.outer_size * self.random.standard_normal((case.sequences, HV, V, K)) / 4
+            self.d_final = to_torch(d_final, case.d_final)
 
     def _queries_keys_values(self, B: int, T: int, H: int, HV: int, K: int, V: int) -> None:
         case, random = self.case, self.random
@@ -149,9 +157,11 @@ class Values:
     def _write_strengths(self, shape: tuple[int, ...]) -> np.ndarray:
         random, uniform = self.random, self.random.random(shape)
         if self.case.beta_is_logit:
+            # Strengths below 2^-40 may be zero in a backward pass (docs/api.md).
+            lowest = -27.0 if self.case.pass_name == "backward" else -30.0
             kinds = {
                 "random": random.standard_normal(shape),
-                "zero": np.full(shape, -30.0),
+                "zero": np.full(shape, lowest),
                 "one": np.full(shape, 30.0),
                 "near_one": 6 + 2 * uniform,
             }

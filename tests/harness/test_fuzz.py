@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from cula import _ops
 from cula_testing import device
 from fuzz import malformed
 from fuzz.call import Call, Found
 from fuzz.case import FAMILY, PASSES, Case
 from fuzz.classes import BOUNDS, CLASSES, DEFAULT, bound
 from fuzz.draw import GATES, draw
-from fuzz.judge import Judge, Problem, changed
+from fuzz.judge import Judge, Problem, changed, with_strengths
 from fuzz.oracle import log_decay
 from fuzz.run import Options, Tally, backends, expected_refusal, one, seeds_of
 from fuzz.values import Values
@@ -64,6 +65,11 @@ def sample(pass_name: str, **fields) -> Case:
         },
         "segment": {"lengths": (20, 5, 9), "packed": True, "decay": "slow"},
         "split": {"lengths": (40, 40), "packed": False, "state": "dense", "slots": 2, "cut": 17},
+        "backward": {
+            "lengths": (70, 3, 20), "packed": True, "state": "dense", "slots": 3, "through": "out",
+            "gate": "softplus", "A_log": (-1.0, 1.0), "dt_bias": 1.0, "d_o": "float32", "d_final": "float32",
+            "wanted": tuple(_ops.GRADIENTS),
+        },
     }[pass_name]  # fmt: skip
     shape = {"slack": 0, "heads": 2, "ratio": 2, "key_dim": 24, "value_dim": 20, "qk_l2norm": True}
     call = {"seed": 5, "pass_name": pass_name, "algorithm": "kda", "dtype": "bfloat16"}
@@ -83,9 +89,10 @@ def test_what_is_planted_is_found(pass_name, dtype):
     judge, right = judged(case)
     assert judge.verdict(right, None) == []
     for name, x in right.tensors.items():
+        of_tokens = name == "o" or (name.startswith("d_") and x.shape[:2] == (case.batch, case.tokens))
         places = (
             [(b, begin) for b, begin, _ in case.spans()]
-            if name == "o"
+            if of_tokens
             else [(n,) for n in range(case.sequences)]
         )
         for place, other in zip(places, places[1:] + places[:1], strict=True):
@@ -135,6 +142,18 @@ def test_neighbours_excuse_luck_alone(dtype, algorithm):
         assert "above the budget" in sentence
 
 
+def assert_same_gradients(problem: Problem, other: Problem, order: torch.Tensor) -> None:
+    """Those of `other` are those of the problem, their key channels in another order."""
+    for name in problem.case.differentiable():
+        if problem.usable:
+            x, y = (torch.from_numpy(getattr(each.expected, f"d_{name}")) for each in (problem, other))
+            in_channels = name in ("q", "k", "initial_state") or (
+                name in ("g", "dt_bias") and x.ndim == {"g": 4, "dt_bias": 2}[name]
+            )
+            x = x[..., order] if in_channels else x
+            torch.testing.assert_close(x, y, rtol=1e-7, atol=1e-10 * float(x.abs().max()) if x.numel() else 0)
+
+
 @pytest.mark.parametrize("pass_name", PASSES)
 def test_a_neighbour_is_the_same_problem(pass_name):
     """With factors of 1 it is the problem itself, its key channels in another order."""
@@ -143,6 +162,9 @@ def test_a_neighbour_is_the_same_problem(pass_name):
         case, state = values.case, np.random.default_rng(seed)
         problem, other = (Problem(case, each) for each in (values, changed(values, 1.0, 1.0, 1.0, state)))
         order = torch.from_numpy(np.random.default_rng(seed).permutation(case.key_dim))
+        if pass_name == "backward":
+            assert_same_gradients(problem, other, order)
+            continue
         for name in ("o", "final", "b", "m"):
             if problem.usable and hasattr(problem.expected, name):
                 x, y = (torch.from_numpy(getattr(each.expected, name)) for each in (problem, other))
@@ -151,6 +173,38 @@ def test_a_neighbour_is_the_same_problem(pass_name):
                 torch.testing.assert_close(
                     x, y, rtol=1e-9, atol=1e-12 * float(x.abs().max()) if x.numel() else 0
                 )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["d_q", "d_g", "d_initial_state"])
+def test_gradients_have_three_times_the_naive_error(dtype, name):
+    case = sample("backward", dtype=dtype, lengths=(70, 30), slots=2)
+    values = Values(case)
+    judge = Judge(case, values)
+    oracle, naive = (x.float() for x in judge.problem.tensor(name))
+    assert judge.verdict(Found({name: 2.5 * (naive - oracle) + oracle}), None) == []
+    (sentence,) = judge.verdict(Found({name: 8 * (naive - oracle) + oracle}), None)
+    assert "above the budget" in sentence
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 2.0**-40), ("float16", 2.0**-12)])
+def test_small_strengths_of_gpus_are_excused_and_nothing_else(dtype, least):
+    """Chunks there write with the least strength what has none; float16's d_beta may be a little off."""
+    case = sample("backward", dtype=dtype, lengths=(20, 9), beta="zero", state="none", A_log=(-1.0, 0.0))
+    values = Values(case)
+    other = Problem(case, with_strengths(values, least))
+    found = {name: other.tensor(name)[1] for name in ("d_q", "d_k")}
+    d_beta = Problem(case, values).tensor("d_beta")[0].float()
+    for kind, backend, excused in (
+        ("cuda", "sm80", True), ("cuda", None, True), ("cuda", "sm80:step", False), ("cpu", None, False),
+    ):  # fmt: skip
+        judge = Judge(case, values, device=kind)
+        for name in found:
+            assert (judge.verdict(Found({name: found[name]}), backend) == []) == excused, (name, backend)
+            assert judge.verdict(Found({name: -found[name]}), backend)
+        assert judge.verdict(Found({"d_beta": 1.1 * d_beta}), backend)
+        if dtype == "float16":
+            assert (judge.verdict(Found({"d_beta": 1.006 * d_beta}), backend) == []) == excused, backend
 
 
 class Careless(Call):
@@ -219,8 +273,16 @@ def test_everything_is_drawn():
         "has_initial",
         "final",
         "repeat",
+        "wide_gradients",
+        "d_final",
     ):
         assert any(getattr(case, name) for case in cases), name
+    backwards = [case for case in cases if case.pass_name == "backward"]
+    assert {case.through for case in backwards} == {"out", "default", "autograd"}
+    assert {name for case in backwards for name in case.wanted} == set(_ops.GRADIENTS)
+    assert any(not case.d_o and case.d_final for case in backwards)
+    assert any(case.wanted != case.differentiable() for case in backwards)
+    assert any(name == "d_o" for case in backwards for name, _ in case.expanded)
 
 
 def test_a_decode_has_one_token_per_row():

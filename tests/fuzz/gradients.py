@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backward pass has to give: the recurrence of `oracle.py` walked from its end to its beginning, in
+float64. Nothing here comes from the library or from PyTorch's autograd."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fuzz.oracle import LARGEST_FP16, Tokens, sigmoid, softplus, start, wide
+from fuzz.values import Values
+
+
+class Gradients:
+    """d_q, d_k, d_v, d_g, d_beta, d_A_log, d_dt_bias and d_initial_state, of what the call has; and `beside`,
+    for a parameter the root of the sum of the squares of its terms."""
+
+    def __init__(self, values: Values) -> None:
+        self.case, self.values = values.case, values
+        self.largest, self.size = 0.0, 1.0
+        self.beside: dict[str, np.ndarray] = {}
+        self.names: list[str] = []
+        with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
+            self._walk(Tokens(values))
+
+    def _note(self, *numbers: np.ndarray) -> None:
+        """What chunks keep on the way, in the dtype of q."""
+        if self.case.dtype == "float16":
+            self.largest = max(self.largest, *(np.abs(x).max(initial=0) for x in numbers))
+
+    def _walk(self, tokens: Tokens) -> None:
+        case, values = self.case, self.values
+        N, L, _, V = tokens.v.shape
+        states = [start(values)]
+        for t in range(L):
+            if case.dtype == "float16":
+                self.largest = max(self.largest, tokens.largest_write(t, states[-1]))
+            states.append(tokens.step(t, states[-1], tokens.v[:, t]))
+            self._note(states[-1])
+        d_o = np.zeros_like(tokens.v)
+        if "d_o" in values.tensors:
+            d_o = Tokens.rows(case, wide(values.tensors["d_o"]))
+        d_state = np.zeros_like(states[0]) if values.d_final is None else wide(values.d_final).copy()
+        ends = [tokens.v, states[0], d_o, d_state, tokens.q * tokens.scale, tokens.k]
+        most = [max(1.0, np.abs(x).max(initial=0)) for x in ends]
+        self.size = max(most[:2]) * max(most[2:4]) * max(most[4:])
+        self._note(d_o, d_state)
+        made: dict[str, list[np.ndarray]] = {name: [] for name in ("q", "k", "v", "a", "beta")}
+        for t in reversed(range(L)):
+            alpha, q, k, v = tokens.alpha[:, t, :, None, :], tokens.q[:, t], tokens.k[:, t], tokens.v[:, t]
+            decayed = states[t] * alpha
+            d_out = tokens.scale * d_o[:, t]
+            made["q"].append((states[t + 1] * d_out[..., None]).sum(-2))
+            d_state = d_state + d_out[..., None] * q[..., None, :]
+            d_u, u = (d_state @ k[..., None])[..., 0], v
+            d_v, d_decayed = d_u, d_state
+            if tokens.beta is not None:
+                beta, error = tokens.beta[:, t], v - (decayed @ k[..., None])[..., 0]
+                u, d_v = beta * error, beta * d_u
+                d_beta = d_u * error
+                made["beta"].append(d_beta if case.beta_per_value else d_beta.sum(-1, keepdims=True))
+                d_decayed = d_state - d_v[..., None] * k[..., None, :]
+            d_k = (d_state * u[..., None]).sum(-2)
+            made["k"].append(d_k if tokens.beta is None else d_k - (decayed * d_v[..., None]).sum(-2))
+            made["v"].append(d_v)
+            d_a = (d_decayed * decayed).sum(-2)
+            made["a"].append(d_a if alpha.shape[-1] == d_a.shape[-1] else d_a.sum(-1, keepdims=True))
+            d_state = d_decayed * alpha
+            stretch = np.maximum(1, tokens.stretch[:, t, :, None])
+            self._note(d_state, d_u * stretch, d_v * stretch)
+        widths = {"q": case.key_dim, "k": case.key_dim, "v": V, "a": tokens.alpha.shape[-1]}
+        widths["beta"] = V if case.beta_per_value else 1
+        found = {name: self._tokens(each, widths[name]) for name, each in made.items() if each or not L}
+        self._of_keys(found)
+        self._of_gates(found["a"])
+        self._keep("v", found["v"])
+        if case.delta:
+            self._of_strengths(found["beta"])
+        if case.state != "none":
+            masked = [n for n in range(N) if case.has_initial is not None and not case.has_initial[n]]
+            d_state[masked] = 0
+            self._keep("initial_state", d_state)
+
+    def _tokens(self, backwards: list[np.ndarray], width: int) -> np.ndarray:
+        """[B, T, HV, width], zero where a token is of no sequence."""
+        case = self.case
+        made = np.zeros((case.batch, case.tokens, case.value_heads, width))
+        for n, (b, begin, end) in enumerate(case.spans()):
+            for t in range(end - begin):
+                made[b, begin + t] = backwards[len(backwards) - 1 - t][n]
+        return made
+
+    def _keep(self, name: str, gradient: np.ndarray) -> None:
+        self.names.append(name)
+        setattr(self, f"d_{name}", np.array(gradient))
+        if self.case.gradient_dtype(name) == "float16":
+            self.largest = max(self.largest, np.abs(gradient).max(initial=0))
+
+    def _of_keys(self, found: dict[str, np.ndarray]) -> None:
+        case = self.case
+        for name in ("q", "k"):
+            x, d = wide(self.values.tensors[name]), found[name]
+            d = d.reshape(*d.shape[:2], case.heads, case.ratio, case.key_dim).sum(3)
+            if case.qk_l2norm:
+                norm = np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+                d = d / norm - x * ((x * d).sum(-1, keepdims=True) / norm**3)
+            self._keep(name, d)
+
+    def _of_gates(self, d_a: np.ndarray) -> None:
+        case, tensors = self.case, self.values.tensors
+        if "g" not in tensors:
+            return
+        x = wide(tensors["g"])
+        x = x if x.ndim == 4 else x[..., None]
+        d_a = np.broadcast_to(d_a, x.shape)
+        if case.gate == "log_decay":
+            self._keep("g", d_a.reshape(tensors["g"].shape))
+            return
+        if "dt_bias" in tensors:
+            x = x + wide(tensors["dt_bias"]).reshape(case.value_heads, -1)
+        rate = np.exp(wide(tensors["A_log"]))[:, None] if "A_log" in tensors else np.ones((1, 1))
+        if case.gate == "softplus":
+            d_x, of_rate = -rate * sigmoid(x) * d_a, -rate * softplus(x) * d_a
+        else:
+            s = sigmoid(rate * x)
+            d_x = rate * case.lower_bound * s * sigmoid(-rate * x) * d_a
+            of_rate = x * d_x
+        self.size *= max(1.0, rate.max(initial=0) * (1.0 if case.gate == "softplus" else -case.lower_bound))
+        self._keep("g", d_x.reshape(tensors["g"].shape))
+        for name, terms, axes in (("A_log", of_rate, (0, 1, 3)), ("dt_bias", d_x, (0, 1))):
+            if name in tensors:
+                shape = tensors[name].shape
+                self._keep(name, terms.sum(axes).reshape(shape))
+                self.beside[name] = np.sqrt((terms * terms).sum(axes)).reshape(shape)
+
+    def _of_strengths(self, d_beta: np.ndarray) -> None:
+        case, given = self.case, self.values.tensors["beta"]
+        if case.beta_is_logit:
+            x = wide(given).reshape(d_beta.shape)
+            d_beta = d_beta * sigmoid(x) * sigmoid(-x) * (2 if case.allow_neg_eigval else 1)
+        self._keep("beta", d_beta.reshape(given.shape))
+
+    def in_range(self) -> bool:
+        """Whether all of it fits the dtypes that store it."""
+        finite = all(np.isfinite(getattr(self, f"d_{name}")).all() for name in self.names)
+        return finite and self.largest <= LARGEST_FP16
