@@ -61,6 +61,8 @@ constexpr Kernel kKernels[] = {
     CULA_RECURRENT_ROW("sm80", Pass::kVerify),
     CULA_CHUNKED_ROW("sm80", Pass::kSegment, sm80, StrategyKind::kAny),
     CULA_RECURRENT_ROW("sm80:step", Pass::kSegment),
+    {"sm90", Pass::kBackward, DeviceKind::kCuda, cuda::sm90::backward_supports, cuda::sm90::backward_prepare,
+     cuda::sm90::backward_predict},
     {"sm80", Pass::kBackward, DeviceKind::kCuda, cuda::sm80::backward_supports, cuda::sm80::backward_prepare},
     {"sm80:step", Pass::kBackward, DeviceKind::kCuda, cuda::recurrent::backward_supports,
      prepare<&cuda::recurrent::backward_workspace_bytes, &cuda::recurrent::backward_run>},

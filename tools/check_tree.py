@@ -40,7 +40,13 @@ MAY_INCLUDE = {
     "cuda/recurrent": (*BELOW, "cuda/backward/gradients.h"),
     "cuda/forks": BELOW,
     "cuda/sm80": (*BELOW, "cuda/chunked", "cuda/backward"),
-    "cuda/sm90": (*BELOW, "cuda/chunked", "cuda/sm90/carry", "cuda/sm90/fused"),
+    "cuda/sm90": (
+        *BELOW,
+        "cuda/chunked",
+        "cuda/backward/gradients.h",
+        "cuda/sm90/carry",
+        "cuda/sm90/fused",
+    ),
     "cuda/sm90/carry": (*BELOW, "cuda/chunked", "cuda/sm90"),
     "cuda/sm90/fused": (*BELOW, "cuda/chunked", "cuda/sm90", "cuda/sm90/carry/config.cuh"),
 }

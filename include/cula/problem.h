@@ -176,6 +176,8 @@ struct Problem {
     std::int64_t draft_tokens = 0;  // S of a tree (Args::parents)
     int chunk_tokens = kChunkTokens;
     bool batch_invariant = false;
+    bool qk_l2norm = false;
+    bool wide_d_o = false;  // backward: d_o is not of `dtype`
     // Costs to predict times with instead of the device's own (src/cuda/machines.h), in the order of Costs,
     // of the family of the problem; empty: its own. For fitting them.
     std::span<const double> costs = {};

@@ -74,6 +74,7 @@ def explain(
     lower_bound: float = -5.0,
     varlen: bool = False,
     beta_per_value: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
     checkpoints: bool = False,
     chunk_states: bool = False,
     tree: bool = False,
@@ -82,13 +83,15 @@ def explain(
     device: torch.device | str | None = None,
 ) -> Explanation:
     """Every kernel of the registry for a problem: the one that would run, the microseconds that the ways to
-    run a prefill are predicted to take on the device, and why others cannot run it, in a sentence each.
+    run it are predicted to take on the device, where there is a model, and why others cannot run it, in a
+    sentence each.
 
     algorithm: a name of `cula.algorithms()`.
     pass_name: prefill, decode, verify, segment or backward.
     gate: log_decay, softplus or bounded.
     device: a device, or an architecture that need not be here, `"sm_90"`; None is the current GPU, or else
-    the CPU. The other arguments have the names and meanings of the calls they describe (`cula.api`).
+    the CPU. The other arguments have the names and meanings of the calls they describe (`cula.api`). In a
+    backward pass the gradient of o counts as one of `dtype`.
     """
     place = _place(device)
     _check_types(str, algorithm=algorithm, pass_name=pass_name, gate=gate)
@@ -99,7 +102,7 @@ def explain(
     _fla.check_sizes("explain", **{name: value for name, value in optional.items() if value is not None})
     _check_types(torch.dtype, dtype=dtype, state_dtype=state_dtype)
     _check_types(bool, varlen=varlen, beta_per_value=beta_per_value, checkpoints=checkpoints, tree=tree)
-    _check_types(bool, chunk_states=chunk_states)
+    _check_types(bool, chunk_states=chunk_states, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if isinstance(lower_bound, bool) or not isinstance(lower_bound, float | int):
         raise TypeError(f"explain: lower_bound must be of type float, got {_ops.type_name(lower_bound)}")
     if not -math.inf < lower_bound < 0:
@@ -115,6 +118,7 @@ def explain(
             state_dtype=_name(state_dtype), gate=gate, lower_bound=lower_bound, varlen=varlen,
             beta_per_value=beta_per_value, checkpoints=checkpoints, chunk_states=chunk_states, tree=tree,
             chunk_tokens=chunk_size, batch_invariant=batch_invariant, costs="",
+            qk_l2norm=use_qk_l2norm_in_kernel,
         )  # fmt: skip
     except RuntimeError as error:
         if (reason := str(error).partition("cula: device count: ")[2]) == "":

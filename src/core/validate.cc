@@ -557,6 +557,8 @@ Problem describe(Pass pass, const Args& args, const Device& device) {
     problem.draft_tokens = args.parents ? args.parents.size[1] : 0;
     problem.chunk_tokens = args.chunk_tokens;
     problem.batch_invariant = args.batch_invariant;
+    problem.qk_l2norm = args.qk_l2norm;
+    problem.wide_d_o = args.d_o && args.d_o.dtype != args.q.dtype;
     return problem;
 }
 

@@ -69,6 +69,7 @@ struct DeviceArgs {
     Gate gate = Gate::kLogDecay;
     bool qk_l2norm = false, beta_is_logit = false, allow_neg_eigval = false, beta_per_value = false;
     bool cu_seqlens_64 = false, batch_invariant = false;
+    bool reversed = false;  // a walk of a backward call that runs from the last token to the first
     std::int32_t null_index = -1;
     std::int32_t heads = 1, value_heads = 1, group = 1, key_dim = 0, value_dim = 0,
                  chunk_tokens = kChunkTokens;
@@ -97,6 +98,9 @@ struct DeviceArgs {
     Indices state_indices, num_accepted, snapshot_indices, parents;
     States snapshots;
     std::int64_t snapshots_token = 0;
+
+    // A reversed walk: [N], false: zeros are stored in place of the sequence's final state.
+    const bool* has_final = nullptr;
 };
 
 DeviceArgs device_args(const Args& args);

@@ -326,6 +326,44 @@ def test_the_best_kernel_of_an_architecture(device, named, chosen):
         assert why == f"needs compute capability 9.0, this device has {capability}"
 
 
+@pytest.mark.skipif(
+    "sm90" not in [row.target for row in cula.explain()], reason="built without the CUDA kernels"
+)
+def test_the_backward_pass_of_an_architecture():
+    """Rules that add values and whose decay is constant are three walks on Hopper."""
+
+    def rows(algorithm="lightning", device="sm_90", **named):
+        explanation = cula.explain(algorithm, "backward", device=device, **named)
+        return explanation.chosen, {row.target: row for row in explanation}["sm90"]
+
+    longer = [rows(tokens=tokens, heads=64)[1].microseconds for tokens in (8192, 16384)]
+    assert 0 < longer[0] < longer[1]
+    for named in ({}, {"value_dim": 64}, {"dtype": torch.float16}, {"varlen": True}, {"algorithm": "linear"}):
+        chosen, row = rows(**named)
+        assert (chosen, row.verdict) == ("sm90", "chosen"), named
+    refused = [
+        ({"device": "sm_80"}, "needs compute capability 9.0, this device has 8.0"),
+        (
+            {"algorithm": "kda"},
+            "takes rules that add values as they are, without a decay or with one per head",
+        ),
+        (
+            {"algorithm": "simple_gla"},
+            "takes rules that add values as they are, without a decay or with one per head",
+        ),
+        ({"use_qk_l2norm_in_kernel": True}, "takes q and k as they are, without qk_l2norm"),
+        ({"heads": 2, "value_heads": 4}, "takes as many value heads as heads, got 4 for 2"),
+        ({"key_dim": 256}, "takes K and V up to 128, got 256 and 256"),
+        ({"value_dim": 15}, "takes V from 16 on: values are the keys of two of its walks"),
+    ]
+    for named, reason in refused:
+        chosen, row = rows(**named)
+        assert (chosen, row.verdict, row.reason) == ("sm80", "no", reason), named
+    for named in ({"dtype": torch.float32}, {"key_dim": 15}):
+        chosen, row = rows(**named)
+        assert (chosen, row.verdict) == ("sm80:step", "no"), named
+
+
 @pytest.mark.parametrize("heads", [{"heads": 0}, {"value_heads": 0}, {"tokens": 0}])
 @pytest.mark.parametrize("device", ["cpu", "sm_80", "sm_90"])
 def test_explain_of_a_call_without_anything(heads, device):

@@ -14,6 +14,7 @@
 #include "cuda/device_args.h"
 #include "cuda/limits.h"
 #include "cuda/sm80/backward_plan.h"
+#include "cuda/sm90/three_walks.h"
 #include "cuda/tile/divisor.h"
 
 namespace cula::cuda {
@@ -367,6 +368,74 @@ TEST(BackwardPlan, AChunkIsTheLeastSlab) {
     const sm80::BackwardPlan plan = backward_plan(1, 64 * 3, false, 1);
     EXPECT_EQ(plan.slab_chunks, 1);
     EXPECT_EQ(plan.slabs(), 3);
+}
+
+TEST(ThreeWalks, HaveTheTensorsOfThePrefillInOtherPlaces) {
+    using sm90::Walk;
+    DeviceArgs call;
+    backward::Gradients d;
+    float memory[9];
+    TokenRows* const rows[] = {&call.q, &call.k, &call.v, &d.d_o, &d.d_q, &d.d_k, &d.d_v};
+    for (int i = 0; i < 7; ++i) rows[i]->data = memory + i;
+    constexpr bool kHas[1] = {true};
+    call.key_dim = 96, call.value_dim = 80, call.has_initial = kHas;
+    call.initial = {memory + 7, Dtype::kFloat32, 1, 0, 96 * 80, 96, 1};
+    d.d_final = d.d_initial = {memory + 8, Dtype::kFloat32, 1, 0, 96 * 80, 1, 80};
+
+    const auto expect = [&](Walk walk, const TokenRows& q, const TokenRows& k, const TokenRows& v,
+                            const TokenRows& o) {
+        const DeviceArgs a = sm90::walk_args(call, d, walk);
+        EXPECT_EQ(a.q.data, q.data);
+        EXPECT_EQ(a.k.data, k.data);
+        EXPECT_EQ(a.v.data, v.data);
+        EXPECT_EQ(a.o.data, o.data);
+        EXPECT_EQ(a.key_dim, walk == Walk::kValue ? 96 : 80);
+        EXPECT_EQ(a.value_dim, walk == Walk::kValue ? 80 : 96);
+        return a;
+    };
+    const DeviceArgs query = expect(Walk::kQuery, d.d_o, call.v, call.k, d.d_q);
+    EXPECT_FALSE(query.reversed || query.final.data);
+    EXPECT_EQ(query.initial.data, call.initial.data);
+    EXPECT_EQ(query.has_initial, kHas);
+    EXPECT_EQ(query.initial.k, 96);
+    EXPECT_EQ(query.initial.v, 1);
+    const DeviceArgs key = expect(Walk::kKey, call.v, d.d_o, call.q, d.d_k);
+    EXPECT_TRUE(key.reversed && !key.has_initial && !key.final.data);
+    EXPECT_EQ(key.initial.data, d.d_final.data);
+    EXPECT_EQ(key.initial.v, 80);
+    const DeviceArgs value = expect(Walk::kValue, call.k, call.q, d.d_o, d.d_v);
+    EXPECT_TRUE(value.reversed && !value.has_initial);
+    EXPECT_EQ(value.has_final, kHas);
+    EXPECT_EQ(value.initial.v, 1);
+    EXPECT_EQ(value.final.data, d.d_initial.data);
+}
+
+TEST(ThreeWalks, LeaveToOthersWhatIsNoPrefill) {
+    Problem problem;
+    problem.pass = Pass::kBackward;
+    problem.algorithm = kLightning;
+    problem.heads = problem.value_heads = 2;
+    problem.key_dim = 64, problem.value_dim = 128;
+    ASSERT_TRUE(sm90::takes_three_walks(problem));
+    const Problem key = sm90::walk_problem(problem, sm90::Walk::kKey);
+    EXPECT_EQ(key.pass, Pass::kPrefill);
+    EXPECT_EQ(key.key_dim, 128);
+    EXPECT_EQ(key.value_dim, 64);
+    const auto takes = [&](auto change) {
+        Problem other = problem;
+        change(other);
+        return static_cast<bool>(sm90::takes_three_walks(other));
+    };
+    EXPECT_FALSE(takes([](Problem& other) { other.qk_l2norm = true; }));
+    EXPECT_FALSE(takes([](Problem& other) { other.wide_d_o = true; }));
+    EXPECT_FALSE(takes([](Problem& other) { other.value_heads = 4; }));
+    EXPECT_FALSE(takes([](Problem& other) { other.key_dim = 129; }));
+    EXPECT_FALSE(takes([](Problem& other) { other.value_dim = 129; }));
+    EXPECT_FALSE(takes([](Problem& other) { other.value_dim = 15; }));
+    for (const NamedAlgorithm& row : kAlgorithms)
+        EXPECT_EQ(takes([&](Problem& other) { other.algorithm = row.algorithm; }),
+                  row.algorithm == kLightning || row.algorithm == kLinearAttention)
+            << row.name;
 }
 
 TEST(Divisor, DividesLikeDivision) {

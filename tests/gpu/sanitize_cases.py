@@ -162,6 +162,17 @@ def backward(algorithm: str) -> Iterator[Call]:
     if FAMILY[algorithm][0] in ("channel", "token"):
         for gate in ("softplus", "bounded"):
             yield call(gate=gate, decay="mixed", key_dim=64, value_dim=64)
+    elif algorithm not in DELTA:  # Hopper: three walks
+        one, wide = {"heads": 1, "value_heads": 1}, {"key_dim": 128, "value_dim": 128}
+        for dtype in HALVES:
+            for K, V in ((64, 64), (128, 128), (64, 128), (128, 64), (100, 40)):
+                yield call(lengths=(450,), key_dim=K, value_dim=V, dtype=dtype, **one)
+                yield call(
+                    lengths=(65, 0, 130), packed=True, tail=3, key_dim=K, value_dim=V, dtype=dtype, **one
+                )
+            yield call(lengths=(65, *[0, 5] * 16), packed=True, dtype=dtype, **wide, **one)
+            yield call(lengths=(2047,), dtype=dtype, **wide, **one)  # in segments
+            yield call(lengths=(1100, 0, 70), packed=True, dtype=dtype, **wide, **one)
 
 
 def by_one_kernel() -> Iterator[Call]:

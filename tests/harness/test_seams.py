@@ -26,6 +26,7 @@ HOST = {
     "src/cuda/limits.h": ["-x", "c++"],
     "src/cuda/machines.h": ["-x", "c++"],
     "src/cuda/sm90/fused/rule.h": ["-x", "c++"],
+    "src/cuda/sm90/three_walks_rule.h": ["-x", "c++"],
 }
 # Instances, one of each kernel family.
 INSTANCES = (

@@ -155,7 +155,9 @@ __device__ __forceinline__ Segment own_segment(const DeviceArgs& a, const Schedu
     return own;
 }
 
-template <int kKey, bool kMaps>
+// Segments and chunks count in the order of the walk. kEitherWay: it may be reversed (DeviceArgs), so that
+// the first chunk of its first segment is the last one of the sequence, which may have fewer tokens.
+template <int kKey, bool kMaps, bool kEitherWay = false>
 struct SegmentCursor {
     static constexpr int kRows = kTokens<kKey>;
 
@@ -168,7 +170,8 @@ struct SegmentCursor {
     RowWindow rows;
     std::int64_t first_token = 0;
     std::int32_t sequence_chunk = 0;  // the sequence's first chunk, among those of the call
-    int batch = 0, last_count = 0;    // last_count: tokens of the last chunk; all others are full
+    int batch = 0, last_count = 0;    // last_count: tokens of the last chunk (reversed: of the sequence's
+                                      // first); all others are full
     StateSlots slots;
     bool starts_sequence = false, ends_sequence = false;
 
@@ -190,11 +193,20 @@ struct SegmentCursor {
         const TokenRange tokens = tokens_of(a, segment.sequence);
         slots = states_of(a, segment.sequence);
         starts_sequence = segment.chunk == 0, ends_sequence = chunk_start(segment.chunks) >= tokens.length;
-        batch = static_cast<int>(tokens.batch), first_token = tokens.begin + chunk_start(0);
+        batch = static_cast<int>(tokens.batch);
+        if (reversed()) {
+            const std::int64_t begin = (std::int64_t{ceil_div(tokens.length, kRows)} - 1) * kRows;
+            first_token = tokens.begin + begin - chunk_start(0);
+            last_count = static_cast<int>(tokens.length - begin);
+            return;
+        }
+        first_token = tokens.begin + chunk_start(0);
         if (segment.chunks > 0)
             last_count = static_cast<int>(
                 min(tokens.length - chunk_start(segment.chunks - 1), static_cast<std::int64_t>(kRows)));
     }
+
+    __device__ __forceinline__ bool reversed() const { return kEitherWay && a.reversed; }
 
     // Moves the start of a map to the last chunks that suffice to
     // forget the state before them (kForgotten). Warp-collective.
@@ -235,8 +247,10 @@ struct SegmentCursor {
         if (kMaps) return;
         if (a.cu_seqlens && number == 0 && schedule.slab_begin == 0)
             zero_outputs(0, a.sequences > 0 ? Offsets(a).at(a.sequences) : 0, a.tokens);
-        if (segment.sequence >= 0 && slots.skipped)
-            zero_outputs(batch, first_token, token(segment.chunks - 1) + last_count);
+        if (segment.sequence >= 0 && slots.skipped) {
+            const int last = segment.chunks - 1, from = reversed() ? last : 0, to = reversed() ? 0 : last;
+            zero_outputs(batch, token(from), token(to) + count(to));
+        }
     }
 
     // Tokens of the sequence before chunk `chunk` of the segment.
@@ -245,15 +259,17 @@ struct SegmentCursor {
     }
     // First token of chunk `chunk`, and its number of tokens.
     __device__ __forceinline__ std::int64_t token(int chunk) const {
-        return first_token + static_cast<std::int64_t>(chunk) * kRows;
+        return first_token + static_cast<std::int64_t>(reversed() ? -chunk : chunk) * kRows;
     }
     __device__ __forceinline__ int count(int chunk) const {
-        return chunk + 1 < segment.chunks ? kRows : last_count;
+        if (!kEitherWay) return chunk + 1 < segment.chunks ? kRows : last_count;
+        return chunk == (a.reversed ? -segment.chunk : segment.chunks - 1) ? last_count : kRows;
     }
 
     __device__ __forceinline__ void zero_outputs(std::int64_t batch, std::int64_t first,
                                                  std::int64_t last) const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
+        if (kEitherWay && !a.o.data) return;
         for (std::int64_t t = first; t < last; ++t)
             if (lane < kWarpRows && rows.first + lane < a.value_dim)
                 store_row(a.o.data, a.o.dtype, a.o.offset(batch, t, value_head) + rows.first + lane, 0.0f);
@@ -314,8 +330,11 @@ struct SegmentCursor {
                     to = of_m ? p.map_m : p.map_b, base = to.offset(p.map_b.slots ? n : number, value_head);
                 else if (!ends_sequence && segment.rank + 1 == segment.count)
                     to = p.slab_end, base = to.offset(n, value_head);
-                else if (ends_sequence && slots.final >= 0)
+                else if (ends_sequence && slots.final >= 0) {
                     to = a.final, base = to.offset(slots.final, value_head);
+                    if (kEitherWay && a.has_final && !a.has_final[n])
+                        each_pair(state, [](float2& pair, int, int) { pair = {}; });
+                }
             } else if (m == -1) {
                 if (end || !a.chunk_states.data || before % a.chunk_tokens != 0) continue;
                 const ChunkStates dense = chunk_states_of(a, n, value_head, chunk_states_before());

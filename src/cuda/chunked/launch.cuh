@@ -81,7 +81,7 @@ public:
           plan_(plan),
           found_(plan.found),
           workspace_(plan, call.workspace, call.kept, found_),
-          early_(call.follows) {
+          early_(call.follows, call.goes_on) {
         p_.is_compensated = workspace_.is_compensated, p_.fading = workspace_.fading;
         p_.starts = float_states(workspace_.starts, 0, a_.value_heads, a_.value_dim, kKey);
         p_.map_b = float_states(workspace_.map_b, 0, a_.value_heads, a_.value_dim, kKey);
@@ -237,24 +237,26 @@ private:
 
 // A planned prefill or segment call.
 template <ChunkedTarget Carry, Update kUpdate>
-class PreparedPrefill final : public Prepared {
+class PreparedPrefill final : public PreparedCall {
 public:
     PreparedPrefill(const PrefillPlan& plan, std::size_t workspace_bytes, std::size_t kept_bytes)
-        : Prepared(workspace_bytes, kept_bytes), plan_(plan) {}
+        : PreparedCall(workspace_bytes, kept_bytes), plan_(plan) {}
 
     void run(const Args& args, const Context& context) const override {
         const DeviceGuard guard(context.device.index);
         const Call call = make_call(args, context);
         if (plan_.found && !call.kept) throw Error("run: args must be those of the plan, got no kept");
-        Launches<Carry, kUpdate>(call, plan_).run();
+        launch(call);
     }
+
+    void launch(const Call& call) const override { Launches<Carry, kUpdate>(call, plan_).run(); }
 
 private:
     PrefillPlan plan_;
 };
 
 template <ChunkedTarget Carry, Update kUpdate>
-PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wanted) {
+PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wanted) {
     using Layout = Workspace<typename Carry::Type, Carry::kKey, Carry::kPerChannel, kUpdate>;
     const CarryTraits traits = traits_of<Carry>(problem);
     const auto refuse = [&](const std::string& reason) {
@@ -302,8 +304,8 @@ PreparedPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wa
 }
 
 template <ChunkedTarget Carry>
-PreparedPtr prepare_prefill(const Problem& problem, const Args& args, StrategyKind wanted) {
-    PreparedPtr prepared;
+PreparedCallPtr prepare_prefill(const Problem& problem, const Args& args, StrategyKind wanted) {
+    PreparedCallPtr prepared;
     with_update(problem.algorithm.update, [&]<Update kUpdate>(UpdateConstant<kUpdate>) {
         prepared = prepare_as<Carry, kUpdate>(problem, args, wanted);
     });

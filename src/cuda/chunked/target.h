@@ -15,10 +15,12 @@
 namespace cula::cuda::chunked {
 
 // Programmatic dependent launch: decides for one launch after the other whether it may start before the
-// kernel before it ends. The first launch of a call never does.
+// kernel before it ends. The first launch of a call never does. goes_on: the launches before are of the same
+// call.
 class EarlyStarts {
 public:
-    explicit EarlyStarts(bool available) : allowed_(available), available_(available) {}
+    explicit EarlyStarts(bool available, bool goes_on = false)
+        : allowed_(available), available_(available), first_(!goes_on) {}
 
     void allow(bool allowed) { allowed_ = available_ && allowed; }
     LaunchShape operator()(LaunchShape of) {
@@ -28,7 +30,7 @@ public:
     }
 
 private:
-    bool allowed_, available_, first_ = true;
+    bool allowed_, available_, first_;
 };
 
 // What a target's launches read. operands: of the slab; null if the strategy needs none.

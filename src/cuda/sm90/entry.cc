@@ -3,11 +3,16 @@
 #include "cuda/sm90/entry.h"
 
 #include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
 
 #include "core/check.h"
 #include "cuda/chunked/entry.h"
+#include "cuda/pipe/launch.h"
 #include "cuda/sm90/fused/rule.h"
 #include "cuda/sm90/launch.h"
+#include "cuda/sm90/three_walks.h"
 
 namespace cula::cuda::sm90 {
 
@@ -38,15 +43,45 @@ chunked::Candidates candidates(Problem problem) {
     });
 }
 
+Support runs_on(const Device& device) {
+    if (device.compute_capability == 90) return Support::yes();
+    return Support::no("needs compute capability 9.0, this device has " +
+                       std::to_string(device.compute_capability / 10) + "." +
+                       std::to_string(device.compute_capability % 10));
+}
+
 Support takes(const Problem& problem) {
-    if (problem.device.compute_capability != 90)
-        return Support::no("needs compute capability 9.0, this device has " +
-                           std::to_string(problem.device.compute_capability / 10) + "." +
-                           std::to_string(problem.device.compute_capability % 10));
+    if (Support any = runs_on(problem.device); !any) return any;
     if (problem.key_dim > 128)
         return Support::no("takes K up to 128, got " + std::to_string(problem.key_dim));
     return chunked::supports(problem);
 }
+
+// A planned backward call.
+class ThreeWalks final : public Prepared {
+public:
+    // swapped: the plan of the two walks that are transposed.
+    ThreeWalks(PreparedCallPtr swapped, PreparedCallPtr values)
+        : Prepared(std::max(swapped->workspace_bytes(), values->workspace_bytes()), 0),
+          swapped_(std::move(swapped)),
+          values_(std::move(values)) {}
+
+    void run(const Args& args, const Context& context) const override {
+        const DeviceGuard guard(context.device.index);
+        Call call = make_call(args, context);
+        const DeviceArgs whole = call.args;
+        const backward::Gradients d = backward::gradients(args);
+        for (const Walk walk : kWalks) {
+            call.args = walk_args(whole, d, walk);
+            if (!call.args.o.data && !call.args.final.data) continue;
+            (is_transposed(walk) ? swapped_ : values_)->launch(call);
+            call.goes_on = true;
+        }
+    }
+
+private:
+    PreparedCallPtr swapped_, values_;
+};
 
 Support takes_fused(const Problem& problem) {
     if (!varies_by_channel(problem.algorithm.decay) || !fuses(problem.algorithm.update))
@@ -82,6 +117,31 @@ Prediction predict(const Problem& problem) {
     const chunked::Candidates all = candidates(problem);
     const chunked::Candidate* const chosen = all.choose(kWanted);
     return chosen ? Prediction(chosen->expected) : std::nullopt;
+}
+
+Support backward_supports(const Problem& problem) {
+    if (Support any = runs_on(problem.device); !any) return any;
+    if (Support any = takes_three_walks(problem); !any) return any;
+    for (const Walk walk : kWalks)
+        if (Support any = chunked::supports(walk_problem(problem, walk)); !any) return any;
+    return Support::yes();
+}
+
+PreparedPtr backward_prepare(const Problem& problem, const Args&, const Context&) {
+    const auto prepared = [&](Walk walk) {
+        const Problem of_walk = walk_problem(problem, walk);
+        return with_instance(of_walk, [&]<class T, int kKey, bool kPerChannel>() {
+            return prepare_prefill<T, kKey, kPerChannel>(of_walk, Args{}, StrategyKind::kAny);
+        });
+    };
+    return std::make_shared<const ThreeWalks>(prepared(Walk::kKey), prepared(Walk::kValue));
+}
+
+Prediction backward_predict(const Problem& problem) {
+    double microseconds = 0.0;
+    for (const Walk walk : kWalks)
+        microseconds += candidates(walk_problem(problem, walk)).choose(StrategyKind::kAny)->expected;
+    return microseconds;
 }
 
 template Support supports<StrategyKind::kAny>(const Problem&);

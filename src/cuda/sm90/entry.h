@@ -16,4 +16,9 @@ PreparedPtr prepare(const Problem& problem, const Args& args, const Context& con
 template <chunked::StrategyKind kWanted>
 Prediction predict(const Problem& problem);
 
+// Backward, as three walks of the carry (three_walks.h).
+Support backward_supports(const Problem& problem);
+PreparedPtr backward_prepare(const Problem& problem, const Args& args, const Context& context);
+Prediction backward_predict(const Problem& problem);
+
 }  // namespace cula::cuda::sm90

@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "core/kernel.h"
+#include "cuda/call.h"
 #include "cuda/chunked/plan.h"
 
 namespace cula::cuda::sm90 {
@@ -26,6 +27,6 @@ inline bool fuses_gate(Gate gate, float lower_bound) {
 template <class T, int kKey, bool kPerChannel>
 chunked::Candidates prefill_candidates(const Problem& problem);
 template <class T, int kKey, bool kPerChannel>
-PreparedPtr prepare_prefill(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
+PreparedCallPtr prepare_prefill(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
 
 }  // namespace cula::cuda::sm90

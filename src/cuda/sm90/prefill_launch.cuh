@@ -136,7 +136,7 @@ chunked::Candidates prefill_candidates(const Problem& problem) {
 }
 
 template <class T, int kKey, bool kPerChannel>
-PreparedPtr prepare_prefill(const Problem& problem, const Args& args, StrategyKind wanted) {
+PreparedCallPtr prepare_prefill(const Problem& problem, const Args& args, StrategyKind wanted) {
     return chunked::prepare_prefill<WarpgroupCarry<T, kKey, kPerChannel>>(problem, args, wanted);
 }
 

@@ -72,7 +72,8 @@ inline bool encode_map(CUtensorMap& map, const TokenRows& rows, Dtype dtype, std
                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// The maps of a carry that reads v; k (and q, if `outputs`) if `keys`; and that writes o if `outputs`.
+// The maps of a carry that reads v; k (and q, if `outputs`) if `keys`; and that writes o if `outputs`. A
+// backward call may have no o.
 inline CarryMaps carry_maps(const DeviceArgs& a, Dtype dtype, bool keys, bool outputs, int tile_tokens) {
     CarryMaps maps;
     const std::int64_t batches = a.cu_seqlens ? 1 : a.sequences;
@@ -84,7 +85,7 @@ inline CarryMaps carry_maps(const DeviceArgs& a, Dtype dtype, bool keys, bool ou
     maps.inputs =
         map(maps.v, a.v, a.value_heads, a.value_dim) &&
         (!keys || (map(maps.k, a.k, heads, a.key_dim) && (!outputs || map(maps.q, a.q, heads, a.key_dim))));
-    maps.outputs = outputs && map(maps.o, a.o, a.value_heads, a.value_dim);
+    maps.outputs = outputs && a.o.data && map(maps.o, a.o, a.value_heads, a.value_dim);
     return maps;
 }
 

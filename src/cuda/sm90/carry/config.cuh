@@ -46,6 +46,10 @@ inline constexpr int kMaxStages = 4;
 template <bool kDelta, bool kPerChannel>
 inline constexpr bool kMakesScores = !kDelta && !kPerChannel;
 
+// Walks of backward calls, which may be reversed, are those of this form alone.
+template <int kKey, bool kDelta, bool kPerChannel, bool kMaps>
+using CarryCursor = SegmentCursor<kKey, kMaps, kMakesScores<kDelta, kPerChannel>>;
+
 template <bool kScores>
 inline constexpr int kHelperWarpgroups = kScores ? 2 : 1;
 template <bool kScores>
@@ -61,7 +65,8 @@ template <bool kScores>
 inline constexpr int kStateRegisters = kScores ? 176 : 216;
 
 // A lower triangle (inverse or scores) in a stage. wgmma reads whole squares, so a stage holds full-height
-// panels of 16 columns whose part above the diagonal is zero.
+// panels of 16 columns whose part above the diagonal is zero. Scores of a reversed walk are an upper
+// triangle, in the same panels.
 template <int kSize>
 struct Panels {
     using Lower = Triangle<kSize>;
@@ -114,14 +119,17 @@ struct CarryStage {
     StageKeys<Rows, kDelta && kPerChannel> keys;
     [[no_unique_address]] OnlyIf<!kMaps, Rows, 2> query;  // Q~, or q with one decay per token
 
-    // Zeros the blocks above the diagonals of T and A, once per kernel: no copy ever writes there. Called by
-    // all threads of the CTA.
-    __device__ __forceinline__ void clear_upper() {
+    // Zeros the blocks above the diagonals of T and A, once per kernel: no copy ever writes there. Where the
+    // carry makes the scores, those below it as well: a reversed walk writes none of them. Called by all
+    // threads of the CTA.
+    __device__ __forceinline__ void clear_squares() {
         using P = Panels<kRows>;
         constexpr int kUnits = (kDelta + !kMaps) * static_cast<int>(sizeof(Square) / 16);
         auto* const units = reinterpret_cast<uint4*>(this);
         for (int i = static_cast<int>(threadIdx.x); i < kUnits; i += static_cast<int>(blockDim.x))
-            if (i % P::kUnits < P::lower_begin(i / P::kUnits % P::Lower::kBlocks)) units[i] = uint4{};
+            if (kMakesScores<kDelta, kPerChannel> ||
+                i % P::kUnits < P::lower_begin(i / P::kUnits % P::Lower::kBlocks))
+                units[i] = uint4{};
     }
 };
 
@@ -129,7 +137,8 @@ struct CarryStage {
 //   decay per channel   decay[k]: the whole chunk's decay of channel k, which multiplies S
 //   decay per token     k_factor[t] multiplies column t of R = S k^T, q_factor[t] column t of S q^T, and
 //                       k_rest[t], the decay from token t to the chunk's end, column t of U; decay[0] is the
-//                       whole chunk's decay
+//                       whole chunk's decay. In a reversed walk q_factor is the decay from token t to the
+//                       chunk's end, and k_rest the scale times the decay from the chunk's start to token t
 template <int kKey, bool kPerChannel>
 struct alignas(kChunkAlignment) Factors {
     float decay[kKey];

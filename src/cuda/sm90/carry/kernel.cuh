@@ -10,6 +10,10 @@
 // of R, S q^T and U instead. Maps: B is the final S from zero; M is the final S from the identity where all
 // values are zero. (ALGORITHM.md writes the transposes.)
 //
+// Kernels that make the scores themselves may be launched reversed (DeviceArgs), for walks of a backward
+// call: from the last chunk of a sequence to its first, with A an upper triangle. Only the segment cursor and
+// the score role know.
+//
 // Grid: row blocks x value heads x segments, row blocks fastest. A row block is 64 or 128 value rows; for
 // maps of delta rules further row blocks are rows of M. Clusters of 1, 2 or 4 row blocks of one head share
 // the copies of chunk operands.
@@ -79,7 +83,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
     const int role = warp / kWarpgroupWarps - warpgroups;  // negative: state
     const CarryShared<T, kKey, kDelta, kPerChannel, kMaps> shared(memory, p.stages, warpgroups);
     CarryControl& control = shared.control;
-    for (int stage = 0; stage < p.stages; ++stage) shared.stage(stage).clear_upper();
+    for (int stage = 0; stage < p.stages; ++stage) shared.stage(stage).clear_squares();
     fence_async_proxy();
     // Setup that reads nothing of the kernels before runs before the PDL wait, while they end.
     if (thread == 0) {
@@ -126,8 +130,8 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         if (thread == 0) control.segment = segment;
     }
     __syncthreads();
-    const SegmentCursor<kKey, kMaps> cursor(a, schedule, p, control.segment, role < 0 ? warp : 0,
-                                            warpgroups * kWarpgroupWarps);
+    const CarryCursor<kKey, kDelta, kPerChannel, kMaps> cursor(
+        a, schedule, p, control.segment, role < 0 ? warp : 0, warpgroups * kWarpgroupWarps);
     if (role < 0) cursor.zero_skipped(schedule);
     // nothing() must be uniform in a cluster, whose CTAs meet in sync_cluster() below: they are row blocks of
     // one segment and head, and differ only in `of_m`. Of that nothing() asks where first_m is false, and a

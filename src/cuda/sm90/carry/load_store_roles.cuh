@@ -59,7 +59,7 @@ struct LoadRole {
 
     const DeviceArgs& a;
     const CarryMaps& maps;
-    const SegmentCursor<kKey, kMaps>& cursor;
+    const CarryCursor<kKey, kDelta, kPerChannel, kMaps>& cursor;
     const Operands* operands;            // of the segment's first chunk
     const std::int32_t* is_compensated;  // of the segment's first chunk
     const Shared& shared;
@@ -162,11 +162,15 @@ struct LoadRole {
         }
     }
 
+    // Rows that there are to copy without TMA. A gradient that a backward call does not get is zero.
+    __device__ __forceinline__ int count(const TokenRows& rows, int chunk) const {
+        return kReadsOperands || rows.data ? cursor.count(chunk) : 0;
+    }
     __device__ __forceinline__ void copy_key_rows(const TokenRows& rows, int chunk, unsigned char* to) const {
         const T* from = static_cast<const T*>(rows.data) +
                         rows.offset(cursor.batch, cursor.token(chunk), a.by_group.divide(cursor.value_head));
         copy_rows<T, Stage::kRows, kKey / 8>(
-            to, from, rows.token, cursor.count(chunk), a.key_dim, aligned<T>(rows, a.key_dim),
+            to, from, rows.token, count(rows, chunk), a.key_dim, aligned<T>(rows, a.key_dim),
             [](int token, int unit) { return OperandTile<kKey, false>::unit(token, unit) * 16; });
     }
 
@@ -184,8 +188,7 @@ struct LoadRole {
             const int row = cursor.rows.first + warpgroup * kWarpgroupRows;
             copy_rows<T, Stage::kRows, kWarpgroupRows / 8>(
                 to + Shared::kValues + warpgroup * Shared::kRowTileBytes, from + row, a.v.token,
-                cursor.count(chunk), a.value_dim - row, aligned<T>(a.v, a.value_dim),
-                [](int token, int unit) {
+                count(a.v, chunk), a.value_dim - row, aligned<T>(a.v, a.value_dim), [](int token, int unit) {
                     return Tile<Stage::kRows, kWarpgroupRows>::unit(token, unit) * 16;
                 });
         }
@@ -265,7 +268,7 @@ struct StoreRole {
 
     const DeviceArgs& a;
     const CUtensorMap& map;
-    const SegmentCursor<kKey, false>& cursor;
+    const CarryCursor<kKey, kDelta, kPerChannel, false>& cursor;
     const Shared& shared;
 
     __device__ __forceinline__ void run() const {

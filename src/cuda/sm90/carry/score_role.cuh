@@ -7,6 +7,10 @@
 //   the factors of every token (Factors)
 // G are log2 decays from the chunk's start. One warpgroup computes q k^T by wgmma; warp w holds rows 16 w to
 // 16 w + 15 of A.
+//
+// A reversed walk (DeviceArgs), whose decay is the same for every token and which has no norms:
+//   A[i, j] = scale exp2(G_j - G_i) (q_i . k_j)   for j >= i, else 0
+// Its state is the gradient of a state. That has the scale from the tokens that it sums, not from the reader.
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
@@ -28,7 +32,7 @@ struct ScoreRole {
     using Place = OperandTile<kKey, false>;
 
     const DeviceArgs& a;
-    const SegmentCursor<kKey, kMaps>& cursor;
+    const CarryCursor<kKey, false, false, kMaps>& cursor;
     const Shared& shared;
     int stages;
     CarryControl& control = shared.control;
@@ -79,13 +83,22 @@ struct ScoreRole {
         return a.qk_l2norm ? control.norms[which][token] : 1.0f;
     }
 
-    // Writes the Factors of the chunk in a stage: one thread per token.
+    // Writes the Factors of a chunk of `count` tokens in a stage: one thread per token. The log decays may be
+    // those of more tokens.
+    template <bool kReversed>
     __device__ __forceinline__ void store_factors(F& of, int count) const {
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
         if (thread >= kRows) return;
-        const float whole = control.log_decay[kRows - 1], log_decay = control.log_decay[thread];
-        of.q_factor[thread] = a.scale * norm(0, thread) * exp2_fast(log_decay);
-        of.k_rest[thread] = thread < count ? norm(1, thread) * exp2_fast(whole - log_decay) : 0.0f;
+        const float whole = control.log_decay[count - 1],
+                    log_decay = control.log_decay[min(thread, count - 1)];
+        const float from_start = exp2_fast(log_decay), to_end = exp2_fast(whole - log_decay);
+        if constexpr (kReversed) {
+            of.q_factor[thread] = to_end;
+            of.k_rest[thread] = thread < count ? a.scale * from_start : 0.0f;
+        } else {
+            of.q_factor[thread] = a.scale * norm(0, thread) * from_start;
+            of.k_rest[thread] = thread < count ? norm(1, thread) * to_end : 0.0f;
+        }
         of.decay[thread] = exp2_fast(whole);
     }
 
@@ -103,10 +116,11 @@ struct ScoreRole {
         wgmma::commit();
     }
 
-    // Waits for the products, multiplies each by factor(tile, half, second), zeros those of later tokens, and
-    // writes the scores to the stage. `half` selects the lane's row (l/4 or l/4 + 8 of the warp's 16 rows),
-    // `second` the first or second of its two columns in an 8-column tile.
-    template <class Factor>
+    // Waits for the products, multiplies each by factor(tile, half, second), zeros those of later tokens
+    // (with kReversed: of earlier ones), and writes the scores to the stage. `half` selects the lane's row
+    // (l/4 or l/4 + 8 of the warp's 16 rows), `second` the first or second of its two columns in an 8-column
+    // tile.
+    template <bool kReversed, class Factor>
     __device__ __forceinline__ void store_scores(Stage& stage, Products& product, Factor factor) const {
         wgmma::wait<0>();
         wgmma::hold(product);
@@ -117,12 +131,13 @@ struct ScoreRole {
         for (int tile = 0; tile < kRows / 8; ++tile)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                if (tile * 8 >= first + 16) continue;  // above the diagonal; uniform in the warp
+                // On the side of the diagonal that is zero; uniform in the warp.
+                if (kReversed ? tile * 8 + 8 <= first : tile * 8 >= first + 16) continue;
                 const int i = first + lane / 4 + 8 * half, j = tile * 8 + lane % 4 * 2;
                 float2 pair{product[tile][2 * half] * factor(tile, half, 0),
                             product[tile][2 * half + 1] * factor(tile, half, 1)};
-                if (j > i) pair.x = 0.0f;
-                if (j + 1 > i) pair.y = 0.0f;
+                if (kReversed ? j < i : j > i) pair.x = 0.0f;
+                if (kReversed ? j + 1 < i : j + 1 > i) pair.y = 0.0f;
                 words[Panels<kRows>::unit(i, tile) * 4 + lane % 4] = pack2<T>(pair.x, pair.y);
             }
         fence_async_proxy();
@@ -145,6 +160,7 @@ struct ScoreRole {
 
     // Heads whose decay is the same for every token: the factor of a pair depends only on the distance i - j.
     // Each lane keeps its 18 factors in registers for the whole segment.
+    template <bool kReversed>
     __device__ __forceinline__ void run_alike(const HeadGate& gate) const {
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads, lane = thread % 32;
         if (thread < 32) make_decays(gate, 0, kRows);
@@ -154,7 +170,8 @@ struct ScoreRole {
         for (int x = 0; x <= kRows / 8; ++x)
 #pragma unroll
             for (int second = 0; second < 2; ++second) {
-                const int distance = thread / 32 * 16 + lane / 4 - 8 * (x - 1) - lane % 4 * 2 - second;
+                const int behind = thread / 32 * 16 + lane / 4 - 8 * (x - 1) - lane % 4 * 2 - second,
+                          distance = kReversed ? -behind : behind;
                 by_distance[x][second] = distance < 0 ? 0.0f
                                          : distance == 0
                                              ? a.scale
@@ -165,14 +182,11 @@ struct ScoreRole {
             [[maybe_unused]] Products product;
             wait_for_operands();
             if constexpr (!kMaps) multiply(product, at);
-            if (count < kRows) {
-                sync_role();
-                if (thread < 32) make_decays(gate, chunk, count);
-                sync_role();
-            }
-            if (chunk < stages || count < kRows) store_factors(of, count);  // once per stage: they stay valid
+            // Once per stage, where they stay valid, but for a chunk that is not full: the last one, or the
+            // first one of a reversed walk, which comes back to its stage.
+            if (chunk < stages + kReversed || count < kRows) store_factors<kReversed>(of, count);
             if constexpr (!kMaps)
-                store_scores(at, product, [&](int tile, int half, int second) {
+                store_scores<kReversed>(at, product, [&](int tile, int half, int second) {
                     return by_distance[tile - half + 1][second];
                 });
         });
@@ -180,7 +194,8 @@ struct ScoreRole {
 
     __device__ __forceinline__ void run() const {
         const HeadGate gate(a, cursor.value_head);
-        if (a.algorithm.decay != kTokenDecay && !a.qk_l2norm) return run_alike(gate);
+        if (cursor.reversed()) return run_alike<true>(gate);
+        if (a.algorithm.decay != kTokenDecay && !a.qk_l2norm) return run_alike<false>(gate);
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
         each_chunk([&](int chunk, Stage& at, F& of, auto wait_for_operands) {
             const int count = cursor.count(chunk);
@@ -191,12 +206,12 @@ struct ScoreRole {
             if (a.qk_l2norm) make_norms(at);
             if constexpr (!kMaps) multiply(product, at);
             sync_role();
-            store_factors(of, count);
+            store_factors<false>(of, count);
             if constexpr (!kMaps) {
                 const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
                 const float decays[2] = {control.log_decay[row], control.log_decay[row + 8]};
                 const float scales[2] = {a.scale * norm(0, row), a.scale * norm(0, row + 8)};
-                store_scores(at, product, [&](int tile, int half, int second) {
+                store_scores<false>(at, product, [&](int tile, int half, int second) {
                     const int column = tile * 8 + lane % 4 * 2 + second;
                     return scales[half] * norm(1, column) *
                            exp2_fast(decays[half] - control.log_decay[column]);

@@ -35,7 +35,7 @@ struct StateRole {
     using Shared = CarryShared<T, kKey, kDelta, kPerChannel, kMaps>;
     using Stage = typename Shared::Stage;
     using F = typename Shared::F;
-    using W = SegmentCursor<kKey, kMaps>;
+    using W = CarryCursor<kKey, kDelta, kPerChannel, kMaps>;
     static constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
     static constexpr int kRows = Stage::kRows, kBlocks = kRows / 16;
     using Place = OperandTile<kKey, kPerChannel>;
@@ -180,8 +180,10 @@ struct StateRole {
         fence_async_proxy();
         control.out.ready[warpgroup].arrive();
     }
-    // Stores O from registers where it has no tensor map (another dtype, or strides that TMA cannot take).
+    // Stores O from registers where it has no tensor map (another dtype, or strides that TMA cannot take). A
+    // backward call that wants the gradient of the initial state alone has no O.
     __device__ __forceinline__ void store_out(Product& out, const W& cursor, int chunk) const {
+        if (kScores && !a.o.data) return;
         const int count = cursor.count(chunk), row = cursor.rows.row(), lane_token = RowWindow::channel();
         const std::int64_t to =
             a.o.offset(cursor.batch, cursor.token(chunk), cursor.value_head) + lane_token * a.o.token + row;

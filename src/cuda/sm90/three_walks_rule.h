@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// For which algorithms the gradients are three walks of the carry (three_walks.h).
+#pragma once
+
+#include "cula/algorithm.h"
+
+namespace cula::cuda::sm90 {
+
+constexpr bool has_three_walks(Algorithm algorithm) {
+    switch (algorithm.update) {
+        case Update::kAdditive:
+            return !varies_by_token(algorithm.decay) && !varies_by_channel(algorithm.decay);
+        case Update::kDelta: return false;
+    }
+    return false;
+}
+
+}  // namespace cula::cuda::sm90
