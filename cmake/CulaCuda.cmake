@@ -131,14 +131,13 @@ function(cula_add_cuda_target name architectures)
   target_sources(cula PRIVATE ${host_sources} $<TARGET_OBJECTS:${target}>)
 endfunction()
 
-file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cc"
-     "${PROJECT_SOURCE_DIR}/src/cuda/backward/*.cc")
+file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cc")
 target_sources(cula PRIVATE ${cuda_sources})
 target_compile_definitions(cula PRIVATE CULA_WITH_CUDA=1)
 target_link_libraries(cula PRIVATE CUDA::cudart_static)
 set(CULA_WITH_CUDA ON)  # for culaConfig.cmake and cula.build_info()
 
-foreach(folder IN ITEMS chunked recurrent forks sm80)
+foreach(folder IN ITEMS chunked backward recurrent forks sm80)
   cula_add_cuda_target(${folder} "${CULA_CUDA_ARCHITECTURES}")
 endforeach()
 cula_add_cuda_target(sm90 "90a-real")

@@ -41,6 +41,11 @@ namespace {
      cuda::target::prepare<strategy>,                  \
      (pass) == Pass::kPrefill ? cuda::target::predict<strategy> : nullptr}
 
+// A chunked backward call, likewise.
+#define CULA_BACKWARD_ROW(name, target, strategy)                                         \
+    {name, Pass::kBackward, DeviceKind::kCuda, cuda::target::backward_supports<strategy>, \
+     cuda::target::backward_prepare<strategy>}
+
 #if defined(CULA_WITH_CUDA)
 using cuda::chunked::StrategyKind;
 #endif
@@ -61,9 +66,14 @@ constexpr Kernel kKernels[] = {
     CULA_RECURRENT_ROW("sm80", Pass::kVerify),
     CULA_CHUNKED_ROW("sm80", Pass::kSegment, sm80, StrategyKind::kAny),
     CULA_RECURRENT_ROW("sm80:step", Pass::kSegment),
-    {"sm90", Pass::kBackward, DeviceKind::kCuda, cuda::sm90::backward_supports, cuda::sm90::backward_prepare,
-     cuda::sm90::backward_predict},
-    {"sm80", Pass::kBackward, DeviceKind::kCuda, cuda::sm80::backward_supports, cuda::sm80::backward_prepare},
+    {"sm90:three_walks", Pass::kBackward, DeviceKind::kCuda, cuda::sm90::three_walks_supports,
+     cuda::sm90::three_walks_prepare, cuda::sm90::three_walks_predict},
+    CULA_BACKWARD_ROW("sm90", sm90, StrategyKind::kAny),
+    CULA_BACKWARD_ROW("sm90:whole", sm90, StrategyKind::kWhole),
+    CULA_BACKWARD_ROW("sm90:segments", sm90, StrategyKind::kSegments),
+    CULA_BACKWARD_ROW("sm80", sm80, StrategyKind::kAny),
+    CULA_BACKWARD_ROW("sm80:whole", sm80, StrategyKind::kWhole),
+    CULA_BACKWARD_ROW("sm80:segments", sm80, StrategyKind::kSegments),
     {"sm80:step", Pass::kBackward, DeviceKind::kCuda, cuda::recurrent::backward_supports,
      prepare<&cuda::recurrent::backward_workspace_bytes, &cuda::recurrent::backward_run>},
 #endif

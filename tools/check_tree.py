@@ -43,11 +43,13 @@ MAY_INCLUDE = {
     "cuda/sm90": (
         *BELOW,
         "cuda/chunked",
-        "cuda/backward/gradients.h",
+        "cuda/backward",
         "cuda/sm90/carry",
         "cuda/sm90/fused",
+        "cuda/sm90/walks",
     ),
     "cuda/sm90/carry": (*BELOW, "cuda/chunked", "cuda/sm90"),
+    "cuda/sm90/walks": (*BELOW, "cuda/chunked", "cuda/backward", "cuda/sm90/carry"),
     "cuda/sm90/fused": (*BELOW, "cuda/chunked", "cuda/sm90", "cuda/sm90/carry/config.cuh"),
 }
 

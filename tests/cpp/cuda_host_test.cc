@@ -10,10 +10,10 @@
 #include <stdexcept>
 #include <utility>
 
+#include "cuda/backward/plan.h"
 #include "cuda/chunked/plan.h"
 #include "cuda/device_args.h"
 #include "cuda/limits.h"
-#include "cuda/sm80/backward_plan.h"
 #include "cuda/sm90/three_walks.h"
 #include "cuda/tile/divisor.h"
 
@@ -325,8 +325,8 @@ TEST(Policy, CarriesWaitPerChunkWherePrepareEndsRaggedly) {
 }
 
 // A backward call whose chunks take `bytes` each: of so many sequences in a slab of at most `slab_bytes`.
-sm80::BackwardPlan backward_plan(std::int64_t sequences, std::int64_t tokens, bool packed,
-                                 std::size_t slab_bytes) {
+backward::BackwardPlan backward_plan(std::int64_t sequences, std::int64_t tokens, bool packed,
+                                     std::size_t slab_bytes) {
     Problem problem;
     problem.pass = Pass::kBackward;
     problem.algorithm = {Decay::kPerChannel, Update::kDelta};
@@ -338,34 +338,34 @@ sm80::BackwardPlan backward_plan(std::int64_t sequences, std::int64_t tokens, bo
     Args args;
     float number = 0.0f;
     args.d_q.data = &number;
-    return sm80::plan_backward(problem, args, {.chunk_tokens = 64}, {.of_value_head = 100, .of_head = 50},
-                               slab_bytes);
+    return backward::plan_backward(problem, args, {.chunk_tokens = 64}, {.of_value_head = 100, .of_head = 50},
+                                   {.slab_bytes = slab_bytes});
 }
 
 TEST(BackwardPlan, SlabsHoldWholeSequencesWhereTheyCan) {
     // Ten sequences of five chunks of 300 bytes: three sequences a slab.
-    const sm80::BackwardPlan batch = backward_plan(10, 300, false, 5'000);
+    const backward::BackwardPlan batch = backward_plan(10, 300, false, 5'000);
     EXPECT_EQ(batch.slab_chunks, 15);
     EXPECT_EQ(batch.slabs(), 4);
     EXPECT_FALSE(batch.cuts_sequences);
-    const sm80::BackwardPlan one = backward_plan(10, 300, false, 15'000);
+    const backward::BackwardPlan one = backward_plan(10, 300, false, 15'000);
     EXPECT_EQ(one.slabs(), 1);
     EXPECT_FALSE(one.cuts_sequences);
 }
 
 TEST(BackwardPlan, LongSequencesAndPackedOnesAreCut) {
-    const sm80::BackwardPlan longer = backward_plan(2, 64 * 100, false, 300 * 40);
+    const backward::BackwardPlan longer = backward_plan(2, 64 * 100, false, 300 * 40);
     EXPECT_EQ(longer.slabs(), 5);
     EXPECT_EQ(longer.slab_chunks, 40);
     EXPECT_TRUE(longer.cuts_sequences);
-    const sm80::BackwardPlan packed = backward_plan(10, 3000, true, 5'000);
+    const backward::BackwardPlan packed = backward_plan(10, 3000, true, 5'000);
     EXPECT_GT(packed.slabs(), 1);
     EXPECT_TRUE(packed.cuts_sequences);
     EXPECT_FALSE(packed.by_warp);
 }
 
 TEST(BackwardPlan, AChunkIsTheLeastSlab) {
-    const sm80::BackwardPlan plan = backward_plan(1, 64 * 3, false, 1);
+    const backward::BackwardPlan plan = backward_plan(1, 64 * 3, false, 1);
     EXPECT_EQ(plan.slab_chunks, 1);
     EXPECT_EQ(plan.slabs(), 3);
 }

@@ -52,10 +52,8 @@ def own_slots(inputs: Inputs) -> torch.Tensor:
 
 
 def backend_of(case: Case, pass_name: str) -> str:
-    """The case's target, or the best where that has no kernel for the pass, or one that takes few calls:
-    tests of its own name it (tests/gpu/test_three_walks.py)."""
-    few = (case.backend, pass_name) == ("sm90", "backward")
-    return case.backend if case.backend and not few and device.serves(case.backend, pass_name) else ""
+    """The case's target, or the best where that has no kernel for the pass."""
+    return case.backend if case.backend and device.serves(case.backend, pass_name) else ""
 
 
 def call(pass_name: str, backend: str, outputs: Mapping[str, torch.Tensor], **named) -> None:

@@ -9,6 +9,7 @@
 
 #include "case.h"
 #include "core/kernel.h"
+#include "cuda/backward/plan.h"
 #include "cuda/sm80/entry.h"
 #include "cuda_runtime_api.h"
 
@@ -116,16 +117,20 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
     Case::Memory memory;
     Args args = call.with_outputs(memory, !draw.is("output_layouts", 3), false);
     Plan planned;
-    PreparedPtr in_slabs;
+    PreparedPtr within;
     try {
         planned = plan(call.pass, args, context, call.target);
-        // Chunked calls that are cut although they are small.
-        if (call.pass == Pass::kBackward && call.target == "sm80")
-            if (const std::int64_t kib = draw.number("slab_kib", {0, 0, 1, 400, 1000}); kib > 0) {
-                in_slabs = cuda::sm80::backward_prepare_in_slabs(describe(call.pass, args, context.device),
-                                                                 args, static_cast<std::size_t>(kib) * 1024);
-                planned.workspace_bytes = in_slabs->workspace_bytes();
-            }
+        // Chunked calls that are cut into slabs or segments although they are small.
+        if (call.pass == Pass::kBackward && call.target == "sm80") {
+            const std::int64_t kib = draw.number("slab_kib", {0, 0, 1, 400, 1000}),
+                               segments = draw.number("segments", {0, 0, 1, 2, 3, 5});
+            cuda::backward::BackwardLimits limits;
+            if (kib > 0) limits.slab_bytes = static_cast<std::size_t>(kib) * 1024;
+            limits.segments = segments;
+            within = cuda::sm80::backward_prepare_within(describe(call.pass, args, context.device), args,
+                                                         limits, cuda::chunked::StrategyKind::kAny);
+            planned.workspace_bytes = within->workspace_bytes();
+        }
     } catch (const Error& error) {
         if (verbose) std::printf("refused: %s\n", error.what());
         return Outcome::kRefused;
@@ -139,8 +144,8 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
         std::snprintf(where, sizeof where, "; the workspace is %zu bytes at %p", context.workspace_bytes,
                       context.workspace);
         emulator::doing += where;
-        if (in_slabs)
-            in_slabs->run(of, context);
+        if (within)
+            within->run(of, context);
         else
             cula::run(planned, of, context);
     };

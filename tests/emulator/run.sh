@@ -7,8 +7,10 @@ build=${1:-$here/../../build/emulator}
 seed=${2:-1}
 
 instances=
-for pass in prefill backward; do
-    for gate in channel token; do instances+="sm80/${pass}_$gate/__nv_bfloat16/64;"; done
+for gate in channel token; do
+    for pass in sm80/prefill sm80/backward backward/gradient; do
+        instances+="${pass}_$gate/__nv_bfloat16/64;"
+    done
 done
 instances+="chunked/compose/any/64;recurrent/backward/any/64;recurrent/step_any/any/64"
 for type in float __nv_bfloat16 __half; do instances+=";recurrent/step/$type/64"; done
@@ -25,5 +27,8 @@ for pass in prefill segment backward; do
         "$build/emulate" --pass "$pass" --target "$target" --count 60 --seed "$seed" --host_threads "$(nproc)"
     done
 done
+echo "backward sm80 in segments, of states that do not decay"
+"$build/emulate" --pass backward --target sm80 --algorithm delta --segments 4 --count 12 --seed "$seed" \
+    --host_threads "$(nproc)"
 echo "prefill sm80:segments"
 "$build/emulate" --pass prefill --target sm80:segments --count 60 --seed "$seed" --host_threads "$(nproc)"

@@ -14,6 +14,7 @@ what breaks the rule is judged again: the budget is then the largest of the prob
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -45,6 +46,7 @@ OF_ONE_SEQUENCE = 4.0
 # strength d_beta may be off, and by how much of its size (docs/api.md).
 LEAST_STRENGTHS = {"bfloat16": 2.0**-40, "float16": 2.0**-12}
 SMALL_STRENGTH, OFF = 2.0**-6, 7e-3
+LARGEST_FLOAT16 = 65504.0
 
 NEIGHBOURS = 16
 HOPELESS = 6.0  # budgets: what is wrong by more is wrong, whatever the neighbours say
@@ -255,8 +257,10 @@ def changed(
 
 
 def with_strengths(values: Values, least: float) -> Values:
-    """The same problem with no write strength below `least`."""
+    """The same problem with no write strength below `least`, and without their gradients."""
     other, case = copy.copy(values), values.case
+    wanted = tuple(name for name in case.wanted if name != "beta")
+    other.case = dataclasses.replace(case, beta_dtype="float64", wanted=wanted)
     beta = values.tensors["beta"].double()
     if case.beta_is_logit:
         least = least / 2 if case.allow_neg_eigval else least
@@ -305,7 +309,10 @@ class Judge:
             elif name.removeprefix("d_") not in OF_PARAMETERS:
                 parts = [(n, (n,)) for n in range(self.case.sequences)]
             broken = self._rule(name, x, lambda problem, name=name: problem.tensor(name), parts, exact)
-            wrong += [] if broken and self._of_small_strengths(name, x, backend) else broken
+            excused = broken and (
+                self._of_small_strengths(name, x, backend) or self._beyond_float16(x, backend)
+            )
+            wrong += [] if excused else broken
         for kind, states in found.states.items():
             if not states:
                 continue
@@ -357,15 +364,33 @@ class Judge:
                 return [f"{name}: {broken} {self._where(what, x, oracle, places)}"]
         return []
 
+    def _in_chunks_on_a_gpu(self, backend: str | None) -> bool:
+        chunks = backend is None or (backend.startswith(("sm80", "sm90")) and backend != "sm80:step")
+        return chunks and self.device == "cuda" and self.case.key_dim >= FEWEST
+
+    def _beyond_float16(self, x: torch.Tensor, backend: str | None) -> bool:
+        """Whether gradients are not finite as docs/api.md says of float16 in chunks on a GPU: products of
+        values or states with what comes back, summed over value channels, are beyond its numbers."""
+        case, values = self.case, self.values
+        if case.pass_name != "backward" or case.dtype != "float16" or not self._in_chunks_on_a_gpu(backend):
+            return False
+
+        def largest(*found: torch.Tensor | None) -> float:
+            return max(
+                (float(y.double().abs().max()) for y in found if y is not None and y.numel()), default=0.0
+            )
+
+        inputs = largest(values.tensors["v"], values.base)
+        upstream = largest(values.tensors.get("d_o"), values.d_final)
+        return not x.isfinite().all() and inputs * upstream * case.value_dim > LARGEST_FLOAT16
+
     def _of_small_strengths(self, name: str, x: torch.Tensor, backend: str | None) -> bool:
         """Whether a gradient is wrong as docs/api.md says of chunks on a GPU: they take a least strength for
         every write strength nearer to zero, and in float16 the gradient of such a strength is itself off."""
         case = self.case
         if (
-            not (case.pass_name == "backward" and case.delta and self.device == "cuda")
-            or backend not in ("sm80", None)
+            not (case.pass_name == "backward" and case.delta and self._in_chunks_on_a_gpu(backend))
             or case.dtype not in LEAST_STRENGTHS
-            or case.key_dim < FEWEST
             or case.beta_per_value
             or not x.isfinite().all()
         ):
@@ -376,7 +401,8 @@ class Judge:
             return case.dtype == "float16" and smallest < SMALL_STRENGTH and max(found.rms, found.max) <= OFF
         if not smallest < least:
             return False
-        other = Judge(case, with_strengths(self.values, least), self.classes)
+        values = with_strengths(self.values, least)
+        other = Judge(values.case, values, self.classes)
         return other.usable and not other.verdict(Found({name: x}), backend)
 
     def _broken(

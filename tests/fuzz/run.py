@@ -84,6 +84,10 @@ class Options:
         return " ".join(words)
 
 
+# Ways to run a backward pass, for calls of which the forward pass may have none of the name.
+OF_ONE_DIRECTION = ("whole", "segments", "three_walks")
+
+
 def backends(case: Case, options: Options) -> list[str | None]:
     """The targets of the registry that take the case; None is the library's own choice."""
     if options.device == "cuda" and case.dtype == "float64":
@@ -113,6 +117,8 @@ def backends(case: Case, options: Options) -> list[str | None]:
         device=options.device,
     )
     names = [row.target for row in rows if row.verdict != "no" and row.target not in REFERENCES]
+    if case.pass_name == "backward" and case.through == "autograd":  # of both directions
+        names = [name for name in names if name.partition(":")[2] not in OF_ONE_DIRECTION]
     if case.pass_name == "split":  # its pieces may be too short for a strategy that the whole call allows
         names = [name for name in names if not is_strategy(name) or name.endswith(":fused")]
     if options.device == "cpu" and options.references:

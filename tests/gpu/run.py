@@ -165,7 +165,7 @@ def sanitize(options: argparse.Namespace) -> bool:
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
     for tool in options.tools.split(","):
         # Without torch's own caching every tensor is an allocation that the tool knows the ends of.
-        more = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        more = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CULA_SANITIZER_TOOL": tool}
         watch = [
             program,
             "--tool",

@@ -11,6 +11,9 @@ from cula_testing import device, gradients, level1
 from cula_testing.cases import ALGORITHMS, DELTA, GATED, Case, Inputs, make
 from cula_testing.compare import assert_same_bits
 
+# Targets in chunks; the last one runs on every GPU.
+CHUNKED = [target for target in device.able(torch.bfloat16, "backward") if ":" not in target]
+TARGETS = pytest.mark.parametrize("chunked", CHUNKED)
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 SIZES = [(64, 64), (128, 128), (256, 256), (40, 72), (100, 20), (255, 1), (129, 255), (17, 33)]
 
@@ -19,10 +22,68 @@ def check(case: Case, backend: str = "") -> None:
     gradients.assert_rule(make(case), backend)
 
 
+def takes(target: str, key_dim: int) -> bool:
+    return target in device.able(torch.bfloat16, "backward", key_dim=key_dim)
+
+
+@TARGETS
 @HALVES
 @pytest.mark.parametrize(("K", "V"), SIZES)
-def test_dimensions(algorithm, dtype, K, V):
-    check(Case(algorithm, (150, 0, 65), packed=True, value_heads=4, key_dim=K, value_dim=V, dtype=dtype))
+def test_dimensions(algorithm, dtype, K, V, chunked):
+    if not takes(chunked, K):
+        pytest.skip(f"{chunked} does not take K = {K}")
+    like = Case(algorithm, (150, 0, 65), packed=True, value_heads=4, key_dim=K, value_dim=V, dtype=dtype)
+    check(like, chunked)
+
+
+@TARGETS
+@HALVES
+@pytest.mark.parametrize(
+    ("lengths", "packed"),
+    [((700,), False), ((300, 300), False), ((650, 0, 64, 65, 200), True), ((3,) * 40 + (500,), True)],
+    ids=["one", "batch", "packed", "many"],
+)
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (40, 72), (128, 256), (100, 17)])
+def test_segments(algorithm, dtype, K, V, lengths, packed, chunked):
+    """Sequences whose walks are cut, although they are short."""
+    like = Case(algorithm, lengths, packed=packed, value_heads=2, key_dim=K, value_dim=V, dtype=dtype)
+    check(like.but(decay="slow"), f"{chunked}:segments")
+
+
+@TARGETS
+@pytest.mark.parametrize("strategy", ["whole", "segments"])
+@pytest.mark.parametrize("wanted", ["v", "initial_state", "v initial_state", "q", "beta g"])
+def test_some_gradients(algorithm, wanted, strategy, chunked):
+    """The same bits as where all are wanted."""
+    inputs = make(Case(algorithm, (400, 90), packed=True, value_heads=2, key_dim=128, value_dim=128))
+    given = gradients.upstream(inputs)
+    wanted = [name for name in wanted.split() if name in gradients.names(inputs)]
+    every = gradients.backward(inputs, *given, backend=f"{chunked}:{strategy}")
+    found = gradients.backward(inputs, *given, backend=f"{chunked}:{strategy}", wanted=wanted)
+    for name, gradient in found.items():
+        assert_same_bits(f"d_{name}", every[name], gradient)
+
+
+@TARGETS
+@pytest.mark.parametrize("strategy", ["whole", "segments"])
+@pytest.mark.parametrize("absent", ["d_o", "d_final_state"])
+def test_without_upstream(algorithm, absent, strategy, chunked):
+    """What is not given is zero."""
+    inputs = make(Case(algorithm, (300, 65), packed=True, value_heads=2, key_dim=64, value_dim=128))
+    d_o, d_final_state = gradients.upstream(inputs)
+    given = (None, d_final_state) if absent == "d_o" else (d_o, None)
+    zeros = [0 * each if given[i] is None else each for i, each in enumerate((d_o, d_final_state))]
+    expected = gradients.backward(inputs, *zeros, backend=f"{chunked}:{strategy}")
+    for name, gradient in gradients.backward(inputs, *given, backend=f"{chunked}:{strategy}").items():
+        assert_same_bits(f"d_{name}", expected[name], gradient)
+
+
+@TARGETS
+@pytest.mark.parametrize("heads", [1, 4])
+def test_long_sequences_of_few_heads(algorithm, heads, chunked):
+    """Cut by the library's own choice."""
+    like = Case(algorithm, (3000,), heads=heads, value_heads=heads, key_dim=128, value_dim=128, decay="slow")
+    check(like.but(qk_l2norm=True), chunked)
 
 
 @HALVES
@@ -70,20 +131,24 @@ def test_grouped_heads(algorithm, ratio):
     )
 
 
+@TARGETS
 @HALVES
 @pytest.mark.parametrize("gate", ["log_decay", "softplus", "bounded"])
 @pytest.mark.parametrize("decay", ["zero", "slow", "strong", "extreme", "mixed"])
 @pytest.mark.parametrize("algorithm", GATED)
-def test_decays(algorithm, gate, decay, dtype):
+def test_decays(algorithm, gate, decay, dtype, chunked):
     like = Case(algorithm, (300,), heads=4, value_heads=4, key_dim=128, value_dim=128, dtype=dtype)
-    check(like.but(gate=gate, decay=decay))
+    check(like.but(gate=gate, decay=decay), chunked)
 
 
+@TARGETS
+@pytest.mark.parametrize("strategy", ["whole", "segments"])
 @HALVES
 @pytest.mark.parametrize("algorithm", DELTA)
-def test_collinear_keys(algorithm, dtype):
+def test_collinear_keys(algorithm, dtype, strategy, chunked):
+    """Chunks that are compensated."""
     like = Case(algorithm, (512,), key_dim=128, value_dim=128, dtype=dtype, qk_l2norm=True)
-    check(like.but(keys="collinear", decay="slow", beta_is_logit=True))
+    check(like.but(keys="collinear", decay="slow", beta_is_logit=True), f"{chunked}:{strategy}")
 
 
 @HALVES
@@ -120,20 +185,22 @@ def first_heads(found: gradients.Gradients, count: int) -> gradients.Gradients:
 
 
 @pytest.mark.large
+@TARGETS
 @pytest.mark.parametrize("algorithm", ["kda", "gdn", "gla", "lightning"])
 @pytest.mark.parametrize(
     ("lengths", "packed"), [((4096, 4096), False), ((5000, 0, 3000, 64, 100), True)], ids=["batch", "packed"]
 )
-def test_slabs_change_no_bits(algorithm, lengths, packed):
+def test_slabs_change_no_bits(algorithm, lengths, packed, chunked):
     """The chunks of few heads are one slab, those of many are several, which hand on states and their
     gradients. Other backends have no slabs."""
     few, many = 16, 256
     wide = {"gate_dtype": torch.bfloat16, "key_dim": 128, "value_dim": 128, "packed": packed}
     inputs = make(Case(algorithm, lengths, heads=many, value_heads=many, **wide), draw_on="cuda")
     d_o, d_final_state = gradients.upstream(inputs)
-    whole = gradients.backward(inputs, d_o, d_final_state, backend="sm80")
-    cut = inputs.first_heads(few)
-    alone = gradients.backward(cut, d_o[:, :, :few], d_final_state[:, :few], backend="sm80")
+    backend = f"{chunked}:whole"
+    whole = gradients.backward(inputs, d_o, d_final_state, backend=backend)
+    few_inputs, few_given = inputs.first_heads(few), (d_o[:, :, :few], d_final_state[:, :few])
+    alone = gradients.backward(few_inputs, *few_given, backend=backend)
     for name, gradient in first_heads(whole, few).items():
         assert_same_bits(f"d_{name}", alone[name], gradient)
 

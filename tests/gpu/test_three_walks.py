@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward pass on Hopper of rules that add values and whose decay is constant, as three walks of the
-carry (docs/design/backward-cuda.md): the error rule, every strategy, and what it leaves to `sm80`."""
+carry (docs/design/three-walks.md): the error rule, every strategy, and what it leaves to `sm90`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ pytestmark = [
 def run(inputs: Inputs, d_o=None, d_final_state=None, **options) -> gradients.Gradients:
     if d_o is None and d_final_state is None:
         d_o, d_final_state = gradients.upstream(inputs)
-    return gradients.backward(inputs, d_o, d_final_state, backend="sm90", **options)
+    return gradients.backward(inputs, d_o, d_final_state, backend="sm90:three_walks", **options)
 
 
 def check(case: Case) -> None:
-    gradients.assert_rule(make(case), "sm90")
+    gradients.assert_rule(make(case), "sm90:three_walks")
 
 
 def assert_same(one: gradients.Gradients, two: gradients.Gradients) -> None:
@@ -96,7 +96,7 @@ def test_states(algorithm, packed, has_initial, k_first, state_dtype):
     inputs = make(Case(algorithm, lengths, packed=packed, key_dim=64, value_dim=128, **states))
     if has_initial is not None:
         inputs.has_initial_state = torch.tensor(has_initial)
-    found = gradients.assert_rule(inputs, "sm90")
+    found = gradients.assert_rule(inputs, "sm90:three_walks")
     if has_initial is not None:
         assert not found["initial_state"][1].any()
         assert not found["initial_state"][3].any()
@@ -136,13 +136,13 @@ def test_cut_sequences_that_start_from_nothing(algorithm):
     """The gradients of states that are not read are zero, also where the walk is cut."""
     inputs = make(Case(algorithm, (64 * 70 - 3,) * 2, **ONE))
     inputs.has_initial_state = torch.tensor([False, True])
-    found = gradients.assert_rule(inputs, "sm90")
+    found = gradients.assert_rule(inputs, "sm90:three_walks")
     assert not found["initial_state"][0].any()
 
 
 def test_a_call_is_cut_only_where_it_has_few_heads(algorithm):
-    few = kernels(make(Case(algorithm, **SHAPES["few heads"])), backend="sm90")
-    many = kernels(make(Case(algorithm, **SHAPES["many heads"])), backend="sm90")
+    few = kernels(make(Case(algorithm, **SHAPES["few heads"])), backend="sm90:three_walks")
+    many = kernels(make(Case(algorithm, **SHAPES["many heads"])), backend="sm90:three_walks")
     assert sum("compose" in name for name in few) == 3, few
     assert len(few) == 9, few
     assert all("sm90::carry" in name for name in many), many
@@ -154,8 +154,8 @@ def test_it_is_taken_where_it_can_be(algorithm):
     assert all("sm90::carry" in name for name in kernels(make(case.but(lengths=(70,)))))
     for other in ({"heads": 2}, {"qk_l2norm": True}, {"key_dim": 130}, {"value_dim": 130}, {"value_dim": 15}):
         inputs = make(case.but(**other))
-        assert not any("sm90" in name for name in kernels(inputs)), other
-        with pytest.raises(ValueError, match='backend "sm90" does not take this call'):
+        assert not any("sm90:three_walks" in name for name in kernels(inputs)), other
+        with pytest.raises(ValueError, match='backend "sm90:three_walks" does not take this call'):
             run(inputs)
 
 
@@ -212,8 +212,8 @@ def test_layouts_have_the_same_bits(algorithm, dtype, packed):
 
     made = {f"d_{name}": torch.full(getattr(inputs, name).shape, float("nan")) for name in wanted}
     gradients.call(
-        "backward", "sm90", made, **inputs.tensors(), **case.options, initial_state=inputs.initial_state,
-        d_o=d_o, d_final_state=d_final_state,
+        "backward", "sm90:three_walks", made, **inputs.tensors(), **case.options,
+        initial_state=inputs.initial_state, d_o=d_o, d_final_state=d_final_state,
     )  # fmt: skip
     for name, gradient in wanted.items():
         assert_same_bits(f"d_{name}", gradient, made[f"d_{name}"].to(gradient.dtype))

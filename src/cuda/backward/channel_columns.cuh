@@ -5,6 +5,7 @@
 
 #include "cuda/backward/channel_config.cuh"
 #include "cuda/backward/derivatives.cuh"
+#include "cuda/tile/store_gradient.cuh"
 
 namespace cula::cuda::backward {
 
@@ -51,6 +52,15 @@ __device__ __forceinline__ void load_column(Column& x, const TokenRows& rows, co
                                             int head) {
     const std::int64_t at = place.offset(rows, head);
     const int pitch = static_cast<int>(rows.token);  // of pieces
+    if (rows.dtype == Dtype::kFloat64) {
+        const auto* from = static_cast<const double*>(rows.data) + at;
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i) {
+            const bool in = i / 2 < place.count && i % 2 < place.channels;
+            x[i] = in ? static_cast<float>(from[i / 2 * rows.token + i % 2 * rows.last]) : 0.0f;
+        }
+        return;
+    }
     if (rows.dtype == Dtype::kFloat32) {
         const auto* from = static_cast<const float*>(rows.data) + at;
         if (rows.pieces) {
@@ -91,11 +101,11 @@ __device__ __forceinline__ void store_column(const Column& x, const TokenRows& r
                                              int head) {
     const std::int64_t at = place.offset(rows, head);
     const int pitch = static_cast<int>(rows.token);  // of pieces
-    if (!rows.pieces) {
+    if (!rows.pieces || rows.dtype == Dtype::kFloat64) {
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i)
             if (i / 2 < place.count && i % 2 < place.channels)
-                store_float(rows.data, rows.dtype, at + i / 2 * rows.token + i % 2 * rows.last, x[i]);
+                store_gradient(rows.data, rows.dtype, at + i / 2 * rows.token + i % 2 * rows.last, x[i]);
         return;
     }
     if (rows.dtype == Dtype::kFloat32) {

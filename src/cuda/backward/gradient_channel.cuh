@@ -47,6 +47,7 @@
 #include "cuda/backward/own_channel.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/scan.cuh"
+#include "cuda/tile/store_gradient.cuh"
 
 namespace cula::cuda::backward {
 
@@ -216,8 +217,8 @@ struct ChannelGradient {
         const std::int64_t token = place.begin + t;
         const float over_beta = 1.0f / solved_beta_of(a, given);
         const float product = -s.own_overlaps[t / kBlock][t % kBlock][t % kBlock];
-        store_float(d.d_beta.data, d.d_beta.dtype, d.d_beta.offset(place.batch, token, value_head(place)),
-                    beta_gradient(a, given, product * over_beta * over_beta));
+        store_gradient(d.d_beta.data, d.d_beta.dtype, d.d_beta.offset(place.batch, token, value_head(place)),
+                       beta_gradient(a, given, product * over_beta * over_beta));
     }
 
     __device__ __forceinline__ void operands(Column& decay) const {

@@ -9,6 +9,7 @@
 #include "cuda/chunked/chunk.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/tile/convert.cuh"
+#include "cuda/tile/store_gradient.cuh"
 
 namespace cula::cuda::backward {
 

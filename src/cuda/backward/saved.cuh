@@ -22,6 +22,7 @@
 #include <cstdint>
 
 #include "cuda/chunked/chunk.cuh"
+#include "cuda/ptx/memory.cuh"
 
 namespace cula::cuda::backward {
 
@@ -48,6 +49,27 @@ struct Saved {
         return slices[(slot * value_heads + value_head) * count + slice];
     }
 };
+
+using Packed = std::uint32_t[4];  // an A operand of 16 x 16 of one warp
+
+// Neighbouring value rows of a lane's tokens (SavedSlice::writes) from an A operand [16 value rows x 16
+// tokens].
+__device__ __forceinline__ uint4 transposed_rows(const Packed& packed) {
+    return {transposed(packed[0]), transposed(packed[2]), transposed(packed[1]), transposed(packed[3])};
+}
+
+// Stores a block of SavedSlice::writes, d_values or d_outputs.
+template <class T>
+__device__ __forceinline__ void save_rows(T* rows, int block, const uint4& words) {
+    reinterpret_cast<uint4*>(rows)[block * 32 + static_cast<int>(threadIdx.x) % 32] = words;
+}
+
+// Stores step `step` of SavedSlice::state or d_state: channels 16 step to 16 step + 15, an A operand.
+template <class T>
+__device__ __forceinline__ void save_step(T* state, int step, const Packed& packed) {
+    save_rows(state, step,
+              {transposed(packed[0]), transposed(packed[1]), transposed(packed[2]), transposed(packed[3])});
+}
 
 // In a backward pass chunks take this for every write strength nearer to zero, so that dbeta = (dV / beta) .
 // (U / beta) exists. Rows of U and dV are then small and not zero, with roundings that are relative.

@@ -17,6 +17,7 @@
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/gate.cuh"
+#include "cuda/tile/store_gradient.cuh"
 
 namespace cula::cuda::backward {
 
@@ -79,7 +80,7 @@ __device__ __forceinline__ void zero_rows(const TokenRows& rows, std::int64_t to
     if (!rows.data) return;
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < heads * width; i += kThreads)
-        store_float(rows.data, rows.dtype, rows.offset(0, token, i / width) + i % width, 0.0f);
+        store_gradient(rows.data, rows.dtype, rows.offset(0, token, i / width) + i % width, 0.0f);
 }
 
 template <int kThreads = kZeroThreads>

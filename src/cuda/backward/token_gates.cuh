@@ -8,6 +8,7 @@
 #include "cuda/backward/saved.cuh"
 #include "cuda/chunked/block.cuh"
 #include "cuda/tile/scan.cuh"
+#include "cuda/tile/store_gradient.cuh"
 
 namespace cula::cuda::backward {
 
@@ -168,8 +169,8 @@ __device__ __forceinline__ void store_gate_gradients(const DeviceArgs& a, const 
 #pragma unroll
         for (int i = 0; i < kRows / 32; ++i)
             if (first + i < place.count)
-                store_float(d.d_g.data, d.d_g.dtype,
-                            d.d_g.offset(place.batch, place.begin + first + i, value_head), of_gate[i]);
+                store_gradient(d.d_g.data, d.d_g.dtype,
+                               d.d_g.offset(place.batch, place.begin + first + i, value_head), of_gate[i]);
     }
     if (!parameters) return;
     of_rate = sum_over_warp(of_rate) * derivative.rate_factor, of_bias = sum_over_warp(of_bias);
@@ -188,9 +189,9 @@ __device__ __forceinline__ void store_strength_gradients(const DeviceArgs& a, co
         if (first + i >= place.count) continue;
         const float given = strengths.value(i, a.beta, place, value_head),
                     over_beta = 1.0f / solved_beta_of(a, given);
-        store_float(d.d_beta.data, d.d_beta.dtype,
-                    d.d_beta.offset(place.batch, place.begin + first + i, value_head),
-                    beta_gradient(a, given, products[first + i] * over_beta * over_beta));
+        store_gradient(d.d_beta.data, d.d_beta.dtype,
+                       d.d_beta.offset(place.batch, place.begin + first + i, value_head),
+                       beta_gradient(a, given, products[first + i] * over_beta * over_beta));
     }
 }
 

@@ -22,6 +22,25 @@ struct GivenMaps {
     bool matrices = false;  // m holds matrices; otherwise diagonals
 };
 
+// The maps of the segments of both walks of a backward pass, and the states between segments that follow from
+// them (compose_walks.cuh): slot i is that of segment i. All are floats, in rows of kKey channels.
+struct WalkMaps {
+    struct Direction {
+        States m, b, states;
+    };
+    Direction forwards, backwards;  // of a direction without states nothing is made
+    bool matrices = false;          // m holds matrices; otherwise diagonals
+
+    CULA_HOST_DEVICE int directions() const { return forwards.states.data && backwards.states.data ? 2 : 1; }
+};
+
+class EarlyStarts;
+struct Schedule;
+
+template <int kKey>
+void launch_compose_walks(const DeviceArgs& a, const Schedule& schedule, const WalkMaps& maps,
+                          EarlyStarts& early, void* stream);
+
 template <int kKey>
 void launch_compose(const GivenMaps& given, std::int64_t sequences, void* stream);
 

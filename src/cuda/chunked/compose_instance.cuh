@@ -3,6 +3,8 @@
 
 #include "cuda/chunked/compose.cuh"
 #include "cuda/chunked/compose.h"
+#include "cuda/chunked/compose_walks.cuh"
+#include "cuda/chunked/target.h"
 #include "cuda/pipe/launch.h"
 
 namespace cula::cuda::chunked {
@@ -16,7 +18,20 @@ void launch_compose(const GivenMaps& given, std::int64_t sequences, void* stream
                                 stream, given);
 }
 
+template <int kKey>
+void launch_compose_walks(const DeviceArgs& a, const Schedule& schedule, const WalkMaps& maps,
+                          EarlyStarts& early, void* stream) {
+    const std::size_t tiles = static_cast<std::size_t>(ceil_div(a.value_dim, kComposeRows)),
+                      columns = static_cast<std::size_t>(a.value_heads * a.sequences * maps.directions());
+    launch<compose_walks<kKey>>(early({.blocks = tiles * columns,
+                                       .threads = kComposeThreads<kKey>,
+                                       .shared_bytes = sizeof(ComposeSmem<kKey>)}),
+                                stream, a, schedule, maps);
+}
+
 }  // namespace cula::cuda::chunked
 
-#define CULA_INSTANTIATE(type, key) \
-    template void cula::cuda::chunked::launch_compose<key>(const GivenMaps&, std::int64_t, void*);
+#define CULA_INSTANTIATE(type, key)                                                                  \
+    template void cula::cuda::chunked::launch_compose<key>(const GivenMaps&, std::int64_t, void*);   \
+    template void cula::cuda::chunked::launch_compose_walks<key>(const DeviceArgs&, const Schedule&, \
+                                                                 const WalkMaps&, EarlyStarts&, void*);

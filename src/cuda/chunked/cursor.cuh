@@ -30,6 +30,8 @@ struct CarryParams {
     bool last_map = false;  // make the map of a sequence's last segment too, which no later segment needs
     bool wants_m = true;    // maps: M and B, or B alone
     bool first_m = true;    // make M of first segments, too
+    // Maps of first segments start from the sequence's state, so that their B is the state after them.
+    bool first_from_state = false;
     // Maps: rank of the first segment of each sequence that a launch makes, and the number of ranks.
     // beside_others: the launch before makes other maps and has itself waited for what precedes both.
     // Other launches: first_rank is the number of the first segment.
@@ -278,7 +280,7 @@ struct SegmentCursor {
     __device__ __forceinline__ void first_state(float (&state)[kKey / 8][4]) const {
         States from{};
         std::int64_t slot = 0;
-        if (kMaps && !p.halves) {
+        if (kMaps && !(p.first_from_state && segment.rank == 0)) {
             if (!starts_sequence && p.map_b.slots && !forgot)
                 from = of_m ? p.map_m : p.map_b, slot = segment.sequence;
         } else if (!forgot) {

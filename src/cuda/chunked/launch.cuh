@@ -181,7 +181,7 @@ private:
     void carry(const Fused&) {}  // Carry::launch_fused has done everything
     void carry(const Whole&) { carry(); }
     void carry(const Halves&) {
-        p_.halves = true, p_.wants_m = false;
+        p_.halves = p_.first_from_state = true, p_.wants_m = false;
         maps();
         carry();
     }

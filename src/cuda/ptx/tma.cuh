@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // TMA tiles: copies between a tensor in global memory, which the host describes by a tensor map, and shared
-// memory: sm_90.
+// memory; and bulk stores: sm_90.
 #pragma once
 
 #include <cuda.h>
@@ -38,6 +38,18 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, const TileCoor
             &map),
         "r"(at.channel), "r"(at.head), "r"(at.token), "r"(at.batch), "r"(shared)
         : "memory");
+}
+// Stores `bytes` (a multiple of 16) of shared memory.
+__device__ __forceinline__ void store_bulk(void* global, std::uint32_t shared, int bytes) {
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2; cp.async.bulk.commit_group;" ::"l"(
+            global),
+        "r"(shared), "r"(bytes)
+        : "memory");
+}
+// Waits until the sources of all bulk stores of this thread have been read.
+__device__ __forceinline__ void wait_bulk_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 // Waits until the sources of all tile stores of this thread have been read, so that their shared memory may
 // be reused.

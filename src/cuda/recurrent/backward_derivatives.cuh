@@ -14,6 +14,7 @@
 #include "cuda/recurrent/lanes.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/gate.cuh"
+#include "cuda/tile/store_gradient.cuh"
 
 namespace cula::cuda::recurrent {
 
@@ -51,8 +52,8 @@ __device__ __forceinline__ void store_beta_gradient(const DeviceArgs& a, const T
                                        a.beta.offset(batch, token, value_head) + channel * a.beta.last);
         gradient *= beta_exact(given, true, a.allow_neg_eigval ? 2.0f : 1.0f) * sigmoid_exact(-given);
     }
-    store_float(d_beta.data, d_beta.dtype, d_beta.offset(batch, token, value_head) + channel * d_beta.last,
-                gradient);
+    store_gradient(d_beta.data, d_beta.dtype, d_beta.offset(batch, token, value_head) + channel * d_beta.last,
+                   gradient);
 }
 
 // The factor that normalises a row whose squares add up to `squares`.
@@ -95,7 +96,7 @@ __device__ __forceinline__ void store_key_gradient(const DeviceArgs& a, const To
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         const int c = static_cast<int>(threadIdx.x % 32) + 32 * i;
-        if (c < a.key_dim) store_float(d_rows.data, d_rows.dtype, row + c, d_y[i]);
+        if (c < a.key_dim) store_gradient(d_rows.data, d_rows.dtype, row + c, d_y[i]);
     }
 }
 

@@ -19,6 +19,7 @@
 #include "cuda/recurrent/step.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/gate.cuh"
+#include "cuda/tile/store_gradient.cuh"
 
 namespace cula::cuda::recurrent {
 
@@ -50,7 +51,7 @@ __device__ __forceinline__ void finish_key(const DeviceArgs& a, const BackwardPl
     } else {
         const std::int64_t row = d_rows.offset(place.batch, place.token, head);
         for (int c = static_cast<int>(threadIdx.x % 32); c < a.key_dim; c += 32)
-            store_float(d_rows.data, d_rows.dtype, row + c, 0.0f);
+            store_gradient(d_rows.data, d_rows.dtype, row + c, 0.0f);
     }
 }
 
@@ -72,7 +73,7 @@ __device__ __forceinline__ void store_zeros(const TokenRows& rows, const TokenPl
     if (!rows.data) return;
     const std::int64_t row = rows.offset(place.batch, place.token, head);
     for (int c = static_cast<int>(threadIdx.x % 32); c < channels; c += 32)
-        store_float(rows.data, rows.dtype, row + c * rows.last, 0.0f);
+        store_gradient(rows.data, rows.dtype, row + c * rows.last, 0.0f);
 }
 
 template <int kKey>
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
             const float raw = load_float(a.g.data, a.g.dtype, g_row + c),
                         x = a.dt_bias.data ? raw + bias[c * a.dt_bias.channel] : raw;
             const ExactGateGradient gradient = through_gate(gate, x, sum_of_slices(plan, sums + column + c));
-            if (d.d_g.data) store_float(d.d_g.data, d.d_g.dtype, d_g_row + c, gradient.of_x);
+            if (d.d_g.data) store_gradient(d.d_g.data, d.d_g.dtype, d_g_row + c, gradient.of_x);
             of_bias[warp][c] += gradient.of_x;
             A_log_sum += gradient.of_A_log;
         }

@@ -41,6 +41,7 @@
 #include "cuda/rule.h"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/gate.cuh"
+#include "cuda/tile/store_gradient.cuh"
 
 namespace cula::cuda::recurrent {
 
@@ -467,7 +468,7 @@ struct BackwardWalk {
         const std::int64_t batch = a.cu_seqlens ? 0 : n, at = part.token + token - part.first;
         const int row = own.row();
         if (d.d_v.data)
-            store_float(d.d_v.data, d.d_v.dtype, d.d_v.offset(batch, at, own.value_head) + row, d_w);
+            store_gradient(d.d_v.data, d.d_v.dtype, d.d_v.offset(batch, at, own.value_head) + row, d_w);
         if (d.d_beta.data && a.beta_per_value)
             store_beta_gradient(a, d.d_beta, batch, at, own.value_head, row, d_beta);
     }

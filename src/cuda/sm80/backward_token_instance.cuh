@@ -3,6 +3,7 @@
 
 #include "cuda/sm80/backward_launch.cuh"
 
-#define CULA_INSTANTIATE(type, key)                                                  \
-    template cula::PreparedPtr cula::cuda::sm80::prepare_backward<type, key, false>( \
-        const cula::Problem&, const cula::Args&, std::size_t);
+#define CULA_INSTANTIATE(type, key)                                                           \
+    template cula::PreparedPtr cula::cuda::sm80::prepare_backward<type, key, false>(          \
+        const cula::Problem&, const cula::Args&, const cula::cuda::backward::BackwardLimits&, \
+        cula::cuda::chunked::StrategyKind);

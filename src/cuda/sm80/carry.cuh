@@ -64,7 +64,7 @@ struct CarryRule<Update::kDelta> {
 };
 
 template <class T, int kKey, CarryMode kMode>
-using CarryParamsOf = std::conditional_t<saves(kMode), WalkParams<T, kKey>, CarryParams>;
+using CarryParamsOf = std::conditional_t<returns_too(kMode), WalkParams<T, kKey>, CarryParams>;
 
 template <class T, int kKey, Update kUpdate, bool kPerChannel, CarryMode kMode>
 __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
@@ -73,16 +73,17 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
           const __grid_constant__ CarryParamsOf<T, kKey, kMode> p) {
     pdl_wait();
     pdl_trigger();
+    constexpr bool kMaps = makes_maps(kMode), kSaves = saves(kMode);
     int block = static_cast<int>(blockIdx.x);  // among the CTAs of the carry
-    if constexpr (saves(kMode)) {
-        if (p.returns(block)) {
-            return_segment<T, kKey, CarryRule<kUpdate>::kReadsState, kPerChannel>(a, schedule, operands, p,
-                                                                                  p.own_block(block));
+    if constexpr (returns_too(kMode)) {
+        const bool returns = p.template returns<kMaps>(block);
+        block = p.template own_block<kMaps>(block);
+        if (returns) {
+            return_segment<T, kKey, CarryRule<kUpdate>::kReadsState, kPerChannel, kMaps>(a, schedule,
+                                                                                         operands, p, block);
             return;
         }
-        block = p.own_block(block);
     }
-    constexpr bool kMaps = makes_maps(kMode), kSaves = saves(kMode);
     constexpr int kRows = kTokens<kKey>, kBlocks = kRows / 16;
     constexpr bool kReadsState = CarryRule<kUpdate>::kReadsState;
     using Stage = CarryStage<T, kKey, kPerChannel>;
@@ -97,6 +98,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                                             warp, warps, block);
     if constexpr (makes_outputs(kMode)) cursor.zero_skipped(schedule);
     if (cursor.nothing()) return;
+    if constexpr (kMode == CarryMode::kWalkMaps)
+        if (!cursor.of_m && !has_diagonal_map(kUpdate) && !p.walks_forwards) return;
     const Segment& segment = cursor.segment;
     const int value_head = cursor.value_head, row_base = cursor.rows.first;
     const bool of_m = cursor.of_m;
@@ -408,6 +411,10 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     }
     if constexpr (kMaps && has_diagonal_map(kUpdate))
         if (block % p.row_blocks.value == 0 && warp == 0) decay_map.store(cursor);
+    if constexpr (kMode == CarryMode::kWalkMaps)
+        if (of_m)
+            chunked::store_state<kKey>(state, p.map_m_turned,
+                                       p.map_m_turned.offset(cursor.number, value_head), cursor.rows);
 }
 
 }  // namespace cula::cuda::sm80

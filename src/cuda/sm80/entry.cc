@@ -6,8 +6,9 @@
 #include <string>
 
 #include "core/check.h"
+#include "cuda/backward/entry.h"
+#include "cuda/backward/plan.h"
 #include "cuda/chunked/entry.h"
-#include "cuda/sm80/backward_plan.h"
 #include "cuda/sm80/launch.h"
 #include "cuda/with_instance.h"
 
@@ -61,22 +62,20 @@ Prediction predict(const Problem& problem) {
     return chosen ? Prediction(chosen->expected) : std::nullopt;
 }
 
+template <StrategyKind kWanted>
 Support backward_supports(const Problem& problem) {
-    if (Support any = chunked::supports(problem); !any) return any;
-    if (problem.value_dim > kLargestDim)
-        return Support::no("takes V up to " + std::to_string(kLargestDim) + ", got " +
-                           std::to_string(problem.value_dim) +
-                           ": more are several calls, whose gradients of q, k, gate and beta add up");
-    return Support::yes();
+    return backward::supports(problem, kWanted);
 }
 
+template <StrategyKind kWanted>
 PreparedPtr backward_prepare(const Problem& problem, const Args& args, const Context&) {
-    return backward_prepare_in_slabs(problem, args, kBackwardSlabBytes);
+    return backward_prepare_within(problem, args, {}, kWanted);
 }
 
-PreparedPtr backward_prepare_in_slabs(const Problem& problem, const Args& args, std::size_t slab_bytes) {
+PreparedPtr backward_prepare_within(const Problem& problem, const Args& args, const BackwardLimits& limits,
+                                    StrategyKind wanted) {
     return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
-        return prepare_backward<T, kKey, kPerChannel>(problem, args, slab_bytes);
+        return prepare_backward<T, kKey, kPerChannel>(problem, args, limits, wanted);
     });
 }
 
@@ -89,5 +88,12 @@ template Prediction predict<StrategyKind::kWhole>(const Problem&);
 template Support supports<StrategyKind::kSegments>(const Problem&);
 template PreparedPtr prepare<StrategyKind::kSegments>(const Problem&, const Args&, const Context&);
 template Prediction predict<StrategyKind::kSegments>(const Problem&);
+
+template Support backward_supports<StrategyKind::kAny>(const Problem&);
+template PreparedPtr backward_prepare<StrategyKind::kAny>(const Problem&, const Args&, const Context&);
+template Support backward_supports<StrategyKind::kWhole>(const Problem&);
+template PreparedPtr backward_prepare<StrategyKind::kWhole>(const Problem&, const Args&, const Context&);
+template Support backward_supports<StrategyKind::kSegments>(const Problem&);
+template PreparedPtr backward_prepare<StrategyKind::kSegments>(const Problem&, const Args&, const Context&);
 
 }  // namespace cula::cuda::sm80

@@ -8,6 +8,10 @@
 #include "core/kernel.h"
 #include "cuda/chunked/plan.h"
 
+namespace cula::cuda::backward {
+struct BackwardLimits;
+}
+
 namespace cula::cuda::sm80 {
 
 // Prefill, and segment maps, in chunks, by the strategy that is wanted: with kAny by the one that is
@@ -19,10 +23,13 @@ PreparedPtr prepare(const Problem& problem, const Args& args, const Context& con
 template <chunked::StrategyKind kWanted>
 Prediction predict(const Problem& problem);
 
-// Backward, in chunks.
+// Backward, in chunks. kAny: the strategy that is predicted to take least.
+template <chunked::StrategyKind kWanted>
 Support backward_supports(const Problem& problem);
+template <chunked::StrategyKind kWanted>
 PreparedPtr backward_prepare(const Problem& problem, const Args& args, const Context& context);
-// The same with another limit on what the chunks of a slab take of the workspace.
-PreparedPtr backward_prepare_in_slabs(const Problem& problem, const Args& args, std::size_t slab_bytes);
+// The same with other limits (backward/plan.h).
+PreparedPtr backward_prepare_within(const Problem& problem, const Args& args,
+                                    const backward::BackwardLimits& limits, chunked::StrategyKind wanted);
 
 }  // namespace cula::cuda::sm80

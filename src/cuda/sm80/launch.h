@@ -11,7 +11,13 @@
 #include "core/kernel.h"
 #include "cuda/chunked/plan.h"
 
+namespace cula::cuda::backward {
+struct BackwardLimits;
+}
+
 namespace cula::cuda::sm80 {
+
+using backward::BackwardLimits;
 
 // The chunked prefill of inputs of type T with at most kKey key channels: outputs and final states, or, where
 // the arguments ask for them, the affine maps of whole sequences.
@@ -20,8 +26,9 @@ chunked::Candidates prefill_candidates(const Problem& problem);
 template <class T, int kKey, bool kPerChannel>
 PreparedPtr prepare_prefill(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
 
-// The chunked backward of such inputs. slab_bytes: the most that the chunks of a slab take of the workspace.
+// The chunked backward of such inputs.
 template <class T, int kKey, bool kPerChannel>
-PreparedPtr prepare_backward(const Problem& problem, const Args& args, std::size_t slab_bytes);
+PreparedPtr prepare_backward(const Problem& problem, const Args& args, const BackwardLimits& limits,
+                             chunked::StrategyKind wanted);
 
 }  // namespace cula::cuda::sm80

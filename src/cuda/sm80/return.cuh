@@ -10,7 +10,11 @@
 // At last, d initial state = Z. With one decay per token K^, K+ and Q~ are k and q as they came, and factors
 // per token multiply the columns of Z k^T, dO and dV instead.
 //
-// Grid: that of the carry, 32 to 256 threads: a warp per 16 value rows, at most 8.
+// Grid: that of the carry, 32 to 256 threads: a warp per 16 value rows, at most 8. CTAs that make rows of M
+// have no counterpart here, and end at once.
+//
+// Map: the Z before a segment is Z M^T + B', with the M of the carry's map (carry.cuh). B' is what the walk
+// makes of Z = 0, or, in a sequence's last segment, of the Z after the sequence.
 //
 // Role: there is one, with the barriers of the carry. Z stays in float accumulators from the last chunk to
 // the first; dO is read from the stage where a product needs it. Of a compensated chunk A, T, dU and dV have
@@ -26,8 +30,8 @@
 
 namespace cula::cuda::sm80 {
 
-// block: the CTA's number among those of the return.
-template <class T, int kKey, bool kReadsState, bool kPerChannel>
+// block: the CTA's number among those of the return. kMap: makes B' of the segment, and nothing else.
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMap>
 __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedule& schedule,
                                                const ChunkOperands<T, kKey, kPerChannel>* operands,
                                                const WalkParams<T, kKey>& p, int block) {
@@ -44,6 +48,10 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
                                             warp, warps, block);
     const Segment& segment = cursor.segment;
     if (segment.sequence < 0) return;
+    const bool ends_walk = segment.rank == 0, starts_walk = segment.rank + 1 == segment.count;
+    if constexpr (kMap)
+        if (ends_walk || !p.walks_backwards || cursor.rows.first >= warps * kWarpRows * p.value_blocks)
+            return;
     const Gradients& d = p.d;
     const int value_head = cursor.value_head, row_base = cursor.rows.first;
     const std::uint32_t shared_base = shared_address(raw_memory);
@@ -111,8 +119,14 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
     if (chunk >= 0) copy_chunk(chunk, odd, compensated);
     commit_copies();
     {
-        const States& from = cursor.ends_sequence ? d.d_final : p.slab_d_end;
-        const std::int64_t slot = cursor.ends_sequence ? segment.sequence : 0;
+        States from{};
+        std::int64_t slot = 0;
+        if (starts_walk && cursor.ends_sequence)
+            from = d.d_final, slot = segment.sequence;
+        else if (starts_walk)
+            from = p.slab_d_end;
+        else if (!kMap)
+            from = p.ends, slot = cursor.number;
         if (from.data)
             chunked::load_state<kKey>(state, from, from.offset(slot, value_head), cursor.rows);
         else
@@ -127,7 +141,7 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
     // The lane's first value row in d_v, after the transpose below.
     const int lane_row = cursor.rows.row(), lane_channel = RowWindow::channel(),
               lane_value = row_base + lane % 4 * 2;
-    const bool rounds_d_v = d.d_v.data && d.d_v.dtype == kDtype<T>,
+    const bool stores_d_v = !kMap && d.d_v.data, rounds_d_v = stores_d_v && d.d_v.dtype == kDtype<T>,
                pairs_out = (d.d_v.batch | d.d_v.token | d.d_v.head | a.value_dim) % 2 == 0 &&
                            reinterpret_cast<std::uintptr_t>(d.d_v.data) % 4 == 0;
 #pragma unroll 1
@@ -158,7 +172,7 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
             return *reinterpret_cast<const float2*>(factor + tile * 8 + lane % 4 * 2);
         };
         SavedSlice<T, kKey>* slice = nullptr;
-        if (p.saved.slices && row_base < a.value_dim)
+        if (!kMap && p.saved.slices && row_base < a.value_dim)
             slice = &p.saved.at(segment.slot + chunk, value_head, row_base / kWarpRows);
 
         // --- write: dU ---
@@ -250,7 +264,7 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
         // --- return: Z, and what is stored of dV ---
         const int left = cursor.count(chunk);
         const std::int64_t first_out = d.d_v.offset(cursor.batch, cursor.token(chunk), value_head);
-        if (d.d_v.data && !rounds_d_v) {
+        if (stores_d_v && !rounds_d_v) {
 #pragma unroll
             for (int tile = 0; tile < kRows / 8; ++tile)
 #pragma unroll
@@ -315,6 +329,10 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
         compensated = compensated_next, compensated_next = compensated_after;
     }
 
+    if constexpr (kMap)
+        return chunked::store_state<kKey>(state, p.map_z, p.map_z.offset(cursor.number, value_head),
+                                          cursor.rows);
+    if (!ends_walk) return;
     if (!cursor.starts_sequence) {
         const States& to = p.slab_d_start;
         if (to.data) chunked::store_state<kKey>(state, to, to.offset(0, value_head), cursor.rows);

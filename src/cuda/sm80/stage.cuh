@@ -5,8 +5,7 @@
 // packed, are half of its A operand, so that results become left factors without shuffles.
 #pragma once
 
-#include "cuda/backward/gradients.h"
-#include "cuda/backward/saved.cuh"
+#include "cuda/backward/walk_params.cuh"
 #include "cuda/chunked/chunk.cuh"
 #include "cuda/chunked/cursor.cuh"
 #include "cuda/chunked/tile_reads.cuh"
@@ -16,7 +15,8 @@
 
 namespace cula::cuda::sm80 {
 
-using backward::Gradients, backward::Saved, backward::SavedSlice;
+using backward::Gradients, backward::Packed, backward::save_rows, backward::save_step, backward::Saved,
+    backward::SavedSlice, backward::transposed_rows, backward::WalkParams;
 using chunked::CarryParams, chunked::ChunkOperands, chunked::copy_tokens, chunked::DecayMap, chunked::kTokens,
     chunked::kWarpRows, chunked::LaneReads, chunked::OperandTile, chunked::own_segment, chunked::RowWindow,
     chunked::Schedule, chunked::Segment, chunked::SegmentCursor, chunked::Tile, chunked::Triangle;
@@ -25,32 +25,15 @@ inline constexpr int kMaxCarryWarps = 8;
 
 // What a carry leaves in memory.
 enum class CarryMode : std::uint8_t {
-    kOutputs,  // outputs and final states
-    kMaps,     // the maps of segments
-    kSaves,    // for a backward pass: the states before chunks and what these write
+    kOutputs,   // outputs and final states
+    kMaps,      // the maps of segments
+    kSaves,     // for a backward pass: the states before chunks and what these write
+    kWalkMaps,  // the maps of segments of both walks of a backward pass
 };
 constexpr bool makes_outputs(CarryMode mode) { return mode == CarryMode::kOutputs; }
-constexpr bool makes_maps(CarryMode mode) { return mode == CarryMode::kMaps; }
+constexpr bool makes_maps(CarryMode mode) { return mode == CarryMode::kMaps || mode == CarryMode::kWalkMaps; }
 constexpr bool saves(CarryMode mode) { return mode == CarryMode::kSaves; }
-
-// The parameters of both walks of a backward pass, the carry and the return (return.cuh). Of the CTAs of a
-// launch with both every second one walks backwards.
-template <class T, int kKey>
-struct WalkParams : CarryParams {
-    bool walks_forwards = true, walks_backwards = true;
-    Saved<T, kKey> saved;  // no slices: nothing is saved
-    Gradients d;
-    // Z after the slab of the sequence that goes on in the slab behind it; and before it, for the slab ahead.
-    States slab_d_end, slab_d_start;
-
-    __device__ __forceinline__ bool returns(int block) const {
-        return walks_backwards && (!walks_forwards || block % 2 == 0);
-    }
-    // Among the CTAs that walk in the same direction.
-    __device__ __forceinline__ int own_block(int block) const {
-        return walks_forwards && walks_backwards ? block / 2 : block;
-    }
-};
+constexpr bool returns_too(CarryMode mode) { return saves(mode) || mode == CarryMode::kWalkMaps; }
 
 // q and k as they came, which the products read where the decay is per token.
 struct NoTiles {};
@@ -65,8 +48,6 @@ struct CarryStage {
     std::conditional_t<kPerChannel, NoTiles, RawTiles<T, kKey>> raw;
     alignas(16) T values[kMaxCarryWarps][kTokens<kKey> * kWarpRows];  // [warp][token][value row]
 };
-
-using Packed = std::uint32_t[4];  // an A operand of 16 x 16
 
 // LaneReads for a Triangle: a block of 16 x 16 at a time.
 template <int kRows, bool kTransposed = false>
@@ -173,25 +154,6 @@ __device__ __forceinline__ void copy_bytes(std::uint32_t to, const unsigned char
 __device__ __forceinline__ bool in_pieces(const TokenRows& rows, int width) {
     return (rows.batch | rows.token | rows.head | width) % 8 == 0 &&
            reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
-}
-
-// Neighbouring value rows of a lane's tokens (SavedSlice::writes) from an A operand [16 value rows x 16
-// tokens].
-__device__ __forceinline__ uint4 transposed_rows(const Packed& packed) {
-    return {transposed(packed[0]), transposed(packed[2]), transposed(packed[1]), transposed(packed[3])};
-}
-
-// Stores a block of SavedSlice::writes, d_values or d_outputs.
-template <class T>
-__device__ __forceinline__ void save_rows(T* rows, int block, const uint4& words) {
-    reinterpret_cast<uint4*>(rows)[block * 32 + static_cast<int>(threadIdx.x) % 32] = words;
-}
-
-// Stores step `step` of SavedSlice::state or d_state: channels 16 step to 16 step + 15, an A operand.
-template <class T>
-__device__ __forceinline__ void save_step(T* state, int step, const Packed& packed) {
-    save_rows(state, step,
-              {transposed(packed[0]), transposed(packed[1]), transposed(packed[2]), transposed(packed[3])});
 }
 
 template <class T, int kKey>

@@ -8,6 +8,8 @@
 #include <utility>
 
 #include "core/check.h"
+#include "cuda/backward/entry.h"
+#include "cuda/backward/plan.h"
 #include "cuda/chunked/entry.h"
 #include "cuda/pipe/launch.h"
 #include "cuda/sm90/fused/rule.h"
@@ -119,7 +121,20 @@ Prediction predict(const Problem& problem) {
     return chosen ? Prediction(chosen->expected) : std::nullopt;
 }
 
+template <StrategyKind kWanted>
 Support backward_supports(const Problem& problem) {
+    if (Support any = takes(problem); !any) return any;
+    return backward::supports(problem, kWanted);
+}
+
+template <StrategyKind kWanted>
+PreparedPtr backward_prepare(const Problem& problem, const Args& args, const Context&) {
+    return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
+        return prepare_backward<T, kKey, kPerChannel>(problem, args, {}, kWanted);
+    });
+}
+
+Support three_walks_supports(const Problem& problem) {
     if (Support any = runs_on(problem.device); !any) return any;
     if (Support any = takes_three_walks(problem); !any) return any;
     for (const Walk walk : kWalks)
@@ -127,7 +142,7 @@ Support backward_supports(const Problem& problem) {
     return Support::yes();
 }
 
-PreparedPtr backward_prepare(const Problem& problem, const Args&, const Context&) {
+PreparedPtr three_walks_prepare(const Problem& problem, const Args&, const Context&) {
     const auto prepared = [&](Walk walk) {
         const Problem of_walk = walk_problem(problem, walk);
         return with_instance(of_walk, [&]<class T, int kKey, bool kPerChannel>() {
@@ -137,13 +152,19 @@ PreparedPtr backward_prepare(const Problem& problem, const Args&, const Context&
     return std::make_shared<const ThreeWalks>(prepared(Walk::kKey), prepared(Walk::kValue));
 }
 
-Prediction backward_predict(const Problem& problem) {
+Prediction three_walks_predict(const Problem& problem) {
     double microseconds = 0.0;
     for (const Walk walk : kWalks)
         microseconds += candidates(walk_problem(problem, walk)).choose(StrategyKind::kAny)->expected;
     return microseconds;
 }
 
+template Support backward_supports<StrategyKind::kAny>(const Problem&);
+template PreparedPtr backward_prepare<StrategyKind::kAny>(const Problem&, const Args&, const Context&);
+template Support backward_supports<StrategyKind::kWhole>(const Problem&);
+template PreparedPtr backward_prepare<StrategyKind::kWhole>(const Problem&, const Args&, const Context&);
+template Support backward_supports<StrategyKind::kSegments>(const Problem&);
+template PreparedPtr backward_prepare<StrategyKind::kSegments>(const Problem&, const Args&, const Context&);
 template Support supports<StrategyKind::kAny>(const Problem&);
 template PreparedPtr prepare<StrategyKind::kAny>(const Problem&, const Args&, const Context&);
 template Prediction predict<StrategyKind::kAny>(const Problem&);

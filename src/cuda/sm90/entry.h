@@ -16,9 +16,15 @@ PreparedPtr prepare(const Problem& problem, const Args& args, const Context& con
 template <chunked::StrategyKind kWanted>
 Prediction predict(const Problem& problem);
 
-// Backward, as three walks of the carry (three_walks.h).
+// Backward, in chunks, likewise.
+template <chunked::StrategyKind kWanted>
 Support backward_supports(const Problem& problem);
+template <chunked::StrategyKind kWanted>
 PreparedPtr backward_prepare(const Problem& problem, const Args& args, const Context& context);
-Prediction backward_predict(const Problem& problem);
+
+// Backward, as three walks of the carry (three_walks.h).
+Support three_walks_supports(const Problem& problem);
+PreparedPtr three_walks_prepare(const Problem& problem, const Args& args, const Context& context);
+Prediction three_walks_predict(const Problem& problem);
 
 }  // namespace cula::cuda::sm90

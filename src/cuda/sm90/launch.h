@@ -12,6 +12,10 @@
 #include "cuda/call.h"
 #include "cuda/chunked/plan.h"
 
+namespace cula::cuda::backward {
+struct BackwardLimits;
+}
+
 namespace cula::cuda::sm90 {
 
 // Whether the fused prefill takes these gates. A bounded gate may decay by at most 2^-kMostLog2 over 16
@@ -28,5 +32,8 @@ template <class T, int kKey, bool kPerChannel>
 chunked::Candidates prefill_candidates(const Problem& problem);
 template <class T, int kKey, bool kPerChannel>
 PreparedCallPtr prepare_prefill(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
+template <class T, int kKey, bool kPerChannel>
+PreparedPtr prepare_backward(const Problem& problem, const Args& args, const backward::BackwardLimits& limits,
+                             chunked::StrategyKind wanted);
 
 }  // namespace cula::cuda::sm90

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradients of additive rules whose decay is the same for every token, as three walks of the carry
-// (docs/design/backward-cuda.md, "Three walks"). Each is a prefill with the call's tensors in other places:
+// (docs/design/three-walks.md). Each is a prefill with the call's tensors in other places:
 //
 //   walk     from         q     k     v     o     state before      state after
 //   kQuery   first token  d_o   v     k     d_q   initial, [K, V]   -

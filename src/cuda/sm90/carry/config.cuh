@@ -46,7 +46,7 @@ inline constexpr int kMaxStages = 4;
 template <bool kDelta, bool kPerChannel>
 inline constexpr bool kMakesScores = !kDelta && !kPerChannel;
 
-// Walks of backward calls, which may be reversed, are those of this form alone.
+// The three walks of backward calls, which may be reversed, are of this form alone.
 template <int kKey, bool kDelta, bool kPerChannel, bool kMaps>
 using CarryCursor = SegmentCursor<kKey, kMaps, kMakesScores<kDelta, kPerChannel>>;
 

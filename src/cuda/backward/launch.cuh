@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launches of a chunked backward call. The chunks of a long call are several slabs. Where sequences may cross
+// their borders, the states there are made first, by a sweep over all slabs but the last; then come the
+// gradients, from the last slab to the first:
+//
+//   sweep, per slab   as below, up to the walks, of which the carry alone: the state before the next slab
+//   per slab          schedule       chunks and segments from cu_seqlens; only if packed, and not by_warp
+//                     prepare_*      chunk operands
+//                     walks          only if sequences are cut into segments: the maps of both walks
+//                     compose_walks  likewise: the states between segments
+//                     walks          carry and return, in one launch
+//                     gradient_*     all chunks side by side
+//   at the end        sum_parameters, zero_tail
+//
+// If nothing but d_v and d_initial is wanted, there are no sweep and no gradients, and the return walks
+// alone.
+//
+// Every kernel waits for the one before it before it touches global memory (ptx/pdl.cuh). So the workspace of
+// one slab is not written before the gradients of the slab that was launched before have been made.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "core/carve.h"
+#include "core/kernel.h"
+#include "cuda/backward/launch_gradients.h"
+#include "cuda/backward/plan.h"
+#include "cuda/backward/sum.cuh"
+#include "cuda/backward/walk_params.cuh"
+#include "cuda/chunked/compose.h"
+#include "cuda/chunked/launch.cuh"
+
+namespace cula::cuda::backward {
+
+using chunked::ceil_div, chunked::ChunkOperands, chunked::divisor, chunked::EarlyStarts, chunked::kTokens,
+    chunked::NoGateTiles, chunked::Schedule, chunked::Segment, chunked::StrategyKind;
+
+// What a target launches its walks with.
+template <class T, int kKey, bool kPerChannel>
+struct WalkLaunch {
+    const Call& call;
+    const DeviceArgs& a;
+    const Schedule& schedule;
+    const ChunkOperands<T, kKey, kPerChannel>* operands;
+    chunked::CarryRows rows;
+    EarlyStarts& early;
+};
+
+template <class Walks>
+using WalkLaunchOf = WalkLaunch<typename Walks::Type, Walks::kKey, Walks::kPerChannel>;
+
+// The walks of an architecture, for inputs of one type and at most kKey key channels.
+template <class Walks>
+concept WalkTarget = requires(const Problem& problem, const WalkLaunchOf<Walks>& of,
+                              const WalkParams<typename Walks::Type, Walks::kKey>& params) {
+    { Walks::traits(problem) } -> std::same_as<chunked::CarryTraits>;
+    // Both walks, or the maps of their segments: launch<update, maps>. Of the parameters the number of row
+    // blocks and what depends on the device's shared memory are the target's.
+    Walks::template launch<Update::kDelta, false>(of, params);
+    Walks::template launch<Update::kDelta, true>(of, params);
+    Walks::template launch<Update::kAdditive, false>(of, params);
+    Walks::template launch<Update::kAdditive, true>(of, params);
+};
+
+template <class T, int kKey, bool kPerChannel>
+struct BackwardWorkspace {
+    using Operands = ChunkOperands<T, kKey, kPerChannel>;
+
+    std::int32_t* first_chunk = nullptr;  // the schedule's: [N + 1], [chunks of a slab], [segments]
+    chunked::PackedChunk* packed = nullptr;
+    Segment* segments = nullptr;
+    std::int32_t* is_compensated = nullptr;        // of operands: [chunks of a slab, HV]
+    Operands* operands = nullptr;                  // [chunks of a slab, HV]
+    SavedSlice<T, kKey>* slices = nullptr;         // [chunks of a slab, HV, slices]
+    GradientScratch scratch;                       // its parameters: those of all chunks of the call
+    float *states = nullptr, *d_states = nullptr;  // at slab borders: [borders, HV, V, K], [2, HV, V, K]
+    // Of segments, in rows of kKey channels: M and M^T [segments, HV, K, kKey], or the diagonals of M
+    // [segments, HV, kKey]; the others [segments, HV, V, kKey].
+    float *map_m = nullptr, *map_m_turned = nullptr, *map_b = nullptr, *map_z = nullptr;
+    float *starts = nullptr, *ends = nullptr;
+    std::size_t bytes = 0;
+
+    static int slices_of(int value_dim) { return ceil_div(value_dim, kSliceValues); }
+
+    static ChunkBytes chunk_bytes(const Problem& problem, const WantedGradients& wanted) {
+        const auto slices = static_cast<std::size_t>(slices_of(static_cast<int>(problem.value_dim)));
+        const std::size_t saved = slices * sizeof(SavedSlice<T, kKey>);
+        return {
+            .of_value_head = sizeof(Operands) + (wanted.any ? saved : 0),
+            .of_head = shares_keys(problem.heads, problem.value_heads, wanted) ? kSums * sizeof(float) : 0,
+            .of_walks = 2 * sizeof(Operands) + saved};
+    }
+
+    // base may be null to count the bytes. channels: parameters of a value head. diagonal: maps have no M
+    // that is a matrix.
+    BackwardWorkspace(const BackwardPlan& plan, int heads, int channels, bool diagonal, void* base) {
+        const chunked::PrefillShape& shape = plan.shape;
+        Carver carver(base);
+        const std::int64_t chunks = plan.slab_chunks, value_heads = shape.value_heads,
+                           of_state = value_heads * shape.value_dim * shape.key_dim;
+        if (shape.packed && !plan.by_warp) {
+            first_chunk = carver.take<std::int32_t>(shape.sequences + 1);
+            packed = carver.take<chunked::PackedChunk>(chunks);
+            segments = carver.take<Segment>(plan.max_segments);
+        }
+        is_compensated = carver.take<std::int32_t>(chunks * value_heads);
+        operands = carver.take<Operands>(chunks * value_heads);
+        if (plan.wanted.any)
+            slices = carver.take<SavedSlice<T, kKey>>(chunks * value_heads * slices_of(shape.value_dim));
+        if (shares_keys(heads, value_heads, plan.wanted))
+            scratch.keys = carver.take<float>(chunks * heads * kSums);
+        if (plan.wanted.parameters)
+            scratch.parameters = carver.take<float>(shape.chunks * value_heads * (1 + channels));
+        if (plan.cuts_sequences) {
+            if (plan.wanted.any) states = carver.take<float>((plan.slabs() - 1) * of_state);
+            d_states = carver.take<float>(2 * of_state);
+        }
+        if (plan.makes_maps()) {
+            const std::int64_t rows = plan.max_segments * value_heads * kKey;
+            map_m = carver.take<float>(rows * (diagonal ? 1 : shape.key_dim));
+            if (!diagonal) map_m_turned = carver.take<float>(rows * shape.key_dim);
+            map_z = carver.take<float>(rows * shape.value_dim),
+            ends = carver.take<float>(rows * shape.value_dim);
+            if (plan.wanted.any)
+                map_b = carver.take<float>(rows * shape.value_dim),
+                starts = carver.take<float>(rows * shape.value_dim);
+        }
+        bytes = carver.bytes();
+    }
+
+private:
+    // Floats of a chunk and head: GradientScratch::keys.
+    static constexpr std::int64_t kSums = 2 * kTokens<kKey> * kKey;
+
+    static bool shares_keys(std::int64_t heads, std::int64_t value_heads, const WantedGradients& wanted) {
+        return wanted.keys && value_heads > heads;
+    }
+};
+
+// Launches the kernels of one call.
+template <WalkTarget Walks, Update kUpdate>
+class BackwardLaunches {
+    using T = typename Walks::Type;
+    static constexpr int kKey = Walks::kKey;
+    static constexpr bool kPerChannel = Walks::kPerChannel;
+    using Workspace = BackwardWorkspace<T, kKey, kPerChannel>;
+    static constexpr bool kDiagonal = has_diagonal_map(kUpdate);
+
+public:
+    BackwardLaunches(const Call& call, const Gradients& gradients, const BackwardPlan& plan)
+        : call_(call),
+          a_(call.args),
+          d_(gradients),
+          plan_(plan),
+          workspace_(plan, a_.heads, parameter_count(a_) - 1, kDiagonal, call.workspace),
+          early_(call.follows) {
+        a_.least_beta = kLeastBeta<T>;
+        schedule_.chunk_tokens = kTokens<kKey>;
+        schedule_.segment_chunks = plan.segment_chunks;
+        schedule_.by_segment = divisor(plan.segment_chunks);
+        schedule_.chunks = ceil_div(a_.tokens, kTokens<kKey>);
+        schedule_.by_chunks = divisor(schedule_.chunks);
+        schedule_.max_segments = plan.max_segments;
+        schedule_.ahead = std::max(1, call.multiprocessors / a_.value_heads);
+        schedule_.by_warp = plan.by_warp;
+        schedule_.packed = workspace_.packed;
+        schedule_.segments = workspace_.segments;
+        walks_.is_compensated = workspace_.is_compensated;
+        walks_.first_m = false, walks_.first_from_state = true;
+        const auto of_segments = [&](float* data, int rows) {
+            return chunked::float_states(data, 0, a_.value_heads, rows, kKey);
+        };
+        const int rows_of_m = kDiagonal ? 1 : a_.key_dim;
+        walks_.map_m = of_segments(workspace_.map_m, rows_of_m);
+        walks_.map_m_turned = of_segments(workspace_.map_m_turned, rows_of_m);
+        std::swap(walks_.map_m_turned.v, walks_.map_m_turned.k);
+        walks_.map_b = of_segments(workspace_.map_b, a_.value_dim);
+        walks_.map_z = of_segments(workspace_.map_z, a_.value_dim);
+        walks_.starts = of_segments(workspace_.starts, a_.value_dim);
+        walks_.ends = of_segments(workspace_.ends, a_.value_dim);
+        walks_.d = d_;
+        early_.allow(true);
+    }
+
+    void run() {
+        const int last = plan_.slabs() - 1;
+        const bool of_chunks = d_.of_chunks();
+        for (int slab = 0; of_chunks && plan_.cuts_sequences && slab < last; ++slab) {
+            prepare(slab);
+            make_states(true, false);
+            walk(true, false);
+        }
+        if (of_chunks) walks_.saved = saved();
+        for (int slab = last; slab >= 0; --slab) {
+            prepare(slab);
+            make_states(of_chunks, true);
+            walk(of_chunks, true);
+            if (of_chunks) differentiate();
+        }
+        if (d_.parameters())
+            launch<sum_parameters<kSumThreads>>(
+                {static_cast<std::size_t>(sum_parameters_ctas(a_)), kSumThreads}, d_,
+                workspace_.scratch.parameters, plan_.shape.chunks);
+        if (a_.cu_seqlens)
+            launch<zero_tail<kZeroThreads>>({static_cast<std::size_t>(zero_tail_ctas(a_)), kZeroThreads}, d_);
+    }
+
+private:
+    template <auto kKernel, class... Arguments>
+    void launch(const LaunchShape& shape, const Arguments&... arguments) {
+        cuda::launch<kKernel>(early_(shape), call_.stream, a_, arguments...);
+    }
+
+    std::size_t chunks() const { return static_cast<std::size_t>(schedule_.slab_end - schedule_.slab_begin); }
+    Saved<T, kKey> saved() const {
+        return {workspace_.slices, a_.value_heads, Workspace::slices_of(a_.value_dim)};
+    }
+
+    // Turns to the chunks of a slab, and makes their operands.
+    void prepare(int slab) {
+        schedule_.slab_begin = slab * plan_.slab_chunks;
+        schedule_.slab_end = static_cast<std::int32_t>(std::min<std::int64_t>(
+            plan_.shape.chunks, schedule_.slab_begin + std::int64_t{plan_.slab_chunks}));
+        schedule_.by_pieces = divisor(ceil_div(
+            std::min(schedule_.chunks, schedule_.slab_end - schedule_.slab_begin), plan_.segment_chunks));
+        walks_.ranks = schedule_.by_pieces;
+        const std::int64_t of_state = std::int64_t{a_.value_heads} * a_.value_dim * a_.key_dim;
+        // The one state at a border, which no sequence or one sequence crosses.
+        const auto border = [&](float* states, std::int64_t index, bool inside) {
+            States of = chunked::float_states(states + (inside ? index * of_state : 0), 1, a_.value_heads,
+                                              a_.value_dim, a_.key_dim);
+            of.slot = 0;
+            return states && inside ? of : States{};
+        };
+        const bool first = slab == 0, last = slab + 1 == plan_.slabs();
+        const bool cuts = plan_.cuts_sequences;
+        walks_.slab_start = border(workspace_.states, slab - 1, cuts && !first);
+        walks_.slab_end = border(workspace_.states, slab, cuts && !last);
+        walks_.slab_d_start = border(workspace_.d_states, slab % 2, cuts && !first);
+        walks_.slab_d_end = border(workspace_.d_states, (slab + 1) % 2, cuts && !last);
+
+        if (workspace_.packed)
+            launch<chunked::schedule<chunked::kScheduleThreads>>({1, chunked::kScheduleThreads}, schedule_,
+                                                                 workspace_.first_chunk, workspace_.packed,
+                                                                 workspace_.segments);
+        const std::size_t of_heads = chunks() * static_cast<std::size_t>(a_.value_heads);
+        float* const fading = nullptr;
+        if constexpr (kPerChannel) {
+            launch<chunked::prepare_channel<T, kKey, kUpdate, NoGateTiles>>(
+                {of_heads, chunked::kPrepareThreads, sizeof(chunked::ChannelSmem<kKey>)}, NoGateTiles{},
+                schedule_, workspace_.operands, workspace_.is_compensated, fading);
+        } else {
+            const int span = chunked::prepare_span(of_heads, a_.group, call_.multiprocessors);
+            launch<chunked::prepare_token<T, kKey>>(
+                {of_heads / span, chunked::kPrepareThreads, sizeof(chunked::TokenSmem<kKey>)}, schedule_,
+                span, workspace_.operands, workspace_.is_compensated, fading);
+        }
+    }
+
+    // The states between segments, if there are any.
+    void make_states(bool forwards, bool backwards) {
+        if (!plan_.makes_maps()) return;
+        launch_walks<true>(forwards, backwards);
+        const States none{};
+        const chunked::WalkMaps maps{
+            .forwards = {walks_.map_m, walks_.map_b, forwards ? walks_.starts : none},
+            .backwards = {kDiagonal ? walks_.map_m : walks_.map_m_turned, walks_.map_z,
+                          backwards ? walks_.ends : none},
+            .matrices = !kDiagonal};
+        chunked::launch_compose_walks<kKey>(a_, schedule_, maps, early_, call_.stream);
+    }
+
+    void walk(bool forwards, bool backwards) { launch_walks<false>(forwards, backwards); }
+
+    template <bool kMaps>
+    void launch_walks(bool forwards, bool backwards) {
+        walks_.walks_forwards = forwards, walks_.walks_backwards = backwards;
+        Walks::template launch<kUpdate, kMaps>(
+            {call_, a_, schedule_, workspace_.operands, plan_.cut.rows, early_}, walks_);
+    }
+
+    void differentiate() {
+        GradientScratch scratch = workspace_.scratch;
+        if (scratch.parameters)
+            scratch.parameters += std::int64_t{schedule_.slab_begin} * a_.value_heads * parameter_count(a_);
+        launch_gradients<T, kKey, kPerChannel>(call_, a_, schedule_, d_, walks_.saved, scratch, early_,
+                                               kUpdate);
+    }
+
+    const Call& call_;
+    DeviceArgs a_;
+    const Gradients d_;
+    const BackwardPlan& plan_;
+    const Workspace workspace_;
+    EarlyStarts early_;
+    Schedule schedule_;
+    WalkParams<T, kKey> walks_;
+};
+
+template <WalkTarget Walks, Update kUpdate>
+class PreparedBackward final : public Prepared {
+public:
+    PreparedBackward(const BackwardPlan& plan, std::size_t workspace_bytes)
+        : Prepared(workspace_bytes, 0), plan_(plan) {}
+
+    void run(const Args& args, const Context& context) const override {
+        if (const WantedGradients wanted(args); wanted != plan_.wanted)
+            throw Error("run: args must be those of the plan, got other gradients");
+        const DeviceGuard guard(context.device.index);
+        const Call call = make_call(args, context);
+        BackwardLaunches<Walks, kUpdate>(call, gradients(args), plan_).run();
+    }
+
+private:
+    BackwardPlan plan_;
+};
+
+template <WalkTarget Walks>
+PreparedPtr prepare_backward(const Problem& problem, const Args& args, const BackwardLimits& limits,
+                             StrategyKind wanted) {
+    constexpr bool kPerChannel = Walks::kPerChannel;
+    using Workspace = BackwardWorkspace<typename Walks::Type, Walks::kKey, kPerChannel>;
+    const BackwardPlan plan =
+        plan_backward(problem, args, Walks::traits(problem),
+                      Workspace::chunk_bytes(problem, WantedGradients(args)), limits, wanted);
+    const int channels = kPerChannel ? static_cast<int>(problem.key_dim) : 1;
+    const bool diagonal = has_diagonal_map(problem.algorithm.update);
+    const std::size_t bytes =
+        Workspace(plan, static_cast<int>(problem.heads), channels, diagonal, nullptr).bytes;
+    PreparedPtr prepared;
+    with_update(problem.algorithm.update, [&]<Update kUpdate>(UpdateConstant<kUpdate>) {
+        prepared = std::make_shared<const PreparedBackward<Walks, kUpdate>>(plan, bytes);
+    });
+    return prepared;
+}
+
+}  // namespace cula::cuda::backward

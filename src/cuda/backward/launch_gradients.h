@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// The interface between the launches of a backward call and the instances of the gradient kernels
+// (instances.txt).
+#pragma once
+
+#include "cuda/backward/gradients.h"
+#include "cuda/call.h"
+#include "cula/problem.h"
+
+namespace cula::cuda::chunked {
+class EarlyStarts;
+struct Schedule;
+}  // namespace cula::cuda::chunked
+
+namespace cula::cuda::backward {
+
+template <class T, int kKey>
+struct Saved;
+struct GradientScratch;
+
+// Differentiates all chunks of a slab, for which `saved` and the scratch are.
+template <class T, int kKey, bool kPerChannel>
+void launch_gradients(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
+                      const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
+                      chunked::EarlyStarts& early, Update update);
+
+}  // namespace cula::cuda::backward

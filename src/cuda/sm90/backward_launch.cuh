@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// The chunked backward on Hopper: the launches that all walks share (backward/launch.cuh), with those of
+// sm90/walks.
+#pragma once
+
+#include "cuda/backward/launch.cuh"
+#include "cuda/sm90/launch.h"
+#include "cuda/sm90/walks/kernel.cuh"
+
+namespace cula::cuda::sm90 {
+
+template <class T, int kKeyDim, bool kDecayPerChannel>
+struct WarpgroupWalks {
+    using Type = T;
+    static constexpr int kKey = kKeyDim;
+    static constexpr bool kPerChannel = kDecayPerChannel;
+
+    static chunked::CarryTraits traits(const Problem& problem) {
+        return {.warp_step = kWarpgroupWarps,
+                .operand_bytes = sizeof(ChunkOperands<T, kKey, kPerChannel>),
+                .warpgroups = true,
+                .family = family(problem.algorithm, problem.gate),
+                .chunk_tokens = kTokens<kKey>};
+    }
+
+    template <Update kUpdate, bool kMaps>
+    static void launch(const backward::WalkLaunch<T, kKey, kPerChannel>& of, WalkParams<T, kKey> p) {
+        constexpr bool kDelta = CarryRule<kUpdate>::kReadsState;
+        const Call& call = of.call;
+        const int warpgroups = of.rows.warps / kWarpgroupWarps, rows = warpgroups * kWarpgroupRows;
+        p.value_blocks = of.rows.blocks;
+        p.row_blocks =
+            chunked::divisor(p.value_blocks + (kMaps && kDelta ? chunked::ceil_div(of.a.key_dim, rows) : 0));
+        DeviceArgs back = of.a;
+        back.v = p.d.d_o, back.o = p.d.d_v;
+
+        WalkTiles tiles;
+        const auto maps = [&](const DeviceArgs& a, bool queries) {
+            return carry_maps(a, kDtype<T>, !kPerChannel, queries, kTokens<kKey>);
+        };
+        tiles.forwards = maps(of.a, false);
+        tiles.backwards = maps(back, true);
+        if (kMaps) tiles.backwards.outputs = false;
+        const auto most_stages = [&](auto bytes, int& stages) {
+            const std::size_t buffers = of.rows.warps * StateBuffer<T, kKey>::kBytes;
+            for (stages = kMaxStages; bytes(warpgroups, stages) + buffers > call.shared_bytes_limit;)
+                --stages;
+            return bytes(warpgroups, stages) + buffers;
+        };
+        const std::size_t forwards = most_stages(CarryShared<T, kKey, kDelta, kPerChannel, true>::bytes,
+                                                 tiles.stages_forwards),
+                          backwards = most_stages(CarryShared<T, kKey, kDelta, kPerChannel, false>::bytes,
+                                                  tiles.stages_backwards);
+        cuda::launch<walks<T, kKey, kUpdate, kPerChannel, kMaps>>(
+            of.early({.blocks = p.directions(kMaps) * p.row_blocks.value * of.a.value_heads *
+                                of.schedule.max_segments,
+                      .threads = (warpgroups + 1) * kWarpgroupThreads,
+                      .shared_bytes = std::max(forwards, backwards),
+                      .most_shared_bytes = call.shared_bytes_limit}),
+            call.stream, of.a, back, of.schedule, of.operands, p, tiles);
+    }
+};
+
+template <class T, int kKey, bool kPerChannel>
+PreparedPtr prepare_backward(const Problem& problem, const Args& args, const backward::BackwardLimits& limits,
+                             chunked::StrategyKind wanted) {
+    return backward::prepare_backward<WarpgroupWalks<T, kKey, kPerChannel>>(problem, args, limits, wanted);
+}
+
+}  // namespace cula::cuda::sm90

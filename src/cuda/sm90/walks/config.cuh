@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the walks of a backward pass on Hopper share with each other, and with the carry (sm90/carry).
+#pragma once
+
+#include "cuda/backward/walk_params.cuh"
+#include "cuda/sm90/carry/config.cuh"
+#include "cuda/sm90/carry/load_store_roles.cuh"
+#include "cuda/sm90/carry/state_role.cuh"
+
+namespace cula::cuda::sm90 {
+
+using backward::SavedSlice;
+using backward::WalkParams;
+
+// The tensor maps of both walks (`v` of the return is dO), and how many stages each has.
+struct WalkTiles {
+    CarryMaps forwards, backwards;
+    int stages_forwards = 1, stages_backwards = 1;
+};
+
+// The CTAs of either walk have the stages of a carry: the carry here those of a map, without A and Q~, the
+// return all of them.
+inline constexpr int kMaxWalkThreads = (kMaxStateWarpgroups + 1) * kWarpgroupThreads;
+inline constexpr int kWalkLoadRegisters = kLoadRegisters<false>, kWalkStateRegisters = kStateRegisters<false>;
+
+// Where a warp of the state role puts the state of its slice together, in shared memory, from which a bulk
+// store takes it to global memory while the warp goes on.
+template <class T, int kKey>
+struct StateBuffer {
+    static constexpr int kBytes = kKey * backward::kSliceValues * static_cast<int>(sizeof(T));
+
+    std::uint32_t address;
+
+    // Called by the whole warp, with the state as A operands.
+    __device__ __forceinline__ void store(T* to, const Packed (&packed)[kKey / 16]) const {
+        const std::uint32_t lane = threadIdx.x % 32;
+        wait();
+        __syncwarp();
+#pragma unroll
+        for (int step = 0; step < kKey / 16; ++step)
+            store_shared(address + step * 512 + lane * 16,
+                         {transposed(packed[step][0]), transposed(packed[step][1]),
+                          transposed(packed[step][2]), transposed(packed[step][3])});
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) store_bulk(to, address, kBytes);
+    }
+    // Until the buffer has been read.
+    __device__ __forceinline__ void wait() const {
+        if (threadIdx.x % 32 == 0) wait_bulk_stores_read();
+    }
+};
+
+// The load role of a walk: as that of the carry, in either direction.
+template <class T, int kKey, bool kDelta, bool kPerChannel, bool kReturns>
+struct WalkLoadRole : LoadRole<T, kKey, kDelta, kPerChannel, !kReturns> {
+    using Base = LoadRole<T, kKey, kDelta, kPerChannel, !kReturns>;
+    using Base::a, Base::cursor, Base::maps, Base::operands, Base::shared, Base::stages;
+    using typename Base::Shared, typename Base::Stage;
+
+    // Rows that TMA does not load. dO may be absent, which is zero, or have another dtype.
+    __device__ __forceinline__ void copy_rows_of(int chunk, unsigned char* to) const {
+        if (!kReturns || (a.v.data && a.v.dtype == kDtype<T>)) return Base::copy_all_rows(chunk, to);
+        if constexpr (!kPerChannel) {
+            Base::copy_key_rows(a.q, chunk, to + offsetof(Stage, query));
+            Base::copy_key_rows(a.k, chunk, to + offsetof(Stage, keys.read));
+        }
+        const int count = a.v.data ? cursor.count(chunk) : 0, columns = shared.warpgroups * kWarpgroupRows;
+        const std::int64_t from = a.v.offset(cursor.batch, cursor.token(chunk), cursor.value_head);
+#pragma unroll 1
+        for (int i = static_cast<int>(threadIdx.x) % kWarpgroupThreads; i < Stage::kRows * columns;
+             i += kLoadThreads) {
+            const int token = i / columns, column = i % columns, row = cursor.rows.first + column,
+                      place = Tile<Stage::kRows, kWarpgroupRows>::unit(token, column % kWarpgroupRows / 8);
+            T* const rows =
+                reinterpret_cast<T*>(to + Shared::kValues + column / kWarpgroupRows * Shared::kRowTileBytes);
+            const bool in = token < count && row < a.value_dim;
+            rows[place * 8 + column % 8] =
+                from_float<T>(in ? load_float(a.v.data, a.v.dtype, from + token * a.v.token + row) : 0.0f);
+        }
+    }
+
+    __device__ __forceinline__ void run() const {
+        const int warp = static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32;
+        const bool issues = threadIdx.x % 32 == 0;
+        const int rows_bytes = Base::tma_bytes(), chunks = cursor.segment.chunks;
+        CarryControl& control = shared.control;
+        auto stage = RingPosition::of_writer();
+        const auto ready = [&]() -> Mbarrier& { return control.operands.ready[stage.at]; };
+#pragma unroll 1
+        for (int step = 0; step < chunks; ++step) {
+            const int chunk = kReturns ? chunks - 1 - step : step;
+            const std::int64_t of_chunk = static_cast<std::int64_t>(chunk) * a.value_heads;
+            const bool compensated = kDelta && written_before(Base::is_compensated + of_chunk);
+            control.operands.free[stage.at].wait(stage.parity);
+            auto* const to = reinterpret_cast<unsigned char*>(&shared.stage(stage.at));
+            // A partial last chunk of a packed sequence is not loaded by TMA: the tile would bring the next
+            // sequence's tokens instead of zeros.
+            const bool by_tma = maps.inputs && (!a.cu_seqlens || cursor.count(chunk) == Stage::kRows);
+            if (issues) {
+                if (warp == 0) {
+                    ready().arrive_expecting(Base::kOperandBytes + (by_tma ? rows_bytes : 0));
+                    control.compensated[stage.at] = compensated;
+                }
+                Base::copy_operands(warp, part(of_chunk, ready()), shared_address(to),
+                                    shared_address(&shared.factors(stage.at)));
+                if (by_tma) Base::load_by_tma(warp, chunk, shared_address(to), ready().address());
+            }
+            if (!by_tma) {
+                copy_rows_of(chunk, to);
+                commit_copies();
+                wait_copies<0>();
+                fence_async_proxy();
+            }
+            ready().arrive();
+            stage.next(stages);
+            if constexpr (kDelta) {
+                if (!compensated) continue;
+                control.operands.free[stage.at].wait(stage.parity);
+                if (issues) {
+                    if (warp == 0) ready().arrive_expecting(Base::kLowBytes);
+                    Base::copy_low(warp, part(of_chunk, ready()), shared_address(&shared.stage(stage.at)));
+                }
+                ready().arrive();
+                stage.next(stages);
+            }
+        }
+    }
+
+private:
+    __device__ __forceinline__ typename Base::Part part(std::int64_t of_chunk, Mbarrier& ready) const {
+        return {reinterpret_cast<const unsigned char*>(operands + of_chunk), ready.address(), 1};
+    }
+};
+
+// The store role of the return: dV, in the order of the walk.
+template <class T, int kKey, bool kDelta, bool kPerChannel>
+struct WalkStoreRole : StoreRole<T, kKey, kDelta, kPerChannel> {
+    using Base = StoreRole<T, kKey, kDelta, kPerChannel>;
+    using Base::a, Base::cursor, Base::map, Base::shared;
+
+    __device__ __forceinline__ void run() const {
+        const int lane = static_cast<int>(threadIdx.x) % 32, chunks = cursor.segment.chunks;
+#pragma unroll 1
+        for (int step = 0; step < chunks; ++step) {
+            const int chunk = chunks - 1 - step, count = cursor.count(chunk);
+#pragma unroll 1
+            for (int warpgroup = 0; warpgroup < shared.warpgroups; ++warpgroup) {
+                const int row = cursor.rows.first + warpgroup * kWarpgroupRows;
+                const unsigned char* tile = shared.outs[warpgroup].bytes;
+                shared.control.out.ready[warpgroup].wait(step & 1);
+                if (!a.cu_seqlens || count == Base::kRows) {
+                    if (lane == 0) {
+                        tma_store(
+                            map,
+                            {row, cursor.value_head, static_cast<int>(cursor.token(chunk)), cursor.batch},
+                            shared_address(tile));
+                        tma_wait_stores_read();
+                    }
+                    __syncwarp();
+                } else {
+                    Base::store_rows(tile, chunk, count, row, lane);
+                }
+                shared.control.out.free[warpgroup].arrive();
+            }
+        }
+    }
+};
+
+}  // namespace cula::cuda::sm90

@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+// The state role of the walk backwards: a warpgroup that holds 64 value rows of Z [V, K], d loss / d state,
+// in float accumulators from the last chunk of its segment to the first. Its equation is that of the portable
+// return (docs/design/backward-cuda.md); dU, dV and dO are [V, C]:
+//   write    dU = Z K+^T + dO A
+//   solve    dV = dU T                              if the rule reads the state; else dV = dU
+//   return   Z  = Z diag(decay) + dO Q~ - dV K^     without K^ if the rule does not read the state
+// With one decay per token K^, K+ and Q~ are k and q as they came, and factors per token multiply the columns
+// of Z k^T, dO and dV instead.
+//
+// A chunk, in the order of issue, and what the threads do while the product runs:
+//   product                    A operand     meanwhile
+//   dU = Z K+^T + dO A         packed Z, dO  store Z and dO
+//   dV = dU T                  dU
+//   Z += dO Q~                 dO            wait for dV; pack it
+//   Z -= dV K^                 dV            store dV, and write it to shared memory for the store role
+// Of a compensated chunk A, T, dU and dV have a low word each, which are further products.
+#pragma once
+
+#include "cuda/sm90/walks/config.cuh"
+
+namespace cula::cuda::sm90 {
+
+template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
+struct ReturnRole {
+    using Carry = StateRole<T, kKey, kDelta, kPerChannel, false>;
+    using Cursor = CarryCursor<kKey, kDelta, kPerChannel, false>;
+    using Shared = typename Carry::Shared;
+    using Stage = typename Carry::Stage;
+    using F = typename Carry::F;
+    using State = typename Carry::State;
+    using Product = typename Carry::Product;
+    using Rows = typename Carry::Rows;
+    static constexpr int kRows = Carry::kRows, kBlocks = Carry::kBlocks;
+
+    const DeviceArgs& a;
+    const WalkParams<T, kKey>& p;
+    const Cursor& cursor;
+    const Shared& shared;
+    int stages;
+    StateBuffer<T, kKey> buffer;  // of the warp
+    bool by_tma;                  // whether dV has a tensor map
+
+    // product = or += rows square, square [C x C].
+    static __device__ __forceinline__ void multiply_rows(Product& product, const Rows& rows,
+                                                         std::uint32_t square, int add) {
+        const wgmma::Operand b = wgmma::operand<16>(square, Panels<kRows>::kUnits * 16);
+#pragma unroll
+        for (int step = 0; step < kBlocks; ++step)
+            wgmma::multiply<T, kRows / 8, true>(product, rows[step], b + Panels<kRows>::unit(16 * step, 0),
+                                                step > 0 || add);
+    }
+
+    // An A operand from accumulators times factor(tile), two neighbouring tokens each.
+    template <class Factor>
+    static __device__ __forceinline__ void pack_scaled(Rows& rows, const Product& x, const Factor& factor) {
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                const int tile = 2 * block + w / 2;
+                const float2 f = factor(tile);
+                rows[block][w] = pack2_finite<T>(x[tile][w % 2 * 2] * f.x, x[tile][w % 2 * 2 + 1] * f.y);
+            }
+    }
+
+    __device__ __forceinline__ void first_state(State& state) const {
+        const Segment& segment = cursor.segment;
+        const bool starts_walk = segment.rank + 1 == segment.count;
+        States from{};
+        std::int64_t slot = 0;
+        if (starts_walk && cursor.ends_sequence)
+            from = p.d.d_final, slot = segment.sequence;
+        else if (starts_walk)
+            from = p.slab_d_end;
+        else if (!kMaps)
+            from = p.ends, slot = cursor.number;
+        if (from.data)
+            chunked::load_state<kKey>(state, from, from.offset(slot, cursor.value_head), cursor.rows);
+        else
+            each_pair(state, [](float2& pair, int, int) { pair = {0.0f, 0.0f}; });
+    }
+
+    __device__ __forceinline__ void store_last(State& state) const {
+        const auto store = [&](const States& to, std::int64_t slot) {
+            if (to.data)
+                chunked::store_state<kKey>(state, to, to.offset(slot, cursor.value_head), cursor.rows);
+        };
+        if constexpr (kMaps) return store(p.map_z, cursor.number);
+        if (cursor.segment.rank > 0) return;
+        if (!cursor.starts_sequence) return store(p.slab_d_start, 0);
+        if (cursor.slots.initial < 0) each_pair(state, [](float2& pair, int, int) { pair = {0.0f, 0.0f}; });
+        store(p.d.d_initial, cursor.segment.sequence);
+    }
+
+    // Where the lane stores dV. Rows of T go out as pairs of neighbouring value rows of a token, others one
+    // by one.
+    struct Output {
+        const TokenRows& rows;
+        int row, value_dim;
+        std::int64_t at;  // of the lane's first value row of the chunk's first token
+        bool rounded, pairs;
+
+        __device__ __forceinline__ Output(const TokenRows& of, const Cursor& cursor, int dim)
+            : rows(of),
+              row(cursor.rows.first + static_cast<int>(threadIdx.x) % 4 * 2),
+              value_dim(dim),
+              at(of.offset(cursor.batch, cursor.token(cursor.segment.chunks - 1), cursor.value_head)),
+              rounded(of.dtype == kDtype<T>),
+              pairs((of.batch | of.token | of.head | dim) % 2 == 0 &&
+                    reinterpret_cast<std::uintptr_t>(of.data) % 4 == 0) {}
+
+        __device__ __forceinline__ void previous_chunk() { at -= kRows * rows.token; }
+
+        // block: 16 tokens of the chunk, whose first `left` tokens exist.
+        __device__ __forceinline__ void store(int block, const uint4& of, int left) const {
+            const int lane = static_cast<int>(threadIdx.x) % 32;
+            const std::uint32_t words[2][2] = {{of.x, of.z}, {of.y, of.w}};
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int y = 0; y < 2; ++y) {
+                    const int token = block * 16 + half * 8 + lane / 4, first = row + y * 8;
+                    if (token >= left || first >= value_dim) continue;
+                    T* const to = static_cast<T*>(rows.data) + at + token * rows.token + first;
+                    if (pairs) {
+                        *reinterpret_cast<std::uint32_t*>(to) = words[half][y];
+                    } else {
+                        const float2 pair = unpack2<T>(words[half][y]);
+                        to[0] = from_float<T>(pair.x);
+                        if (first + 1 < value_dim) to[1] = from_float<T>(pair.y);
+                    }
+                }
+        }
+        __device__ __forceinline__ void store_floats(const Product& d_values, int first_row, int left) const {
+            const int lane_row = first_row + static_cast<int>(threadIdx.x) % 32 / 4,
+                      lane_token = RowWindow::channel();
+#pragma unroll
+            for (int tile = 0; tile < kRows / 8; ++tile)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int token = tile * 8 + lane_token + e % 2, of_row = lane_row + e / 2 * 8;
+                    if (token < left && of_row < value_dim)
+                        static_cast<float*>(rows.data)[at + token * rows.token + of_row] = d_values[tile][e];
+                }
+        }
+    };
+
+    __device__ __forceinline__ void run() const {
+        CarryControl& control = shared.control;
+        const int warp = static_cast<int>(threadIdx.x) / 32, warpgroup = warp / kWarpgroupWarps,
+                  chunks = cursor.segment.chunks;
+        State state;
+        first_state(state);
+
+        SavedSlice<T, kKey>* slice = nullptr;
+        if (!kMaps && p.saved.slices && cursor.rows.first < a.value_dim)
+            slice = &p.saved.at(cursor.segment.slot + chunks - 1, cursor.value_head,
+                                cursor.rows.first / kWarpRows);
+        const std::int64_t of_chunk = std::int64_t{p.saved.value_heads} * p.saved.count;
+        const bool stores = !kMaps && p.d.d_v.data && !by_tma;
+        Output output(p.d.d_v, cursor, a.value_dim);
+        int left = cursor.last_count;
+
+        Packed packed[kKey / 16];
+        pack<T>(packed, state);
+        auto stage = RingPosition::of_reader();
+        const auto stage_at = [&] { return wgmma::uniform(shared_address(&shared.stage(stage.at))); };
+        Product d_writes, solved;
+#pragma unroll 1
+        for (int chunk = chunks - 1; chunk >= 0; --chunk) {
+            const int own_stage = stage.at;
+            const std::uint32_t at = stage_at();
+            const F& of = shared.factors(stage.at);
+            control.operands.ready[stage.at].wait(stage.parity);
+            const bool compensated = kDelta && control.compensated[stage.at];
+            stage.next(stages);
+
+            // --- write: dU ---
+            Rows d_o;
+            const std::uint32_t values_at =
+                at + Shared::kValues + warpgroup * Shared::kRowTileBytes + own_value_row();
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block)
+                load_matrices_transposed(d_o[block], values_at + block * kValueBlockBytes);
+            wgmma::fence();
+            // With one decay per token Z k^T is multiplied before dO A is added.
+            Carry::read_state(kPerChannel ? d_writes : solved, packed, at + offsetof(Stage, keys.carry));
+            multiply_rows(d_writes, d_o, at + offsetof(Stage, scores), kPerChannel);
+            wgmma::commit();
+            if (slice) {
+                buffer.store(slice->d_state, packed);
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block) {
+                    Packed rows;  // [token half][value half]
+                    load_matrices(rows, values_at + block * kValueBlockBytes);
+                    backward::save_rows(slice->d_outputs, block, {rows[0], rows[2], rows[1], rows[3]});
+                }
+            }
+            wgmma::wait<0>();  // where branches join, ptxas would wait in any case
+            wgmma::hold(d_writes);
+            Carry::scale_state(state, of);
+            if constexpr (!kPerChannel) {
+                wgmma::hold(solved);
+#pragma unroll
+                for (int tile = 0; tile < kRows / 8; ++tile) {
+                    const float2 rest = Carry::per_token(of.k_rest, tile);
+                    d_writes[tile][0] += solved[tile][0] * rest.x,
+                        d_writes[tile][1] += solved[tile][1] * rest.y;
+                    d_writes[tile][2] += solved[tile][2] * rest.x,
+                        d_writes[tile][3] += solved[tile][3] * rest.y;
+                }
+            }
+            if constexpr (kDelta)
+                if (compensated) {
+                    control.operands.ready[stage.at].wait(stage.parity);
+                    const std::uint32_t low_at = stage_at();
+                    wgmma::fence();
+                    multiply_rows(d_writes, d_o, low_at + offsetof(Stage, scores), true);
+                    wgmma::commit();
+                    wgmma::wait<0>();
+                    wgmma::hold(d_writes);
+                    Rows high, low;
+                    pack<T>(high, d_writes);
+                    take_low_words<T>(low, high, d_writes);
+                    wgmma::fence();
+                    multiply_rows(solved, low, at + offsetof(Stage, inverse), false);
+                    multiply_rows(solved, high, low_at + offsetof(Stage, inverse), true);
+                    wgmma::commit();
+                    wgmma::wait<0>();
+                    wgmma::hold(solved);
+                    control.operands.free[stage.at].arrive();
+                    stage.next(stages);
+                }
+
+            // --- solve: dV. return: Z ---
+            Rows values, moved;
+            pack<T>(values, d_writes);
+            if constexpr (kPerChannel) {
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+                    for (int w = 0; w < 4; ++w) moved[block][w] = d_o[block][w];
+            } else {
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+                    for (int w = 0; w < 4; ++w) {
+                        const float2 f = Carry::per_token(of.q_factor, 2 * block + w / 2),
+                                     pair = unpack2<T>(d_o[block][w]);
+                        moved[block][w] = pack2_finite<T>(pair.x * f.x, pair.y * f.y);
+                    }
+            }
+            wgmma::hold(state);
+            wgmma::fence();
+            if constexpr (kDelta) {
+                multiply_rows(solved, values, at + offsetof(Stage, inverse), compensated);
+                wgmma::commit();
+            }
+            Carry::multiply_carry(state, moved, at + offsetof(Stage, query));
+            wgmma::commit();
+            const Product& d_values = kDelta ? solved : d_writes;
+            Rows returned;
+            const auto factor = [&](int tile) -> float2 {
+                if constexpr (kPerChannel) return {-1.0f, -1.0f};
+                const float2 f = kPerChannel ? float2{} : factor_of(of, tile);
+                return {-f.x, -f.y};
+            };
+            if constexpr (kDelta) {
+                wgmma::wait<1>();
+                wgmma::hold(solved);
+                pack_scaled(returned, solved, factor);
+                wgmma::fence();
+                Carry::multiply_carry(state, returned, at + offsetof(Stage, keys.read));
+                wgmma::commit();
+                pack<T>(values, solved);
+            }
+            if (stores && !output.rounded) output.store_floats(d_values, cursor.rows.first, left);
+            if (!kMaps && by_tma) {
+                control.out.free[warpgroup].wait(chunks - chunk & 1);
+                const std::uint32_t to =
+                    shared_address(shared.outs) + warpgroup * Shared::kRowTileBytes + own_value_row();
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block)
+                    store_matrices_transposed(to + block * kValueBlockBytes, values[block]);
+                fence_async_proxy();
+                control.out.ready[warpgroup].arrive();
+            }
+            if (slice || (stores && output.rounded)) {
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block) {
+                    const uint4 rows = backward::transposed_rows(values[block]);
+                    if (slice) backward::save_rows(slice->d_values, block, rows);
+                    if (stores && output.rounded) output.store(block, rows, left);
+                }
+            }
+            wgmma::wait<0>();
+            wgmma::hold(state);
+            if constexpr (kDelta)
+                if (compensated) {
+                    Rows low;
+                    take_low_words<T>(low, returned, solved, factor);
+                    wgmma::fence();
+                    Carry::multiply_carry(state, low, at + offsetof(Stage, keys.read));
+                    wgmma::commit();
+                    wgmma::wait<0>();
+                    wgmma::hold(state);
+                }
+            control.operands.free[own_stage].arrive();
+            pack<T>(packed, state);
+            if (slice) slice -= of_chunk;
+            output.previous_chunk();
+            left = kRows;
+        }
+        buffer.wait();
+        store_last(state);
+    }
+
+private:
+    static __device__ __forceinline__ float2 factor_of(const F& of, int tile) {
+        if constexpr (!kPerChannel) return Carry::per_token(of.k_factor, tile);
+        return {};
+    }
+};
+
+}  // namespace cula::cuda::sm90
