@@ -364,6 +364,27 @@ TEST(BackwardPlan, LongSequencesAndPackedOnesAreCut) {
     EXPECT_FALSE(packed.by_warp);
 }
 
+TEST(BackwardPlan, FewHeadsAreCutIntoSegments) {
+    constexpr std::size_t kOneSlab = std::size_t{1} << 40;
+    for (const std::int64_t chunks : {64, 127, 512}) {
+        const backward::BackwardPlan plan = backward_plan(1, 64 * chunks, false, kOneSlab);
+        const std::int64_t made = (chunks + plan.segment_chunks - 1) / plan.segment_chunks;
+        EXPECT_GT(plan.cut.segments, 1);
+        EXPECT_GE(plan.segment_chunks, 4);
+        EXPECT_EQ(plan.max_segments, made);
+        EXPECT_LE(2 * 2 * plan.cut.rows.blocks * made, 132);  // both walks of two heads, side by side
+    }
+    EXPECT_EQ(backward_plan(1, 64 * 7, false, kOneSlab).cut.segments, 1);    // too short
+    EXPECT_EQ(backward_plan(40, 64 * 64, false, kOneSlab).cut.segments, 1);  // enough without
+}
+
+TEST(BackwardPlan, PackedSequencesThatFillTheDeviceAreNotCut) {
+    const backward::BackwardPlan plan = backward_plan(4096, 64 * 4096, true, std::size_t{1} << 40);
+    EXPECT_EQ(plan.cut.segments, 1);
+    EXPECT_LE(plan.max_segments, 4096 + 1);
+    EXPECT_GT(backward_plan(2, 64 * 512, true, std::size_t{1} << 40).cut.segments, 1);
+}
+
 TEST(BackwardPlan, AChunkIsTheLeastSlab) {
     const backward::BackwardPlan plan = backward_plan(1, 64 * 3, false, 1);
     EXPECT_EQ(plan.slab_chunks, 1);
