@@ -43,8 +43,8 @@ def _prefill_from_zero(inputs: Inputs) -> passes.Result:
     return passes.Result(o=o, final_state=final_state, b=b)
 
 
-# The tool that watches, where run.py names it. initcheck does not see bulk stores: what the walks of sm90
-# write with them counts as never written, so it watches those of sm80 instead.
+# The tool that watches, where run.py names it. initcheck reports what the walks of sm90 hand to gradient
+# kernels as never written, seemingly since it does not see their bulk stores. It watches sm80 instead.
 TOOL = os.environ.get("CULA_SANITIZER_TOOL", "")
 
 

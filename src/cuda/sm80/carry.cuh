@@ -11,7 +11,7 @@
 // With one decay per token K^, K+ and Q~ are k and q as they came, and factors per token multiply the columns
 // of R, S q^T and U instead. Maps: B is the final S from zero; M is the final S from the identity where all
 // values are zero. (ALGORITHM.md writes the transposes.) With kSaves the S before every chunk and its U are
-// stored as backward/saved.cuh says.
+// stored as backward/saved.cuh says; kWalkMaps makes the maps that cut such a walk, and M^T besides.
 //
 // Grid: row blocks x value heads x segments, row blocks fastest. 32 to 256 threads: a warp per 16 value rows,
 // at most 8. For maps that are matrices further row blocks are rows of M. With kSaves every second CTA is one

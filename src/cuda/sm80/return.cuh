@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The portable return (sm_80 and later): the walk of a backward pass from a sequence's last chunk to its
-// first. It is the carry's mirror (carry.cuh), and runs as the other half of a launch with CarryMode::kSaves.
+// first. It is the carry's mirror (carry.cuh), and runs as the other half of its launches in a backward pass.
 //
 // Equation. A chunk of C = 64 tokens (32 for K = 256); Z is d loss / d state after the chunk [V, K]; dU, dV
 // and dO are [V, C]:

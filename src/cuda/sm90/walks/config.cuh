@@ -133,38 +133,4 @@ private:
     }
 };
 
-// The store role of the return: dV, in the order of the walk.
-template <class T, int kKey, bool kDelta, bool kPerChannel>
-struct WalkStoreRole : StoreRole<T, kKey, kDelta, kPerChannel> {
-    using Base = StoreRole<T, kKey, kDelta, kPerChannel>;
-    using Base::a, Base::cursor, Base::map, Base::shared;
-
-    __device__ __forceinline__ void run() const {
-        const int lane = static_cast<int>(threadIdx.x) % 32, chunks = cursor.segment.chunks;
-#pragma unroll 1
-        for (int step = 0; step < chunks; ++step) {
-            const int chunk = chunks - 1 - step, count = cursor.count(chunk);
-#pragma unroll 1
-            for (int warpgroup = 0; warpgroup < shared.warpgroups; ++warpgroup) {
-                const int row = cursor.rows.first + warpgroup * kWarpgroupRows;
-                const unsigned char* tile = shared.outs[warpgroup].bytes;
-                shared.control.out.ready[warpgroup].wait(step & 1);
-                if (!a.cu_seqlens || count == Base::kRows) {
-                    if (lane == 0) {
-                        tma_store(
-                            map,
-                            {row, cursor.value_head, static_cast<int>(cursor.token(chunk)), cursor.batch},
-                            shared_address(tile));
-                        tma_wait_stores_read();
-                    }
-                    __syncwarp();
-                } else {
-                    Base::store_rows(tile, chunk, count, row, lane);
-                }
-                shared.control.out.free[warpgroup].arrive();
-            }
-        }
-    }
-};
-
 }  // namespace cula::cuda::sm90

@@ -97,7 +97,7 @@ __device__ __forceinline__ void walk(const DeviceArgs& a, const Schedule& schedu
     lower_registers<kWalkLoadRegisters>();
     if (warp % kWarpgroupWarps >= kLoadThreads / 32) {
         if constexpr (kReturns && !kMaps)
-            if (maps.outputs) WalkStoreRole<T, kKey, kDelta, kPerChannel>{{a, maps.o, cursor, shared}}.run();
+            if (maps.outputs) StoreRole<T, kKey, kDelta, kPerChannel, true>{a, maps.o, cursor, shared}.run();
         return;
     }
     // The load role of a carry without A and Q~ is that of maps.
