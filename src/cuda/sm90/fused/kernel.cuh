@@ -51,13 +51,19 @@
 //
 //     inputs_ready     1 + 32, bytes of TMA     q, k, gates and beta of a chunk are in the stage
 //     values_ready     32, bytes of TMA         values are in the tile; the outputs before them were read
-//     scores_ready     128                      overlaps and scores are in the stage
+//     scores_ready     128                      scores are in the stage, overlaps too or (u) in `own`
 //     operands_ready   128 + 32                 operands, factors, scores and inverse are in the stage
 //       (p) 4 + place  1, bytes of the copy     the same, of the peer's chunk
 //     operands_free    (u) 256; (p) 128 + 4     no CTA reads the chunk any more; (u) outputs are in the tile
 //     out_ready (p)    128                      outputs are in the tile
 //     tail_ready (p)   1, 512 bytes             the tail of the peer's chunk is in `tails`
 //     overlaps_free (u)   32                    the solve warp has read the overlaps
+//
+//     Five of these have no free barrier of their own. operands_free frees inputs, which the operands
+//     replace, scores and, in the paired form, tails (Paired::kTails). The state role frees values by storing
+//     outputs in their place; the store role frees outputs itself, since it loads the next values only after
+//     its stores have read the tile. overlaps_free has no ready barrier of its own: scores_ready says that
+//     the overlaps are there.
 //
 //     Named barriers (Form::NamedBarrier): one for each operand warpgroup, 128 arrivals; unpaired also one
 //     for the hand-over to each, 256 arrivals, which says that the tail of the chunk before is in `tails`.
