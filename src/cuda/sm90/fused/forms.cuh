@@ -335,7 +335,7 @@ struct Paired {
             constexpr int kEarly = offsetof(typename Shared::Stage, factors);
             n = chunk;
             if (lane_anew() != 0) return;
-            early = n < kPeerStages || freed(shared).has_ended(parity());
+            early = n < kPeerStages || place_free(shared).has_ended(parity());
             if (!early) return;
             shared.operands_ready[place()].expect_at(kEarly, peer);
             copy(shared, 0, kEarly);
@@ -344,7 +344,7 @@ struct Paired {
         __device__ __forceinline__ void send_rest(Shared& shared) const {
             using Stage = typename Shared::Stage;
             if (lane_anew() != 0) return;
-            if (!early) freed(shared).wait(parity());
+            if (!early) place_free(shared).wait(parity());
             const int begin = early ? offsetof(Stage, factors) : 0,
                       end = shared.stages[stage()].factors.compensated ? sizeof(Stage)
                                                                        : offsetof(Stage, solved.inverse_low);
@@ -362,7 +362,7 @@ struct Paired {
         __device__ __forceinline__ unsigned place() const { return kStages + n % kPeerStages; }
         // The barrier and the parity that say that the place is free.
         template <class Shared>
-        __device__ __forceinline__ Mbarrier& freed(Shared& shared) const {
+        __device__ __forceinline__ Mbarrier& place_free(Shared& shared) const {
             return shared.operands_free[(n - kPeerStages) % kStages];
         }
         __device__ __forceinline__ int parity() const { return (n - kPeerStages) / kStages & 1; }
