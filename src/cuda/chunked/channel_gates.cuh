@@ -17,7 +17,8 @@ __device__ __forceinline__ void copy_floats_if(float* to, const float* from, boo
                  "n"(kBytes), "r"(in ? kBytes : 0));
 }
 
-// GateTiles of a kernel that loads raw gates by cp.async only. sm90/gate_tiles.cuh has the one that uses TMA.
+// GateTiles of a kernel that loads raw gates by cp.async only. A target may bring one that uses TMA
+// (ChunkedTarget).
 struct NoGateTiles {
     // Whether a block of `count` tokens can come as one TMA tile: it
     // must be whole, and the call's gates must have a tensor map.
