@@ -3,14 +3,23 @@
 // gradients. And what a call ends with. Every sum has one order.
 //
 //   backward_keys        dq, dk: over slices, then over the value heads of a group; norm.
-//                        A warp per token of the window and head.
 //   backward_heads       dg, dbeta: over slices; gate and sigmoid. Summands of dA_log and ddt_bias, added
 //                        over 64 tokens: a row of `parameters`. Zeros for tokens that no sequence has.
-//                        Eight warps per 64 tokens and value head.
 //   backward_parameters  dA_log, ddt_bias: the rows of `parameters`, added in float64.
-//                        Eight warps per 32 columns of a value head.
-//   backward_untouched   d_initial of sequences without tokens: it is d_final. A CTA per sequence, value head
-//                        and 16 value channels.
+//   backward_untouched   d_initial of sequences without tokens: it is d_final.
+//
+// Grid:
+//   backward_keys        tokens of the window * H, a warp each; four warps a CTA
+//   backward_heads       blocks of 64 tokens of the window * HV; eight warps a CTA
+//   backward_parameters  HV * groups of 32 parameters of a value head (A_log, then dt_bias); eight warps
+//   backward_untouched   sequences * HV * slices of 16 value channels; four warps
+//
+// Budgets on sm_90, K = 64, 128, 256 (one number: the same for all):
+//                        registers      shared memory, KiB
+//   backward_keys        32, 40, 48     none
+//   backward_heads       91             2.03, 4.03, 8.03
+//   backward_parameters  32             2
+//   backward_untouched   27, 34, 50     none
 #pragma once
 
 #include "cuda/recurrent/backward_derivatives.cuh"
