@@ -25,12 +25,12 @@ struct WarpgroupWalks {
 
     template <Update kUpdate, bool kMaps>
     static void launch(const backward::WalkLaunch<T, kKey, kPerChannel>& of, WalkParams<T, kKey> p) {
-        constexpr bool kDelta = CarryRule<kUpdate>::kReadsState;
+        constexpr bool kReadsState = CarryRule<kUpdate>::kReadsState;
         const Call& call = of.call;
         const int warpgroups = of.rows.warps / kWarpgroupWarps, rows = warpgroups * kWarpgroupRows;
         p.value_blocks = of.rows.blocks;
-        p.row_blocks =
-            chunked::divisor(p.value_blocks + (kMaps && kDelta ? chunked::ceil_div(of.a.key_dim, rows) : 0));
+        p.row_blocks = chunked::divisor(p.value_blocks +
+                                        (kMaps && kReadsState ? chunked::ceil_div(of.a.key_dim, rows) : 0));
         DeviceArgs back = of.a;
         back.v = p.d.d_o, back.o = p.d.d_v;
 
@@ -47,10 +47,11 @@ struct WarpgroupWalks {
                 --stages;
             return bytes(warpgroups, stages) + buffers;
         };
-        const std::size_t forwards = most_stages(CarryShared<T, kKey, kDelta, kPerChannel, true>::bytes,
+        const std::size_t forwards = most_stages(CarryShared<T, kKey, kReadsState, kPerChannel, true>::bytes,
                                                  tiles.stages_forwards),
-                          backwards = most_stages(CarryShared<T, kKey, kDelta, kPerChannel, false>::bytes,
-                                                  tiles.stages_backwards);
+                          backwards =
+                              most_stages(CarryShared<T, kKey, kReadsState, kPerChannel, false>::bytes,
+                                          tiles.stages_backwards);
         cuda::launch<walks<T, kKey, kUpdate, kPerChannel, kMaps>>(
             of.early({.blocks = p.directions(kMaps) * p.row_blocks.value * of.a.value_heads *
                                 of.schedule.max_segments,

@@ -54,7 +54,7 @@ struct WarpgroupCarry {
 
     template <Update kUpdate, bool kMaps>
     static void launch(const SlabOf<WarpgroupCarry>& slab, CarryParams p) {
-        constexpr bool kDelta = CarryRule<kUpdate>::kReadsState;
+        constexpr bool kReadsState = CarryRule<kUpdate>::kReadsState;
         const Call& call = slab.call;
         const DeviceArgs& a = call.args;
         const int warpgroups = rows_of(slab.plan.strategy).warps / kWarpgroupWarps;
@@ -64,8 +64,8 @@ struct WarpgroupCarry {
         std::int64_t columns = std::int64_t{a.value_heads} * (slab.schedule.max_segments - p.first_rank);
         if (p.first_beside_maps && kMaps) columns = firsts * p.ranks.value;
         if (p.first_only) columns = std::int64_t{a.value_heads} * ((a.sequences - 1) * pieces + 1);
-        if (!kMaps || !kDelta || !p.wants_m)
-            return launch_rows<kDelta, kMaps>(slab, p, rows(a, warpgroups, false), columns, shape);
+        if (!kMaps || !kReadsState || !p.wants_m)
+            return launch_rows<kReadsState, kMaps>(slab, p, rows(a, warpgroups, false), columns, shape);
         // Two warpgroups per CTA where CTAs of the carry's size would not all be resident at once.
         const auto fewer_rounds = [&](std::int64_t of, int room) {
             const Rows as_the_carry = rows(a, warpgroups, true);
@@ -79,10 +79,11 @@ struct WarpgroupCarry {
         int room = call.multiprocessors;
         if (p.first_beside_maps) {
             room -= static_cast<int>(firsts) * rows(a, warpgroups, false).blocks();
-            return launch_rows<kDelta, kMaps>(slab, p, fewer_rounds(columns, room), columns, beside_others);
+            return launch_rows<kReadsState, kMaps>(slab, p, fewer_rounds(columns, room), columns,
+                                                   beside_others);
         }
         if (!slab.plan.shape.kept || a.cu_seqlens)
-            return launch_rows<kDelta, kMaps>(slab, p, fewer_rounds(columns, room), columns, shape);
+            return launch_rows<kReadsState, kMaps>(slab, p, fewer_rounds(columns, room), columns, shape);
         // A segment call with `keep` leaves out maps that nobody needs: M of first segments (first_m false),
         // and the maps of last segments (last_map false).
         if (!p.first_m) {
@@ -91,35 +92,35 @@ struct WarpgroupCarry {
             if (firsts * first.blocks() + firsts * (pieces - 1) * others.blocks() > room)
                 first = rows(a, kMaxStateWarpgroups, false);
             p.first_rank = 0, p.ranks = divisor(1);
-            launch_rows<kDelta, kMaps>(slab, p, first, firsts, shape);
+            launch_rows<kReadsState, kMaps>(slab, p, first, firsts, shape);
             p.first_rank = 1, p.beside_others = call.follows;
             room -= static_cast<int>(firsts * first.blocks());
         }
         const int ranks = pieces - p.first_rank - (p.last_map ? 0 : 1);
         p.ranks = divisor(ranks);
-        launch_rows<kDelta, kMaps>(slab, p, fewer_rounds(firsts * ranks, room), firsts * ranks,
-                                   beside_others);
+        launch_rows<kReadsState, kMaps>(slab, p, fewer_rounds(firsts * ranks, room), firsts * ranks,
+                                        beside_others);
     }
 
 private:
-    template <bool kDelta, bool kMaps, class ShapeOf>
+    template <bool kReadsState, bool kMaps, class ShapeOf>
     static void launch_rows(const SlabOf<WarpgroupCarry>& slab, CarryParams p, const Rows& rows,
                             std::int64_t columns, const ShapeOf& shape) {
         const Call& call = slab.call;
         const DeviceArgs& a = call.args;
         p.value_blocks = rows.of_values, p.row_blocks = divisor(rows.blocks());
         const auto shared_bytes = [&] {
-            return CarryShared<T, kKey, kDelta, kPerChannel, kMaps>::bytes(rows.warpgroups, p.stages);
+            return CarryShared<T, kKey, kReadsState, kPerChannel, kMaps>::bytes(rows.warpgroups, p.stages);
         };
         for (p.stages = kMaxStages; shared_bytes() > call.shared_bytes_limit;) --p.stages;
-        constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
+        constexpr bool kScores = kMakesScores<kReadsState, kPerChannel>;
         // Row blocks of one head read the same chunk operands: a cluster loads them once. Maps take clusters
         // of four only where these leave a fifth of the multiprocessors free: with fewer, the last clusters
         // find no four multiprocessors side by side.
         const bool in_fours =
             rows.blocks() % 4 == 0 && (!kMaps || 5 * columns * rows.blocks() < 4 * call.multiprocessors);
         p.cluster = kScores ? 1 : in_fours ? 4 : rows.blocks() % 2 == 0 ? 2 : 1;
-        cuda::launch<carry<T, kKey, kDelta, kPerChannel, kMaps>>(
+        cuda::launch<carry<T, kKey, kReadsState, kPerChannel, kMaps>>(
             shape({.blocks = static_cast<std::size_t>(rows.blocks() * columns),
                    .threads = (rows.warpgroups + kHelperWarpgroups<kScores>)*kWarpgroupThreads,
                    .shared_bytes = shared_bytes(),

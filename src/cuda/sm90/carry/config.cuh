@@ -43,12 +43,12 @@ inline constexpr int kMaxStages = 4;
 
 // Whether the carry computes the scores itself, in a score warpgroup. Additive algorithms with one decay per
 // token have no inverse and no decayed tiles, so there is no prepare kernel for them and no chunk operands.
-template <bool kDelta, bool kPerChannel>
-inline constexpr bool kMakesScores = !kDelta && !kPerChannel;
+template <bool kReadsState, bool kPerChannel>
+inline constexpr bool kMakesScores = !kReadsState && !kPerChannel;
 
 // The three walks of backward calls, which may be reversed, are of this form alone.
-template <int kKey, bool kDelta, bool kPerChannel, bool kMaps>
-using CarryCursor = SegmentCursor<kKey, kMaps, kMakesScores<kDelta, kPerChannel>>;
+template <int kKey, bool kReadsState, bool kPerChannel, bool kMaps>
+using CarryCursor = SegmentCursor<kKey, kMaps, kMakesScores<kReadsState, kPerChannel>>;
 
 template <bool kScores>
 inline constexpr int kHelperWarpgroups = kScores ? 2 : 1;
@@ -102,7 +102,7 @@ struct StageKeys<Tile, false> {
 // per state warpgroup (CarryShared).
 // A compensated chunk takes two stages. The second one holds the low words of T and A at their places and
 // nothing else, so that chunks that are not compensated pay no shared memory for low words.
-template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps>
 struct CarryStage {
     static constexpr int kRows = kTokens<kKey>;
     // wgmma and TMA find swizzled rows by the address, so every operand begins at a multiple of the longest
@@ -114,9 +114,9 @@ struct CarryStage {
     using Square = Operand<kRows>;
     using Rows = Operand<kKey>;
 
-    [[no_unique_address]] OnlyIf<kDelta, Square, 0> inverse;  // T
-    [[no_unique_address]] OnlyIf<!kMaps, Square, 1> scores;   // A
-    StageKeys<Rows, kDelta && kPerChannel> keys;
+    [[no_unique_address]] OnlyIf<kReadsState, Square, 0> inverse;  // T
+    [[no_unique_address]] OnlyIf<!kMaps, Square, 1> scores;        // A
+    StageKeys<Rows, kReadsState && kPerChannel> keys;
     [[no_unique_address]] OnlyIf<!kMaps, Rows, 2> query;  // Q~, or q with one decay per token
 
     // Zeros the blocks above the diagonals of T and A, once per kernel: no copy ever writes there. Where the
@@ -124,10 +124,10 @@ struct CarryStage {
     // threads of the CTA.
     __device__ __forceinline__ void clear_squares() {
         using P = Panels<kRows>;
-        constexpr int kUnits = (kDelta + !kMaps) * static_cast<int>(sizeof(Square) / 16);
+        constexpr int kUnits = (kReadsState + !kMaps) * static_cast<int>(sizeof(Square) / 16);
         auto* const units = reinterpret_cast<uint4*>(this);
         for (int i = static_cast<int>(threadIdx.x); i < kUnits; i += static_cast<int>(blockDim.x))
-            if (kMakesScores<kDelta, kPerChannel> ||
+            if (kMakesScores<kReadsState, kPerChannel> ||
                 i % P::kUnits < P::lower_begin(i / P::kUnits % P::Lower::kBlocks))
                 units[i] = uint4{};
     }
@@ -172,16 +172,17 @@ enum class CarryNamedBarrier : int {
 //   a TmaTile of outputs per state warpgroup, not for maps
 //   CarryControl
 //   stages x Factors
-template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps>
 struct CarryShared {
-    using Stage = CarryStage<T, kKey, kDelta, kPerChannel, kMaps>;
+    using Stage = CarryStage<T, kKey, kReadsState, kPerChannel, kMaps>;
     using F = Factors<kKey, kPerChannel>;
     using RowTile = TmaTile<Stage::kRows>;
     static constexpr int kRowTileBytes = sizeof(RowTile);
     static constexpr int kValues = sizeof(Stage);  // where values begin in a stage
     // Nothing but operands takes room in a stage, and every tile and Factors begin where copies need it.
-    static_assert(sizeof(Stage) == (kDelta + !kMaps) * sizeof(typename Stage::Square) +
-                                       (1 + (kDelta && kPerChannel) + !kMaps) * sizeof(typename Stage::Rows));
+    static_assert(sizeof(Stage) ==
+                  (kReadsState + !kMaps) * sizeof(typename Stage::Square) +
+                      (1 + (kReadsState && kPerChannel) + !kMaps) * sizeof(typename Stage::Rows));
     static_assert(sizeof(Stage) % kSwizzleAlignment == 0 && sizeof(F) % kChunkAlignment == 0);
 
     unsigned char* const stages;

@@ -69,19 +69,19 @@
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
-__global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChannel>>, 1)
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps>
+__global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kReadsState, kPerChannel>>, 1)
     carry(const __grid_constant__ DeviceArgs a, const Schedule schedule,
           const ChunkOperands<T, kKey, kPerChannel>* operands, const __grid_constant__ CarryParams p,
           const __grid_constant__ CarryMaps maps) {
-    constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
+    constexpr bool kScores = kMakesScores<kReadsState, kPerChannel>;
     extern __shared__ __align__(1024) unsigned char memory[];
 
     const int thread = static_cast<int>(threadIdx.x),
               warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
     const int warpgroups = static_cast<int>(blockDim.x) / kWarpgroupThreads - kHelperWarpgroups<kScores>;
     const int role = warp / kWarpgroupWarps - warpgroups;  // negative: state
-    const CarryShared<T, kKey, kDelta, kPerChannel, kMaps> shared(memory, p.stages, warpgroups);
+    const CarryShared<T, kKey, kReadsState, kPerChannel, kMaps> shared(memory, p.stages, warpgroups);
     CarryControl& control = shared.control;
     for (int stage = 0; stage < p.stages; ++stage) shared.stage(stage).clear_squares();
     fence_async_proxy();
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         if (thread == 0) control.segment = segment;
     }
     __syncthreads();
-    const CarryCursor<kKey, kDelta, kPerChannel, kMaps> cursor(
+    const CarryCursor<kKey, kReadsState, kPerChannel, kMaps> cursor(
         a, schedule, p, control.segment, role < 0 ? warp : 0, warpgroups * kWarpgroupWarps);
     if (role < 0) cursor.zero_skipped(schedule);
     // nothing() must be uniform in a cluster, whose CTAs meet in sync_cluster() below: they are row blocks of
@@ -152,23 +152,24 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kDelta, kPerChan
         if (warp % kWarpgroupWarps < kLoadThreads / 32) {
             const std::int64_t first =
                 static_cast<std::int64_t>(cursor.segment.slot) * a.value_heads + cursor.value_head;
-            const LoadRole<T, kKey, kDelta, kPerChannel, kMaps> load{a,
-                                                                     maps,
-                                                                     cursor,
-                                                                     operands + first,
-                                                                     p.is_compensated + first,
-                                                                     shared,
-                                                                     p.stages,
-                                                                     schedule.waits.per_chunk};
+            const LoadRole<T, kKey, kReadsState, kPerChannel, kMaps> load{a,
+                                                                          maps,
+                                                                          cursor,
+                                                                          operands + first,
+                                                                          p.is_compensated + first,
+                                                                          shared,
+                                                                          p.stages,
+                                                                          schedule.waits.per_chunk};
             if (!kMaps && schedule.waits.operands && !schedule.waits.per_chunk) pdl_wait();
             load.run();
         } else if (maps.outputs) {
-            if constexpr (!kMaps) StoreRole<T, kKey, kDelta, kPerChannel>{a, maps.o, cursor, shared}.run();
+            if constexpr (!kMaps)
+                StoreRole<T, kKey, kReadsState, kPerChannel>{a, maps.o, cursor, shared}.run();
         }
     } else {
         raise_registers<kStateRegisters<kScores>>();
         if (!kMaps && schedule.waits.states) pdl_wait();
-        StateRole<T, kKey, kDelta, kPerChannel, kMaps>{a, schedule, p, maps, shared}.run(cursor);
+        StateRole<T, kKey, kReadsState, kPerChannel, kMaps>{a, schedule, p, maps, shared}.run(cursor);
     }
     if (p.cluster > 1) sync_cluster();
     if (waits_last) pdl_trigger_and_wait();

@@ -45,21 +45,21 @@ __device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, 
 //   warp 0   K^, K+, Q~ and factors         k, with one decay per token
 //   warp 1   T (inverse)                    values
 //   warp 2   A (scores)                     q, with one decay per token
-template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps>
 struct LoadRole {
-    using Shared = CarryShared<T, kKey, kDelta, kPerChannel, kMaps>;
+    using Shared = CarryShared<T, kKey, kReadsState, kPerChannel, kMaps>;
     using Stage = typename Shared::Stage;
     using F = typename Shared::F;
     using Operands = ChunkOperands<T, kKey, kPerChannel>;
     using Lower = Triangle<Stage::kRows>;
     using Squares = Panels<Stage::kRows>;
-    static constexpr bool kReadsOperands = !kMakesScores<kDelta, kPerChannel>;
+    static constexpr bool kReadsOperands = !kMakesScores<kReadsState, kPerChannel>;
     static constexpr int kPanels = kKey / kTmaChannels;
     static constexpr int kTriangleBytes = Lower::kElements * static_cast<int>(sizeof(T));
 
     const DeviceArgs& a;
     const CarryMaps& maps;
-    const CarryCursor<kKey, kDelta, kPerChannel, kMaps>& cursor;
+    const CarryCursor<kKey, kReadsState, kPerChannel, kMaps>& cursor;
     const Operands* operands;            // of the segment's first chunk
     const std::int32_t* is_compensated;  // of the segment's first chunk
     const Shared& shared;
@@ -94,17 +94,17 @@ struct LoadRole {
     };
 
     static constexpr int kKeyBytes = sizeof(typename Stage::Rows), kTmaBytes = Shared::kRowTileBytes;
-    static constexpr int kTileBytes = kPerChannel ? (1 + kDelta + !kMaps) * kKeyBytes : 0;
+    static constexpr int kTileBytes = kPerChannel ? (1 + kReadsState + !kMaps) * kKeyBytes : 0;
     static constexpr int kFactorBytes = sizeof(F);
     static constexpr int kLowBytes = (kMaps ? 1 : 2) * kTriangleBytes;  // second stage of a compensated chunk
-    static constexpr int kOperandBytes = kTileBytes + kFactorBytes + (kDelta + !kMaps) * kTriangleBytes;
+    static constexpr int kOperandBytes = kTileBytes + kFactorBytes + (kReadsState + !kMaps) * kTriangleBytes;
 
     // The warp's third of the chunk operands.
     __device__ __forceinline__ void copy_operands(int warp, const Part& part, std::uint32_t stage_at,
                                                   std::uint32_t factors_at) const {
         if (warp == 0) {
             if constexpr (kPerChannel) {
-                if constexpr (kDelta)
+                if constexpr (kReadsState)
                     part.copy_run(stage_at + offsetof(Stage, keys.read), offsetof(Operands, k_decayed),
                                   2 * kKeyBytes);
                 else
@@ -118,7 +118,7 @@ struct LoadRole {
                 part.copy_run(factors_at, offsetof(Operands, k_factor), kFactorBytes);
             }
         } else if (warp == 1) {
-            if constexpr (kDelta)
+            if constexpr (kReadsState)
                 part.copy_triangle(stage_at + offsetof(Stage, inverse), offsetof(Operands, inverse), 0);
         } else if constexpr (!kMaps) {
             part.copy_triangle(stage_at + offsetof(Stage, scores), offsetof(Operands, scores), 1);
@@ -209,14 +209,14 @@ struct LoadRole {
             std::int32_t prepared = 0;
             if (kReadsOperands && per_chunk)
                 prepared = published(is_compensated + of_chunk);
-            else if (kDelta)
+            else if (kReadsState)
                 prepared = written_before(is_compensated + of_chunk);
             control.operands.free[stage.at].wait(stage.parity);
             if (kReadsOperands && per_chunk) {
                 while (prepared == kUnprepared) prepared = published(is_compensated + of_chunk);
                 fence_async_global();
             }
-            const bool compensated = kDelta && prepared;
+            const bool compensated = kReadsState && prepared;
             auto* const to = reinterpret_cast<unsigned char*>(&shared.stage(stage.at));
             // A partial last chunk of a packed sequence is not loaded by TMA: the tile would bring the next
             // sequence's tokens instead of zeros.
@@ -242,7 +242,7 @@ struct LoadRole {
             }
             ready().arrive();
             stage.next(stages);
-            if constexpr (kDelta) {
+            if constexpr (kReadsState) {
                 if (!compensated) continue;
                 control.operands.free[stage.at].wait(stage.parity);
                 if (issues) {
@@ -262,14 +262,14 @@ struct LoadRole {
 // The store role: writes the output tile of each state warpgroup, [tokens x 64 value rows] as transposed by
 // the state role, from shared memory to global memory. kReturns: from the last chunk to the first, as the
 // return of a backward pass goes.
-template <class T, int kKey, bool kDelta, bool kPerChannel, bool kReturns = false>
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kReturns = false>
 struct StoreRole {
-    using Shared = CarryShared<T, kKey, kDelta, kPerChannel, false>;
+    using Shared = CarryShared<T, kKey, kReadsState, kPerChannel, false>;
     static constexpr int kRows = kTokens<kKey>, kUnits = kWarpgroupRows / 8;
 
     const DeviceArgs& a;
     const CUtensorMap& map;
-    const CarryCursor<kKey, kDelta, kPerChannel, false>& cursor;
+    const CarryCursor<kKey, kReadsState, kPerChannel, false>& cursor;
     const Shared& shared;
 
     __device__ __forceinline__ void run() const {

@@ -30,13 +30,13 @@
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps>
 struct StateRole {
-    using Shared = CarryShared<T, kKey, kDelta, kPerChannel, kMaps>;
+    using Shared = CarryShared<T, kKey, kReadsState, kPerChannel, kMaps>;
     using Stage = typename Shared::Stage;
     using F = typename Shared::F;
-    using W = CarryCursor<kKey, kDelta, kPerChannel, kMaps>;
-    static constexpr bool kScores = kMakesScores<kDelta, kPerChannel>;
+    using W = CarryCursor<kKey, kReadsState, kPerChannel, kMaps>;
+    static constexpr bool kScores = kMakesScores<kReadsState, kPerChannel>;
     static constexpr int kRows = Stage::kRows, kBlocks = kRows / 16;
     using Place = OperandTile<kKey, kPerChannel>;
     using State = float[kKey / 8][4];  // S: [tile of 8 channels][accumulator fragment]
@@ -129,7 +129,7 @@ struct StateRole {
                 } else {
                     const int tile = 2 * block + x / 2;
                     float2 pair{u[tile][x % 2 * 2], u[tile][x % 2 * 2 + 1]};
-                    if constexpr (!kDelta) pair = unpack2<T>(writes[block][x]);
+                    if constexpr (!kReadsState) pair = unpack2<T>(writes[block][x]);
                     const float2 factor = per_token(of.k_rest, tile);
                     carried[block][x] = pack2_finite<T>(pair.x * factor.x, pair.y * factor.y);
                 }
@@ -209,7 +209,7 @@ struct StateRole {
     __device__ __forceinline__ void run(const W& cursor) const {
         State state;
         cursor.first_state(state);
-        DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(cursor);
+        DecayMap<kMaps && !kReadsState ? kKey : 0, kPerChannel> decay_map(cursor);
         const int chunks = cursor.segment.chunks;
         const bool of_m = cursor.of_m, outputs = maps.outputs;
         // No checkpoint and no chunk state has to be stored between the first chunk and the last.
@@ -227,14 +227,14 @@ struct StateRole {
             const F& of = shared.factors(stage.at);
             control.operands.ready[stage.at].wait(stage.parity);
             if (kScores) control.scores_ready[stage.at].wait(stage.parity);
-            const bool compensated = kDelta && control.compensated[stage.at];
-            if constexpr (kMaps && !kDelta) decay_map.pass(of.decay);
+            const bool compensated = kReadsState && control.compensated[stage.at];
+            if constexpr (kMaps && !kReadsState) decay_map.pass(of.decay);
             stage.next(p.stages);
 
             Rows writes = {};
             if (!of_m) load_values(writes, at);
             wgmma::fence();
-            if constexpr (kDelta) {
+            if constexpr (kReadsState) {
                 read_state(read, packed, at + offsetof(Stage, keys.read));
                 wgmma::commit();
             }
@@ -242,7 +242,7 @@ struct StateRole {
                 read_state(out, packed, at + offsetof(Stage, query));
                 wgmma::commit();
             }
-            if constexpr (kDelta) {
+            if constexpr (kReadsState) {
                 wgmma::wait<kMaps ? 0 : 1>();
                 wgmma::hold(read);
                 if constexpr (kPerChannel)
@@ -255,15 +255,15 @@ struct StateRole {
             }
             if constexpr (!kMaps)
                 if (outputs && chunk > 0) signal_out_ready();
-            if constexpr (kDelta) scale_state(state, of);
+            if constexpr (kReadsState) scale_state(state, of);
             wgmma::wait<0>();
-            if constexpr (!kDelta) scale_state(state, of);
+            if constexpr (!kReadsState) scale_state(state, of);
             if constexpr (!kMaps) {
                 wgmma::hold(out);
                 scale_out(out, of);
             }
 
-            if constexpr (kDelta) {
+            if constexpr (kReadsState) {
                 wgmma::hold(read);
                 if (compensated) {
                     control.operands.ready[stage.at].wait(stage.parity);
@@ -315,7 +315,7 @@ struct StateRole {
 
     template <class Map>
     __device__ __forceinline__ void store_decays(const Map& decay_map) const {
-        if constexpr (kMaps && !kDelta)
+        if constexpr (kMaps && !kReadsState)
             if (blockIdx.x % p.row_blocks.value == 0 && warp == 0) decay_map.store(cursor_again());
     }
 };

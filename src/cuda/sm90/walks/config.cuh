@@ -52,9 +52,9 @@ struct StateBuffer {
 };
 
 // The load role of a walk: as that of the carry, in either direction.
-template <class T, int kKey, bool kDelta, bool kPerChannel, bool kReturns>
-struct WalkLoadRole : LoadRole<T, kKey, kDelta, kPerChannel, !kReturns> {
-    using Base = LoadRole<T, kKey, kDelta, kPerChannel, !kReturns>;
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kReturns>
+struct WalkLoadRole : LoadRole<T, kKey, kReadsState, kPerChannel, !kReturns> {
+    using Base = LoadRole<T, kKey, kReadsState, kPerChannel, !kReturns>;
     using Base::a, Base::cursor, Base::maps, Base::operands, Base::shared, Base::stages;
     using typename Base::Shared, typename Base::Stage;
 
@@ -91,7 +91,7 @@ struct WalkLoadRole : LoadRole<T, kKey, kDelta, kPerChannel, !kReturns> {
         for (int step = 0; step < chunks; ++step) {
             const int chunk = kReturns ? chunks - 1 - step : step;
             const std::int64_t of_chunk = static_cast<std::int64_t>(chunk) * a.value_heads;
-            const bool compensated = kDelta && written_before(Base::is_compensated + of_chunk);
+            const bool compensated = kReadsState && written_before(Base::is_compensated + of_chunk);
             control.operands.free[stage.at].wait(stage.parity);
             auto* const to = reinterpret_cast<unsigned char*>(&shared.stage(stage.at));
             // A partial last chunk of a packed sequence is not loaded by TMA: the tile would bring the next
@@ -114,7 +114,7 @@ struct WalkLoadRole : LoadRole<T, kKey, kDelta, kPerChannel, !kReturns> {
             }
             ready().arrive();
             stage.next(stages);
-            if constexpr (kDelta) {
+            if constexpr (kReadsState) {
                 if (!compensated) continue;
                 control.operands.free[stage.at].wait(stage.parity);
                 if (issues) {

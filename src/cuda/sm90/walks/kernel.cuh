@@ -35,7 +35,7 @@
 namespace cula::cuda::sm90 {
 
 // One walk of a CTA, whose number among those of its direction is `block`.
-template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps, bool kReturns>
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps, bool kReturns>
 __device__ __forceinline__ void walk(const DeviceArgs& a, const Schedule& schedule,
                                      const ChunkOperands<T, kKey, kPerChannel>* operands,
                                      const WalkParams<T, kKey>& p, const CarryMaps& maps, int stages,
@@ -45,7 +45,7 @@ __device__ __forceinline__ void walk(const DeviceArgs& a, const Schedule& schedu
               warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
     const int warpgroups = static_cast<int>(blockDim.x) / kWarpgroupThreads - 1;
     const bool is_state = warp < warpgroups * kWarpgroupWarps;
-    const CarryShared<T, kKey, kDelta, kPerChannel, !kReturns> shared(memory, stages, warpgroups);
+    const CarryShared<T, kKey, kReadsState, kPerChannel, !kReturns> shared(memory, stages, warpgroups);
     CarryControl& control = shared.control;
     for (int stage = 0; stage < stages; ++stage) shared.stage(stage).clear_squares();
     fence_async_proxy();
@@ -68,7 +68,7 @@ __device__ __forceinline__ void walk(const DeviceArgs& a, const Schedule& schedu
         if (thread == 0) control.segment = segment;
     }
     __syncthreads();
-    const CarryCursor<kKey, kDelta, kPerChannel, kMapCursor> cursor(
+    const CarryCursor<kKey, kReadsState, kPerChannel, kMapCursor> cursor(
         a, schedule, p, control.segment, is_state ? warp : 0, warpgroups * kWarpgroupWarps, block);
     const Segment& segment = cursor.segment;
     if (segment.sequence < 0) return;
@@ -78,33 +78,34 @@ __device__ __forceinline__ void walk(const DeviceArgs& a, const Schedule& schedu
             return;
     } else {
         if (cursor.nothing()) return;
-        if (kMaps && kDelta && !cursor.of_m && !p.walks_forwards) return;
+        if (kMaps && kReadsState && !cursor.of_m && !p.walks_forwards) return;
     }
     if (is_state) {
         raise_registers<kWalkStateRegisters>();
-        using Shared = CarryShared<T, kKey, kDelta, kPerChannel, !kReturns>;
+        using Shared = CarryShared<T, kKey, kReadsState, kPerChannel, !kReturns>;
         const StateBuffer<T, kKey> buffer{shared_address(memory) +
                                           static_cast<std::uint32_t>(Shared::bytes(warpgroups, stages)) +
                                           warp * StateBuffer<T, kKey>::kBytes};
         if constexpr (kReturns)
-            ReturnRole<T, kKey, kDelta, kPerChannel, kMaps>{a,      p,      cursor,      shared,
-                                                            stages, buffer, maps.outputs}
+            ReturnRole<T, kKey, kReadsState, kPerChannel, kMaps>{a,      p,      cursor,      shared,
+                                                                 stages, buffer, maps.outputs}
                 .run();
         else
-            SaveRole<T, kKey, kDelta, kPerChannel, kMaps>{a, p, cursor, shared, stages, buffer}.run();
+            SaveRole<T, kKey, kReadsState, kPerChannel, kMaps>{a, p, cursor, shared, stages, buffer}.run();
         return;
     }
     lower_registers<kWalkLoadRegisters>();
     if (warp % kWarpgroupWarps >= kLoadThreads / 32) {
         if constexpr (kReturns && !kMaps)
-            if (maps.outputs) StoreRole<T, kKey, kDelta, kPerChannel, true>{a, maps.o, cursor, shared}.run();
+            if (maps.outputs)
+                StoreRole<T, kKey, kReadsState, kPerChannel, true>{a, maps.o, cursor, shared}.run();
         return;
     }
     // The load role of a carry without A and Q~ is that of maps.
-    const CarryCursor<kKey, kDelta, kPerChannel, !kReturns> of_loads(a, schedule, p, control.segment, 0,
-                                                                     warpgroups * kWarpgroupWarps, block);
+    const CarryCursor<kKey, kReadsState, kPerChannel, !kReturns> of_loads(
+        a, schedule, p, control.segment, 0, warpgroups * kWarpgroupWarps, block);
     const std::int64_t first = std::int64_t{segment.slot} * a.value_heads + cursor.value_head;
-    WalkLoadRole<T, kKey, kDelta, kPerChannel, kReturns>{
+    WalkLoadRole<T, kKey, kReadsState, kPerChannel, kReturns>{
         {a, maps, of_loads, operands + first, p.is_compensated + first, shared, stages, false}}
         .run();
 }

@@ -21,10 +21,10 @@
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps>
 struct ReturnRole {
-    using Carry = StateRole<T, kKey, kDelta, kPerChannel, false>;
-    using Cursor = CarryCursor<kKey, kDelta, kPerChannel, false>;
+    using Carry = StateRole<T, kKey, kReadsState, kPerChannel, false>;
+    using Cursor = CarryCursor<kKey, kReadsState, kPerChannel, false>;
     using Shared = typename Carry::Shared;
     using Stage = typename Carry::Stage;
     using F = typename Carry::F;
@@ -173,7 +173,7 @@ struct ReturnRole {
             const std::uint32_t at = stage_at();
             const F& of = shared.factors(stage.at);
             control.operands.ready[stage.at].wait(stage.parity);
-            const bool compensated = kDelta && control.compensated[stage.at];
+            const bool compensated = kReadsState && control.compensated[stage.at];
             stage.next(stages);
 
             // --- write: dU ---
@@ -211,7 +211,7 @@ struct ReturnRole {
                         d_writes[tile][3] += solved[tile][3] * rest.y;
                 }
             }
-            if constexpr (kDelta)
+            if constexpr (kReadsState)
                 if (compensated) {
                     control.operands.ready[stage.at].wait(stage.parity);
                     const std::uint32_t low_at = stage_at();
@@ -253,20 +253,20 @@ struct ReturnRole {
             }
             wgmma::hold(state);
             wgmma::fence();
-            if constexpr (kDelta) {
+            if constexpr (kReadsState) {
                 multiply_rows(solved, values, at + offsetof(Stage, inverse), compensated);
                 wgmma::commit();
             }
             Carry::multiply_carry(state, moved, at + offsetof(Stage, query));
             wgmma::commit();
-            const Product& d_values = kDelta ? solved : d_writes;
+            const Product& d_values = kReadsState ? solved : d_writes;
             Rows returned;
             const auto factor = [&](int tile) -> float2 {
                 if constexpr (kPerChannel) return {-1.0f, -1.0f};
                 const float2 f = kPerChannel ? float2{} : factor_of(of, tile);
                 return {-f.x, -f.y};
             };
-            if constexpr (kDelta) {
+            if constexpr (kReadsState) {
                 wgmma::wait<1>();
                 wgmma::hold(solved);
                 pack_scaled(returned, solved, factor);
@@ -296,7 +296,7 @@ struct ReturnRole {
             }
             wgmma::wait<0>();
             wgmma::hold(state);
-            if constexpr (kDelta)
+            if constexpr (kReadsState)
                 if (compensated) {
                     Rows low;
                     take_low_words<T>(low, returned, solved, factor);

@@ -13,16 +13,16 @@
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, bool kDelta, bool kPerChannel, bool kMaps>
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps>
 struct SaveRole {
-    using Carry = StateRole<T, kKey, kDelta, kPerChannel, true>;
+    using Carry = StateRole<T, kKey, kReadsState, kPerChannel, true>;
     using Shared = typename Carry::Shared;
     using Stage = typename Carry::Stage;
     using F = typename Carry::F;
 
     const DeviceArgs& a;
     const WalkParams<T, kKey>& p;
-    const CarryCursor<kKey, kDelta, kPerChannel, kMaps>& cursor;
+    const CarryCursor<kKey, kReadsState, kPerChannel, kMaps>& cursor;
     const Shared& shared;
     int stages;
     StateBuffer<T, kKey> buffer;  // of the warp
@@ -34,7 +34,7 @@ struct SaveRole {
         const bool of_m = cursor.of_m;
         typename Carry::State state;
         cursor.first_state(state);
-        DecayMap<kMaps && !kDelta ? kKey : 0, kPerChannel> decay_map(cursor);
+        DecayMap<kMaps && !kReadsState ? kKey : 0, kPerChannel> decay_map(cursor);
 
         SavedSlice<T, kKey>* slice = nullptr;
         if (!kMaps && p.saved.slices && cursor.rows.first < a.value_dim)
@@ -52,19 +52,19 @@ struct SaveRole {
             const std::uint32_t at = stage_at();
             const F& of = shared.factors(stage.at);
             control.operands.ready[stage.at].wait(stage.parity);
-            const bool compensated = kDelta && control.compensated[stage.at];
-            if constexpr (kMaps && !kDelta) decay_map.pass(of.decay);
+            const bool compensated = kReadsState && control.compensated[stage.at];
+            if constexpr (kMaps && !kReadsState) decay_map.pass(of.decay);
             stage.next(stages);
 
             typename Carry::Rows writes = {};
             if (!of_m) load_value_rows(writes, at + Shared::kValues + warpgroup * Shared::kRowTileBytes);
-            if constexpr (kDelta) {
+            if constexpr (kReadsState) {
                 wgmma::fence();
                 Carry::read_state(read, packed, at + offsetof(Stage, keys.read));
                 wgmma::commit();
             }
             if (slice) buffer.store(slice->state, packed);
-            if constexpr (kDelta) {
+            if constexpr (kReadsState) {
                 wgmma::wait<0>();
                 wgmma::hold(read);
                 if constexpr (kPerChannel)
@@ -77,7 +77,7 @@ struct SaveRole {
                 wgmma::commit();
             }
             Carry::scale_state(state, of);
-            if constexpr (kDelta) {
+            if constexpr (kReadsState) {
                 wgmma::wait<0>();
                 wgmma::hold(read);
                 if (compensated) {
@@ -108,7 +108,7 @@ struct SaveRole {
         }
         buffer.wait();
         cursor.store_asked(state, chunks);
-        if constexpr (kMaps && !kDelta)
+        if constexpr (kMaps && !kReadsState)
             if (cursor.rows.first == 0) decay_map.store(cursor);
         if constexpr (kMaps)
             if (of_m)
