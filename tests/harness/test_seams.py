@@ -46,6 +46,7 @@ INSTANCES = (
 WITHOUT_SEAMS = {"src/cuda/forks"}
 
 pytestmark = pytest.mark.cpu_only("it compiles")
+NEEDS_NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 
 def sources(root: Path) -> Iterable[tuple[str, str]]:
@@ -117,20 +118,40 @@ def test_a_new_enumerator_stops_the_host(tmp_path, kind):
     assert expected <= named, f"no compiler names {sorted(expected - named)}"
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def instance_errors(instance: str, folder: Path) -> str:
+    source = folder / "instance.cu"
+    source.write_text(f'#include "cuda/{instance}_instance.cuh"\nCULA_INSTANTIATE(__half, 64)\n')
+    return errors(
+        ["nvcc", "-std=c++20", "-Isrc", "-Iinclude", "--expt-relaxed-constexpr", "-arch=sm_90a", "-c",
+         source.name, "-o", "instance.o"], folder,
+    )  # fmt: skip
+
+
+@NEEDS_NVCC
 def test_a_new_update_stops_every_kernel(tmp_path):
     copy = in_copy(tmp_path, "Update")
-    found = ""
-    for instance in INSTANCES:
-        source = copy / "instance.cu"
-        source.write_text(f'#include "cuda/{instance}_instance.cuh"\nCULA_INSTANTIATE(__half, 64)\n')
-        found += errors(
-            ["nvcc", "-std=c++20", "-Isrc", "-Iinclude", "--expt-relaxed-constexpr", "-arch=sm_90a", "-c",
-             source.name, "-o", "instance.o"], copy,
-        )  # fmt: skip
+    found = "".join(instance_errors(instance, copy) for instance in INSTANCES)
     missing = [message for message in questions(copy) if message not in found]
     assert not missing, f"nvcc does not ask {missing}"
     assert "kFake" in found
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize("instance", INSTANCES)
+def test_a_decay_that_varies_like_another_stops_every_kernel(tmp_path, instance):
+    """Kernels compare with the one decay that varies by token, and by channel (`only_decay`)."""
+    copy = in_copy(tmp_path, "Decay")
+    header, asked = copy / "include/cula/algorithm.h", ("varies_by_token", "varies_by_channel")
+    text = header.read_text()
+    for question in asked:
+        place = rf"bool {question}\(Decay decay\) {{\n    switch \(decay\) {{\n"
+        text, count = re.subn(place, lambda found: found[0] + "case Decay::kFake: return true;\n", text)
+        assert count == 1, f"{question} is not in algorithm.h"
+    header.write_text(text)
+    found = instance_errors(instance, copy)
+    for question in asked:
+        assert f"only_decay({question})" in found
+    assert "there are two such decays" in found
 
 
 def test_every_folder_of_kernels_has_a_seam():
