@@ -26,6 +26,19 @@ PLANTED = {
     ),
     "a long file": ("src/core/x.cc", "\n" * 601, "601 lines, at most 600"),
     "a long line": ("python/cula/x.py", "#" * 111, ":1: 111 columns, at most 110"),
+    "a long line of prose": ("docs/api.md", "words\n" + "x" * 101, ":2: 101 columns, at most 100"),
+    "a long address in prose": ("docs/api.md", f"https://{'x' * 100}\n", ":1: 108 columns, at most 100"),
+    "prose behind code": ("docs/api.md", f"```\nx\n```\n{'x' * 101}\n", ":4: 101 columns, at most 100"),
+    "prose of a list": ("docs/api.md", f"- words\n    {'x' * 97}\n", ":2: 101 columns, at most 100"),
+    "prose behind a generated block": (
+        "docs/api.md",
+        f"<!-- generated: x -->\n{'x' * 200}\n<!-- end -->\n{'x' * 101}\n",
+        ":4: 101 columns, at most 100",
+    ),
+    "long code of a page": ("docs/api.md", f"```\n{'x' * 111}\n```\n", ":2: 111 columns, at most 110"),
+    "a long table": ("docs/api.md", f"| {'x' * 107} |\n", ":1: 111 columns, at most 110"),
+    "a long line of the log": ("docs/log/x.md", "x" * 111, ":1: 111 columns, at most 110"),
+    "a long line of the changelog": ("CHANGELOG.md", "x" * 101, ":1: 101 columns, at most 100"),
     "a long page": ("docs/design/x.md", "```\n```\n" + "\n" * 149, "151 lines, at most 150"),
     "no drawing": ("docs/design/x.md", "words\n", "has no drawing"),
 }
@@ -44,3 +57,6 @@ def test_what_is_right_passes():
     assert not list(check_tree.problems("src/cuda/sm80/carry.cuh", text))
     table = f"words\n<!-- generated: x -->\n| {'x' * 200} |\n<!-- end -->\n"
     assert not list(check_tree.problems("docs/api.md", table))
+    wide = f"{'x' * 100}\n\n```\n{'x' * 110}\n```\n\n    {'x' * 100}\n    {'x' * 106}\n\n| {'x' * 106} |\n"
+    assert not list(check_tree.problems("docs/api.md", wide))
+    assert not list(check_tree.problems("docs/log/x.md", f"{'x' * 110}\n\n| {'x' * 200} |\n"))
