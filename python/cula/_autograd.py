@@ -115,6 +115,8 @@ def gradients(
     ]
 
 
+KEY_CHANNELS = 256  # that all passes take
+
 # The value channels that the operator takes, and the dimensions of tensors that have them; a beta per value
 # channel has them in the last of its four.
 VALUE_CHANNELS = 256
@@ -286,6 +288,8 @@ def _rows_of(given: Mapping[str, Any]) -> list[_Row] | None:
     never runs."""
     q, v, beta, state = given["q"], given["v"], given.get("beta"), given.get("initial_state")
     if q.dim() != 4 or v.dim() != 4 or q.device.type not in ("cpu", "cuda"):
+        return None
+    if not 0 < q.shape[3] <= KEY_CHANNELS:
         return None
     try:
         return _rows(

@@ -260,12 +260,20 @@ def test_wrong_arguments_are_refused_in_the_same_words():
         "q": inputs.q.int(), "k": inputs.k[:, :3], "initial_state": torch.zeros(1, 2, 16, 16).int(),
         "beta": inputs.beta[:, 1:], "g": inputs.g.long(),
     }.items():  # fmt: skip
-        with torch.no_grad(), pytest.raises(ValueError) as plain:  # noqa: PT011  (compared below)
-            level1.prefill(inputs.but(**{name: wrong}))
-        asked = inputs.but(v=inputs.v.clone().requires_grad_(), **{name: wrong})
-        with pytest.raises(ValueError) as error:  # noqa: PT011  (as above)
-            level1.prefill(asked)
-        assert str(error.value) == str(plain.value)
+        assert_refused_alike(inputs.but(**{name: wrong}))
+    for key_dim in (0, 300):
+        q = torch.zeros(1, 20, 1, key_dim)
+        words = assert_refused_alike(inputs.but(q=q, k=q, g=torch.zeros(1, 20, 2, key_dim)))
+        assert words == f"prefill: q must have a key dimension K from 1 to 256, got {key_dim}"
+
+
+def assert_refused_alike(inputs: Inputs) -> str:
+    with torch.no_grad(), pytest.raises(ValueError) as plain:  # noqa: PT011  (compared below)
+        level1.prefill(inputs)
+    with pytest.raises(ValueError) as error:  # noqa: PT011  (as above)
+        level1.prefill(inputs.but(v=inputs.v.clone().requires_grad_()))
+    assert str(error.value) == str(plain.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
