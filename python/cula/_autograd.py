@@ -58,7 +58,7 @@ def differentiable(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callab
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args, *kwargs.values())):
             return run(keys, *args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        _refuse_gradients(op, given)
+        refuse_gradients(op, given)
         named = backend(cula._ops.op_name(op), given)
         last = max(names.index(each) for each in given)
         return Derivatives.apply(keys, named, *(given.get(each) for each in names[: last + 1]))
@@ -188,23 +188,34 @@ def differentiated_once(
 
 
 def refuse_tangents(
-    op: torch._ops.OpOverload, arguments: Iterable[object], others: Mapping[str, object] | None = None
+    op: torch._ops.OpOverload,
+    arguments: Iterable[object],
+    others: Mapping[str, object] | None = None,
+    by_package: bool = False,
 ) -> None:
+    """`by_package`: arguments are named as the functions of the package name them."""
     names = (argument.name for argument in op._schema.arguments)
-    for name, value in (*zip(names, arguments, strict=False), *(others or {}).items()):
+    given = {**dict(zip(names, arguments, strict=False)), **(others or {})}
+    for name, value in given.items():
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         if forward_ad.unpack_dual(value).tangent is not None:
+            name = _called(op, name, given) if by_package else name
             raise NotImplementedError(
                 f"{cula._ops.op_name(op)}: {name} has a tangent, and forward-mode derivatives are not built; "
                 f"call with {name}.detach(), which has none"
             )
 
 
-def _refuse_gradients(op: torch._ops.OpOverload, given: Mapping[str, Any]) -> None:
-    """NotImplementedError for the first argument whose gradient would be lost, or what stands in its way."""
+def refuse_gradients(op: torch._ops.OpOverload, given: Mapping[str, Any], by_package: bool = False) -> None:
+    """NotImplementedError for the first argument whose gradient would be lost, or what stands in its way.
+    `by_package` as above."""
     who = cula._ops.op_name(op)
-    wanted = [name for name, value in given.items() if isinstance(value, Tensor) and value.requires_grad]
+    wanted = [
+        _called(op, name, given) if by_package else name
+        for name, value in given.items()
+        if isinstance(value, Tensor) and value.requires_grad
+    ]
     if op.__name__ in TRAINED:
         refuse_untrained(who, wanted)
         return
@@ -215,6 +226,11 @@ def _refuse_gradients(op: torch._ops.OpOverload, given: Mapping[str, Any]) -> No
         raise NotImplementedError(
             f"{who}: {wanted[0]} requires gradients, and states in slots have none: give a state for each "
             f"sequence and no {slots[0]}, {without}"
+        )
+    if given.get("kept") is not None:
+        raise NotImplementedError(
+            f"{who}: {wanted[0]} requires gradients, and a call that is given kept has none: call without, "
+            f"{without}"
         )
     if who in ("prefill", "decode"):
         written = [
@@ -229,6 +245,16 @@ def _refuse_gradients(op: torch._ops.OpOverload, given: Mapping[str, Any]) -> No
     raise NotImplementedError(
         f"{who}: {wanted[0]} requires gradients, and {who} has none: detach it, {without}"
     )
+
+
+def _called(op: torch._ops.OpOverload, name: str, given: Mapping[str, Any]) -> str:
+    """What the functions of the package call an argument of an operator."""
+    who = cula._ops.op_name(op)
+    if name == "o":
+        return "out"
+    if name == "final_state" and given["options"] & cula._ops.bit("in_place"):
+        return "state_pool" if who == "prefill" else "state"
+    return "state" if name == "initial_state" and who == "verify" else name
 
 
 def refuse_untrained(who: str, wanted: list[str]) -> None:
@@ -256,6 +282,19 @@ _WRITTEN = {
     "checkpoints": "checkpoints",
     "chunk_states": "the states of return_intermediate_states",
 }
+
+
+def with_gradients(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What the package calls in place of an operator where something requires gradients: the operator, or
+    what refuses the call in the words of the package."""
+    if op.__name__ in TRAINED:
+        return op
+    names = [argument.name for argument in op._schema.arguments]
+
+    def refuse(*arguments: Any) -> None:
+        refuse_gradients(op, dict(zip(names, arguments, strict=False)), by_package=True)
+
+    return refuse
 
 
 def backend(who: str, given: Mapping[str, Any]) -> str | None:

@@ -282,7 +282,8 @@ def _overload(name: str, overload: str) -> Callable[..., Any]:
         "forward_ad": forward_ad,
         "any_requires_grad": torch._C._any_requires_grad,
         "increment_version": increment_version,
-        "refuse_tangents": _autograd.refuse_tangents,
+        "with_gradients": _autograd.with_gradients(op),
+        "refuse_tangents": functools.partial(_autograd.refuse_tangents, by_package=True),
         "refuse_types": refuse_types,
     }
     return _shims.by_position(op, known)

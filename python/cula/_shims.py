@@ -29,8 +29,8 @@ def by_position(op: torch._ops.OpOverload, known: Mapping[str, object]) -> Calla
     that is given.
 
     known: `run`, which is the operator without its checks and derivatives; `is_compiling`, `is_grad_enabled`,
-        `forward_ad`, `any_requires_grad` and `increment_version` of PyTorch; `refuse_tangents` and
-        `refuse_types`.
+        `forward_ad`, `any_requires_grad` and `increment_version` of PyTorch; `with_gradients`, which is
+        called where an argument requires any; `refuse_tangents` and `refuse_types`.
     """
     schema = op._schema.arguments
     names = [argument.name for argument in schema]
@@ -55,7 +55,7 @@ def by_position(op: torch._ops.OpOverload, known: Mapping[str, object]) -> Calla
         "        refuse_tangents(op, arguments)",
         "    try:",
         "        if is_grad_enabled() and any_requires_grad(*arguments):",
-        "            return op(*arguments)",
+        "            return with_gradients(*arguments)",
         "        made = run(*arguments)",
         "    except Exception:",
         # PyTorch says it less well, and turns a number into a tensor first.

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from cula import _fla, _ops, _passes
+from cula import _autograd, _fla, _ops, _passes
 from cula._passes import Outputs, dense
 
 __all__ = ["chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla"]
@@ -120,6 +121,8 @@ def _run(
     state_v_first: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
+    if isinstance(g_gamma, Tensor) and g_gamma.requires_grad and torch.is_grad_enabled():
+        _autograd.refuse_untrained(op.name, ["g_gamma"])
     algorithm = "simple_gla" if g is not None else "linear" if g_gamma is None else "lightning"
     o, final_state, _ = _passes.forward(
         op, algorithm, q, k, v, g=g, decay=g_gamma, scale=scale, cu_seqlens=cu_seqlens,

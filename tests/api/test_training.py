@@ -364,6 +364,7 @@ def test_the_operator_follows_pytorchs_rules():
             "writes into checkpoints has",
             {"checkpoints": cula.Checkpoints(torch.zeros(1, 2, 16, 16), torch.tensor([[0, 20, 0]]))},
         ),
+        ("a call that is given kept has none", {"kept": torch.zeros(0, dtype=torch.int32)}),
     ],
 )
 def test_what_is_written_in_place_has_no_gradients(words, named):
@@ -377,6 +378,29 @@ def test_a_constant_decay_has_no_gradient():
     inputs = make(SMALL.but(algorithm="lightning"))
     with pytest.raises(NotImplementedError, match="prefill: decay requires gradients, which are not built"):
         level1.prefill(inputs.but(decay=inputs.decay.clone().requires_grad_()))
+
+
+def test_a_refusal_names_the_argument_as_its_function_does():
+    inputs = make(SMALL)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    state = inputs.initial_state.clone().requires_grad_()
+    per_head = torch.full((2,), -0.1, requires_grad=True)
+    token = {name: getattr(inputs, name)[:, :1] for name in ("g", "beta")}
+    calls = {
+        "prefill: state_pool": lambda: level1.prefill(inputs.but(initial_state=None), state_pool=state),
+        "prefill: out": lambda: level1.prefill(inputs, out=torch.empty_like(v, requires_grad=True)),
+        "prefill: g_gamma": lambda: cula.simple_gla.chunk_simple_gla(v, v, v, g_gamma=per_head),
+        "decode: g_gamma": lambda: cula.simple_gla.fused_recurrent_simple_gla(v, v, v, g_gamma=per_head),
+        "decode: state": lambda: cula.cula_decode(q[:, :1], k[:, :1], v[:, :1], state, **token),
+        "verify: state": lambda: level1.verify(inputs, state),
+    }
+    for words, call in calls.items():
+        with pytest.raises(NotImplementedError, match=f"^{words} requires gradients"):
+            call()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(inputs.initial_state, inputs.initial_state)
+        with pytest.raises(NotImplementedError, match="^prefill: state_pool has a tangent"):
+            level1.prefill(inputs.but(initial_state=None), state_pool=dual)
 
 
 def test_what_no_backend_takes_is_refused_before_it_runs(monkeypatch):
