@@ -265,6 +265,23 @@ def _register(op: torch._ops.OpOverload, fake: Callable[..., object]) -> None:
     for key in ("Autograd", "ADInplaceOrView"):
         _libraries[0].impl(name, _checked(op), key, with_keyset=True)
     torch.library.register_fake(op.name(), fake)
+    _refuse_vmap(_libraries[0], op)
+
+
+def _refuse_vmap(library: torch.library.Library, op: torch._ops.OpOverload) -> None:
+    """In the place of batching rules: those of torch.vmap, and those of the batched gradients of
+    torch.autograd."""
+
+    def refuse(*_: object, **__: object) -> None:
+        if (name := op_name(op)) == "backward":
+            raise NotImplementedError(
+                "backward: batched gradients (torch.vmap, is_grads_batched, vectorize=True) are not built; "
+                "ask for one gradient after the other"
+            )
+        raise NotImplementedError(f"{name}: torch.vmap is not built; inputs have a batch dimension, B")
+
+    for key in ("FuncTorchBatched", "Batched"):
+        library.impl(op.name().partition("::")[2], refuse, key)
 
 
 def _overload(name: str, overload: str) -> Callable[..., Any]:
@@ -275,6 +292,7 @@ def _overload(name: str, overload: str) -> Callable[..., Any]:
     _register(op, _fake(op))
     _libraries[1].impl(twin.name().partition("::")[2], torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(twin.name(), _fake(op))
+    _refuse_vmap(_libraries[1], twin)
     known = {
         "run": twin._op,
         "is_compiling": is_compiling,

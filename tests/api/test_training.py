@@ -403,6 +403,34 @@ def test_a_refusal_names_the_argument_as_its_function_does():
             level1.prefill(inputs.but(initial_state=None), state_pool=dual)
 
 
+def test_vmap_and_batched_gradients_are_refused():
+    inputs = make(SMALL)
+
+    def o(value):
+        return level1.prefill(inputs.but(v=value))[0]
+
+    named = {"g": inputs.g, "beta": inputs.beta, "options": _ops.pack("kda")}
+    refused = pytest.raises(NotImplementedError, match=r"^prefill: torch.vmap is not built")
+    for leaf in (inputs.v, inputs.v.clone().requires_grad_()):
+        with refused:
+            torch.vmap(o)(leaf[None])
+        with refused:
+            torch.vmap(lambda value: torch.ops.cula.prefill(inputs.q, inputs.k, value, **named))(leaf[None])
+    with refused:
+        torch.vmap(lambda value: level1.prefill(inputs.but(v=value), out=torch.empty_like(inputs.v)))(
+            inputs.v[None]
+        )
+    refused = pytest.raises(NotImplementedError, match=r"^backward: batched gradients .* are not built")
+    for value_dim in (16, 320):
+        inputs = make(SMALL.but(value_dim=value_dim))
+        leaf = inputs.v.clone().requires_grad_()
+        made = o(leaf)
+        with refused:
+            torch.autograd.grad(made, leaf, torch.ones(2, *made.shape), is_grads_batched=True)
+        with refused:
+            torch.autograd.functional.jacobian(o, inputs.v, vectorize=True)
+
+
 def test_what_no_backend_takes_is_refused_before_it_runs(monkeypatch):
     """As on a GPU that has no backward kernel."""
     rows = [_autograd._Row("sm80", False, "compute capability 7.5")]
