@@ -37,7 +37,8 @@ struct Parameter {
 // whose name it looks for among the keywords. So all that is no tensor and seldom changes lies in one
 // integer, `options` (kOptions), and what is optional follows, the usual first. A_log, dt_bias and decay may
 // have any shape, strides and dtype, q, k, v and g any strides (a copy is made where the last one is not 1),
-// and scale is K ** -0.5 by default.
+// and scale is K ** -0.5 by default. Every pass has a null_index. In a segment and a backward nothing can
+// reach it: they take no indices of slots.
 enum class Form : std::uint8_t { kDefault, kOut };
 
 inline constexpr std::array kPasses{Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment,

@@ -80,6 +80,13 @@ protected:
         fail(argument, "have dtype " + names, std::string(name(ref.dtype)));
     }
 
+    void dtype_or_float32(std::string_view argument, const TensorRef& ref, Dtype other) const {
+        if (other == Dtype::kFloat32)
+            dtype(argument, ref, {Dtype::kFloat32});
+        else
+            dtype(argument, ref, {other, Dtype::kFloat32});
+    }
+
     void floating(std::string_view argument, const TensorRef& ref) const {
         CULA_REQUIRE(is_float(ref.dtype), argument, "have a floating-point dtype",
                      std::string(name(ref.dtype)));

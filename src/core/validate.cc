@@ -428,7 +428,7 @@ private:
         CULA_REQUIRE(same, argument, "have the shape of " + std::string(of) + ", " + shape_of(input),
                      shape_of(ref));
         CULA_REQUIRE_MEMORY(argument, ref);
-        if (ref.dtype != Dtype::kFloat32) dtype(argument, ref, {input.dtype});
+        dtype_or_float32(argument, ref, input.dtype);
         writable(argument, ref);
     }
 
@@ -436,7 +436,7 @@ private:
         const TensorRef &d_o = args_.d_o, &d_state = args_.d_final_state;
         if (d_o) {
             shape("d_o", d_o, {{"B", batch_}, {"T", tokens_}, {"HV", value_heads_}, {"V", value_dim_}});
-            if (d_o.dtype != Dtype::kFloat32) dtype("d_o", d_o, {args_.q.dtype});
+            dtype_or_float32("d_o", d_o, args_.q.dtype);
             last_contiguous("d_o", d_o);
         }
         if (d_state) state("d_final_state", d_state, {"N", sequences_});

@@ -9,7 +9,7 @@ import torch
 from cula import _ops
 from cula_testing import gradients, operators
 from cula_testing.cases import Case, make
-from cula_testing.compare import assert_same_bits
+from cula_testing.compare import assert_same_bits, errors
 
 CASE = Case("kda", (7, 12), packed=True, key_dim=16, value_dim=32, value_heads=4, gate="softplus")
 
@@ -53,11 +53,29 @@ def test_shapes(name):
     refused(named, f"backward: {name} must")
 
 
+# Of a bfloat16 call with float32 gates.
+DTYPES = {
+    **dict.fromkeys(("d_o", "d_q", "d_k", "d_v"), "bfloat16 or float32, got float64"),
+    **dict.fromkeys(("d_g", "d_beta", "d_A_log", "d_dt_bias"), "float32, got float64"),
+    "d_initial_state": "float32 or bfloat16 or float16, got float64",
+    "d_final_state": "float32 or bfloat16 or float16, got int32",
+}
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_dtypes(name):
     named = a_call()
     named[name] = named[name].to(torch.int32 if name == "d_final_state" else torch.float64)
-    refused(named, f"backward: {name} must have dtype")
+    refused(named, f"backward: {name} must have dtype {DTYPES[name]}$")
+
+
+def test_gradients_may_be_float32():
+    named = a_call()
+    wide = {name: named[name].float() for name in ("d_o", "d_q", "d_k", "d_v")}
+    operators.call("backward", **{**named, **wide})
+    operators.call("backward", **named)
+    for name in ("d_q", "d_k", "d_v"):
+        assert errors(wide[name], named[name].double()).rms <= 1e-2, name
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in ("d_o", "d_final_state")])

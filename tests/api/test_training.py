@@ -399,7 +399,7 @@ def test_a_refusal_names_the_argument_as_its_function_does():
             call()
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(inputs.initial_state, inputs.initial_state)
-        with pytest.raises(NotImplementedError, match="^prefill: state_pool has a tangent"):
+        with pytest.raises(NotImplementedError, match=r"^prefill: state_pool has a tangent"):
             level1.prefill(inputs.but(initial_state=None), state_pool=dual)
 
 
