@@ -9,8 +9,9 @@ strides and indices, dispatch) is C++. What a call has besides its tokens travel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -371,6 +372,19 @@ def check_flags(**flags: object) -> None:
     for argument, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{argument} must be of type bool, got {_ops.type_name(value)}")
+
+
+def chunk_size_of(function: str, kwargs: dict[str, Any]) -> int:
+    """The spacing of h, which is all that `kwargs` may hold. What was given, of any type: `pack` looks at
+    that."""
+    chunk_size = kwargs.pop("chunk_size", 64)
+    refuse_unknown(function, kwargs)
+    return chunk_size
+
+
+def refuse_unknown(function: str, kwargs: Mapping[str, object]) -> None:
+    if kwargs:
+        raise TypeError(f"{function}() got an unexpected keyword argument {next(iter(kwargs))!r}")
 
 
 def refuse_context() -> None:

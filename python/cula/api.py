@@ -34,6 +34,11 @@ deterministic: results are bit-equal from run to run in any case; `"batch_invari
 out: a preallocated o, `[B, T, HV, V]`.
 device: q's device, checked if given.
 
+Gradients: what a call returns is differentiable by q, k, v, g, beta, `A_log`, `dt_bias` and
+`initial_state`, but not by `decay`, nor where the call writes into what it is given (`state_pool`,
+`checkpoints`, `out`; a decode's and a draft's states), reads slots or `kept`, or returns h. The same holds
+for the drop-ins. docs/guide/training.md has examples.
+
 Errors: `ValueError` names the argument, what was expected and what was given, before anything is written;
 `TypeError` for an unknown option or a wrong type; `NotImplementedError` where a gradient is asked for that is
 not built (docs/api.md, "Gradients").
@@ -42,8 +47,6 @@ The published signatures are those of cuLA's unified interface (inclusionAI/cuLA
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +115,7 @@ def cula_kda(
     use_qk_l2norm_in_kernel: normalise q and k, `x * rsqrt(sum(x * x) + 1e-6)`.
     safe_gate: a promise that the log decay lies in [-5, 0), which no kernel here needs; other bounds are
         refused.
-    disable_recompute: concerns training only.
+    disable_recompute: accepted for FLA's signature, and without effect: every backward pass recomputes.
     kwargs: `chunk_size`, the spacing of h.
 
     Returns (o `[B, T, HV, V]` in q's dtype, final state or None), and h if asked for. Everything else:
@@ -120,7 +123,7 @@ def cula_kda(
     """
     if cp_context is not None:
         _passes.refuse_context()
-    chunk_size = _chunk_size("cula_kda", kwargs) if kwargs else 64
+    chunk_size = _passes.chunk_size_of("cula_kda", kwargs) if kwargs else 64
     if not (type(safe_gate) is type(disable_recompute) is bool):
         _passes.check_flags(safe_gate=safe_gate, disable_recompute=disable_recompute)
     if use_gate_in_kernel is True:
@@ -177,7 +180,7 @@ def cula_gdn(
     g: the log decay `[B, T, HV]`, or the raw gate with `use_gate_in_kernel`, as in `cula_kda`.
     A_log, dt_bias: HV values each. beta and everything else as in `cula_kda` and `cula.api`.
     """
-    chunk_size = _chunk_size("cula_gdn", kwargs) if kwargs else 64
+    chunk_size = _passes.chunk_size_of("cula_gdn", kwargs) if kwargs else 64
     if use_gate_in_kernel is True:
         _decays.check_gate(A_log, lower_bound)
     return _passes.returned(_passes.forward(
@@ -223,7 +226,7 @@ def cula_gla(
 
     g: the log decay `[B, T, HV, K]`, any floating dtype. Everything else: `cula.api`.
     """
-    chunk_size = _chunk_size("cula_gla", kwargs) if kwargs else 64
+    chunk_size = _passes.chunk_size_of("cula_gla", kwargs) if kwargs else 64
     return _passes.returned(_passes.forward(
         _ops.prefill, "gla", q, k, v, g, None, _passes.LOG_DECAY, scale, use_qk_l2norm_in_kernel, False,
         False, cu_seqlens,
@@ -266,9 +269,10 @@ def cula_simple_gla(
     """Gated linear attention with one decay per token and head (also the form of Mamba-2, arXiv:2405.21060).
 
     g: the log decay `[B, T, HV]`. decay: a constant per head `[HV]`, as in `cula_lightning`, on top of g or
-    alone. With neither it is plain linear attention (arXiv:2006.16236). Everything else: `cula.api`.
+    alone, and not differentiable. With neither it is plain linear attention (arXiv:2006.16236). Everything
+    else: `cula.api`.
     """
-    chunk_size = _chunk_size("cula_simple_gla", kwargs) if kwargs else 64
+    chunk_size = _passes.chunk_size_of("cula_simple_gla", kwargs) if kwargs else 64
     return _passes.returned(_passes.forward(
         _ops.prefill, _decays.algorithm_of("simple_gla", g, decay), q, k, v, g, None, _passes.LOG_DECAY,
         scale, use_qk_l2norm_in_kernel, False, False, cu_seqlens,
@@ -313,10 +317,12 @@ def cula_lightning(
 
     decay: `[HV]`, in log space: a token shrinks the state by `exp(-abs(decay))`. A state never grows, so the
         positive slopes of MiniMax and cuLA and the negative log decays of FLA mean the same. It is never
-        derived from a layer index here.
+        derived from a layer index here. Not differentiable by `decay`: a decay to be learned is the g of
+        `cula_simple_gla`.
     Everything else: `cula.api`.
     """
-    _refuse_unknown("cula_lightning", kwargs)
+    if kwargs:
+        _passes.refuse_unknown("cula_lightning", kwargs)
     return _passes.returned(_passes.forward(
         _ops.prefill, "lightning", Q, K, V, None, None, _passes.LOG_DECAY, scale, use_qk_l2norm_in_kernel,
         False, False, cu_seqlens,
@@ -360,9 +366,9 @@ def cula_delta(
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """DeltaNet (arXiv:2406.06484): the delta rule without decay, or with a constant `decay` per head `[HV]`.
 
-    beta and everything else as in `cula_kda` and `cula.api`.
+    beta and everything else as in `cula_kda` and `cula.api`. Not differentiable by `decay`.
     """
-    chunk_size = _chunk_size("cula_delta", kwargs) if kwargs else 64
+    chunk_size = _passes.chunk_size_of("cula_delta", kwargs) if kwargs else 64
     return _passes.returned(_passes.forward(
         _ops.prefill, _decays.algorithm_of("delta", None, decay), q, k, v, None, beta, _passes.LOG_DECAY,
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
@@ -419,7 +425,7 @@ def cula_decode(
     Returns (o in q's layout, state itself).
     """
     if kwargs:
-        _refuse_unknown("cula_decode", kwargs)
+        _passes.refuse_unknown("cula_decode", kwargs)
     if use_gate_in_kernel is None:
         use_gate_in_kernel = A_log is not None or lower_bound is not None
     algorithm, g, dt_bias, decay = _decays.decay_of(mode, q, g, dt_bias, decay)
@@ -584,15 +590,3 @@ def cula_segment(
         allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens, state_v_first=state_v_first,
         backend=backend, deterministic=deterministic, device=device, scale=scale, keep=keep, out=out,
     )  # fmt: skip
-
-
-def _chunk_size(name: str, kwargs: dict[str, Any]) -> int:
-    """What was given, of any type: `_passes.pack` looks at that."""
-    chunk_size = kwargs.pop("chunk_size", 64)
-    _refuse_unknown(name, kwargs)
-    return chunk_size
-
-
-def _refuse_unknown(name: str, kwargs: dict[str, object]) -> None:
-    if kwargs:
-        raise TypeError(f"{name}() got an unexpected keyword argument {next(iter(kwargs))!r}")

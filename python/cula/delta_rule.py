@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeltaNet under the names and conventions of `fla.ops.delta_rule`."""
+"""DeltaNet under the names and conventions of `fla.ops.delta_rule`.
+
+The functions are differentiable as `cula.api` says.
+"""
 
 from __future__ import annotations
 

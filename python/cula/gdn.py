@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet under the names and conventions of `fla.ops.gated_delta_rule`."""
+"""Gated DeltaNet under the names and conventions of `fla.ops.gated_delta_rule`.
+
+The functions are differentiable as `cula.api` says.
+"""
 
 from __future__ import annotations
 

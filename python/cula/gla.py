@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated linear attention under the names and conventions of `fla.ops.gla`."""
+"""Gated linear attention under the names and conventions of `fla.ops.gla`.
+
+The functions are differentiable as `cula.api` says.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """Kimi Delta Attention under the names and conventions of FLA (`fla.ops.kda`), cuLA and SGLang.
 
 Each function keeps its upstream signature, defaults and state layout, so that adoption is one changed import
-line.
+line. All are differentiable as `cula.api` says, but where they write a pool or `out`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def chunk_kda(
     raw gate (softplus, or bounded where `lower_bound` is given), beta `[B, T, HV]`. `A_log` and `dt_bias`
     hold HV and HV * K values. States are float32 `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; h,
     the states at chunk starts, is `[B, NT, HV, K, V]` in k's dtype and needs `torch.inference_mode()`.
-    `use_graph` and `max_num_seqs` change nothing: no call reads lengths on the host. Tokens of no sequence
-    give zeros. With `cp_context` the tokens are the rank's, as in `cula.dist.cula_kda_cp`. Errors are FLA's.
+    `use_graph` and `max_num_seqs` change nothing: no call reads lengths on the host. Nor does
+    `disable_recompute`: every backward pass recomputes. Tokens of no sequence give zeros. With `cp_context`
+    the tokens are the rank's, as in `cula.dist.cula_kda_cp`. Errors are FLA's.
     """
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
@@ -441,17 +442,9 @@ def _decode(
     """`by_token`: the rows of `[1, T, ..]` are its tokens."""
     batch, tokens, heads, key_dim, value_dim = _sizes(_ops.decode, q, k, v)
     _check_engine(
-        heads,
-        key_dim,
-        value_dim,
-        A_log,
-        dt_bias,
-        source,
-        scale,
-        softplus_beta,
-        softplus_threshold,
+        heads, key_dim, value_dim, A_log, dt_bias, source, scale, softplus_beta, softplus_threshold,
         state_layout,
-    )
+    )  # fmt: skip
     packed = by_token and batch == 1 and tokens > 1
     if packed:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
@@ -509,17 +502,9 @@ def _verify(
 ) -> Tensor:
     batch, tokens, heads, key_dim, value_dim = _sizes(_ops.verify, q, k, v)
     _check_engine(
-        heads,
-        key_dim,
-        value_dim,
-        A_log,
-        dt_bias,
-        source,
-        scale,
-        softplus_beta,
-        softplus_threshold,
+        heads, key_dim, value_dim, A_log, dt_bias, source, scale, softplus_beta, softplus_threshold,
         state_layout,
-    )
+    )  # fmt: skip
     _check_tensors(
         cu_seqlens=(cu_seqlens, 1), intermediate_states_buffer=(snapshots, 5),
         intermediate_state_indices=(snapshot_indices, 1), retrieve_parent_token=(parents, 2),

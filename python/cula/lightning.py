@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning attention under the names and conventions of cuLA (decay as positive slopes, states V-first) and
-of `fla.ops.lightning_attn` (decay derived from the layer's index, states K-first)."""
+of `fla.ops.lightning_attn` (decay derived from the layer's index, states K-first).
+
+The functions for prompts are differentiable as `cula.api` says, but not by `decay`, nor with a `state_pool`.
+"""
 
 from __future__ import annotations
 

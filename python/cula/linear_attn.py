@@ -3,7 +3,8 @@
 
 With `normalize` a token's result is divided by its query's product with the sum of the keys so far, z, plus
 1e-10; states are then pairs of S `[N, H, K, V]` and z `[N, 1, H, K]`. z is a state as S is, of values that
-are one, and so comes from the same kernels, in float32.
+are one, and so comes from the same kernels, in float32. The functions are differentiable as `cula.api` says,
+z too.
 """
 
 from __future__ import annotations

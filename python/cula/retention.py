@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Retention (arXiv:2307.08621) under the names and conventions of `fla.ops.retention`.
 
-A token shrinks the state of head h by 1 - 2^(-5 - h).
+A token shrinks the state of head h by 1 - 2^(-5 - h). The functions are differentiable as `cula.api` says.
 """
 
 from __future__ import annotations

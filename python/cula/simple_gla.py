@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated linear attention with one decay per head under the names and conventions of `fla.ops.simple_gla`."""
+"""Gated linear attention with one decay per head under the names and conventions of `fla.ops.simple_gla`.
+
+The functions are differentiable as `cula.api` says, by g but not by g_gamma.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashKDA's two functions: `from cula.compat import flash_kda` in place of `import flash_kda`."""
+"""FlashKDA's two functions: `from cula.compat import flash_kda` in place of `import flash_kda`.
+
+`fwd` writes into its arguments, and so is not differentiable.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's `fused_sigmoid_gating_delta_rule_update`, with the signature of vLLM 0.33."""
+"""vLLM's `fused_sigmoid_gating_delta_rule_update`, with the signature of vLLM 0.33.
+
+It writes a pool, and so is not differentiable.
+"""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def cula_kda_tp_cp(
     """`cula_kda_cp` on the rank's heads, cut as in `cula_kda_tp`: the rank has some tokens of some heads.
 
     With a mesh of both, `tp_group=mesh["tp"], sp_group=mesh["cp"]`. `full_inputs` concerns heads, never
-    tokens.
+    tokens. Gradients are those of both.
     """
     return hybrid_parallel(Call("cula_kda_tp_cp", "kda", q, k, v, g, beta), tp_group, sp_group, **words)
 

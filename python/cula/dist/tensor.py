@@ -114,6 +114,10 @@ def cula_kda_tp(
         in place.
 
     Returns what `cula.cula_kda` does, for the rank's heads unless gathered.
+
+    Gradients are those of the rank's heads; of q and k that ranks share each has its own part. With
+    `gather_output` they are those of the sum of what all ranks differentiate, and all ranks go backward
+    through their results, or none does.
     """
     return tensor_parallel(Call("cula_kda_tp", "kda", q, k, v, g, beta), **words)
 
