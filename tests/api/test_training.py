@@ -15,6 +15,7 @@ import cula.gdn
 import cula.gla
 import cula.kda
 import cula.lightning
+import cula.linear_attn
 import cula.retention
 import cula.simple_gla
 from cula import _autograd, _ops
@@ -106,29 +107,69 @@ def test_decode_trains():
 
 # Drop-ins
 
-# Each with its arguments by name, and which of the tensors below each is.
-KEYS = {"q": "q", "k": "k", "v": "v"}
+# Each with its arguments by name and which of the tensors below each is, and with its options.
+KEYS, UPPER = {"q": "q", "k": "k", "v": "v"}, {"Q": "q", "K": "k", "V": "v"}
 CHANNEL, TOKEN, WRITE = {"g": "per_channel"}, {"g": "per_token"}, {"beta": "beta"}
-DROP_INS = {
-    cula.kda.chunk_kda: CHANNEL | WRITE,
-    cula.kda.fused_recurrent_kda: CHANNEL | WRITE,
-    cula.kda.kda_prefill_hopper: CHANNEL | WRITE,
-    cula.gdn.chunk_gated_delta_rule: TOKEN | WRITE,
-    cula.gdn.fused_recurrent_gated_delta_rule: TOKEN | WRITE,
-    cula.gla.chunk_gla: CHANNEL,
-    cula.gla.fused_recurrent_gla: {"gk": "per_channel"},
-    cula.simple_gla.chunk_simple_gla: TOKEN,
-    cula.simple_gla.fused_recurrent_simple_gla: TOKEN,
-    cula.retention.chunk_retention: {},
-    cula.retention.fused_recurrent_retention: {},
-    cula.delta_rule.chunk_delta_rule: WRITE,
-    cula.delta_rule.fused_recurrent_delta_rule: WRITE,
-}
+K_FIRST, V_FIRST, NORM = {"initial_state": "k_first"}, {"initial_state": "v_first"}, {"z": "z"}
+RAW_CHANNEL = {**CHANNEL, "A_log": "per_head", "dt_bias": "head_channel"}
+RAW_TOKEN = {**TOKEN, "A_log": "per_head", "dt_bias": "per_head_too"}
+FINAL, LAYER = {"output_final_state": True}, {"layer_idx": 1, "num_layers": 3}
+GATE, BOUNDED = {**FINAL, "use_gate_in_kernel": True}, {"lower_bound": -2.0}
+SLOPES = torch.tensor([0.1, 0.3], device="cpu")
+CUT = torch.tensor([0, 4, 9], device="cpu")
+
+
+def chunkwise(output_final_state, **named):
+    return cula.LinearAttentionChunkwiseDecay(
+        has_initial_state=True, output_final_state=output_final_state, scale=0.5
+    )(**named)
+
+
+DROP_INS = [
+    (cula.kda.chunk_kda, KEYS | CHANNEL | WRITE | K_FIRST, FINAL),
+    (cula.kda.chunk_kda, KEYS | RAW_CHANNEL | WRITE | K_FIRST, GATE),
+    (cula.kda.chunk_kda, KEYS | RAW_CHANNEL | WRITE | K_FIRST, GATE | BOUNDED),
+    (cula.kda.fused_recurrent_kda, KEYS | CHANNEL | WRITE | K_FIRST, FINAL),
+    (cula.kda.fused_recurrent_kda, KEYS | RAW_CHANNEL | WRITE | K_FIRST, GATE),
+    (cula.kda.kda_prefill_hopper, KEYS | CHANNEL | WRITE | V_FIRST, FINAL),
+    (cula.kda.kda_prefill_hopper, KEYS | RAW_CHANNEL | WRITE | V_FIRST, GATE | BOUNDED),
+    (cula.gdn.chunk_gated_delta_rule, KEYS | TOKEN | WRITE | K_FIRST, FINAL),
+    (cula.gdn.chunk_gated_delta_rule, KEYS | RAW_TOKEN | WRITE | K_FIRST, GATE),
+    (cula.gdn.fused_recurrent_gated_delta_rule, KEYS | TOKEN | WRITE | K_FIRST, FINAL),
+    (cula.gdn.fused_recurrent_gated_delta_rule, KEYS | RAW_TOKEN | WRITE | K_FIRST, GATE),
+    (cula.gdn.fused_recurrent_gated_delta_rule, KEYS | TOKEN | {"gk": "per_channel"} | K_FIRST, FINAL),
+    (cula.gla.chunk_gla, KEYS | CHANNEL | K_FIRST, FINAL),
+    (cula.gla.fused_recurrent_gla, KEYS | {"gk": "per_channel"} | K_FIRST, FINAL),
+    (cula.simple_gla.chunk_simple_gla, KEYS | TOKEN | K_FIRST, FINAL),
+    (cula.simple_gla.chunk_simple_gla, KEYS | TOKEN | K_FIRST, FINAL | {"g_gamma": -SLOPES}),
+    (cula.simple_gla.fused_chunk_simple_gla, KEYS | TOKEN | K_FIRST, FINAL),
+    (cula.simple_gla.fused_recurrent_simple_gla, KEYS | TOKEN | K_FIRST, FINAL),
+    (cula.retention.chunk_retention, KEYS | K_FIRST, FINAL),
+    (cula.retention.fused_chunk_retention, KEYS | K_FIRST, FINAL),
+    (cula.retention.fused_recurrent_retention, KEYS | K_FIRST, FINAL),
+    (cula.delta_rule.chunk_delta_rule, KEYS | WRITE | K_FIRST, FINAL),
+    (cula.delta_rule.fused_recurrent_delta_rule, KEYS | WRITE | K_FIRST, FINAL),
+    (cula.linear_attn.chunk_linear_attn, KEYS | K_FIRST, FINAL | {"normalize": False}),
+    (cula.linear_attn.chunk_linear_attn, KEYS | K_FIRST | NORM, FINAL | {"normalize": True}),
+    (cula.linear_attn.fused_chunk_linear_attn, KEYS | K_FIRST | NORM, FINAL | {"normalize": True}),
+    (cula.linear_attn.fused_recurrent_linear_attn, KEYS | K_FIRST, FINAL),
+    (cula.linear_attn.fused_recurrent_linear_attn, KEYS | K_FIRST | NORM, FINAL | {"normalize": True}),
+    (cula.lightning.chunk_lightning_attn, KEYS | K_FIRST, FINAL | LAYER),
+    (cula.lightning.fused_recurrent_lightning_attn, KEYS | K_FIRST, FINAL | LAYER),
+    (cula.lightning.lightning_attn_fwd, UPPER | V_FIRST, FINAL | {"decay": SLOPES}),
+    (cula.lightning.lightning_attn_fwd_varlen, UPPER, {"decay": SLOPES, "cu_seqlens": CUT}),
+    (chunkwise, UPPER | V_FIRST, FINAL | {"decay": SLOPES}),
+]
+FLOAT32_STATES = (cula.kda.chunk_kda, cula.kda.kda_prefill_hopper, cula.gla.chunk_gla)  # alone are taken
 
 
 @pytest.mark.cpu_only("float64 is the reference's")
-@pytest.mark.parametrize("function", DROP_INS, ids=lambda function: function.__name__)
-def test_drop_ins_train(function):
+@pytest.mark.parametrize(
+    ("function", "names", "options"),
+    DROP_INS,
+    ids=[f"{function.__name__}-{row}" for row, (function, _, _) in enumerate(DROP_INS)],
+)
+def test_drop_ins_train(function, names, options):
     """The gradients are those of difference quotients of the drop-in itself, in float64."""
     torch.manual_seed(0)
     rows = (1, 9, 2)
@@ -137,11 +178,35 @@ def test_drop_ins_train(function):
     made["per_channel"] = -torch.rand(*rows, 4, dtype=torch.float64)
     made["per_token"] = -torch.rand(rows, dtype=torch.float64)
     made["beta"] = torch.rand(rows, dtype=torch.float64)
-    names = KEYS | DROP_INS[function]
-    leaves = [made[name].clone().requires_grad_() for name in names.values()]
-    assert torch.autograd.gradcheck(
-        lambda *x: function(**dict(zip(names, x, strict=True)))[0], leaves, fast_mode=True
-    )
+    made["per_head"], made["per_head_too"] = torch.randn(2, 2, dtype=torch.float64)
+    made["head_channel"] = torch.randn(2, 4, dtype=torch.float64)
+    made["k_first"] = torch.randn(1, 2, 4, 3, dtype=torch.float64)
+    made["v_first"] = torch.randn(1, 2, 3, 4, dtype=torch.float64)
+    made["z"] = 1 + torch.rand(1, 1, 2, 4, dtype=torch.float64)
+    if "z" in names:  # what o is divided by stays away from zero
+        made["q"], made["k"] = made["q"].abs() + 0.1, made["k"].abs()
+    leaves = {name: made[kind].clone().requires_grad_() for name, kind in names.items()}
+
+    def run(*values):
+        named = dict(zip(leaves, values, strict=True))
+        if function in FLOAT32_STATES:
+            named["initial_state"] = named["initial_state"].float()
+        if "z" in named:
+            named["initial_state"] = named["initial_state"], named.pop("z")
+        o, state = function(**named, **options)
+        return o, *(state if isinstance(state, tuple) else (state,))
+
+    if "z" in names:  # which is float32 between o and q
+        assert torch.autograd.gradcheck(run, list(leaves.values()), fast_mode=True, eps=1e-2, atol=1e-3)
+        return
+    if function in FLOAT32_STATES:  # they are linear in them
+        state = leaves["initial_state"]
+        leaves["initial_state"] = state.detach()
+        assert torch.autograd.gradcheck(
+            lambda x: run(*(x if name == "initial_state" else value for name, value in leaves.items())),
+            [state], fast_mode=True, eps=1.0, atol=1e-5,
+        )  # fmt: skip
+    assert torch.autograd.gradcheck(run, list(leaves.values()), fast_mode=True)
 
 
 @pytest.mark.cpu_only("float64 is the reference's")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cula import _ops
-from cula_testing import gradients, passes
+from cula_testing import gradients, level1, passes
 from cula_testing.cases import DELTA, GATED, Case, Inputs, make
 from cula_testing.compare import assert_same_bits, errors
 from cula_testing.strategies import cases
@@ -144,6 +144,12 @@ def test_absent_is_zero(algorithm, data):
     )
 
 
+@given(data=st.data())
+def test_no_initial_state_is_one_of_zeros(algorithm, data):
+    inputs = make(data.draw(cases(algorithm, pool=False, state=True, backend="")))
+    assert_same(run(inputs.but(initial_state=None)), run(inputs.but(initial_state=0 * inputs.initial_state)))
+
+
 # The same call, laid out differently.
 
 
@@ -167,6 +173,78 @@ def test_a_gradient_that_broadcasts(algorithm):
     wanted = gradients.backward(inputs, one.contiguous(), None)
     assert_same(wanted, gradients.backward(inputs, one, None))
     assert_same(wanted, gradients.backward(inputs, rows, None))
+
+
+# The dimensions that are one number each, expanded.
+EXPANDED = {
+    "q": (1, 2, 3), "k": (1,), "v": (2, 3), "g": (1, 2), "beta": (1, 2), "initial_state": (0, 1),
+    "A_log": (0,), "dt_bias": (0,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_inputs_with_strides_of_zero(algorithm, name):
+    """Gradients are those of the same numbers written out, and add up in what was expanded."""
+    gate = "softplus" if algorithm in ("kda", "gdn") else "log_decay"
+    inputs = make(Case(algorithm, (70, 30), packed=True, value_heads=4, gate=gate, key_dim=32, value_dim=32))
+    if getattr(inputs, name) is None:
+        pytest.skip(f"has no {name} here")
+    one = getattr(inputs, name)
+    for dim in EXPANDED[name]:
+        one = one.narrow(dim, 0, 1)
+    whole = one.expand(getattr(inputs, name).shape)
+    wanted = run(inputs.but(**{name: whole.contiguous()}))
+    assert_same(run(inputs.but(**{name: whole})), wanted)
+    leaf = one.clone().requires_grad_()
+    o, final_state = level1.prefill(inputs.but(**{name: leaf.expand(whole.shape)}))
+    d_o, d_final_state = gradients.upstream(inputs)
+    (found,) = torch.autograd.grad((o, final_state), leaf, (d_o, d_final_state.to(final_state)))
+    summed = wanted[name].double().sum_to_size(leaf.shape)
+    torch.testing.assert_close(found.double(), summed, rtol=2e-2, atol=1e-2 * float(summed.abs().max()))
+
+
+@given(data=st.data())
+def test_permuting_heads_permutes_gradients(algorithm, data):
+    inputs = make(data.draw(cases(algorithm, pool=False, fused=False, backend="")))
+    H, group = inputs.case.heads, inputs.case.value_heads // inputs.case.heads
+    order = torch.tensor(data.draw(st.permutations(range(H))))
+    values = (order[:, None] * group + torch.arange(group)).flatten()
+    places = {"q": (2, order), "k": (2, order), "initial_state": (1, values)}
+    places |= dict.fromkeys(("v", "g", "beta"), (2, values))
+    places |= dict.fromkeys(("decay", "A_log", "dt_bias"), (0, values))
+
+    def permuted(name, x):
+        dim, heads = places[name]
+        return x.index_select(dim, heads)
+
+    moved = {name: permuted(name, x) for name in places if (x := getattr(inputs, name)) is not None}
+    d_o, d_final_state = gradients.upstream(inputs)
+    one = gradients.backward(inputs, d_o, d_final_state)
+    two = gradients.backward(
+        inputs.but(**moved), permuted("v", d_o), permuted("initial_state", d_final_state)
+    )
+    assert_same({name: permuted(name, gradient) for name, gradient in one.items()}, two)
+
+
+@given(data=st.data())
+def test_batch_composition_changes_no_gradient_when_batch_invariant(algorithm, data):
+    """Those of a gate's parameters are sums over all sequences."""
+    inputs = make(data.draw(cases(algorithm, packed=True, state=True, pool=False, backend="")))
+    d_o, d_final_state = gradients.upstream(inputs)
+    together = gradients.backward(inputs, d_o, d_final_state, batch_invariant=True)
+    bounds = inputs.cu_seqlens.tolist()
+    for n, length in enumerate(inputs.case.lengths):
+        tokens, row = slice(bounds[n], bounds[n + 1]), slice(n, n + 1)
+        named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
+        one = inputs.but(**{name: x[:, tokens] for name, x in named.items() if x is not None})
+        one.case = inputs.case.but(lengths=(length,), tail=0)
+        one.cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
+        one.initial_state = inputs.initial_state[row]
+        alone = gradients.backward(one, d_o[:, tokens], d_final_state[row], batch_invariant=True)
+        for name, gradient in alone.items():
+            if name not in ("A_log", "dt_bias"):
+                part = together[name][row] if name == "initial_state" else together[name][:, tokens]
+                assert_same_bits(f"d_{name} of sequence {n}", gradient, part)
 
 
 def test_packed_is_a_batch(algorithm):
@@ -283,3 +361,16 @@ def test_a_gate_in_the_call_is_one_outside(name, gate):
     assert_close(
         gradients.backward(inputs, d_o, None, wanted=leaves), dict(zip(leaves, wanted, strict=True)), 1e-4
     )
+
+
+@pytest.mark.parametrize("allow_neg_eigval", [False, True])
+@pytest.mark.parametrize("name", DELTA)
+def test_a_logit_in_the_call_is_a_strength_outside(name, allow_neg_eigval):
+    like = Case(name, (70,), beta_is_logit=True, allow_neg_eigval=allow_neg_eigval, dtype=torch.float32)
+    inputs = make(like)
+    logit = inputs.beta.clone().requires_grad_()
+    beta = logit.sigmoid() * (2 if allow_neg_eigval else 1)
+    outside = inputs.but(case=like.but(beta_is_logit=False, allow_neg_eigval=False), beta=beta.detach())
+    wanted = run(outside)
+    (wanted["beta"],) = torch.autograd.grad(beta, logit, wanted["beta"])
+    assert_close(run(inputs), wanted, 1e-4)
