@@ -145,3 +145,23 @@ def test_a_model_runs_on_the_drop_ins(name, monkeypatch):
     for one, other in zip(wanted, found, strict=True):
         assert one.isfinite().all()
         torch.testing.assert_close(other, one, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_on_the_drop_ins(name, monkeypatch):
+    """With the gradients that transformers' own code has."""
+    model, module, functions = a_model(name)
+    prompts, calls, results = torch.randint(3, 97, (2, 75)), Counter(), []
+    for patched in (False, True):
+        for attribute, function in functions.items() if patched else ():
+            monkeypatch.setattr(module, attribute, counted(function, calls))
+        model.zero_grad()
+        model(prompts, use_cache=False, labels=prompts).loss.backward()
+        results.append({each: x.grad for each, x in model.named_parameters() if x.grad is not None})
+    assert calls == {next(iter(functions.values())).__name__: LAYERS.count("linear_attention")}
+    wanted, found = results
+    assert wanted.keys() == found.keys()
+    for each, gradient in wanted.items():
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(found[each], gradient, rtol=0, atol=2e-7 + 1e-4 * largest, msg=each)
+    assert any(x.any() for each, x in found.items() if "A_log" in each)
