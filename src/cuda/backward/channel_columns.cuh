@@ -12,6 +12,18 @@ namespace cula::cuda::backward {
 // Numbers of the lane: channel e of token t at 2 t + e.
 using Column = float[2 * kHalf];
 
+// The lane's column in a patch of floats.
+struct ColumnFloats {
+    float* first;
+
+    template <int kKey>
+    __device__ __forceinline__ ColumnFloats(PatchFloats& floats, const Patch<kKey>& patch)
+        : first(&floats[patch.half * kHalf][patch.lane % 16 * 2]) {}
+
+    // x[i] of a Column.
+    __device__ __forceinline__ float& element(int i) const { return first[i / 2 * kFloatsPitch + i % 2]; }
+};
+
 // The lane's place in a call.
 struct ColumnPlace {
     std::int64_t token;                   // the first
@@ -47,50 +59,42 @@ __device__ __forceinline__ void unpack_column(Column& x, const std::uint32_t (&w
     }
 }
 
-// Zeros where there is no token or channel. Rows that are no whole pieces are read element by element.
+// Are rows read and written by words of two channels? If not, element by element, through a patch of shared
+// memory in which each lane touches its own column alone: loops that are not unrolled keep the code small.
+__device__ __forceinline__ bool by_words(const TokenRows& rows) {
+    return rows.pieces && rows.dtype != Dtype::kFloat64;
+}
+
+// Zeros where there is no token or channel.
 __device__ __forceinline__ void load_column(Column& x, const TokenRows& rows, const ColumnPlace& place,
-                                            int head) {
+                                            int head, ColumnFloats column) {
     const std::int64_t at = place.offset(rows, head);
     const int pitch = static_cast<int>(rows.token);  // of pieces
-    if (rows.dtype == Dtype::kFloat64) {
-        const auto* from = static_cast<const double*>(rows.data) + at;
-#pragma unroll
+    if (!by_words(rows)) {
+#pragma unroll 1
         for (int i = 0; i < 2 * kHalf; ++i) {
             const bool in = i / 2 < place.count && i % 2 < place.channels;
-            x[i] = in ? static_cast<float>(from[i / 2 * rows.token + i % 2 * rows.last]) : 0.0f;
+            column.element(i) =
+                in ? load_float(rows.data, rows.dtype, at + i / 2 * rows.token + i % 2 * rows.last) : 0.0f;
         }
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i) x[i] = column.element(i);
         return;
     }
     if (rows.dtype == Dtype::kFloat32) {
         const auto* from = static_cast<const float*>(rows.data) + at;
-        if (rows.pieces) {
 #pragma unroll
-            for (int t = 0; t < kHalf; ++t) {
-                const float2 pair =
-                    t < place.count ? *reinterpret_cast<const float2*>(from + t * pitch) : float2{0.0f, 0.0f};
-                x[2 * t] = pair.x, x[2 * t + 1] = pair.y;
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < 2 * kHalf; ++i)
-                x[i] = __uint_as_float(load32_if(from + i / 2 * rows.token + i % 2 * rows.last,
-                                                 i / 2 < place.count && i % 2 < place.channels));
+        for (int t = 0; t < kHalf; ++t) {
+            const float2 pair =
+                t < place.count ? *reinterpret_cast<const float2*>(from + t * pitch) : float2{0.0f, 0.0f};
+            x[2 * t] = pair.x, x[2 * t + 1] = pair.y;
         }
         return;
     }
     const auto* from = static_cast<const std::uint16_t*>(rows.data) + at;
     std::uint32_t words[kHalf];
-    if (rows.pieces) {
 #pragma unroll
-        for (int t = 0; t < kHalf; ++t) words[t] = load32_if(from + t * pitch, t < place.count);
-    } else {
-#pragma unroll
-        for (int t = 0; t < kHalf; ++t) {
-            const auto* row = from + t * rows.token;
-            const bool in = t < place.count;
-            words[t] = load16_if(row, in) | load16_if(row + rows.last, in && place.channels > 1) << 16;
-        }
-    }
+    for (int t = 0; t < kHalf; ++t) words[t] = load32_if(from + t * pitch, t < place.count);
     if (rows.dtype == Dtype::kBFloat16)
         unpack_column<__nv_bfloat16>(x, words);
     else
@@ -98,14 +102,18 @@ __device__ __forceinline__ void load_column(Column& x, const TokenRows& rows, co
 }
 
 __device__ __forceinline__ void store_column(const Column& x, const TokenRows& rows, const ColumnPlace& place,
-                                             int head) {
+                                             int head, ColumnFloats column) {
     const std::int64_t at = place.offset(rows, head);
     const int pitch = static_cast<int>(rows.token);  // of pieces
-    if (!rows.pieces || rows.dtype == Dtype::kFloat64) {
+    if (!by_words(rows)) {
+        __syncwarp();
 #pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i) column.element(i) = x[i];
+#pragma unroll 1
         for (int i = 0; i < 2 * kHalf; ++i)
             if (i / 2 < place.count && i % 2 < place.channels)
-                store_gradient(rows.data, rows.dtype, at + i / 2 * rows.token + i % 2 * rows.last, x[i]);
+                store_gradient(rows.data, rows.dtype, at + i / 2 * rows.token + i % 2 * rows.last,
+                               column.element(i));
         return;
     }
     if (rows.dtype == Dtype::kFloat32) {
@@ -141,9 +149,9 @@ __device__ __forceinline__ float2 load_bias(const DeviceArgs& a, const ColumnPla
 
 // decay <- the decays of value head `value_head`, those of absent tokens and channels being 1.
 __device__ __forceinline__ void load_decays(Column& decay, const DeviceArgs& a, const ColumnPlace& place,
-                                            int value_head) {
+                                            int value_head, ColumnFloats column) {
     const float2 bias = load_bias(a, place, value_head);
-    load_column(decay, a.g, place, value_head);
+    load_column(decay, a.g, place, value_head, column);
 #pragma unroll
     for (int i = 0; i < 2 * kHalf; ++i) decay[i] += i % 2 ? bias.y : bias.x;
     HeadGate(a, value_head).log2_decays(decay);
@@ -161,12 +169,18 @@ struct GateSums {
     float rate = 0.0f, bias[2] = {};
 
     __device__ __forceinline__ GateSums(const DeviceArgs& a, Column& d_a, const ColumnPlace& place,
-                                        int value_head) {
-        // One branch on the kind of gate for all numbers.
-        switch (a.gate) {
-            case Gate::kSoftplus: differentiate<Gate::kSoftplus>(a, d_a, place, value_head); break;
-            case Gate::kBounded: differentiate<Gate::kBounded>(a, d_a, place, value_head); break;
-            case Gate::kLogDecay: break;
+                                        int value_head, ColumnFloats column) {
+        if (a.gate != Gate::kLogDecay) {
+            Column x;
+            load_column(x, a.g, place, value_head, column);
+            const float2 offset = load_bias(a, place, value_head);
+#pragma unroll
+            for (int i = 0; i < 2 * kHalf; ++i) x[i] += i % 2 ? offset.y : offset.x;
+            // One branch on the kind of gate for all numbers.
+            if (a.gate == Gate::kSoftplus)
+                differentiate<Gate::kSoftplus>(a, d_a, x, value_head);
+            else
+                differentiate<Gate::kBounded>(a, d_a, x, value_head);
         }
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) bias[i % 2] += d_a[i];
@@ -174,16 +188,13 @@ struct GateSums {
 
 private:
     template <Gate kGate>
-    __device__ __forceinline__ void differentiate(const DeviceArgs& a, Column& d_a, const ColumnPlace& place,
+    __device__ __forceinline__ void differentiate(const DeviceArgs& a, Column& d_a, const Column& x,
                                                   int value_head) {
         GateDerivative derivative(a, value_head);
         derivative.kind = kGate;
-        Column x;
-        load_column(x, a.g, place, value_head);
-        const float2 offset = load_bias(a, place, value_head);
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) {
-            const GateGradient gradient = derivative(x[i] + (i % 2 ? offset.y : offset.x), d_a[i]);
+            const GateGradient gradient = derivative(x[i], d_a[i]);
             d_a[i] = gradient.of_x;
             rate += gradient.of_rate;
         }

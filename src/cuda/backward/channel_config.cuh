@@ -55,7 +55,8 @@ using BlockWords = std::uint32_t[kBlock / 2][kKey + 8];
 CULA_HOST_DEVICE constexpr int row_of(int t) { return t ^ t / kHalf; }
 
 // A patch of floats, [token][channel], on its way between accumulators and columns; rows are as above.
-using PatchFloats = float[kBlock][kGroup + 8];
+inline constexpr int kFloatsPitch = kGroup + 8;
+using PatchFloats = float[kBlock][kFloatsPitch];
 
 // The chunk of a CTA, as in ChunkPlace, its number in the slab, and the head of q and k.
 struct alignas(16) ChannelPlace {

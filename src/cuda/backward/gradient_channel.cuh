@@ -224,7 +224,9 @@ struct ChannelGradient {
     __device__ __forceinline__ void operands(Column& decay) const {
         const ChannelPlace place = s.place.again();
         const Patch<kKey> patch;
-        load_decays(decay, a, ColumnPlace(place, patch, a.key_dim), value_head(place));
+        load_decays(decay, a, ColumnPlace(place, patch, a.key_dim), value_head(place),
+                    ColumnFloats(s.turned[patch.warp], patch));
+        if (!by_words(a.g)) __syncthreads();  // operands take the place of columns
         OwnChannel<T, kKey, kSolves>{s, patch}.put_operands(decay);
         __syncthreads();
     }
@@ -247,8 +249,9 @@ struct ChannelGradient {
         const Patch<kKey> patch;
         const ColumnPlace column(place, patch, a.key_dim);
         column.mask(d_a);
-        GateSums sums(a, d_a, column, value_head(place));
-        if (d.d_g.data) store_column(d_a, d.d_g, column, value_head(place));
+        const ColumnFloats floats(s.turned[patch.warp], patch);
+        GateSums sums(a, d_a, column, value_head(place), floats);
+        if (d.d_g.data) store_column(d_a, d.d_g, column, value_head(place), floats);
         if (!scratch.parameters) return;
 #pragma unroll
         for (float& sum : sums.bias) sum += __shfl_xor_sync(0xffffffffu, sum, 16);
@@ -310,8 +313,9 @@ struct ChannelGradient {
         }
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) d_q[i] *= a.scale;
-        if (d.d_q.data) store_column(d_q, d.d_q, column, place.head);
-        if (d.d_k.data) store_column(d_k, d.d_k, column, place.head);
+        const ColumnFloats floats(s.turned[patch.warp], patch);
+        if (d.d_q.data) store_column(d_q, d.d_q, column, place.head, floats);
+        if (d.d_k.data) store_column(d_k, d.d_k, column, place.head, floats);
     }
 
     // The chunk's summands of d_A_log and d_dt_bias.
