@@ -281,7 +281,7 @@ class Judge:
     ) -> None:
         self.case, self.values, self.classes, self.device = case, values, classes, device
         self.problem = Problem(case, values)
-        self.bound = bound(case, classes)
+        self.bound = bound(case, classes, device)
         self.usable = self.problem.usable
         if not self.usable:
             return

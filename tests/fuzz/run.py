@@ -106,6 +106,7 @@ def backends(case: Case, options: Options) -> list[str | None]:
         dtype=getattr(torch, case.dtype),
         state_dtype=getattr(torch, case.state_dtype),
         gate=case.gate,
+        use_qk_l2norm_in_kernel=case.qk_l2norm,
         lower_bound=case.lower_bound,
         varlen=case.packed,
         beta_per_value=case.beta_per_value,

@@ -14,7 +14,7 @@ from cula_testing import device
 from fuzz import malformed
 from fuzz.call import Call, Found
 from fuzz.case import FAMILY, PASSES, Case
-from fuzz.classes import BOUNDS, CLASSES, DEFAULT, bound
+from fuzz.classes import BOUNDS, CLASSES, DEFAULT, ON_GPUS, bound
 from fuzz.draw import GATES, draw
 from fuzz.judge import Judge, Problem, changed, with_strengths
 from fuzz.oracle import log_decay
@@ -320,6 +320,9 @@ def test_classes_that_are_left_out_have_a_bound():
     for name in BOUNDS.keys() - {"fused_limits", "fp16_scores"}:
         cases = [draw(seed, DEFAULT | {name}) for seed in range(1000)]
         assert any(bound(case) == BOUNDS[name] for case in cases), name
+    cases = [draw(seed) for seed in range(3000)]
+    for name, times in ON_GPUS.items():
+        assert any(bound(case, device="cuda") == times for case in cases), name
 
 
 def test_results_without_a_budget_are_finite(monkeypatch):
