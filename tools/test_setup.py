@@ -4,6 +4,7 @@ called."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import subprocess
@@ -12,6 +13,15 @@ from pathlib import Path
 import pytest
 
 SETUP = Path(__file__).with_name("setup.sh")
+
+
+def all_of(terminal: int) -> bytes:
+    """What was written to a terminal whose other end is closed, which may come in several parts."""
+    text = b""
+    with contextlib.suppress(OSError):  # Linux says so at the end
+        while part := os.read(terminal, 4096):
+            text += part
+    return text
 
 
 def setup(tmp_path: Path, answer: str | None = None, **environment: str) -> tuple[int, str, str]:
@@ -32,9 +42,9 @@ def setup(tmp_path: Path, answer: str | None = None, **environment: str) -> tupl
     else:
         os.write(ours, answer.encode())
         process.wait(timeout=60)
-        text = os.read(ours, 4096).decode()
-        os.close(ours)
         os.close(theirs)
+        text = all_of(ours).decode()
+        os.close(ours)
     return process.returncode, text, calls.read_text() if calls.exists() else ""
 
 
