@@ -8,13 +8,15 @@ Calls are differentiable, on CPUs and GPUs; what has no gradient raises NotImple
     o, state = cula.cula_decode(q1, k1, v1, state, g=g1, beta=beta1)  # the next token, state updated in place
     print(cula.explain())  # which kernel runs, and why not the others
 
-Level 1 is in `cula.api`, Level 2, over several processes, in `cula.dist`; drop-ins for FLA, cuLA, SGLang,
+Level 1 is in `cula.api`, Level 2, over several processes, in `cula.dist`; adapters that put these kernels
+behind FLA's own functions in `cula.integrations`; drop-ins for FLA, cuLA, SGLang,
 vLLM and FlashKDA in `cula.kda`, `cula.gdn`, `cula.gla`, `cula.simple_gla`, `cula.delta_rule`,
 `cula.lightning`, `cula.linear_attn`, `cula.retention`, `cula.ops`, `cula.utils` and `cula.compat`.
 """
 
 import importlib as _importlib
 import importlib.metadata as _metadata
+import os as _os
 from types import ModuleType as _ModuleType
 
 from cula import (
@@ -88,12 +90,21 @@ __all__ = [
 ]
 
 
+# Imported where they are first named: the others need neither process groups nor other projects.
+_LATER = ("dist", "integrations")
+
+
 def __getattr__(name: str) -> _ModuleType:
-    """`cula.dist` is imported where it is first named: the others need no process groups."""
-    if name != "dist":
+    if name not in _LATER:
         raise AttributeError(f"module 'cula' has no attribute {name!r}")
-    return _importlib.import_module("cula.dist")
+    return _importlib.import_module(f"cula.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "dist"})
+    return sorted({*globals(), *_LATER})
+
+
+if _os.environ.get("CULA_FLA", "0") not in ("", "0"):
+    from cula.integrations import on_import as _on_import
+
+    _on_import("fla")

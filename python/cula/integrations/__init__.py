@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters that put these kernels behind other projects' own functions, so that no import has to change.
+
+`cula.integrations.fla` is for flash-linear-attention. An adapter is imported where it is first named, and
+imports its project when `register()` is called.
+"""
+
+import importlib
+from types import ModuleType
+
+from cula.integrations._on_import import when_imported
+
+_ADAPTERS = ("fla",)
+
+__all__ = ["fla", "on_import"]  # the adapters come from __getattr__
+
+
+def on_import(package: str) -> None:
+    """Registers with a project as soon as it is imported, as `CULA_FLA=1` does for "fla"."""
+    when_imported(package, lambda: importlib.import_module(f"cula.integrations.{package}").register())
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _ADAPTERS:
+        raise AttributeError(f"module 'cula.integrations' has no attribute {name!r}")
+    return importlib.import_module(f"cula.integrations.{name}")

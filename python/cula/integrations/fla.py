@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""These kernels behind the functions of flash-linear-attention (FLA), forward and backward.
+
+    import cula.integrations.fla
+    cula.integrations.fla.register()  # or CULA_FLA=1 in the environment of a program that imports cula
+
+FLA's layers and models then run on this library, where it takes a call. Where it does not, FLA's own code
+runs, and `calls` has the sentence. `FLA_CULA=0` switches it off, and is read at every call. Read from FLA
+0.5.2 and 0.6.0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cula import api, delta_rule, gdn, gla, kda, lightning, linear_attn, retention, simple_gla
+from cula.integrations import _fla_cpu
+from cula.integrations._calls import Calls
+from cula.integrations._fla_registries import Registries, enabled
+from cula.integrations._functions import Substitute, around, rebind
+
+__all__ = ["calls", "register", "unregister"]
+
+calls = Calls()
+
+_lock = threading.RLock()
+_registries: Registries | None = None
+_registered: dict[str, str] = {}
+_wrapped: list[tuple[object, object]] = []
+
+
+def _paged_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    inplace_final_state: bool = True,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`fla.ops.kda.fused_recurrent.fused_recurrent_kda_fwd` with a pool of states: decode, and verification
+    of draft tokens. Row n starts from slot `ssm_state_indices[n, num_accepted_tokens[n] - 1]`, and the state
+    after its token t goes to slot `ssm_state_indices[n, t]`."""
+    if ssm_state_indices is None or initial_state is None or not inplace_final_state:
+        raise NotImplementedError(
+            "fused_recurrent_kda_fwd runs here where a pool is updated in place: ssm_state_indices, "
+            "initial_state and inplace_final_state=True"
+        )
+    if use_gate_in_kernel and A_log is None and lower_bound is None:
+        A_log = g.new_ones(v.shape[2], dtype=torch.float32)
+    slots = ssm_state_indices if ssm_state_indices.dim() == 2 else ssm_state_indices.unsqueeze(1)
+    if not use_gate_in_kernel:  # FLA does not look at the gate's parameters then
+        A_log = dt_bias = lower_bound = None
+    o, _ = api.cula_verify(
+        q, k, v, initial_state, state_indices=slots, num_accepted=num_accepted_tokens, g=g, beta=beta,
+        cu_seqlens=cu_seqlens, scale=scale, use_gate_in_kernel=use_gate_in_kernel,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first, out=out, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+    )  # fmt: skip
+    return o, initial_state
+
+
+# FLA's packages below fla.ops, each with the functions that it has, and those here.
+_OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "kda": (kda.chunk_kda, kda.fused_recurrent_kda),
+    "gated_delta_rule": (gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule),
+    "gla": (gla.chunk_gla, gla.fused_recurrent_gla),
+    "simple_gla": (
+        simple_gla.chunk_simple_gla,
+        simple_gla.fused_chunk_simple_gla,
+        simple_gla.fused_recurrent_simple_gla,
+    ),
+    "delta_rule": (delta_rule.chunk_delta_rule, delta_rule.fused_recurrent_delta_rule),
+    "lightning_attn": (lightning.chunk_lightning_attn, lightning.fused_recurrent_lightning_attn),
+    "linear_attn": (
+        linear_attn.chunk_linear_attn,
+        linear_attn.fused_chunk_linear_attn,
+        linear_attn.fused_recurrent_linear_attn,
+    ),
+    "retention": (
+        retention.chunk_retention,
+        retention.fused_chunk_retention,
+        retention.fused_recurrent_retention,
+    ),
+}
+
+
+def register() -> dict[str, str]:
+    """Puts this library behind FLA's functions; where it was before, nothing changes.
+
+    Returns, by FLA's name of the function, how calls get here: "dispatched", since FLA asks its backends
+    itself; "wrapped" in FLA's own dispatch, in every module that had imported the function; or "plain
+    PyTorch", for the parts of FLA's layers that this library has no kernel for, on machines without an
+    accelerator.
+
+    Raises ImportError where FLA, or Triton, which FLA's operators need, cannot be imported. Warns and does
+    nothing where FLA was imported with FLA_DISABLE_BACKEND_DISPATCH=1.
+    """
+    global _registries
+    with _lock:
+        try:
+            importlib.import_module("fla")  # which may call this, with CULA_FLA=1
+            if _registries is not None:
+                return dict(_registered)
+            registries = Registries()
+            for operation in _OPERATORS:
+                importlib.import_module(f"fla.ops.{operation}")
+        except ImportError as error:
+            raise ImportError(
+                "cula.integrations.fla needs flash-linear-attention 0.5 or later, and Triton, which its "
+                f"operators import: {error}",
+                name=error.name,
+            ) from error
+        if registries.disabled:
+            warnings.warn(
+                "FLA_DISABLE_BACKEND_DISPATCH=1 was set when fla was imported: cula is not registered",
+                stacklevel=2,
+            )
+            return {}
+        _registries = registries
+        try:
+            for operation, functions in _OPERATORS.items():
+                for ours in functions:
+                    _put(f"fla.ops.{operation}", operation, ours.__name__, ours)
+            _put("fla.ops.kda.fused_recurrent", "kda", "fused_recurrent_kda_fwd", _paged_kda)
+            if not torch.accelerator.is_available():
+                for (path, name), ours in _fla_cpu.FUNCTIONS.items():
+                    _put(path, "modules", name, ours, "PyTorch")
+            rebind(_wrapped)
+        except BaseException:
+            unregister()
+            raise
+        return dict(_registered)
+
+
+def unregister() -> None:
+    """Leaves FLA as `register()` found it: its registries, and every function under every name. Does nothing
+    where nothing is registered. `calls` stays."""
+    global _registries
+    with _lock:
+        rebind([(made, theirs) for theirs, made in _wrapped])
+        _wrapped.clear()
+        if _registries is not None:
+            _registries.restore()
+        _registries = None
+        _registered.clear()
+
+
+def _put(path: str, operation: str, name: str, ours: Callable[..., Any], runs_as: str = "cula") -> None:
+    """Puts `ours` behind one function, if FLA has it."""
+    assert _registries is not None
+    try:
+        theirs = getattr(importlib.import_module(path), name, None)
+    except ModuleNotFoundError:  # of another version
+        return
+    if theirs is None:
+        return
+    substitute = Substitute(name, theirs, ours, calls, runs_as)
+    how = "dispatched"
+    if not _registries.enter(theirs, operation, substitute):
+        made = _registries.dispatch(theirs, operation, substitute)
+        if made is None:
+            registries = _registries
+            made = around(theirs, substitute, lambda: _registries is registries and enabled())
+        _wrapped.append((theirs, made))
+        how = "wrapped"
+    _registered[name] = how if runs_as == "cula" else "plain PyTorch"
