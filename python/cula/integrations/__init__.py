@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters that put these kernels behind other projects' own functions, so that no import has to change.
 
-`cula.integrations.fla` is for flash-linear-attention. An adapter is imported where it is first named, and
-imports its project when `register()` is called.
+`cula.integrations.fla` is for flash-linear-attention, `cula.integrations.transformers` for the hybrid models
+of transformers. An adapter is imported where it is first named.
 """
 
 import importlib
@@ -10,9 +10,9 @@ from types import ModuleType
 
 from cula.integrations._on_import import when_imported
 
-_ADAPTERS = ("fla",)
+_ADAPTERS = ("fla", "transformers")
 
-__all__ = ["fla", "on_import"]  # the adapters come from __getattr__
+__all__ = ["fla", "on_import", "transformers"]  # the adapters come from __getattr__
 
 
 def on_import(package: str) -> None:
