@@ -35,9 +35,6 @@ CLASSES = {
     "few_channels": False,
     # Maps of one channel.
     "maps_k1": False,
-    # Gradients of delta rules in chunks of 16 bits, keys that do not move and gates that hardly decay: on
-    # GPUs those of gates are sums that nearly cancel, of factors of one word.
-    "alike_keys": True,
     # Slots, counts, parents and plans in int64.
     "int64_indices": True,
     # A table of slots without columns, for rows without tokens.
@@ -67,9 +64,6 @@ BOUNDS: dict[str, float | None] = {
     "fused_limits": None,
 }
 
-# The same for a class that is drawn, on GPUs alone.
-ON_GPUS = {"alike_keys": 10.0}
-
 STRONG = ("strong", "extreme", "bursts", "mixed")  # decays that leave nearly nothing of a state
 FEWEST_NUMBERS = 64  # of a token
 
@@ -95,12 +89,14 @@ def moved(name: str, case: Case) -> bool:
     return without(case, frozenset(CLASSES) - {name}) != case
 
 
-def bound(case: Case, classes: frozenset[str] = DEFAULT, device: str = "cpu") -> float | None:
+def bound(case: Case, classes: frozenset[str] = DEFAULT) -> float | None:
     """What the budget is multiplied by; None where numbers are not judged."""
     bounds = [BOUNDS[name] for name in BOUNDS if inside(name, case, classes)]
-    if device == "cuda":
-        bounds += [ON_GPUS[name] for name in ON_GPUS if inside(name, case, classes)]
     return None if None in bounds else max(bounds, default=1.0)
+
+
+def keys_stand_still(case: Case) -> bool:
+    return case.keys == "collinear" or dict(case.expanded).get("k") == 1
 
 
 def _balanced(case: Case) -> Case:
@@ -132,7 +128,7 @@ def without(case: Case, classes: frozenset[str]) -> Case:
     if "few_channels" not in classes and chunks and case.key_dim in (2, 3):
         case = case.but(key_dim=4)
     few = chunks and case.key_dim < FEW
-    still = case.keys == "collinear" or dict(case.expanded).get("k") == 1
+    still = keys_stand_still(case)
     if "reflections" not in classes and case.delta and (few or still or case.key_dim == 1):
         case = case.but(allow_neg_eigval=False)
     if "small_values" not in classes and case.delta and (few or (still and case.dtype == "float32")):
@@ -146,11 +142,6 @@ def without(case: Case, classes: frozenset[str]) -> Case:
         case = case.but(value_size=max(case.value_size, case.state_size), mixed_sizes=False)
     if "small_values" not in classes and case.pass_name == "backward" and by_chunks and case.delta:
         case = _balanced(case)
-    narrow = by_chunks and case.delta and case.dtype in ("bfloat16", "float16")
-    hardly_decays = case.pass_name == "backward" and case.decay in ("tiny", "zero", "slow")
-    if "alike_keys" not in classes and narrow and still and hardly_decays:
-        moving = tuple(each for each in case.expanded if each[0] != "k")
-        case = case.but(keys="random", expanded=moving)
     if "fp16_subnormals" not in classes and case.dtype == "float16":
         case = case.but(value_size=max(case.value_size, 1e-1), query_size=max(case.query_size, 1e-1))
         case = case.but(key_size=max(case.key_size, 1e-1), mixed_sizes=False)
