@@ -87,10 +87,16 @@ def fuzz() -> list[str]:
     return lines or _none("fuzz")
 
 
-def fla() -> list[str]:
-    """FLA's tests, function by function, and every case that did not pass with its reason."""
+def fla(through: str = "drop-ins") -> list[str]:
+    """FLA's tests, function by function, every case that did not pass with its reason, and what was left to
+    FLA's own code."""
     lines: list[str] = []
-    for result in _read("fla_tests"):
+    record, command, called = {
+        "drop-ins": ("fla_tests", "fla --fla-tests DIR", "drop-ins called"),
+        "registry": ("fla_registry", "fla --through registry --fla-tests DIR", "functions run here"),
+    }[through]
+    for result in _read(record):
+        declined: Counter = Counter()
         outcomes: dict[str, Counter] = defaultdict(Counter)
         calls: dict[str, Counter] = defaultdict(Counter)
         exceptions: dict[str, Counter] = defaultdict(Counter)
@@ -98,6 +104,7 @@ def fla() -> list[str]:
             test = name.split("/")[-1].partition("[")[0].replace("::", " ")
             outcomes[test][case["outcome"]] += 1
             calls[test].update(case["calls"])
+            declined.update(case.get("declined", {}))
             if case["outcome"] != "passed":
                 exceptions[case["outcome"]][f"`{test}`: {case['reason']}"] += 1
         rows = [
@@ -127,10 +134,14 @@ def fla() -> list[str]:
             "",
             *prose(counts),
             "",
-            *_table(["test", "passed", "failed", "drop-ins called"], rows),
+            *_table(["test", "passed", "failed", called], rows),
         ]
+        if declined:
+            lines += ["", "Left to FLA's own code:", ""]
+            for reason, count in sorted(declined.items()):
+                lines += prose(f"- `{reason.replace(': ', '`: ', 1)} ({count} calls)", "  ")
         for outcome, found in sorted(exceptions.items()):
             lines += ["", f"{outcome.capitalize()}:", ""]
             for reason, count in found.items():
                 lines += prose(f"- {reason} ({count} {'case' if count == 1 else 'cases'})", "  ")
-    return lines or _none("fla --fla-tests DIR")
+    return lines or _none(command)

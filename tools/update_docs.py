@@ -7,6 +7,7 @@ A block stands between `<!-- generated: NAME -->` and `<!-- end -->`.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -56,6 +57,7 @@ GENERATORS: dict[str, Callable[[], list[str]]] = {
     "gpu-tests": run_tables.runs,
     "sanitizer": run_tables.sanitizer,
     "fla-tests": run_tables.fla,
+    "fla-registry": functools.partial(run_tables.fla, "registry"),
     "fuzz": run_tables.fuzz,
     "cpp-example": cpp_example,
     "algorithms": support_matrix.algorithms,

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plugin that points the operator tests of flash-linear-attention at this library's drop-ins.
+"""A pytest plugin that points the operator tests of flash-linear-attention at this library.
 
 In FLA's source tree:
 
     python -m pytest -p cula_testing.fla_plugin --fla-record record.json tests/ops/test_kda.py ...
 
-While a case runs, the names that it is about stand for ours in its module: the recurrent ones in a test of
-those, else the chunked ones, so that where FLA compares one with the other, FLA's own stays the judge. A case
-that names none of them is skipped, and one that names some and never calls them fails. Comparisons and
+While a case runs, the names that it is about stand for our drop-ins in its module: the recurrent ones in a
+test of those, else the chunked ones, so that where FLA compares one with the other, FLA's own is the judge.
+With `--fla-through registry` nothing is replaced: `cula.integrations.fla` is registered, and FLA's dispatch
+brings every call here that this library takes, also those inside FLA's functions. A case that names none of
+our functions is skipped, and one that names some and never reaches this library fails. Comparisons and
 limits, of outputs, states and gradients, are FLA's.
 """
 
@@ -34,14 +36,14 @@ import cula.kda
 import cula.lightning
 import cula.retention
 import cula.simple_gla
+from cula.integrations import fla as registry
 
 GRADIENT = re.compile(r"\s*d\w+(@.*)?")
 
-# On the name of a case: why it says nothing about a drop-in although it calls one.
-SKIPPED = {
-    r"test_flash_kda|test_flash_qla|test_triton_ascend": "about another back end behind FLA's name",
-    r"-D(320|512)-": "K is at most 256 here; such a call is refused",
-}
+# On the name of a case: why it says nothing about this library although it calls a function that it has.
+SKIPPED = {r"test_flash_kda|test_flash_qla|test_triton_ascend": "about another back end behind FLA's name"}
+# The same where a refused call has nobody to fall back on.
+SKIPPED_OF_DROP_INS = {r"-D(320|512)-": "K is at most 256 here; such a call is refused"}
 
 
 def paged_kda(
@@ -104,6 +106,7 @@ class Seen:
     """What one case did."""
 
     calls: Counter = field(default_factory=Counter)
+    declined: Counter = field(default_factory=Counter)  # left to FLA: the function, and why
     compared: list[str] = field(default_factory=list)  # what is no gradient
     gradients: list[str] = field(default_factory=list)
 
@@ -164,35 +167,62 @@ def reaches(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fla-record", type=Path, required=True, help="JSON file: what every case did")
+    parser.addoption(
+        "--fla-through",
+        choices=("drop-ins", "registry"),
+        default="drop-ins",
+        help="what brings calls here: names replaced in the tests, or FLA's own dispatch",
+    )
+
+
+def registered(config: pytest.Config) -> bool:
+    return config.getoption("--fla-through") == "registry"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if registered(config):
+        registry.register()
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(config.getoption("--fla-record")))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    patterns = SKIPPED if registered(config) else SKIPPED | SKIPPED_OF_DROP_INS
     for item in items:
-        if not reaches(item.function, item.module, set(subjects(item.originalname))):
+        wanted = registry.register() if registered(config) else subjects(item.originalname)
+        if not reaches(item.function, item.module, set(wanted)):
             item.add_marker(pytest.mark.skip(reason="calls no operator that this library stands in for"))
-        for pattern, reason in SKIPPED.items():
+        for pattern, reason in patterns.items():
             if re.search(pattern, item.name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def through_registry() -> None:
+    """Adds what the adapter counted since it was last asked to what the case did."""
+    for (name, ran), count in registry.calls.items():
+        if ran == "cula":
+            seen.calls[name] += count
+        else:
+            seen.declined[f"{name}: {ran}"] += count
+    registry.calls.clear()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item):
     global seen
-    seen, module = Seen(), item.module
-    ours = {
-        name: counted(name, f) for name, f in subjects(item.originalname).items() if hasattr(module, name)
-    }
+    seen, module, ours = Seen(), item.module, {}
+    registry.calls.clear()
+    if not registered(item.config):
+        named = subjects(item.originalname)
+        ours = {name: counted(name, function) for name, function in named.items() if hasattr(module, name)}
     try:
         with mock.patch.multiple(module, assert_close=judged(module.assert_close), **ours):
             yield
-        if not seen.calls:
+        through_registry()
+        if not seen.calls and not seen.declined:
             pytest.fail("the case never reached this library")
     finally:
+        through_registry()
         item.user_properties.append(("cula", json.dumps(vars(seen))))
 
 

@@ -222,7 +222,7 @@ def fuzz(options: argparse.Namespace) -> bool:
 
 
 def fla(options: argparse.Namespace) -> bool:
-    """FLA's own operator tests on our drop-ins."""
+    """FLA's own operator tests on our drop-ins, or on FLA's functions with this library behind them."""
     options.fla_tests = options.fla_tests.resolve()
     files = [options.fla_tests / "ops" / f"test_{name}.py" for name in options.files.split(",")]
     if missing := [str(path) for path in files if not path.exists()]:
@@ -237,6 +237,7 @@ def fla(options: argparse.Namespace) -> bool:
             "-p",
             "cula_testing.fla_plugin",
             f"--fla-record={record}",
+            f"--fla-through={options.through}",
         ]
         command += ["-c", os.devnull, "--rootdir", str(options.fla_tests.parent), "-p", "no:cacheprovider"]
         command += ["-n", str(options.jobs), *map(str, files), *options.pytest]
@@ -247,7 +248,7 @@ def fla(options: argparse.Namespace) -> bool:
     result["fla"] = machine.peer_versions().get("FLA")
     print(dict(Counter(case["outcome"] for case in result["cases"].values())))
     if not options.pytest:
-        write("fla_tests", result, options.output)
+        write({"drop-ins": "fla_tests", "registry": "fla_registry"}[options.through], result, options.output)
     return done.returncode == 0
 
 
@@ -268,8 +269,14 @@ def main() -> None:
     verb.add_argument("--count", type=int, default=100_000)
     verb.add_argument("--jobs", type=int, default=os.cpu_count() or 2)
     verb.set_defaults(run=fuzz)
-    verb = verbs.add_parser("fla", help="FLA's operator tests on our drop-ins")
+    verb = verbs.add_parser("fla", help="FLA's operator tests on this library")
     verb.add_argument("--fla-tests", type=Path, required=True, help="the folder tests of FLA's repository")
+    verb.add_argument(
+        "--through",
+        choices=("drop-ins", "registry"),
+        default="drop-ins",
+        help="our names in FLA's tests, or FLA's own dispatch",
+    )
     verb.add_argument("--files", default=FLA_FILES)
     verb.add_argument("--jobs", type=int, default=4)
     verb.set_defaults(run=fla)
