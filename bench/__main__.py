@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import time
 from collections.abc import Iterator
@@ -12,30 +11,20 @@ from pathlib import Path
 
 import torch
 
-from bench import cost, dist, first, gpu, machine, results
+from bench import dist, first, machine, results
 from bench.accuracy import GradientOracle, Oracle, stand_in
-from bench.impls import OURS, Impl, inputs_of, states_of
-from bench.measure import Call
-from bench.peers import tune_briefly
 from bench.results import RESULTS, Row
 from bench.suites import GROUPS, SUITES, Entry, Suite
+from cula.bench import cost, fla, gpu
+from cula.bench.impls import OURS, Impl, inputs_of, rotating, states_of
+from cula.bench.measure import Call
 from cula_testing.cases import Case, Inputs
-
-ROTATE_BYTES_LIMIT = 1 << 30  # of all sets of inputs together
 
 Errors = dict[str, dict]  # of each implementation, by the names of `Row`
 
 
 def _inputs(suite: Suite, case: Case) -> Inputs:
     return inputs_of(suite.pass_name, case, suite.device.DEVICE)
-
-
-def rotating(suite: Suite, first_set: Inputs) -> list[Inputs]:
-    """Copies of one case's inputs, as many as outgrow the caches (within ROTATE_BYTES_LIMIT), at least
-    one."""
-    size = cost.moved_bytes(suite.pass_name, first_set)
-    wanted = min(suite.device.CACHE_FACTOR * suite.device.last_level_cache_bytes(), ROTATE_BYTES_LIMIT)
-    return [first_set, *(first_set.map(torch.clone) for _ in range(math.ceil(wanted / size) - 1))]
 
 
 def oracle_of(suite: Suite, inputs: Inputs) -> Oracle | GradientOracle:
@@ -115,7 +104,7 @@ class Run:
 
     def measure(self, suite: Suite, entry: Entry, impls: list[Impl]) -> list[Row]:
         op, name, case = entry.op, entry.name, entry.case
-        sets = rotating(suite, _inputs(suite, case))
+        sets = rotating(suite.pass_name, suite.device, _inputs(suite, case))
         small = stand_in(case, suite.device.ORACLE_TOKENS)
         errors = self.known_errors.setdefault((suite.name, small), {})
         if any(impl.computes and impl.name not in errors for impl in impls):
@@ -274,7 +263,7 @@ def main() -> None:
         if not torch.cuda.is_available():
             parser.error("these suites need a GPU, and torch finds none")
         run.find_first_calls(options.suite)
-        tune_briefly()
+        fla.prepare()
     for suite in options.suite:
         run.suite(suite)
     summary(run.rows)

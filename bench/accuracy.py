@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.training import Gradients, Step
+from cula.bench.training import Gradients, Step
 from cula_testing import gradients, passes
 from cula_testing.cases import Case, Inputs
 from cula_testing.compare import errors

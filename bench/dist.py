@@ -29,11 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cula
-from bench import cpu, gpu, machine, results
-from bench.impls import PREFILL, keywords
-from bench.measure import Call
+from bench import machine, results
 from bench.results import RESULTS
 from bench.suites import GPU_SOURCES
+from cula.bench import cpu, gpu
+from cula.bench.impls import PREFILL, keywords
+from cula.bench.measure import Call
 from cula.dist import even_splits, methods
 from cula.dist.groups import Group
 from cula.dist.messages import Message
@@ -280,9 +281,9 @@ def _rank(
         "timeout": TIMEOUT,
     }
     if device == "cuda":
-        from bench.peers import tune_briefly
+        from cula.bench import fla
 
-        tune_briefly()
+        fla.prepare()
         torch.cuda.set_device(rank)
         dist.init_process_group("nccl", **named, device_id=torch.device("cuda", rank))
     else:

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from bench import ROOT
-from bench.impls import OURS, Impl, inputs_of
 from bench.suites import SUITES, Suite
+from cula.bench.impls import OURS, Impl, inputs_of
 from cula_testing.cases import TRAINING_PASSES, Case
 
 Call = tuple[str, str, str, str]  # suite, op, case, implementation

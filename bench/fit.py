@@ -20,11 +20,12 @@ from pathlib import Path
 
 import torch
 
-from bench import gpu, machine
-from bench.impls import PREFILL, keywords
-from bench.measure import Call
+from bench import machine
 from bench.results import RESULTS
 from cula import _ops
+from cula.bench import gpu
+from cula.bench.impls import PREFILL, keywords
+from cula.bench.measure import Call
 from cula_testing.cases import Case, Inputs, make
 
 # Families in the order of machines.h: the algorithm, its gate, and how its decays are drawn, as in the

@@ -1,156 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementations that are measured: ours by way of the public Python functions, and the peers.
-
-A new peer is a function that binds it to inputs, and a row in the list of its device.
-"""
+"""What the suites measure beside what every machine has (cula.bench.impls): forced targets, and a limit of
+length for all that is compared. bench/peers.py has the libraries of GPUs."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-
-import torch
 
 import cula
-from bench import eager, training
-from bench.measure import Call
-from bench.training import Forward, Step
-from cula_testing.cases import TRAINING_PASSES, Case, Inputs, make, state_like
-
-# Binds one set of inputs: the call returns o and the states, the pool that it was given or dense ones
-# [N, HV, V, K]; of a pass of training the gradients, see bench.training.
-Bind = Callable[[str, Inputs], Call]
-
-MODES = {row.name: row.mode for row in cula.algorithms().values()}
-PREFILL = {name: getattr(cula, f"cula_{mode}") for name, mode in MODES.items()}
-
-
-def _as_they_are(_pass_name: str, inputs: Inputs) -> Inputs:
-    return inputs
-
-
-@dataclass(frozen=True)
-class Impl:
-    name: str
-    bind: Bind
-    takes: Callable[[str, Case], bool]  # pass and case
-    computes: bool = True  # False: only moves the states
-    # What it leaves to others, done to the inputs before they are bound and before the clock starts.
-    prepare: Callable[[str, Inputs], Inputs] = _as_they_are
-
-    def bound(self, pass_name: str, inputs: Inputs) -> Call:
-        return self.bind(pass_name, self.prepare(pass_name, inputs))
-
-    def gradients(self, pass_name: str, inputs: Step) -> training.Gradients:
-        """Of the inputs as they are before they are prepared."""
-        return training.found(partial(self.bind, pass_name), partial(self.prepare, pass_name), inputs)
-
-
-def keywords(inputs: Inputs) -> dict:
-    """What the kernel does itself, in the words of FLA's functions and ours; what the algorithm lacks is left
-    out."""
-    case = inputs.case
-    named = {
-        "use_gate_in_kernel": case.gate != "log_decay",
-        "lower_bound": case.lower_bound if case.gate == "bounded" else None,
-        "A_log": inputs.A_log,
-        "dt_bias": inputs.dt_bias,
-        "use_beta_sigmoid_in_kernel": case.beta_is_logit,
-        "use_qk_l2norm_in_kernel": case.qk_l2norm,
-    }
-    return {name: value for name, value in named.items() if value is not None and value is not False}
-
-
-def _named(inputs: Inputs, backend: str | None) -> dict:
-    gates = {name: x for name in ("g", "beta", "decay") if (x := getattr(inputs, name)) is not None}
-    return {**gates, **keywords(inputs), "scale": inputs.case.scale, "backend": backend}
-
-
-def _cula_forward(op: str, backend: str | None) -> Forward:
-    def forward(inputs: Inputs) -> torch.Tensor:
-        named = _named(inputs, backend)
-        return PREFILL[op](inputs.q, inputs.k, inputs.v, **named, cu_seqlens=inputs.cu_seqlens)[0]
-
-    return forward
-
-
-def _cula(backend: str | None) -> Bind:
-    def bind(pass_name: str, inputs: Inputs) -> Call:
-        q, k, v, op = inputs.q, inputs.k, inputs.v, inputs.case.algorithm
-        if pass_name in TRAINING_PASSES:
-            return training.bind(pass_name, inputs, _cula_forward(op, backend))
-        more = _named(inputs, backend)
-        # A serving engine owns its output. On a CPU a new one above 32 MiB would come as fresh pages in every
-        # call; their first touch costs the system more than the kernel takes to fill them.
-        more["out"] = torch.empty_like(v)
-        if pass_name == "prefill":
-            return lambda: PREFILL[op](q, k, v, **more, output_final_state=True, cu_seqlens=inputs.cu_seqlens)
-        pool, rows = inputs.initial_state, inputs.initial_state_indices
-        if pass_name == "decode":
-            return lambda: cula.cula_decode(q, k, v, pool, mode=MODES[op], state_indices=rows, **more)
-        slots = verify_slots(inputs)
-        return lambda: cula.cula_verify(
-            q, k, v, pool, mode=MODES[op], state_indices=slots, initial_state_indices=rows, **more
-        )
-
-    return bind
-
-
-def inputs_of(pass_name: str, case: Case, device: str) -> Inputs:
-    inputs = make(case, device, draw_on=device)
-    if pass_name in TRAINING_PASSES:
-        return training.step_inputs(inputs)
-    return verify_inputs(inputs) if pass_name == "verify" else inputs
-
-
-def verify_inputs(inputs: Inputs) -> Inputs:
-    """The same rows over a pool in which each row's slot is followed by one for each of its draft tokens."""
-    case, device = inputs.case, inputs.q.device
-    stride = 1 + case.lengths[0]
-    pool = state_like(case, case.sequences * stride, fill=0.0, device=device)
-    own = torch.arange(case.sequences, dtype=torch.int32, device=device) * stride
-    pool[own.long()] = inputs.initial_state[inputs.initial_state_indices.long()]
-    return inputs.but(initial_state=pool, initial_state_indices=own)
-
-
-def verify_slots(inputs: Inputs) -> torch.Tensor:
-    """[N, S]: the slots that take the states after each draft token."""
-    drafts = torch.arange(1, 1 + inputs.case.lengths[0], dtype=torch.int32, device=inputs.q.device)
-    return inputs.initial_state_indices[:, None] + drafts
-
-
-def states_of(pass_name: str, inputs: Inputs, states: torch.Tensor) -> torch.Tensor:
-    """The final states [N, HV, V, K] from what a bound call returned."""
-    if states is not inputs.initial_state:
-        return states
-    rows = verify_slots(inputs)[:, -1] if pass_name == "verify" else inputs.initial_state_indices
-    return states[rows.long()]
-
-
-def _eager(form: Callable) -> Bind:
-    def bind(pass_name: str, inputs: Inputs) -> Call:
-        if pass_name in TRAINING_PASSES:
-            return training.bind(pass_name, inputs, lambda given: form(given)[0])
-        if pass_name == "prefill":
-            return lambda: form(inputs)
-        pool, rows = inputs.initial_state, inputs.initial_state_indices.long()
-
-        def step() -> tuple[torch.Tensor, torch.Tensor]:
-            o, pool[rows] = form(inputs, pool[rows])
-            return o, pool
-
-        return step
-
-    return bind
-
-
-def _copy_state(_pass_name: str, inputs: Inputs) -> Call:
-    """One plain copy of the states that the call reads: the floor of a decode."""
-    source = inputs.initial_state[inputs.initial_state_indices.long()]
-    target = source.clone()
-    return lambda: target.copy_(source)
-
+from cula.bench.impls import COPY_STATE, EAGER_CHUNK, EAGER_RECURRENT, OURS, Impl, cula_bind
+from cula_testing.cases import TRAINING_PASSES, Case
 
 # Peers and forced backends run up to this length; the longer cases show how our own time grows.
 COMPARED_TOKENS = 4096
@@ -160,10 +19,8 @@ def _comparable(case: Case) -> bool:
     return sum(case.lengths) <= COMPARED_TOKENS
 
 
-OURS = Impl("cula", _cula(None), lambda _pass, _case: True)
 # The kernels that every GPU has, where dispatch prefers those of Hopper.
-PORTABLE = Impl("cula:sm80", _cula("sm80"), lambda p, _case: p == "prefill")
-COPY_STATE = Impl("copy_state", _copy_state, lambda p, _case: p in ("decode", "verify"), computes=False)
+PORTABLE = Impl("cula:sm80", cula_bind("sm80"), lambda p, _case: p == "prefill")
 
 
 def cpu_impls() -> list[Impl]:
@@ -176,8 +33,8 @@ def cpu_impls() -> list[Impl]:
 
     return [
         OURS,
-        *(Impl(f"cula:{name}", _cula(name), comparable("prefill", "decode", "verify")) for name in found),
-        Impl("eager_chunk", _eager(eager.chunk_form), comparable("prefill", *TRAINING_PASSES)),
-        Impl("eager_recurrent", _eager(eager.recurrence), comparable("prefill", "decode")),
+        *(Impl(f"cula:{name}", cula_bind(name), comparable("prefill", "decode", "verify")) for name in found),
+        dataclasses.replace(EAGER_CHUNK, takes=comparable("prefill", *TRAINING_PASSES)),
+        dataclasses.replace(EAGER_RECURRENT, takes=comparable("prefill", "decode")),
         COPY_STATE,
     ]

@@ -11,9 +11,8 @@ import re
 import subprocess
 from types import ModuleType
 
-import torch
-
 from bench import ROOT
+from cula.bench import measure
 
 # The libraries that a GPU's suites measure beside ours (bench/peers.py): their name, and their
 # distribution's.
@@ -59,15 +58,10 @@ def peer_versions() -> dict[str, str]:
 
 
 def describe(device: ModuleType) -> dict:
-    """The head of a result file; `device` is bench.cpu or bench.gpu."""
+    """The head of a result file; `device` is cula.bench.cpu or cula.bench.gpu."""
     return {
-        "device": device.name(),
-        "driver": device.driver(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        **measure.describe(device),
         "commit": commit(),
         "peers": peer_versions(),
-        "copy_tbps": round(device.copy_tbps(), 4),
-        "gemm_tflops": round(device.gemm_tflops(), 3),
         "clock_mhz": device.clock_mhz(),  # before the suite; a reading after it joins it
     }

@@ -34,7 +34,7 @@ class Row:
     gflop: float
     rel_err_out: float | None = None
     rel_err_state: float | None = None
-    gpu_timing: str | None = None  # how gpu_ms was taken, see bench.measure
+    gpu_timing: str | None = None  # how gpu_ms was taken, see cula.bench.measure
     host_ms: float | None = None  # until the call returns, in a loop that does not wait for the device
     first_call_ms: float | None = None  # the first call of a fresh process, after the import
     peak_gb: float | None = None  # what a pass of training holds at most beside its inputs

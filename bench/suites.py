@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-from bench import cpu, gpu
-from bench.impls import COPY_STATE, OURS, PORTABLE, Impl, cpu_impls
+from bench.impls import PORTABLE, cpu_impls
+from cula.bench import cpu, gpu
+from cula.bench.impls import COPY_STATE, OURS, Impl
 from cula_testing.cases import CPU_HEADLINES, HEADLINES, SECTIONS, TRAINING, TRAINING_PASSES, Case
 
 # Tokens times heads. Headlines that are larger are for several GPUs.
@@ -52,7 +53,7 @@ class Suite:
     pass_name: str
     entries: tuple[Entry, ...]
     impls: Callable[[], list[Impl]]
-    device: ModuleType  # bench.cpu or bench.gpu
+    device: ModuleType  # cula.bench.cpu or cula.bench.gpu
     sources: tuple[str, ...]  # the kernels' folders, hashed into the result
     takes: Callable[[Impl, Case], bool] = _every_case  # besides what an implementation says of itself
     brief: bool = False  # a curve of many cases: fewer samples of each

@@ -16,6 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import eager
 import matplotlib
 import torch
 from common import PICTURES, Clock, distance, print_checks, print_table, source_files
@@ -25,7 +26,6 @@ from torch.nn.functional import cross_entropy, gelu, rms_norm
 from tqdm import tqdm
 
 import cula
-import eager
 
 BYTES = 256
 HEAD_DIM = 64

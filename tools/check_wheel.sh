@@ -38,6 +38,7 @@ echo "$site" \
     >"$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"
 "$work/venv/bin/python" -m pip --quiet --disable-pip-version-check install --no-deps "${wheel[0]}"
 PYTHONPATH='' "$work/venv/bin/python" tools/smoke.py "$work/venv"
+(cd / && PYTHONPATH='' "$work/venv/bin/python" -m cula.bench --device cpu --quick --seconds 5 >/dev/null)
 
 # An editable install's library lies apart from its sources, which this tree's own library may not stand in
 # for.

@@ -23,9 +23,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bench import cpu, gpu, machine  # noqa: E402  (once ROOT is on the path)
+from bench import machine  # noqa: E402  (once ROOT is on the path)
 from bench.results import RESULTS  # noqa: E402  (once ROOT is on the path)
 from bench.suites import GPU_SOURCES  # noqa: E402  (once ROOT is on the path)
+
+from cula.bench import cpu, gpu  # noqa: E402  (as bench finds it)
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SUMMARY = re.compile(

@@ -18,6 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import result_tables
+from cula.bench import cpu
+from cula.bench.impls import OURS, Impl
 from cula_testing.cases import HEADLINES, MODELS, RAGGED, RAGGED_TOKENS, SECTIONS, ragged_lengths
 from cula_testing.process import run_python
 
@@ -25,8 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bench import __main__ as main  # noqa: E402  (once ROOT is on the path)
-from bench import cpu, dist, first, machine, plot, suites  # noqa: E402  (once ROOT is on the path)
-from bench.impls import OURS, Impl  # noqa: E402  (once ROOT is on the path)
+from bench import dist, first, machine, plot, suites  # noqa: E402  (once ROOT is on the path)
 
 pytestmark = pytest.mark.cpu_only("about the benchmark's host side")
 

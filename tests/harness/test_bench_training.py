@@ -17,6 +17,8 @@ import torch
 
 import result_tables
 import training_tables
+from cula.bench import cost, cpu, eager, training
+from cula.bench.impls import OURS, Impl, inputs_of
 from cula_testing import passes
 from cula_testing.cases import CPU_HEADLINES, TRAINING, TRAINING_PASSES, Case, Inputs
 from cula_testing.process import run_python
@@ -25,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bench import __main__ as main  # noqa: E402  (once ROOT is on the path)
-from bench import cost, cpu, eager, first, peers, plot, results, suites, training  # noqa: E402  (likewise)
+from bench import first, peers, plot, results, suites  # noqa: E402  (likewise)
 from bench.accuracy import GradientOracle  # noqa: E402  (likewise)
-from bench.impls import OURS, Impl, cpu_impls, inputs_of  # noqa: E402  (likewise)
+from bench.impls import cpu_impls  # noqa: E402  (likewise)
 
 pytestmark = pytest.mark.cpu_only("about the benchmark's host side")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
-from cula_testing.cases import Inputs
+from cula.bench.cases import Inputs, Maybe
 
 CHUNK = 64
 # Tokens prepared at a time. The intermediates of a block stay in cache; preparing all tokens at once, as one
@@ -26,7 +26,7 @@ MAX_EXPONENT = 80.0
 def log_decay(inputs: Inputs) -> Tensor | None:
     """[B, T, HV] or [B, T, HV, K], float32."""
     case, shape = inputs.case, inputs.v.shape[:3]
-    g = None if inputs.g is None else inputs.g.float()
+    g: Maybe = None if inputs.g is None else inputs.g.float()
     if case.gate != "log_decay":
         g = g if inputs.dt_bias is None else g + inputs.dt_bias
         rate = torch.ones(()) if inputs.A_log is None else inputs.A_log.exp().view(-1, *[1] * (g.dim() - 3))
@@ -52,7 +52,7 @@ def _heads_first(x: Tensor, value_heads: int, tokens: int) -> Tensor:
     return x.flatten(0, 1)
 
 
-def _prepare(inputs: Inputs, tokens: int) -> list[Tensor | None]:
+def _prepare(inputs: Inputs, tokens: int) -> list[Maybe]:
     """q, k, v, log decay and beta as the equations want them."""
     case = inputs.case
     q, k, v = inputs.q.float(), inputs.k.float(), inputs.v
@@ -99,9 +99,10 @@ def _scores_per_channel(rows: list[Tensor], k: Tensor, G: Tensor) -> list[Tensor
 
 def _chunks(inputs: Inputs, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
     count = -(-inputs.v.shape[1] // CHUNK)
-    q, k, v, g, beta = (
+    chunked: list[Maybe] = [
         None if x is None else x.unflatten(1, (count, CHUNK)) for x in _prepare(inputs, count * CHUNK)
-    )
+    ]
+    q, k, v, g, beta = chunked
     G = k.new_zeros(1, count, CHUNK) if g is None else g.cumsum(2)
 
     # score
@@ -141,7 +142,8 @@ def chunk_form(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Ten
     chunk."""
     T = inputs.v.shape[1]
     block = CPU_BLOCK if inputs.v.device.type == "cpu" else T
-    outputs, S = [], initial_state
+    outputs: list[Tensor] = []
+    S: Maybe = initial_state
     for start in range(0, T, block):
         o, S = _chunks(inputs.tokens(start, start + block), S)
         outputs.append(o)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from bench import training
-from cula_testing.cases import FAMILY, TRAINING_PASSES, Case, Inputs
+from cula.bench import training
+from cula.bench.cases import FAMILY, Case, Inputs
 
 CHUNK = 64
 
@@ -18,7 +18,7 @@ def moved_bytes(pass_name: str, inputs: Inputs) -> int:
     case = inputs.case
     streams = sum(x.nbytes for x in inputs.tensors().values() if x is not None)
     output = inputs.v.nbytes
-    if pass_name in TRAINING_PASSES:
+    if isinstance(inputs, training.Step):
         gradients = sum(getattr(inputs, name).nbytes for name in training.names(inputs))
         ahead = streams - inputs.d_o.nbytes + output
         return streams + gradients + (ahead if pass_name == "train" else 0)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from bench.measure import Call, Times
+from cula.bench.measure import Call, Times
 
 DEVICE = "cuda"
 CACHE_FACTOR = 3.0
@@ -133,7 +133,7 @@ class _Timer:
         return itertools.islice(self.sets, count)
 
     def _host_seconds(self) -> float:
-        samples = []
+        samples: list[float] = []
         torch.cuda.synchronize()
         begin = time.perf_counter()
         while not samples or (len(samples) < HOST_LOOPS and time.perf_counter() - begin < HOST_SECONDS):
@@ -182,8 +182,10 @@ class _Timer:
         torch.cuda.synchronize()
         self.latency.append(time.perf_counter() - start)
 
-    def unfinished(self, seconds: float) -> bool:
+    def unfinished(self, seconds: float, until: float) -> bool:
         count = len(self.device)
+        if count and time.perf_counter() > until:
+            return False
         return count < MIN_SAMPLES or (count < MAX_SAMPLES and sum(self.device) * self.shared < seconds)
 
     def times(self) -> Times:
@@ -195,11 +197,12 @@ class _Timer:
         )
 
 
-def times(calls: dict[str, list[Call]], quick: bool = False) -> dict[str, Times]:
-    """Of each implementation's calls, one call per set of inputs. The implementations take turns."""
+def times(calls: dict[str, list[Call]], quick: bool = False, until: float = float("inf")) -> dict[str, Times]:
+    """Of each implementation's calls, one call per set of inputs. The implementations take turns. From
+    `until` (of time.perf_counter) on, one sample of each is enough."""
     timers = {name: _Timer(sets) for name, sets in calls.items()}
     seconds = QUICK_SECONDS if quick else SECONDS
-    while waiting := [timer for timer in timers.values() if timer.unfinished(seconds)]:
+    while waiting := [timer for timer in timers.values() if timer.unfinished(seconds, until)]:
         for timer in waiting:
             timer.sample()
     return {name: timer.times() for name, timer in timers.items()}

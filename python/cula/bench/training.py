@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import torch
 
-from bench.measure import Call
-from cula_testing import gradients
-from cula_testing.cases import Inputs
+from cula import _ops
+from cula.bench.cases import Inputs, Maybe
+from cula.bench.measure import Call
 
 Gradients = dict[str, torch.Tensor]
 # One call on inputs that require gradients; returns o.
@@ -25,9 +26,9 @@ Forward = Callable[[Inputs], torch.Tensor]
 class Step(Inputs):
     """The tensors of one step: a call's, and the gradient of o that the loss hands back."""
 
-    d_o: torch.Tensor | None = None
+    d_o: Maybe = None
 
-    TENSORS = (*Inputs.TENSORS, "d_o")
+    TENSORS: ClassVar[tuple[str, ...]] = (*Inputs.TENSORS, "d_o")
 
     def call(self) -> Inputs:
         return Inputs(**{each.name: getattr(self, each.name) for each in fields(Inputs)})
@@ -42,7 +43,7 @@ def step_inputs(inputs: Inputs) -> Step:
 
 def names(inputs: Inputs) -> list[str]:
     """What a step has the gradients of."""
-    return [name for name in gradients.names(inputs) if name != "decay"]
+    return [name for name in _ops.GRADIENTS if name != "decay" and getattr(inputs, name) is not None]
 
 
 def _leaves(inputs: Step) -> Step:
@@ -50,8 +51,10 @@ def _leaves(inputs: Step) -> Step:
     return inputs.but(**{name: getattr(inputs, name).detach().requires_grad_() for name in names(inputs)})
 
 
-def bind(pass_name: str, inputs: Step, forward: Forward) -> Call:
-    """`backward` goes back through one forward pass again and again, whose graph is kept."""
+def bind(pass_name: str, inputs: Inputs, forward: Forward) -> Call:
+    """Of a `Step`. `backward` goes back through one forward pass again and again, whose graph is kept."""
+    assert isinstance(inputs, Step)
+    d_o = inputs.d_o
     leaves, wanted = _leaves(inputs), names(inputs)
     of = [getattr(leaves, name) for name in wanted]
 
@@ -60,7 +63,7 @@ def bind(pass_name: str, inputs: Step, forward: Forward) -> Call:
             return forward(leaves)
 
     def back(o: torch.Tensor, *, again: bool) -> Gradients:
-        return dict(zip(wanted, torch.autograd.grad(o, of, inputs.d_o, retain_graph=again), strict=True))
+        return dict(zip(wanted, torch.autograd.grad(o, of, d_o, retain_graph=again), strict=True))
 
     if pass_name == "train":
         return lambda: back(ahead(), again=False)
@@ -68,13 +71,13 @@ def bind(pass_name: str, inputs: Step, forward: Forward) -> Call:
     return lambda: back(o, again=True)
 
 
-def found(bound: Callable[[Step], Call], prepare: Callable[[Step], Step], inputs: Step) -> Gradients:
+def found(bound: Callable[[Inputs], Call], prepare: Callable[[Inputs], Inputs], inputs: Step) -> Gradients:
     """What a bound call finds, as gradients of the inputs themselves: what an implementation wants prepared
     is differentiated by PyTorch."""
     leaves = _leaves(inputs)
     with torch.enable_grad():
         given = prepare(leaves)
-    made = bound(given.map(torch.Tensor.detach))()
+    made: Gradients = bound(given.map(torch.Tensor.detach))()
     if given is leaves:
         return made
     wanted = names(inputs)

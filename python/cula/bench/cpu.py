@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from bench.measure import Call, Times
+from cula.bench.measure import Call, Times
 
 DEVICE = "cpu"
 CACHE_FACTOR = 1.25  # rotating inputs are this much larger than the last cache
@@ -21,6 +21,7 @@ ORACLE_TOKENS = None  # errors are taken of the measured call itself
 UNKNOWN_CACHE_BYTES = 64 << 20
 COPY_BYTES = 1 << 30
 GEMM_SIZE = 4096
+SLOW_TFLOPS = 0.15  # the product takes a second
 QUIET_LOAD = 0.5
 
 SECONDS = 0.8  # of samples per implementation and case
@@ -88,16 +89,21 @@ def copy_tbps() -> float:
 
 
 def gemm_tflops() -> float:
-    """TFLOP/s of a large bf16 matrix product."""
-    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE).bfloat16() for _ in range(2))
-    return 2 * GEMM_SIZE**3 / _seconds(lambda: a @ b) / 1e12
+    """TFLOP/s of a large bf16 matrix product, or of a smaller one where that takes seconds."""
+
+    def rate(size: int) -> float:
+        a, b = (torch.randn(size, size).bfloat16() for _ in range(2))
+        return 2 * size**3 / _seconds(lambda: a @ b) / 1e12
+
+    small = rate(GEMM_SIZE // 4)
+    return small if small < SLOW_TFLOPS else rate(GEMM_SIZE)
 
 
-def times(calls: dict[str, list[Call]], quick: bool = False) -> dict[str, Times]:
+def times(calls: dict[str, list[Call]], quick: bool = False, until: float = float("inf")) -> dict[str, Times]:
     """Of each implementation's calls, one call per set of inputs.
 
     The implementations take turns, a round through all sets each, so that a slow minute of the machine falls
-    on all.
+    on all. From `until` (of time.perf_counter) on, one sample of each is enough.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for sets in calls.values():
@@ -106,6 +112,8 @@ def times(calls: dict[str, list[Call]], quick: bool = False) -> dict[str, Times]
 
     def unfinished(name: str) -> bool:
         taken = samples[name]
+        if taken and time.perf_counter() > until:
+            return False
         return len(taken) < MIN_CALLS or (sum(taken) < seconds and len(taken) < MAX_CALLS)
 
     while waiting := [name for name in calls if unfinished(name)]:
