@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,8 +20,10 @@ import cula
 from cula import dist as level2
 from cula.dist.lanes import BatchLanes
 from cula.dist.transport import ProcessGroupTransport
-from cula_testing import level1
+from cula.integrations import fla
+from cula_testing import fla_stand_in, level1
 from cula_testing.cases import Case, Inputs, make
+from cula_testing.trainers import TRAINERS
 
 NAN = float("nan")
 
@@ -262,6 +266,31 @@ def in_context(case: Case, changes: dict, call=_call):
     drop_in = {"kda": cula.kda.chunk_kda, "gdn": cula.gdn.chunk_gated_delta_rule}[case.algorithm]
     words = {name: x for name, x in named(inputs, False).items() if name not in ("cu_seqlens", "backend")}
     return call(drop_in, {**words, **tokens(inputs, begin, end), "cp_context": context})
+
+
+def of_megatron(case: Case, call=_call):
+    """Megatron's call of KDA under a context, through FLA's registry: (o, None). It hands the bounds of the
+    whole sequences along, which the context replaces."""
+    trainer = TRAINERS["Megatron KDA, safe gate"]
+    whole, rank, share = trainer.prepare(make(case)), dist.get_rank(), case.tokens // dist.get_world_size()
+    begin, end = rank * share, (rank + 1) * share
+
+    def target(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: torch.Tensor) -> tuple:
+        context = _context(case.lengths, begin, end, share)
+        given = whole.but(q=q, k=k, v=v, **more)
+        return trainer.call(sys.modules["fla.ops.kda"].chunk_kda, given, context)
+
+    with pytest.MonkeyPatch.context() as patch:
+        fla_stand_in.install(patch, "0.6")
+        fla.register()
+        fla.calls.clear()
+        try:
+            parameters = {"A_log": whole.A_log, "dt_bias": whole.dt_bias}
+            made = call(target, {**tokens(whole, begin, end), **parameters})
+        finally:
+            fla.unregister()
+    assert dict(fla.calls) == {("chunk_kda", "cula"): 1}
+    return made
 
 
 def _context(lengths: tuple[int, ...], begin: int, end: int, share: int) -> SimpleNamespace:

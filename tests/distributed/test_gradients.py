@@ -17,6 +17,7 @@ from cula_testing import gradients
 from cula_testing.cases import Case, Inputs, make
 from cula_testing.compare import assert_exact
 from cula_testing.ranks import RankError
+from cula_testing.trainers import TRAINERS
 
 METHODS = ("scan", "ring")
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -245,6 +246,22 @@ def test_drop_ins_under_a_context_of_fla(algorithm, gate, lengths, pools):
     naive = gradients.backward(inputs, d_o, None, backend="reference:naive")
     ds = [(x, None) for x in d_o.chunk(4, 1)]
     found = joined(call(pools, 4, "in_context", ds, case, {}))
+    assert found.keys() == oracle.keys()
+    gradients.assert_near(inputs, found, oracle, naive)
+
+
+@pytest.mark.parametrize("lengths", [(176,), (10, 130, 36)])
+def test_megatrons_call_of_kda_under_a_context_of_fla(lengths, pools):
+    """Through `cula.integrations.fla`."""
+    trainer = TRAINERS["Megatron KDA, safe gate"]
+    case = trainer.case.but(lengths=lengths, packed=True, **SMALL)
+    inputs = trainer.prepare(make(case))
+    d_o, _ = gradients.upstream(inputs)
+    oracle = gradients.exact(inputs, d_o, None)
+    naive = gradients.backward(inputs, d_o, None, backend="reference:naive")
+    answers = call(pools, 4, "of_megatron", [(x, None) for x in d_o.chunk(4, 1)], case)
+    assert [required for required, _ in answers] == [[True, False]] * 4
+    found = joined(answers)
     assert found.keys() == oracle.keys()
     gradients.assert_near(inputs, found, oracle, naive)
 
