@@ -23,7 +23,7 @@ def _caption(result: dict) -> str:
     return f"{result['device']}, driver {driver}; torch {result['torch']}, CUDA {cuda}; sources `{sources}`."
 
 
-def _table(head: list[str], rows: list[list[object]]) -> list[str]:
+def table(head: list[str], rows: list[list[object]]) -> list[str]:
     cells = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(map(str, row)) + " |" for row in cells]
 
@@ -41,7 +41,7 @@ def runs() -> list[str]:
             [name, *(found.get(key, "-") for key in ("passed", "failed", "skipped"))]
             for name, found in suites.items()
         ]
-        lines += [*prose(_caption(result)), "", *_table(["suite", "passed", "failed", "skipped"], rows), ""]
+        lines += [*prose(_caption(result)), "", *table(["suite", "passed", "failed", "skipped"], rows), ""]
         reasons = Counter()
         for found in suites.values():
             reasons.update(found.get("skips", {}))
@@ -60,7 +60,7 @@ def sanitizer() -> list[str]:
             for tool, found in result["tools"].items()
         ]
         caption = f"compute-sanitizer {result['sanitizer']}; {_caption(result)}"
-        lines += [*prose(caption), "", *_table(["tool", "calls watched", "errors", "warnings"], rows)]
+        lines += [*prose(caption), "", *table(["tool", "calls watched", "errors", "warnings"], rows)]
     return lines or _none("sanitize")
 
 
@@ -79,7 +79,7 @@ def fuzz() -> list[str]:
         lines += [
             *prose(caption),
             "",
-            *_table(["asked for", "seed", "calls", "by target", "failures"], rows),
+            *table(["asked for", "seed", "calls", "by target", "failures"], rows),
             "",
         ]
         failures = [f"- `{line}`" for found in result["targets"].values() for line in found["failures"]]
@@ -134,7 +134,7 @@ def fla(through: str = "drop-ins") -> list[str]:
             "",
             *prose(counts),
             "",
-            *_table(["test", "passed", "failed", called], rows),
+            *table(["test", "passed", "failed", called], rows),
         ]
         if declined:
             lines += ["", "Left to FLA's own code:", ""]

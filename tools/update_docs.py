@@ -17,6 +17,7 @@ import result_tables
 import run_tables
 import support_matrix
 import training_tables
+import version_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = (
@@ -27,6 +28,7 @@ FILES = (
     "docs/fla-tests.md",
     "docs/fuzzing.md",
     "docs/gpu-tests.md",
+    "docs/guide/versions.md",
 )
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
@@ -61,6 +63,9 @@ GENERATORS: dict[str, Callable[[], list[str]]] = {
     "fuzz": run_tables.fuzz,
     "cpp-example": cpp_example,
     "algorithms": support_matrix.algorithms,
+    "versions-pinned": version_tables.pinned,
+    "versions-runs": version_tables.runs,
+    "versions-peers": version_tables.peers,
 }
 
 
