@@ -16,7 +16,7 @@ cuda = $(if $(CULA_CUDA),-DCULA_CUDA=$(CULA_CUDA))
 configure = cmake --preset release --log-level=WARNING -DCULA_TORCH=ON $(cuda) $(1) $(CMAKE_ARGS) >/dev/null
 has_gpu = nvidia-smi -L >/dev/null 2>&1
 
-.PHONY: help build demo test bench cuda gpu gpu-test gpu-sanitize gpu-bench format lint wheel clean
+.PHONY: help build demo test bench cuda gpu gpu-test gpu-sanitize gpu-bench format lint wheel site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,5 +75,9 @@ wheel:  ## dist/cula-*.whl, with the CUDA kernels where a GPU and nvcc are, or w
 	@tools/setup.sh test
 	@python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 
+site: build  ## the documentation as a site, build-site/html/index.html; its links are checked
+	@tools/setup.sh site
+	@python tools/make_site.py
+
 clean:  ## remove what was built (.venv stays)
-	@rm -rf build dist python/cula/lib
+	@rm -rf build build-site dist python/cula/lib

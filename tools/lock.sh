@@ -31,4 +31,5 @@ lock() {
 
 lock requirements
 lock requirements-dev requirements
+lock requirements-site requirements requirements-dev
 lock requirements-cuda

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# setup.sh build|cuda|test|ci: makes this machine ready for it. Installs the missing system packages (where it
-# may; else says which) and keeps .venv in step with the pinned requirements. Quick when there is nothing to
-# do.
+# setup.sh build|cuda|test|site|ci: makes this machine ready for it. Installs the missing system packages
+# (where it may; else says which) and keeps .venv in step with the pinned requirements. Quick when there is
+# nothing to do.
 # CULA_INSTALL says whether system packages may be installed: yes, no, or ask. Left out, it is yes in CI
 # (CI=true) and in containers, which are there for that, and ask elsewhere.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-purpose=${1:?usage: setup.sh build|cuda|test|ci}
+purpose=${1:?usage: setup.sh build|cuda|test|site|ci}
 python=${PYTHON:-python3}
 
 have() { command -v "$1" >/dev/null 2>&1; }
@@ -18,7 +18,7 @@ missing_packages() {
     have "${CXX:-g++}" || echo g++
     have "$python" || echo python3
     "$python" -c 'import ensurepip, venv' 2>/dev/null || [ -x .venv/bin/pip ] || echo python3-venv
-    [ "$purpose" = build ] && return
+    case $purpose in build | site) return ;; esac
     have ccache || echo ccache
     [ "$purpose" = cuda ] && return
     echo '#include <gtest/gtest.h>' | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1 || echo libgtest-dev
@@ -129,4 +129,5 @@ mapfile -t packages < <(missing_packages)
     .venv/bin/python -m pip install -qq --disable-pip-version-check "$(grep '^torch==' requirements.txt)"
 install_requirements requirements
 case $purpose in test | ci) install_requirements requirements-dev ;; esac
+case $purpose in site | ci) install_requirements requirements-site ;; esac
 case $purpose in cuda | ci) have_nvcc || install_nvcc ;; esac
