@@ -37,6 +37,7 @@ from cula._build import BuildInfo, build_info
 from cula._explain import Explanation, explain
 from cula._family import Algorithm, algorithms
 from cula._ops import operator_options
+from cula._plans import checkpoint_plan
 from cula.api import (
     Checkpoints,
     cula_decode,
@@ -65,6 +66,7 @@ __all__ = [
     "algorithms",
     "api",
     "build_info",
+    "checkpoint_plan",
     "compat",
     "cula_decode",
     "cula_delta",

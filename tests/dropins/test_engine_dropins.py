@@ -282,6 +282,33 @@ def test_vllm_verifies(algorithm, packed, accepted):
     assert_same_bits("pool", one, two)
 
 
+@pytest.mark.parametrize("engine", ["SGLang", "vLLM"])
+@pytest.mark.parametrize("algorithm", ENGINES)
+def test_slots_of_int64(algorithm, engine):
+    """Decode and verification with indices of either type."""
+    found = []
+    for kind in (torch.int32, torch.int64):
+        x, y = draft(algorithm, (1,) * 3), draft(algorithm)
+        pools = pool_of(x), pool_of(x)
+        slots = torch.tensor([5, -1, 2], dtype=kind)
+        if engine == "vLLM":
+            table = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10], [0, 0, 0, 0]], dtype=kind)
+            counts = torch.tensor([1, 3, 4], dtype=kind)
+            o = vll(x, pools[0], slots)[0], vll(y, pools[1], table, num_accepted_tokens=counts)[0]
+            found.append((*o, *pools))
+        else:
+            buffer, parents = torch.zeros(4, S, 4, 32, 64), torch.tensor([[-1, 0, 0, 1]] * 3, dtype=kind)
+            more = {"intermediate_state_indices": torch.tensor([3, 1, 0], dtype=kind)}
+            o = sgl(x, pools[0], slots), sgl(
+                y, pools[1], slots, disable_state_update=True, intermediate_states_buffer=buffer,
+                retrieve_parent_token=parents, **more,
+            )  # fmt: skip
+            found.append((*o, *pools, buffer))
+    for name, one, two in zip(("decode", "verify", "pool", "pool read", "buffer"), *found, strict=False):
+        assert_same_bits(name, one, two)
+    assert found[0][0].abs().sum() > 0
+
+
 def test_vllm_without_indices_has_a_slot_for_each_row():
     x = draft("gdn", (1,) * 3)
     one, two = pool_of(x), pool_of(x)

@@ -284,6 +284,18 @@ def test_indices_of_int64(algorithm, call):
         assert_same_bits(name, getattr(four, name), getattr(three, name))
 
 
+@CALLS
+def test_initial_and_final_indices_of_either_type(algorithm, call):
+    starts, ends = torch.tensor([4, 2, -1]), torch.tensor([5, -1, 0])
+    inputs, wanted = problem(algorithm, 3, 6), None
+    for one, two in ((torch.int32, torch.int32), (torch.int64, torch.int32), (torch.int32, torch.int64)):
+        own = inputs.but(initial_state=inputs.initial_state.clone(), initial_state_indices=starts.to(one))
+        result = call(own, in_place=True, final_state_indices=ends.to(two))
+        wanted = wanted or result
+        assert_same_bits("o", wanted.o, result.o)
+        assert_same_bits("pool", wanted.final_state, result.final_state)
+
+
 def test_plans_of_int64(algorithm):
     inputs = make(Case(algorithm, (130, 70), packed=True))
     plan = torch.tensor([[0, 64, 2], [1, 70, 0], [0, 128, -1]])

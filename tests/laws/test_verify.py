@@ -185,6 +185,35 @@ def test_snapshot_slots_by_index(algorithm):
     assert_only_changed(before, room, [2, 4])
 
 
+@pytest.mark.parametrize("null_index", [-1, 0])
+def test_every_index_may_be_int64(algorithm, null_index):
+    """Tables of slots, counts, snapshots' slots and parents, each int64 alone and all of them together."""
+    inputs = make(Case(algorithm, (S,) * 3))
+    indices = {
+        "state_indices": torch.tensor([[4, 1, 2, 3], [null_index] * S, [5, 6, 7, 8]]),
+        "num_accepted": torch.tensor([1, 1, 3]), "snapshot_indices": torch.tensor([3, 0, -1]),
+        "parents": torch.tensor([[-1, 0, 1, 0], [-1, 0, 1, 2], [-1, -1, 1, 1]]),
+    }  # fmt: skip
+    base = state_like(inputs.case, 9)
+    base[[4, 7]] = inputs.initial_state[[0, 2]]
+
+    def run(names) -> passes.Result:
+        named = {name: x if name in names else x.int() for name, x in indices.items()}
+        more = {
+            "in_place": True,
+            "snapshots": torch.zeros_like(room_for(inputs, 4)),
+            "null_index": null_index,
+        }
+        return passes.verify(inputs.but(initial_state=base.clone()), **named, **more)
+
+    wanted = run(())
+    assert not wanted.o[1].any()
+    assert wanted.o[[0, 2]].abs().sum() > 0
+    for names in (*((name,) for name in indices), tuple(indices)):
+        for (name, one), (_, two) in zip(wanted.items(), run(names).items(), strict=True):
+            assert_same_bits(f"{names} {name}", one, two)
+
+
 @pytest.mark.parametrize("lengths", [(1, 4, 0, 2), (0, 0), (4,)])
 def test_ragged_rows(algorithm, lengths):
     inputs = make(Case(algorithm, lengths, packed=True, tail=1))
