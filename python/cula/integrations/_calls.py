@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 # A reason may name shapes, and a long run meets many: more than these go together.
 MOST_REASONS = 1000
@@ -14,10 +14,11 @@ OTHERS = "other reasons"
 class Calls(Mapping[tuple[str, str], int]):
     """Counts of calls by (function, what ran it), where the second is "cula", "PyTorch", or the sentence with
     which the call was left to the other project's own code. Prints as a table; safe to read and to clear at
-    any time."""
+    any time. `first` is called with each pair that is new."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Callable[[str, str], None] | None = None) -> None:
         self._counts: dict[tuple[str, str], int] = {}
+        self._first = first
         self._lock = threading.Lock()
 
     def add(self, function: str, ran: str) -> None:
@@ -25,7 +26,9 @@ class Calls(Mapping[tuple[str, str], int]):
         with self._lock:
             if key not in self._counts and len(self._counts) >= MOST_REASONS:
                 key = function, OTHERS
-            self._counts[key] = self._counts.get(key, 0) + 1
+            count = self._counts[key] = self._counts.get(key, 0) + 1
+        if count == 1 and self._first is not None:
+            self._first(*key)
 
     def clear(self) -> None:
         with self._lock:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CULA_FLA=1`: FLA is registered with as soon as it is imported.
+"""What is to be done as soon as a module is imported: `CULA_FLA=1` registers with FLA then, and vLLM's
+modules are met when vLLM imports them.
 
-`import cula` puts a finder before all others, which knows one name. It leaves the list when that name is
-imported, lets the others find the package, and registers once the package has run.
+A finder before all others knows one name. It leaves the list when that name is imported, lets the others find
+the module, and acts once the module has run.
 """
 
 from __future__ import annotations
@@ -16,13 +17,21 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-def when_imported(package: str, then: Callable[[], object]) -> None:
-    """Calls `then` after the package has been imported, at once if it has been. What `then` raises becomes
-    a warning: the import is not of this library."""
+def when_imported(package: str, then: Callable[[], object]) -> Callable[[], None]:
+    """Calls `then` after the package or module has been imported, at once if it has been. What `then` raises
+    becomes a warning: the import is not of this library. Returns a function that takes this back, as long as
+    the import has not been."""
+    finder = _Finder(package, then)
     if package in sys.modules:
         _call(then)
     else:
-        sys.meta_path.insert(0, _Finder(package, then))
+        sys.meta_path.insert(0, finder)
+
+    def forget() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+    return forget
 
 
 def _call(then: Callable[[], object]) -> None:
