@@ -2,8 +2,8 @@
 """Adapters that put these kernels behind other projects' own functions, so that no import has to change.
 
 `cula.integrations.fla` is for flash-linear-attention, `cula.integrations.transformers` for the hybrid models
-of transformers, `cula.integrations.vllm` for vLLM, which finds it itself. An adapter is imported where it is
-first named.
+of transformers, `cula.integrations.vllm` and `cula.integrations.sglang` for vLLM and SGLang, which find them
+themselves. An adapter is imported where it is first named.
 """
 
 import importlib
@@ -11,9 +11,9 @@ from types import ModuleType
 
 from cula.integrations._on_import import when_imported
 
-_ADAPTERS = ("fla", "transformers", "vllm")
+_ADAPTERS = ("fla", "sglang", "transformers", "vllm")
 
-__all__ = ["fla", "on_import", "transformers", "vllm"]  # the adapters come from __getattr__
+__all__ = ["fla", "on_import", "sglang", "transformers", "vllm"]  # the adapters come from __getattr__
 
 
 def on_import(package: str) -> None:
