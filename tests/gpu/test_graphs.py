@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import cula
 from cula_testing import passes
 from cula_testing.cases import Case, make
 from cula_testing.compare import assert_same_bits
@@ -57,6 +58,37 @@ def test_replay_with_fewer_rows():
         held = make(case).initial_state
         held[rows[:live].long()] = wanted.final_state[:live]
         assert_same_bits("pool", held, inputs.initial_state)
+
+
+def test_a_plan_of_checkpoints_that_the_graph_makes():
+    """The lengths of a replay decide which states are kept, and no host reads them."""
+    x = make(Case("gdn", (200, 64, 130), packed=True, key_dim=128, value_dim=128))
+    table = torch.arange(1, 19, dtype=torch.int32).view(3, 6)
+    kept, o = torch.zeros(19, x.v.shape[2], 128, 128), passes.empty_o(x)
+
+    def call() -> None:
+        plan = cula.checkpoint_plan(x.cu_seqlens, 64, table, tokens=394, null_index=0)
+        cula.cula_gdn(
+            x.q, x.k, x.v, x.g, x.beta, cu_seqlens=x.cu_seqlens, out=o,
+            checkpoints=cula.Checkpoints(kept, plan),
+        )  # fmt: skip
+
+    graph = capture(call)
+    for lengths, slots in (
+        ((0, 200, 264, 394), [1, 2, 3, 7, 13, 14]),
+        ((0, 64, 127, 394), [1, 13, 14, 15, 16]),
+        ((0, 0, 0, 394), [13, 14, 15, 16, 17, 18]),
+        ((0, 63, 126, 189), []),
+    ):
+        x.cu_seqlens.copy_(torch.tensor(lengths))
+        kept.fill_(float("nan"))
+        graph.replay()
+        replayed, found = kept.clone(), o.clone()
+        assert [slot for slot in range(19) if not replayed[slot].isnan().any()] == slots
+        kept.fill_(float("nan"))
+        call()
+        assert_same_bits("kept", kept, replayed)
+        assert_same_bits("o", o, found)
 
 
 def test_two_graphs_share_no_memory():
