@@ -331,7 +331,7 @@ class QwenGatedDeltaNetAttention(PluggableLayer):
         self.vllm_config, self.prefix, self.activation, self.tp_size = vllm_config, prefix, "silu", 2
         self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim = 2 * H, 2 * HV, K, V
         self.conv_kernel_size = 4
-        draw = torch.Generator().manual_seed(3)
+        draw = torch.Generator(torch.get_default_device()).manual_seed(3)
         self.conv1d = SimpleNamespace(weight=torch.rand(WIDTH, 1, 4, generator=draw) + 0.5, bias=None)
         self.A_log = nn.Parameter(torch.rand(HV, generator=draw), requires_grad=False)
         self.dt_bias = nn.Parameter(
@@ -348,7 +348,7 @@ class QwenGatedDeltaNetAttention(PluggableLayer):
         """A block is a page: the convolution's states, and behind them the recurrence's."""
         sizes = WIDTH * 3 * torch.float32.itemsize, HV * V * K * state.itemsize
         pages = torch.zeros(blocks, sum(sizes), dtype=torch.int8)
-        draw = torch.Generator().manual_seed(5)
+        draw = torch.Generator(torch.get_default_device()).manual_seed(5)
         pool = pages[:, sizes[0] :].view(state).view(-1, HV, V, K)
         pool.copy_(torch.randn(blocks, HV, V, K, generator=draw) / 4)
         self.kv_cache = (pages[:, : sizes[0]].view(torch.float32).view(-1, 3, WIDTH), pool)

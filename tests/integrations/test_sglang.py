@@ -23,8 +23,6 @@ from cula_testing.compare import assert_same_bits, errors
 from cula_testing.process import run_python
 from cula_testing.sglang_stand_in import HV, H, K, LinearAttnKernelBackend, V
 
-pytestmark = pytest.mark.cpu_only("the stand-in has no GPU")
-
 SLOTS = 12
 KINDS = pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=["int32", "int64"])
 ALGORITHMS = pytest.mark.parametrize("algorithm", ["gdn", "kda"])
@@ -53,7 +51,7 @@ def starts(*lengths: int) -> torch.Tensor:
 
 def tokens(algorithm: str, rows: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
     """As the backends have them: q, k, v `[1, T, ..]`, raw gates flattened, logits of beta."""
-    draw = torch.Generator().manual_seed(rows)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(rows)
     per = K if algorithm == "kda" else 1
     shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "a": (HV * per,), "b": (HV,)}
     x = {name: torch.randn(1, rows, *shape, generator=draw).to(dtype) for name, shape in shapes.items()}
@@ -63,7 +61,7 @@ def tokens(algorithm: str, rows: int, dtype=torch.float32) -> dict[str, torch.Te
 
 def pool(dtype=torch.float32) -> torch.Tensor:
     """Slots of one layer, in the pages of several."""
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(1)
     return (torch.randn(SLOTS, 3, HV, V, K, generator=draw) / 4).to(dtype)[:, 1]
 
 
@@ -399,6 +397,7 @@ def test_the_log_says_each_thing_once(caplog):
     ]  # fmt: skip
 
 
+@pytest.mark.cpu_only("a process of its own")
 def test_without_sglang():
     code = "import cula.integrations.sglang as s\ntry: s.register()\nexcept ImportError as e: print(e)"
     installed = importlib.metadata.packages_distributions().get("sglang")

@@ -24,7 +24,7 @@ from cula_testing.compare import assert_same_bits, errors
 from cula_testing.process import run_python
 from cula_testing.vllm_stand_in import GLM, HV, KIMI, OPERATORS, WIDTH, H, K, V
 
-pytestmark = [pytest.mark.cpu_only("the stand-in has no GPU"), pytest.mark.usefixtures("engine")]
+pytestmark = pytest.mark.usefixtures("engine")
 
 BLOCKS = 24
 KINDS = pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=["int32", "int64"])
@@ -53,7 +53,7 @@ def batch(decodes=0, prefills=(), drafts=(), padding=0, kind=torch.int32, cached
     total = sum(plain) + sum(drafts)
     named = {}
     if drafts:
-        order = torch.randperm(total, generator=torch.Generator().manual_seed(1))
+        order = torch.randperm(total, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
         spec, rest = order[: sum(drafts)].sort().values, order[sum(drafts) :].sort().values
         accepted = torch.tensor([1 + n % width for n in range(len(drafts))], dtype=kind)
         filled = torch.cat([table, torch.zeros(padding, width, dtype=kind)])
@@ -91,7 +91,10 @@ def batch(decodes=0, prefills=(), drafts=(), padding=0, kind=torch.int32, cached
 
 def tokens(metadata, dtype=torch.float32, beyond=3) -> tuple[torch.Tensor, ...]:
     """mixed_qkv, b and a, with rows beyond the batch."""
-    draw, rows = torch.Generator().manual_seed(11), metadata.num_actual_tokens + beyond
+    draw, rows = (
+        torch.Generator(torch.get_default_device()).manual_seed(11),
+        metadata.num_actual_tokens + beyond,
+    )
     return tuple(torch.randn(rows, size, generator=draw).to(dtype) for size in (WIDTH, HV, HV))
 
 
@@ -301,7 +304,7 @@ def test_what_is_declined_runs_on_vllms_kernels(engine):
 
 def test_the_operator_on_dense_states(engine):
     """`ChunkGatedDeltaRule`, for layers whose prefill ours does not run."""
-    draw = torch.Generator().manual_seed(2)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(2)
     q, k, v = (torch.randn(1, 90, n, d, generator=draw) for n, d in ((H, K), (H, K), (HV, V)))
     g, beta = -torch.rand(1, 90, HV, generator=draw), torch.rand(1, 90, HV, generator=draw)
     named = {
@@ -408,12 +411,14 @@ def test_the_variable(monkeypatch):
     assert vllm.register() == ()
 
 
+@pytest.mark.cpu_only("a process of its own")
 def test_without_vllm():
     code = "import cula.integrations.vllm as v\ntry: v.register()\nexcept ImportError as e: print(e)"
     installed = importlib.metadata.packages_distributions().get("vllm")
     assert installed or run_python("-c", code).strip().endswith("vLLM is not installed")
 
 
+@pytest.mark.cpu_only("a process of its own")
 def test_nothing_of_vllm_is_imported_before_vllm_does():
     code = (
         "import sys, types; sys.modules['vllm'] = types.ModuleType('vllm'); "

@@ -15,7 +15,7 @@ from cula_testing import engine_kernels
 from cula_testing.compare import assert_same_bits, errors
 from cula_testing.vllm_stand_in import GLM, HV, KIMI, OPERATORS, K
 
-pytestmark = [pytest.mark.cpu_only("the stand-in has no GPU"), pytest.mark.usefixtures("engine")]
+pytestmark = pytest.mark.usefixtures("engine")
 
 BLOCKS = 24
 KINDS = pytest.mark.parametrize("kind", [torch.int32, torch.int64], ids=["int32", "int64"])
@@ -26,7 +26,7 @@ def starts(lengths) -> torch.Tensor:
 
 
 def kda_tokens(rows: int, heads: int = HV) -> dict[str, torch.Tensor]:
-    draw = torch.Generator().manual_seed(9)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(9)
     shape = (1, rows, heads, K)
     q, k, v, g = (torch.randn(shape, generator=draw) for _ in range(4))
     return {
@@ -36,7 +36,10 @@ def kda_tokens(rows: int, heads: int = HV) -> dict[str, torch.Tensor]:
 
 
 def kda_pool() -> torch.Tensor:
-    return torch.randn(BLOCKS, HV, K, K, generator=torch.Generator().manual_seed(4)) / 4
+    return (
+        torch.randn(BLOCKS, HV, K, K, generator=torch.Generator(torch.get_default_device()).manual_seed(4))
+        / 4
+    )
 
 
 def both(path: str, name: str, *given, **named) -> list[tuple[torch.Tensor, ...]]:
