@@ -36,6 +36,7 @@ function(cula_build_info target)
     pair IN
     ITEMS "version=${PROJECT_VERSION}"
           "source=${commit}"
+          "namespace=${CULA_NAMESPACE}"
           "build_type=${CMAKE_BUILD_TYPE}"
           "processor=${CMAKE_SYSTEM_PROCESSOR}"
           "compiler=${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}"

@@ -5,6 +5,10 @@
 include_guard(GLOBAL)
 
 set(CULA_TORCH_DIR "" CACHE PATH "The torch package directory (it has include/ and lib/)")
+set(CULA_NAMESPACE cula CACHE STRING "The namespace of the operators: torch.ops.<this>, and <this>_unchecked")
+if(NOT CULA_NAMESPACE MATCHES "^[A-Za-z_][A-Za-z0-9_]*$")
+  message(FATAL_ERROR "CULA_NAMESPACE must be a name as in C++, got \"${CULA_NAMESPACE}\"")
+endif()
 
 # A front end that isolates its builds (pip install .) hides the user's packages through PYTHONPATH or in an
 # environment of its own, so the interpreter is asked as it is, then without PYTHONPATH (-I), then the active
@@ -61,7 +65,8 @@ add_library(cula_torch MODULE ${torch_sources})
 cula_compile_options(cula_torch)
 target_include_directories(cula_torch SYSTEM PRIVATE "${torch_dir}/include")
 set(torch_target 2.10)  # the oldest that can load it
-target_compile_definitions(cula_torch PRIVATE TORCH_TARGET_VERSION=0x020a000000000000)
+target_compile_definitions(cula_torch PRIVATE TORCH_TARGET_VERSION=0x020a000000000000
+                                              CULA_NAMESPACE=${CULA_NAMESPACE})
 target_link_libraries(cula_torch PRIVATE cula "${torch_dir}/lib/libtorch_cpu.so")
 # Registration happens in static initializers, so nothing is exported; nothing may stay undefined but what
 # torch has.

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """check_tree.py: what CONTRIBUTING.md promises about the tree, as far as a program can see it.
 
-Which folder of src/ may include which; no file above 600 lines; no line above 110 columns, prose of Markdown
-above 100; pages of docs/design of at most 150 lines, with a drawing. Generated blocks and recorded files are
-left out, and of docs/log the tables; the prose there has up to 110 columns.
+Which folder of src/ may include which; the package imports itself by relative names; no file above 600 lines;
+no line above 110 columns, prose of Markdown above 100; pages of docs/design of at most 150 lines, with a
+drawing. Generated blocks and recorded files are left out, and of docs/log the tables; the prose there has up
+to 110 columns.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -74,6 +76,18 @@ def includes(path: str, text: str) -> Iterator[str]:
             yield f"{path}: src/{folder} may not include {included}"
 
 
+def imports(path: str, text: str) -> Iterator[str]:
+    """Sentences about imports by which a copy of the package under another name would find this one."""
+    if not (path.startswith("python/cula/") and path.endswith(".py")):
+        return
+    for node in ast.walk(ast.parse(text)):
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        if any(name.partition(".")[0] == "cula" for name in names):
+            yield f"{path}:{node.lineno}: the package must import itself by a relative name"
+
+
 def prose(lines: list[str]) -> Iterator[int]:
     """Numbers of the lines of Markdown that are no code, in fences or indented, and no row of a table."""
     fenced, before = False, ""
@@ -102,6 +116,7 @@ def columns(path: str, lines: list[str]) -> Iterator[str]:
 
 def problems(path: str, text: str) -> Iterator[str]:
     yield from includes(path, text)
+    yield from imports(path, text)
     markdown = path.endswith(".md")
     count = len(GENERATED.sub("", text).splitlines()) if markdown else text.count("\n")
     if count > MOST_LINES:

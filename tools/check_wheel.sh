@@ -41,7 +41,7 @@ PYTHONPATH='' "$work/venv/bin/python" tools/smoke.py "$work/venv"
 (cd / && PYTHONPATH='' "$work/venv/bin/python" -m cula.bench --device cpu --quick --seconds 5 >/dev/null)
 
 # An editable install's library lies apart from its sources, which this tree's own library may not stand in
-# for.
+# for. This one has its operators in a namespace of its own.
 tree=$work/tree
 mkdir "$tree"
 git ls-files -z | xargs -0 cp --parents --target-directory="$tree"
@@ -49,9 +49,14 @@ git ls-files -z | xargs -0 cp --parents --target-directory="$tree"
 (
     cd "$tree"
     "$work/venv/bin/python" -m pip --quiet --disable-pip-version-check install --no-deps \
-        --no-build-isolation --config-settings=cmake.define.CULA_CUDA=OFF --editable .
+        --no-build-isolation --config-settings=cmake.define.CULA_CUDA=OFF \
+        --config-settings=cmake.define.CULA_NAMESPACE=cula_editable --editable .
 )
 (cd / && PYTHONPATH='' "$work/venv/bin/python" "$tree/tools/smoke.py" "$tree")
 loaded=$(cd / && PYTHONPATH='' "$work/venv/bin/python" -m cula | grep '^loaded ')
 [[ $loaded == *" $work/venv/"* ]] || { echo "check_wheel: an editable install has $loaded" >&2 && exit 1; }
+(cd / && PYTHONPATH='' "$work/venv/bin/python" -c '
+import cula, torch
+assert cula.build_info().namespace == "cula_editable", cula.build_info().namespace
+assert not hasattr(torch.ops.cula, "prefill") and hasattr(torch.ops.cula_editable, "prefill")')
 echo "wheel: $(basename "${wheel[0]}"), $(du -k "${wheel[0]}" | cut -f1) KiB"

@@ -24,6 +24,12 @@ PLANTED = {
         "#include <cstdint>\n",
         "must say what src/cuda/sm100",
     ),
+    "an absolute import": (
+        "python/cula/x.py",
+        "def f():\n    import cula.api\n",
+        ":2: the package must import",
+    ),
+    "an absolute name": ("python/cula/dist/x.py", "from cula import api\n", ":1: the package must import"),
     "a long file": ("src/core/x.cc", "\n" * 601, "601 lines, at most 600"),
     "a long line": ("python/cula/x.py", "#" * 111, ":1: 111 columns, at most 110"),
     "a long line of prose": ("docs/api.md", "words\n" + "x" * 101, ":2: 101 columns, at most 100"),
@@ -55,6 +61,8 @@ def test_what_is_planted_is_found(what):
 def test_what_is_right_passes():
     text = '#include "cuda/chunked/chunk.cuh"\n#include "cuda/ptx/mma.cuh"\n#include <cstdint>\n'
     assert not list(check_tree.problems("src/cuda/sm80/carry.cuh", text))
+    assert not list(check_tree.problems("python/cula/x.py", "from . import api\nimport culaxx\n"))
+    assert not list(check_tree.problems("tests/x.py", "import cula\n"))
     table = f"words\n<!-- generated: x -->\n| {'x' * 200} |\n<!-- end -->\n"
     assert not list(check_tree.problems("docs/api.md", table))
     wide = f"{'x' * 100}\n\n```\n{'x' * 110}\n```\n\n    {'x' * 100}\n    {'x' * 106}\n\n| {'x' * 106} |\n"

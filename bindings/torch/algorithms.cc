@@ -5,6 +5,7 @@
 
 #include "cula/algorithm.h"
 #include "handles.h"
+#include "library.h"
 
 namespace cula::torch_binding {
 namespace {
@@ -25,9 +26,7 @@ void algorithms_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(cula, library) { library.def("algorithms() -> str"); }
-STABLE_TORCH_LIBRARY_IMPL(cula, CompositeExplicitAutograd, library) {
-    library.impl("algorithms", algorithms_boxed);
-}
+CULA_LIBRARY_FRAGMENT(library) { library.def("algorithms() -> str"); }
+CULA_LIBRARY_IMPL(CompositeExplicitAutograd, library) { library.impl("algorithms", algorithms_boxed); }
 
 }  // namespace cula::torch_binding

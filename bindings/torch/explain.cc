@@ -15,6 +15,7 @@
 #include "core/kernel.h"
 #include "cula/cula.h"
 #include "handles.h"
+#include "library.h"
 #include "schema.h"
 
 namespace cula::torch_binding {
@@ -161,9 +162,7 @@ void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(cula, library) { library.def(kExplainSchema); }
-STABLE_TORCH_LIBRARY_IMPL(cula, CompositeExplicitAutograd, library) {
-    library.impl("explain", explain_boxed);
-}
+CULA_LIBRARY_FRAGMENT(library) { library.def(kExplainSchema); }
+CULA_LIBRARY_IMPL(CompositeExplicitAutograd, library) { library.impl("explain", explain_boxed); }
 
 }  // namespace cula::torch_binding

@@ -18,6 +18,7 @@
 #include "core/rows.h"
 #include "cula/cula.h"
 #include "handles.h"
+#include "library.h"
 #include "runtime.h"
 #include "schema.h"
 
@@ -482,28 +483,26 @@ void define_all(Library& library) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(cula, library) {
+CULA_LIBRARY(library) {
     define_all(library);
     library.def(kComposeSchema);
     library.def("option_bits() -> str");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(cula, CPU, library) {
+CULA_LIBRARY_IMPL(CPU, library) {
     implement_all(library);
     library.impl("compose", compose_boxed);
 }
-STABLE_TORCH_LIBRARY_IMPL(cula, CUDA, library) {
+CULA_LIBRARY_IMPL(CUDA, library) {
     implement_all(library);
     library.impl("compose", compose_boxed);
 }
-STABLE_TORCH_LIBRARY_IMPL(cula, CompositeExplicitAutograd, library) {
-    library.impl("option_bits", option_bits_boxed);
-}
+CULA_LIBRARY_IMPL(CompositeExplicitAutograd, library) { library.impl("option_bits", option_bits_boxed); }
 
 // The same once more for the package, which does itself in Python, in less time, what it puts before the
 // others: it looks for derivatives and counts writes.
-STABLE_TORCH_LIBRARY(cula_unchecked, library) { define_all(library); }
-STABLE_TORCH_LIBRARY_IMPL(cula_unchecked, CPU, library) { implement_all(library); }
-STABLE_TORCH_LIBRARY_IMPL(cula_unchecked, CUDA, library) { implement_all(library); }
+CULA_UNCHECKED_LIBRARY(library) { define_all(library); }
+CULA_UNCHECKED_LIBRARY_IMPL(CPU, library) { implement_all(library); }
+CULA_UNCHECKED_LIBRARY_IMPL(CUDA, library) { implement_all(library); }
 
 }  // namespace cula::torch_binding

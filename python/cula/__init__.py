@@ -15,11 +15,10 @@ vLLM and FlashKDA in `cula.kda`, `cula.gdn`, `cula.gla`, `cula.simple_gla`, `cul
 """
 
 import importlib as _importlib
-import importlib.metadata as _metadata
 import os as _os
 from types import ModuleType as _ModuleType
 
-from cula import (
+from . import (
     api,
     compat,
     delta_rule,
@@ -33,12 +32,13 @@ from cula import (
     simple_gla,
     utils,
 )
-from cula._build import BuildInfo, build_info
-from cula._explain import Explanation, explain
-from cula._family import Algorithm, algorithms
-from cula._ops import operator_options
-from cula._plans import checkpoint_plan
-from cula.api import (
+from ._build import BuildInfo, build_info
+from ._explain import Explanation, explain
+from ._family import Algorithm, algorithms
+from ._library import INFO as _INFO
+from ._ops import operator_options
+from ._plans import checkpoint_plan
+from .api import (
     Checkpoints,
     cula_decode,
     cula_delta,
@@ -50,12 +50,9 @@ from cula.api import (
     cula_simple_gla,
     cula_verify,
 )
-from cula.lightning import LinearAttentionChunkwiseDecay
+from .lightning import LinearAttentionChunkwiseDecay
 
-try:
-    __version__ = _metadata.version("cula")
-except _metadata.PackageNotFoundError:  # run from the source tree
-    __version__ = "0.0.0+source"
+__version__ = _INFO["version"]
 
 __all__ = [
     "Algorithm",
@@ -99,14 +96,15 @@ _LATER = ("dist", "integrations")
 def __getattr__(name: str) -> _ModuleType:
     if name not in _LATER:
         raise AttributeError(f"module 'cula' has no attribute {name!r}")
-    return _importlib.import_module(f"cula.{name}")
+    return _importlib.import_module(f".{name}", __name__)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
 
 
-if _os.environ.get("CULA_FLA", "0") not in ("", "0"):
-    from cula.integrations import on_import as _on_import
+# A copy under another name leaves other projects alone.
+if __name__ == "cula" and _os.environ.get("CULA_FLA", "0") not in ("", "0"):
+    from .integrations import on_import as _on_import
 
     _on_import("fla")

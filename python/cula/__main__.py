@@ -7,7 +7,8 @@ import platform
 
 import torch
 
-import cula
+from . import build_info, explain
+from ._library import library
 
 
 def _gpus() -> str:
@@ -22,8 +23,8 @@ def _gpus() -> str:
 
 
 def main() -> None:
-    print(cula.build_info())
-    print(f"loaded    {cula._ops.library()}")
+    print(build_info())
+    print(f"loaded    {library()}")
     print(f"python    {platform.python_version()}, {platform.platform()}")
     print(
         f"PyTorch   {torch.__version__}, CUDA {torch.version.cuda or 'none'}, "
@@ -31,7 +32,7 @@ def main() -> None:
     )
     print(f"GPU       {_gpus()}")
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-        chosen = {name: cula.explain(pass_name=name, device=device).chosen for name in ("prefill", "decode")}
+        chosen = {name: explain(pass_name=name, device=device).chosen for name in ("prefill", "decode")}
         print(
             f"on {device:6} "
             + ", ".join(f"KDA's {name} is {target or 'no kernel'}" for name, target in chosen.items())

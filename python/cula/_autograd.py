@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-import cula
+from . import _ops
+from ._library import ops
 
 Name = TypeVar("Name")
 
@@ -59,7 +60,7 @@ def differentiable(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callab
             return run(keys, *args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         refuse_gradients(op, given)
-        named = backend(cula._ops.op_name(op), given)
+        named = backend(_ops.op_name(op), given)
         last = max(names.index(each) for each in given)
         return Derivatives.apply(keys, named, *(given.get(each) for each in names[: last + 1]))
 
@@ -81,7 +82,7 @@ class _Context(Protocol):
 
 
 def _gradients() -> tuple[str, ...]:
-    return cula._ops.GRADIENTS
+    return _ops.GRADIENTS
 
 
 def gradients(
@@ -89,7 +90,7 @@ def gradients(
 ) -> list[Tensor | None]:
     """The wanted gradients of a call of those arguments, each like what it is the gradient of; `wanted` in
     the order of `GRADIENTS`."""
-    bit = cula._ops.bit
+    bit = _ops.bit
     k_first = given["options"] & bit("k_first")
     options = given["options"] & ~bit("make_final_state")
     if k_first and d_final_state is not None:
@@ -105,7 +106,7 @@ def gradients(
         made = [parts.get(name) for name in _gradients()]
     else:
         options |= sum(bit("gradients") << row for row, each in enumerate(wanted) if each)
-        made = list(torch.ops.cula.backward.default(options=options, **operands))
+        made = list(ops.backward.default(options=options, **operands))
         row = _gradients().index("initial_state")
         if k_first and (of_states := made[row]) is not None:
             made[row] = of_states.transpose(-1, -2)
@@ -150,9 +151,7 @@ def _in_parts(operands: Mapping[str, Any], options: int, asked: list[str]) -> di
             name: x.narrow(at[name], first, count) if name in at else torch.empty_like(x) if first else x
             for name, x in made.items()
         }
-        torch.ops.cula.backward.out(
-            options=options, **part, **{f"d_{name}": x for name, x in outputs.items()}
-        )
+        ops.backward.out(options=options, **part, **{f"d_{name}": x for name, x in outputs.items()})
         if first:
             for name in made.keys() - at.keys():
                 made[name] += outputs[name]
@@ -202,7 +201,7 @@ def refuse_tangents(
         if forward_ad.unpack_dual(value).tangent is not None:
             name = _called(op, name, given) if by_package else name
             raise NotImplementedError(
-                f"{cula._ops.op_name(op)}: {name} has a tangent, and forward-mode derivatives are not built; "
+                f"{_ops.op_name(op)}: {name} has a tangent, and forward-mode derivatives are not built; "
                 f"call with {name}.detach(), which has none"
             )
 
@@ -210,7 +209,7 @@ def refuse_tangents(
 def refuse_gradients(op: torch._ops.OpOverload, given: Mapping[str, Any], by_package: bool = False) -> None:
     """NotImplementedError for the first argument whose gradient would be lost, or what stands in its way.
     `by_package` as above."""
-    who = cula._ops.op_name(op)
+    who = _ops.op_name(op)
     wanted = [
         _called(op, name, given) if by_package else name
         for name, value in given.items()
@@ -249,10 +248,10 @@ def refuse_gradients(op: torch._ops.OpOverload, given: Mapping[str, Any], by_pac
 
 def _called(op: torch._ops.OpOverload, name: str, given: Mapping[str, Any]) -> str:
     """What the functions of the package call an argument of an operator."""
-    who = cula._ops.op_name(op)
+    who = _ops.op_name(op)
     if name == "o":
         return "out"
-    if name == "final_state" and given["options"] & cula._ops.bit("in_place"):
+    if name == "final_state" and given["options"] & _ops.bit("in_place"):
         return "state_pool" if who == "prefill" else "state"
     return "state" if name == "initial_state" and who == "verify" else name
 
@@ -362,9 +361,9 @@ def _rows(
     beta_per_value: bool,
     lower_bound: float,
 ) -> list[_Row]:
-    algorithm = cula._ops.algorithms().splitlines()[row].partition("\t")[0]
+    algorithm = _ops.algorithms().splitlines()[row].partition("\t")[0]
     with _disable_current_modes():
-        text = cula._ops.explain(
+        text = _ops.explain(
             "backward", algorithm, device, batch=1, tokens=64, sequences=1, heads=1, value_heads=1,
             key_dim=key_dim, value_dim=value_dim, dtype=dtype, state_dtype=state_dtype,
             gate=("log_decay", "softplus", "bounded")[gate], lower_bound=lower_bound, varlen=False,

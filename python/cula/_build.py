@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass
 
-import cula
-from cula import _ops
+from ._library import INFO
 
 _PASSES = ("prefill", "decode", "verify", "segment", "backward")
 
@@ -19,6 +17,7 @@ class BuildInfo:
 
     version: the sources' version; source: their commit, with a + behind it where files differed, or None
         outside a clone.
+    namespace: where its operators are, `torch.ops.<namespace>`.
     torch_target: the oldest PyTorch whose stable ABI the library needs; torch_headers: the one it was built
         with.
     compiler, cuda_compiler: name and version; the second is None in a build for CPUs alone.
@@ -29,6 +28,7 @@ class BuildInfo:
 
     version: str
     source: str | None
+    namespace: str
     build_type: str | None
     processor: str | None
     compiler: str | None
@@ -71,12 +71,16 @@ class BuildInfo:
 def build_info() -> BuildInfo:
     """What the loaded library was built from, with and for: with CUDA kernels or not, for which
     architectures, by which compilers; and the names of its targets."""
-    words: dict[str, str] = json.loads(_ops.library().with_name("build_info.json").read_text())
-    version, architectures = words.pop("version"), tuple(words.pop("cuda_architectures").split())
-    rows = [row for name in _PASSES for row in cula.explain(pass_name=name, device="cpu")]
+    from ._explain import explain  # which imports this module
+
+    words = dict(INFO)
+    version, namespace = words.pop("version"), words.pop("namespace")
+    architectures = tuple(words.pop("cuda_architectures").split())
+    rows = [row for name in _PASSES for row in explain(pass_name=name, device="cpu")]
     targets = tuple(dict.fromkeys(row.target for row in rows))
     return BuildInfo(
         version=version,
+        namespace=namespace,
         cuda_architectures=architectures,
         targets=targets,
         **{name: text or None for name, text in words.items()},

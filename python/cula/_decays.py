@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cula import _ops
-from cula._family import MODES
+from . import _ops
+from ._family import MODES
 
 
 def algorithm_of(mode: str, g: Tensor | None, decay: Tensor | None) -> str:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from cula import _fla, _ops, _passes
-from cula._build import build_info
+from . import _fla, _ops, _passes
+from ._build import build_info
 
 
 class Row(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cula import _ops
+from . import _ops
 
 
 class Algorithm(NamedTuple):

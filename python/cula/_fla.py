@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from cula import _ops
-from cula._passes import LOG_DECAY, Gate
+from . import _ops
+from ._passes import LOG_DECAY, Gate
 
 # The kinds of arguments by their annotations, and how many dimensions have those tensors whose shapes are
 # read first.
@@ -173,7 +173,7 @@ def along(
     allow_neg_eigval: bool,
 ) -> tuple[Tensor, None]:
     """The function `name` on the tokens that a rank of a context of several has."""
-    from cula.dist import calls, context  # here, since the others need no process groups
+    from .dist import calls, context  # here, since the others need no process groups
 
     named: dict[str, object] = {
         "scale": scale,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -24,40 +23,22 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
-import cula
-from cula import _autograd, _shims
+from . import _autograd, _shims
+from ._library import NAMESPACE, ops, unchecked
 
-
-def library() -> Path:
-    """The file of the operators. An editable install has it apart from the sources, in the package's second
-    folder."""
-    folders = [Path(folder, "lib") for folder in cula.__path__]
-    for folder in reversed(folders):
-        if (path := folder / "libcula_torch.so").exists():
-            return path
-    raise ImportError(
-        f"cula is not built: there is no libcula_torch.so in {' or '.join(map(str, folders))}; install "
-        "torch, then run `pip install .` or `make build` in its source tree"
-    )
-
-
-torch.ops.load_library(library())
-
-compose = torch.ops.cula.compose.default
-explain = torch.ops.cula.explain.default
-algorithms = torch.ops.cula.algorithms.default
+compose = ops.compose.default
+explain = ops.explain.default
+algorithms = ops.algorithms.default
 
 # operator_options(algorithm, gate="log_decay", qk_l2norm=False, ..., chunk_tokens=64)
-operator_options = pack = _shims.packer(torch.ops.cula.option_bits())
+operator_options = pack = _shims.packer(ops.option_bits())
 
 # Whether M of a segment is a diagonal, by the row of the algorithm: the lowest eight bits of `options`.
 _DIAGONAL = [line.endswith("\tyes") for line in algorithms().splitlines()]
 
 
 # What a backward makes the gradients of, in the order of what it returns.
-GRADIENTS = tuple(
-    output.name.removeprefix("d_") for output in torch.ops.cula.backward.default._schema.returns
-)
+GRADIENTS = tuple(output.name.removeprefix("d_") for output in ops.backward.default._schema.returns)
 
 # What a schema calls a type.
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -257,11 +238,11 @@ def _checked(op: torch._ops.OpOverload) -> Callable[..., object]:
     return _autograd.differentiable(op, run)
 
 
-_libraries = [torch.library.Library(name, "FRAGMENT") for name in ("cula", "cula_unchecked")]
+_libraries = [torch.library.Library(name, "FRAGMENT") for name in (NAMESPACE, f"{NAMESPACE}_unchecked")]
 
 
 def _register(op: torch._ops.OpOverload, fake: Callable[..., object]) -> None:
-    name = op.name().removeprefix("cula::")
+    name = op.name().removeprefix(f"{NAMESPACE}::")
     for key in ("Autograd", "ADInplaceOrView"):
         _libraries[0].impl(name, _checked(op), key, with_keyset=True)
     torch.library.register_fake(op.name(), fake)
@@ -287,8 +268,8 @@ def _refuse_vmap(library: torch.library.Library, op: torch._ops.OpOverload) -> N
 def _overload(name: str, overload: str) -> Callable[..., Any]:
     """Registers an overload of a pass, and returns what the package calls in its place: the same without
     `_checked`, by name."""
-    op = getattr(getattr(torch.ops.cula, name), overload)
-    twin = getattr(getattr(torch.ops.cula_unchecked, name), overload)
+    op = getattr(getattr(ops, name), overload)
+    twin = getattr(getattr(unchecked, name), overload)
     _register(op, _fake(op))
     _libraries[1].impl(twin.name().partition("::")[2], torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(twin.name(), _fake(op))
@@ -316,7 +297,7 @@ class Operator(NamedTuple):
 
     @property
     def default(self) -> torch._ops.OpOverload:
-        return getattr(torch.ops.cula, self.name).default
+        return getattr(ops, self.name).default
 
 
 _register(compose, lambda *_: None)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from cula import _ops
-from cula._ops import Operator, state_dtype
+from . import _ops
+from ._ops import Operator, state_dtype
 
 # The options that are no tensors, and the types that they may have, the one to name first.
 _PLAIN = {

@@ -51,8 +51,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula import _decays, _ops, _passes
-from cula._passes import Checkpoints, Outputs, States
+from . import _decays, _ops, _passes
+from ._passes import Checkpoints, Outputs, States
 
 __all__ = [
     "Checkpoints",

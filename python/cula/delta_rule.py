@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cula import _fla, _ops, _passes
-from cula._passes import Outputs, dense
+from . import _fla, _ops, _passes
+from ._passes import Outputs, dense
 
 __all__ = ["chunk_delta_rule", "fused_chunk_delta_rule", "fused_recurrent_delta_rule"]
 

@@ -10,8 +10,8 @@ import warnings
 
 from torch import Tensor
 
-from cula import _fla, _ops, _passes
-from cula._passes import Gate, Outputs, dense
+from . import _fla, _ops, _passes
+from ._passes import Gate, Outputs, dense
 
 __all__ = ["chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn"]
 

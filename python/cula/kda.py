@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula import _fla, _ops, _passes
-from cula._passes import Gate, Outputs, States, dense
+from . import _fla, _ops, _passes
+from ._passes import Gate, Outputs, States, dense
 
 __all__ = [
     "chunk_kda",

@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from cula import _fla, _ops, _passes
-from cula._passes import Outputs, States, dense
-from cula.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+from . import _fla, _ops, _passes
+from ._passes import Outputs, States, dense
+from .simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 __all__ = [
     "LinearAttentionChunkwiseDecay",

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula import _fla, _ops, _passes
-from cula.simple_gla import _run
+from . import _fla, _ops, _passes
+from .simple_gla import _run
 
 __all__ = ["chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"]
 

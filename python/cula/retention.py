@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula import _fla
-from cula.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+from . import _fla
+from .simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 __all__ = ["chunk_retention", "fused_chunk_retention", "fused_recurrent_retention"]
 

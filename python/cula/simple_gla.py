@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula import _autograd, _fla, _ops, _passes
-from cula._passes import Outputs, dense
+from . import _autograd, _fla, _ops, _passes
+from ._passes import Outputs, dense
 
 __all__ = ["chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla"]
 

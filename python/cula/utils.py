@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cula.kda import kda_prefill_hopper
+from .kda import kda_prefill_hopper
 
 __all__ = ["get_kda_fused_fwd"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cula import _ops
+from cula import _library
 from cula_testing.process import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), 
 
 
 def test_symbols_and_dependencies():
-    run_python(str(ROOT / "tools" / "check_symbols.py"), str(_ops.library()))
+    run_python(str(ROOT / "tools" / "check_symbols.py"), str(_library.library()))
 
 
 def test_the_readme_shows_python():

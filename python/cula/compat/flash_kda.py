@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cula import _fla, _ops, _passes
+from .. import _fla, _ops, _passes
 
 __all__ = ["fwd", "get_workspace_size"]
 

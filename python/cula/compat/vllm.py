@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula import _fla, _ops, _passes
-from cula._passes import Gate, Outputs, States
-from cula.kda import _check_gate, _check_tensors, _raw, _sizes
+from .. import _fla, _ops, _passes
+from .._passes import Gate, Outputs, States
+from ..kda import _check_gate, _check_tensors, _raw, _sizes
 
 __all__ = ["fused_sigmoid_gating_delta_rule_update"]
 

@@ -10,7 +10,7 @@ Pipeline parallelism needs nothing but `initial_state` and the final state of Le
 the algorithm, the sizes of the messages and when which method wins.
 """
 
-from cula.dist.context import (
+from .context import (
     cula_delta_cp,
     cula_gdn_cp,
     cula_gla_cp,
@@ -18,8 +18,8 @@ from cula.dist.context import (
     cula_lightning_cp,
     cula_simple_gla_cp,
 )
-from cula.dist.conv import conv_boundary_tokens
-from cula.dist.hybrid import (
+from .conv import conv_boundary_tokens
+from .hybrid import (
     cula_delta_tp_cp,
     cula_gdn_tp_cp,
     cula_gla_tp_cp,
@@ -27,9 +27,9 @@ from cula.dist.hybrid import (
     cula_lightning_tp_cp,
     cula_simple_gla_tp_cp,
 )
-from cula.dist.pools import alloc_decode_state_pool, alloc_state_buffer
-from cula.dist.shards import even_splits, split_cu_seqlens_for_sp
-from cula.dist.tensor import (
+from .pools import alloc_decode_state_pool, alloc_state_buffer
+from .shards import even_splits, split_cu_seqlens_for_sp
+from .tensor import (
     cula_delta_tp,
     cula_gdn_tp,
     cula_gla_tp,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula import _autograd, _decays, _ops, _passes, api
-from cula._family import FAMILY, MODES
+from .. import _autograd, _decays, _ops, _passes, api
+from .._family import FAMILY, MODES
 
 FUNCTIONS: dict[str, Callable[..., tuple[Any, ...]]] = {mode: getattr(api, f"cula_{mode}") for mode in MODES}
 _DIAGONAL = {row.mode: row.has_diagonal_map for row in FAMILY.values()}

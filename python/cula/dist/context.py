@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cula.dist import cost, gradients
-from cula.dist.calls import Call
-from cula.dist.forms import Complete, Form, Split
-from cula.dist.groups import Group, GroupLike, resolve
-from cula.dist.lanes import BatchLanes, Lanes, PackedLane
-from cula.dist.shards import TokenShard, check_cu_seqlens, check_splits
-from cula.dist.transport import ProcessGroupTransport, Transport
-from cula.dist.words import ContextWords, words_of
+from . import cost, gradients
+from .calls import Call
+from .forms import Complete, Form, Split
+from .groups import Group, GroupLike, resolve
+from .lanes import BatchLanes, Lanes, PackedLane
+from .shards import TokenShard, check_cu_seqlens, check_splits
+from .transport import ProcessGroupTransport, Transport
+from .words import ContextWords, words_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cula.dist import gradients
-from cula.dist.groups import GroupLike, resolve
-from cula.dist.shards import check_cu_seqlens, check_splits, crossings, device_borders
-from cula.dist.transport import ProcessGroupTransport
+from . import gradients
+from .groups import GroupLike, resolve
+from .shards import check_cu_seqlens, check_splits, crossings, device_borders
+from .transport import ProcessGroupTransport
 
 
 def conv_boundary_tokens(

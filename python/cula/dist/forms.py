@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cula.dist import methods
-from cula.dist.calls import Call
-from cula.dist.lanes import Lanes
-from cula.dist.methods import Gradients, Kept, Made, Upstream
-from cula.dist.transport import Transport
+from . import methods
+from .calls import Call
+from .lanes import Lanes
+from .methods import Gradients, Kept, Made, Upstream
+from .transport import Transport
 
 
 class Form(Protocol):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from cula import _autograd
-from cula.dist.calls import Call
-from cula.dist.forms import Form
-from cula.dist.methods import Kept, Upstream
-from cula.dist.transport import Transport
+from .. import _autograd
+from .calls import Call
+from .forms import Form
+from .methods import Kept, Upstream
+from .transport import Transport
 
 
 def run(form: Form, call: Call, initial_state: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cula.dist import context, tensor
-from cula.dist.calls import Call
-from cula.dist.context import Options
-from cula.dist.groups import GroupLike, resolve
-from cula.dist.shards import take_heads
-from cula.dist.words import HybridWords, words_of
+from . import context, tensor
+from .calls import Call
+from .context import Options
+from .groups import GroupLike, resolve
+from .shards import take_heads
+from .words import HybridWords, words_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

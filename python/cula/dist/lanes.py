@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cula.dist.calls import Call
-from cula.dist.messages import Message
-from cula.dist.shards import TokenShard
+from .calls import Call
+from .messages import Message
+from .shards import TokenShard
 
 
 class Ends(Protocol):

@@ -10,8 +10,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from cula import _ops
-from cula.dist.calls import Call
+from .. import _ops
+from .calls import Call
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cula.dist.calls import Call
-from cula.dist.lanes import Lanes
-from cula.dist.messages import Message
-from cula.dist.transport import Transport
+from .calls import Call
+from .lanes import Lanes
+from .messages import Message
+from .transport import Transport
 
 
 class Kept(NamedTuple):

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from cula.dist.groups import Group, resolve
+from .groups import Group, resolve
 
 
 def take_heads(argument: str, x: Tensor, dim: int, heads: int, group: Group) -> Tensor:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cula import Checkpoints
-from cula.dist import gradients
-from cula.dist.calls import Call
-from cula.dist.groups import Group, GroupLike, resolve
-from cula.dist.shards import take_heads, take_parameter, take_query_heads
-from cula.dist.transport import ProcessGroupTransport
-from cula.dist.words import TensorWords, words_of
+from .. import Checkpoints
+from . import gradients
+from .calls import Call
+from .groups import Group, GroupLike, resolve
+from .shards import take_heads, take_parameter, take_query_heads
+from .transport import ProcessGroupTransport
+from .words import TensorWords, words_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cula.dist.groups import Group
+from .groups import Group
 
 # Up to so many ranks what later ones need is sent to each of them: half of what an all-gather moves, and of
 # the first rank's message a part. Beyond, a ring shares its links better.

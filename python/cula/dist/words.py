@@ -15,8 +15,8 @@ from typing import Any, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
-from cula import Checkpoints
-from cula.dist.groups import GroupLike
+from .. import Checkpoints
+from .groups import GroupLike
 
 
 class _Options(TypedDict, total=False):

@@ -9,7 +9,7 @@ themselves. An adapter is imported where it is first named.
 import importlib
 from types import ModuleType
 
-from cula.integrations._on_import import when_imported
+from ._on_import import when_imported
 
 _ADAPTERS = ("fla", "sglang", "transformers", "vllm")
 
@@ -18,10 +18,10 @@ __all__ = ["fla", "on_import", "sglang", "transformers", "vllm"]  # the adapters
 
 def on_import(package: str) -> None:
     """Registers with a project as soon as it is imported, as `CULA_FLA=1` does for "fla"."""
-    when_imported(package, lambda: importlib.import_module(f"cula.integrations.{package}").register())
+    when_imported(package, lambda: importlib.import_module(f".{package}", __name__).register())
 
 
 def __getattr__(name: str) -> ModuleType:
     if name not in _ADAPTERS:
         raise AttributeError(f"module 'cula.integrations' has no attribute {name!r}")
-    return importlib.import_module(f"cula.integrations.{name}")
+    return importlib.import_module(f".{name}", __name__)

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from cula.integrations._functions import Substitute
+from ._functions import Substitute
 
 BACKEND = "cula"
 SWITCH = "FLA_CULA"

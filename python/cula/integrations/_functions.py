@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from cula.integrations._calls import Calls
+from ._calls import Calls
 
 # What the functions here raise before they run anything: a call that they do not take, or that is wrong.
 REFUSALS = (ValueError, TypeError, NotImplementedError, AssertionError, Warning)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula import api, delta_rule, gdn, gla, kda, lightning, linear_attn, retention, simple_gla
-from cula.integrations import _fla_cpu
-from cula.integrations._calls import Calls
-from cula.integrations._fla_registries import Registries, enabled
-from cula.integrations._functions import Substitute, around, rebind
+from .. import api, delta_rule, gdn, gla, kda, lightning, linear_attn, retention, simple_gla
+from . import _fla_cpu
+from ._calls import Calls
+from ._fla_registries import Registries, enabled
+from ._functions import Substitute, around, rebind
 
 __all__ = ["calls", "register", "unregister"]
 

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cula import api, gdn, kda, simple_gla
-from cula._explain import explain
+from .. import api, gdn, kda, simple_gla
+from .._explain import explain
 
 __all__ = ["calls", "register", "unregister"]
 

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from cula.lightning import linear_attention_decode
+from ..lightning import linear_attention_decode
 
 __all__ = ["linear_attention_decode"]
