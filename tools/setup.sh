@@ -130,4 +130,5 @@ mapfile -t packages < <(missing_packages)
 install_requirements requirements
 case $purpose in test | ci) install_requirements requirements-dev ;; esac
 case $purpose in site | ci) install_requirements requirements-site ;; esac
+case $purpose in ci) install_requirements requirements-wheel --upgrade --target .venv/wheel ;; esac
 case $purpose in cuda | ci) have_nvcc || install_nvcc ;; esac

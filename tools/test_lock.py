@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NAMES = ["requirements", "requirements-dev", "requirements-site", "requirements-cuda"]
+NAMES = ["requirements", "requirements-dev", "requirements-site", "requirements-cuda", "requirements-wheel"]
 
 
 def pins(text: str) -> dict[str, str]:
