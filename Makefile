@@ -71,9 +71,9 @@ lint:  ## the checks of .ci/run that need no build of their own
 	@mypy
 	@tools/check_tidy.sh
 
-wheel:  ## dist/cula-*.whl, with the CUDA kernels where a GPU and nvcc are, or with CULA_CUDA=ON
-	@tools/setup.sh test
-	@python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+wheel:  ## what is released: a manylinux wheel with CPU and CUDA kernels, and an sdist, in dist
+	@tools/setup.sh wheel
+	@CULA_CUDA=$${CULA_CUDA:-ON} tools/make_wheel.sh dist
 
 site: build  ## the documentation as a site, build-site/html/index.html; its links are checked
 	@tools/setup.sh site

@@ -36,6 +36,9 @@ function(cula_sbom file)
   cula_sbom_component(libgcc "" "${gcc}" dynamic libgcc_s.so.1)
   cula_sbom_component(glibc "" LGPL-2.1-or-later dynamic libc.so.6 libm.so.6 libdl.so.2 libpthread.so.0
                       librt.so.1 ld-linux-x86-64.so.2 ld-linux-aarch64.so.1)
+  if(CULA_GLIBC)  # what libstdc++ got later than the one that goes with that glibc
+    cula_sbom_component(libstdc++-static "${CMAKE_CXX_COMPILER_VERSION}" "${gcc}" static)
+  endif()
   if(CULA_WITH_CUDA)
     cula_sbom_component(cudart_static "${CUDAToolkit_VERSION}" LicenseRef-NVIDIA-CUDA-EULA static)
     cula_sbom_component(cuda-headers "${CUDAToolkit_VERSION}" LicenseRef-NVIDIA-CUDA-EULA headers)

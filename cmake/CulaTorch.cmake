@@ -9,6 +9,8 @@ set(CULA_NAMESPACE cula CACHE STRING "The namespace of the operators: torch.ops.
 if(NOT CULA_NAMESPACE MATCHES "^[A-Za-z_][A-Za-z0-9_]*$")
   message(FATAL_ERROR "CULA_NAMESPACE must be a name as in C++, got \"${CULA_NAMESPACE}\"")
 endif()
+set(CULA_GLIBC "" CACHE STRING
+    "The oldest glibc that the operators run with: 2.28 (tools/old_runtime.py), or empty for this machine's")
 
 # A front end that isolates its builds (pip install .) hides the user's packages through PYTHONPATH or in an
 # environment of its own, so the interpreter is asked as it is, then without PYTHONPATH (-I), then the active
@@ -67,7 +69,23 @@ target_include_directories(cula_torch SYSTEM PRIVATE "${torch_dir}/include")
 set(torch_target 2.10)  # the oldest that can load it
 target_compile_definitions(cula_torch PRIVATE TORCH_TARGET_VERSION=0x020a000000000000
                                               CULA_NAMESPACE=${CULA_NAMESPACE})
-target_link_libraries(cula_torch PRIVATE cula "${torch_dir}/lib/libtorch_cpu.so")
+target_link_libraries(cula_torch PRIVATE cula)
+if(CULA_GLIBC)
+  execute_process(COMMAND getconf GNU_LIBC_VERSION OUTPUT_VARIABLE glibc OUTPUT_STRIP_TRAILING_WHITESPACE)
+  string(REGEX MATCH "[0-9.]+$" glibc "${glibc}")
+endif()
+if(CULA_GLIBC AND glibc VERSION_GREATER CULA_GLIBC)
+  set(old_runtime "${PROJECT_BINARY_DIR}/glibc-${CULA_GLIBC}")
+  find_program(CULA_PYTHON NAMES python3 python)
+  execute_process(
+    COMMAND ${CMAKE_COMMAND} -E env "CC=${CMAKE_CXX_COMPILER}" "CXX=${CMAKE_CXX_COMPILER}" "${CULA_PYTHON}"
+            "${PROJECT_SOURCE_DIR}/tools/old_runtime.py" "${CULA_GLIBC}" "${old_runtime}"
+    COMMAND_ERROR_IS_FATAL ANY)
+  target_link_options(cula_torch PRIVATE "-L${old_runtime}")
+  # Before libtorch_cpu, which shows some functions of libstdc++ too, and those without a version.
+  target_link_libraries(cula_torch PRIVATE stdc++)
+endif()
+target_link_libraries(cula_torch PRIVATE "${torch_dir}/lib/libtorch_cpu.so")
 # Registration happens in static initializers, so nothing is exported; nothing may stay undefined but what
 # torch has.
 set(map "${PROJECT_SOURCE_DIR}/cmake/cula_torch.map")

@@ -14,21 +14,27 @@ import zipfile
 from pathlib import Path
 
 LIBRARY = "cula/lib/libcula_torch.so"
-TEXTS = ("LICENSE", "licenses/PyTorch.txt", "licenses/NVIDIA-CUDA.txt")
+TEXTS = ("LICENSE", "licenses/GCC.txt", "licenses/PyTorch.txt", "licenses/NVIDIA-CUDA.txt")
+# That of manylinux_2_28. The sources need a newer one, so a library that does not load it has parts inside.
+OLD_LIBSTDCXX = 3, 4, 24
 
 
-def read(library: bytes) -> tuple[set[str], bool]:
-    """The files that the library loads, and whether it has CUDA kernels."""
+def read(library: bytes) -> tuple[set[str], bool, bool]:
+    """The files that the library loads, and whether it has CUDA kernels, and parts of libstdc++."""
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(library)
-        command = ["readelf", "--wide", "--dynamic", "--sections", file.name]
+        command = ["readelf", "--wide", "--dynamic", "--sections", "--version-info", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return set(re.findall(r"\(NEEDED\).*\[(.*)\]", text)), " .nv_fatbin " in text
+    versions = [tuple(map(int, each.split("."))) for each in re.findall(r"Name: GLIBCXX_([\d.]+)", text)]
+    files = set(re.findall(r"\(NEEDED\).*\[(.*)\]", text))
+    return files, " .nv_fatbin " in text, max(versions, default=()) <= OLD_LIBSTDCXX
 
 
-def problems(document: dict, version: str, files: set[str], cuda: bool) -> list[str]:
-    """Of a document for a library of this version that loads these files and has CUDA kernels, or has
-    none."""
+def problems(
+    document: dict, version: str, files: set[str], cuda: bool, parts_of_libstdcxx: bool = False
+) -> list[str]:
+    """Of a document for a library of this version that loads these files and has CUDA kernels, or has none;
+    and parts of libstdc++, or none."""
     found = []
     if (document.get("bomFormat"), document.get("specVersion")) != ("CycloneDX", "1.6"):
         found.append("is no CycloneDX 1.6 document")
@@ -44,6 +50,7 @@ def problems(document: dict, version: str, files: set[str], cuda: bool) -> list[
     found += [f"does not list {file}, which the library loads" for file in sorted(files - dynamic)]
     contained = {name for name, each in properties.items() if each["linkage"] != "dynamic"}
     wanted = {"pytorch-headers"} | ({"cudart_static", "cuda-headers"} if cuda else set())
+    wanted |= {"libstdc++-static"} if parts_of_libstdcxx else set()
     if contained != wanted:
         found.append(f"says that the library contains {sorted(contained)}, and not {sorted(wanted)}")
     if set(document["dependencies"][0]["dependsOn"]) != set(properties):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# setup.sh build|cuda|test|site|ci: makes this machine ready for it. Installs the missing system packages
+# setup.sh build|cuda|wheel|test|site|ci: makes this machine ready for it. Installs the missing system packages
 # (where it may; else says which) and keeps .venv in step with the pinned requirements. Quick when there is
 # nothing to do.
 # CULA_INSTALL says whether system packages may be installed: yes, no, or ask. Left out, it is yes in CI
@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-purpose=${1:?usage: setup.sh build|cuda|test|site|ci}
+purpose=${1:?usage: setup.sh build|cuda|wheel|test|site|ci}
 python=${PYTHON:-python3}
 
 have() { command -v "$1" >/dev/null 2>&1; }
@@ -18,7 +18,7 @@ missing_packages() {
     have "${CXX:-g++}" || echo g++
     have "$python" || echo python3
     "$python" -c 'import ensurepip, venv' 2>/dev/null || [ -x .venv/bin/pip ] || echo python3-venv
-    case $purpose in build | site) return ;; esac
+    case $purpose in build | wheel | site) return ;; esac
     have ccache || echo ccache
     [ "$purpose" = cuda ] && return
     echo '#include <gtest/gtest.h>' | "${CXX:-g++}" -E -x c++ - >/dev/null 2>&1 || echo libgtest-dev
@@ -128,7 +128,7 @@ mapfile -t packages < <(missing_packages)
 .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' ||
     .venv/bin/python -m pip install -qq --disable-pip-version-check "$(grep '^torch==' requirements.txt)"
 install_requirements requirements
-case $purpose in test | ci) install_requirements requirements-dev ;; esac
+case $purpose in wheel | test | ci) install_requirements requirements-dev ;; esac
 case $purpose in site | ci) install_requirements requirements-site ;; esac
-case $purpose in ci) install_requirements requirements-wheel --upgrade --target .venv/wheel ;; esac
-case $purpose in cuda | ci) have_nvcc || install_nvcc ;; esac
+case $purpose in wheel | ci) install_requirements requirements-wheel --upgrade --target .venv/wheel ;; esac
+case $purpose in cuda | wheel | ci) have_nvcc || install_nvcc ;; esac

@@ -32,6 +32,8 @@ def document(components: list[dict]) -> dict:
 def test_a_whole_list_is_accepted():
     assert problems(document(COMPONENTS), "1.0", {"libc.so.6"}, cuda=False) == []
     assert problems(document(COMPONENTS + CUDA), "1.0", {"libc.so.6"}, cuda=True) == []
+    parts = [component("libstdc++-static", "static")]
+    assert problems(document(COMPONENTS + parts), "1.0", set(), cuda=False, parts_of_libstdcxx=True) == []
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,7 @@ def test_what_is_missing_is_named(version, files, cuda, words):
 
 def test_what_is_too_much_is_named():
     assert "contains" in problems(document(COMPONENTS + CUDA), "1.0", set(), cuda=False)[0]
+    assert "libstdc++-static" in problems(document(COMPONENTS), "1.0", set(), False, True)[0]
     lost = copy.deepcopy(document(COMPONENTS))
     lost["dependencies"][0]["dependsOn"].pop()
     assert "no dependency" in problems(lost, "1.0", set(), cuda=False)[0]
