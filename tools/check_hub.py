@@ -27,7 +27,7 @@ WORK = ROOT / "build" / "hub"
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tools")]
 sys.path.append(str(ROOT / ".venv" / "wheel"))  # behind the packages of the tests
 
-NAME, ID = "other-name", "_other_name_cpu_0123abc"
+NAME, REPOSITORY, ID = "other-name", "nobody/other-name", "_other_name_cpu_0123abc"
 
 PROJECT = """\
 cmake_minimum_required(VERSION 3.26)
@@ -172,6 +172,17 @@ def check_layers(kernel: ModuleType) -> None:
                     torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
+def run_tests() -> None:
+    """The repository's own, as kernel-builder's shells run them."""
+    (WORK / "pytest.ini").write_text("[pytest]\nmarkers =\n    kernels_ci: of the Hub's\n")
+    path = os.pathsep.join([str(ROOT / ".venv" / "wheel"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "LOCAL_KERNELS": f"{REPOSITORY}={WORK / 'build'}", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", WORK / "tests"]
+    done = subprocess.run(command, cwd=WORK, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"check_hub: {done.stdout}{done.stderr}")
+
+
 def main() -> None:
     import kernels
 
@@ -179,7 +190,7 @@ def main() -> None:
     import hf_kernel
 
     shutil.rmtree(WORK, ignore_errors=True)
-    hf_kernel.main([str(WORK), "--name", NAME, "--version", "1"])
+    hf_kernel.main([str(WORK), "--name", NAME, "--version", "1", "--repo-id", REPOSITORY])
     kernels._rust.Build.open(WORK)  # raises where it is not as the Hub's schema says
     write_project(tomllib.loads((WORK / "build.toml").read_text()))
     variant = make_variant()
@@ -188,6 +199,7 @@ def main() -> None:
     if (info := kernel.build_info()).namespace != ID or cula.build_info().namespace == ID:
         sys.exit(f"check_hub: {info.namespace} and {cula.build_info().namespace}")
     check_layers(kernel)
+    run_tests()
     print(
         f"hub: {len(kernel.layers.__all__)} layers of a kernel for the Hub, forward and backward, beside cula"
     )

@@ -208,6 +208,20 @@ def package(folder: Path, name: str) -> None:
     )
 
 
+def write_tests(folder: Path, repo_id: str, version: int) -> None:
+    """What kernel-builder runs: they load the kernel by its name on the Hub."""
+    text, count = re.subn(
+        "^REPOSITORY, VERSION = .*$",
+        f'REPOSITORY, VERSION = "{repo_id}", {version}',
+        (ROOT / "hub/test_layers.py").read_text(),
+        flags=re.MULTILINE,
+    )
+    if count != 1:
+        sys.exit("hf_kernel: hub/test_layers.py has no line REPOSITORY, VERSION = ..")
+    write(folder / "tests/test_layers.py", text)
+    write(folder / "tests/__init__.py", "")
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="is made; must not exist")
@@ -230,6 +244,7 @@ def main(arguments: list[str]) -> None:
         given.folder / "build.toml", build_toml(given.name, given.version, given.repo_id, given.source, lists)
     )
     package(given.folder, given.name)
+    write_tests(given.folder, given.repo_id or f"owner/{given.name}", given.version)
     for name in ("LICENSE", "licenses"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, given.folder / name)
