@@ -129,7 +129,9 @@ def main(glibc: str, folder: Path) -> None:
     run("ar", "rcs", folder / "libsingle_threaded.a", folder / "single_threaded.o")
 
     moved = [str(folder / soname) for soname in libraries if soname in MOVED_FROM]
-    loaders = sorted(str(path) for path in Path("/").glob("lib*/ld-linux-*.so.*"))
+    # The dynamic loader, in which __tls_get_addr is.
+    needed = run("readelf", "--dynamic", "--wide", file_of("libc.so.6"))
+    loaders = [str(file_of(name)) for name in re.findall(r"\(NEEDED\).*\[(ld-linux[^]]*)\]", needed)]
     rest = f"{file_of('libc_nonshared.a')} {folder}/libsingle_threaded.a"
     (folder / "libc.so").write_text(
         f"GROUP ( {folder}/libc.so.6 {rest} AS_NEEDED ( {' '.join(moved + loaders)} ) )\n"
