@@ -30,7 +30,7 @@ sys.path.append(str(ROOT / ".venv" / "wheel"))  # behind the packages of the tes
 NAME, REPOSITORY, ID = "other-name", "nobody/other-name", "_other_name_cpu_0123abc"
 
 PROJECT = """\
-cmake_minimum_required(VERSION 3.26)
+cmake_minimum_required(VERSION 3.24)
 project(variant LANGUAGES CXX)
 add_library({ID} MODULE {sources})
 set_target_properties({ID} PROPERTIES CXX_STANDARD 17 PREFIX "" SUFFIX .abi3.so)
@@ -176,7 +176,10 @@ def run_tests() -> None:
     """The repository's own, as kernel-builder's shells run them."""
     (WORK / "pytest.ini").write_text("[pytest]\nmarkers =\n    kernels_ci: of the Hub's\n")
     path = os.pathsep.join([str(ROOT / ".venv" / "wheel"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "LOCAL_KERNELS": f"{REPOSITORY}={WORK / 'build'}", "PYTHONPATH": path}
+    # A kernel registers with no project, whatever an installed cula is told.
+    switches = {"CULA_FLA": "1", "CULA_TRANSFORMERS": "1"}
+    local = {"LOCAL_KERNELS": f"{REPOSITORY}={WORK / 'build'}", "PYTHONPATH": path}
+    environment = {**os.environ, **switches, **local}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", WORK / "tests"]
     done = subprocess.run(command, cwd=WORK, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import jinja2
 import pytest
 import tomllib
 
@@ -84,6 +85,18 @@ def test_flags_are_those_of_cmake(written):
     for flag in ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions"):
         assert flag in cmake
         assert flag in section["cxx-flags"]
+
+
+@pytest.mark.parametrize("functions", [[], ["cula_kda", "explain"]])
+def test_the_card_is_a_template(written, functions):
+    """kernel-builder's templates are Jinja's, and these are the names that it gives them."""
+    environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
+    card = environment.from_string((written[0] / "CARD.md").read_text())
+    text = card.render(repo_id="an-owner/a-name", version=3, functions=functions, source=None)
+    assert text.startswith("---\nlibrary_name: kernels\n")
+    assert 'get_kernel("an-owner/a-name", version=3' in text
+    assert ("- `cula_kda`" in text) == bool(functions)
+    assert "{{" not in text
 
 
 @pytest.mark.parametrize(
