@@ -8,6 +8,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python=$PWD/.venv/bin/python
+# Builds of one tree in two places share what was compiled: ccache sees paths from the build folder.
+CCACHE_BASEDIR=$(dirname "$work")
+export CCACHE_BASEDIR
+options=(--config-settings=cmake.define.CULA_CUDA=OFF --config-settings=build-dir=build)
 fail() { echo "check_wheel: $*" >&2 && exit 1; }
 
 tools/make_wheel.sh "$work/dist" --config-settings=cmake.define.CULA_CUDA=OFF
@@ -21,7 +25,7 @@ git ls-files -z | xargs -0 cp --parents --target-directory="$tree"
 echo 'repository-code: "https://example.org/cula"' >>"$tree/CITATION.cff"
 (cd "$tree" && "$python" -c 'from scikit_build_core.build import build_sdist; build_sdist("..")' >/dev/null)
 VIRTUAL_ENV=$PWD/.venv "$python" -m pip --quiet --disable-pip-version-check wheel --no-deps \
-    --config-settings=cmake.define.CULA_CUDA=OFF --wheel-dir "$work/isolated" "$work"/cula-*.tar.gz
+    "${options[@]}" --wheel-dir "$work/isolated" "$work"/cula-*.tar.gz
 
 expected='cula/([a-z_]+/)*[a-z_]+\.py|cula/py\.typed|cula/lib/(libcula_torch\.so|build_info\.json)'
 expected+='|cula-[0-9.]+\.dist-info/.*'
@@ -70,7 +74,7 @@ installed -m cula.bench --device cpu --quick --seconds 5 >/dev/null
 (
     cd "$tree"
     "$work/venv/bin/python" -m pip --quiet --disable-pip-version-check install --no-deps \
-        --no-build-isolation --config-settings=cmake.define.CULA_CUDA=OFF \
+        --no-build-isolation "${options[@]}" \
         --config-settings=cmake.define.CULA_NAMESPACE=cula_editable --editable .
 )
 installed "$tree/tools/smoke.py" "$tree" "$tree/README.md" >/dev/null
