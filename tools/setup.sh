@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# setup.sh build|cuda|wheel|test|site|ci: makes this machine ready for it. Installs the missing system packages
+# setup.sh build|cuda|wheel|test|site|ci: makes this machine ready for it. Installs missing system packages
 # (where it may; else says which) and keeps .venv in step with the pinned requirements. Quick when there is
 # nothing to do.
 # CULA_INSTALL says whether system packages may be installed: yes, no, or ask. Left out, it is yes in CI

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cula import _ops
+from . import _ops
 
 # Checkpoints lie on the boundaries of the kernels' chunks.
 _CHUNK = 64

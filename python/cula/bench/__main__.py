@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-import cula
-from cula.bench import cost, cpu, gpu, headline, measure
-from cula.bench.headline import Entry
-from cula.bench.impls import OURS, Impl, inputs_of, rotating
-from cula.bench.measure import Call
-from cula.bench.report import Result, table
+from .. import build_info, explain
+from . import cost, cpu, gpu, headline, measure
+from .headline import Entry
+from .impls import OURS, Impl, inputs_of, rotating
+from .measure import Call
+from .report import Result, table
 
 DESCRIPTION = """\
 How fast the kernels are on this machine, in at most two minutes: prefill, decode, and a step of
@@ -89,9 +89,9 @@ def _no_gpu() -> str:
     """Why nothing runs on a GPU here; "" where it does."""
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no GPU"
-    if not cula.build_info().cuda:
-        return cula.build_info().note()
-    if cula.explain(device="cuda").chosen is None:
+    if not build_info().cuda:
+        return build_info().note()
+    if explain(device="cuda").chosen is None:
         return f"no kernel runs on {torch.cuda.get_device_name()}: compute capability 8.0 is the least"
     return ""
 
@@ -121,7 +121,7 @@ class Progress:
 def _peers(device: ModuleType) -> list[Impl]:
     if device is cpu:
         return [impl for impl in headline.CPU_IMPLS if impl is not OURS]
-    from cula.bench import fla
+    from . import fla
 
     fla.prepare()
     return fla.importable([(fla.MODULE, fla.FLA)], lambda why: print(why, file=sys.stderr))
@@ -130,8 +130,8 @@ def _peers(device: ModuleType) -> list[Impl]:
 def _head(device: ModuleType, peers: list[Impl]) -> dict[str, Any]:
     named = {"FLA": "flash-linear-attention"} if any(impl.name == "fla" for impl in peers) else {}
     return {
-        "cula": cula.build_info().version,
-        "source": cula.build_info().source,
+        "cula": build_info().version,
+        "source": build_info().source,
         **measure.describe(device),
         "peers": {name: importlib.metadata.version(distribution) for name, distribution in named.items()},
     }

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.nn import functional
 
-import cula
+from .. import algorithms
 
-FAMILY = {row.name: (row.decay, row.update) for row in cula.algorithms().values()}
+FAMILY = {row.name: (row.decay, row.update) for row in algorithms().values()}
 ALGORITHMS = tuple(FAMILY)
 GATED = tuple(name for name, (decay, _) in FAMILY.items() if decay in ("channel", "token"))
-DELTA = tuple(row.name for row in cula.algorithms().values() if row.takes_beta)
+DELTA = tuple(row.name for row in algorithms().values() if row.takes_beta)
 
 TRAINING_PASSES = ("backward", "train")
 

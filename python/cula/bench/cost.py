@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from cula.bench import training
-from cula.bench.cases import FAMILY, Case, Inputs
+from . import training
+from .cases import FAMILY, Case, Inputs
 
 CHUNK = 64
 

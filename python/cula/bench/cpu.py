@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from cula.bench.measure import Call, Times
+from .measure import Call, Times
 
 DEVICE = "cpu"
 CACHE_FACTOR = 1.25  # rotating inputs are this much larger than the last cache

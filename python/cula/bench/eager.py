@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
-from cula.bench.cases import Inputs, Maybe
+from .cases import Inputs, Maybe
 
 CHUNK = 64
 # Tokens prepared at a time. The intermediates of a block stay in cache; preparing all tokens at once, as one

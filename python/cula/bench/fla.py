@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from cula.bench import training
-from cula.bench.cases import TRAINING_PASSES, Case, Inputs
-from cula.bench.impls import Bind, Impl, keywords, verify_slots
-from cula.bench.measure import Call
+from . import training
+from .cases import TRAINING_PASSES, Case, Inputs
+from .impls import Bind, Impl, keywords, verify_slots
+from .measure import Call
 
 # chunk_kda would hand its calls to FlashKDA, which is a peer of its own.
 os.environ.setdefault("FLA_FLASH_KDA", "0")

@@ -19,7 +19,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from cula.bench.measure import Call, Times
+from .measure import Call, Times
 
 DEVICE = "cuda"
 CACHE_FACTOR = 3.0

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-import cula
-from cula.bench import cpu
-from cula.bench.cases import Case, decode_case, prefill_case
-from cula.bench.impls import EAGER_CHUNK, EAGER_RECURRENT, OURS, Impl, inputs_of
+from .. import explain
+from . import cpu
+from .cases import Case, decode_case, prefill_case
+from .impls import EAGER_CHUNK, EAGER_RECURRENT, OURS, Impl, inputs_of
 
 PREFILLED = ("kda", "gdn", "gla", "lightning")
 DECODED = ("kda", "gdn", "lightning")
@@ -43,7 +43,7 @@ class Entry:
     def target(self, device: str) -> str | None:
         """The kernel that runs, of a step of training its backward pass."""
         case = self.case
-        return cula.explain(
+        return explain(
             case.algorithm,
             "backward" if self.pass_name == "train" else self.pass_name,
             batch=case.batch,

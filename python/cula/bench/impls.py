@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-import cula
-from cula.bench import cost, eager, training
-from cula.bench.cases import TRAINING_PASSES, Case, Inputs, make, state_like
-from cula.bench.measure import Call
-from cula.bench.training import Forward, Step
+from .. import algorithms, api
+from . import cost, eager, training
+from .cases import TRAINING_PASSES, Case, Inputs, make, state_like
+from .measure import Call
+from .training import Forward, Step
 
 # Binds one set of inputs: the call returns o and the states, the pool that it was given or dense ones
 # [N, HV, V, K]; of a pass of training the gradients, see cula.bench.training.
@@ -25,8 +25,8 @@ Bind = Callable[[str, Inputs], Call]
 
 ROTATE_BYTES_LIMIT = 1 << 30  # of all sets of inputs together
 
-MODES = {row.name: row.mode for row in cula.algorithms().values()}
-PREFILL = {name: getattr(cula, f"cula_{mode}") for name, mode in MODES.items()}
+MODES = {row.name: row.mode for row in algorithms().values()}
+PREFILL = {name: getattr(api, f"cula_{mode}") for name, mode in MODES.items()}
 
 
 def _as_they_are(_pass_name: str, inputs: Inputs) -> Inputs:
@@ -91,9 +91,9 @@ def cula_bind(backend: str | None) -> Bind:
             return lambda: PREFILL[op](q, k, v, **more, output_final_state=True, cu_seqlens=inputs.cu_seqlens)
         pool, rows = inputs.initial_state, inputs.initial_state_indices
         if pass_name == "decode":
-            return lambda: cula.cula_decode(q, k, v, pool, mode=MODES[op], state_indices=rows, **more)
+            return lambda: api.cula_decode(q, k, v, pool, mode=MODES[op], state_indices=rows, **more)
         slots = verify_slots(inputs)
-        return lambda: cula.cula_verify(
+        return lambda: api.cula_verify(
             q, k, v, pool, mode=MODES[op], state_indices=slots, initial_state_indices=rows, **more
         )
 

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 import torch
 
-from cula import _ops
-from cula.bench.cases import Inputs, Maybe
-from cula.bench.measure import Call
+from .. import _ops
+from .cases import Inputs, Maybe
+from .measure import Call
 
 Gradients = dict[str, torch.Tensor]
 # One call on inputs that require gradients; returns o.

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cula import api, kda
-from cula._passes import Checkpoints
-from cula._plans import one_state_each
-from cula.integrations._calls import Calls
-from cula.integrations._functions import REFUSALS
-from cula.integrations._vllm_functions import heads_of
+from .. import api, kda
+from .._passes import Checkpoints
+from .._plans import one_state_each
+from ._calls import Calls
+from ._functions import REFUSALS
+from ._vllm_functions import heads_of
 
 # Tokens between the states that SGLang counts in `track_chunk_idx` and returns in h.
 CHUNK = 64

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cula import _ops, _passes, api
-from cula._passes import LOG_DECAY, Gate, Outputs, States
-from cula.compat import vllm as compat
+from .. import _ops, _passes, api
+from .._passes import LOG_DECAY, Gate, Outputs, States
+from ..compat import vllm as compat
 
 NULL_BLOCK = 0
 PASSES = ("prefill", "decode", "verify")

@@ -20,13 +20,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cula import api
-from cula._passes import Checkpoints
-from cula._plans import one_state_each
-from cula.integrations import _vllm_functions as functions
-from cula.integrations._calls import Calls
-from cula.integrations._functions import REFUSALS, Substitute
-from cula.integrations._vllm_functions import NULL_BLOCK
+from .. import api
+from .._passes import Checkpoints
+from .._plans import one_state_each
+from . import _vllm_functions as functions
+from ._calls import Calls
+from ._functions import REFUSALS, Substitute
+from ._vllm_functions import NULL_BLOCK
 
 LAYER, OPERATOR = "QwenGatedDeltaNetAttention", "ChunkGatedDeltaRule"
 

@@ -24,8 +24,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol, get_type_hints
 
-from cula.integrations._calls import Calls
-from cula.integrations._sglang_kernels import make_kernel
+from ._calls import Calls
+from ._sglang_kernels import make_kernel
 
 __all__ = ["calls", "register", "unregister"]
 

@@ -24,11 +24,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from cula.integrations import _vllm_functions as functions
-from cula.integrations import _vllm_layers as layers
-from cula.integrations._calls import Calls
-from cula.integrations._functions import Substitute, around, rebind
-from cula.integrations._on_import import when_imported
+from . import _vllm_functions as functions
+from . import _vllm_layers as layers
+from ._calls import Calls
+from ._functions import Substitute, around, rebind
+from ._on_import import when_imported
 
 __all__ = ["calls", "register", "unregister"]
 
