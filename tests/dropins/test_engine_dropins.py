@@ -181,8 +181,9 @@ def test_sglang_takes_k_first_pools_and_an_out():
     wanted = sgl(x, one, slots, intermediate_states_buffer=buffers[0], **more)
     o = sgl(x, two, slots, intermediate_states_buffer=buffers[1], state_layout="kv", out=out, **more)
     assert o is out
-    assert_same_bits("o", wanted, out.to(wanted.dtype))
-    assert_same_bits("buffer", buffers[0], buffers[1].mT.contiguous())
+    # On a GPU the kernel of packed states goes through tensor cores, that of any states does not.
+    for x, y in ((out, wanted), (buffers[1].mT, buffers[0])):
+        assert errors(x.to(y.dtype), y.double()).max <= torch.finfo(y.dtype).eps + 2**-16
 
 
 @pytest.mark.parametrize(

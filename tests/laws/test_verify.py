@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cula_testing import oracle, passes
 from cula_testing.cases import Case, Inputs, make, state_like
-from cula_testing.compare import assert_exact, assert_same_bits
+from cula_testing.compare import assert_exact, assert_same_bits, errors
 from cula_testing.pools import assert_only_changed, whole
 from cula_testing.strategies import cases
 
@@ -144,8 +144,13 @@ def test_a_chain_is_a_tree(algorithm):
     chain = passes.verify(inputs, snapshots=room_for(inputs, 3))
     parents = (torch.arange(S, dtype=torch.int32) - 1).expand(3, S)
     tree = passes.verify(inputs, snapshots=room_for(inputs, 3), parents=parents.contiguous())
-    assert_same_bits("o", chain.o, tree.o)
-    assert_same_bits("snapshots", chain.snapshots, tree.snapshots)
+    if inputs.q.is_cuda:  # a chain of few tokens goes through tensor cores, a tree does not
+        for what in ("o", "snapshots"):
+            x, y = getattr(chain, what), getattr(tree, what)
+            assert errors(x, y.double()).max <= torch.finfo(x.dtype).eps + 2**-16, what
+    else:
+        assert_same_bits("o", chain.o, tree.o)
+        assert_same_bits("snapshots", chain.snapshots, tree.snapshots)
 
 
 def test_siblings_do_not_see_each_other(algorithm):

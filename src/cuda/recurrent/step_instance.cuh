@@ -7,6 +7,7 @@
 #include "cuda/pipe/launch.h"
 #include "cuda/recurrent/decode.cuh"
 #include "cuda/recurrent/instances.h"
+#include "cuda/recurrent/verify.cuh"
 
 namespace cula::cuda::recurrent {
 
@@ -21,19 +22,35 @@ bool packed(const States& s) {
 // takes the least time; 132 and 800 take 2 and 8 % more.
 inline constexpr int kCtasAhead = 3;
 
+// The arguments of a launch, and its CTAs; none if the kernels do not take the call.
+template <class State>
+std::size_t decode_blocks(const Call& call, int rows, DecodeArgs& args) {
+    const DeviceArgs& a = call.args;
+    const int blocks = (a.value_dim + rows - 1) / rows;
+    if (!decode_args<State>(a, blocks, args)) return 0;
+    // Without sequences the CTAs of one are launched: they zero the outputs.
+    const std::size_t sequences = a.cu_seqlens ? std::max(a.sequences, 1) : a.sequences;
+    return sequences * a.value_heads * blocks;
+}
+
 template <class State, int kKey, int kRows, int kTokens>
 bool launch_decode(const Call& call) {
-    const DeviceArgs& a = call.args;
-    const int blocks = (a.value_dim + kRows * kRowsPerPass - 1) / (kRows * kRowsPerPass);
     DecodeArgs args;
-    if (!decode_args<State>(a, blocks, args)) return false;
+    const std::size_t blocks = decode_blocks<State>(call, kRows * kRowsPerPass, args);
     args.ahead = kCtasAhead * call.multiprocessors;
-    // Without sequences the CTAs of one are launched: they zero the outputs.
-    const std::size_t sequences =
-        a.cu_seqlens ? static_cast<std::size_t>(std::max(a.sequences, 1)) : a.sequences;
-    launch<decode<State, kKey, kRows, kTokens>>(
-        {.blocks = sequences * a.value_heads * blocks, .threads = kStepThreads}, call.stream, args);
-    return true;
+    launch<decode<State, kKey, kRows, kTokens>>({.blocks = blocks, .threads = kStepThreads}, call.stream,
+                                                args);
+    return blocks > 0;
+}
+
+template <class State, int kKey>
+bool launch_verify(const Call& call) {
+    DecodeArgs args;
+    const std::size_t blocks = decode_blocks<State>(call, kVerifyRows, args);
+    launch<verify<State, kKey>>(
+        {.blocks = blocks, .threads = kStepThreads, .shared_bytes = sizeof(VerifyShared<State, kKey>)},
+        call.stream, args);
+    return blocks > 0;
 }
 
 template <class State, int kKey>
@@ -43,15 +60,28 @@ bool launch_step_packed(const Call& call) {
         a.snapshots_token % 4 != 0 || !packed<State>(a.initial) || !packed<State>(a.final) ||
         !packed<State>(a.snapshots))
         return false;
-    constexpr int kFullRows = 256 / kKey;  // 32 floats of the state per thread
-    // With fewer than 40 CTAs per multiprocessor a thread has one row: smaller CTAs occupy every
-    // multiprocessor and shorten the last wave.
-    const bool many =
-        static_cast<long long>(a.sequences) * a.value_heads * a.value_dim / (kFullRows * kRowsPerPass) >=
-        40ll * call.multiprocessors;
-    if (a.tokens == 1 && !a.cu_seqlens && !a.state_indices.data && !a.snapshots.data)
-        return many ? launch_decode<State, kKey, kFullRows, 1>(call) : launch_decode<State, kKey, 1, 1>(call);
-    return many ? launch_decode<State, kKey, kFullRows, 4>(call) : launch_decode<State, kKey, 1, 4>(call);
+    // CTAs of `rows` rows for each multiprocessor.
+    const auto each = [&](int rows) {
+        return static_cast<long long>(a.sequences) * a.value_heads * a.value_dim / rows /
+               call.multiprocessors;
+    };
+    if (a.tokens == 1 && !a.cu_seqlens && !a.state_indices.data && !a.snapshots.data) {
+        // 16 KiB of states per CTA; less where smaller CTAs are needed to occupy every multiprocessor and to
+        // shorten the last wave.
+        constexpr int kFullRows = (sizeof(State) == 2 ? 512 : 256) / kKey;
+        const bool full = each(kFullRows * kRowsPerPass) >= (sizeof(State) == 2 ? 3 : 40);
+        return full ? launch_decode<State, kKey, kFullRows, 1>(call) : launch_decode<State, kKey, 1, 1>(call);
+    }
+    // Draft tokens go at once where they are few. What a batch-invariant call takes may not depend on the
+    // other sequences.
+    const bool few = !a.cu_seqlens          ? a.tokens <= kVerifyTokens
+                     : a.state_indices.data ? a.state_indices.columns <= kVerifyTokens
+                                            : a.tokens <= kVerifyTokens && !a.batch_invariant;
+    const bool drafts = a.state_indices.data || !a.final.data;
+    if (few && drafts && a.q.dtype != Dtype::kFloat32) return launch_verify<State, kKey>(call);
+    constexpr int kFullRows = 256 / kKey;
+    return each(kFullRows * kRowsPerPass) >= 4 ? launch_decode<State, kKey, kFullRows, 4>(call)
+                                               : launch_decode<State, kKey, 1, 4>(call);
 }
 
 }  // namespace cula::cuda::recurrent

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+// What decode and verify have in common: where a CTA's work is, and how the inputs of its tokens reach it.
+#pragma once
+
+#include "cuda/ptx/memory.cuh"
+#include "cuda/recurrent/decode_args.h"
+#include "cuda/recurrent/lanes.cuh"
+#include "cuda/tile/convert.cuh"
+#include "cuda/tile/gate.cuh"
+
+namespace cula::cuda::recurrent {
+
+__device__ __forceinline__ std::int32_t load(const DecodeIndices& indices, int n, int column = 0,
+                                             bool in = true) {
+    const std::int32_t* const words =
+        advanced(advanced(indices.data, n, indices.row), column, indices.column);
+    const auto lower = static_cast<std::int32_t>(load32_if(words, in && indices.data));
+    if (!indices.wide) return lower;
+    return narrow_index(lower, static_cast<std::int32_t>(load32_if(words + 1, in && indices.data)));
+}
+
+__device__ __forceinline__ float load(const DecodeParameter& x, int head, int channel = 0) {
+    return __uint_as_float(load32_if(x.data + (head * x.head + channel * x.channel), x.data != nullptr));
+}
+
+// Sums over a warp, of one number or of four. Of four, lanes 8 i to 8 i + 7 receive the i-th sum.
+// Each of the first two steps halves the number of sums that a lane carries, so that four sums take six
+// shuffles instead of twenty.
+__device__ __forceinline__ float warp_sums(const float (&x)[1]) { return warp_sum(x[0]); }
+__device__ __forceinline__ float warp_sums(const float (&x)[4]) {
+    const bool second = threadIdx.x & 16, odd = threadIdx.x & 8;
+    const float a = (second ? x[2] : x[0]) + __shfl_xor_sync(0xffffffffu, second ? x[0] : x[2], 16);
+    const float b = (second ? x[3] : x[1]) + __shfl_xor_sync(0xffffffffu, second ? x[1] : x[3], 16);
+    return row_sum((odd ? b : a) + __shfl_xor_sync(0xffffffffu, odd ? a : b, 8));
+}
+
+// The tokens of a sequence: [begin, begin + length) of row `batch`.
+struct DecodeRange {
+    int batch, begin, length;
+};
+
+// The prepared tokens, in shared memory.
+template <int kKey, int kBlockRows, int kTokens>
+struct alignas(16) DecodeTokens {
+    static constexpr int kThreads = kKey < kStepThreads ? kKey : kStepThreads, kWarps = kThreads / 32;
+
+    float q[kTokens][kKey], k[kTokens][kKey], decay[kTokens][kKey];
+    float qq[kTokens][kWarps], kk[kTokens][kWarps], kq[kTokens][kWarps];  // partial sums, one per warp
+    float value[kTokens][kBlockRows], beta[kTokens][kBlockRows];
+    std::int32_t state_index[kTokens];
+};
+
+// A thread's inputs of kTokens tokens. fetch() issues the loads to registers; ready() computes what all
+// threads need and writes it to DecodeTokens.
+template <int kKey, int kBlockRows, int kTokens>
+struct DecodeInputs {
+    using Tokens = DecodeTokens<kKey, kBlockRows, kTokens>;
+    static constexpr int kOwned = kKey / Tokens::kThreads;  // channels per thread and token
+    static constexpr int kValues = (kTokens * kBlockRows + kStepThreads - 1) / kStepThreads;
+
+    RawFloat q[kTokens][kOwned], k[kTokens][kOwned], g[kTokens][kOwned], value[kValues], beta[kValues];
+    std::int32_t state_index = 0;
+    float bias[kOwned], A_log, gamma;  // of the value head
+
+    static __device__ __forceinline__ bool owns_channels() {
+        return Tokens::kThreads == kStepThreads || threadIdx.x < Tokens::kThreads;
+    }
+    static __device__ __forceinline__ int channel(int i) {
+        return static_cast<int>(threadIdx.x) + i * Tokens::kThreads;
+    }
+    // The thread's i-th value belongs to token token_of(i) of the kTokens and to row row_of(i) of the CTA.
+    static __device__ __forceinline__ bool owns_value(int i) {
+        return kTokens * kBlockRows % kStepThreads == 0 ||
+               threadIdx.x + i * kStepThreads < kTokens * kBlockRows;
+    }
+    static __device__ __forceinline__ int token_of(int i) {
+        return static_cast<int>((threadIdx.x + i * kStepThreads) / kBlockRows);
+    }
+    static __device__ __forceinline__ int row_of(int i) {
+        return static_cast<int>((threadIdx.x + i * kStepThreads) % kBlockRows);
+    }
+
+    __device__ __forceinline__ void fetch_head(const DecodeArgs& a, int value_head) {
+        A_log = load(a.A_log, value_head), gamma = load(a.gamma, value_head);
+#pragma unroll
+        for (int i = 0; i < kOwned; ++i)
+            bias[i] = owns_channels() ? load(a.dt_bias, value_head, channel(i)) : 0.0f;
+    }
+
+    // Issues the loads for tokens t0 to t0 + kTokens - 1 of sequence n; the CTA's rows start at row0.
+    // Values come first and betas last: both are loaded under branches, and ptxas moves no load across a
+    // branch. So the load of the state's slot, issued before, stays ahead, and the copies of the state stay
+    // behind.
+    __device__ __forceinline__ void fetch(const DecodeArgs& a, int n, const DecodeRange& range, int t0,
+                                          int value_head, int row0) {
+        const auto place = [&](const DecodeRows& rows, int head, int j, int c) {
+            const char* at = advanced(advanced(rows.data, range.batch, rows.batch), head, rows.head);
+            if constexpr (kTokens > 1) at = advanced(at, range.begin + t0 + j, rows.token);
+            return advanced(at, c, rows.last);
+        };
+        const auto in = [&](int j) { return kTokens == 1 || t0 + j < range.length; };
+#pragma unroll
+        for (int i = 0; i < kValues; ++i)
+            if (owns_value(i)) {
+                const int row = min(row0 + row_of(i), a.value_dim - 1);
+                value[i].load(place(a.v, value_head, token_of(i), row), a.v.type, in(token_of(i)));
+            }
+        if (owns_channels()) {
+            const int head = static_cast<int>(a.group.divide(value_head));
+#pragma unroll
+            for (int i = 0; i < kOwned; ++i)
+#pragma unroll
+                for (int j = 0; j < kTokens; ++j) {
+                    q[j][i].load(place(a.q, head, j, channel(i)), a.q.type, in(j));
+                    k[j][i].load(place(a.k, head, j, channel(i)), a.k.type, in(j));
+                    g[j][i].load(place(a.g, value_head, j, channel(i)), a.g.type, in(j));
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < kValues; ++i)
+            if (owns_value(i)) {
+                const int row = min(row0 + row_of(i), a.value_dim - 1);
+                beta[i].load(place(a.beta, value_head, token_of(i), row), a.beta.type, in(token_of(i)));
+            }
+        if constexpr (kTokens > 1) {
+            const int t = t0 + static_cast<int>(threadIdx.x);
+            state_index = load(a.state_indices, n, t,
+                               threadIdx.x < kTokens && t < range.length && t < a.state_indices.columns);
+        }
+    }
+
+    __device__ __forceinline__ void ready(const DecodeArgs& a, int value_head, Tokens& s) const {
+        if (owns_channels()) {
+            const HeadGate gate(value_head, a.gate, A_log, a.lower_bound, gamma);
+            float qq[kTokens] = {}, kk[kTokens] = {}, kq[kTokens] = {}, decay[kTokens * kOwned],
+                  shift[kTokens * kOwned];
+#pragma unroll
+            for (int j = 0; j < kTokens; ++j)
+#pragma unroll
+                for (int i = 0; i < kOwned; ++i) {
+                    const float x = q[j][i].value(a.q.type), y = k[j][i].value(a.k.type);
+                    qq[j] += x * x, kk[j] += y * y, kq[j] += y * x;
+                    s.q[j][channel(i)] = x, s.k[j][channel(i)] = y;
+                    decay[j * kOwned + i] = g[j][i].value(a.g.type), shift[j * kOwned + i] = bias[i];
+                }
+            if (a.q.type == Element::kFloat32) {
+                const ExactGate exact(a.gate, A_log, a.lower_bound, gamma);
+#pragma unroll
+                for (int i = 0; i < kTokens * kOwned; ++i)
+                    s.decay[i / kOwned][channel(i % kOwned)] = decay[i] + shift[i];
+#pragma unroll 1  // few calls have float32 inputs
+                for (int i = 0; i < kTokens * kOwned; ++i) {
+                    float& own = s.decay[i / kOwned][channel(i % kOwned)];
+                    own = exact.decay(own);
+                }
+            } else {
+                if (a.g.type != Element::kNone) gate.log2_decays(decay, shift);
+#pragma unroll
+                for (int j = 0; j < kTokens; ++j)
+#pragma unroll
+                    for (int i = 0; i < kOwned; ++i)
+                        s.decay[j][channel(i)] = exp2_fast(decay[j * kOwned + i] + gate.gamma2);
+            }
+            const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+            const bool puts = lane % (32 / kTokens) == 0;
+            const int j = lane / (32 / kTokens);
+            const float products = warp_sums(kq);
+            if (puts) s.kq[j][warp] = products;
+            if (a.qk_l2norm) {
+                const float of_q = warp_sums(qq), of_k = warp_sums(kk);
+                if (puts) s.qq[j][warp] = of_q, s.kk[j][warp] = of_k;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {
+            if (!owns_value(i)) continue;
+            const float strength = beta[i].value(a.beta.type);
+            s.value[token_of(i)][row_of(i)] = value[i].value(a.v.type);
+            s.beta[token_of(i)][row_of(i)] = beta_exact(strength, a.beta_is_logit, a.most_beta);
+        }
+        if (kTokens > 1 && threadIdx.x < kTokens) s.state_index[threadIdx.x] = state_index;
+    }
+};
+
+__device__ __forceinline__ int clamped_offset(const DecodeArgs& a, int i) {
+    const std::int64_t at = a.cu_seqlens_64 ? static_cast<const std::int64_t*>(a.cu_seqlens)[i]
+                                            : static_cast<const std::int32_t*>(a.cu_seqlens)[i];
+    return static_cast<int>(at < 0 ? 0 : at > a.tokens ? a.tokens : at);
+}
+
+__device__ __forceinline__ bool is_null(const DecodeArgs& a, const DecodeStates& states, std::int32_t slot) {
+    return (slot == a.null_index) |
+           (static_cast<std::uint32_t>(slot) >= static_cast<std::uint32_t>(states.slots));
+}
+
+// What a CTA processes: sequence n, one value head, and the rows of its state from row0 on.
+struct DecodePlace {
+    int n, value_head, row0;
+};
+template <int kBlockRows>
+__device__ __forceinline__ DecodePlace decode_place(const DecodeArgs& a, unsigned block) {
+    const unsigned head_of_all = a.blocks.divide(block), n = a.value_heads.divide(head_of_all);
+    return {static_cast<int>(n), static_cast<int>(head_of_all - n * a.value_heads.value),
+            static_cast<int>(block - head_of_all * a.blocks.value) * kBlockRows};
+}
+
+}  // namespace cula::cuda::recurrent
