@@ -33,4 +33,4 @@ lock requirements
 lock requirements-dev requirements
 lock requirements-site requirements requirements-dev
 lock requirements-cuda
-lock requirements-wheel requirements requirements-dev
+lock requirements-wheel requirements requirements-dev requirements-site
