@@ -84,6 +84,17 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(integers[x.element_size()])
 
 
+def assert_same_chain(x: torch.Tensor, y: torch.Tensor) -> None:
+    """Drafts by two kernels: equal bits on a CPU; on a GPU, where a chain of few tokens goes through tensor
+    cores, equal to one rounding, or to what a column's words leave out (docs/design/verify.md)."""
+    assert (x.dtype, x.shape) == (y.dtype, y.shape)
+    if x.is_cuda:
+        words = 2**-16 if x.dtype == torch.bfloat16 else 2**-17  # of up to four tokens, one after the other
+        assert errors(x, y.double()).max <= torch.finfo(x.dtype).eps + words
+    else:
+        assert_same_bits("a chain", x, y)
+
+
 def assert_same_bits(what: str, x: torch.Tensor, y: torch.Tensor) -> None:
     assert (x.dtype, x.shape) == (y.dtype, y.shape), what
     differ = bits(x) != bits(y)

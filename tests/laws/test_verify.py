@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cula_testing import oracle, passes
 from cula_testing.cases import Case, Inputs, make, state_like
-from cula_testing.compare import assert_exact, assert_same_bits, errors
+from cula_testing.compare import assert_exact, assert_same_bits, assert_same_chain
 from cula_testing.pools import assert_only_changed, whole
 from cula_testing.strategies import cases
 
@@ -144,13 +144,51 @@ def test_a_chain_is_a_tree(algorithm):
     chain = passes.verify(inputs, snapshots=room_for(inputs, 3))
     parents = (torch.arange(S, dtype=torch.int32) - 1).expand(3, S)
     tree = passes.verify(inputs, snapshots=room_for(inputs, 3), parents=parents.contiguous())
-    if inputs.q.is_cuda:  # a chain of few tokens goes through tensor cores, a tree does not
-        for what in ("o", "snapshots"):
-            x, y = getattr(chain, what), getattr(tree, what)
-            assert errors(x, y.double()).max <= torch.finfo(x.dtype).eps + 2**-16, what
-    else:
-        assert_same_bits("o", chain.o, tree.o)
-        assert_same_bits("snapshots", chain.snapshots, tree.snapshots)
+    assert_same_chain(chain.o, tree.o)
+    assert_same_chain(chain.snapshots, tree.snapshots)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_a_draft_that_is_nan_reaches_no_earlier_one(algorithm, name):
+    inputs = make(Case(algorithm, (S,) * 2))
+    if getattr(inputs, name) is None:
+        pytest.skip("the algorithm has no such tensor")
+    wanted = passes.verify(inputs, snapshots=room_for(inputs, 2))
+    wrong = getattr(inputs, name).clone()
+    wrong[0, 2] = float("nan")
+    found = passes.verify(inputs.but(**{name: wrong}), snapshots=room_for(inputs, 2))
+    assert found.o[0, 2].isnan().any()
+    assert_same_bits("o before it", wanted.o[0, :2], found.o[0, :2])
+    assert_same_bits("states before it", wanted.snapshots[0, :2], found.snapshots[0, :2])
+    assert_same_bits("o of the other row", wanted.o[1], found.o[1])
+
+
+@pytest.mark.parametrize("columns", [2, S])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("lengths", [(2, 0, 1, 2), (0, 2, 2), (1, 1, 0)])
+def test_packed_rows_of_a_table(algorithm, lengths, index, columns):
+    """Empty rows, a null row, tokens after the last row; slots and snapshots at once."""
+    inputs = make(Case(algorithm, lengths, packed=True, tail=2))
+    rows = len(lengths)
+    wanted = passes.verify(inputs, snapshots=room_for(inputs, rows))
+    table = 1 + torch.arange(rows * columns, dtype=index).view(rows, columns).flip(1)
+    pool = state_like(inputs.case, rows * columns + 2)
+    pool[table[:, 0].long()] = inputs.initial_state
+    null = rows - 1
+    table[null] = -1
+    before, room = whole(pool), room_for(inputs, rows)
+    found = passes.verify(inputs.but(initial_state=pool), in_place=True, state_indices=table, snapshots=room)
+    ends = [sum(lengths[:n]) for n in range(rows + 1)]
+    assert_same_chain(found.o[:, : ends[null]], wanted.o[:, : ends[null]])
+    assert not found.o[:, ends[null] :].any(), "outputs of a null row, and of tokens of no row"
+    assert room[null].isnan().all()
+    stored = []
+    for n, length in enumerate(lengths[:null]):
+        for t in range(length):
+            assert_same_chain(pool[int(table[n, t])], wanted.snapshots[n, t])
+            assert_same_bits("snapshot", room[n, t].to(pool.dtype), pool[int(table[n, t])])
+            stored.append(int(table[n, t]))
+    assert_only_changed(before, pool, stored)
 
 
 def test_siblings_do_not_see_each_other(algorithm):

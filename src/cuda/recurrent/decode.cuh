@@ -32,6 +32,7 @@
 //     CTAs per multiprocessor              6 (5)              4 (3)           ( ): K = 256, and from 10.0 on
 //     registers per thread                80 (96)           128 (168)
 //     shared memory, KiB, K 64/128/256  17.3/17.8/19.2    21.1/23.2/28.7      float32 states, kRows = 256 / K
+// With kRows = 512 / K (16-bit states, one token): 4 (3) CTAs, 128 (168) registers, 17.8/18.1/19.3 KiB.
 // Design page: docs/design/decode.md.
 #pragma once
 

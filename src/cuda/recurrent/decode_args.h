@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments of decode: a few lines of constant memory, in the order in which the kernel needs them, with
-// all strides in bytes and 32 bits wide.
-// One token of one sequence is so little work that looking up its arguments shows in the time: of DeviceArgs
-// it would wait for a dozen lines of constant memory.
+// The arguments of decode and verify: a few lines of constant memory, in the order in which the kernel needs
+// them, with all strides in bytes and 32 bits wide. One token of one sequence is so little work that looking
+// up its arguments shows in the time: of DeviceArgs it would wait for a dozen lines of constant memory.
 #pragma once
 
 #include <cstdint>
@@ -67,8 +66,8 @@ struct DecodeArgs {
     bool qk_l2norm = false, corrects = false, beta_is_logit = false;
     std::int32_t ahead = 0;  // prefetch distance in CTAs (prefetch_state)
 
-    // Read only with kTokens > 1: calls that have other than one token per sequence, or that name slots per
-    // token.
+    // Read only by verify and with kTokens > 1: calls that have other than one token per sequence, or that
+    // name slots per token.
     bool cu_seqlens_64 = false;
     std::int32_t tokens = 1, sequences = 0;
     const void* cu_seqlens = nullptr;

@@ -22,35 +22,36 @@ bool packed(const States& s) {
 // takes the least time; 132 and 800 take 2 and 8 % more.
 inline constexpr int kCtasAhead = 3;
 
-// The arguments of a launch, and its CTAs; none if the kernels do not take the call.
+// Fills the arguments of a launch whose CTAs have `rows` rows, and its shape. Returns false if decode_args()
+// does.
 template <class State>
-std::size_t decode_blocks(const Call& call, int rows, DecodeArgs& args) {
+bool decode_launch(const Call& call, int rows, DecodeArgs& args, LaunchShape& shape) {
     const DeviceArgs& a = call.args;
     const int blocks = (a.value_dim + rows - 1) / rows;
-    if (!decode_args<State>(a, blocks, args)) return 0;
     // Without sequences the CTAs of one are launched: they zero the outputs.
     const std::size_t sequences = a.cu_seqlens ? std::max(a.sequences, 1) : a.sequences;
-    return sequences * a.value_heads * blocks;
+    shape = {.blocks = sequences * a.value_heads * blocks, .threads = kStepThreads};
+    return decode_args<State>(a, blocks, args);
 }
 
 template <class State, int kKey, int kRows, int kTokens>
 bool launch_decode(const Call& call) {
     DecodeArgs args;
-    const std::size_t blocks = decode_blocks<State>(call, kRows * kRowsPerPass, args);
+    LaunchShape shape;
+    if (!decode_launch<State>(call, kRows * kRowsPerPass, args, shape)) return false;
     args.ahead = kCtasAhead * call.multiprocessors;
-    launch<decode<State, kKey, kRows, kTokens>>({.blocks = blocks, .threads = kStepThreads}, call.stream,
-                                                args);
-    return blocks > 0;
+    launch<decode<State, kKey, kRows, kTokens>>(shape, call.stream, args);
+    return true;
 }
 
 template <class State, int kKey>
 bool launch_verify(const Call& call) {
     DecodeArgs args;
-    const std::size_t blocks = decode_blocks<State>(call, kVerifyRows, args);
-    launch<verify<State, kKey>>(
-        {.blocks = blocks, .threads = kStepThreads, .shared_bytes = sizeof(VerifyShared<State, kKey>)},
-        call.stream, args);
-    return blocks > 0;
+    LaunchShape shape;
+    if (!decode_launch<State>(call, kVerifyRows, args, shape)) return false;
+    shape.shared_bytes = sizeof(VerifyShared<State, kKey>);
+    launch<verify<State, kKey>>(shape, call.stream, args);
+    return true;
 }
 
 template <class State, int kKey>

@@ -14,25 +14,25 @@
 // 1. All threads: indices, loads of the inputs (DecodeInputs::fetch), cp.async of the state's rows.
 // 2. All threads: thread c computes channel c of the columns, decays and keys, and its part of the sums over
 //    channels, which a warp adds up. The copies are waited for, and one __syncthreads() follows.
-// 3. A warp contracts its rows with the columns. Lane l then has r_t and S (A_t q_t) of token t = l % 4 and
-// of
+// 3. A warp contracts its rows with the columns. Lane l then has r_t and S (A_t q_t) of token t = l % 4, of
 //    rows l / 4 and l / 4 + 8. u_1 to u_4 go around the four lanes one after the other; outputs leave.
 // 4. Where states are asked for, a lane takes four neighbouring channels of each of its warp's rows, advances
 //    them token by token in registers, and stores what is asked for.
 // The state is read from memory once, and stays as it was read: arithmetic from token to token is float32.
 //
 // Words: tensor cores take TF32 or 16-bit numbers. A column is the sum of two of them, and so is a float32
-// state; bfloat16 and float16 states are one as they are. Of a product at most 2^-20 is left out (2^-16
-// beside bfloat16 states).
+// state; bfloat16 and float16 states are one as they are. Of a product less than 2^-19 is left out: the
+// product of the second words, and the last two bits of a second word, which has 13 (bfloat16 states: 2^-16).
 //
 // Banks: rows of the state and columns consist of chunks of four channels, of which neighbouring rows have
 // theirs at different banks (chunk_at).
 //
-// Budgets                              K = 64      K = 128      K = 256
-//     CTAs per multiprocessor            4 (6)       4 (6)        2            ( ): 16-bit states
-//     registers per thread             128 (80)    128 (80)     255
-//     shared memory, KiB              25 (15)     48 (28)      93 (55)
-// Design page: docs/design/decode.md.
+// Budgets                                  K = 64          K = 128         K = 256
+//     CTAs that registers must allow        4 (6)           4 (6)           2            ( ): 16-bit states
+//     registers per thread                128 (80)        128 (80)        255
+//     shared memory, KiB                25, 17, 15      47, 31, 27      91, 59, 51     float32, float16,
+//     bfloat16
+// Design page: docs/design/verify.md.
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
@@ -57,10 +57,10 @@ struct VerifyWords<__nv_bfloat16> {
     using Word = __nv_bfloat16;
 };
 
-// The leading 11 bits of x, which are a TF32 number, and the rest.
+// x as the sum of two TF32 numbers: its leading 11 bits, and the leading 11 of the rest.
 __device__ __forceinline__ void split_tf32(float x, std::uint32_t& first, std::uint32_t& rest) {
     first = __float_as_uint(x) & 0xffffe000u;
-    rest = __float_as_uint(x - __uint_as_float(first));
+    rest = __float_as_uint(x - __uint_as_float(first)) & 0xffffe000u;
 }
 __device__ __forceinline__ void split_word(float x, float& first, float& rest) {
     std::uint32_t words[2];
@@ -90,10 +90,10 @@ struct alignas(16) VerifyShared {
 
     State state[kVerifyRows][kKey];
     Word columns[2][kColumns][kKey];
-    float decay[kVerifyTokens][kKey], k[kVerifyTokens][kKey];
+    alignas(16) float decay[kVerifyTokens][kKey], k[kVerifyTokens][kKey];
     float sums[kSums][kWarps];
-    float value[kVerifyTokens][kVerifyRows], beta[kVerifyTokens][kVerifyRows],
-        write[kVerifyRows][kVerifyTokens];
+    float value[kVerifyTokens][kVerifyRows], beta[kVerifyTokens][kVerifyRows];
+    alignas(16) float write[kVerifyRows][kVerifyTokens];
     std::int32_t slot[kVerifyTokens];
 
     static __device__ __forceinline__ constexpr int pair(int t, int s) { return t * (t + 1) / 2 + s; }
@@ -338,23 +338,23 @@ __global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
             for (int row = static_cast<int>(threadIdx.x); row < kVerifyRows; row += kStepThreads)
                 put_output(t, row, x, true);
     };
-    // Tokens after the last sequence belong to none: their outputs are zero. The host takes the table of
-    // slots at its word: a sequence has no more tokens than that has columns. Others have no result.
+    // Tokens after the last sequence belong to none: their outputs are zero.
     if (a.cu_seqlens && n + 1 >= a.sequences) put_outputs(range.length, a.tokens - range.begin, 0.0f);
-    put_outputs(kVerifyTokens, range.length, __int_as_float(0x7fffffff));
     if (!exists) return;
     const int length = min(range.length, kVerifyTokens);
 
     const bool skipped = reads_at && is_null(a, a.initial, from),
                starts = a.initial.data && !skipped && (!a.has_initial || has_initial != 0);
     from = reads_at ? from : n;
+    // A table of slots has a column for every token of a row. Where that does not hold, outputs are NaN.
+    put_outputs(kVerifyTokens, range.length, skipped ? 0.0f : __int_as_float(0x7fffffff));
 
     // Where chunk `chunk` of the CTA's first row is in the state of a slot.
     const auto first_row = [&](const DecodeStates& states, std::int32_t slot, int chunk) {
         char* const at = advanced(advanced(states.data, value_head, states.head), row0, states.v);
         return advanced(at, slot, states.slot) + chunk * 4 * sizeof(State);
     };
-    // A warp copies whole rows, or two with K = 64. Rows beyond the last are copies of it, and not stored.
+    // Rows beyond the last are copies of it, and not stored.
     constexpr int kChunks = kKey / 4, kRowsAtOnce = 4 * kStepThreads / kKey;
     const int last = min(a.value_dim - 1 - row0, kVerifyRows - 1);
     {
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
     float sums[4] = {};
     contract(sums, s, first);
     const int t = lane % kVerifyTokens;
-    float of_keys[kVerifyTokens], of_queries[kVerifyTokens];  // L_t1 ..., M_t1 ...; zero for later tokens
+    float of_keys[kVerifyTokens], of_queries[kVerifyTokens];  // L_tj and M_tj
 #pragma unroll
     for (int j = 0; j < kVerifyTokens; ++j) {
         of_keys[j] = j < t ? s.sum_of_keys(t, j) : 0.0f;
@@ -399,8 +399,8 @@ __global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
         for (int j = 0; j < kVerifyTokens; ++j) {
             const float u = a.corrects ? strength * __fmaf_rn(-read, scale_k, value) : value;
             const float write = __shfl_sync(0xffffffffu, u * scale_k, j, kVerifyTokens);
-            read = __fmaf_rn(write, of_keys[j], read);
-            out = __fmaf_rn(write, of_queries[j], out);
+            if (j < t) read = __fmaf_rn(write, of_keys[j], read);  // a later token may be NaN
+            if (j <= t) out = __fmaf_rn(write, of_queries[j], out);
             if (t == 0) s.write[row][j] = write;
         }
         put_output(t, row, skipped ? 0.0f : out * scale_q, t < length);
