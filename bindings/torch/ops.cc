@@ -21,6 +21,7 @@
 #include "library.h"
 #include "runtime.h"
 #include "schema.h"
+#include "views.h"
 
 namespace cula::torch_binding {
 namespace {
@@ -60,108 +61,6 @@ struct Call {
         options = unpack(packed);
     }
 };
-
-// An operator as messages name it, and its first tensor.
-struct Operator {
-    std::string_view name, first = "q";
-
-    Operator(Pass pass) : name(cula::name(pass)) {}
-    Operator(std::string_view other, std::string_view other_first) : name(other), first(other_first) {}
-};
-
-[[noreturn]] void fail(Operator op, std::string_view argument, std::string_view expected,
-                       std::string_view given) {
-    throw Error(std::string(op.name) + ": " + std::string(argument) + " must " + std::string(expected) +
-                ", got " + std::string(given));
-}
-
-struct Place {
-    std::int32_t type = 0, index = 0;
-
-    bool operator==(const Place&) const = default;
-};
-
-Place place_of(const TensorHandle& tensor) {
-    Place place;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &place.type));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &place.index));
-    return place;
-}
-
-std::string name(const Place& place) {
-    if (place.type == aoti_torch_device_type_cpu()) return "cpu";
-    if (place.type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(place.index);
-    return "another kind of device";
-}
-
-Device device_at(Operator op, const Place& place) {
-    if (place.type == aoti_torch_device_type_cpu()) return {.kind = DeviceKind::kCpu};
-    if (place.type == aoti_torch_device_type_cuda()) return cuda_device(place.index);
-    fail(op, op.first, "be on the CPU or on a CUDA device", name(place));
-}
-
-// torch's codes of the library's dtypes.
-struct DtypeCode {
-    std::int32_t code;
-    Dtype dtype;
-};
-
-std::span<const DtypeCode> dtype_codes() {
-    static const DtypeCode rows[] = {
-        {aoti_torch_dtype_bfloat16(), Dtype::kBFloat16}, {aoti_torch_dtype_float32(), Dtype::kFloat32},
-        {aoti_torch_dtype_int32(), Dtype::kInt32},       {aoti_torch_dtype_float16(), Dtype::kFloat16},
-        {aoti_torch_dtype_int64(), Dtype::kInt64},       {aoti_torch_dtype_bool(), Dtype::kBool},
-        {aoti_torch_dtype_float64(), Dtype::kFloat64},
-    };
-    return rows;
-}
-
-std::optional<Dtype> find_dtype(std::int32_t code) {
-    for (const DtypeCode& row : dtype_codes())
-        if (row.code == code) return row.dtype;
-    return std::nullopt;
-}
-
-std::int32_t dtype_code(Dtype dtype) {
-    return std::ranges::find(dtype_codes(), dtype, &DtypeCode::dtype)->code;
-}
-
-std::string dtype_name(std::int32_t code) {
-    return torch::headeronly::toString(
-        torch::stable::detail::to<torch::headeronly::ScalarType>(torch::stable::detail::from(code)));
-}
-
-Dtype dtype_of(Operator op, std::string_view argument, const TensorHandle& tensor) {
-    std::int32_t code = 0;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
-    const std::optional<Dtype> dtype = find_dtype(code);
-    if (!dtype) fail(op, argument, "be a tensor of floats, int32, int64 or bool", dtype_name(code));
-    return *dtype;
-}
-
-void check_place(Operator op, std::string_view argument, const TensorHandle& tensor, const Place& place) {
-    if (const Place own = place_of(tensor); own != place)
-        fail(op, argument, "be on " + std::string(op.first) + "'s device, " + name(place), name(own));
-}
-
-// The view that the library works on; `place` is the first tensor's.
-TensorRef view(Operator op, std::string_view argument, const TensorHandle& tensor, const Place& place) {
-    check_place(op, argument, tensor, place);
-    const Dtype dtype = dtype_of(op, argument, tensor);
-    std::int64_t ndim = 0, *sizes = nullptr, *strides = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &ndim));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
-    if (ndim < 1 || ndim > kMaxDims)
-        fail(op, argument, "have from 1 to " + std::to_string(kMaxDims) + " dimensions",
-             std::to_string(ndim));
-
-    TensorRef ref{
-        .data = data_of(tensor), .dtype = dtype, .ndim = static_cast<int>(ndim), .size = {}, .stride = {}};
-    std::copy_n(sizes, ndim, ref.size.begin());
-    std::copy_n(strides, ndim, ref.stride.begin());
-    return ref;
-}
 
 // A parameter of the gate in one dimension: float32, or float64 beside inputs of float64. `tensor` becomes a
 // copy where its memory is not that.
@@ -374,26 +273,6 @@ void copy_rows(Pass pass, Call& call, Args& args, const Context& context, const 
         ref = view(pass, parameter.name, tensor, place);
     }
 }
-
-// Puts what a call returns on its stack.
-class Results {
-public:
-    explicit Results(StableIValue* stack) : next_(stack) {}
-
-    void put(TensorHandle& tensor) {
-        AtenTensorHandle handle = tensor.release();
-        if (!handle) TORCH_ERROR_CODE_CHECK(aoti_torch_new_uninitialized_tensor(&handle));
-        *next_++ = torch::stable::detail::from(handle);
-    }
-    void put_optional(TensorHandle& tensor) {
-        std::optional<AtenTensorHandle> handle;
-        if (tensor) handle = tensor.release();
-        *next_++ = torch::stable::detail::from(handle);
-    }
-
-private:
-    StableIValue* next_;
-};
 
 template <Pass pass, Form form>
 void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {

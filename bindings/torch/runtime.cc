@@ -24,6 +24,12 @@ GetCurrentStream find_get_current_stream() {
     return reinterpret_cast<GetCurrentStream>(found);
 }
 
+std::string elements(std::span<const std::int64_t> sizes) {
+    std::int64_t count = 1;
+    for (const std::int64_t size : sizes) count *= std::max<std::int64_t>(size, 1);
+    return std::to_string(count);
+}
+
 void parallel_for(void*, int count, void (*worker)(void* arg, int index), void* arg) {
     if (count == 1) return worker(arg, 0);
     struct Work {
@@ -50,13 +56,18 @@ TensorHandle allocate(std::span<const std::int64_t> sizes, std::int32_t dtype, c
     std::int64_t step = 1;
     for (std::size_t dim = sizes.size(); dim-- > 0; step *= std::max<std::int64_t>(sizes[dim], 1))
         strides[dim] = step;
+    return allocate_strided(sizes, std::span(strides).first(sizes.size()), dtype, device);
+}
+
+TensorHandle allocate_strided(std::span<const std::int64_t> sizes, std::span<const std::int64_t> strides,
+                              std::int32_t dtype, const Device& device) {
     const std::int32_t type =
         device.kind == DeviceKind::kCuda ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
     AtenTensorHandle handle = nullptr;
     if (aoti_torch_empty_strided(static_cast<std::int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
                                  type, device.index, &handle) != AOTI_TORCH_SUCCESS)
-        throw std::runtime_error("cula: PyTorch gives no tensor of " + std::to_string(step) +
-                                 " elements in " + (device.kind == DeviceKind::kCuda ? "GPU" : "host") +
+        throw std::runtime_error("cula: PyTorch gives no tensor of " + elements(sizes) + " elements in " +
+                                 (device.kind == DeviceKind::kCuda ? "GPU" : "host") +
                                  " memory: it is out of memory, or the device has failed before");
     return TensorHandle(handle);
 }

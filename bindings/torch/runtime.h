@@ -16,6 +16,8 @@ ParallelFor torch_threads();
 
 // A dense tensor of whatever the memory holds; dtype is torch's code.
 TensorHandle allocate(std::span<const std::int64_t> sizes, std::int32_t dtype, const Device& device);
+TensorHandle allocate_strided(std::span<const std::int64_t> sizes, std::span<const std::int64_t> strides,
+                              std::int32_t dtype, const Device& device);
 void* data_of(const TensorHandle& tensor);
 
 // Row-major; dtype is torch's code.

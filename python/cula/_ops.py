@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators of `torch.ops.cula`, written in C++ (bindings/torch/ops.cc): one per pass, `compose`,
-`explain`, `algorithms` and `option_bits`.
+`explain`, `algorithms` and `option_bits`. Those of the layers around are in `_layers`.
 
 A pass has two overloads (bindings/torch/schema.h): the default one makes what it returns and writes into
 nothing, and `out` writes into tensors of the caller and makes what is left out. The package calls both by
@@ -247,6 +247,26 @@ def _register(op: torch._ops.OpOverload, fake: Callable[..., object]) -> None:
         _libraries[0].impl(name, _checked(op), key, with_keyset=True)
     torch.library.register_fake(op.name(), fake)
     _refuse_vmap(_libraries[0], op)
+
+
+def register_layer(
+    op: torch._ops.OpOverload,
+    twin: torch._ops.OpOverload,
+    fake: Callable[..., object],
+    backward: Callable[..., object] | None,
+    keep: Callable[..., None],
+) -> None:
+    """Registers an operator of `_layers`, and its twin, which is the same without `_checked`. Where it has a
+    backward pass, `keep` saves what that needs."""
+    if backward is None:
+        _register(op, fake)
+    else:
+        torch.library.register_autograd(op.name(), backward, setup_context=keep, lib=_libraries[0])
+        torch.library.register_fake(op.name(), fake)
+        _refuse_vmap(_libraries[0], op)
+    _libraries[1].impl(twin.name().partition("::")[2], torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(twin.name(), fake)
+    _refuse_vmap(_libraries[1], twin)
 
 
 def _refuse_vmap(library: torch.library.Library, op: torch._ops.OpOverload) -> None:

@@ -16,6 +16,7 @@
 #include "core/check.h"
 #include "core/rows.h"
 #include "cpu/host.h"
+#include "cpu/layers.h"
 #include "cpu/task.h"
 #include "cula/kernels.h"
 
@@ -405,6 +406,34 @@ std::size_t workspace_bytes(const Isa& isa, Pass pass, const Args& args, const C
 }
 
 }  // namespace
+
+const LayerIsa& layer_isa(std::string_view op, std::string_view backend) {
+    struct Row {
+        std::string_view target;
+        Support (*available)();
+        const LayerIsa& isa;
+    };
+    // None of them multiplies matrices, so AMX has nothing to add.
+    static constexpr Row kRows[] = {
+#if defined(__x86_64__)
+        {"cpu:avx512bf16", available_avx512bf16, avx512bf16::kLayerIsa},
+        {"cpu:avx512", available_avx512, avx512::kLayerIsa},
+        {"cpu:avx2", available_avx2, avx2::kLayerIsa},
+#endif
+        {"cpu:portable", available_portable, portable::kLayerIsa},
+    };
+    std::string targets;
+    for (const Row& row : kRows) {
+        targets += (targets.empty() ? "" : ", ") + std::string(row.target);
+        if (backend.empty() || backend == "cpu" ? !row.available() : row.target != backend) continue;
+        if (const Support support = row.available(); !support)
+            throw Error(std::string(op) + ": backend \"" + std::string(backend) +
+                        "\" declines: " + support.reason());
+        return row.isa;
+    }
+    throw Error(std::string(op) + ": backend must be one of " + targets + ", got \"" + std::string(backend) +
+                "\"");
+}
 
 #define CULA_DEFINE_TARGET(target, bf16_only)                                                      \
     namespace target {                                                                             \

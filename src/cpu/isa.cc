@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compiled once per instruction set; CULA_CPU_TARGET is its name and namespace.
 #include "cpu/backward.h"
+#include "cpu/conv.h"
+#include "cpu/norm.h"
 #include "cpu/scan.h"
 #include "cpu/step.h"
 
@@ -51,5 +53,9 @@ void backward(const Args& args, const BackwardTask& task, std::byte* scratch) {
 
 extern const Isa kIsa;
 const Isa kIsa{scan_bytes, scan, step_bytes, step, backward_bytes, backward};
+
+extern const LayerIsa kLayerIsa;
+const LayerIsa kLayerIsa{conv_scratch_bytes, conv, conv_backward, conv_step_scratch_bytes, conv_step,
+                         norm_scratch_bytes, norm, norm_backward};
 
 }  // namespace cula::cpu::CULA_CPU_TARGET

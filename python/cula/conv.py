@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short causal convolution that hybrid layers have in front of linear attention, in the signatures of the
+package causal-conv1d, with vLLM's arguments for packed batches.
+
+On CPUs a kernel of this library computes it, forward and backward. On GPUs the package causal-conv1d does
+where it is installed and takes the call, then FLA; what is left, and float64, is plain PyTorch. Sums are
+taken in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _conv_gpu, _layers, _plain
+
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
+
+
+def _silu(activation: str | None) -> bool:
+    if activation not in (None, "silu", "swish"):
+        raise NotImplementedError(f"activation must be None, silu or swish, got {activation!r}")
+    return activation is not None
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    query_start_loc: Tensor | None = None,
+    conv_states: Tensor | None = None,
+    cache_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    pad_slot_id: int = -1,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`y[t] = act(bias + sum over j < W of weight[j] * x[t - (W - 1) + j])` of each channel, like x.
+
+    x: `[B, D, T]`, any strides; fastest with contiguous channels, `x.stride(1) == 1`, as models have them.
+    weight: `[D, W]`, W from 1 to 16. bias: `[D]`. activation: None, "silu" or "swish".
+    seq_idx: `[B, T]` integers; neighbours with the same number are one sequence, and a negative number is
+        padding, whose y is 0. It goes without states.
+    initial_states: `[B, D, S]`, S >= W - 1, the tokens before the first, the latest last.
+    return_final_states: returns `(y, final_states)` too, the last W - 1 tokens `[B, D, W - 1]` in x's dtype;
+        final_states_out: of that shape, is written instead of made.
+    query_start_loc: `[N + 1]`, where the sequences of a packed batch begin and end; x is `[1, D, T]` or
+        `[D, T]`, and states have a row for each of the N sequences. Tokens behind the last have y = 0.
+    conv_states: `[slots, D, S]`, a pool in place of initial_states; its slots `cache_indices` `[N]` get the
+        last S tokens, in place. Sequences without has_initial_state `[N]` (bool; absent: all have one) start
+        from zero. Slots that are negative or pad_slot_id are neither read nor written, and their tokens have
+        y = 0.
+
+    The first eight parameters are causal-conv1d's (1.6), the others vLLM's. ValueError names an argument that
+    does not fit, before anything is written. What writes into a pool has no gradient.
+    """
+    silu = _silu(activation)
+    packed = x.dim() == 2 and query_start_loc is not None
+    rows = x.unsqueeze(0) if packed else x
+    if rows.dim() != 3:
+        raise ValueError(f"x must have shape [B, D, T], got {list(x.shape)}")
+    width, sequences = weight.shape[-1], rows.shape[0]
+    if query_start_loc is not None:
+        sequences = query_start_loc.shape[0] - 1
+    tokens = rows.transpose(1, 2)
+    if conv_states is None:
+        if cache_indices is not None or has_initial_state is not None:
+            name = "cache_indices" if cache_indices is not None else "has_initial_state"
+            raise ValueError(f"{name} must be left out without conv_states")
+        columns = width - 1 if return_final_states else 0
+        if final_states_out is not None:
+            if not return_final_states:
+                raise ValueError("final_states_out must be left out without return_final_states")
+            wanted = (sequences, rows.shape[1], width - 1)
+            if tuple(final_states_out.shape) != wanted:
+                raise ValueError(
+                    f"final_states_out must have shape {list(wanted)}, got {list(final_states_out.shape)}"
+                )
+        y, final = _convolve(tokens, weight, bias, initial_states, query_start_loc, seq_idx, silu, columns)
+    else:
+        if initial_states is not None or return_final_states or seq_idx is not None:
+            raise ValueError(
+                "conv_states must be left out with initial_states, return_final_states or seq_idx"
+            )
+        columns = conv_states.shape[-1]
+        slots = torch.arange(sequences, device=x.device) if cache_indices is None else cache_indices.long()
+        _check_pool(rows, slots, conv_states, sequences, width, has_initial_state)
+        real = (slots >= 0) & (slots != pad_slot_id)
+        initial = conv_states[torch.where(real, slots, 0)].detach()
+        known = real if has_initial_state is None else real & has_initial_state.bool()
+        initial = torch.where(known[:, None, None], initial, 0)
+        y, final = _convolve(tokens, weight, bias, initial, query_start_loc, seq_idx, silu, columns)
+        assert final is not None
+        y = _without_null_rows(y, real, query_start_loc)
+        conv_states.index_copy_(0, slots[real], final.detach()[real].to(conv_states.dtype))
+        final = None
+    y = y.transpose(1, 2)
+    y = y.squeeze(0) if packed else y
+    if not return_final_states:
+        return y
+    if final is None:  # of W = 1
+        final = rows.new_zeros(sequences, rows.shape[1], 0)
+    if final_states_out is not None:
+        final = final_states_out.copy_(final)
+    return y, final
+
+
+def _check_pool(
+    x: Tensor,
+    slots: Tensor,
+    conv_states: Tensor,
+    sequences: int,
+    width: int,
+    has_initial_state: Tensor | None,
+) -> None:
+    if (
+        conv_states.dim() != 3
+        or conv_states.shape[1] != x.shape[1]
+        or conv_states.shape[2] < max(width - 1, 1)
+    ):
+        raise ValueError(
+            f"conv_states must have shape [slots, D, S] of D = {x.shape[1]}, S at least {max(width - 1, 1)}, "
+            f"got {list(conv_states.shape)}"
+        )
+    for name, each in (("cache_indices", slots), ("has_initial_state", has_initial_state)):
+        if each is not None and tuple(each.shape) != (sequences,):
+            raise ValueError(f"{name} must have shape [{sequences}], got {list(each.shape)}")
+    if x.device.type == "cpu" and slots.numel() and int(slots.max()) >= conv_states.shape[0]:
+        raise ValueError(
+            f"cache_indices must name slots below {conv_states.shape[0]}, got {int(slots.max())}"
+        )
+
+
+def _without_null_rows(y: Tensor, real: Tensor, query_start_loc: Tensor | None) -> Tensor:
+    if query_start_loc is None:
+        return torch.where(real[:, None, None], y, 0)
+    begins = query_start_loc.long()
+    token = torch.arange(y.shape[1], device=y.device)
+    sequence = torch.searchsorted(begins[1:].contiguous(), token, right=True).clamp(max=len(real) - 1)
+    return torch.where(real[sequence][None, :, None], y, 0)
+
+
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_states: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    silu: bool,
+    columns: int,
+) -> tuple[Tensor, Tensor | None]:
+    given = (x, weight, bias, initial_states, cu_seqlens, seq_idx, silu, columns)
+    if _layers.takes(x, weight, bias, initial_states):
+        return _layers.convolve(*given)
+    _check_shapes(*given[:6])
+    if x.is_cuda and (made := _conv_gpu.convolve(*given)) is not None:
+        return made
+    return _plain.convolve(*given)
+
+
+def _check_shapes(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+) -> None:
+    """What the kernel of CPUs checks itself."""
+    channels = x.shape[2]
+    if weight.dim() != 2 or weight.shape[0] != channels or not 1 <= weight.shape[1] <= 16:
+        raise ValueError(
+            f"weight must have shape [D, W] of D = {channels}, W from 1 to 16, got {list(weight.shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != (channels,):
+        raise ValueError(f"bias must have shape [{channels}], got {list(bias.shape)}")
+    if cu_seqlens is not None:
+        if seq_idx is not None:
+            raise ValueError("seq_idx must be left out with query_start_loc")
+        if x.shape[0] != 1 or cu_seqlens.dim() != 1 or not len(cu_seqlens):
+            raise ValueError(f"query_start_loc must have shape [N + 1] with B = 1, got B = {x.shape[0]}")
+    if seq_idx is not None:
+        if state is not None:
+            raise ValueError("seq_idx must be left out with states")
+        if seq_idx.shape != x.shape[:2]:
+            raise ValueError(f"seq_idx must have shape {list(x.shape[:2])}, got {list(seq_idx.shape)}")
+    sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    if state is not None and (
+        state.dim() != 3
+        or tuple(state.shape[:2]) != (sequences, channels)
+        or state.shape[2] < weight.shape[1] - 1
+    ):
+        raise ValueError(
+            f"initial_states must have shape [{sequences}, {channels}, S], S at least {weight.shape[1] - 1}, "
+            f"got {list(state.shape)}"
+        )
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+    *,
+    query_start_loc: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    pad_slot_id: int = -1,
+) -> Tensor:
+    """The next tokens of every sequence, like x; `conv_state`, their last tokens, is updated in place.
+
+    x: `[B, D]`, `[B, D, T]`, or `[tokens, D]` with query_start_loc `[B + 1]`.
+    conv_state: `[slots, D, S]`, S >= W - 1, the latest token last. weight `[D, W]`, bias `[D]`, activation:
+        as in `causal_conv1d_fn`.
+    conv_state_indices: `[B]`, the slot of each row; absent: row n is slot n. A slot may be named once. Rows
+        whose slot is negative or pad_slot_id have y = 0 and touch no state.
+    cache_seqlens: `[B]`, how many tokens came before: the state is a ring, in which token p is in column
+        p mod S.
+    num_accepted_tokens: `[B]`, of speculative decoding: how many tokens of the call before were accepted,
+        from 1 on. The state then holds W - 2 tokens and, behind them, all T of this call; W - 2 + T <= S.
+
+    The first seven parameters are causal-conv1d's (1.6), the others vLLM's. ValueError names an argument that
+    does not fit, before anything is written. It has no gradients.
+    """
+    silu = _silu(activation)
+    if query_start_loc is not None:
+        if x.dim() != 2:
+            raise ValueError(f"x must have shape [tokens, D] with query_start_loc, got {list(x.shape)}")
+        rows = x.unsqueeze(0)
+    elif x.dim() == 2:
+        rows = x.unsqueeze(1)
+    elif x.dim() == 3:
+        rows = x.transpose(1, 2)
+    else:
+        raise ValueError(f"x must have shape [B, D] or [B, D, T], got {list(x.shape)}")
+    given = (
+        rows, conv_state, weight, bias, silu, conv_state_indices, query_start_loc, cache_seqlens,
+        num_accepted_tokens, pad_slot_id,
+    )  # fmt: skip
+    if _layers.takes(rows, conv_state, weight, bias):
+        y = _layers.convolve_step(*given)
+    else:
+        found = _conv_gpu.convolve_step(*given) if x.is_cuda else None
+        y = _plain.convolve_step(*given) if found is None else found
+    if query_start_loc is not None:
+        return y.squeeze(0)
+    return y.squeeze(1) if x.dim() == 2 else y.transpose(1, 2)

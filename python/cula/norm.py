@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated RMSNorm that hybrid layers have behind linear attention, in the signatures of FLA.
+
+On CPUs a kernel of this library computes it, forward and backward; on other devices, and in float64, plain
+PyTorch does. The mean is taken in float32, and so is everything between it and the result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from . import _layers, _plain
+
+__all__ = ["RMSNormGated", "rms_norm_gated"]
+
+_SIGMOID = {"swish": False, "silu": False, "sigmoid": True}
+
+
+def rms_norm_gated(
+    x: Tensor,
+    g: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+    *,
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`n(x) * act(g)` with `n(x) = x / sqrt(mean(x^2) + eps) * weight + bias`, like x.
+
+    x, g: `[.., N]` of one shape; without g it is an RMSNorm. weight, bias: `[N]`.
+    activation: of the gate, "swish" (or "silu") or "sigmoid".
+    residual: like x, is added to x first. prenorm: returns that sum too, in residual's dtype, float32 with
+        residual_in_fp32.
+    norm_before_gate: False computes `n(x * act(g))`, as Mamba-2 does. group_size: the mean is taken over so
+        many channels each, which divide N.
+
+    Names and defaults are FLA's (`fla.modules.fused_norm_gate.rms_norm_gated`). ValueError names an argument
+    that does not fit.
+    """
+    if activation not in _SIGMOID:
+        raise ValueError(f"activation must be swish, silu or sigmoid, got {activation!r}")
+    for name, other in (("g", g), ("residual", residual)):
+        if other is not None and other.shape != x.shape:
+            raise ValueError(f"{name} must have x's shape {list(x.shape)}, got {list(other.shape)}")
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and other.shape != x.shape[-1:]:
+            raise ValueError(f"{name} must have shape [{x.shape[-1]}], got {list(other.shape)}")
+    if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
+        raise ValueError(f"group_size must divide the {x.shape[-1]} channels, got {group_size}")
+    total, carried = x, x.float() if prenorm and residual_in_fp32 else x
+    if residual is not None:
+        total = _plain.wide(x) + residual
+        carried = total.to(residual.dtype)
+    given = (total, g, weight, bias, eps, _SIGMOID[activation], norm_before_gate, group_size or 0)
+    y = (_layers.norm if _layers.takes(total, g, weight, bias) else _plain.norm)(*given).to(x.dtype)
+    return (y, carried) if prenorm else y
+
+
+class RMSNormGated(nn.Module):
+    """`rms_norm_gated` with its weight, as FLA's `FusedRMSNormGated`, whose parameters it takes."""
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        activation: str = "swish",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm_before_gate: bool = True,
+        group_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in _SIGMOID:
+            raise ValueError(f"activation must be swish, silu or sigmoid, got {activation!r}")
+        self.hidden_size, self.eps, self.activation = hidden_size, eps, activation
+        self.norm_before_gate, self.group_size = norm_before_gate, group_size
+        if elementwise_affine:
+            self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        else:
+            self.register_parameter("weight", None)
+
+    def forward(
+        self,
+        x: Tensor,
+        g: Tensor | None,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return rms_norm_gated(
+            x, g, self.weight, None, self.activation, residual, prenorm, residual_in_fp32, self.eps,
+            norm_before_gate=self.norm_before_gate, group_size=self.group_size,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, activation={self.activation}"

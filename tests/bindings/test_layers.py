@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators of the short convolution and the gated RMSNorm as PyTorch sees them: opcheck, torch.compile,
+versions of what is written, transforms that are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cula import conv, norm
+
+pytestmark = pytest.mark.cpu_only("the kernels are those of CPUs")
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+
+
+def test_opcheck_of_the_convolution():
+    x, weight, bias, state = tensors((2, 9, 16), (16, 4), (16,), (2, 16, 4))
+    lengths, numbers = torch.tensor([0, 4, 9]), torch.arange(18).reshape(2, 9) // 4
+    for each in (x, weight, bias, state):
+        each.requires_grad_()
+    op = torch.ops.cula.causal_conv1d.default
+    torch.library.opcheck(op, (x, weight, bias, state), {"silu": True, "final_state_len": 3})
+    torch.library.opcheck(op, (x, weight, None, None, None, numbers))
+    torch.library.opcheck(op, (x[:1], weight, bias, state, lengths), {"final_state_len": 5})
+    first = x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    torch.library.opcheck(op, (first, weight))
+
+
+def test_opcheck_of_its_gradients():
+    x, weight, bias, state, d_y, d_state = tensors(
+        (2, 9, 16), (16, 4), (16,), (2, 16, 4), (2, 9, 16), (2, 16, 3)
+    )
+    op = torch.ops.cula.causal_conv1d_backward.default
+    torch.library.opcheck(op, (x, weight, bias, state, None, None, True, d_y, d_state, 15))
+    torch.library.opcheck(op, (x, weight, None, None, None, None, False, d_y, None, 2))
+
+
+def test_opcheck_of_the_next_token():
+    x, weight, state = tensors((2, 1, 16), (16, 4), (5, 16, 4))
+    slots, before = torch.tensor([3, 1]), torch.tensor([7, 2])
+    op = torch.ops.cula.causal_conv1d_update.default
+    torch.library.opcheck(op, (x, state, weight), {"silu": True, "conv_state_indices": slots})
+    torch.library.opcheck(op, (x, state, weight), {"cache_seqlens": before})
+
+
+def test_opcheck_of_the_norm():
+    x, gate, weight, bias = (each.requires_grad_() for each in tensors((2, 9, 16), (2, 9, 16), (16,), (16,)))
+    op = torch.ops.cula.rms_norm_gated.default
+    torch.library.opcheck(op, (x, gate, weight, bias, 1e-5, True))
+    torch.library.opcheck(op, (x, gate, weight), {"norm_before_gate": False, "group_size": 8})
+    torch.library.opcheck(op, (x,))
+    backward = torch.ops.cula.rms_norm_gated_backward.default
+    given = [each.detach() for each in (x, gate, weight, bias)]
+    torch.library.opcheck(backward, (*given, 1e-5, False, True, 0, given[0], 15))
+
+
+def test_compiled_forward_and_backward_are_one_graph():
+    x, weight, scale = tensors((2, 9, 16), (16, 4), (16,), dtype=torch.bfloat16)
+
+    def layer(x, weight, scale):
+        y = conv.causal_conv1d_fn(x.transpose(1, 2), weight, activation="silu").transpose(1, 2)
+        return norm.rms_norm_gated(y, x, scale)
+
+    made = []
+    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        own = [each.clone().requires_grad_() for each in (x, weight, scale)]
+        y = function(*own)
+        y.float().square().sum().backward()
+        made.append([y.detach(), *(each.grad for each in own)])
+    for eager, compiled in zip(*made, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+def test_compiled_tokens_are_written_in_place():
+    x, weight, state = tensors((2, 16), (16, 4), (2, 16, 4))
+    other = state.clone()
+
+    def step(x, state, weight):
+        return conv.causal_conv1d_update(x, state, weight, activation="silu") * 2
+
+    wanted = step(x, state, weight)
+    found = torch.compile(step, backend="aot_eager", fullgraph=True)(x, other, weight)
+    assert torch.equal(found, wanted)
+    assert torch.equal(state, other)
+
+
+def test_a_written_state_is_a_new_version():
+    """So autograd finds that what it saved has changed."""
+    x, weight, state = tensors((2, 16), (16, 4), (2, 16, 4))
+    factor = torch.ones((), requires_grad=True)
+    product = factor * state
+    conv.causal_conv1d_update(x, state, weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    for op in (torch.ops.cula, torch.ops.cula_unchecked):
+        assert op.causal_conv1d_update(x[:, None], state, weight).shape == (2, 1, 16)
+
+
+def test_the_next_token_has_no_gradient():
+    x, weight, state = tensors((2, 16), (16, 4), (2, 16, 4))
+    before = state.clone()
+    with pytest.raises(NotImplementedError, match="x requires gradients"):
+        conv.causal_conv1d_update(x.requires_grad_(), state, weight)
+    assert torch.equal(state, before)
+    with torch.no_grad():
+        conv.causal_conv1d_update(x, state, weight)
+
+
+def test_vmap_is_refused():
+    x, weight = tensors((3, 2, 9, 16), (16, 4))
+    with pytest.raises(NotImplementedError, match=r"torch\.vmap is not built"):
+        torch.vmap(lambda x: torch.ops.cula.causal_conv1d(x, weight)[0])(x)
+
+
+def test_gradients_of_what_is_not_given_are_refused():
+    x, weight = tensors((2, 9, 16), (16, 4))
+    with pytest.raises(ValueError, match="gradients must ask for none of what is not given"):
+        torch.ops.cula.causal_conv1d_backward(x, weight, None, None, None, None, False, x, None, 4)
+
+
+@pytest.mark.parametrize("backend", ["sm90", "cpu:neon"])
+def test_another_backend_is_refused(backend):
+    x, weight = tensors((2, 9, 16), (16, 4))
+    with pytest.raises(ValueError, match=r"backend must be one of .*cpu:portable, got"):
+        torch.ops.cula.causal_conv1d(x, weight, backend=backend)
