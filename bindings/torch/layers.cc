@@ -35,10 +35,12 @@ constexpr char kConvUpdateSchema[] =
     "Tensor? num_accepted_tokens=None, int null_index=-1, str? backend=None) -> Tensor y";
 constexpr char kNormSchema[] =
     "rms_norm_gated(Tensor x, Tensor? gate=None, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
-    "bool sigmoid=False, bool norm_before_gate=True, int group_size=0, str? backend=None) -> Tensor y";
+    "bool sigmoid=False, bool norm_before_gate=True, int group_size=0, bool zero_centered=False, "
+    "str? backend=None) -> Tensor y";
 constexpr char kNormBackwardSchema[] =
     "rms_norm_gated_backward(Tensor x, Tensor? gate, Tensor? weight, Tensor? bias, float eps, bool sigmoid, "
-    "bool norm_before_gate, int group_size, Tensor d_y, int gradients, str? backend=None) -> "
+    "bool norm_before_gate, int group_size, bool zero_centered, Tensor d_y, int gradients, str? "
+    "backend=None) -> "
     "(Tensor? d_x, Tensor? d_gate, Tensor? d_weight, Tensor? d_bias)";
 
 TensorRef optional_view(Operator op, std::string_view argument, const TensorHandle& tensor,
@@ -215,6 +217,7 @@ struct NormArguments {
     double eps;
     bool sigmoid, norm_before_gate;
     std::int64_t group;
+    bool zero_centered;
 
     explicit NormArguments(Arguments& arguments)
         : x(arguments.tensor()),
@@ -224,7 +227,8 @@ struct NormArguments {
           eps(arguments.value<double>()),
           sigmoid(arguments.value<bool>()),
           norm_before_gate(arguments.value<bool>()),
-          group(arguments.value<std::int64_t>()) {}
+          group(arguments.value<std::int64_t>()),
+          zero_centered(arguments.value<bool>()) {}
 
     GatedNorm call(Operator op, const Place& place) {
         GatedNorm call;
@@ -236,6 +240,7 @@ struct NormArguments {
         call.activation = sigmoid ? GateActivation::kSigmoid : GateActivation::kSilu;
         call.norm_before_gate = norm_before_gate;
         call.group = group;
+        call.zero_centered = zero_centered;
         return call;
     }
 };

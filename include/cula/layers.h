@@ -74,10 +74,11 @@ enum class GateActivation : std::uint8_t { kSilu, kSigmoid };
 // n(x) = x / sqrt(mean(x^2) + eps) * weight + bias, the mean over `group` channels;
 // y = n(x) * act(gate), or n(x * act(gate)) without norm_before_gate.
 struct GatedNorm {
-    TensorRef x;       // [.., N], up to five dimensions, channels contiguous
-    TensorRef gate;    // as x; absent: y = n(x)
-    TensorRef weight;  // [N]; absent: 1
-    TensorRef bias;    // [N]; absent: 0
+    TensorRef x;                 // [.., N], up to five dimensions, channels contiguous
+    TensorRef gate;              // as x; absent: y = n(x)
+    TensorRef weight;            // [N]; absent: 1
+    TensorRef bias;              // [N]; absent: 0
+    bool zero_centered = false;  // the weight is 1 + weight
     GateActivation activation = GateActivation::kSilu;
     bool norm_before_gate = true;
     std::int64_t group = 0;  // divides N; 0: N

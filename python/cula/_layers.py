@@ -78,9 +78,10 @@ def norm(
     sigmoid: bool = False,
     norm_before_gate: bool = True,
     group_size: int = 0,
+    zero_centered: bool = False,
 ) -> Tensor:
     made: Tensor = _operator("rms_norm_gated", x, gate, weight, bias)(
-        x, gate, weight, bias, eps, sigmoid, norm_before_gate, group_size
+        x, gate, weight, bias, eps, sigmoid, norm_before_gate, group_size, zero_centered
     )
     return made
 
@@ -169,6 +170,7 @@ def _fake_norm_backward(
     sigmoid: bool,
     norm_before_gate: bool,
     group_size: int,
+    zero_centered: bool,
     d_y: Tensor,
     gradients: int,
     backend: str | None = None,
@@ -229,13 +231,11 @@ def _conv_backward(ctx: _Context, d_y: Tensor | None, d_final_state: Tensor | No
 
 
 def _norm_backward(ctx: _Context, d_y: Tensor | None) -> tuple[Any, ...]:
-    x, gate, weight, bias, eps, sigmoid, norm_before_gate, group_size, backend = _inputs(ctx)
+    *given, backend = _inputs(ctx)
     if d_y is None:
         return (None,) * len(ctx.given)
     with torch.no_grad():
-        made = ops.rms_norm_gated_backward(
-            x, gate, weight, bias, eps, sigmoid, norm_before_gate, group_size, d_y, _wanted(ctx), backend
-        )
+        made = ops.rms_norm_gated_backward(*given, d_y, _wanted(ctx), backend)
     return _hand_out(ctx, made, d_y)
 
 

@@ -159,6 +159,7 @@ def norm(
     sigmoid: bool = False,
     norm_before_gate: bool = True,
     group_size: int = 0,
+    zero_centered: bool = False,
 ) -> Tensor:
     y = wide(x)
     act = None if gate is None else torch.sigmoid(wide(gate)) if sigmoid else swish(wide(gate))
@@ -167,7 +168,7 @@ def norm(
     groups = y.unflatten(-1, (-1, group_size or x.shape[-1]))
     y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2)
     if weight is not None:
-        y = y * wide(weight)
+        y = y * (wide(weight) + 1 if zero_centered else wide(weight))
     if bias is not None:
         y = y + wide(bias)
     if act is not None and norm_before_gate:

@@ -30,6 +30,7 @@ def rms_norm_gated(
     *,
     norm_before_gate: bool = True,
     group_size: int | None = None,
+    zero_centered: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`n(x) * act(g)` with `n(x) = x / sqrt(mean(x^2) + eps) * weight + bias`, like x.
 
@@ -39,6 +40,7 @@ def rms_norm_gated(
         residual_in_fp32.
     norm_before_gate: False computes `n(x * act(g))`, as Mamba-2 does. group_size: the mean is taken over so
         many channels each, which divide N.
+    zero_centered: the weight is `1 + weight`, as in Gemma and Qwen3-Next.
 
     Names and defaults are FLA's (`fla.modules.fused_norm_gate.rms_norm_gated`). ValueError names an argument
     that does not fit.
@@ -57,7 +59,9 @@ def rms_norm_gated(
     if residual is not None:
         total = _plain.wide(x) + residual
         carried = total.to(residual.dtype)
-    given = (total, g, weight, bias, eps, _SIGMOID[activation], norm_before_gate, group_size or 0)
+    given = (
+        total, g, weight, bias, eps, _SIGMOID[activation], norm_before_gate, group_size or 0, zero_centered,
+    )  # fmt: skip
     y = (_layers.norm if _layers.takes(total, g, weight, bias) else _plain.norm)(*given).to(x.dtype)
     return (y, carried) if prenorm else y
 

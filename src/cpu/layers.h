@@ -70,7 +70,7 @@ struct NormCall {
     std::int64_t size[kNormDims];  // of the leading dimensions
     int dims, channels, group;
     float eps;
-    bool sigmoid, norm_before_gate;
+    bool sigmoid, norm_before_gate, zero_centered;
 };
 
 // The functions of one instruction set. Scratch is aligned to 64 bytes and may hold anything.

@@ -83,7 +83,8 @@ inline void read_parameters(const NormCall& call, const NormScratch& scratch) {
         float weight = real ? 1.0f : 0.0f, bias = 0.0f;
         if (real && call.weight)
             weight = load_scalar(element(call.weight, call.weight_dtype, c * call.weight_stride),
-                                 call.weight_dtype);
+                                 call.weight_dtype) +
+                     (call.zero_centered ? 1.0f : 0.0f);
         if (real && call.bias)
             bias = load_scalar(element(call.bias, call.bias_dtype, c * call.bias_stride), call.bias_dtype);
         scratch.weight[at] = weight;

@@ -117,6 +117,7 @@ NormCall flatten(const GatedNorm& c) {
     call.eps = static_cast<float>(c.eps);
     call.sigmoid = c.activation == GateActivation::kSigmoid;
     call.norm_before_gate = c.norm_before_gate;
+    call.zero_centered = c.zero_centered;
     return call;
 }
 

@@ -51,11 +51,13 @@ def test_opcheck_of_the_norm():
     x, gate, weight, bias = (each.requires_grad_() for each in tensors((2, 9, 16), (2, 9, 16), (16,), (16,)))
     op = torch.ops.cula.rms_norm_gated.default
     torch.library.opcheck(op, (x, gate, weight, bias, 1e-5, True))
-    torch.library.opcheck(op, (x, gate, weight), {"norm_before_gate": False, "group_size": 8})
+    torch.library.opcheck(
+        op, (x, gate, weight), {"norm_before_gate": False, "group_size": 8, "zero_centered": True}
+    )
     torch.library.opcheck(op, (x,))
     backward = torch.ops.cula.rms_norm_gated_backward.default
     given = [each.detach() for each in (x, gate, weight, bias)]
-    torch.library.opcheck(backward, (*given, 1e-5, False, True, 0, given[0], 15))
+    torch.library.opcheck(backward, (*given, 1e-5, False, True, 0, False, given[0], 15))
 
 
 def test_compiled_forward_and_backward_are_one_graph():

@@ -120,3 +120,36 @@ def a_model(name: str, **settings: object) -> torch.nn.Module:
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**{**usual, **settings})
     return getattr(module, model_class)(config).float().eval()
+
+
+def prompts(batch: int = 2, tokens: int = 75) -> torch.Tensor:
+    return torch.randint(3, 97, (batch, tokens), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def cached(model: torch.nn.Module, tokens: torch.Tensor, *pieces: int) -> torch.Tensor:
+    """Logits of a prompt that goes through the cache in pieces."""
+    cache, found = None, []
+    for piece in tokens.split(pieces, dim=1):
+        result = model(piece, past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        found.append(result.logits)
+    return torch.cat(found, dim=1)
+
+
+def operands(key_dim: int = 16, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """q, k and v of two packed sequences, 9 and 14 tokens long."""
+    generator = torch.Generator().manual_seed(2)
+    drawn = (torch.randn(1, 23, 2, key_dim, generator=generator) for _ in range(3))
+    return tuple(torch.nn.functional.normalize(x, dim=-1).to(dtype) for x in drawn)
+
+
+def gates(per_channel: bool) -> dict[str, torch.Tensor]:
+    q = operands()[0]
+    return {"g": -q.abs() if per_channel else -q.abs().sum(-1), "beta": q.sum(-1).sigmoid()}
+
+
+def linear_layer(name: str) -> torch.nn.Module:
+    layer = a_model(name)
+    layer = getattr(layer.model, "language_model", layer.model).layers[0]
+    return getattr(layer, "linear_attn", None) or layer.self_attn

@@ -13,7 +13,7 @@ import torch
 
 import cula
 from cula.integrations import transformers as adapter
-from cula_testing.hybrids import LAYERS, MODELS, a_model, model_file
+from cula_testing.hybrids import LAYERS, MODELS, a_model, cached, gates, model_file, operands, prompts
 
 pytestmark = pytest.mark.cpu_only("the reference is transformers' own code in float32")
 
@@ -43,23 +43,14 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-def prompts(batch: int = 2, tokens: int = 75) -> torch.Tensor:
-    return torch.randint(3, 97, (batch, tokens), generator=torch.Generator().manual_seed(1))
+def counted(*names: str) -> dict[tuple[str, str], int]:
+    """The calls of these functions; by default those of linear attention."""
+    names = names or (*GDN, *KDA, "lightning_attn")
+    return {each: count for each, count in adapter.calls.items() if each[0] in names}
 
 
 def only_ours() -> bool:
     return bool(adapter.calls) and {outcome for _, outcome in adapter.calls} == {"cula"}
-
-
-@torch.no_grad()
-def cached(model: torch.nn.Module, tokens: torch.Tensor, *pieces: int) -> torch.Tensor:
-    """Logits of a prompt that goes through the cache in pieces."""
-    cache, found = None, []
-    for piece in tokens.split(pieces, dim=1):
-        result = model(piece, past_key_values=cache, use_cache=True)
-        cache = result.past_key_values
-        found.append(result.logits)
-    return torch.cat(found, dim=1)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -70,7 +61,7 @@ class TestAModel:
             wanted = model(prompts(), use_cache=False).logits
             adapter.register()
             found = model(prompts(), use_cache=False).logits
-        assert adapter.calls == {(NAMES[name][0], "cula"): LINEAR}
+        assert counted() == {(NAMES[name][0], "cula"): LINEAR}
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
     def test_takes_padding_on_the_left(self, name):
@@ -92,7 +83,7 @@ class TestAModel:
         chunked, recurrent = NAMES[name]
         expected = {(chunked, "cula"): 2 * LINEAR}
         expected[recurrent, "cula"] = expected.get((recurrent, "cula"), 0) + 4 * LINEAR
-        assert adapter.calls == expected
+        assert counted() == expected
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
     def test_generates_the_same_tokens(self, name):
@@ -112,7 +103,7 @@ class TestAModel:
             model.zero_grad()
             model(prompts(), use_cache=False, labels=prompts()).loss.backward()
             found.append({each: x.grad for each, x in model.named_parameters() if x.grad is not None})
-        assert adapter.calls == {(NAMES[name][0], "cula"): LINEAR}
+        assert counted() == {(NAMES[name][0], "cula"): LINEAR}
         assert found[0].keys() == found[1].keys()
         for each, gradient in found[0].items():
             largest = float(gradient.abs().max())
@@ -261,18 +252,6 @@ class TestRegister:
         assert module.chunk_kimi_delta_attention is before
 
 
-def operands(key_dim: int = 16, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """q, k and v of two packed sequences, 9 and 14 tokens long."""
-    generator = torch.Generator().manual_seed(2)
-    drawn = (torch.randn(1, 23, 2, key_dim, generator=generator) for _ in range(3))
-    return tuple(torch.nn.functional.normalize(x, dim=-1).to(dtype) for x in drawn)
-
-
-def gates(per_channel: bool) -> dict[str, torch.Tensor]:
-    q = operands()[0]
-    return {"g": -q.abs() if per_channel else -q.abs().sum(-1), "beta": q.sum(-1).sigmoid()}
-
-
 class TestDeclinedCalls:
     """Run transformers' own code, with a reason."""
 
@@ -315,7 +294,7 @@ class TestDeclinedCalls:
             found = layer(hidden, None, None)
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
         reason = "takes float32, bfloat16 and float16; q is float64"
-        assert adapter.calls == {("lightning_attn", reason): 1}
+        assert counted() == {("lightning_attn", reason): 1}
 
     def test_on_other_devices(self):
         module = model_file("qwen3_next")
@@ -346,72 +325,6 @@ class TestDeclinedCalls:
         ]
 
 
-class TestPackedSequences:
-    LENGTHS = torch.tensor([0, 9, 23], dtype=torch.int32)
-
-    def apart(self, function, per_channel: bool) -> torch.Tensor:
-        """What each sequence gives alone."""
-        pieces = [
-            function(
-                *(x[:, a:b] for x in operands()), use_qk_l2norm_in_kernel=True,
-                **{each: x[:, a:b] for each, x in gates(per_channel).items()},
-            )[0]
-            for a, b in ((0, 9), (9, 23))
-        ]  # fmt: skip
-        return torch.cat(pieces, dim=1)
-
-    @pytest.mark.parametrize(
-        ("name", "attribute", "lengths"),
-        [
-            ("qwen3_next", "torch_chunk_gated_delta_rule", "cu_seqlens"),
-            ("kimi_linear", "chunk_kimi_delta_attention", "cu_seq_lens_q"),
-        ],
-    )
-    def test_are_kept_apart_behind_a_convolution_that_does(self, name, attribute, lengths):
-        """Which has read seq_idx: that of transformers raises where it is given."""
-        function = getattr(model_file(name), attribute)
-        wanted = self.apart(function, name == "kimi_linear")
-        adapter.register()
-        found, _ = getattr(model_file(name), attribute)(
-            *operands(), **gates(name == "kimi_linear"), use_qk_l2norm_in_kernel=True,
-            seq_idx=torch.tensor([[0] * 9 + [1] * 14], dtype=torch.int32), **{lengths: self.LENGTHS},
-        )  # fmt: skip
-        assert only_ours()
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
-
-    @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "glm5_next"])
-    def test_are_declined_behind_the_convolution_of_transformers(self, name):
-        """The models raise or mix the sequences, whichever they do without cula, and cula warns."""
-        model = a_model(name)
-        packed = {"cu_seq_lens_q": self.LENGTHS, "use_cache": False}
-
-        def run() -> object:
-            try:
-                with torch.no_grad():
-                    return model(prompts(1, 23), **packed).logits
-            except ValueError as error:
-                return str(error)
-
-        wanted = run()
-        adapter.register()
-        with pytest.warns(UserWarning, match="mixes neighbouring sequences"):
-            found = run()
-        assert {outcome for _, outcome in adapter.calls} == {adapter.PACKED}
-        if NAMES[name] == KDA:
-            assert torch.equal(found, wanted)
-        else:
-            assert "can't keep packed sequences apart" in wanted
-            assert found == wanted
-
-    def test_are_declined_by_minimax(self):
-        model = a_model("minimax")
-        adapter.register()
-        with torch.no_grad():
-            model(prompts(1, 23), cu_seq_lens_q=self.LENGTHS, use_cache=False)
-        ((_, reason),) = adapter.calls
-        assert "do not read cu_seq_lens_q" in reason
-
-
 class TestCompiled:
     """With AOTAutograd, which traces the backward pass too, and no code generator."""
 
@@ -428,12 +341,12 @@ class TestCompiled:
             wanted = model(prompts(), use_cache=False).logits
             adapter.register()
             found = compiled(prompts(), use_cache=False).logits
-            assert adapter.calls == {("chunk_gated_delta_rule", "cula"): 1}
+            assert counted() == {("chunk_gated_delta_rule", "cula"): 1}
             compiled(prompts(), use_cache=False)  # counts nothing: it was traced before
-            assert adapter.calls == {("chunk_gated_delta_rule", "cula"): 1}
+            assert counted() == {("chunk_gated_delta_rule", "cula"): 1}
             adapter.unregister()
             theirs = compiled(prompts(), use_cache=False).logits
-        assert adapter.calls == {("chunk_gated_delta_rule", "cula"): 1}
+        assert counted() == {("chunk_gated_delta_rule", "cula"): 1}
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
         torch.testing.assert_close(theirs, wanted, rtol=0, atol=1e-5)
 
@@ -446,7 +359,7 @@ class TestCompiled:
         layer.zero_grad()
         adapter.register()
         torch.compile(layer, backend="aot_eager", fullgraph=True)(hidden).square().sum().backward()
-        assert adapter.calls == {("chunk_kda", "cula"): 1}
+        assert counted() == {("chunk_kda", "cula"): 1}
         for each, x in layer.named_parameters():
             largest = float(wanted[each].abs().max())
             torch.testing.assert_close(x.grad, wanted[each], rtol=0, atol=2e-7 + 1e-4 * largest, msg=each)

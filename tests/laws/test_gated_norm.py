@@ -52,7 +52,7 @@ def test_any_channels(isa, dtype, activation, norm_before_gate):
 
         def ours(*given, group=group):
             return torch.ops.cula.rms_norm_gated(
-                *given, EPS, activation == "sigmoid", norm_before_gate, group, isa
+                *given, EPS, activation == "sigmoid", norm_before_gate, group, False, isa
             )
 
         def oracle(*given, group=group):
@@ -72,6 +72,16 @@ def test_the_function(dtype, activation):
             lambda x, gate, weight, bias: layers.gated_norm(x, gate, weight, bias, EPS, activation),
             [x, gate, weight, bias], dtype,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_weights_around_zero(dtype):
+    x, weight = drawn(40, 64, dtype=dtype), drawn(64, dtype=dtype) / 8
+    check(
+        lambda x, weight: norm.rms_norm_gated(x, None, weight, eps=EPS, zero_centered=True),
+        lambda x, weight: layers.gated_norm(x, None, 1 + weight, None, EPS),
+        [x, weight], dtype,
+    )  # fmt: skip
 
 
 @kernels

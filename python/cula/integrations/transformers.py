@@ -9,7 +9,8 @@
 The model files of transformers (5.23) call module functions: `torch_chunk_gated_delta_rule` and
 `torch_recurrent_gated_delta_rule` (Qwen3-Next, Qwen3.5, OLMo-hybrid, ...), `chunk_kimi_delta_attention` and
 `recurrent_kimi_delta_attention` (Kimi-Linear, GLM5-next, Bailing-hybrid); MiniMax's Lightning attention is a
-class. `register` puts a function in front of each, which runs cula or, where it declines, what was there.
+class. `register` puts a function in front of each, which runs cula or, where it declines, what was there; and
+in the same files in front of `causal_conv1d_fn`, `causal_conv1d_update` and the norms, on CPUs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from .. import api, gdn, kda, simple_gla
 from .._explain import explain
+from . import _transformers_layers
 
 __all__ = ["calls", "register", "unregister"]
 
@@ -44,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 EXPORT = "torch.export keeps transformers' own code, so that the program runs without cula"
 PACKED = (
-    "packed sequences are taken with seq_idx and the package causal_conv1d only: the convolution of "
-    "transformers, which runs before this call, mixes neighbouring sequences"
+    "packed sequences are taken behind a convolution of this library or with seq_idx only: the one that runs "
+    "before this call mixes neighbouring sequences"
 )
 
 # What a call of cula raises, before anything is written, when it refuses an argument.
@@ -72,6 +74,13 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_kda": kda.chunk_kda,
     "fused_recurrent_kda": kda.fused_recurrent_kda,
 }
+# What is around them in the same files: functions, and the classes of gated norms.
+_CONVOLUTION = "causal_conv1d_fn"
+_AROUND: dict[str, Callable[..., Tensor]] = {
+    _CONVOLUTION: _transformers_layers.causal_conv1d_fn,
+    "causal_conv1d_update": _transformers_layers.causal_conv1d_update,
+}
+_NORM = re.compile(r"\w+RMSNorm(Gated)?")
 _LIGHTNING_CLASS = "MiniMaxLightningAttention"
 
 # Files of transformers, and those that come with a checkpoint.
@@ -122,12 +131,31 @@ def _name_of(place: ModuleType | type) -> str:
 
 
 def _replace_in(module: ModuleType) -> None:
+    known = vars(module)
+    if not known.keys().isdisjoint((*_ROLES, _LIGHTNING_CLASS)):
+        for attribute, ours in _AROUND.items():
+            if (function := known.get(attribute)) is not None:
+                _replace(module, attribute, function, functools.partial(_else, attribute, ours))
+        for name, place in list(known.items()):
+            if isinstance(place, type) and _NORM.fullmatch(name) and place.__module__ == module.__name__:
+                _replace_norm(place)
     for attribute, role in _ROLES.items():
-        if (function := vars(module).get(attribute)) is not None:
-            _replace(module, attribute, function, functools.partial(_in_front_of, role))
+        if (function := known.get(attribute)) is not None:
+            _replace(
+                module, attribute, function, functools.partial(_in_front_of, role, _CONVOLUTION in known)
+            )
     lightning = vars(module).get(_LIGHTNING_CLASS)
     if isinstance(lightning, type) and lightning.__module__ == module.__name__:
         _replace(lightning, "forward", vars(lightning)["forward"], _lightning)
+
+
+def _replace_norm(place: type[torch.nn.Module]) -> None:
+    forward = vars(place).get("forward")
+    if forward is None or _replaced.get((place, "forward"), (None, None))[1] is forward:
+        return
+    if (ours := _transformers_layers.norm_like(place)) is not None:
+        name = "rms_norm_gated" if place.__name__.endswith("Gated") else "rms_norm"
+        _replace(place, "forward", forward, functools.partial(_else, name, ours))
 
 
 def _replace(
@@ -195,14 +223,39 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(getattr(function, "forward", function)).parameters)
 
 
-def _in_front_of(role: _Role, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function for a model file that runs cula, or `original` where cula declines."""
+def _else(name: str, ours: Callable[..., Tensor], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours`, or `original` where that declines."""
+
+    @functools.wraps(original, updated=())
+    def call(*args: Any, **kwargs: Any) -> object:
+        reason = EXPORT
+        if not torch.compiler.is_exporting():
+            try:
+                result = ours(*args, **kwargs)
+            except _REFUSALS as error:
+                reason = str(error)
+            else:
+                _count(name, "cula")
+                return result
+        if name == _CONVOLUTION and _lengths(kwargs) is not None:
+            _warn_packed()
+        _count(name, reason)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _in_front_of(role: _Role, apart: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for a model file that runs cula, or `original` where cula declines.
+
+    apart: the convolution of the file is cula's too, which keeps packed sequences apart.
+    """
     names = _parameters(original)[3:]
 
     @functools.wraps(original, updated=())
     def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> object:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        reason = _declined(role, query, key, value, given)
+        reason = _declined(role, apart, query, key, value, given)
         if reason is None:
             try:
                 result = _run(role, query, key, value, given)
@@ -249,12 +302,14 @@ def _is_differentiated(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
-def _declined(role: _Role, q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any]) -> str | None:
+def _declined(
+    role: _Role, apart: bool, q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any]
+) -> str | None:
     """Why cula does not take the call, as far as it can be said before, or None."""
     if torch.compiler.is_exporting():
         return EXPORT
     # A convolution that keeps sequences apart needs seq_idx, and that of transformers raises when it gets it.
-    if _lengths(given) is not None and given.get("seq_idx") is None:
+    if not apart and _lengths(given) is not None and given.get("seq_idx") is None:
         _warn_packed()
         return PACKED
     if not q.dtype == k.dtype == v.dtype:
