@@ -80,7 +80,9 @@ def causal_conv1d_fn(
                 raise ValueError(
                     f"final_states_out must have shape {list(wanted)}, got {list(final_states_out.shape)}"
                 )
-        y, final = _convolve(tokens, weight, bias, initial_states, query_start_loc, seq_idx, silu, columns)
+        y, final = convolve_tokens(
+            tokens, weight, bias, initial_states, query_start_loc, seq_idx, silu, columns
+        )
     else:
         if initial_states is not None or return_final_states or seq_idx is not None:
             raise ValueError(
@@ -93,7 +95,7 @@ def causal_conv1d_fn(
         initial = conv_states[torch.where(real, slots, 0)].detach()
         known = real if has_initial_state is None else real & has_initial_state.bool()
         initial = torch.where(known[:, None, None], initial, 0)
-        y, final = _convolve(tokens, weight, bias, initial, query_start_loc, seq_idx, silu, columns)
+        y, final = convolve_tokens(tokens, weight, bias, initial, query_start_loc, seq_idx, silu, columns)
         assert final is not None
         y = _without_null_rows(y, real, query_start_loc)
         conv_states.index_copy_(0, slots[real], final.detach()[real].to(conv_states.dtype))
@@ -144,7 +146,7 @@ def _without_null_rows(y: Tensor, real: Tensor, query_start_loc: Tensor | None) 
     return torch.where(real[sequence][None, :, None], y, 0)
 
 
-def _convolve(
+def convolve_tokens(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -154,6 +156,8 @@ def _convolve(
     silu: bool,
     columns: int,
 ) -> tuple[Tensor, Tensor | None]:
+    """What both functions here and adapters call: x and y are `[B, T, D]`, and the final state, of so many
+    columns, is none with 0."""
     given = (x, weight, bias, initial_states, cu_seqlens, seq_idx, silu, columns)
     if _layers.takes(x, weight, bias, initial_states):
         return _layers.convolve(*given)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from cula import _layers
 from cula.integrations import _fla_cpu as parts
 
 pytestmark = pytest.mark.cpu_only("they take CPU tensors alone")
@@ -53,6 +54,42 @@ def test_convolution(width, activation, packed):
         torch.autograd.grad(y, x, upstream), torch.autograd.grad(expected, x, upstream)
     )
     assert parts.causal_conv1d(x, weight, cu_seqlens=cu_seqlens)[1] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_convolutions_run_on_kernels(dtype, monkeypatch):
+    """With what FLA's layers give them, and gradients; a residual joins before the result is rounded."""
+    ran = []
+    run = _layers.convolve
+    monkeypatch.setattr(_layers, "convolve", lambda *given: ran.append(given[0].dtype) or run(*given))
+    x, residual = (torch.randn(2, 11, 4, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    weight, before = torch.randn(32, 4, dtype=dtype), torch.randn(2, 32, 4, dtype=dtype)
+    y, state = parts.causal_conv1d(x, weight, None, residual, before, True, "silu")
+    assert ran == [torch.float32]
+    wide, _ = parts.causal_conv1d(
+        x.double(), weight.double(), None, residual.double(), before.double(), False, "silu"
+    )
+    torch.testing.assert_close(y, wide.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    assert (y.dtype, state.dtype) == (dtype, dtype)
+    y.float().sum().backward()
+    assert torch.equal(residual.grad, torch.ones_like(residual))
+    assert x.grad.isfinite().all()
+    parts.causal_conv1d(x, weight)
+    assert ran[1:] == [dtype]
+
+
+def test_a_token_with_a_gradient():
+    """Decoding while something requires gradients, as FLA allows it."""
+    x, weight = torch.randn(3, 6), torch.randn(6, 4, requires_grad=True)
+    cache = torch.randn(3, 6, 4)
+    other = cache.clone()
+    y, _ = parts.causal_conv1d_update(x, cache, None, weight, None, "silu")
+    with torch.no_grad():
+        wanted, _ = parts.causal_conv1d_update(x, other, None, weight, None, "silu")
+    torch.testing.assert_close(y, wanted)
+    assert torch.equal(cache, other)
+    y.sum().backward()
+    assert weight.grad.any()
 
 
 @pytest.mark.parametrize("shape", ["rows", "one token", "packed", "heads"])

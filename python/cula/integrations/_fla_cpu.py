@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of FLA's layers that this library has no kernel for, in plain PyTorch, for CPU tensors alone.
+"""The parts of FLA's layers around linear attention, for CPU tensors alone.
 
 FLA computes them in Triton, which has no driver on a machine without an accelerator. Only there does
-`cula.integrations.fla` put these in their place: short convolutions, norms, rotary embeddings, and the
-activations that FLA's models call. Names and parameters are FLA's; sums are taken in float32, as FLA takes
-them.
+`cula.integrations.fla` put these in their place. Short convolutions and RMSNorms run on kernels of this
+library; layer norms, rotary embeddings and the activations that FLA's models call are plain PyTorch. Names
+and parameters are FLA's; sums are taken in float32, as FLA takes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, pad, silu
+from torch.nn.functional import pad, silu
+
+from .. import _plain, conv, norm
 
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     "swish": silu,
@@ -39,14 +40,36 @@ def _wide(x: Tensor) -> Tensor:
 # Norms
 
 
-def _norm(
+def _rms_norm(
+    x: Tensor,
+    g: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    prenorm: bool,
+    residual_in_fp32: bool,
+    eps: float,
+    num_groups: int = 1,
+) -> Tensor | tuple[Tensor, Tensor]:
+    _need_cpu(x, g, weight, bias, residual)
+    if activation not in ACTIVATIONS:
+        raise NotImplementedError(f"activation must be swish, silu or sigmoid, got {activation!r}")
+    if x.shape[-1] % num_groups:
+        raise ValueError(f"num_groups must divide the channels, got {num_groups} for {x.shape[-1]}")
+    return norm.rms_norm_gated(
+        x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps,
+        group_size=x.shape[-1] // num_groups,
+    )  # fmt: skip
+
+
+def _layer_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     eps: float,
     residual_in_fp32: bool,
-    is_rms_norm: bool,
     num_groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """The normalized sum of x and residual, in float32, and the sum itself as FLA hands it on."""
@@ -61,8 +84,7 @@ def _norm(
         total = total + residual
         carried = total.to(residual.dtype)
     y = total.unflatten(-1, (num_groups, -1))
-    if not is_rms_norm:
-        y = y - y.mean(-1, keepdim=True)
+    y = y - y.mean(-1, keepdim=True)
     y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).flatten(-2)
     if weight is not None:
         y = y * weight
@@ -80,7 +102,9 @@ def group_norm(
     is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    y, carried = _norm(x, weight, bias, residual, eps, residual_in_fp32, is_rms_norm, num_groups)
+    if is_rms_norm:
+        return _rms_norm(x, None, weight, bias, "swish", residual, prenorm, residual_in_fp32, eps, num_groups)
+    y, carried = _layer_norm(x, weight, bias, residual, eps, residual_in_fp32, num_groups)
     return (y.to(x.dtype), carried) if prenorm else y.to(x.dtype)
 
 
@@ -109,26 +133,6 @@ def rms_norm(
     return group_norm(x, weight, bias, residual, eps, prenorm, residual_in_fp32, True)
 
 
-def _gated(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    eps: float,
-    is_rms_norm: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    _need_cpu(g)
-    if activation not in ACTIVATIONS:
-        raise NotImplementedError(f"activation must be swish, silu or sigmoid, got {activation!r}")
-    y, carried = _norm(x, weight, bias, residual, eps, residual_in_fp32, is_rms_norm)
-    y = (y * ACTIVATIONS[activation](_wide(g))).to(x.dtype)
-    return (y, carried) if prenorm else y
-
-
 def layer_norm_gated(
     x: Tensor,
     g: Tensor,
@@ -140,7 +144,12 @@ def layer_norm_gated(
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    return _gated(x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps, False)
+    _need_cpu(g)
+    if activation not in ACTIVATIONS:
+        raise NotImplementedError(f"activation must be swish, silu or sigmoid, got {activation!r}")
+    y, carried = _layer_norm(x, weight, bias, residual, eps, residual_in_fp32)
+    y = (y * ACTIVATIONS[activation](_wide(g))).to(x.dtype)
+    return (y, carried) if prenorm else y
 
 
 def rms_norm_gated(
@@ -154,7 +163,7 @@ def rms_norm_gated(
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    return _gated(x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps, True)
+    return _rms_norm(x, g, weight, bias, activation, residual, prenorm, residual_in_fp32, eps)
 
 
 def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> Tensor:
@@ -186,26 +195,17 @@ def causal_conv1d(
     if cp_context is not None:
         raise NotImplementedError("cp_context of a short convolution is not built in plain PyTorch")
     weight = _check_convolution(weight, activation)
-    channels = weight.shape[0]
-    rows = x.reshape(*x.shape[:2], channels).transpose(1, 2)
-    if cu_seqlens is None:
-        made = [_convolve(rows, weight, bias, initial_state, activation)]
-    else:
-        ends: list[int] = cu_seqlens.tolist()
-        made = [
-            _convolve(
-                rows[..., begin:end],
-                weight,
-                bias,
-                None if initial_state is None else initial_state[n : n + 1],
-                activation,
-            )
-            for n, (begin, end) in enumerate(pairwise(ends))
-        ]
-    y = torch.cat([each for each, _ in made], -1).transpose(1, 2).reshape(x.shape)
+    channels, width = weight.shape
+    rows = x.reshape(*x.shape[:2], channels)
+    # A residual joins before the result is rounded.
+    y, final = conv.convolve_tokens(
+        rows if residual is None else _wide(rows), weight, bias, initial_state, cu_seqlens, None,
+        activation is not None, width if output_final_state else 0,
+    )  # fmt: skip
+    y = y.reshape(x.shape)
     if residual is not None:
         y = y + residual
-    return y.to(x.dtype), torch.cat([state for _, state in made]) if output_final_state else None
+    return y.to(x.dtype), None if final is None else final.to(x.dtype)
 
 
 def _check_convolution(weight: Tensor | None, activation: str | None) -> Tensor:
@@ -214,25 +214,6 @@ def _check_convolution(weight: Tensor | None, activation: str | None) -> Tensor:
     if activation not in (None, "swish", "silu"):
         raise NotImplementedError(f"activation must be swish, silu or None, got {activation!r}")
     return weight
-
-
-def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, activation: str | None
-) -> tuple[Tensor, Tensor]:
-    """Tokens `[N, D, T]`, and the last W of them in x's dtype."""
-    channels, width = weight.shape
-    if state is None:
-        state = x.new_zeros(x.shape[0], channels, width)
-    seen = torch.cat([state.to(x.dtype), x], -1)
-    y = _wide(x)
-    if x.shape[-1]:
-        y = conv1d(
-            _wide(seen[..., 1:]),
-            weight.to(y.dtype).unsqueeze(1),
-            None if bias is None else bias.to(y.dtype),
-            groups=channels,
-        )
-    return (y if activation is None else silu(y)), seen[..., seen.shape[-1] - width :]
 
 
 def causal_conv1d_update(
@@ -246,9 +227,16 @@ def causal_conv1d_update(
     """One token for each row, `cache` updated in place."""
     _need_cpu(x, cache, residual, weight, bias)
     weight = _check_convolution(weight, activation)
-    token = x.reshape(-1, weight.shape[0], 1)
-    y, state = _convolve(token, weight, bias, cache, activation)
-    cache.copy_(state)
+    token = x.reshape(-1, 1, weight.shape[0])
+    if residual is not None:
+        token = _wide(token)
+    silu = activation is not None
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias)):
+        y, state = _plain.convolve(token, weight, bias, cache, None, None, silu, cache.shape[2])
+        assert state is not None  # it was asked for
+        cache.copy_(state)
+    else:
+        y = conv.causal_conv1d_update(token.transpose(1, 2), cache, weight, bias, activation).transpose(1, 2)
     y = y.reshape(x.shape)
     return (y if residual is None else y + residual).to(x.dtype), cache
 
@@ -339,6 +327,8 @@ _MODULES: dict[str, tuple[Callable[..., Any], ...]] = {
     "rotary": (rotary_embedding_fwdbwd,),
     "activations": (swish_fwd, swish_bwd, swiglu_fwd, swiglu_fwdbwd),
 }
+# Those that run on kernels of this library, for the dtypes that these take.
+KERNELS = ("causal_conv1d", "causal_conv1d_update", "rms_norm", "rms_norm_gated")
 FUNCTIONS = {
     (f"fla.modules.{module}", function.__name__): function
     for module, functions in _MODULES.items()

@@ -113,7 +113,7 @@ def register() -> dict[str, str]:
     Returns, by FLA's name of the function, how calls get here: "dispatched", since FLA asks its backends
     itself; "wrapped" in FLA's own dispatch, in every module that had imported the function; or "plain
     PyTorch", for the parts of FLA's layers that this library has no kernel for, on machines without an
-    accelerator.
+    accelerator, where short convolutions and RMSNorms are wrapped too.
 
     Raises ImportError where FLA, or Triton, which FLA's operators need, cannot be imported. Warns and does
     nothing where FLA was imported with FLA_DISABLE_BACKEND_DISPATCH=1.
@@ -147,7 +147,7 @@ def register() -> dict[str, str]:
             _put("fla.ops.kda.fused_recurrent", "kda", "fused_recurrent_kda_fwd", _paged_kda)
             if not torch.accelerator.is_available():
                 for (path, name), ours in _fla_cpu.FUNCTIONS.items():
-                    _put(path, "modules", name, ours, "PyTorch")
+                    _put(path, "modules", name, ours, "cula" if name in _fla_cpu.KERNELS else "PyTorch")
             rebind(_wrapped)
         except BaseException:
             unregister()
