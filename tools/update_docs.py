@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hybrid_tables
 import result_tables
 import run_tables
 import support_matrix
@@ -28,6 +29,7 @@ FILES = (
     "docs/fla-tests.md",
     "docs/fuzzing.md",
     "docs/gpu-tests.md",
+    "docs/guide/integrations-transformers.md",
     "docs/guide/versions.md",
 )
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
@@ -56,6 +58,7 @@ GENERATORS: dict[str, Callable[[], list[str]]] = {
     "gpu-gradients": training_tables.gpu_gradients,
     "cpu-training": training_tables.cpu_training,
     "training": training_tables.readme,
+    "hybrids": hybrid_tables.hybrids,
     "gpu-tests": run_tables.runs,
     "sanitizer": run_tables.sanitizer,
     "fla-tests": run_tables.fla,

@@ -104,11 +104,9 @@ def _gated_forward(layer: _Norm, hidden_states: Tensor, gate: Tensor | None = No
 
 def _forward(zero_centered: bool, layer: _Norm, hidden_states: Tensor) -> Tensor:
     _need_kernel(hidden_states)
-    y = norm.rms_norm_gated(
-        hidden_states, None, layer.weight, eps=_epsilon(layer), zero_centered=zero_centered
-    )
-    assert isinstance(y, Tensor)  # without prenorm
-    return y
+    if not _layers.takes(layer.weight):
+        raise NotImplementedError(f"weight has dtype {layer.weight.dtype}")
+    return _layers.norm(hidden_states, None, layer.weight, eps=_epsilon(layer), zero_centered=zero_centered)
 
 
 def _agrees(place: type[torch.nn.Module], ours: Callable[..., Tensor], gated: bool) -> bool:
