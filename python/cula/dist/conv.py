@@ -28,7 +28,8 @@ def conv_boundary_tokens(
     `[B, width - 1, ...]`.
 
     x: the rank's tokens `[B, T, ...]`. cu_seqlens, sp_splits: as in `cula.dist.cula_kda_cp`. Before the
-    beginning of a sequence there are zeros. Every rank sends its last `width - 1` tokens.
+    beginning of a sequence there are zeros. Every rank sends its last `width - 1` tokens. Transposed, the
+    result is what `cula.conv.causal_conv1d_fn` takes as `initial_states` of the rank's first sequence.
     All ranks go backward through their results, or none does.
     """
     group = resolve("sp", sp_group, sp_size, sp_rank, required=True)
