@@ -131,7 +131,7 @@ def _check_pool(
     for name, each in (("cache_indices", slots), ("has_initial_state", has_initial_state)):
         if each is not None and tuple(each.shape) != (sequences,):
             raise ValueError(f"{name} must have shape [{sequences}], got {list(each.shape)}")
-    if x.device.type == "cpu" and slots.numel() and int(slots.max()) >= conv_states.shape[0]:
+    if slots.numel() and int(slots.max()) >= conv_states.shape[0]:
         raise ValueError(
             f"cache_indices must name slots below {conv_states.shape[0]}, got {int(slots.max())}"
         )

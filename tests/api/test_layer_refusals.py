@@ -139,10 +139,9 @@ def test_the_next_tokens(what):
     assert torch.equal(given["conv_state"], before)
 
 
+@pytest.mark.cpu_only("the kernel of CPUs looks at memory")
 def test_memory_that_is_shared_is_refused():
     state = A(2, 8, 4)
-    if state.is_cuda:
-        pytest.skip("the kernel of CPUs looks at memory")
     with pytest.raises(ValueError, match="conv_state must share no memory with x"):
         conv.causal_conv1d_update(state[..., 0], state, A(8, 4))
 
