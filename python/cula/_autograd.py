@@ -218,7 +218,7 @@ def refuse_gradients(op: torch._ops.OpOverload, given: Mapping[str, Any], by_pac
     if op.__name__ in TRAINED:
         refuse_untrained(who, wanted)
         return
-    _refuse_transforms(who, wanted)
+    refuse_transforms(who, wanted)
     without = "or call under torch.no_grad() or torch.inference_mode()"
     slots = [name for name in ("initial_state_indices", "final_state_indices") if given.get(name) is not None]
     if who in ("prefill", "decode") and slots:
@@ -258,7 +258,7 @@ def _called(op: torch._ops.OpOverload, name: str, given: Mapping[str, Any]) -> s
 
 def refuse_untrained(who: str, wanted: list[str]) -> None:
     """NotImplementedError for the first of the arguments that require gradients and have none."""
-    _refuse_transforms(who, wanted)
+    refuse_transforms(who, wanted)
     for name in wanted:
         if name not in _gradients():
             raise NotImplementedError(
@@ -266,7 +266,7 @@ def refuse_untrained(who: str, wanted: list[str]) -> None:
             )
 
 
-def _refuse_transforms(who: str, wanted: list[str]) -> None:
+def refuse_transforms(who: str, wanted: list[str]) -> None:
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             f"{who}: {wanted[0]} requires gradients within torch.func, which are not built; use "

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
@@ -197,7 +197,7 @@ class _Context(Protocol):
     def set_materialize_grads(self, value: bool) -> None: ...
 
 
-def _keep(ctx: _Context, inputs: tuple[Any, ...], output: object) -> None:
+def _keep(ctx: _Context, inputs: tuple[Any, ...]) -> None:
     """Saves the inputs and nothing besides: the backward pass computes the rest again."""
     ctx.tensors = tuple(at for at, value in enumerate(inputs) if isinstance(value, Tensor))
     ctx.given = [None if isinstance(value, Tensor) else value for value in inputs]
@@ -214,7 +214,7 @@ def _inputs(ctx: _Context) -> list[Any]:
 
 def _wanted(ctx: _Context) -> int:
     """A bit for each of the first four inputs that requires a gradient."""
-    return sum(1 << row for row in range(4) if row in ctx.tensors and ctx.needs_input_grad[row])
+    return sum(1 << row for row in range(4) if row in ctx.tensors and ctx.needs_input_grad[1 + row])
 
 
 def _hand_out(ctx: _Context, made: tuple[Tensor | None, ...], *of: Tensor | None) -> tuple[Any, ...]:
@@ -242,6 +242,39 @@ def _norm_backward(ctx: _Context, d_y: Tensor | None) -> tuple[Any, ...]:
     return _hand_out(ctx, made, d_y)
 
 
+def _differentiable(
+    op: torch._ops.OpOverload, gradients: Callable[..., tuple[Any, ...]]
+) -> Callable[..., object]:
+    """What PyTorch runs in place of an operator that has a backward pass."""
+
+    def run(keys: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> object:
+        return op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *arguments, **named)
+
+    class Derivatives(Function):
+        @staticmethod
+        def forward(ctx: _Context, keys: torch._C.DispatchKeySet, *arguments: Any) -> object:
+            _keep(ctx, arguments)
+            return run(keys, *arguments)
+
+        @staticmethod
+        def backward(ctx: _Context, *upstream: Tensor | None) -> object:
+            return None, *gradients(ctx, *upstream)
+
+    def call(keys: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> object:
+        if forward_ad._current_level >= 0:
+            _autograd.refuse_tangents(op, arguments, named)
+        if not (torch.is_grad_enabled() and _any_requires_grad(*arguments, *named.values())):
+            return run(keys, *arguments, **named)
+        schema = op._schema.arguments
+        rest = (named.get(each.name, each.default_value) for each in schema[len(arguments) :])
+        everything = (*arguments, *rest)
+        wanted = [each.name for each, x in zip(schema, everything, strict=True) if _any_requires_grad(x)]
+        _autograd.refuse_transforms(_ops.op_name(op), wanted)
+        return Derivatives.apply(keys, *everything)
+
+    return call
+
+
 def _register() -> None:
     fakes: dict[str, Callable[..., object]] = {
         "causal_conv1d": _fake_conv,
@@ -250,7 +283,7 @@ def _register() -> None:
         "rms_norm_gated": _fake_norm,
         "rms_norm_gated_backward": _fake_norm_backward,
     }
-    backwards: dict[str, Callable[..., object]] = {
+    backwards: dict[str, Callable[..., tuple[Any, ...]]] = {
         "causal_conv1d": _conv_backward,
         "rms_norm_gated": _norm_backward,
     }
@@ -259,7 +292,8 @@ def _register() -> None:
         twin = getattr(unchecked, name).default
         _CHECKED[name] = op
         _UNCHECKED[name] = twin._op
-        _ops.register_layer(op, twin, fake, backwards.get(name), _keep)
+        gradients = backwards.get(name)
+        _ops.register_layer(op, twin, fake, gradients and _differentiable(op, gradients))
 
 
 _register()

@@ -253,15 +253,15 @@ def register_layer(
     op: torch._ops.OpOverload,
     twin: torch._ops.OpOverload,
     fake: Callable[..., object],
-    backward: Callable[..., object] | None,
-    keep: Callable[..., None],
+    differentiable: Callable[..., object] | None,
 ) -> None:
-    """Registers an operator of `_layers`, and its twin, which is the same without `_checked`. Where it has a
-    backward pass, `keep` saves what that needs."""
-    if backward is None:
+    """Registers an operator of `_layers`, and its twin, which is the same without `_checked`.
+    `differentiable` is the operator with its derivatives, of the key set and its arguments; None: it has
+    none."""
+    if differentiable is None:
         _register(op, fake)
     else:
-        torch.library.register_autograd(op.name(), backward, setup_context=keep, lib=_libraries[0])
+        _libraries[0].impl(op.name().partition("::")[2], differentiable, "Autograd", with_keyset=True)
         torch.library.register_fake(op.name(), fake)
         _refuse_vmap(_libraries[0], op)
     _libraries[1].impl(twin.name().partition("::")[2], torch.library.fallthrough_kernel, "Autograd")

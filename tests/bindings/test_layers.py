@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from cula import conv, norm
 
@@ -110,6 +111,48 @@ def test_the_next_token_has_no_gradient():
     assert torch.equal(state, before)
     with torch.no_grad():
         conv.causal_conv1d_update(x, state, weight)
+
+
+@pytest.mark.parametrize("of", ["x", "weight"])
+def test_tangents_are_refused(of):
+    """By the operators and by what the package calls; a tangent would be lost."""
+    given = dict(zip(("x", "weight", "conv_state"), tensors((2, 1, 16), (16, 4), (2, 16, 4)), strict=True))
+    with forward_ad.dual_level():
+        given[of] = forward_ad.make_dual(given[of], torch.ones_like(given[of]))
+        x, weight, state = given.values()
+        calls = (
+            lambda: torch.ops.cula.causal_conv1d(x, weight),
+            lambda: torch.ops.cula.causal_conv1d(x=x, weight=weight),
+            lambda: torch.ops.cula.causal_conv1d_update(x, state, weight),
+            lambda: torch.ops.cula.rms_norm_gated(x, weight=weight[:, 0]),
+            lambda: conv.causal_conv1d_fn(x.transpose(1, 2), weight),
+            lambda: conv.causal_conv1d_update(x[:, 0], state, weight),
+            lambda: norm.rms_norm_gated(x, None, weight[:, 0]),
+        )
+        for call in calls:
+            with pytest.raises(NotImplementedError, match=f"{of} has a tangent"):
+                call()
+
+
+def test_transforms_of_gradients_are_refused():
+    x, weight = tensors((2, 9, 16), (16, 4))
+    with pytest.raises(NotImplementedError, match=r"x requires gradients within torch\.func"):
+        torch.func.grad(lambda x: torch.ops.cula.causal_conv1d(x, weight)[0].sum())(x)
+
+
+def test_arguments_by_name_have_gradients():
+    x, weight, bias = (each.requires_grad_() for each in tensors((2, 9, 16), (16, 4), (16,)))
+    made = []
+    for given in (
+        {"weight": weight, "bias": bias, "silu": True},
+        {"silu": True, "bias": bias, "weight": weight},
+    ):
+        y, _ = torch.ops.cula.causal_conv1d(x, **given)
+        made.append(torch.autograd.grad(y.sum(), (x, weight, bias)))
+    y, _ = torch.ops.cula.causal_conv1d(x, weight, bias, None, None, None, True)
+    made.append(torch.autograd.grad(y.sum(), (x, weight, bias)))
+    for other in made[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
 
 
 def test_vmap_is_refused():
