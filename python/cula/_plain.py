@@ -146,8 +146,17 @@ def convolve_step(
     if conv_state_indices is None:
         conv_state[:rows].copy_(new)
     else:
-        conv_state.index_copy_(0, safe[real], new[real])
+        write_slots(conv_state, slots, real, new)
     return y
+
+
+def write_slots(pool: Tensor, slots: Tensor, real: Tensor, rows: Tensor) -> None:
+    """Row n into slot `slots[n]` where it is real, without a host read: a null row writes what the first real
+    one does, and where there is none, what is there."""
+    first = real.to(torch.int32).argmax()
+    source = torch.where(real, torch.arange(len(real), device=real.device), first)
+    slot = torch.where(real, slots, 0)[source]
+    pool.index_copy_(0, slot, torch.where(real.any(), rows[source].to(pool.dtype), pool[slot]))
 
 
 def norm(

@@ -9,8 +9,11 @@ taken in float32.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import _conv_gpu, _layers, _plain
 
@@ -98,7 +101,8 @@ def causal_conv1d_fn(
         y, final = convolve_tokens(tokens, weight, bias, initial, query_start_loc, seq_idx, silu, columns)
         assert final is not None
         y = _without_null_rows(y, real, query_start_loc)
-        conv_states.index_copy_(0, slots[real], final.detach()[real].to(conv_states.dtype))
+        if sequences:
+            _plain.write_slots(conv_states, slots, real, final.detach())
         final = None
     y = y.transpose(1, 2)
     y = y.squeeze(0) if packed else y
@@ -131,10 +135,17 @@ def _check_pool(
     for name, each in (("cache_indices", slots), ("has_initial_state", has_initial_state)):
         if each is not None and tuple(each.shape) != (sequences,):
             raise ValueError(f"{name} must have shape [{sequences}], got {list(each.shape)}")
-    if slots.numel() and int(slots.max()) >= conv_states.shape[0]:
+    if _reads_values(x) and slots.numel() and int(slots.max()) >= conv_states.shape[0]:
         raise ValueError(
             f"cache_indices must name slots below {conv_states.shape[0]}, got {int(slots.max())}"
         )
+
+
+def _reads_values(x: Tensor) -> bool:
+    """As elsewhere, values in a GPU's memory are read, which waits for it, only when that is asked for."""
+    if is_compiling():
+        return False
+    return x.device.type == "cpu" or os.environ.get("CULA_DEBUG_CHECKS") == "1"
 
 
 def _without_null_rows(y: Tensor, real: Tensor, query_start_loc: Tensor | None) -> Tensor:
@@ -162,7 +173,7 @@ def convolve_tokens(
     if _layers.takes(x, weight, bias, initial_states):
         return _layers.convolve(*given)
     _check_shapes(*given[:6])
-    if x.is_cuda and (made := _conv_gpu.convolve(*given)) is not None:
+    if x.is_cuda and not is_compiling() and (made := _conv_gpu.convolve(*given)) is not None:
         return made
     return _plain.convolve(*given)
 
@@ -251,7 +262,7 @@ def causal_conv1d_update(
     if _layers.takes(rows, conv_state, weight, bias):
         y = _layers.convolve_step(*given)
     else:
-        found = _conv_gpu.convolve_step(*given) if x.is_cuda else None
+        found = _conv_gpu.convolve_step(*given) if x.is_cuda and not is_compiling() else None
         y = _plain.convolve_step(*given) if found is None else found
     if query_start_loc is not None:
         return y.squeeze(0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cula import conv, norm
+from cula_testing import device
 
 A = torch.randn
 
@@ -56,6 +57,8 @@ KERNELS = {
 @pytest.mark.parametrize("what", PROMPT)
 def test_a_prompt(what, dtype):
     given, message = PROMPT[what]
+    if what == "a slot that is not there" and not device.values_are_read():
+        pytest.skip("values in a GPU's memory are not read")
     given = {
         name: x.to(torch.get_default_device(), dtype if x.is_floating_point() else x.dtype)
         if isinstance(x, torch.Tensor) else x

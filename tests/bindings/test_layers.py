@@ -91,6 +91,31 @@ def test_compiled_tokens_are_written_in_place():
     assert torch.equal(state, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_compiled_pools_are_written_in_place(dtype):
+    """In float64 by plain PyTorch, which has no host read either; null rows write nothing, be slot 0 free or
+    taken."""
+    x, weight, pool, token = tensors((1, 16, 9), (16, 4), (6, 16, 4), (3, 16), dtype=dtype)
+    lengths = torch.tensor([0, 2, 2, 9], dtype=torch.int32)
+
+    def both(pool, slots):
+        y = conv.causal_conv1d_fn(
+            x, weight, activation="silu", query_start_loc=lengths, conv_states=pool, cache_indices=slots
+        )
+        return y, conv.causal_conv1d_update(token, pool, weight, conv_state_indices=slots)
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    for given in ([4, -1, 0], [-1, 2, 5], [-1, -1, -1], [0, -1, -1]):
+        slots, made = torch.tensor(given), []
+        for function in (both, compiled):
+            own = pool.clone()
+            made.append([*function(own, slots), own])
+        for eager, other in zip(*made, strict=True):
+            torch.testing.assert_close(eager, other, rtol=1e-6, atol=1e-6)
+        untouched = [n for n in range(6) if n not in given]
+        assert torch.equal(made[1][2][untouched], pool[untouched])
+
+
 def test_a_written_state_is_a_new_version():
     """So autograd finds that what it saved has changed."""
     x, weight, state = tensors((2, 16), (16, 4), (2, 16, 4))
