@@ -47,7 +47,7 @@ def gather() -> None:
     """The Markdown files, and what they link to."""
     shutil.rmtree(SITE, ignore_errors=True)
     for name in tracked("*.md"):
-        if not name.startswith("."):
+        if not name.startswith((".", "hub/")):  # the latter are pages of another place
             write(HOME if name == "README.md" else name, rewritten(name))
 
 
@@ -155,7 +155,13 @@ def contents(names: list[str]) -> str:
         "Figures": ["docs/benchmarks.md", "docs/distributed.md"],
         "Design": ["docs/design/architecture.md", *design],
         "Tests": ["docs/gpu-tests.md", "docs/fla-tests.md", "docs/fuzzing.md", *tracked("tests/**README.md")],
-        "Project": ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/log/README.md"],
+        "Project": [
+            "CHANGELOG.md",
+            "CONTRIBUTING.md",
+            "docs/releasing.md",
+            "SECURITY.md",
+            "docs/log/README.md",
+        ],
     }
     return "".join(
         f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(pages) + "\n```\n"

@@ -17,6 +17,10 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
     if (x != x) return {0x7fff};
     return {static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
 }
+inline __nv_bfloat16 __float2bfloat16_rz(float x) {
+    if (x != x) return {0x7fff};
+    return {static_cast<unsigned short>(__float_as_uint(x) >> 16)};
+}
 inline __nv_bfloat16 __float2bfloat16(float x) { return __float2bfloat16_rn(x); }
 inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 x) { return x.bits; }
 inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits) { return {bits}; }
