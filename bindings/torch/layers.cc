@@ -206,6 +206,7 @@ void conv_update_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
 TensorRef rows_view(Operator op, std::string_view argument, TensorHandle& tensor, const Place& place) {
     if (!tensor) return {};
     TensorRef ref = view(op, argument, tensor, place);
+    if (ref.ndim == 0) return ref;
     const auto last = static_cast<std::size_t>(ref.ndim - 1);
     if (ref.stride[last] == 1 || ref.size[last] < 2) return ref;
     tensor = dense_copy(std::move(tensor), dtype_code(ref.dtype));

@@ -68,7 +68,7 @@ def checkpoint_plan(
     if slots is None:
         slot = row
     elif slots.shape[1] == 0:
-        slot = torch.full_like(row, -1)
+        slot, used = torch.full_like(row, -1), torch.zeros_like(used)
     else:
         slot = slots[n, boundary.clamp(max=slots.shape[1] - 1)].long()
         used &= (boundary < slots.shape[1]) & (slot >= 0) & (slot != null_index)

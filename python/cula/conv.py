@@ -66,9 +66,13 @@ def causal_conv1d_fn(
     rows = x.unsqueeze(0) if packed else x
     if rows.dim() != 3:
         raise ValueError(f"x must have shape [B, D, T], got {list(x.shape)}")
-    width, sequences = weight.shape[-1], rows.shape[0]
+    if weight.dim() != 2 or weight.shape[1] < 1:
+        raise ValueError(f"weight must have shape [D, W], got {list(weight.shape)}")
+    width, sequences = weight.shape[1], rows.shape[0]
     if query_start_loc is not None:
-        sequences = query_start_loc.shape[0] - 1
+        if query_start_loc.dim() != 1 or not len(query_start_loc):
+            raise ValueError(f"query_start_loc must have shape [N + 1], got {list(query_start_loc.shape)}")
+        sequences = len(query_start_loc) - 1
     tokens = rows.transpose(1, 2)
     if conv_states is None:
         if cache_indices is not None or has_initial_state is not None:
@@ -91,17 +95,22 @@ def causal_conv1d_fn(
             raise ValueError(
                 "conv_states must be left out with initial_states, return_final_states or seq_idx"
             )
-        columns = conv_states.shape[-1]
+        if cache_indices is not None and cache_indices.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"cache_indices must have dtype int32 or int64, got {cache_indices.dtype}")
         slots = torch.arange(sequences, device=x.device) if cache_indices is None else cache_indices.long()
-        _check_pool(rows, slots, conv_states, sequences, width, has_initial_state)
         real = (slots >= 0) & (slots != pad_slot_id)
-        initial = conv_states[torch.where(real, slots, 0)].detach()
+        _check_pool(rows, slots, real, conv_states, sequences, width, has_initial_state)
+        columns = conv_states.shape[2]
+        if conv_states.shape[0]:
+            initial = conv_states[torch.where(real, slots, 0)].detach()
+        else:  # all slots are null
+            initial = conv_states.new_zeros(sequences, *conv_states.shape[1:])
         known = real if has_initial_state is None else real & has_initial_state.bool()
         initial = torch.where(known[:, None, None], initial, 0)
         y, final = convolve_tokens(tokens, weight, bias, initial, query_start_loc, seq_idx, silu, columns)
         assert final is not None
         y = _without_null_rows(y, real, query_start_loc)
-        if sequences:
+        if sequences and conv_states.shape[0]:
             _plain.write_slots(conv_states, slots, real, final.detach())
         final = None
     y = y.transpose(1, 2)
@@ -118,6 +127,7 @@ def causal_conv1d_fn(
 def _check_pool(
     x: Tensor,
     slots: Tensor,
+    real: Tensor,
     conv_states: Tensor,
     sequences: int,
     width: int,
@@ -135,10 +145,17 @@ def _check_pool(
     for name, each in (("cache_indices", slots), ("has_initial_state", has_initial_state)):
         if each is not None and tuple(each.shape) != (sequences,):
             raise ValueError(f"{name} must have shape [{sequences}], got {list(each.shape)}")
-    if _reads_values(x) and slots.numel() and int(slots.max()) >= conv_states.shape[0]:
+    if has_initial_state is not None and has_initial_state.dtype.is_floating_point:
+        raise ValueError(f"has_initial_state must have dtype bool, got {has_initial_state.dtype}")
+    if not _reads_values(x):
+        return
+    named = slots[real]
+    if named.numel() and int(named.max()) >= conv_states.shape[0]:
         raise ValueError(
-            f"cache_indices must name slots below {conv_states.shape[0]}, got {int(slots.max())}"
+            f"cache_indices must name slots below {conv_states.shape[0]}, got {int(named.max())}"
         )
+    if len(named.unique()) < len(named):
+        raise ValueError("cache_indices must name each slot once")
 
 
 def _reads_values(x: Tensor) -> bool:
@@ -149,6 +166,8 @@ def _reads_values(x: Tensor) -> bool:
 
 
 def _without_null_rows(y: Tensor, real: Tensor, query_start_loc: Tensor | None) -> Tensor:
+    if not len(real):
+        return torch.zeros_like(y)
     if query_start_loc is None:
         return torch.where(real[:, None, None], y, 0)
     begins = query_start_loc.long()
@@ -263,7 +282,8 @@ def causal_conv1d_update(
         y = _layers.convolve_step(*given)
     else:
         found = _conv_gpu.convolve_step(*given) if x.is_cuda and not is_compiling() else None
-        y = _plain.convolve_step(*given) if found is None else found
+        with torch.no_grad():
+            y = _plain.convolve_step(*given) if found is None else found
     if query_start_loc is not None:
         return y.squeeze(0)
     return y.squeeze(1) if x.dim() == 2 else y.transpose(1, 2)

@@ -353,8 +353,7 @@ StepTokens tokens_of(const ConvolutionStep& c, std::int64_t n) {
 }
 
 std::int64_t slot_of(const ConvolutionStep& c, std::int64_t n) {
-    if (!c.state_indices) return n;
-    const std::int64_t slot = read_index(c.state_indices, n);
+    const std::int64_t slot = c.state_indices ? read_index(c.state_indices, n) : n;
     return slot == c.null_index || slot < 0 ? -1 : slot;
 }
 
@@ -402,7 +401,7 @@ void check(const ConvolutionStep& c, const Context& context) {
         if (!c.num_accepted) continue;
         const std::int64_t accepted = read_index(c.num_accepted, n),
                            kept = std::max<std::int64_t>(width - 2, 0);
-        CULA_REQUIRE(accepted >= 1 && accepted - 1 + width - 1 <= rows, "num_accepted_tokens",
+        CULA_REQUIRE(accepted >= 1 && accepted <= rows - width + 2, "num_accepted_tokens",
                      "be from 1 to " + std::to_string(rows - width + 2), std::to_string(accepted));
         CULA_REQUIRE(kept + tokens <= rows, "conv_state",
                      "have W - 2 + T = " + std::to_string(kept + tokens) +

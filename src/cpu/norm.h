@@ -76,9 +76,9 @@ inline std::size_t norm_scratch_bytes(int channels, int group) {
 }
 
 inline void read_parameters(const NormCall& call, const NormScratch& scratch) {
-    const int room = padded(call.group);
-    for (int at = 0; at < call.channels / call.group * room; ++at) {
-        const int lane = at % room, c = at / room * call.group + lane;
+    const std::int64_t room = padded(call.group);
+    for (std::int64_t at = 0; at < call.channels / call.group * room; ++at) {
+        const int lane = static_cast<int>(at % room), c = static_cast<int>(at / room) * call.group + lane;
         const bool real = lane < call.group;
         float weight = real ? 1.0f : 0.0f, bias = 0.0f;
         if (real && call.weight)

@@ -132,6 +132,38 @@ STEP = {
 
 
 @pytest.mark.cpu_only("the kernel of CPUs reads the indices")
+@pytest.mark.parametrize("far", [2**63 - 1, 2**63 - 3, 5, 0, -1])
+def test_tokens_accepted_beyond_the_state(far):
+    memory = torch.full((3, 8, 6), float("nan"))
+    pool = memory[1:2].zero_()
+    with pytest.raises(ValueError, match="num_accepted_tokens must be from 1 to 4"):
+        conv.causal_conv1d_update(
+            torch.zeros(1, 8), pool, torch.ones(8, 4), num_accepted_tokens=torch.tensor([far])
+        )
+    assert not pool.any()
+
+
+def test_slots_of_a_pool():
+    pool, x, weight = torch.zeros(2, 8, 3), A(2, 8, 3), A(8, 4)
+    with pytest.raises(ValueError, match="cache_indices must name each slot once"):
+        conv.causal_conv1d_fn(x, weight, conv_states=pool, cache_indices=torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match="cache_indices must have dtype int32 or int64"):
+        conv.causal_conv1d_fn(x, weight, conv_states=pool, cache_indices=torch.tensor([0.0, 1.0]))
+    assert not pool.any()
+    y = conv.causal_conv1d_fn(
+        x, weight, conv_states=pool, cache_indices=torch.tensor([0, 99]), pad_slot_id=99
+    )
+    assert y[0].any()
+    assert not y[1].any()
+    assert not pool[1].any()
+    none = conv.causal_conv1d_fn(A(8, 3), weight, conv_states=pool, query_start_loc=torch.tensor([0]))
+    assert not none.any()
+    empty = conv.causal_conv1d_fn(x, weight, conv_states=pool[:0], cache_indices=torch.tensor([-1, -1]))
+    assert not empty.any()
+    for row in conv.causal_conv1d_update(x, pool, weight, pad_slot_id=0)[:1]:
+        assert not row.any()
+
+
 @pytest.mark.parametrize("what", STEP)
 def test_the_next_tokens(what):
     given, message = STEP[what]

@@ -16,5 +16,5 @@ def test_entry_points():
     assert {group: function.__module__ for group, function in loaded.items()} == {
         "sglang.srt.plugins": "cula.integrations.sglang", "vllm.general_plugins": "cula.integrations.vllm",
     }  # fmt: skip
-    assert {function.__name__ for function in loaded.values()} == {"register"}
+    assert {function.__name__ for function in loaded.values()} == {"plug_in", "register"}
     assert {name for _, name, _ in tables} == {"cula"}

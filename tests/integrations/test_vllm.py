@@ -224,6 +224,37 @@ def test_no_promise_without_checkpoints(engine):
     assert engine.QwenGatedDeltaNetAttention(config(torch.int8, "align"))._checkpoint_alignment is None
 
 
+@pytest.mark.parametrize("passes", ["prefill", "prefill,decode", "prefill,verify"])
+def test_no_promise_where_a_pass_beside_the_prompt_is_left_out(engine, monkeypatch, passes):
+    monkeypatch.setenv("CULA_VLLM", passes)
+    vllm.register()
+    assert engine.QwenGatedDeltaNetAttention(config(mode="align"))._checkpoint_alignment is None
+
+
+def test_states_between_chunks_are_left_to_the_engine(engine, monkeypatch):
+    vllm.register()
+    layer = engine.QwenGatedDeltaNetAttention(config(mode="align"))
+    layer._checkpoint_alignment, layer._cula_alone_keeps = 1, False
+    metadata, reached = batch(prefills=(100,), kept=[(40, 30)]), []
+    theirs = type(layer).__mro__[1]
+    monkeypatch.setattr(theirs, "_forward_core", lambda *_: reached.append(True))
+    run(layer, metadata, tokens(metadata))
+    assert reached
+    assert any("multiples of 64" in why for _, why in vllm.calls)
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("value", ["off", "no such pass"])
+def test_the_plug_in_stops_no_engine(monkeypatch, value):
+    monkeypatch.setenv("CULA_VLLM", value)
+    if value == "off":
+        vllm.plug_in()
+    else:
+        with pytest.warns(UserWarning, match="not registered: CULA_VLLM must be"):
+            vllm.plug_in()
+    assert not vllm._registered
+
+
 def test_a_promise_that_cannot_be_kept_is_an_error(engine):
     vllm.register()
     layer = engine.QwenGatedDeltaNetAttention(config(mode="align"))

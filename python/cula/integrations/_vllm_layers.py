@@ -13,6 +13,7 @@ Read from vLLM 0.33.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
@@ -95,6 +96,9 @@ def missing(gdn: ModuleType) -> list[str]:
     """What the layer here needs of vLLM's module and metadata, and another version does not have."""
     if names := [name for name in _NAMES if not hasattr(gdn, name)]:
         return names
+    known = tuple(inspect.signature(getattr(gdn, LAYER)._forward_core).parameters)
+    if known != ("self", "mixed_qkv", "b", "a", "core_attn_out"):
+        return [f"{LAYER}._forward_core(mixed_qkv, b, a, core_attn_out)"]
     fields = {field.name for field in dataclasses.fields(gdn.GDNAttentionMetadata)}
     return [f"GDNAttentionMetadata.{name}" for name in Metadata.__annotations__ if name not in fields]
 
@@ -105,8 +109,8 @@ def make_operator(gdn: ModuleType, calls: Calls) -> type:
     class CulaChunkGatedDeltaRule(gdn.ChunkGatedDeltaRule):  # type: ignore[misc, name-defined]
         _forward_method: Callable[..., Any]
 
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
             theirs = self._forward_method
             substitute = Substitute(OPERATOR, theirs, functions.chunk_gated_delta_rule, calls)
 
@@ -134,10 +138,14 @@ def make_layer(gdn: ModuleType, calls: Calls) -> type:
             # them binds this one, since vLLM's kernels could not.
             self._cula_alone_keeps = False
             config = self.vllm_config
+            # A batch may hold every pass beside the prompt whose state is kept.
+            passes = ["prefill", "decode", "checkpoints"]
+            if getattr(config, "speculative_config", True) is not None:
+                passes.insert(1, "verify")
             if (
                 config.cache_config.mamba_cache_mode == "align"
                 and self._checkpoint_alignment is None
-                and self._cula_refuses("prefill", "checkpoints", dtype=config.model_config.dtype) is None
+                and self._cula_refuses(*passes, dtype=config.model_config.dtype) is None
             ):
                 self._cula_alone_keeps = True
                 self._checkpoint_alignment = ALIGNMENT
@@ -165,6 +173,9 @@ def make_layer(gdn: ModuleType, calls: Calls) -> type:
                 return
             passes = _passes_of(metadata)
             reason = self._cula_refuses(*passes, dtype=mixed_qkv.dtype)
+            every = self._checkpoint_alignment
+            if metadata.checkpoint is not None and every is not None and every % ALIGNMENT != 0:
+                reason = f"states are kept after multiples of {ALIGNMENT} tokens, and asked for after {every}"
             if reason is None:
                 self._cula_core(metadata, mixed_qkv, b, a, core_attn_out)
                 calls.add(LAYER, "cula")
@@ -197,7 +208,7 @@ def make_layer(gdn: ModuleType, calls: Calls) -> type:
             if metadata.spec_sequence_masks is None:
                 self._cula_plain(metadata, rows, gates, out)
                 return
-            if metadata.num_prefills == 0:
+            if metadata.num_prefills == 0 and metadata.num_decodes == 0:
                 self._cula_verify(metadata, rows, gates, out)
                 return
             for run, tokens in (

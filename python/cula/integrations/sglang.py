@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """These kernels in SGLang: prefill, decode and verification of drafts of GDN and KDA.
 
-SGLang loads its plug-ins itself (entry point group `sglang.srt.plugins`), in each of its processes. Nothing
-changes until this one is chosen, for all passes or for some:
+SGLang loads its plug-ins itself (entry point group `sglang.srt.plugins`), in each of its processes, and its
+hooks import SGLang's backends of GDN and KDA with them. No kernel is another until this plug-in is chosen,
+for all passes or for some:
 
     sglang serve --model-path ... --linear-attn-backend cula --linear-attn-verify-backend cula
 
@@ -145,24 +146,23 @@ def _around(algorithm: str) -> Callable[..., None]:
     """Makes a dispatcher with Triton in the place of this library's kernels, and puts those there."""
     path, _, triton = _DISPATCHERS[algorithm]
 
-    def around(
-        original: Callable[..., None],
-        dispatcher: _Dispatcher,
-        decode_backend: _Backend,
-        prefill_backend: _Backend,
-        verify_backend: _Backend | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        given = (decode_backend, prefill_backend, verify_backend)
+    def around(original: Callable[..., None], dispatcher: _Dispatcher, *args: Any, **kwargs: Any) -> None:
+        given = [
+            args[at] if at < len(args) else kwargs.get(name)
+            for at, name in enumerate(("decode_backend", "prefill_backend", "verify_backend"))
+        ]
         ours = [False] * 3
         if _registered and any(each is not None and each.is_custom() for each in given):
             ours = [
                 each is not None and each.is_custom() and name == NAME
                 for each, name in zip(given, _names(), strict=True)
             ]
-        plain = [_triton(each) if mine else each for each, mine in zip(given, ours, strict=True)]
-        original(dispatcher, *plain, *args, **kwargs)
+        mine = [each for each, own in zip(given, ours, strict=True) if own]
+
+        def plain(each: object) -> object:
+            return _triton(each) if any(each is own for own in mine) else each
+
+        original(dispatcher, *map(plain, args), **{name: plain(each) for name, each in kwargs.items()})
         if not any(ours):
             return
         kernel = make_kernel(algorithm, getattr(importlib.import_module(path), triton), calls)()

@@ -111,6 +111,14 @@ def register() -> tuple[str, ...]:
         return tuple(sorted((*names, *(f"{_GDN_LAYER}.{name}" for name in _classes))))
 
 
+def plug_in() -> None:
+    """`register` as vLLM calls it. vLLM starts without this library where that fails, with a warning."""
+    try:
+        register()
+    except Exception as error:
+        warnings.warn(f"cula.integrations.vllm: not registered: {error}", stacklevel=2)
+
+
 def unregister() -> None:
     """Takes out what `register` put there: every function, under every name, and the classes. Layers that
     have been made stay what they are. Does nothing where nothing is registered. `calls` stays."""
@@ -133,9 +141,9 @@ def unregister() -> None:
 def _passes(value: str) -> tuple[str, ...]:
     """The passes that the environment variable names."""
     words = tuple(word.strip() for word in value.lower().split(",") if word.strip())
-    if words in ((), ("0",)):
+    if words in ((), ("0",), ("off",), ("false",), ("no",)):
         return ()
-    if words == ("1",):
+    if words in (("1",), ("on",), ("true",), ("yes",)):
         return functions.PASSES
     if unknown := [word for word in words if word not in functions.PASSES]:
         raise ValueError(
