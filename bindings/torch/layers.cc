@@ -105,25 +105,42 @@ void need_tokens(Operator op, const TensorRef& x) {
     if (x.ndim != 3) fail(op, "x", "have shape [B, T, D]", std::to_string(x.ndim) + " dimensions");
 }
 
+// What a convolution and its backward pass have in common.
+struct ConvolutionArguments {
+    TensorHandle x, weight, bias, initial, lengths, numbers;
+    bool silu;
+
+    explicit ConvolutionArguments(Arguments& arguments)
+        : x(arguments.tensor()),
+          weight(arguments.tensor()),
+          bias(arguments.optional_tensor()),
+          initial(arguments.optional_tensor()),
+          lengths(arguments.optional_tensor()),
+          numbers(arguments.optional_tensor()),
+          silu(arguments.value<bool>()) {}
+
+    Convolution call(Operator op, const Place& place) const {
+        Convolution call;
+        call.x = view(op, "x", x, place);
+        need_tokens(op, call.x);
+        call.weight = view(op, "weight", weight, place);
+        call.bias = optional_view(op, "bias", bias, place);
+        call.initial_state = optional_view(op, "initial_state", initial, place);
+        call.cu_seqlens = optional_view(op, "cu_seqlens", lengths, place);
+        call.seq_idx = optional_view(op, "seq_idx", numbers, place);
+        call.silu = silu;
+        return call;
+    }
+};
+
 void conv_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     Arguments arguments(stack);
-    const TensorHandle x = arguments.tensor(), weight = arguments.tensor(),
-                       bias = arguments.optional_tensor(), initial = arguments.optional_tensor(),
-                       lengths = arguments.optional_tensor(), numbers = arguments.optional_tensor();
-    const bool silu = arguments.value<bool>();
+    const ConvolutionArguments given(arguments);
     const auto columns = arguments.value<std::int64_t>();
     const String backend = arguments.optional_string();
     const Operator op("causal_conv1d", "x");
-    const Place place = place_of(x);
-    Convolution call;
-    call.x = view(op, "x", x, place);
-    call.weight = view(op, "weight", weight, place);
-    call.bias = optional_view(op, "bias", bias, place);
-    call.initial_state = optional_view(op, "initial_state", initial, place);
-    call.cu_seqlens = optional_view(op, "cu_seqlens", lengths, place);
-    call.seq_idx = optional_view(op, "seq_idx", numbers, place);
-    call.silu = silu;
-    need_tokens(op, call.x);
+    const Place place = place_of(given.x);
+    Convolution call = given.call(op, place);
     if (columns < 0) fail(op, "final_state_len", "not be negative", std::to_string(columns));
     Made y, final_state;
     y.tokens(call.x);
@@ -142,26 +159,15 @@ void conv_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
 
 void conv_backward_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     Arguments arguments(stack);
-    const TensorHandle x = arguments.tensor(), weight = arguments.tensor(),
-                       bias = arguments.optional_tensor(), initial = arguments.optional_tensor(),
-                       lengths = arguments.optional_tensor(), numbers = arguments.optional_tensor();
-    const bool silu = arguments.value<bool>();
+    const ConvolutionArguments given(arguments);
     const TensorHandle d_y = arguments.optional_tensor(), d_final = arguments.optional_tensor();
     const auto wanted = arguments.value<std::int64_t>();
     const String backend = arguments.optional_string();
     const Operator op("causal_conv1d_backward", "x");
-    const Place place = place_of(x);
-    Convolution call;
-    call.x = view(op, "x", x, place);
-    call.weight = view(op, "weight", weight, place);
-    call.bias = optional_view(op, "bias", bias, place);
-    call.initial_state = optional_view(op, "initial_state", initial, place);
-    call.cu_seqlens = optional_view(op, "cu_seqlens", lengths, place);
-    call.seq_idx = optional_view(op, "seq_idx", numbers, place);
-    call.silu = silu;
+    const Place place = place_of(given.x);
+    Convolution call = given.call(op, place);
     call.d_y = optional_view(op, "d_y", d_y, place);
     call.d_final_state = optional_view(op, "d_final_state", d_final, place);
-    need_tokens(op, call.x);
     std::array<Made, 4> made;
     call.d_x = gradient(op, wanted, 0, call.x, made[0], true);
     call.d_weight = gradient(op, wanted, 1, call.weight, made[1]);

@@ -331,12 +331,32 @@ def test_dispatchers(options, algorithm, chosen, passes, caplog):
     assert caplog.messages == ([f"{algorithm.upper()}: cula runs {said}"] if passes else [])
 
 
-def test_another_plug_ins_name_is_left_to_it(options):
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"linear_attn_decode_backend": "another"},
+        {"linear_attn_decode_backend": "cula", "linear_attn_prefill_backend": "another"},
+        {"linear_attn_backend": "another", "linear_attn_verify_backend": "cula"},
+    ],
+)
+def test_another_plug_ins_name_is_left_to_it(options, chosen):
     """CUSTOM is every plug-in's: SGLang's dispatcher says what it does with another's."""
-    options.linear_attn_decode_backend = "another"
+    vars(options).update(chosen)
     sglang.register()
     with pytest.raises(ValueError, match=r"Unsupported backend: LinearAttnKernelBackend\.CUSTOM"):
         dispatcher("kda", options)
+
+
+def test_a_dispatcher_of_other_arguments(options):
+    """Two in place of three, and by name."""
+    options.linear_attn_backend = "cula"
+    sglang.register()
+    path, name, _ = sglang._DISPATCHERS["kda"]
+    backend = LinearAttnKernelBackend("cula")
+    make = getattr(importlib.import_module(path), name)
+    for made in (make(backend, backend), make(backend, LinearAttnKernelBackend("triton"))):
+        assert type(made.decode_kernel).__name__ == "CulaKDAKernel"
+        assert type(made.verify_kernel) is stand_in.TritonKDAKernel
 
 
 def test_choices(options):

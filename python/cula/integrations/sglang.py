@@ -147,22 +147,18 @@ def _around(algorithm: str) -> Callable[..., None]:
     path, _, triton = _DISPATCHERS[algorithm]
 
     def around(original: Callable[..., None], dispatcher: _Dispatcher, *args: Any, **kwargs: Any) -> None:
-        given = [
-            args[at] if at < len(args) else kwargs.get(name)
-            for at, name in enumerate(("decode_backend", "prefill_backend", "verify_backend"))
-        ]
+        names = ("decode_backend", "prefill_backend", "verify_backend")
+        given = [args[at] if at < len(args) else kwargs.get(name) for at, name in enumerate(names)]
         ours = [False] * 3
         if _registered and any(each is not None and each.is_custom() for each in given):
             ours = [
                 each is not None and each.is_custom() and name == NAME
                 for each, name in zip(given, _names(), strict=True)
             ]
-        mine = [each for each, own in zip(given, ours, strict=True) if own]
-
-        def plain(each: object) -> object:
-            return _triton(each) if any(each is own for own in mine) else each
-
-        original(dispatcher, *map(plain, args), **{name: plain(each) for name, each in kwargs.items()})
+        # By place: every plug-in's backend is one and the same object.
+        plain = [_triton(each) if own else each for each, own in zip(given, ours, strict=True)]
+        named = {name: plain[at] for at, name in enumerate(names) if name in kwargs}
+        original(dispatcher, *plain[: len(args)], *args[3:], **{**kwargs, **named})
         if not any(ours):
             return
         kernel = make_kernel(algorithm, getattr(importlib.import_module(path), triton), calls)()

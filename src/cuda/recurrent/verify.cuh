@@ -28,10 +28,10 @@
 // theirs at different banks (chunk_at).
 //
 // Budgets                                  K = 64          K = 128         K = 256
-//     CTAs that registers must allow        4 (6)           4 (6)           2            ( ): 16-bit states
+//     CTAs that registers must allow        4 (6)           4 (6)           2         ( ): 16-bit states
 //     registers per thread                128 (80)        128 (80)        255
-//     shared memory, KiB                25, 17, 15      47, 31, 27      91, 59, 51     float32, float16,
-//     bfloat16
+//     shared memory, KiB                   25              47              91         float32 states
+//                                       17, 15          31, 27          59, 51        float16, bfloat16
 // Design page: docs/design/verify.md.
 #pragma once
 
