@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -162,36 +163,48 @@ def read_summary(text: str) -> dict:
     }
 
 
+def together(found: list[dict]) -> dict:
+    """What the processes that shared a tool's calls found, as one: without a count of errors where one of
+    them has none."""
+    counted = all(share["errors"] is not None for share in found)
+    return {
+        "calls": sum(share["calls"] for share in found),
+        "errors": sum(share["errors"] for share in found) if counted else None,
+        "warnings": sum(share.get("warnings", 0) for share in found),
+        "exit": max((share["exit"] for share in found), key=abs),
+    }
+
+
 def sanitize(options: argparse.Namespace) -> bool:
     program, tools, fine = sanitizer(), {}, True
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
     for tool in options.tools.split(","):
-        # Without torch's own caching every tensor is an allocation that the tool knows the ends of.
-        more = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CULA_SANITIZER_TOOL": tool}
-        watch = [
-            program,
-            "--tool",
-            tool,
-            "--kernel-name",
-            "kns=cula",
-            "--error-exitcode",
-            "1",
-            "--print-limit",
-            "20",
-        ]
+        watch = [program, "--tool", tool, "--kernel-name", "kns=cula"]
+        watch += ["--error-exitcode", "1", "--print-limit", "20"]
         command = [*watch, sys.executable, str(ROOT / "tests" / "gpu" / "sanitize_cases.py")]
+
+        def share(number: int, tool: str = tool, command: list[str] = command) -> tuple[dict, str]:
+            # Without torch's own caching every tensor is an allocation that the tool knows the ends of.
+            more = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CULA_SANITIZER_TOOL": tool}
+            more["CULA_SANITIZER_SHARE"] = f"{number}/{options.jobs}"
+            done = subprocess.run(
+                command, env=environment(**more), capture_output=True, text=True, check=False
+            )
+            text = done.stdout + done.stderr
+            return {**read_summary(text), "exit": done.returncode}, text
+
         start = time.perf_counter()
-        done = subprocess.run(command, env=environment(**more), capture_output=True, text=True, check=False)
-        text = done.stdout + done.stderr
+        with ThreadPoolExecutor(options.jobs) as pool:
+            shares = list(pool.map(share, range(options.jobs)))
         tools[tool] = {
-            **read_summary(text),
-            "exit": done.returncode,
+            **together([found for found, _ in shares]),
             "seconds": round(time.perf_counter() - start, 1),
         }
-        clean = done.returncode == 0 and tools[tool]["errors"] == 0 and not tools[tool].get("warnings")
-        if not clean:
-            print(text[-8000:])
-        fine &= clean
+        for found, text in shares:
+            clean = found["exit"] == 0 and found["errors"] == 0 and not found.get("warnings")
+            if not clean:
+                print(text[-8000:])
+            fine &= clean
         print(f"{tool}: {tools[tool]}", flush=True)
     version = re.search(r"Version ([\d.]+)", version)
     write("sanitizer", {"sanitizer": version and version[1], "tools": tools}, options.output)
@@ -264,6 +277,9 @@ def main() -> None:
     verb.set_defaults(run=test)
     verb = verbs.add_parser("sanitize", help="small calls under compute-sanitizer")
     verb.add_argument("--tools", default=",".join(TOOLS))
+    verb.add_argument(
+        "--jobs", type=int, default=min(4, (os.cpu_count() or 2) // 2), help="processes that share the calls"
+    )
     verb.set_defaults(run=sanitize)
     verb = verbs.add_parser("fuzz", help="random calls beside a float64 recurrence (docs/fuzzing.md)")
     verb.add_argument("--device", choices=FUZZED, default="cuda")

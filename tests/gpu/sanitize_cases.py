@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import islice
 from unittest import mock
 
 import torch
@@ -46,6 +47,8 @@ def _prefill_from_zero(inputs: Inputs) -> passes.Result:
 # The tool that watches, where run.py names it. initcheck reports what the walks of sm90 hand to gradient
 # kernels as never written, seemingly since it does not see their bulk stores. It watches sm80 instead.
 TOOL = os.environ.get("CULA_SANITIZER_TOOL", "")
+# Which of how many processes this is, where run.py starts several: each makes every so manieth call.
+SHARE, SHARES = map(int, os.environ.get("CULA_SANITIZER_SHARE", "0/1").split("/"))
 
 
 def _backward(inputs: Inputs, **upstream) -> passes.Result:
@@ -253,8 +256,8 @@ def compose_maps() -> int:
 
 
 def main() -> None:
-    count = compose_maps()
-    for call in calls():
+    count = compose_maps() if SHARE == 0 else 0
+    for call in islice(calls(), SHARE, None, SHARES):
         on_gpu(call)()
         torch.cuda.synchronize()
         count += 1

@@ -44,6 +44,19 @@ def test_half_a_run_is_no_run(text):
     assert run.read_summary(text)["errors"] is None
 
 
+@pytest.mark.parametrize(
+    ("second", "whole"),
+    [
+        ({"calls": 2, "errors": 0, "warnings": 1, "exit": 0}, {"errors": 0, "warnings": 1, "exit": 0}),
+        ({"calls": 2, "errors": 3, "warnings": 0, "exit": 1}, {"errors": 3, "warnings": 0, "exit": 1}),
+        ({"calls": 2, "errors": None, "exit": -9}, {"errors": None, "warnings": 0, "exit": -9}),
+    ],
+)
+def test_shares_of_a_tool_are_one(second, whole):
+    first = {"calls": 3, "errors": 0, "warnings": 0, "exit": 0}
+    assert run.together([first, second]) == {"calls": 5, **whole}
+
+
 def test_counts_of_a_report(tmp_path):
     report = tmp_path / "report.xml"
     report.write_text(
