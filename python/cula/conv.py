@@ -235,6 +235,51 @@ def _check_shapes(
         )
 
 
+def _check_step_shapes(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+    slots: Tensor | None,
+    cache_seqlens: Tensor | None,
+    num_accepted_tokens: Tensor | None,
+) -> None:
+    """What the kernel of CPUs checks itself, except values."""
+    _check_shapes(x, weight, bias, None, cu_seqlens, None)
+    sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    channels, width = weight.shape
+    if state.dim() != 3 or state.shape[1] != channels or state.shape[2] < max(width - 1, 1):
+        raise ValueError(
+            f"conv_state must have shape [slots, D, S] of D = {channels}, S at least {max(width - 1, 1)}, "
+            f"got {list(state.shape)}"
+        )
+    if state.shape[2] > 1 and state.stride(2) == 0:
+        raise ValueError("conv_state must not overlap itself")
+    named = {"conv_state_indices": slots, "cache_seqlens": cache_seqlens,
+             "num_accepted_tokens": num_accepted_tokens}  # fmt: skip
+    for name, each in named.items():
+        if each is None:
+            continue
+        if tuple(each.shape) != (sequences,):
+            raise ValueError(f"{name} must have shape [{sequences}], got {list(each.shape)}")
+        if each.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must have dtype int32 or int64, got {each.dtype}")
+    if slots is None and state.shape[0] < sequences:
+        raise ValueError(
+            f"conv_state must have a slot for each of {sequences} sequences, got {state.shape[0]}"
+        )
+    if num_accepted_tokens is not None:
+        if cache_seqlens is not None:
+            raise ValueError("num_accepted_tokens must be left out with cache_seqlens, got both")
+        columns = max(width - 2, 0) + x.shape[1]
+        if cu_seqlens is None and columns > state.shape[2]:
+            raise ValueError(
+                f"conv_state must have W - 2 + T = {columns} columns at least with num_accepted_tokens, "
+                f"got {state.shape[2]}"
+            )
+
+
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -281,6 +326,8 @@ def causal_conv1d_update(
     if _layers.takes(rows, conv_state, weight, bias):
         y = _layers.convolve_step(*given)
     else:
+        _check_step_shapes(rows, weight, bias, conv_state, query_start_loc, conv_state_indices, cache_seqlens,
+                           num_accepted_tokens)  # fmt: skip
         found = _conv_gpu.convolve_step(*given) if x.is_cuda and not is_compiling() else None
         with torch.no_grad():
             y = _plain.convolve_step(*given) if found is None else found

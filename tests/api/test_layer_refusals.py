@@ -99,20 +99,10 @@ def test_lengths(what):
 STEP = {
     "a short state": ({"conv_state": A(2, 8, 2)}, "conv_state must have shape"),
     "fewer slots than rows": ({"conv_state": A(1, 8, 4)}, "conv_state must have a slot for each"),
-    "a slot that is not there": (
-        {"conv_state_indices": torch.tensor([0, 9])},
-        "conv_state_indices must name slots below 2",
-    ),
-    "a slot twice": ({"conv_state_indices": torch.tensor([1, 1])}, "name each slot once, got slot 1 twice"),
     "slots of other rows": ({"conv_state_indices": torch.tensor([1])}, r"conv_state_indices must have shape"),
     "slots that are floats": (
         {"conv_state_indices": A(2)},
         "conv_state_indices must have dtype int32 or int64",
-    ),
-    "a negative count": ({"cache_seqlens": torch.tensor([3, -1])}, "cache_seqlens must not be negative"),
-    "no accepted token": (
-        {"num_accepted_tokens": torch.tensor([1, 0])},
-        "num_accepted_tokens must be from 1 to 2",
     ),
     "no room for drafts": (
         {"num_accepted_tokens": torch.tensor([1, 1]), "x": A(2, 8, 3)},
@@ -127,6 +117,18 @@ STEP = {
     "a state that repeats itself": (
         {"conv_state": A(2, 8, 1).expand(2, 8, 4)},
         "conv_state must not overlap",
+    ),
+}
+STEP_VALUES = {
+    "a slot that is not there": (
+        {"conv_state_indices": torch.tensor([0, 9])},
+        "conv_state_indices must name slots below 2",
+    ),
+    "a slot twice": ({"conv_state_indices": torch.tensor([1, 1])}, "name each slot once, got slot 1 twice"),
+    "a negative count": ({"cache_seqlens": torch.tensor([3, -1])}, "cache_seqlens must not be negative"),
+    "no accepted token": (
+        {"num_accepted_tokens": torch.tensor([1, 0])},
+        "num_accepted_tokens must be from 1 to 2",
     ),
 }
 
@@ -145,8 +147,9 @@ def test_tokens_accepted_beyond_the_state(far):
 
 def test_slots_of_a_pool():
     pool, x, weight = torch.zeros(2, 8, 3), A(2, 8, 3), A(8, 4)
-    with pytest.raises(ValueError, match="cache_indices must name each slot once"):
-        conv.causal_conv1d_fn(x, weight, conv_states=pool, cache_indices=torch.tensor([1, 1]))
+    if device.values_are_read():
+        with pytest.raises(ValueError, match="cache_indices must name each slot once"):
+            conv.causal_conv1d_fn(x, weight, conv_states=pool, cache_indices=torch.tensor([1, 1]))
     with pytest.raises(ValueError, match="cache_indices must have dtype int32 or int64"):
         conv.causal_conv1d_fn(x, weight, conv_states=pool, cache_indices=torch.tensor([0.0, 1.0]))
     assert not pool.any()
@@ -164,14 +167,30 @@ def test_slots_of_a_pool():
         assert not row.any()
 
 
-@pytest.mark.parametrize("what", STEP)
-def test_the_next_tokens(what):
-    given, message = STEP[what]
+def refused_step(given, message):
     given = {"x": A(2, 8, 1), "conv_state": A(2, 8, 4), "weight": A(8, 4), **given}
+    given = {name: x.to(torch.get_default_device()) for name, x in given.items()}
     before = given["conv_state"].clone()
     with pytest.raises(ValueError, match=message):
         conv.causal_conv1d_update(**given)
     assert torch.equal(given["conv_state"], before)
+
+
+@pytest.mark.parametrize("what", STEP)
+def test_the_next_tokens(what):
+    refused_step(*STEP[what])
+
+
+@pytest.mark.cpu_only("the kernel of CPUs reads the values")
+@pytest.mark.parametrize("what", STEP_VALUES)
+def test_values_of_the_next_tokens(what):
+    refused_step(*STEP_VALUES[what])
+
+
+@pytest.mark.parametrize("what", STEP)
+def test_the_next_tokens_of_other_devices(what, monkeypatch):
+    monkeypatch.setattr(conv._layers, "takes", lambda *_: False)
+    refused_step(*STEP[what])
 
 
 @pytest.mark.cpu_only("the kernel of CPUs looks at memory")

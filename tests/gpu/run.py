@@ -186,7 +186,7 @@ def sanitize(options: argparse.Namespace) -> bool:
         def share(number: int, tool: str = tool, command: list[str] = command) -> tuple[dict, str]:
             # Without torch's own caching every tensor is an allocation that the tool knows the ends of.
             more = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CULA_SANITIZER_TOOL": tool}
-            more["CULA_SANITIZER_SHARE"] = f"{number}/{options.jobs}"
+            more |= {"CULA_SANITIZER_SHARE": f"{number}/{options.jobs}", "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
                 command, env=environment(**more), capture_output=True, text=True, check=False
             )
