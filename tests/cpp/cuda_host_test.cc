@@ -23,6 +23,8 @@ namespace {
 using chunked::Candidate;
 using chunked::CarryTraits;
 using chunked::Fused;
+using chunked::FusedForms;
+using chunked::FusedSegments;
 using chunked::kind;
 using chunked::PrefillPlan;
 using chunked::PrefillShape;
@@ -47,7 +49,7 @@ struct Sketch {
     int heads = 8;
     std::int64_t sequences = 1, tokens = 512 * 64;  // of each sequence
     bool packed = false, invariant = false, kept = false, segment = false, from_zero = false;
-    bool first_beside_maps = false, with_fused = false;
+    bool first_beside_maps = false, with_fused = false, in_segments = false;
     int value_dim = 128, warp_step = 4;
     std::size_t operand_bytes = kOperandBytes;
     std::span<const double> costs = kCutCosts;
@@ -72,7 +74,10 @@ struct Sketch {
                 .first_apart = 1.25};
     }
     std::optional<PrefillPlan> find(StrategyKind wanted) const {
-        return plan_prefill(shape(), carry(), {.multiprocessors = kMultiprocessors}, wanted, with_fused);
+        const FusedForms forms = !with_fused   ? FusedForms::kNone
+                                 : in_segments ? FusedForms::kAll
+                                               : FusedForms::kWhole;
+        return plan_prefill(shape(), carry(), {.multiprocessors = kMultiprocessors}, wanted, forms);
     }
     PrefillPlan plan() const { return planned(find(StrategyKind::kAny)); }
     StrategyKind chosen() const { return kind(plan().strategy); }
@@ -99,9 +104,9 @@ Strategy on_the_first_machine(Algorithm algorithm, Gate gate, int heads, std::in
     device.multiprocessors = kMultiprocessors;
     device.compute_capability = machine.compute_capability;
     device.clock_mhz = machine.clock_mhz, device.memory_gbps = machine.memory_gbps;
-    const bool with_fused = per_channel && delta && gate != Gate::kLogDecay;
-    return planned(
-               plan_prefill(chunked::shape_of(problem, 64), carry, device, StrategyKind::kAny, with_fused))
+    const FusedForms forms =
+        per_channel && delta && gate != Gate::kLogDecay ? FusedForms::kAll : FusedForms::kNone;
+    return planned(plan_prefill(chunked::shape_of(problem, 64), carry, device, StrategyKind::kAny, forms))
         .strategy;
 }
 
@@ -115,9 +120,11 @@ TEST(Plan, RunsTheBenchmarksShapesAsTheyAreFastest) {
     const auto gdn = [](int heads, std::int64_t tokens) {
         return on_the_first_machine(kGdn, Gate::kSoftplus, heads, tokens, kTokenBytes);
     };
-    for (int heads : {64, 96}) EXPECT_EQ(kind(kda(heads, 8192)), StrategyKind::kFused);
-    EXPECT_EQ(kind(kda(32, 32768)), StrategyKind::kWhole);
-    EXPECT_TRUE(std::get<Segments>(kda(8, 32768)).first_beside_maps);
+    EXPECT_EQ(kind(kda(96, 8192)), StrategyKind::kFused);
+    for (int heads : {8, 16, 24, 32}) {
+        EXPECT_EQ(kind(kda(heads, 8192)), StrategyKind::kFusedSegments);
+        EXPECT_EQ(kind(kda(heads, 32768)), StrategyKind::kFusedSegments);
+    }
     EXPECT_EQ(kind(gdn(64, 8192)), StrategyKind::kWhole);
     EXPECT_EQ(kind(gdn(32, 32768)), StrategyKind::kHalves);
     EXPECT_EQ(std::get<Segments>(gdn(8, 32768)).count, 16);  // of eight warps; four took 9 % longer
@@ -171,7 +178,7 @@ TEST(Plan, PredictsWhatItChooses) {
     const PrefillShape shape = call.shape();
     const CarryTraits carry = call.carry();
     const chunked::Candidates all =
-        chunked::Planner(shape, carry, {.multiprocessors = kMultiprocessors}).candidates(false);
+        chunked::Planner(shape, carry, {.multiprocessors = kMultiprocessors}).candidates(FusedForms::kNone);
     const Candidate* const chosen = all.choose(StrategyKind::kAny);
     EXPECT_GE(all.all().size(), 3u);
     for (const Candidate& other : all.all()) EXPECT_LE(chosen->expected, other.expected);
@@ -274,6 +281,37 @@ TEST(Plan, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
     EXPECT_EQ(kind(planned(forced.find(StrategyKind::kFused)).strategy), StrategyKind::kWhole);
     forced.tokens = 8192, forced.with_fused = false;
     EXPECT_EQ(forced.find(StrategyKind::kFused), std::nullopt);
+}
+
+TEST(Plan, SegmentsOfTheFusedKernelFillTheDevice) {
+    const auto cut = [](Sketch call) {
+        call.with_fused = call.in_segments = true, call.costs = kFusedCosts;
+        const auto plan = call.find(StrategyKind::kFusedSegments);
+        return plan ? std::get<FusedSegments>(plan->strategy).chunks : 0;
+    };
+    const Sketch one{.heads = 16, .tokens = 8192};
+    EXPECT_EQ(cut(one), 16);  // eight of 128 chunks, in CTAs alone
+    EXPECT_EQ(cut({.heads = 16, .tokens = 8192, .packed = true}), 16);
+    EXPECT_EQ(cut({.heads = 4, .tokens = 512}), 2);
+    EXPECT_EQ(cut({.heads = 4, .tokens = 128}), 0);  // no shorter ones
+    EXPECT_EQ(cut({.heads = 67, .tokens = 8192}), 0);
+    EXPECT_EQ(cut({.heads = 16, .tokens = 8192, .invariant = true}), 0);
+    for (bool packed : {false, true})  // a batch and the same sequences packed get the same bits
+        EXPECT_EQ(cut({.heads = 16, .sequences = 4, .tokens = 8192, .packed = packed}), 64);
+    // Packed sequences that stay whole, unless one is longer than the others.
+    EXPECT_EQ(cut({.heads = 16, .sequences = 8, .tokens = 2048, .packed = true}), 32);
+    EXPECT_EQ(cut({.heads = 16, .sequences = 8, .tokens = 2048}), 0);
+    Sketch without = one;
+    without.with_fused = true, without.costs = kFusedCosts;
+    EXPECT_EQ(without.find(StrategyKind::kFusedSegments), std::nullopt);
+
+    Sketch chosen{.heads = 48, .tokens = 8192};
+    chosen.with_fused = chosen.in_segments = true, chosen.costs = kFusedCosts;
+    const PrefillPlan plan = chosen.plan();
+    EXPECT_EQ(kind(plan.strategy), StrategyKind::kFusedSegments);
+    EXPECT_EQ(plan.slab_chunks, 128);
+    EXPECT_EQ(plan.max_segments, 2);
+    EXPECT_FALSE(plan.prepares);
 }
 
 TEST(Machines, OtherGpusAreEstimatedByTheirRates) {

@@ -39,7 +39,7 @@ def _rows(
 
 
 # Ways to run a chunked prefill, which take few calls and have tests of their own (tests/gpu).
-STRATEGIES = ("fused", "whole", "halves", "segments")
+STRATEGIES = ("fused", "fused_segments", "whole", "halves", "segments")
 
 
 def is_strategy(target: str) -> bool:

@@ -51,7 +51,7 @@ def test_every_strategy_obeys_the_rule(algorithm, shape):
 @pytest.mark.parametrize("gate", ["bounded", "softplus"])
 def test_every_strategy_of_raw_gates_obeys_the_rule(gate):
     case = Case("kda", (64 * 40,), gate=gate, gate_dtype=torch.bfloat16, qk_l2norm=True, **SMALL)
-    each_obeys_the_rule(case, {"fused", "whole", "segments"})
+    each_obeys_the_rule(case, {"fused", "fused_segments", "whole", "segments"})
 
 
 def test_a_strategy_that_is_none_is_refused():

@@ -145,8 +145,31 @@ struct Segment {
 // The tokens of one chunk of packed sequences. count = 0: there is no such chunk.
 struct alignas(16) PackedChunk {
     std::int64_t begin = 0;
-    std::int32_t count = 0;
+    std::int32_t count = 0, sequence = 0;
 };
+
+// What a segment of the fused kernel has seen (FusedSegments), of 16 value rows.
+struct Magnitudes {
+    // Of the values, and of the state where the segment starts and where it ends. NaN if that holds one.
+    float most;
+    // Of the state behind the warm-up; infinite without one.
+    float least;
+};
+// A sequence's value head is settled where all of its segments forget and where what they left out does not
+// show: then its outputs and its final state are right, and later launches leave it alone.
+struct Verdicts {
+    std::int32_t* warm_up = nullptr;  // [segments, HV]: in chunks; -1: the segment does not forget
+    Magnitudes* of = nullptr;         // [segments, HV, slots]: a slot per warp of value rows
+    std::int32_t* arrived = nullptr;  // [N, HV]: how many of them are there
+    std::int32_t* settled = nullptr;  // [N, HV]
+    bool being_made = false;          // by this launch
+
+    static constexpr int slots(std::int64_t value_dim) { return value_dim <= 128 ? 8 : 16; }
+};
+// A segment leaves out less than 2^(kForgotten + 19) times the largest magnitude before it: a row of the
+// state is at most 2^18 values long, and the norm of a row of 128 numbers at most 2^3.5 of them. It must not
+// show beside 2^-24 of what the state behind the warm-up has.
+inline constexpr float kMostBeforeLeast = 0x1p21f;
 
 // PDL of a carry that waits by itself. The kernel before it triggers only
 // after its own wait, so the carry has to wait for that kernel alone.
@@ -168,6 +191,7 @@ struct Schedule {
     std::int32_t slab_begin = 0, slab_end = 0;  // chunks of this launch
     std::int32_t max_segments = 0;
     CarryWaits waits;
+    Verdicts verdicts;
     std::int32_t ahead = 0;  // distance in chunks from those being prepared to those being prefetched
     // Without cu_seqlens: chunks of a sequence, and how many segments a sequence has in this slab.
     std::int32_t chunks = 0;
@@ -239,9 +263,16 @@ __device__ __forceinline__ Segment segment_of(const DeviceArgs& a, const Schedul
                             i - piece * static_cast<std::int32_t>(s.by_pieces.value));
 }
 
+// Whether a launch before this one has settled the head, so that nothing is left to do.
+__device__ __forceinline__ bool settled(const DeviceArgs& a, const Schedule& s, int sequence,
+                                        int value_head) {
+    return s.verdicts.settled && !s.verdicts.being_made &&
+           s.verdicts.settled[sequence * a.value_heads + value_head] != 0;
+}
+
 struct ChunkPlace {
-    int batch = 0, count = 0;  // count: tokens; 0: no such chunk
-    std::int64_t begin = 0;    // the first token
+    int batch = 0, count = 0, sequence = 0;  // count: tokens; 0: no such chunk
+    std::int64_t begin = 0;                  // the first token
 };
 
 // Chunk `chunk` of a call that is scheduled by warps. Warp-collective.
@@ -253,7 +284,7 @@ __device__ __noinline__ PackedChunk chunk_by_warp(Offsets offsets, std::int32_t 
     const std::int64_t done = std::int64_t{chunk - __shfl_sync(0xffffffffu, of.first, n)} * kRows,
                        left = __shfl_sync(0xffffffffu, of.tokens.length, n) - done;
     return {__shfl_sync(0xffffffffu, of.tokens.begin, n) + done,
-            static_cast<std::int32_t>(left < kRows ? left : kRows)};
+            static_cast<std::int32_t>(left < kRows ? left : kRows), n};
 }
 
 // Tokens of the chunk (of kRows tokens) whose operands have number `slot` in the slab.
@@ -262,12 +293,12 @@ template <int kRows>
 __device__ __forceinline__ ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, std::int32_t slot) {
     if (s.packed || s.by_warp) {
         const PackedChunk chunk = s.packed ? s.packed[slot] : chunk_by_warp<kRows>(Offsets(a), slot);
-        return {0, chunk.count, chunk.begin};
+        return {0, chunk.count, chunk.sequence, chunk.begin};
     }
     const std::int32_t chunk = s.slab_begin + slot, n = s.by_chunks.divide(chunk);
     if (n >= a.sequences) return {};
     const std::int64_t begin = std::int64_t{chunk - n * s.chunks} * kRows, left = a.tokens - begin;
-    return {n, static_cast<int>(left < kRows ? left : kRows), begin};
+    return {n, static_cast<int>(left < kRows ? left : kRows), n, begin};
 }
 
 }  // namespace cula::cuda::chunked

@@ -9,6 +9,7 @@
 //     Whole          carry: outputs and final states
 //     Halves         maps of first halves, carry
 //     Segments       carry of first segments (first_beside_maps only), maps, compose, carry
+//     FusedSegments  one kernel; then all that another strategy launches, for the heads that are not settled
 //
 // A segment call with Args::keep is the first half of a prefill, up to the maps. If it is
 // asked for the map of the sequence, one compose kernel makes that from the segments' maps.
@@ -62,7 +63,8 @@ template <ChunkedTarget Carry>
 Candidates prefill_candidates(const Problem& problem) {
     const CarryTraits traits = traits_of<Carry>(problem);
     const PrefillShape shape = shape_of(problem, traits.chunk_tokens);
-    return Planner(shape, traits, problem.device).candidates(Carry::fuses(problem));
+    return Planner(shape, traits, problem.device)
+        .candidates(Carry::fuses(problem) ? FusedForms::kAll : FusedForms::kNone);
 }
 
 // Launches the kernels of one call.
@@ -75,7 +77,8 @@ class Launches {
                           kPrepares = kSolvesChunk<kUpdate, kPerChannel> || !Carry::kScoresItself;
 
 public:
-    Launches(const Call& call, const PrefillPlan& plan)
+    // verdicts: of segments that were launched before; none: those of this plan, if it has any.
+    Launches(const Call& call, const PrefillPlan& plan, const Verdicts& verdicts = {})
         : call_(call),
           a_(call.args),
           plan_(plan),
@@ -97,6 +100,9 @@ public:
         schedule_.by_warp = plan.by_warp;
         schedule_.packed = workspace_.packed;
         schedule_.segments = workspace_.segments;
+        schedule_.verdicts = verdicts.settled ? verdicts : workspace_.verdicts;
+        // What segments have not settled is run exactly.
+        if (verdicts.settled) p_.fading = nullptr;
         schedule_.waits.operands =
             waits_itself() && workspace_.operands && plan.shape.chunks > 0 && !plan.makes_maps() && !found_;
         // Where maps are composed, only a carry that waits for compose itself may start early: waiting
@@ -108,14 +114,20 @@ public:
         for (int slab = 0; slab < plan_.slabs(); ++slab) {
             begin(slab);
             if constexpr (Carry::kFuses)
-                if (kind(plan_.strategy) == StrategyKind::kFused)
-                    return Carry::launch_fused(this->slab(), p_);
+                if (plan_.fuses()) return Carry::launch_fused(this->slab(), p_);
             prepare();
             if (call_.segment)
                 maps_of_call();
             else
                 std::visit([&](const auto& strategy) { carry(strategy); }, plan_.strategy);
         }
+    }
+
+    // For launches that follow.
+    Verdicts verdicts() const {
+        Verdicts made = workspace_.verdicts;
+        made.being_made = false;
+        return made;
     }
 
 private:
@@ -179,6 +191,7 @@ private:
     void maps() { Carry::template launch<kUpdate, true>(slab(), p_); }
 
     void carry(const Fused&) {}  // Carry::launch_fused has done everything
+    void carry(const FusedSegments&) {}
     void carry(const Whole&) { carry(); }
     void carry(const Halves&) {
         p_.halves = p_.first_from_state = true, p_.wants_m = false;
@@ -241,6 +254,14 @@ class PreparedPrefill final : public PreparedCall {
 public:
     PreparedPrefill(const PrefillPlan& plan, std::size_t workspace_bytes, std::size_t kept_bytes)
         : PreparedCall(workspace_bytes, kept_bytes), plan_(plan) {}
+    // Segments of the fused kernel, and what runs the heads that those do not settle. Its workspace comes
+    // first.
+    PreparedPrefill(const PrefillPlan& plan, const PrefillPlan& otherwise, std::size_t otherwise_bytes,
+                    std::size_t bytes)
+        : PreparedCall(otherwise_bytes + bytes, 0),
+          plan_(plan),
+          otherwise_(otherwise),
+          otherwise_bytes_(otherwise_bytes) {}
 
     void run(const Args& args, const Context& context) const override {
         const DeviceGuard guard(context.device.index);
@@ -249,11 +270,33 @@ public:
         launch(call);
     }
 
-    void launch(const Call& call) const override { Launches<Carry, kUpdate>(call, plan_).run(); }
+    void launch(const Call& call) const override {
+        if (!otherwise_) return Launches<Carry, kUpdate>(call, plan_).run();
+        Call part = call;
+        part.workspace = static_cast<std::byte*>(call.workspace) + otherwise_bytes_;
+        using Layout = Workspace<typename Carry::Type, Carry::kKey, Carry::kPerChannel, kUpdate>;
+        if (plan_.in_place)
+            part.args.initial_copy =
+                float_states(Layout(plan_, part.workspace, nullptr, false).initial_copy, call.args.sequences,
+                             call.args.value_heads, call.args.value_dim, call.args.key_dim);
+        Launches<Carry, kUpdate> segments(part, plan_);
+        segments.run();
+        part.workspace = call.workspace, part.goes_on = true;
+        Launches<Carry, kUpdate>(part, *otherwise_, segments.verdicts()).run();
+    }
 
 private:
     PrefillPlan plan_;
+    std::optional<PrefillPlan> otherwise_;
+    std::size_t otherwise_bytes_ = 0;
 };
+
+// Why segments of the fused kernel do not take a call that the kernel takes.
+inline std::string no_fused_segments(const Args& args) {
+    if (args.checkpoints.data || args.chunk_states.data)
+        return "its segments store no states on the way (checkpoints, chunk states)";
+    return {};
+}
 
 template <ChunkedTarget Carry, Update kUpdate>
 PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wanted) {
@@ -263,9 +306,15 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
         throw Error("prefill: backend \"" + std::string(Carry::kTarget) + ":" + std::string(name(wanted)) +
                     "\" does not take this call: " + reason);
     };
-    const bool fuses = Carry::fuses(problem) && Carry::declines_fused(args).empty();
-    if (wanted == StrategyKind::kFused && !fuses)
-        refuse(Carry::fuses(problem) ? Carry::declines_fused(args) : "there is no fused kernel");
+    // Why the fused kernel, and its segments, do not take the call; empty where they do.
+    const std::string declines =
+        Carry::fuses(problem) ? Carry::declines_fused(args) : "there is no fused kernel";
+    const std::string declines_segments = declines.empty() ? no_fused_segments(args) : declines;
+    if (wanted == StrategyKind::kFused && !declines.empty()) refuse(declines);
+    if (wanted == StrategyKind::kFusedSegments && !declines_segments.empty()) refuse(declines_segments);
+    const FusedForms forms = !declines.empty()            ? FusedForms::kNone
+                             : !declines_segments.empty() ? FusedForms::kWhole
+                                                          : FusedForms::kAll;
 
     PrefillShape shape = shape_of(problem, traits.chunk_tokens);
     shape.kept =
@@ -278,7 +327,7 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
     const auto planned = [&](bool b_alone) {
         PrefillShape of = shape;
         of.from_zero = b_alone && shape.kept && kSolvesChunk<kUpdate, Carry::kPerChannel> && !shape.packed;
-        return plan_prefill(of, traits, problem.device, wanted, fuses);
+        return plan_prefill(of, traits, problem.device, wanted, forms);
     };
     const auto bytes = [&](const PrefillPlan& plan) { return Layout(plan, nullptr, nullptr, found).bytes; };
 
@@ -296,6 +345,15 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
             throw Error("prefill: kept must be what a segment of the same inputs has kept, " +
                         std::to_string(needed) + " bytes, got " + std::to_string(given) +
                         (of_b_alone ? ", of one that made b alone, which has no initial_state" : ""));
+    }
+    if (kind(plan->strategy) == StrategyKind::kFusedSegments) {
+        // A head may be run twice: the first run must not overwrite what the second starts from.
+        plan->in_place =
+            args.initial_state && args.final_state && !apart(args.initial_state, args.final_state);
+        const PrefillPlan otherwise =
+            *plan_prefill(shape, traits, problem.device, StrategyKind::kAny, FusedForms::kWhole);
+        return std::make_shared<const PreparedPrefill<Carry, kUpdate>>(*plan, otherwise, bytes(otherwise),
+                                                                       bytes(*plan));
     }
     plan->found = found;
     const Layout layout(*plan, nullptr, nullptr, found);

@@ -26,10 +26,11 @@ inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std
 // fit its shared memory, with registers that do not spill.
 // Fewer on other architectures.
 inline constexpr int kChannelCtas = 3, kTokenCtas = 4;
-inline constexpr int kMostSpan = 4;       // value heads per CTA: a warp sums the gates of each
-inline constexpr int kLeastSegment = 8;   // chunks: in shorter segments the maps cost more than they save
-inline constexpr int kLeastSegments = 3;  // below this many segments likewise
-inline constexpr int kLeastHalved = 64;   // chunks of a sequence from which halves pay
+inline constexpr int kMostSpan = 4;           // value heads per CTA: a warp sums the gates of each
+inline constexpr int kLeastSegment = 8;       // chunks: in shorter segments the maps cost more than they save
+inline constexpr int kLeastFusedSegment = 2;  // chunks; those of its warm-up come to it
+inline constexpr int kLeastSegments = 3;      // below this many segments likewise
+inline constexpr int kLeastHalved = 64;       // chunks of a sequence from which halves pay
 // Chunks per segment from which Segments::first_beside_maps pays for its extra launch.
 inline constexpr int kLeastBesideMaps = 32;
 
@@ -42,6 +43,13 @@ struct CarryRows {
 // paired form, 2 the unpaired one.
 struct Fused {
     int warpgroups = 1;
+};
+// The fused kernel over segments of so many chunks. A segment starts from zero a few chunks early where its
+// gates forget (sm90/fused/warm_up.cuh); a head of which some segment does not is run once more, as the call
+// would be run otherwise.
+struct FusedSegments {
+    int warpgroups = 1;
+    std::int64_t chunks = 1;
 };
 // A sequence is carried from its first chunk to its last.
 struct Whole {
@@ -62,10 +70,10 @@ struct Segments {
     // Maps of first segments have no M, and run beside the maps of the others.
     bool first_apart = false;
 };
-using Strategy = std::variant<Fused, Whole, Halves, Segments>;
+using Strategy = std::variant<Fused, Whole, Halves, Segments, FusedSegments>;
 
 // A strategy to force; kAny: the cheapest.
-enum class StrategyKind : std::uint8_t { kAny, kFused, kWhole, kHalves, kSegments };
+enum class StrategyKind : std::uint8_t { kAny, kFused, kWhole, kHalves, kSegments, kFusedSegments };
 
 constexpr std::string_view name(StrategyKind kind) {
     switch (kind) {
@@ -74,12 +82,13 @@ constexpr std::string_view name(StrategyKind kind) {
         case StrategyKind::kWhole: return "whole";
         case StrategyKind::kHalves: return "halves";
         case StrategyKind::kSegments: return "segments";
+        case StrategyKind::kFusedSegments: return "fused_segments";
     }
     return "unknown";
 }
 
 inline StrategyKind kind(const Strategy& strategy) {
-    static_assert(std::variant_size_v<Strategy> == 4);
+    static_assert(std::variant_size_v<Strategy> == 5);
     return static_cast<StrategyKind>(strategy.index() + 1);
 }
 
@@ -135,6 +144,9 @@ struct CarryTraits {
     int chunk_tokens = 64;
 };
 
+// Which of its forms the fused kernel has for a call.
+enum class FusedForms : std::uint8_t { kNone, kWhole, kAll };
+
 struct Candidate {
     Strategy strategy;
     // Predicted, in microseconds: for sequences of equal length, and for one sequence with all tokens. The
@@ -157,29 +169,39 @@ public:
     // batch and the same sequences packed get the same bits; with skewed lengths it must not take more than
     // kMostRegret times as long. Otherwise a packed call takes the strategy with the least sum of both times,
     // since either may come.
-    // What comes later in the list has to promise a time that is shorter by 4 %: what cuts more, and segments
-    // with more row blocks, each of which reads the operands of its chunks once more.
+    // Segments of the fused kernel are taken where their time, if all heads forget, and what they cost if
+    // none does are together less than they save: what forgets and what remembers count the same. What comes
+    // later in the list has to promise a time that is shorter by 4 %: what cuts more, and segments with more
+    // row blocks, each of which reads the operands of its chunks once more.
     const Candidate* choose(StrategyKind wanted) const {
         constexpr double kMostRegret = 1.75, kWorthCutting = 0.96;
-        const Candidate *fused = nullptr, *whole = nullptr, *other = nullptr;
+        const Candidate *fused = nullptr, *whole = nullptr, *other = nullptr, *in_segments = nullptr;
         const auto time = [&](const Candidate& of) { return of.expected + (packed_ ? of.skewed : 0.0); };
         for (const Candidate& candidate : all()) {
             const StrategyKind of = kind(candidate.strategy);
             if (wanted != StrategyKind::kAny && wanted != of) continue;
             if (of == StrategyKind::kWhole) whole = &candidate;
-            if (of == StrategyKind::kFused) {
+            if (of == StrategyKind::kFusedSegments) {
+                if (!in_segments || candidate.expected < in_segments->expected) in_segments = &candidate;
+            } else if (of == StrategyKind::kFused) {
                 if (!fused || candidate.expected < fused->expected) fused = &candidate;
             } else if (!other || time(candidate) < kWorthCutting * time(*other)) {
                 other = &candidate;
             }
         }
-        if (!fused || !whole) return fused ? fused : other;
-        const bool pays = fused->expected < whole->expected && fused->skewed <= kMostRegret * whole->skewed;
-        return pays ? fused : other;
+        const bool pays =
+            fused &&
+            (!whole || (fused->expected < whole->expected && fused->skewed <= kMostRegret * whole->skewed));
+        const Candidate* const uncut = pays || !other ? fused : other;
+        if (!in_segments || !uncut) return uncut ? uncut : in_segments;
+        return in_segments->expected + kForNothing < kWorthCutting * uncut->expected ? in_segments : uncut;
     }
 
 private:
-    std::array<Candidate, 8> rows_{};
+    // Microseconds that segments of the fused kernel take which all find that they do not forget.
+    static constexpr double kForNothing = 4.0;
+
+    std::array<Candidate, 10> rows_{};
     int count_ = 0;
     bool packed_;
 };
@@ -213,6 +235,7 @@ public:
     // Of a sequence that a slab holds whole.
     std::int64_t segment_chunks(const Strategy& strategy) const {
         if (std::holds_alternative<Halves>(strategy)) return (5 * per_sequence_ + 7) / 8;
+        if (const auto* fused = std::get_if<FusedSegments>(&strategy)) return fused->chunks;
         const auto* segments = std::get_if<Segments>(&strategy);
         if (!segments) return per_sequence_;
         if (segments->first_apart && segments->count == 2)
@@ -221,12 +244,15 @@ public:
         return (per_sequence_ + segments->count - 1) / segments->count;
     }
 
-    // with_fused: the call is one that the fused kernel takes.
-    Candidates candidates(bool with_fused) const {
+    // fused: those that take the call.
+    Candidates candidates(FusedForms fused) const {
         Candidates found(shape_.packed);
-        if (with_fused && shape_.tokens > 0 && shape_.sequences > 0)
+        if (fused != FusedForms::kNone && shape_.tokens > 0 && shape_.sequences > 0)
             for (int warpgroups : {1, 2})
-                if (costs_.fused[warpgroups - 1] > 0) add(found, Fused{warpgroups});
+                if (costs_.fused[warpgroups - 1] > 0) {
+                    add(found, Fused{warpgroups});
+                    if (fused == FusedForms::kAll) add_fused_segments(found, warpgroups);
+                }
         // Row blocks of a CTA: as many as it can have, or half as many, whichever takes less. Rows never
         // meet, so this changes no bit.
         const CarryRows widest = rows(whole_steps(std::min(tiles_, 8))),
@@ -286,6 +312,25 @@ private:
         return std::min<std::int64_t>(multiprocessors_ / (heads * rows.blocks),
                                       per_sequence_ / kLeastSegment);
     }
+    int fused_blocks(int warpgroups) const {
+        return static_cast<int>((shape_.value_dim + 127) / 128) * (warpgroups == 1 ? 2 : 1);
+    }
+    // As many segments of each sequence as take least, if all are equally long; so a batch and the same
+    // sequences packed get the same bits. Packed sequences that stay whole are a case of their own: should
+    // one be longer than expected, it is cut.
+    void add_fused_segments(Candidates& found, int warpgroups) const {
+        if (shape_.batch_invariant || shape_.segment || shape_.kept) return;
+        const std::int64_t room = multiprocessors_ / (shape_.value_heads * fused_blocks(warpgroups)),
+                           of_one = std::llround(std::ceil(expected().chunks)),
+                           most = std::min(room / shape_.sequences, of_one / kLeastFusedSegment);
+        std::optional<Candidate> best;
+        for (std::int64_t count = shape_.packed && shape_.sequences > 1 ? 1 : 2; count <= most; ++count) {
+            const Strategy strategy = FusedSegments{warpgroups, (of_one + count - 1) / count};
+            const double takes = time(strategy, expected());
+            if (!best || takes < best->expected) best = {strategy, takes, time(strategy, skewed())};
+        }
+        if (best) found.add(*best);
+    }
     // As many equal segments as fill the device.
     void add_segments(Candidates& found, const CarryRows& rows) const {
         const std::int64_t heads = shape_.sequences * shape_.value_heads;
@@ -311,9 +356,17 @@ private:
     }
 
     double time_of(const Fused& way, const Lengths& of) const {
-        const std::int64_t blocks = (shape_.value_dim + 127) / 128 * (way.warpgroups == 1 ? 2 : 1);
-        return rounds(heads(of) * blocks) *
+        return rounds(heads(of) * fused_blocks(way.warpgroups)) *
                (estimate_.machine.round + costs_.fused[way.warpgroups - 1] * of.chunks);
+    }
+    // Where all heads forget, as bounded gates of mean -2.5 a token do: within three chunks.
+    double time_of(const FusedSegments& way, const Lengths& of) const {
+        constexpr double kWarmUp = 3.0;
+        const double count = std::max(1.0, std::ceil(of.chunks / static_cast<double>(way.chunks))),
+                     chunks = of.chunks / count + (count > 1 ? kWarmUp : 0.0);
+        return rounds(heads(of) * fused_blocks(way.warpgroups) * std::llround(count)) *
+                   (estimate_.machine.round + costs_.fused[way.warpgroups - 1] * chunks) +
+               estimate_.machine.kernel;
     }
     double time_of(const Whole& way, const Lengths& of) const {
         const double map = shape_.kept ? costs_.map * of.chunks : 0.0;
@@ -380,9 +433,14 @@ struct PrefillPlan {
     bool prepares = false;  // chunk operands are made, by a kernel of their own
     bool found = false;     // the workspace is one that a segment call has kept
     bool by_warp = false;   // as in Schedule
+    bool in_place = false;  // FusedSegments: final states may lie where initial ones do
     std::int32_t slab_chunks = 1, segment_chunks = 1, max_segments = 1;
 
     bool cuts() const { return std::holds_alternative<Segments>(strategy); }
+    // Whether the fused kernel does everything.
+    bool fuses() const {
+        return std::holds_alternative<Fused>(strategy) || std::holds_alternative<FusedSegments>(strategy);
+    }
     bool makes_maps() const { return cuts() || std::holds_alternative<Halves>(strategy); }
     int slabs() const {
         return static_cast<int>(std::max<std::int64_t>(1, (shape.chunks + slab_chunks - 1) / slab_chunks));
@@ -391,26 +449,27 @@ struct PrefillPlan {
 
 // None if there is no candidate of the kind that is wanted.
 inline std::optional<PrefillPlan> plan_prefill(const PrefillShape& shape, const CarryTraits& carry,
-                                               const Device& device, StrategyKind wanted, bool with_fused) {
+                                               const Device& device, StrategyKind wanted, FusedForms forms) {
     const auto divide_up = [](std::int64_t x, std::int64_t y) { return (x + y - 1) / y; };
     const Planner planner(shape, carry, device);
-    const Candidates candidates = planner.candidates(with_fused);
+    const Candidates candidates = planner.candidates(forms);
     // Without tokens there is nothing to choose: states are copied, whatever is wanted.
     const bool empty = shape.tokens == 0 || shape.sequences == 0;
     const Candidate* const chosen = candidates.choose(empty ? StrategyKind::kWhole : wanted);
     if (!chosen) return std::nullopt;
     PrefillPlan plan{.strategy = chosen->strategy, .shape = shape};
     plan.shape.costs = {};  // the caller's, for as long as it plans
-    const bool fused = kind(plan.strategy) == StrategyKind::kFused;
+    const bool in_segments = kind(plan.strategy) == StrategyKind::kFusedSegments, fused = plan.fuses();
     plan.prepares = carry.operand_bytes > 0 && !fused;
     // The fused kernel has no operands, so that all chunks are one slab.
     const std::int64_t slab_chunks = fused ? std::max<std::int64_t>(shape.chunks, 1) : planner.slab_chunks();
     const std::int64_t in_slab = std::min(shape.longest, slab_chunks);
     const std::int64_t segment_chunks =
-        fused ? std::max<std::int64_t>(in_slab, 1) : planner.segment_chunks(plan.strategy);
+        fused && !in_segments ? std::max<std::int64_t>(in_slab, 1) : planner.segment_chunks(plan.strategy);
     plan.slab_chunks = static_cast<std::int32_t>(slab_chunks);
     plan.segment_chunks = static_cast<std::int32_t>(segment_chunks);
-    plan.by_warp = shape.packed && shape.sequences <= kMostByWarp && plan.slabs() == 1 && !plan.makes_maps();
+    plan.by_warp = shape.packed && shape.sequences <= kMostByWarp && plan.slabs() == 1 &&
+                   !plan.makes_maps() && !in_segments;
     std::int64_t segments = 0;
     if (plan.by_warp) {
         segments = shape.sequences;

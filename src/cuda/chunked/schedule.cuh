@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(kThreads)
             const int which = last_up_to(first, i);
             const std::int64_t at = begin[which] + std::int64_t{i - first[which]} * s.chunk_tokens;
             packed[i - s.slab_begin] = {
-                at, static_cast<std::int32_t>(min(end[which] - at, std::int64_t{s.chunk_tokens}))};
+                at, static_cast<std::int32_t>(min(end[which] - at, std::int64_t{s.chunk_tokens})),
+                start + which};
         }
 
         Segment head = segment_of_piece(s, n, own_first, own_first + own_chunks, 0);

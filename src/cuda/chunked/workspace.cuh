@@ -29,7 +29,9 @@ struct Workspace {
     float* fading = nullptr;
     Operands* operands = nullptr;
     float *map_m = nullptr, *map_b = nullptr, *starts = nullptr;  // of segments
-    float* unfinished[2] = {};  // states of the sequence that one slab leaves to the next
+    Verdicts verdicts;                                            // of FusedSegments
+    float* initial_copy = nullptr;  // likewise, where the call updates states in place
+    float* unfinished[2] = {};      // states of the sequence that one slab leaves to the next
     // Of the call that prepares; of a prefill that found a kept workspace.
     std::size_t bytes = 0, own_bytes = 0;
 
@@ -49,6 +51,16 @@ struct Workspace {
         const bool scheduled = shape.packed && !plan.by_warp;
         if (scheduled) take_schedule(carver);
         if (scheduled && found) take_schedule(own);
+        if (kind(plan.strategy) == StrategyKind::kFusedSegments) {
+            const std::int64_t segments_of_heads = plan.max_segments * heads;
+            verdicts.warm_up = carver.take<std::int32_t>(segments_of_heads);
+            verdicts.of = carver.take<Magnitudes>(segments_of_heads * Verdicts::slots(shape.value_dim));
+            verdicts.arrived = carver.take<std::int32_t>(shape.sequences * heads);
+            verdicts.settled = carver.take<std::int32_t>(shape.sequences * heads);
+            verdicts.being_made = true;
+            if (plan.in_place)
+                initial_copy = carver.take<float>(shape.sequences * heads * shape.value_dim * shape.key_dim);
+        }
         if (plan.prepares) {
             is_compensated = carver.take<std::int32_t>(plan.slab_chunks * heads);
             if (kFades<kKey, kPerChannel> && kSolvesChunk<kUpdate, kPerChannel> &&

@@ -104,6 +104,8 @@ Support supports(const Problem& problem) {
     Support any = takes(problem);
     if (!any || kWanted == StrategyKind::kAny) return any;
     if (kWanted == StrategyKind::kFused) return takes_fused(problem);
+    if (kWanted == StrategyKind::kFusedSegments)
+        if (Support fused = takes_fused(problem); !fused) return fused;
     return candidates(problem).choose(kWanted) ? any : chunked::refuses(kWanted);
 }
 
@@ -171,6 +173,9 @@ template Prediction predict<StrategyKind::kAny>(const Problem&);
 template Support supports<StrategyKind::kFused>(const Problem&);
 template PreparedPtr prepare<StrategyKind::kFused>(const Problem&, const Args&, const Context&);
 template Prediction predict<StrategyKind::kFused>(const Problem&);
+template Support supports<StrategyKind::kFusedSegments>(const Problem&);
+template PreparedPtr prepare<StrategyKind::kFusedSegments>(const Problem&, const Args&, const Context&);
+template Prediction predict<StrategyKind::kFusedSegments>(const Problem&);
 template Support supports<StrategyKind::kWhole>(const Problem&);
 template PreparedPtr prepare<StrategyKind::kWhole>(const Problem&, const Args&, const Context&);
 template Prediction predict<StrategyKind::kWhole>(const Problem&);

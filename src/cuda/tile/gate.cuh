@@ -29,6 +29,12 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
     return least;
 }
+// The maximum; a NaN if one of the two is.
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
+    return most;
+}
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-kLog2E * x)); }
 
 // exp(x) to little more than half a unit in the last place; zero where the result is not a normal number.

@@ -135,6 +135,9 @@ struct FusedShared {
         operands_free[kStages];
     Mbarrier values_ready[Form::kTiles];
     Segment segment;
+    std::int32_t warm_up;        // how many chunks the CTA runs without outputs before its segment
+    std::int32_t first_segment;  // number of the sequence's first one
+    chunked::Magnitudes magnitudes[Form::kStateWarpgroups * kWarpgroupWarps];
     FusedRows rows;
     // Per operand warpgroup and warp, a bit per lane: the pair of channels is out of range in the warp's half
     // of the current chunk; it is predicted to be so in the warpgroup's next chunk.

@@ -81,6 +81,7 @@
 #include "cuda/sm90/fused/operand_role.cuh"
 #include "cuda/sm90/fused/solve_role.cuh"
 #include "cuda/sm90/fused/state_role.cuh"
+#include "cuda/sm90/fused/warm_up.cuh"
 
 namespace cula::cuda::sm90 {
 
@@ -129,10 +130,17 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     fence_async_proxy();
     pdl_trigger_and_wait();
     if (warp == 0) {
-        const Segment segment = own_segment<kKey, false>(a, schedule, p);
-        if (thread == 0) shared.segment = segment;
+        Segment segment = own_segment<kKey, false>(a, schedule, p);
+        const int column = p.row_blocks.divide(static_cast<int>(blockIdx.x)),
+                  number = a.by_value_heads.divide(column), first_segment = number - segment.rank;
+        const int warm_up = schedule.verdicts.being_made
+                                ? begin_early(a, schedule, number, column - number * a.value_heads, segment)
+                                : 0;
+        if (thread == 0)
+            shared.segment = segment, shared.warm_up = warm_up, shared.first_segment = first_segment;
     }
     Form::sync_start();
+    if (shared.warm_up < 0) return;  // as uniform in a cluster as nothing() below
     // Each role makes its own cursor, so that the roles share no registers.
     const auto make_cursor = [&] {
         return SegmentCursor<kKey, false>(a, schedule, p, shared.segment, role < 0 ? warp : 0,
@@ -143,7 +151,7 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         if (role < 0) cursor.zero_skipped(schedule);
         // nothing() must be uniform in a cluster, whose CTAs meet in Form::sync_end(): they are row blocks of
         // one sequence and head, and without maps it asks about the sequence alone.
-        if (cursor.nothing()) return;
+        if (cursor.nothing(schedule)) return;
         if (kMayLeaveRange && thread == 0) {
             const int head = a.by_group.divide(cursor.value_head);
             constexpr std::int64_t kBytes = sizeof(T);

@@ -41,7 +41,9 @@ struct FusedPrefill {
     }
 
     static void launch(const Slab<ChannelChunk<T, kKey>>& slab, const CarryParams& p) {
-        const int warpgroups = std::get<chunked::Fused>(slab.plan.strategy).warpgroups;
+        const auto* const cut = std::get_if<chunked::FusedSegments>(&slab.plan.strategy);
+        const int warpgroups =
+            cut ? cut->warpgroups : std::get<chunked::Fused>(slab.plan.strategy).warpgroups;
         if (slab.call.args.gate == Gate::kSoftplus)
             launch_as<Paired, Gate::kSoftplus>(slab, p);
         else if (warpgroups == Paired::kStateWarpgroups)
@@ -78,6 +80,11 @@ private:
         const int blocks =
             ceil_div(a.value_dim, Form::kPeers * Form::kStateWarpgroups * kWarpgroupRows) * Form::kPeers;
         p.value_blocks = blocks, p.row_blocks = divisor(blocks);
+        if (slab.schedule.verdicts.being_made)
+            cuda::launch<judge_segments<T, kKey, kGate>>(
+                slab.early({.blocks = static_cast<std::size_t>(slab.schedule.max_segments) * a.value_heads,
+                            .threads = kJudgeThreads}),
+                slab.call.stream, a, slab.schedule);
         cuda::launch<fused_prefill<T, kKey, Form, kGate>>(
             slab.early(
                 {.blocks = static_cast<std::size_t>(blocks) * a.value_heads * slab.schedule.max_segments,

@@ -86,7 +86,8 @@ struct FusedSolveRole {
             if (i >= fused.chunks) return Found::kNone;
             shared.scores_ready[stage].wait(n / Shared::kStages & 1);
             sender.send_early(shared, n);
-            return i < kCompensatedChunks || compensated(Form::overlaps(shared, stage, number), lane_anew())
+            return (i < kCompensatedChunks && cursor.starts_sequence) ||
+                           compensated(Form::overlaps(shared, stage, number), lane_anew())
                        ? Found::kOther
                        : Found::kPlain;
         };

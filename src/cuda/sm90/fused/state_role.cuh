@@ -7,6 +7,7 @@
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/fused/config.cuh"
+#include "cuda/sm90/fused/warm_up.cuh"
 #include "cuda/sm90/value_rows.cuh"
 
 namespace cula::cuda::sm90 {
@@ -132,9 +133,47 @@ struct FusedStateRole {
         wgmma::hold(state);
     }
 
+    // The largest magnitude of the warp's state.
+    static __device__ __forceinline__ float largest(State& state, const AtEnd& stored) {
+        float found = 0.0f;
+        chunked::each_pair(state, [&](const float2& of_state, int, int channel) {
+            const float2 pair = stored(of_state, channel);
+            found = max_or_nan(found, max_or_nan(fabsf(pair.x), fabsf(pair.y)));
+        });
+#pragma unroll
+        for (int other = 1; other < 32; other *= 2)
+            found = max_or_nan(found, __shfl_xor_sync(0xffffffffu, found, other));
+        return found;
+    }
+
+    // Keeps the magnitudes of the state before chunk i, and stores them behind the last one.
+    __device__ __forceinline__ void observe(State& state, const AtEnd& at_end, std::uint32_t values, int i,
+                                            bool at_last) const {
+        float& kept_most = shared.magnitudes[warp].most;
+        float& kept_least = shared.magnitudes[warp].least;
+        float most = largest(state, at_end);
+        if (i == 0) {
+            kept_most = most, kept_least = INFINITY;
+        } else if (i == shared.warm_up && shared.segment.rank > 0) {
+            kept_least = most;
+        }
+        __syncwarp();
+        if (!at_last) return;
+        float of_values =
+            fmaxf(fabsf(__uint_as_float(values << 16)), fabsf(__uint_as_float(values & 0xffff0000u)));
+#pragma unroll
+        for (int other = 1; other < 32; other *= 2)
+            of_values = fmaxf(of_values, __shfl_xor_sync(0xffffffffu, of_values, other));
+        most = max_or_nan(max_or_nan(most, kept_most), of_values);
+        store_magnitudes<Form>(a, schedule, p, shared.segment, shared.first_segment, warp,
+                               {most, kept_least});
+    }
+
     __device__ __forceinline__ void run(const W& cursor) const {
         State state;
         cursor.first_state(state);
+        // Of a segment that is judged: the largest magnitudes of its values, a pair of 16-bit numbers.
+        std::uint32_t values = 0;
         const int chunks = FusedCursor<Form>(cursor).chunks;
         const bool plain = a.num_checkpoints <= 0 && !a.chunk_states.data;
         Place place, next;
@@ -144,7 +183,7 @@ struct FusedStateRole {
         // Goes to the next chunk. States may be stored every two chunks: SegmentCursor's have 64 tokens.
         const auto advance = [&] {
             next = place, next.next();
-            more = ++i < chunks && (plain || i % 2 == 1);
+            more = ++i < chunks && (plain || i % 2 == 1) && i != shared.warm_up;
         };
         // Waits for the values and the operands of the next chunk.
         const auto found = [&] {
@@ -179,6 +218,11 @@ struct FusedStateRole {
             Rows writes;
             const std::uint32_t own_tile = shared_address(&Form::tile(shared, place.tile.at, warpgroup));
             load_value_rows(writes, own_tile);
+            if (schedule.verdicts.being_made)
+#pragma unroll
+                for (const Packed& block : writes)
+#pragma unroll
+                    for (const std::uint32_t pair : block) values = larger_magnitudes(values, pair);
             wgmma::wait<1>();
             wgmma::hold(read);
             subtract_read<T>(writes, read);
@@ -213,6 +257,7 @@ struct FusedStateRole {
 #pragma unroll 1
         for (;;) {
             const AtEnd at_end(i > 0 ? &shared.stages[place.stage()].factors : nullptr);
+            if (schedule.verdicts.being_made) observe(state, at_end, values, i, i == chunks);
             cursor_again().store_asked(state, i == chunks ? cursor_again().segment.chunks : i / 2, at_end);
             if (i == chunks) break;
             if (i > 0) place.free(shared), place = next;  // AtEnd has read the factors of the last chunk

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments of Hopper's fused prefill: they start early from zero where a head forgets; a head that remembers, or
+whose old values would show, is run once more. docs/design/fused-segments.md."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cula_testing import device, passes
+from cula_testing.cases import Case, Inputs, make
+from cula_testing.compare import assert_same_bits, errors
+
+SEGMENTS = "sm90:fused_segments"
+BOUND = -5.0
+FORGETS, KEEPS = -2.5, -1e-6  # log decays of a token
+TOKENS = 64 * 40
+HEADS = 4
+pytestmark = pytest.mark.skipif("sm90" not in device.able(torch.bfloat16), reason="sm90 does not run here")
+
+
+def inputs_of(lengths: tuple[int, ...] = (TOKENS,), **fields) -> Inputs:
+    fields = {"heads": HEADS, "value_heads": HEADS, "key_dim": 128, "value_dim": 128, **fields}
+    return make(
+        Case(
+            "kda", lengths, gate="bounded", gate_dtype=torch.bfloat16, dtype=torch.bfloat16, A_log=False,
+            dt_bias=False, qk_l2norm=True, beta_is_logit=True, lower_bound=BOUND, **fields,
+        )
+    )  # fmt: skip
+
+
+def decaying(inputs: Inputs, log_decays: torch.Tensor) -> Inputs:
+    """With these log decays, which extend to [T, HV, K]."""
+    raw = torch.logit(log_decays.double() / BOUND).expand(inputs.g.shape[1:])
+    return inputs.but(g=raw.to(inputs.g).expand_as(inputs.g).contiguous())
+
+
+def per_head(*log_decays: float) -> torch.Tensor:
+    return torch.tensor(log_decays, dtype=torch.float64, device="cuda")[None, :, None]
+
+
+def run(inputs: Inputs, backend: str = SEGMENTS) -> passes.Result:
+    return passes.prefill(inputs, backend=backend)
+
+
+def obeys_the_rule(inputs: Inputs) -> passes.Result:
+    passes.assert_rule(lambda inputs, backend: run(inputs, backend), inputs, SEGMENTS)
+    return run(inputs)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"lengths": (TOKENS - 29,)},
+        {"lengths": (1100, 1100)},
+        {"lengths": (1500, 0, 700, 3, 64), "packed": True, "tail": 9},
+        {"lengths": (64,) * 20 + (1100,), "packed": True},
+        {"heads": 2, "value_heads": 8},
+        {"state": False},
+        {"key_dim": 96, "value_dim": 72},
+        {"value_dim": 256},
+        {"state_dtype": torch.bfloat16, "k_first": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["forget", "keep", "both", "drawn"])
+def test_every_call_obeys_the_rule(fields, kind):
+    inputs = inputs_of(**fields)
+    heads = inputs.g.shape[2]
+    decays = {"forget": (FORGETS,), "keep": (KEEPS,), "both": (FORGETS, KEEPS)}
+    if kind != "drawn":
+        inputs = decaying(inputs, per_head(*(decays[kind] * heads)[:heads]))
+    obeys_the_rule(inputs)
+
+
+@pytest.mark.parametrize("gate", ["softplus", "bounded"])
+@pytest.mark.parametrize("decay", ["slow", "mild", "mixed"])
+def test_gates_of_every_kind(gate, decay):
+    case = Case(
+        "kda", (TOKENS,), heads=HEADS, value_heads=HEADS, key_dim=128, value_dim=128, gate=gate, decay=decay,
+        gate_dtype=torch.bfloat16, dtype=torch.bfloat16, qk_l2norm=True,
+    )  # fmt: skip
+    obeys_the_rule(make(case))
+
+
+def test_what_forgets_is_what_one_kernel_makes():
+    """To the bit, since segments begin where chunks do."""
+    inputs = decaying(inputs_of(), per_head(*[FORGETS] * HEADS))
+    found, whole = run(inputs), run(inputs, "sm90:fused")
+    assert errors(found.o, whole.o.double()).rms < 1e-6
+    assert errors(found.final_state, whole.final_state.double()).rms < 1e-6
+    assert_same_bits("o", found.o, run(inputs).o)
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 192, 256])
+@pytest.mark.parametrize("bits", [56, 63, 65, 80])
+def test_gates_at_the_edge(tokens, bits):
+    """That decay to 2^-bits in so many tokens, the longest warm-up at most."""
+    decays = per_head(*[-bits * math.log(2) / tokens] * HEADS)
+    obeys_the_rule(decaying(inputs_of(), decays))
+
+
+def test_one_channel_that_remembers():
+    decays = per_head(*[FORGETS] * HEADS).repeat(1, 1, 128)
+    decays[:, 1, 77] = KEEPS
+    found = obeys_the_rule(decaying(inputs_of(), decays))
+    assert found.final_state[0, 1].abs().amax(-2).argmax() == 77
+
+
+def test_a_head_that_remembers_for_a_while():
+    decays = per_head(*[FORGETS] * HEADS).repeat(TOKENS, 1, 1)
+    decays[1000:1500, 2] = KEEPS
+    obeys_the_rule(decaying(inputs_of(), decays))
+
+
+@pytest.mark.parametrize("new", [1e-6, 1e-20])
+@pytest.mark.parametrize("before", [32, 64, 200, 640])
+def test_large_values_before_small_ones(before, new):
+    """2^-65 of the old values is more than the new ones, which begin so many tokens before the middle."""
+    decays = per_head(*[-65 * math.log(2) / tokens for tokens in (64, 128, 192, 256)])
+    inputs = decaying(inputs_of(), decays)
+    v = inputs.v.float()
+    change = TOKENS // 2 - before
+    v[:, :change] *= 1e4
+    v[:, change:] *= new
+    obeys_the_rule(inputs.but(v=v.to(inputs.v.dtype), initial_state=inputs.initial_state * 1e4))
+
+
+@pytest.mark.parametrize("what", ["v", "k", "g", "beta", "initial_state"])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_what_is_no_number_is_not_forgotten(what, number):
+    if number == math.inf and what not in ("v", "initial_state"):
+        pytest.skip("an infinite key, gate or write strength is no NaN of every kernel")
+    inputs = decaying(inputs_of(), per_head(*[FORGETS] * HEADS))
+    clean = run(inputs)
+    where = {"initial_state": (0, 1, 3, 5), "g": (0, 5, 1), "beta": (0, 5, 1)}.get(what, (0, 5, 1, 3))
+    getattr(inputs, what)[where] = number
+    found, whole = run(inputs), run(inputs, "sm90:fused")
+    for name, heads in (("o", 2), ("final_state", 1)):
+        one, two, before = (getattr(each, name).movedim(heads, 0) for each in (found, whole, clean))
+        assert torch.equal(one[1].isfinite(), two[1].isfinite()), name
+        assert not one[1].isfinite().all()
+        for head in (0, 2, 3):
+            assert_same_bits(name, one[head], before[head])
+
+
+def test_write_strengths_beyond_two_are_not_forgotten():
+    """A delta factor of 1 - beta grows what it meets."""
+    inputs = decaying(inputs_of(), per_head(*[-0.7] * HEADS))
+    grown = inputs.but(case=inputs.case.but(beta_is_logit=False), beta=torch.full_like(inputs.beta, 2.2))
+    passes.assert_rule(lambda each, backend: run(each, backend), grown, SEGMENTS)
+
+
+@pytest.mark.parametrize("kind", ["forget", "keep", "large before small"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"lengths": (1100, 1500), "packed": True, "tail": 5}, {"state_dtype": torch.bfloat16}],
+    ids=str,
+)
+def test_states_in_place(fields, kind):
+    """A second run of a head must not start from what the first has stored."""
+    inputs = inputs_of(**{"lengths": (TOKENS, TOKENS), **fields}, pool=True)
+    inputs = decaying(inputs, per_head(*[KEEPS if kind == "keep" else -65 * math.log(2) / 128] * HEADS))
+    if kind == "large before small":
+        v = inputs.v.float()
+        v[:, : v.shape[1] // 2] *= 1e4
+        v[:, v.shape[1] // 2 :] *= 1e-20
+        inputs = inputs.but(v=v.to(inputs.v.dtype))
+    apart = run(inputs)
+    pool = inputs.initial_state.clone()
+    within = passes.prefill(inputs.but(initial_state=pool), backend=SEGMENTS, in_place=True)
+    assert_same_bits("o", within.o, apart.o)
+    slots = inputs.initial_state_indices.long()
+    assert_same_bits("states", pool[slots[slots >= 0]], apart.final_state[slots >= 0].to(pool.dtype))
+
+
+def test_checkpoints_are_left_to_other_strategies():
+    inputs = inputs_of()
+    states = torch.empty(1, TOKENS // 64, HEADS, 128, 128, device="cuda")
+    with pytest.raises(ValueError, match="its segments store no states on the way"):
+        passes.prefill(inputs, backend=SEGMENTS, chunk_states=states)
