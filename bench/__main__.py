@@ -95,12 +95,19 @@ class Run:
             self.rows += measured
             head["refused"] = self.refused
             if self.output is not None and (rows or self.refused):
-                path = results.write(self.output, suite.name, head, rows, beside=not self.whole)
+                path = self.write(suite, head, rows)
+        for mean in results.means_of([row.to_json() for row in rows], suite.means):
+            print(
+                f"geometric mean of {mean['cases']}, {mean['panel']}: {mean['impl']:19} {mean['ms']:9.4f} ms"
+            )
         if path is not None:
             head["clock_mhz"] = [*head["clock_mhz"], *suite.device.clock_mhz()]
-            results.write(self.output, suite.name, head, rows, beside=not self.whole)
+            self.write(suite, head, rows)
             print(f"wrote {path}", flush=True)
         print(f"{suite.name}: {time.perf_counter() - start:.0f} s", flush=True)
+
+    def write(self, suite: Suite, head: dict, rows: list[Row]) -> Path:
+        return results.write(self.output, suite.name, head, rows, beside=not self.whole, groups=suite.means)
 
     def measure(self, suite: Suite, entry: Entry, impls: list[Impl]) -> list[Row]:
         op, name, case = entry.op, entry.name, entry.case

@@ -7,6 +7,7 @@ states lie as it likes them.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -42,18 +43,25 @@ def _flash_kda_takes(pass_name: str, case: Case) -> bool:
     return pass_name == "prefill" and case.algorithm == "kda" and case.gate == "bounded" and shape
 
 
+CUDNN_MODULE = "cudnn.linear_attention.ops"
 CUDNN_PLAN = "kda_hopper_cuda"
 
 
-def _cudnn_prepare(pass_name: str, inputs: Inputs) -> Inputs:
-    """Its kernels read gates and beta in float32. Its backward pass has no norms, no gate and no sigmoid."""
-    case = inputs.case
-    if pass_name == "prefill":
-        return inputs.but(g=inputs.g.float(), beta=inputs.beta.float())
+def _widened(_pass_name: str, inputs: Inputs) -> Inputs:
+    """Its kernels read gates and beta in float32."""
+    return inputs.but(g=inputs.g.float(), beta=inputs.beta.float())
+
+
+def _given(_pass_name: str, inputs: Inputs) -> Inputs:
+    """Without norms, gate and sigmoid, which its backward pass does not have, and its forward pass may."""
     q, k = (eager.normalized(x).to(x.dtype) for x in (inputs.q, inputs.k))
     g, beta = eager.log_decay(inputs), inputs.beta.float().sigmoid()
-    case = case.but(gate="log_decay", gate_dtype=torch.float32, beta_is_logit=False, qk_l2norm=False)
+    case = inputs.case.but(gate="log_decay", gate_dtype=torch.float32, beta_is_logit=False, qk_l2norm=False)
     return inputs.but(case=case, q=q, k=k, g=g, beta=beta, A_log=None, dt_bias=None)
+
+
+def _cudnn_prepare(pass_name: str, inputs: Inputs) -> Inputs:
+    return (_widened if pass_name == "prefill" else _given)(pass_name, inputs)
 
 
 def _cudnn(pass_name: str, inputs: Inputs) -> Call:
@@ -80,7 +88,10 @@ def _cudnn(pass_name: str, inputs: Inputs) -> Call:
         "a_log": inputs.A_log,
         "dt_bias": inputs.dt_bias,
     }
-    return lambda: run(inputs, **raw, output_final_state=True)
+    asked = {**(raw if case.gate == "bounded" else {}), "output_final_state": True}
+    if inputs.g.dtype == inputs.beta.dtype == torch.float32:
+        return lambda: run(inputs, **asked)
+    return lambda: run(_widened(pass_name, inputs), **asked)
 
 
 def _cudnn_takes(pass_name: str, case: Case) -> bool:
@@ -89,14 +100,26 @@ def _cudnn_takes(pass_name: str, case: Case) -> bool:
     return pass_name in ("prefill", *TRAINING_PASSES) and kda and shape
 
 
+CUDNN = Impl("cudnn", _cudnn, _cudnn_takes, prepare=_cudnn_prepare)
+
 # The module to import, and what is measured of it.
 PEERS = (
     ("flash_kda", Impl("flash_kda", _flash_kda, _flash_kda_takes)),
     (fla.MODULE, fla.FLA),
     (fla.MODULE, fla.FLA_KEEPS),
-    ("cudnn.linear_attention.ops", Impl("cudnn", _cudnn, _cudnn_takes, prepare=_cudnn_prepare)),
+    (CUDNN_MODULE, CUDNN),
+)
+
+# A prefill of cuDNN's that leaves norms, gate and sigmoid to others, and one that leaves nothing.
+CUDNN_FORMS = (
+    (CUDNN_MODULE, dataclasses.replace(CUDNN, name="cudnn:given", prepare=_given)),
+    (CUDNN_MODULE, Impl("cudnn:whole", _cudnn, _cudnn_takes)),
 )
 
 
 def peers() -> list[Impl]:
     return fla.importable(PEERS)
+
+
+def cudnn_forms() -> list[Impl]:
+    return fla.importable(CUDNN_FORMS)

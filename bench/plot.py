@@ -3,7 +3,7 @@
 them.
 
 A section of the benchmark is one figure with a panel per series of its cases, <suite>.png; so are the cases
-of several ranks, as speed-ups.
+that differ in their heads too, shape by shape, and those of several ranks, as speed-ups.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ TITLES = {
     "prefill_short": "Prefill of short sequences",
     "prefill_models": "Prefill of one layer of a model, on one of its tensor-parallel ranks",
     "prefill_low_parallelism": "Prefill of one long sequence with few heads",
+    "prefill_few_heads": "Prefill with few heads, by tokens, heads and sequences",
 }
 OPS = {"kda": "KDA", "gdn": "GDN", "gla": "GLA", "lightning": "Lightning", "delta": "DeltaNet"}
 PANELS_PER_ROW = 4
@@ -44,6 +45,8 @@ STYLES = {
     "flash_kda": {"label": "FlashKDA", "color": "#D55E00", "linestyle": "--", "marker": "s", "zorder": 3},
     "fla": {"label": "FLA", "color": "#009E73", "linestyle": "-.", "marker": "^", "zorder": 2},
     "cudnn": {"label": "cuDNN", "color": "#CC79A7", "linestyle": (0, (5, 1)), "marker": "D", "zorder": 2},
+    "cudnn:given": {"label": "cuDNN, all given", "color": "#56B4E9", "linestyle": ":", "marker": "v"},
+    "cudnn:whole": {"label": "cuDNN, whole call", "color": "#E69F00", "linestyle": "-.", "marker": "X"},
     "floor": {"label": "floor", "color": "#7A7A7A", "linestyle": ":", "linewidth": 1.6, "zorder": 1},
 }
 # A page of its own, so that a dark README shows it as a light one does.
@@ -225,6 +228,55 @@ def draw_section(result: dict, path: Path) -> None:
         plt.close(figure)
 
 
+def has_shapes(result: dict) -> bool:
+    """Whether a panel has cases of several numbers of heads, which are on no common line."""
+    heads: dict[str, set[int]] = defaultdict(set)
+    for row in result["cases"]:
+        heads[row["panel"]].add(row["heads"])
+    return max(map(len, heads.values())) > 1
+
+
+def draw_shapes(result: dict, path: Path) -> None:
+    """Time of every shape, a panel per kind of data, every implementation and the floor in each."""
+    panels: dict[str, dict[str, dict[str, float]]] = {}  # panel: shape: implementation: milliseconds
+    for row in result["cases"]:
+        shape = f"T{row['tokens']}-H{row['heads']}-N{row['sequences']}"
+        times = panels.setdefault(row["panel"], {}).setdefault(shape, {})
+        times[row["impl"]] = time_of(row)
+        if row["impl"] == "cula":
+            times["floor"] = row["gb"] / result["copy_tbps"]
+    shapes = list(dict.fromkeys(shape for cases in panels.values() for shape in cases))
+    impls = [
+        impl for impl in STYLES if any(impl in times for cases in panels.values() for times in cases.values())
+    ]
+    with plt.rc_context(PAGE):
+        size = (3 + 0.6 * max(len(shapes), 6), 1.6 + 2.6 * len(panels))
+        figure, column = plt.subplots(
+            len(panels), 1, figsize=size, layout="constrained", sharex=True, sharey=True, squeeze=False
+        )
+        for axes, (panel, cases) in zip(column.flat, panels.items(), strict=True):
+            axes.set_title(panel, fontsize="small")
+            for impl in impls:
+                points = [
+                    (i, cases[shape][impl]) for i, shape in enumerate(shapes) if impl in cases.get(shape, {})
+                ]
+                if points:
+                    style = {**STYLES[impl], "linestyle": "none"}
+                    style |= {"marker": "_", "markersize": 14} if impl == "floor" else {}
+                    axes.plot(*zip(*points, strict=True), **style)
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
+            axes.grid(axis="y")
+            timed = "time of a call (ms)" if result["cases"][0]["gpu_ms"] is None else "device time (ms)"
+            axes.set_ylabel(timed, fontsize="small")
+        column[-1, 0].set_xticks(range(len(shapes)), shapes, rotation=40, ha="right", fontsize="small")
+        suite, op = result["cases"][0]["suite"], result["cases"][0]["op"]
+        figure.suptitle(f"{OPS[op]}: {TITLES.get(suite, suite)}\n{result['device']}")
+        _legend(figure, result["copy_tbps"])
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
 # Of several ranks: what is drawn, each beside what it is faster than.
 SPEEDUPS = {
     "cula:scan": {"label": "scan", "color": "#0072B2", "linestyle": "-", "marker": "o"},
@@ -300,6 +352,8 @@ def main() -> None:
             continue
         if all("gpus" in row for row in result["cases"]):
             draw_speedups(result, path.with_suffix(".png"))
+        elif any(row.get("panel") for row in result["cases"]) and has_shapes(result):
+            draw_shapes(result, path.with_suffix(".png"))
         elif any(row.get("panel") for row in result["cases"]):
             draw_section(result, path.with_suffix(".png"))
         else:

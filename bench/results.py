@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import geometric_mean
 
 from bench import ROOT
 from bench.machine import file_safe
@@ -52,9 +55,36 @@ def _key(row: dict) -> tuple[str, str, str]:
     return row["op"], row["case"], row["impl"]
 
 
-def write(folder: Path, suite: str, head: dict, rows: list[Row], *, beside: bool = False) -> Path:
+def means_of(cases: list[dict], groups: Iterable[frozenset[str]]) -> list[dict]:
+    """The geometric mean of the times of each group of cases, of each implementation that has all of them."""
+    found = []
+    for names in groups:
+        times: dict[str, dict[str, float]] = defaultdict(dict)
+        panel = None
+        for row in cases:
+            if row["case"] in names:
+                taken = row["call_ms"] if row["gpu_ms"] is None else row["gpu_ms"]
+                times[row["impl"]][row["case"]] = taken
+                panel = row["panel"]
+        found += [
+            {"panel": panel, "impl": impl, "cases": len(taken), "ms": geometric_mean(taken.values())}
+            for impl, taken in times.items()
+            if len(taken) == len(names)
+        ]
+    return found
+
+
+def write(
+    folder: Path,
+    suite: str,
+    head: dict,
+    rows: list[Row],
+    *,
+    beside: bool = False,
+    groups: Iterable[frozenset[str]] = (),
+) -> Path:
     """beside: what a file of the same machine and sources has, and `rows` and the refusals of `head` have
-    not, stays."""
+    not, stays. groups: of cases, whose means are in the file too."""
     path = folder / file_safe(head["device"]) / f"{suite}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     cases, refused = [row.to_json() for row in rows], head.get("refused", [])
@@ -70,6 +100,8 @@ def write(folder: Path, suite: str, head: dict, rows: list[Row], *, beside: bool
     told = {"refused": refused, "lengths": head.get("lengths")}
     head = {**head, **told}
     whole = {key: value for key, value in head.items() if value or key not in told}
+    if means := means_of(cases, groups):
+        whole["means"] = means
     path.write_text(json.dumps({**whole, "cases": cases}, indent=1) + "\n")
     return path
 

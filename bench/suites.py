@@ -11,7 +11,16 @@ from types import ModuleType
 from bench.impls import PORTABLE, cpu_impls
 from cula.bench import cpu, gpu
 from cula.bench.impls import COPY_STATE, OURS, Impl
-from cula_testing.cases import CPU_HEADLINES, HEADLINES, SECTIONS, TRAINING, TRAINING_PASSES, Case
+from cula_testing.cases import (
+    CPU_HEADLINES,
+    FEW_HEADS,
+    FEW_HEADS_OF_THE_MEAN,
+    HEADLINES,
+    SECTIONS,
+    TRAINING,
+    TRAINING_PASSES,
+    Case,
+)
 
 # Tokens times heads. Headlines that are larger are for several GPUs.
 ONE_GPU = 1 << 21
@@ -49,7 +58,7 @@ def _every_case(_impl: Impl, _case: Case) -> bool:
 @dataclass(frozen=True)
 class Suite:
     name: str
-    group: str
+    group: str  # one of GROUPS, or "by name": in none of them
     pass_name: str
     entries: tuple[Entry, ...]
     impls: Callable[[], list[Impl]]
@@ -57,6 +66,7 @@ class Suite:
     sources: tuple[str, ...]  # the kernels' folders, hashed into the result
     takes: Callable[[Impl, Case], bool] = _every_case  # besides what an implementation says of itself
     brief: bool = False  # a curve of many cases: fewer samples of each
+    means: tuple[frozenset[str], ...] = ()  # the cases that one mean each is taken over
 
     @property
     def trains(self) -> bool:
@@ -85,6 +95,13 @@ def gpu_impls_and_portable() -> list[Impl]:
     """Those, and ours with the kernels that every GPU has."""
     ours, *others = gpu_impls()
     return [ours, PORTABLE, *others]
+
+
+def gpu_impls_and_cudnn_forms() -> list[Impl]:
+    """Those, and cuDNN's kernel with more and with less done beforehand."""
+    from bench.peers import cudnn_forms
+
+    return [*gpu_impls(), *cudnn_forms()]
 
 
 def _fla_kinds_only(impl: Impl, case: Case) -> bool:
@@ -134,6 +151,22 @@ def _section(name: str) -> Suite:
     )
 
 
+def _few_heads() -> Suite:
+    entries = (
+        Entry("kda", name, case, panel) for panel, cases in FEW_HEADS.items() for name, case in cases.items()
+    )
+    return Suite(
+        "prefill_few_heads",
+        "by name",
+        "prefill",
+        tuple(entries),
+        gpu_impls_and_cudnn_forms,
+        gpu,
+        GPU_SOURCES,
+        means=tuple(frozenset(list(cases)[: len(FEW_HEADS_OF_THE_MEAN)]) for cases in FEW_HEADS.values()),
+    )
+
+
 SUITES = {
     suite.name: suite
     for suite in (
@@ -148,6 +181,7 @@ SUITES = {
         _gpu("lightning_prefill", "prefill", ("lightning",)),
         _gpu("gla_prefill", "prefill", ("gla",)),
         *(_section(name) for name in SECTIONS),
+        _few_heads(),
         *(_gpu(f"{op}_{name}", name, (op,), group="training") for op in TRAINING for name in TRAINING_PASSES),
     )
 }

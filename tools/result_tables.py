@@ -17,7 +17,13 @@ NO_RANKS_YET = ["Not measured yet: run `python -m bench --suite dist` on a machi
 NO_SECTION_YET = ["Not measured yet: run `python -m bench --suite hopper` on a machine with a GPU."]
 GPU_PREFILLS = ("kda_prefill", "gdn_prefill", "lightning_prefill", "gla_prefill")
 GPU_STEPS = ("decode", "verify")
-PEERS = {"flash_kda": "FlashKDA", "fla": "FLA", "cudnn": "cuDNN"}
+PEERS = {
+    "flash_kda": "FlashKDA",
+    "fla": "FLA",
+    "cudnn": "cuDNN",
+    "cudnn:given": "cuDNN, all given,",
+    "cudnn:whole": "cuDNN's whole call",
+}
 PORTABLE = {"cula:sm80": "`sm80`"}  # ours, forced
 
 Times = dict[tuple[str, str], dict[str, dict]]  # (op, case): impl: row
@@ -327,7 +333,7 @@ def _spread(lengths: str) -> str:
     return f"{ordered[0]}, {ordered[len(ordered) // 2]}, {ordered[-1]}"
 
 
-def _plots(suite: str, folder: str, what: str = "time against length") -> dict[Path, list[str]]:
+def plots(suite: str, folder: str, what: str = "time against length") -> dict[Path, list[str]]:
     """Result file: its plot, if there is one, as a page whose way to the results is `folder` shows it."""
     return {
         path: [f"![{path.stem.replace('_', ' ')}, {what}]({folder}/{plot.relative_to(RESULTS)})", ""]
@@ -339,15 +345,15 @@ def _plots(suite: str, folder: str, what: str = "time against length") -> dict[P
 
 def prefill_plot() -> list[str]:
     """For the README."""
-    lines = [line for plot in _plots("prefill_fixed", "bench/results").values() for line in plot]
+    lines = [line for plot in plots("prefill_fixed", "bench/results").values() for line in plot]
     return lines[:-1] or NO_SECTION_YET
 
 
 def section(suite: str) -> list[str]:
     """A section's plot, and each case's time beside the floor and the peers."""
     lines: list[str] = []
-    plots = _plots(suite, "../bench/results")
-    results = {path: json.loads(path.read_text()) for path in plots}
+    shown = plots(suite, "../bench/results")
+    results = {path: json.loads(path.read_text()) for path in shown}
     peers = peers_in([cases_of(result) for result in results.values()])
     for path, result in results.items():
         cases = {key: impls for key, impls in cases_of(result).items() if "cula" in impls}
@@ -377,11 +383,11 @@ def section(suite: str) -> list[str]:
             *(f"{name} takes" for name in peers.values()),
         ]
         table = as_table(head, [cells for *_, cells in sorted(rows)])
-        lines += [*wrapped(gpu_caption(result)), *plots[path], *table, "", *_errors_beside_fla(cases), ""]
+        lines += [*wrapped(gpu_caption(result)), *shown[path], *table, "", *errors_beside_fla(cases), ""]
     return lines[:-1] or NO_SECTION_YET
 
 
-def _errors_beside_fla(cases: Times) -> list[str]:
+def errors_beside_fla(cases: Times) -> list[str]:
     both = [(impls["cula"], impls["fla"]) for impls in cases.values() if "fla" in impls]
     if not both:
         return ["FLA was not there to compare errors with."]
@@ -410,7 +416,7 @@ def _of_ranks(row: dict) -> float:
 def several_ranks() -> list[str]:
     """Every way over several ranks beside one rank, the exchange's share, and FLA's context parallelism."""
     lines: list[str] = []
-    for path, plot in _plots("dist_x*", "../bench/results", "speed-up against ranks").items():
+    for path, plot in plots("dist_x*", "../bench/results", "speed-up against ranks").items():
         result = json.loads(path.read_text())
         times, rows = _rank_times(result), []
         for (op, case, ranks), impls in times.items():

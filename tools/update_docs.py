@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import few_heads_tables
 import hybrid_tables
 import result_tables
 import run_tables
@@ -54,6 +55,7 @@ GENERATORS: dict[str, Callable[[], list[str]]] = {
     "prefill-plot": result_tables.prefill_plot,
     "several-ranks": result_tables.several_ranks,
     **result_tables.SECTIONS,
+    "prefill-few-heads": few_heads_tables.few_heads,
     "gpu-training": training_tables.gpu_training,
     "gpu-gradients": training_tables.gpu_gradients,
     "cpu-training": training_tables.cpu_training,

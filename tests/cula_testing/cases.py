@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cases of `cula.bench.cases`, and their names: `HEADLINES` names the shapes that results are reported
-for, and `SECTIONS` those that show how time grows."""
+for, `SECTIONS` those that show how time grows, and `FEW_HEADS` those that show what the gates do to it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ __all__ = [
     "DECAYS",
     "DELTA",
     "FAMILY",
+    "FEW_HEADS",
+    "FEW_HEADS_OF_THE_MEAN",
     "GATED",
     "HEADLINES",
     "MODELS",
@@ -48,14 +50,20 @@ __all__ = [
 
 MIX = (1300, 547, 2048, 963, 271, 3063)
 
-# Shapes that cuDNN publishes figures of: tokens of all sequences, heads, sequences. The gates are those of a
-# trained layer, -2.5 a token in the mean, where those of the other cases make a state last.
-TRAINED_GATES = {
-    f"T{tokens}-H{heads}-N{count}": prefill_case(
-        "kda", (tokens // count,) * count, heads, decay="mild", packed=count > 1
-    )
-    for tokens, heads, count in ((2048, 12, 1), (4096, 8, 1), (8192, 16, 1), (8192, 12, 4))
-}
+
+def _by_shape(shapes: tuple[tuple[int, int, int], ...], decay: str, suffix: str = "") -> dict[str, Case]:
+    """Of tokens of all sequences, heads, and sequences of equal length."""
+    return {
+        f"T{tokens}-H{heads}-N{count}{suffix}": prefill_case(
+            "kda", (tokens // count,) * count, heads, decay=decay, packed=count > 1
+        )
+        for tokens, heads, count in shapes
+    }
+
+
+# Of the shapes that cuDNN publishes figures of. The gates are those of a trained layer, -2.5 a token in the
+# mean, where those of the other cases make a state last; by a bias of each channel some channels last, too.
+TRAINED_GATES = _by_shape(((2048, 12, 1), (4096, 8, 1), (8192, 16, 1), (8192, 12, 4)), "mild")
 
 # Of a training step, and of its backward pass alone.
 TRAINING: dict[str, dict[str, Case]] = {
@@ -227,4 +235,22 @@ SECTIONS: dict[str, dict[tuple[str, str], dict[str, Case]]] = {
         ("kda", "8 heads"): _by_length("kda", (32768, 8192, 131072, 524288), 8),
         ("kda", "4 heads"): _by_length("kda", (32768, 8192, 131072, 1048576), 4),
     },
+}
+
+# What serving asks for on one of several GPUs: tokens of all sequences, heads, sequences. One mean is taken
+# over all of the first.
+FEW_HEADS_OF_THE_MEAN = (
+    *((2048, 12, 1), (2048, 16, 1), (4096, 8, 1), (4096, 12, 1), (8192, 12, 4)),
+    *((8192, 16, 1), (1024, 4, 1), (3072, 10, 1), (8192, 24, 1), (16384, 16, 8)),
+)
+FEW_HEADS_BEYOND = ((8192, 32, 1), (32768, 32, 1), (32768, 8, 1), (131072, 8, 1))
+
+# Panel of its plot: case name -> Case. How long a kernel takes may depend on what the gates forget.
+FEW_HEADS: dict[str, dict[str, Case]] = {
+    panel: _by_shape((*FEW_HEADS_OF_THE_MEAN, *FEW_HEADS_BEYOND), decay, suffix)
+    for panel, decay, suffix in (
+        ("gates of mean -2.5", "forgetting", ""),
+        ("slow gates", "lasting", "-slow"),
+        ("half of the heads slow", "half_lasting", "-mixed"),
+    )
 }

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import sys
 from argparse import Namespace
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -17,9 +16,9 @@ import torch
 
 import result_tables
 import training_tables
-from cula.bench import cost, cpu, eager, training
+from cula.bench import cost, cpu, training
 from cula.bench.impls import OURS, Impl, inputs_of
-from cula_testing import passes
+from cula_testing import cudnn_stand_in, passes
 from cula_testing.cases import CPU_HEADLINES, TRAINING, TRAINING_PASSES, Case, Inputs
 from cula_testing.process import run_python
 
@@ -112,39 +111,10 @@ def test_what_a_step_costs():
     assert cost.moved_bytes("train", inputs) == 14 * row + 3 * rest
 
 
-def run_packed(q, k, v, g, beta, bounds, *, plan_name, scale, output_final_state=False, **raw):
-    """In cuDNN's place."""
-    assert all(x.ndim == 3 for x in (q, k, v, g))
-    assert (beta.ndim, g.dtype, beta.dtype, bounds.dtype) == (2, torch.float32, torch.float32, torch.int32)
-    assert q.dtype == torch.bfloat16
-    assert plan_name == peers.CUDNN_PLAN
-    case = Case(heads=q.shape[1], value_heads=v.shape[1], key_dim=128, value_dim=128, scale=scale)
-    if raw:
-        assert raw.pop("safe_gate")
-        case = case.but(
-            gate="bounded",
-            lower_bound=raw.pop("gate_lower_bound"),
-            qk_l2norm=raw.pop("use_qk_l2norm_in_kernel"),
-            beta_is_logit=raw.pop("use_beta_sigmoid_in_kernel"),
-        )
-    inputs = Inputs(case, *(x[None] for x in (q, k, v)), g=g[None], beta=beta[None])
-    inputs = inputs.but(A_log=raw.pop("a_log", None), dt_bias=raw.pop("dt_bias", None))
-    assert not raw
-    edges = bounds.tolist()
-    found = [eager.chunk_form(inputs.tokens(*edge)) for edge in pairwise(edges)]
-    states = torch.cat([state for _, state in found]) if output_final_state else torch.empty(0)
-    return torch.cat([o[0] for o, _ in found]), states
-
-
 @pytest.fixture
 def cudnn(monkeypatch) -> Impl:
-    module = ModuleType("cudnn.linear_attention.ops")
-    module.kimi_delta_attention = run_packed
-    for name in ("cudnn", "cudnn.linear_attention"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    (impl,) = (impl for _, impl in peers.PEERS if impl.name == "cudnn")
-    return impl
+    cudnn_stand_in.install(monkeypatch, peers.CUDNN_PLAN)
+    return peers.CUDNN
 
 
 @pytest.mark.parametrize("lengths", [(96,), (40, 70)], ids=["dense", "packed"])

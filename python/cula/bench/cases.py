@@ -25,6 +25,10 @@ TRAINING_PASSES = ("backward", "train")
 
 # Log decay per token. "mixed" draws each value from all the others.
 DECAYS = ("mild", "slow", "zero", "strong", "extreme", "mixed")
+# Raw gates without a bias, and exp(A_log) from 1 to e, so that all channels of a head decay alike: by the
+# sigmoid, and -2.5 a token in the mean, below 2^-64 in about 30 tokens. Of the heads named here they are
+# lowered by 7, and outlast a segment of a sequence.
+LEVEL = {"forgetting": slice(0, 0), "lasting": slice(None), "half_lasting": slice(1, None, 2)}
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Case:
     cu_dtype: torch.dtype = torch.int32
 
     gate: str = "log_decay"  # or "softplus", "bounded": g is raw
-    decay: str = "mild"  # one of DECAYS; or of raw softplus gates "initial"
+    decay: str = "mild"  # one of DECAYS; of raw gates also "initial" or of LEVEL
     lower_bound: float = -5.0  # bounded
     A_log: bool = True  # raw gates
     dt_bias: bool = True  # raw gates
@@ -219,7 +223,7 @@ def _log_decay(kind: str, shape: tuple[int, ...], draw: torch.Generator) -> torc
 
 
 def _raw_gate(kind: str, shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
-    """Raw gates that softplus or the sigmoid turns into about the named decay."""
+    """Raw gates [B, T, HV, ...] that softplus or the sigmoid turns into about the named decay."""
     normal = torch.randn(shape, generator=draw)
     kinds = {
         "mild": normal,
@@ -230,6 +234,9 @@ def _raw_gate(kind: str, shape: tuple[int, ...], draw: torch.Generator) -> torch
     }
     if kind == "initial":
         return 0.2 * normal
+    if kind in LEVEL:
+        normal[:, :, LEVEL[kind]] -= 7
+        return normal
     if kind != "mixed":
         return kinds[kind]
     choice = torch.randint(len(kinds), shape, generator=draw)
@@ -240,6 +247,8 @@ def _dt_bias(kind: str, shape: tuple[int, ...], draw: torch.Generator) -> torch.
     """ "initial" is what a layer of FLA's starts with, as Mamba's do: its softplus is 0.001 to 0.1, evenly in
     the logarithm. Raw gates then come from two projections with weights of 0.02, and have a deviation of
     0.2."""
+    if kind in LEVEL:
+        return torch.zeros(shape)
     if kind != "initial":
         return torch.randn(shape, generator=draw)
     dt = 0.001 * 100 ** torch.rand(shape, generator=draw)
@@ -285,7 +294,9 @@ def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
         inputs.g = place(form(case.decay, gate_shape, draw), case.gate_dtype)
         if case.gate != "log_decay":
             if case.A_log:
-                inputs.A_log = place(torch.log(1 + 15 * torch.rand(HV, generator=draw)), torch.float32)
+                share = torch.rand(HV, generator=draw)
+                A_log = share if case.decay in LEVEL else torch.log(1 + 15 * share)
+                inputs.A_log = place(A_log, torch.float32)
             if case.dt_bias:
                 bias_shape = (HV, K) if decay == "channel" else (HV,)
                 inputs.dt_bias = place(_dt_bias(case.decay, bias_shape, draw), torch.float32)
