@@ -111,7 +111,8 @@ class Run:
 
     def measure(self, suite: Suite, entry: Entry, impls: list[Impl]) -> list[Row]:
         op, name, case = entry.op, entry.name, entry.case
-        sets = rotating(suite.pass_name, suite.device, _inputs(suite, case))
+        one = _inputs(suite, case)
+        sets = [one] if entry.warm else rotating(suite.pass_name, suite.device, one)
         small = stand_in(case, suite.device.ORACLE_TOKENS)
         errors = self.known_errors.setdefault((suite.name, small), {})
         if any(impl.computes and impl.name not in errors for impl in impls):
@@ -155,12 +156,13 @@ class Run:
                 value_dim=case.value_dim,
                 gpu_ms=times[impl.name].gpu_ms,
                 call_ms=times[impl.name].call_ms,
-                gb=(moved if impl.computes else 2 * case.sequences * cost.state_bytes(case)) / 1e9,
+                gb=(moved if impl.moves is None else impl.moves(case)) / 1e9,
                 gflop=cost.flops(suite.pass_name, case) / 1e9 if impl.computes else 0.0,
                 gpu_timing=times[impl.name].gpu_timing,
                 host_ms=times[impl.name].host_ms,
                 first_call_ms=self.first_calls.get((suite.name, op, name, impl.name)),
                 peak_gb=peaks[impl.name],
+                state_dtype=str(case.state_dtype).removeprefix("torch.") if case.state else None,
                 **errors.get(impl.name, {}),
             )
 
@@ -205,7 +207,8 @@ def show(row: Row, ours: Row, head: dict) -> None:
     host = (
         "" if row.host_ms is None else f"  call {1e3 * row.call_ms:.0f} us, host {1e3 * row.host_ms:.1f} us"
     )
-    error = "" if row.rel_err_out is None else f"  out {row.rel_err_out:.1e}  state {row.rel_err_state:.1e}"
+    error = "" if row.rel_err_out is None else f"  out {row.rel_err_out:.1e}"
+    error += "" if row.rel_err_state is None else f"  state {row.rel_err_state:.1e}"
     error += "".join(f"  d_{name} {value:.1e}" for name, value in (row.rel_err_gradients or {}).items())
     peak = "" if row.peak_gb is None else f"  peak {row.peak_gb:.2f} GB"
     print(

@@ -12,12 +12,15 @@ from cula_testing.cases import Case, Inputs
 from cula_testing.compare import errors
 
 ORACLE_TOKEN_HEADS = 32768
+ORACLE_STATES = 1024  # that calls start from: of a decode they are most of the work
 HEAD_AXIS = {"A_log": 0, "decay": 0, "dt_bias": 0, "initial_state": 1}  # of the others it is 2
 
 
 def _counts(case: Case) -> tuple[int, int]:
     """How many of the heads of q and k, and of v."""
     affordable = max(1, ORACLE_TOKEN_HEADS // max(1, sum(case.lengths)))
+    if case.state:
+        affordable = max(1, min(affordable, ORACLE_STATES // case.sequences))
     group = case.value_heads // case.heads
     heads = max(1, min(case.heads, affordable // group))
     return heads, heads * group
@@ -50,14 +53,18 @@ class Oracle:
     def __init__(self, pass_name: str, inputs: Inputs) -> None:
         part = some_heads(inputs)
         self.value_heads = part.case.value_heads
+        if part.initial_state_indices is not None:  # the rows' own states alone, which are far fewer
+            rows = part.initial_state_indices.long()
+            part = part.but(initial_state=part.initial_state[rows], initial_state_indices=None)
         call = passes.prefill if pass_name == "prefill" else passes.decode
         result = call(part.map(torch.Tensor.cpu).double(), backend="reference")
         self.o, self.state = result.o, result.final_state
 
-    def errors(self, o: torch.Tensor, state: torch.Tensor) -> tuple[float, float]:
-        """Relative root mean square errors of the output and of the final states [N, HV, V, K]."""
+    def errors(self, o: torch.Tensor, state: torch.Tensor | None) -> tuple[float, float | None]:
+        """Relative root mean square errors of the output and of the final states [N, HV, V, K], if any."""
         heads = self.value_heads
-        return errors(o[:, :, :heads].cpu(), self.o).rms, errors(state[:, :heads].cpu(), self.state).rms
+        of_state = None if state is None else errors(state[:, :heads].cpu(), self.state).rms
+        return errors(o[:, :, :heads].cpu(), self.o).rms, of_state
 
 
 class GradientOracle:

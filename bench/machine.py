@@ -20,6 +20,7 @@ PEERS = {
     "FlashKDA": "flash_kda",
     "FLA": "flash-linear-attention",
     "cuDNN frontend": "nvidia-cudnn-frontend",
+    "FlashInfer": "flashinfer-python",
 }
 
 

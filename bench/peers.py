@@ -102,12 +102,85 @@ def _cudnn_takes(pass_name: str, case: Case) -> bool:
 
 CUDNN = Impl("cudnn", _cudnn, _cudnn_takes, prepare=_cudnn_prepare)
 
+
+def _flashinfer_prepare(pass_name: str, inputs: Inputs) -> Inputs:
+    """Its prefill has neither gate nor sigmoid, and reads decays, no logarithms of them; its other passes
+    have all. Its pool is contiguous."""
+    if pass_name == "prefill":
+        given = _given(pass_name, inputs)
+        return given.but(g=given.g.exp())
+    return inputs.but(initial_state=inputs.initial_state.contiguous())
+
+
+def _flashinfer_prefill(inputs: Inputs) -> Call:
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+    case, bounds = inputs.case, inputs.cu_seqlens
+    if bounds is None:
+        bounds = torch.arange(case.batch + 1, device=inputs.q.device, dtype=torch.int32) * case.tokens
+    o = torch.empty_like(inputs.v)
+    shape = (case.sequences, case.value_heads, case.value_dim, case.key_dim)
+    state = torch.empty(shape, dtype=torch.float32, device=inputs.q.device)
+    packed = [x.flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)]
+    named = {
+        "scale": case.options["scale"],
+        "output_final_state": True,
+        "cu_seqlens": bounds,
+        "output": o.flatten(0, 1),
+        "output_state": state,
+    }
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        chunk_gated_delta_rule(*packed, **named)
+        return o, state
+
+    return call
+
+
+def _flashinfer(pass_name: str, inputs: Inputs) -> Call:
+    if pass_name == "prefill":
+        return _flashinfer_prefill(inputs)
+    from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
+
+    case, pool = inputs.case, inputs.initial_state
+    o = torch.empty_like(inputs.v)
+    tensors = (inputs.q, inputs.k, inputs.v, None, inputs.A_log, inputs.g, inputs.dt_bias, inputs.beta)
+    named = {
+        "scale": case.options["scale"],
+        "output": o,
+        "use_qk_l2norm": case.qk_l2norm,
+        "initial_state": pool,
+        "initial_state_indices": inputs.initial_state_indices,
+    }
+    if pass_name == "decode":
+        return lambda: gated_delta_rule_decode_pretranspose(*tensors, **named)
+    named["disable_state_update"] = True
+    kept = None
+    if not case.reads_only:
+        shape = (case.sequences, case.lengths[0], *pool.shape[1:])
+        kept = named["intermediate_states_buffer"] = pool.new_empty(shape)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor | None]:
+        gated_delta_rule_decode_pretranspose(*tensors, **named)
+        return o, None if kept is None else kept[:, -1]
+
+    return call
+
+
+def _flashinfer_takes(pass_name: str, case: Case) -> bool:
+    gdn = case.algorithm == "gdn" and case.gate == "softplus" and case.dtype == torch.bfloat16
+    return pass_name in ("prefill", "decode", "verify") and gdn and case.key_dim == case.value_dim == 128
+
+
+FLASHINFER = Impl("flashinfer", _flashinfer, _flashinfer_takes, prepare=_flashinfer_prepare)
+
 # The module to import, and what is measured of it.
 PEERS = (
     ("flash_kda", Impl("flash_kda", _flash_kda, _flash_kda_takes)),
     (fla.MODULE, fla.FLA),
     (fla.MODULE, fla.FLA_KEEPS),
     (CUDNN_MODULE, CUDNN),
+    ("flashinfer.gdn_decode", FLASHINFER),
 )
 
 # A prefill of cuDNN's that leaves norms, gate and sigmoid to others, and one that leaves nothing.

@@ -47,6 +47,7 @@ STYLES = {
     "cudnn": {"label": "cuDNN", "color": "#CC79A7", "linestyle": (0, (5, 1)), "marker": "D", "zorder": 2},
     "cudnn:given": {"label": "cuDNN, all given", "color": "#56B4E9", "linestyle": ":", "marker": "v"},
     "cudnn:whole": {"label": "cuDNN, whole call", "color": "#E69F00", "linestyle": "-.", "marker": "X"},
+    "flashinfer": {"label": "FlashInfer", "color": "#E69F00", "linestyle": "--", "marker": "P", "zorder": 2},
     "floor": {"label": "floor", "color": "#7A7A7A", "linestyle": ":", "linewidth": 1.6, "zorder": 1},
 }
 # A page of its own, so that a dark README shows it as a light one does.

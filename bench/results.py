@@ -42,6 +42,7 @@ class Row:
     first_call_ms: float | None = None  # the first call of a fresh process, after the import
     peak_gb: float | None = None  # what a pass of training holds at most beside its inputs
     rel_err_gradients: dict[str, float] | None = None  # by input
+    state_dtype: str | None = None  # of the states that the call starts from
 
     def to_json(self) -> dict:
         return {("pass" if name == "pass_name" else name): value for name, value in asdict(self).items()}

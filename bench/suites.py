@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from types import ModuleType
 
 from bench.impls import PORTABLE, cpu_impls
 from cula.bench import cpu, gpu
-from cula.bench.impls import COPY_STATE, OURS, Impl
+from cula.bench.impls import COPY_DRAFTS, COPY_STATE, OURS, READ_STATE, Impl
 from cula_testing.cases import (
     CPU_HEADLINES,
     FEW_HEADS,
@@ -24,6 +25,9 @@ from cula_testing.cases import (
 
 # Tokens times heads. Headlines that are larger are for several GPUs.
 ONE_GPU = 1 << 21
+
+# Small batches of a serving engine may find states in the cache. Larger ones than this do not fit into it.
+WARM_ROWS = 32
 
 GPU_SOURCES = ("src/cuda", "src/core", "include", "bindings")
 
@@ -49,6 +53,7 @@ class Entry:
     name: str
     case: Case
     panel: str | None = None  # of a section's plot
+    warm: bool = False  # every call on the same inputs: states in the cache, as far as they fit
 
 
 def _every_case(_impl: Impl, _case: Case) -> bool:
@@ -84,11 +89,11 @@ class Suite:
 
 @functools.cache
 def gpu_impls() -> list[Impl]:
-    """What dispatch picks, every library that can be imported, and the floor of the passes that move
+    """What dispatch picks, every library that can be imported, and the floors of the passes that move
     states."""
     from bench.peers import peers  # imports them
 
-    return [OURS, *peers(), COPY_STATE]
+    return [OURS, *peers(), COPY_STATE, COPY_DRAFTS, READ_STATE]
 
 
 def gpu_impls_and_portable() -> list[Impl]:
@@ -130,6 +135,16 @@ def _gpu(
         if sum(case.lengths) * case.value_heads <= ONE_GPU
     )
     return Suite(name, group, pass_name, tuple(entries), impls, gpu, GPU_SOURCES)
+
+
+def _steps(pass_name: str) -> Suite:
+    suite = _gpu(pass_name, pass_name, ("kda", "gdn"))
+    warm = tuple(
+        dataclasses.replace(entry, name=f"{entry.name}-warm", warm=True)
+        for entry in suite.entries
+        if entry.case.sequences <= WARM_ROWS and entry.case.reads_only == (pass_name == "verify")
+    )
+    return dataclasses.replace(suite, entries=suite.entries + warm)
 
 
 def _section(name: str) -> Suite:
@@ -174,8 +189,7 @@ SUITES = {
         _cpu("cpu_decode", "decode", ("kda", "gdn", "lightning")),
         _cpu("cpu_verify", "verify", ("kda", "gdn")),
         *(_cpu(f"cpu_{name}", name, ("kda", "gdn")) for name in TRAINING_PASSES),
-        _gpu("decode", "decode", ("kda", "gdn")),
-        _gpu("verify", "verify", ("kda", "gdn")),
+        *(_steps(name) for name in ("decode", "verify")),
         _gpu("kda_prefill", "prefill", ("kda",), gpu_impls_and_portable),
         _gpu("gdn_prefill", "prefill", ("gdn",)),
         _gpu("lightning_prefill", "prefill", ("lightning",)),

@@ -23,6 +23,7 @@ PEERS = {
     "cudnn": "cuDNN",
     "cudnn:given": "cuDNN, all given,",
     "cudnn:whole": "cuDNN's whole call",
+    "flashinfer": "FlashInfer",
 }
 PORTABLE = {"cula:sm80": "`sm80`"}  # ours, forced
 
@@ -186,7 +187,15 @@ def decode() -> list[str]:
     return lines[:-1] or NONE_YET
 
 
-def _gpu_results(suites: tuple[str, ...]) -> list[tuple[dict, Times]]:
+# In the names of what step_tables has: states in bfloat16, that are only read, that are in the cache.
+MORE_STEPS = {"bf16", "read", "warm"}
+
+
+def is_headline(case: str) -> bool:
+    return MORE_STEPS.isdisjoint(case.split("-"))
+
+
+def gpu_results(suites: tuple[str, ...]) -> list[tuple[dict, Times]]:
     """Every GPU's results of these suites, those of one run under one head."""
     runs: dict[tuple[str, str], tuple[dict, Times]] = {}
     for suite in suites:
@@ -225,13 +234,20 @@ def in_milliseconds(value: float) -> str:
 
 
 def _error(row: dict | None) -> str:
-    return "-" if row is None else f"{row['rel_err_out']:.1e}, {row['rel_err_state']:.1e}"
+    if row is None:
+        return "-"
+    found = (row["rel_err_out"], row["rel_err_state"])
+    return ", ".join(f"{error:.1e}" for error in found if error is not None)
+
+
+def share_of(floor: dict | None, ours: dict) -> str:
+    return "-" if floor is None else f"{floor['gpu_ms'] / ours['gpu_ms']:.0%}"
 
 
 def gpu_prefill() -> list[str]:
     """Ours and how many times as long the peers take, in device time."""
     lines: list[str] = []
-    results = _gpu_results(GPU_PREFILLS)
+    results = gpu_results(GPU_PREFILLS)
     peers = peers_in([cases for _, cases in results])
     for result, cases in results:
         rows = []
@@ -262,11 +278,13 @@ def gpu_prefill() -> list[str]:
 
 
 def gpu_decode() -> list[str]:
-    """Device time as a share of what copying takes, and the host's time."""
+    """Device time as a share of what copying takes, and the host's time, of the headlines."""
     lines: list[str] = []
-    for result, cases in _gpu_results(GPU_STEPS):
+    for result, cases in gpu_results(GPU_STEPS):
         rows = []
         for (call, case), impls in cases.items():
+            if not is_headline(case):
+                continue
             ours = impls["cula"]
             rows.append(
                 [
@@ -274,13 +292,15 @@ def gpu_decode() -> list[str]:
                     case,
                     f"{1e3 * ours['gpu_ms']:.1f}",
                     f"{ours['gb'] / ours['gpu_ms'] / result['copy_tbps']:.0%}",
+                    share_of(impls.get("copy_drafts" if call.endswith("verify") else "copy_state"), ours),
                     f"{1e3 * ours['host_ms']:.1f}",
                     f"{1e3 * ours['call_ms']:.0f}",
                     times_as_long(impls.get("fla"), ours),
                     times_as_long(impls.get("fla"), ours, "call_ms"),
                 ]
             )
-        head = ["call", "case", "µs", "of copy", "host µs", "µs to result", "FLA takes", "FLA to result"]
+        head = ["call", "case", "µs", "of copy", "of these states' copy", "host µs", "µs to result"]
+        head += ["FLA takes", "FLA to result"]
         lines += [*wrapped(gpu_caption(result)), *as_table(head, rows), ""]
     return lines[:-1] or NO_GPU_YET
 
@@ -288,11 +308,13 @@ def gpu_decode() -> list[str]:
 def gpu_calls() -> list[str]:
     """What a caller waits for, per call and at the first call of a process, every implementation."""
     lines: list[str] = []
-    results = _gpu_results(GPU_PREFILLS + GPU_STEPS)
+    results = gpu_results(GPU_PREFILLS + GPU_STEPS)
     names = ("cula", *peers_in([cases for _, cases in results]))
     for _, cases in results:
         rows = []
         for (call, case), impls in cases.items():
+            if not is_headline(case):
+                continue
             found = [impls.get(name) for name in names]
             first = [None if row is None else row["first_call_ms"] for row in found]
             rows.append(
@@ -316,12 +338,13 @@ def gpu_calls() -> list[str]:
 def gpu_errors() -> list[str]:
     """Relative errors of output and states against the float64 recurrence."""
     lines: list[str] = []
-    results = _gpu_results(GPU_PREFILLS + GPU_STEPS)
+    results = gpu_results(GPU_PREFILLS + GPU_STEPS)
     names = ("cula", *peers_in([cases for _, cases in results]))
     for _, cases in results:
         rows = [
             [call, case, *(_error(impls.get(name)) for name in names)]
             for (call, case), impls in cases.items()
+            if not case.endswith("-warm")  # which has the errors of the case without
         ]
         lines += [*as_table(["call", "case", *(f"{name} o, states" for name in names)], rows), ""]
     return lines[:-1] or NO_GPU_YET

@@ -17,6 +17,7 @@ import few_heads_tables
 import hybrid_tables
 import result_tables
 import run_tables
+import step_tables
 import support_matrix
 import training_tables
 import version_tables
@@ -50,6 +51,7 @@ GENERATORS: dict[str, Callable[[], list[str]]] = {
     "targets": result_tables.targets,
     "gpu-prefill": result_tables.gpu_prefill,
     "gpu-decode": result_tables.gpu_decode,
+    "gpu-steps": step_tables.gpu_steps,
     "gpu-calls": result_tables.gpu_calls,
     "gpu-errors": result_tables.gpu_errors,
     "prefill-plot": result_tables.prefill_plot,

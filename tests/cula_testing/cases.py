@@ -7,6 +7,8 @@ from __future__ import annotations
 import random
 from itertools import accumulate, pairwise
 
+import torch
+
 from cula.bench.cases import (
     ALGORITHMS,
     DECAYS,
@@ -79,6 +81,30 @@ TRAINING: dict[str, dict[str, Case]] = {
     "delta": {"T8192-H32": prefill_case("delta", (8192,), 32)},
 }
 
+ROWS = (1, 8, 32, 128, 256)
+STATES = {"": torch.float32, "-bf16": torch.bfloat16}
+
+
+def _decodes(op: str) -> dict[str, Case]:
+    return {
+        f"N{n}-H32{suffix}": decode_case(op, n).but(state_dtype=dtype)
+        for suffix, dtype in STATES.items()
+        for n in ROWS
+    }
+
+
+def _verifications(op: str) -> dict[str, Case]:
+    """Of four draft tokens: with a state kept for each, and with those that they start from only read."""
+    return {
+        f"N{n}-S4-H32{suffix}{kept}": decode_case(op, n, tokens=4).but(
+            state_dtype=dtype, reads_only=bool(kept)
+        )
+        for suffix, dtype in STATES.items()
+        for kept in ("", "-read")
+        for n in ROWS
+    }
+
+
 # (op, pass): case name -> Case. The names are those of the result files.
 HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
     ("kda", "prefill"): {
@@ -109,10 +135,10 @@ HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
         "T32768-H64": prefill_case("lightning", (32768,), 64),
     },
     ("gla", "prefill"): {"T8192-H32": prefill_case("gla", (8192,), 32)},
-    ("kda", "decode"): {f"N{n}-H32": decode_case("kda", n) for n in (1, 8, 32, 128, 256)},
-    ("gdn", "decode"): {f"N{n}-H32": decode_case("gdn", n) for n in (1, 8, 32, 128, 256)},
-    ("lightning", "decode"): {f"N{n}-H32": decode_case("lightning", n) for n in (1, 8, 32, 128, 256)},
-    **{(op, "verify"): {"N32-S4-H32": decode_case(op, 32).but(lengths=(4,) * 32)} for op in ("kda", "gdn")},
+    ("kda", "decode"): _decodes("kda"),
+    ("gdn", "decode"): _decodes("gdn"),
+    ("lightning", "decode"): _decodes("lightning"),
+    **{(op, "verify"): _verifications(op) for op in ("kda", "gdn")},
     **{(op, name): cases for op, cases in TRAINING.items() for name in TRAINING_PASSES},
 }
 
@@ -128,8 +154,8 @@ CPU_HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
     },
     **{
         (op, "verify"): {
-            "N1-S4-H32": decode_case(op, 1).but(lengths=(4,)),
-            "N8-S4-H32": decode_case(op, 8).but(lengths=(4,) * 8),
+            "N1-S4-H32": decode_case(op, 1, tokens=4),
+            "N8-S4-H32": decode_case(op, 8, tokens=4),
         }
         for op in ("kda", "gdn")
     },

@@ -65,6 +65,7 @@ class Case:
     pool: bool = False  # the states are slots of a larger pool with padded slots
     state_dtype: torch.dtype = torch.float32
     k_first: bool = False  # states lie in memory as [K, V]
+    reads_only: bool = False  # a verification that keeps no states of its draft tokens
 
     fused: bool = False  # q, k, v are slices of one projection, g and beta of wider rows
     backend: str = ""  # the target that has to run it; "" for the best
@@ -360,5 +361,6 @@ def prefill_case(
     )
 
 
-def decode_case(algorithm: str, rows: int, heads: int = 32) -> Case:
-    return prefill_case(algorithm, (1,) * rows, heads).but(state=True, pool=True)
+def decode_case(algorithm: str, rows: int, heads: int = 32, tokens: int = 1) -> Case:
+    """Of several tokens: a verification."""
+    return prefill_case(algorithm, (tokens,) * rows, heads).but(state=True, pool=True)

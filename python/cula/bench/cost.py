@@ -13,6 +13,11 @@ def state_bytes(case: Case) -> int:
     return case.value_heads * case.key_dim * case.value_dim * case.state_dtype.itemsize
 
 
+def drafts(case: Case) -> int:
+    """The states that a verification writes."""
+    return 0 if case.reads_only else sum(case.lengths)
+
+
 def moved_bytes(pass_name: str, inputs: Inputs) -> int:
     """Every input read once, every output written once; those of a step by each of its two passes."""
     case = inputs.case
@@ -23,7 +28,7 @@ def moved_bytes(pass_name: str, inputs: Inputs) -> int:
         ahead = streams - inputs.d_o.nbytes + output
         return streams + gradients + (ahead if pass_name == "train" else 0)
     read = 0 if inputs.initial_state is None else case.sequences
-    written = sum(case.lengths) if pass_name == "verify" else case.sequences
+    written = drafts(case) if pass_name == "verify" else case.sequences
     return streams + output + (read + written) * state_bytes(case)
 
 

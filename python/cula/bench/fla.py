@@ -103,6 +103,8 @@ def _fla(**of_training: Any) -> Bind:
 def _fla_takes(pass_name: str, case: Case) -> bool:
     trained = ("kda", "gdn", "gla", "lightning", "delta")
     known = {"prefill": trained[:-1], "decode": ("kda", "gdn"), "verify": ("kda",)}
+    if pass_name in ("decode", "verify") and (case.reads_only or case.state_dtype != torch.float32):
+        return False  # its verification keeps states, and its layers' states are float32
     return case.algorithm in known.get(pass_name, trained)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from .. import algorithms, api
 from . import cost, eager, training
-from .cases import TRAINING_PASSES, Case, Inputs, make, state_like
+from .cases import TRAINING_PASSES, Case, Inputs, Maybe, make, state_like
 from .measure import Call
 from .training import Forward, Step
 
@@ -24,6 +24,7 @@ from .training import Forward, Step
 Bind = Callable[[str, Inputs], Call]
 
 ROTATE_BYTES_LIMIT = 1 << 30  # of all sets of inputs together
+READ_AT_ONCE = 2048  # elements of states that one sum is of: several loads in flight for every thread
 
 MODES = {row.name: row.mode for row in algorithms().values()}
 PREFILL = {name: getattr(api, f"cula_{mode}") for name, mode in MODES.items()}
@@ -38,9 +39,13 @@ class Impl:
     name: str
     bind: Bind
     takes: Callable[[str, Case], bool]  # pass and case
-    computes: bool = True  # False: only moves the states
+    moves: Callable[[Case], int] | None = None  # bytes of states, and nothing else; None: it computes
     # What it leaves to others, done to the inputs before they are bound and before the clock starts.
     prepare: Callable[[str, Inputs], Inputs] = _as_they_are
+
+    @property
+    def computes(self) -> bool:
+        return self.moves is None
 
     def bound(self, pass_name: str, inputs: Inputs) -> Call:
         return self.bind(pass_name, self.prepare(pass_name, inputs))
@@ -92,7 +97,7 @@ def cula_bind(backend: str | None) -> Bind:
         pool, rows = inputs.initial_state, inputs.initial_state_indices
         if pass_name == "decode":
             return lambda: api.cula_decode(q, k, v, pool, mode=MODES[op], state_indices=rows, **more)
-        slots = verify_slots(inputs)
+        slots = None if inputs.case.reads_only else verify_slots(inputs)
         return lambda: api.cula_verify(
             q, k, v, pool, mode=MODES[op], state_indices=slots, initial_state_indices=rows, **more
         )
@@ -116,8 +121,11 @@ def rotating(pass_name: str, device: ModuleType, first_set: Inputs) -> list[Inpu
 
 
 def verify_inputs(inputs: Inputs) -> Inputs:
-    """The same rows over a pool in which each row's slot is followed by one for each of its draft tokens."""
+    """The same rows over a pool in which each row's slot is followed by one for each of its draft tokens that
+    keeps its state."""
     case, device = inputs.case, inputs.q.device
+    if case.reads_only:
+        return inputs
     stride = 1 + case.lengths[0]
     pool = state_like(case, case.sequences * stride, fill=0.0, device=device)
     own = torch.arange(case.sequences, dtype=torch.int32, device=device) * stride
@@ -131,8 +139,10 @@ def verify_slots(inputs: Inputs) -> torch.Tensor:
     return inputs.initial_state_indices[:, None] + drafts
 
 
-def states_of(pass_name: str, inputs: Inputs, states: torch.Tensor) -> torch.Tensor:
-    """The final states [N, HV, V, K] from what a bound call returned."""
+def states_of(pass_name: str, inputs: Inputs, states: Maybe) -> Maybe:
+    """The final states [N, HV, V, K] from what a bound call returned, or None if it keeps none."""
+    if pass_name == "verify" and inputs.case.reads_only:
+        return None
     if states is not inputs.initial_state:
         return states
     rows = verify_slots(inputs)[:, -1] if pass_name == "verify" else inputs.initial_state_indices
@@ -156,11 +166,32 @@ def _eager(form: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Bind:
     return bind
 
 
+def _states_read(inputs: Inputs) -> torch.Tensor:
+    """[N, HV, V, K], contiguous"""
+    states: torch.Tensor = inputs.initial_state[inputs.initial_state_indices.long()]
+    return states.contiguous()
+
+
 def _copy_state(_pass_name: str, inputs: Inputs) -> Call:
     """One plain copy of the states that the call reads: the floor of a decode."""
-    source = inputs.initial_state[inputs.initial_state_indices.long()]
+    source = _states_read(inputs)
     target = source.clone()
     return lambda: target.copy_(source)
+
+
+def _copy_drafts(_pass_name: str, inputs: Inputs) -> Call:
+    """One plain copy of each state to every draft token's place: the floor of a verification that keeps
+    states."""
+    source = _states_read(inputs)[:, None]
+    target = source.new_empty(source.shape[0], inputs.case.lengths[0], *source.shape[2:])
+    return lambda: target.copy_(source)
+
+
+def _read_state(_pass_name: str, inputs: Inputs) -> Call:
+    """The sums of parts of the states, some KiB each: the floor of a verification that keeps none."""
+    parts = _states_read(inputs).view(-1, READ_AT_ONCE)
+    sums = parts.new_empty(parts.shape[0])
+    return lambda: torch.sum(parts, -1, out=sums)
 
 
 OURS = Impl("cula", cula_bind(None), lambda _pass, _case: True)
@@ -170,4 +201,21 @@ EAGER_CHUNK = Impl(
 EAGER_RECURRENT = Impl(
     "eager_recurrent", _eager(eager.recurrence), lambda p, _case: p in ("prefill", "decode")
 )
-COPY_STATE = Impl("copy_state", _copy_state, lambda p, _case: p in ("decode", "verify"), computes=False)
+COPY_STATE = Impl(
+    "copy_state",
+    _copy_state,
+    lambda p, case: p in ("decode", "verify") and not case.reads_only,
+    moves=lambda case: 2 * case.sequences * cost.state_bytes(case),
+)
+COPY_DRAFTS = Impl(
+    "copy_drafts",
+    _copy_drafts,
+    lambda p, case: p == "verify" and not case.reads_only,
+    moves=lambda case: (case.sequences + cost.drafts(case)) * cost.state_bytes(case),
+)
+READ_STATE = Impl(
+    "read_state",
+    _read_state,
+    lambda p, case: p == "verify" and case.reads_only,
+    moves=lambda case: case.sequences * cost.state_bytes(case),
+)
