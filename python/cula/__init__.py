@@ -37,6 +37,7 @@ from . import (
 from ._build import BuildInfo, build_info
 from ._explain import Explanation, explain
 from ._family import Algorithm, algorithms
+from ._forget import tokens_to_forget
 from ._library import INFO as _INFO
 from ._ops import operator_options
 from ._plans import checkpoint_plan
@@ -89,6 +90,7 @@ __all__ = [
     "ops",
     "retention",
     "simple_gla",
+    "tokens_to_forget",
     "utils",
 ]
 
