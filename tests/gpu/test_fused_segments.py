@@ -77,7 +77,7 @@ def test_every_call_obeys_the_rule(fields, kind):
 
 
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])
-@pytest.mark.parametrize("decay", ["slow", "mild", "mixed"])
+@pytest.mark.parametrize("decay", ["forgetting", "lasting", "half_lasting", "mixed"])
 def test_gates_of_every_kind(gate, decay):
     case = Case(
         "kda", (TOKENS,), heads=HEADS, value_heads=HEADS, key_dim=128, value_dim=128, gate=gate, decay=decay,
