@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments of Hopper's fused prefill: they start early from zero where a head forgets; a head that remembers, or
-whose old values would show, is run once more. docs/design/fused-segments.md."""
+"""Segments of Hopper's fused prefill: they start early from zero where a head forgets; a head that remembers,
+or whose old values would show, is run once more. docs/design/fused-segments.md."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def test_gates_of_every_kind(gate, decay):
 
 
 def test_what_forgets_is_what_one_kernel_makes():
-    """To the bit, since segments begin where chunks do."""
+    """Segments begin where chunks do: to the bit but for the first two chunks of the sequence, which are
+    compensated, and so are the same."""
     inputs = decaying(inputs_of(), per_head(*[FORGETS] * HEADS))
     found, whole = run(inputs), run(inputs, "sm90:fused")
-    assert errors(found.o, whole.o.double()).rms < 1e-6
-    assert errors(found.final_state, whole.final_state.double()).rms < 1e-6
-    assert_same_bits("o", found.o, run(inputs).o)
+    assert_same_bits("o", found.o, whole.o)
+    assert_same_bits("states", found.final_state, whole.final_state)
 
 
 @pytest.mark.parametrize("tokens", [64, 128, 192, 256])

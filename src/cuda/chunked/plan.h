@@ -359,14 +359,15 @@ private:
         return rounds(heads(of) * fused_blocks(way.warpgroups)) *
                (estimate_.machine.round + costs_.fused[way.warpgroups - 1] * of.chunks);
     }
-    // Where all heads forget, as bounded gates of mean -2.5 a token do: within three chunks.
+    // Where all heads forget, as bounded gates of mean -2.5 a token do: within a chunk. Two kernels more: the
+    // judge, and CTAs of what follows, which return.
     double time_of(const FusedSegments& way, const Lengths& of) const {
-        constexpr double kWarmUp = 3.0;
+        constexpr double kWarmUp = 1.0;
         const double count = std::max(1.0, std::ceil(of.chunks / static_cast<double>(way.chunks))),
                      chunks = of.chunks / count + (count > 1 ? kWarmUp : 0.0);
         return rounds(heads(of) * fused_blocks(way.warpgroups) * std::llround(count)) *
                    (estimate_.machine.round + costs_.fused[way.warpgroups - 1] * chunks) +
-               estimate_.machine.kernel;
+               2 * estimate_.machine.kernel;
     }
     double time_of(const Whole& way, const Lengths& of) const {
         const double map = shape_.kept ? costs_.map * of.chunks : 0.0;
