@@ -11,7 +11,7 @@ import torch
 
 from cula_testing import device, passes
 from cula_testing.cases import Case, Inputs, make
-from cula_testing.compare import assert_same_bits, errors
+from cula_testing.compare import assert_same_bits
 
 SEGMENTS = "sm90:fused_segments"
 BOUND = -5.0

@@ -156,7 +156,7 @@ __device__ __forceinline__ void load_decays(Column& decay, const DeviceArgs& a, 
     for (int i = 0; i < 2 * kHalf; ++i) decay[i] += i % 2 ? bias.y : bias.x;
     HeadGate(a, value_head).log2_decays(decay);
 #pragma unroll
-    for (int i = 0; i < 2 * kHalf; ++i) decay[i] = exp2_fast(fmaxf(decay[i], kLeastLog2Decay));
+    for (int i = 0; i < 2 * kHalf; ++i) decay[i] = exp2_fast(max_or_nan(decay[i], kLeastLog2Decay));
     if (place.is_whole()) return;
 #pragma unroll
     for (int i = 0; i < 2 * kHalf; ++i)

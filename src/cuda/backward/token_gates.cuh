@@ -62,7 +62,7 @@ __device__ __forceinline__ void store_log_decays(const DeviceArgs& a, const chun
         if (first + i < place.count) {
             const float of_gate =
                 per_token ? gate.log2_decay(gates.value(i, a.g, place, value_head) + gates.bias) : 0.0f;
-            sums[i] = fmaxf(of_gate + gate.gamma2, kLeastLog2Decay);
+            sums[i] = max_or_nan(of_gate + gate.gamma2, kLeastLog2Decay);
         }
     }
     running_sums(sums);

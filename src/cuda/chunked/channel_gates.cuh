@@ -215,7 +215,7 @@ struct BlockGates {
                 // A given log decay is used exactly as it is: no fmaf.
                 x[i] = gate_shape<kGate, GateBits::k14>(
                     kGate == Gate::kLogDecay ? x[i] : fmaf(gate.in, x[i], offset[i]));
-                if (kClamped) x[i] = fminf(x[i], most);
+                if (kClamped) x[i] = min_or_nan(x[i], most);
             }
         };
 #pragma unroll 2

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
             sum[i] = 0.0f;
             if (lane * kEach + i < place.count) {
                 const float of_gate = per_token ? gate.log2_decay(raw_gates[i].value(a.g) + gate.bias) : 0.0f;
-                sum[i] = fmaxf(of_gate + gate.gamma2, kLeastLog2Decay);
+                sum[i] = max_or_nan(of_gate + gate.gamma2, kLeastLog2Decay);
             }
         }
         running_sums(sum);

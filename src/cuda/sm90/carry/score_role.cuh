@@ -69,9 +69,9 @@ struct ScoreRole {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             const int t = lane * kEach + i;
-            sum[i] = t < count ? fmaxf(token_log2_decay(a, gate, cursor.batch, cursor.token(chunk) + t,
-                                                        cursor.value_head),
-                                       kLeastLog2Decay)
+            sum[i] = t < count ? max_or_nan(token_log2_decay(a, gate, cursor.batch, cursor.token(chunk) + t,
+                                                             cursor.value_head),
+                                            kLeastLog2Decay)
                                : 0.0f;
         }
         running_sums(sum);

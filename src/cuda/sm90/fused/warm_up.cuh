@@ -22,7 +22,7 @@
 //
 // judge_segments: warm_up, arrived, settled <- gates, beta; initial_copy <- initial states, if in place
 //   Grid: one CTA of 512 threads per (segment, value head); a token is read by 16 lanes, and warp 0 goes
-//   through the bounds. PDL: wait, then trigger. Budgets: 128 registers, 34 KiB of static shared memory.
+//   through the bounds. PDL: wait, then trigger. Budgets: 128 registers, 42 KiB of static shared memory.
 #pragma once
 
 #include "cuda/chunked/cursor.cuh"
@@ -39,78 +39,151 @@ using chunked::Verdicts;
 inline constexpr int kMostWarmUp = 4;
 inline constexpr int kJudgeThreads = 512;
 
-// All threads of the CTA copy the state of a sequence and head.
-__device__ __forceinline__ void copy_initial_state(const DeviceArgs& a, int sequence, int value_head) {
+// All kThreads threads of the CTA copy the state of a sequence and head.
+template <int kThreads>
+__device__ __noinline__ void copy_initial_state(const DeviceArgs& a, int sequence, int value_head) {
     const StateSlots slots = states_of(a, sequence);
     if (slots.skipped || slots.initial < 0) return;
     const std::int64_t slot = a.initial_indices.data ? a.initial_indices.at(sequence) : sequence;
     const std::int64_t from = a.initial.offset(slot, value_head),
                        to = a.initial_copy.offset(sequence, value_head);
     auto* const copy = static_cast<float*>(a.initial_copy.data) + to;
-#pragma unroll 8
-    for (int i = static_cast<int>(threadIdx.x); i < a.value_dim * a.key_dim; i += kJudgeThreads) {
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x); i < a.value_dim * a.key_dim; i += kThreads) {
         const int row = i / a.key_dim, channel = i - row * a.key_dim;
         copy[i] =
             load_float(a.initial.data, a.initial.dtype, from + row * a.initial.v + channel * a.initial.k);
     }
 }
 
-// What the second bound needs of a token and channel, in two bfloat16 that are rounded up.
-__device__ __forceinline__ std::uint32_t pack_up(float decay, float key) {
+// Two numbers that are not negative, as bfloat16 that are rounded up; of a NaN or an infinity, NaN.
+__device__ __forceinline__ std::uint32_t pack_up(float low, float high) {
     const auto up = [](float x) {
         const std::uint32_t bits = __float_as_uint(x);
-        return bits < 0x7f800000u ? bits + 0xffffu : 0x7fc00000u;  // a NaN, also in place of an infinity
+        return bits < 0x7f800000u ? bits + 0xffffu : 0x7fc00000u;
     };
-    return up(decay) >> 16 | (up(key) & 0xffff0000u);
+    return up(low) >> 16 | (up(high) & 0xffff0000u);
+}
+__device__ __forceinline__ float2 unpack_bounds(std::uint32_t pair) {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
 }
 
-// The second bound over the chunk of tokens before a segment. Returns whether it comes down far enough, in
-// every channel, before the last token; later tokens shrink the norm or, by `growth`, do not.
-// Warp-collective.
+// What the second bound needs of the chunk before a segment, in the order of its tokens. Four tokens at once
+// are u <- whole u + sum_i write_i r_i with r_j = read_j . u + sum_{i < j} again_{ji} r_i: their reads do not
+// wait for one another.
 template <int kTokens, int kKey>
-__device__ __forceinline__ bool forgets_by_channels(const std::uint32_t (&factors)[kTokens][kKey],
-                                                    const float (&betas)[kTokens], float growth) {
-    constexpr int kOwn = kKey / 32;
-    // The norm of a row is at most sqrt(K) times its largest number.
-    const float enough = exp2f(chunked::kForgotten - growth) * rsqrtf(static_cast<float>(kKey));
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    float u[kOwn];
+struct ChannelBounds {
+    static constexpr int kGroup = 4, kGroups = kTokens / kGroup, kOwn = kKey / 32;
+    static_assert(kOwn == 4);
+    struct alignas(16) Group {
+        float whole[kKey];
+        float again[8];  // 21, 31, 32, 41, 42, 43
+    };
+    // Of a token: its decay and |k|; then what reads u before the group, and what is written, behind the
+    // group.
+    alignas(16) std::uint32_t tokens[kTokens][kKey];
+    float betas[kTokens], norms[kTokens];  // magnitudes; one over those of keys
+    Group groups[kGroups];
+
+    static __device__ __forceinline__ float sum(float x) {
 #pragma unroll
-    for (float& x : u) x = 1.0f;
-#pragma unroll 4
-    for (int token = 0; token < kTokens; ++token) {
-        const uint4 packed = *reinterpret_cast<const uint4*>(&factors[token][lane * kOwn]);
-        const std::uint32_t words[kOwn] = {packed.x, packed.y, packed.z, packed.w};
-        float key[kOwn], read = 0.0f, most = 0.0f;
+        for (int other = 1; other < 32; other *= 2) x += __shfl_xor_sync(0xffffffffu, x, other);
+        return x;
+    }
+
+    // Combines the tokens of a group. By one warp.
+    __device__ __forceinline__ void combine(int number) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        Group& group = groups[number];
+        uint4* const own = reinterpret_cast<uint4*>(&tokens[number * kGroup][lane * kOwn]);
+        constexpr int kPitch = kKey / kOwn;
+        float read[kGroup][kOwn], write[kGroup][kOwn], whole[kOwn], again[6] = {};
 #pragma unroll
-        for (int e = 0; e < kOwn; ++e) {
-            u[e] *= __uint_as_float(words[e] << 16), key[e] = __uint_as_float(words[e] & 0xffff0000u);
-            read = fmaf(key[e], u[e], read);
+        for (float& x : whole) x = 1.0f;
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+            const uint4 packed = own[j * kPitch];
+            const std::uint32_t words[kOwn] = {packed.x, packed.y, packed.z, packed.w};
+            const float beta = betas[number * kGroup + j];
+#pragma unroll
+            for (int e = 0; e < kOwn; ++e) {
+                const float2 token = unpack_bounds(words[e]);  // decay, key
+                whole[e] *= token.x;
+                read[j][e] = token.y * whole[e];
+#pragma unroll
+                for (int i = 0; i < j; ++i)
+                    write[i][e] *= token.x, again[j * (j - 1) / 2 + i] += token.y * write[i][e];
+                write[j][e] = token.y * beta;
+            }
         }
 #pragma unroll
-        for (int other = 1; other < 32; other *= 2) read += __shfl_xor_sync(0xffffffffu, read, other);
-        read *= betas[token];
+        for (int j = 0; j < kGroup; ++j)
+            own[j * kPitch] = {pack_up(read[j][0], write[j][0]), pack_up(read[j][1], write[j][1]),
+                               pack_up(read[j][2], write[j][2]), pack_up(read[j][3], write[j][3])};
+        *reinterpret_cast<float4*>(group.whole + lane * kOwn) = {whole[0], whole[1], whole[2], whole[3]};
 #pragma unroll
-        for (int e = 0; e < kOwn; ++e) u[e] = fmaf(key[e], read, u[e]), most = max_or_nan(most, u[e]);
-        if (__all_sync(0xffffffffu, most <= enough)) return true;
-        // Far from what would be needed: channels that keep what they have.
-        if (token == kTokens / 4 && !__all_sync(0xffffffffu, most <= 0.25f)) return false;
+        for (float& pair : again) pair = sum(pair);
+        if (lane == 0)
+#pragma unroll
+            for (int pair = 0; pair < 6; ++pair) group.again[pair] = again[pair];
     }
-    return false;
-}
+
+    // Whether u comes down to `enough` in every channel before the last token. By one warp.
+    __device__ __forceinline__ bool come_down(float enough) const {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        float u[kOwn];
+#pragma unroll
+        for (float& x : u) x = 1.0f;
+#pragma unroll 2
+        for (int number = 0; number < kGroups; ++number) {
+            const Group& group = groups[number];
+            float whole[kOwn], read[kGroup], write[kGroup][kOwn];
+            load4(whole, group.whole + lane * kOwn);
+#pragma unroll
+            for (int j = 0; j < kGroup; ++j) {
+                const uint4 packed =
+                    *reinterpret_cast<const uint4*>(&tokens[number * kGroup + j][lane * kOwn]);
+                const std::uint32_t words[kOwn] = {packed.x, packed.y, packed.z, packed.w};
+                read[j] = 0.0f;
+#pragma unroll
+                for (int e = 0; e < kOwn; ++e) {
+                    const float2 pair = unpack_bounds(words[e]);
+                    read[j] = fmaf(pair.x, u[e], read[j]), write[j][e] = pair.y;
+                }
+                read[j] = sum(read[j]);
+            }
+#pragma unroll
+            for (int j = 1; j < kGroup; ++j)
+#pragma unroll
+                for (int i = 0; i < j; ++i)
+                    read[j] = fmaf(group.again[j * (j - 1) / 2 + i], read[i], read[j]);
+            float most = 0.0f;
+#pragma unroll
+            for (int e = 0; e < kOwn; ++e) {
+                u[e] *= whole[e];
+#pragma unroll
+                for (int j = 0; j < kGroup; ++j) u[e] = fmaf(write[j][e], read[j], u[e]);
+                most = max_or_nan(most, u[e]);
+            }
+            if (__all_sync(0xffffffffu, most <= enough)) return true;
+            // Far from it: channels that keep what they have.
+            if (number == kGroups / 4 && !__all_sync(0xffffffffu, most <= 0.25f)) return false;
+        }
+        return false;
+    }
+};
 
 template <class T, int kKey, Gate kGate>
-__global__ void __launch_bounds__(kJudgeThreads)
+__global__ void __launch_bounds__(kJudgeThreads, 1)
     judge_segments(const __grid_constant__ DeviceArgs a, const Schedule schedule) {
     constexpr int kRows = chunked::kTokens<kKey>, kTokens = kMostWarmUp * kRows;
     constexpr int kLanes = 16, kOwn = kKey / kLanes, kStep = kJudgeThreads / kLanes,
                   kPasses = kTokens / kStep, kNear = kRows / kStep;
     static_assert(kOwn * sizeof(T) == sizeof(uint4) && kPasses * kStep == kTokens && kNear * kStep == kRows);
-    static_assert(kJudgeThreads >= kTokens && kKey == 128);
+    static_assert(kJudgeThreads >= kTokens && kJudgeThreads / 32 == ChannelBounds<kRows, kKey>::kGroups);
     __shared__ float bounds[kTokens];  // log2 of the first bound, the token before the segment first
-    __shared__ float
-        betas[kRows];  // of the chunk before the segment, in the order of its tokens; as `factors`
-    __shared__ __align__(16) std::uint32_t factors[kRows][kKey];
+    __shared__ __align__(16) float biases[kKey];
+    __shared__ ChannelBounds<kRows, kKey> channels;
     pdl_wait();
     pdl_trigger();
     const int thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x),
@@ -121,72 +194,95 @@ __global__ void __launch_bounds__(kJudgeThreads)
     const int most = min(segment.chunk, kMostWarmUp), count = most * kRows;
     const TokenRange tokens = tokens_of(a, segment.sequence);
     const std::int64_t last = tokens.begin + std::int64_t{segment.chunk} * kRows - 1;
-    const int lane = thread % kLanes, channel = lane * kOwn;
+    const int lane = thread % kLanes, channel = lane * kOwn, first = thread / kLanes;
     const bool has_channels = channel < a.key_dim;
 
     // All loads first.
     uint4 raw[kPasses], keys[kNear];
-    const auto rows_of = [&](const TokenRows& rows, int head) {
-        return static_cast<const T*>(rows.data) + rows.offset(tokens.batch, last, head) + channel;
-    };
-    const T* const gates = rows_of(a.g, value_head);
-    const T* const k = rows_of(a.k, a.by_group.divide(value_head));
+    const auto each_row = [&](const TokenRows& rows, int head, auto& to) {
+        const T* from = static_cast<const T*>(rows.data) + rows.offset(tokens.batch, last, head) + channel -
+                        first * rows.token;
+        const std::int64_t step = kStep * rows.token;
+        constexpr int kCount = sizeof(to) / sizeof(uint4);
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-        const int token = pass * kStep + thread / kLanes;
-        const bool exists = token < count && has_channels;
-        if (exists) raw[pass] = *reinterpret_cast<const uint4*>(gates - token * a.g.token);
-        if (pass < kNear)
-            keys[pass] = exists ? *reinterpret_cast<const uint4*>(k - token * a.k.token) : uint4{};
-    }
+        for (int pass = 0; pass < kCount; ++pass, from -= step)
+            to[pass] = pass * kStep + first < count && has_channels ? *reinterpret_cast<const uint4*>(from)
+                                                                    : uint4{};
+    };
+    each_row(a.g, value_head, raw);
+    each_row(a.k, a.by_group.divide(value_head), keys);
     float beta = 0.0f;
     if (thread < count)
         beta = load_float(a.beta.data, a.beta.dtype, a.beta.offset(tokens.batch, last - thread, value_head));
-    float bias[kOwn];
-#pragma unroll
-    for (int e = 0; e < kOwn; ++e)
-        bias[e] = has_channels && a.dt_bias.data
-                      ? a.dt_bias.data[value_head * a.dt_bias.head + (channel + e) * a.dt_bias.channel]
-                      : 0.0f;
+    float bias = 0.0f;
+    if (thread < a.key_dim && a.dt_bias.data)
+        bias = a.dt_bias.data[value_head * a.dt_bias.head + thread * a.dt_bias.channel];
     const HeadGate gate(a, value_head);
-    if (segment.rank == 0 && a.initial_copy.data) copy_initial_state(a, segment.sequence, value_head);
+    if (segment.rank == 0 && a.initial_copy.data)
+        copy_initial_state<kJudgeThreads>(a, segment.sequence, value_head);
+    if (thread < kKey) biases[thread] = bias;
+    __syncthreads();
 
     // A decay grows with its gate whatever the kind of gate: the slowest channel has the least one.
-    const auto log2_decay = [&](float x) { return gate.out * gate_shape<kGate, GateBits::k22>(gate.in * x); };
+    float own_bias[kOwn];
+    load4(own_bias, biases + channel);
+    load4(own_bias + 4, biases + channel + 4);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-        const int token = pass * kStep + thread / kLanes;
-        float least = INFINITY, x[kOwn] = {};
-        if (token < count && has_channels) {
-            const T* const given = reinterpret_cast<const T*>(&raw[pass]);
+        const std::uint32_t x[4] = {raw[pass].x, raw[pass].y, raw[pass].z, raw[pass].w};
+        float least = INFINITY;
 #pragma unroll
-            for (int e = 0; e < kOwn; ++e)
-                x[e] = to_float(given[e]) + bias[e], least = min_or_nan(least, x[e]);
+        for (int word = 0; word < 4; ++word) {
+            const float2 pair = unpack_bounds(x[word]);
+            least =
+                min_or_nan(least, min_or_nan(pair.x + own_bias[2 * word], pair.y + own_bias[2 * word + 1]));
         }
+        if (!has_channels) least = INFINITY;
 #pragma unroll
         for (int other = 1; other < kLanes; other *= 2)
             least = min_or_nan(least, __shfl_xor_sync(0xffffffffu, least, other));
-        if (lane == 0) bounds[token] = least;
-        if (pass >= kNear) continue;
-        const T* const key = reinterpret_cast<const T*>(&keys[pass]);
-        float squares = 0.0f;
+        if (lane == 0) bounds[pass * kStep + first] = least;
+    }
 #pragma unroll
-        for (int e = 0; e < kOwn; ++e) squares = fmaf(to_float(key[e]), to_float(key[e]), squares);
+    for (int pass = 0; pass < kNear; ++pass) {
+        const int token = kRows - 1 - (pass * kStep + first);
+        const std::uint32_t x[4] = {raw[pass].x, raw[pass].y, raw[pass].z, raw[pass].w},
+                            y[4] = {keys[pass].x, keys[pass].y, keys[pass].z, keys[pass].w};
+        float squares = 0.0f;
+        std::uint32_t pairs[kOwn];
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+            pairs[2 * word] = (x[word] & 0xffffu) | y[word] << 16;
+            pairs[2 * word + 1] = x[word] >> 16 | (y[word] & 0xffff0000u);
+            const float2 key = unpack_bounds(y[word]);
+            squares = fmaf(key.x, key.x, fmaf(key.y, key.y, squares));
+        }
+        auto* const to = reinterpret_cast<uint4*>(&channels.tokens[token][channel]);
+        to[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+        to[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
 #pragma unroll
         for (int other = 1; other < kLanes; other *= 2)
             squares += __shfl_xor_sync(0xffffffffu, squares, other);
-        const float norm = rsqrtf(squares + 1e-6f);
-#pragma unroll
-        for (int e = 0; e < kOwn; ++e)
-            factors[kRows - 1 - token][channel + e] =
-                has_channels ? pack_up(exp2_fast(log2_decay(x[e])), fabsf(to_float(key[e])) * norm) : 0u;
+        if (lane == 0) channels.norms[token] = rsqrtf(squares + 1e-6f);
     }
     __syncthreads();
+    const auto log2_decay = [&](float x) { return gate.out * gate_shape<kGate, GateBits::k22>(gate.in * x); };
     if (thread < count) {
         const float strength = beta_of(a, beta);
         bounds[thread] = log2_decay(bounds[thread]) + chunked::growth(strength);
-        if (thread < kRows) betas[kRows - 1 - thread] = fabsf(strength);
+        if (thread < kRows) channels.betas[kRows - 1 - thread] = fabsf(strength);
     }
+    const int own_channel = thread % kKey;
+#pragma unroll 2
+    for (int token = thread / kKey; token < kRows; token += kJudgeThreads / kKey) {
+        std::uint32_t& pair = channels.tokens[token][own_channel];
+        const float2 given = unpack_bounds(pair);  // raw gate, key
+        pair = own_channel < a.key_dim ? pack_up(exp2_fast(log2_decay(given.x + biases[own_channel])),
+                                                 fabsf(given.y) * channels.norms[token])
+                                       : 0u;
+    }
+    __syncthreads();
+    if (most > 0) channels.combine(thread / 32);
     __syncthreads();
     if (thread >= 32) return;
     int chunks = most == segment.chunk ? most : -1;
@@ -202,12 +298,12 @@ __global__ void __launch_bounds__(kJudgeThreads)
         break;
     }
     if (most > 0 && chunks != 1) {
-        float grows = 0.0f;  // what write strengths above 2 may add after the bound is reached
-#pragma unroll
-        for (int half = 0; half < 2; ++half) grows += chunked::growth(betas[half * 32 + thread]);
-#pragma unroll
-        for (int other = 1; other < 32; other *= 2) grows += __shfl_xor_sync(0xffffffffu, grows, other);
-        if (forgets_by_channels(factors, betas, grows)) chunks = 1;
+        // What write strengths above 2 may add after the bound has come down. The norm of a row is at most
+        // sqrt(K) times its largest number.
+        const float grows = channels.sum(chunked::growth(channels.betas[thread]) +
+                                         chunked::growth(channels.betas[32 + thread]));
+        const float enough = exp2f(chunked::kForgotten - grows) * rsqrtf(static_cast<float>(kKey));
+        if (channels.come_down(enough)) chunks = 1;
     }
     if (thread > 0) return;
     verdicts.warm_up[std::int64_t{number} * a.value_heads + value_head] = chunks;
