@@ -155,14 +155,23 @@ struct Magnitudes {
     // Of the state behind the warm-up; infinite without one.
     float least;
 };
-// A sequence's value head is settled where all of its segments forget and where what they left out does not
-// show: then its outputs and its final state are right, and later launches leave it alone.
+// The parts of a call of FusedSegments, in this order.
+enum class Part : std::uint8_t {
+    kWhole,        // of any other call: all of it
+    kJudge,        // finds the heads that remember, and the warm-ups of the others
+    kRemembering,  // runs the heads that remember
+    kSegments,     // runs the others, beside the part before
+    kUnsettled,    // runs those of them once more of which something was left out that shows
+};
+// A sequence's value head is settled where what its segments left out does not show: then its outputs and its
+// final state are right.
 struct Verdicts {
-    std::int32_t* warm_up = nullptr;  // [segments, HV]: in chunks; -1: the segment does not forget
-    Magnitudes* of = nullptr;         // [segments, HV, slots]: a slot per warp of value rows
-    std::int32_t* arrived = nullptr;  // [N, HV]: how many of them are there
-    std::int32_t* settled = nullptr;  // [N, HV]
-    bool being_made = false;          // by this launch
+    Part part = Part::kWhole;
+    std::int32_t* warm_up = nullptr;    // [segments, HV]: in chunks
+    Magnitudes* of = nullptr;           // [segments, HV, slots]: a slot per warp of value rows
+    std::int32_t* remembers = nullptr;  // [N, HV], like the next two; all begin as zeros
+    std::int32_t* arrived = nullptr;    // how many of the head's slots are there
+    std::int32_t* settled = nullptr;
 
     static constexpr int slots(std::int64_t value_dim) { return value_dim <= 128 ? 8 : 16; }
 };
@@ -263,11 +272,14 @@ __device__ __forceinline__ Segment segment_of(const DeviceArgs& a, const Schedul
                             i - piece * static_cast<std::int32_t>(s.by_pieces.value));
 }
 
-// Whether a launch before this one has settled the head, so that nothing is left to do.
-__device__ __forceinline__ bool settled(const DeviceArgs& a, const Schedule& s, int sequence,
-                                        int value_head) {
-    return s.verdicts.settled && !s.verdicts.being_made &&
-           s.verdicts.settled[sequence * a.value_heads + value_head] != 0;
+// Whether the head belongs to another part of the call, so that this one has nothing to do.
+__device__ __forceinline__ bool left_out(const DeviceArgs& a, const Schedule& s, int sequence,
+                                         int value_head) {
+    const Verdicts& verdicts = s.verdicts;
+    if (verdicts.part != Part::kRemembering && verdicts.part != Part::kUnsettled) return false;
+    const int head = sequence * a.value_heads + value_head;
+    const bool remembers = verdicts.remembers[head] != 0;
+    return verdicts.part == Part::kRemembering ? !remembers : remembers || verdicts.settled[head] != 0;
 }
 
 struct ChunkPlace {

@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
     const int tile = static_cast<int>(blockIdx.x) % tiles,
               value_head = static_cast<int>(blockIdx.x) / tiles % a.value_heads,
               sequence = static_cast<int>(blockIdx.x) / tiles / a.value_heads;
-    if (!kTotal && settled(a, schedule, sequence, value_head)) return;
+    if (!kTotal && left_out(a, schedule, sequence, value_head)) return;
     const FirstSegment first(a, schedule, sequence, shared.first);
     if (!kTotal && first.count <= 1) return;
 

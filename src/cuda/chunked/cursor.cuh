@@ -235,9 +235,9 @@ struct SegmentCursor {
     }
 
     // Whether the CTA has no work: no such segment; the map of a last segment or the M of a first one that no
-    // one reads; a sequence with the null index; or a head that is settled.
+    // one reads; a sequence with the null index; or a head of another part.
     __device__ __forceinline__ bool nothing(const Schedule& schedule) const {
-        if (segment.sequence < 0 || settled(a, schedule, segment.sequence, value_head)) return true;
+        if (segment.sequence < 0 || left_out(a, schedule, segment.sequence, value_head)) return true;
         if (kMaps && segment.rank + 1 >= segment.count && !p.last_map) return true;
         if (of_m && segment.rank == 0 && !p.first_m) return true;
         return slots.skipped && (!kMaps || p.halves);

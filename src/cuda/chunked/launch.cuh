@@ -9,13 +9,15 @@
 //     Whole          carry: outputs and final states
 //     Halves         maps of first halves, carry
 //     Segments       carry of first segments (first_beside_maps only), maps, compose, carry
-//     FusedSegments  one kernel; then all that another strategy launches, for the heads that are not settled
+//     FusedSegments  a judge; what another strategy launches, for heads that remember; one kernel for the
+//                    others; that kernel once more, over whole sequences, for those that are not settled
 //
 // A segment call with Args::keep is the first half of a prefill, up to the maps. If it is
 // asked for the map of the sequence, one compose kernel makes that from the segments' maps.
 // The prefill that gets its workspace as `kept` is the second half, from compose on.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <string>
 
@@ -77,7 +79,7 @@ class Launches {
                           kPrepares = kSolvesChunk<kUpdate, kPerChannel> || !Carry::kScoresItself;
 
 public:
-    // verdicts: of segments that were launched before; none: those of this plan, if it has any.
+    // verdicts: says which part of a call this is.
     Launches(const Call& call, const PrefillPlan& plan, const Verdicts& verdicts = {})
         : call_(call),
           a_(call.args),
@@ -100,9 +102,7 @@ public:
         schedule_.by_warp = plan.by_warp;
         schedule_.packed = workspace_.packed;
         schedule_.segments = workspace_.segments;
-        schedule_.verdicts = verdicts.settled ? verdicts : workspace_.verdicts;
-        // What segments have not settled is run exactly.
-        if (verdicts.settled) p_.fading = nullptr;
+        schedule_.verdicts = verdicts;
         schedule_.waits.operands =
             waits_itself() && workspace_.operands && plan.shape.chunks > 0 && !plan.makes_maps() && !found_;
         // Where maps are composed, only a carry that waits for compose itself may start early: waiting
@@ -121,13 +121,6 @@ public:
             else
                 std::visit([&](const auto& strategy) { carry(strategy); }, plan_.strategy);
         }
-    }
-
-    // For launches that follow.
-    Verdicts verdicts() const {
-        Verdicts made = workspace_.verdicts;
-        made.being_made = false;
-        return made;
     }
 
 private:
@@ -154,7 +147,7 @@ private:
         };
         p_.slab_start = unfinished(slab, 1), p_.slab_end = unfinished(slab + 1, 1);
         p_.slab_end.slot = 0;  // one slot, since only one sequence can continue into the next slab
-        if (workspace_.packed)
+        if (workspace_.packed && schedule_.verdicts.part != Part::kSegments)  // the judge has found it
             launch<schedule<kScheduleThreads>>({1, kScheduleThreads}, schedule_, workspace_.first_chunk,
                                                workspace_.packed, workspace_.segments);
     }
@@ -254,14 +247,14 @@ class PreparedPrefill final : public PreparedCall {
 public:
     PreparedPrefill(const PrefillPlan& plan, std::size_t workspace_bytes, std::size_t kept_bytes)
         : PreparedCall(workspace_bytes, kept_bytes), plan_(plan) {}
-    // Segments of the fused kernel, and what runs the heads that those do not settle. Its workspace comes
-    // first.
-    PreparedPrefill(const PrefillPlan& plan, const PrefillPlan& otherwise, std::size_t otherwise_bytes,
-                    std::size_t bytes)
-        : PreparedCall(otherwise_bytes + bytes, 0),
+    // Of FusedSegments: the plan of the heads that remember, and of those that are not settled. The
+    // workspaces of the three lie one after the other, as many bytes each.
+    PreparedPrefill(const PrefillPlan& plan, const PrefillPlan& remembering, const PrefillPlan& unsettled,
+                    const std::array<std::size_t, 3>& bytes)
+        : PreparedCall(bytes[0] + bytes[1] + bytes[2], 0),
           plan_(plan),
-          otherwise_(otherwise),
-          otherwise_bytes_(otherwise_bytes) {}
+          others_({remembering, unsettled}),
+          bytes_(bytes) {}
 
     void run(const Args& args, const Context& context) const override {
         const DeviceGuard guard(context.device.index);
@@ -271,24 +264,38 @@ public:
     }
 
     void launch(const Call& call) const override {
-        if (!otherwise_) return Launches<Carry, kUpdate>(call, plan_).run();
+        if (!others_) return Launches<Carry, kUpdate>(call, plan_).run();
+        auto* const workspace = static_cast<std::byte*>(call.workspace);
         Call part = call;
-        part.workspace = static_cast<std::byte*>(call.workspace) + otherwise_bytes_;
-        using Layout = Workspace<typename Carry::Type, Carry::kKey, Carry::kPerChannel, kUpdate>;
+        part.workspace = workspace;
+        const Workspace<typename Carry::Type, Carry::kKey, Carry::kPerChannel, kUpdate> own(plan_, workspace,
+                                                                                            nullptr, false);
+        const auto run = [&](Part which, const PrefillPlan& plan) {
+            Verdicts verdicts = own.verdicts;
+            verdicts.part = which;
+            Launches<Carry, kUpdate>(part, plan, verdicts).run();
+            part.goes_on = true;
+        };
+        const DeviceArgs& a = call.args;
         if (plan_.in_place)
             part.args.initial_copy =
-                float_states(Layout(plan_, part.workspace, nullptr, false).initial_copy, call.args.sequences,
-                             call.args.value_heads, call.args.value_dim, call.args.key_dim);
-        Launches<Carry, kUpdate> segments(part, plan_);
-        segments.run();
-        part.workspace = call.workspace, part.goes_on = true;
-        Launches<Carry, kUpdate>(part, *otherwise_, segments.verdicts()).run();
+                float_states(own.initial_copy, a.sequences, a.value_heads, a.value_dim, a.key_dim);
+        fill_with_zeros(own.verdicts.remembers,
+                        sizeof(std::int32_t) * 3 * static_cast<std::size_t>(a.sequences) * a.value_heads,
+                        call.stream);
+        run(Part::kJudge, plan_);
+        part.workspace = workspace + bytes_[0];
+        run(Part::kRemembering, (*others_)[0]);
+        part.workspace = workspace;
+        run(Part::kSegments, plan_);
+        part.workspace = workspace + bytes_[0] + bytes_[1];
+        run(Part::kUnsettled, (*others_)[1]);
     }
 
 private:
     PrefillPlan plan_;
-    std::optional<PrefillPlan> otherwise_;
-    std::size_t otherwise_bytes_ = 0;
+    std::optional<std::array<PrefillPlan, 2>> others_;
+    std::array<std::size_t, 3> bytes_{};
 };
 
 // Why segments of the fused kernel do not take a call that the kernel takes.
@@ -350,10 +357,12 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
         // A head may be run twice: the first run must not overwrite what the second starts from.
         plan->in_place =
             args.initial_state && args.final_state && !apart(args.initial_state, args.final_state);
-        const PrefillPlan otherwise =
-            *plan_prefill(shape, traits, problem.device, StrategyKind::kAny, FusedForms::kWhole);
-        return std::make_shared<const PreparedPrefill<Carry, kUpdate>>(*plan, otherwise, bytes(otherwise),
-                                                                       bytes(*plan));
+        const auto other = [&](StrategyKind kind) {
+            return *plan_prefill(shape, traits, problem.device, kind, FusedForms::kWhole);
+        };
+        const PrefillPlan remembering = other(StrategyKind::kAny), unsettled = other(StrategyKind::kFused);
+        return std::make_shared<const PreparedPrefill<Carry, kUpdate>>(
+            *plan, remembering, unsettled, std::array{bytes(*plan), bytes(remembering), bytes(unsettled)});
     }
     plan->found = found;
     const Layout layout(*plan, nullptr, nullptr, found);

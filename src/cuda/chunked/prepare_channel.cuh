@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, Chan
     const int head = static_cast<int>(static_cast<unsigned>(value_head) / static_cast<unsigned>(a.group)),
               thread = static_cast<int>(threadIdx.x);
     const ChunkPlace place = place_of<kRows>(a, schedule, number);
-    if (place.count <= 0 || settled(a, schedule, place.sequence, value_head)) return;
+    if (place.count <= 0 || left_out(a, schedule, place.sequence, value_head)) return;
 
     auto& operands = s.operands;
     const ChannelBlock<T, kKey, kSolves> block{operands, chunks[blockIdx.x], role_of_warp()};

@@ -55,9 +55,10 @@ struct Workspace {
             const std::int64_t segments_of_heads = plan.max_segments * heads;
             verdicts.warm_up = carver.take<std::int32_t>(segments_of_heads);
             verdicts.of = carver.take<Magnitudes>(segments_of_heads * Verdicts::slots(shape.value_dim));
-            verdicts.arrived = carver.take<std::int32_t>(shape.sequences * heads);
-            verdicts.settled = carver.take<std::int32_t>(shape.sequences * heads);
-            verdicts.being_made = true;
+            const std::int64_t all = shape.sequences * heads;
+            verdicts.remembers = carver.take<std::int32_t>(3 * all);
+            if (verdicts.remembers) verdicts.arrived = verdicts.remembers + all;
+            if (verdicts.remembers) verdicts.settled = verdicts.arrived + all;
             if (plan.in_place)
                 initial_copy = carver.take<float>(shape.sequences * heads * shape.value_dim * shape.key_dim);
         }

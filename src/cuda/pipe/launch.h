@@ -48,6 +48,10 @@ void ask_for_shared(std::size_t bytes) {
     asked.fetch_or(bit, std::memory_order_relaxed);
 }
 
+inline void fill_with_zeros(void* memory, std::size_t bytes, void* stream) {
+    check(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream)), "zeros");
+}
+
 // Launches a kernel. Arguments are passed by reference, because they may take kilobytes: only the runtime
 // copies them.
 template <class... Params, class... Args>

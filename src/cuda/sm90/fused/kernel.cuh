@@ -128,19 +128,31 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         (i / 64 % 2 ? high : low).clear_above(i % 32);
     }
     fence_async_proxy();
-    pdl_trigger_and_wait();
+    // Segments run beside the kernels of the heads that remember, of which the first has waited for the
+    // judge: they wait at their end. Where this kernel is one of those, it lets the segments start behind its
+    // wait.
+    const bool waits_last = schedule.verdicts.part == chunked::Part::kSegments;
+    if (waits_last) {
+        pdl_trigger();
+        __threadfence();
+    } else {
+        pdl_wait();
+        pdl_trigger();
+    }
     if (warp == 0) {
         Segment segment = own_segment<kKey, false>(a, schedule, p);
         const int column = p.row_blocks.divide(static_cast<int>(blockIdx.x)),
                   number = a.by_value_heads.divide(column), first_segment = number - segment.rank;
-        const int warm_up = schedule.verdicts.being_made
-                                ? begin_early(a, schedule, number, column - number * a.value_heads, segment)
-                                : 0;
+        const int warm_up =
+            waits_last ? begin_early(a, schedule, number, column - number * a.value_heads, segment) : 0;
         if (thread == 0)
             shared.segment = segment, shared.warm_up = warm_up, shared.first_segment = first_segment;
     }
     Form::sync_start();
-    if (shared.warm_up < 0) return;  // as uniform in a cluster as nothing() below
+    if (shared.warm_up < 0) {  // as uniform in a cluster as nothing() below
+        pdl_wait();
+        return;
+    }
     // Each role makes its own cursor, so that the roles share no registers.
     const auto make_cursor = [&] {
         return SegmentCursor<kKey, false>(a, schedule, p, shared.segment, role < 0 ? warp : 0,
@@ -151,7 +163,10 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         if (role < 0) cursor.zero_skipped(schedule);
         // nothing() must be uniform in a cluster, whose CTAs meet in Form::sync_end(): they are row blocks of
         // one sequence and head, and without maps it asks about the sequence alone.
-        if (cursor.nothing(schedule)) return;
+        if (cursor.nothing(schedule)) {
+            pdl_wait();
+            return;
+        }
         if (kMayLeaveRange && thread == 0) {
             const int head = a.by_group.divide(cursor.value_head);
             constexpr std::int64_t kBytes = sizeof(T);
@@ -185,6 +200,7 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
             FusedSolveRole<T, kKey, Form>{cursor, shared, helper - 2}.run();
     }
     Form::sync_end();
+    pdl_wait();
 }
 
 }  // namespace cula::cuda::sm90

@@ -80,8 +80,8 @@ private:
         const int blocks =
             ceil_div(a.value_dim, Form::kPeers * Form::kStateWarpgroups * kWarpgroupRows) * Form::kPeers;
         p.value_blocks = blocks, p.row_blocks = divisor(blocks);
-        if (slab.schedule.verdicts.being_made)
-            cuda::launch<judge_segments<T, kKey, kGate>>(
+        if (slab.schedule.verdicts.part == chunked::Part::kJudge)
+            return cuda::launch<judge_segments<T, kKey, kGate>>(
                 slab.early({.blocks = static_cast<std::size_t>(slab.schedule.max_segments) * a.value_heads,
                             .threads = kJudgeThreads}),
                 slab.call.stream, a, slab.schedule);

@@ -218,7 +218,7 @@ struct FusedStateRole {
             Rows writes;
             const std::uint32_t own_tile = shared_address(&Form::tile(shared, place.tile.at, warpgroup));
             load_value_rows(writes, own_tile);
-            if (schedule.verdicts.being_made)
+            if (schedule.verdicts.part == chunked::Part::kSegments)
 #pragma unroll
                 for (const Packed& block : writes)
 #pragma unroll
@@ -257,7 +257,8 @@ struct FusedStateRole {
 #pragma unroll 1
         for (;;) {
             const AtEnd at_end(i > 0 ? &shared.stages[place.stage()].factors : nullptr);
-            if (schedule.verdicts.being_made) observe(state, at_end, values, i, i == chunks);
+            if (schedule.verdicts.part == chunked::Part::kSegments)
+                observe(state, at_end, values, i, i == chunks);
             cursor_again().store_asked(state, i == chunks ? cursor_again().segment.chunks : i / 2, at_end);
             if (i == chunks) break;
             if (i > 0) place.free(shared), place = next;  // AtEnd has read the factors of the last chunk

@@ -16,11 +16,11 @@
 // outputs. If the warm-up reaches the beginning of the sequence, they start from its own state, and nothing
 // is left out.
 //
-// If some segment of a head does not forget, none of its CTAs has work, and another launch runs the whole
-// head. So it does where what was left out is large beside what a segment works with, and where it was no
-// number: the state role keeps magnitudes, and the last warp of a head compares them (Verdicts).
+// If some segment of a head does not forget, other launches run the whole head. So one does where what was
+// left out is large beside what a segment works with, and where it was no number: the state role keeps
+// magnitudes, and the last warp of a head compares them (Verdicts).
 //
-// judge_segments: warm_up, arrived, settled <- gates, beta; initial_copy <- initial states, if in place
+// judge_segments: warm_up, remembers <- gates, keys, beta; initial_copy <- initial states, if in place
 //   Grid: one CTA of 512 threads per (segment, value head); a token is read by 16 lanes, and warp 0 goes
 //   through the bounds. PDL: wait, then trigger. Budgets: 128 registers, 42 KiB of static shared memory.
 #pragma once
@@ -307,24 +307,17 @@ __global__ void __launch_bounds__(kJudgeThreads, 1)
     }
     if (thread > 0) return;
     verdicts.warm_up[std::int64_t{number} * a.value_heads + value_head] = chunks;
-    if (segment.rank == 0) {
-        const std::int64_t head = std::int64_t{segment.sequence} * a.value_heads + value_head;
-        verdicts.arrived[head] = verdicts.settled[head] = 0;
-    }
+    if (chunks < 0) verdicts.remembers[segment.sequence * a.value_heads + value_head] = 1;
 }
 
 // Moves the begin of a CTA's segment, number `number`, to that of its warm-up, and returns the warm-up's
-// chunks of the fused kernel; -1 where some segment of the head does not forget. Warp-collective.
+// chunks of the fused kernel; -1 where the head remembers.
 __device__ __forceinline__ int begin_early(const DeviceArgs& a, const Schedule& schedule, int number,
                                            int value_head, Segment& segment) {
     if (segment.sequence < 0) return 0;
-    const std::int32_t* const warm_up = schedule.verdicts.warm_up + value_head;
-    const int own = __ldcg(warm_up + std::int64_t{number} * a.value_heads), first = number - segment.rank;
-    bool all = true;
-#pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x) % 32; i < segment.count; i += 32)
-        all &= __ldcg(warm_up + std::int64_t{first + i} * a.value_heads) >= 0;
-    if (!__all_sync(0xffffffffu, all)) return -1;
+    const Verdicts& verdicts = schedule.verdicts;
+    if (__ldcg(verdicts.remembers + (segment.sequence * a.value_heads + value_head))) return -1;
+    const int own = __ldcg(verdicts.warm_up + std::int64_t{number} * a.value_heads + value_head);
     if (own == segment.chunk) segment.rank = 0;  // it starts from the sequence's state
     segment.chunk -= own, segment.slot -= own, segment.chunks += own;
     return own * (chunked::kTokens<128> / kFusedTokens);
