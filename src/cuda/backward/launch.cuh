@@ -156,16 +156,7 @@ public:
           workspace_(plan, a_.heads, parameter_count(a_) - 1, kDiagonal, call.workspace),
           early_(call.follows) {
         a_.least_beta = kLeastBeta<T>;
-        schedule_.chunk_tokens = kTokens<kKey>;
-        schedule_.segment_chunks = plan.segment_chunks;
-        schedule_.by_segment = divisor(plan.segment_chunks);
-        schedule_.chunks = ceil_div(a_.tokens, kTokens<kKey>);
-        schedule_.by_chunks = divisor(schedule_.chunks);
-        schedule_.max_segments = plan.max_segments;
-        schedule_.ahead = std::max(1, call.multiprocessors / a_.value_heads);
-        schedule_.by_warp = plan.by_warp;
-        schedule_.packed = workspace_.packed;
-        schedule_.segments = workspace_.segments;
+        schedule_ = chunked::schedule_of<kKey>(call, plan, workspace_.packed, workspace_.segments);
         walks_.is_compensated = workspace_.is_compensated;
         walks_.first_m = false, walks_.first_from_state = true;
         const auto of_segments = [&](float* data, int rows) {
@@ -219,11 +210,7 @@ private:
 
     // Turns to the chunks of a slab, and makes their operands.
     void prepare(int slab) {
-        schedule_.slab_begin = slab * plan_.slab_chunks;
-        schedule_.slab_end = static_cast<std::int32_t>(std::min<std::int64_t>(
-            plan_.shape.chunks, schedule_.slab_begin + std::int64_t{plan_.slab_chunks}));
-        schedule_.by_pieces = divisor(ceil_div(
-            std::min(schedule_.chunks, schedule_.slab_end - schedule_.slab_begin), plan_.segment_chunks));
+        chunked::turn_to_slab(schedule_, plan_, slab);
         walks_.ranks = schedule_.by_pieces;
         const std::int64_t of_state = std::int64_t{a_.value_heads} * a_.value_dim * a_.key_dim;
         // The one state at a border, which no sequence or one sequence crosses.

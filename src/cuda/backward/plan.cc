@@ -36,12 +36,12 @@ public:
                            most = may_cut ? std::max<std::int64_t>(longest_ / least, 1) : 1,
                            heads =
                                kDirections * std::max<std::int64_t>(shape_.sequences, 1) * shape_.value_heads;
-        WalkCut best{rows(8)};
+        WalkCut best{rows(kManyWarps)};
         double best_time = 0.0;
         for (std::int64_t count = must_cut ? 2 : 1; count <= std::min<std::int64_t>(most, kMostSegments);
              ++count) {
             if (segments > 0 && count != segments) continue;
-            for (const int warps : {8, 4}) {
+            for (const int warps : {kManyWarps, kFewWarps}) {
                 const WalkCut cut{rows(warps), count};
                 const bool fits = heads * cut.rows.blocks * count <= multiprocessors_;
                 if (count > 1 && !must_cut && !fits) continue;
@@ -66,13 +66,25 @@ private:
     // others.
     static constexpr int kDirections = 2;
     static constexpr std::int64_t kMostSegments = 32;
-    static constexpr std::int64_t kLeastChunks = 4;  // of a segment
-    // Measured on an H200 (docs/log/2026-11-25-backward-segments.md), against the costs of a prefill's carry:
-    // a chunk of a walk, what eight warps add to four, and the chunk of a map against one of a walk.
+    static constexpr std::int64_t kLeastChunks = 4;      // of a segment
+    static constexpr int kFewWarps = 4, kManyWarps = 8;  // of a CTA: Costs::carry[0] and [1]
+    // What walks take in costs of a prefill's carry. No units: ratios of microseconds, measured on an H200
+    // with K = V = 128 (docs/log/2026-11-25-backward-segments.md).
     struct Shares {
-        double walk, wider, map;
+        double walk;   // a chunk of a walk, in chunks of a carry
+        double wider;  // what many warps add to few, in what they add in a carry
+        double map;    // a chunk of a map, in chunks of a walk
     };
-    Shares shares() const { return carry_.warpgroups ? Shares{1.9, 1.0, 1.0} : Shares{1.0, 0.8, 0.7}; }
+    // mma.sync: a chunk takes as long as in a carry. Eight warps add 0.8 of what they add there (the log,
+    // "Segments"). A map has no rows of outputs or of Q: its chunk is to that of a carry as 3.48 us to 5.08
+    // (kChannelDelta in machines.cc).
+    static constexpr Shares kWarpShares{.walk = 1.0, .wider = 0.8, .map = 0.7};
+    // wgmma: a chunk takes 2.7 us with eight warps, where a carry's takes 1.4 (the log, "Walks by
+    // warpgroups"); wider and map are not measured apart from it.
+    static constexpr Shares kWarpgroupShares{.walk = 1.9, .wider = 1.0, .map = 1.0};
+    const Shares& shares() const { return carry_.warpgroups ? kWarpgroupShares : kWarpShares; }
+    // Bytes of a map, in those of a walk: it saves nothing.
+    static constexpr double kMapBytes = 0.5;
 
     chunked::CarryRows rows(int warps) const {
         const int tiles = std::max(1, (shape_.value_dim + 15) / 16), step = carry_.warp_step,
@@ -85,8 +97,8 @@ private:
     }
     double predict(const WalkCut& cut, std::int64_t sequences, double chunks) const {
         const std::int64_t heads = sequences * shape_.value_heads, blocks = cut.rows.blocks;
-        const Shares of = shares();
-        const double wider = 0.25 * (cut.rows.warps - 4) * of.wider,
+        const Shares& of = shares();
+        const double wider = of.wider * (cut.rows.warps - kFewWarps) / (kManyWarps - kFewWarps),
                      chunk = of.walk * (costs_.carry[0] + (costs_.carry[1] - costs_.carry[0]) * wider),
                      memory = static_cast<double>(heads) * chunks * chunk_bytes_ / estimate_.copy_rate();
         const auto walks = [&](std::int64_t pieces) {
@@ -103,7 +115,7 @@ private:
                            of_m = diagonal_maps_ ? 0 : (channels + cut.rows.warps - 1) / cut.rows.warps;
         const double maps = std::max(rounds(heads * (kDirections * blocks * (n - 1) + of_m * (n - 2))) *
                                          of.map * chunk * chunks / static_cast<double>(n),
-                                     0.5 * memory);
+                                     kMapBytes * memory);
         return fixed + maps + walks(n) +
                estimate_.machine.compose * static_cast<double>(kDirections * heads * (n - 1));
     }

@@ -40,6 +40,34 @@ inline States float_states(float* data, std::int64_t slots, std::int64_t heads, 
 
 inline Divisor divisor(std::int32_t by) { return Divisor(static_cast<std::uint32_t>(by)); }
 
+// The schedule of a call, of which only the slab is left open. Plan: a PrefillPlan or a BackwardPlan. packed,
+// segments: null if the call has no packed sequences or is scheduled by warps.
+template <int kKey, class Plan>
+Schedule schedule_of(const Call& call, const Plan& plan, const PackedChunk* packed, const Segment* segments) {
+    Schedule schedule;
+    schedule.chunk_tokens = kTokens<kKey>;
+    schedule.segment_chunks = plan.segment_chunks;
+    schedule.by_segment = divisor(plan.segment_chunks);
+    schedule.chunks = ceil_div(call.args.tokens, kTokens<kKey>);
+    schedule.by_chunks = divisor(schedule.chunks);
+    schedule.max_segments = plan.max_segments;
+    schedule.ahead = std::max(1, call.multiprocessors / call.args.value_heads);
+    schedule.by_warp = plan.by_warp;
+    schedule.packed = packed;
+    schedule.segments = segments;
+    return schedule;
+}
+
+// Turns to the chunks of a slab.
+template <class Plan>
+void turn_to_slab(Schedule& schedule, const Plan& plan, int slab) {
+    schedule.slab_begin = slab * plan.slab_chunks;
+    schedule.slab_end = static_cast<std::int32_t>(
+        std::min<std::int64_t>(plan.shape.chunks, schedule.slab_begin + std::int64_t{plan.slab_chunks}));
+    schedule.by_pieces = divisor(
+        ceil_div(std::min(schedule.chunks, schedule.slab_end - schedule.slab_begin), plan.segment_chunks));
+}
+
 template <bool kPerChannel>
 bool solves_chunk(Update update) {
     return answer_for(
@@ -92,16 +120,7 @@ public:
         p_.map_b = float_states(workspace_.map_b, 0, a_.value_heads, a_.value_dim, kKey);
         p_.map_m = float_states(workspace_.map_m, 0, a_.value_heads, kDiagonal ? 1 : a_.key_dim, kKey);
 
-        schedule_.chunk_tokens = kTokens<kKey>;
-        schedule_.segment_chunks = plan.segment_chunks;
-        schedule_.by_segment = divisor(plan.segment_chunks);
-        schedule_.chunks = ceil_div(a_.tokens, kTokens<kKey>);
-        schedule_.by_chunks = divisor(schedule_.chunks);
-        schedule_.max_segments = plan.max_segments;
-        schedule_.ahead = std::max(1, call.multiprocessors / a_.value_heads);
-        schedule_.by_warp = plan.by_warp;
-        schedule_.packed = workspace_.packed;
-        schedule_.segments = workspace_.segments;
+        schedule_ = schedule_of<kKey>(call, plan, workspace_.packed, workspace_.segments);
         schedule_.verdicts = verdicts;
         schedule_.waits.operands =
             waits_itself() && workspace_.operands && plan.shape.chunks > 0 && !plan.makes_maps() && !found_;
@@ -135,11 +154,7 @@ private:
 
     // Turns to the chunks of a slab.
     void begin(int slab) {
-        schedule_.slab_begin = slab * plan_.slab_chunks;
-        schedule_.slab_end = static_cast<std::int32_t>(std::min<std::int64_t>(
-            plan_.shape.chunks, schedule_.slab_begin + std::int64_t{plan_.slab_chunks}));
-        schedule_.by_pieces = divisor(ceil_div(
-            std::min(schedule_.chunks, schedule_.slab_end - schedule_.slab_begin), plan_.segment_chunks));
+        turn_to_slab(schedule_, plan_, slab);
         p_.ranks = schedule_.by_pieces, p_.first_rank = 0;
         const auto unfinished = [&](int which, std::int64_t slots) {
             return float_states(workspace_.unfinished[which % 2], slots, a_.value_heads, a_.value_dim,
