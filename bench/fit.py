@@ -87,7 +87,7 @@ def ways(
         tree=False, chunk_tokens=64, batch_invariant=False, costs=",".join(map(repr, costs)),
     )  # fmt: skip
     rows = (line.split("\t") for line in text.splitlines())
-    return {target: float(time) for target, verdict, _, time in rows if verdict != "no" and time}
+    return {target: float(time) for target, verdict, _, time, _ in rows if verdict != "no" and time}
 
 
 def measure(device: str) -> Iterator[Point]:

@@ -33,18 +33,24 @@ namespace {
 
 // A chunked prefill, or a segment call, by one of its strategies, or by the one that is predicted to take
 // least.
-#define CULA_CHUNKED_ROW(name, pass, target, strategy) \
-    {name,                                             \
-     pass,                                             \
-     DeviceKind::kCuda,                                \
-     cuda::target::supports<strategy>,                 \
-     cuda::target::prepare<strategy>,                  \
-     (pass) == Pass::kPrefill ? cuda::target::predict<strategy> : nullptr}
+#define CULA_CHUNKED_ROW(name, pass, target, strategy)                     \
+    {name,                                                                 \
+     pass,                                                                 \
+     DeviceKind::kCuda,                                                    \
+     cuda::target::supports<strategy>,                                     \
+     cuda::target::prepare<strategy>,                                      \
+     (pass) == Pass::kPrefill ? cuda::target::predict<strategy> : nullptr, \
+     (pass) == Pass::kPrefill && (strategy) == StrategyKind::kAny ? cuda::target::saving : nullptr}
 
 // A chunked backward call, likewise.
-#define CULA_BACKWARD_ROW(name, target, strategy)                                         \
-    {name, Pass::kBackward, DeviceKind::kCuda, cuda::target::backward_supports<strategy>, \
-     cuda::target::backward_prepare<strategy>}
+#define CULA_BACKWARD_ROW(name, target, strategy) \
+    {name,                                        \
+     Pass::kBackward,                             \
+     DeviceKind::kCuda,                           \
+     cuda::target::backward_supports<strategy>,   \
+     cuda::target::backward_prepare<strategy>,    \
+     nullptr,                                     \
+     cuda::target::saving}
 
 #if defined(CULA_WITH_CUDA)
 using cuda::chunked::StrategyKind;

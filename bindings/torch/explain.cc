@@ -45,7 +45,7 @@ constexpr char kExplainSchema[] =
     "explain(str pass_name, str algorithm, str device, *, int batch, int tokens, int sequences, int heads, "
     "int value_heads, int key_dim, int value_dim, str dtype, str state_dtype, str gate, float lower_bound, "
     "bool varlen, bool beta_per_value, bool checkpoints, bool chunk_states, bool tree, int chunk_tokens, "
-    "bool batch_invariant, str costs, bool qk_l2norm=False) -> str";
+    "bool batch_invariant, str costs, bool qk_l2norm=False, bool saves=False) -> str";
 
 template <class T>
 T one_of(std::string_view argument, std::string_view text, std::initializer_list<T> values) {
@@ -117,8 +117,9 @@ std::vector<double> parse_costs(std::string_view text) {
     return costs;
 }
 
-// Rows of the registry, one a line: target, "chosen", "yes" or "no", the reason, and the microseconds that it
-// is predicted to take, or nothing; separated by tabs.
+// Rows of the registry, one a line: target, "chosen", "yes" or "no", the reason, the microseconds that it is
+// predicted to take, or nothing, and of a call that saves the three numbers of Saving, or nothing; separated
+// by tabs.
 void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     Arguments arguments(stack);
     const String pass_name = arguments.string(), algorithm = arguments.string(), device = arguments.string();
@@ -137,6 +138,7 @@ void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const std::vector<double> costs = parse_costs(cost_text.view());
     problem.costs = costs;
     problem.qk_l2norm = arguments.value<bool>();
+    problem.saves = arguments.value<bool>();
 
     problem.pass = one_of("pass_name", pass_name.view(),
                           {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment, Pass::kBackward});
@@ -155,7 +157,11 @@ void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     for (const Explanation& row : explain(problem)) {
         const char* verdict = row.chosen ? "chosen" : row.support ? "yes" : "no";
         text += std::string(row.target) + "\t" + verdict + "\t" + row.support.reason() + "\t" +
-                (row.microseconds ? std::to_string(*row.microseconds) : "") + "\n";
+                (row.microseconds ? std::to_string(*row.microseconds) : "") + "\t";
+        if (row.saving)
+            text += std::to_string(row.saving->chunk_tokens) + " " + std::to_string(row.saving->words) + " " +
+                    std::to_string(row.saving->most_chunks);
+        text += "\n";
     }
     stack[0] = torch::stable::detail::from(text);
 }

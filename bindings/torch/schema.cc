@@ -32,6 +32,7 @@ constexpr Parameter kPrefill[] = {
     {"checkpoint_plan", "Tensor?", &Args::checkpoint_plan},
     {"chunk_states", "Tensor(d!)?", &Args::chunk_states},
     {"kept", "Tensor?", &Args::kept},
+    {"saved", "Tensor(e!)?", &Args::saved},
 };
 
 constexpr Parameter kVerify[] = {
@@ -52,6 +53,7 @@ constexpr Parameter kBackward[] = {
     {"has_initial_state", "Tensor?", &Args::has_initial_state},
     {"d_o", "Tensor?", &Args::d_o},
     {"d_final_state", "Tensor?", &Args::d_final_state},
+    {"saved", "Tensor?", &Args::saved},
     {"d_q", "Tensor(a!)?", &Args::d_q},
     {"d_k", "Tensor(b!)?", &Args::d_k},
     {"d_v", "Tensor(c!)?", &Args::d_v},
@@ -131,6 +133,7 @@ constexpr TensorRef Args::* kUsualFirst[] = {
     &Args::d_A_log,
     &Args::d_dt_bias,
     &Args::d_initial_state,
+    &Args::saved,
 };
 
 // What the default overload does not take: what is written, what says where, and what was kept.
@@ -150,6 +153,7 @@ constexpr TensorRef Args::* kOfOut[] = {
 
 constexpr bool takes(Pass pass, Form form, TensorRef Args::* field) {
     if (form == Form::kOut) return true;
+    if (field == &Args::saved) return pass == Pass::kBackward;
     if (std::ranges::any_of(kGradients, [&](const Gradient& row) { return row.field == field; }))
         return false;
     // A state that the call makes has no slots: what gathers its states writes them to slots, too.
@@ -177,6 +181,7 @@ constexpr bool takes(Pass pass, Form form, const Option& option) {
     if (option.name == "in_place") return !makes && has_outputs(pass);
     if (option.name == "make_final_state") return makes_state;
     if (option.name == "k_first") return makes_state || (makes && !has_outputs(pass));
+    if (option.name == "save") return makes && pass == Pass::kPrefill;
     if (option.name == "gradients") return makes && pass == Pass::kBackward;
     if (option.name == "make_m" || option.name == "make_b") return makes && pass == Pass::kSegment;
     return option.name != "keep" || pass == Pass::kSegment;

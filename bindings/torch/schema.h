@@ -72,6 +72,9 @@ struct Options {
     std::int64_t make_final_state = 0;  // one for each sequence
     std::int64_t make_m = 0, make_b = 0;
     std::int64_t keep = 0;  // make what a prefill of the same tokens takes as `kept`
+    // Where a prefill has derivatives, keep for them what they would compute again. Derivatives are Python's
+    // (python/cula/_autograd.py): the call itself is the same.
+    std::int64_t save = 0;
     std::int64_t chunk_tokens = kChunkTokens;
     std::int64_t gradients = 0;  // which ones a backward makes: bit i is row i of kGradients
 };
@@ -100,6 +103,7 @@ inline constexpr std::array kOptions{
     Option{"keep", &Options::keep, 19, 1},
     Option{"chunk_tokens", &Options::chunk_tokens, 20, 12},
     Option{"gradients", &Options::gradients, 32, 8},
+    Option{"save", &Options::save, 40, 1},
 };
 
 // In the order of the enumerators.
@@ -114,7 +118,7 @@ std::int64_t known_bits(Pass pass, Form form);
 // it is a number; separated by tabs.
 std::string option_bits();
 
-inline constexpr std::size_t kMaxTensors = 21;
+inline constexpr std::size_t kMaxTensors = 22;
 
 // The tensors of an overload, in the order of its schema.
 struct Parameters {

@@ -92,6 +92,15 @@ struct Composition {
 // Throws Error for arguments that are not as described.
 void compose(const Composition& composition, const Context& context = {});
 
+// What a prefill saves for the backward of the same call (Args::saved): `words` int32 of every chunk of
+// chunk_tokens tokens and every value head, of at most most_chunks chunks. Without cu_seqlens each row of the
+// batch has T / chunk_tokens chunks, rounded up; with them there are T / chunk_tokens, rounded down, and one
+// more for each sequence.
+struct Saving {
+    int chunk_tokens = kChunkTokens;
+    std::int64_t words = 0, most_chunks = 0;
+};
+
 // Whether one target takes a problem, and if not, why.
 struct Explanation {
     std::string_view target;
@@ -99,6 +108,7 @@ struct Explanation {
     bool chosen;
     // What the target would take, if it takes the problem and has a model of its time.
     std::optional<double> microseconds;
+    std::optional<Saving> saving;  // of a problem with `saves` that the target takes
 };
 
 // An Explanation for each row of the registry for the problem's pass, in order of preference. At most one is

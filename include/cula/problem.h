@@ -130,6 +130,12 @@ struct Args {
     bool keep = false;
     TensorRef kept;  // [bytes / 4] int32
 
+    // What a backward would otherwise compute again: a prefill writes it, and the backward of a call with the
+    // same inputs and options reads it. Which targets do, and its shape, explain() says
+    // (Explanation::saving). Such a prefill takes a write strength nearer to zero than 2^-40 (float16: 2^-12)
+    // for that, as every backward in chunks does.
+    TensorRef saved;  // [chunks, HV, words] int32, contiguous, at a multiple of 128 bytes
+
     // Backward: the gradients of a prefill with the inputs above, from those of its outputs (ALGORITHM.md,
     // "Backward"). States are dense: there are no indices and no pool.
     // Inputs: the gradient of o, in the dtype of q or float32, contiguous in its last dimension, other
@@ -178,6 +184,7 @@ struct Problem {
     bool batch_invariant = false;
     bool qk_l2norm = false;
     bool wide_d_o = false;  // backward: d_o is not of `dtype`
+    bool saves = false;     // Args::saved is given
     // Costs to predict times with instead of the device's own (src/cuda/machines.h), in the order of Costs,
     // of the family of the problem; empty: its own. For fitting them.
     std::span<const double> costs = {};

@@ -3,7 +3,8 @@
 
 The default overloads of prefill and decode have a backward pass, `torch.ops.cula.backward`; everything else
 refuses before it runs, with the name of the argument. A call saves its inputs and nothing besides: the
-backward pass computes what it needs of the forward pass again.
+backward pass computes what it needs of the forward pass again. Where `options` says "save", and a kernel does
+it, a prefill also keeps what the backward pass would compute again (`Saver`).
 """
 
 from __future__ import annotations
@@ -32,26 +33,37 @@ def differentiable(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callab
     class Derivatives(Function):
         @staticmethod
         def forward(
-            ctx: _Context, keys: torch._C.DispatchKeySet, named: str | None, *arguments: Any
+            ctx: _Context,
+            keys: torch._C.DispatchKeySet,
+            named: str | None,
+            saver: Saver | None,
+            *arguments: Any,
         ) -> object:
             given = dict(zip(names, arguments, strict=False))
+            saved = None if saver is None else saver.room(given)
+            if saver is None or saved is None:
+                result = run(keys, *arguments)
+            else:
+                result = saver.prefill(given, saved)
+                given["saved"], named = saved, saver.target
             ctx.tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
             ctx.others = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
             ctx.others["backend"] = named
             ctx.save_for_backward(*(given[name] for name in ctx.tensors))
             ctx.set_materialize_grads(False)
-            return run(keys, *arguments)
+            return result
 
         @staticmethod
         def backward(ctx: _Context, d_o: Tensor | None, d_final_state: Tensor | None = None) -> object:
             given = {**ctx.others, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))}
-            _, _, *needed = ctx.needs_input_grad
+            _, _, _, *needed = ctx.needs_input_grad
             wanted = [each in given and needed[names.index(each)] for each in _gradients()]
             with torch.no_grad():
                 made = dict(zip(_gradients(), gradients(given, wanted, d_o, d_final_state), strict=True))
             if torch.is_grad_enabled():
-                made = differentiated_once(made, [*ctx.saved_tensors, d_o, d_final_state])
-            return None, None, *(made.get(each) for each in names[: len(needed)])
+                inputs = [given[name] for name in ctx.tensors if name != "saved"]
+                made = differentiated_once(made, [*inputs, d_o, d_final_state])
+            return None, None, None, *(made.get(each) for each in names[: len(needed)])
 
     def call(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> object:
         if forward_ad._current_level >= 0:
@@ -62,7 +74,9 @@ def differentiable(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callab
         refuse_gradients(op, given)
         named = backend(_ops.op_name(op), given)
         last = max(names.index(each) for each in given)
-        return Derivatives.apply(keys, named, *(given.get(each) for each in names[: last + 1]))
+        return Derivatives.apply(
+            keys, named, saver_of(given), *(given.get(each) for each in names[: last + 1])
+        )
 
     return call
 
@@ -92,11 +106,11 @@ def gradients(
     the order of `GRADIENTS`."""
     bit = _ops.bit
     k_first = given["options"] & bit("k_first")
-    options = given["options"] & ~bit("make_final_state")
+    options = given["options"] & ~bit("make_final_state") & ~bit("save")
     if k_first and d_final_state is not None:
         d_final_state = d_final_state.transpose(-1, -2)
     names = ("q", "k", "v", "g", "beta", "decay", "A_log", "dt_bias", "lower_bound", "cu_seqlens", "scale",
-             "initial_state", "has_initial_state", "backend")  # fmt: skip
+             "initial_state", "has_initial_state", "backend", "saved")  # fmt: skip
     operands = {name: given[name] for name in names if given.get(name) is not None}
     operands |= {"d_o": d_o, "d_final_state": d_final_state}
     made: list[Tensor | None]
@@ -316,14 +330,56 @@ def backend(who: str, given: Mapping[str, Any]) -> str | None:
     )
 
 
+class Saver(NamedTuple):
+    """A kernel that keeps, in a prefill, what the backward pass would compute again: `words` int32 of each
+    chunk of `chunk_tokens` tokens and each value head, of at most `most_chunks` chunks."""
+
+    target: str
+    chunk_tokens: int
+    words: int
+    most_chunks: int
+
+    def room(self, given: Mapping[str, Any]) -> Tensor | None:
+        """Memory for what a call of those arguments keeps; None where that is too much, and where there is
+        nothing."""
+        q, v, cu_seqlens = given["q"], given["v"], given.get("cu_seqlens")
+        if cu_seqlens is None:
+            chunks = (q.shape[1] + self.chunk_tokens - 1) // self.chunk_tokens * q.shape[0]
+        else:
+            chunks = q.shape[1] // self.chunk_tokens + cu_seqlens.shape[0] - 1
+        if q.shape[1] == 0 or chunks == 0 or chunks > self.most_chunks:
+            return None
+        room: Tensor = q.new_empty((chunks, v.shape[2], self.words), dtype=torch.int32)
+        return room
+
+    def prefill(self, given: Mapping[str, Any], saved: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The prefill of those arguments, which writes into `saved`."""
+        arguments = {name: value for name, value in given.items() if value is not None}
+        arguments["options"] &= ~_ops.bit("save")
+        o, final_state = ops.prefill.out(**(arguments | {"saved": saved, "backend": self.target}))
+        return o, final_state
+
+
+def saver_of(given: Mapping[str, Any]) -> Saver | None:
+    """What keeps something for the backward pass of a call of those arguments, where it asks for that; None
+    if nothing does, and the backward pass computes all again."""
+    if not given["options"] & _ops.bit("save"):
+        return None
+    named = given.get("backend")
+    for row in _rows_of(given, saves=True) or ():
+        if row.runs and (named is None or row.target == named):
+            return Saver(row.target, *row.saving)
+    return None
+
+
 def has_backend(given: Mapping[str, Any]) -> bool:
     """Whether some kernel takes the backward pass of a call of those arguments."""
     return any(row.runs for row in _rows_of(given) or ())
 
 
-def _rows_of(given: Mapping[str, Any]) -> list[_Row] | None:
-    """The kernels of the backward pass; None for what is no problem at all, which the call itself refuses, or
-    never runs."""
+def _rows_of(given: Mapping[str, Any], saves: bool = False) -> list[_Row] | None:
+    """The kernels of the backward pass, or with `saves` those of a prefill that keeps something for it; None
+    for what is no problem at all, which the call itself refuses, or never runs."""
     q, v, beta, state = given["q"], given["v"], given.get("beta"), given.get("initial_state")
     if q.dim() != 4 or v.dim() != 4 or q.device.type not in ("cpu", "cuda"):
         return None
@@ -333,20 +389,23 @@ def _rows_of(given: Mapping[str, Any]) -> list[_Row] | None:
         return _rows(
             given["options"] & 0xFF, given["options"] >> 8 & 3,
             q.device.type if q.device.type != "cuda" else f"cuda:{q.device.index}",
-            int(q.shape[3]), min(int(v.shape[3]), VALUE_CHANNELS), str(q.dtype).removeprefix("torch."),
+            int(q.shape[3]), int(v.shape[3]) if saves else min(int(v.shape[3]), VALUE_CHANNELS),
+            str(q.dtype).removeprefix("torch."),
             str(torch.float32 if state is None else state.dtype).removeprefix("torch."),
             isinstance(beta, Tensor) and beta.dim() == 4, given.get("lower_bound") or -1.0,
+            (int(q.shape[2]), int(v.shape[2])) if saves else None,
         )  # fmt: skip
     except (ValueError, IndexError):
         return None
 
 
 class _Row(NamedTuple):
-    """A kernel of the backward pass, whether it takes a call, and why not."""
+    """A kernel, whether it takes a call, and why not. saving: the numbers of `Saver`, if it does."""
 
     target: str
     runs: bool
     reason: str
+    saving: tuple[int, int, int] = (0, 0, 0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -360,15 +419,24 @@ def _rows(
     state_dtype: str,
     beta_per_value: bool,
     lower_bound: float,
+    saving_heads: tuple[int, int] | None,
 ) -> list[_Row]:
+    """saving_heads: H and HV of a prefill that saves; None: of a backward pass, which they do not matter
+    to."""
     algorithm = _ops.algorithms().splitlines()[row].partition("\t")[0]
+    heads, value_heads = saving_heads or (1, 1)
     with _disable_current_modes():
         text = _ops.explain(
-            "backward", algorithm, device, batch=1, tokens=64, sequences=1, heads=1, value_heads=1,
+            "backward" if saving_heads is None else "prefill", algorithm, device, batch=1, tokens=64,
+            sequences=1, heads=heads, value_heads=value_heads,
             key_dim=key_dim, value_dim=value_dim, dtype=dtype, state_dtype=state_dtype,
             gate=("log_decay", "softplus", "bounded")[gate], lower_bound=lower_bound, varlen=False,
             beta_per_value=beta_per_value, checkpoints=False, chunk_states=False, tree=False,
-            chunk_tokens=64, batch_invariant=False, costs="",
+            chunk_tokens=64, batch_invariant=False, costs="", saves=saving_heads is not None,
         )  # fmt: skip
     lines = (line.split("\t") for line in text.splitlines())
-    return [_Row(target, verdict != "no", reason) for target, verdict, reason, _ in lines]
+    rows = []
+    for target, verdict, reason, _, saving in lines:
+        chunk_tokens, words, most_chunks = map(int, saving.split() or (0, 0, 0))
+        rows.append(_Row(target, verdict != "no", reason, (chunk_tokens, words, most_chunks)))
+    return rows

@@ -14,16 +14,27 @@ from . import _fla, _ops, _passes
 from ._build import build_info
 
 
+class Saving(NamedTuple):
+    """What a kernel keeps of a prefill for the backward pass: `bytes` of each chunk of `chunk_tokens` tokens
+    and each value head, of at most `most_chunks` chunks."""
+
+    chunk_tokens: int
+    bytes: int
+    most_chunks: int
+
+
 class Row(NamedTuple):
     """A kernel of the registry: `verdict` is "chosen", "yes" (it would do) or "no" because of `reason`.
 
     microseconds: of the device, as the library predicts them where it has several ways to run a call, for
-    sequences of equal length; of the target's plain name, those of the way that it takes."""
+    sequences of equal length; of the target's plain name, those of the way that it takes. saving: with
+    `disable_recompute`, what the kernel keeps, or reads in a backward pass."""
 
     target: str
     verdict: str
     reason: str
     microseconds: float | None = None
+    saving: Saving | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,7 +43,8 @@ class Explanation:
 
     problem: str
     rows: tuple[Row, ...]
-    note: str = ""  # what a build without CUDA kernels has to say of a problem on a GPU
+    # What a build without CUDA kernels has to say of a problem on a GPU, and what disable_recompute keeps.
+    note: str = ""
 
     @property
     def chosen(self) -> str | None:
@@ -81,6 +93,7 @@ def explain(
     chunk_size: int = 64,
     deterministic: bool | str | None = None,
     device: torch.device | str | None = None,
+    disable_recompute: bool = False,
 ) -> Explanation:
     """Every kernel of the registry for a problem: the one that would run, the microseconds that the ways to
     run it are predicted to take on the device, where there is a model, and why others cannot run it, in a
@@ -92,6 +105,8 @@ def explain(
     device: a device, or an architecture that need not be here, `"sm_90"`; None is the current GPU, or else
     the CPU. The other arguments have the names and meanings of the calls they describe (`cula.api`). In a
     backward pass the gradient of o counts as one of `dtype`.
+    disable_recompute: of a prefill, which kernel keeps what for the backward pass, and of a backward pass,
+    which kernels read that. Where none is chosen, a call runs as without it.
     """
     place = _place(device)
     _check_types(str, algorithm=algorithm, pass_name=pass_name, gate=gate)
@@ -103,6 +118,11 @@ def explain(
     _check_types(torch.dtype, dtype=dtype, state_dtype=state_dtype)
     _check_types(bool, varlen=varlen, beta_per_value=beta_per_value, checkpoints=checkpoints, tree=tree)
     _check_types(bool, chunk_states=chunk_states, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    _check_types(bool, disable_recompute=disable_recompute)
+    if disable_recompute and pass_name not in ("prefill", "backward"):
+        raise ValueError(
+            f"explain: disable_recompute must be False for {pass_name}: it belongs to prefill and backward"
+        )
     if isinstance(lower_bound, bool) or not isinstance(lower_bound, float | int):
         raise TypeError(f"explain: lower_bound must be of type float, got {_ops.type_name(lower_bound)}")
     if not -math.inf < lower_bound < 0:
@@ -118,7 +138,7 @@ def explain(
             state_dtype=_name(state_dtype), gate=gate, lower_bound=lower_bound, varlen=varlen,
             beta_per_value=beta_per_value, checkpoints=checkpoints, chunk_states=chunk_states, tree=tree,
             chunk_tokens=chunk_size, batch_invariant=batch_invariant, costs="",
-            qk_l2norm=use_qk_l2norm_in_kernel,
+            qk_l2norm=use_qk_l2norm_in_kernel, saves=disable_recompute,
         )  # fmt: skip
     except RuntimeError as error:
         if (reason := str(error).partition("cula: device count: ")[2]) == "":
@@ -130,13 +150,35 @@ def explain(
     shape = f"B={batch} T={tokens} H={heads} HV={value_heads} K={key_dim} V={value_dim}"
     problem = f"{algorithm} {pass_name} on {place}: {shape}, {_name(dtype)}, {_name(state_dtype)} state"
     rows = tuple(_row(line) for line in text.splitlines())
-    note = "" if place == "cpu" or build_info().cuda else build_info().note()
-    return Explanation(problem, rows, note)
+    notes = [] if place == "cpu" or build_info().cuda else [build_info().note()]
+    if disable_recompute:
+        problem += ", disable_recompute"
+        notes += _saving_note(rows, tokens, sequences, value_heads, varlen)
+    return Explanation(problem, rows, "\n".join(notes))
+
+
+def _saving_note(
+    rows: tuple[Row, ...], tokens: int, sequences: int, value_heads: int, varlen: bool
+) -> Iterator[str]:
+    chosen = next((row for row in rows if row.verdict == "chosen"), None)
+    if chosen is None or chosen.saving is None:
+        yield "nothing is kept: the backward pass computes all again"
+        return
+    size, kept = chosen.saving.chunk_tokens, chosen.saving.bytes
+    chunks = tokens // size + sequences if varlen else -(-tokens // size) * sequences
+    yield (
+        f"{chosen.target}: {kept / 2**10:.1f} KiB are kept of each chunk of {size} tokens and value head, "
+        f"{chunks * value_heads * kept / 2**20:.0f} MiB in all"
+    )
 
 
 def _row(line: str) -> Row:
-    target, verdict, reason, microseconds = line.split("\t")
-    return Row(target, verdict, reason, float(microseconds) if microseconds else None)
+    target, verdict, reason, microseconds, saving = line.split("\t")
+    time = float(microseconds) if microseconds else None
+    if not saving:
+        return Row(target, verdict, reason, time)
+    chunk_tokens, words, most_chunks = map(int, saving.split())
+    return Row(target, verdict, reason, time, Saving(chunk_tokens, 4 * words, most_chunks))
 
 
 def _check_types(kind: type, **given: object) -> None:

@@ -88,7 +88,9 @@ class Outputs:
 
 NO_STATES, NO_OUTPUTS = States(), Outputs()
 
-IN_PLACE, _K_FIRST, _FINAL_STATE, _KEEP = map(_ops.bit, ("in_place", "k_first", "make_final_state", "keep"))
+IN_PLACE, _K_FIRST, _FINAL_STATE, _KEEP, _SAVE = map(
+    _ops.bit, ("in_place", "k_first", "make_final_state", "keep", "save")
+)
 _MAPS = _ops.bit("make_m") + _ops.bit("make_b")
 
 
@@ -119,9 +121,10 @@ def forward(
     kept: Tensor | None = None,
     decay: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    disable_recompute: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs `_ops.prefill` or `_ops.decode`; returns o, the final state or the pool, and the states at chunk
-    starts."""
+    starts. disable_recompute: of a prefill; without effect where there are no gradients."""
     A_log, dt_bias, lower_bound = gate.A_log, gate.dt_bias, gate.lower_bound
     initial_state, pool, v_first = states.initial, states.pool, states.v_first
     null_index = states.null_index
@@ -156,6 +159,8 @@ def forward(
     # The usual calls, apart from the others because a keyword costs Python a tenth of a microsecond.
     if dense and kept is None and checkpoints is None and not wants_chunk_states:
         if out is None:
+            if disable_recompute:
+                options |= _SAVE
             o, final_state = op.make(
                 q, k, v, options, g=g, beta=beta, decay=decay, A_log=A_log, dt_bias=dt_bias,
                 lower_bound=lower_bound, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,

@@ -115,7 +115,9 @@ def cula_kda(
     use_qk_l2norm_in_kernel: normalise q and k, `x * rsqrt(sum(x * x) + 1e-6)`.
     safe_gate: a promise that the log decay lies in [-5, 0), which no kernel here needs; other bounds are
         refused.
-    disable_recompute: accepted for FLA's signature, and without effect: every backward pass recomputes.
+    disable_recompute: keep for the backward pass what it would compute again: more memory, less time
+        (docs/guide/training.md, "Memory"). Without effect without gradients, and where no kernel keeps
+        anything: on CPUs, for float32, beyond 256 value channels, and for more chunks than one slab holds.
     kwargs: `chunk_size`, the spacing of h.
 
     Returns (o `[B, T, HV, V]` in q's dtype, final state or None), and h if asked for. Everything else:
@@ -138,7 +140,7 @@ def cula_kda(
             null_index, state_v_first,
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
-        backend, deterministic, device, kept,
+        backend, deterministic, device, kept, disable_recompute=disable_recompute,
     ))  # fmt: skip
 
 

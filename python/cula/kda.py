@@ -57,9 +57,9 @@ def chunk_kda(
     raw gate (softplus, or bounded where `lower_bound` is given), beta `[B, T, HV]`. `A_log` and `dt_bias`
     hold HV and HV * K values. States are float32 `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; h,
     the states at chunk starts, is `[B, NT, HV, K, V]` in k's dtype and needs `torch.inference_mode()`.
-    `use_graph` and `max_num_seqs` change nothing: no call reads lengths on the host. Nor does
-    `disable_recompute`: every backward pass recomputes. Tokens of no sequence give zeros. With `cp_context`
-    the tokens are the rank's, as in `cula.dist.cula_kda_cp`. Errors are FLA's.
+    `use_graph` and `max_num_seqs` change nothing: no call reads lengths on the host. `disable_recompute` is
+    that of `cula.cula_kda`, and changes nothing with `cp_context`. Tokens of no sequence give zeros. With
+    `cp_context` the tokens are the rank's, as in `cula.dist.cula_kda_cp`. Errors are FLA's.
     """
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
@@ -90,7 +90,7 @@ def chunk_kda(
             _ops.prefill, "kda", q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, dense(initial_state, state_v_first),
             Outputs(None, output_final_state, None, return_intermediate_states, chunk_size),
-            cu_seqlens_cpu=cu_seqlens_cpu,
+            cu_seqlens_cpu=cu_seqlens_cpu, disable_recompute=disable_recompute,
         )  # fmt: skip
         return (o, final_state) if h is None else (o, final_state, h)
     except Exception as error:

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <optional>
 
 #include "core/check.h"
 #include "core/forks.h"
@@ -23,6 +24,13 @@ bool names_target(std::string_view backend, std::string_view target) {
 
 std::string_view name(DeviceKind kind) { return kind == DeviceKind::kCpu ? "CPU" : "CUDA"; }
 
+// How many chunks a call with `saved` has, at most.
+std::int64_t saved_chunks(const Problem& problem, const Saving& of) {
+    if (problem.tokens == 0) return 0;
+    if (problem.varlen) return problem.tokens / of.chunk_tokens + problem.sequences;
+    return (problem.tokens + of.chunk_tokens - 1) / of.chunk_tokens * problem.sequences;
+}
+
 // Checks what holds for every kernel, then asks the kernel itself.
 Support supports(const Kernel& kernel, const Problem& problem) {
     if (kernel.device != problem.device.kind)
@@ -30,7 +38,19 @@ Support supports(const Kernel& kernel, const Problem& problem) {
                            std::string(name(problem.device.kind)));
     if (problem.key_dim > kLargestDim)
         return Support::no("takes K up to 256, got " + std::to_string(problem.key_dim));
-    return kernel.supports(problem);
+    if (problem.saves && !kernel.saving)
+        return Support::no(problem.pass == Pass::kBackward ? "computes all itself, and takes no saved"
+                                                           : "saves nothing that a backward would compute");
+    if (problem.saves && problem.value_dim > kLargestDim)
+        return Support::no("saves V up to 256, got " + std::to_string(problem.value_dim));
+    Support any = kernel.supports(problem);
+    if (!any || !problem.saves) return any;
+    const std::int64_t chunks = saved_chunks(problem, kernel.saving(problem)),
+                       most = kernel.saving(problem).most_chunks;
+    if (chunks < 1 || chunks > most)
+        return Support::no("saves from 1 to " + std::to_string(most) + " chunks, got " +
+                           std::to_string(chunks));
+    return any;
 }
 
 bool named(const Kernel& kernel, std::string_view backend) {
@@ -222,8 +242,11 @@ std::vector<Explanation> explain(const Problem& problem) {
         Support support = supports(kernel, problem);
         const bool chosen = !found && support;
         found = found || chosen;
-        const Prediction prediction = support && kernel.predict ? kernel.predict(problem) : std::nullopt;
-        rows.push_back({kernel.target, std::move(support), chosen, prediction});
+        const bool models = support && kernel.predict && !problem.saves;
+        const Prediction prediction = models ? kernel.predict(problem) : std::nullopt;
+        std::optional<Saving> saving;
+        if (support && problem.saves) saving = kernel.saving(problem);
+        rows.push_back({kernel.target, std::move(support), chosen, prediction, saving});
     }
     return rows;
 }

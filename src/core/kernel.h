@@ -46,6 +46,9 @@ struct Kernel {
     Support (*supports)(const Problem&);
     PreparedPtr (*prepare)(const Problem&, const Args&, const Context&);
     Prediction (*predict)(const Problem&) = nullptr;  // of a problem that it supports; null: no model
+    // What it saves for a backward, or a backward reads of a prefill: of a problem that it supports but for
+    // its size; null: nothing.
+    Saving (*saving)(const Problem&) = nullptr;
 };
 
 // Kernel::prepare of a kernel whose plan is the size of its workspace: kWorkspaceBytes(args, context) or

@@ -37,6 +37,7 @@ public:
         if (pass_ == Pass::kVerify) check_verify();
         if (pass_ == Pass::kSegment) check_segment();
         if (pass_ == Pass::kBackward) check_backward();
+        if (args_.saved) check_saved();
         refuse_foreign();
         if (host_readable_ && may_fork(args_)) check_forks();
     }
@@ -293,6 +294,22 @@ private:
         writable("chunk_states", dense);
     }
 
+    // Its shape is the kernel's to check.
+    void check_saved() const {
+        const TensorRef& saved = args_.saved;
+        shape("saved", saved, {{"chunks", kAny}, {"HV", value_heads_}, {"words", kAny}});
+        dtype("saved", saved, {Dtype::kInt32});
+        CULA_REQUIRE(saved.stride[2] == 1 && saved.stride[1] == saved.size[2] &&
+                         saved.stride[0] == saved.size[1] * saved.size[2],
+                     "saved", "be contiguous",
+                     "strides of " + std::to_string(saved.stride[0]) + ", " +
+                         std::to_string(saved.stride[1]) + " and " + std::to_string(saved.stride[2]));
+        const auto beyond = reinterpret_cast<std::uintptr_t>(saved.data) % 128;
+        CULA_REQUIRE(beyond == 0, "saved", "start at a multiple of 128 bytes",
+                     std::to_string(beyond) + " bytes beyond one");
+        CULA_REQUIRE(!args_.kept, "saved", "be left out with kept", "both");
+    }
+
     void check_plan() const {
         const TensorRef& plan = args_.checkpoint_plan;
         std::vector<std::int64_t> used;
@@ -513,6 +530,8 @@ private:
                               {"checkpoints.plan", &args_.checkpoint_plan},
                               {"chunk_states", &args_.chunk_states},
                               {"kept", &args_.kept}});
+        CULA_REQUIRE(!args_.saved || pass_ == Pass::kPrefill || pass_ == Pass::kBackward, "saved",
+                     "be left out: it belongs to prefill and backward", "a tensor");
         only(Pass::kVerify, {{"state_indices", &args_.state_indices},
                              {"num_accepted", &args_.num_accepted},
                              {"snapshots", &args_.snapshots},
@@ -559,6 +578,7 @@ Problem describe(Pass pass, const Args& args, const Device& device) {
     problem.batch_invariant = args.batch_invariant;
     problem.qk_l2norm = args.qk_l2norm;
     problem.wide_d_o = args.d_o && args.d_o.dtype != args.q.dtype;
+    problem.saves = static_cast<bool>(args.saved);
     return problem;
 }
 

@@ -13,6 +13,7 @@ Call make_call(const Args& args, const Context& context) {
     call.follows = context.device.compute_capability >= 90;
     call.segment = args.segment_b || args.keep;
     call.kept = args.kept.data;
+    call.saved = args.saved.data;
     return call;
 }
 

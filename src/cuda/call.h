@@ -17,10 +17,11 @@ struct Call {
     int multiprocessors = 0;
     std::size_t shared_bytes_limit = 0;  // of one CTA
     void* workspace = nullptr;
-    bool follows = false;  // PDL: kernels may start before the previous one ends (LaunchShape::early); sm_90
-    bool goes_on = false;  // the launches before are of the same call
-    bool segment = false;  // a segment call: for its maps, or for the workspace that it keeps
-    void* kept = nullptr;  // the workspace that a segment call has left to this prefill (Args::keep)
+    bool follows = false;   // PDL: kernels may start before the previous one ends (LaunchShape::early); sm_90
+    bool goes_on = false;   // the launches before are of the same call
+    bool segment = false;   // a segment call: for its maps, or for the workspace that it keeps
+    void* kept = nullptr;   // the workspace that a segment call has left to this prefill (Args::keep)
+    void* saved = nullptr;  // Args::saved
 };
 
 Call make_call(const Args& args, const Context& context);

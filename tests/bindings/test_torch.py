@@ -55,7 +55,7 @@ def test_opcheck_all_outputs():
 
 def test_schemas_say_what_is_written():
     written = {
-        "prefill": {"o", "final_state", "checkpoints", "chunk_states"},
+        "prefill": {"o", "final_state", "checkpoints", "chunk_states", "saved"},
         "decode": {"o", "final_state"},
         "verify": {"o", "final_state", "snapshots"},
         "segment": {"m", "b"},

@@ -62,8 +62,10 @@ def backward(
     backend: str = "",
     wanted: Iterable[str] | None = None,
     batch_invariant: bool = False,
+    saved: torch.Tensor | None = None,
 ) -> Gradients:
-    """The gradients of dense calls: a pool of `inputs` is none of its states."""
+    """The gradients of dense calls: a pool of `inputs` is none of its states. saved: what a prefill of the
+    same inputs has kept."""
     assert inputs.initial_state_indices is None
     found = {name: empty(inputs, name) for name in (names(inputs) if wanted is None else wanted)}
     call(
@@ -77,6 +79,7 @@ def backward(
         d_o=d_o,
         d_final_state=d_final_state,
         batch_invariant=batch_invariant,
+        saved=saved,
     )
     for name, gradient in found.items():
         assert_nothing_beside(name, gradient)

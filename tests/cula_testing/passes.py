@@ -102,6 +102,7 @@ def prefill(
     chunk_tokens: int = 64,
     batch_invariant: bool = False,
     null_index: int = -1,
+    saved: torch.Tensor | None = None,
 ) -> Result:
     o = empty_o(inputs) if o is None else o
     if not in_place and final_state is None:
@@ -121,6 +122,7 @@ def prefill(
         chunk_tokens=chunk_tokens,
         batch_invariant=batch_invariant,
         null_index=null_index,
+        saved=saved,
     )
     return Result(o=o, final_state=states["final_state"], checkpoints=checkpoints, chunk_states=chunk_states)
 

@@ -100,6 +100,28 @@ bool same_bits(const std::vector<double>& x, const std::vector<double>& y) {
     return std::memcmp(x.data(), y.data(), x.size() * sizeof(double)) == 0;
 }
 
+// Whether the instances are linked that a prefill with `saved` takes beside its own.
+bool may_save(const Args& args) {
+    const std::string pass = varies_by_channel(args.algorithm.decay) ? "backward_channel" : "backward_token",
+                      type = args.q.dtype == Dtype::kBFloat16 ? "__nv_bfloat16" : "__half";
+    const std::int64_t dim = args.q.size[3], key = dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
+    return std::ranges::any_of(kInstances, [&](const Case::Instance& of) {
+        return of.pass == pass && of.type == type && of.key == key;
+    });
+}
+
+// Args::saved of such a call, uninitialised.
+TensorRef make_saved(Case::Memory& memory, const Problem& problem) {
+    const Saving of = cuda::sm80::saving(problem);
+    const std::int64_t chunks =
+        problem.varlen ? problem.tokens / of.chunk_tokens + problem.sequences
+                       : (problem.tokens + of.chunk_tokens - 1) / of.chunk_tokens * problem.sequences;
+    TensorRef ref = TensorRef::contiguous(nullptr, Dtype::kInt32, {chunks, problem.value_heads, of.words});
+    const auto bytes = static_cast<std::size_t>(chunks * problem.value_heads * of.words) * 4;
+    ref.data = memory.blocks.emplace("saved", Guarded(bytes, 128)).first->second.data();
+    return ref;
+}
+
 enum class Outcome { kRight, kRefused };
 
 Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
@@ -118,25 +140,34 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
     Args args = call.with_outputs(memory, !draw.is("output_layouts", 3), false);
     Plan planned;
     PreparedPtr within;
+    // Chunked calls that are cut into slabs or segments although they are small.
+    cuda::backward::BackwardLimits limits;
+    const bool limited = call.pass == Pass::kBackward && call.target == "sm80";
+    if (limited) {
+        const std::int64_t kib = draw.number("slab_kib", {0, 0, 1, 400, 1000});
+        if (kib > 0) limits.slab_bytes = static_cast<std::size_t>(kib) * 1024;
+        limits.segments = draw.number("segments", {0, 0, 1, 2, 3, 5});
+    }
+    const auto prepare_within = [&](Pass pass, const Args& of) {
+        return cuda::sm80::backward_prepare_within(describe(pass, of, context.device), of, limits,
+                                                   cuda::chunked::StrategyKind::kAny);
+    };
+    const bool whole = limits.slab_bytes == cuda::backward::kBackwardSlabBytes,
+               saves = call.target == "sm80" && call.pass != Pass::kSegment && whole && args.q.size[1] > 0 &&
+                       may_save(args) && draw.is("saves", 3);
+    if (saves) args.saved = make_saved(memory, describe(call.pass, args, context.device));
     try {
         planned = plan(call.pass, args, context, call.target);
-        // Chunked calls that are cut into slabs or segments although they are small.
-        if (call.pass == Pass::kBackward && call.target == "sm80") {
-            const std::int64_t kib = draw.number("slab_kib", {0, 0, 1, 400, 1000}),
-                               segments = draw.number("segments", {0, 0, 1, 2, 3, 5});
-            cuda::backward::BackwardLimits limits;
-            if (kib > 0) limits.slab_bytes = static_cast<std::size_t>(kib) * 1024;
-            limits.segments = segments;
-            within = cuda::sm80::backward_prepare_within(describe(call.pass, args, context.device), args,
-                                                         limits, cuda::chunked::StrategyKind::kAny);
+        if (limited) {
+            within = prepare_within(call.pass, args);
             planned.workspace_bytes = within->workspace_bytes();
         }
     } catch (const Error& error) {
         if (verbose) std::printf("refused: %s\n", error.what());
         return Outcome::kRefused;
     }
-    const auto run_once = [&](const Args& of) {
-        context.workspace_bytes = std::max<std::size_t>(planned.workspace_bytes, 64);
+    const auto run_prepared = [&](const Prepared* prepared, std::size_t bytes, const Args& of) {
+        context.workspace_bytes = std::max<std::size_t>(bytes, 64);
         const Guarded workspace(context.workspace_bytes, alignment);
         context.workspace = workspace.data();
         emulator::doing = "--seed " + call_of + draw.text();
@@ -144,27 +175,53 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
         std::snprintf(where, sizeof where, "; the workspace is %zu bytes at %p", context.workspace_bytes,
                       context.workspace);
         emulator::doing += where;
-        if (within)
-            within->run(of, context);
+        if (prepared)
+            prepared->run(of, context);
         else
             cula::run(planned, of, context);
+        emulator::doing.clear();
     };
+    const auto run_once = [&](const Args& of) { run_prepared(within.get(), planned.workspace_bytes, of); };
     if (verbose) std::printf("%s\n", draw.text().c_str()), std::fflush(stdout);
+    Case::Memory of_prefill;
+    if (saves && call.pass == Pass::kBackward) {
+        // The prefill, whose outputs other calls are judged by.
+        Args prefill = call.args;
+        prefill.saved = args.saved, prefill.d_o = prefill.d_final_state = {};
+        const TensorRef& v = prefill.v;
+        prefill.o = TensorRef::contiguous(nullptr, v.dtype, {v.size[0], v.size[1], v.size[2], v.size[3]});
+        const auto bytes =
+            static_cast<std::size_t>(v.size[0] * v.size[1] * v.size[2] * v.size[3]) * size_bytes(v.dtype);
+        prefill.o.data = of_prefill.blocks.emplace("o", Guarded(bytes)).first->second.data();
+        const PreparedPtr first = prepare_within(Pass::kPrefill, prefill);
+        run_prepared(first.get(), first->workspace_bytes(), prefill);
+        memory.blocks.at("saved").remember();
+    }
     run_once(args);
-    emulator::doing.clear();
+    if (call.pass == Pass::kPrefill && saves) memory.blocks.at("saved").remember();
     if (const std::string name = call.touched(args, memory); !name.empty())
         throw std::runtime_error("writes beside the elements of " + name);
 
     if (twice) {
         settings.order = settings.order == 0 ? 9 : 0;
         Case::Memory second;
-        const Args again = call.with_outputs(second, true, false);
+        Args again = call.with_outputs(second, true, false);
+        again.saved = args.saved;
         run_once(again);
-        emulator::doing.clear();
         for (const Case::Output& output : call.outputs)
             if (!same_bits(elements(args.*output.field.ref), elements(again.*output.field.ref)))
                 throw std::runtime_error(std::string(output.field.name) +
                                          " differs in another order of threads");
+    }
+    if (saves && call.pass == Pass::kBackward) {
+        Case::Memory second;
+        const Args again = call.with_outputs(second, true, false);
+        const PreparedPtr both = prepare_within(call.pass, again);
+        run_prepared(both.get(), both->workspace_bytes(), again);
+        for (const Case::Output& output : call.outputs)
+            if (!same_bits(elements(args.*output.field.ref), elements(again.*output.field.ref)))
+                throw std::runtime_error(std::string(output.field.name) +
+                                         " differs from what is made without saved");
     }
     Case::Memory exact_memory, naive_memory;
     if (call.pass == Pass::kBackward && args.g && !args.d_g)  // for beside()

@@ -27,36 +27,53 @@ struct Ends {
 template <class T, int kKey, bool kSolves>
 class SliceCopies {
 public:
-    __device__ __forceinline__ SliceCopies(const SavedSlice<T, kKey>* first, SavedSlice<T, kKey>* slots,
-                                           int thread, bool ends)
-        : from_(reinterpret_cast<const uint4*>(first) + thread),
-          to_(shared_address(reinterpret_cast<uint4*>(slots) + thread)) {
+    // first: the index of the first slice.
+    __device__ __forceinline__ SliceCopies(const Saved<T, kKey>& saved, std::int64_t first,
+                                           SavedSlice<T, kKey>* slots, int thread, bool ends)
+        : saved_(saved),
+          slice_(static_cast<std::int32_t>(first)),
+          thread_at_(thread * 16),
+          to_(shared_address(reinterpret_cast<uint4*>(slots) + thread)),
+          mixed_is_carried_(kMixed >= 0 && kMixed * kThreads + thread < kCarried) {
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
             const int piece = i * kThreads + thread;
-            const bool of_d_values = piece >= kValues && piece < kOutputs;
-            in_[i] = piece < (ends ? kAll : kOutputs) && (kSolves || !of_d_values);
+            const bool of_writes = piece < kState, of_d_values = piece >= kCarried && piece < kOutputs;
+            in_[i] = piece < kAll && (of_writes || (of_d_values ? kSolves : ends));
         }
     }
 
     __device__ __forceinline__ void next(int slot) {
         const std::uint32_t to = to_ + slot * static_cast<int>(sizeof(Slice));
+        const auto* const carried =
+            reinterpret_cast<const unsigned char*>(saved_.carried + slice_) + thread_at_;
+        const auto* const returned =
+            reinterpret_cast<const unsigned char*>(saved_.returned + slice_) + thread_at_;
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i)
-            if (in_[i]) copy_async(to + i * kThreads * 16, from_ + i * kThreads);
-        from_ += kAll;
+        for (int i = 0; i < kSteps; ++i) {
+            const bool is_carried = i == kMixed ? mixed_is_carried_ : i * kThreads < kCarried;
+            const int place = i * kThreads * 16;
+            if (in_[i])
+                copy_async(to + place, is_carried ? carried + place : returned + place - kCarried * 16);
+        }
+        ++slice_;
     }
 
 private:
     using Slice = SavedSlice<T, kKey>;
-    static constexpr int kValues = offsetof(Slice, d_values) / 16, kOutputs = offsetof(Slice, d_outputs) / 16,
-                         kAll = sizeof(Slice) / 16, kThreads = Patches<kKey>::kThreads,
-                         kSteps = (kAll + kThreads - 1) / kThreads;
-    static_assert(kOutputs <= static_cast<int>(offsetof(Slice, state)) / 16);
+    // In pieces of 16 bytes.
+    static constexpr int kState = offsetof(Slice, state) / 16, kCarried = offsetof(Slice, d_values) / 16,
+                         kOutputs = offsetof(Slice, d_outputs) / 16, kAll = sizeof(Slice) / 16;
+    // kMixed: the step, if there is one, whose threads copy the last pieces of the carry's part and the first
+    // of the return's.
+    static constexpr int kThreads = Patches<kKey>::kThreads, kSteps = (kAll + kThreads - 1) / kThreads,
+                         kMixed = kCarried % kThreads > 0 ? kCarried / kThreads : -1;
+    static_assert(Slice::kCarried == kCarried * 16 && Slice::kCarried + Slice::kReturned == sizeof(Slice));
 
-    const uint4* from_;
+    const Saved<T, kKey>& saved_;
+    std::int32_t slice_, thread_at_;  // the next slice: one register, where two pointers take four
     std::uint32_t to_;
-    bool in_[kSteps];
+    bool mixed_is_carried_, in_[kSteps];
 };
 
 template <class T, int kKey, bool kSolves>

@@ -141,8 +141,8 @@ struct ChannelGradient {
         const int thread = thread_again();
         const Patch<kKey> patch(thread);
         const bool ends = wants_ends();
-        SliceCopies<T, kKey, kSolves> copies(&saved.at(place.slot, value_head(place), 0), s.slices, thread,
-                                             ends);
+        SliceCopies<T, kKey, kSolves> copies(saved, saved.index(place.slot, value_head(place), 0), s.slices,
+                                             thread, ends);
 #pragma unroll
         for (int i = 0; i < kSlots - 1; ++i) {
             if (i < saved.count) copies.next(i);
@@ -192,12 +192,16 @@ struct ChannelGradient {
         const int ahead = schedule.ahead * a.group * P::kCtas;
         const bool has_next = ahead > 0 && blockIdx.x + std::int64_t{ahead} * a.heads < gridDim.x;
         if (is_last() && !has_next) return;
-        const auto* from =
-            reinterpret_cast<const char*>(is_last() ? &saved.at(place.slot + ahead, place.head * a.group, 0)
-                                                    : &saved.at(place.slot, value_head(place) + 1, 0));
-        const int bytes = saved.count * static_cast<int>(sizeof(SavedSlice<T, kKey>));
+        const std::int64_t first = is_last() ? saved.index(place.slot + ahead, place.head * a.group, 0)
+                                             : saved.index(place.slot, value_head(place) + 1, 0);
+        const auto prefetch_slices = [&](const auto* slices) {
+            const auto* from = reinterpret_cast<const char*>(slices);
+            const int bytes = saved.count * static_cast<int>(sizeof(*slices));
 #pragma unroll 1
-        for (int line = thread * 128; line < bytes; line += P::kThreads * 128) prefetch(from + line);
+            for (int line = thread * 128; line < bytes; line += P::kThreads * 128) prefetch(from + line);
+        };
+        prefetch_slices(saved.carried + first);
+        prefetch_slices(saved.returned + first);
         const int t = thread % P::kRows;
         const std::int64_t token = place.begin + std::int64_t{ahead} * P::kRows + t;
         if (!is_last() || token >= a.tokens) return;

@@ -60,14 +60,15 @@ template <class T, int kKey, bool kSolves>
 struct SliceRing {
     using Of = GradientToken<T, kKey>;
     using Slice = typename Of::Slice;
-    // Additive rules do without dV.
+    // Additive rules do without dV, the first that the return saves.
     static constexpr int kBytes = sizeof(Slice), kSkipped = kSolves ? 0 : sizeof(Slice::d_values),
-                         kBefore = offsetof(Slice, d_values);
+                         kCarried = Slice::kCarried;
+    static_assert(offsetof(Slice, d_values) == kCarried && kCarried + Slice::kReturned == kBytes);
 
     Slice* stages;
-    int count, stage = 0;       // stages, and the one that is read next
-    const unsigned char* from;  // the next slice to ask for
-    int left;                   // slices that have not been asked for
+    int count, stage = 0;                     // stages, and the one that is read next
+    const unsigned char *carried, *returned;  // both parts of the next slice to ask for
+    int left;                                 // slices that have not been asked for
 
     // Asks for the next slice. One group of cp.async, also where there is no further slice.
     __device__ __forceinline__ void ask(int to_stage) {
@@ -75,15 +76,17 @@ struct SliceRing {
         asm volatile("" : "+r"(thread));  // no address is kept for the next slice
         if (left > 0) {
             const std::uint32_t to = shared_address(stages + to_stage) + thread * 16;
-            const unsigned char* const piece = from + thread * 16;
+            const unsigned char* const of_carry = carried + thread * 16;
+            const unsigned char* const of_return = returned + thread * 16 + kSkipped - kCarried;
 #pragma unroll
             for (int i = 0; i < kBytes - kSkipped; i += Of::kThreads * 16) {
-                const int skipped = i + thread * 16 >= kBefore ? kSkipped : 0;
-                if (i + thread * 16 < kBytes - kSkipped) copy_async(to + i + skipped, piece + i + skipped);
+                const bool is_carried = i + thread * 16 < kCarried;
+                if (i + thread * 16 < kBytes - kSkipped)
+                    copy_async(to + i + (is_carried ? 0 : kSkipped), (is_carried ? of_carry : of_return) + i);
             }
         }
         commit_copies();
-        from += kBytes, --left;
+        carried += kCarried, returned += Slice::kReturned, --left;
     }
     __device__ __forceinline__ void start() {
         for (int i = 0; i + 1 < count; ++i) ask(i);
@@ -177,7 +180,9 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
     TokenNumbers<kRows> first_gates;
     if (warp == kNextWarp) first_gates.ask_gates(a, place, first_head);
     SliceRing<T, kKey, kSolves> ring{reinterpret_cast<Slice*>(raw + sizeof(s)), stages};
-    ring.from = reinterpret_cast<const unsigned char*>(&saved.at(slot, first_head, 0));
+    const std::int64_t first_slice = saved.index(slot, first_head, 0);
+    ring.carried = reinterpret_cast<const unsigned char*>(saved.carried + first_slice);
+    ring.returned = reinterpret_cast<const unsigned char*>(saved.returned + first_slice);
     ring.left = a.group * saved.count;
     {
         const auto copy_rows = [&](T* tile, const TokenRows& rows) {

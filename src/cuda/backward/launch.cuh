@@ -15,6 +15,12 @@
 // If nothing but d_v and d_initial is wanted, there are no sweep and no gradients, and the return walks
 // alone.
 //
+// A prefill with Args::saved is the first half of such a call, of one slab, and the backward that gets what
+// it saved is the second:
+//
+//   prefill   schedule, prepare_*, the maps of the carry, compose_walks, the carry with outputs
+//   backward  schedule, the maps of the return, compose_walks, the return, gradient_*, the end
+//
 // Every kernel waits for the one before it before it touches global memory (ptx/pdl.cuh). So the workspace of
 // one slab is not written before the gradients of the slab that was launched before have been made.
 #pragma once
@@ -22,19 +28,18 @@
 #include <memory>
 #include <utility>
 
-#include "core/carve.h"
 #include "core/kernel.h"
 #include "cuda/backward/launch_gradients.h"
 #include "cuda/backward/plan.h"
 #include "cuda/backward/sum.cuh"
 #include "cuda/backward/walk_params.cuh"
+#include "cuda/backward/workspace.cuh"
 #include "cuda/chunked/compose.h"
 #include "cuda/chunked/launch.cuh"
 
 namespace cula::cuda::backward {
 
-using chunked::ceil_div, chunked::ChunkOperands, chunked::divisor, chunked::EarlyStarts, chunked::kTokens,
-    chunked::NoGateTiles, chunked::Schedule, chunked::Segment, chunked::StrategyKind;
+using chunked::divisor, chunked::EarlyStarts, chunked::NoGateTiles, chunked::Schedule, chunked::StrategyKind;
 
 // What a target launches its walks with.
 template <class T, int kKey, bool kPerChannel>
@@ -61,81 +66,9 @@ concept WalkTarget = requires(const Problem& problem, const WalkLaunchOf<Walks>&
     Walks::template launch<Update::kDelta, true>(of, params);
     Walks::template launch<Update::kAdditive, false>(of, params);
     Walks::template launch<Update::kAdditive, true>(of, params);
-};
-
-template <class T, int kKey, bool kPerChannel>
-struct BackwardWorkspace {
-    using Operands = ChunkOperands<T, kKey, kPerChannel>;
-
-    std::int32_t* first_chunk = nullptr;  // the schedule's: [N + 1], [chunks of a slab], [segments]
-    chunked::PackedChunk* packed = nullptr;
-    Segment* segments = nullptr;
-    std::int32_t* is_compensated = nullptr;        // of operands: [chunks of a slab, HV]
-    Operands* operands = nullptr;                  // [chunks of a slab, HV]
-    SavedSlice<T, kKey>* slices = nullptr;         // [chunks of a slab, HV, slices]
-    GradientScratch scratch;                       // its parameters: those of all chunks of the call
-    float *states = nullptr, *d_states = nullptr;  // at slab borders: [borders, HV, V, K], [2, HV, V, K]
-    // Of segments, in rows of kKey channels: M and M^T [segments, HV, K, kKey], or the diagonals of M
-    // [segments, HV, kKey]; the others [segments, HV, V, kKey].
-    float *map_m = nullptr, *map_m_turned = nullptr, *map_b = nullptr, *map_z = nullptr;
-    float *starts = nullptr, *ends = nullptr;
-    std::size_t bytes = 0;
-
-    static int slices_of(int value_dim) { return ceil_div(value_dim, kSliceValues); }
-
-    static ChunkBytes chunk_bytes(const Problem& problem, const WantedGradients& wanted) {
-        const auto slices = static_cast<std::size_t>(slices_of(static_cast<int>(problem.value_dim)));
-        const std::size_t saved = slices * sizeof(SavedSlice<T, kKey>);
-        return {
-            .of_value_head = sizeof(Operands) + (wanted.any ? saved : 0),
-            .of_head = shares_keys(problem.heads, problem.value_heads, wanted) ? kSums * sizeof(float) : 0,
-            .of_walks = 2 * sizeof(Operands) + saved};
-    }
-
-    // base may be null to count the bytes. channels: parameters of a value head. diagonal: maps have no M
-    // that is a matrix.
-    BackwardWorkspace(const BackwardPlan& plan, int heads, int channels, bool diagonal, void* base) {
-        const chunked::PrefillShape& shape = plan.shape;
-        Carver carver(base);
-        const std::int64_t chunks = plan.slab_chunks, value_heads = shape.value_heads,
-                           of_state = value_heads * shape.value_dim * shape.key_dim;
-        if (shape.packed && !plan.by_warp) {
-            first_chunk = carver.take<std::int32_t>(shape.sequences + 1);
-            packed = carver.take<chunked::PackedChunk>(chunks);
-            segments = carver.take<Segment>(plan.max_segments);
-        }
-        is_compensated = carver.take<std::int32_t>(chunks * value_heads);
-        operands = carver.take<Operands>(chunks * value_heads);
-        if (plan.wanted.any)
-            slices = carver.take<SavedSlice<T, kKey>>(chunks * value_heads * slices_of(shape.value_dim));
-        if (shares_keys(heads, value_heads, plan.wanted))
-            scratch.keys = carver.take<float>(chunks * heads * kSums);
-        if (plan.wanted.parameters)
-            scratch.parameters = carver.take<float>(shape.chunks * value_heads * (1 + channels));
-        if (plan.cuts_sequences) {
-            if (plan.wanted.any) states = carver.take<float>((plan.slabs() - 1) * of_state);
-            d_states = carver.take<float>(2 * of_state);
-        }
-        if (plan.makes_maps()) {
-            const std::int64_t rows = plan.max_segments * value_heads * kKey;
-            map_m = carver.take<float>(rows * (diagonal ? 1 : shape.key_dim));
-            if (!diagonal) map_m_turned = carver.take<float>(rows * shape.key_dim);
-            map_z = carver.take<float>(rows * shape.value_dim),
-            ends = carver.take<float>(rows * shape.value_dim);
-            if (plan.wanted.any)
-                map_b = carver.take<float>(rows * shape.value_dim),
-                starts = carver.take<float>(rows * shape.value_dim);
-        }
-        bytes = carver.bytes();
-    }
-
-private:
-    // Floats of a chunk and head: GradientScratch::keys.
-    static constexpr std::int64_t kSums = 2 * kTokens<kKey> * kKey;
-
-    static bool shares_keys(std::int64_t heads, std::int64_t value_heads, const WantedGradients& wanted) {
-        return wanted.keys && value_heads > heads;
-    }
+    // The carry with outputs, of a prefill that saves.
+    Walks::template launch_saving_prefill<Update::kDelta>(of, params);
+    Walks::template launch_saving_prefill<Update::kAdditive>(of, params);
 };
 
 // Launches the kernels of one call.
@@ -153,7 +86,7 @@ public:
           a_(call.args),
           d_(gradients),
           plan_(plan),
-          workspace_(plan, a_.heads, parameter_count(a_) - 1, kDiagonal, call.workspace),
+          workspace_(plan, a_.heads, parameter_count(a_) - 1, kDiagonal, call.workspace, call.saved),
           early_(call.follows) {
         a_.least_beta = kLeastBeta<T>;
         schedule_ = chunked::schedule_of<kKey>(call, plan, workspace_.packed, workspace_.segments);
@@ -174,6 +107,14 @@ public:
         early_.allow(true);
     }
 
+    // Of a prefill that saves: outputs, final states and Args::saved.
+    void run_first_half() {
+        prepare(0);
+        make_states(true, false);
+        walks_.saved = saved();
+        Walks::template launch_saving_prefill<kUpdate>(of_walks(), walks_);
+    }
+
     void run() {
         const int last = plan_.slabs() - 1;
         const bool of_chunks = d_.of_chunks();
@@ -185,8 +126,9 @@ public:
         if (of_chunks) walks_.saved = saved();
         for (int slab = last; slab >= 0; --slab) {
             prepare(slab);
-            make_states(of_chunks, true);
-            walk(of_chunks, true);
+            const bool forwards = of_chunks && plan_.half == Half::kBoth;
+            make_states(forwards, true);
+            walk(forwards, true);
             if (of_chunks) differentiate();
         }
         if (d_.parameters())
@@ -205,10 +147,10 @@ private:
 
     std::size_t chunks() const { return static_cast<std::size_t>(schedule_.slab_end - schedule_.slab_begin); }
     Saved<T, kKey> saved() const {
-        return {workspace_.slices, a_.value_heads, Workspace::slices_of(a_.value_dim)};
+        return {workspace_.carried, workspace_.returned, a_.value_heads, Workspace::slices_of(a_.value_dim)};
     }
 
-    // Turns to the chunks of a slab, and makes their operands.
+    // Turns to the chunks of a slab, and makes their operands, unless a prefill has.
     void prepare(int slab) {
         chunked::turn_to_slab(schedule_, plan_, slab);
         walks_.ranks = schedule_.by_pieces;
@@ -231,6 +173,7 @@ private:
             launch<chunked::schedule<chunked::kScheduleThreads>>({1, chunked::kScheduleThreads}, schedule_,
                                                                  workspace_.first_chunk, workspace_.packed,
                                                                  workspace_.segments);
+        if (plan_.half == Half::kSecond) return;
         const std::size_t of_heads = chunks() * static_cast<std::size_t>(a_.value_heads);
         float* const fading = nullptr;
         if constexpr (kPerChannel) {
@@ -263,8 +206,10 @@ private:
     template <bool kMaps>
     void launch_walks(bool forwards, bool backwards) {
         walks_.walks_forwards = forwards, walks_.walks_backwards = backwards;
-        Walks::template launch<kUpdate, kMaps>(
-            {call_, a_, schedule_, workspace_.operands, plan_.cut.rows, early_}, walks_);
+        Walks::template launch<kUpdate, kMaps>(of_walks(), walks_);
+    }
+    WalkLaunchOf<Walks> of_walks() {
+        return {call_, a_, schedule_, workspace_.operands, plan_.cut.rows, early_};
     }
 
     void differentiate() {
@@ -292,11 +237,17 @@ public:
         : Prepared(workspace_bytes, 0), plan_(plan) {}
 
     void run(const Args& args, const Context& context) const override {
-        if (const WantedGradients wanted(args); wanted != plan_.wanted)
+        if (const WantedGradients wanted(args); plan_.half != Half::kFirst && wanted != plan_.wanted)
             throw Error("run: args must be those of the plan, got other gradients");
+        if (static_cast<bool>(args.saved) != (plan_.half != Half::kBoth))
+            throw Error("run: args must be those of the plan, got another saved");
         const DeviceGuard guard(context.device.index);
         const Call call = make_call(args, context);
-        BackwardLaunches<Walks, kUpdate>(call, gradients(args), plan_).run();
+        BackwardLaunches<Walks, kUpdate> launches(call, gradients(args), plan_);
+        if (plan_.half == Half::kFirst)
+            launches.run_first_half();
+        else
+            launches.run();
     }
 
 private:
@@ -304,17 +255,33 @@ private:
 };
 
 template <WalkTarget Walks>
+using WorkspaceOf = BackwardWorkspace<typename Walks::Type, Walks::kKey, Walks::kPerChannel>;
+
+// Of a backward with all gradients in one slab, so that each half of it is one, too.
+template <WalkTarget Walks>
+Saving saving(const Problem& problem) {
+    using Workspace = WorkspaceOf<Walks>;
+    const ChunkBytes bytes = Workspace::chunk_bytes(problem, WantedGradients::all());
+    return {.chunk_tokens = kTokens<Walks::kKey>,
+            .words = SavedOfCall<typename Walks::Type, Walks::kKey, Walks::kPerChannel>::words(
+                Workspace::slices_of(static_cast<int>(problem.value_dim))),
+            .most_chunks = static_cast<std::int64_t>(kBackwardSlabBytes / bytes.of_chunk(problem))};
+}
+
+// A backward call, or a prefill that saves.
+template <WalkTarget Walks>
 PreparedPtr prepare_backward(const Problem& problem, const Args& args, const BackwardLimits& limits,
                              StrategyKind wanted) {
     constexpr bool kPerChannel = Walks::kPerChannel;
-    using Workspace = BackwardWorkspace<typename Walks::Type, Walks::kKey, kPerChannel>;
+    using Workspace = WorkspaceOf<Walks>;
     const BackwardPlan plan =
         plan_backward(problem, args, Walks::traits(problem),
                       Workspace::chunk_bytes(problem, WantedGradients(args)), limits, wanted);
     const int channels = kPerChannel ? static_cast<int>(problem.key_dim) : 1;
     const bool diagonal = has_diagonal_map(problem.algorithm.update);
+    if (args.saved) check_saved(problem, args.saved, saving<Walks>(problem), plan);
     const std::size_t bytes =
-        Workspace(plan, static_cast<int>(problem.heads), channels, diagonal, nullptr).bytes;
+        Workspace(plan, static_cast<int>(problem.heads), channels, diagonal, nullptr, nullptr).bytes;
     PreparedPtr prepared;
     with_update(problem.algorithm.update, [&]<Update kUpdate>(UpdateConstant<kUpdate>) {
         prepared = std::make_shared<const PreparedBackward<Walks, kUpdate>>(plan, bytes);

@@ -2,6 +2,8 @@
 #include "cuda/backward/plan.h"
 
 #include <algorithm>
+#include <array>
+#include <string>
 
 #include "cuda/machines.h"
 
@@ -139,10 +141,11 @@ BackwardPlan plan_backward(const Problem& problem, const Args& args, const chunk
     BackwardPlan plan{.shape = chunked::shape_of(problem, carry.chunk_tokens),
                       .wanted = WantedGradients(args)};
     plan.shape.costs = {};  // the caller's, for as long as it plans
+    if (problem.saves) plan.half = problem.pass == Pass::kPrefill ? Half::kFirst : Half::kSecond;
+    if (plan.half == Half::kFirst) plan.wanted.any = true;
 
     const chunked::PrefillShape& shape = plan.shape;
-    const std::size_t of_chunk = bytes.of_value_head * static_cast<std::size_t>(problem.value_heads) +
-                                 bytes.of_head * static_cast<std::size_t>(problem.heads);
+    const std::size_t of_chunk = bytes.of_chunk(problem);
     const std::int64_t chunks = std::max<std::int64_t>(shape.chunks, 1),
                        longest =
                            std::max<std::int64_t>(1, static_cast<std::int64_t>(limits.slab_bytes / of_chunk)),
@@ -170,6 +173,17 @@ BackwardPlan plan_backward(const Problem& problem, const Args& args, const chunk
                    divide_up(in_slab, segment_chunks);
     plan.max_segments = static_cast<std::int32_t>(segments);
     return plan;
+}
+
+void check_saved(const Problem& problem, const TensorRef& saved, const Saving& of, const BackwardPlan& plan) {
+    const std::array<std::int64_t, 3> shape{plan.shape.chunks, problem.value_heads, of.words};
+    const auto text = [](const auto& sizes) {
+        return "[" + std::to_string(sizes[0]) + ", " + std::to_string(sizes[1]) + ", " +
+               std::to_string(sizes[2]) + "]";
+    };
+    if (plan.slabs() != 1 || !std::equal(shape.begin(), shape.end(), saved.size.begin()))
+        throw Error(std::string(name(problem.pass)) + ": saved must have shape " + text(shape) +
+                    " (chunks, value heads, words), got " + text(saved.size));
 }
 
 }  // namespace cula::cuda::backward

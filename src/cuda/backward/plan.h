@@ -23,13 +23,28 @@ struct WantedGradients {
         : keys(args.d_q || args.d_k),
           parameters(args.d_A_log || args.d_dt_bias),
           any(keys || parameters || args.d_g || args.d_beta) {}
+    static WantedGradients all() {
+        WantedGradients wanted{Args{}};
+        wanted.keys = wanted.parameters = wanted.any = true;
+        return wanted;
+    }
     bool operator==(const WantedGradients&) const = default;
 };
+
+// What of a backward call is planned. With Args::saved a prefill is its first half and the backward its
+// second (launch.cuh).
+enum class Half : std::uint8_t { kBoth, kFirst, kSecond };
 
 // What a chunk takes of the workspace, of one value head and of one head; and what both walks read and write
 // of it where all gradients are wanted.
 struct ChunkBytes {
     std::size_t of_value_head = 0, of_head = 0, of_walks = 0;
+
+    // Of all heads.
+    std::size_t of_chunk(const Problem& problem) const {
+        return of_value_head * static_cast<std::size_t>(problem.value_heads) +
+               of_head * static_cast<std::size_t>(problem.heads);
+    }
 };
 
 // How the walks of a call are divided.
@@ -40,7 +55,8 @@ struct WalkCut {
 
 struct BackwardPlan {
     chunked::PrefillShape shape;
-    WantedGradients wanted;
+    WantedGradients wanted;  // of a first half: S and U of all chunks
+    Half half = Half::kBoth;
     WalkCut cut = {};
     bool by_warp = false;         // as in Schedule
     bool cuts_sequences = false;  // a sequence may go on from one slab to the next
@@ -59,9 +75,13 @@ struct BackwardLimits {
     std::int64_t segments = 0;
 };
 
-// Batched sequences that a slab holds whole are not cut by slabs.
+// Batched sequences that a slab holds whole are not cut by slabs. The halves of a call are cut into the same
+// segments as the whole call, so that its S and U have the same bits.
 BackwardPlan plan_backward(const Problem& problem, const Args& args, const chunked::CarryTraits& carry,
                            const ChunkBytes& bytes, const BackwardLimits& limits = {},
                            chunked::StrategyKind strategy = chunked::StrategyKind::kAny);
+
+// Throws Error unless `saved` has the shape that such a call needs, which then is one slab.
+void check_saved(const Problem& problem, const TensorRef& saved, const Saving& of, const BackwardPlan& plan);
 
 }  // namespace cula::cuda::backward

@@ -2,10 +2,11 @@
 // What the two walks of a backward leave to the gradient kernels, in global memory: of every chunk and value
 // head the state S before it, Z = d loss / d state after it, the writes U, dV and dO. All are elements of T.
 //
-// They are cut into slices of 16 value channels, the rows of one warp of a walk, and stand in the order of
-// the tensor cores' fragments (ptx/mma.cuh): a lane's 16 bytes are one operand of m16n8k16, or two
-// neighbouring ones of m16n8. Walks write whole lines, the gradient kernels read shared memory without
-// ldmatrix and without bank conflicts.
+// What the carry saves, S and U, lies apart from what the return saves, so that a prefill can keep it for the
+// backward pass of the same call (Args::saved). Both are cut into slices of 16 value channels, the rows of
+// one warp of a walk, and stand in the order of the tensor cores' fragments (ptx/mma.cuh): a lane's 16 bytes
+// are one operand of m16n8k16, or two neighbouring ones of m16n8. Walks write whole lines, the gradient
+// kernels read shared memory without ldmatrix and without bank conflicts.
 //
 //   S, Z     B operands, reduced over value channels: step s (16 channels), lane l has
 //            word 2 x + y = (value 2 (l % 4) + 8 y and the next, channel 16 s + 8 x + l / 4)
@@ -28,43 +29,60 @@ namespace cula::cuda::backward {
 
 inline constexpr int kSliceValues = 16;  // value channels of a slice
 
-// Of one chunk, one value head and kSliceValues value channels.
+// Of one chunk, one value head and kSliceValues value channels: what the carry saves, and what the return
+// saves.
+template <class T, int kKey>
+struct alignas(128) CarrySlice {
+    T writes[chunked::kTokens<kKey> * kSliceValues];  // U
+    T state[kKey * kSliceValues];                     // S
+};
+template <class T, int kKey>
+struct alignas(128) ReturnSlice {
+    T d_values[chunked::kTokens<kKey> * kSliceValues];   // dV; of additive rules this is dU
+    T d_outputs[chunked::kTokens<kKey> * kSliceValues];  // dO
+    T d_state[kKey * kSliceValues];                      // Z
+};
+
+// Both, one behind the other, as the gradient kernels have them in shared memory.
 template <class T, int kKey>
 struct alignas(128) SavedSlice {
-    static constexpr int kRows = chunked::kTokens<kKey>;
-    T writes[kRows * kSliceValues];     // U
-    T d_values[kRows * kSliceValues];   // dV; of additive rules this is dU
-    T d_outputs[kRows * kSliceValues];  // dO
-    T state[kKey * kSliceValues];       // S
-    T d_state[kKey * kSliceValues];     // Z
+    T writes[chunked::kTokens<kKey> * kSliceValues];
+    T state[kKey * kSliceValues];
+    T d_values[chunked::kTokens<kKey> * kSliceValues];
+    T d_outputs[chunked::kTokens<kKey> * kSliceValues];
+    T d_state[kKey * kSliceValues];
+
+    static constexpr int kCarried = sizeof(CarrySlice<T, kKey>), kReturned = sizeof(ReturnSlice<T, kKey>);
 };
 
 // Slices of all value channels: [chunks of the slab, HV, slices].
 template <class T, int kKey>
 struct Saved {
-    SavedSlice<T, kKey>* slices = nullptr;
+    CarrySlice<T, kKey>* carried = nullptr;
+    ReturnSlice<T, kKey>* returned = nullptr;
     std::int32_t value_heads = 1, count = 1;  // count: slices of a value head
 
-    CULA_HOST_DEVICE SavedSlice<T, kKey>& at(std::int64_t slot, int value_head, int slice) const {
-        return slices[(slot * value_heads + value_head) * count + slice];
+    CULA_HOST_DEVICE std::int64_t index(std::int64_t slot, int value_head, int slice) const {
+        return (slot * value_heads + value_head) * count + slice;
     }
 };
 
 using Packed = std::uint32_t[4];  // an A operand of 16 x 16 of one warp
 
-// Neighbouring value rows of a lane's tokens (SavedSlice::writes) from an A operand [16 value rows x 16
+// Neighbouring value rows of a lane's tokens (CarrySlice::writes) from an A operand [16 value rows x 16
 // tokens].
 __device__ __forceinline__ uint4 transposed_rows(const Packed& packed) {
     return {transposed(packed[0]), transposed(packed[2]), transposed(packed[1]), transposed(packed[3])};
 }
 
-// Stores a block of SavedSlice::writes, d_values or d_outputs.
+// Stores a block of CarrySlice::writes, ReturnSlice::d_values or d_outputs.
 template <class T>
 __device__ __forceinline__ void save_rows(T* rows, int block, const uint4& words) {
     reinterpret_cast<uint4*>(rows)[block * 32 + static_cast<int>(threadIdx.x) % 32] = words;
 }
 
-// Stores step `step` of SavedSlice::state or d_state: channels 16 step to 16 step + 15, an A operand.
+// Stores step `step` of CarrySlice::state or ReturnSlice::d_state: channels 16 step to 16 step + 15, an A
+// operand.
 template <class T>
 __device__ __forceinline__ void save_step(T* state, int step, const Packed& packed) {
     save_rows(state, step,

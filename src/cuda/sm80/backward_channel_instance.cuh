@@ -6,4 +6,5 @@
 #define CULA_INSTANTIATE(type, key)                                                           \
     template cula::PreparedPtr cula::cuda::sm80::prepare_backward<type, key, true>(           \
         const cula::Problem&, const cula::Args&, const cula::cuda::backward::BackwardLimits&, \
-        cula::cuda::chunked::StrategyKind);
+        cula::cuda::chunked::StrategyKind);                                                   \
+    template cula::Saving cula::cuda::sm80::saving<type, key, true>(const cula::Problem&);

@@ -10,8 +10,9 @@
 //   carry    S = S diag(decay) + U K+
 // With one decay per token K^, K+ and Q~ are k and q as they came, and factors per token multiply the columns
 // of R, S q^T and U instead. Maps: B is the final S from zero; M is the final S from the identity where all
-// values are zero. (ALGORITHM.md writes the transposes.) With kSaves the S before every chunk and its U are
-// stored as backward/saved.cuh says; kWalkMaps makes the maps that cut such a walk, and M^T besides.
+// values are zero. (ALGORITHM.md writes the transposes.) With kSaves and kKeeps the S before every chunk and
+// its U are stored as backward/saved.cuh says; kWalkMaps makes the maps that cut such a walk, and M^T
+// besides.
 //
 // Grid: row blocks x value heads x segments, row blocks fastest. 32 to 256 threads: a warp per 16 value rows,
 // at most 8. For maps that are matrices further row blocks are rows of M. With kSaves every second CTA is one
@@ -64,7 +65,8 @@ struct CarryRule<Update::kDelta> {
 };
 
 template <class T, int kKey, CarryMode kMode>
-using CarryParamsOf = std::conditional_t<returns_too(kMode), WalkParams<T, kKey>, CarryParams>;
+using CarryParamsOf =
+    std::conditional_t<saves(kMode) || returns_too(kMode), WalkParams<T, kKey>, CarryParams>;
 
 template <class T, int kKey, Update kUpdate, bool kPerChannel, CarryMode kMode>
 __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
@@ -223,13 +225,15 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         const auto per_token = [&](const float* factor, int tile) {
             return *reinterpret_cast<const float2*>(factor + tile * 8 + lane % 4 * 2);
         };
-        SavedSlice<T, kKey>* slice = nullptr;
+        CarrySlice<T, kKey>* slice = nullptr;
         if constexpr (kSaves)
-            if (p.saved.slices && row_base < a.value_dim)
-                slice = &p.saved.at(segment.slot + chunk, value_head, row_base / kWarpRows);
+            if (p.saved.carried && row_base < a.value_dim)
+                slice =
+                    p.saved.carried + p.saved.index(segment.slot + chunk, value_head, row_base / kWarpRows);
         // product = S tile^T, times a factor per token. S is rounded and packed in each call: a packed copy
-        // kept for both calls would take the registers of another product.
-        const auto read_state = [&](float(&product)[kRows / 8][4], std::uint32_t tile, const float* factor) {
+        // kept for both calls would take the registers of another product. to: where S is saved, if it is.
+        const auto read_state = [&](float(&product)[kRows / 8][4], std::uint32_t tile, const float* factor,
+                                    [[maybe_unused]] T* to) {
             const auto reads = key_reads.again();
 #pragma unroll
             for (int step = 0; step < kKey / 16; ++step) {
@@ -240,7 +244,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                     packed[x] = pack2_again<T>(pair[0], pair[1]);
                 }
                 if constexpr (kSaves)
-                    if (slice) save_step(slice->state, step, packed);
+                    if (to) save_step(to, step, packed);
                 multiply_step<T, kRows>(product, packed, tile, reads, step);
             }
             if constexpr (!kPerChannel) {
@@ -262,7 +266,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             if (slice) save_state<T, kKey>(slice->state, state);
         {
             float read[kRows / 8][4] = {};
-            if constexpr (kReadsState) read_state(read, k_read, k_factor);
+            if constexpr (kReadsState) read_state(read, k_read, k_factor, slice ? slice->state : nullptr);
             const std::uint32_t values_at =
                 stage_at + offsetof(Stage, values) + warp * sizeof(stages->values[0]);
 #pragma unroll
@@ -317,7 +321,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         }
         if constexpr (makes_outputs(kMode)) {
             float out[kRows / 8][4] = {};
-            read_state(out, q_read, q_factor);
+            read_state(out, q_read, q_factor, nullptr);
 #pragma unroll
             for (int step = 0; step < kBlocks; ++step)
                 multiply_triangle<T, kRows>(out, writes[step], stage_at + offsetof(Operands, scores),

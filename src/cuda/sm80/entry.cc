@@ -50,6 +50,7 @@ Support supports(const Problem& problem) {
 
 template <StrategyKind kWanted>
 PreparedPtr prepare(const Problem& problem, const Args& args, const Context&) {
+    if (problem.saves) return backward_prepare_within(problem, args, {}, kWanted);
     return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
         return prepare_prefill<T, kKey, kPerChannel>(problem, args, kWanted);
     });
@@ -60,6 +61,12 @@ Prediction predict(const Problem& problem) {
     const chunked::Candidates all = candidates(problem);
     const chunked::Candidate* const chosen = all.choose(kWanted);
     return chosen ? Prediction(chosen->expected) : std::nullopt;
+}
+
+Saving saving(const Problem& problem) {
+    return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
+        return saving<T, kKey, kPerChannel>(problem);
+    });
 }
 
 template <StrategyKind kWanted>

@@ -23,12 +23,15 @@ PreparedPtr prepare(const Problem& problem, const Args& args, const Context& con
 template <chunked::StrategyKind kWanted>
 Prediction predict(const Problem& problem);
 
+// What a prefill by kAny saves for a backward.
+Saving saving(const Problem& problem);
+
 // Backward, in chunks. kAny: the strategy that is predicted to take least.
 template <chunked::StrategyKind kWanted>
 Support backward_supports(const Problem& problem);
 template <chunked::StrategyKind kWanted>
 PreparedPtr backward_prepare(const Problem& problem, const Args& args, const Context& context);
-// The same with other limits (backward/plan.h).
+// The same with other limits (backward/plan.h); also of a prefill that saves.
 PreparedPtr backward_prepare_within(const Problem& problem, const Args& args,
                                     const backward::BackwardLimits& limits, chunked::StrategyKind wanted);
 

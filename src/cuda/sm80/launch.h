@@ -26,9 +26,11 @@ chunked::Candidates prefill_candidates(const Problem& problem);
 template <class T, int kKey, bool kPerChannel>
 PreparedPtr prepare_prefill(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
 
-// The chunked backward of such inputs.
+// The chunked backward of such inputs, or a prefill that saves for it.
 template <class T, int kKey, bool kPerChannel>
 PreparedPtr prepare_backward(const Problem& problem, const Args& args, const BackwardLimits& limits,
                              chunked::StrategyKind wanted);
+template <class T, int kKey, bool kPerChannel>
+Saving saving(const Problem& problem);
 
 }  // namespace cula::cuda::sm80

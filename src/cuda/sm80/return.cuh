@@ -171,9 +171,9 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
         const auto per_token = [&](const float* factor, int tile) {
             return *reinterpret_cast<const float2*>(factor + tile * 8 + lane % 4 * 2);
         };
-        SavedSlice<T, kKey>* slice = nullptr;
-        if (!kMap && p.saved.slices && row_base < a.value_dim)
-            slice = &p.saved.at(segment.slot + chunk, value_head, row_base / kWarpRows);
+        ReturnSlice<T, kKey>* slice = nullptr;
+        if (!kMap && p.saved.returned && row_base < a.value_dim)
+            slice = p.saved.returned + p.saved.index(segment.slot + chunk, value_head, row_base / kWarpRows);
 
         // --- write: dU ---
         float d_writes[kRows / 8][4] = {};

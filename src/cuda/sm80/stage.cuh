@@ -15,8 +15,8 @@
 
 namespace cula::cuda::sm80 {
 
-using backward::Gradients, backward::Packed, backward::save_rows, backward::save_step, backward::Saved,
-    backward::SavedSlice, backward::transposed_rows, backward::WalkParams;
+using backward::CarrySlice, backward::Gradients, backward::Packed, backward::ReturnSlice, backward::save_rows,
+    backward::save_step, backward::transposed_rows, backward::WalkParams;
 using chunked::CarryParams, chunked::ChunkOperands, chunked::copy_tokens, chunked::DecayMap, chunked::kTokens,
     chunked::kWarpRows, chunked::LaneReads, chunked::OperandTile, chunked::own_segment, chunked::RowWindow,
     chunked::Schedule, chunked::Segment, chunked::SegmentCursor, chunked::Tile, chunked::Triangle;
@@ -26,14 +26,19 @@ inline constexpr int kMaxCarryWarps = 8;
 // What a carry leaves in memory.
 enum class CarryMode : std::uint8_t {
     kOutputs,   // outputs and final states
+    kKeeps,     // both, and what kSaves saves
     kMaps,      // the maps of segments
     kSaves,     // for a backward pass: the states before chunks and what these write
     kWalkMaps,  // the maps of segments of both walks of a backward pass
 };
-constexpr bool makes_outputs(CarryMode mode) { return mode == CarryMode::kOutputs; }
+constexpr bool makes_outputs(CarryMode mode) {
+    return mode == CarryMode::kOutputs || mode == CarryMode::kKeeps;
+}
 constexpr bool makes_maps(CarryMode mode) { return mode == CarryMode::kMaps || mode == CarryMode::kWalkMaps; }
-constexpr bool saves(CarryMode mode) { return mode == CarryMode::kSaves; }
-constexpr bool returns_too(CarryMode mode) { return saves(mode) || mode == CarryMode::kWalkMaps; }
+constexpr bool saves(CarryMode mode) { return mode == CarryMode::kSaves || mode == CarryMode::kKeeps; }
+constexpr bool returns_too(CarryMode mode) {
+    return mode == CarryMode::kSaves || mode == CarryMode::kWalkMaps;
+}
 
 // q and k as they came, which the products read where the decay is per token.
 struct NoTiles {};

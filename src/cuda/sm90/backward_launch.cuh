@@ -4,7 +4,9 @@
 #pragma once
 
 #include "cuda/backward/launch.cuh"
+#include "cuda/sm90/carry/launch.cuh"
 #include "cuda/sm90/launch.h"
+#include "cuda/sm90/walks/carry_saver.cuh"
 #include "cuda/sm90/walks/kernel.cuh"
 
 namespace cula::cuda::sm90 {
@@ -60,12 +62,30 @@ struct WarpgroupWalks {
                       .most_shared_bytes = call.shared_bytes_limit}),
             call.stream, of.a, back, of.schedule, of.operands, p, tiles);
     }
+
+    template <Update kUpdate>
+    static void launch_saving_prefill(const backward::WalkLaunch<T, kKey, kPerChannel>& of,
+                                      const WalkParams<T, kKey>& p) {
+        constexpr bool kReadsState = CarryRule<kUpdate>::kReadsState;
+        // Others have been declined (entry.cc): factors of their own would give S other bits than walks do.
+        if constexpr (!kMakesScores<kReadsState, kPerChannel>)
+            launch_carry<T, kKey, kReadsState, kPerChannel, false, CarrySaver<T, kKey>>(
+                of.call, of.a, of.schedule, of.operands, p,
+                CarryRowBlocks(of.a, of.rows.warps / kWarpgroupWarps, false),
+                std::int64_t{of.a.value_heads} * of.schedule.max_segments,
+                [&](const LaunchShape& shape) { return of.early(shape); });
+    }
 };
 
 template <class T, int kKey, bool kPerChannel>
 PreparedPtr prepare_backward(const Problem& problem, const Args& args, const backward::BackwardLimits& limits,
                              chunked::StrategyKind wanted) {
     return backward::prepare_backward<WarpgroupWalks<T, kKey, kPerChannel>>(problem, args, limits, wanted);
+}
+
+template <class T, int kKey, bool kPerChannel>
+Saving saving(const Problem& problem) {
+    return backward::saving<WarpgroupWalks<T, kKey, kPerChannel>>(problem);
 }
 
 }  // namespace cula::cuda::sm90

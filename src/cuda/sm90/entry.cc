@@ -59,6 +59,11 @@ Support takes(const Problem& problem) {
     return chunked::supports(problem);
 }
 
+// Whether the carry makes the scores itself (kMakesScores in carry/config.cuh).
+bool makes_scores(Algorithm algorithm) {
+    return has_diagonal_map(algorithm.update) && !varies_by_channel(algorithm.decay);
+}
+
 // A planned backward call.
 class ThreeWalks final : public Prepared {
 public:
@@ -102,6 +107,8 @@ Support takes_fused(const Problem& problem) {
 template <StrategyKind kWanted>
 Support supports(const Problem& problem) {
     Support any = takes(problem);
+    if (any && problem.saves && makes_scores(problem.algorithm))
+        return Support::no("makes the operands of these rules in its carry, and has none to save");
     if (!any || kWanted == StrategyKind::kAny) return any;
     if (kWanted == StrategyKind::kFused) return takes_fused(problem);
     if (kWanted == StrategyKind::kFusedSegments)
@@ -110,7 +117,8 @@ Support supports(const Problem& problem) {
 }
 
 template <StrategyKind kWanted>
-PreparedPtr prepare(const Problem& problem, const Args& args, const Context&) {
+PreparedPtr prepare(const Problem& problem, const Args& args, const Context& context) {
+    if (problem.saves) return backward_prepare<kWanted>(problem, args, context);
     return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
         return prepare_prefill<T, kKey, kPerChannel>(problem, args, kWanted);
     });
@@ -121,6 +129,12 @@ Prediction predict(const Problem& problem) {
     const chunked::Candidates all = candidates(problem);
     const chunked::Candidate* const chosen = all.choose(kWanted);
     return chosen ? Prediction(chosen->expected) : std::nullopt;
+}
+
+Saving saving(const Problem& problem) {
+    return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
+        return saving<T, kKey, kPerChannel>(problem);
+    });
 }
 
 template <StrategyKind kWanted>

@@ -16,6 +16,9 @@ PreparedPtr prepare(const Problem& problem, const Args& args, const Context& con
 template <chunked::StrategyKind kWanted>
 Prediction predict(const Problem& problem);
 
+// What a prefill by kAny saves for a backward.
+Saving saving(const Problem& problem);
+
 // Backward, in chunks, likewise.
 template <chunked::StrategyKind kWanted>
 Support backward_supports(const Problem& problem);

@@ -35,5 +35,7 @@ PreparedCallPtr prepare_prefill(const Problem& problem, const Args& args, chunke
 template <class T, int kKey, bool kPerChannel>
 PreparedPtr prepare_backward(const Problem& problem, const Args& args, const backward::BackwardLimits& limits,
                              chunked::StrategyKind wanted);
+template <class T, int kKey, bool kPerChannel>
+Saving saving(const Problem& problem);
 
 }  // namespace cula::cuda::sm90

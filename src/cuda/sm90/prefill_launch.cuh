@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cuda/chunked/launch.cuh"
-#include "cuda/sm90/carry/kernel.cuh"
+#include "cuda/sm90/carry/launch.cuh"
 #include "cuda/sm90/carry/rule.cuh"
 #include "cuda/sm90/fused/launch.cuh"
 #include "cuda/sm90/gate_tiles.cuh"
@@ -42,15 +42,8 @@ struct WarpgroupCarry {
         if constexpr (kFuses) FusedPrefill<T>::launch(slab, p);
     }
 
-    // Row blocks of a head: CTAs of `warpgroups` state warpgroups for its value rows and for the rows of M.
-    struct Rows {
-        int warpgroups, of_values, of_m;
-        int blocks() const { return of_values + of_m; }
-    };
-    static Rows rows(const DeviceArgs& a, int warpgroups, bool m) {
-        const auto blocks = [&](int of) { return ceil_div(of, warpgroups * kWarpgroupRows); };
-        return {warpgroups, blocks(a.value_dim), m ? blocks(a.key_dim) : 0};
-    }
+    using Rows = CarryRowBlocks;
+    static Rows rows(const DeviceArgs& a, int warpgroups, bool m) { return Rows(a, warpgroups, m); }
 
     template <Update kUpdate, bool kMaps>
     static void launch(const SlabOf<WarpgroupCarry>& slab, CarryParams p) {
@@ -104,30 +97,10 @@ struct WarpgroupCarry {
 
 private:
     template <bool kReadsState, bool kMaps, class ShapeOf>
-    static void launch_rows(const SlabOf<WarpgroupCarry>& slab, CarryParams p, const Rows& rows,
+    static void launch_rows(const SlabOf<WarpgroupCarry>& slab, const CarryParams& p, const Rows& rows,
                             std::int64_t columns, const ShapeOf& shape) {
-        const Call& call = slab.call;
-        const DeviceArgs& a = call.args;
-        p.value_blocks = rows.of_values, p.row_blocks = divisor(rows.blocks());
-        const auto shared_bytes = [&] {
-            return CarryShared<T, kKey, kReadsState, kPerChannel, kMaps>::bytes(rows.warpgroups, p.stages);
-        };
-        for (p.stages = kMaxStages; shared_bytes() > call.shared_bytes_limit;) --p.stages;
-        constexpr bool kScores = kMakesScores<kReadsState, kPerChannel>;
-        // Row blocks of one head read the same chunk operands: a cluster loads them once. Maps take clusters
-        // of four only where these leave a fifth of the multiprocessors free: with fewer, the last clusters
-        // find no four multiprocessors side by side.
-        const bool in_fours =
-            rows.blocks() % 4 == 0 && (!kMaps || 5 * columns * rows.blocks() < 4 * call.multiprocessors);
-        p.cluster = kScores ? 1 : in_fours ? 4 : rows.blocks() % 2 == 0 ? 2 : 1;
-        cuda::launch<carry<T, kKey, kReadsState, kPerChannel, kMaps>>(
-            shape({.blocks = static_cast<std::size_t>(rows.blocks() * columns),
-                   .threads = (rows.warpgroups + kHelperWarpgroups<kScores>)*kWarpgroupThreads,
-                   .shared_bytes = shared_bytes(),
-                   .most_shared_bytes = call.shared_bytes_limit,
-                   .cluster = p.cluster}),
-            call.stream, a, slab.schedule, slab.operands, p,
-            carry_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
+        launch_carry<T, kKey, kReadsState, kPerChannel, kMaps>(slab.call, slab.call.args, slab.schedule,
+                                                               slab.operands, p, rows, columns, shape);
     }
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The carry on Hopper: outputs and final states from chunk operands, values and initial states; or, with
-// kMaps, the affine map (M, B) of each segment. Design page: docs/design/carry-sm90.md.
+// kMaps, the affine map (M, B) of each segment. A Saver stores S before every chunk and U besides, for a
+// backward pass (walks/carry_saver.cuh). Design page: docs/design/carry-sm90.md.
 //
 // Equation. A chunk of C = 64 tokens; S is the recurrent state [V, K]; R, U, O and V are [V, C]:
 //   read     R = S K^^T         U = (V - R) T^T       additive algorithms: U = V
@@ -69,11 +70,11 @@
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps>
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps, class Saver = NoSaver>
 __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kReadsState, kPerChannel>>, 1)
     carry(const __grid_constant__ DeviceArgs a, const Schedule schedule,
-          const ChunkOperands<T, kKey, kPerChannel>* operands, const __grid_constant__ CarryParams p,
-          const __grid_constant__ CarryMaps maps) {
+          const ChunkOperands<T, kKey, kPerChannel>* operands,
+          const __grid_constant__ typename Saver::Params p, const __grid_constant__ CarryMaps maps) {
     constexpr bool kScores = kMakesScores<kReadsState, kPerChannel>;
     extern __shared__ __align__(1024) unsigned char memory[];
 
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kReadsState, kPe
     } else {
         raise_registers<kStateRegisters<kScores>>();
         if (!kMaps && schedule.waits.states) pdl_wait();
-        StateRole<T, kKey, kReadsState, kPerChannel, kMaps>{a, schedule, p, maps, shared}.run(cursor);
+        StateRole<T, kKey, kReadsState, kPerChannel, kMaps, Saver>{a, schedule, p, maps, shared}.run(cursor);
     }
     if (p.cluster > 1) sync_cluster();
     if (waits_last) pdl_trigger_and_wait();

@@ -14,7 +14,8 @@
 //   S += U K+                  U
 //   O += U A^T                 U             wait for S; pack the new S
 //   (none)                                   free the stage; write O, transposed, to shared memory
-// Maps have no O. Additive algorithms have no R, and their U is V.
+// Maps have no O. Additive algorithms have no R, and their U is V. A Saver stores S while R and O are made of
+// it, and U while S and O are.
 // This is the order as written: ptxas moves the packing of S, and a part of S times the decay, behind the
 // next wait.
 //
@@ -30,7 +31,19 @@
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps>
+// What a carry saves besides outputs and states: nothing.
+struct NoSaver {
+    using Params = CarryParams;  // of the kernel
+
+    template <class W>
+    __device__ __forceinline__ NoSaver(const DeviceArgs&, const Params&, const W&) {}
+    template <int kSteps>
+    __device__ __forceinline__ void save_state(const Packed (&)[kSteps]) const {}
+    template <int kBlocks>
+    __device__ __forceinline__ void save_writes(const Packed (&)[kBlocks]) {}
+};
+
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps, class Saver = NoSaver>
 struct StateRole {
     using Shared = CarryShared<T, kKey, kReadsState, kPerChannel, kMaps>;
     using Stage = typename Shared::Stage;
@@ -45,7 +58,7 @@ struct StateRole {
 
     const DeviceArgs& a;
     const Schedule& schedule;
-    const CarryParams& p;
+    const typename Saver::Params& p;
     const CarryMaps& maps;
     const Shared& shared;
     CarryControl& control = shared.control;
@@ -217,6 +230,7 @@ struct StateRole {
         int cluster = p.cluster;
         asm volatile("" : "+r"(cluster));  // kept in a register: reading the constant bank misses its cache
 
+        Saver saver(a, p, cursor);
         Packed packed[kKey / 16];
         auto stage = RingPosition::of_reader();
         const auto stage_at = [&] { return wgmma::uniform(shared_address(&shared.stage(stage.at))); };
@@ -242,6 +256,7 @@ struct StateRole {
                 read_state(out, packed, at + offsetof(Stage, query));
                 wgmma::commit();
             }
+            saver.save_state(packed);
             if constexpr (kReadsState) {
                 wgmma::wait<kMaps ? 0 : 1>();
                 wgmma::hold(read);
@@ -284,6 +299,7 @@ struct StateRole {
                 multiply_square(out, writes, at + offsetof(Stage, scores), true);
                 wgmma::commit();
             }
+            saver.save_writes(writes);
             wgmma::wait<kMaps ? 0 : 1>();
             wgmma::hold(state);
             pack<T>(packed, state);

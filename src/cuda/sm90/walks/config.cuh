@@ -9,7 +9,8 @@
 
 namespace cula::cuda::sm90 {
 
-using backward::SavedSlice;
+using backward::CarrySlice;
+using backward::ReturnSlice;
 using backward::WalkParams;
 
 // The tensor maps of both walks (`v` of the return is dO), and how many stages each has.

@@ -153,10 +153,10 @@ struct ReturnRole {
         State state;
         first_state(state);
 
-        SavedSlice<T, kKey>* slice = nullptr;
-        if (!kMaps && p.saved.slices && cursor.rows.first < a.value_dim)
-            slice = &p.saved.at(cursor.segment.slot + chunks - 1, cursor.value_head,
-                                cursor.rows.first / kWarpRows);
+        ReturnSlice<T, kKey>* slice = nullptr;
+        if (!kMaps && p.saved.returned && cursor.rows.first < a.value_dim)
+            slice = p.saved.returned + p.saved.index(cursor.segment.slot + chunks - 1, cursor.value_head,
+                                                     cursor.rows.first / kWarpRows);
         const std::int64_t of_chunk = std::int64_t{p.saved.value_heads} * p.saved.count;
         const bool stores = !kMaps && p.d.d_v.data && !by_tma;
         Output output(p.d.d_v, cursor, a.value_dim);

@@ -36,9 +36,10 @@ struct SaveRole {
         cursor.first_state(state);
         DecayMap<kMaps && !kReadsState ? kKey : 0, kPerChannel> decay_map(cursor);
 
-        SavedSlice<T, kKey>* slice = nullptr;
-        if (!kMaps && p.saved.slices && cursor.rows.first < a.value_dim)
-            slice = &p.saved.at(cursor.segment.slot, cursor.value_head, cursor.rows.first / kWarpRows);
+        CarrySlice<T, kKey>* slice = nullptr;
+        if (!kMaps && p.saved.carried && cursor.rows.first < a.value_dim)
+            slice = p.saved.carried +
+                    p.saved.index(cursor.segment.slot, cursor.value_head, cursor.rows.first / kWarpRows);
         const std::int64_t of_chunk = std::int64_t{p.saved.value_heads} * p.saved.count;
 
         Packed packed[kKey / 16];
