@@ -19,6 +19,13 @@ def _comparable(case: Case) -> bool:
     return sum(case.lengths) <= COMPARED_TOKENS
 
 
+# The backward pass is told what the forward pass knows.
+KEEPS = Impl(
+    "cula:disable_recompute",
+    cula_bind(None, disable_recompute=True),
+    lambda p, case: p in TRAINING_PASSES and case.algorithm == "kda",
+)
+
 # The kernels that every GPU has, where dispatch prefers those of Hopper.
 PORTABLE = Impl("cula:sm80", cula_bind("sm80"), lambda p, _case: p == "prefill")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-from bench.impls import PORTABLE, cpu_impls
+from bench.impls import KEEPS, PORTABLE, cpu_impls
 from cula.bench import cpu, gpu
 from cula.bench.impls import COPY_DRAFTS, COPY_STATE, OURS, READ_STATE, Impl
 from cula_testing.cases import (
@@ -93,7 +93,7 @@ def gpu_impls() -> list[Impl]:
     states."""
     from bench.peers import peers  # imports them
 
-    return [OURS, *peers(), COPY_STATE, COPY_DRAFTS, READ_STATE]
+    return [OURS, KEEPS, *peers(), COPY_STATE, COPY_DRAFTS, READ_STATE]
 
 
 def gpu_impls_and_portable() -> list[Impl]:

@@ -23,7 +23,12 @@ from result_tables import (
 
 NO_TRAINING_YET = ["Not measured yet: run `python -m bench --suite training` on a machine with a GPU."]
 PASSES = ("backward", "train")
-NAMES = {"cula": "cula", **PEERS, "fla:disable_recompute": "FLA, nothing recomputed"}
+NAMES = {
+    "cula": "cula",
+    "cula:disable_recompute": "cula, nothing recomputed",
+    **PEERS,
+    "fla:disable_recompute": "FLA, nothing recomputed",
+}
 GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 
 

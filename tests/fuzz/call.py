@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -326,7 +327,12 @@ class Call:
 
     def _backward(self, backend: str | None, made: dict) -> Found:
         case, found = self.case, Found()
-        through = {"out": self._into, "default": self._made, "autograd": self._autograd}[case.through]
+        through = {
+            "out": self._into,
+            "default": self._made,
+            "autograd": self._autograd,
+            "kept": functools.partial(self._autograd, disable_recompute=True),
+        }[case.through]
         for name, gradient in through(backend, made).items():
             dtype = getattr(torch, case.gradient_dtype(name))
             if gradient.dtype != dtype:
@@ -379,7 +385,7 @@ class Call:
             found["initial_state"] = self._argument(found["initial_state"])
         return found
 
-    def _autograd(self, backend: str | None, made: dict) -> dict[str, torch.Tensor]:
+    def _autograd(self, backend: str | None, made: dict, **options: bool) -> dict[str, torch.Tensor]:
         case = self.case
         named = self._common(backend) | self._indices(
             cu_seqlens="cu_seqlens", has_initial_state="has_initial"
@@ -390,7 +396,7 @@ class Call:
         leaves = {name: {**keys, **named}[name].detach().requires_grad_() for name in case.wanted}
         keys, named = ({name: leaves.get(name, x) for name, x in each.items()} for each in (keys, named))
         function = FUNCTIONS[case.algorithm]
-        results = function(*keys.values(), **named, output_final_state=bool(case.d_final))
+        results = function(*keys.values(), **named, **options, output_final_state=bool(case.d_final))
         given = self.inputs.get("d_o"), self._argument(self.inputs.get("d_final"))
         pairs = [(x, d) for x, d in zip(results, given, strict=True) if d is not None]
         found = torch.autograd.grad([x for x, _ in pairs], list(leaves.values()), [d for _, d in pairs])

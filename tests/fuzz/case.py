@@ -103,7 +103,9 @@ class Case:
     snapshot_dtype: str = "float32"
 
     # backward
-    through: str = ""  # "out", "default": the operator's overloads; "autograd": the algorithm's function
+    # "out", "default": the operator's overloads; "autograd": the algorithm's function; "kept": the same with
+    # disable_recompute.
+    through: str = ""
     wanted: tuple[str, ...] = ()  # what has its gradient computed
     d_o: str = ""  # its dtype, "" for none
     d_final: str = ""  # that of d_final_state, likewise

@@ -65,6 +65,8 @@ def draw(seed: int, classes: frozenset[str] = DEFAULT, **fixed) -> Case:
         fields["through"] = random.choice(("out", "out", "default", "autograd"))
         if fields["value_dim"] > 256:
             fields["through"] = "autograd"
+        if fields["through"] == "autograd" and fields["algorithm"] == "kda" and random.random() < 0.5:
+            fields["through"] = "kept"
     fields |= _gate(random, fields)
     fields |= _numbers(random, fields, classes)
     fields |= _memory(random, fields)
@@ -219,7 +221,7 @@ def _gate(random: Random, drawn: dict) -> dict:
         "beta_dtype": random.choice(floats),
     }
     # The functions of gla and simple_gla take no raw gate; decode, verify and segment do.
-    by_function = drawn["pass_name"] in ("prefill", "split") or drawn.get("through") == "autograd"
+    by_function = drawn["pass_name"] in ("prefill", "split") or drawn.get("through") in ("autograd", "kept")
     additive_prefill = update == "additive" and by_function
     if decay in ("channel", "token") and not additive_prefill:
         fields["gate"] = random.choice(("log_decay", "softplus", "bounded"))
@@ -342,7 +344,7 @@ def _states(random: Random, case: Case, classes: frozenset[str]) -> Case:
 
 def _backward(random: Random, case: Case) -> Case:
     """Which gradients of which, and how they are asked for."""
-    double, operator = case.dtype == "float64", case.through != "autograd"
+    double, operator = case.dtype == "float64", case.through not in ("autograd", "kept")
     if case.state == "dense":
         case = case.but(slots=case.sequences)
         if _chance(random, 0.25):

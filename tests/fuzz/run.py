@@ -118,7 +118,7 @@ def backends(case: Case, options: Options) -> list[str | None]:
         device=options.device,
     )
     names = [row.target for row in rows if row.verdict != "no" and row.target not in REFERENCES]
-    if case.pass_name == "backward" and case.through == "autograd":  # of both directions
+    if case.pass_name == "backward" and case.through in ("autograd", "kept"):  # of both directions
         names = [name for name in names if name.partition(":")[2] not in OF_ONE_DIRECTION]
     if case.pass_name == "split":  # its pieces may be too short for a strategy that the whole call allows
         names = [name for name in names if not is_strategy(name) or name.endswith(":fused")]

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+import cula
 from cula_testing import device, gradients, level1, passes
 from cula_testing.cases import ALGORITHMS, DELTA, FAMILY, Case, Inputs, make, state_like
 from cula_testing.kinds import DRAFTS, KINDS, Call, Kind, ready
@@ -62,7 +63,27 @@ def _backward(inputs: Inputs, **upstream) -> passes.Result:
     return passes.Result()
 
 
+def _backward_of_saved(inputs: Inputs, **upstream) -> passes.Result:
+    """Both halves of a call that keeps what the second needs."""
+    case = inputs.case
+    rows = cula.explain(
+        case.algorithm, heads=case.heads, value_heads=case.value_heads, key_dim=case.key_dim,
+        value_dim=case.value_dim, dtype=case.dtype, device="cuda", disable_recompute=True,
+    )  # fmt: skip
+    saving = next(each.saving for each in rows if each.target == case.backend)
+    chunks = (
+        case.tokens // saving.chunk_tokens + case.sequences
+        if case.packed
+        else -(-case.tokens // saving.chunk_tokens) * case.batch
+    )
+    saved = torch.empty((chunks, case.value_heads, saving.bytes // 4), dtype=torch.int32, device="cuda")
+    prefill = {**inputs.tensors(), **case.options, "initial_state": inputs.initial_state}
+    passes.call("prefill", case.backend, {"o": torch.empty_like(inputs.v)}, **prefill, saved=saved)
+    return _backward(inputs, **upstream, saved=saved)
+
+
 BACKWARD = Kind(_backward, ((130,),), lambda _: {}, {})
+OF_SAVED = Kind(_backward_of_saved, ((130,),), lambda _: {}, {})
 
 # Sequences that have segments inside the call.
 KEPT = Kind(_prefill_of_kept, ((1100, 0, 70),), lambda _: {}, {"packed": True, "heads": 1, "value_heads": 1})
@@ -159,10 +180,10 @@ def calls() -> Iterator[Call]:
 def backward(algorithm: str) -> Iterator[Call]:
     """Chunks and tokens, whole and with tails, of sequences that are batched and packed; all gradients."""
 
-    def call(**fields) -> Call:
-        inputs = make(BACKWARD.case(algorithm, **fields))
+    def call(kind: Kind = BACKWARD, **fields) -> Call:
+        inputs = make(kind.case(algorithm, **fields))
         d_o, d_final_state = gradients.upstream(inputs)
-        return Call(BACKWARD, inputs, {"d_o": d_o, "d_final_state": d_final_state})
+        return Call(kind, inputs, {"d_o": d_o, "d_final_state": d_final_state})
 
     for K in WIDTHS:
         for dtype in HALVES:
@@ -176,6 +197,15 @@ def backward(algorithm: str) -> Iterator[Call]:
             sizes = {"heads": 1, "value_heads": 1, "key_dim": 128, "value_dim": 72}
             yield call(lengths=(200,), backend=f"{target}:{strategy}", **sizes)
             yield call(lengths=(65, 0, 193), packed=True, backend=f"{target}:{strategy}", **sizes)
+        for K in WIDTHS:
+            saving = cula.explain(algorithm, key_dim=K, device="cuda", disable_recompute=True)
+            if all(row.target != target or row.verdict == "no" for row in saving):
+                continue
+            sizes = {"heads": 1, "value_heads": 2, "key_dim": K, "value_dim": K, "backend": target}
+            for dtype in HALVES:
+                yield call(OF_SAVED, lengths=(130, 130), dtype=dtype, **sizes)
+                yield call(OF_SAVED, lengths=(65, 0, 5), packed=True, tail=3, dtype=dtype, **sizes)
+            yield call(OF_SAVED, lengths=(2047,), **sizes)  # in segments
     yield call(lengths=(33, 0, 2), packed=True, key_dim=20, value_dim=12, dtype=torch.float32)
     yield call(lengths=(0, *[5, 0] * 17), packed=True, key_dim=64, value_dim=32)  # scheduled
     if FAMILY[algorithm][0] in ("channel", "token"):

@@ -297,7 +297,7 @@ def test_everything_is_drawn():
     ):
         assert any(getattr(case, name) for case in cases), name
     backwards = [case for case in cases if case.pass_name == "backward"]
-    assert {case.through for case in backwards} == {"out", "default", "autograd"}
+    assert {case.through for case in backwards} == {"out", "default", "autograd", "kept"}
     assert {name for case in backwards for name in case.wanted} == set(_ops.GRADIENTS)
     assert any(not case.d_o and case.d_final for case in backwards)
     assert any(case.wanted != case.differentiable() for case in backwards)

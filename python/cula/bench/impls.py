@@ -75,19 +75,21 @@ def _named(inputs: Inputs, backend: str | None) -> dict[str, Any]:
     return {**gates, **keywords(inputs), "scale": inputs.case.scale, "backend": backend}
 
 
-def _cula_forward(op: str, backend: str | None) -> Forward:
+def _cula_forward(op: str, backend: str | None, options: dict[str, bool]) -> Forward:
     def forward(inputs: Inputs) -> torch.Tensor:
-        named = _named(inputs, backend)
+        named = {**_named(inputs, backend), **options}
         return PREFILL[op](inputs.q, inputs.k, inputs.v, **named, cu_seqlens=inputs.cu_seqlens)[0]
 
     return forward
 
 
-def cula_bind(backend: str | None) -> Bind:
+def cula_bind(backend: str | None, **of_training: bool) -> Bind:
+    """of_training: options of the function where both directions, or the second, are measured."""
+
     def bind(pass_name: str, inputs: Inputs) -> Call:
         q, k, v, op = inputs.q, inputs.k, inputs.v, inputs.case.algorithm
         if pass_name in TRAINING_PASSES:
-            return training.bind(pass_name, inputs, _cula_forward(op, backend))
+            return training.bind(pass_name, inputs, _cula_forward(op, backend, of_training))
         more = _named(inputs, backend)
         # A serving engine owns its output. On a CPU a new one above 32 MiB would come as fresh pages in every
         # call; their first touch costs the system more than the kernel takes to fill them.
