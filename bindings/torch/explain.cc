@@ -147,7 +147,9 @@ void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     problem.device = explained_device(device.view());
     const auto floats = {Dtype::kBFloat16, Dtype::kFloat16, Dtype::kFloat32, Dtype::kFloat64};
     problem.dtype = one_of("dtype", dtype.view(), floats);
-    problem.state_dtype = one_of("state_dtype", state_dtype.view(), floats);
+    problem.state_dtype =
+        one_of("state_dtype", state_dtype.view(),
+               {Dtype::kBFloat16, Dtype::kFloat16, Dtype::kFloat32, Dtype::kFloat64, Dtype::kFloat8E4M3});
     if (!std::in_range<int>(chunk_tokens))
         throw Error("explain: chunk_size must fit 32 bits, got " + std::to_string(chunk_tokens));
     problem.chunk_tokens = static_cast<int>(chunk_tokens);

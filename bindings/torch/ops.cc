@@ -127,6 +127,9 @@ Args make_args(Pass pass, Call& call, const Place& place) {
             fail(pass, "initial_state", "be left out in place: it is final_state", "a tensor");
         if (!args.final_state) fail(pass, "final_state", "be given in place", "none");
         args.initial_state = args.final_state;
+        if (args.initial_scales)
+            fail(pass, "initial_scales", "be left out in place: they are final_scales", "a tensor");
+        args.initial_scales = args.final_scales;
     }
     args.algorithm = kAlgorithms[static_cast<std::size_t>(options.algorithm)].algorithm;
     args.gate = static_cast<Gate>(options.gate);

@@ -25,6 +25,8 @@ constexpr Parameter kStates[] = {
     {"has_initial_state", "Tensor?", &Args::has_initial_state},
     {"o", "Tensor(a!)?", &Args::o},
     {"final_state", "Tensor(b!)?", &Args::final_state},
+    {"initial_scales", "Tensor?", &Args::initial_scales},
+    {"final_scales", "Tensor(e!)?", &Args::final_scales},
 };
 
 constexpr Parameter kPrefill[] = {
@@ -124,6 +126,8 @@ constexpr TensorRef Args::* kUsualFirst[] = {
     &Args::snapshots,
     &Args::snapshot_indices,
     &Args::parents,
+    &Args::initial_scales,
+    &Args::final_scales,
     &Args::d_final_state,
     &Args::d_q,
     &Args::d_k,
@@ -140,6 +144,7 @@ constexpr TensorRef Args::* kUsualFirst[] = {
 constexpr TensorRef Args::* kOfOut[] = {
     &Args::o,
     &Args::final_state,
+    &Args::final_scales,
     &Args::final_state_indices,
     &Args::checkpoints,
     &Args::checkpoint_plan,

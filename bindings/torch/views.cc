@@ -24,10 +24,14 @@ struct DtypeCode {
 
 std::span<const DtypeCode> dtype_codes() {
     static const DtypeCode rows[] = {
-        {aoti_torch_dtype_bfloat16(), Dtype::kBFloat16}, {aoti_torch_dtype_float32(), Dtype::kFloat32},
-        {aoti_torch_dtype_int32(), Dtype::kInt32},       {aoti_torch_dtype_float16(), Dtype::kFloat16},
-        {aoti_torch_dtype_int64(), Dtype::kInt64},       {aoti_torch_dtype_bool(), Dtype::kBool},
+        {aoti_torch_dtype_bfloat16(), Dtype::kBFloat16},
+        {aoti_torch_dtype_float32(), Dtype::kFloat32},
+        {aoti_torch_dtype_int32(), Dtype::kInt32},
+        {aoti_torch_dtype_float16(), Dtype::kFloat16},
+        {aoti_torch_dtype_int64(), Dtype::kInt64},
+        {aoti_torch_dtype_bool(), Dtype::kBool},
         {aoti_torch_dtype_float64(), Dtype::kFloat64},
+        {aoti_torch_dtype_float8_e4m3fn(), Dtype::kFloat8E4M3},
     };
     return rows;
 }

@@ -80,13 +80,18 @@ struct Args {
     // o = 0.
     TensorRef cu_seqlens;  // [N + 1] int32 or int64, starts at 0 and does not decrease
 
-    // States: [N, HV, V, K], or a pool [slots, HV, V, K] with indices. float32, bfloat16 or float16; K or V
-    // is contiguous, other strides are free. final_state may be the same memory as initial_state.
+    // States: [N, HV, V, K], or a pool [slots, HV, V, K] with indices. float32, bfloat16 or float16, or
+    // float8_e4m3fn with scales; K or V is contiguous, other strides are free. final_state may be the same
+    // memory as initial_state.
     // A sequence whose index is negative or equals null_index is a null row: its o is zero, and nothing is
     // stored. Without final_state_indices a sequence ends in the slot that it starts from. Slots that no
     // index names are not touched.
     TensorRef initial_state;
     TensorRef final_state;
+    // With a state of float8_e4m3fn: a row of K numbers of the state is its scale times what is stored
+    // (core/float8.h has the rule by which it is stored). Scales are stored where the states are.
+    TensorRef initial_scales;         // [slots of initial_state, HV, V] float32
+    TensorRef final_scales;           // [slots of final_state, HV, V] float32
     TensorRef initial_state_indices;  // [N] int32 or int64: sequence n starts from this slot
     TensorRef final_state_indices;    // [N] int32 or int64: sequence n ends in this slot
     TensorRef has_initial_state;      // [N] bool: false: starts from zero, whatever the slot holds

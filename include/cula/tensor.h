@@ -11,7 +11,17 @@
 
 namespace cula {
 
-enum class Dtype : std::uint8_t { kFloat64, kFloat32, kBFloat16, kFloat16, kInt64, kInt32, kBool };
+// kFloat8E4M3: four bits of exponent and three of mantissa, no infinity, the largest number 448.
+enum class Dtype : std::uint8_t {
+    kFloat64,
+    kFloat32,
+    kBFloat16,
+    kFloat16,
+    kFloat8E4M3,
+    kInt64,
+    kInt32,
+    kBool,
+};
 
 // The size of one element in bytes.
 [[gnu::always_inline]] constexpr std::size_t size_bytes(Dtype dtype) {
@@ -22,6 +32,7 @@ enum class Dtype : std::uint8_t { kFloat64, kFloat32, kBFloat16, kFloat16, kInt6
         case Dtype::kInt32: return 4;
         case Dtype::kBFloat16:
         case Dtype::kFloat16: return 2;
+        case Dtype::kFloat8E4M3:
         case Dtype::kBool: return 1;
     }
     return 0;
@@ -33,6 +44,7 @@ constexpr std::string_view name(Dtype dtype) {
         case Dtype::kFloat32: return "float32";
         case Dtype::kBFloat16: return "bfloat16";
         case Dtype::kFloat16: return "float16";
+        case Dtype::kFloat8E4M3: return "float8_e4m3fn";
         case Dtype::kInt64: return "int64";
         case Dtype::kInt32: return "int32";
         case Dtype::kBool: return "bool";

@@ -229,6 +229,12 @@ def refuse_gradients(op: torch._ops.OpOverload, given: Mapping[str, Any], by_pac
         for name, value in given.items()
         if isinstance(value, Tensor) and value.requires_grad
     ]
+    state = given.get("initial_state")
+    if state is not None and state.dtype == torch.float8_e4m3fn:
+        raise NotImplementedError(
+            f"{who}: {wanted[0]} requires gradients, and a call with a state of float8_e4m3fn has none: "
+            "dequantize it, or call under torch.no_grad() or torch.inference_mode()"
+        )
     if op.__name__ in TRAINED:
         refuse_untrained(who, wanted)
         return
@@ -265,6 +271,8 @@ def _called(op: torch._ops.OpOverload, name: str, given: Mapping[str, Any]) -> s
     who = _ops.op_name(op)
     if name == "o":
         return "out"
+    if name in ("initial_scales", "final_scales"):
+        return "state_scales"
     if name == "final_state" and given["options"] & _ops.bit("in_place"):
         return "state_pool" if who == "prefill" else "state"
     return "state" if name == "initial_state" and who == "verify" else name
@@ -292,6 +300,7 @@ def refuse_transforms(who: str, wanted: list[str]) -> None:
 _WRITTEN = {
     "o": "out",
     "final_state": "a state or pool",
+    "final_scales": "state_scales",
     "checkpoints": "checkpoints",
     "chunk_states": "the states of return_intermediate_states",
 }

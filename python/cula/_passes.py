@@ -73,6 +73,7 @@ class States:
     has_initial: Tensor | None = None
     null_index: int = -1
     v_first: bool = True
+    scales: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -127,7 +128,7 @@ def forward(
     starts. disable_recompute: of a prefill; without effect where there are no gradients."""
     A_log, dt_bias, lower_bound = gate.A_log, gate.dt_bias, gate.lower_bound
     initial_state, pool, v_first = states.initial, states.pool, states.v_first
-    null_index = states.null_index
+    null_index, scales = states.null_index, states.scales
     wants_state, wants_chunk_states = outputs.final_state, outputs.chunk_states
     # By identity: type() takes four times as long.
     if not (
@@ -157,7 +158,7 @@ def forward(
         initial_state = as_v_first(op, "initial_state", initial_state)
     null = None if null_index == -1 else null_index
     # The usual calls, apart from the others because a keyword costs Python a tenth of a microsecond.
-    if dense and kept is None and checkpoints is None and not wants_chunk_states:
+    if dense and kept is None and checkpoints is None and scales is None and not wants_chunk_states:
         if out is None:
             if disable_recompute:
                 options |= _SAVE
@@ -189,13 +190,14 @@ def forward(
         final_state = as_v_first(op, "state_pool", final_state)
     if out is None and final_state is None and not wants_chunk_states and checkpoints is None:
         out = empty_o(op, q, k, v)  # `write` would write nothing
+    of_initial, of_final = (scales, None) if pool is None else (None, scales)
     if op is _ops.decode:
         o, made_state = op.write(
             q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
             final_state=final_state, initial_state_indices=initial_indices,
             initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, decay=decay,
-            has_initial_state=states.has_initial, final_state_indices=final_indices, null_index=null,
-            backend=backend,
+            has_initial_state=states.has_initial, final_state_indices=final_indices,
+            initial_scales=of_initial, final_scales=of_final, null_index=null, backend=backend,
         )  # fmt: skip
         return o if out is None else out, made_state if returned is None else returned, None
 
@@ -215,7 +217,8 @@ def forward(
         final_state=final_state, initial_state_indices=initial_indices, initial_state=initial_state,
         cu_seqlens=cu_seqlens, scale=scale, decay=decay, has_initial_state=states.has_initial,
         final_state_indices=final_indices, checkpoints=checkpoint_states, checkpoint_plan=plan,
-        chunk_states=chunk_states_v_first, kept=kept, null_index=null, backend=backend,
+        chunk_states=chunk_states_v_first, kept=kept, initial_scales=of_initial, final_scales=of_final,
+        null_index=null, backend=backend,
     )  # fmt: skip
     return o if out is None else out, made_state if returned is None else returned, chunk_states
 
@@ -248,7 +251,7 @@ def verify(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """`states.pool` is only read unless `update_state`."""
-    op, pool, v_first = _ops.verify, states.pool, states.v_first
+    op, pool, v_first, scales = _ops.verify, states.pool, states.v_first, states.scales
     initial_indices, null_index = states.initial_indices, states.null_index
     check_inputs(op, q, k, v, device)
     if cu_seqlens is not None:
@@ -256,6 +259,7 @@ def verify(
     check_flags(state_v_first=v_first)
     if state_indices is None and initial_indices is None and _ops.is_dense(pool) and pool.dim() == 4:
         pool = pool[: _sequences(q, cu_seqlens)]
+        scales = first_slots(scales, pool.shape[0])
     if not v_first:
         pool = as_v_first(op, "state", pool)
         snapshots = as_v_first(op, "snapshots", snapshots, 5)
@@ -272,16 +276,19 @@ def verify(
             q, k, v, options, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
             initial_state_indices=initial_indices, initial_state=pool, cu_seqlens=cu_seqlens, scale=scale,
             decay=decay, has_initial_state=states.has_initial, state_indices=state_indices,
-            num_accepted=num_accepted, parents=parents, null_index=null, backend=backend,
+            num_accepted=num_accepted, parents=parents, initial_scales=scales, null_index=null,
+            backend=backend,
         )  # fmt: skip
         return o
     final_state, initial_state = (pool, None) if update_state else (None, pool)
+    of_final, of_initial = (scales, None) if update_state else (None, scales)
     made = op.write(
         q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
         final_state=final_state, initial_state_indices=initial_indices, initial_state=initial_state,
         cu_seqlens=cu_seqlens, scale=scale, decay=decay, has_initial_state=states.has_initial,
         state_indices=state_indices, num_accepted=num_accepted, snapshots=snapshots,
-        snapshot_indices=snapshot_indices, parents=parents, null_index=null, backend=backend,
+        snapshot_indices=snapshot_indices, parents=parents, initial_scales=of_initial,
+        final_scales=of_final, null_index=null, backend=backend,
     )  # fmt: skip
     return made if out is None else out
 
@@ -532,6 +539,13 @@ def as_v_first(op: Operator, argument: str, states: TensorOrNone, ndim: int = 4)
     if states.dim() != ndim:
         raise ValueError(f"{op.name}: {argument} must have {ndim} dimensions, got {list(states.shape)}")
     return states.transpose(-1, -2)
+
+
+def first_slots(scales: TensorOrNone, slots: int) -> TensorOrNone:
+    """The scales of a pool's first slots."""
+    if scales is None or not _ops.is_dense(scales) or scales.dim() != 3:
+        return scales  # absent, or refused with the other arguments
+    return scales[:slots]
 
 
 def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:

@@ -12,11 +12,13 @@ scale: applied to q, `K ** -0.5` if None.
 cu_seqlens: int32 or int64 `[N + 1]` on q's device; B is 1 and sequence n holds the tokens from
     `cu_seqlens[n]` to `cu_seqlens[n + 1]`. Empty sequences are legal, tokens beyond the last one get zeros.
     Without it N is B.
-initial_state: `[N, HV, V, K]`, float32, bfloat16 or float16; zero if None. With `initial_state_indices` a
-    pool `[slots, HV, V, K]` that is only read.
+initial_state: `[N, HV, V, K]`, float32, bfloat16 or float16, or float8_e4m3fn with `state_scales`; zero if
+    None. With `initial_state_indices` a pool `[slots, HV, V, K]` that is only read.
 output_final_state: return the final state, a new float32 `[N, HV, V, K]`.
 state_pool: `[slots, HV, V, K]` with any slot stride, read and written in place and returned as the final
-    state.
+    state. Its dtype is one of those of `initial_state`.
+state_scales: float32 `[slots, HV, V]`, of a state or pool of float8_e4m3fn: a row of K numbers is its scale
+    times what is stored. Scales are written with the states (docs/api.md, "States in eight bits").
 initial_state_indices, final_state_indices: int32 or int64 `[N]`, the slot that a sequence starts from and
     ends in (the same if the second is None). A sequence whose index is negative or `null_index` is skipped:
     its output is zero, nothing is stored for it. Slots that no index names are not touched.
@@ -36,12 +38,11 @@ device: q's device, checked if given.
 
 Gradients: what a call returns is differentiable by q, k, v, g, beta, `A_log`, `dt_bias` and
 `initial_state`, but not by `decay`, nor where the call writes into what it is given (`state_pool`,
-`checkpoints`, `out`; a decode's and a draft's states), reads slots or `kept`, or returns h. The same holds
-for the drop-ins. docs/guide/training.md has examples.
+`checkpoints`, `out`; a decode's and a draft's states), reads slots, float8 or `kept`, or returns h. The same
+holds for the drop-ins. docs/guide/training.md has examples.
 
-Errors: `ValueError` names the argument, what was expected and what was given, before anything is written;
-`TypeError` for an unknown option or a wrong type; `NotImplementedError` where a gradient is asked for that is
-not built (docs/api.md, "Gradients").
+Errors, before anything is written: `ValueError` names the argument, what was expected and what was given;
+`TypeError` for an unknown option or a wrong type; `NotImplementedError` for a gradient that is not built.
 
 The published signatures are those of cuLA's unified interface (inclusionAI/cuLA, issue 50).
 """
@@ -102,6 +103,7 @@ def cula_kda(
     out: Tensor | None = None,
     kept: Tensor | None = None,
     cp_context: object | None = None,
+    state_scales: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Kimi Delta Attention (arXiv:2510.26692): a delta rule whose state decays per token and key channel.
@@ -137,7 +139,7 @@ def cula_kda(
         use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
         States(
             initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
-            null_index, state_v_first,
+            null_index, state_v_first, state_scales,
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
         backend, deterministic, device, kept, disable_recompute=disable_recompute,
@@ -175,6 +177,7 @@ def cula_gdn(
     deterministic: bool | str | None = None,
     out: Tensor | None = None,
     kept: Tensor | None = None,
+    state_scales: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Gated DeltaNet (arXiv:2412.06464): a delta rule whose state decays per token.
@@ -191,7 +194,7 @@ def cula_gdn(
         use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
         States(
             initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
-            null_index, state_v_first,
+            null_index, state_v_first, state_scales,
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
         backend, deterministic, device, kept,
@@ -222,6 +225,7 @@ def cula_gla(
     deterministic: bool | str | None = None,
     out: Tensor | None = None,
     kept: Tensor | None = None,
+    state_scales: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Gated linear attention (arXiv:2312.06635): an additive update, decay per token and key channel.
@@ -234,7 +238,7 @@ def cula_gla(
         False, cu_seqlens,
         States(
             initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
-            null_index, state_v_first,
+            null_index, state_v_first, state_scales,
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
         backend, deterministic, device, kept,
@@ -266,6 +270,7 @@ def cula_simple_gla(
     deterministic: bool | str | None = None,
     out: Tensor | None = None,
     kept: Tensor | None = None,
+    state_scales: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Gated linear attention with one decay per token and head (also the form of Mamba-2, arXiv:2405.21060).
@@ -280,7 +285,7 @@ def cula_simple_gla(
         scale, use_qk_l2norm_in_kernel, False, False, cu_seqlens,
         States(
             initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
-            null_index, state_v_first,
+            null_index, state_v_first, state_scales,
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
         backend, deterministic, device, kept, _decays.log_decay(decay),
@@ -312,6 +317,7 @@ def cula_lightning(
     deterministic: bool | str | None = None,
     out: Tensor | None = None,
     kept: Tensor | None = None,
+    state_scales: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Lightning attention (arXiv:2401.04658), RetNet (arXiv:2307.08621): additive, with a constant decay per
@@ -330,7 +336,7 @@ def cula_lightning(
         False, False, cu_seqlens,
         States(
             initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
-            null_index, state_v_first,
+            null_index, state_v_first, state_scales,
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
         backend, deterministic, device, kept, _decays.log_decay(decay),
@@ -364,6 +370,7 @@ def cula_delta(
     deterministic: bool | str | None = None,
     out: Tensor | None = None,
     kept: Tensor | None = None,
+    state_scales: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """DeltaNet (arXiv:2406.06484): the delta rule without decay, or with a constant `decay` per head `[HV]`.
@@ -376,7 +383,7 @@ def cula_delta(
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
         States(
             initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
-            null_index, state_v_first,
+            null_index, state_v_first, state_scales,
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
         backend, deterministic, device, kept, _decays.log_decay(decay),
@@ -410,6 +417,7 @@ def cula_decode(
     backend: str | None = None,
     deterministic: bool | str | None = None,
     out: Tensor | None = None,
+    state_scales: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor]:
     """One token for each of N sequences; the state is updated in place.
@@ -417,7 +425,7 @@ def cula_decode(
     q, k: `[N, 1, H, K]` or `[1, N, H, K]`, and v, g, beta likewise: a token is a row of its own, whichever of
         the two dimensions holds the rows. `[N, T, H, K]` with both above 1 is refused: several tokens of a
         sequence are for the prefill functions (with `state_pool`) or `cula_verify`.
-    state: the pool `[P, HV, V, K]`, float32, bfloat16 or float16, any slot stride.
+    state: the pool `[P, HV, V, K]` of any slot stride, and of any dtype that `initial_state` may have.
     state_indices: int32 or int64 `[N]`, the slot of each row, row n if None; `final_state_indices` where a
         row ends in another slot. A negative or `null_index` slot skips the row: its o is zero.
     mode: kda, gdn, gla, simple_gla, lightning or delta. kda and gdn take g and beta, gla and simple_gla take
@@ -446,7 +454,7 @@ def cula_decode(
         g, beta, out = (x.transpose(0, 1) if _passes.has_rows(x) else x for x in (g, beta, out))
     pool = state
     if state_indices is None and state.dim() == 4 and state.shape[0] > q.shape[0] and _ops.is_dense(state):
-        pool = state[: q.shape[0]]
+        pool, state_scales = state[: q.shape[0]], _passes.first_slots(state_scales, q.shape[0])
     if state_v_first is not True:
         _passes.check_flags(state_v_first=state_v_first)
     if not state_v_first:
@@ -459,7 +467,7 @@ def cula_decode(
         q, k, v, options | _passes.IN_PLACE, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
         lower_bound=lower_bound, final_state=pool, initial_state_indices=state_indices, scale=scale,
         decay=decay, has_initial_state=has_initial_state, final_state_indices=final_state_indices,
-        null_index=None if null_index == -1 else null_index, backend=backend,
+        final_scales=state_scales, null_index=None if null_index == -1 else null_index, backend=backend,
     )  # fmt: skip
     o = o if out is None else out
     return (o.transpose(0, 1) if packed else o), state
@@ -498,6 +506,7 @@ def cula_verify(
     backend: str | None = None,
     deterministic: bool | str | None = None,
     out: Tensor | None = None,
+    state_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """A few draft tokens for each of N sequences, with a state per token, so that any prefix can be accepted
     later.
@@ -526,9 +535,8 @@ def cula_verify(
     _passes.check_flags(disable_state_update=disable_state_update)
     o = _passes.verify(
         algorithm, q, k, v, g, beta, _passes.given_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
-        States(
-            None, state, initial_state_indices, None, has_initial_state, null_index, state_v_first,
-        ),
+        States(None, state, initial_state_indices, None, has_initial_state, null_index, state_v_first,
+               state_scales),
         decay=decay, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
         beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens,
         update_state=state is not None and state_indices is not None and not disable_state_update,

@@ -118,15 +118,21 @@ protected:
                      "strides that make elements share an address");
     }
 
-    void state(std::string_view argument, const TensorRef& ref, Dim first) const {
+    void state(std::string_view argument, const TensorRef& ref, Dim first, bool scaled = false) const {
         shape(argument, ref, {first, {"HV", value_heads_}, {"V", value_dim_}, {"K", key_dim_}});
         CULA_REQUIRE(ref.size[0] < kMostSlots, argument, "have less than 2^31 slots",
                      std::to_string(ref.size[0]));
-        state_memory(argument, ref);
+        state_memory(argument, ref, scaled);
     }
 
-    void state_memory(std::string_view argument, const TensorRef& ref) const {
-        if (args_.q.dtype == Dtype::kFloat64)
+    // scaled: may be of float8, which comes with scales.
+    void state_memory(std::string_view argument, const TensorRef& ref, bool scaled = false) const {
+        if (scaled && args_.q.dtype == Dtype::kFloat64)
+            dtype(argument, ref,
+                  {Dtype::kFloat64, Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16, Dtype::kFloat8E4M3});
+        else if (scaled)
+            dtype(argument, ref, {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16, Dtype::kFloat8E4M3});
+        else if (args_.q.dtype == Dtype::kFloat64)
             floating(argument, ref);
         else
             dtype(argument, ref, {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
@@ -134,6 +140,39 @@ protected:
         CULA_REQUIRE(ref.stride[k] == 1 || ref.stride[v] == 1 || ref.size[k] <= 1 || ref.size[v] <= 1,
                      argument, "be contiguous along K or along V",
                      "strides " + std::to_string(ref.stride[v]) + ", " + std::to_string(ref.stride[k]));
+    }
+
+    // The scales of states of float8. Callers know both arguments by one name.
+    void check_scales() const {
+        constexpr std::string_view kName = "state_scales";
+        const TensorRef &of_initial = args_.initial_scales, &of_final = args_.final_scales;
+        const auto check = [&](const TensorRef& states, const TensorRef& scales) {
+            if (!states || states.dtype != Dtype::kFloat8E4M3) {
+                CULA_REQUIRE(!scales, kName, "be left out without a state of float8_e4m3fn",
+                             states ? "a tensor, and a state of " + std::string(name(states.dtype))
+                                    : std::string("a tensor"));
+                return;
+            }
+            given(kName, scales, "with a state of float8_e4m3fn");
+            shape(kName, scales, {{"slots", states.size[0]}, {"HV", value_heads_}, {"V", value_dim_}});
+            dtype(kName, scales, {Dtype::kFloat32});
+        };
+        check(args_.initial_state, of_initial);
+        check(args_.final_state, of_final);
+        if (of_final) writable(kName, of_final);
+        if (of_initial && of_final) {
+            CULA_REQUIRE(same_places(of_initial, of_final) || apart(of_initial, of_final), kName,
+                         "have each scale that is read where it is written, or lie elsewhere",
+                         "memory that overlaps in other places");
+            CULA_REQUIRE(
+                same_places(of_initial, of_final) == same_places(args_.initial_state, args_.final_state),
+                kName, "be the same memory where the states are, and other memory where not",
+                "one of the two");
+        }
+        for (const TensorRef* scales : {&of_initial, &of_final})
+            for (const TensorRef* states : {&args_.initial_state, &args_.final_state})
+                CULA_REQUIRE(!*scales || !*states || apart(*scales, *states), kName,
+                             "share no memory with the states", "memory that overlaps them");
     }
 
     Pass pass_;

@@ -38,6 +38,10 @@ Support supports(const Kernel& kernel, const Problem& problem) {
                            std::string(name(problem.device.kind)));
     if (problem.key_dim > kLargestDim)
         return Support::no("takes K up to 256, got " + std::to_string(problem.key_dim));
+    if (problem.state_dtype == Dtype::kFloat8E4M3 && problem.pass == Pass::kBackward)
+        return Support::no("a state of float8_e4m3fn has no gradients");
+    if (problem.state_dtype == Dtype::kFloat8E4M3 && kernel.device == DeviceKind::kCuda)
+        return Support::no("takes states of float32, bfloat16 and float16; these are float8_e4m3fn");
     if (problem.saves && !kernel.saving)
         return Support::no(problem.pass == Pass::kBackward ? "computes all itself, and takes no saved"
                                                            : "saves nothing that a backward would compute");
@@ -98,7 +102,8 @@ Args value_channels(const Args& args, std::int64_t first, std::int64_t count) {
                        first * ref.stride[dim] * static_cast<std::int64_t>(size_bytes(ref.dtype));
     };
     for (TensorRef* ref : {&part.v, &part.o, &part.chunk_states, &part.snapshots}) take(*ref, 3);
-    for (TensorRef* ref : {&part.initial_state, &part.final_state, &part.checkpoints, &part.segment_b})
+    for (TensorRef* ref : {&part.initial_state, &part.final_state, &part.initial_scales, &part.final_scales,
+                           &part.checkpoints, &part.segment_b})
         take(*ref, 2);
     if (part.beta.ndim == 4) take(part.beta, 3);
     if (first > 0) part.segment_m = {};

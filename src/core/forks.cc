@@ -75,6 +75,10 @@ void copy_state(const Args& args, std::int64_t from, std::int64_t to) {
             for (std::int64_t k = 0; k < final.size[3]; ++k)
                 std::copy_n(static_cast<const std::byte*>(initial.ptr(from, hv, v, k)),
                             size_bytes(final.dtype), static_cast<std::byte*>(final.ptr(to, hv, v, k)));
+    if (const TensorRef& scales = args.final_scales)
+        for (std::int64_t hv = 0; hv < scales.size[1]; ++hv)
+            for (std::int64_t v = 0; v < scales.size[2]; ++v)
+                *scales.at<float>(to, hv, v) = *args.initial_scales.at<const float>(from, hv, v);
 }
 
 // Whether some sequence starts from another slot than it ends in. With state_indices: always true, because
@@ -116,7 +120,8 @@ Args SettledIndices::apply(const Args& args) const {
         return TensorRef::contiguous(data, Dtype::kInt32, {num_sequences(args)});
     };
     // A settled fork starts from a slot of final_state, which may have more slots than initial_state.
-    if (args.final_state.size[0] > args.initial_state.size[0]) settled.initial_state = args.final_state;
+    if (args.final_state.size[0] > args.initial_state.size[0])
+        settled.initial_state = args.final_state, settled.initial_scales = args.final_scales;
     settled.initial_state_indices = indices(starts);
     if (!ends) return settled;
     settled.final_state_indices = indices(ends);

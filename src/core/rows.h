@@ -42,6 +42,7 @@ inline bool starts_from_state(const Args& args, std::int64_t n) {
 struct StateRow {
     TensorRef states;
     std::int64_t slot = -1;
+    TensorRef scales = {};  // of states of float8
 
     explicit operator bool() const { return slot >= 0; }
     void* ptr(std::int64_t hv, std::int64_t v = 0, std::int64_t k = 0) const {
@@ -66,8 +67,9 @@ inline StateRows states_of(const Args& args, std::int64_t n) {
     // Without index tensors slot n is meant literally, even where n equals null_index.
     if (((read || drafts) && is_null(args, from)) || (write && is_null(args, to)))
         return {.skipped = true, .initial = {}, .final = {}};
-    if (args.initial_state && starts_from_state(args, n)) rows.initial = {args.initial_state, from};
-    if (args.final_state && !drafts) rows.final = {args.final_state, to};
+    if (args.initial_state && starts_from_state(args, n))
+        rows.initial = {args.initial_state, from, args.initial_scales};
+    if (args.final_state && !drafts) rows.final = {args.final_state, to, args.final_scales};
     return rows;
 }
 

@@ -233,15 +233,17 @@ private:
         const bool verify = pass_ == Pass::kVerify;
         const bool pool_by_token = verify && args_.state_indices;
         const Dim slots_or_n{"N", sequences_}, slots{"slots", kAny};
-        if (initial) state("initial_state", initial, read || pool_by_token ? slots : slots_or_n);
+        const bool scaled = pass_ != Pass::kSegment && pass_ != Pass::kBackward;
+        if (initial) state("initial_state", initial, read || pool_by_token ? slots : slots_or_n, scaled);
         if (final) {
-            state("final_state", final, read || write || pool_by_token ? slots : slots_or_n);
+            state("final_state", final, read || write || pool_by_token ? slots : slots_or_n, scaled);
             writable("final_state", final);
         }
         if (initial && final)
             CULA_REQUIRE(same_places(initial, final) || apart(initial, final), "final_state",
                          "have each element where initial_state has it, or lie elsewhere",
                          "memory that overlaps initial_state in other places");
+        check_scales();
         CULA_REQUIRE(!read || initial || final, "initial_state_indices", "come with a state",
                      "indices alone");
         CULA_REQUIRE(!write || final, "final_state_indices", "come with a state to write", "indices alone");

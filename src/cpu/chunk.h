@@ -29,6 +29,7 @@
 
 #include "cpu/gemm.h"
 #include "cpu/inputs.h"
+#include "cpu/scales.h"
 
 namespace cula::cpu::CULA_CPU_TARGET {
 
@@ -483,15 +484,28 @@ protected:
                 load_row(state + c * columns_, state_at(view, task_.v_begin, c), view.dtype, task_.v_count,
                          columns_);
         }
+        if (view.scales)
+            scale_columns(state, key_dim_, columns_, scales_from(view, task_.v_begin), view.scale_stride,
+                          task_.v_count);
     }
 
     void store_state(const StateView& view, const float* state) {
         if (view.stride_k == 1 || key_dim_ == 1) {
             transpose(buffers_.transposed, channels_, state, columns_, channels_, columns_);
+            if (view.scales)
+                choose_row_scales(buffers_.transposed, channels_, scales_from(view, task_.v_begin),
+                                  view.scale_stride, task_.v_count);
             for (int j = 0; j < task_.v_count; ++j)
                 store_row(state_at(view, task_.v_begin + j, 0), view.dtype,
                           buffers_.transposed + j * channels_, key_dim_);
         } else {
+            if (view.scales) {
+                float* scaled = buffers_.transposed;  // as large
+                for (int x = 0; x < channels_ * columns_; x += kLanes) store(scaled + x, load(state + x));
+                choose_column_scales(scaled, key_dim_, columns_, scales_from(view, task_.v_begin),
+                                     view.scale_stride, task_.v_count);
+                state = scaled;
+            }
             for (int c = 0; c < key_dim_; ++c)
                 store_row(state_at(view, task_.v_begin, c), view.dtype, state + c * columns_, task_.v_count);
         }

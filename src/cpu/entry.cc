@@ -372,8 +372,9 @@ void step_through(const Isa& isa, const Args& args, const Context& context) {
         if (args.state_indices) {
             task.slots = index_row(args.state_indices, place.sequence);
             if (args.final_state) {
-                task.pool = view({args.final_state, 0}, place.value_head);
+                task.pool = view({args.final_state, 0, args.final_scales}, place.value_head);
                 task.pool_stride = args.final_state.stride[0];
+                task.pool_scales_stride = args.final_scales.stride[0];
             }
         }
         if (const TensorRef& shots = args.snapshots) {

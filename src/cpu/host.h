@@ -49,7 +49,12 @@ void for_each_task(const Context& context, int workers, std::int64_t tasks, bool
 
 inline StateView view(const StateRow& row, std::int64_t value_head) {
     if (!row) return {};
-    return {row.ptr(value_head), row.states.dtype, row.states.stride[2], row.states.stride[3]};
+    StateView view{row.ptr(value_head), row.states.dtype, row.states.stride[2], row.states.stride[3]};
+    if (row.scales) {
+        view.scales = row.scales.at<float>(row.slot, value_head);
+        view.scale_stride = row.scales.stride[2];
+    }
+    return view;
 }
 
 inline std::int64_t longest(const Args& args) {

@@ -295,11 +295,40 @@ CULA_INLINE void store_fp16(std::uint16_t* p, Vec x) {
 #endif
 }
 
+// float8_e4m3fn, as Float8E4M3 of core/float8.h has it. Widening creates no float subnormals.
+CULA_INLINE Vec load_float8(const std::uint8_t* p) {
+    typedef std::uint8_t Bytes __attribute__((vector_size(kLanes)));
+    Bytes bytes;
+    __builtin_memcpy(&bytes, p, sizeof bytes);
+    const BitVec word = __builtin_convertvector(bytes, BitVec), code = word & 0x7fu;
+    const Vec small = __builtin_convertvector(reinterpret_cast<IntVec>(code), Vec) * 0x1p-9f;
+    const BitVec magnitude = code < 8u       ? bits(small)
+                             : code == 0x7fu ? BitVec{} + 0x7fc00000u
+                                             : (code << 20) + (120u << 23);
+    return from_bits(magnitude | (word & 0x80u) << 24);
+}
+
+// Rounds to nearest even. The addition of the small numbers rounds them to multiples of 2^-9, the subnormal
+// step.
+CULA_INLINE void store_float8(std::uint8_t* p, Vec x) {
+    typedef std::uint8_t Bytes __attribute__((vector_size(kLanes)));
+    const BitVec magnitude = bits(x) & 0x7fffffffu;
+    const BitVec small = bits(from_bits(magnitude) + 0x1p14f) - __builtin_bit_cast(std::uint32_t, 0x1p14f),
+                 normal = (magnitude - (120u << 23) + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+    const BitVec code = magnitude > 0x43e80000u ? BitVec{} + 0x7fu : magnitude < 0x3c800000u ? small : normal;
+    const Bytes bytes = __builtin_convertvector(code | ((bits(x) >> 24) & 0x80u), Bytes);
+    __builtin_memcpy(p, &bytes, sizeof bytes);
+}
+
 CULA_INLINE float load_scalar(const void* p, Dtype dtype) {
     switch (dtype) {
         case Dtype::kFloat32: return *static_cast<const float*>(p);
         case Dtype::kBFloat16: return bf16_to_float(*static_cast<const std::uint16_t*>(p));
         case Dtype::kFloat16: return fp16_to_float(*static_cast<const std::uint16_t*>(p));
+        case Dtype::kFloat8E4M3: {
+            std::uint8_t codes[kLanes] = {*static_cast<const std::uint8_t*>(p)};
+            return load_float8(codes)[0];
+        }
         case Dtype::kFloat64: return static_cast<float>(*static_cast<const double*>(p));
         default: return 0.0f;
     }
@@ -310,6 +339,12 @@ CULA_INLINE void store_scalar(void* p, Dtype dtype, float x) {
         case Dtype::kFloat32: *static_cast<float*>(p) = x; break;
         case Dtype::kBFloat16: *static_cast<std::uint16_t*>(p) = float_to_bf16(x); break;
         case Dtype::kFloat16: *static_cast<std::uint16_t*>(p) = float_to_fp16(x); break;
+        case Dtype::kFloat8E4M3: {
+            std::uint8_t codes[kLanes];
+            store_float8(codes, broadcast(x));
+            *static_cast<std::uint8_t*>(p) = codes[0];
+            break;
+        }
         case Dtype::kFloat64: *static_cast<double*>(p) = static_cast<double>(x); break;
         default: break;
     }
@@ -333,6 +368,9 @@ inline void load_row(float* dst, const void* src, Dtype dtype, int count, int pa
     if (dtype == Dtype::kFloat16)
         for (; i + kLanes <= count; i += kLanes)
             store(dst + i, load_fp16(static_cast<const std::uint16_t*>(src) + i));
+    if (dtype == Dtype::kFloat8E4M3)
+        for (; i + kLanes <= count; i += kLanes)
+            store(dst + i, load_float8(static_cast<const std::uint8_t*>(src) + i));
     for (; i < count; ++i) dst[i] = load_scalar(element(src, dtype, i), dtype);
     for (; i < padded; ++i) dst[i] = 0.0f;
 }
@@ -348,6 +386,9 @@ inline void store_row(void* dst, Dtype dtype, const float* src, int count) {
     if (dtype == Dtype::kFloat16)
         for (; i + kLanes <= count; i += kLanes)
             store_fp16(static_cast<std::uint16_t*>(dst) + i, load(src + i));
+    if (dtype == Dtype::kFloat8E4M3)
+        for (; i + kLanes <= count; i += kLanes)
+            store_float8(static_cast<std::uint8_t*>(dst) + i, load(src + i));
     for (; i < count; ++i) store_scalar(element(dst, dtype, i), dtype, src[i]);
 }
 

@@ -16,6 +16,7 @@
 #pragma once
 
 #include "cpu/inputs.h"
+#include "cpu/scales.h"
 
 namespace cula::cpu::CULA_CPU_TARGET {
 
@@ -194,8 +195,11 @@ private:
     void store_token_states(std::int64_t t, const float* state) {
         if (task_.slots.data && task_.pool.data) {
             const std::int64_t slot = task_.slots[t];
-            if (slot >= 0 && slot != args_.null_index)
-                store_state(advance(task_.pool, slot * task_.pool_stride), state);
+            if (slot >= 0 && slot != args_.null_index) {
+                StateView view = advance(task_.pool, slot * task_.pool_stride);
+                if (view.scales) view.scales += slot * task_.pool_scales_stride;
+                store_state(view, state);
+            }
         }
         if (task_.snapshots.data) store_state(advance(task_.snapshots, t * task_.snapshots_stride), state);
     }
@@ -228,15 +232,28 @@ private:
                          task_.v_count, columns_);
             transpose(state, channels_, by_channel, columns_, channels_, columns_);
         }
+        if (view.scales)
+            scale_rows(state, channels_, scales_from(view, task_.v_begin), view.scale_stride, task_.v_count);
     }
 
     void store_state(const StateView& view, const float* state) const {
         if (view.stride_k == 1 || inputs_.key_dim == 1) {
+            if (view.scales) {
+                float* scaled = buffers_.transposed;  // as large
+                for (int x = 0; x < task_.v_count * channels_; x += kLanes)
+                    store(scaled + x, load(state + x));
+                choose_row_scales(scaled, channels_, scales_from(view, task_.v_begin), view.scale_stride,
+                                  task_.v_count);
+                state = scaled;
+            }
             for (int j = 0; j < task_.v_count; ++j)
                 store_row(state_at(view, task_.v_begin + j, 0), view.dtype, state + j * channels_,
                           inputs_.key_dim);
         } else {
             transpose(buffers_.transposed, columns_, state, channels_, columns_, channels_);
+            if (view.scales)
+                choose_column_scales(buffers_.transposed, inputs_.key_dim, columns_,
+                                     scales_from(view, task_.v_begin), view.scale_stride, task_.v_count);
             for (int c = 0; c < inputs_.key_dim; ++c)
                 store_row(state_at(view, task_.v_begin, c), view.dtype, buffers_.transposed + c * columns_,
                           task_.v_count);

@@ -16,6 +16,9 @@ struct StateView {
     void* data = nullptr;
     Dtype dtype = Dtype::kFloat32;
     std::int64_t stride_v = 0, stride_k = 0;
+    // Of states of float8: the scale of each row (core/float8.h); otherwise nullptr.
+    float* scales = nullptr;
+    std::int64_t scale_stride = 0;
 };
 
 // A row of a tensor of indices; data == nullptr: absent.
@@ -71,7 +74,7 @@ struct StepTask {
     // Verify.
     IndexRow slots;  // per token: the slot of `pool` for the state after it, or a null index
     StateView pool;  // slot 0
-    std::int64_t pool_stride = 0;
+    std::int64_t pool_stride = 0, pool_scales_stride = 0;
     StateView snapshots;  // of token 0
     std::int64_t snapshots_stride = 0;
     IndexRow parents;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/float16.h"
+#include "core/float8.h"
 #include "cula/tensor.h"
 
 namespace cula::reference {
@@ -14,6 +15,7 @@ T read(const TensorRef& ref, Index... index) {
         case Dtype::kFloat32: return static_cast<T>(*ref.at<const float>(index...));
         case Dtype::kBFloat16: return static_cast<T>(*ref.at<const BFloat16>(index...));
         case Dtype::kFloat16: return static_cast<T>(*ref.at<const Float16>(index...));
+        case Dtype::kFloat8E4M3: return static_cast<T>(*ref.at<const Float8E4M3>(index...));
         default: return T{};
     }
 }
@@ -25,6 +27,7 @@ void write(const TensorRef& ref, T value, Index... index) {
         case Dtype::kFloat32: *ref.at<float>(index...) = static_cast<float>(value); break;
         case Dtype::kBFloat16: *ref.at<BFloat16>(index...) = BFloat16(static_cast<float>(value)); break;
         case Dtype::kFloat16: *ref.at<Float16>(index...) = Float16(static_cast<float>(value)); break;
+        case Dtype::kFloat8E4M3: *ref.at<Float8E4M3>(index...) = Float8E4M3(static_cast<float>(value)); break;
         default: break;
     }
 }
@@ -39,6 +42,17 @@ TensorRef matrix_at(const TensorRef& ref, Index... index) {
             .ndim = 2,
             .size = {ref.size[rows], ref.size[columns]},
             .stride = {ref.stride[rows], ref.stride[columns]}};
+}
+
+// The scales [V] of that state, where its dtype has some.
+template <class... Index>
+TensorRef scales_at(const TensorRef& ref, Index... index) {
+    if (!ref) return {};
+    return {.data = ref.ptr(index...),
+            .dtype = ref.dtype,
+            .ndim = 1,
+            .size = {ref.size[2]},
+            .stride = {ref.stride[2]}};
 }
 
 }  // namespace cula::reference

@@ -130,11 +130,12 @@ private:
 
     static void load(const StateRow& row, std::int64_t hv, State<Scalar> S) {
         if (!row) return static_cast<void>(std::fill_n(S.data, S.size(), Scalar{}));
-        load_state<Sum>(matrix_at(row.states, row.slot, hv), S);
+        load_state<Sum>(matrix_at(row.states, row.slot, hv), S, scales_at(row.scales, row.slot, hv));
     }
 
     static void store(const StateRow& row, std::int64_t hv, State<Scalar> S) {
-        if (row) store_state(matrix_at(row.states, row.slot, hv), S);
+        if (row)
+            store_state<Sum>(matrix_at(row.states, row.slot, hv), S, scales_at(row.scales, row.slot, hv));
     }
 
     // The dense state and the checkpoints that lie `done` tokens into sequence n.
@@ -156,7 +157,7 @@ private:
     void store_draft(std::int64_t n, std::int64_t t, std::int64_t hv, State<Scalar> S) const {
         if (args_.state_indices && args_.final_state) {
             const std::int64_t slot = read_index(args_.state_indices, n, t);
-            if (!is_null(args_, slot)) store_state(matrix_at(args_.final_state, slot, hv), S);
+            if (!is_null(args_, slot)) store({args_.final_state, slot, args_.final_scales}, hv, S);
         }
         if (args_.snapshots) {
             const std::int64_t slot = args_.snapshot_indices ? read_index(args_.snapshot_indices, n) : n;

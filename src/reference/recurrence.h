@@ -30,18 +30,37 @@ struct State {
     std::int64_t size() const { return key_dim * value_dim; }
 };
 
-// A state [V, K] in memory.
+// A state [V, K] in memory; scales: [V], of states of float8 (core/float8.h).
 template <class Sum, class Scalar>
-void load_state(const TensorRef& matrix, State<Scalar> S) {
+void load_state(const TensorRef& matrix, State<Scalar> S, const TensorRef& scales = {}) {
     for (std::int64_t k = 0; k < S.key_dim; ++k)
-        for (std::int64_t v = 0; v < S.value_dim; ++v)
-            S.row(k)[v] = static_cast<Scalar>(read<Sum>(matrix, v, k));
+        for (std::int64_t v = 0; v < S.value_dim; ++v) {
+            const Sum scale = scales ? read<Sum>(scales, v) : Sum{1};
+            S.row(k)[v] = static_cast<Scalar>(scale * read<Sum>(matrix, v, k));
+        }
 }
 
 template <class Scalar>
 void store_state(const TensorRef& matrix, State<Scalar> S) {
     for (std::int64_t k = 0; k < S.key_dim; ++k)
         for (std::int64_t v = 0; v < S.value_dim; ++v) write(matrix, S.row(k)[v], v, k);
+}
+
+template <class Sum, class Scalar>
+void store_state(const TensorRef& matrix, State<Scalar> S, const TensorRef& scales) {
+    if (!scales) return store_state(matrix, S);
+    for (std::int64_t v = 0; v < S.value_dim; ++v) {
+        float most = 0.0f;
+        for (std::int64_t k = 0; k < S.key_dim; ++k) {
+            const float magnitude = std::abs(static_cast<float>(S.row(k)[v]));
+            if (!(magnitude <= most)) most = magnitude;
+            if (std::isnan(most)) break;
+        }
+        const RowScale row = row_scale(most);
+        write(scales, row.scale, v);
+        for (std::int64_t k = 0; k < S.key_dim; ++k)
+            write(matrix, static_cast<Sum>(S.row(k)[v]) * static_cast<Sum>(row.inverse), v, k);
+    }
 }
 
 template <class Sum>

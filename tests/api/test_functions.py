@@ -30,7 +30,7 @@ OURS = {
     "cula_kda": "A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, "
     "state_v_first=True, state_pool=None, initial_state_indices=None, final_state_indices=None, "
     "has_initial_state=None, null_index=-1, checkpoints=None, backend=None, deterministic=None, out=None, "
-    "kept=None, cp_context=None, **kwargs",
+    "kept=None, cp_context=None, state_scales=None, **kwargs",
     "cula_decode": "g=None, beta=None, decay=None, A_log=None, dt_bias=None, lower_bound=None",
 }
 

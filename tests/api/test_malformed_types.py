@@ -263,6 +263,7 @@ UNREAD = {"A_log", "dt_bias", "lower_bound", "safe_gate", "disable_recompute"}
 # As the operators call it, or what does not fit it.
 ALIASES = {
     "state_pool": "(initial|final)_state", "state": "(initial|final)_state", "s": "(initial|final)_state",
+    "state_scales": "(initial|final)_scales",
     "initial_state_source": "(initial|final)_state", "decay_scales": "decay", "g_gamma": "decay", "a": "g",
     "b": "beta", "softmax_scale": "scale", "state_indices": "initial_state_indices",
     "q": "[kv]|batch size|a must hold", "Q": "[qkv]",

@@ -55,9 +55,9 @@ def test_opcheck_all_outputs():
 
 def test_schemas_say_what_is_written():
     written = {
-        "prefill": {"o", "final_state", "checkpoints", "chunk_states", "saved"},
-        "decode": {"o", "final_state"},
-        "verify": {"o", "final_state", "snapshots"},
+        "prefill": {"o", "final_state", "final_scales", "checkpoints", "chunk_states", "saved"},
+        "decode": {"o", "final_state", "final_scales"},
+        "verify": {"o", "final_state", "final_scales", "snapshots"},
         "segment": {"m", "b"},
     }
     for pass_name, names in written.items():

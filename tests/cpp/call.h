@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/float16.h"
+#include "core/float8.h"
 #include "cula/cula.h"
 
 namespace cula::test {
@@ -25,6 +26,7 @@ inline double read(const TensorRef& ref, std::int64_t i) {
         case Dtype::kFloat32: return static_cast<const float*>(ref.data)[i];
         case Dtype::kBFloat16: return static_cast<const BFloat16*>(ref.data)[i];
         case Dtype::kFloat16: return static_cast<const Float16*>(ref.data)[i];
+        case Dtype::kFloat8E4M3: return static_cast<const Float8E4M3*>(ref.data)[i];
         case Dtype::kInt64: return static_cast<double>(static_cast<const std::int64_t*>(ref.data)[i]);
         case Dtype::kInt32: return static_cast<const std::int32_t*>(ref.data)[i];
         case Dtype::kBool: return static_cast<const bool*>(ref.data)[i];
@@ -40,6 +42,9 @@ inline void write(const TensorRef& ref, std::int64_t i, double value) {
             static_cast<BFloat16*>(ref.data)[i] = BFloat16(static_cast<float>(value));
             break;
         case Dtype::kFloat16: static_cast<Float16*>(ref.data)[i] = Float16(static_cast<float>(value)); break;
+        case Dtype::kFloat8E4M3:
+            static_cast<Float8E4M3*>(ref.data)[i] = Float8E4M3(static_cast<float>(value));
+            break;
         case Dtype::kInt64: static_cast<std::int64_t*>(ref.data)[i] = static_cast<std::int64_t>(value); break;
         case Dtype::kInt32: static_cast<std::int32_t*>(ref.data)[i] = static_cast<std::int32_t>(value); break;
         case Dtype::kBool: static_cast<bool*>(ref.data)[i] = value != 0; break;
@@ -60,10 +65,22 @@ inline std::vector<double> values(const TensorRef& ref) {
 }
 
 // What a pass may write, of which a call has some.
-inline constexpr TensorRef Args::* kOutputs[] = {
-    &Args::o,         &Args::final_state, &Args::checkpoints, &Args::chunk_states, &Args::snapshots,
-    &Args::segment_m, &Args::segment_b,   &Args::d_q,         &Args::d_k,          &Args::d_v,
-    &Args::d_g,       &Args::d_beta,      &Args::d_A_log,     &Args::d_dt_bias,    &Args::d_initial_state};
+inline constexpr TensorRef Args::* kOutputs[] = {&Args::o,
+                                                 &Args::final_state,
+                                                 &Args::final_scales,
+                                                 &Args::checkpoints,
+                                                 &Args::chunk_states,
+                                                 &Args::snapshots,
+                                                 &Args::segment_m,
+                                                 &Args::segment_b,
+                                                 &Args::d_q,
+                                                 &Args::d_k,
+                                                 &Args::d_v,
+                                                 &Args::d_g,
+                                                 &Args::d_beta,
+                                                 &Args::d_A_log,
+                                                 &Args::d_dt_bias,
+                                                 &Args::d_initial_state};
 
 inline std::vector<TensorRef> outputs(const Args& args) {
     std::vector<TensorRef> found;

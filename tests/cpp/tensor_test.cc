@@ -45,8 +45,10 @@ TEST(TensorRef, OffsetsAreSixtyFourBit) {
 TEST(Dtype, NamesAndSizes) {
     EXPECT_EQ(size_bytes(Dtype::kFloat64), 8u);
     EXPECT_EQ(size_bytes(Dtype::kBFloat16), 2u);
+    EXPECT_EQ(size_bytes(Dtype::kFloat8E4M3), 1u);
     EXPECT_EQ(size_bytes(Dtype::kBool), 1u);
     EXPECT_EQ(name(Dtype::kBFloat16), "bfloat16");
+    EXPECT_EQ(name(Dtype::kFloat8E4M3), "float8_e4m3fn");
     EXPECT_EQ(name(Dtype::kInt64), "int64");
 }
 

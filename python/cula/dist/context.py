@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Level 1's ways of keeping states elsewhere or on the way, which say nothing of the rank that holds them.
 _ONE_RANK_ONLY = (
     "state_pool", "initial_state_indices", "final_state_indices", "has_initial_state", "null_index",
-    "checkpoints", "return_intermediate_states", "cp_context", "kept",
+    "checkpoints", "return_intermediate_states", "cp_context", "kept", "state_scales",
 )  # fmt: skip
 
 # What the options are, where they are words.

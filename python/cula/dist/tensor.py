@@ -45,7 +45,7 @@ def _local_options(call: Call, heads: int, group: Group) -> dict[str, Any]:
     for name, widths in (("A_log", (1,)), ("dt_bias", bias_widths)):
         if isinstance(options.get(name), Tensor):
             options[name] = take_parameter(name, options[name], heads, widths, group)
-    for name in ("initial_state", "state_pool"):
+    for name in ("initial_state", "state_pool", "state_scales"):
         if isinstance(options.get(name), Tensor):
             options[name] = take_heads(name, options[name], 1, heads, group)
     if options.get("checkpoints") is not None:
@@ -109,9 +109,9 @@ def cula_kda_tp(
     tp_group, tp_size, tp_rank: each defaults to what the others say, without any to one rank. A group is
         needed for `gather_output` only.
     gather_output: return all heads of o, of a new final state and of h; a `state_pool` stays cut.
-    kwargs: the options of `cula.cula_kda`. A_log, dt_bias, initial_state, state_pool and checkpoints may have
-        the rank's heads or all heads, whatever the inputs have; a rank reads and writes its own heads of them
-        in place.
+    kwargs: the options of `cula.cula_kda`. A_log, dt_bias, initial_state, state_pool, state_scales and
+        checkpoints may have the rank's heads or all heads, whatever the inputs have; a rank reads and writes
+        its own heads of them in place.
 
     Returns what `cula.cula_kda` does, for the rank's heads unless gathered.
 

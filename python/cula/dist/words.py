@@ -66,6 +66,7 @@ class TensorWords(_Options, _Heads, total=False):
     checkpoints: Checkpoints | None
     kept: Tensor | None
     cp_context: object | None
+    state_scales: Tensor | None
 
 
 class ContextWords(_Options, total=False):
