@@ -137,7 +137,7 @@ target_compile_definitions(cula PRIVATE CULA_WITH_CUDA=1)
 target_link_libraries(cula PRIVATE CUDA::cudart_static)
 set(CULA_WITH_CUDA ON)  # for culaConfig.cmake and cula.build_info()
 
-foreach(folder IN ITEMS chunked backward recurrent forks sm80)
+foreach(folder IN ITEMS chunked backward recurrent forks float8 sm80)
   cula_add_cuda_target(${folder} "${CULA_CUDA_ARCHITECTURES}")
 endforeach()
 cula_add_cuda_target(sm90 "90a-real")

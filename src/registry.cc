@@ -33,14 +33,15 @@ namespace {
 
 // A chunked prefill, or a segment call, by one of its strategies, or by the one that is predicted to take
 // least.
-#define CULA_CHUNKED_ROW(name, pass, target, strategy)                     \
-    {name,                                                                 \
-     pass,                                                                 \
-     DeviceKind::kCuda,                                                    \
-     cuda::target::supports<strategy>,                                     \
-     cuda::target::prepare<strategy>,                                      \
-     (pass) == Pass::kPrefill ? cuda::target::predict<strategy> : nullptr, \
-     (pass) == Pass::kPrefill && (strategy) == StrategyKind::kAny ? cuda::target::saving : nullptr}
+#define CULA_CHUNKED_ROW(name, pass, target, strategy)                                              \
+    {name,                                                                                          \
+     pass,                                                                                          \
+     DeviceKind::kCuda,                                                                             \
+     cuda::target::supports<strategy>,                                                              \
+     cuda::target::prepare<strategy>,                                                               \
+     (pass) == Pass::kPrefill ? cuda::target::predict<strategy> : nullptr,                          \
+     (pass) == Pass::kPrefill && (strategy) == StrategyKind::kAny ? cuda::target::saving : nullptr, \
+     false}
 
 // A chunked backward call, likewise.
 #define CULA_BACKWARD_ROW(name, target, strategy) \

@@ -31,17 +31,18 @@ GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->\n?", re.DOTALL)
 CUDA = ("core", "cuda")  # the files of the folder itself: arguments, limits, the device
 BELOW = (*CUDA, "cuda/ptx", "cuda/tile", "cuda/pipe")
 MAY_INCLUDE = {
-    "core": ("cuda/chunked/entry.h", "cuda/forks/entry.h"),
+    "core": ("cuda/chunked/entry.h", "cuda/float8/entry.h", "cuda/forks/entry.h"),
     "cpu": ("core",),
     "reference": ("core",),
     "cuda": ("core", "cuda/tile/divisor.h", "cuda/pipe"),
     "cuda/ptx": (),
-    "cuda/tile": ("cuda", "cuda/ptx"),
+    "cuda/tile": ("cuda", "cuda/ptx", "core/float8.h"),
     "cuda/pipe": ("cuda", "cuda/ptx"),
     "cuda/chunked": BELOW,
     "cuda/backward": (*BELOW, "cuda/chunked"),
     "cuda/recurrent": (*BELOW, "cuda/backward/gradients.h"),
     "cuda/forks": BELOW,
+    "cuda/float8": BELOW,
     "cuda/sm80": (*BELOW, "cuda/chunked", "cuda/backward"),
     "cuda/sm90": (
         *BELOW,

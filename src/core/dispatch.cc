@@ -11,6 +11,7 @@
 #include "core/forks.h"
 #include "core/kernel.h"
 #if defined(CULA_WITH_CUDA)
+#include "cuda/float8/entry.h"
 #include "cuda/forks/entry.h"
 #endif
 
@@ -40,8 +41,6 @@ Support supports(const Kernel& kernel, const Problem& problem) {
         return Support::no("takes K up to 256, got " + std::to_string(problem.key_dim));
     if (problem.state_dtype == Dtype::kFloat8E4M3 && problem.pass == Pass::kBackward)
         return Support::no("a state of float8_e4m3fn has no gradients");
-    if (problem.state_dtype == Dtype::kFloat8E4M3 && kernel.device == DeviceKind::kCuda)
-        return Support::no("takes states of float32, bfloat16 and float16; these are float8_e4m3fn");
     if (problem.saves && !kernel.saving)
         return Support::no(problem.pass == Pass::kBackward ? "computes all itself, and takes no saved"
                                                            : "saves nothing that a backward would compute");
@@ -146,6 +145,32 @@ bool writes_nothing(const Plan& plan, const Args& args) {
     return false;
 }
 
+// The bytes at the end of a workspace where states of float8 become float32 for a kernel that does not take
+// them; 0: none do.
+std::size_t dense_states_bytes([[maybe_unused]] const Kernel& kernel, [[maybe_unused]] const Args& args) {
+#if defined(CULA_WITH_CUDA)
+    if (!kernel.takes_float8 && cuda::float8::has_states(args)) return cuda::float8::DenseStates::bytes(args);
+#endif
+    return 0;
+}
+
+// Calls body(args) with the arguments that the kernel gets, between the conversions of the states. memory:
+// null where nothing runs.
+template <class Body>
+void with_dense_states([[maybe_unused]] const Kernel& kernel, const Args& args, [[maybe_unused]] void* memory,
+                       [[maybe_unused]] const Context& context, Body body) {
+#if defined(CULA_WITH_CUDA)
+    if (dense_states_bytes(kernel, args) > 0) {
+        const cuda::float8::DenseStates dense(args, memory);
+        if (memory) cuda::float8::load(args, dense, context);
+        body(dense.apply(args));
+        if (memory) cuda::float8::store(args, dense, context);
+        return;
+    }
+#endif
+    body(args);
+}
+
 void plan_and_run(Pass pass, const Args& args, const Context& context, std::string_view backend) {
     const Plan planned = plan(pass, args, context, backend);
     if (context.workspace || planned.workspace_bytes == 0 || context.device.kind != DeviceKind::kCpu)
@@ -164,18 +189,22 @@ std::string_view Plan::target() const { return kernel ? kernel->target : std::st
 
 Plan plan(Pass pass, const Args& args, const Context& context, std::string_view backend) {
     validate(pass, args, context.device.kind == DeviceKind::kCpu ? Indices::kOnHost : Indices::kOnDevice);
-    const Problem problem = describe(pass, args, context.device);
+    Problem problem = describe(pass, args, context.device);
     const Kernel& kernel = choose(problem, backend);
     Plan planned;
     planned.kernel = &kernel;
-    each_call(args, [&](const Args& part) {
+    const std::size_t dense_bytes = dense_states_bytes(kernel, args);
+    if (dense_bytes > 0) problem.state_dtype = Dtype::kFloat32;
+    const auto prepare = [&](const Args& part) {
         Problem of_part = problem;
         of_part.value_dim = part.v.size[3];
         planned.parts.push_back(kernel.prepare(of_part, part, context));
         const Prepared& prepared = *planned.parts.back();
         planned.workspace_bytes = std::max(planned.workspace_bytes, prepared.workspace_bytes());
         if (args.keep) planned.kept_bytes = prepared.kept_bytes();
-    });
+    };
+    with_dense_states(kernel, args, nullptr, context, [&](const Args& of) { each_call(of, prepare); });
+    if (dense_bytes > 0) planned.workspace_bytes = whole_lines(planned.workspace_bytes) + dense_bytes;
     if (may_fork(args))
         planned.workspace_bytes = whole_lines(planned.workspace_bytes) + SettledIndices::bytes(args);
     return planned;
@@ -201,15 +230,21 @@ void run(const Plan& plan, const Args& args, const Context& context) {
         plan.parts.size() == static_cast<std::size_t>((args.v.size[3] + kLargestDim - 1) / kLargestDim),
         "args", "be those of the plan", "v with " + std::to_string(args.v.size[3]) + " channels");
     if (writes_nothing(plan, args)) return;
+    // What lies at the end of the workspace: float32 states, then settled indices.
+    const std::size_t settled_bytes = may_fork(args) ? SettledIndices::bytes(args) : 0,
+                      dense_bytes = dense_states_bytes(*plan.kernel, args);
+    CULA_REQUIRE(plan.workspace_bytes >= settled_bytes + dense_bytes, "args", "be those of the plan",
+                 "indices or states that it has no room for");
+    std::byte* const settled =
+        static_cast<std::byte*>(context.workspace) + (plan.workspace_bytes - settled_bytes);
     const auto run_all = [&](const Args& whole) {
         auto prepared = plan.parts.begin();
-        each_call(whole, [&](const Args& part) { (*prepared++)->run(part, context); });
+        const auto run_part = [&](const Args& part) { (*prepared++)->run(part, context); };
+        with_dense_states(*plan.kernel, whole, settled - dense_bytes, context,
+                          [&](const Args& of) { each_call(of, run_part); });
     };
     if (!may_fork(args)) return run_all(args);
-    CULA_REQUIRE(plan.workspace_bytes >= SettledIndices::bytes(args), "args", "be those of the plan",
-                 "indices that it has no room for");
-    const SettledIndices indices(args, static_cast<std::byte*>(context.workspace) + plan.workspace_bytes -
-                                           SettledIndices::bytes(args));
+    const SettledIndices indices(args, settled);
 #if defined(CULA_WITH_CUDA)
     if (context.device.kind == DeviceKind::kCuda)
         cuda::forks::settle(args, indices, context);

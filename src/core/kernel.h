@@ -49,6 +49,8 @@ struct Kernel {
     // What it saves for a backward, or a backward reads of a prefill: of a problem that it supports but for
     // its size; null: nothing.
     Saving (*saving)(const Problem&) = nullptr;
+    // Whether it reads and stores states of float8; otherwise it gets them as float32 (cuda/float8/entry.h).
+    bool takes_float8 = true;
 };
 
 // Kernel::prepare of a kernel whose plan is the size of its workspace: kWorkspaceBytes(args, context) or

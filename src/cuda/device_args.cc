@@ -31,6 +31,11 @@ HeadParameter head_parameter(const TensorRef& ref) {
     return parameter;
 }
 
+StateScales state_scales(const TensorRef& ref) {
+    if (!ref) return {};
+    return {static_cast<float*>(ref.data), ref.stride[0], ref.stride[1], ref.stride[2]};
+}
+
 }  // namespace
 
 TokenRows token_rows(const TensorRef& ref) {
@@ -85,6 +90,8 @@ DeviceArgs device_args(const Args& args) {
     a.cu_seqlens = args.cu_seqlens.data;
     a.initial = states(args.initial_state);
     a.final = states(args.final_state);
+    a.initial_scales = state_scales(args.initial_scales);
+    a.final_scales = state_scales(args.final_scales);
     a.checkpoints = states(args.checkpoints);
     a.initial_indices = indices(args.initial_state_indices);
     a.final_indices = indices(args.final_state_indices);

@@ -35,6 +35,16 @@ struct States {
     CULA_HOST_DEVICE std::int64_t offset(std::int64_t s, std::int64_t h) const { return s * slot + h * head; }
 };
 
+// The scales of float8 states, [slots, HV, V]; strides in floats.
+struct StateScales {
+    float* data = nullptr;
+    std::int64_t slot = 0, head = 0, v = 0;
+
+    CULA_HOST_DEVICE float* at(std::int64_t s, std::int64_t h, std::int64_t row) const {
+        return data + (s * slot + h * head + row * v);
+    }
+};
+
 // An int64 index from its two words; a number that int32 does not hold becomes -1, a null index.
 CULA_HOST_DEVICE std::int32_t narrow_index(std::int32_t lower, std::int32_t upper) {
     return upper == (lower < 0 ? -1 : 0) ? lower : -1;
@@ -100,6 +110,8 @@ struct DeviceArgs {
     Indices state_indices, num_accepted, snapshot_indices, parents;
     States snapshots;
     std::int64_t snapshots_token = 0;
+
+    StateScales initial_scales, final_scales;  // of states of float8
 
     // A reversed walk: [N], false: zeros are stored in place of the sequence's final state.
     const bool* has_final = nullptr;

@@ -115,6 +115,16 @@ inline std::vector<double> elements(const TensorRef& ref) {
     return values;
 }
 
+// The numbers that states of float8 stand for, or of any other tensor its elements.
+inline std::vector<double> scaled(const TensorRef& ref, const TensorRef& scales) {
+    std::vector<double> values = elements(ref);
+    if (ref.dtype != Dtype::kFloat8E4M3) return values;
+    const std::vector<double> rows = elements(scales);
+    const auto key_dim = static_cast<std::size_t>(ref.size[3]);
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] *= rows[i / key_dim];
+    return values;
+}
+
 // A field of Args, by its name.
 struct Field {
     const char* name;
@@ -152,8 +162,12 @@ public:
         Args of = args;
         if (as_float64)
             for (const Field& field : kInputs)
-                if (TensorRef& ref = of.*field.ref; ref) widen(memory, field.name, ref);
+                if (TensorRef& ref = of.*field.ref; ref)
+                    widen(memory, field.name, ref,
+                          field.ref == &Args::initial_state ? args.initial_scales : TensorRef{});
+        if (as_float64) of.initial_scales = {};
         for (const Output& output : outputs) {
+            if (as_float64 && output.field.ref == &Args::final_scales) continue;
             TensorRef ref = layout(output.field.name, as_float64 ? Dtype::kFloat64 : output.dtype,
                                    output.sizes, output.state, true, plain);
             place(memory, output.field.name, ref, !plain && is_odd(output.field.name));
@@ -234,8 +248,8 @@ private:
         }
     }
 
-    void widen(Memory& memory, const std::string& name, TensorRef& ref) const {
-        const std::vector<double> values = elements(ref);
+    void widen(Memory& memory, const std::string& name, TensorRef& ref, const TensorRef& scales) const {
+        const std::vector<double> values = scaled(ref, scales);
         ref = dense(Dtype::kFloat64, {ref.size.begin(), ref.size.begin() + ref.ndim});
         place(memory, name, ref);
         std::copy(values.begin(), values.end(), static_cast<double*>(ref.data));
@@ -267,7 +281,7 @@ private:
 };
 
 inline Dtype dtype_of(std::string_view name) {
-    for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16})
+    for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16, Dtype::kFloat8E4M3})
         if (cula::name(dtype) == name) return dtype;
     throw std::runtime_error("there is no dtype " + std::string(name));
 }
@@ -343,11 +357,19 @@ inline void Case::make(const std::vector<Instance>& instances) {
     args.k = input("k", dtype, {B, T, H, K}, normal(key_size));
     args.v = input("v", dtype, {B, T, heads, V}, normal(1));
     make_gates(B, T, heads, K);
-    const Dtype state_dtype =
-        dtype_of(draw_.name("state_dtype", {"float32", "float32", "bfloat16", "float16"}));
+    std::vector<std::string> state_dtypes{"float32", "float32", "bfloat16", "float16"};
+    if (pass == Pass::kPrefill) state_dtypes.emplace_back("float8_e4m3fn");
+    const Dtype state_dtype = dtype_of(draw_.name("state_dtype", state_dtypes));
+    const bool float8 = state_dtype == Dtype::kFloat8E4M3;
     const std::vector<std::int64_t> states{N, heads, V, K};
     if (draw_.is("initial_state")) {
-        args.initial_state = input("initial_state", state_dtype, states, normal(0.5), true);
+        if (float8) {
+            args.initial_state = input("initial_state", state_dtype, states, uniform(-448, 448), true);
+            args.initial_scales =
+                input("initial_scales", Dtype::kFloat32, {N, heads, V}, uniform(0.0005, 0.003));
+        } else {
+            args.initial_state = input("initial_state", state_dtype, states, normal(0.5), true);
+        }
         if (draw_.is("has_initial_state", 4)) {
             args.has_initial_state = dense(Dtype::kBool, {N});
             place(inputs_, "has_initial_state", args.has_initial_state);
@@ -358,8 +380,11 @@ inline void Case::make(const std::vector<Instance>& instances) {
     if (pass == Pass::kPrefill) {
         outputs.push_back(
             {{"o", &Args::o}, draw_.is("o_float32", 4) ? Dtype::kFloat32 : dtype, {B, T, heads, V}});
-        if (draw_.is("final_state"))
+        if (draw_.is("final_state")) {
             outputs.push_back({{"final_state", &Args::final_state}, state_dtype, states, true});
+            if (float8)
+                outputs.push_back({{"final_scales", &Args::final_scales}, Dtype::kFloat32, {N, heads, V}});
+        }
     }
     if (pass == Pass::kSegment) {
         args.initial_state = args.has_initial_state = {};

@@ -12,8 +12,9 @@ for gate in channel token; do
         instances+="${pass}_$gate/__nv_bfloat16/64;"
     done
 done
-instances+="chunked/compose/any/64;recurrent/backward/any/64;recurrent/step_any/any/64"
-for type in float __nv_bfloat16 __half; do instances+=";recurrent/step/$type/64"; done
+instances+="chunked/compose/any/64;recurrent/backward/any/64;recurrent/step_any/any/64;"
+instances+="float8/convert_states/any/256"
+for type in float __nv_bfloat16 __half Float8E4M3; do instances+=";recurrent/step/$type/64"; done
 generator=()
 command -v ninja > /dev/null && generator=(-G Ninja)
 cmake -S "$here" -B "$build" "${generator[@]}" -D "CULA_INSTANCES=$instances" > "$build.log" 2>&1 ||
@@ -30,5 +31,13 @@ done
 echo "backward sm80 in segments, of states that do not decay"
 "$build/emulate" --pass backward --target sm80 --algorithm delta --segments 4 --count 12 --seed "$seed" \
     --host_threads "$(nproc)"
+for target in sm80 sm80:step; do
+    echo "prefill $target of float8 states"
+    "$build/emulate" --pass prefill --target "$target" --state_dtype float8_e4m3fn --initial_state 1 \
+        --final_state 1 --count 40 --seed "$seed" --host_threads "$(nproc)"
+done
+echo "prefill sm80:step of float8 states, one token each"
+"$build/emulate" --pass prefill --target sm80:step --state_dtype float8_e4m3fn --K 64 --T 1 --packed 0 \
+    --count 30 --seed "$seed" --host_threads "$(nproc)"
 echo "prefill sm80:segments"
 "$build/emulate" --pass prefill --target sm80:segments --count 60 --seed "$seed" --host_threads "$(nproc)"

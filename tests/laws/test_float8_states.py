@@ -220,16 +220,6 @@ def test_outputs_obey_the_error_rule(algorithm, target):
 # The format.
 
 
-def empty_call(pool: torch.Tensor, scales: torch.Tensor | None, backend: str, **options: object):
-    """No tokens: the final state is the initial state."""
-    N, HV, V, K = pool.shape
-    q = torch.empty(N, 0, HV, K)
-    decay = torch.zeros(HV)
-    return cula.cula_lightning(
-        q, q, torch.empty(N, 0, HV, V), decay, state_scales=scales, backend=backend, **options
-    )
-
-
 def backends() -> list[str]:
     return ["reference", "reference:naive", *device.able(torch.float32)]
 

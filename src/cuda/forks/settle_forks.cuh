@@ -78,16 +78,21 @@ __device__ __forceinline__ void copy_state(const DeviceArgs& a, std::int64_t fro
     }
 }
 
-__global__ void __launch_bounds__(kSettleThreads)
+// 8 CTAs per multiprocessor allow 64 registers. Without that number ptxas aims at 32, and spills.
+__global__ void __launch_bounds__(kSettleThreads, 8)
     copy_forks(const __grid_constant__ DeviceArgs a, const std::int32_t* starts) {
     const std::int64_t n = blockIdx.x / static_cast<unsigned>(a.value_heads);
     const int value_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(a.value_heads));
     const std::int64_t from = states_of_drafts(a, n).initial, to = starts[n];
     if (from < 0 || to < 0 || from == to) return;
-    if (a.final.dtype == Dtype::kFloat32)
-        copy_state<std::uint32_t>(a, from, to, value_head);
-    else
-        copy_state<std::uint16_t>(a, from, to, value_head);
+    switch (a.final.dtype) {
+        case Dtype::kFloat32: return copy_state<std::uint32_t>(a, from, to, value_head);
+        case Dtype::kFloat8E4M3:
+            for (int row = static_cast<int>(threadIdx.x); row < a.value_dim; row += kSettleThreads)
+                *a.final_scales.at(to, value_head, row) = *a.initial_scales.at(from, value_head, row);
+            return copy_state<std::uint8_t>(a, from, to, value_head);
+        default: return copy_state<std::uint16_t>(a, from, to, value_head);
+    }
 }
 
 }  // namespace cula::cuda::forks

@@ -22,6 +22,8 @@
 // 4. Prepare the tokens in shared memory while the state is on its way: thread c handles channel c of all
 //    kTokens tokens (DecodeInputs::ready). One __syncthreads() follows.
 // 5. Move the state to registers, advance it token by token, store outputs and states.
+// States of float8 have a scale for each row: it is loaded beside them (3), multiplies them on their way to
+// registers (5), and is chosen anew where they are stored.
 // q and k stay as they were loaded: l2norm and `scale` multiply sums over channels (SumScales), which saves a
 // second barrier.
 //
@@ -32,7 +34,8 @@
 //     CTAs per multiprocessor              6 (5)              4 (3)           ( ): K = 256, and from 10.0 on
 //     registers per thread                80 (96)           128 (168)
 //     shared memory, KiB, K 64/128/256  17.3/17.8/19.2    21.1/23.2/28.7      float32 states, kRows = 256 / K
-// With kRows = 512 / K (16-bit states, one token): 4 (3) CTAs, 128 (168) registers, 17.8/18.1/19.3 KiB.
+// With kRows = 512 / K (16-bit and float8 states, one token): 4 (3) CTAs, 128 (168) registers, and
+// 17.8/18.1/19.3 KiB, of float8 9.8/10.1/11.3.
 // Design page: docs/design/decode.md.
 #pragma once
 
@@ -61,6 +64,10 @@ __device__ __forceinline__ void prefetch_state(const DecodeArgs& a, unsigned blo
     const std::int32_t slot = a.initial_indices.data ? load(a.initial_indices, place.n) : place.n;
     if (is_null(a, a.initial, slot)) return;
     constexpr int kRowBytes = kKey * static_cast<int>(sizeof(State)), kLine = 128;
+    if (std::is_same_v<State, Float8E4M3> && threadIdx.x % 32 == 0 && threadIdx.x < kBlockRows) {
+        const int row = min(place.row0 + static_cast<int>(threadIdx.x), a.value_dim - 1);
+        prefetch(scale_of(a.initial_scales, slot, place.value_head, row));
+    }
     const char* const head = advanced(a.initial.data, place.value_head, a.initial.head);
 #pragma unroll
     for (int at = static_cast<int>(threadIdx.x) * kLine; at < kBlockRows * kRowBytes;
@@ -74,7 +81,7 @@ template <class State, int kKey, int kRows, int kTokens>
 __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows>)
     decode(const __grid_constant__ DecodeArgs a) {
     constexpr int kBlockRows = kRows * kRowsPerPass, kFours = kKey / (kLanesPerRow * 4);
-    constexpr bool kOne = kTokens == 1;
+    constexpr bool kOne = kTokens == 1, kScaled = std::is_same_v<State, Float8E4M3>;
     __shared__ DecodeTokens<kKey, kBlockRows, kTokens> s;
     // The state between global memory and registers. A thread reads only what it copied itself, so no barrier
     // is needed.
@@ -149,20 +156,50 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
             Four<State>::copy_async_if(state[r][p][thread], at + p * 4 * kLanesPerRow, starts);
     }
     commit_copies();
+    float scale[kRows];
+    if constexpr (kScaled) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const int row = min(row0 + own + r * kRowsPerPass, a.value_dim - 1);
+            scale[r] = load_float_if(scale_of(a.initial_scales, from, value_head, row), starts);
+        }
+    }
     if (kOne) prefetch_state<State, kKey, kBlockRows>(a, blockIdx.x + a.ahead);
     float x[kRows][kKey / kLanesPerRow];
+    // Called by all threads.
     const auto put_state = [&](const DecodeStates& states, std::int32_t slot, int t = 0,
                                std::int32_t token = 0) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            if (row0 + own + r * kRowsPerPass >= a.value_dim) break;
-            State* at = advanced(row_of(states, slot, r), t, token);
+            const int row = row0 + own + r * kRowsPerPass;
+            if constexpr (kScaled) {
+                float most = 0.0f;
 #pragma unroll
-            for (int p = 0; p < kFours; ++p) {
-                Four<State> four;
+                for (int i = 0; i < 4 * kFours; ++i) most = larger_magnitude(most, x[r][i]);
+                const RowScale chosen = row_scale(row_largest(most));
+                if (row >= a.value_dim) continue;  // not out of the loop: all lanes compare
+                if (thread % kLanesPerRow == 0)
+                    *scale_of(a.final_scales, slot, value_head, row) = chosen.scale;
+                State* const at = row_of(states, slot, r);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) four.set(e, x[r][4 * p + e]);
-                four.store(at + p * 4 * kLanesPerRow);
+                for (int p = 0; p < kFours; ++p) {
+                    float scaled[4];
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) scaled[e] = x[r][4 * p + e] * chosen.inverse;
+                    Four<State> four;
+                    four.set(scaled);
+                    four.store(at + p * 4 * kLanesPerRow);
+                }
+            } else {
+                if (row >= a.value_dim) break;
+                State* at = advanced(row_of(states, slot, r), t, token);
+#pragma unroll
+                for (int p = 0; p < kFours; ++p) {
+                    Four<State> four;
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) four.set(e, x[r][4 * p + e]);
+                    four.store(at + p * 4 * kLanesPerRow);
+                }
             }
         }
     };
@@ -217,8 +254,16 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
 #pragma unroll
         for (int p = 0; p < kFours; ++p) {
             const Four<State> four(state[r][p][thread]);
+            if constexpr (kScaled) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) x[r][4 * p + e] = four.get(e);
+                for (int e = 0; e < 4; e += 2) {
+                    const float2 pair = four.pair(e / 2);
+                    x[r][4 * p + e] = pair.x * scale[r], x[r][4 * p + e + 1] = pair.y * scale[r];
+                }
+            } else {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[r][4 * p + e] = four.get(e);
+            }
         }
     if constexpr (kOne) {
         advance(0, 0);
@@ -239,7 +284,8 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
                 if (a.state_indices.data && a.final.data && t < a.state_indices.columns &&
                     !is_null(a, a.final, slot))
                     put_state(a.final, slot);
-                if (snapshot >= 0) put_state(a.snapshots, snapshot, t, a.snapshots_token);
+                // Snapshots are of no states of float8.
+                if (!kScaled && snapshot >= 0) put_state(a.snapshots, snapshot, t, a.snapshots_token);
             }
             if (!more) break;
             __syncthreads();

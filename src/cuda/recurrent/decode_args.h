@@ -27,6 +27,12 @@ struct DecodeStates {
     std::int32_t slot = 0, head = 0, v = 0, slots = 0;
 };
 
+// Of float8 states: [slots, HV, V]; strides in bytes.
+struct DecodeScales {
+    float* data = nullptr;
+    std::int32_t slot = 0, head = 0, v = 0;
+};
+
 // [B, T, heads, channels]. last: stride between channels, 0 where a row has one number. Strides in bytes.
 struct DecodeRows {
     char* data = nullptr;
@@ -74,6 +80,9 @@ struct DecodeArgs {
     DecodeIndices state_indices, num_accepted, snapshot_indices;
     DecodeStates snapshots;
     std::int32_t snapshots_token = 0;
+
+    // Read only with float8 states.
+    DecodeScales initial_scales, final_scales;
 };
 
 // Fills `to`, with a state cut into `blocks` row blocks. Returns false if decode does not take the call: a
@@ -98,6 +107,9 @@ bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
         return DecodeStates{static_cast<char*>(x.data), narrow(x.slot * size), narrow(x.head * size),
                             narrow(x.v * size), narrow(pool.slots)};
     };
+    const auto scales = [&](const StateScales& x) {
+        return DecodeScales{x.data, narrow(x.slot * 4), narrow(x.head * 4), narrow(x.v * 4)};
+    };
     const auto indices = [&](const Indices& x) {
         return DecodeIndices{x.data, narrow(x.row * 4), narrow(x.column * 4), x.columns, x.wide};
     };
@@ -118,6 +130,8 @@ bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
     to.has_initial = a.has_initial;
     to.initial = states(a.initial, a.initial.data ? a.initial : a.final);
     to.final = states(a.final, a.final.data ? a.final : a.initial);
+    to.initial_scales = scales(a.initial_scales);
+    to.final_scales = scales(a.final_scales);
     to.q = rows(a.q, 1);
     to.k = rows(a.k, 1);
     to.v = rows(a.v, 1);

@@ -6,6 +6,7 @@
 #include "cuda/recurrent/decode_args.h"
 #include "cuda/recurrent/lanes.cuh"
 #include "cuda/tile/convert.cuh"
+#include "cuda/tile/float8.cuh"
 #include "cuda/tile/gate.cuh"
 
 namespace cula::cuda::recurrent {
@@ -21,6 +22,10 @@ __device__ __forceinline__ std::int32_t load(const DecodeIndices& indices, int n
 
 __device__ __forceinline__ float load(const DecodeParameter& x, int head, int channel = 0) {
     return __uint_as_float(load32_if(x.data + (head * x.head + channel * x.channel), x.data != nullptr));
+}
+
+__device__ __forceinline__ float* scale_of(const DecodeScales& scales, std::int32_t slot, int head, int row) {
+    return advanced(advanced(advanced(scales.data, head, scales.head), row, scales.v), slot, scales.slot);
 }
 
 // Sums over a warp, of one number or of four. Of four, lanes 8 i to 8 i + 7 receive the i-th sum.

@@ -24,13 +24,23 @@ Support supports(const Problem& problem) {
 
 std::size_t workspace_bytes(const Args&, const Context&) { return 0; }
 
+namespace {
+
+template <class Body>
+auto with_state(Dtype dtype, Body body) {
+    if (dtype == Dtype::kFloat8E4M3) return body(Type<Float8E4M3>{});
+    return with_dtype(dtype, body);
+}
+
+}  // namespace
+
 void run(const Args& args, const Context& context) {
     const DeviceGuard guard(context.device.index);
     const Call call = make_call(args, context);
     const TensorRef& state = args.initial_state ? args.initial_state
                              : args.final_state ? args.final_state
                                                 : args.snapshots;
-    with_dtype(state ? state.dtype : Dtype::kFloat32, [&]<class State>(Type<State>) {
+    with_state(state ? state.dtype : Dtype::kFloat32, [&]<class State>(Type<State>) {
         with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
             if (call.segment || !launch_step_packed<State, kKey>(call)) launch_step_any<kKey>(call);
         });

@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "core/float8.h"
 #include "cuda/call.h"
 
 namespace cula::cuda::recurrent {
@@ -13,9 +14,9 @@ namespace cula::cuda::recurrent {
 // Draft tokens per sequence of a tree (step.cuh keeps a path in shared memory).
 inline constexpr int kMaxTreeTokens = 256;
 
-// Launches decode on states of type State: K contiguous, rows in aligned groups of four elements.
-// Returns false, and launches nothing, if the states are not like that or the call asks for what only step
-// computes.
+// Launches decode on states of type State (float, __nv_bfloat16, __half or Float8E4M3): K contiguous, rows in
+// aligned groups of four elements. Returns false, and launches nothing, if the states are not like that or
+// the call asks for what only step computes.
 template <class State, int kKey>
 bool launch_step_packed(const Call& call);
 

@@ -5,6 +5,8 @@
 // shuffles.
 #pragma once
 
+#include "cuda/tile/float8.cuh"
+
 namespace cula::cuda::recurrent {
 
 inline constexpr int kStepThreads = 128;
@@ -23,6 +25,14 @@ __device__ __forceinline__ float row_sum(float part) {
 #pragma unroll
     for (int step = kLanesPerRow / 2; step > 0; step /= 2) part += __shfl_xor_sync(0xffffffffu, part, step);
     return part;
+}
+
+// The largest magnitude over the lanes of a row, in every one of them.
+__device__ __forceinline__ float row_largest(float own) {
+#pragma unroll
+    for (int step = kLanesPerRow / 2; step > 0; step /= 2)
+        own = larger_magnitude(own, __shfl_xor_sync(0xffffffffu, own, step));
+    return own;
 }
 
 // The sum over a warp, in all lanes.

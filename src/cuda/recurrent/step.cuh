@@ -13,7 +13,8 @@
 // of the next four are in flight; a second barrier frees the places.
 //
 // decode is faster on the calls that it takes. step takes the others: states of any strides, each tensor with
-// its own dtype; float64 gates; trees of draft tokens; intermediate states (checkpoints, chunk states); maps.
+// its own dtype; float64 gates; states of float8 in any layout; trees of draft tokens; intermediate states
+// (checkpoints, chunk states); maps.
 //
 // Budgets                              K = 64    128     256
 //     CTAs per multiprocessor               3       3       2
@@ -28,6 +29,7 @@
 #include "cuda/recurrent/lanes.cuh"
 #include "cuda/rule.h"
 #include "cuda/tile/convert.cuh"
+#include "cuda/tile/float8.cuh"
 #include "cuda/tile/gate.cuh"
 #include "cuda/tile/store_row.cuh"
 
@@ -197,6 +199,42 @@ struct StateRow {
         }
     }
 
+    // Of a slot of the initial states, which may be of float8.
+    __device__ __forceinline__ void load_initial(const DeviceArgs& a, std::int64_t slot, int value_head,
+                                                 int row, int row_end) {
+        const States& s = a.initial;
+        const std::int64_t offset = s.offset(slot, value_head);
+        if (!a.initial_scales.data) return load(a, s, offset, row, row_end);
+        const bool in = row < row_end;
+        const float scale = in ? *a.initial_scales.at(slot, value_head, row) : 0.0f;
+        const auto* const codes = static_cast<const std::uint8_t*>(s.data) + offset;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const int c = lane_channel(i);
+            x[i] = in && c < a.key_dim ? float8_numbers(codes[row * s.v + c * s.k]).x * scale : 0.0f;
+        }
+    }
+
+    // In a slot of the final states, which may be of float8. Called by all threads.
+    __device__ __forceinline__ void store_final(const DeviceArgs& a, std::int64_t slot, int value_head,
+                                                int row, int row_end) const {
+        const States& s = a.final;
+        const std::int64_t offset = s.offset(slot, value_head);
+        if (!a.final_scales.data) return store(a, s, offset, row, row_end);
+        float most = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) most = larger_magnitude(most, x[i]);
+        const RowScale chosen = row_scale(row_largest(most));
+        if (row >= row_end) return;
+        if (threadIdx.x % kLanesPerRow == 0) *a.final_scales.at(slot, value_head, row) = chosen.scale;
+        auto* const codes = static_cast<std::uint8_t*>(s.data) + offset;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i)
+            if (lane_channel(i) < a.key_dim)
+                codes[row * s.v + lane_channel(i) * s.k] =
+                    static_cast<std::uint8_t>(float8_codes(x[i] * chosen.inverse, 0.0f));
+    }
+
     __device__ __forceinline__ void store(const DeviceArgs& a, const States& s, std::int64_t offset, int row,
                                           int row_end) const {
         if (row >= row_end) return;
@@ -266,7 +304,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
 
     StateRow<kKey> state;
     if (slots.initial >= 0)
-        state.load(a, a.initial, a.initial.offset(slots.initial, value_head), row, row_end);
+        state.load_initial(a, slots.initial, value_head, row, row_end);
     else
         for (float& x : state.x) x = 0.0f;
     if (of_m) {
@@ -334,7 +372,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
         store_prefix(t + 1);
         if (a.state_indices.data && a.final.data && t < a.state_indices.columns &&
             !is_null(a, a.final, index))
-            state.store(a, a.final, a.final.offset(index, value_head), row, row_end);
+            state.store_final(a, index, value_head, row, row_end);
         if (snapshot >= 0)
             state.store(a, a.snapshots, a.snapshots.offset(snapshot, value_head) + t * a.snapshots_token, row,
                         row_end);
@@ -406,7 +444,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
         }
         return;
     }
-    if (slots.final >= 0) state.store(a, a.final, a.final.offset(slots.final, value_head), row, row_end);
+    if (slots.final >= 0) state.store_final(a, slots.final, value_head, row, row_end);
 }
 
 }  // namespace cula::cuda::recurrent

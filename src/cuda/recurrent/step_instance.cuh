@@ -67,10 +67,10 @@ bool launch_step_packed(const Call& call) {
                call.multiprocessors;
     };
     if (a.tokens == 1 && !a.cu_seqlens && !a.state_indices.data && !a.snapshots.data) {
-        // 16 KiB of states per CTA; less where smaller CTAs are needed to occupy every multiprocessor and to
-        // shorten the last wave.
-        constexpr int kFullRows = (sizeof(State) == 2 ? 512 : 256) / kKey;
-        const bool full = each(kFullRows * kRowsPerPass) >= (sizeof(State) == 2 ? 3 : 40);
+        // 16 KiB of states per CTA (8 of float8); less where smaller CTAs are needed to occupy every
+        // multiprocessor and to shorten the last wave.
+        constexpr int kFullRows = (sizeof(State) < 4 ? 512 : 256) / kKey;
+        const bool full = each(kFullRows * kRowsPerPass) >= (sizeof(State) < 4 ? 3 : 40);
         return full ? launch_decode<State, kKey, kFullRows, 1>(call) : launch_decode<State, kKey, 1, 1>(call);
     }
     // Draft tokens go at once where they are few. What a batch-invariant call takes may not depend on the
@@ -79,7 +79,9 @@ bool launch_step_packed(const Call& call) {
                      : a.state_indices.data ? a.state_indices.columns <= kVerifyTokens
                                             : a.tokens <= kVerifyTokens && !a.batch_invariant;
     const bool drafts = a.state_indices.data || !a.final.data;
-    if (few && drafts && a.q.dtype != Dtype::kFloat32) return launch_verify<State, kKey>(call);
+    // verify contracts states as they are stored, and those of float8 have scales.
+    if constexpr (!std::is_same_v<State, Float8E4M3>)
+        if (few && drafts && a.q.dtype != Dtype::kFloat32) return launch_verify<State, kKey>(call);
     constexpr int kFullRows = 256 / kKey;
     return each(kFullRows * kRowsPerPass) >= 4 ? launch_decode<State, kKey, kFullRows, 4>(call)
                                                : launch_decode<State, kKey, 1, 4>(call);
@@ -87,5 +89,7 @@ bool launch_step_packed(const Call& call) {
 
 }  // namespace cula::cuda::recurrent
 
-#define CULA_INSTANTIATE(type, key) \
-    template bool cula::cuda::recurrent::launch_step_packed<type, key>(const Call&);
+#define CULA_INSTANTIATE(type, key)                           \
+    namespace cula::cuda::recurrent {                         \
+    template bool launch_step_packed<type, key>(const Call&); \
+    }

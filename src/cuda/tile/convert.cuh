@@ -98,6 +98,15 @@ __device__ __forceinline__ std::uint32_t load32_if(const void* from, bool in) {
     return x;
 }
 
+// Not by the read-only path: what it loads may be overwritten later by the same kernel.
+__device__ __forceinline__ float load_float_if(const float* from, bool in) {
+    float x;
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.b32 %0, [%1]; }"
+                 : "=f"(x)
+                 : "l"(from), "r"(static_cast<int>(in)));
+    return x;
+}
+
 // A dtype as a 32-bit word, so that no byte has to be extracted. kNone: there is no tensor.
 enum class Element : std::int32_t { kNone, kFloat32, kBFloat16, kFloat16 };
 
