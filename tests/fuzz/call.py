@@ -11,7 +11,8 @@ import torch
 import cula
 from cula import _ops
 from cula_testing import operators
-from fuzz.case import Case
+from cula_testing.float8 import dequantised
+from fuzz.case import FLOAT8, Case
 from fuzz.memory import changed_outside, fresh, place, place_indices, place_states, poison, whole
 from fuzz.values import Values
 
@@ -77,10 +78,18 @@ class Call:
         case, made = self.case, {}
         if case.state != "none":
             made["states"] = place_states(case, (case.slots,), case.state_dtype)
+            if case.state_dtype == FLOAT8:
+                made["scales"] = poison((case.slots, case.value_heads, case.value_dim), torch.float32)
             for n in range(case.sequences):
                 masked = case.has_initial is not None and not case.has_initial[n]
-                if not case.skipped(n) and not masked:
+                if case.skipped(n) or masked:
+                    continue
+                if self.values.stored is None:
                     made["states"][case.base(n)] = self.values.base[n]
+                else:
+                    codes, scales = self.values.stored
+                    made["states"].view(torch.uint8)[case.base(n)] = codes[n].view(torch.uint8)
+                    made["scales"][case.base(n)] = scales[n]
         if case.plan is not None and not case.plan_in_pool:
             made["checkpoints"] = place_states(case, (case.checkpoint_slots,), case.checkpoint_dtype)
         if case.snapshot_slots is not None:
@@ -104,6 +113,11 @@ class Call:
             return place_states(case, (case.sequences,), dtype)
         x = poison(self.values.tensors[name].shape, getattr(torch, dtype))
         return place(x, dict(case.layouts).get(f"d_{name}", "")) if x.ndim >= 3 else x
+
+    def _pool(self, made: dict) -> torch.Tensor:
+        """The states of a pool after a call, on the CPU."""
+        states = made["states"].cpu()
+        return dequantised(states, made["scales"].cpu()) if "scales" in made else states
 
     def _argument(self, states: torch.Tensor | None) -> torch.Tensor | None:
         """States as the call names them, whatever `state_v_first` says."""
@@ -154,7 +168,7 @@ class Call:
         case = self.case
         rows = [n for n in range(case.sequences) if not case.skipped(n)]
         match name:
-            case "states":
+            case "states" | "scales":
                 named = [case.plan[row][2] for row in self._plan_rows()] if case.plan_in_pool else []
                 if case.pass_name == "decode" or (case.pass_name == "prefill" and case.state == "pool"):
                     named += [case.end(n) for n in rows]
@@ -198,6 +212,8 @@ class Call:
             has_initial_state="has_initial",
         )
         states = self._argument(made.get("states"))
+        if "scales" in made:
+            named["state_scales"] = made["scales"]
         if case.state != "none":
             named["state_pool" if case.state == "pool" else "initial_state"] = states
             named["null_index"] = case.null_index
@@ -213,7 +229,8 @@ class Call:
         if case.state == "pool":
             if result[1] is not states:
                 found.broken.append("the pool is not what is returned")
-            found.states["final"] = {(n, case.lengths[n]): made["states"][case.end(n)].cpu() for n in rows}
+            pool = self._pool(made)
+            found.states["final"] = {(n, case.lengths[n]): pool[case.end(n)] for n in rows}
         elif case.output_final:
             final = self._argument(result[1]).cpu()
             found.states["final"] = {(n, case.lengths[n]): final[n] for n in rows}
@@ -262,13 +279,14 @@ class Call:
         states = self._argument(made["states"])
         mode = MODES[case.algorithm]
         o, returned = cula.cula_decode(
-            *self._qkv(), states, mode=mode, null_index=case.null_index, out=made.get("o"), **named
-        )
+            *self._qkv(), states, mode=mode, null_index=case.null_index, out=made.get("o"),
+            state_scales=made.get("scales"), **named,
+        )  # fmt: skip
         found = self._o(o, made)
         if returned is not states:
             found.broken.append("the pool is not what is returned")
-        rows = [n for n in range(case.sequences) if not case.skipped(n)]
-        found.states["final"] = {(n, case.lengths[n]): made["states"][case.end(n)].cpu() for n in rows}
+        rows, pool = [n for n in range(case.sequences) if not case.skipped(n)], self._pool(made)
+        found.states["final"] = {(n, case.lengths[n]): pool[case.end(n)] for n in rows}
         return found
 
     def _verify(self, backend: str | None, made: dict) -> Found:
@@ -287,13 +305,13 @@ class Call:
         mode = MODES[case.algorithm]
         o, returned = cula.cula_verify(
             *self._qkv(), states, mode=mode, snapshots=snapshots, disable_state_update=case.disable_update,
-            null_index=case.null_index, out=made.get("o"), **named,
+            null_index=case.null_index, out=made.get("o"), state_scales=made.get("scales"), **named,
         )  # fmt: skip
         found = self._o(o, made)
         if returned is not states:
             found.broken.append("the pool is not what is returned")
         if case.table is not None and not case.disable_update:
-            pool = made["states"].cpu()
+            pool = self._pool(made)
             places = {(n, t): case.table[n][t] for n, t in self._drafts()}
             found.states["table"] = {
                 (n, t + 1): pool[slot] for (n, t), slot in places.items() if not case.is_null(slot)

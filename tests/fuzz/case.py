@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import cula
 from cula import _ops
 
+FLOAT8 = "float8_e4m3fn"  # of states alone, with a scale for each row
+
 # algorithm: (decay, update)
 FAMILY = {row.name: (row.decay, row.update) for row in cula.algorithms().values()}
 PASSES = ("prefill", "decode", "verify", "segment", "split", "backward")

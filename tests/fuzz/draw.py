@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from random import Random
 
-from fuzz.case import FAMILY, PASSES, Case
+from fuzz.case import FAMILY, FLOAT8, PASSES, Case
 from fuzz.classes import DEFAULT, FEWEST_NUMBERS, without
 
 GATES = ("mild", "slow", "zero", "tiny", "strong", "extreme", "mixed", "one_slow", "bursts")
@@ -327,7 +327,7 @@ def _states(random: Random, case: Case, classes: frozenset[str]) -> Case:
         case "backward":
             return _backward(random, case.but(state=random.choice(("none", "dense", "dense")), out=""))
         case "verify":
-            return _verify(random, case.but(snapshot_dtype=state_dtype()), classes)
+            return _eight_bits(random, _verify(random, case.but(snapshot_dtype=state_dtype()), classes))
         case "decode":
             case = case.but(state="pool")
         case _:
@@ -339,7 +339,13 @@ def _states(random: Random, case: Case, classes: frozenset[str]) -> Case:
             case = _plan(random, case.but(checkpoint_dtype=state_dtype()))
         if _chance(random, 0.25):
             case = case.but(chunk_size=random.choice((16, 32, 64)))
-    return case
+    return _eight_bits(random, case)
+
+
+def _eight_bits(random: Random, case: Case) -> Case:
+    """Every eighth state of a call that may have one is of float8, with a scale for each row."""
+    able = case.state != "none" and case.dtype != "float64" and not case.plan_in_pool
+    return case.but(state_dtype=FLOAT8) if _chance(random, 0.125) and able else case
 
 
 def _backward(random: Random, case: Case) -> Case:

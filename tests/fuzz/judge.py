@@ -23,7 +23,7 @@ import torch
 from cula_testing import gradients, operators
 from cula_testing.compare import BUDGET, Errors, bits, errors, floor
 from fuzz.call import Found
-from fuzz.case import Case
+from fuzz.case import FLOAT8, Case
 from fuzz.classes import DEFAULT, FEWEST, bound, keys_stand_still
 from fuzz.gradients import Gradients
 from fuzz.oracle import Expected, write_strength
@@ -354,6 +354,8 @@ class Judge:
         beside = self.problem.beside(what, x)
         backward = self.case.pass_name == "backward"
         times = gradients.BUDGET if backward else BUDGET
+        eight = self.case.state_dtype == FLOAT8 and what in self._kept_in_the_pool()
+        stored = torch.float8_e4m3fn if eight else x.dtype
         for n, index in [(None, (...,)), *(parts if len(parts) > 1 else [])]:
             name = what if n is None else f"{what} of sequence {n}"
 
@@ -362,7 +364,7 @@ class Judge:
                 beside = problem.beside(what, x)
                 # The float64 reference has no budget but one rounding of what it stores.
                 naive = (right if exact else naive).to(x.dtype)
-                allowed, least = errors(naive[index], right[index], beside), floor(x.dtype, self.inputs)
+                allowed, least = errors(naive[index], right[index], beside), floor(stored, self.inputs)
                 if not exact:
                     least += self._luck(n, x.dtype)
                 wider = self.bound * (1.0 if n is None or not backward else OF_ONE_SEQUENCE)
@@ -372,6 +374,10 @@ class Judge:
             if broken and not vanishes(x[index], oracle[index], self.problem.expected.size):
                 return [f"{name}: {broken} {self._where(what, x, oracle, places)}"]
         return []
+
+    def _kept_in_the_pool(self) -> tuple[str, ...]:
+        """The states that have the pool's dtype."""
+        return ("final", "table") if self.case.state == "pool" else ()
 
     def _in_chunks_on_a_gpu(self, backend: str | None) -> bool:
         chunks = backend is None or (backend.startswith(("sm80", "sm90")) and backend != "sm80:step")

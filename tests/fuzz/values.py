@@ -7,7 +7,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fuzz.case import FAMILY, Case
+from cula_testing.float8 import dequantised, quantised
+from fuzz.case import FAMILY, FLOAT8, Case
 
 NAN = float("nan")
 
@@ -68,7 +69,13 @@ class Values:
         if case.state != "none":
             first: dict[int, int] = {}  # rows that start from one slot start from one state
             states = states[[first.setdefault(case.base(n), n) for n in range(case.sequences)]]
-        self.base = to_torch(states, case.state_dtype)
+        # Codes and scales of states of float8, of which base is what they say.
+        self.stored: tuple[torch.Tensor, torch.Tensor] | None = None
+        if case.state_dtype == FLOAT8:
+            self.stored = quantised(to_torch(states, "float32"))
+            self.base = dequantised(*self.stored)
+        else:
+            self.base = to_torch(states, case.state_dtype)
         self.d_final: torch.Tensor | None = None
         if case.d_final:
             d_final = case.outer_size * self.random.standard_normal((case.sequences, HV, V, K)) / 4
