@@ -37,6 +37,7 @@ from . import (
 from ._build import BuildInfo, build_info
 from ._explain import Explanation, explain
 from ._family import Algorithm, algorithms
+from ._float8 import dequantize_states, expand_state_scales, quantize_states
 from ._forget import tokens_to_forget
 from ._library import INFO as _INFO
 from ._ops import operator_options
@@ -79,6 +80,8 @@ __all__ = [
     "cula_simple_gla",
     "cula_verify",
     "delta_rule",
+    "dequantize_states",
+    "expand_state_scales",
     "explain",
     "gdn",
     "gla",
@@ -88,6 +91,7 @@ __all__ = [
     "norm",
     "operator_options",
     "ops",
+    "quantize_states",
     "retention",
     "simple_gla",
     "tokens_to_forget",

@@ -256,7 +256,12 @@ def test_a_ring_runs_on_sglangs_kernels():
         (
             "gdn",
             {"ssm_states": pool().double()},
-            "must have dtype float32 or bfloat16 or float16, got float64",
+            "must have dtype float32 or bfloat16 or float16 or float8_e4m3fn, got float64",
+        ),
+        (
+            "gdn",
+            {"ssm_states": pool().to(torch.float8_e4m3fn)},
+            "state_scales must be given with a state of float8_e4m3fn",
         ),
         ("kda", {"cache_indices": torch.zeros(2)}, "must have dtype int32 or int64, got float32"),
         ("gdn", {"a_new_option": True}, "unexpected keyword argument 'a_new_option'"),

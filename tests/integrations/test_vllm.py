@@ -21,6 +21,7 @@ from cula.integrations import _vllm_functions, vllm
 from cula_testing import engine_kernels
 from cula_testing import vllm_stand_in as stand_in
 from cula_testing.compare import assert_same_bits, errors
+from cula_testing.float8 import assert_stored, dequantised, quantised
 from cula_testing.process import run_python
 from cula_testing.vllm_stand_in import GLM, HV, KIMI, OPERATORS, WIDTH, H, K, V
 
@@ -170,6 +171,38 @@ def test_batches(engine, name, kind):
 @pytest.mark.parametrize("name", ["decode", "prefill and decode", "verify"])
 def test_dtypes(engine, name, dtype, state):
     compare(engine, batch(**BATCHES[name]), dtype, state)
+
+
+@pytest.mark.parametrize("name", ["decode in a graph", "prefill and decode", "verify and prefill"])
+def test_pools_of_float8_with_a_scale_for_each_row(engine, name):
+    """The third tensor of a cache."""
+    metadata, ran = batch(**BATCHES[name]), []
+    vllm.register()
+    for eight in (False, True):
+        layer = engine.QwenGatedDeltaNetAttention(config())
+        wide = layer.bind(BLOCKS)
+        codes, scales = quantised(wide)
+        wide.copy_(dequantised(codes, scales))
+        if eight:
+            layer.kv_cache = (layer.kv_cache[0], codes, scales[..., None])
+        stand_in.CONTEXT.attn_metadata = {layer.prefix: metadata}
+        ran.append((torch.zeros(metadata.num_actual_tokens + 3, HV, V), wide))
+        layer._forward_core(*tokens(metadata), ran[-1][0])
+    (o, wide), (o8, _) = ran
+    assert dict(vllm.calls) == {("QwenGatedDeltaNetAttention", "cula"): 2}
+    assert errors(o8, o.double()).max < 1e-6
+    assert_stored(codes, scales, wide)
+
+
+@pytest.mark.parametrize("rows", [None, V // 4])
+def test_pools_of_float8_without_a_scale_for_each_row_are_left_to_vllm(engine, rows):
+    vllm.register()
+    layer = engine.QwenGatedDeltaNetAttention(config())
+    codes, scales = quantised(layer.bind(BLOCKS))
+    cache = (layer.kv_cache[0], codes) + (() if rows is None else (scales[..., :rows, None],))
+    layer.kv_cache = cache
+    wanted = "must be given with" if rows is None else r"must have shape \[slots, HV, V\]"
+    assert re.search(f"state_scales {wanted}", layer._cula_refuses("decode", dtype=torch.float32))
 
 
 @KINDS
@@ -328,7 +361,7 @@ def test_what_is_declined_runs_on_vllms_kernels(engine):
     sentences = {what: key for key, what in vllm.calls}
     assert len(vllm.calls) == 2
     assert len(sentences) == 1
-    assert "must have dtype float32 or bfloat16 or float16, got float64" in next(iter(sentences))
+    assert re.search("must have dtype float32 or bfloat16 .*, got float64", next(iter(sentences)))
     assert layer._can_use_fused_gdn_mtp_decode(metadata)
     assert repr(vllm.calls).count("got float64") == 2
 

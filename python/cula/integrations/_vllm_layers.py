@@ -193,10 +193,10 @@ def make_layer(gdn: ModuleType, calls: Calls) -> type:
             without tokens: they are checked and find a kernel like any other, and write nothing. A pool that
             is not bound yet is taken for a dense one."""
             states: tuple[Tensor, ...] = getattr(self, "kv_cache", ())
-            pool = states[1] if len(states) > 1 else None
-            key = passes, dtype, self.A_log.device, pool is not None
+            states = states if len(states) > 1 else ()
+            key = passes, dtype, self.A_log.device, len(states)
             if key not in self._cula_refusals:
-                self._cula_refusals[key] = _refusal(self, pool, passes, dtype)
+                self._cula_refusals[key] = _refusal(self, states, passes, dtype)
             return self._cula_refusals[key]
 
         def _cula_core(
@@ -235,7 +235,7 @@ def make_layer(gdn: ModuleType, calls: Calls) -> type:
                 q[None], k[None], v[None], self.kv_cache[1], state_indices=table[:sequences],
                 num_accepted=metadata.num_accepted_tokens[:sequences],
                 cu_seqlens=metadata.spec_query_start_loc[: sequences + 1], out=out[None],
-                **_named(self, gates, 0), mode="gdn",
+                **_named(self, gates, 0, self.kv_cache), mode="gdn",
             )  # fmt: skip
 
         def _cula_plain(
@@ -269,7 +269,7 @@ def make_layer(gdn: ModuleType, calls: Calls) -> type:
                 q[None], k[None], v[None], cu_seqlens=metadata.prefill_query_start_loc, state_pool=pool,
                 initial_state_indices=metadata.prefill_state_indices,
                 has_initial_state=metadata.prefill_has_initial_state, checkpoints=checkpoints,
-                out=out[None], **_named(self, gates, 0),
+                out=out[None], **_named(self, gates, 0, self.kv_cache),
             )  # fmt: skip
             if checkpoints is not None:
                 self._checkpoint_exporter.export(
@@ -283,7 +283,7 @@ def make_layer(gdn: ModuleType, calls: Calls) -> type:
             q, k, v = (x.unsqueeze(1) for x in self._cula_heads(rows))
             api.cula_decode(
                 q, k, v, self.kv_cache[1], mode="gdn", state_indices=slots[: rows.shape[0]],
-                out=out.unsqueeze(1), **_named(self, gates, 1),
+                out=out.unsqueeze(1), **_named(self, gates, 1, self.kv_cache),
             )  # fmt: skip
 
         def _cula_convolution(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
@@ -303,14 +303,24 @@ def make_layer(gdn: ModuleType, calls: Calls) -> type:
     return CulaQwenGatedDeltaNetAttention
 
 
-def _named(layer: Layer, gates: tuple[Tensor, Tensor], at: int) -> dict[str, Any]:
-    """What every pass has: raw gates and logits `[T, HV]`, with a dimension more at `at`, and how they are
-    meant."""
+def _named(layer: Layer, gates: tuple[Tensor, Tensor], at: int, cache: tuple[Tensor, ...]) -> dict[str, Any]:
+    """What every pass has: raw gates and logits `[T, HV]`, with a dimension more at `at`, how they are
+    meant, and the scales of a pool of float8."""
     return {
         "g": gates[0].unsqueeze(at), "beta": gates[1].unsqueeze(at), "A_log": layer.A_log,
         "dt_bias": layer.dt_bias, "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True, "null_index": NULL_BLOCK,
+        "use_beta_sigmoid_in_kernel": True, "null_index": NULL_BLOCK, "state_scales": _scales_of(cache),
     }  # fmt: skip
+
+
+def _scales_of(cache: tuple[Tensor, ...]) -> Tensor | None:
+    """The scales of a pool of float8, the third tensor of a cache: float32, one for each row and all key
+    channels, `[slots, HV, V, 1]` (vLLM's pull requests 40012 and 52962) or `[slots, HV, V]`. Others are
+    refused by the call."""
+    if len(cache) < 3 or cache[1].dtype != torch.float8_e4m3fn:
+        return None
+    scales = cache[2]
+    return scales.squeeze(-1) if scales.dim() == 4 and scales.shape[-1] == 1 else scales
 
 
 def _passes_of(metadata: Metadata) -> tuple[str, ...]:
@@ -336,20 +346,28 @@ def _plan_of(metadata: Metadata) -> Tensor:
     return plan
 
 
-def _refusal(layer: Layer, pool: Tensor | None, passes: tuple[str, ...], dtype: torch.dtype) -> str | None:
+def _refusal(
+    layer: Layer, cache: tuple[Tensor, ...], passes: tuple[str, ...], dtype: torch.dtype
+) -> str | None:
+    """`cache`: of the layer, or empty where none is bound yet."""
     H, HV = layer.num_k_heads // layer.tp_size, layer.num_v_heads // layer.tp_size
     K, V, place = layer.head_k_dim, layer.head_v_dim, layer.A_log.device
     if place.type == "meta":
         return "the layer's parameters are on no device yet"
-    if pool is None:
-        pool = torch.empty((1, HV, V, K), dtype=layer.get_state_dtype()[1], device=place)
+    if not cache:
+        kinds = layer.get_state_dtype()
+        shapes = ((1,), (1, HV, V, K), (1, HV, V))
+        cache = tuple(
+            torch.empty(shape, dtype=kind, device=place) for shape, kind in zip(shapes, kinds, strict=False)
+        )
+    pool = cache[1]
     none = torch.zeros(0, dtype=torch.int32, device=place)
     starts, table = torch.zeros(1, dtype=torch.int32, device=place), none.view(0, 1)
     width = 2 * H * K + HV * V
     mixed, gate = (torch.empty((0, size), dtype=dtype, device=place) for size in (width, HV))
     out = torch.empty((0, HV, V), dtype=dtype, device=place)
     q, k, v = functions.heads_of(mixed, HV, K, V)
-    named = _named(layer, (gate, gate), 0)
+    named = _named(layer, (gate, gate), 0, cache)
     try:
         functions.require(*(name for name in passes if name != "checkpoints"))
         if "prefill" in passes:
@@ -365,7 +383,7 @@ def _refusal(layer: Layer, pool: Tensor | None, passes: tuple[str, ...], dtype: 
                 cu_seqlens=starts, out=out[None], **named,
             )  # fmt: skip
         if "decode" in passes:
-            named = _named(layer, (gate, gate), 1)
+            named = _named(layer, (gate, gate), 1, cache)
             q, k, v = (x.unsqueeze(1) for x in (q, k, v))
             api.cula_decode(q, k, v, pool, mode="gdn", state_indices=none, out=out.unsqueeze(1), **named)
     except REFUSALS as refusal:
