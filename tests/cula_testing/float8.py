@@ -36,6 +36,11 @@ def pool_of(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pool.view(FLOAT8), scales
 
 
+def at(pool: torch.Tensor, slots: list[int]) -> torch.Tensor:
+    """Slots of a float8 pool, by its bytes: not every device indexes the dtype."""
+    return pool.view(torch.uint8)[slots].view(FLOAT8)
+
+
 def assert_stored(codes: torch.Tensor, scales: torch.Tensor, states: torch.Tensor) -> None:
     """Codes and scales are those of the float32 states `[..., V, K]`: scales to their last bit, codes to a
     step of the format where a number lies at the border between two."""

@@ -13,7 +13,7 @@ import cula
 from cula_testing import device, level1, passes
 from cula_testing.cases import DELTA, Case, Inputs, make
 from cula_testing.compare import assert_accurate, assert_same_bits, assert_same_chain
-from cula_testing.float8 import FLOAT8, assert_stored, dequantised, pool_of, quantised
+from cula_testing.float8 import FLOAT8, assert_stored, at, dequantised, pool_of, quantised
 from cula_testing.pools import assert_only_changed, whole
 from cula_testing.strategies import cases
 
@@ -64,7 +64,7 @@ def assert_is_the_float32_call(inputs: Inputs, call, **options: object) -> None:
     assert_same_bits("o", expected, found)
     written = options.get("final_state_indices")
     slots = slots if written is None else written.tolist()
-    assert_stored(pool[slots], scales[slots], wide[slots])
+    assert_stored(at(pool, slots), scales[slots], wide[slots])
     assert_only_changed(before, pool.view(torch.uint8), slots)
     assert_only_changed(whole(scales_before), scales, slots)
 
@@ -143,7 +143,7 @@ def test_a_pool_may_only_be_read(algorithm):
     assert_same_bits("o", o, o8)
     assert_same_bits("final_state", state, state8)
     slots = inputs.initial_state_indices.long()
-    dense = {"initial_state": pool.view(torch.uint8)[slots].view(FLOAT8), "initial_state_indices": None}
+    dense = {"initial_state": at(pool, slots), "initial_state_indices": None}
     o8, state8 = level1.prefill(inputs, **dense, state_scales=scales[slots])
     assert_same_bits("o", o, o8)
     assert_same_bits("final_state", state, state8)
@@ -176,7 +176,7 @@ def test_drafts_are_those_of_the_float32_state(algorithm, data):
     assert_same_bits("o", read, found)
     assert_same_chain(expected, found)
     if not pool.is_cuda:
-        assert_stored(pool[slots], scales[slots], wide[slots])
+        assert_stored(at(pool, slots), scales[slots], wide[slots])
     else:  # there a chain in float32 goes through tensor cores
         off = (dequantised(pool, scales) - wide)[slots].abs()
         allowed = (2**-4 + 2**-15) * wide[slots].abs() + 2**-9 * scales[slots][..., None]
@@ -220,8 +220,10 @@ def test_outputs_obey_the_error_rule(algorithm, target):
 # The format.
 
 
-def backends() -> list[str]:
-    return ["reference", "reference:naive", *device.able(torch.float32)]
+def backends(pass_name: str) -> list[str]:
+    """The targets that take float32 inputs on the device."""
+    references = [] if device.kind() == "cuda" else ["reference", "reference:naive"]
+    return [*references, *device.able(torch.float32, pass_name)]
 
 
 @pytest.mark.parametrize("k_first", [False, True])
@@ -231,9 +233,7 @@ def test_every_code_is_read_as_pytorch_reads_it(k_first):
     given_codes = codes
     if k_first:
         given_codes = codes.view(torch.uint8).transpose(-1, -2).contiguous().view(FLOAT8)
-    for backend in backends():
-        if backend.startswith("reference") and codes.is_cuda:
-            continue
+    for backend in backends("prefill"):
         options = {"initial_state": given_codes, "state_v_first": not k_first, "output_final_state": True}
         shape = codes.view(torch.uint8)
         N, HV, V, K = shape.shape
@@ -269,11 +269,7 @@ def test_numbers_are_stored_as_pytorch_rounds_them(key_dim, k_first):
     flat = torch.zeros(rows * (key_dim - 1))
     flat[: len(points)] = points
     keys[:, 1:] = flat.view(rows, -1)
-    for backend in backends():
-        if backend.startswith("reference") and keys.is_cuda:
-            continue
-        if not any(row.target == backend for row in cula.explain(pass_name="decode", device=device.kind())):
-            continue
+    for backend in backends("decode"):
         pool = torch.zeros(rows, 1, *((key_dim, 2) if k_first else (2, key_dim)), dtype=torch.uint8)
         pool, scales = pool.view(FLOAT8), torch.zeros(rows, 1, 2)
         k = keys.view(rows, 1, 1, key_dim)
