@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cula import cula_kda, quantize_states
 from cula import dist as level2
 from cula.dist import (
     alloc_decode_state_pool,
@@ -346,6 +347,26 @@ def test_estimates_are_near_what_was_measured(row):
     size = dataclasses.replace(LONG, ranks=ranks, tokens=row["tokens"] // ranks, value_heads=heads)
     estimate = {"cula:scan": cost.scan_us, "cula:ring": cost.ring_us}[row["impl"]](size, cost.Machine())
     assert estimate == pytest.approx(1e3 * row["gpu_ms"], rel=0.1)
+
+
+def test_ranks_write_their_heads_of_a_float8_pool():
+    """Of states and of scales."""
+    inputs = make(Case("kda", (70, 70), heads=4, value_heads=4))
+    whole = quantize_states(inputs.initial_state)
+    cut = tuple(x.clone() for x in whole)
+    named = {"g": inputs.g, "beta": inputs.beta, "initial_state_indices": torch.tensor([1, 0])}
+    q, k, v = inputs.q, inputs.k, inputs.v
+    o, _ = cula_kda(q, k, v, **named, state_pool=whole[0], state_scales=whole[1])
+    parts = [
+        level2.cula_kda_tp(
+            q, k, v, **named, state_pool=cut[0], state_scales=cut[1], tp_size=2, tp_rank=rank,
+            full_inputs=True,
+        )[0]
+        for rank in range(2)
+    ]  # fmt: skip
+    assert_same_bits("o", o, torch.cat(parts, 2))
+    assert_same_bits("codes", whole[0].view(torch.uint8), cut[0].view(torch.uint8))
+    assert_same_bits("scales", whole[1], cut[1])
 
 
 ALLOCATORS = (alloc_state_buffer, alloc_decode_state_pool)
