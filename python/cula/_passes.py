@@ -89,9 +89,8 @@ class Outputs:
 
 NO_STATES, NO_OUTPUTS = States(), Outputs()
 
-IN_PLACE, _K_FIRST, _FINAL_STATE, _KEEP, _SAVE = map(
-    _ops.bit, ("in_place", "k_first", "make_final_state", "keep", "save")
-)
+_BITS = ("in_place", "k_first", "make_final_state", "keep", "save")
+IN_PLACE, _K_FIRST, _FINAL_STATE, _KEEP, _SAVE = map(_ops.bit, _BITS)
 _MAPS = _ops.bit("make_m") + _ops.bit("make_b")
 
 
@@ -588,9 +587,8 @@ def _new_chunk_states(
     chunk_size: int,
     state_v_first: bool,
 ) -> Tensor:
-    """The states at chunk starts in k's dtype: one per chunk where the lengths can be read on the host
-    without waiting, else room for the most chunks that the lengths could make, zero beyond those they do
-    make."""
+    """The states at chunk starts in k's dtype: one per chunk where the host can read the lengths without
+    waiting, else room for the most chunks that lengths could make, zero beyond those they do make."""
     batch, tokens = q.shape[:2]
     shape = (v.shape[2], *_matrix(v.shape[3], q.shape[3], state_v_first))
     if cu_seqlens is None:

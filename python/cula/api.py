@@ -17,8 +17,8 @@ initial_state: `[N, HV, V, K]`, float32, bfloat16 or float16, or float8_e4m3fn w
 output_final_state: return the final state, a new float32 `[N, HV, V, K]`.
 state_pool: `[slots, HV, V, K]` with any slot stride, read and written in place and returned as the final
     state. Its dtype is one of those of `initial_state`.
-state_scales: float32 `[slots, HV, V]`, of a state or pool of float8_e4m3fn: a row of K numbers is its scale
-    times what is stored. Scales are written with the states (docs/api.md, "States in eight bits").
+state_scales: float32 `[slots, HV, V]`, of float8_e4m3fn states: one for a row of K (docs/api.md,
+    "States in eight bits"). Written with the states.
 initial_state_indices, final_state_indices: int32 or int64 `[N]`, the slot that a sequence starts from and
     ends in (the same if the second is None). A sequence whose index is negative or `null_index` is skipped:
     its output is zero, nothing is stored for it. Slots that no index names are not touched.
@@ -38,12 +38,11 @@ device: q's device, checked if given.
 
 Gradients: what a call returns is differentiable by q, k, v, g, beta, `A_log`, `dt_bias` and
 `initial_state`, but not by `decay`, nor where the call writes into what it is given (`state_pool`,
-`checkpoints`, `out`; a decode's and a draft's states), reads slots, float8 or `kept`, or returns h. The same
-holds for the drop-ins. docs/guide/training.md has examples.
+`checkpoints`, `out`; a decode's and a draft's states), reads slots, float8 or `kept`, or returns h. So do
+drop-ins. docs/guide/training.md has examples.
 
 Errors, before anything is written: `ValueError` names the argument, what was expected and what was given;
 `TypeError` for an unknown option or a wrong type; `NotImplementedError` for a gradient that is not built.
-
 The published signatures are those of cuLA's unified interface (inclusionAI/cuLA, issue 50).
 """
 
@@ -117,9 +116,8 @@ def cula_kda(
     use_qk_l2norm_in_kernel: normalise q and k, `x * rsqrt(sum(x * x) + 1e-6)`.
     safe_gate: a promise that the log decay lies in [-5, 0), which no kernel here needs; other bounds are
         refused.
-    disable_recompute: keep for the backward pass what it would compute again: more memory, less time
-        (docs/guide/training.md, "Memory"). Without effect without gradients, and where no kernel keeps
-        anything: on CPUs, for float32, beyond 256 value channels, and for more chunks than one slab holds.
+    disable_recompute: keep for the backward pass what it would compute again; without effect where no kernel
+        does (docs/guide/training.md, "Memory").
     kwargs: `chunk_size`, the spacing of h.
 
     Returns (o `[B, T, HV, V]` in q's dtype, final state or None), and h if asked for. Everything else:

@@ -199,7 +199,7 @@ public:
 
 private:
     // Microseconds that segments of the fused kernel take which all find that they do not forget.
-    static constexpr double kForNothing = 4.0;
+    static constexpr double kForNothing = 18.0;
 
     std::array<Candidate, 10> rows_{};
     int count_ = 0;
