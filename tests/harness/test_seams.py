@@ -43,7 +43,7 @@ INSTANCES = (
     "recurrent/backward",
 )
 # Folders of kernels that do not depend on the rule.
-WITHOUT_SEAMS = {"src/cuda/forks"}
+WITHOUT_SEAMS = {"src/cuda/float8", "src/cuda/forks"}
 
 pytestmark = pytest.mark.cpu_only("it compiles")
 NEEDS_NVCC = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
