@@ -79,6 +79,8 @@ def convolve(
     if initial_state is not None:
         missing = width - initial_state.shape[2]
         initial_state = torch.nn.functional.pad(initial_state, (missing, 0))  # cuts where it is negative
+    if x.requires_grad:  # FLA leaves the gradients of tokens behind the last sequence unwritten
+        x = _without_padding(x, real)
     y, final = fla(
         x=x, weight=weight, bias=bias, initial_state=initial_state, output_final_state=final_state_len > 0,
         activation=activation, cu_seqlens=cu_seqlens,

@@ -28,8 +28,8 @@ def quantize_states(states: Tensor, state_v_first: bool = True) -> tuple[Tensor,
     _check_matrix("quantize_states", "states", states, _WIDE)
     rows = (states if state_v_first else states.transpose(-1, -2)).float()
     most = rows.abs().amax(-1, keepdim=True)
-    scales = most / _LARGEST
-    inverse = _LARGEST / most
+    largest = torch.full_like(most, _LARGEST)  # by a number, a GPU multiplies by its rounded inverse
+    scales, inverse = most / largest, largest / most
     stored_as_zero = scales < torch.finfo(torch.float32).tiny
     scales, inverse = (x.masked_fill(stored_as_zero, 0.0) for x in (scales, inverse))
     broken = ~(most <= torch.finfo(torch.float32).max)

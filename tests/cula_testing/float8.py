@@ -11,8 +11,8 @@ FLOAT8 = torch.float8_e4m3fn
 def quantised(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of float32 states `[..., V, K]`."""
     most = states.abs().amax(-1)
-    scales = most / 448
-    inverse = 448 / most
+    largest = torch.full_like(most, 448.0)  # by a number, a GPU multiplies by its rounded inverse
+    scales, inverse = most / largest, largest / most
     zero = scales < torch.finfo(torch.float32).tiny
     scales, inverse = scales.masked_fill(zero, 0.0), inverse.masked_fill(zero, 0.0)
     broken = ~states.isfinite().all(-1)

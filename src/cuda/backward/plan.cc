@@ -171,7 +171,9 @@ BackwardPlan plan_backward(const Problem& problem, const Args& args, const chunk
     else if (!shape.packed && shape.longest > 0)
         segments = std::min(segments, divide_up(slab_chunks, shape.longest) + 1) *
                    divide_up(in_slab, segment_chunks);
-    plan.max_segments = static_cast<std::int32_t>(segments);
+    // A prefill needs one CTA in any case: it zeroes the outputs that belong to no sequence.
+    plan.max_segments =
+        static_cast<std::int32_t>(std::max<std::int64_t>(segments, plan.half == Half::kFirst ? 1 : 0));
     return plan;
 }
 

@@ -317,6 +317,8 @@ private:
 inline std::string no_fused_segments(const Args& args) {
     if (args.checkpoints.data || args.chunk_states.data)
         return "its segments store no states on the way (checkpoints, chunk states)";
+    // From 0 to 2, as logits are. Others make the state grow, also where no segment looks at it.
+    if (!args.beta_is_logit) return "its segments take write strengths as logits";
     return {};
 }
 

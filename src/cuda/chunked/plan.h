@@ -169,38 +169,31 @@ public:
     // batch and the same sequences packed get the same bits; with skewed lengths it must not take more than
     // kMostRegret times as long. Otherwise a packed call takes the strategy with the least sum of both times,
     // since either may come.
-    // Segments of the fused kernel are taken where their time, if all heads forget, and what they cost if
-    // none does are together less than they save: what forgets and what remembers count the same. What comes
-    // later in the list has to promise a time that is shorter by 4 %: what cuts more, and segments with more
-    // row blocks, each of which reads the operands of its chunks once more.
+    // What comes later in the list has to promise a time that is shorter by 4 %: what cuts more, and segments
+    // with more row blocks, each of which reads the operands of its chunks once more.
+    //
+    // Segments of the fused kernel have to be wanted. The host does not know whether heads forget, and where
+    // only some of them do, other strategies take less.
     const Candidate* choose(StrategyKind wanted) const {
         constexpr double kMostRegret = 1.75, kWorthCutting = 0.96;
-        const Candidate *fused = nullptr, *whole = nullptr, *other = nullptr, *in_segments = nullptr;
+        const Candidate *fused = nullptr, *whole = nullptr, *other = nullptr;
         const auto time = [&](const Candidate& of) { return of.expected + (packed_ ? of.skewed : 0.0); };
         for (const Candidate& candidate : all()) {
             const StrategyKind of = kind(candidate.strategy);
-            if (wanted != StrategyKind::kAny && wanted != of) continue;
+            if (wanted == StrategyKind::kAny ? of == StrategyKind::kFusedSegments : wanted != of) continue;
             if (of == StrategyKind::kWhole) whole = &candidate;
-            if (of == StrategyKind::kFusedSegments) {
-                if (!in_segments || candidate.expected < in_segments->expected) in_segments = &candidate;
-            } else if (of == StrategyKind::kFused) {
+            if (of == StrategyKind::kFused) {
                 if (!fused || candidate.expected < fused->expected) fused = &candidate;
             } else if (!other || time(candidate) < kWorthCutting * time(*other)) {
                 other = &candidate;
             }
         }
-        const bool pays =
-            fused &&
-            (!whole || (fused->expected < whole->expected && fused->skewed <= kMostRegret * whole->skewed));
-        const Candidate* const uncut = pays || !other ? fused : other;
-        if (!in_segments || !uncut) return uncut ? uncut : in_segments;
-        return in_segments->expected + kForNothing < kWorthCutting * uncut->expected ? in_segments : uncut;
+        if (!fused || !whole) return fused ? fused : other;
+        const bool pays = fused->expected < whole->expected && fused->skewed <= kMostRegret * whole->skewed;
+        return pays ? fused : other;
     }
 
 private:
-    // Microseconds that segments of the fused kernel take which all find that they do not forget.
-    static constexpr double kForNothing = 18.0;
-
     std::array<Candidate, 10> rows_{};
     int count_ = 0;
     bool packed_;

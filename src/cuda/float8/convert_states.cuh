@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kConvertThreads)
     const StateSlots slots = states_of(a, n);
     const bool of_initial = a.initial_scales.data != nullptr;
     if (value_head == 0 && threadIdx.x == 0) {
-        const bool own = of_initial || !a.initial_indices.data;
+        const bool own = of_initial || !a.initial.data || !a.initial_indices.data;
         const auto row = static_cast<std::int32_t>(n);
         starts[n] = slots.skipped ? -1 : own ? row : a.initial_indices.at(n);
         ends[n] = slots.skipped ? -1 : a.final_scales.data ? row : static_cast<std::int32_t>(slots.final);
