@@ -346,3 +346,16 @@ def test_the_backward_pass_makes_nothing_again():
     names = device.kernels_of(backward)
     assert any("gradient_channel" in name for name in names), names
     assert not any("prepare" in name for name in names), names
+
+
+def test_no_sequences_at_all():
+    """Outputs that belong to no sequence are zeros, whatever the memory held."""
+    tokens = 130
+    q, k, v, g = (torch.randn(1, tokens, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    beta = torch.rand(1, tokens, 2, dtype=torch.bfloat16, device="cuda")
+    torch.full((4 * q.numel(),), float("nan"), dtype=torch.bfloat16, device="cuda")  # freed at once
+    o, _ = cula.cula_kda(
+        q.requires_grad_(), k, v, -g.abs(), beta, cu_seqlens=torch.zeros(1, dtype=torch.int32, device="cuda"),
+        disable_recompute=True,
+    )  # fmt: skip
+    assert not o.any()

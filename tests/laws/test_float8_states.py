@@ -115,6 +115,23 @@ def test_forks_copy_scales_too(algorithm, call):
     )
 
 
+def test_a_pool_that_is_only_written(algorithm):
+    """Sequences start from zero, and end in the slots that initial_state_indices name."""
+    inputs = make(Case(algorithm, (70, 5), packed=True, value_dim=40))
+    dense = passes.prefill(inputs.but(initial_state=None, initial_state_indices=None)).final_state
+    pool, scales = pool_of(torch.zeros(8, *dense.shape[1:]))
+    before, scales_before = whole(pool.view(torch.uint8)), scales.clone()
+    slots = torch.tensor([5, 7])
+    outputs = {"o": passes.empty_o(inputs), "final_state": pool, "final_scales": scales}
+    passes.call(
+        "prefill", "", outputs, **inputs.tensors(), **inputs.case.options, initial_state_indices=slots,
+        in_place=False,
+    )  # fmt: skip
+    assert_stored(at(pool, [5, 7]), scales[[5, 7]], dense)
+    assert_only_changed(before, pool.view(torch.uint8), [5, 7])
+    assert_only_changed(whole(scales_before), scales, [5, 7])
+
+
 @pytest.mark.parametrize("null_index", [-1, 0, 1])
 @pytest.mark.parametrize("call", [prefill, decode])
 def test_null_rows_touch_neither_states_nor_scales(algorithm, call, null_index):
