@@ -131,13 +131,16 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     // Segments run beside the kernels of the heads that remember, of which the first has waited for the
     // judge: they wait at their end. Where this kernel is one of those, it lets the segments start behind its
     // wait.
-    const bool waits_last = schedule.verdicts.part == chunked::Part::kSegments;
+    const chunked::Part part = schedule.verdicts.part;
+    const bool waits_last = part == chunked::Part::kSegments;
     if (waits_last) {
         pdl_trigger();
         __threadfence();
-    } else {
+    } else if (part == chunked::Part::kRemembering) {
         pdl_wait();
         pdl_trigger();
+    } else {
+        pdl_trigger_and_wait();
     }
     if (warp == 0) {
         Segment segment = own_segment<kKey, false>(a, schedule, p);
