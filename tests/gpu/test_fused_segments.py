@@ -81,7 +81,7 @@ def test_every_call_obeys_the_rule(fields, kind):
 def test_gates_of_every_kind(gate, decay):
     case = Case(
         "kda", (TOKENS,), heads=HEADS, value_heads=HEADS, key_dim=128, value_dim=128, gate=gate, decay=decay,
-        gate_dtype=torch.bfloat16, dtype=torch.bfloat16, qk_l2norm=True,
+        gate_dtype=torch.bfloat16, dtype=torch.bfloat16, qk_l2norm=True, beta_is_logit=True,
     )  # fmt: skip
     obeys_the_rule(make(case))
 
@@ -147,11 +147,16 @@ def test_what_is_no_number_is_not_forgotten(what, number):
             assert_same_bits(name, one[head], before[head])
 
 
-def test_write_strengths_beyond_two_are_not_forgotten():
-    """A delta factor of 1 - beta grows what it meets."""
-    inputs = decaying(inputs_of(), per_head(*[-0.7] * HEADS))
-    grown = inputs.but(case=inputs.case.but(beta_is_logit=False), beta=torch.full_like(inputs.beta, 2.2))
-    passes.assert_rule(lambda each, backend: run(each, backend), grown, SEGMENTS)
+def test_write_strengths_up_to_two():
+    """A delta factor of -1 keeps the norm."""
+    obeys_the_rule(decaying(inputs_of(allow_neg_eigval=True), per_head(*[-0.7] * HEADS)))
+
+
+def test_write_strengths_that_are_no_logits_are_refused():
+    inputs = inputs_of()
+    given = inputs.but(case=inputs.case.but(beta_is_logit=False), beta=torch.full_like(inputs.beta, 2.2))
+    with pytest.raises(ValueError, match="its segments take write strengths as logits"):
+        run(given)
 
 
 @pytest.mark.parametrize("kind", ["forget", "keep", "large before small"])

@@ -151,7 +151,7 @@ def test_some_gradients(algorithm, wanted, saver):
 def test_what_one_target_kept_another_reads(algorithm):
     """Within the error rule: targets add up in orders of their own."""
     inputs = make(Case(algorithm, (300, 70), packed=True, **WIDE))
-    targets = [row.saver for row in rows_of(inputs.case)]
+    targets = [row.target for row in rows_of(inputs.case)]
     if len(targets) < 2:
         pytest.skip("one saver runs here")
     given = gradients.upstream(inputs)
