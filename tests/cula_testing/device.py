@@ -52,10 +52,15 @@ def targets(pass_name: str = "prefill") -> list[str]:
 
 
 def able(
-    dtype: torch.dtype, pass_name: str = "prefill", *, beta_per_value: bool = False, key_dim: int = 128
+    dtype: torch.dtype,
+    pass_name: str = "prefill",
+    *,
+    beta_per_value: bool = False,
+    key_dim: int = 128,
+    on: str = "",
 ) -> list[str]:
-    """The targets that take such a call on this machine."""
-    rows = _rows(kind(), pass_name, dtype, beta_per_value, key_dim)
+    """The targets that take such a call on this machine; on: a device other than the default one."""
+    rows = _rows(on or kind(), pass_name, dtype, beta_per_value, key_dim)
     return [row.target for row in rows if row.verdict != "no" and not is_strategy(row.target)]
 
 

@@ -7,6 +7,7 @@ written is the library's doing.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from itertools import islice
@@ -45,6 +46,9 @@ def _prefill_from_zero(inputs: Inputs) -> passes.Result:
     return passes.Result(o=o, final_state=final_state, b=b)
 
 
+# Cases are drawn on the CPU, torch's default device here, and run on the GPU.
+able = functools.partial(device.able, on="cuda")
+
 # The tool that watches, where run.py names it. initcheck reports what the walks of sm90 hand to gradient
 # kernels as never written, seemingly since it does not see their bulk stores. It watches sm80 instead.
 TOOL = os.environ.get("CULA_SANITIZER_TOOL", "")
@@ -57,7 +61,7 @@ def _backward(inputs: Inputs, **upstream) -> passes.Result:
     named = {**inputs.tensors(), **inputs.case.options, **upstream, "initial_state": inputs.initial_state}
     made = {f"d_{name}": torch.empty_like(getattr(inputs, name)) for name in gradients.names(inputs)}
     backend = inputs.case.backend
-    if TOOL == "initcheck" and "sm80" in device.able(inputs.q.dtype, "backward", key_dim=inputs.q.shape[3]):
+    if TOOL == "initcheck" and "sm80" in able(inputs.q.dtype, "backward", key_dim=inputs.q.shape[3]):
         backend = backend.replace("sm90", "sm80") or "sm80"
     passes.call("backward", backend, made, **named)
     return passes.Result()
@@ -173,7 +177,7 @@ def calls() -> Iterator[Call]:
                 yield ready("decode", algorithm, lengths=(1, 1), key_dim=128, value_dim=128, **gated)
         yield from malformed(algorithm)
         yield from backward(algorithm)
-    if "sm90" in device.able(torch.bfloat16):
+    if "sm90" in able(torch.bfloat16):
         yield from by_one_kernel()
 
 
@@ -190,7 +194,7 @@ def backward(algorithm: str) -> Iterator[Call]:
             yield call(key_dim=K, value_dim=K, dtype=dtype, heads=1, value_heads=2, qk_l2norm=True)
         packed = {"lengths": (65, 0, 5), "packed": True, "tail": 3}
         yield call(key_dim=K - 4, value_dim=K // 2 + 1, heads=1, value_heads=1, **packed)
-    for target in device.able(torch.bfloat16, "backward"):
+    for target in able(torch.bfloat16, "backward"):
         if ":" in target:
             continue
         for strategy in ("whole", "segments"):
