@@ -27,7 +27,7 @@ echo 'repository-code: "https://example.org/cula"' >>"$tree/CITATION.cff"
 VIRTUAL_ENV=$PWD/.venv "$python" -m pip --quiet --disable-pip-version-check wheel --no-deps \
     "${options[@]}" --wheel-dir "$work/isolated" "$work"/cula-*.tar.gz
 
-expected='cula/([a-z_]+/)*[a-z_]+\.py|cula/py\.typed|cula/lib/(libcula_torch\.so|build_info\.json)'
+expected='cula/([a-z_]+/)*[a-z0-9_]+\.py|cula/py\.typed|cula/lib/(libcula_torch\.so|build_info\.json)'
 expected+='|cula-[0-9.]+\.dist-info/.*'
 for each in "$wheel" "$work"/isolated/cula-*.whl; do
     [[ $each == *-py3-none-* ]] || fail "not for every Python: $each"
