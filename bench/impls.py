@@ -29,6 +29,13 @@ KEEPS = Impl(
 # The kernels that every GPU has, where dispatch prefers those of Hopper.
 PORTABLE = Impl("cula:sm80", cula_bind("sm80"), lambda p, _case: p == "prefill")
 
+# What dispatch does not pick by itself, since it pays only where all heads forget.
+IN_SEGMENTS = Impl(
+    "cula:sm90:fused_segments",
+    cula_bind("sm90:fused_segments"),
+    lambda p, case: p == "prefill" and case.algorithm == "kda" and case.gate != "log_decay",
+)
+
 
 def cpu_impls() -> list[Impl]:
     """What dispatch picks, each CPU target of this machine by name, and what runs on any machine."""

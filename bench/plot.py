@@ -48,6 +48,12 @@ STYLES = {
     "cudnn:given": {"label": "cuDNN, all given", "color": "#56B4E9", "linestyle": ":", "marker": "v"},
     "cudnn:whole": {"label": "cuDNN, whole call", "color": "#E69F00", "linestyle": "-.", "marker": "X"},
     "flashinfer": {"label": "FlashInfer", "color": "#E69F00", "linestyle": "--", "marker": "P", "zorder": 2},
+    "cula:sm90:fused_segments": {
+        "label": "cula, in segments",
+        "color": "#0072B2",
+        "linestyle": ":",
+        "marker": "v",
+    },
     "floor": {"label": "floor", "color": "#7A7A7A", "linestyle": ":", "linewidth": 1.6, "zorder": 1},
 }
 # A page of its own, so that a dark README shows it as a light one does.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-from bench.impls import KEEPS, PORTABLE, cpu_impls
+from bench.impls import IN_SEGMENTS, KEEPS, PORTABLE, cpu_impls
 from cula.bench import cpu, gpu
 from cula.bench.impls import COPY_DRAFTS, COPY_STATE, OURS, READ_STATE, Impl
 from cula_testing.cases import (
@@ -102,11 +102,12 @@ def gpu_impls_and_portable() -> list[Impl]:
     return [ours, PORTABLE, *others]
 
 
-def gpu_impls_and_cudnn_forms() -> list[Impl]:
-    """Those, and cuDNN's kernel with more and with less done beforehand."""
+def gpu_impls_for_few_heads() -> list[Impl]:
+    """Those, ours in segments, and cuDNN's kernel with more and with less done beforehand."""
     from bench.peers import cudnn_forms
 
-    return [*gpu_impls(), *cudnn_forms()]
+    ours, *others = gpu_impls()
+    return [ours, IN_SEGMENTS, *others, *cudnn_forms()]
 
 
 def _fla_kinds_only(impl: Impl, case: Case) -> bool:
@@ -175,7 +176,7 @@ def _few_heads() -> Suite:
         "by name",
         "prefill",
         tuple(entries),
-        gpu_impls_and_cudnn_forms,
+        gpu_impls_for_few_heads,
         gpu,
         GPU_SOURCES,
         means=tuple(frozenset(list(cases)[: len(FEW_HEADS_OF_THE_MEAN)]) for cases in FEW_HEADS.values()),

@@ -24,6 +24,7 @@ PEERS = {
     "cudnn:given": "cuDNN, all given,",
     "cudnn:whole": "cuDNN's whole call",
     "flashinfer": "FlashInfer",
+    "cula:sm90:fused_segments": "`sm90:fused_segments`",
 }
 PORTABLE = {"cula:sm80": "`sm80`"}  # ours, forced
 

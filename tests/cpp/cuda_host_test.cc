@@ -23,7 +23,6 @@ namespace {
 using chunked::Candidate;
 using chunked::CarryTraits;
 using chunked::Fused;
-using chunked::FusedForms;
 using chunked::FusedSegments;
 using chunked::kind;
 using chunked::PrefillPlan;
@@ -49,7 +48,7 @@ struct Sketch {
     int heads = 8;
     std::int64_t sequences = 1, tokens = 512 * 64;  // of each sequence
     bool packed = false, invariant = false, kept = false, segment = false, from_zero = false;
-    bool first_beside_maps = false, with_fused = false, in_segments = false;
+    bool first_beside_maps = false, with_fused = false;
     int value_dim = 128, warp_step = 4;
     std::size_t operand_bytes = kOperandBytes;
     std::span<const double> costs = kCutCosts;
@@ -74,10 +73,7 @@ struct Sketch {
                 .first_apart = 1.25};
     }
     std::optional<PrefillPlan> find(StrategyKind wanted) const {
-        const FusedForms forms = !with_fused   ? FusedForms::kNone
-                                 : in_segments ? FusedForms::kAll
-                                               : FusedForms::kWhole;
-        return plan_prefill(shape(), carry(), {.multiprocessors = kMultiprocessors}, wanted, forms);
+        return plan_prefill(shape(), carry(), {.multiprocessors = kMultiprocessors}, wanted, with_fused);
     }
     PrefillPlan plan() const { return planned(find(StrategyKind::kAny)); }
     StrategyKind chosen() const { return kind(plan().strategy); }
@@ -104,9 +100,9 @@ Strategy on_the_first_machine(Algorithm algorithm, Gate gate, int heads, std::in
     device.multiprocessors = kMultiprocessors;
     device.compute_capability = machine.compute_capability;
     device.clock_mhz = machine.clock_mhz, device.memory_gbps = machine.memory_gbps;
-    const FusedForms forms =
-        per_channel && delta && gate != Gate::kLogDecay ? FusedForms::kAll : FusedForms::kNone;
-    return planned(plan_prefill(chunked::shape_of(problem, 64), carry, device, StrategyKind::kAny, forms))
+    const bool with_fused = per_channel && delta && gate != Gate::kLogDecay;
+    return planned(
+               plan_prefill(chunked::shape_of(problem, 64), carry, device, StrategyKind::kAny, with_fused))
         .strategy;
 }
 
@@ -176,7 +172,7 @@ TEST(Plan, PredictsWhatItChooses) {
     const PrefillShape shape = call.shape();
     const CarryTraits carry = call.carry();
     const chunked::Candidates all =
-        chunked::Planner(shape, carry, {.multiprocessors = kMultiprocessors}).candidates(FusedForms::kNone);
+        chunked::Planner(shape, carry, {.multiprocessors = kMultiprocessors}).candidates(false);
     const Candidate* const chosen = all.choose(StrategyKind::kAny);
     EXPECT_GE(all.all().size(), 3u);
     for (const Candidate& other : all.all()) EXPECT_LE(chosen->expected, other.expected);
@@ -283,12 +279,11 @@ TEST(Plan, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
 
 TEST(Plan, SegmentsOfTheFusedKernelFillTheDevice) {
     const auto cut = [](Sketch call) {
-        call.with_fused = call.in_segments = true, call.costs = kFusedCosts;
+        call.with_fused = true, call.costs = kFusedCosts;
         const auto plan = call.find(StrategyKind::kFusedSegments);
         return plan ? std::get<FusedSegments>(plan->strategy).chunks : 0;
     };
-    const Sketch one{.heads = 16, .tokens = 8192};
-    EXPECT_EQ(cut(one), 16);  // eight of 128 chunks, in CTAs alone
+    EXPECT_EQ(cut({.heads = 16, .tokens = 8192}), 16);  // eight of 128 chunks, in CTAs alone
     EXPECT_EQ(cut({.heads = 16, .tokens = 8192, .packed = true}), 16);
     EXPECT_EQ(cut({.heads = 4, .tokens = 512}), 2);
     EXPECT_EQ(cut({.heads = 4, .tokens = 128}), 0);  // no shorter ones
@@ -299,12 +294,10 @@ TEST(Plan, SegmentsOfTheFusedKernelFillTheDevice) {
     // Packed sequences that stay whole, unless one is longer than the others.
     EXPECT_EQ(cut({.heads = 16, .sequences = 8, .tokens = 2048, .packed = true}), 32);
     EXPECT_EQ(cut({.heads = 16, .sequences = 8, .tokens = 2048}), 0);
-    Sketch without = one;
-    without.with_fused = true, without.costs = kFusedCosts;
-    EXPECT_EQ(without.find(StrategyKind::kFusedSegments), std::nullopt);
+    EXPECT_EQ((Sketch{.heads = 16, .tokens = 8192}).find(StrategyKind::kFusedSegments), std::nullopt);
 
     Sketch wanted{.heads = 48, .tokens = 8192};
-    wanted.with_fused = wanted.in_segments = true, wanted.costs = kFusedCosts;
+    wanted.with_fused = true, wanted.costs = kFusedCosts;
     EXPECT_NE(wanted.chosen(), StrategyKind::kFusedSegments);  // the host does not know whether heads forget
     const PrefillPlan plan = planned(wanted.find(StrategyKind::kFusedSegments));
     EXPECT_EQ(kind(plan.strategy), StrategyKind::kFusedSegments);

@@ -201,14 +201,15 @@ def _in_pieces(call: Call) -> bool:
     )
 
 
-# What `sm90:fused` finds out when it is called and `explain`, which knows no tensors, does not say; and where
-# it is so.
+# What `sm90:fused` and `sm90:fused_segments` find out when they are called, and `explain`, which knows no
+# tensors, does not say; and where it is so.
 DECLINED = {
     "it normalizes q and k (qk_l2norm)": lambda call: not call.case.qk_l2norm,
     "it takes scale up to 256, got ": lambda call: abs(call.case.scale or 0) > 256,
     "it takes one beta per token, not of float64": lambda call: (
         call.case.beta_per_value or call.case.beta_dtype == "float64"
     ),
+    "its segments take write strengths as logits": lambda call: not call.case.beta_is_logit,
     "q, k, v, g and o must be bfloat16 and lie in whole pieces of 16 bytes": lambda call: (
         not _in_pieces(call)
     ),
@@ -220,7 +221,7 @@ def expected_refusal(call: Call, raised: Exception) -> str:
     text, case = str(raised), call.case
     if not isinstance(raised, ValueError):
         return ""
-    reason = text.partition('backend "sm90:fused" does not take this call: ')[2]
+    reason = text.partition('backend "sm90:fused')[2].partition('" does not take this call: ')[2]
     if any(reason.startswith(sentence) and holds(call) for sentence, holds in DECLINED.items()):
         return "declined for its memory, scale, beta or norm"
     if case.table and not case.table[0] and "state_indices" in text:

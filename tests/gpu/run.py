@@ -42,7 +42,8 @@ FUZZED = {
     "cuda": {
         "sm90": ([], 0.3),
         "sm90:fused": (["--with", "one_kernel"], 0.1),
-        "sm80": ([], 0.4),
+        "sm90:fused_segments": (["--with", "one_kernel"], 0.1),
+        "sm80": ([], 0.3),
         "auto": ([], 0.2),
     },
     "cpu": {"cpu": ([], 0.8), "auto": ([], 0.2)},

@@ -185,5 +185,5 @@ def test_states_in_place(fields, kind):
 def test_checkpoints_are_left_to_other_strategies():
     inputs = inputs_of()
     states = torch.empty(1, TOKENS // 64, HEADS, 128, 128, device="cuda")
-    with pytest.raises(ValueError, match="its segments store no states on the way"):
+    with pytest.raises(ValueError, match="stores no states on the way"):
         passes.prefill(inputs, backend=SEGMENTS, chunk_states=states)

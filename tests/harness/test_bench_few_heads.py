@@ -18,7 +18,7 @@ import few_heads_tables
 import result_tables
 from cula.bench import cpu, eager
 from cula.bench.impls import OURS, Impl, inputs_of
-from cula_testing import cudnn_stand_in
+from cula_testing import cpu_as_gpu, cudnn_stand_in
 from cula_testing.cases import FEW_HEADS, FEW_HEADS_OF_THE_MEAN, Case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +91,7 @@ def test_what_is_compared(monkeypatch):
     for entry in (SUITE.entries[0], SUITE.entries[-1]):
         assert [impl.name for impl in SUITE.impls_of(entry)] == [
             "cula",
+            "cula:sm90:fused_segments",
             "cudnn",
             "cudnn:given",
             "cudnn:whole",
@@ -142,19 +143,7 @@ def test_a_mean_is_of_all_its_cases():
 @pytest.fixture
 def _as_a_gpu(monkeypatch):
     """This CPU, as if it were a GPU."""
-    for name, value in {"prepare": None, "copy_tbps": 0.02, "gemm_tflops": 0.5, "driver": "1"}.items():
-        monkeypatch.setattr(cpu, name, lambda value=value: value)
-    monkeypatch.setattr(cpu, "MIN_CALLS", 1)
-    monkeypatch.setattr(cpu, "QUICK_SECONDS", 0.001)
-    monkeypatch.setattr(cpu, "last_level_cache_bytes", lambda: 1)
-    times = cpu.times
-    monkeypatch.setattr(
-        cpu,
-        "times",
-        lambda calls, _quick: {
-            name: dataclasses.replace(each, gpu_ms=each.call_ms) for name, each in times(calls, True).items()
-        },
-    )
+    cpu_as_gpu.install(monkeypatch, last_level_cache_bytes=lambda: 1)
 
 
 @pytest.mark.usefixtures("_as_a_gpu")

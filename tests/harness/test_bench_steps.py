@@ -27,7 +27,7 @@ from cula.bench.impls import (
     rotating,
     states_of,
 )
-from cula_testing import flashinfer_stand_in
+from cula_testing import cpu_as_gpu, flashinfer_stand_in
 from cula_testing.cases import Case, prefill_case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,19 +191,8 @@ def test_a_verification_that_keeps_nothing_moves_less():
 @pytest.fixture
 def _as_a_gpu(monkeypatch):
     """This CPU, as if it were a GPU."""
-    for name, value in {"prepare": None, "copy_tbps": 0.02, "gemm_tflops": 0.5, "driver": "1"}.items():
-        monkeypatch.setattr(cpu, name, lambda value=value: value)
-    monkeypatch.setattr(cpu, "MIN_CALLS", 1)
-    monkeypatch.setattr(cpu, "QUICK_SECONDS", 0.001)
-    monkeypatch.setattr(cpu, "last_level_cache_bytes", lambda: 4 << 20)
-    times = cpu.times
-    monkeypatch.setattr(
-        cpu,
-        "times",
-        lambda calls, _quick: {
-            name: dataclasses.replace(each, gpu_ms=each.call_ms, host_ms=each.call_ms)
-            for name, each in times(calls, True).items()
-        },
+    cpu_as_gpu.install(
+        monkeypatch, times_like_calls=("gpu_ms", "host_ms"), last_level_cache_bytes=lambda: 4 << 20
     )
 
 

@@ -18,7 +18,7 @@ import result_tables
 import training_tables
 from cula.bench import cost, cpu, training
 from cula.bench.impls import OURS, Impl, inputs_of
-from cula_testing import cudnn_stand_in, passes
+from cula_testing import cpu_as_gpu, cudnn_stand_in, passes
 from cula_testing.cases import CPU_HEADLINES, TRAINING, TRAINING_PASSES, Case, Inputs
 from cula_testing.process import run_python
 
@@ -252,19 +252,7 @@ def fail(_pass_name: str, _inputs: Inputs):
 @pytest.fixture
 def _as_a_gpu(monkeypatch):
     """This CPU, as if it were a GPU."""
-    for name, value in {"prepare": None, "copy_tbps": 0.02, "gemm_tflops": 0.5, "driver": "1"}.items():
-        monkeypatch.setattr(cpu, name, lambda value=value: value)
-    monkeypatch.setattr(cpu, "peak_bytes", lambda bind: 2_500_000_000 if bind()() else 0)
-    monkeypatch.setattr(cpu, "MIN_CALLS", 1)
-    times = cpu.times
-    monkeypatch.setattr(
-        cpu,
-        "times",
-        lambda calls, _quick: {
-            name: dataclasses.replace(each, gpu_ms=each.call_ms) for name, each in times(calls, True).items()
-        },
-    )
-    monkeypatch.setattr(cpu, "QUICK_SECONDS", 0.001)
+    cpu_as_gpu.install(monkeypatch, peak_bytes=lambda bind: 2_500_000_000 if bind()() else 0)
 
 
 def measured(suite: suites.Suite, impls: list[Impl], output: Path, *, case: str = "") -> main.Run:

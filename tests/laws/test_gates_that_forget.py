@@ -34,10 +34,8 @@ def prefill(inputs: Inputs, backend: str = "") -> passes.Result:
 
 
 def prefill_uncut(inputs: Inputs, backend: str = "") -> passes.Result:
-    """For what a GPU's segments of delta rules may leave out by contract (docs/api.md): all but those of raw
-    gates per channel, which look for it."""
-    cut = inputs.case.algorithm in DELTA and (inputs.case.algorithm, inputs.case.gate) != ("kda", "bounded")
-    return passes.prefill(inputs, backend=backend, batch_invariant=cut)
+    """For what a GPU's segments of delta rules may leave out by contract (docs/api.md)."""
+    return passes.prefill(inputs, backend=backend, batch_invariant=inputs.case.algorithm in DELTA)
 
 
 def draw(algorithm: str, lengths: tuple[int, ...], gate: str, log_decays: torch.Tensor) -> Inputs:

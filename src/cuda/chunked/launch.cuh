@@ -93,8 +93,7 @@ template <ChunkedTarget Carry>
 Candidates prefill_candidates(const Problem& problem) {
     const CarryTraits traits = traits_of<Carry>(problem);
     const PrefillShape shape = shape_of(problem, traits.chunk_tokens);
-    return Planner(shape, traits, problem.device)
-        .candidates(Carry::fuses(problem) ? FusedForms::kAll : FusedForms::kNone);
+    return Planner(shape, traits, problem.device).candidates(Carry::fuses(problem));
 }
 
 // Launches the kernels of one call.
@@ -313,15 +312,6 @@ private:
     std::array<std::size_t, 3> bytes_{};
 };
 
-// Why segments of the fused kernel do not take a call that the kernel takes.
-inline std::string no_fused_segments(const Args& args) {
-    if (args.checkpoints.data || args.chunk_states.data)
-        return "its segments store no states on the way (checkpoints, chunk states)";
-    // From 0 to 2, as logits are. Others make the state grow, also where no segment looks at it.
-    if (!args.beta_is_logit) return "its segments take write strengths as logits";
-    return {};
-}
-
 template <ChunkedTarget Carry, Update kUpdate>
 PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKind wanted) {
     using Layout = Workspace<typename Carry::Type, Carry::kKey, Carry::kPerChannel, kUpdate>;
@@ -330,15 +320,13 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
         throw Error("prefill: backend \"" + std::string(Carry::kTarget) + ":" + std::string(name(wanted)) +
                     "\" does not take this call: " + reason);
     };
-    // Why the fused kernel, and its segments, do not take the call; empty where they do.
+    // Why the fused kernel does not take the call; empty where it does.
     const std::string declines =
         Carry::fuses(problem) ? Carry::declines_fused(args) : "there is no fused kernel";
-    const std::string declines_segments = declines.empty() ? no_fused_segments(args) : declines;
-    if (wanted == StrategyKind::kFused && !declines.empty()) refuse(declines);
-    if (wanted == StrategyKind::kFusedSegments && !declines_segments.empty()) refuse(declines_segments);
-    const FusedForms forms = !declines.empty()            ? FusedForms::kNone
-                             : !declines_segments.empty() ? FusedForms::kWhole
-                                                          : FusedForms::kAll;
+    const bool in_segments = wanted == StrategyKind::kFusedSegments;
+    if ((wanted == StrategyKind::kFused || in_segments) && !declines.empty()) refuse(declines);
+    // From 0 to 2, as logits are. Others make the state grow, also where no segment looks at it.
+    if (in_segments && !args.beta_is_logit) refuse("its segments take write strengths as logits");
 
     PrefillShape shape = shape_of(problem, traits.chunk_tokens);
     shape.kept =
@@ -351,7 +339,7 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
     const auto planned = [&](bool b_alone) {
         PrefillShape of = shape;
         of.from_zero = b_alone && shape.kept && kSolvesChunk<kUpdate, Carry::kPerChannel> && !shape.packed;
-        return plan_prefill(of, traits, problem.device, wanted, forms);
+        return plan_prefill(of, traits, problem.device, wanted, declines.empty());
     };
     const auto bytes = [&](const PrefillPlan& plan) { return Layout(plan, nullptr, nullptr, found).bytes; };
 
@@ -375,7 +363,7 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
         plan->in_place =
             args.initial_state && args.final_state && !apart(args.initial_state, args.final_state);
         const auto other = [&](StrategyKind kind) {
-            return *plan_prefill(shape, traits, problem.device, kind, FusedForms::kWhole);
+            return *plan_prefill(shape, traits, problem.device, kind, true);
         };
         const PrefillPlan remembering = other(StrategyKind::kAny), unsettled = other(StrategyKind::kFused);
         return std::make_shared<const PreparedPrefill<Carry, kUpdate>>(

@@ -144,9 +144,6 @@ struct CarryTraits {
     int chunk_tokens = 64;
 };
 
-// Which of its forms the fused kernel has for a call.
-enum class FusedForms : std::uint8_t { kNone, kWhole, kAll };
-
 struct Candidate {
     Strategy strategy;
     // Predicted, in microseconds: for sequences of equal length, and for one sequence with all tokens. The
@@ -237,14 +234,14 @@ public:
         return (per_sequence_ + segments->count - 1) / segments->count;
     }
 
-    // fused: those that take the call.
-    Candidates candidates(FusedForms fused) const {
+    // with_fused: the call is one that the fused kernel takes.
+    Candidates candidates(bool with_fused) const {
         Candidates found(shape_.packed);
-        if (fused != FusedForms::kNone && shape_.tokens > 0 && shape_.sequences > 0)
+        if (with_fused && shape_.tokens > 0 && shape_.sequences > 0)
             for (int warpgroups : {1, 2})
                 if (costs_.fused[warpgroups - 1] > 0) {
                     add(found, Fused{warpgroups});
-                    if (fused == FusedForms::kAll) add_fused_segments(found, warpgroups);
+                    add_fused_segments(found, warpgroups);
                 }
         // Row blocks of a CTA: as many as it can have, or half as many, whichever takes less. Rows never
         // meet, so this changes no bit.
@@ -443,10 +440,10 @@ struct PrefillPlan {
 
 // None if there is no candidate of the kind that is wanted.
 inline std::optional<PrefillPlan> plan_prefill(const PrefillShape& shape, const CarryTraits& carry,
-                                               const Device& device, StrategyKind wanted, FusedForms forms) {
+                                               const Device& device, StrategyKind wanted, bool with_fused) {
     const auto divide_up = [](std::int64_t x, std::int64_t y) { return (x + y - 1) / y; };
     const Planner planner(shape, carry, device);
-    const Candidates candidates = planner.candidates(forms);
+    const Candidates candidates = planner.candidates(with_fused);
     // Without tokens there is nothing to choose: states are copied, whatever is wanted.
     const bool empty = shape.tokens == 0 || shape.sequences == 0;
     const Candidate* const chosen = candidates.choose(empty ? StrategyKind::kWhole : wanted);

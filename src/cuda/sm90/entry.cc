@@ -111,8 +111,11 @@ Support supports(const Problem& problem) {
         return Support::no("makes the operands of these rules in its carry, and has none to save");
     if (!any || kWanted == StrategyKind::kAny) return any;
     if (kWanted == StrategyKind::kFused) return takes_fused(problem);
-    if (kWanted == StrategyKind::kFusedSegments)
+    if (kWanted == StrategyKind::kFusedSegments) {
         if (Support fused = takes_fused(problem); !fused) return fused;
+        if (problem.checkpoints || problem.chunk_states)
+            return Support::no("stores no states on the way (checkpoints, chunk states)");
+    }
     return candidates(problem).choose(kWanted) ? any : chunked::refuses(kWanted);
 }
 

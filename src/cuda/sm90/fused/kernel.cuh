@@ -20,6 +20,9 @@
 //     paired     a CTA has 64, in a cluster of two with 128 of one head; it prepares every other chunk and
 //                sends it to its peer. Softplus gates always take this form.
 //
+// Where a call is cut (Strategy FusedSegments), a CTA runs one segment, and before it the chunks of its
+// warm-up, whose outputs are not stored (warm_up.cuh).
+//
 // Roles: warpgroups x registers of a thread (setmaxnreg):
 //
 //     role                                          unpaired    paired     paired, softplus gates

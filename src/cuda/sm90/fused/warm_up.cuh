@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where segments of the fused prefill start (Strategy FusedSegments, docs/design/fused-segments.md).
 //
-// A token takes the state S to S diag(d) (I - beta k k^T) + ..., with |k| <= 1. There are two bounds for what
-// is left of a row of S after some tokens, both for a row of norm 1 before them:
+// A token takes the state S to S diag(d) (I - beta k k^T) + ..., with |k| <= 1 and beta from 0 to 2. There
+// are two bounds for what is left of a row of S after some tokens, both for a row of norm 1 before them:
 //
-//   by norms      a token multiplies the norm by at most max_c d[c] * max(1, |1 - beta|), since the factor of
-//   the
-//                 delta rule has no singular value above the second number
-//   by channels   |row[c]| <= u[c] with u = 1 before, and u <- w + |beta| |k| (|k| . w), w = d u, at each
-//   token
+//   by norms      a token multiplies the norm by at most max_c d[c] * max(1, |1 - beta|), since no singular
+//                 value of the delta rule's factor is above the second number
+//   by channels   |row[c]| <= u[c]: u = 1 before the first token, and each takes it to
+//                 w + beta |k| (|k| . w) with w = d u
 //
 // The first is the better one where all channels decay alike; the second where they take turns, since only
 // the keys carry values from one channel to another. If one of them comes down to 2^kForgotten over the
@@ -22,13 +21,14 @@
 //
 // judge_segments: warm_up, remembers <- gates, keys, beta; initial_copy <- initial states, if in place
 //   Grid: one CTA of 512 threads per (segment, value head); a token is read by 16 lanes, and warp 0 goes
-//   through the bounds. PDL: wait, then trigger. Budgets: 128 registers, 42 KiB of static shared memory.
+//   through the bounds. PDL: wait, then trigger. Budgets: 128 registers, 43 KiB of static shared memory.
 #pragma once
 
 #include "cuda/chunked/cursor.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/sm90/fused/config.cuh"
 #include "cuda/tile/gate.cuh"
+#include "cuda/tile/scan.cuh"
 
 namespace cula::cuda::sm90 {
 
@@ -79,17 +79,11 @@ struct ChannelBounds {
         float whole[kKey];
         float again[8];  // 21, 31, 32, 41, 42, 43
     };
-    // Of a token: its decay and |k|; then what reads u before the group, and what is written, behind the
-    // group.
+    // Of a token: its decay and |k|. combine() replaces them by what reads u before the group and by what is
+    // written, as it is behind the group.
     alignas(16) std::uint32_t tokens[kTokens][kKey];
     float betas[kTokens], norms[kTokens];  // magnitudes; one over those of keys
     Group groups[kGroups];
-
-    static __device__ __forceinline__ float sum(float x) {
-#pragma unroll
-        for (int other = 1; other < 32; other *= 2) x += __shfl_xor_sync(0xffffffffu, x, other);
-        return x;
-    }
 
     // Combines the tokens of a group. By one warp.
     __device__ __forceinline__ void combine(int number) {
@@ -122,7 +116,7 @@ struct ChannelBounds {
                                pack_up(read[j][2], write[j][2]), pack_up(read[j][3], write[j][3])};
         *reinterpret_cast<float4*>(group.whole + lane * kOwn) = {whole[0], whole[1], whole[2], whole[3]};
 #pragma unroll
-        for (float& pair : again) pair = sum(pair);
+        for (float& pair : again) pair = sum_over_warp(pair);
         if (lane == 0)
 #pragma unroll
             for (int pair = 0; pair < 6; ++pair) group.again[pair] = again[pair];
@@ -150,7 +144,7 @@ struct ChannelBounds {
                     const float2 pair = unpack_bounds(words[e]);
                     read[j] = fmaf(pair.x, u[e], read[j]), write[j][e] = pair.y;
                 }
-                read[j] = sum(read[j]);
+                read[j] = sum_over_warp(read[j]);
             }
 #pragma unroll
             for (int j = 1; j < kGroup; ++j)
@@ -289,19 +283,16 @@ __global__ void __launch_bounds__(kJudgeThreads, 1)
     float sum = 0.0f;
 #pragma unroll 1
     for (int chunk = 0; chunk < most; ++chunk) {
-        float of_chunk = bounds[chunk * kRows + thread] + bounds[chunk * kRows + 32 + thread];
-#pragma unroll
-        for (int other = 1; other < 32; other *= 2) of_chunk += __shfl_xor_sync(0xffffffffu, of_chunk, other);
-        sum += of_chunk;
+        sum += sum_over_warp(bounds[chunk * kRows + thread] + bounds[chunk * kRows + 32 + thread]);
         if (!(sum <= chunked::kForgotten)) continue;
         chunks = chunk + 1;
         break;
     }
     if (most > 0 && chunks != 1) {
-        // What write strengths above 2 may add after the bound has come down. The norm of a row is at most
+        // What write strengths next to 2 may add after the bound has come down. The norm of a row is at most
         // sqrt(K) times its largest number.
-        const float grows = channels.sum(chunked::growth(channels.betas[thread]) +
-                                         chunked::growth(channels.betas[32 + thread]));
+        const float grows = sum_over_warp(chunked::growth(channels.betas[thread]) +
+                                          chunked::growth(channels.betas[32 + thread]));
         const float enough = exp2f(chunked::kForgotten - grows) * rsqrtf(static_cast<float>(kKey));
         if (channels.come_down(enough)) chunks = 1;
     }
