@@ -78,9 +78,10 @@ struct Unpaired {
     static_assert(kTails == kStages && (kTails - 1) % kOperandWarpgroups == 0);
 
     enum class NamedBarrier : int {
-        kCta = 0,          // __syncthreads()
-        kOperandRole = 1,  // and 2: one operand warpgroup
-        kHandOver = 3,     // and 4: to an operand warpgroup, from the one with the chunk before
+        kCta = 0,           // __syncthreads()
+        kOperandRole = 1,   // and 2: one operand warpgroup
+        kHandOver = 3,      // and 4: to an operand warpgroup, from the one with the chunk before
+        kOperandRoles = 5,  // all operand warpgroups
     };
     static_assert(static_cast<int>(NamedBarrier::kHandOver) ==
                   static_cast<int>(NamedBarrier::kOperandRole) + kOperandWarpgroups);
@@ -221,8 +222,9 @@ struct Paired {
         kMayLeaveRange ? FusedRegisters{176, 80, 64} : FusedRegisters{208, 64, 80};
 
     enum class NamedBarrier : int {
-        kCta = 0,          // __syncthreads()
-        kOperandRole = 1,  // to 3: one operand warpgroup
+        kCta = 0,           // __syncthreads()
+        kOperandRole = 1,   // to 3: one operand warpgroup
+        kOperandRoles = 4,  // all operand warpgroups
     };
 
     // The end of a stage. Overlaps share the place of the inverse, which replaces them; before them, decays

@@ -68,8 +68,9 @@
 //     its stores have read the tile. overlaps_free has no ready barrier of its own: scores_ready says that
 //     the overlaps are there.
 //
-//     Named barriers (Form::NamedBarrier): one for each operand warpgroup, 128 arrivals; unpaired also one
-//     for the hand-over to each, 256 arrivals, which says that the tail of the chunk before is in `tails`.
+//     Named barriers (Form::NamedBarrier): one for each operand warpgroup, 128 arrivals; one for all of them,
+//     which says that the offsets of gates are there; unpaired also one for the hand-over to each, 256
+//     arrivals, which says that the tail of the chunk before is in `tails`.
 //
 // Shared memory (K = 128; 227 KiB = 232,448 bytes at most):
 //

@@ -385,13 +385,13 @@ struct FusedOperandRole {
                 gate.in * a.dt_bias.data[cursor.value_head * a.dt_bias.head + channel * a.dt_bias.channel];
             return kMayLeaveRange ? min_or_nan(bias, 1e30f) : bias;
         };
-        for (int channel = thread; channel < kKey; channel += kWarpgroupThreads)
-            shared.offsets[channel] = offset(channel);
-        if constexpr (kMayLeaveRange) {
-            if (thread == 0) shared.most_in_range = kMostInRange / -gate.out;
-            if (thread < kWarpgroupWarps) shared.likely[number][thread] = 0;
+        if (number == 0) {
+            static_assert(kKey == kWarpgroupThreads);
+            shared.offsets[thread] = offset(thread);
+            if (kMayLeaveRange && thread == 0) shared.most_in_range = kMostInRange / -gate.out;
         }
-        sync();
+        if (kMayLeaveRange && thread < kWarpgroupWarps) shared.likely[number][thread] = 0;
+        named_barrier_sync<Form::kOperandWarpgroups * kWarpgroupThreads>(Form::NamedBarrier::kOperandRoles);
         // Softplus gates leave few registers: the cursor is made again from shared memory each time.
         const auto cursor_again = [&] {
             if constexpr (kMayLeaveRange)
