@@ -21,7 +21,8 @@
 //                sends it to its peer. Softplus gates always take this form.
 //
 // Where a call is cut (Strategy FusedSegments), a CTA runs one segment, and before it the chunks of its
-// warm-up, whose outputs are not stored (warm_up.cuh).
+// warm-up, whose outputs are not stored (warm_up.cuh). Such a call has kernels of its own (kInParts): what
+// they have besides costs the others 1 to 6 % of their time where it is only jumped over.
 //
 // Roles: warpgroups x registers of a thread (setmaxnreg):
 //
@@ -93,7 +94,8 @@ template <class Form>
 inline constexpr int kFusedThreads =
     (Form::kStateWarpgroups + Form::kOperandWarpgroups + 1) * kWarpgroupThreads;
 
-template <class T, int kKey, class Form, Gate kGate>
+// kInParts: the kernel of one part of a call (chunked::Part).
+template <class T, int kKey, class Form, Gate kGate, bool kInParts>
 __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     fused_prefill(const __grid_constant__ DeviceArgs a, const Schedule schedule,
                   const __grid_constant__ CarryParams p, const __grid_constant__ FusedMaps maps) {
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     // Segments run beside the kernels of the heads that remember, of which the first has waited for the
     // judge: they wait at their end. Where this kernel is one of those, it lets the segments start behind its
     // wait.
-    const chunked::Part part = schedule.verdicts.part;
+    const chunked::Part part = kInParts ? schedule.verdicts.part : chunked::Part::kWhole;
     const bool waits_last = part == chunked::Part::kSegments;
     if (waits_last) {
         pdl_trigger();
@@ -148,15 +150,17 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     }
     if (warp == 0) {
         Segment segment = own_segment<kKey, false>(a, schedule, p);
-        const int column = p.row_blocks.divide(static_cast<int>(blockIdx.x)),
-                  number = a.by_value_heads.divide(column), first_segment = number - segment.rank;
-        const int warm_up =
-            waits_last ? begin_early(a, schedule, number, column - number * a.value_heads, segment) : 0;
-        if (thread == 0)
-            shared.segment = segment, shared.warm_up = warm_up, shared.first_segment = first_segment;
+        if constexpr (kInParts) {
+            const int column = p.row_blocks.divide(static_cast<int>(blockIdx.x)),
+                      number = a.by_value_heads.divide(column), first_segment = number - segment.rank;
+            const int warm_up =
+                waits_last ? begin_early(a, schedule, number, column - number * a.value_heads, segment) : 0;
+            if (thread == 0) shared.warm_up = warm_up, shared.first_segment = first_segment;
+        }
+        if (thread == 0) shared.segment = segment;
     }
     Form::sync_start();
-    if (shared.warm_up < 0) {  // as uniform in a cluster as nothing() below
+    if (kInParts && shared.warm_up < 0) {  // as uniform in a cluster as nothing() below
         pdl_wait();
         return;
     }
@@ -171,7 +175,7 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         // nothing() must be uniform in a cluster, whose CTAs meet in Form::sync_end(): they are row blocks of
         // one sequence and head, and without maps it asks about the sequence alone.
         if (cursor.nothing(schedule)) {
-            pdl_wait();
+            if constexpr (kInParts) pdl_wait();
             return;
         }
         if (kMayLeaveRange && thread == 0) {
@@ -190,7 +194,7 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
 
     if (role < 0) {
         raise_registers<kRegisters.state>();
-        FusedStateRole<T, kKey, Form, kMayLeaveRange>{a, schedule, p, shared}.run(make_cursor());
+        FusedStateRole<T, kKey, Form, kMayLeaveRange, kInParts>{a, schedule, p, shared}.run(make_cursor());
     } else if (role < Form::kOperandWarpgroups) {
         lower_registers<kRegisters.operand>();
         const auto cursor = make_cursor();
@@ -202,12 +206,12 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         if (helper == 0)
             FusedLoadRole<T, kKey, Form>{a, maps, cursor, shared}.run();
         else if (helper == 1)
-            FusedStoreRole<T, kKey, Form>{a, maps, cursor, shared}.run();
+            FusedStoreRole<T, kKey, Form, kInParts>{a, maps, cursor, shared}.run();
         else
             FusedSolveRole<T, kKey, Form>{cursor, shared, helper - 2}.run();
     }
     Form::sync_end();
-    pdl_wait();
+    if constexpr (kInParts) pdl_wait();
 }
 
 }  // namespace cula::cuda::sm90

@@ -80,18 +80,25 @@ private:
         const int blocks =
             ceil_div(a.value_dim, Form::kPeers * Form::kStateWarpgroups * kWarpgroupRows) * Form::kPeers;
         p.value_blocks = blocks, p.row_blocks = divisor(blocks);
-        if (slab.schedule.verdicts.part == chunked::Part::kJudge)
+        const chunked::Part part = slab.schedule.verdicts.part;
+        if (part == chunked::Part::kJudge)
             return cuda::launch<judge_segments<T, kKey, kGate>>(
                 slab.early({.blocks = static_cast<std::size_t>(slab.schedule.max_segments) * a.value_heads,
                             .threads = kJudgeThreads}),
                 slab.call.stream, a, slab.schedule);
-        cuda::launch<fused_prefill<T, kKey, Form, kGate>>(
-            slab.early(
-                {.blocks = static_cast<std::size_t>(blocks) * a.value_heads * slab.schedule.max_segments,
-                 .threads = kFusedThreads<Form>,
-                 .shared_bytes = sizeof(FusedShared<kKey, Form>),
-                 .cluster = Form::kPeers}),
-            slab.call.stream, a, slab.schedule, p, make_maps(a));
+        const auto launch = [&](auto in_parts) {
+            cuda::launch<fused_prefill<T, kKey, Form, kGate, decltype(in_parts)::value>>(
+                slab.early(
+                    {.blocks = static_cast<std::size_t>(blocks) * a.value_heads * slab.schedule.max_segments,
+                     .threads = kFusedThreads<Form>,
+                     .shared_bytes = sizeof(FusedShared<kKey, Form>),
+                     .cluster = Form::kPeers}),
+                slab.call.stream, a, slab.schedule, p, make_maps(a));
+        };
+        if (part == chunked::Part::kWhole)
+            launch(std::false_type{});
+        else
+            launch(std::true_type{});
     }
 };
 

@@ -67,7 +67,7 @@ struct FusedLoadRole {
 
 // The store role: stores each chunk's outputs from its tile, unless the chunk belongs to a warm-up, then
 // loads a later chunk's values into the tile.
-template <class T, int kKey, class Form>
+template <class T, int kKey, class Form, bool kInParts>
 struct FusedStoreRole {
     using RowTile = TmaTile<kFusedTokens>;
 
@@ -108,7 +108,7 @@ struct FusedStoreRole {
         for (int i = 0; i < fused.chunks; ++i) {
             Form::wait_for_outputs(shared, tile);
 #pragma unroll 1
-            for (int warpgroup = i < shared.warm_up ? Form::kStateWarpgroups : 0;
+            for (int warpgroup = kInParts && i < shared.warm_up ? Form::kStateWarpgroups : 0;
                  warpgroup < Form::kStateWarpgroups; ++warpgroup) {
                 const TileCoordinates to = place(i, warpgroup);
                 const RowTile& from = Form::tile(shared, tile.at, warpgroup);

@@ -12,7 +12,7 @@
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, class Form, bool kMayLeaveRange>
+template <class T, int kKey, class Form, bool kMayLeaveRange, bool kInParts>
 struct FusedStateRole {
     using Shared = FusedShared<kKey, Form>;
     using Stage = typename Shared::Stage;
@@ -183,7 +183,8 @@ struct FusedStateRole {
         // Goes to the next chunk. States may be stored every two chunks: SegmentCursor's have 64 tokens.
         const auto advance = [&] {
             next = place, next.next();
-            more = ++i < chunks && (plain || i % 2 == 1) && i != shared.warm_up;
+            more = ++i < chunks && (plain || i % 2 == 1);
+            if constexpr (kInParts) more = more && i != shared.warm_up;
         };
         // Waits for the values and the operands of the next chunk.
         const auto found = [&] {
@@ -218,7 +219,7 @@ struct FusedStateRole {
             Rows writes;
             const std::uint32_t own_tile = shared_address(&Form::tile(shared, place.tile.at, warpgroup));
             load_value_rows(writes, own_tile);
-            if (schedule.verdicts.part == chunked::Part::kSegments)
+            if (kInParts && schedule.verdicts.part == chunked::Part::kSegments)
 #pragma unroll
                 for (const Packed& block : writes)
 #pragma unroll
@@ -257,8 +258,9 @@ struct FusedStateRole {
 #pragma unroll 1
         for (;;) {
             const AtEnd at_end(i > 0 ? &shared.stages[place.stage()].factors : nullptr);
-            if (schedule.verdicts.part == chunked::Part::kSegments)
-                observe(state, at_end, values, i, i == chunks);
+            if constexpr (kInParts)
+                if (schedule.verdicts.part == chunked::Part::kSegments)
+                    observe(state, at_end, values, i, i == chunks);
             cursor_again().store_asked(state, i == chunks ? cursor_again().segment.chunks : i / 2, at_end);
             if (i == chunks) break;
             if (i > 0) place.free(shared), place = next;  // AtEnd has read the factors of the last chunk
