@@ -29,6 +29,7 @@ TRAINED = ("prefill.default", "decode.default")  # the overloads that have a bac
 def differentiable(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run(keys, *arguments)`, which is `op` below its derivatives, with them."""
     names = [argument.name for argument in op._schema.arguments]
+    places = [names.index(each) for each in _gradients()] if op.__name__ in TRAINED else []
 
     class Derivatives(Function):
         @staticmethod
@@ -57,7 +58,7 @@ def differentiable(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callab
         def backward(ctx: _Context, d_o: Tensor | None, d_final_state: Tensor | None = None) -> object:
             given = {**ctx.others, **dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))}
             _, _, _, *needed = ctx.needs_input_grad
-            wanted = [each in given and needed[names.index(each)] for each in _gradients()]
+            wanted = [at < len(needed) and needed[at] for at in places]
             with torch.no_grad():
                 made = dict(zip(_gradients(), gradients(given, wanted, d_o, d_final_state), strict=True))
             if torch.is_grad_enabled():
@@ -120,14 +121,18 @@ def gradients(
         made = [parts.get(name) for name in _gradients()]
     else:
         options |= sum(bit("gradients") << row for row, each in enumerate(wanted) if each)
-        made = list(ops.backward.default(options=options, **operands))
+        run = ops.backward.default if _mode_is_on() else _ops.backward.make
+        made = list(run(options=options, **operands))
         row = _gradients().index("initial_state")
         if k_first and (of_states := made[row]) is not None:
             made[row] = of_states.transpose(-1, -2)
-    return [
-        None if x is None else x.reshape(given[name].shape).to(given[name].dtype)
-        for name, x in zip(_gradients(), made, strict=True)
-    ]
+    return [None if x is None else _like(x, given[name]) for name, x in zip(_gradients(), made, strict=True)]
+
+
+def _like(gradient: Tensor, of: Tensor) -> Tensor:
+    if gradient.shape != of.shape:
+        gradient = gradient.reshape(of.shape)
+    return gradient if gradient.dtype is of.dtype else gradient.to(of.dtype)
 
 
 KEY_CHANNELS = 256  # that all passes take
@@ -306,17 +311,29 @@ _WRITTEN = {
 }
 
 
-def with_gradients(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What the package calls in place of an operator where something requires gradients: the operator, or
-    what refuses the call in the words of the package."""
+def with_gradients(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
+    """What the package calls in place of an operator where something requires gradients: the operator with
+    its derivatives, or what refuses the call in the words of the package. run: the operator without checks
+    and derivatives."""
     if op.__name__ in TRAINED:
-        return op
+        derived = differentiable(op, lambda _, *arguments: run(*arguments))
+
+        def call(*arguments: Any) -> object:
+            return op(*arguments) if _mode_is_on() else derived(None, *arguments)
+
+        return call
     names = [argument.name for argument in op._schema.arguments]
 
     def refuse(*arguments: Any) -> None:
         refuse_gradients(op, dict(zip(names, arguments, strict=False)), by_package=True)
 
     return refuse
+
+
+def _mode_is_on() -> bool:
+    """Whether something watches the operators that run: a tracer, a policy of selective checkpointing. It
+    knows them as `torch.ops.cula`."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def backend(who: str, given: Mapping[str, Any]) -> str | None:
@@ -397,10 +414,9 @@ def _rows_of(given: Mapping[str, Any], saves: bool = False) -> list[_Row] | None
     try:
         return _rows(
             given["options"] & 0xFF, given["options"] >> 8 & 3,
-            q.device.type if q.device.type != "cuda" else f"cuda:{q.device.index}",
+            q.device,
             int(q.shape[3]), int(v.shape[3]) if saves else min(int(v.shape[3]), VALUE_CHANNELS),
-            str(q.dtype).removeprefix("torch."),
-            str(torch.float32 if state is None else state.dtype).removeprefix("torch."),
+            q.dtype, torch.float32 if state is None else state.dtype,
             isinstance(beta, Tensor) and beta.dim() == 4, given.get("lower_bound") or -1.0,
             (int(q.shape[2]), int(v.shape[2])) if saves else None,
         )  # fmt: skip
@@ -421,11 +437,11 @@ class _Row(NamedTuple):
 def _rows(
     row: int,
     gate: int,
-    device: str,
+    device: torch.device,
     key_dim: int,
     value_dim: int,
-    dtype: str,
-    state_dtype: str,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
     beta_per_value: bool,
     lower_bound: float,
     saving_heads: tuple[int, int] | None,
@@ -436,9 +452,9 @@ def _rows(
     heads, value_heads = saving_heads or (1, 1)
     with _disable_current_modes():
         text = _ops.explain(
-            "backward" if saving_heads is None else "prefill", algorithm, device, batch=1, tokens=64,
-            sequences=1, heads=heads, value_heads=value_heads,
-            key_dim=key_dim, value_dim=value_dim, dtype=dtype, state_dtype=state_dtype,
+            "backward" if saving_heads is None else "prefill", algorithm, str(device), batch=1, tokens=64,
+            sequences=1, heads=heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim,
+            dtype=str(dtype).removeprefix("torch."), state_dtype=str(state_dtype).removeprefix("torch."),
             gate=("log_decay", "softplus", "bounded")[gate], lower_bound=lower_bound, varlen=False,
             beta_per_value=beta_per_value, checkpoints=False, chunk_states=False, tree=False,
             chunk_tokens=64, batch_invariant=False, costs="", saves=saving_heads is not None,

@@ -301,7 +301,7 @@ def _overload(name: str, overload: str) -> Callable[..., Any]:
         "forward_ad": forward_ad,
         "any_requires_grad": torch._C._any_requires_grad,
         "increment_version": increment_version,
-        "with_gradients": _autograd.with_gradients(op),
+        "with_gradients": _autograd.with_gradients(op, twin._op),
         "refuse_tangents": functools.partial(_autograd.refuse_tangents, by_package=True),
         "refuse_types": refuse_types,
     }

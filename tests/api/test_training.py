@@ -4,9 +4,12 @@ backward pass. What the gradients are is in tests/laws/test_backward.py."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import cula
@@ -245,6 +248,28 @@ def test_checkpointing_gives_the_same_bits():
         results.append({name: leaf.grad for name, leaf in leaves.items()})
     for name, gradient in results[0].items():
         assert_same_bits(name, gradient, results[1][name])
+
+
+def test_a_mode_sees_the_public_operators():
+    """Also where gradients are required: policies of selective checkpointing name them."""
+    runs = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            runs.append(op)
+            return op(*args, **(kwargs or {}))
+
+    inputs = make(SMALL)
+    results = []
+    for modes in (nullcontext(), Watch()):
+        leaves = leaves_of(inputs)
+        with modes:
+            loss_of(level1.prefill(inputs.but(**leaves))).backward()
+        results.append({name: leaf.grad for name, leaf in leaves.items()})
+    for name, gradient in results[0].items():
+        assert_same_bits(name, gradient, results[1][name])
+    passes = [torch.ops.cula.prefill.default, torch.ops.cula.backward.default]
+    assert [op for op in runs if op.namespace.startswith("cula")] == passes
 
 
 def test_autocast_changes_nothing_of_a_call():
