@@ -32,11 +32,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .. import api, gdn, kda, simple_gla
+from .. import _kernel_layers, api, gdn, kda, simple_gla
 from .._explain import explain
 from . import _transformers_layers
 
-__all__ = ["calls", "register", "unregister"]
+__all__ = ["calls", "kernel_mapping", "register", "unregister"]
 
 calls: Counter[tuple[str, str]] = Counter()
 """How often each function was called, by its name in FLA and what became of the call: `"cula"`, or the reason
@@ -124,6 +124,45 @@ def unregister() -> None:
         if vars(place).get(attribute) is ours:
             setattr(place, attribute, before)
     _replaced.clear()
+
+
+class _Installed(NamedTuple):
+    """A layer of this package, as `kernels` asks for one (its RepositoryProtocol)."""
+
+    layer: type[torch.nn.Module]
+
+    def load(self) -> type[torch.nn.Module]:
+        return self.layer
+
+    def __str__(self) -> str:
+        return f"the installed cula ({self.layer.__name__})"
+
+
+def kernel_mapping(devices: Sequence[str] = ("cpu", "cuda")) -> dict[str, dict[str, _Installed]]:
+    """The same kernels by the public API of the package `kernels`, in the place of `register`:
+
+        with kernels.use_kernel_mapping(cula_transformers.kernel_mapping()):
+            kernels.kernelize(model, mode=kernels.Mode.TRAINING)
+
+    Four layers, from this installation and without the Hub: chunk_gated_delta_rule, chunk_kda and their
+    fused_recurrent relatives, for prompts and single tokens, in every mode. `kernels` replaces functions
+    that all models of a class share, counts nothing in `calls`, and a call that a layer does not take is an
+    error. Convolutions and norms stay transformers', so packed sequences are refused without `seq_idx`. A
+    token makes a new state.
+
+    devices: of "cpu" and "cuda".
+
+    transformers 5.23 makes its functions visible to `kernels` from 0.18.2 on.
+    """
+    if unknown := [device for device in devices if device not in ("cpu", "cuda")]:
+        raise ValueError(f"devices must be of cpu and cuda, got {unknown[0]!r}")
+    layers = {
+        "chunk_gated_delta_rule": _kernel_layers.chunk_gated_delta_rule,
+        "fused_recurrent_gated_delta_rule": _kernel_layers.recurrent_gated_delta_rule,
+        "chunk_kda": _kernel_layers.chunk_kimi_delta_attention,
+        "fused_recurrent_kda": _kernel_layers.recurrent_kimi_delta_attention,
+    }
+    return {name: dict.fromkeys(devices, _Installed(layer)) for name, layer in layers.items()}
 
 
 def _name_of(place: ModuleType | type) -> str:
