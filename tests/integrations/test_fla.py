@@ -477,6 +477,8 @@ def test_register_when_imported(tmp_path, monkeypatch):
     try:
         _on_import.when_imported("imported_later", lambda: seen.append(sys.modules["imported_later"].value))
         assert importlib.util.find_spec("json") is not None
+        found = importlib.util.find_spec("imported_later")  # as transformers looks whether FLA is there
+        assert found.loader.get_source("imported_later") == "value = 1\n"
         assert not seen
         module = importlib.import_module("imported_later")
         assert seen == [1]
@@ -501,9 +503,19 @@ def test_register_when_imported(tmp_path, monkeypatch):
         importlib.invalidate_caches()
         importlib.import_module("not_there_yet")
         assert seen == [1, 2, 3]
+        (tmp_path / "broken_at_first.py").write_text("raise ValueError('at first')")
+        forget = _on_import.when_imported("broken_at_first", lambda: seen.append(5))
+        _on_import.when_imported("broken_at_first", lambda: seen.append(4))
+        with pytest.raises(ValueError, match="at first"):
+            importlib.import_module("broken_at_first")
+        forget()
+        (tmp_path / "broken_at_first.py").write_text("")
+        importlib.import_module("broken_at_first")
+        assert seen == [1, 2, 3, 4]
+        assert sys.meta_path == before
     finally:
         sys.meta_path[:] = before
-        for name in ("imported_later", "not_there_yet"):
+        for name in ("imported_later", "not_there_yet", "broken_at_first"):
             sys.modules.pop(name, None)
 
 

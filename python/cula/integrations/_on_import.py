@@ -2,8 +2,8 @@
 """What is to be done as soon as a module is imported: `CULA_FLA=1` registers with FLA then, and vLLM's
 modules are met when vLLM imports them.
 
-A finder before all others knows one name. It leaves the list when that name is imported, lets the others find
-the module, and acts once the module has run.
+A finder before all others knows one name. It lets the others find the module, acts once the module has run,
+and leaves the list then. A look-up alone (`importlib.util.find_spec`) changes nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -23,48 +24,53 @@ def when_imported(package: str, then: Callable[[], object]) -> Callable[[], None
     the import has not been."""
     finder = _Finder(package, then)
     if package in sys.modules:
-        _call(then)
+        finder.act()
     else:
         sys.meta_path.insert(0, finder)
-
-    def forget() -> None:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
-
-    return forget
-
-
-def _call(then: Callable[[], object]) -> None:
-    try:
-        then()
-    except Exception as error:
-        warnings.warn(f"cula is not registered: {error}", stacklevel=2)
+    return finder.forget
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, package: str, then: Callable[[], object]) -> None:
         self._package, self._then = package, then
+        self._look_up = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._package or self not in sys.meta_path:
+        if fullname != self._package or getattr(self._look_up, "under_way", False):
             return None
-        at = sys.meta_path.index(self)
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:  # it may be imported later, from a path that is added
-            sys.meta_path.insert(at, self)
-            return spec
-        spec.loader = _Loader(spec.loader, self._then)
+        self._look_up.under_way = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._look_up.under_way = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
         return spec
+
+    def act(self) -> None:
+        try:
+            self._then()
+        except Exception as error:
+            warnings.warn(f"cula is not registered: {error}", stacklevel=2)
+
+    def imported(self) -> None:
+        """The module has run. Only the first time counts, and not after `forget`."""
+        if self in sys.meta_path:
+            self.forget()
+            self.act()
+
+    def forget(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 class _Loader(importlib.abc.Loader):
     """Another loader, which leaves no trace of this one in the module."""
 
-    def __init__(self, inner: importlib.abc.Loader, then: Callable[[], object]) -> None:
-        self._inner, self._then = inner, then
+    def __init__(self, inner: importlib.abc.Loader, finder: _Finder) -> None:
+        self._inner, self._finder = inner, finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._inner.create_module(spec)
@@ -74,4 +80,8 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
         self._inner.exec_module(module)
-        _call(self._then)
+        self._finder.imported()
+
+    def __getattr__(self, name: str) -> object:
+        """What others ask a loader for before the module runs: its code, its files."""
+        return getattr(self._inner, name)
