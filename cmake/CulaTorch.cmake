@@ -96,6 +96,8 @@ target_link_options(
 set_target_properties(cula_torch PROPERTIES LINK_DEPENDS "${map}" SKIP_BUILD_RPATH ON)
 if(SKBUILD)
   install(TARGETS cula_torch LIBRARY DESTINATION cula/lib)
+  # Beside the package, where Python looks when it starts.
+  install(FILES python/cula.pth python/_cula_startup.py DESTINATION .)
   include(CulaSbom)
   cula_sbom("${PROJECT_BINARY_DIR}/cula.cdx.json")
   install(FILES "${PROJECT_BINARY_DIR}/cula.cdx.json" DESTINATION "${SKBUILD_METADATA_DIR}/sboms")

@@ -28,15 +28,15 @@ VIRTUAL_ENV=$PWD/.venv "$python" -m pip --quiet --disable-pip-version-check whee
     "${options[@]}" --wheel-dir "$work/isolated" "$work"/cula-*.tar.gz
 
 expected='cula/([a-z_]+/)*[a-z0-9_]+\.py|cula/py\.typed|cula/lib/(libcula_torch\.so|build_info\.json)'
-expected+='|cula-[0-9.]+\.dist-info/.*'
+expected+='|cula\.pth|_cula_startup\.py|cula-[0-9.]+\.dist-info/.*'
 for each in "$wheel" "$work"/isolated/cula-*.whl; do
     [[ $each == *-py3-none-* ]] || fail "not for every Python: $each"
     files=$("$python" -c 'import sys, zipfile; print(*zipfile.ZipFile(sys.argv[1]).namelist(), sep="\n")' \
         "$each" | grep -v '/$')
     unexpected=$(grep -vxE "$expected" <<<"$files" || true)
     [ -z "$unexpected" ] || fail "$each should not hold $unexpected"
-    for file in libcula_torch.so build_info.json; do
-        grep -qx "cula/lib/$file" <<<"$files" || fail "no $file in $each"
+    for file in cula/lib/libcula_torch.so cula/lib/build_info.json cula.pth _cula_startup.py; do
+        grep -qx "$file" <<<"$files" || fail "no $file in $each"
     done
     "$python" tools/check_sbom.py "$each"
 done
@@ -67,6 +67,11 @@ installed "$tree/tools/smoke.py" "$work/venv" "$tree/README.md" >/dev/null
 installed -m cula | grep "^loaded .* $work/venv/" >/dev/null ||
     fail "python -m cula loads another library"
 installed -m cula.bench --device cpu --quick --seconds 5 >/dev/null
+# A program that does not know of cula has it behind transformers, which .venv lends.
+by_environment='import sys
+import transformers
+assert "cula.integrations.transformers" in sys.modules, "CULA_TRANSFORMERS=1 does not register"'
+CULA_TRANSFORMERS=1 installed -c "$by_environment"
 
 # An editable install's library lies apart from its sources, which this tree's own library may not stand in
 # for. This one has its operators in a namespace of its own.
@@ -80,6 +85,7 @@ installed -m cula.bench --device cpu --quick --seconds 5 >/dev/null
 installed "$tree/tools/smoke.py" "$tree" "$tree/README.md" >/dev/null
 installed -m cula | grep "^loaded .* $work/venv/" >/dev/null ||
     fail "an editable install loads another library"
+CULA_TRANSFORMERS=1 installed -c "$by_environment"
 installed -c '
 import cula, torch
 assert cula.build_info().namespace == "cula_editable", cula.build_info().namespace

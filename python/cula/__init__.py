@@ -113,8 +113,15 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
 
 
-# A copy under another name leaves other projects alone.
-if __name__ == "cula" and _os.environ.get("CULA_FLA", "0") not in ("", "0"):
-    from .integrations import on_import as _on_import
+def _register_on_import() -> None:
+    """With the projects that the environment names."""
+    switches = {
+        "fla": _os.environ.get("CULA_FLA", "0"),
+        "transformers": _os.environ.get("CULA_TRANSFORMERS", "0"),
+    }
+    for project in [name for name, switch in switches.items() if switch not in ("", "0")]:
+        _importlib.import_module(".integrations", __name__).on_import(project)
 
-    _on_import("fla")
+
+if __name__ == "cula":  # a copy under another name leaves other projects alone
+    _register_on_import()

@@ -17,7 +17,8 @@ __all__ = ["fla", "on_import", "sglang", "transformers", "vllm"]  # the adapters
 
 
 def on_import(package: str) -> None:
-    """Registers with a project as soon as it is imported, as `CULA_FLA=1` does for "fla"."""
+    """Registers with a project as soon as it is imported, as `CULA_FLA=1` does for "fla" and
+    `CULA_TRANSFORMERS=1` for "transformers"."""
     when_imported(package, lambda: importlib.import_module(f".{package}", __name__).register())
 
 

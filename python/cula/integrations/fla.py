@@ -2,7 +2,7 @@
 """These kernels behind the functions of flash-linear-attention (FLA), forward and backward.
 
     import cula.integrations.fla
-    cula.integrations.fla.register()  # or CULA_FLA=1 in the environment of a program that imports cula
+    cula.integrations.fla.register()  # or CULA_FLA=1 in the environment
 
 FLA's layers and models then run on this library, where it takes a call. Where it does not, FLA's own code
 runs, and `calls` has the sentence. `FLA_CULA=0` switches it off, and is read at every call. Read from FLA

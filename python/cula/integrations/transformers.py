@@ -2,7 +2,7 @@
 """cula in front of the linear attention of transformers: prefill, decode and training, on CPUs and GPUs.
 
     from cula.integrations import transformers as cula_transformers
-    cula_transformers.register()  # before or after models are made
+    cula_transformers.register()  # before or after models are made; or CULA_TRANSFORMERS=1 in the environment
     print(cula_transformers.calls)  # what ran, and why the rest did not
     cula_transformers.unregister()
 
