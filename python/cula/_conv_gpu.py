@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @functools.cache
-def _function(module: str, name: str) -> Callable[..., Any] | None:
+def library_function(module: str, name: str) -> Callable[..., Any] | None:
     """Of a library that may not be there, or may not load on this machine."""
     try:
         return getattr(importlib.import_module(module), name, None)
@@ -56,7 +56,7 @@ def convolve(
         return None
     width, activation = weight.shape[1], "silu" if silu else None
     states = initial_state is not None or final_state_len > 0
-    package = _function("causal_conv1d", "causal_conv1d_fn")
+    package = library_function("causal_conv1d", "causal_conv1d_fn")
     suits = _suits_package(x, weight) and final_state_len in (0, width - 1)
     if states:
         suits = suits and cu_seqlens is None and (initial_state is None or initial_state.dtype == x.dtype)
@@ -73,7 +73,7 @@ def convolve(
         )  # fmt: skip
         y, final = made if final_state_len > 0 else (made, None)
         return _without_padding(y.transpose(1, 2), real), final
-    fla = _function("fla.modules.convolution", "causal_conv1d")
+    fla = library_function("fla.modules.convolution", "causal_conv1d")
     if fla is None or seq_idx is not None or final_state_len > width:
         return None
     if initial_state is not None:
@@ -104,7 +104,7 @@ def convolve_step(
     num_accepted_tokens: Tensor | None,
     null_index: int,
 ) -> Tensor | None:
-    package = _function("causal_conv1d", "causal_conv1d_update")
+    package = library_function("causal_conv1d", "causal_conv1d_update")
     if package is None or cu_seqlens is not None or num_accepted_tokens is not None or null_index >= 0:
         return None
     if not 2 <= weight.shape[1] <= 4 or conv_state.dtype != x.dtype:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated RMSNorm that hybrid layers have behind linear attention, in the signatures of FLA.
 
-On CPUs a kernel of this library computes it, forward and backward; on other devices, and in float64, plain
-PyTorch does. The mean is taken in float32, and so is everything between it and the result.
+On CPUs a kernel of this library computes it, forward and backward. On GPUs FLA does, where it is installed
+and takes the call; what is left, and float64, is plain PyTorch. The mean is taken in float32, and so is
+everything between it and the result.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
-from . import _layers, _plain
+from . import _layers, _norm_gpu, _plain
 
 __all__ = ["RMSNormGated", "rms_norm_gated"]
 
@@ -62,7 +64,12 @@ def rms_norm_gated(
     given = (
         total, g, weight, bias, eps, _SIGMOID[activation], norm_before_gate, group_size or 0, zero_centered,
     )  # fmt: skip
-    y = (_layers.norm if _layers.takes(total, g, weight, bias) else _plain.norm)(*given).to(x.dtype)
+    made: Tensor | None = None
+    if _layers.takes(total, g, weight, bias):
+        made = _layers.norm(*given)
+    elif x.is_cuda and not is_compiling():
+        made = _norm_gpu.norm(*given)
+    y = (_plain.norm(*given) if made is None else made).to(x.dtype)
     return (y, carried) if prenorm else y
 
 

@@ -88,7 +88,7 @@ def libraries(monkeypatch):
     package, fla = Package(), Fla()
     installed = {"causal_conv1d": package, "fla.modules.convolution": fla}
     monkeypatch.setattr(
-        _conv_gpu, "_function", lambda module, name: getattr(installed.get(module), name, None)
+        _conv_gpu, "library_function", lambda module, name: getattr(installed.get(module), name, None)
     )
     return types.SimpleNamespace(package=package, fla=fla, installed=installed)
 
