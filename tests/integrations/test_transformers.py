@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import types
 
@@ -164,6 +165,32 @@ class TestTheCache:
         assert state.grad.any()
         assert torch.equal(state.detach(), before)
 
+    @pytest.mark.parametrize("name", ["past_key_values", "cache"])
+    def test_of_lightning_layers_has_two_names(self, name, monkeypatch):
+        """transformers 5.24 has renamed the argument, and takes the old one too."""
+        module, layer = model_file("minimax"), a_model("minimax").model.layers[0].self_attn
+        place, forward = type(layer), vars(type(layer))["forward"]
+        known = {"past_key_values", "cache"} & inspect.signature(forward).parameters.keys()
+
+        def of_this_version(layer, hidden_states, position_embeddings, attention_mask, given, **kwargs):
+            return forward(layer, hidden_states, position_embeddings, attention_mask, given, **kwargs)
+
+        own = [*inspect.signature(of_this_version).parameters.values()]
+        own[4] = own[4].replace(name=name, default=None)
+        of_this_version.__signature__ = inspect.Signature(own)
+        hidden, found = torch.randn(2, 40, 48), []
+        for register in (False, True):
+            if register:
+                monkeypatch.setattr(place, "forward", of_this_version)
+                adapter.register()
+            cache = module.MiniMaxCache()
+            with torch.no_grad():
+                first = layer(hidden[:, :33], None, None, cache)[0]
+                rest = layer(hidden[:, 33:], None, None, **{name if register else known.pop(): cache})[0]
+            found.append(torch.cat([first, rest], 1))
+        assert counted() == {("lightning_attn", "cula"): 2}
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+
 
 class TestRegister:
     def test_puts_everything_back(self):
@@ -295,6 +322,28 @@ class TestDeclinedCalls:
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
         reason = "takes float32, bfloat16 and float16; q is float64"
         assert counted() == {("lightning_attn", reason): 1}
+
+    def test_of_a_layer_with_an_argument_more(self, monkeypatch):
+        """Of a version to come: what it says must not be lost."""
+        layer = a_model("minimax").model.layers[0].self_attn
+        forward = vars(type(layer))["forward"]
+
+        def later(
+            layer, hidden_states, position_embeddings, attention_mask, past_key_values=None, twice=None
+        ):
+            made, state = forward(layer, hidden_states, position_embeddings, attention_mask, past_key_values)
+            return (2 * made if twice else made), state
+
+        monkeypatch.setattr(type(layer), "forward", later)
+        hidden = torch.randn(2, 40, 48)
+        with torch.no_grad():
+            wanted = layer(hidden, None, None, twice=True)[0]
+            adapter.register()
+            found = layer(hidden, None, None, twice=True)[0]
+            layer(hidden, None, None, twice=None)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)  # its norm is cula's
+        reason = "an argument twice of this layer is not known here"
+        assert counted() == {("lightning_attn", reason): 1, ("lightning_attn", "cula"): 1}
 
     def test_on_other_devices(self):
         module = model_file("qwen3_next")

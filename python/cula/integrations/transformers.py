@@ -433,6 +433,9 @@ def _sentence(*problem: Any) -> str | None:
 
 
 _LIGHTNING = _Role("lightning_attn", "lightning", "prefill")
+# What the layer's `forward` may be given, by name. The cache was past_key_values before transformers 5.24.
+_CACHES = ("cache", "past_key_values")
+_LIGHTNING_ARGUMENTS = ("position_embeddings", "attention_mask", *_CACHES, "kwargs")
 
 
 class _LightningLayer(Protocol):
@@ -457,7 +460,7 @@ def _lightning(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def forward(layer: _LightningLayer, hidden_states: Tensor, *args: Any, **kwargs: Any) -> object:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        reason = _declined_lightning(layer, hidden_states, given)
+        reason = _declined_lightning(layer, hidden_states, names, given)
         if reason is None:
             try:
                 result = _run_lightning(layer, hidden_states, given)
@@ -473,10 +476,13 @@ def _lightning(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _declined_lightning(
-    layer: _LightningLayer, hidden_states: Tensor, given: Mapping[str, Any]
+    layer: _LightningLayer, hidden_states: Tensor, names: Sequence[str], given: Mapping[str, Any]
 ) -> str | None:
     if torch.compiler.is_exporting():
         return EXPORT
+    for name in names:
+        if name not in _LIGHTNING_ARGUMENTS and given.get(name) is not None:
+            return f"an argument {name} of this layer is not known here"
     if _lengths(given) is not None:
         return "MiniMax's layers do not read cu_seq_lens_q: a packed batch is one sequence for them"
     heads, dim = layer.num_attention_heads, layer.head_dim
@@ -491,7 +497,7 @@ def _run_lightning(
     if (mask := given.get("attention_mask")) is not None:
         projected = projected * mask.unsqueeze(-1).to(projected.dtype)  # padding writes nothing
     q, k, v = projected.unflatten(-1, (layer.num_attention_heads, 3, layer.head_dim)).unbind(-2)
-    cache = given.get("past_key_values")
+    cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
     state = None if cache is None else cache.get_linear_cache(layer.layer_idx)
     one_token = q.shape[1] == 1 and state is not None
     function = simple_gla.fused_recurrent_simple_gla if one_token else simple_gla.chunk_simple_gla
