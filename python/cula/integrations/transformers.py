@@ -23,7 +23,6 @@ import logging
 import re
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from types import CodeType, ModuleType
@@ -35,14 +34,22 @@ from torch import Tensor
 from .. import _kernel_layers, api, gdn, kda, simple_gla
 from .._explain import explain
 from . import _transformers_layers
+from ._calls import Calls
 
 __all__ = ["calls", "kernel_mapping", "register", "unregister"]
 
-calls: Counter[tuple[str, str]] = Counter()
-"""How often each function was called, by its name in FLA and what became of the call: `"cula"`, or the reason
-why transformers' own code ran. Compiled code counts when it is traced. `calls.clear()` starts anew."""
-
 _log = logging.getLogger(__name__)
+
+
+def _say(function: str, ran: str) -> None:
+    if ran != "cula":
+        _log.info("%s runs transformers' own code: %s", function, ran)
+
+
+calls = Calls(_say)
+"""How often each function was called, by its name in FLA and what became of the call: `"cula"`, or the reason
+why transformers' own code ran. Compiled code counts when it is traced. Prints as a table; `calls.clear()`
+starts anew."""
 
 EXPORT = "torch.export keeps transformers' own code, so that the program runs without cula"
 PACKED = (
@@ -409,9 +416,7 @@ def _count(name: str, outcome: str) -> None:
 
 
 def _count_now(name: str, outcome: str) -> bool:
-    if outcome != "cula" and (name, outcome) not in calls:
-        _log.info("%s runs transformers' own code: %s", name, outcome)
-    calls[name, outcome] += 1
+    calls.add(name, outcome)
     return True
 
 
