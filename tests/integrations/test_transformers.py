@@ -383,7 +383,19 @@ class TestCompiled:
         yield
         torch.compiler.reset()
 
-    def test_a_model_is_one_graph_before_and_after(self):
+    @pytest.mark.parametrize("name", MODELS)
+    def test_a_model_is_one_graph(self, name):
+        model = a_model(name)
+        with torch.no_grad():
+            wanted = model(prompts(), use_cache=False).logits
+            adapter.register()
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+            found = compiled(prompts(), use_cache=False).logits
+        assert only_ours()
+        assert counted().keys() == {(NAMES[name][0], "cula")}
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+    def test_a_graph_before_and_after(self):
         model = a_model("qwen3_5", num_hidden_layers=2, layer_types=LAYERS[1:3])
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         with torch.no_grad():
