@@ -277,6 +277,18 @@ TEST(Plan, OneKernelWhereHeadsFillTheDeviceOrChunksAreFew) {
     EXPECT_EQ(forced.find(StrategyKind::kFused), std::nullopt);
 }
 
+TEST(Plan, AFormOfTheFusedKernelThatIsNotTooLongForSkewedLengths) {
+    constexpr std::array kCosts{6.0, 1.2, 1.2, 0.0, 0.0, 0.0, 0.0, 3.0, 4.0};
+    Sketch call{.heads = 16, .sequences = 8, .tokens = 2048, .with_fused = true, .costs = kCosts};
+    for (bool packed : {false, true}) {
+        call.packed = packed;
+        // 128 CTAs would take less than 256 in pairs, in two rounds, but twice as long as whole sequences if
+        // one of them had all tokens.
+        EXPECT_EQ(std::get<Fused>(call.plan().strategy).warpgroups, 1);
+        EXPECT_EQ(std::get<Fused>(planned(call.find(StrategyKind::kFused)).strategy).warpgroups, 2);
+    }
+}
+
 TEST(Plan, SegmentsOfTheFusedKernelFillTheDevice) {
     const auto cut = [](Sketch call) {
         call.with_fused = true, call.costs = kFusedCosts;

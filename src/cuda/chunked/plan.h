@@ -162,10 +162,10 @@ public:
 
     // The cheapest of a kind; null if there is none.
     //
-    // The fused kernel cuts no sequence. It is compared with Whole alone, by the expected time, so that a
-    // batch and the same sequences packed get the same bits; with skewed lengths it must not take more than
-    // kMostRegret times as long. Otherwise a packed call takes the strategy with the least sum of both times,
-    // since either may come.
+    // The fused kernel cuts no sequence. Its forms are compared with Whole alone, by the expected time, so
+    // that a batch and the same sequences packed get the same bits; with skewed lengths a form must not take
+    // more than kMostRegret times as long. Otherwise a packed call takes the strategy with the least sum of
+    // both times, since either may come.
     // What comes later in the list has to promise a time that is shorter by 4 %: what cuts more, and segments
     // with more row blocks, each of which reads the operands of its chunks once more.
     //
@@ -179,15 +179,17 @@ public:
             const StrategyKind of = kind(candidate.strategy);
             if (wanted == StrategyKind::kAny ? of == StrategyKind::kFusedSegments : wanted != of) continue;
             if (of == StrategyKind::kWhole) whole = &candidate;
-            if (of == StrategyKind::kFused) {
-                if (!fused || candidate.expected < fused->expected) fused = &candidate;
-            } else if (!other || time(candidate) < kWorthCutting * time(*other)) {
+            if (of != StrategyKind::kFused && (!other || time(candidate) < kWorthCutting * time(*other)))
                 other = &candidate;
-            }
         }
-        if (!fused || !whole) return fused ? fused : other;
-        const bool pays = fused->expected < whole->expected && fused->skewed <= kMostRegret * whole->skewed;
-        return pays ? fused : other;
+        if (wanted != StrategyKind::kAny && wanted != StrategyKind::kFused) return other;
+        for (const Candidate& candidate : all()) {
+            if (kind(candidate.strategy) != StrategyKind::kFused) continue;
+            const bool pays = !whole || (candidate.expected < whole->expected &&
+                                         candidate.skewed <= kMostRegret * whole->skewed);
+            if (pays && (!fused || candidate.expected < fused->expected)) fused = &candidate;
+        }
+        return fused ? fused : other;
     }
 
 private:
