@@ -174,7 +174,8 @@ def norm(
     act = None if gate is None else torch.sigmoid(wide(gate)) if sigmoid else swish(wide(gate))
     if act is not None and not norm_before_gate:
         y = y * act
-    groups = y.unflatten(-1, (-1, group_size or x.shape[-1]))
+    width = group_size or x.shape[-1]
+    groups = y.reshape(*y.shape[:-1], x.shape[-1] // width, width)
     y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2)
     if weight is not None:
         y = y * (wide(weight) + 1 if zero_centered else wide(weight))

@@ -395,6 +395,14 @@ class TestCompiled:
         assert counted().keys() == {(NAMES[name][0], "cula")}
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
+    def test_where_a_default_device_is_set(self):
+        model = a_model("minimax")
+        adapter.register()
+        with torch.no_grad(), torch.device("cpu"):
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+            compiled(prompts(), use_cache=False)
+        assert counted().keys() == {(NAMES["minimax"][0], "cula")}
+
     def test_a_graph_before_and_after(self):
         model = a_model("qwen3_5", num_hidden_layers=2, layer_types=LAYERS[1:3])
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -501,7 +501,9 @@ def _run_lightning(
     projected = layer.act_fn(layer.qkv_proj(hidden_states))
     if (mask := given.get("attention_mask")) is not None:
         projected = projected * mask.unsqueeze(-1).to(projected.dtype)  # padding writes nothing
-    q, k, v = projected.unflatten(-1, (layer.num_attention_heads, 3, layer.head_dim)).unbind(-2)
+    # Not unflatten(), which torch.compile does not follow where a default device is set.
+    shape = (*projected.shape[:-1], layer.num_attention_heads, 3, layer.head_dim)
+    q, k, v = projected.reshape(shape).unbind(-2)
     cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
     state = None if cache is None else cache.get_linear_cache(layer.layer_idx)
     one_token = q.shape[1] == 1 and state is not None
