@@ -202,7 +202,7 @@ CULA_INLINE Vec log1p(Vec e) {
 CULA_INLINE Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
 
 CULA_INLINE Vec softplus(Vec x) {
-    const Vec y = log1p(exp(min(x, broadcast(20.0f))));
+    const Vec y = log1p(exp(min(broadcast(20.0f), x)));  // in this order a NaN stays one
     return x > 20.0f ? x : y;
 }
 

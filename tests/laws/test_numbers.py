@@ -98,3 +98,25 @@ def test_a_token_that_is_no_number_reaches_no_other_sequence(algorithm):
         assert_same_bits("o", clean.o[:, tokens], result.o[:, tokens])
     assert result.o[0, 80].isnan().all()
     assert_same_bits("states", clean.final_state[[0, 2]], result.final_state[[0, 2]])
+
+
+@pytest.mark.parametrize("gate", ["softplus", "bounded"])
+@pytest.mark.parametrize("algorithm", ["gdn", "kda"])
+@pytest.mark.parametrize("what", ["g", "A_log", "dt_bias"])
+@pytest.mark.parametrize("key_dim", [8, 64])  # token by token, and in chunks
+def test_a_raw_gate_that_is_no_number(target, gate, algorithm, what, key_dim):
+    """It reaches its head from its token on, and no other head."""
+    if target == "sm90" and key_dim < 16:
+        pytest.skip("sm90 takes no K below 16")
+    inputs = make(
+        Case(algorithm, (70, 3), packed=True, gate=gate, key_dim=key_dim, value_dim=64, value_heads=4)
+    )
+    clean = passes.prefill(inputs, backend=target)
+    given = {"g": inputs.g[0, 2], "A_log": inputs.A_log, "dt_bias": inputs.dt_bias}[what]
+    given[1] = float("nan")
+    found = passes.prefill(inputs, backend=target)
+    assert found.o[0, 2:70, 1].isnan().all()
+    assert found.final_state[0, 1].isnan().all()
+    for head in (0, 2, 3):
+        assert_same_bits("o", clean.o[:, :, head], found.o[:, :, head])
+        assert_same_bits("states", clean.final_state[:, head], found.final_state[:, head])
