@@ -49,6 +49,8 @@ def convolve(
     final_state_len: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     width = weight.shape[1]
+    if initial_state is not None and not len(initial_state):  # no row of it can be looked up
+        initial_state = None
     sequence, position, real = _places(x, cu_seqlens, seq_idx)
     rows, taps = wide(x), wide(weight)
     total = torch.zeros_like(rows) if bias is None else wide(bias).expand_as(rows)
@@ -112,6 +114,8 @@ def convolve_step(
                 x[:, begin:end], conv_state, weight, bias, silu, slots, None, part[1], part[2], null_index
             )
         return y
+    if not len(conv_state):  # all rows are null
+        return torch.zeros_like(x)
     rows, tokens, width, columns = x.shape[0], x.shape[1], weight.shape[1], conv_state.shape[2]
     device, before = x.device, width - 1
     slots = torch.arange(rows, device=device) if conv_state_indices is None else conv_state_indices.long()
@@ -127,7 +131,7 @@ def convolve_step(
         token = tokens - 1 - (past + tokens - 1 - at) % columns  # the latest one in each column
         source = torch.where(token >= 0, columns + token, at)
     elif num_accepted_tokens is not None:
-        offset = num_accepted_tokens.long()[:, None] - 1
+        offset = torch.where(real, num_accepted_tokens.long(), 1)[:, None] - 1
         kept = max(width - 2, 0)
         window = offset + taps_at
         source = torch.where(

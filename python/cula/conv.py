@@ -9,13 +9,11 @@ taken in float32.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import _conv_gpu, _layers, _plain
+from . import _conv_gpu, _layer_checks, _layers, _plain
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
@@ -87,6 +85,8 @@ def causal_conv1d_fn(
                 raise ValueError(
                     f"final_states_out must have shape {list(wanted)}, got {list(final_states_out.shape)}"
                 )
+            _layer_checks.check_floats({"final_states_out": final_states_out})
+            _layer_checks.check_written("final_states_out", final_states_out)
         y, final = convolve_tokens(
             tokens, weight, bias, initial_states, query_start_loc, seq_idx, silu, columns
         )
@@ -95,8 +95,7 @@ def causal_conv1d_fn(
             raise ValueError(
                 "conv_states must be left out with initial_states, return_final_states or seq_idx"
             )
-        if cache_indices is not None and cache_indices.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"cache_indices must have dtype int32 or int64, got {cache_indices.dtype}")
+        _layer_checks.check_integers({"cache_indices": cache_indices})
         slots = torch.arange(sequences, device=x.device) if cache_indices is None else cache_indices.long()
         real = (slots >= 0) & (slots != pad_slot_id)
         _check_pool(rows, slots, real, conv_states, sequences, width, has_initial_state)
@@ -142,12 +141,14 @@ def _check_pool(
             f"conv_states must have shape [slots, D, S] of D = {x.shape[1]}, S at least {max(width - 1, 1)}, "
             f"got {list(conv_states.shape)}"
         )
+    _layer_checks.check_floats({"conv_states": conv_states})
+    _layer_checks.check_written("conv_states", conv_states)
     for name, each in (("cache_indices", slots), ("has_initial_state", has_initial_state)):
         if each is not None and tuple(each.shape) != (sequences,):
             raise ValueError(f"{name} must have shape [{sequences}], got {list(each.shape)}")
     if has_initial_state is not None and has_initial_state.dtype.is_floating_point:
         raise ValueError(f"has_initial_state must have dtype bool, got {has_initial_state.dtype}")
-    if not _reads_values(x):
+    if not _layer_checks.reads_values(x):
         return
     named = slots[real]
     if named.numel() and int(named.max()) >= conv_states.shape[0]:
@@ -156,13 +157,6 @@ def _check_pool(
         )
     if len(named.unique()) < len(named):
         raise ValueError("cache_indices must name each slot once")
-
-
-def _reads_values(x: Tensor) -> bool:
-    """As elsewhere, values in a GPU's memory are read, which waits for it, only when that is asked for."""
-    if is_compiling():
-        return False
-    return x.device.type == "cpu" or os.environ.get("CULA_DEBUG_CHECKS") == "1"
 
 
 def _without_null_rows(y: Tensor, real: Tensor, query_start_loc: Tensor | None) -> Tensor:
@@ -206,6 +200,8 @@ def _check_shapes(
     seq_idx: Tensor | None,
 ) -> None:
     """What the kernel of CPUs checks itself."""
+    _layer_checks.check_floats({"x": x, "weight": weight, "bias": bias, "initial_states": state})
+    _layer_checks.check_integers({"query_start_loc": cu_seqlens, "seq_idx": seq_idx})
     channels = x.shape[2]
     if weight.dim() != 2 or weight.shape[0] != channels or not 1 <= weight.shape[1] <= 16:
         raise ValueError(
@@ -218,6 +214,7 @@ def _check_shapes(
             raise ValueError("seq_idx must be left out with query_start_loc")
         if x.shape[0] != 1 or cu_seqlens.dim() != 1 or not len(cu_seqlens):
             raise ValueError(f"query_start_loc must have shape [N + 1] with B = 1, got B = {x.shape[0]}")
+        _layer_checks.check_lengths(x, cu_seqlens)
     if seq_idx is not None:
         if state is not None:
             raise ValueError("seq_idx must be left out with states")
@@ -244,9 +241,11 @@ def _check_step_shapes(
     slots: Tensor | None,
     cache_seqlens: Tensor | None,
     num_accepted_tokens: Tensor | None,
+    null_index: int,
 ) -> None:
-    """What the kernel of CPUs checks itself, except values."""
+    """What the kernel of CPUs checks itself."""
     _check_shapes(x, weight, bias, None, cu_seqlens, None)
+    _layer_checks.check_floats({"conv_state": state})
     sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     channels, width = weight.shape
     if state.dim() != 3 or state.shape[1] != channels or state.shape[2] < max(width - 1, 1):
@@ -254,8 +253,7 @@ def _check_step_shapes(
             f"conv_state must have shape [slots, D, S] of D = {channels}, S at least {max(width - 1, 1)}, "
             f"got {list(state.shape)}"
         )
-    if state.shape[2] > 1 and state.stride(2) == 0:
-        raise ValueError("conv_state must not overlap itself")
+    _layer_checks.check_written("conv_state", state)
     named = {"conv_state_indices": slots, "cache_seqlens": cache_seqlens,
              "num_accepted_tokens": num_accepted_tokens}  # fmt: skip
     for name, each in named.items():
@@ -263,8 +261,7 @@ def _check_step_shapes(
             continue
         if tuple(each.shape) != (sequences,):
             raise ValueError(f"{name} must have shape [{sequences}], got {list(each.shape)}")
-        if each.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must have dtype int32 or int64, got {each.dtype}")
+    _layer_checks.check_integers(named)
     if slots is None and state.shape[0] < sequences:
         raise ValueError(
             f"conv_state must have a slot for each of {sequences} sequences, got {state.shape[0]}"
@@ -278,6 +275,8 @@ def _check_step_shapes(
                 f"conv_state must have W - 2 + T = {columns} columns at least with num_accepted_tokens, "
                 f"got {state.shape[2]}"
             )
+    _layer_checks.check_step_values(x, width, state, cu_seqlens, slots, cache_seqlens, num_accepted_tokens,
+                                    null_index)  # fmt: skip
 
 
 def causal_conv1d_update(
@@ -327,7 +326,7 @@ def causal_conv1d_update(
         y = _layers.convolve_step(*given)
     else:
         _check_step_shapes(rows, weight, bias, conv_state, query_start_loc, conv_state_indices, cache_seqlens,
-                           num_accepted_tokens)  # fmt: skip
+                           num_accepted_tokens, pad_slot_id)  # fmt: skip
         found = _conv_gpu.convolve_step(*given) if x.is_cuda and not is_compiling() else None
         with torch.no_grad():
             y = _plain.convolve_step(*given) if found is None else found

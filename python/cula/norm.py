@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from . import _layers, _norm_gpu, _plain
+from . import _layer_checks, _layers, _norm_gpu, _plain
 
 __all__ = ["RMSNormGated", "rms_norm_gated"]
 
@@ -49,12 +49,19 @@ def rms_norm_gated(
     """
     if activation not in _SIGMOID:
         raise ValueError(f"activation must be swish, silu or sigmoid, got {activation!r}")
+    _layer_checks.check_floats({"x": x, "g": g, "weight": weight, "bias": bias, "residual": residual})
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must have shape [.., N], N from 1 on, got {list(x.shape)}")
+    if not eps >= 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
     for name, other in (("g", g), ("residual", residual)):
         if other is not None and other.shape != x.shape:
             raise ValueError(f"{name} must have x's shape {list(x.shape)}, got {list(other.shape)}")
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and other.shape != x.shape[-1:]:
             raise ValueError(f"{name} must have shape [{x.shape[-1]}], got {list(other.shape)}")
+    if group_size is not None and not isinstance(group_size, int):
+        raise TypeError(f"group_size must be of type int, got {type(group_size).__name__}")
     if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
         raise ValueError(f"group_size must divide the {x.shape[-1]} channels, got {group_size}")
     total, carried = x, x.float() if prenorm and residual_in_fp32 else x

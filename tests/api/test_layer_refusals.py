@@ -47,9 +47,13 @@ PROMPT = {
     ),
 }
 KERNELS = {
-    "lengths that fall": ([0, 4, 3], "cu_seqlens must not fall"),
-    "lengths beyond the end": ([0, 6], "cu_seqlens must end within"),
-    "lengths from elsewhere": ([1, 5], "cu_seqlens must begin with 0"),
+    "lengths that fall": ([0, 4, 3], "(cu_seqlens|query_start_loc) must not fall"),
+    "lengths beyond the end": ([0, 6], "(cu_seqlens|query_start_loc) must end within"),
+    "lengths from elsewhere": ([1, 5], "(cu_seqlens|query_start_loc) must begin with 0"),
+    "lengths that are floats": (
+        [0.0, 5.0],
+        "(cu_seqlens|query_start_loc) must have dtype int32 or int64",
+    ),
 }
 
 
@@ -88,12 +92,56 @@ def test_shapes_of_a_prompt(x, weight):
             conv.causal_conv1d_fn(A(x, dtype=dtype), A(weight, dtype=dtype))
 
 
-@pytest.mark.cpu_only("the kernel of CPUs reads the lengths")
+@pytest.mark.cpu_only("lengths are read")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the kernel, and plain PyTorch
 @pytest.mark.parametrize("what", KERNELS)
-def test_lengths(what):
+def test_lengths(what, dtype):
     lengths, message = KERNELS[what]
+    x, weight, pool = A(8, 5, dtype=dtype), A(8, 4, dtype=dtype), torch.zeros(2, 8, 3, dtype=dtype)
+    given = {"query_start_loc": torch.tensor(lengths)}
     with pytest.raises(ValueError, match=message):
-        conv.causal_conv1d_fn(A(1, 8, 5), A(8, 4), query_start_loc=torch.tensor(lengths))
+        conv.causal_conv1d_fn(x, weight, **given)
+    with pytest.raises(ValueError, match=message):
+        conv.causal_conv1d_update(x.t(), pool, weight, **given)
+    assert not pool.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("other", [torch.bool, torch.float32, torch.int8])
+def test_numbers_of_sequences_are_integers(dtype, other):
+    with pytest.raises(ValueError, match="seq_idx must "):
+        conv.causal_conv1d_fn(
+            A(2, 8, 5, dtype=dtype), A(8, 4, dtype=dtype), seq_idx=torch.zeros(2, 5).to(other)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
+@pytest.mark.parametrize("name", ["x", "weight", "bias", "initial_states", "conv_states", "final_states_out"])
+def test_numbers_are_floats(name, dtype):
+    given = {"x": A(2, 8, 5), "weight": A(8, 4), "bias": A(8)}
+    if name in ("initial_states", "conv_states", "final_states_out"):
+        given[name] = A(2, 8, 3)
+    given[name] = given[name].to(dtype)
+    with pytest.raises(ValueError, match=r"must have a floating dtype"):
+        conv.causal_conv1d_fn(**given, return_final_states=name == "final_states_out")
+    if name in ("x", "weight", "bias"):
+        with pytest.raises(ValueError, match=f"{name} must have a floating dtype"):
+            conv.causal_conv1d_update(**{n: given[n] for n in ("x", "weight", "bias")}, conv_state=A(2, 8, 3))
+
+
+@pytest.mark.parametrize(
+    "strides", [(0, 3, 1), (24, 1, 0), (24, 2, 1)], ids=["slots", "columns", "channels that meet"]
+)
+def test_what_is_written_does_not_overlap(strides):
+    memory = torch.zeros(96)
+    pool = memory.as_strided((2, 8, 3), strides)
+    for name, others in (("conv_states", {}), ("final_states_out", {"return_final_states": True})):
+        with pytest.raises(ValueError, match=f"{name} must not overlap itself"):
+            conv.causal_conv1d_fn(A(2, 8, 5), A(8, 4), **{name: pool}, **others)
+    for x, weight in ((A(2, 8, 5), A(8, 4)), (A(2, 8, 5).double(), A(8, 4).double())):
+        with pytest.raises(ValueError, match="conv_state must not overlap itself"):
+            conv.causal_conv1d_update(x, pool, weight)
+    assert not memory.any()
 
 
 STEP = {
@@ -181,9 +229,12 @@ def test_the_next_tokens(what):
     refused_step(*STEP[what])
 
 
-@pytest.mark.cpu_only("the kernel of CPUs reads the values")
+@pytest.mark.cpu_only("values are read")
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("what", STEP_VALUES)
-def test_values_of_the_next_tokens(what):
+def test_values_of_the_next_tokens(what, plain, monkeypatch):
+    if plain:
+        monkeypatch.setattr(conv._layers, "takes", lambda *_: False)
     refused_step(*STEP_VALUES[what])
 
 
@@ -206,12 +257,21 @@ NORM = {
     "a bias of another size": ({"bias": A(9)}, r"bias must have shape \[8\]"),
     "a residual of another shape": ({"residual": A(2, 8)}, "residual must have x's shape"),
     "groups that do not divide": ({"group_size": 3}, "group_size must divide the 8 channels, got 3"),
+    "no channels": ({"x": A(3, 0), "g": None, "weight": None}, r"x must have shape \[.., N\]"),
+    "no dimension": ({"x": A(()), "g": None, "weight": None}, r"x must have shape \[.., N\]"),
+    "x of integers": ({"x": torch.ones(3, 8).int()}, "x must have a floating dtype, got torch.int32"),
+    "an epsilon": ({"eps": float("nan")}, "eps must not be negative, got nan"),
     "an activation": ({"activation": "relu"}, "activation must be swish, silu or sigmoid, got 'relu'"),
 }
 
 
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("what", NORM)
-def test_a_norm(what):
+def test_a_norm(what, plain, monkeypatch):
+    if plain:
+        monkeypatch.setattr(norm._layers, "takes", lambda *_: False)
     given, message = NORM[what]
     with pytest.raises(ValueError, match=message):
         norm.rms_norm_gated(**{"x": A(3, 8), "g": A(3, 8), "weight": A(8), **given})
+    with pytest.raises(TypeError, match="group_size must be of type int, got float"):
+        norm.rms_norm_gated(A(3, 8), None, None, group_size=2.0)

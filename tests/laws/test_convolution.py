@@ -393,3 +393,46 @@ def test_extreme_numbers(dtype):
     bad = ~y.isfinite()
     assert bad[0, 3:5, 10:14].all()
     assert int(bad.sum()) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the kernel, and plain PyTorch
+def test_packed_calls_without_sequences(dtype):
+    x, weight, none = drawn(8, 3, dtype=dtype), drawn(8, 4, dtype=dtype), torch.tensor([0])
+    x.requires_grad_()
+    y, final = conv.causal_conv1d_fn(
+        x,
+        weight,
+        initial_states=drawn(0, 8, 3, dtype=dtype),
+        query_start_loc=none,
+        return_final_states=True,
+    )
+    assert final.shape == (0, 8, 3)
+    assert not y.any()
+    y.sum().backward()
+    assert not x.grad.any()
+    pool = drawn(2, 8, 3, dtype=dtype)
+    before = pool.clone()
+    assert not conv.causal_conv1d_fn(x.detach(), weight, conv_states=pool, query_start_loc=none).any()
+    assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_null_rows_of_drafts_hold_any_numbers(dtype):
+    """What a captured graph pads its rows with: no slot, and no count of tokens."""
+    x, weight = drawn(2, 8, 2, dtype=dtype), drawn(8, 4, dtype=dtype)
+    pool = drawn(2, 8, 6, dtype=dtype)
+    alone, before = pool[1:].clone(), pool.clone()
+    y = conv.causal_conv1d_update(
+        x,
+        pool,
+        weight,
+        conv_state_indices=torch.tensor([-1, 1]),
+        num_accepted_tokens=torch.tensor([0, 2]),
+    )
+    expected = conv.causal_conv1d_update(x[1:], alone, weight, num_accepted_tokens=torch.tensor([2]))
+    assert not y[0].any()
+    assert torch.equal(y[1:], expected)
+    assert torch.equal(pool[1:], alone)
+    assert torch.equal(pool[0], before[0])
+    empty = torch.zeros(0, 8, 3, dtype=dtype)
+    assert not conv.causal_conv1d_update(x, empty, weight, conv_state_indices=torch.tensor([-1, -1])).any()
