@@ -51,7 +51,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _decays, _ops, _passes
+from . import _decays, _ops, _passes, _slots
 from ._passes import Checkpoints, Outputs, States
 
 __all__ = [
@@ -452,7 +452,7 @@ def cula_decode(
         g, beta, out = (x.transpose(0, 1) if _passes.has_rows(x) else x for x in (g, beta, out))
     pool = state
     if state_indices is None and state.dim() == 4 and state.shape[0] > q.shape[0] and _ops.is_dense(state):
-        pool, state_scales = state[: q.shape[0]], _passes.first_slots(state_scales, q.shape[0])
+        pool, state_scales, state_indices = _slots.of(q, state, state_scales, final_state_indices, null_index)
     if state_v_first is not True:
         _passes.check_flags(state_v_first=state_v_first)
     if not state_v_first:

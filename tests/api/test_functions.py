@@ -134,6 +134,21 @@ def test_decode_without_indices(algorithm):
     assert (pool[3:] == 7).all()
 
 
+def test_decode_that_ends_in_other_slots(algorithm):
+    """Row n starts from slot n, which nothing names, and ends where `final_state_indices` says."""
+    inputs = make(Case(algorithm, (1,) * 3, state_dtype=torch.bfloat16))
+    pool = state_like(inputs.case, 7, fill=0.0)
+    pool[:3], pool[3:] = inputs.initial_state, 7.0
+    wanted, ends = passes.decode(inputs), torch.tensor([5, 3, 6])
+    with pytest.raises(ValueError, match="state_indices must be given with final_state_indices and null_"):
+        level1.decode(inputs, pool, final_state_indices=ends, null_index=2)
+    o, _ = level1.decode(inputs, pool, final_state_indices=ends)
+    assert_same_bits("o", wanted.o, o)
+    assert_same_bits("state", wanted.final_state, pool[ends])
+    assert_same_bits("others", inputs.initial_state, pool[:3])
+    assert (pool[4] == 7).all()
+
+
 def test_verify(algorithm):
     case = Case(algorithm, (4, 4))
     inputs, table = make(case), 2 + torch.arange(8, dtype=torch.int32).view(2, 4)
