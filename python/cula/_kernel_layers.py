@@ -14,15 +14,12 @@ convolution in front of these layers would have mixed neighbouring sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from .gdn import chunk_gated_delta_rule as _chunk_gdn
-from .gdn import fused_recurrent_gated_delta_rule as _recurrent_gdn
-from .kda import chunk_kda as _chunk_kda
-from .kda import fused_recurrent_kda as _recurrent_kda
+from . import gdn, kda
 
 __all__ = [
     "chunk_gated_delta_rule",
@@ -49,104 +46,84 @@ def _state(initial_state: Tensor | None) -> Tensor | None:
     return None if initial_state is None else initial_state.float()
 
 
-class chunk_gated_delta_rule(nn.Module):  # noqa: N801 (the Hub's name for it)
-    """The gated delta rule over a prompt (Qwen3-Next, Qwen3.5, OLMo-hybrid)."""
-
-    has_backward = True
-    can_torch_compile = True
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        chunk_size: int = 64,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        return _chunk_gdn(
-            query, key, value, g, beta, initial_state=_state(initial_state),
-            output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=_lengths(kwargs),
-        )  # fmt: skip
+def _layer(of: type[nn.Module], name: str, doc: str) -> type[nn.Module]:
+    of.__name__ = of.__qualname__ = name
+    of.__doc__ = doc
+    return of
 
 
-class recurrent_gated_delta_rule(nn.Module):  # noqa: N801
-    """The gated delta rule token after token: a step of decode. The state is not written in place."""
+def _over_prompts(name: str, run: Callable[..., Any], doc: str) -> type[nn.Module]:
+    class Layer(nn.Module):
+        has_backward = True
+        can_torch_compile = True
 
-    has_backward = True
-    can_torch_compile = True
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            g: Tensor,
+            beta: Tensor,
+            chunk_size: int = 64,
+            initial_state: Tensor | None = None,
+            output_final_state: bool = False,
+            use_qk_l2norm_in_kernel: bool = False,
+            **kwargs: Any,
+        ) -> tuple[Tensor, Tensor | None]:
+            o, final_state, *_ = run(
+                query, key, value, g, beta, initial_state=_state(initial_state),
+                output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                cu_seqlens=_lengths(kwargs),
+            )  # fmt: skip
+            return o, final_state
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        return _recurrent_gdn(
-            query, key, value, g, beta=beta, initial_state=initial_state,
-            output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=_lengths(kwargs),
-        )  # fmt: skip
-
-
-class chunk_kimi_delta_attention(nn.Module):  # noqa: N801
-    """Kimi delta attention over a prompt (Kimi-Linear, GLM5-next)."""
-
-    has_backward = True
-    can_torch_compile = True
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        chunk_size: int = 64,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        o, final_state, *_ = _chunk_kda(
-            query, key, value, g, beta, initial_state=_state(initial_state),
-            output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=_lengths(kwargs),
-        )  # fmt: skip
-        return o, final_state
+    return _layer(Layer, name, doc)
 
 
-class recurrent_kimi_delta_attention(nn.Module):  # noqa: N801
-    """Kimi delta attention token after token: a step of decode. The state is not written in place."""
+def _token_after_token(name: str, run: Callable[..., Any], doc: str) -> type[nn.Module]:
+    class Layer(nn.Module):
+        has_backward = True
+        can_torch_compile = True
 
-    has_backward = True
-    can_torch_compile = True
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            g: Tensor,
+            beta: Tensor,
+            initial_state: Tensor | None = None,
+            output_final_state: bool = False,
+            use_qk_l2norm_in_kernel: bool = False,
+            **kwargs: Any,
+        ) -> tuple[Tensor, Tensor | None]:
+            o, final_state = run(
+                query, key, value, g, beta=beta, initial_state=initial_state,
+                output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                cu_seqlens=_lengths(kwargs),
+            )  # fmt: skip
+            return o, final_state
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        return _recurrent_kda(
-            query, key, value, g, beta, initial_state=initial_state,
-            output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=_lengths(kwargs),
-        )  # fmt: skip
+    return _layer(Layer, name, doc)
+
+
+chunk_gated_delta_rule = _over_prompts(
+    "chunk_gated_delta_rule",
+    gdn.chunk_gated_delta_rule,
+    "The gated delta rule over a prompt (Qwen3-Next, Qwen3.5, OLMo-hybrid).",
+)
+recurrent_gated_delta_rule = _token_after_token(
+    "recurrent_gated_delta_rule",
+    gdn.fused_recurrent_gated_delta_rule,
+    "The gated delta rule token after token: a step of decode. The state is not written in place.",
+)
+chunk_kimi_delta_attention = _over_prompts(
+    "chunk_kimi_delta_attention",
+    kda.chunk_kda,
+    "Kimi delta attention over a prompt (Kimi-Linear, GLM5-next).",
+)
+recurrent_kimi_delta_attention = _token_after_token(
+    "recurrent_kimi_delta_attention",
+    kda.fused_recurrent_kda,
+    "Kimi delta attention token after token: a step of decode. The state is not written in place.",
+)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import _ops
 from ._ops import Operator, state_dtype
+from ._slots import first_slots
 
 # The options that are no tensors, and the types that they may have, the one to name first.
 _PLAIN = {
@@ -538,13 +539,6 @@ def as_v_first(op: Operator, argument: str, states: TensorOrNone, ndim: int = 4)
     if states.dim() != ndim:
         raise ValueError(f"{op.name}: {argument} must have {ndim} dimensions, got {list(states.shape)}")
     return states.transpose(-1, -2)
-
-
-def first_slots(scales: TensorOrNone, slots: int) -> TensorOrNone:
-    """The scales of a pool's first slots."""
-    if scales is None or not _ops.is_dense(scales) or scales.dim() != 3:
-        return scales  # absent, or refused with the other arguments
-    return scales[:slots]
 
 
 def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:

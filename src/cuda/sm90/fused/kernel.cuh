@@ -22,7 +22,7 @@
 //
 // Where a call is cut (Strategy FusedSegments), a CTA runs one segment, and before it the chunks of its
 // warm-up, whose outputs are not stored (warm_up.cuh). Such a call has kernels of its own (kInParts): what
-// they have besides costs others up to 6 % of their time, also where it is jumped over.
+// they have besides would cost all other calls time, even where it is jumped over.
 //
 // Roles: warpgroups x registers of a thread (setmaxnreg):
 //
