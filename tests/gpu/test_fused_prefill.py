@@ -64,7 +64,7 @@ def ours(names: list[str], groups: int) -> bool:
     """Whether the one kernel did all, with so many state warpgroups a CTA."""
     assert names
     form = {1: "Paired", 2: "Unpaired"}[groups]
-    return len(names) == 1 and re.search(rf"fused_prefill<.*::{form}, [^,]*>", names[0]) is not None
+    return len(names) == 1 and re.search(rf"fused_prefill<.*::{form}, [^,]*, false>", names[0]) is not None
 
 
 GATES = pytest.mark.parametrize("gate", ["bounded", "softplus"])
