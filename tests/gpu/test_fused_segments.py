@@ -76,6 +76,89 @@ def test_every_call_obeys_the_rule(fields, kind):
     obeys_the_rule(inputs)
 
 
+OTHERS = ("sm90:fused", "sm90:whole", "sm90:halves", "sm90:segments")
+
+
+def takes(inputs: Inputs, backend: str) -> bool:
+    try:
+        run(inputs, backend)
+    except ValueError:
+        return False
+    return True
+
+
+def same_heads(one: passes.Result, other: passes.Result, heads: list[int]) -> bool:
+    return torch.equal(one.o[:, :, heads], other.o[:, :, heads]) and torch.equal(
+        one.final_state[:, heads], other.final_state[:, heads]
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "fields"),
+    [
+        (1, {"lengths": (16384,)}),
+        (4, {"lengths": (32768,)}),
+        (8, {"lengths": (4096, 4096)}),
+        (12, {"lengths": (2048,)}),
+        (16, {"lengths": (8192,)}),
+        (16, {"lengths": (5000, 40, 3000), "packed": True}),
+        (64, {"lengths": (4096,)}),
+        (64, {"lengths": (32768,)}),
+    ],
+    ids=str,
+)
+def test_each_head_goes_its_own_way(heads, fields):
+    """Heads that forget have the bits of the one kernel, the others those of another strategy, in several
+    runs one behind the other."""
+    inputs = inputs_of(heads=heads, value_heads=heads, **fields)
+    remember = [head for head in range(heads) if head % 3 == 0]
+    forget = [head for head in range(heads) if head % 3]
+    inputs = decaying(inputs, per_head(*[KEEPS if head % 3 == 0 else FORGETS for head in range(heads)]))
+    others = {backend: run(inputs, backend) for backend in OTHERS if takes(inputs, backend)}
+    found = [run(inputs) for _ in range(5)]
+    assert same_heads(found[0], others["sm90:fused"], forget)
+    assert any(same_heads(found[0], other, remember) for other in others.values())
+    for again in found[1:]:
+        assert_same_bits("o", again.o, found[0].o)
+        assert_same_bits("states", again.final_state, found[0].final_state)
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(2560, 4), (8192, 16), (8192, 33)])
+def test_what_follows_waits_for_all_parts(tokens, heads):
+    """The last kernel is not behind the segments by the order of launches: it waits for them itself. So
+    what follows it in a graph reads all outputs."""
+    inputs = inputs_of(lengths=(tokens,), heads=heads, value_heads=heads)
+    slow = decaying(inputs, per_head(*[KEEPS if head % 2 else FORGETS for head in range(heads)])).g
+    fast = decaying(inputs, per_head(*[FORGETS] * heads)).g
+    found = run(inputs)
+    o, states = found.o, found.final_state
+    copies = torch.empty_like(o), torch.empty_like(states)
+
+    def call() -> None:
+        o.fill_(float("nan"))
+        states.fill_(float("nan"))
+        passes.prefill(inputs, backend=SEGMENTS, o=o, final_state=states)
+        copies[0].copy_(o)
+        copies[1].copy_(states)
+
+    def check() -> None:
+        wanted = run(inputs)
+        assert_same_bits("o", copies[0], wanted.o)
+        assert_same_bits("states", copies[1], wanted.final_state)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for gates in (fast, slow) * 5:
+        inputs.g.copy_(gates)
+        graph.replay()
+        check()
+        call()
+        check()
+
+
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])
 @pytest.mark.parametrize("decay", ["forgetting", "lasting", "half_lasting", "mixed"])
 def test_gates_of_every_kind(gate, decay):

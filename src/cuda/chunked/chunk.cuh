@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "cuda/device_args.h"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/scan.cuh"
 
 namespace cula::cuda::chunked {
@@ -159,21 +160,26 @@ struct Magnitudes {
 enum class Part : std::uint8_t {
     kWhole,        // of any other call: all of it
     kJudge,        // finds the heads that remember, and the warm-ups of the others
-    kRemembering,  // runs the heads that remember
-    kSegments,     // runs the others, beside the part before
-    kUnsettled,    // runs those of them once more of which something was left out that shows
+    kSegments,     // runs those others
+    kRemembering,  // runs the heads that remember, beside the part before
+    kUnsettled,    // runs those heads once more of whose segments something was left out that shows
 };
 // A sequence's value head is settled where what its segments left out does not show: then its outputs and its
 // final state are right.
 struct Verdicts {
     Part part = Part::kWhole;
+    // The first kernel of kRemembering: of those before it, the judge has ended; segments need not have.
+    bool beside_segments = false;
     std::int32_t* warm_up = nullptr;    // [segments, HV]: in chunks
     Magnitudes* of = nullptr;           // [segments, HV, slots]: a slot per warp of value rows
     std::int32_t* remembers = nullptr;  // [N, HV], like the next two; all begin as zeros
     std::int32_t* arrived = nullptr;    // how many of the head's slots are there
     std::int32_t* settled = nullptr;
+    std::int32_t* ended = nullptr;  // [2]: how many CTAs of kSegments have ended; whether all have
 
     static constexpr int slots(std::int64_t value_dim) { return value_dim <= 128 ? 8 : 16; }
+    // Numbers from `remembers` on that begin as zeros.
+    static constexpr std::int64_t zeros(std::int64_t heads) { return 3 * heads + 2; }
 };
 // A segment leaves out less than 2^(kForgotten + 19) times the largest magnitude before it: a row of the
 // state is at most 2^18 values long, and the norm of a row of 128 numbers at most 2^3.5 of them. It must not
@@ -278,8 +284,16 @@ __device__ __forceinline__ bool left_out(const DeviceArgs& a, const Schedule& s,
     const Verdicts& verdicts = s.verdicts;
     if (verdicts.part != Part::kRemembering && verdicts.part != Part::kUnsettled) return false;
     const int head = sequence * a.value_heads + value_head;
-    const bool remembers = verdicts.remembers[head] != 0;
-    return verdicts.part == Part::kRemembering ? !remembers : remembers || verdicts.settled[head] != 0;
+    const bool remembers = __ldcg(verdicts.remembers + head) != 0;
+    return verdicts.part == Part::kRemembering ? !remembers
+                                               : remembers || __ldcg(verdicts.settled + head) != 0;
+}
+
+// PDL wait of a kernel that may be the first of kRemembering: all CTAs of the segments before it have waited
+// for the judge, and then triggered. Of what has been written since the judge began, it reads `remembers`
+// alone, past the first-level cache (left_out).
+__device__ __forceinline__ void follow_kernels_or_judge(const Schedule& s) {
+    if (!s.verdicts.beside_segments) pdl_wait();
 }
 
 struct ChunkPlace {

@@ -9,8 +9,9 @@
 //     Whole          carry: outputs and final states
 //     Halves         maps of first halves, carry
 //     Segments       carry of first segments (first_beside_maps only), maps, compose, carry
-//     FusedSegments  a judge; what another strategy launches, for heads that remember; one kernel for the
-//                    others; that kernel once more, over whole sequences, for those that are not settled
+//     FusedSegments  a judge; one kernel for the heads that forget; beside it what another strategy
+//                    launches, for those that remember; the one kernel once more, over whole sequences, for
+//                    those that are not settled
 //
 // A segment call with Args::keep is the first half of a prefill, up to the maps. If it is
 // asked for the map of the sequence, one compose kernel makes that from the segments' maps.
@@ -121,18 +122,17 @@ public:
 
         schedule_ = schedule_of<kKey>(call, plan, workspace_.packed, workspace_.segments);
         schedule_.verdicts = verdicts;
+        schedule_.verdicts.beside_segments = remembering();
         schedule_.waits.operands =
             waits_itself() && workspace_.operands && plan.shape.chunks > 0 && !plan.makes_maps() && !found_;
-        // Where maps are composed, only a carry that waits for compose itself may start early: waiting
-        // CTAs of other kernels would occupy multiprocessors that maps still need.
-        early_.allow(!plan.cuts());
+        allow_early(!plan.cuts());
     }
 
     void run() {
         for (int slab = 0; slab < plan_.slabs(); ++slab) {
             begin(slab);
             if constexpr (Carry::kFuses)
-                if (plan_.fuses()) return Carry::launch_fused(this->slab(), p_);
+                if (plan_.fuses()) return launch_first([&] { Carry::launch_fused(this->slab(), p_); });
             prepare();
             if (call_.segment)
                 maps_of_call();
@@ -142,6 +142,17 @@ public:
     }
 
 private:
+    bool remembering() const { return schedule_.verdicts.part == Part::kRemembering; }
+    // Where maps are composed, only a carry that waits for compose itself may start early: waiting CTAs of
+    // other kernels would occupy multiprocessors that maps still need. A kernel beside segments has to start
+    // early, or it would wait for those; there prepare lets the next one start at its end.
+    void allow_early(bool allowed) { early_.allow(allowed || remembering()); }
+    // Launches the kernel that is the first of kRemembering, if none was launched before.
+    template <class Launch>
+    void launch_first(Launch launch) {
+        launch();
+        schedule_.verdicts.beside_segments = false;
+    }
     bool waits_itself() const { return call_.follows && Carry::kWaitsItself && !call_.segment; }
     SlabOf<Carry> slab() { return {call_, plan_, schedule_, workspace_.operands, early_}; }
     int pieces() const { return static_cast<int>(schedule_.by_pieces.value); }
@@ -162,8 +173,10 @@ private:
         p_.slab_start = unfinished(slab, 1), p_.slab_end = unfinished(slab + 1, 1);
         p_.slab_end.slot = 0;  // one slot, since only one sequence can continue into the next slab
         if (workspace_.packed && schedule_.verdicts.part != Part::kSegments)  // the judge has found it
-            launch<schedule<kScheduleThreads>>({1, kScheduleThreads}, schedule_, workspace_.first_chunk,
-                                               workspace_.packed, workspace_.segments);
+            launch_first([&] {
+                launch<schedule<kScheduleThreads>>({1, kScheduleThreads}, schedule_, workspace_.first_chunk,
+                                                   workspace_.packed, workspace_.segments);
+            });
     }
 
     void prepare() {
@@ -176,9 +189,11 @@ private:
             schedule_.waits.operands && pays_per_chunk(chunks / span, kCtas, call_.multiprocessors);
         if (found_) return;
         if constexpr (kPrepares && kPerChannel)
-            launch<prepare_channel<T, kKey, kUpdate, typename Carry::GateTiles>>(
-                {chunks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}, Carry::gate_tiles(a_), schedule_,
-                workspace_.operands, workspace_.is_compensated, workspace_.fading);
+            launch_first([&] {
+                launch<prepare_channel<T, kKey, kUpdate, typename Carry::GateTiles>>(
+                    {chunks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}, Carry::gate_tiles(a_), schedule_,
+                    workspace_.operands, workspace_.is_compensated, workspace_.fading);
+            });
         else if constexpr (kPrepares)
             launch<prepare_token<T, kKey>>({chunks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)},
                                            schedule_, span, workspace_.operands, workspace_.is_compensated,
@@ -221,10 +236,10 @@ private:
         // With several sequences their CTAs return at once.
         p_.first_rank = cut.first_beside_maps && a_.sequences == 1 ? 1 : 0;
         schedule_.waits.states = waits_itself();
-        early_.allow(schedule_.waits.states);
+        allow_early(schedule_.waits.states);
         carry();
         schedule_.waits.states = false;
-        early_.allow(false);
+        allow_early(false);
     }
     void take(const Segments& cut) {
         p_.first_beside_maps = cut.first_beside_maps;
@@ -294,14 +309,13 @@ public:
         if (plan_.in_place)
             part.args.initial_copy =
                 float_states(own.initial_copy, a.sequences, a.value_heads, a.value_dim, a.key_dim);
+        const std::int64_t heads = std::int64_t{a.sequences} * a.value_heads;
         fill_with_zeros(own.verdicts.remembers,
-                        sizeof(std::int32_t) * 3 * static_cast<std::size_t>(a.sequences) * a.value_heads,
-                        call.stream);
+                        sizeof(std::int32_t) * static_cast<std::size_t>(Verdicts::zeros(heads)), call.stream);
         run(Part::kJudge, plan_);
+        run(Part::kSegments, plan_);
         part.workspace = workspace + bytes_[0];
         run(Part::kRemembering, (*others_)[0]);
-        part.workspace = workspace;
-        run(Part::kSegments, plan_);
         part.workspace = workspace + bytes_[0] + bytes_[1];
         run(Part::kUnsettled, (*others_)[1]);
     }

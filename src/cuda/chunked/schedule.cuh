@@ -52,7 +52,8 @@ template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     schedule(const __grid_constant__ DeviceArgs a, const Schedule s, std::int32_t* first_chunk,
              PackedChunk* packed, Segment* segments) {
-    pdl_trigger_and_wait();
+    pdl_trigger();
+    follow_kernels_or_judge(s);
     static_assert(kThreads == kScheduleThreads);
     __shared__ std::int32_t of_warps[32];
     __shared__ std::int32_t first[kThreads], last[kThreads],

@@ -56,9 +56,10 @@ struct Workspace {
             verdicts.warm_up = carver.take<std::int32_t>(segments_of_heads);
             verdicts.of = carver.take<Magnitudes>(segments_of_heads * Verdicts::slots(shape.value_dim));
             const std::int64_t all = shape.sequences * heads;
-            verdicts.remembers = carver.take<std::int32_t>(3 * all);
+            verdicts.remembers = carver.take<std::int32_t>(verdicts.zeros(all));
             if (verdicts.remembers) verdicts.arrived = verdicts.remembers + all;
             if (verdicts.remembers) verdicts.settled = verdicts.arrived + all;
+            if (verdicts.remembers) verdicts.ended = verdicts.settled + all;
             if (plan.in_place)
                 initial_copy = carver.take<float>(shape.sequences * heads * shape.value_dim * shape.key_dim);
         }

@@ -57,6 +57,11 @@ __device__ __forceinline__ void tma_wait_stores_read() {
     asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+// Waits until all tile stores of this thread are done: their bytes are in memory.
+__device__ __forceinline__ void tma_wait_stores() {
+    asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 // Prefetches a tensor map to the descriptor cache.
 __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

@@ -121,6 +121,9 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kReadsState, kPe
     } else if (waits_itself) {
         pdl_trigger();
         __threadfence();
+    } else if (p.first_only) {  // the maps beside it do not wait for prepare
+        pdl_wait();
+        pdl_trigger();
     } else if (!p.halves || needs_map()) {
         pdl_trigger_and_wait();
     }

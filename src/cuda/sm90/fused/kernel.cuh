@@ -134,17 +134,16 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         (i / 64 % 2 ? high : low).clear_above(i % 32);
     }
     fence_async_proxy();
-    // Segments run beside the kernels of the heads that remember, of which the first has waited for the
-    // judge: they wait at their end. Where this kernel is one of those, it lets the segments start behind its
-    // wait.
+    // Segments let the kernels of the heads that remember start as soon as the judge has ended.
     const chunked::Part part = kInParts ? schedule.verdicts.part : chunked::Part::kWhole;
-    const bool waits_last = part == chunked::Part::kSegments;
-    if (waits_last) {
-        pdl_trigger();
-        __threadfence();
-    } else if (part == chunked::Part::kRemembering) {
+    const bool in_segments = part == chunked::Part::kSegments;
+    if (in_segments) {
         pdl_wait();
         pdl_trigger();
+    } else if (kInParts) {
+        pdl_trigger();
+        chunked::follow_kernels_or_judge(schedule);
+        if (part == chunked::Part::kUnsettled && thread == 0) wait_for_segments(schedule.verdicts);
     } else {
         pdl_trigger_and_wait();
     }
@@ -154,16 +153,16 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
             const int column = p.row_blocks.divide(static_cast<int>(blockIdx.x)),
                       number = a.by_value_heads.divide(column), first_segment = number - segment.rank;
             const int warm_up =
-                waits_last ? begin_early(a, schedule, number, column - number * a.value_heads, segment) : 0;
+                in_segments ? begin_early(a, schedule, number, column - number * a.value_heads, segment) : 0;
             if (thread == 0) shared.warm_up = warm_up, shared.first_segment = first_segment;
         }
         if (thread == 0) shared.segment = segment;
     }
     Form::sync_start();
-    if (kInParts && shared.warm_up < 0) {  // as uniform in a cluster as nothing() below
-        pdl_wait();
-        return;
-    }
+    const auto end = [&] {
+        if (kInParts && in_segments) end_segment(schedule.verdicts);
+    };
+    if (kInParts && shared.warm_up < 0) return end();  // as uniform in a cluster as nothing() below
     // Each role makes its own cursor, so that the roles share no registers.
     const auto make_cursor = [&] {
         return SegmentCursor<kKey, false>(a, schedule, p, shared.segment, role < 0 ? warp : 0,
@@ -174,10 +173,7 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         if (role < 0) cursor.zero_skipped(schedule);
         // nothing() must be uniform in a cluster, whose CTAs meet in Form::sync_end(): they are row blocks of
         // one sequence and head, and without maps it asks about the sequence alone.
-        if (cursor.nothing(schedule)) {
-            if constexpr (kInParts) pdl_wait();
-            return;
-        }
+        if (cursor.nothing(schedule)) return end();
         if (kMayLeaveRange && thread == 0) {
             const int head = a.by_group.divide(cursor.value_head);
             constexpr std::int64_t kBytes = sizeof(T);
@@ -211,7 +207,7 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
             FusedSolveRole<T, kKey, Form>{cursor, shared, helper - 2}.run();
     }
     Form::sync_end();
-    if constexpr (kInParts) pdl_wait();
+    end();
 }
 
 }  // namespace cula::cuda::sm90

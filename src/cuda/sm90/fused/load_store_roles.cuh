@@ -122,6 +122,7 @@ struct FusedStoreRole {
             load_values(i + Form::kTiles, tile.at);
             tile.next(Form::kTiles);
         }
+        if (kInParts && lane == 0) tma_wait_stores();  // end_segment() says that they are done
     }
 
 private:

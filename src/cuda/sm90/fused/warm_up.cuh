@@ -171,9 +171,8 @@ template <class T, int kKey, Gate kGate>
 __global__ void __launch_bounds__(kJudgeThreads, 1)
     judge_segments(const __grid_constant__ DeviceArgs a, const Schedule schedule) {
     constexpr int kRows = chunked::kTokens<kKey>, kTokens = kMostWarmUp * kRows;
-    constexpr int kLanes = 16, kOwn = kKey / kLanes, kStep = kJudgeThreads / kLanes,
-                  kPasses = kTokens / kStep, kNear = kRows / kStep;
-    static_assert(kOwn * sizeof(T) == sizeof(uint4) && kPasses * kStep == kTokens && kNear * kStep == kRows);
+    constexpr int kLanes = 16, kOwn = kKey / kLanes, kStep = kJudgeThreads / kLanes, kPasses = kRows / kStep;
+    static_assert(kOwn * sizeof(T) == sizeof(uint4) && kPasses * kStep == kRows);
     static_assert(kJudgeThreads >= kTokens && kJudgeThreads / 32 == ChannelBounds<kRows, kKey>::kGroups);
     __shared__ float bounds[kTokens];  // log2 of the first bound, the token before the segment first
     __shared__ __align__(16) float biases[kKey];
@@ -184,30 +183,30 @@ __global__ void __launch_bounds__(kJudgeThreads, 1)
               number = a.by_value_heads.divide(block), value_head = block - number * a.value_heads;
     const Segment segment = chunked::segment_of(a, schedule, number);
     if (segment.sequence < 0) return;
-    const Verdicts& verdicts = schedule.verdicts;
-    const int most = min(segment.chunk, kMostWarmUp), count = most * kRows;
+    const int most = min(segment.chunk, kMostWarmUp);
     const TokenRange tokens = tokens_of(a, segment.sequence);
     const std::int64_t last = tokens.begin + std::int64_t{segment.chunk} * kRows - 1;
     const int lane = thread % kLanes, channel = lane * kOwn, first = thread / kLanes;
-    const bool has_channels = channel < a.key_dim;
+    const bool has_channels = channel < a.key_dim && most > 0;
 
-    // All loads first.
-    uint4 raw[kPasses], keys[kNear];
-    const auto each_row = [&](const TokenRows& rows, int head, auto& to) {
-        const T* from = static_cast<const T*>(rows.data) + rows.offset(tokens.batch, last, head) + channel -
-                        first * rows.token;
-        const std::int64_t step = kStep * rows.token;
-        constexpr int kCount = sizeof(to) / sizeof(uint4);
+    // Loads kStep tokens, from `back` tokens before the segment on.
+    const auto load_rows = [&](uint4(&to)[kPasses], const TokenRows& rows, int head, int back) {
+        const T* from =
+            static_cast<const T*>(rows.data) + rows.offset(tokens.batch, last - back - first, head) + channel;
 #pragma unroll
-        for (int pass = 0; pass < kCount; ++pass, from -= step)
-            to[pass] = pass * kStep + first < count && has_channels ? *reinterpret_cast<const uint4*>(from)
-                                                                    : uint4{};
+        for (uint4& piece : to) {
+            piece = has_channels ? *reinterpret_cast<const uint4*>(from) : uint4{};
+            from -= kStep * rows.token;
+        }
     };
-    each_row(a.g, value_head, raw);
-    each_row(a.k, a.by_group.divide(value_head), keys);
+    const auto load_beta = [&](int back) {
+        return load_float(a.beta.data, a.beta.dtype, a.beta.offset(tokens.batch, last - back, value_head));
+    };
+    uint4 raw[kPasses], keys[kPasses];
+    load_rows(raw, a.g, value_head, 0);
+    load_rows(keys, a.k, a.by_group.divide(value_head), 0);
     float beta = 0.0f;
-    if (thread < count)
-        beta = load_float(a.beta.data, a.beta.dtype, a.beta.offset(tokens.batch, last - thread, value_head));
+    if (thread < kRows && most > 0) beta = load_beta(thread);
     float bias = 0.0f;
     if (thread < a.key_dim && a.dt_bias.data)
         bias = a.dt_bias.data[value_head * a.dt_bias.head + thread * a.dt_bias.channel];
@@ -218,27 +217,31 @@ __global__ void __launch_bounds__(kJudgeThreads, 1)
     __syncthreads();
 
     // A decay grows with its gate whatever the kind of gate: the slowest channel has the least one.
-    float own_bias[kOwn];
-    load4(own_bias, biases + channel);
-    load4(own_bias + 4, biases + channel + 4);
+    const auto store_slowest = [&](int back) {
+        float own_bias[kOwn];
+        load4(own_bias, biases + channel);
+        load4(own_bias + 4, biases + channel + 4);
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const std::uint32_t x[4] = {raw[pass].x, raw[pass].y, raw[pass].z, raw[pass].w};
+            float least = INFINITY;
+#pragma unroll
+            for (int word = 0; word < 4; ++word) {
+                const float2 pair = unpack_bounds(x[word]);
+                least = min_or_nan(least,
+                                   min_or_nan(pair.x + own_bias[2 * word], pair.y + own_bias[2 * word + 1]));
+            }
+            if (!has_channels) least = INFINITY;
+#pragma unroll
+            for (int other = 1; other < kLanes; other *= 2)
+                least = min_or_nan(least, __shfl_xor_sync(0xffffffffu, least, other));
+            if (lane == 0) bounds[back + pass * kStep + first] = least;
+        }
+    };
+    const auto log2_decay = [&](float x) { return gate.out * gate_shape<kGate, GateBits::k22>(gate.in * x); };
+    store_slowest(0);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-        const std::uint32_t x[4] = {raw[pass].x, raw[pass].y, raw[pass].z, raw[pass].w};
-        float least = INFINITY;
-#pragma unroll
-        for (int word = 0; word < 4; ++word) {
-            const float2 pair = unpack_bounds(x[word]);
-            least =
-                min_or_nan(least, min_or_nan(pair.x + own_bias[2 * word], pair.y + own_bias[2 * word + 1]));
-        }
-        if (!has_channels) least = INFINITY;
-#pragma unroll
-        for (int other = 1; other < kLanes; other *= 2)
-            least = min_or_nan(least, __shfl_xor_sync(0xffffffffu, least, other));
-        if (lane == 0) bounds[pass * kStep + first] = least;
-    }
-#pragma unroll
-    for (int pass = 0; pass < kNear; ++pass) {
         const int token = kRows - 1 - (pass * kStep + first);
         const std::uint32_t x[4] = {raw[pass].x, raw[pass].y, raw[pass].z, raw[pass].w},
                             y[4] = {keys[pass].x, keys[pass].y, keys[pass].z, keys[pass].w};
@@ -260,11 +263,10 @@ __global__ void __launch_bounds__(kJudgeThreads, 1)
         if (lane == 0) channels.norms[token] = rsqrtf(squares + 1e-6f);
     }
     __syncthreads();
-    const auto log2_decay = [&](float x) { return gate.out * gate_shape<kGate, GateBits::k22>(gate.in * x); };
-    if (thread < count) {
+    if (thread < kRows) {
         const float strength = beta_of(a, beta);
         bounds[thread] = log2_decay(bounds[thread]) + chunked::growth(strength);
-        if (thread < kRows) channels.betas[kRows - 1 - thread] = fabsf(strength);
+        channels.betas[kRows - 1 - thread] = fabsf(strength);
     }
     const int own_channel = thread % kKey;
 #pragma unroll 2
@@ -278,27 +280,51 @@ __global__ void __launch_bounds__(kJudgeThreads, 1)
     __syncthreads();
     if (most > 0) channels.combine(thread / 32);
     __syncthreads();
-    if (thread >= 32) return;
+
     int chunks = most == segment.chunk ? most : -1;
+    // The sums of the first bound from chunk `chunk` on. By the first warp, as the next one.
     float sum = 0.0f;
+    const auto look_back = [&](int chunk, int end) {
 #pragma unroll 1
-    for (int chunk = 0; chunk < most; ++chunk) {
-        sum += sum_over_warp(bounds[chunk * kRows + thread] + bounds[chunk * kRows + 32 + thread]);
-        if (!(sum <= chunked::kForgotten)) continue;
-        chunks = chunk + 1;
-        break;
+        for (; chunk < end; ++chunk) {
+            sum += sum_over_warp(bounds[chunk * kRows + thread] + bounds[chunk * kRows + 32 + thread]);
+            if (!(sum <= chunked::kForgotten)) continue;
+            chunks = chunk + 1;
+            return;
+        }
+    };
+    const auto store = [&] {
+        if (thread > 0) return;
+        const Verdicts& verdicts = schedule.verdicts;
+        verdicts.warm_up[std::int64_t{number} * a.value_heads + value_head] = chunks;
+        if (chunks < 0) verdicts.remembers[segment.sequence * a.value_heads + value_head] = 1;
+    };
+    bool goes_on = false;
+    if (thread < 32 && most > 0) {
+        look_back(0, 1);
+        if (chunks != 1) {
+            // What write strengths next to 2 may add after the bound has come down. The norm of a row is at
+            // most sqrt(K) times its largest number.
+            const float grows = sum_over_warp(chunked::growth(channels.betas[thread]) +
+                                              chunked::growth(channels.betas[32 + thread]));
+            const float enough = exp2f(chunked::kForgotten - grows) * rsqrtf(static_cast<float>(kKey));
+            if (channels.come_down(enough)) chunks = 1;
+        }
+        // Chunks further back are looked at only where four like this one would be enough.
+        goes_on = chunks != 1 && most > 1 && kMostWarmUp * sum <= chunked::kForgotten;
     }
-    if (most > 0 && chunks != 1) {
-        // What write strengths next to 2 may add after the bound has come down. The norm of a row is at most
-        // sqrt(K) times its largest number.
-        const float grows = sum_over_warp(chunked::growth(channels.betas[thread]) +
-                                          chunked::growth(channels.betas[32 + thread]));
-        const float enough = exp2f(chunked::kForgotten - grows) * rsqrtf(static_cast<float>(kKey));
-        if (channels.come_down(enough)) chunks = 1;
-    }
-    if (thread > 0) return;
-    verdicts.warm_up[std::int64_t{number} * a.value_heads + value_head] = chunks;
-    if (chunks < 0) verdicts.remembers[segment.sequence * a.value_heads + value_head] = 1;
+    if (!__syncthreads_or(goes_on)) return store();
+#pragma unroll 1
+    for (int back = kRows; back < most * kRows; back += kRows)
+        load_rows(raw, a.g, value_head, back), store_slowest(back);
+    if (thread >= kRows && thread < most * kRows) beta = load_beta(thread);
+    __syncthreads();
+    if (thread >= kRows && thread < most * kRows)
+        bounds[thread] = log2_decay(bounds[thread]) + chunked::growth(beta_of(a, beta));
+    __syncthreads();
+    if (thread >= 32) return;
+    look_back(1, most);
+    store();
 }
 
 // Moves the begin of a CTA's segment, number `number`, to that of its warm-up, and returns the warm-up's
@@ -312,6 +338,19 @@ __device__ __forceinline__ int begin_early(const DeviceArgs& a, const Schedule& 
     if (own == segment.chunk) segment.rank = 0;  // it starts from the sequence's state
     segment.chunk -= own, segment.slot -= own, segment.chunks += own;
     return own * (chunked::kTokens<128> / kFusedTokens);
+}
+
+// The end of a CTA of segments: by all of its threads, after all that it stores. The kernels beside segments
+// do not wait for them (Part::kRemembering), so the last one of the call does.
+__device__ __forceinline__ void end_segment(const Verdicts& verdicts) {
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    __threadfence();
+    if (atomicAdd(verdicts.ended, 1) + 1 == static_cast<int>(gridDim.x)) publish(verdicts.ended + 1, 1);
+}
+// All CTAs of segments have started before a kernel that calls this can: none waits for its multiprocessor.
+__device__ __forceinline__ void wait_for_segments(const Verdicts& verdicts) {
+    while (!published(verdicts.ended + 1)) __nanosleep(100);
 }
 
 // Stores what a warp of value rows has seen of its segment. The last warp of the head decides whether the
