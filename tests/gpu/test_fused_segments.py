@@ -111,16 +111,18 @@ def test_each_head_goes_its_own_way(heads, fields):
     """Heads that forget have the bits of the one kernel, the others those of another strategy, in several
     runs one behind the other."""
     inputs = inputs_of(heads=heads, value_heads=heads, **fields)
-    remember = [head for head in range(heads) if head % 3 == 0]
-    forget = [head for head in range(heads) if head % 3]
-    inputs = decaying(inputs, per_head(*[KEEPS if head % 3 == 0 else FORGETS for head in range(heads)]))
-    others = {backend: run(inputs, backend) for backend in OTHERS if takes(inputs, backend)}
-    found = [run(inputs) for _ in range(5)]
-    assert same_heads(found[0], others["sm90:fused"], forget)
-    assert any(same_heads(found[0], other, remember) for other in others.values())
-    for again in found[1:]:
-        assert_same_bits("o", again.o, found[0].o)
-        assert_same_bits("states", again.final_state, found[0].final_state)
+    for step in (1, 2, 3, 7):
+        remember = list(range(0, heads, step))
+        forget = [head for head in range(heads) if head % step]
+        decays = [KEEPS if head in remember else FORGETS for head in range(heads)]
+        inputs = decaying(inputs, per_head(*decays))
+        others = {backend: run(inputs, backend) for backend in OTHERS if takes(inputs, backend)}
+        found = [run(inputs) for _ in range(5)]
+        assert same_heads(found[0], others["sm90:fused"], forget)
+        assert any(same_heads(found[0], other, remember) for other in others.values())
+        for again in found[1:]:
+            assert_same_bits("o", again.o, found[0].o)
+            assert_same_bits("states", again.final_state, found[0].final_state)
 
 
 @pytest.mark.parametrize(("tokens", "heads"), [(2560, 4), (8192, 16), (8192, 33)])
