@@ -110,7 +110,7 @@ def measure(device: str) -> Iterator[Point]:
 
 def bind(inputs: Inputs, backend: str) -> Call:
     prefill = PREFILL[inputs.case.algorithm]
-    gates = {name: x for name in ("g", "beta", "decay") if (x := getattr(inputs, name)) is not None}
+    gates = {name: x for name in ("g", "beta", "erase", "decay") if (x := getattr(inputs, name)) is not None}
     named = {**gates, **keywords(inputs), "out": torch.empty_like(inputs.v), "backend": backend}
     return lambda: prefill(inputs.q, inputs.k, inputs.v, **named, output_final_state=True)
 

@@ -34,11 +34,14 @@ def scores(rows: Tensor, k: Tensor, G: Tensor) -> Tensor:
     return (decayed @ grown.mT).flatten(-3, -2)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, erase: Tensor | None = None
+) -> Tensor:
     """o [B, T, H, V] of q and k [B, T, H, K] and v [B, T, H, V], from an empty state.
 
     g: the log decay, at least -5, [B, T, H, K], or [B, T, H, 1] for one of all channels. beta: the write
-    strength [B, T, H, 1] of the delta rule; None for an additive update.
+    strength [B, T, H, 1] of the delta rule; None for an additive update. erase: erase strengths [B, T, H, K];
+    beta is then the values' alone, [B, T, H, V] or [B, T, H, 1].
     """
     tokens, dtype = v.shape[1], v.dtype
     q, k, v, g = (in_chunks(x) for x in (q, k, v, g))
@@ -51,10 +54,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -
         U = v
     else:
         beta = in_chunks(beta)
-        both = torch.cat((v, k * G.exp()), -1) * beta
-        U, W = torch.linalg.solve_triangular(
-            scores(k, k, G) * beta, both, upper=False, unitriangular=True
-        ).split((v.shape[-1], k.shape[-1]), -1)
+        e = k * (beta if erase is None else in_chunks(erase))
+        both = torch.cat((beta * v, e * G.exp()), -1)
+        U, W = torch.linalg.solve_triangular(scores(e, k, G), both, upper=False, unitriangular=True).split(
+            (v.shape[-1], k.shape[-1]), -1
+        )
 
     S, outputs = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
     for c in range(q.shape[2]):

@@ -51,7 +51,8 @@ class Inputs:
     gate: Tensor | None  # [B, T, H, K] or [B, T, H]
     A_log: Tensor | None  # [H]
     dt_bias: Tensor | None  # [H, K] or [H]
-    strength: Tensor | None  # [B, T, H], a logit
+    strength: Tensor | None  # [B, T, H], or beside erase [B, T, H, V], a logit
+    erase: Tensor | None  # [B, T, H, K], a logit
     decay: Tensor | None  # [H], a constant log decay
 
     def log_decay(self) -> Tensor:
@@ -65,6 +66,8 @@ def with_cula(algorithm: str, x: Inputs) -> Tensor:
     options = {"use_qk_l2norm_in_kernel": True}
     if x.strength is not None:
         options |= {"beta": x.strength, "use_beta_sigmoid_in_kernel": True}
+    if x.erase is not None:
+        options["erase"] = x.erase
     if x.decay is not None:
         options["decay"] = x.decay
     if x.gate is not None and family.takes_beta:
@@ -88,8 +91,12 @@ def with_pytorch(_: str, x: Inputs) -> Tensor:
     else:
         g = q.new_zeros(q.shape[:3]) if x.decay is None else x.decay.expand(q.shape[:3])
     g = g if g.dim() == 4 else g.unsqueeze(-1)
-    beta = None if x.strength is None else x.strength.sigmoid().unsqueeze(-1)
-    return eager.attention(q, k, x.v, g, beta)
+    if x.strength is None:
+        return eager.attention(q, k, x.v, g, None)
+    beta = x.strength.sigmoid()
+    if x.erase is None:
+        return eager.attention(q, k, x.v, g, beta.unsqueeze(-1))
+    return eager.attention(q, k, x.v, g, beta, x.erase.sigmoid())
 
 
 FORMS: dict[str, Callable[[str, Inputs], Tensor]] = {"cula": with_cula, "PyTorch": with_pytorch}
@@ -121,7 +128,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(2 * width, width, bias=False)
         # Heads forget at different speeds: half-lives from about 16 to 4096 bytes.
         rate = 2.0 ** -torch.linspace(4.5, 12.5, heads)
-        self.gate = self.strength = self.A_log = self.dt_bias = None
+        self.gate = self.strength = self.erase = self.A_log = self.dt_bias = None
         if family.decay in ("channel", "token"):
             bias = torch.logit(-rate / LOWER_BOUND)
             if family.decay == "channel":
@@ -130,7 +137,9 @@ class Layer(nn.Module):
             self.A_log, self.dt_bias = nn.Parameter(torch.zeros(heads)), nn.Parameter(bias)
         self.decay = nn.Buffer(-rate) if family.decay == "head" else None
         if family.takes_beta:
-            self.strength = nn.Linear(width, heads)
+            self.strength = nn.Linear(width, width if family.takes_erase else heads)
+        if family.takes_erase:
+            self.erase = nn.Linear(width, width)
 
     def inputs(self, x: Tensor) -> Inputs:
         heads = self.shape.heads
@@ -141,8 +150,10 @@ class Layer(nn.Module):
         gate = None if self.gate is None else self.gate(x)
         if gate is not None and self.dt_bias.dim() == 2:
             gate = gate.unflatten(-1, (heads, -1))
-        strength = None if self.strength is None else self.strength(x)
-        return Inputs(q, k, v, gate, self.A_log, self.dt_bias, strength, self.decay)
+        strength, erase = (None if each is None else each(x) for each in (self.strength, self.erase))
+        if erase is not None:
+            strength, erase = (each.unflatten(-1, (heads, -1)) for each in (strength, erase))
+        return Inputs(q, k, v, gate, self.A_log, self.dt_bias, strength, erase, self.decay)
 
     def forward(self, x: Tensor) -> Tensor:
         o = self.attend(self.algorithm, self.inputs(rms_norm(x, x.shape[-1:])))

@@ -13,6 +13,7 @@ constexpr Parameter kInputs[] = {
     {"g", "Tensor?", &Args::g},
     {"decay", "Tensor?", &Args::gamma},
     {"beta", "Tensor?", &Args::beta},
+    {"erase", "Tensor?", &Args::erase},
     {"A_log", "Tensor?", &Args::A_log},
     {"dt_bias", "Tensor?", &Args::dt_bias},
     {"cu_seqlens", "Tensor?", &Args::cu_seqlens},
@@ -64,6 +65,7 @@ constexpr Parameter kBackward[] = {
     {"d_A_log", "Tensor(f!)?", &Args::d_A_log},
     {"d_dt_bias", "Tensor(g!)?", &Args::d_dt_bias},
     {"d_initial_state", "Tensor(h!)?", &Args::d_initial_state},
+    {"d_erase", "Tensor(i!)?", &Args::d_erase},
 };
 
 static_assert(std::size(kInputs) +
@@ -90,7 +92,7 @@ constexpr std::string_view returns(Pass pass, Form form) {
         case Pass::kBackward:
             return out ? ""
                        : "Tensor? d_q, Tensor? d_k, Tensor? d_v, Tensor? d_g, Tensor? d_beta, "
-                         "Tensor? d_A_log, Tensor? d_dt_bias, Tensor? d_initial_state";
+                         "Tensor? d_A_log, Tensor? d_dt_bias, Tensor? d_initial_state, Tensor? d_erase";
         case Pass::kPrefill:
         case Pass::kDecode: break;
     }
@@ -117,6 +119,7 @@ constexpr TensorRef Args::* kUsualFirst[] = {
     &Args::cu_seqlens,
     &Args::has_initial_state,
     &Args::final_state_indices,
+    &Args::erase,
     &Args::checkpoints,
     &Args::checkpoint_plan,
     &Args::chunk_states,
@@ -137,6 +140,7 @@ constexpr TensorRef Args::* kUsualFirst[] = {
     &Args::d_A_log,
     &Args::d_dt_bias,
     &Args::d_initial_state,
+    &Args::d_erase,
     &Args::saved,
 };
 

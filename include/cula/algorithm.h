@@ -23,11 +23,12 @@ enum class Decay : std::uint8_t {
 enum class Update : std::uint8_t {
     kAdditive,  // u_t = v_t
     kDelta,     // u_t = beta_t (v_t - S'^T k_t)
+    kErase,     // u_t = beta_t o v_t - S'^T e_t, with the erase key e_t = erase_t o k_t
 };
 
 // All of them. What is compiled once per rule runs over these lists.
 inline constexpr std::array kDecays{Decay::kNone, Decay::kPerHead, Decay::kPerToken, Decay::kPerChannel};
-inline constexpr std::array kUpdates{Update::kAdditive, Update::kDelta};
+inline constexpr std::array kUpdates{Update::kAdditive, Update::kDelta, Update::kErase};
 
 // What every kernel has to know of a rule. Each is a switch without a default, which names the enumerator
 // that it does not know (-Werror=switch). What only one kernel asks stands beside that kernel.
@@ -68,6 +69,7 @@ constexpr std::string_view name(Update update) {
     switch (update) {
         case Update::kAdditive: return "additive";
         case Update::kDelta: return "delta";
+        case Update::kErase: return "erase";
     }
     return "unknown";
 }
@@ -76,7 +78,21 @@ constexpr std::string_view name(Update update) {
 constexpr bool takes_beta(Update update) {
     switch (update) {
         case Update::kAdditive: return false;
-        case Update::kDelta: return true;
+        case Update::kDelta:
+        case Update::kErase: return true;
+    }
+    return false;
+}
+
+// Whether tokens have an erase strength per key channel, erase, beside beta. The key that a token reads the
+// state with is then the erase key, and beta alone says how much of v is written: I - k_t e_t^T does not
+// depend on it, so that one beta per value channel leaves the chunk form and the map of a segment as they
+// are. Otherwise beta is both strengths.
+constexpr bool takes_erase(Update update) {
+    switch (update) {
+        case Update::kAdditive:
+        case Update::kDelta: return false;
+        case Update::kErase: return true;
     }
     return false;
 }
@@ -85,7 +101,8 @@ constexpr bool takes_beta(Update update) {
 constexpr bool has_diagonal_map(Update update) {
     switch (update) {
         case Update::kAdditive: return true;
-        case Update::kDelta: return false;
+        case Update::kDelta:
+        case Update::kErase: return false;
     }
     return false;
 }
@@ -100,7 +117,8 @@ struct Algorithm {
 
 // Sources: linear attention, Katharopoulos et al. 2020; Lightning attention, Qin et al. 2024 (RetNet, Sun et
 // al. 2023, is the same recurrence); simple GLA is the form of Mamba-2, Dao and Gu 2024; GLA, Yang et al.
-// 2023; DeltaNet, Yang et al. 2024; GDN, Yang, Kautz and Hatamizadeh 2024; KDA, Kimi Team 2025.
+// 2023; DeltaNet, Yang et al. 2024; GDN, Yang, Kautz and Hatamizadeh 2024; KDA, Kimi Team 2025; GDN-2, Gated
+// DeltaNet 2 of FLA 0.6.
 inline constexpr Algorithm kLinearAttention{Decay::kNone, Update::kAdditive};
 inline constexpr Algorithm kLightning{Decay::kPerHead, Update::kAdditive};
 inline constexpr Algorithm kSimpleGla{Decay::kPerToken, Update::kAdditive};
@@ -109,6 +127,7 @@ inline constexpr Algorithm kDelta{Decay::kNone, Update::kDelta};
 inline constexpr Algorithm kDeltaPerHead{Decay::kPerHead, Update::kDelta};
 inline constexpr Algorithm kGdn{Decay::kPerToken, Update::kDelta};
 inline constexpr Algorithm kKda{Decay::kPerChannel, Update::kDelta};
+inline constexpr Algorithm kGdn2{Decay::kPerChannel, Update::kErase};
 
 struct NamedAlgorithm {
     std::string_view name;
@@ -127,6 +146,7 @@ inline constexpr std::array kAlgorithms = std::to_array<NamedAlgorithm>({
     {"linear", kLinearAttention, "simple_gla"},
     {"delta", kDelta, "delta"},
     {"delta_per_head", kDeltaPerHead, "delta"},
+    {"gdn2", kGdn2, "gdn2"},
 });
 
 // The name in kAlgorithms; "unknown" for a pair that has none.

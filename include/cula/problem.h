@@ -72,6 +72,7 @@ struct Args {
     TensorRef gamma;    // [HV] float32, a log decay: kPerHead; with kPerToken it is added to that of g
     TensorRef beta;     // takes_beta: [B, T, HV], or [B, T, HV, V] (one write strength per value channel);
                         // any floating dtype
+    TensorRef erase;    // takes_erase: [B, T, HV, K], contiguous in its last dimension; any floating dtype
     TensorRef A_log;    // [HV] float32
     TensorRef dt_bias;  // kPerChannel [HV, K], kPerToken [HV]: float32
 
@@ -148,12 +149,12 @@ struct Args {
     TensorRef d_o;            // [B, T, HV, V]
     TensorRef d_final_state;  // [N, HV, V, K]
     // Outputs, written and not added to; one that is absent is not computed. Each has the dtype of its input
-    // or float32, and the last dimension of d_q, d_k, d_v and a d_g per channel is contiguous. Tokens after
-    // the last sequence get zeros, as do states that has_initial_state says are not read.
+    // or float32, and the last dimension of d_q, d_k, d_v, d_erase and a d_g per channel is contiguous.
+    // Tokens after the last sequence get zeros, as do states that has_initial_state says are not read.
     TensorRef d_q, d_k;         // [B, T, H, K]
     TensorRef d_v;              // [B, T, HV, V]
     TensorRef d_g;              // the shape of g, which may be a raw gate
-    TensorRef d_beta;           // the shape of beta, which may be a logit
+    TensorRef d_beta, d_erase;  // the shape of beta or erase, which may be logits
     TensorRef d_A_log;          // [HV] float32
     TensorRef d_dt_bias;        // the shape of dt_bias, float32
     TensorRef d_initial_state;  // [N, HV, V, K], the layout of any state
@@ -163,8 +164,8 @@ struct Args {
     Gate gate = Gate::kLogDecay;
     double lower_bound = 0.0;       // kBounded
     bool qk_l2norm = false;         // q and k <- x * rsqrt(sum x^2 + 1e-6) over K
-    bool beta_is_logit = false;     // beta = sigmoid(beta)
-    bool allow_neg_eigval = false;  // with beta_is_logit: beta = 2 sigmoid(beta)
+    bool beta_is_logit = false;     // beta = sigmoid(beta), and erase = sigmoid(erase)
+    bool allow_neg_eigval = false;  // with beta_is_logit: what erases, beta or erase, is 2 sigmoid(..)
     bool batch_invariant = false;   // the bits of a sequence do not depend on what else is in the batch
 };
 

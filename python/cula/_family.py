@@ -14,14 +14,15 @@ class Algorithm(NamedTuple):
     name: str
     mode: str  # the function that takes it, `cula_<mode>`; and the `mode` of decode, verify and segment
     decay: str  # none, head, token or channel: what the decay is constant over, or varies with
-    update: str  # additive or delta
+    update: str  # additive, delta or erase
     takes_beta: bool
+    takes_erase: bool  # an erase strength per key channel, and beta writes alone
     has_diagonal_map: bool  # M of a segment's map is a diagonal `[K]`, not a matrix `[K, K]`
 
 
 def _read(line: str) -> Algorithm:
-    name, mode, decay, update, takes_beta, has_diagonal_map = line.split("\t")
-    return Algorithm(name, mode, decay, update, takes_beta == "yes", has_diagonal_map == "yes")
+    name, mode, decay, update, *answers = line.split("\t")
+    return Algorithm(name, mode, decay, update, *(answer == "yes" for answer in answers))
 
 
 FAMILY = {row.name: row for row in map(_read, _ops.algorithms().splitlines())}

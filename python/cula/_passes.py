@@ -123,6 +123,7 @@ def forward(
     decay: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     disable_recompute: bool = False,
+    erase: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs `_ops.prefill` or `_ops.decode`; returns o, the final state or the pool, and the states at chunk
     starts. disable_recompute: of a prefill; without effect where there are no gradients."""
@@ -165,13 +166,13 @@ def forward(
             o, final_state = op.make(
                 q, k, v, options, g=g, beta=beta, decay=decay, A_log=A_log, dt_bias=dt_bias,
                 lower_bound=lower_bound, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
-                has_initial_state=states.has_initial, null_index=null, backend=backend,
+                has_initial_state=states.has_initial, erase=erase, null_index=null, backend=backend,
             )  # fmt: skip
             return o, final_state, None
         _, final_state = op.write(
             q, k, v, options, o=out, g=g, beta=beta, decay=decay, A_log=A_log, dt_bias=dt_bias,
             lower_bound=lower_bound, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
-            has_initial_state=states.has_initial, null_index=null, backend=backend,
+            has_initial_state=states.has_initial, erase=erase, null_index=null, backend=backend,
         )  # fmt: skip
         return out, final_state, None
 
@@ -196,7 +197,7 @@ def forward(
             q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
             final_state=final_state, initial_state_indices=initial_indices,
             initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, decay=decay,
-            has_initial_state=states.has_initial, final_state_indices=final_indices,
+            has_initial_state=states.has_initial, final_state_indices=final_indices, erase=erase,
             initial_scales=of_initial, final_scales=of_final, null_index=null, backend=backend,
         )  # fmt: skip
         return o if out is None else out, made_state if returned is None else returned, None
@@ -216,7 +217,7 @@ def forward(
         q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
         final_state=final_state, initial_state_indices=initial_indices, initial_state=initial_state,
         cu_seqlens=cu_seqlens, scale=scale, decay=decay, has_initial_state=states.has_initial,
-        final_state_indices=final_indices, checkpoints=checkpoint_states, checkpoint_plan=plan,
+        final_state_indices=final_indices, erase=erase, checkpoints=checkpoint_states, checkpoint_plan=plan,
         chunk_states=chunk_states_v_first, kept=kept, initial_scales=of_initial, final_scales=of_final,
         null_index=null, backend=backend,
     )  # fmt: skip
@@ -233,6 +234,7 @@ def verify(
     gate: Gate,
     states: States,
     *,
+    erase: Tensor | None = None,
     decay: Tensor | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
@@ -275,7 +277,7 @@ def verify(
         o: Tensor = op.make(
             q, k, v, options, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
             initial_state_indices=initial_indices, initial_state=pool, cu_seqlens=cu_seqlens, scale=scale,
-            decay=decay, has_initial_state=states.has_initial, state_indices=state_indices,
+            decay=decay, erase=erase, has_initial_state=states.has_initial, state_indices=state_indices,
             num_accepted=num_accepted, parents=parents, initial_scales=scales, null_index=null,
             backend=backend,
         )  # fmt: skip
@@ -286,7 +288,7 @@ def verify(
         q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
         final_state=final_state, initial_state_indices=initial_indices, initial_state=initial_state,
         cu_seqlens=cu_seqlens, scale=scale, decay=decay, has_initial_state=states.has_initial,
-        state_indices=state_indices, num_accepted=num_accepted, snapshots=snapshots,
+        erase=erase, state_indices=state_indices, num_accepted=num_accepted, snapshots=snapshots,
         snapshot_indices=snapshot_indices, parents=parents, initial_scales=of_initial,
         final_scales=of_final, null_index=null, backend=backend,
     )  # fmt: skip
@@ -302,6 +304,7 @@ def segment(
     beta: Tensor | None,
     gate: Gate,
     *,
+    erase: Tensor | None = None,
     decay: Tensor | None,
     qk_l2norm: bool,
     beta_is_logit: bool,
@@ -334,13 +337,13 @@ def segment(
     if m is None and b is None:  # `write` would write nothing
         m, b, kept = op.make(
             q, k, v, options, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-            cu_seqlens=cu_seqlens, scale=scale, decay=decay, backend=backend,
+            cu_seqlens=cu_seqlens, scale=scale, decay=decay, erase=erase, backend=backend,
         )  # fmt: skip
         return (m, b, kept) if keep else (m, b)
     kept = op.write(
         q, k, v, options, m=m, b=b if state_v_first else as_v_first(op, "b", b), g=g, beta=beta,
         A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, cu_seqlens=cu_seqlens, scale=scale,
-        decay=decay, backend=backend,
+        decay=decay, erase=erase, backend=backend,
     )  # fmt: skip
     return (m, b, kept) if keep else (m, b)
 

@@ -27,6 +27,7 @@ inline constexpr std::array kGradients{
     Gradient{"d_A_log", &Args::d_A_log, "A_log", &Args::A_log},
     Gradient{"d_dt_bias", &Args::d_dt_bias, "dt_bias", &Args::dt_bias},
     Gradient{"d_initial_state", &Args::d_initial_state, "initial_state", &Args::initial_state},
+    Gradient{"d_erase", &Args::d_erase, "erase", &Args::erase},
 };
 
 }  // namespace cula

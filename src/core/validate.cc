@@ -160,6 +160,14 @@ private:
             CULA_REQUIRE(!args_.beta_is_logit, "use_beta_sigmoid_in_kernel", "be left out for " + algorithm(),
                          "true");
         }
+        if (takes_erase(args_.algorithm.update)) {
+            given_for_algorithm("erase", args_.erase);
+            shape("erase", args_.erase, {B, T, HV, {"K", key_dim_}});
+            floating("erase", args_.erase);
+            last_contiguous("erase", args_.erase);
+        } else {
+            CULA_REQUIRE(!args_.erase, "erase", "be left out for " + algorithm(), shape_of(args_.erase));
+        }
         CULA_REQUIRE(!args_.allow_neg_eigval || args_.beta_is_logit, "allow_neg_eigval",
                      "come with use_beta_sigmoid_in_kernel: it doubles the sigmoid", "true without it");
     }

@@ -9,6 +9,9 @@
 //                 Z  <- diag(Gamma_C) Z + Q~^T dO - K^^T dV    additive rules: without K^
 //     at last     dh0 = Z
 //
+// With erase keys (chunk.h) V is beta o V and K^ is E^, and gradient gives de in the place of dk's rows:
+//     dv = beta o dV,  dbeta = v o dV,  derase = de o k,  dk <- dk + de o erase
+//
 // then, in float32, through gate, sigmoid and norm (derivatives.h).
 //
 // A sequence of more than kMostChunks chunks keeps the states of every kBlockChunks-th chunk alone, and walks
@@ -128,8 +131,9 @@ public:
 
 private:
     using Base = Gradient<Word>;
-    using Base::args_, Base::task_, Base::buffers_, Base::inputs_, Base::solves_, Base::per_channel_;
+    using Base::args_, Base::task_, Base::buffers_, Base::inputs_, Base::solves_, Base::erases_;
     using Base::columns_, Base::channels_, Base::key_dim_, Base::words_, Base::count_, Base::padded_;
+    using Base::per_channel_;
     using Base::queries_, Base::keys_, Base::state_, Base::wanted_, Base::own_, Base::kSplit, Base::kStride;
 
     std::int64_t end_of(std::int64_t block) const {
@@ -215,19 +219,24 @@ private:
         }
         load_d_o(token);
         return_values();
-        if (wanted_.beta) this->beta(kept.writes);
-        if (this->masked_) {
-            this->mask_rows(own_.d_values);
-            if (keeps_) this->mask_rows(kept.writes);
+        if (erases_) {
+            write_strengths_and_values(token);
+        } else {
+            if (wanted_.beta) this->beta(kept.writes);
+            if (this->masked_) {
+                this->mask_rows(own_.d_values);
+                if (keeps_) this->mask_rows(kept.writes);
+            }
+            store_d_v(token);
         }
-        store_d_v(token);
         if (solves_)
             for (int x = 0; x < padded_ * columns_; x += kLanes)
                 store(own_.d_values + x, -load(own_.d_values + x));
         if (keeps_) this->gradient(kept.state, mine_.Z, solves_ ? kept.writes : buffers_.values);
         return_state();
-        if (wanted_.beta) write_beta(token);
+        if (wanted_.beta && args_.beta.ndim == 3) write_beta(token);
         if (wanted_.decay) per_channel_ ? write_channel_gates(token) : write_token_gates(token);
+        if (wanted_.keys && erases_) divide_erase_keys(token);
         if (wanted_.keys) write_keys(token, chunk * kChunk * channels_);
     }
 
@@ -316,6 +325,62 @@ private:
     }
 
     // --- results of a chunk ---
+
+    // With erase keys: dv and dbeta of dV, which is that of beta o V.
+    void write_strengths_and_values(std::int64_t token) {
+        for (int i = 0; i < count_; ++i) {
+            const float *strengths = buffers_.strengths + i * columns_, *d = own_.d_values + i * columns_;
+            float* row = buffers_.values + i * columns_;
+            if (wanted_.beta) {
+                load_row(row, args_.v.ptr(task_.batch, token + i, task_.value_head), args_.v.dtype,
+                         task_.v_count, columns_);
+                Vec dot{};
+                for (int j = 0; j < columns_; j += kLanes) {
+                    const Vec of_value = load(row + j) * load(d + j);
+                    store(row + j, of_value);
+                    dot += of_value;
+                }
+                own_.d_beta[i] = sum(dot);
+                if (args_.beta.ndim == 4) write_value_betas(token + i, row);
+            }
+            for (int j = 0; j < columns_; j += kLanes) store(row + j, load(strengths + j) * load(d + j));
+            if (args_.d_v)
+                store_row(args_.d_v.ptr(task_.batch, token + i, task_.value_head), args_.d_v.dtype, row,
+                          task_.v_count);
+        }
+    }
+
+    void write_value_betas(std::int64_t token, float* d_betas) {
+        float given[kLanes];
+        for (int j = 0; j < columns_; j += kLanes) {
+            for (int x = 0; x < kLanes; ++x)
+                given[x] = j + x < task_.v_count
+                               ? load_scalar(args_.beta.ptr(task_.batch, token, task_.value_head, j + x),
+                                             args_.beta.dtype)
+                               : 0.0f;
+            store(d_betas + j, beta_derivative(inputs_, load(given), load(d_betas + j)));
+        }
+        store_row(args_.d_beta.ptr(task_.batch, token, task_.value_head), args_.d_beta.dtype, d_betas,
+                  task_.v_count);
+    }
+
+    // Of de: derase, and what k gets.
+    void divide_erase_keys(std::int64_t token) {
+        for (int i = 0; i < count_; ++i) {
+            float *d_e = own_.d_e + i * channels_, *d_k = own_.d_k + i * channels_;
+            const float* k = buffers_.k + i * channels_;
+            load_row(mine_.row, args_.erase.ptr(task_.batch, token + i, task_.value_head), args_.erase.dtype,
+                     key_dim_, channels_);
+            for (int c = 0; c < channels_; c += kLanes) {
+                const Vec given = load(mine_.row + c), of_key = load(d_e + c);
+                store(d_k + c, load(d_k + c) + of_key * inputs_.erase(given));
+                store(d_e + c, erase_derivative(inputs_, given, of_key * load(k + c)));
+            }
+            if (args_.d_erase)
+                store_row(args_.d_erase.ptr(task_.batch, token + i, task_.value_head), args_.d_erase.dtype,
+                          d_e, key_dim_);
+        }
+    }
 
     void write_beta(std::int64_t token) {
         float logits[kChunk] = {};
@@ -419,8 +484,8 @@ struct BackwardScratch {
     BackwardScratch(Carver& carver, const Args& args, std::int64_t tokens) {
         const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);
         columns = round_up(static_cast<int>(args.v.size[3]), kTokenMultiple);
-        chunk = ChunkBuffers<Word>::carve(carver, channels, columns);
-        gradient = GradientBuffers<Word>::carve(carver, channels, columns);
+        chunk = ChunkBuffers<Word>::carve(carver, args, channels, columns);
+        gradient = GradientBuffers<Word>::carve(carver, args, channels, columns);
         mine = BackwardBuffers<Word>::carve(carver, args, tokens, channels, columns);
     }
 };

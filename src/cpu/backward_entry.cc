@@ -74,7 +74,7 @@ void sum_parameters(const Args& args, const BackwardPlan& plan) {
 void zero_slack(const Args& args) {
     if (!args.cu_seqlens) return;
     const std::int64_t end = read_index(args.cu_seqlens, num_sequences(args));
-    for (const TensorRef* ref : {&args.d_q, &args.d_k, &args.d_v, &args.d_g, &args.d_beta}) {
+    for (const TensorRef* ref : {&args.d_q, &args.d_k, &args.d_v, &args.d_g, &args.d_beta, &args.d_erase}) {
         const std::size_t bytes =
             size_bytes(ref->dtype) * static_cast<std::size_t>(ref->ndim == 4 ? ref->size[3] : 1);
         for (std::int64_t t = end; *ref && t < ref->size[1]; ++t)

@@ -7,6 +7,10 @@
 //     solve    T = (I + diag(beta) L)^-1 diag(beta)       additive rules: T = I
 //     read     U = T (V - K^ S)                           additive rules: U = V
 //     carry    S <- diag(Gamma_C) S + K+^T U
+// With erase strengths, erase keys E take the place of K in L and in K^, and beta stays with the values:
+//     score    L = tril(E^ K-^T, -1)
+//     solve    T = (I + L)^-1
+//     read     U = T (beta o V - E^ S)
 //
 // Decay. Every factor is a running product of exp(g), between a token and an anchor on the same side of it in
 // time. So all factors of a contraction are at most 1: nothing overflows at any decay, underflow is the true
@@ -41,7 +45,8 @@ template <class Word>
 struct ChunkBuffers {
     // [tokens, channels]
     float *q, *k, *decay;
-    Word *q_decayed, *k_decayed;  // Q~, K^: decayed to the chunk's start; row-major
+    float* e;                     // the erase keys; those of rules that have none are k
+    Word *q_decayed, *k_decayed;  // Q~, K^ (of erase keys: E^): decayed to the chunk's start; row-major
     Word* k_remaining;            // K+: decayed to the chunk's end; packed as a B operand
     Word* k_remaining_t;          // its transpose, [channels, token words]
     Word *q_anchored, *k_anchored, *k_toward, *k_toward_t;
@@ -52,12 +57,13 @@ struct ChunkBuffers {
     float *beta, *token_decay, *row_decay;
     // [tokens, columns]
     float *values, *read, *out;
+    float* strengths;  // with erase keys: beta
     Word *values_w, *writes_w, *writes_lost_w;
     Word* state_w;      // [channels, columns]
     float* transposed;  // [columns, channels]
     float* leaf;        // [kLeaf, kLeaf]
 
-    static ChunkBuffers carve(Carver& carver, int channels, int columns) {
+    static ChunkBuffers carve(Carver& carver, const Args& args, int channels, int columns) {
         ChunkBuffers b;
         const auto matrix = [&](float*& p, int rows, int width) { p = carver.take<float>(rows * width); };
         const auto operand = [&](Word*& p, int rows, int width) {
@@ -66,6 +72,9 @@ struct ChunkBuffers {
         matrix(b.q, kChunk, channels);
         matrix(b.k, kChunk, channels);
         matrix(b.decay, kChunk, channels);
+        const bool erases = takes_erase(args.algorithm.update);
+        b.e = erases ? carver.take<float>(kChunk * channels) : b.k;
+        matrix(b.strengths, erases ? kChunk : 0, columns);
         for (Word** p : {&b.q_decayed, &b.k_decayed, &b.k_remaining, &b.k_remaining_t, &b.q_anchored,
                          &b.k_anchored, &b.k_toward, &b.k_toward_t})
             operand(*p, kChunk, channels);
@@ -92,6 +101,7 @@ protected:
         : args_(args),
           task_(task),
           solves_(solves(args.algorithm.update)),
+          erases_(takes_erase(args.algorithm.update)),
           per_channel_(varies_by_channel(args.algorithm.decay)),
           keys_(solves_),
           columns_(columns),
@@ -106,7 +116,8 @@ protected:
     static constexpr bool solves(Update update) {
         switch (update) {
             case Update::kAdditive: return false;
-            case Update::kDelta: return true;
+            case Update::kDelta:
+            case Update::kErase: return true;
         }
         return false;
     }
@@ -135,26 +146,47 @@ protected:
         for (int i = 0; i < count_; ++i) {
             if (queries_) inputs_.query(b.q + i * channels_, token + i);
             inputs_.key(b.k + i * channels_, token + i);
+            if (erases_) inputs_.erase_key(b.e + i * channels_, b.k + i * channels_, token + i);
             if (per_channel_) inputs_.channel_decays(b.decay + i * channels_, token + i);
         }
         // Padding tokens write nothing and do not decay.
         const int padding = (padded_ - count_) * channels_;
         if (queries_) zero(b.q + count_ * channels_, padding);
         zero(b.k + count_ * channels_, padding);
+        if (erases_) zero(b.e + count_ * channels_, padding);
         if (per_channel_)
             fill(b.decay + count_ * channels_, padding, 1.0f);
         else
             inputs_.token_decays(b.token_decay, token, count_);
         for (int i = count_; i < padded_; ++i) b.token_decay[i] = 1.0f;
         if (!solves_) return;
-        inputs_.betas(b.beta, token, count_);
         masked_ = 0;
+        if (erases_) {
+            fill(b.beta, padded_, 1.0f);
+            return load_strengths(token);
+        }
+        inputs_.betas(b.beta, token, count_);
         for (int i = 0; i < count_; ++i) {
             if (!(__builtin_fabsf(b.beta[i]) < least_beta_)) continue;
             b.beta[i] = least_beta_;
             masked_ |= std::uint64_t{1} << i;
         }
         for (int i = count_; i < padded_; ++i) b.beta[i] = 0.0f;
+    }
+
+    // The write strengths of values, where they are not those of the solve.
+    void load_strengths(std::int64_t token) {
+        const int loaded = task_.identity ? 0 : count_;
+        float of_tokens[kChunk];
+        const bool per_value = args_.beta.ndim == 4;
+        if (!per_value) inputs_.betas(of_tokens, token, loaded);
+        for (int i = 0; i < loaded; ++i) {
+            float* row = buffers_.strengths + i * columns_;
+            if (per_value)
+                inputs_.value_betas(row, token + i, task_.v_begin, task_.v_count, columns_);
+            else
+                fill(row, columns_, of_tokens[i]);
+        }
     }
 
     void load_values(std::int64_t token) {
@@ -164,6 +196,8 @@ protected:
             load_row(values + i * columns_,
                      args_.v.ptr(task_.batch, token + i, task_.value_head, task_.v_begin), args_.v.dtype,
                      task_.v_count, columns_);
+        for (int x = 0; erases_ && x < loaded * columns_; x += kLanes)
+            store(values + x, load(values + x) * load(buffers_.strengths + x));
         zero(values + loaded * columns_, (padded_ - loaded) * columns_);
     }
 
@@ -197,7 +231,7 @@ protected:
         store(factors + channel + kLanes, factor.high);
     }
 
-    // Multiplies rows [begin, end) of q and k by the product of decays from `begin` through the row itself,
+    // Multiplies rows [begin, end) of q and e by the product of decays from `begin` through the row itself,
     // for scores and for overlaps.
     void scale_from(int begin, int end, Word* q, Word* k) {
         float* factors = buffers_.factors;
@@ -208,7 +242,7 @@ protected:
                 factor *= decay_of(i, c);
                 store_factor(factors, c, factor);
                 if (queries_) store_scaled(q, buffers_.q, i, c, factor);
-                if (keys_) store_scaled(k, buffers_.k, i, c, factor);
+                if (keys_) store_scaled(k, buffers_.e, i, c, factor);
             }
     }
 
@@ -236,7 +270,7 @@ protected:
                 factor *= decay_of(i + 1, c);
                 store_factor(factors, c, factor);
                 if (q) store_pair(q, buffers_.q, begin, i, c, even, factor);
-                if (k) store_pair(k, buffers_.k, begin, i, c, even, factor);
+                if (k) store_pair(k, buffers_.e, begin, i, c, even, factor);
             }
     }
     void pack_toward(int begin, int end, Word* k, float* all) {
@@ -269,7 +303,7 @@ protected:
 
     int token_words() const { return padded_ / kPerWord<Word>; }
 
-    // --- score: scores A = tril(q k^T), overlaps L = tril(k k^T, -1), decay included ---
+    // --- score: scores A = tril(q k^T), overlaps L = tril(e k^T, -1), decay included ---
 
     void score() {
         if (!queries_ && !keys_) return;
@@ -282,6 +316,7 @@ protected:
     void score_by_token() {
         const ChunkBuffers<Word>& b = buffers_;
         const Word* keys = row_words(b.k_anchored, b.k, padded_, channels_);
+        const Word* erasers = erases_ ? row_words(b.k_toward, b.e, padded_, channels_) : keys;
         const Word* queries = queries_ ? row_words(b.q_anchored, b.q, padded_, channels_) : nullptr;
         transpose_words(b.k_toward_t, padded_, keys, words_, padded_, words_);
         for (int i = 0; i < padded_; i += kTriangleRows) {
@@ -290,7 +325,7 @@ protected:
                         b.k_toward_t, padded_, dst + i * kChunk, kChunk);
             };
             if (queries_) multiply(queries, b.scores);
-            if (keys_) multiply(keys, b.overlaps);
+            if (keys_) multiply(erasers, b.overlaps);
         }
         zero(b.row_decay, kChunk);
         for (int i = 0; i < padded_; ++i) {
@@ -330,7 +365,7 @@ protected:
 
     void score_leaf(int begin) {
         if (queries_) score_leaf_of(begin, buffers_.q, true, buffers_.scores);
-        if (keys_) score_leaf_of(begin, buffers_.k, false, buffers_.overlaps);
+        if (keys_) score_leaf_of(begin, buffers_.e, false, buffers_.overlaps);
     }
 
     // dst[i][j] = sum over c of rows[i][c] k[j][c] (product of the decays j + 1 to i), for i > j, with
@@ -422,7 +457,7 @@ protected:
                     token_words(), b, columns_, dst + i * columns_, columns_);
     }
 
-    // --- read: U = T (V - K^ S); additive rules: U = V ---
+    // --- read: U = T (V - K^ S), of erase keys E^; additive rules: U = V ---
 
     // The words of T and of the state, and V, have been made. `read` ends with U.
     void read() {
@@ -513,7 +548,7 @@ protected:
 
     const Args& args_;
     const ScanTask& task_;
-    const bool solves_, per_channel_;
+    const bool solves_, erases_, per_channel_;
     bool queries_ = false, keys_;  // whether q, Q~ and A are made; whether K^ and L are
     float least_beta_ = 0.0f;      // betas nearer to zero count as this
     std::uint64_t masked_ = 0;     // the tokens of the chunk whose beta is nearer, by their bit

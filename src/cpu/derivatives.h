@@ -4,7 +4,7 @@
 //     gate     softplus  dx = -e sigmoid(x) da                   dA_log += da a
 //              bounded   dx = lower_bound e s (1 - s) da         dA_log += dx x,  with s = sigmoid(e x)
 //              x = g + dt_bias, a the log decay, e = exp(A_log);  dg = dx,  ddt_bias += dx
-//     beta     dx = c sigmoid(x) (1 - sigmoid(x)) dbeta,         c = 1 or 2 (allow_neg_eigval)
+//     beta     dx = c sigmoid(x) (1 - sigmoid(x)) dbeta,         c = 1 or 2 (allow_neg_eigval); so does erase
 //     norm     dx = r (dy - (dy . y) y),                         y = r x,  r = 1 / sqrt(x . x + 1e-6)
 //
 // 1 - sigmoid(x) is sigmoid(-x), which loses no digits. Sums over the tokens of a chunk are float32; those
@@ -53,6 +53,11 @@ private:
 CULA_INLINE Vec beta_derivative(const HeadInputs& inputs, Vec x, Vec d_beta) {
     if (!inputs.args.beta_is_logit) return d_beta;
     return d_beta * (inputs.beta(x) * sigmoid(-x));
+}
+
+CULA_INLINE Vec erase_derivative(const HeadInputs& inputs, Vec x, Vec d_erase) {
+    if (!inputs.args.beta_is_logit) return d_erase;
+    return d_erase * (inputs.erase(x) * sigmoid(-x));
 }
 
 // Writes the gradient of a row of q or k; d_y [padded K], that of the row as the equations take it, is lost.

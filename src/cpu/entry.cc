@@ -77,7 +77,8 @@ Support takes(Algorithm algorithm) {
     }
     switch (algorithm.update) {
         case Update::kAdditive:
-        case Update::kDelta: return Support::yes();
+        case Update::kDelta:
+        case Update::kErase: return Support::yes();
     }
     return Support::no("has no kernel for " + std::string(name(algorithm)));
 }
@@ -89,10 +90,12 @@ Support supports(const Problem& problem, Support available, bool bf16_only) {
         return Support::no("takes float32, bfloat16 and float16; q is float64");
     if (bf16_only && problem.dtype != Dtype::kBFloat16)
         return Support::no("multiplies bfloat16; q is " + std::string(name(problem.dtype)));
-    if (problem.beta_per_value && problem.pass == Pass::kSegment)
+    // A beta that does not erase is of the values alone.
+    const bool own_maps = problem.beta_per_value && !takes_erase(problem.algorithm.update);
+    if (own_maps && problem.pass == Pass::kSegment)
         return Support::no("a segment's map needs one beta per token, not one per value channel");
     if (problem.pass == Pass::kBackward) {
-        if (problem.beta_per_value)
+        if (own_maps)
             return Support::no("a backward in chunks needs one beta per token, not one per value channel");
         if (problem.key_dim < kFewestChunkChannels)
             return Support::no("a backward in chunks takes K from " + std::to_string(kFewestChunkChannels) +
@@ -173,8 +176,12 @@ struct PrefillPlan {
     std::size_t scratch_bytes;  // of one worker
 };
 
-// Whether a prefill is computed token by token: with one beta per value channel, or with few key channels.
-bool steps(const Args& args) { return args.beta.ndim == 4 || args.q.size[3] < kFewestChunkChannels; }
+// Whether a prefill is computed token by token: where one beta per value channel erases, or with few key
+// channels.
+bool steps(const Args& args) {
+    return (args.beta.ndim == 4 && !takes_erase(args.algorithm.update)) ||
+           args.q.size[3] < kFewestChunkChannels;
+}
 
 PrefillPlan carve_prefill(Carver& carver, const Isa& isa, const Args& args, const Context& context,
                           const Cut& cut) {

@@ -10,6 +10,9 @@
 //              rows i >= t of Q~ dQ~ + K^ dK^, columns j < t of K+ dK+, Gamma_C rowsum(S Z), and
 //              pairs i >= t > j of D_ij k_j (dA_ij q_i + dL_ij k_i)
 //
+// With erase keys e, K^ and k of rows are E^ and e, and so are dK^ and the dk of rows: de, which a later step
+// divides between erase strengths and k. Columns stay keys.
+//
 // D_ij is the decay between two tokens, one factor per channel or one in all. Additive rules have no dL and
 // no dK^. dbeta_i = (dV_i / beta_i) . (U_i / beta_i) needs no square.
 //
@@ -34,7 +37,7 @@ struct Wanted {
     bool keys, decay, beta;
 
     CULA_INLINE explicit Wanted(const Args& args)
-        : keys(args.d_q || args.d_k),
+        : keys(args.d_q || args.d_k || args.d_erase),
           decay(args.d_g || args.d_A_log || args.d_dt_bias),
           beta(static_cast<bool>(args.d_beta)) {}
     CULA_INLINE bool squares() const { return keys || decay; }
@@ -46,6 +49,7 @@ template <class Word>
 struct GradientBuffers {
     // [tokens, channels]
     float *d_q, *d_k, *d_g;                 // results
+    float* d_e;                             // of erase keys; else d_k
     float *from_q, *from_k, *from_columns;  // of one set of rows and columns, before their decays
     Word *q_rows, *k_rows, *k_columns;      // operands of such a set, packed as B
     // [tokens, tokens]
@@ -61,7 +65,7 @@ struct GradientBuffers {
     Word* state_rows;  // row-major
     Word* state_t;     // packed as a B operand: S^T or Z^T
 
-    static GradientBuffers carve(Carver& carver, int channels, int columns) {
+    static GradientBuffers carve(Carver& carver, const Args& args, int channels, int columns) {
         GradientBuffers b;
         const auto matrix = [&](float*& p, int rows, int width) { p = carver.take<float>(rows * width); };
         const auto operand = [&](Word*& p, int rows, int width) {
@@ -69,6 +73,7 @@ struct GradientBuffers {
         };
         for (float** p : {&b.d_q, &b.d_k, &b.d_g, &b.from_q, &b.from_k, &b.from_columns})
             matrix(*p, kChunk, channels);
+        b.d_e = takes_erase(args.algorithm.update) ? carver.take<float>(kChunk * channels) : b.d_k;
         for (Word** p : {&b.q_rows, &b.k_rows, &b.k_columns}) operand(*p, kChunk, channels);
         for (float** p : {&b.d_scores, &b.d_overlaps, &b.square}) matrix(*p, kChunk, kChunk);
         for (Word** p : {&b.square_w, &b.square_t_w}) operand(*p, kChunk, kChunk);
@@ -85,8 +90,9 @@ template <class Word>
 class Gradient : protected Chunk<Word> {
 protected:
     using Base = Chunk<Word>;
-    using Base::args_, Base::task_, Base::buffers_, Base::solves_, Base::per_channel_, Base::kSplit;
+    using Base::args_, Base::task_, Base::buffers_, Base::solves_, Base::erases_, Base::per_channel_;
     using Base::columns_, Base::channels_, Base::key_dim_, Base::words_, Base::count_, Base::padded_;
+    using Base::kSplit;
     using typename Base::Factor;
 
     Gradient(const Args& args, const ScanTask& task, const ChunkBuffers<Word>& buffers,
@@ -179,10 +185,11 @@ private:
                 Vec term = q * load(buffers_.q + at), k{};
                 if (solves_) {
                     k = load(b.from_k + at) * factor;
-                    term += k * load(buffers_.k + at);
+                    term += k * load(buffers_.e + at);
                 }
                 store(b.d_q + at, kFirst ? q : load(b.d_q + at) + q);
-                if (kFirst || solves_) store(b.d_k + at, kFirst ? k : load(b.d_k + at) + k);
+                if (kFirst && erases_) store(b.d_k + at, Vec{});
+                if (kFirst || solves_) store(b.d_e + at, kFirst ? k : load(b.d_e + at) + k);
                 if (!wanted_.decay) continue;
                 if (per_channel_)
                     store(b.from_q + at, term);
@@ -379,8 +386,9 @@ private:
     template <bool kSolves>
     CULA_INLINE void leaf_channels(int begin, int at) {
         const GradientBuffers<Word>& b = own_;
-        const float *q = buffers_.q + at, *k = buffers_.k + at, *decay = buffers_.decay + at;
-        float *d_q = b.d_q + at, *d_k = b.d_k + at, *d_g = b.d_g + at;
+        const float *q = buffers_.q + at, *k = buffers_.k + at, *e = buffers_.e + at,
+                    *decay = buffers_.decay + at;
+        float *d_q = b.d_q + at, *d_k = b.d_k + at, *d_e = b.d_e + at, *d_g = b.d_g + at;
         const float *d_scores = b.d_scores + begin * kChunk + begin,
                     *d_overlaps = b.d_overlaps + begin * kChunk + begin;
         Vec crossing[kLeaf];  // of the pairs of column j, by their row
@@ -395,8 +403,8 @@ private:
                 store(d_q + i * channels_, load(d_q + i * channels_) + of_q * decayed);
                 if constexpr (kSolves) {
                     const Vec of_k = broadcast(d_overlaps[i * kChunk + j]);
-                    row += of_k * load(k + i * channels_);
-                    store(d_k + i * channels_, load(d_k + i * channels_) + of_k * decayed);
+                    row += of_k * load(e + i * channels_);
+                    store(d_e + i * channels_, load(d_e + i * channels_) + of_k * decayed);
                 }
                 column += factor * row;
                 crossing[i] = decayed * row;

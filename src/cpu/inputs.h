@@ -102,9 +102,20 @@ struct HeadInputs {
         }
     }
 
-    CULA_INLINE Vec beta(Vec x) const {
-        if (args.beta_is_logit) x = sigmoid(x) * (args.allow_neg_eigval ? 2.0f : 1.0f);
+    CULA_INLINE Vec strength(Vec x, bool doubled) const {
+        if (args.beta_is_logit) x = sigmoid(x) * (doubled ? 2.0f : 1.0f);
         return x;
+    }
+    // A beta that does not erase has no part in the eigenvalues.
+    CULA_INLINE Vec beta(Vec x) const {
+        return strength(x, args.allow_neg_eigval && !takes_erase(args.algorithm.update));
+    }
+    CULA_INLINE Vec erase(Vec x) const { return strength(x, args.allow_neg_eigval); }
+
+    // The erase key of a token, of its key.
+    void erase_key(float* e, const float* k, std::int64_t token) const {
+        load_row(e, args.erase.ptr(batch, token, value_head), args.erase.dtype, key_dim, padded_key_dim);
+        for (int c = 0; c < padded_key_dim; c += kLanes) store(e + c, erase(load(e + c)) * load(k + c));
     }
 
     // The write strengths of `count` tokens; strengths has room for whole vectors.

@@ -126,7 +126,7 @@ std::size_t scan_scratch_bytes(const Args& args, int v_count, int heads) {
     const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);
     const int columns = round_up(v_count, kColumnMultiple);
     Carver carver(nullptr);
-    ChunkBuffers<Word>::carve(carver, channels, columns);
+    ChunkBuffers<Word>::carve(carver, args, channels, columns);
     for (int i = 0; i < heads; ++i) ScanState::carve(carver, channels, columns);
     return carver.bytes();
 }
@@ -138,7 +138,7 @@ void scan_heads(const Args& args, const ScanTask* tasks, int heads, std::byte* s
     const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);
     const int columns = round_up(tasks[0].v_count, kColumnMultiple);
     Carver carver(scratch);
-    const auto buffers = ChunkBuffers<Word>::carve(carver, channels, columns);
+    const auto buffers = ChunkBuffers<Word>::carve(carver, args, channels, columns);
     for (int i = 0; i < kChunk * kChunk; ++i) buffers.scores[i] = buffers.overlaps[i] = 0.0f;
     configure_tiles();
     alignas(Scan<Word>) std::byte storage[kMaxScanHeads][sizeof(Scan<Word>)];

@@ -4,10 +4,10 @@
 //
 // Equation, per token (ALGORITHM.md, "The family"), with S [V, K]:
 //     S' = S diag(exp(g))
-//     u  = beta (v - S' k)           delta rules; additive rules: u = v
+//     u  = beta (v - S' k)           delta rules; additive rules: u = v; with an erase key e: beta v - S' e
 //     S <- S' + u k^T
 //     o  = S' q + u (k . q)          q has been multiplied by scale (inputs.h)
-// Because o is formed from S', one pass over four rows reads, decays and contracts them with k and with q. A
+// Because o is formed from S', one pass over four rows reads, decays and contracts them with e and with q. A
 // second pass, over rows that are still in cache, writes them.
 //
 // The working state is [V, K] in float, K contiguous. It is the caller's own memory if that has this form and
@@ -32,6 +32,7 @@ public:
         : args_(args),
           task_(task),
           corrects_(corrects(args.algorithm.update)),
+          erases_(takes_erase(args.algorithm.update)),
           per_channel_(varies_by_channel(args.algorithm.decay)),
           rows_(round_up(task.v_count, kRows)),
           columns_(round_up(task.v_count, kColumnMultiple)),
@@ -73,13 +74,15 @@ private:
     static constexpr bool corrects(Update update) {
         switch (update) {
             case Update::kAdditive: return false;
-            case Update::kDelta: return true;
+            case Update::kDelta:
+            case Update::kErase: return true;
         }
         return false;
     }
 
     struct Buffers {
         float *q, *k, *decay, *gate_bias;  // [K]
+        float* e;                          // [K]: what S' is read with
         float *v, *beta, *out;             // [V]
         float* token_decay;
         float* state;       // [V, K]
@@ -90,6 +93,7 @@ private:
             const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);
             const int columns = round_up(v_count, kColumnMultiple);
             for (float** p : {&q, &k, &decay, &gate_bias}) *p = carver.take<float>(channels);
+            e = takes_erase(args.algorithm.update) ? carver.take<float>(channels) : k;
             for (float** p : {&v, &beta, &out}) *p = carver.take<float>(columns);
             token_decay = carver.take<float>(kLanes);
             state = carver.take<float>(columns * channels);
@@ -135,6 +139,7 @@ private:
         const std::int64_t token = task_.begin + t;
         inputs_.query(b.q, token);
         inputs_.key(b.k, token);
+        if (erases_) inputs_.erase_key(b.e, b.k, token);
         if (per_channel_) {
             inputs_.channel_decays(b.decay, token);
         } else {
@@ -151,6 +156,11 @@ private:
                 for (int j = 0; j < columns_; j += kLanes) store(b.beta + j, broadcast(b.token_decay[0]));
             }
         }
+        // beta v - S' e is beta (v - S' e) of a beta of 1 and a v that has its strength.
+        for (int j = 0; erases_ && j < columns_; j += kLanes) {
+            store(b.v + j, load(b.v + j) * load(b.beta + j));
+            store(b.beta + j, broadcast(1.0f));
+        }
         Vec dot{};
         for (int c = 0; c < channels_; c += kLanes) dot += load(b.k + c) * load(b.q + c);
         key_query_ = sum(dot);
@@ -165,11 +175,11 @@ private:
         const Buffers& b = buffers_;
         Vec reads[kCount] = {}, outs[kCount] = {};
         for (int c = 0; c < channels_; c += kLanes) {
-            const Vec decay = load(b.decay + c), k = load(b.k + c), q = load(b.q + c);
+            const Vec decay = load(b.decay + c), e = load(b.e + c), q = load(b.q + c);
             CULA_UNROLL
             for (int r = 0; r < kCount; ++r) {
                 const Vec s = load(before + r * stride + c) * decay;
-                reads[r] += s * k;
+                reads[r] += s * e;
                 outs[r] += s * q;
             }
         }
@@ -262,7 +272,7 @@ private:
 
     const Args& args_;
     const StepTask& task_;
-    const bool corrects_, per_channel_;
+    const bool corrects_, erases_, per_channel_;
     const int rows_, columns_;
     Buffers buffers_;
     const HeadInputs inputs_;

@@ -55,6 +55,7 @@ inline Support takes(Algorithm algorithm) {
     switch (algorithm.update) {
         case Update::kAdditive:
         case Update::kDelta: return Support::yes();
+        case Update::kErase: break;
     }
     return Support::no("has no kernel for " + std::string(name(algorithm)));
 }

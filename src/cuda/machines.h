@@ -29,7 +29,8 @@ constexpr Family family(Algorithm algorithm, Gate gate) {
     const bool per_channel = varies_by_channel(algorithm.decay);
     switch (algorithm.update) {
         case Update::kAdditive: return per_channel ? Family::kChannelAdditive : Family::kTokenAdditive;
-        case Update::kDelta: break;
+        case Update::kDelta:
+        case Update::kErase: break;
     }
     if (!per_channel) return Family::kTokenDelta;
     return gate == Gate::kSoftplus ? Family::kChannelDeltaSoftplus : Family::kChannelDelta;

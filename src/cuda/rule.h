@@ -27,26 +27,42 @@ inline constexpr bool kIsKnown = false;
 template <Update kUpdate>
 using UpdateConstant = std::integral_constant<Update, kUpdate>;
 
-// Calls body(constant) for the rule that `update` is. It is compiled for all of kUpdates.
+// The rule whose kernels run a rule: its own, or another's, which get other operands and no more (an erase
+// key in the place of the key that reads). No kernel is compiled for a rule that has none of its own.
+template <Update kUpdate>
+inline constexpr Update kKernelsOf = kUpdate;
+template <>
+inline constexpr Update kKernelsOf<Update::kErase> = Update::kDelta;
+
+// Calls body(constant) for the rule whose kernels run `update`. It is compiled for all of those.
 template <class Body>
 constexpr void with_update(Update update, const Body& body) {
-    const auto call_if = [&]<Update kUpdate>(UpdateConstant<kUpdate> constant) {
-        if (update == kUpdate) body(constant);
+    const auto call_if = [&]<Update kUpdate>(UpdateConstant<kUpdate>) {
+        if (update == kUpdate) body(UpdateConstant<kKernelsOf<kUpdate>>{});
     };
     [&]<std::size_t... i>(std::index_sequence<i...>) {
         (call_if(UpdateConstant<kUpdates[i]>{}), ...);
     }(std::make_index_sequence<kUpdates.size()>{});
 }
 
-// Whether `update` is one of the rules for which Ask says yes.
-template <class Ask, std::size_t... i>
-constexpr bool is_one_that(Update update, std::index_sequence<i...>) {
-    return ((Ask{}(UpdateConstant<kUpdates[i]>{}) && update == UpdateConstant<kUpdates[i]>::value) || ...);
+// Whether a rule has kernels of its own for which Ask says yes.
+template <class Ask, Update kUpdate>
+constexpr bool says_yes() {
+    if constexpr (kKernelsOf<kUpdate> != kUpdate)
+        return false;
+    else
+        return Ask{}(UpdateConstant<kUpdate>{});
 }
 
-// What a question answers for a rule that is known at run time: ask(constant) is its answer for one rule. It
-// is compiled for all rules, and becomes a comparison with those for which the answer is yes: a switch in its
-// place costs some kernels instructions.
+// Whether `update` is one of those rules.
+template <class Ask, std::size_t... i>
+constexpr bool is_one_that(Update update, std::index_sequence<i...>) {
+    return ((says_yes<Ask, kUpdates[i]>() && update == UpdateConstant<kUpdates[i]>::value) || ...);
+}
+
+// What a question answers for a rule with kernels of its own that is known at run time: ask(constant) is its
+// answer for one rule. It is compiled for all of them, and becomes a comparison with those for which the
+// answer is yes: a switch in its place costs some kernels instructions.
 template <class Ask>
 constexpr bool answer_for(Update update, Ask) {
     return is_one_that<Ask>(update, std::make_index_sequence<kUpdates.size()>{});

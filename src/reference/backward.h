@@ -7,6 +7,10 @@
 //     delta rule, with w_t = v_t − S'ᵀ k_t:
 //       dβ_t = w_t · du_t                   dw_t = β_t du_t,  dv_t = dw_t
 //       dk_t ← dk_t − S' dw_t               Z   ← Z − k_t dw_tᵀ
+//     with erase strengths, e_t = erase_t ∘ k_t:
+//       dβ_t = v_t ∘ du_t                   dv_t = β_t ∘ du_t
+//       de_t = −S' du_t                     derase_t = de_t ∘ k_t
+//       dk_t ← dk_t + de_t ∘ erase_t        Z   ← Z − e_t du_tᵀ
 //     otherwise dv_t = du_t
 //     da_t  = rowsum(Z ∘ S')                Z   ← diag(α_t) Z
 //
@@ -203,7 +207,7 @@ private:
         decay(token, decayed);
         const Vector<Scalar> u = written(args_.algorithm.update, token, token.v, decayed),
                              d_u = rounded(apply<Sum>(Z, token.k), value_dim_);
-        Vector<Scalar> d_k = rounded(apply_to_values(Z, u), key_dim_), d_v = d_u, d_beta{};
+        Vector<Scalar> d_k = rounded(apply_to_values(Z, u), key_dim_), d_v = d_u, d_beta{}, d_erase{};
         switch (args_.algorithm.update) {
             case Update::kAdditive: break;
             case Update::kDelta: {
@@ -224,9 +228,30 @@ private:
                 add_product(Z, -1, token.k, d_v);
                 break;
             }
+            case Update::kErase: {
+                Vector<Sum> per_value{}, d_value{};
+                Sum all = 0;
+                for (std::size_t v = 0; v < static_cast<std::size_t>(value_dim_); ++v) {
+                    per_value[v] = static_cast<Sum>(token.v[v]) * static_cast<Sum>(d_u[v]);
+                    all += per_value[v];
+                    d_value[v] = static_cast<Sum>(token.beta[v]) * static_cast<Sum>(d_u[v]);
+                }
+                if (args_.beta.ndim != 4) per_value[0] = all;
+                d_beta = rounded(per_value, value_dim_);
+                d_v = rounded(d_value, value_dim_);
+                const Vector<Scalar> d_e = rounded(apply_to_values(decayed, d_u), key_dim_, -1);
+                for (std::size_t k = 0; k < static_cast<std::size_t>(key_dim_); ++k) {
+                    d_erase[k] = static_cast<Scalar>(static_cast<Sum>(d_e[k]) * static_cast<Sum>(token.k[k]));
+                    d_k[k] = static_cast<Scalar>(static_cast<Sum>(d_k[k]) +
+                                                 static_cast<Sum>(d_e[k]) * static_cast<Sum>(token.erase[k]));
+                }
+                add_product(Z, -1, token.e, d_u);
+                break;
+            }
         }
         write_values(args_.d_v, tokens.batch, at, hv, d_v);
         write_beta(tokens.batch, at, hv, token, d_beta);
+        write_erase(tokens.batch, at, hv, token, d_erase);
         write_gate(n, tokens.batch, at, hv, Z, decayed);
         for (std::int64_t k = 0; wants_keys() && k < key_dim_; ++k) {
             scratch.d_q[t * key_dim_ + k] += static_cast<Sum>(d_q[static_cast<std::size_t>(k)]);
@@ -241,13 +266,24 @@ private:
             write(ref, static_cast<Sum>(x[static_cast<std::size_t>(v)]), b, t, hv, v);
     }
 
+    // A strength is factor · sigmoid(x): its derivative is strength · sigmoid(-x).
+    Sum of_given(Sum gradient, Scalar strength, Sum given) const {
+        return args_.beta_is_logit ? gradient * static_cast<Sum>(strength) * sigmoid(-given) : gradient;
+    }
+
+    void write_erase(std::int64_t b, std::int64_t t, std::int64_t hv, const Token<Scalar, Sum>& token,
+                     const Vector<Scalar>& d_erase) const {
+        for (std::int64_t k = 0; args_.d_erase && k < key_dim_; ++k) {
+            const auto i = static_cast<std::size_t>(k);
+            write(args_.d_erase,
+                  of_given(static_cast<Sum>(d_erase[i]), token.erase[i], read<Sum>(args_.erase, b, t, hv, k)),
+                  b, t, hv, k);
+        }
+    }
+
     void write_beta(std::int64_t b, std::int64_t t, std::int64_t hv, const Token<Scalar, Sum>& token,
                     const Vector<Scalar>& d_beta) const {
         if (!args_.d_beta) return;
-        // beta = factor · sigmoid(x): its derivative is beta · sigmoid(-x).
-        const auto of_given = [&](Sum gradient, Scalar beta, Sum given) {
-            return args_.beta_is_logit ? gradient * static_cast<Sum>(beta) * sigmoid(-given) : gradient;
-        };
         if (args_.beta.ndim != 4)
             return write(
                 args_.d_beta,
@@ -350,7 +386,8 @@ private:
     // Tokens that belong to no sequence.
     void zero_tail() const {
         if (!args_.cu_seqlens) return;
-        for (const TensorRef* ref : {&args_.d_q, &args_.d_k, &args_.d_v, &args_.d_g, &args_.d_beta}) {
+        for (const TensorRef* ref :
+             {&args_.d_q, &args_.d_k, &args_.d_v, &args_.d_g, &args_.d_beta, &args_.d_erase}) {
             if (!*ref) continue;
             for (std::int64_t t = read_index(args_.cu_seqlens, num_sequences(args_)); t < ref->size[1]; ++t)
                 for (std::int64_t h = 0; h < ref->size[2]; ++h)

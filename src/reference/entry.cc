@@ -200,7 +200,7 @@ auto in_own_precision(const Args& args, const Context& context, const Visit& vis
 }  // namespace
 
 Support supports(const Problem& problem) {
-    if (problem.pass == Pass::kSegment && problem.beta_per_value)
+    if (problem.pass == Pass::kSegment && problem.beta_per_value && !takes_erase(problem.algorithm.update))
         return Support::no("a write strength per value channel gives each value channel a map of its own");
     if (problem.pass == Pass::kBackward && problem.value_dim > kLargestDim)
         return Support::no("takes V up to 256, got " + std::to_string(problem.value_dim));

@@ -3,6 +3,7 @@
 //
 //     S' = diag(α_t) S_{t-1}          α_t = exp(a_t)
 //     u_t = v_t                       or, for the delta rule, β_t (v_t − S'ᵀ k_t)
+//                                     or, with erase strengths, β_t ∘ v_t − S'ᵀ e_t,  e_t = erase_t ∘ k_t
 //     S_t = S' + k_t u_tᵀ
 //     o_t = scale · S_tᵀ q_t
 //
@@ -79,7 +80,7 @@ struct Token {
     template <class T>
     using Vector = std::array<T, kMaxDim>;
 
-    Vector<Scalar> q, k, v, alpha, beta;
+    Vector<Scalar> q, k, v, alpha, beta, erase, e;  // e: the erase key
 
     Token(const Args& args, std::int64_t b, std::int64_t t, std::int64_t hv) {
         const std::int64_t key_dim = args.q.size[3], value_dim = args.v.size[3];
@@ -97,6 +98,10 @@ struct Token {
                 at(beta, j) = write_strength(args, read<Sum>(args.beta, b, t, hv, j));
         else if (args.beta)
             beta.fill(write_strength(args, read<Sum>(args.beta, b, t, hv)));
+        for (std::int64_t i = 0; args.erase && i < key_dim; ++i) {
+            at(erase, i) = strength(args, read<Sum>(args.erase, b, t, hv, i), args.allow_neg_eigval);
+            at(e, i) = static_cast<Scalar>(static_cast<Sum>(at(erase, i)) * static_cast<Sum>(at(k, i)));
+        }
     }
 
     template <class T>
@@ -149,9 +154,14 @@ struct Token {
         return static_cast<Sum>(static_cast<Scalar>(a));
     }
 
-    static Scalar write_strength(const Args& args, Sum given) {
+    static Scalar strength(const Args& args, Sum given, bool doubled) {
         if (!args.beta_is_logit) return static_cast<Scalar>(given);
-        return static_cast<Scalar>((args.allow_neg_eigval ? 2 : 1) * sigmoid(given));
+        return static_cast<Scalar>((doubled ? 2 : 1) * sigmoid(given));
+    }
+
+    // A beta that does not erase has no part in the eigenvalues.
+    static Scalar write_strength(const Args& args, Sum given) {
+        return strength(args, given, args.allow_neg_eigval && !takes_erase(args.algorithm.update));
     }
 };
 
@@ -191,6 +201,13 @@ std::array<Scalar, kMaxDim> written(Update rule, const Token<Scalar, Sum>& token
             for (std::size_t v = 0; v < static_cast<std::size_t>(S.value_dim); ++v)
                 u[v] = static_cast<Scalar>(static_cast<Sum>(token.beta[v]) *
                                            (static_cast<Sum>(value[v]) - known[v]));
+            break;
+        }
+        case Update::kErase: {
+            const std::array<Sum, kMaxDim> known = apply<Sum>(S, token.e);
+            for (std::size_t v = 0; v < static_cast<std::size_t>(S.value_dim); ++v)
+                u[v] = static_cast<Scalar>(static_cast<Sum>(token.beta[v]) * static_cast<Sum>(value[v]) -
+                                           known[v]);
             break;
         }
     }

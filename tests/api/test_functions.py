@@ -31,7 +31,7 @@ OURS = {
     "state_v_first=True, state_pool=None, initial_state_indices=None, final_state_indices=None, "
     "has_initial_state=None, null_index=-1, checkpoints=None, backend=None, deterministic=None, out=None, "
     "kept=None, cp_context=None, state_scales=None, **kwargs",
-    "cula_decode": "g=None, beta=None, decay=None, A_log=None, dt_bias=None, lower_bound=None",
+    "cula_decode": "g=None, beta=None, erase=None, decay=None, A_log=None, dt_bias=None, lower_bound=None",
 }
 
 
@@ -111,7 +111,7 @@ def test_decode(algorithm, rows_along, data):
     one, two = make(case), make(case)
     wanted = passes.decode(one, in_place=True)
     if rows_along == "tokens":
-        for name in ("q", "k", "v", "g", "beta"):
+        for name in ("q", "k", "v", "g", "beta", "erase"):
             tensor = getattr(two, name)
             if tensor is not None:
                 setattr(two, name, tensor.transpose(0, 1))
@@ -347,7 +347,7 @@ def test_gradients_are_made(argument):
         (
             {"mode": "mamba"},
             ValueError,
-            "mode must be one of kda, gdn, gla, simple_gla, lightning, delta, got 'mamba'",
+            "mode must be one of kda, gdn, gla, simple_gla, lightning, delta, gdn2, got 'mamba'",
         ),
         (
             {"deterministic": "yes"},

@@ -64,7 +64,7 @@ def test_a_loss_that_does_not_fall_fails(main, capsys):
 
 def test_forms_that_differ_fail(main, train, monkeypatch, capsys):
     right = train.eager.attention
-    monkeypatch.setattr(train.eager, "attention", lambda q, k, v, g, beta: right(q, k, v, 0.9 * g, beta))
+    monkeypatch.setattr(train.eager, "attention", lambda q, k, v, g, *more: right(q, k, v, 0.9 * g, *more))
     assert main("--steps", "2") == 1
     assert "FAIL first gradients agree" in capsys.readouterr().out
 

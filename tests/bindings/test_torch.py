@@ -110,6 +110,8 @@ def make_named(
     named = {"channel": {"g": g}, "token": {"g": g[..., 0]}, "head": {"decay": decay}, "none": {}}[row.decay]
     if row.takes_beta:
         named["beta"] = beta
+    if row.takes_erase:
+        named["erase"] = g.exp()
     return named
 
 
@@ -158,11 +160,11 @@ def test_compile_of_decode_writes_the_pool(algorithm, backend):
             outputs.append(o)
         return torch.cat(outputs, dim=1)
 
-    def on_tensors(q, k, v, g, beta, pool):
-        return steps(two.but(q=q, k=k, v=v, g=g, beta=beta, initial_state=pool))
+    def on_tensors(q, k, v, g, beta, erase, pool):
+        return steps(two.but(q=q, k=k, v=v, g=g, beta=beta, erase=erase, initial_state=pool))
 
     compiled = torch.compile(on_tensors, fullgraph=True, backend=backend)
-    wanted, found = steps(one), compiled(two.q, two.k, two.v, two.g, two.beta, two.initial_state)
+    wanted, found = steps(one), compiled(two.q, two.k, two.v, two.g, two.beta, two.erase, two.initial_state)
     assert_same_bits("o", wanted, found)
     assert_same_bits("pool", one.initial_state, two.initial_state)
 

@@ -80,7 +80,8 @@ inline constexpr TensorRef Args::* kOutputs[] = {&Args::o,
                                                  &Args::d_beta,
                                                  &Args::d_A_log,
                                                  &Args::d_dt_bias,
-                                                 &Args::d_initial_state};
+                                                 &Args::d_initial_state,
+                                                 &Args::d_erase};
 
 inline std::vector<TensorRef> outputs(const Args& args) {
     std::vector<TensorRef> found;
@@ -106,12 +107,14 @@ public:
         if (algorithm.decay == Decay::kPerToken)
             args.g = random(Dtype::kFloat32, {batch, tokens, value_heads}, -0.1, 0);
         if (algorithm.decay == Decay::kPerHead) args.gamma = random(Dtype::kFloat32, {value_heads}, -0.1, 0);
-        if (algorithm.update == Update::kDelta)
+        if (takes_beta(algorithm.update))
             args.beta = random(Dtype::kFloat32, {batch, tokens, value_heads}, 0, 1);
+        if (takes_erase(algorithm.update))
+            args.erase = random(Dtype::kFloat32, {batch, tokens, value_heads, key_dim}, 0, 1);
         if (pass == Pass::kSegment) {
-            args.segment_m = algorithm.update == Update::kDelta
-                                 ? zeros(Dtype::kFloat32, {batch, value_heads, key_dim, key_dim})
-                                 : zeros(Dtype::kFloat32, {batch, value_heads, key_dim});
+            args.segment_m = has_diagonal_map(algorithm.update)
+                                 ? zeros(Dtype::kFloat32, {batch, value_heads, key_dim})
+                                 : zeros(Dtype::kFloat32, {batch, value_heads, key_dim, key_dim});
             args.segment_b = states(batch);
             return;
         }
@@ -125,6 +128,7 @@ public:
             args.d_initial_state = states(batch);
             if (args.g) args.d_g = like(args.g);
             if (args.beta) args.d_beta = like(args.beta);
+            if (args.erase) args.d_erase = like(args.erase);
             return;
         }
         args.o = zeros(dtype, {batch, tokens, value_heads, value_dim});

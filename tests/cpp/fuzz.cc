@@ -32,6 +32,7 @@ constexpr Field kFields[] = {
     {"g", &Args::g},
     {"gamma", &Args::gamma},
     {"beta", &Args::beta},
+    {"erase", &Args::erase},
     {"A_log", &Args::A_log},
     {"dt_bias", &Args::dt_bias},
     {"cu_seqlens", &Args::cu_seqlens},
@@ -62,6 +63,7 @@ constexpr Field kFields[] = {
     {"d_A_log", &Args::d_A_log, true},
     {"d_dt_bias", &Args::d_dt_bias, true},
     {"d_initial_state", &Args::d_initial_state, true},
+    {"d_erase", &Args::d_erase, true},
 };
 
 constexpr std::int64_t kLimits[] = {

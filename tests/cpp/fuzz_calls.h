@@ -128,15 +128,18 @@ protected:
                 args_.dt_bias = decay == Decay::kPerChannel ? tensor(parameter, {value_heads, keys}, -1, 1)
                                                             : tensor(parameter, {value_heads}, -1, 1);
         }
-        if (args_.algorithm.update == Update::kDelta) {
+        const Update update = args_.algorithm.update;
+        if (takes_beta(update)) {
             args_.beta_is_logit = random_.one_in(3);
             args_.allow_neg_eigval = args_.beta_is_logit && random_.one_in(2);
             // Of few channels the inverse of a chunk may be much larger than what comes of it.
             finite_ = finite_ && !(args_.allow_neg_eigval && keys < 8);
-            const bool by_value = pass_ != Pass::kSegment && random_.one_in(5);
+            const bool by_value = (pass_ != Pass::kSegment || takes_erase(update)) &&
+                                  random_.one_in(takes_erase(update) ? 2 : 5);
             args_.beta = by_value ? tensor(gate_dtype(), {B, tokens, value_heads, values}, 0, 1)
                                   : tensor(gate_dtype(), {B, tokens, value_heads}, 0, 1);
         }
+        if (takes_erase(update)) args_.erase = tensor(gate_dtype(), {B, tokens, value_heads, keys}, 0, 1);
         if (pass_ == Pass::kSegment) return make_segment(parameter);
         if (pass_ == Pass::kBackward) return make_backward(rows, parameter);
         args_.o = tensor(random_.one_in(4) ? Dtype::kFloat32 : dtype, {B, tokens, value_heads, values}, -1, 1,
@@ -152,9 +155,9 @@ protected:
         state_dtype_ = parameter;
         args_.segment_b = states(N);
         if (random_.one_in(4)) return;
-        args_.segment_m = args_.algorithm.update == Update::kDelta
-                              ? tensor(parameter, {N, heads, keys, keys}, -1, 1, true)
-                              : tensor(parameter, {N, heads, keys}, -1, 1, true);
+        args_.segment_m = has_diagonal_map(args_.algorithm.update)
+                              ? tensor(parameter, {N, heads, keys}, -1, 1, true)
+                              : tensor(parameter, {N, heads, keys, keys}, -1, 1, true);
     }
 
     void make_backward(std::int64_t rows, Dtype parameter) {
@@ -185,7 +188,7 @@ protected:
                 tensor(random_.one_in(4) ? Dtype::kFloat32 : args_.q.dtype, {B, T, heads, values}, -1, 1);
         if (random_.one_in(2)) args_.d_final_state = states(rows);
         args_.d_q = like(args_.q), args_.d_k = like(args_.k), args_.d_v = like(args_.v);
-        args_.d_g = like(args_.g), args_.d_beta = like(args_.beta);
+        args_.d_g = like(args_.g), args_.d_beta = like(args_.beta), args_.d_erase = like(args_.erase);
         args_.d_A_log = like(args_.A_log), args_.d_dt_bias = like(args_.dt_bias);
         if (parameter != Dtype::kFloat32) state_dtype_ = parameter;
     }

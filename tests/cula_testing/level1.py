@@ -17,6 +17,7 @@ def common(inputs: Inputs, pass_name: str) -> dict:
     named = {
         "g": inputs.g,
         "beta": inputs.beta,
+        "erase": inputs.erase,
         "decay": inputs.decay,
         "A_log": inputs.A_log,
         "dt_bias": inputs.dt_bias,

@@ -2,7 +2,7 @@
 """The recurrence in float64 PyTorch, written from the mathematics alone: the witness for the C++ oracle.
 
 S'  = diag(exp(g_t)) S_{t-1}
-u_t = v_t  or  beta_t (v_t - S'^T k_t)
+u_t = v_t  or  beta_t (v_t - S'^T k_t)  or  beta_t o v_t - S'^T (erase_t o k_t)
 S_t = S' + k_t u_t^T
 o_t = scale S_t^T q_t
 """
@@ -56,8 +56,16 @@ def beta(inputs: Inputs) -> torch.Tensor | None:
         return None
     b = inputs.beta.double()
     if inputs.case.beta_is_logit:
-        b = b.sigmoid() * (2 if inputs.case.allow_neg_eigval else 1)
+        b = b.sigmoid() * (2 if inputs.case.allow_neg_eigval and inputs.erase is None else 1)
     return b if b.ndim == 4 else b[..., None]
+
+
+def erase(inputs: Inputs) -> torch.Tensor | None:
+    """[B, T, HV, K], float64."""
+    if inputs.erase is None:
+        return None
+    x = inputs.erase.double()
+    return x.sigmoid() * (2 if inputs.case.allow_neg_eigval else 1) if inputs.case.beta_is_logit else x
 
 
 def recurrence(
@@ -72,7 +80,7 @@ def recurrence(
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(HV // x.shape[1], dim=1) for x in (q, k))
     alpha = log_decay(inputs)[batch, begin:end].exp()
-    write = beta(inputs)
+    write, erased = beta(inputs), erase(inputs)
 
     base = torch.zeros(HV, V, K, dtype=torch.float64) if state is None else state.double()
     states, outputs = [base], []
@@ -85,6 +93,9 @@ def recurrence(
                 pass
             case "delta":
                 u = write[batch, begin + t] * (u - torch.einsum("hvk,hk->hv", before, k[t]))
+            case "erase":
+                key = erased[batch, begin + t] * k[t]
+                u = write[batch, begin + t] * u - torch.einsum("hvk,hk->hv", before, key)
             case _:
                 raise NotImplementedError(f"the oracle has no update rule {update!r}")
         after = before + torch.einsum("hv,hk->hvk", u, k[t])

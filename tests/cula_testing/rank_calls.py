@@ -38,7 +38,7 @@ def drawn(case: Case, exact: bool) -> Inputs:
 
 
 def tokens(inputs: Inputs, begin: int, end: int) -> dict[str, torch.Tensor]:
-    cut = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
+    cut = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase")}
     return {name: x[:, begin:end] for name, x in cut.items() if x is not None}
 
 
@@ -187,7 +187,8 @@ def heads(case: Case, exact: bool, given: str, options: dict, call=_call):
         "initial_state": inputs.initial_state,
     }
     if given != "full":
-        dims = {**dict.fromkeys(("q", "k", "v", "g", "beta"), 2), "decay": 0, "A_log": 0, "initial_state": 1}
+        dims = dict.fromkeys(("q", "k", "v", "g", "beta", "erase"), 2)
+        dims |= {"decay": 0, "A_log": 0, "initial_state": 1}
         for name, dim in dims.items():
             if arguments.get(name) is not None and not (given == "replicated" and name in ("q", "k")):
                 arguments[name] = arguments[name].chunk(size, dim)[rank]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from cula_testing import device
-from cula_testing.cases import DECAYS, FAMILY, Case
+from cula_testing.cases import DECAYS, DELTA, FAMILY, Case
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DIMS = (1, 2, 7, 16, 31, 32, 60, 64, 96, 100, 128)
@@ -17,7 +17,7 @@ LENGTHS = st.one_of(st.integers(0, 17), st.sampled_from([31, 32, 33, 48, 63, 64,
 @st.composite
 def cases(draw, algorithm: str, packed: bool | None = None, max_sequences: int = 3, **fixed) -> Case:
     """A small problem of the algorithm; `fixed` pins fields."""
-    decay, update = FAMILY[algorithm]
+    decay, _ = FAMILY[algorithm]
     flag = st.booleans()
     packed = draw(flag) if packed is None else packed
     if packed:
@@ -36,7 +36,7 @@ def cases(draw, algorithm: str, packed: bool | None = None, max_sequences: int =
         if decay in ("channel", "token")
         else "log_decay"
     )
-    logit = update == "delta" and draw(flag)
+    logit = algorithm in DELTA and draw(flag)
     keys = draw(st.sampled_from(["random", "random", "collinear"]))
     dtype = fixed.get("dtype") or draw(st.sampled_from(DTYPES))
     drawn = {

@@ -44,7 +44,7 @@ class Call:
             )
             inputs["cu_seqlens"] = bounds
         if case.pass_name == "decode" and case.rows_along_tokens:
-            for name in ("q", "k", "v", "g", "beta"):
+            for name in ("q", "k", "v", "g", "beta", "erase"):
                 if name in inputs:
                     inputs[name] = inputs[name].transpose(0, 1)
         if case.algorithm == "kda" and case.flat_bias and "dt_bias" in inputs:
@@ -125,7 +125,8 @@ class Call:
 
     def _common(self, backend: str | None) -> dict:
         case, inputs = self.case, self.inputs
-        named = {name: inputs[name] for name in ("g", "beta", "decay", "A_log", "dt_bias") if name in inputs}
+        names = ("g", "beta", "erase", "decay", "A_log", "dt_bias")
+        named = {name: inputs[name] for name in names if name in inputs}
         if case.gate != "log_decay":
             named["use_gate_in_kernel"] = True
         if case.gate == "bounded":
@@ -259,7 +260,7 @@ class Call:
         state, parts = self._argument(made.get("states")), []
         for begin, end in ((0, case.cut), (case.cut, tokens)):
             named = self._common(backend)
-            named |= {name: named[name][:, begin:end] for name in ("g", "beta") if name in named}
+            named |= {name: named[name][:, begin:end] for name in ("g", "beta", "erase") if name in named}
             out = None if "o" not in made else made["o"][:, begin:end]
             q, k, v = (x[:, begin:end] for x in self._qkv())
             o, state = FUNCTIONS[case.algorithm](
@@ -367,7 +368,8 @@ class Call:
 
     def _operator(self, backend: str | None, made: dict) -> dict:
         """The arguments of the operator, by name."""
-        case, names = self.case, ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "d_o")
+        case = self.case
+        names = ("q", "k", "v", "g", "beta", "erase", "A_log", "dt_bias", "cu_seqlens", "d_o")
         named = {name: self.inputs[name] for name in names if name in self.inputs}
         if "decay" in self.inputs:
             named["decay"] = -self.inputs["decay"].abs()

@@ -62,7 +62,8 @@ class Case:
     flat_bias: bool = False
     head_decay: bool = False  # simple_gla: a constant per head on top
     beta: str = "random"
-    beta_dtype: str = "float32"
+    erase: str = "random"
+    beta_dtype: str = "float32"  # and erase's
     beta_is_logit: bool = False
     beta_per_value: bool = False
     allow_neg_eigval: bool = False
@@ -136,13 +137,20 @@ class Case:
 
     @property
     def delta(self) -> bool:
-        return {"additive": False, "delta": True}[FAMILY[self.algorithm][1]]
+        """Whether writes depend on the state."""
+        return {"additive": False, "delta": True, "erase": True}[FAMILY[self.algorithm][1]]
+
+    @property
+    def erases(self) -> bool:
+        """Whether erase strengths are apart from write strengths."""
+        return {"additive": False, "delta": False, "erase": True}[FAMILY[self.algorithm][1]]
 
     def differentiable(self) -> tuple[str, ...]:
         """What has a gradient."""
         absent = {
             "g": FAMILY[self.algorithm][0] not in ("channel", "token"),
             "beta": not self.delta,
+            "erase": not self.erases,
             "A_log": self.A_log is None,
             "dt_bias": self.dt_bias is None,
             "initial_state": self.state == "none",
@@ -156,6 +164,7 @@ class Case:
         if name == "initial_state" and self.through == "default":
             return "float64" if self.dtype == "float64" else "float32"
         given = {"g": self.gate_dtype, "beta": self.beta_dtype, "initial_state": self.state_dtype}
+        given["erase"] = self.beta_dtype
         return given.get(name, self.dtype)
 
     def spans(self) -> list[tuple[int, int, int]]:

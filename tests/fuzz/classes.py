@@ -18,7 +18,8 @@ CLASSES = {
     # Chunks whose values are far smaller than the state that they overwrite, where channels are as few; and
     # float32 chunks whose keys do not move, where every write takes nearly all of the one before it away. One
     # channel that small values or tokens of zeros overwrite: what is left of a state is 1 - k^2, nothing but
-    # roundings. In a backward pass the gradient of a final state that d_o brings little to.
+    # roundings. So it is with write strengths of zero beside erase strengths. In a backward pass the gradient
+    # of a final state that d_o brings little to.
     "small_values": False,
     # float16 values below 6e-5, which have fewer bits the smaller they are.
     "fp16_subnormals": False,
@@ -137,6 +138,9 @@ def without(case: Case, classes: frozenset[str]) -> Case:
             case = case.but(keys="random", expanded=tuple(each for each in case.expanded if each[0] != "k"))
         if case.key_dim < 4 and case.keys == "sparse":  # values of zero
             case = case.but(keys="random")
+    weak = case.erases and case.beta in ("zero", "mixed", "steep")
+    if "small_values" not in classes and weak and (few or still or case.key_dim == 1):
+        case = case.but(beta="random")
     if "small_values" not in classes and case.delta and case.key_dim == 1:
         case = case.but(keys="random" if case.keys == "sparse" else case.keys)
         case = case.but(value_size=max(case.value_size, case.state_size), mixed_sizes=False)

@@ -44,7 +44,13 @@ DIMS = (
 LARGE_DIMS = (160, 192, 200, 224, 250, 255, 256)
 BEYOND_DIMS = (257, 288, 300)  # of V alone
 EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 95, 96, 100, 127, 128, 129, 130, 191, 192, 193, 200, 257)
-OFTEN = {"kda": 4, "gdn": 3, "linear": 1, "delta_per_head": 1}  # how often an algorithm is drawn; else 2
+OFTEN = {
+    "kda": 4,
+    "gdn": 3,
+    "gdn2": 3,
+    "linear": 1,
+    "delta_per_head": 1,
+}  # how often an algorithm is drawn; else 2
 LAYOUTS = ("contiguous", "padded", "odd", "by_head", "by_token", "fused")
 
 
@@ -239,15 +245,18 @@ def _gate(random: Random, drawn: dict) -> dict:
         fields["lower_bound"] = random.choice((-5.0, -1.0, -0.1, -80.0, -(10 ** random.uniform(-1, 1.9))))
     if drawn["algorithm"] == "simple_gla":
         fields["head_decay"] = _chance(random, 0.3)
-    if update == "delta":
+    if update != "additive":
         fields["beta_is_logit"] = _chance(random, 0.5)
         fields["allow_neg_eigval"] = fields["beta_is_logit"] and _chance(random, 0.4)
         fields["beta_per_value"] = drawn["pass_name"] != "segment" and _chance(random, 0.15)
+    if update == "erase":
+        fields["erase"] = random.choice(BETAS)
+        fields["beta_per_value"] = _chance(random, 0.7)
     return fields
 
 
 def _numbers(random: Random, drawn: dict, classes: frozenset[str]) -> dict:
-    delta = FAMILY[drawn["algorithm"]][1] == "delta"
+    delta = FAMILY[drawn["algorithm"]][1] != "additive"
 
     def size(low: float = -3, high: float = 3) -> float:
         return 1.0 if _chance(random, 0.5) else 10 ** random.uniform(low, high)
@@ -269,7 +278,8 @@ def _numbers(random: Random, drawn: dict, classes: frozenset[str]) -> dict:
 
 
 def _memory(random: Random, drawn: dict) -> dict:
-    names, shared = ("q", "k", "v", "g", "beta", "out"), ("q", "k", "v", "g", "beta")
+    shared = ("q", "k", "v", "g", "beta", *(("erase",) if drawn["algorithm"] == "gdn2" else ()))
+    names = (*shared, "out")
     if drawn["pass_name"] == "backward":
         names = (*shared, "d_o", *(f"d_{name}" for name in shared))
         shared = (*shared, "d_o", "d_o")

@@ -11,8 +11,8 @@ from fuzz.values import Values
 
 
 class Gradients:
-    """d_q, d_k, d_v, d_g, d_beta, d_A_log, d_dt_bias and d_initial_state, of what the call has; and `beside`,
-    for a parameter the root of the sum of the squares of its terms."""
+    """d_q, d_k, d_v, d_g, d_beta, d_erase, d_A_log, d_dt_bias and d_initial_state, of what the call has; and
+    `beside`, for a parameter the root of the sum of the squares of its terms."""
 
     def __init__(self, values: Values) -> None:
         self.case, self.values = values.case, values
@@ -44,7 +44,7 @@ class Gradients:
         most = [max(1.0, np.abs(x).max(initial=0)) for x in ends]
         self.size = max(most[:2]) * max(most[2:4]) * max(most[4:])
         self._note(d_o, d_state)
-        made: dict[str, list[np.ndarray]] = {name: [] for name in ("q", "k", "v", "a", "beta")}
+        made: dict[str, list[np.ndarray]] = {name: [] for name in ("q", "k", "v", "a", "beta", "erase")}
         for t in reversed(range(L)):
             alpha, q, k, v = tokens.alpha[:, t, :, None, :], tokens.q[:, t], tokens.k[:, t], tokens.v[:, t]
             decayed = states[t] * alpha
@@ -52,15 +52,23 @@ class Gradients:
             made["q"].append((states[t + 1] * d_out[..., None]).sum(-2))
             d_state = d_state + d_out[..., None] * q[..., None, :]
             d_u, u = (d_state @ k[..., None])[..., 0], v
-            d_v, d_decayed = d_u, d_state
-            if tokens.beta is not None:
+            d_v, d_decayed, d_k = d_u, d_state, 0.0
+            if tokens.erase is not None:
+                beta, erase = tokens.beta[:, t], tokens.erase[:, t]
+                e = erase * k
+                u, d_v = beta * v - (decayed @ e[..., None])[..., 0], beta * d_u
+                d_beta, d_e = v * d_u, -(decayed * d_u[..., None]).sum(-2)
+                made["beta"].append(d_beta if case.beta_per_value else d_beta.sum(-1, keepdims=True))
+                made["erase"].append(d_e * k)
+                d_decayed, d_k = d_state - d_u[..., None] * e[..., None, :], d_e * erase
+            elif tokens.beta is not None:
                 beta, error = tokens.beta[:, t], v - (decayed @ k[..., None])[..., 0]
                 u, d_v = beta * error, beta * d_u
                 d_beta = d_u * error
                 made["beta"].append(d_beta if case.beta_per_value else d_beta.sum(-1, keepdims=True))
                 d_decayed = d_state - d_v[..., None] * k[..., None, :]
-            d_k = (d_state * u[..., None]).sum(-2)
-            made["k"].append(d_k if tokens.beta is None else d_k - (decayed * d_v[..., None]).sum(-2))
+                d_k = -(decayed * d_v[..., None]).sum(-2)
+            made["k"].append((d_state * u[..., None]).sum(-2) + d_k)
             made["v"].append(d_v)
             d_a = (d_decayed * decayed).sum(-2)
             made["a"].append(d_a if alpha.shape[-1] == d_a.shape[-1] else d_a.sum(-1, keepdims=True))
@@ -68,13 +76,15 @@ class Gradients:
             stretch = np.maximum(1, tokens.stretch[:, t, :, None])
             self._note(d_state, d_u * stretch, d_v * stretch)
         widths = {"q": case.key_dim, "k": case.key_dim, "v": V, "a": tokens.alpha.shape[-1]}
-        widths["beta"] = V if case.beta_per_value else 1
+        widths |= {"beta": V if case.beta_per_value else 1, "erase": case.key_dim}
         found = {name: self._tokens(each, widths[name]) for name, each in made.items() if each or not L}
         self._of_keys(found)
         self._of_gates(found["a"])
         self._keep("v", found["v"])
         if case.delta:
-            self._of_strengths(found["beta"])
+            self._of_strengths("beta", found["beta"], case.allow_neg_eigval and not case.erases)
+        if case.erases:
+            self._of_strengths("erase", found["erase"], case.allow_neg_eigval)
         if case.state != "none":
             masked = [n for n in range(N) if case.has_initial is not None and not case.has_initial[n]]
             d_state[masked] = 0
@@ -132,12 +142,12 @@ class Gradients:
                 self._keep(name, terms.sum(axes).reshape(shape))
                 self.beside[name] = np.sqrt((terms * terms).sum(axes)).reshape(shape)
 
-    def _of_strengths(self, d_beta: np.ndarray) -> None:
-        case, given = self.case, self.values.tensors["beta"]
-        if case.beta_is_logit:
-            x = wide(given).reshape(d_beta.shape)
-            d_beta = d_beta * sigmoid(x) * sigmoid(-x) * (2 if case.allow_neg_eigval else 1)
-        self._keep("beta", d_beta.reshape(given.shape))
+    def _of_strengths(self, name: str, gradient: np.ndarray, doubled: bool) -> None:
+        given = self.values.tensors[name]
+        if self.case.beta_is_logit:
+            x = wide(given).reshape(gradient.shape)
+            gradient = gradient * sigmoid(x) * sigmoid(-x) * (2 if doubled else 1)
+        self._keep(name, gradient.reshape(given.shape))
 
     def in_range(self) -> bool:
         """Whether all of it fits the dtypes that store it."""

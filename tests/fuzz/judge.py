@@ -29,7 +29,7 @@ from fuzz.gradients import Gradients
 from fuzz.oracle import Expected, write_strength
 from fuzz.values import Values
 
-OF_TOKENS = ("q", "k", "v", "g", "beta")
+OF_TOKENS = ("q", "k", "v", "g", "beta", "erase")
 OF_PARAMETERS = ("A_log", "dt_bias")
 
 # What is smaller than this part of the largest state or value may be zero: decay factors of 2^-126 and less
@@ -250,7 +250,7 @@ def changed(
     other.tensors = {name: (x * factors.get(name, 1.0)).to(x.dtype) for name, x in values.tensors.items()}
     order = torch.from_numpy(random.permutation(values.case.key_dim))
     # g and dt_bias of one number per head have fewer dimensions, and no channels.
-    for name, dimensions in {"q": 4, "k": 4, "g": 4, "dt_bias": 2}.items():
+    for name, dimensions in {"q": 4, "k": 4, "g": 4, "erase": 4, "dt_bias": 2}.items():
         x = other.tensors.get(name)
         if x is not None and x.ndim == dimensions:
             other.tensors[name] = x[..., order]
@@ -407,6 +407,7 @@ class Judge:
             not (case.pass_name == "backward" and case.delta and self._in_chunks_on_a_gpu(backend))
             or case.dtype not in LEAST_STRENGTHS
             or case.beta_per_value
+            or case.erases
             or not x.isfinite().all()
         ):
             return False

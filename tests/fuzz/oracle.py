@@ -53,8 +53,16 @@ def write_strength(values: Values) -> np.ndarray:
     case = values.case
     beta = wide(values.tensors["beta"])
     if case.beta_is_logit:
-        beta = sigmoid(beta) * (2 if case.allow_neg_eigval else 1)
+        beta = sigmoid(beta) * (2 if case.allow_neg_eigval and not case.erases else 1)
     return beta if beta.ndim == 4 else beta[..., None]
+
+
+def erase_strength(values: Values) -> np.ndarray:
+    """[B, T, HV, K]."""
+    erase = wide(values.tensors["erase"])
+    if values.case.beta_is_logit:
+        erase = sigmoid(erase) * (2 if values.case.allow_neg_eigval else 1)
+    return erase
 
 
 class Tokens:
@@ -73,6 +81,7 @@ class Tokens:
         self.q, self.k, self.v = (self.rows(case, x) for x in (q, k, v))
         self.alpha = self.rows(case, np.exp(log_decay(values)), 1.0)
         self.beta = self.rows(case, write_strength(values)) if case.delta else None
+        self.erase = self.rows(case, erase_strength(values)) if case.erases else None
         self.scale = case.key_dim**-0.5 if case.scale is None else case.scale
 
     @staticmethod
@@ -88,17 +97,24 @@ class Tokens:
         """No smaller than what token t writes: before and after its write strength, and times its key's 1 /
         norm."""
         u, stretch = np.abs(self.v[:, t]), self.stretch[:, t, :, None]
-        if self.beta is not None:
+        if self.erase is not None:
+            e = self.erase[:, t] * self.k[:, t]
+            u = np.maximum(u, np.abs(self.beta[:, t]) * u + np.abs((state @ e[..., None])[..., 0]))
+            stretch = np.maximum(1, stretch)
+        elif self.beta is not None:
             u = u + np.abs((state @ self.k[:, t, ..., None])[..., 0])
             stretch = np.maximum(1, np.abs(self.beta[:, t]) * np.maximum(1, stretch))
         return float((u * stretch).max(initial=0))
 
-    def step(self, t: int, state: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """The states [N, HV, V, K] after token t."""
+    def step(self, t: int, state: np.ndarray, v: np.ndarray, reads_only: bool = False) -> np.ndarray:
+        """The states [N, HV, V, K] after token t. reads_only: v is zero, of any number of value channels."""
         state = state * self.alpha[:, t, :, None, :]
         k = self.k[:, t]
         u = v
-        if self.beta is not None:
+        if self.erase is not None:
+            e = self.erase[:, t] * k
+            u = (0 if reads_only else self.beta[:, t] * v) - (state @ e[..., None])[..., 0]
+        elif self.beta is not None:
             u = self.beta[:, t] * (v - (state @ k[..., None])[..., 0])
         return state + u[..., None] * k[..., None, :]
 
@@ -188,7 +204,7 @@ class Expected:
                 self.largest = max(self.largest, tokens.largest_write(t, self.b))
             self.b = tokens.step(t, self.b, tokens.v[:, t])
             if tokens.beta is not None:
-                units = tokens.step(t, units, np.zeros((N, HV, K)))
+                units = tokens.step(t, units, np.zeros((N, HV, K)), reads_only=True)
             self.m = self.m * tokens.alpha[:, t]
         if tokens.beta is not None:
             self.m = units.swapaxes(-1, -2).copy()

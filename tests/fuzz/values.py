@@ -20,8 +20,8 @@ def to_torch(x: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 class Values:
-    """q, k, v, g, decay, beta, A_log, dt_bias, d_o; base, the state [N, HV, V, K] that each sequence starts
-    from; and d_final, the gradient of the state that it ends in."""
+    """q, k, v, g, decay, beta, erase, A_log, dt_bias, d_o; base, the state [N, HV, V, K] that each sequence
+    starts from; and d_final, the gradient of the state that it ends in."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -52,7 +52,9 @@ class Values:
             self.tensors["decay"] = to_torch(self._constants(HV), "float32")
         if case.delta:
             shape = (B, T, HV, V) if case.beta_per_value else (B, T, HV)
-            self.tensors["beta"] = to_torch(self._write_strengths(shape), case.beta_dtype)
+            self.tensors["beta"] = to_torch(self._strengths(case.beta, shape), case.beta_dtype)
+        if case.erases:
+            self.tensors["erase"] = to_torch(self._strengths(case.erase, (B, T, HV, K)), case.beta_dtype)
         if case.d_o:
             self.tensors["d_o"] = to_torch(
                 case.outer_size * self.random.standard_normal((B, T, HV, V)), case.d_o
@@ -161,7 +163,7 @@ class Values:
         }
         return kinds.get(self.case.decay, slopes) * random.choice((-1.0, 1.0), HV)
 
-    def _write_strengths(self, shape: tuple[int, ...]) -> np.ndarray:
+    def _strengths(self, kind: str, shape: tuple[int, ...]) -> np.ndarray:
         random, uniform = self.random, self.random.random(shape)
         if self.case.beta_is_logit:
             # Strengths below 2^-40 may be zero in a backward pass (docs/api.md).
@@ -179,10 +181,10 @@ class Values:
                 "one": np.ones(shape),
                 "near_one": 1 - 1e-3 * uniform,
             }
-        match self.case.beta:
+        match kind:
             case "mixed":
                 return np.choose(random.integers(len(kinds), size=shape), list(kinds.values()))
             case "steep":
                 return np.where(uniform < 0.5, kinds["zero"], kinds["one"])
-            case kind:
+            case _:
                 return kinds[kind]

@@ -95,7 +95,7 @@ def test_the_end_of_a_long_sequence(algorithm):
     alone = inputs.but(
         case=case.but(lengths=(short,)), cu_seqlens=torch.tensor([0, short], dtype=torch.int32)
     )
-    for name in ("q", "k", "v", "g", "beta"):
+    for name in ("q", "k", "v", "g", "beta", "erase"):
         if getattr(alone, name) is not None:
             setattr(alone, name, getattr(alone, name)[:, T - short :])
     together, part = (passes.prefill(each, batch_invariant=True) for each in (inputs, alone))

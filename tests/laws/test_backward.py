@@ -178,14 +178,14 @@ def test_a_gradient_that_broadcasts(algorithm):
 # The dimensions that are one number each, expanded.
 EXPANDED = {
     "q": (1, 2, 3), "k": (1,), "v": (2, 3), "g": (1, 2), "beta": (1, 2), "initial_state": (0, 1),
-    "A_log": (0,), "dt_bias": (0,),
+    "A_log": (0,), "dt_bias": (0,), "erase": (1, 2),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPANDED)
 def test_inputs_with_strides_of_zero(algorithm, name):
     """Gradients are those of the same numbers written out, and add up in what was expanded."""
-    gate = "softplus" if algorithm in ("kda", "gdn") else "log_decay"
+    gate = "softplus" if algorithm in ("kda", "gdn", "gdn2") else "log_decay"
     inputs = make(Case(algorithm, (70, 30), packed=True, value_heads=4, gate=gate, key_dim=32, value_dim=32))
     if getattr(inputs, name) is None:
         pytest.skip(f"has no {name} here")
@@ -210,7 +210,7 @@ def test_permuting_heads_permutes_gradients(algorithm, data):
     order = torch.tensor(data.draw(st.permutations(range(H))))
     values = (order[:, None] * group + torch.arange(group)).flatten()
     places = {"q": (2, order), "k": (2, order), "initial_state": (1, values)}
-    places |= dict.fromkeys(("v", "g", "beta"), (2, values))
+    places |= dict.fromkeys(("v", "g", "beta", "erase"), (2, values))
     places |= dict.fromkeys(("decay", "A_log", "dt_bias"), (0, values))
 
     def permuted(name, x):
@@ -235,7 +235,7 @@ def test_batch_composition_changes_no_gradient_when_batch_invariant(algorithm, d
     bounds = inputs.cu_seqlens.tolist()
     for n, length in enumerate(inputs.case.lengths):
         tokens, row = slice(bounds[n], bounds[n + 1]), slice(n, n + 1)
-        named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
+        named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase")}
         one = inputs.but(**{name: x[:, tokens] for name, x in named.items() if x is not None})
         one.case = inputs.case.but(lengths=(length,), tail=0)
         one.cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
@@ -250,7 +250,7 @@ def test_batch_composition_changes_no_gradient_when_batch_invariant(algorithm, d
 def test_packed_is_a_batch(algorithm):
     inputs = make(Case(algorithm, (70, 70)))
     flat = inputs.map(lambda tensor: tensor)
-    for name in ("q", "k", "v", "g", "beta"):
+    for name in ("q", "k", "v", "g", "beta", "erase"):
         tensor = getattr(inputs, name)
         if tensor is not None:
             setattr(flat, name, tensor.flatten(0, 1)[None])
@@ -303,7 +303,7 @@ def test_the_two_overloads_agree(algorithm):
 def test_tokens_of_no_sequence_get_zeros(algorithm):
     inputs = make(Case(algorithm, (9, 0, 20), packed=True, tail=7))
     for name, gradient in run(inputs).items():
-        if name in ("q", "k", "v", "g", "beta"):
+        if name in ("q", "k", "v", "g", "beta", "erase"):
             assert not gradient[:, 29:].any(), name
             assert gradient[:, :29].any(), name
 
@@ -325,7 +325,7 @@ def test_not_a_number_stays_in_its_sequence(algorithm):
     clean = gradients.backward(inputs, d_o, d_final_state)
     d_o[:, 80] = float("nan")
     found = gradients.backward(inputs, d_o, d_final_state)
-    for name in ("q", "k", "v", "g", "beta"):
+    for name in ("q", "k", "v", "g", "beta", "erase"):
         if name in found:
             assert_same_bits(name, found[name][:, :70], clean[name][:, :70])
             assert_same_bits(name, found[name][:, 90:], clean[name][:, 90:])
@@ -368,9 +368,14 @@ def test_a_gate_in_the_call_is_one_outside(name, gate):
 def test_a_logit_in_the_call_is_a_strength_outside(name, allow_neg_eigval):
     like = Case(name, (70,), beta_is_logit=True, allow_neg_eigval=allow_neg_eigval, dtype=torch.float32)
     inputs = make(like)
-    logit = inputs.beta.clone().requires_grad_()
-    beta = logit.sigmoid() * (2 if allow_neg_eigval else 1)
-    outside = inputs.but(case=like.but(beta_is_logit=False, allow_neg_eigval=False), beta=beta.detach())
-    wanted = run(outside)
-    (wanted["beta"],) = torch.autograd.grad(beta, logit, wanted["beta"])
+    erases, most = inputs.erase is not None, 2 if allow_neg_eigval else 1
+    logits = {"beta": inputs.beta.clone().requires_grad_()}
+    made = {"beta": logits["beta"].sigmoid() * (1 if erases else most)}
+    if erases:
+        logits["erase"] = inputs.erase.clone().requires_grad_()
+        made["erase"] = logits["erase"].sigmoid() * most
+    plain = like.but(beta_is_logit=False, allow_neg_eigval=False)
+    wanted = run(inputs.but(case=plain, **{each: x.detach() for each, x in made.items()}))
+    for each, x in made.items():
+        (wanted[each],) = torch.autograd.grad(x, logits[each], wanted[each])
     assert_close(run(inputs), wanted, 1e-4)

@@ -153,12 +153,12 @@ TYPICAL = Case("kda", (150, 0, 17), packed=True, tail=5, heads=2, value_heads=4,
 
 
 def typical(name: str) -> Inputs:
-    decay, update = FAMILY[name]
+    decay, _ = FAMILY[name]
     return make(
         TYPICAL.but(
             algorithm=name,
             gate="softplus" if decay in ("token", "channel") else "log_decay",
-            beta_is_logit=update == "delta",
+            beta_is_logit=name in DELTA,
         )
     )
 
@@ -207,7 +207,7 @@ def test_nan_stays_in_its_sequence(target, algorithm):
     for x in (inputs.q, inputs.k, inputs.v, of["d_o"]):
         x[:, 100:133] = NAN
     after = run(inputs, target, of)
-    for name in ("q", "k", "v", "g", "beta"):
+    for name in ("q", "k", "v", "g", "beta", "erase"):
         for part in (slice(0, 100), slice(133, None)):
             if name in after:
                 assert_same_bits(name, after[name][:, part], before[name][:, part])
@@ -243,7 +243,7 @@ def test_sequences_without_tokens_or_state(target, algorithm):
     of = outer(inputs)
     found = run(inputs, target, of)
     assert torch.equal(found["initial_state"][1], of["d_final_state"][1])
-    for name in ("q", "k", "v", "g", "beta"):
+    for name in ("q", "k", "v", "g", "beta", "erase"):
         assert name not in found or not found[name][:, 167:].any()
     starts = inputs.but(has_initial_state=torch.tensor([False, False, True]))
     assert_rule(starts, target)
@@ -256,7 +256,7 @@ def test_sequences_without_tokens_or_state(target, algorithm):
 def test_packed_is_batch(target, algorithm):
     inputs = make(Case(algorithm, (70, 70), key_dim=64, value_heads=4))
     of, packed = outer(inputs), Case(algorithm, (70, 70), packed=True, key_dim=64, value_heads=4)
-    joined = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
+    joined = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase")}
     joined = {name: x.flatten(0, 1)[None] for name, x in joined.items() if x is not None}
     one = inputs.but(case=packed, cu_seqlens=torch.tensor([0, 70, 140]), **joined)
     found = run(one, target, {**of, "d_o": of["d_o"].flatten(0, 1)[None]})

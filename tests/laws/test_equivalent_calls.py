@@ -67,7 +67,7 @@ def packed(inputs: Inputs) -> Inputs:
     """A batch of equal lengths as packed sequences."""
     N, T = inputs.q.shape[:2]
     flat = inputs.map(lambda tensor: tensor)
-    for name in ("q", "k", "v", "g", "beta"):
+    for name in ("q", "k", "v", "g", "beta", "erase"):
         tensor = getattr(inputs, name)
         if tensor is not None:
             setattr(flat, name, tensor.flatten(0, 1)[None])
@@ -98,7 +98,7 @@ def test_permuting_sequences_permutes_results(algorithm, call, data):
     order = data.draw(st.permutations(range(N)))
     bounds = inputs.cu_seqlens.tolist()
     tokens = torch.cat([torch.arange(bounds[n], bounds[n + 1]) for n in order])
-    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
+    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase")}
     moved = inputs.but(**{name: tensor[:, tokens] for name, tensor in named.items() if tensor is not None})
     lengths = torch.tensor([0, *(bounds[n + 1] - bounds[n] for n in order)])
     moved.cu_seqlens = lengths.cumsum(0).to(torch.int32)
@@ -115,9 +115,9 @@ def test_permuting_heads_permutes_results(algorithm, call, data):
     order = torch.tensor(data.draw(st.permutations(range(H))))
     values = (order[:, None] * group + torch.arange(group)).flatten()
     moved = inputs.but(q=inputs.q[:, :, order], k=inputs.k[:, :, order], v=inputs.v[:, :, values])
-    for name in ("g", "beta", "decay", "A_log", "dt_bias", "initial_state"):
+    for name in ("g", "beta", "erase", "decay", "A_log", "dt_bias", "initial_state"):
         tensor = getattr(inputs, name)
-        dim = {"g": 2, "beta": 2, "initial_state": 1}.get(name, 0)
+        dim = {"g": 2, "beta": 2, "erase": 2, "initial_state": 1}.get(name, 0)
         if tensor is not None:
             setattr(moved, name, tensor.index_select(dim, values))
     one, two = call(inputs), call(moved)
@@ -201,7 +201,7 @@ def test_batch_composition_changes_nothing_when_batch_invariant(algorithm, call,
     bounds = inputs.cu_seqlens.tolist()
     for n, length in enumerate(inputs.case.lengths):
         span = slice(bounds[n], bounds[n + 1])
-        named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")}
+        named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase")}
         one = inputs.but(**{name: tensor[:, span] for name, tensor in named.items() if tensor is not None})
         one.case = inputs.case.but(lengths=(length,), tail=0)
         one.cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
@@ -234,7 +234,7 @@ def test_a_poisoned_neighbour_changes_nothing(algorithm, call, data):
     n = data.draw(st.integers(0, case.sequences - 1))
     bounds = [*clean.cu_seqlens.tolist(), case.tokens]
     for begin, end in (bounds[n : n + 2], bounds[-2:]):
-        for name in ("q", "k", "v", "g", "beta"):
+        for name in ("q", "k", "v", "g", "beta", "erase"):
             tensor = getattr(sick, name)
             if tensor is not None:
                 tensor[:, begin:end] = float("nan")
@@ -305,7 +305,11 @@ def test_beta_logits_in_kernel_are_sigmoids_outside(algorithm, call, data):
     )
     inputs = make(case)
     plain = case.but(beta_is_logit=False, allow_neg_eigval=False)
-    outside = inputs.but(beta=inputs.beta.sigmoid() * (2 if case.allow_neg_eigval else 1), case=plain)
+    beta, erase, most = inputs.beta.sigmoid(), inputs.erase, 2 if case.allow_neg_eigval else 1
+    if erase is None:
+        outside = inputs.but(beta=most * beta, case=plain)
+    else:
+        outside = inputs.but(beta=beta, erase=most * erase.sigmoid(), case=plain)
     assert_alike(call, inputs, outside)
 
 

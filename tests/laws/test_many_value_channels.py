@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cula_testing import gradients, passes
-from cula_testing.cases import DELTA, Case, Inputs, make, strided
+from cula_testing.cases import DELTA, ERASE, Case, Inputs, make, strided
 from cula_testing.compare import assert_same_bits
 from cula_testing.kinds import KINDS, Call, ready
 
@@ -34,7 +34,8 @@ def value_channels(call: Call, first: int, count: int) -> Call:
 @pytest.mark.parametrize(("value_dim", "beta_per_value"), [(300, False), (513, True)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_values_are_calls_for_256_at_a_time(algorithm, kind, value_dim, beta_per_value):
-    beta_per_value = beta_per_value and algorithm in DELTA and kind != "segment"
+    able = algorithm in DELTA if kind != "segment" else algorithm in ERASE
+    beta_per_value = beta_per_value and able
     call = ready(kind, algorithm, value_dim=value_dim, beta_per_value=beta_per_value)
     parts = [value_channels(call, first, min(256, value_dim - first)) for first in range(0, value_dim, 256)]
     for each in (call, *parts):
@@ -81,6 +82,7 @@ def parts_as_heads(inputs: Inputs, d_o, d_final_state) -> tuple[Inputs, tuple[to
         v=heads(inputs.v, 3, 2),
         initial_state=heads(inputs.initial_state, 2, 1),
         g=repeated(inputs.g, 2),
+        erase=repeated(inputs.erase, 2),
         beta=heads(beta, 3, 2) if beta is not None and beta.ndim == 4 else repeated(beta, 2),
         **{name: repeated(getattr(inputs, name), 0) for name in ("A_log", "dt_bias", "decay")},
     )
@@ -109,11 +111,15 @@ def heads_joined(inputs: Inputs, found: gradients.Gradients) -> gradients.Gradie
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_gradients_keep_the_rule(algorithm, dtype, value_dim):
     """Of a call with grouped heads, packed tokens, a raw gate where there is one, and a state."""
-    gated = algorithm in ("kda", "gdn")
+    gated = algorithm in ("kda", "gdn", "gdn2")
     case = Case(
         algorithm, (70, 0, 33), packed=True, tail=3, heads=1, value_heads=2, key_dim=48, value_dim=value_dim,
         dtype=dtype, gate="softplus" if gated else "log_decay", beta_is_logit=gated, qk_l2norm=gated,
     )  # fmt: skip
+    if (
+        algorithm in ERASE
+    ):  # of the other seed the largest gradient is a sixth of each of the two it is made of
+        case = case.but(seed=1)
     assert_gradients(make(case))
 
 

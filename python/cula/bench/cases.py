@@ -20,6 +20,7 @@ FAMILY = {row.name: (row.decay, row.update) for row in algorithms().values()}
 ALGORITHMS = tuple(FAMILY)
 GATED = tuple(name for name, (decay, _) in FAMILY.items() if decay in ("channel", "token"))
 DELTA = tuple(row.name for row in algorithms().values() if row.takes_beta)
+ERASE = tuple(row.name for row in algorithms().values() if row.takes_erase)
 
 TRAINING_PASSES = ("backward", "train")
 
@@ -52,7 +53,7 @@ class Case:
     A_log: bool = True  # raw gates
     dt_bias: bool = True  # raw gates
     head_decay: bool = False  # per-token decay: one more constant per head is added
-    gate_dtype: torch.dtype = torch.float32  # of g and beta
+    gate_dtype: torch.dtype = torch.float32  # of g, beta and erase
 
     keys: str = "random"  # or "collinear": one direction for all tokens, and beta near 1
     beta_is_logit: bool = False
@@ -67,7 +68,7 @@ class Case:
     k_first: bool = False  # states lie in memory as [K, V]
     reads_only: bool = False  # a verification that keeps no states of its draft tokens
 
-    fused: bool = False  # q, k, v are slices of one projection, g and beta of wider rows
+    fused: bool = False  # q, k, v are slices of one projection, g, beta and erase of wider rows
     backend: str = ""  # the target that has to run it; "" for the best
     seed: int = 0
 
@@ -118,6 +119,7 @@ class Inputs:
     g: Maybe = None
     decay: Maybe = None
     beta: Maybe = None
+    erase: Maybe = None
     A_log: Maybe = None
     dt_bias: Maybe = None
     cu_seqlens: Maybe = None
@@ -126,7 +128,7 @@ class Inputs:
     has_initial_state: Maybe = None
 
     TENSORS: ClassVar[tuple[str, ...]] = (
-        *("q", "k", "v", "g", "decay", "beta", "A_log", "dt_bias", "cu_seqlens"),
+        *("q", "k", "v", "g", "decay", "beta", "erase", "A_log", "dt_bias", "cu_seqlens"),
     )
     STATES: ClassVar[tuple[str, ...]] = ("initial_state", "initial_state_indices", "has_initial_state")
 
@@ -159,6 +161,7 @@ class Inputs:
             "v": 2,
             "g": 2,
             "beta": 2,
+            "erase": 2,
             "decay": 0,
             "A_log": 0,
             "dt_bias": 0,
@@ -174,7 +177,7 @@ class Inputs:
     def tokens(self, begin: int, end: int) -> Inputs:
         """The same sequences (batch form) cut to some of their tokens."""
         assert self.cu_seqlens is None
-        cut = ("q", "k", "v", "g", "beta")
+        cut = ("q", "k", "v", "g", "beta", "erase")
         named = {name: getattr(self, name) for name in cut}
         return self.but(
             **{name: tensor[:, begin:end] for name, tensor in named.items() if tensor is not None}
@@ -268,7 +271,7 @@ def make(case: Case, device: torch.device | str | None = None, draw_on: torch.de
 
 
 def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
-    decay, update = FAMILY[case.algorithm]
+    decay, _ = FAMILY[case.algorithm]
     B, T, H, HV, K, V = case.batch, case.tokens, case.heads, case.value_heads, case.key_dim, case.value_dim
 
     def normal(*shape: int) -> torch.Tensor:
@@ -304,10 +307,15 @@ def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
     if decay == "head" or (decay == "token" and case.head_decay):
         slopes = torch.zeros(HV) if case.decay == "zero" else -torch.logspace(-3, 0, HV)
         inputs.decay = place(torch.full((HV,), -1000.0) if case.decay == "extreme" else slopes, torch.float32)
-    if update == "delta":
-        shape = (B, T, HV, V) if case.beta_per_value else (B, T, HV)
+
+    def strengths(*shape: int) -> torch.Tensor:
         logits = torch.full(shape, 8.0) if case.keys == "collinear" else normal(*shape)
-        inputs.beta = place(logits if case.beta_is_logit else logits.sigmoid(), case.gate_dtype)
+        return place(logits if case.beta_is_logit else logits.sigmoid(), case.gate_dtype)
+
+    if case.algorithm in DELTA:
+        inputs.beta = strengths(B, T, HV, V) if case.beta_per_value else strengths(B, T, HV)
+    if case.algorithm in ERASE:
+        inputs.erase = strengths(B, T, HV, K)
     if case.packed:
         bounds = torch.tensor((0, *case.lengths), dtype=torch.int64).cumsum(0)
         inputs.cu_seqlens = place(bounds, case.cu_dtype)
@@ -322,6 +330,7 @@ def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
         )
         inputs.g = None if inputs.g is None else strided(inputs.g)
         inputs.beta = None if inputs.beta is None else strided(inputs.beta)
+        inputs.erase = None if inputs.erase is None else strided(inputs.erase)
 
     if case.state:
         N = case.sequences
@@ -342,7 +351,7 @@ def prefill_case(
 ) -> Case:
     """A prefill as models pose it: raw gate and beta logits in kernel where the family has them, no initial
     state."""
-    _, update = FAMILY[algorithm]
+    delta = algorithm in DELTA
     more.setdefault("packed", len(set(lengths)) > 1)
     more.setdefault("decay", "slow")
     return Case(
@@ -353,9 +362,10 @@ def prefill_case(
         key_dim=128,
         value_dim=128,
         gate={"kda": "bounded", "gdn": "softplus"}.get(algorithm, "log_decay"),
-        gate_dtype=torch.bfloat16 if update == "delta" else torch.float32,
-        beta_is_logit=update == "delta",
-        qk_l2norm=update == "delta",
+        gate_dtype=torch.bfloat16 if delta else torch.float32,
+        beta_is_logit=delta,
+        beta_per_value=algorithm in ERASE,
+        qk_l2norm=delta,
         state=False,
         **more,
     )

@@ -38,7 +38,7 @@ def flops(pass_name: str, case: Case) -> int:
     if pass_name == "train":
         return flops("prefill", case) + flops("backward", case)
     K, V = case.key_dim, case.value_dim
-    delta = {"additive": False, "delta": True}[FAMILY[case.algorithm][1]]
+    delta = {"additive": False, "delta": True, "erase": True}[FAMILY[case.algorithm][1]]
     if pass_name == "backward":
         products = _backward_products(K, V, delta)
     else:

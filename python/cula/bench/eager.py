@@ -53,18 +53,28 @@ def _heads_first(x: Tensor, value_heads: int, tokens: int) -> Tensor:
 
 
 def _prepare(inputs: Inputs, tokens: int) -> list[Maybe]:
-    """q, k, v, log decay and beta as the equations want them."""
+    """q, k, v, log decay, beta and erase keys as the equations want them."""
     case = inputs.case
     q, k, v = inputs.q.float(), inputs.k.float(), inputs.v
     if case.qk_l2norm:
         q, k = normalized(q), normalized(k)
     q = q * case.options["scale"]
-    beta = inputs.beta
+    beta, erase, most = inputs.beta, inputs.erase, 2 if case.allow_neg_eigval else 1
     if case.beta_is_logit:
-        beta = beta.float().sigmoid() * (2 if case.allow_neg_eigval else 1)
+        beta = beta.float().sigmoid() * (most if erase is None else 1)
+        erase = None if erase is None else erase.float().sigmoid() * most
+    e = None if erase is None else erase.float() * k.repeat_interleave(v.shape[2] // k.shape[2], dim=2)
     return [
-        None if x is None else _heads_first(x, v.shape[2], tokens) for x in (q, k, v, log_decay(inputs), beta)
+        None if x is None else _heads_first(x, v.shape[2], tokens)
+        for x in (q, k, v, log_decay(inputs), beta, e)
     ]
+
+
+def _own_strengths(k: Tensor, v: Tensor, beta: Maybe, e: Maybe) -> tuple[Tensor, Tensor, Maybe]:
+    """What reads, what is written, and the strength of both: beside erase keys beta is the values' alone."""
+    if e is None:
+        return k, v, beta
+    return e, v * (beta if beta.dim() == v.dim() else beta[..., None]), torch.ones_like(v[..., 0])
 
 
 def _start(inputs: Inputs, initial_state: Tensor | None) -> Tensor:
@@ -102,11 +112,12 @@ def _chunks(inputs: Inputs, initial_state: Tensor | None) -> tuple[Tensor, Tenso
     chunked: list[Maybe] = [
         None if x is None else x.unflatten(1, (count, CHUNK)) for x in _prepare(inputs, count * CHUNK)
     ]
-    q, k, v, g, beta = chunked
+    q, k, v, g, beta, e = chunked
+    e, v, beta = _own_strengths(k, v, beta, e)
     G = k.new_zeros(1, count, CHUNK) if g is None else g.cumsum(2)
 
     # score
-    rows = [q] if beta is None else [q, k]
+    rows = [q] if beta is None else [q, e]
     if G.dim() == 4:
         A, *L = _scores_per_channel(rows, k, G)
     else:
@@ -115,7 +126,7 @@ def _chunks(inputs: Inputs, initial_state: Tensor | None) -> tuple[Tensor, Tenso
         A, *L = (row @ k.transpose(-1, -2) * D for row in rows)
         G = G[..., None]
     A = A.tril_()
-    q_decayed, k_decayed = q * G.exp(), k * G.exp()
+    q_decayed, e_decayed = q * G.exp(), e * G.exp()
     k_remaining = (k * (G[:, :, -1:] - G).exp()).transpose(-1, -2)
     gate_total = G[:, :, -1].exp()[..., None]
 
@@ -125,7 +136,7 @@ def _chunks(inputs: Inputs, initial_state: Tensor | None) -> tuple[Tensor, Tenso
         T = torch.linalg.solve_triangular(
             L[0] * beta[..., None], beta.diag_embed(), upper=False, unitriangular=True
         )
-        U, W = T @ v, T @ k_decayed
+        U, W = T @ v, T @ e_decayed
 
     # read, output, carry
     S = _start(inputs, initial_state)
@@ -152,7 +163,8 @@ def chunk_form(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Ten
 
 def recurrence(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The same, token after token."""
-    q, k, v, g, beta = _prepare(inputs, inputs.v.shape[1])
+    q, k, v, g, beta, e = _prepare(inputs, inputs.v.shape[1])
+    e, v, beta = _own_strengths(k, v, beta, e)
     alpha = None if g is None else g.exp().reshape(*g.shape[:2], -1, 1)
     S = _start(inputs, initial_state)
     o = torch.empty_like(v)
@@ -161,7 +173,7 @@ def recurrence(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Ten
             S = S * alpha[:, t]
         u = v[:, t, None]
         if beta is not None:
-            u = torch.baddbmm(u, k[:, t, None], S, alpha=-1) * beta[:, t, None, None]
+            u = torch.baddbmm(u, e[:, t, None], S, alpha=-1) * beta[:, t, None, None]
         S = torch.baddbmm(S, k[:, t, :, None], u)
         o[:, t] = (q[:, t, None] @ S)[:, 0]
     return _finish(inputs, o, S)

@@ -71,7 +71,7 @@ def keywords(inputs: Inputs) -> dict[str, Any]:
 
 
 def _named(inputs: Inputs, backend: str | None) -> dict[str, Any]:
-    gates = {name: x for name in ("g", "beta", "decay") if (x := getattr(inputs, name)) is not None}
+    gates = {name: x for name in ("g", "beta", "erase", "decay") if (x := getattr(inputs, name)) is not None}
     return {**gates, **keywords(inputs), "scale": inputs.case.scale, "backend": backend}
 
 

@@ -12,6 +12,7 @@ the algorithm, the sizes of the messages and when which method wins.
 
 from .context import (
     cula_delta_cp,
+    cula_gdn2_cp,
     cula_gdn_cp,
     cula_gla_cp,
     cula_kda_cp,
@@ -21,6 +22,7 @@ from .context import (
 from .conv import conv_boundary_tokens
 from .hybrid import (
     cula_delta_tp_cp,
+    cula_gdn2_tp_cp,
     cula_gdn_tp_cp,
     cula_gla_tp_cp,
     cula_kda_tp_cp,
@@ -31,6 +33,7 @@ from .pools import alloc_decode_state_pool, alloc_state_buffer
 from .shards import even_splits, split_cu_seqlens_for_sp
 from .tensor import (
     cula_delta_tp,
+    cula_gdn2_tp,
     cula_gdn_tp,
     cula_gla_tp,
     cula_kda_tp,
@@ -45,6 +48,9 @@ __all__ = [
     "cula_delta_cp",
     "cula_delta_tp",
     "cula_delta_tp_cp",
+    "cula_gdn2_cp",
+    "cula_gdn2_tp",
+    "cula_gdn2_tp_cp",
     "cula_gdn_cp",
     "cula_gdn_tp",
     "cula_gdn_tp_cp",

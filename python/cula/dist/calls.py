@@ -27,7 +27,7 @@ _SEGMENT_OPTIONS = (
 )  # fmt: skip
 
 # The tensors that a call reads besides its states, by what they are: its own, or options.
-_OPERANDS = ("q", "k", "v", "g", "beta", "decay")
+_OPERANDS = ("q", "k", "v", "g", "beta", "erase", "decay")
 _PARAMETERS = ("A_log", "dt_bias")
 
 
@@ -41,6 +41,7 @@ class Call:
     g: Tensor | None = None
     beta: Tensor | None = None
     decay: Tensor | None = None
+    erase: Tensor | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def but(self, **changes: Any) -> Call:
@@ -48,7 +49,7 @@ class Call:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those with tokens, by name."""
-        named = {name: getattr(self, name) for name in ("q", "k", "v", "g", "beta")}
+        named = {name: getattr(self, name) for name in ("q", "k", "v", "g", "beta", "erase")}
         return {name: x for name, x in named.items() if x is not None}
 
     def read(self) -> dict[str, Tensor]:
@@ -63,7 +64,8 @@ class Call:
         return self.but(**{name: tensors.get(name) for name in _OPERANDS}, options=options)
 
     def run(self, **more: object) -> tuple[Any, ...]:
-        gates = {name: x for name in ("g", "beta", "decay") if (x := getattr(self, name)) is not None}
+        names = ("g", "beta", "erase", "decay")
+        gates = {name: x for name in names if (x := getattr(self, name)) is not None}
         return FUNCTIONS[self.mode](self.q, self.k, self.v, **gates, **{**self.options, **more})
 
     def segment(
@@ -76,8 +78,9 @@ class Call:
         `kept`."""
         named = {name: self.options[name] for name in _SEGMENT_OPTIONS if name in self.options}
         return api.cula_segment(
-            self.q, self.k, self.v, mode=self.mode, g=self.g, beta=self.beta, decay=self.decay,
-            cu_seqlens=cu_seqlens, use_gate_in_kernel=bool(self.options.get("use_gate_in_kernel", False)),
+            self.q, self.k, self.v, mode=self.mode, g=self.g, beta=self.beta, erase=self.erase,
+            decay=self.decay, cu_seqlens=cu_seqlens,
+            use_gate_in_kernel=bool(self.options.get("use_gate_in_kernel", False)),
             keep=keep, out=out, **named,
         )  # fmt: skip
 
@@ -102,7 +105,7 @@ class Call:
         )  # fmt: skip
         return {
             "q": self.q, "k": self.k, "v": self.v, "options": options, "g": g, "beta": self.beta,
-            "decay": decay, "dt_bias": dt_bias, **named,
+            "erase": self.erase, "decay": decay, "dt_bias": dt_bias, **named,
         }  # fmt: skip
 
     def gradients(

@@ -159,7 +159,7 @@ def along(call: Call, given: object) -> Tensor:
 
 def _method(call: Call, splits: tuple[int, ...], lanes: Lanes, method: str | None) -> str:
     """Every rank must come to the same answer, so it depends on nothing that differs between them."""
-    per_value = isinstance(call.beta, Tensor) and call.beta.dim() == 4
+    per_value = isinstance(call.beta, Tensor) and call.beta.dim() == 4 and call.erase is None
     if per_value and method == "scan":
         raise ValueError(
             f"{call.name}: method must be ring, since a write strength per value channel has no map of its "
@@ -257,6 +257,22 @@ def cula_gdn_cp(
 ) -> tuple[Tensor, Tensor | None]:
     """`cula.cula_gdn` on the rank's tokens; everything else as in `cula_kda_cp`."""
     return context_parallel(Call("cula_gdn_cp", "gdn", q, k, v, g, beta), sp_group, **words)
+
+
+@words_of(context_parallel)
+def cula_gdn2_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    erase: Tensor,
+    *,
+    sp_group: GroupLike,
+    **words: Unpack[ContextWords],
+) -> tuple[Tensor, Tensor | None]:
+    """`cula.cula_gdn2` on the rank's tokens; everything else as in `cula_kda_cp`."""
+    return context_parallel(Call("cula_gdn2_cp", "gdn2", q, k, v, g, beta, erase=erase), sp_group, **words)
 
 
 @words_of(context_parallel)

@@ -97,6 +97,24 @@ def cula_gdn_tp_cp(
 
 
 @words_of(hybrid_parallel)
+def cula_gdn2_tp_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    erase: Tensor,
+    *,
+    tp_group: GroupLike,
+    sp_group: GroupLike,
+    **words: Unpack[HybridWords],
+) -> tuple[Tensor, Tensor | None]:
+    """`cula_gdn2_cp` on the rank's heads; everything else as in `cula_kda_tp_cp`."""
+    call = Call("cula_gdn2_tp_cp", "gdn2", q, k, v, g, beta, erase=erase)
+    return hybrid_parallel(call, tp_group, sp_group, **words)
+
+
+@words_of(hybrid_parallel)
 def cula_gla_tp_cp(
     q: Tensor,
     k: Tensor,

@@ -10,7 +10,8 @@ constexpr bool has_three_walks(Algorithm algorithm) {
     switch (algorithm.update) {
         case Update::kAdditive:
             return !varies_by_token(algorithm.decay) && !varies_by_channel(algorithm.decay);
-        case Update::kDelta: return false;
+        case Update::kDelta:
+        case Update::kErase: return false;
     }
     return false;
 }

@@ -10,6 +10,7 @@ constexpr bool fuses(Update update) {
     switch (update) {
         case Update::kAdditive: return false;
         case Update::kDelta: return true;
+        case Update::kErase: return false;
     }
     return false;
 }
