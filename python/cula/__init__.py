@@ -10,7 +10,7 @@ Calls are differentiable, on CPUs and GPUs; what has no gradient raises NotImple
 
 Level 1 is in `cula.api`, Level 2, over several processes, in `cula.dist`; adapters that put these kernels
 behind FLA's own functions in `cula.integrations`; drop-ins for FLA, cuLA, SGLang,
-vLLM and FlashKDA in `cula.kda`, `cula.gdn`, `cula.gla`, `cula.simple_gla`, `cula.delta_rule`,
+vLLM and FlashKDA in `cula.kda`, `cula.gdn`, `cula.gdn2`, `cula.gla`, `cula.simple_gla`, `cula.delta_rule`,
 `cula.lightning`, `cula.linear_attn`, `cula.retention`, `cula.ops`, `cula.utils` and `cula.compat`.
 """
 
@@ -24,6 +24,7 @@ from . import (
     conv,
     delta_rule,
     gdn,
+    gdn2,
     gla,
     kda,
     lightning,
@@ -86,6 +87,7 @@ __all__ = [
     "expand_state_scales",
     "explain",
     "gdn",
+    "gdn2",
     "gla",
     "kda",
     "lightning",

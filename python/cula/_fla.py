@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._passes import LOG_DECAY, Gate
+from ._passes import LOG_DECAY, Gate, gate_of
 
 # The kinds of arguments by their annotations, and how many dimensions have those tensors whose shapes are
 # read first.
@@ -171,6 +171,7 @@ def along(
     qk_l2norm: bool,
     beta_is_logit: bool,
     allow_neg_eigval: bool,
+    erase: Tensor | None = None,
 ) -> tuple[Tensor, None]:
     """The function `name` on the tokens that a rank of a context of several has."""
     from .dist import calls, context  # here, since the others need no process groups
@@ -184,7 +185,7 @@ def along(
     if gate is not LOG_DECAY:
         named |= {"A_log": gate.A_log, "dt_bias": gate.dt_bias, "lower_bound": gate.lower_bound}
         named["use_gate_in_kernel"] = True
-    call = calls.Call(name, mode, q, k, v, g, beta, options=named)
+    call = calls.Call(name, mode, q, k, v, g, beta, erase=erase, options=named)
     return context.along(call, cp_context), None
 
 
@@ -211,6 +212,15 @@ def gate(
         )
     if not -5 <= lower_bound < 0:
         raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
+
+
+def given_gate(
+    use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> Gate:
+    """FLA ignores the gate's parameters where g is the log decay already."""
+    if use_gate_in_kernel is False:
+        return LOG_DECAY
+    return Gate(gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound)
 
 
 def beta(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> None:

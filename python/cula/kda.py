@@ -80,7 +80,7 @@ def chunk_kda(
                 not disable_recompute, "return_intermediate_states must be used with disable_recompute=False"
             )
             _fla.require(cp_context is None, "return_intermediate_states is not supported for CP")
-        gate = _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound)
+        gate = _fla.given_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound)
         if cp_context is not None:
             return _fla.along(
                 "chunk_kda", "kda", cp_context, q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel,
@@ -130,9 +130,10 @@ def fused_recurrent_kda(
         if use_gate_in_kernel and A_log is None and lower_bound is None:
             A_log = g.new_ones(v.shape[2], dtype=torch.float32)
         o, final_state, _ = _passes.forward(
-            _ops.decode, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
-            scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
-            dense(initial_state, state_v_first), Outputs(None, output_final_state),
+            _ops.decode, "kda", q, k, v, g, beta,
+            _fla.given_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale, use_qk_l2norm_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, dense(initial_state, state_v_first),
+            Outputs(None, output_final_state),
         )  # fmt: skip
         return o, final_state
     except Exception as error:
@@ -171,8 +172,9 @@ def kda_prefill_hopper(
         _fla.gate(use_gate_in_kernel, A_log, lower_bound, safe_gate)
         _check_shapes(q, k, v, g, beta)
         o, final_state, _ = _passes.forward(
-            _ops.prefill, "kda", q, k, v, g, beta, _gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
-            scale, use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, states=dense(initial_state),
+            _ops.prefill, "kda", q, k, v, g, beta,
+            _fla.given_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale, use_qk_l2norm_in_kernel,
+            cu_seqlens=cu_seqlens, states=dense(initial_state),
             outputs=Outputs(None, output_final_state),
         )  # fmt: skip
         return o, final_state
@@ -555,15 +557,6 @@ def _last_slots(slots: Tensor, tokens: int, cu_seqlens: Tensor | None) -> Tensor
     step = torch.arange(tokens, device=slots.device)
     last = tokens - 1 if cu_seqlens is None else cu_seqlens.diff().unsqueeze(1) - 1
     return torch.where(step == last, slots.unsqueeze(1), -1)
-
-
-def _gate(
-    use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
-) -> Gate:
-    """FLA ignores the gate's parameters where g is the log decay already."""
-    if use_gate_in_kernel is False:
-        return _passes.LOG_DECAY
-    return Gate(_passes.gate_of(use_gate_in_kernel, lower_bound), A_log, dt_bias, lower_bound)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:

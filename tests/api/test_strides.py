@@ -82,6 +82,7 @@ DROP_INS = {
     "fused_recurrent_gated_delta_rule": lambda q, k, v, g, beta: cula.gdn.fused_recurrent_gated_delta_rule(
         q, k, v, gk=g, beta=beta
     ),
+    "chunk_gdn2": lambda q, k, v, g, _: cula.gdn2.chunk_gdn2(q, k, v, g, g.abs(), v.abs()),
     "chunk_gla": lambda q, k, v, g, _: cula.gla.chunk_gla(q, k, v, g),
     "fused_recurrent_gla": lambda q, k, v, g, _: cula.gla.fused_recurrent_gla(q, k, v, g),
     "chunk_simple_gla": lambda q, k, v, g, _: cula.simple_gla.chunk_simple_gla(q, k, v, g[..., 0]),

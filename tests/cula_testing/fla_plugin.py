@@ -31,6 +31,7 @@ from torch import Tensor
 import cula
 import cula.delta_rule
 import cula.gdn
+import cula.gdn2
 import cula.gla
 import cula.kda
 import cula.lightning
@@ -87,6 +88,8 @@ DROP_INS: dict[str, Callable] = {
         cula.kda.fused_recurrent_kda,
         cula.gdn.chunk_gated_delta_rule,
         cula.gdn.fused_recurrent_gated_delta_rule,
+        cula.gdn2.chunk_gdn2,
+        cula.gdn2.fused_recurrent_gdn2,
         cula.gla.chunk_gla,
         cula.gla.fused_recurrent_gla,
         cula.simple_gla.chunk_simple_gla,

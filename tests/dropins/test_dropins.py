@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cula
-from cula_testing import oracle, passes
+from cula_testing import gradients, oracle, passes
 from cula_testing.cases import Case, Inputs, make, state_like
 from cula_testing.compare import assert_same_bits, errors
 
@@ -49,6 +49,10 @@ SIGNATURES = {
     "chunk_indices=None, cp_context=None",
     "cula.gdn.fused_recurrent_gated_delta_rule": f"q, k, v, g=None, gk=None, gv=None, beta=None, {STD}, "
     f"{L2}, {GATE}, A_log=None, dt_bias=None, {BETA}, {VF}, cu_seqlens=None",
+    "cula.gdn2.chunk_gdn2": f"q, k, v, g, b, w, {STD}, {L2}, {GATE}, {CU}, safe_gate=False, "
+    f"lower_bound=None, disable_recompute=False, return_intermediate_states=False, {VF}, cp_context=None",
+    "cula.gdn2.fused_recurrent_gdn2": f"q, k, v, g, b, w, A_log=None, dt_bias=None, {STD}, {L2}, {GATE}, "
+    f"lower_bound=None, {VF}, cu_seqlens=None",
     "cula.gla.chunk_gla": f"q, k, v, g, {STD}, {VF}, {CU}",
     "cula.gla.fused_recurrent_gla": f"q, k, v, gk=None, gv=None, {STD}, reverse=False, {VF}, cu_seqlens=None",
     "cula.simple_gla.chunk_simple_gla": f"q, k, v, g=None, g_gamma=None, {STD}, {VF}, {CU}",
@@ -80,6 +84,7 @@ SIGNATURES = {
 # What upstream takes among its **kwargs.
 KEYWORDS = {
     "cula.kda.chunk_kda": {"A_log", "dt_bias", "chunk_size"},
+    "cula.gdn2.chunk_gdn2": {"A_log", "dt_bias", "chunk_size"},
     "cula.kda.kda_prefill_hopper": {"A_log", "dt_bias"},
     "cula.kda.fused_sigmoid_gating_delta_rule_update": {"out", "state_layout"},  # cuLA's
     "cula.gdn.chunk_gated_delta_rule": {"use_gate_in_kernel", "A_log", "dt_bias", "chunk_size"},
@@ -148,6 +153,11 @@ def call_gdn(function, x, **more):
     return function(x.q, x.k, x.v, g=x.g, beta=x.beta, **gate_arguments(x), **delta_arguments(x.case), **more)
 
 
+def call_gdn2(function, x, **more):
+    l2norm = {"use_qk_l2norm_in_kernel": x.case.qk_l2norm}
+    return function(x.q, x.k, x.v, x.g, x.erase, x.beta, **gate_arguments(x), **l2norm, **more)
+
+
 def call_delta(function, x, **more):
     return function(x.q, x.k, x.v, x.beta, use_qk_l2norm_in_kernel=x.case.qk_l2norm, **more)
 
@@ -158,6 +168,8 @@ FLA = [
     ("cula.kda.fused_recurrent_kda", "kda", call_kda),
     ("cula.gdn.chunk_gated_delta_rule", "gdn", call_gdn),
     ("cula.gdn.fused_recurrent_gated_delta_rule", "gdn", call_gdn),
+    ("cula.gdn2.chunk_gdn2", "gdn2", call_gdn2),
+    ("cula.gdn2.fused_recurrent_gdn2", "gdn2", call_gdn2),
     ("cula.gla.chunk_gla", "gla", lambda f, x, **more: f(x.q, x.k, x.v, x.g, **more)),
     ("cula.gla.fused_recurrent_gla", "gla", lambda f, x, **more: f(x.q, x.k, x.v, gk=x.g, **more)),
     ("cula.gla.fused_recurrent_gla", "linear", lambda f, x, **more: f(x.q, x.k, x.v, **more)),
@@ -192,6 +204,8 @@ def test_fla(path, algorithm, call, packed, state):
         )
     if algorithm == "gdn":
         case = case.but(gate="softplus", value_heads=4, qk_l2norm=True, beta_is_logit=True)
+    if algorithm == "gdn2":
+        case = case.but(gate="softplus", value_heads=4, qk_l2norm=True, beta_per_value=True)
     inputs = make(case)
     wanted = (passes.decode if "recurrent" in path else passes.prefill)(inputs)
     h0 = inputs.initial_state.mT.contiguous() if state else None
@@ -224,6 +238,50 @@ def test_chunk_kda_returns_intermediate_states():
     assert_same_bits("o", wanted.o, o)
     assert_same_bits("final_state", wanted.final_state.mT, final_state)
     assert_same_bits("h", room.mT, h)
+
+
+def test_chunk_gdn2_returns_intermediate_states():
+    inputs = make(Case("gdn2", (150,), value_dim=32, state=False, beta_per_value=True))
+    with torch.inference_mode():
+        o, final_state, h = cula.gdn2.chunk_gdn2(
+            inputs.q, inputs.k, inputs.v, inputs.g, inputs.erase, inputs.beta, output_final_state=True,
+            return_intermediate_states=True,
+        )  # fmt: skip
+    room = torch.full((1, 3, 2, 32, 64), float("nan"), dtype=torch.bfloat16)
+    wanted = passes.prefill(inputs, chunk_states=room, chunk_tokens=64)
+    assert_same_bits("o", wanted.o, o)
+    assert_same_bits("final_state", wanted.final_state.mT, final_state)
+    assert_same_bits("h", room.mT, h)
+
+
+@pytest.mark.parametrize("name", ["chunk_gdn2", "fused_recurrent_gdn2"])
+def test_gdn2_with_one_strength_is_kda(name):
+    inputs = make(Case("kda", (70, 70), value_heads=4, gate="softplus", qk_l2norm=True, dtype=torch.float32))
+    one = inputs.beta.unsqueeze(-1)
+    b, w = one.expand(*one.shape[:3], 64), one.expand(inputs.v.shape)
+    named = {"use_qk_l2norm_in_kernel": True, "output_final_state": True, **gate_arguments(inputs)}
+    found = find(f"cula.gdn2.{name}")(inputs.q, inputs.k, inputs.v, inputs.g, b, w, **named)
+    wanted = cula.kda.chunk_kda(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, **named)
+    wanted = [x.double() for x in wanted]
+    for x, y in zip(found, wanted, strict=True):
+        assert errors(x, y).rms < 1e-5
+
+
+@pytest.mark.parametrize("name", ["chunk_gdn2", "fused_recurrent_gdn2"])
+def test_gradients_of_gdn2(name):
+    inputs = make(Case("gdn2", (70, 0, 9), packed=True, value_heads=4, gate="softplus", beta_per_value=True))
+    names = ("q", "k", "v", "g", "erase", "beta", "A_log", "dt_bias", "initial_state")
+    leaves = {each: getattr(inputs, each).clone().requires_grad_() for each in names}
+    o, final_state = find(f"cula.gdn2.{name}")(
+        *(leaves[each] for each in names[:6]), A_log=leaves["A_log"], dt_bias=leaves["dt_bias"],
+        initial_state=leaves["initial_state"].mT, output_final_state=True, use_gate_in_kernel=True,
+        cu_seqlens=inputs.cu_seqlens,
+    )  # fmt: skip
+    d_o, d_final = gradients.upstream(inputs)
+    found = torch.autograd.grad((o, final_state), list(leaves.values()), (d_o, d_final.mT))
+    wanted = gradients.backward(inputs, d_o, d_final)
+    for each, gradient in zip(names, found, strict=True):
+        assert_same_bits(f"d_{each}", wanted[each].to(gradient.dtype), gradient)
 
 
 @pytest.mark.parametrize("name", ["retention", "lightning"])
@@ -364,6 +422,7 @@ SMALL = make(Case("kda", (4,), key_dim=16, value_dim=16, state=False))
 KDA = {"q": SMALL.q, "k": SMALL.k, "v": SMALL.v, "g": SMALL.g, "beta": SMALL.beta}
 GDN = {**KDA, "g": SMALL.g[..., 0]}
 GLA = {"q": SMALL.q, "k": SMALL.k, "v": SMALL.v, "g": SMALL.g}
+GDN2 = {**GLA, "b": SMALL.k.abs(), "w": SMALL.v.abs()}
 DELTA = {"q": SMALL.q, "k": SMALL.k, "v": SMALL.v, "beta": SMALL.beta}
 H0 = torch.zeros(1, 2, 16, 16)
 TWO = {"cu_seqlens": torch.tensor([0, 2, 4])}
@@ -413,6 +472,23 @@ REFUSALS = [
     ("cula.gdn.chunk_gated_delta_rule", GDN, {"v": torch.zeros(1, 4, 3, 16).bfloat16()}, ValueError,
      "evenly divisible"),
     ("cula.gdn.fused_recurrent_gated_delta_rule", GDN, {"use_gate_in_kernel": True}, ValueError, "`A_log`"),
+    ("cula.gdn2.chunk_gdn2", GDN2, {"chunk_size": 32}, ValueError, "`chunk_size` must be 64 for GDN-2"),
+    ("cula.gdn2.chunk_gdn2", GDN2, {"use_gate_in_kernel": True}, ValueError, "`A_log` must be provided"),
+    ("cula.gdn2.chunk_gdn2", GDN2, {"use_gate_in_kernel": True, "safe_gate": True, "A_log": torch.zeros(2)},
+     ValueError, "`lower_bound` must be specified"),
+    ("cula.gdn2.chunk_gdn2", GDN2, {"initial_state": H0.bfloat16()}, AssertionError,
+     "initial_state must be in float32."),
+    ("cula.gdn2.chunk_gdn2", GDN2, {"q": WIDE, **TWO}, ValueError, "expected to be 1 rather than 2"),
+    ("cula.gdn2.chunk_gdn2", GDN2, {"k": SMALL.k[..., :8]}, AssertionError, "q, k, g must have the same"),
+    ("cula.gdn2.chunk_gdn2", GDN2, {"b": SMALL.beta}, AssertionError, "b (channel-wise erase gate) must"),
+    ("cula.gdn2.chunk_gdn2", GDN2, {"w": SMALL.beta}, AssertionError, "w (channel-wise write gate) must"),
+    ("cula.gdn2.chunk_gdn2", GDN2, {"b": None}, TypeError, "chunk_gdn2: b must be a tensor, got NoneType"),
+    ("cula.gdn2.chunk_gdn2", GDN2, {"return_intermediate_states": True}, AssertionError, "inference mode"),
+    ("cula.gdn2.chunk_gdn2", GDN2, {"cp_context": CONTEXT}, ValueError,
+     "chunk_gdn2: cp_context must have group, got SimpleNamespace"),
+    ("cula.gdn2.chunk_gdn2", GDN2, {"beta": SMALL.beta}, TypeError, "unexpected keyword argument 'beta'"),
+    ("cula.gdn2.fused_recurrent_gdn2", GDN2, {"b": SMALL.beta}, AssertionError, "b (channel-wise erase"),
+    ("cula.gdn2.fused_recurrent_gdn2", GDN2, {"initial_state": H0, **TWO}, ValueError, "2 rather than 1"),
     ("cula.gla.chunk_gla", GLA, {"initial_state": H0.half()}, AssertionError,
      "initial_state must be in float32."),
     ("cula.gla.chunk_gla", GLA, {"g": SMALL.g[..., :8]}, AssertionError, "must have the same shape"),
@@ -472,6 +548,13 @@ FLA_CASES = [
     (Case("gdn", (15, 85, 200), packed=True, dtype=torch.float16, gate="softplus"), 0.005),
     (Case("gdn", (700,), value_heads=4, key_dim=128, value_dim=128, beta_is_logit=True, allow_neg_eigval=True,
           dtype=torch.float16), 0.005),
+    (Case("gdn2", (63,), heads=1, value_heads=1, dtype=torch.float16, scale=1.0, beta_per_value=True), 0.005),
+    (Case("gdn2", (500, 500), heads=3, value_heads=3, key_dim=60, value_dim=60, dtype=torch.float16,
+          scale=1.0, beta_per_value=True), 0.005),
+    (Case("gdn2", (300, 300), value_heads=4, scale=0.1, gate="softplus", qk_l2norm=True, beta_per_value=True,
+          dtype=torch.float16), 0.005),
+    (Case("gdn2", (100, 200, 700), packed=True, key_dim=128, value_dim=128, dtype=torch.float16,
+          beta_per_value=True), 0.005),
     (Case("gla", (63,), heads=1, value_heads=1, dtype=torch.float16), 0.004),
     (Case("gla", (1024,), heads=4, value_heads=4, key_dim=60, value_dim=60, dtype=torch.float16,
           decay="slow"), 0.004),

@@ -99,6 +99,7 @@ def test_every_function_gets_here(stand_in):
     given = {
         "gated_delta_rule": {**x, "g": g},
         "kda": x,
+        "gdn2": {**no_beta, "g": x["g"], "b": torch.rand(1, 9, 2, 16), "w": torch.rand(1, 9, 2, 16)},
         "chunk_gla": {**no_beta, "g": x["g"]},
         "fused_recurrent_gla": {**no_beta, "gk": x["g"]},
         "simple_gla": {**no_beta, "g": g},
@@ -114,6 +115,14 @@ def test_every_function_gets_here(stand_in):
             o, _ = operator(name)(**kwargs)
             assert torch.equal(o, getattr(package, name)(**kwargs)[0]), name
             assert fla.calls[name, "cula"] == 1, name
+
+
+def test_a_version_without_an_operator(stand_in, monkeypatch):
+    stand_in()
+    monkeypatch.delitem(sys.modules, "fla.ops.gdn2")
+    how = fla.register()
+    assert "chunk_kda" in how
+    assert "chunk_gdn2" not in how
 
 
 def test_names_that_other_modules_imported(stand_in, monkeypatch):
@@ -333,28 +342,32 @@ def test_plain_parts(stand_in, monkeypatch):
     }
 
 
+@pytest.mark.parametrize("mode", ["kda", "gdn2"])
 @pytest.mark.parametrize("gate", ["log_decay", "softplus", "bounded"])
 @pytest.mark.parametrize("drafts", [1, 3])
-def test_paged_states(gate, drafts):
+def test_paged_states(gate, drafts, mode):
     """FLA's paged decode: each row starts from the slot of its last accepted token, and leaves a state per
     token."""
     torch.manual_seed(1)
     rows, heads, dim, slots = 4, 2, 16, 20
     q, k, v = (torch.randn(rows, drafts, heads, dim) for _ in range(3))
     g, beta = -torch.rand(rows, drafts, heads, dim), torch.rand(rows, drafts, heads)
+    strengths = (beta,) if mode == "kda" else tuple(torch.rand(2, rows, drafts, heads, dim))
     pool = torch.randn(slots, heads, dim, dim)
     table = torch.randperm(slots, dtype=torch.int32)[: rows * drafts].view(rows, drafts)
     accepted = torch.randint(1, drafts + 1, (rows,), dtype=torch.int32)
     options = {"use_qk_l2norm_in_kernel": True}
     if gate != "log_decay":
-        options |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+        options |= {"use_gate_in_kernel": True}
+        options |= {"use_beta_sigmoid_in_kernel": True} if mode == "kda" else {}
     if gate == "bounded":
         options |= {"lower_bound": -5.0, "A_log": torch.randn(heads), "dt_bias": torch.randn(heads * dim)}
     start = pool[table[torch.arange(rows), accepted - 1].long()]
     states, outputs = [], []
     for t in range(drafts):
-        o, start = cula.kda.fused_recurrent_kda(
-            *(x[:, t : t + 1] for x in (q, k, v, g, beta)),
+        one = cula.kda.fused_recurrent_kda if mode == "kda" else cula.gdn2.fused_recurrent_gdn2
+        o, start = one(
+            *(x[:, t : t + 1] for x in (q, k, v, g, *strengths)),
             initial_state=start,
             output_final_state=True,
             **options,
@@ -363,9 +376,11 @@ def test_paged_states(gate, drafts):
         outputs.append(o)
     indices = table[:, 0] if drafts == 1 else table
     number = {} if drafts == 1 else {"num_accepted_tokens": accepted}
-    o, final = fla._paged_kda(
-        q, k, v, g, beta, initial_state=pool, ssm_state_indices=indices, **number, **options
-    )
+    paged = {"kda": fla._paged_kda, "gdn2": fla._paged_gdn2}[mode]
+    o, final = paged(
+        q, k, v, g, *strengths, initial_state=pool, ssm_state_indices=indices, inplace_final_state=True,
+        **number, **options,
+    )  # fmt: skip
     assert final is pool
     torch.testing.assert_close(o, torch.cat(outputs, 1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(pool[table.long()], torch.stack(states, 1), rtol=1e-5, atol=1e-5)

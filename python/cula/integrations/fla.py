@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import api, delta_rule, gdn, gla, kda, lightning, linear_attn, retention, simple_gla
+from .. import api, delta_rule, gdn, gdn2, gla, kda, lightning, linear_attn, retention, simple_gla
 from . import _fla_cpu
 from ._calls import Calls
 from ._fla_registries import Registries, enabled
@@ -62,30 +62,83 @@ def _paged_kda(
     """`fla.ops.kda.fused_recurrent.fused_recurrent_kda_fwd` with a pool of states: decode, and verification
     of draft tokens. Row n starts from slot `ssm_state_indices[n, num_accepted_tokens[n] - 1]`, and the state
     after its token t goes to slot `ssm_state_indices[n, t]`."""
-    if ssm_state_indices is None or initial_state is None or not inplace_final_state:
+    named = {"use_gate_in_kernel": use_gate_in_kernel, "lower_bound": lower_bound, "out": out}
+    return _paged(
+        "fused_recurrent_kda_fwd", "kda", q, k, v, g, beta, A_log, dt_bias, initial_state,
+        inplace_final_state, ssm_state_indices, num_accepted_tokens, cu_seqlens=cu_seqlens, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, **named,
+    )  # fmt: skip
+
+
+def _paged_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    inplace_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`fla.ops.gdn2.fused_recurrent.fused_recurrent_gdn2_fwd` with a pool of states, as `_paged_kda`."""
+    named = {"use_gate_in_kernel": use_gate_in_kernel, "lower_bound": lower_bound, "out": out}
+    return _paged(
+        "fused_recurrent_gdn2_fwd", "gdn2", q, k, v, g, w, A_log, dt_bias, initial_state, inplace_final_state,
+        ssm_state_indices, num_accepted_tokens, cu_seqlens=cu_seqlens, scale=scale, erase=b,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first, **named,
+    )  # fmt: skip
+
+
+def _paged(
+    name: str,
+    mode: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    pool: Tensor | None,
+    in_place: bool,
+    slots: Tensor | None,
+    num_accepted: Tensor | None,
+    **named: Any,
+) -> tuple[Tensor, Tensor]:
+    if slots is None or pool is None or not in_place:
         raise NotImplementedError(
-            "fused_recurrent_kda_fwd runs here where a pool is updated in place: ssm_state_indices, "
+            f"{name} runs here where a pool is updated in place: ssm_state_indices, "
             "initial_state and inplace_final_state=True"
         )
-    if use_gate_in_kernel and A_log is None and lower_bound is None:
+    if not named["use_gate_in_kernel"]:  # FLA does not look at the gate's parameters then
+        A_log = dt_bias = named["lower_bound"] = None
+    elif A_log is None and named["lower_bound"] is None:
         A_log = g.new_ones(v.shape[2], dtype=torch.float32)
-    slots = ssm_state_indices if ssm_state_indices.dim() == 2 else ssm_state_indices.unsqueeze(1)
-    if not use_gate_in_kernel:  # FLA does not look at the gate's parameters then
-        A_log = dt_bias = lower_bound = None
     o, _ = api.cula_verify(
-        q, k, v, initial_state, state_indices=slots, num_accepted=num_accepted_tokens, g=g, beta=beta,
-        cu_seqlens=cu_seqlens, scale=scale, use_gate_in_kernel=use_gate_in_kernel,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first, out=out, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+        q, k, v, pool, mode=mode, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, num_accepted=num_accepted,
+        state_indices=slots if slots.dim() == 2 else slots.unsqueeze(1), **named,
     )  # fmt: skip
-    return o, initial_state
+    return o, pool
 
 
 # FLA's packages below fla.ops, each with the functions that it has, and those here.
 _OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
     "kda": (kda.chunk_kda, kda.fused_recurrent_kda),
     "gated_delta_rule": (gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule),
+    "gdn2": (gdn2.chunk_gdn2, gdn2.fused_recurrent_gdn2),
     "gla": (gla.chunk_gla, gla.fused_recurrent_gla),
     "simple_gla": (
         simple_gla.chunk_simple_gla,
@@ -126,7 +179,7 @@ def register() -> dict[str, str]:
                 return dict(_registered)
             registries = Registries()
             for operation in _OPERATORS:
-                importlib.import_module(f"fla.ops.{operation}")
+                _import_operators(operation)
         except ImportError as error:
             raise ImportError(
                 "cula.integrations.fla needs flash-linear-attention 0.5 or later, and Triton, which its "
@@ -145,6 +198,7 @@ def register() -> dict[str, str]:
                 for ours in functions:
                     _put(f"fla.ops.{operation}", operation, ours.__name__, ours)
             _put("fla.ops.kda.fused_recurrent", "kda", "fused_recurrent_kda_fwd", _paged_kda)
+            _put("fla.ops.gdn2.fused_recurrent", "gdn2", "fused_recurrent_gdn2_fwd", _paged_gdn2)
             if not torch.accelerator.is_available():
                 for (path, name), ours in _fla_cpu.FUNCTIONS.items():
                     _put(path, "modules", name, ours, "cula" if name in _fla_cpu.KERNELS else "PyTorch")
@@ -166,6 +220,14 @@ def unregister() -> None:
             _registries.restore()
         _registries = None
         _registered.clear()
+
+
+def _import_operators(operation: str) -> None:
+    try:
+        importlib.import_module(f"fla.ops.{operation}")
+    except ModuleNotFoundError as error:
+        if error.name != f"fla.ops.{operation}":
+            raise  # else FLA is of a version that has not all of them
 
 
 def _put(path: str, operation: str, name: str, ours: Callable[..., Any], runs_as: str = "cula") -> None:
