@@ -45,10 +45,17 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if on_cuda(config):
-        for item in items:
-            if mark := item.get_closest_marker("cpu_only"):
-                item.add_marker(pytest.mark.skip(reason=f"CPU only: {mark.args[0]}"))
+    if not on_cuda(config):
+        return
+    from cula_testing import device
+
+    declined = device.declined_algorithms()
+    for item in items:
+        if mark := item.get_closest_marker("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason=f"CPU only: {mark.args[0]}"))
+        given = getattr(item, "callspec", None)
+        for name in device.algorithms_in(given.params.values() if given else ()) & declined.keys():
+            item.add_marker(pytest.mark.skip(reason=f"no target {declined[name]}"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

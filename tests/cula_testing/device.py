@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.autograd import DeviceType
@@ -62,6 +62,25 @@ def able(
     """The targets that take such a call on this machine; on: a device other than the default one."""
     rows = _rows(on or kind(), pass_name, dtype, beta_per_value, key_dim)
     return [row.target for row in rows if row.verdict != "no" and not is_strategy(row.target)]
+
+
+def declined_algorithms(on: str = "") -> dict[str, str]:
+    """The algorithms whose prefill no target of the device takes, each with the sentence of the last target;
+    on: a device other than the default one."""
+    declined = {}
+    for name in cula.algorithms():
+        rows = [
+            row for row in cula.explain(name, device=on or kind()) if not row.reason.startswith("runs on")
+        ]
+        if all(row.verdict == "no" for row in rows):
+            declined[name] = rows[-1].reason
+    return declined
+
+
+def algorithms_in(parameters: Iterable[object]) -> set[str]:
+    """The algorithms that a test's parameters name: one, a case, or a row of a table, "kda-collinear"."""
+    names = (getattr(value, "algorithm", value) for value in parameters)
+    return {name.partition("-")[0] for name in names if isinstance(name, str)} & cula.algorithms().keys()
 
 
 def serves(target: str, pass_name: str) -> bool:
