@@ -11,10 +11,10 @@
 #include <utility>
 
 #include "cuda/backward/plan.h"
+#include "cuda/backward/three_walks.h"
 #include "cuda/chunked/plan.h"
 #include "cuda/device_args.h"
 #include "cuda/limits.h"
-#include "cuda/sm90/three_walks.h"
 #include "cuda/tile/divisor.h"
 
 namespace cula::cuda {
@@ -367,7 +367,7 @@ TEST(Policy, CarriesWaitPerChunkWherePrepareEndsRaggedly) {
 }
 
 TEST(ThreeWalks, HaveTheTensorsOfThePrefillInOtherPlaces) {
-    using sm90::Walk;
+    using backward::Walk;
     DeviceArgs call;
     backward::Gradients d;
     float memory[9];
@@ -380,7 +380,7 @@ TEST(ThreeWalks, HaveTheTensorsOfThePrefillInOtherPlaces) {
 
     const auto expect = [&](Walk walk, const TokenRows& q, const TokenRows& k, const TokenRows& v,
                             const TokenRows& o) {
-        const DeviceArgs a = sm90::walk_args(call, d, walk);
+        const DeviceArgs a = backward::walk_args(call, d, walk);
         EXPECT_EQ(a.q.data, q.data);
         EXPECT_EQ(a.k.data, k.data);
         EXPECT_EQ(a.v.data, v.data);
@@ -412,15 +412,15 @@ TEST(ThreeWalks, LeaveToOthersWhatIsNoPrefill) {
     problem.algorithm = kLightning;
     problem.heads = problem.value_heads = 2;
     problem.key_dim = 64, problem.value_dim = 128;
-    ASSERT_TRUE(sm90::takes_three_walks(problem));
-    const Problem key = sm90::walk_problem(problem, sm90::Walk::kKey);
+    ASSERT_TRUE(backward::takes_three_walks(problem));
+    const Problem key = backward::walk_problem(problem, backward::Walk::kKey);
     EXPECT_EQ(key.pass, Pass::kPrefill);
     EXPECT_EQ(key.key_dim, 128);
     EXPECT_EQ(key.value_dim, 64);
     const auto takes = [&](auto change) {
         Problem other = problem;
         change(other);
-        return static_cast<bool>(sm90::takes_three_walks(other));
+        return static_cast<bool>(backward::takes_three_walks(other));
     };
     EXPECT_FALSE(takes([](Problem& other) { other.qk_l2norm = true; }));
     EXPECT_FALSE(takes([](Problem& other) { other.wide_d_o = true; }));

@@ -25,8 +25,8 @@ HOST = {
     "src/cpu/isa.cc": ["-DCULA_CPU_TARGET=portable"],
     "src/cuda/limits.h": ["-x", "c++"],
     "src/cuda/machines.h": ["-x", "c++"],
+    "src/cuda/backward/three_walks_rule.h": ["-x", "c++"],
     "src/cuda/sm90/fused/rule.h": ["-x", "c++"],
-    "src/cuda/sm90/three_walks_rule.h": ["-x", "c++"],
 }
 # Instances, one of each kernel family.
 INSTANCES = (

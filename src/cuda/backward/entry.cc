@@ -1,14 +1,52 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/backward/entry.h"
 
+#include <algorithm>
+#include <cstddef>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "core/check.h"
+#include "cuda/backward/gradients.h"
 #include "cuda/chunked/entry.h"
+#include "cuda/pipe/launch.h"
 
 namespace cula::cuda::backward {
 
 using chunked::StrategyKind;
+
+namespace {
+
+class ThreeWalks final : public Prepared {
+public:
+    explicit ThreeWalks(PlannedWalks walks) : Prepared(largest(walks), 0), walks_(std::move(walks)) {}
+
+    void run(const Args& args, const Context& context) const override {
+        const DeviceGuard guard(context.device.index);
+        Call call = make_call(args, context);
+        const DeviceArgs whole = call.args;
+        const Gradients d = gradients(args);
+        for (std::size_t i = 0; i < kWalks.size(); ++i) {
+            call.args = walk_args(whole, d, kWalks[i]);
+            if (!call.args.o.data && !call.args.final.data) continue;  // not wanted
+            walks_[i]->launch(call);
+            call.goes_on = true;
+        }
+    }
+
+private:
+    // One walk follows the other, in the same workspace.
+    static std::size_t largest(const PlannedWalks& walks) {
+        std::size_t bytes = 0;
+        for (const PreparedCallPtr& walk : walks) bytes = std::max(bytes, walk->workspace_bytes());
+        return bytes;
+    }
+
+    PlannedWalks walks_;
+};
+
+}  // namespace
 
 Support supports(const Problem& problem, StrategyKind wanted) {
     if (Support any = chunked::supports(problem); !any) return any;
@@ -20,6 +58,22 @@ Support supports(const Problem& problem, StrategyKind wanted) {
     if (wanted == StrategyKind::kSegments && (problem.batch_invariant || problem.tokens <= chunk))
         return Support::no("cuts sequences of more than one chunk, and no batch-invariant call");
     return Support::yes();
+}
+
+Support three_walks_supports(const Problem& problem) {
+    if (Support any = takes_three_walks(problem); !any) return any;
+    for (const Walk walk : kWalks)
+        if (Support any = chunked::supports(walk_problem(problem, walk)); !any) return any;
+    return Support::yes();
+}
+
+PreparedPtr join_walks(PlannedWalks walks) { return std::make_shared<const ThreeWalks>(std::move(walks)); }
+
+Prediction three_walks_predict(const Problem& problem, chunked::Candidates (*prefill)(Problem)) {
+    double microseconds = 0.0;
+    for (const Walk walk : kWalks)
+        microseconds += prefill(walk_problem(problem, walk)).choose(StrategyKind::kAny)->expected;
+    return microseconds;
 }
 
 }  // namespace cula::cuda::backward

@@ -3,22 +3,18 @@
 #include "cuda/sm90/entry.h"
 
 #include <algorithm>
-#include <memory>
 #include <string>
-#include <utility>
 
 #include "core/check.h"
 #include "cuda/backward/entry.h"
 #include "cuda/backward/plan.h"
 #include "cuda/chunked/entry.h"
-#include "cuda/pipe/launch.h"
 #include "cuda/sm90/fused/rule.h"
 #include "cuda/sm90/launch.h"
-#include "cuda/sm90/three_walks.h"
 
 namespace cula::cuda::sm90 {
 
-using chunked::StrategyKind;
+using backward::Walk, chunked::StrategyKind;
 
 namespace {
 
@@ -63,32 +59,6 @@ Support takes(const Problem& problem) {
 bool makes_scores(Algorithm algorithm) {
     return has_diagonal_map(algorithm.update) && !varies_by_channel(algorithm.decay);
 }
-
-// A planned backward call.
-class ThreeWalks final : public Prepared {
-public:
-    // swapped: the plan of the two walks that are transposed.
-    ThreeWalks(PreparedCallPtr swapped, PreparedCallPtr values)
-        : Prepared(std::max(swapped->workspace_bytes(), values->workspace_bytes()), 0),
-          swapped_(std::move(swapped)),
-          values_(std::move(values)) {}
-
-    void run(const Args& args, const Context& context) const override {
-        const DeviceGuard guard(context.device.index);
-        Call call = make_call(args, context);
-        const DeviceArgs whole = call.args;
-        const backward::Gradients d = backward::gradients(args);
-        for (const Walk walk : kWalks) {
-            call.args = walk_args(whole, d, walk);
-            if (!call.args.o.data && !call.args.final.data) continue;
-            (is_transposed(walk) ? swapped_ : values_)->launch(call);
-            call.goes_on = true;
-        }
-    }
-
-private:
-    PreparedCallPtr swapped_, values_;
-};
 
 Support takes_fused(const Problem& problem) {
     if (!varies_by_channel(problem.algorithm.decay) || !fuses(problem.algorithm.update))
@@ -155,27 +125,23 @@ PreparedPtr backward_prepare(const Problem& problem, const Args& args, const Con
 
 Support three_walks_supports(const Problem& problem) {
     if (Support any = runs_on(problem.device); !any) return any;
-    if (Support any = takes_three_walks(problem); !any) return any;
-    for (const Walk walk : kWalks)
-        if (Support any = chunked::supports(walk_problem(problem, walk)); !any) return any;
-    return Support::yes();
+    return backward::three_walks_supports(problem);
 }
 
 PreparedPtr three_walks_prepare(const Problem& problem, const Args&, const Context&) {
     const auto prepared = [&](Walk walk) {
-        const Problem of_walk = walk_problem(problem, walk);
+        const Problem of_walk = backward::walk_problem(problem, walk);
         return with_instance(of_walk, [&]<class T, int kKey, bool kPerChannel>() {
             return prepare_prefill<T, kKey, kPerChannel>(of_walk, Args{}, StrategyKind::kAny);
         });
     };
-    return std::make_shared<const ThreeWalks>(prepared(Walk::kKey), prepared(Walk::kValue));
+    // Its carry goes either way.
+    const PreparedCallPtr transposed = prepared(Walk::kKey);
+    return backward::join_walks({transposed, transposed, prepared(Walk::kValue)});
 }
 
 Prediction three_walks_predict(const Problem& problem) {
-    double microseconds = 0.0;
-    for (const Walk walk : kWalks)
-        microseconds += candidates(walk_problem(problem, walk)).choose(StrategyKind::kAny)->expected;
-    return microseconds;
+    return backward::three_walks_predict(problem, candidates);
 }
 
 template Support backward_supports<StrategyKind::kAny>(const Problem&);

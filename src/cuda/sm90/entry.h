@@ -25,7 +25,7 @@ Support backward_supports(const Problem& problem);
 template <chunked::StrategyKind kWanted>
 PreparedPtr backward_prepare(const Problem& problem, const Args& args, const Context& context);
 
-// Backward, as three walks of the carry (three_walks.h).
+// Backward, as three walks of the carry (backward/three_walks.h).
 Support three_walks_supports(const Problem& problem);
 PreparedPtr three_walks_prepare(const Problem& problem, const Args& args, const Context& context);
 Prediction three_walks_predict(const Problem& problem);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// For which algorithms the gradients are three walks of the carry (three_walks.h).
+// For which algorithms the gradients are three walks of a prefill's carry (three_walks.h).
 #pragma once
 
 #include "cula/algorithm.h"
 
-namespace cula::cuda::sm90 {
+namespace cula::cuda::backward {
 
 constexpr bool has_three_walks(Algorithm algorithm) {
     switch (algorithm.update) {
@@ -16,4 +16,4 @@ constexpr bool has_three_walks(Algorithm algorithm) {
     return false;
 }
 
-}  // namespace cula::cuda::sm90
+}  // namespace cula::cuda::backward

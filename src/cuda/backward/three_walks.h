@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradients of additive rules whose decay is the same for every token, as three walks of the carry
-// (docs/design/three-walks.md). Each is a prefill with the call's tensors in other places:
+// The gradients of additive rules whose decay is the same for every token, as three walks of a prefill's
+// carry (docs/design/three-walks.md). Each is a prefill with the call's tensors in other places:
 //
 //   walk     from         q     k     v     o     state before      state after
 //   kQuery   first token  d_o   v     k     d_q   initial, [K, V]   -
@@ -16,10 +16,12 @@
 #include "cula/problem.h"
 #include "cula/status.h"
 
-namespace cula::cuda::sm90 {
+namespace cula::cuda::backward {
 
 enum class Walk : std::uint8_t { kQuery, kKey, kValue };
 inline constexpr std::array kWalks{Walk::kQuery, Walk::kKey, Walk::kValue};
+
+inline constexpr int kMostWalkChannels = 128;  // K and V
 
 // Whether the state of a walk is that of the call transposed: values are its keys, and the other way round.
 constexpr bool is_transposed(Walk walk) { return walk != Walk::kValue; }
@@ -31,6 +33,6 @@ Support takes_three_walks(const Problem& problem);
 Problem walk_problem(const Problem& problem, Walk walk);
 
 // Its arguments, from those of the call.
-DeviceArgs walk_args(const DeviceArgs& call, const backward::Gradients& d, Walk walk);
+DeviceArgs walk_args(const DeviceArgs& call, const Gradients& d, Walk walk);
 
-}  // namespace cula::cuda::sm90
+}  // namespace cula::cuda::backward

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/sm90/three_walks.h"
+#include "cuda/backward/three_walks.h"
 
 #include <algorithm>
 #include <string>
 #include <utility>
 
 #include "core/check.h"
-#include "cuda/sm90/three_walks_rule.h"
+#include "cuda/backward/three_walks_rule.h"
 
-namespace cula::cuda::sm90 {
+namespace cula::cuda::backward {
 
 Support takes_three_walks(const Problem& problem) {
     if (!has_three_walks(problem.algorithm))
@@ -18,9 +18,9 @@ Support takes_three_walks(const Problem& problem) {
         return Support::no("takes as many value heads as heads, got " + std::to_string(problem.value_heads) +
                            " for " + std::to_string(problem.heads));
     if (problem.wide_d_o) return Support::no("takes a d_o of the inputs' dtype");
-    if (std::max(problem.key_dim, problem.value_dim) > 128)
-        return Support::no("takes K and V up to 128, got " + std::to_string(problem.key_dim) + " and " +
-                           std::to_string(problem.value_dim));
+    if (std::max(problem.key_dim, problem.value_dim) > kMostWalkChannels)
+        return Support::no("takes K and V up to " + std::to_string(kMostWalkChannels) + ", got " +
+                           std::to_string(problem.key_dim) + " and " + std::to_string(problem.value_dim));
     if (problem.value_dim < kFewestChunkChannels)
         return Support::no("takes V from " + std::to_string(kFewestChunkChannels) +
                            " on: values are the keys of two of its walks");
@@ -34,7 +34,7 @@ Problem walk_problem(const Problem& problem, Walk walk) {
     return of_walk;
 }
 
-DeviceArgs walk_args(const DeviceArgs& call, const backward::Gradients& d, Walk walk) {
+DeviceArgs walk_args(const DeviceArgs& call, const Gradients& d, Walk walk) {
     DeviceArgs a = call;
     switch (walk) {
         case Walk::kQuery: a.q = d.d_o, a.k = call.v, a.v = call.k, a.o = d.d_q; break;
@@ -51,4 +51,4 @@ DeviceArgs walk_args(const DeviceArgs& call, const backward::Gradients& d, Walk 
     return a;
 }
 
-}  // namespace cula::cuda::sm90
+}  // namespace cula::cuda::backward
