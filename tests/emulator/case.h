@@ -293,12 +293,16 @@ inline void Case::make(const std::vector<Instance>& instances) {
     target = draw_.name("target", pass == Pass::kPrefill
                                       ? std::vector<std::string>{"sm80", "sm80", "sm80:segments"}
                                       : std::vector<std::string>{"sm80"});
-    const bool step = target == "sm80:step";
+    // walks: of K and V either may be the channels of keys, and what it leaves to others is not drawn.
+    const bool step = target == "sm80:step", walks = target == "sm80:three_walks";
     std::vector<std::string> algorithms, dtypes;
     for (const auto& row : kAlgorithms) algorithms.emplace_back(row.name);
     // The algorithms and dtypes of the instances at hand.
     const auto fits = [&](const Instance& of, Algorithm algorithm) {
         if (step) return of.pass == (pass == Pass::kBackward ? "backward" : "step_any");
+        if (walks)
+            return of.pass == "reversed_walk" && has_diagonal_map(algorithm.update) &&
+                   !varies_by_channel(algorithm.decay) && !varies_by_token(algorithm.decay);
         const std::string way = pass == Pass::kBackward ? "backward" : "prefill";
         return of.pass == way + (varies_by_channel(algorithm.decay) ? "_channel" : "_token");
     };
@@ -326,14 +330,21 @@ inline void Case::make(const std::vector<Instance>& instances) {
     }
     if (keys.empty()) throw std::runtime_error("no instance is linked for this dtype");
     layouts_ = draw_.is("layouts", 3);
-    const std::int64_t K = draw_.number("K", keys),
-                       V = draw_.number("V", {16, 32, 64, 64, 128, 17, 40, 100, 1, 256, 200}),
-                       H = draw_.number("H", {1, 1, 2}), heads = H * draw_.number("group", {1, 1, 2, 3});
+    std::vector<std::int64_t> values{16, 32, 64, 64, 128, 17, 40, 100, 1, 256, 200}, groups{1, 1, 2, 3};
+    if (walks) {
+        const std::int64_t most = *std::ranges::max_element(keys);
+        std::erase_if(values, [&](std::int64_t dim) { return dim < 16 || dim > most; });
+        groups = {1};
+    }
+    const std::int64_t K = draw_.number("K", keys), V = draw_.number("V", values),
+                       H = draw_.number("H", {1, 1, 2}), heads = H * draw_.number("group", groups);
     const bool packed = draw_.is("packed", 3);
-    std::int64_t T = draw_.number(
-                     "T", target == "sm80:segments"  // which only long sequences are cut into
-                              ? std::vector<std::int64_t>{1600, 2100, 3000}
-                              : std::vector<std::int64_t>{1, 20, 63, 64, 65, 100, 128, 150, 192, 200, 260}),
+    std::int64_t T = draw_.number("T", target == "sm80:segments"  // which only long sequences are cut into
+                                           ? std::vector<std::int64_t>{1600, 2100, 3000}
+                                           : walks ? std::vector<std::int64_t>{1, 20, 63, 64, 65, 128, 150,
+                                                                               260, 1600, 2100}
+                                                   : std::vector<std::int64_t>{1, 20, 63, 64, 65, 100, 128,
+                                                                               150, 192, 200, 260}),
                  B = 1, N;
     if (packed) {
         N = draw_.number("N", {1, 2, 3, 5});
@@ -349,7 +360,7 @@ inline void Case::make(const std::vector<Instance>& instances) {
     } else {
         N = B = draw_.number("B", {1, 1, 2, 3});
     }
-    args.qk_l2norm = draw_.is("norm");
+    args.qk_l2norm = !walks && draw_.is("norm");
     args.scale = 1 / std::sqrt(static_cast<double>(K));
     args.batch_invariant = draw_.is("batch_invariant", 4);
     const double key_size = args.qk_l2norm ? 1 : 1 / std::sqrt(static_cast<double>(K));
@@ -399,8 +410,8 @@ inline void Case::make(const std::vector<Instance>& instances) {
     if (pass == Pass::kBackward) {
         const bool has_d_o = !draw_.is("no_d_o", 8);
         if (has_d_o)
-            args.d_o = input("d_o", draw_.is("d_o_float32", 4) ? Dtype::kFloat32 : dtype, {B, T, heads, V},
-                             normal(1));
+            args.d_o = input("d_o", !walks && draw_.is("d_o_float32", 4) ? Dtype::kFloat32 : dtype,
+                             {B, T, heads, V}, normal(1));
         if (draw_.is("d_final_state") || !has_d_o)
             args.d_final_state = input("d_final_state", state_dtype, states, normal(0.25), true);
         const bool all = !draw_.is("some_gradients", 4);
@@ -424,8 +435,11 @@ inline void Case::make_gates(std::int64_t B, std::int64_t T, std::int64_t heads,
     };
     const Decay decay = args.algorithm.decay;
     const bool by_channel = varies_by_channel(decay);
-    if (decay == Decay::kPerHead || (varies_by_token(decay) && draw_.is("gamma", 4)))
-        args.gamma = input("gamma", Dtype::kFloat32, {heads}, uniform(-0.2, 0));
+    if (decay == Decay::kPerHead || (varies_by_token(decay) && draw_.is("gamma", 4))) {
+        // The strongest log decay of a token, in hundredths: with 0 nothing decays.
+        const auto strongest = static_cast<double>(draw_.number("gamma_steep", {20, 20, 0, 1, 300, 20000}));
+        args.gamma = input("gamma", Dtype::kFloat32, {heads}, uniform(-strongest / 100, 0));
+    }
     if (by_channel || varies_by_token(decay)) {
         const std::string gate = draw_.name("gate", {"log_decay", "log_decay", "softplus", "bounded"});
         args.gate = gate == "softplus"  ? Gate::kSoftplus

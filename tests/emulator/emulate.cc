@@ -158,7 +158,8 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
                        may_save(args) && draw.is("saves", 3);
     if (saves) args.saved = make_saved(memory, describe(call.pass, args, context.device));
     try {
-        planned = plan(call.pass, args, context, call.target);
+        // The name alone would stand for the three walks, too.
+        planned = plan(call.pass, args, context, limited ? "sm80:whole" : call.target);
         if (limited) {
             within = prepare_within(call.pass, args);
             planned.workspace_bytes = within->workspace_bytes();

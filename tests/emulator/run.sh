@@ -12,6 +12,7 @@ for gate in channel token; do
         instances+="${pass}_$gate/__nv_bfloat16/64;"
     done
 done
+instances+="sm80/reversed_walk/__nv_bfloat16/64;"
 instances+="chunked/compose/any/64;recurrent/backward/any/64;recurrent/step_any/any/64;"
 instances+="float8/convert_states/any/256"
 for type in float __nv_bfloat16 __half Float8E4M3; do instances+=";recurrent/step/$type/64"; done
@@ -28,6 +29,12 @@ for pass in prefill segment backward; do
         "$build/emulate" --pass "$pass" --target "$target" --count 60 --seed "$seed" --host_threads "$(nproc)"
     done
 done
+echo "backward sm80:three_walks"
+"$build/emulate" --pass backward --target sm80:three_walks --count 100 --seed "$seed" \
+    --host_threads "$(nproc)"
+echo "backward sm80:three_walks in segments"
+"$build/emulate" --pass backward --target sm80:three_walks --multiprocessors 132 --T 2100 --T0 2100 --H 1 \
+    --count 20 --seed "$seed" --host_threads "$(nproc)"
 echo "backward sm80 in segments, of states that do not decay"
 "$build/emulate" --pass backward --target sm80 --algorithm delta --segments 4 --count 12 --seed "$seed" \
     --host_threads "$(nproc)"

@@ -216,8 +216,11 @@ def backward(algorithm: str) -> Iterator[Call]:
     if FAMILY[algorithm][0] in ("channel", "token"):
         for gate in ("softplus", "bounded"):
             yield call(gate=gate, decay="mixed", key_dim=64, value_dim=64)
-    elif algorithm not in DELTA:  # Hopper: three walks
-        one, wide = {"heads": 1, "value_heads": 1}, {"key_dim": 128, "value_dim": 128}
+    for row in cula.explain(algorithm, "backward", device="cuda"):
+        if not row.target.endswith(":three_walks") or row.verdict == "no":
+            continue
+        one = {"heads": 1, "value_heads": 1, "backend": row.target}
+        wide = {"key_dim": 128, "value_dim": 128}
         for dtype in HALVES:
             for K, V in ((64, 64), (128, 128), (64, 128), (128, 64), (100, 40)):
                 yield call(lengths=(450,), key_dim=K, value_dim=V, dtype=dtype, **one)

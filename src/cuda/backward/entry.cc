@@ -20,13 +20,22 @@ namespace {
 
 class ThreeWalks final : public Prepared {
 public:
-    explicit ThreeWalks(PlannedWalks walks) : Prepared(largest(walks), 0), walks_(std::move(walks)) {}
+    ThreeWalks(PlannedWalks walks, bool reads_any_d_o)
+        : Prepared(largest(walks) + (reads_any_d_o ? 0 : kRowOfZeros), 0),
+          walks_(std::move(walks)),
+          reads_any_d_o_(reads_any_d_o) {}
 
     void run(const Args& args, const Context& context) const override {
         const DeviceGuard guard(context.device.index);
         Call call = make_call(args, context);
         const DeviceArgs whole = call.args;
-        const Gradients d = gradients(args);
+        Gradients d = gradients(args);
+        if (!d.d_o.data && !reads_any_d_o_) {
+            std::byte* const zeros =
+                static_cast<std::byte*>(call.workspace) + workspace_bytes() - kRowOfZeros;
+            fill_with_zeros(zeros, kRowOfZeros, call.stream);
+            d.d_o = {.data = zeros, .dtype = args.q.dtype, .pieces = true};
+        }
         for (std::size_t i = 0; i < kWalks.size(); ++i) {
             call.args = walk_args(whole, d, kWalks[i]);
             if (!call.args.o.data && !call.args.final.data) continue;  // not wanted
@@ -36,14 +45,18 @@ public:
     }
 
 private:
-    // One walk follows the other, in the same workspace.
+    static constexpr std::size_t kRowOfZeros =
+        2 * kMostWalkChannels;  // bytes: one row for all tokens and heads
+
+    // One walk follows the other, in the same workspace; up to a multiple of the bytes of a row.
     static std::size_t largest(const PlannedWalks& walks) {
         std::size_t bytes = 0;
         for (const PreparedCallPtr& walk : walks) bytes = std::max(bytes, walk->workspace_bytes());
-        return bytes;
+        return (bytes + kRowOfZeros - 1) / kRowOfZeros * kRowOfZeros;
     }
 
     PlannedWalks walks_;
+    bool reads_any_d_o_;
 };
 
 }  // namespace
@@ -67,7 +80,9 @@ Support three_walks_supports(const Problem& problem) {
     return Support::yes();
 }
 
-PreparedPtr join_walks(PlannedWalks walks) { return std::make_shared<const ThreeWalks>(std::move(walks)); }
+PreparedPtr join_walks(PlannedWalks walks, bool reads_any_d_o) {
+    return std::make_shared<const ThreeWalks>(std::move(walks), reads_any_d_o);
+}
 
 Prediction three_walks_predict(const Problem& problem, chunked::Candidates (*prefill)(Problem)) {
     double microseconds = 0.0;

@@ -303,27 +303,35 @@ struct ChunkPlace {
 
 // Chunk `chunk` of a call that is scheduled by warps. Warp-collective.
 // A function of its own (noinline): inlined, it made calls without cu_seqlens up to 2 us longer.
-template <int kRows>
+template <int kRows, bool kReversed>
 __device__ __noinline__ PackedChunk chunk_by_warp(Offsets offsets, std::int32_t chunk) {
     const LaneSequence<kRows> of(offsets);
     const int n = 31 - __clz(static_cast<int>(__ballot_sync(0xffffffffu, of.first <= chunk)));
-    const std::int64_t done = std::int64_t{chunk - __shfl_sync(0xffffffffu, of.first, n)} * kRows,
+    std::int32_t own = chunk - __shfl_sync(0xffffffffu, of.first, n);
+    if (kReversed) {
+        own = __shfl_sync(0xffffffffu, of.chunks, n) - 1 - own;
+        if (own < 0) return {};  // behind the last chunk of the call
+    }
+    const std::int64_t done = std::int64_t{own} * kRows,
                        left = __shfl_sync(0xffffffffu, of.tokens.length, n) - done;
     return {__shfl_sync(0xffffffffu, of.tokens.begin, n) + done,
             static_cast<std::int32_t>(left < kRows ? left : kRows), n};
 }
 
-// Tokens of the chunk (of kRows tokens) whose operands have number `slot` in the slab.
+// Tokens of the chunk (of kRows tokens) whose operands have number `slot` in the slab. kReversed: the chunks
+// of a sequence are numbered from the last one on, in the order of a reversed walk.
 // Warp-collective where the call is scheduled by warps.
-template <int kRows>
+template <int kRows, bool kReversed = false>
 __device__ __forceinline__ ChunkPlace place_of(const DeviceArgs& a, const Schedule& s, std::int32_t slot) {
     if (s.packed || s.by_warp) {
-        const PackedChunk chunk = s.packed ? s.packed[slot] : chunk_by_warp<kRows>(Offsets(a), slot);
+        const PackedChunk chunk =
+            s.packed ? s.packed[slot] : chunk_by_warp<kRows, kReversed>(Offsets(a), slot);
         return {0, chunk.count, chunk.sequence, chunk.begin};
     }
     const std::int32_t chunk = s.slab_begin + slot, n = s.by_chunks.divide(chunk);
     if (n >= a.sequences) return {};
-    const std::int64_t begin = std::int64_t{chunk - n * s.chunks} * kRows, left = a.tokens - begin;
+    const std::int32_t own = kReversed ? (n + 1) * s.chunks - 1 - chunk : chunk - n * s.chunks;
+    const std::int64_t begin = std::int64_t{own} * kRows, left = a.tokens - begin;
     return {n, static_cast<int>(left < kRows ? left : kRows), n, begin};
 }
 

@@ -105,6 +105,8 @@ class Launches {
     static constexpr bool kPerChannel = Carry::kPerChannel;
     static constexpr bool kDiagonal = has_diagonal_map(kUpdate),
                           kPrepares = kSolvesChunk<kUpdate, kPerChannel> || !Carry::kScoresItself;
+    static_assert(!Carry::kReversed ||
+                  (kDiagonal && !kPerChannel));  // what prepare_token and carries reverse
 
 public:
     // verdicts: says which part of a call this is.
@@ -174,8 +176,9 @@ private:
         p_.slab_end.slot = 0;  // one slot, since only one sequence can continue into the next slab
         if (workspace_.packed && schedule_.verdicts.part != Part::kSegments)  // the judge has found it
             launch_first([&] {
-                launch<schedule<kScheduleThreads>>({1, kScheduleThreads}, schedule_, workspace_.first_chunk,
-                                                   workspace_.packed, workspace_.segments);
+                launch<schedule<kScheduleThreads, Carry::kReversed>>({1, kScheduleThreads}, schedule_,
+                                                                     workspace_.first_chunk,
+                                                                     workspace_.packed, workspace_.segments);
             });
     }
 
@@ -195,9 +198,9 @@ private:
                     workspace_.operands, workspace_.is_compensated, workspace_.fading);
             });
         else if constexpr (kPrepares)
-            launch<prepare_token<T, kKey>>({chunks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)},
-                                           schedule_, span, workspace_.operands, workspace_.is_compensated,
-                                           workspace_.fading);
+            launch<prepare_token<T, kKey, Carry::kReversed>>(
+                {chunks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)}, schedule_, span,
+                workspace_.operands, workspace_.is_compensated, workspace_.fading);
     }
 
     // kTotal: the map of a whole sequence, rather than the states before its segments.

@@ -9,6 +9,10 @@
 //   q_factor = scale 2^G    k_factor = 2^G    k_rest = 2^(G_end - G)    decay = 2^G_end
 // With qk_l2norm the norms of q and k are part of the factors.
 //
+// kReversed: for a walk from the last token to the first (docs/design/three-walks.md), whose decay is the
+// same for every token. Its operands are those of q and k in each other's places, for readers that have
+// changed places, too: the transposed A, and each factor under the other's name.
+//
 // Grid: one CTA per (chunk of the slab, `span` value heads that
 // share q and k); 128 threads, a warp per block of 16 tokens.
 //   K = 256: two blocks per chunk, and a warp per block and half of the channels.
@@ -72,7 +76,7 @@ struct TokenRule<Update::kDelta> {
     static constexpr bool kSolves = true;  // the inverse, and low words of compensated chunks
 };
 
-template <class T, int kKey>
+template <class T, int kKey, bool kReversed = false>
 __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, int span,
                   TokenChunk<T, kKey>* chunks, std::int32_t* is_compensated, float* fading) {
@@ -85,17 +89,20 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     // A span is a power of two. The chunk's number comes from a plain division, not from a Divisor:
     // what follows from that would be in uniform registers, and ptxas spills where K = 256.
     const int first_of_all = static_cast<int>(blockIdx.x) * span,
-              number = static_cast<int>(static_cast<unsigned>(first_of_all) /
+              column = static_cast<int>(static_cast<unsigned>(first_of_all) /
                                         static_cast<unsigned>(a.value_heads)),
-              first_head = first_of_all - number * a.value_heads;
+              first_head = first_of_all - column * a.value_heads;
+    // CTAs go through memory upwards, as the prefetches expect.
+    const int number = kReversed ? schedule.slab_end - schedule.slab_begin - 1 - column : column;
     const int head = a.by_group.divide(first_head), thread = static_cast<int>(threadIdx.x),
               lane = thread % 32, warp = role_of_warp();
-    const ChunkPlace place = place_of<kRows>(a, schedule, number);
+    const ChunkPlace place = place_of<kRows, kReversed>(a, schedule, number);
     if (place.count <= 0) return;
 
-    const bool solves = answer_for(a.algorithm.update, []<Update kUpdate>(UpdateConstant<kUpdate>) {
-        return TokenRule<kUpdate>::kSolves;
-    });
+    const bool solves =
+        !kReversed && answer_for(a.algorithm.update, []<Update kUpdate>(UpdateConstant<kUpdate>) {
+            return TokenRule<kUpdate>::kSolves;
+        });
     const int block = warp % P::kBlocks, part = warp / P::kBlocks, first = block * kBlock;
 
     BlockRows<P::kGroups> q, k;
@@ -104,8 +111,10 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     const std::int64_t begin = place.begin + (count > 0 ? first : 0);
     // Only the first of the value heads that share a head prefetches.
     const int ahead = first_head == head * a.group ? tokens_ahead<kKey>(a, schedule, begin) : 0;
-    q.template fetch<T>(a.q, place.batch, begin, head, count, part * P::kChannels, a.key_dim, ahead);
-    k.template fetch<T>(a.k, place.batch, begin, head, count, part * P::kChannels, a.key_dim, ahead);
+    q.template fetch<T>(kReversed ? a.k : a.q, place.batch, begin, head, count, part * P::kChannels,
+                        a.key_dim, ahead);
+    k.template fetch<T>(kReversed ? a.q : a.k, place.batch, begin, head, count, part * P::kChannels,
+                        a.key_dim, ahead);
     constexpr int kBetas = kMostSpan * kRows / kPrepareThreads;  // of a thread
     TokenNumber betas[kBetas];
 #pragma unroll
@@ -193,9 +202,9 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
             const float q_norm = a.scale * s.norms[0][thread], k_norm = s.norms[1][thread],
                         log_decay = log_decays[thread];
             const float whole = log_decays[kRows - 1];
-            chunk.q_factor[thread] = q_norm * exp2_fast(log_decay);
+            (kReversed ? chunk.k_rest : chunk.q_factor)[thread] = q_norm * exp2_fast(log_decay);
             chunk.k_factor[thread] = k_norm * exp2_fast(log_decay);
-            chunk.k_rest[thread] = k_norm * exp2_fast(whole - log_decay);
+            (kReversed ? chunk.q_factor : chunk.k_rest)[thread] = k_norm * exp2_fast(whole - log_decay);
             chunk.decay[thread] = exp2_fast(whole);
         }
 

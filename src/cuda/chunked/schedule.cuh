@@ -48,7 +48,8 @@ __device__ __forceinline__ int last_up_to(const std::int32_t (&before)[kSchedule
     return which;
 }
 
-template <int kThreads>
+// kReversed: as of place_of().
+template <int kThreads, bool kReversed = false>
 __global__ void __launch_bounds__(kThreads)
     schedule(const __grid_constant__ DeviceArgs a, const Schedule s, std::int32_t* first_chunk,
              PackedChunk* packed, Segment* segments) {
@@ -77,7 +78,9 @@ __global__ void __launch_bounds__(kThreads)
         chunks += of_chunks.total;
         for (std::int32_t i = slab_chunk + thread; i < min(chunks, s.slab_end); i += kThreads) {
             const int which = last_up_to(first, i);
-            const std::int64_t at = begin[which] + std::int64_t{i - first[which]} * s.chunk_tokens;
+            const std::int64_t at =
+                begin[which] +
+                std::int64_t{kReversed ? last[which] - 1 - i : i - first[which]} * s.chunk_tokens;
             packed[i - s.slab_begin] = {
                 at, static_cast<std::int32_t>(min(end[which] - at, std::int64_t{s.chunk_tokens})),
                 start + which};

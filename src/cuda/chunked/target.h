@@ -60,6 +60,8 @@ concept ChunkedTarget = requires(const Problem& problem, const Args& args, const
     { Carry::kScoresItself } -> std::convertible_to<bool>;
     // Whether it waits for operands and for composed states by itself (CarryWaits).
     { Carry::kWaitsItself } -> std::convertible_to<bool>;
+    // Whether all of its walks are reversed (DeviceArgs), so that chunks are prepared for them.
+    { Carry::kReversed } -> std::convertible_to<bool>;
     // Whether first segments may be carried beside the maps of others.
     { Carry::kFirstBesideMaps } -> std::convertible_to<bool>;
     // Of two segments of which the first needs no M, how much longer the first is.

@@ -12,7 +12,8 @@
 // of R, S q^T and U instead. Maps: B is the final S from zero; M is the final S from the identity where all
 // values are zero. (ALGORITHM.md writes the transposes.) With kSaves and kKeeps the S before every chunk and
 // its U are stored as backward/saved.cuh says; kWalkMaps makes the maps that cut such a walk, and M^T
-// besides.
+// besides. The modes of a reversed walk take the chunks of a sequence from the last one on; its scores are an
+// upper triangle, of which prepare has left the transposed.
 //
 // Grid: row blocks x value heads x segments, row blocks fastest. 32 to 256 threads: a warp per 16 value rows,
 // at most 8. For maps that are matrices further row blocks are rows of M. With kSaves every second CTA is one
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
           const __grid_constant__ CarryParamsOf<T, kKey, kMode> p) {
     pdl_wait();
     pdl_trigger();
-    constexpr bool kMaps = makes_maps(kMode), kSaves = saves(kMode);
+    constexpr bool kMaps = makes_maps(kMode), kSaves = saves(kMode), kReversed = is_reversed(kMode);
     int block = static_cast<int>(blockIdx.x);  // among the CTAs of the carry
     if constexpr (returns_too(kMode)) {
         const bool returns = p.template returns<kMaps>(block);
@@ -88,6 +89,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     }
     constexpr int kRows = kTokens<kKey>, kBlocks = kRows / 16;
     constexpr bool kReadsState = CarryRule<kUpdate>::kReadsState;
+    static_assert(!kReversed || (!kReadsState && !kPerChannel));
     using Stage = CarryStage<T, kKey, kPerChannel>;
     using Operands = ChunkOperands<T, kKey, kPerChannel>;
     using RawT = RawTiles<T, kKey>;
@@ -96,8 +98,8 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
-    const SegmentCursor<kKey, kMaps> cursor(a, schedule, p, own_segment<kKey, kMaps>(a, schedule, p, block),
-                                            warp, warps, block);
+    const SegmentCursor<kKey, kMaps, kReversed> cursor(
+        a, schedule, p, own_segment<kKey, kMaps>(a, schedule, p, block), warp, warps, block);
     if constexpr (makes_outputs(kMode)) cursor.zero_skipped(schedule);
     if (cursor.nothing(schedule)) return;
     if constexpr (kMode == CarryMode::kWalkMaps)
@@ -185,7 +187,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     cursor.first_state(state);
 
     const LaneReads<OperandTile<kKey, kPerChannel>, false> key_reads;
-    const TriangleReads<kRows> pair_reads;
+    const TriangleReads<kRows, kReversed> pair_reads;
     const LaneReads<OperandTile<kKey, kPerChannel>, true> carry_reads;
     const LaneReads<Tile<kRows, kWarpRows>, false> value_reads;
 
@@ -323,9 +325,13 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
             float out[kRows / 8][4] = {};
             read_state(out, q_read, q_factor, nullptr);
 #pragma unroll
-            for (int step = 0; step < kBlocks; ++step)
-                multiply_triangle<T, kRows>(out, writes[step], stage_at + offsetof(Operands, scores),
-                                            pair_reads, step);
+            for (int step = 0; step < kBlocks; ++step) {
+                const std::uint32_t scores = stage_at + offsetof(Operands, scores);
+                if constexpr (kReversed)
+                    multiply_triangle_rows<T, kRows>(out, writes[step], scores, pair_reads, step);
+                else
+                    multiply_triangle<T, kRows>(out, writes[step], scores, pair_reads, step);
+            }
             if constexpr (kReadsState) {
                 if (compensated) {
 #pragma unroll
@@ -339,7 +345,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                     }
                 }
             }
-            const int left = cursor.count(chunk);
+            const int left = kReversed && !a.o.data ? 0 : cursor.count(chunk);
             const std::int64_t first_out = a.o.offset(cursor.batch, cursor.token(chunk), value_head);
             if (a.o.dtype == Dtype::kFloat32) {
 #pragma unroll

@@ -14,7 +14,7 @@
 
 namespace cula::cuda::sm80 {
 
-using chunked::StrategyKind;
+using backward::Walk, chunked::StrategyKind;
 
 namespace {
 
@@ -84,6 +84,25 @@ PreparedPtr backward_prepare_within(const Problem& problem, const Args& args, co
     return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
         return prepare_backward<T, kKey, kPerChannel>(problem, args, limits, wanted);
     });
+}
+
+Support three_walks_supports(const Problem& problem) { return backward::three_walks_supports(problem); }
+
+PreparedPtr three_walks_prepare(const Problem& problem, const Args&, const Context&) {
+    const auto prepared = [&](Walk walk) {
+        const Problem of_walk = backward::walk_problem(problem, walk);
+        return with_instance(of_walk, [&]<class T, int kKey, bool kPerChannel>() {
+            return walk == Walk::kQuery
+                       ? prepare_prefill<T, kKey, kPerChannel>(of_walk, Args{}, StrategyKind::kAny)
+                       : prepare_reversed_walk<T, std::min(kKey, backward::kMostWalkChannels)>(of_walk);
+        });
+    };
+    return backward::join_walks({prepared(Walk::kQuery), prepared(Walk::kKey), prepared(Walk::kValue)},
+                                false);
+}
+
+Prediction three_walks_predict(const Problem& problem) {
+    return backward::three_walks_predict(problem, candidates);
 }
 
 template Support supports<StrategyKind::kAny>(const Problem&);

@@ -35,4 +35,9 @@ PreparedPtr backward_prepare(const Problem& problem, const Args& args, const Con
 PreparedPtr backward_prepare_within(const Problem& problem, const Args& args,
                                     const backward::BackwardLimits& limits, chunked::StrategyKind wanted);
 
+// Backward, as three walks of the carry (backward/three_walks.h).
+Support three_walks_supports(const Problem& problem);
+PreparedPtr three_walks_prepare(const Problem& problem, const Args& args, const Context& context);
+Prediction three_walks_predict(const Problem& problem);
+
 }  // namespace cula::cuda::sm80

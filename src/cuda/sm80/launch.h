@@ -9,6 +9,7 @@
 #include <cstddef>
 
 #include "core/kernel.h"
+#include "cuda/call.h"
 #include "cuda/chunked/plan.h"
 
 namespace cula::cuda::backward {
@@ -24,7 +25,12 @@ using backward::BackwardLimits;
 template <class T, int kKey, bool kPerChannel>
 chunked::Candidates prefill_candidates(const Problem& problem);
 template <class T, int kKey, bool kPerChannel>
-PreparedPtr prepare_prefill(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
+PreparedCallPtr prepare_prefill(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
+
+// A walk of a backward call from the last token to the first, of additive rules with a constant decay
+// (backward/three_walks.h), for at most 128 key channels. problem: of the walk as a prefill.
+template <class T, int kKey>
+PreparedCallPtr prepare_reversed_walk(const Problem& problem);
 
 // The chunked backward of such inputs, or a prefill that saves for it.
 template <class T, int kKey, bool kPerChannel>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chunked prefill on any GPU: the launches that all carries share (chunked/launch.cuh), with the carry of
-// sm80/carry.cuh.
+// sm80/carry.cuh. And the walks of a backward call that are such prefills, reversed (backward/three_walks.h).
 #pragma once
 
 #include "cuda/chunked/launch.cuh"
@@ -17,14 +17,14 @@ using chunked::rows_of;
 using chunked::SlabOf;
 using chunked::StrategyKind;
 
-template <class T, int kKeyDim, bool kDecayPerChannel>
+template <class T, int kKeyDim, bool kDecayPerChannel, bool kFromTheLast = false>
 struct PortableCarry {
     using Type = T;
     static constexpr std::string_view kTarget = "sm80";
     static constexpr double kFirstApart = 1.0;
     static constexpr int kKey = kKeyDim, kWarpStep = 1;
     static constexpr bool kPerChannel = kDecayPerChannel, kScoresItself = false, kWaitsItself = false,
-                          kWarpgroups = false, kFirstBesideMaps = false;
+                          kWarpgroups = false, kFirstBesideMaps = false, kReversed = kFromTheLast;
 
     using GateTiles = NoGateTiles;
     static GateTiles gate_tiles(const DeviceArgs&) { return {}; }
@@ -45,10 +45,16 @@ struct PortableCarry {
                                                      ? ceil_div(a.key_dim, rows.warps * kWarpRows)
                                                      : 0));
         p.stages = 2 * sizeof(Stage) <= call.shared_bytes_limit ? 2 : 1;
-        cuda::launch<carry<T, kKey, kUpdate, kPerChannel, kMaps ? CarryMode::kMaps : CarryMode::kOutputs>>(
+        cuda::launch<carry<T, kKey, kUpdate, kPerChannel, mode_of(kMaps)>>(
             slab.early({std::size_t{p.row_blocks.value} * a.value_heads * slab.schedule.max_segments,
                         rows.warps * 32, p.stages * sizeof(Stage)}),
             call.stream, a, slab.schedule, slab.operands, p);
+    }
+
+private:
+    static constexpr CarryMode mode_of(bool maps) {
+        if (kReversed) return maps ? CarryMode::kReversedMaps : CarryMode::kReversedOutputs;
+        return maps ? CarryMode::kMaps : CarryMode::kOutputs;
     }
 };
 
@@ -58,8 +64,14 @@ chunked::Candidates prefill_candidates(const Problem& problem) {
 }
 
 template <class T, int kKey, bool kPerChannel>
-PreparedPtr prepare_prefill(const Problem& problem, const Args& args, StrategyKind wanted) {
+PreparedCallPtr prepare_prefill(const Problem& problem, const Args& args, StrategyKind wanted) {
     return chunked::prepare_prefill<PortableCarry<T, kKey, kPerChannel>>(problem, args, wanted);
+}
+
+template <class T, int kKey>
+PreparedCallPtr prepare_reversed_walk(const Problem& problem) {
+    return chunked::prepare_as<PortableCarry<T, kKey, false, true>, Update::kAdditive>(problem, Args{},
+                                                                                       StrategyKind::kAny);
 }
 
 }  // namespace cula::cuda::sm80

@@ -6,5 +6,5 @@
 #define CULA_INSTANTIATE(type, key)                                                                  \
     template cula::cuda::chunked::Candidates cula::cuda::sm80::prefill_candidates<type, key, false>( \
         const cula::Problem&);                                                                       \
-    template cula::PreparedPtr cula::cuda::sm80::prepare_prefill<type, key, false>(                  \
+    template cula::cuda::PreparedCallPtr cula::cuda::sm80::prepare_prefill<type, key, false>(        \
         const cula::Problem&, const cula::Args&, cula::cuda::chunked::StrategyKind);

@@ -30,11 +30,19 @@ enum class CarryMode : std::uint8_t {
     kMaps,      // the maps of segments
     kSaves,     // for a backward pass: the states before chunks and what these write
     kWalkMaps,  // the maps of segments of both walks of a backward pass
+    // Of a walk from the last token to the first (docs/design/three-walks.md):
+    kReversedOutputs,
+    kReversedMaps,
 };
-constexpr bool makes_outputs(CarryMode mode) {
-    return mode == CarryMode::kOutputs || mode == CarryMode::kKeeps;
+constexpr bool is_reversed(CarryMode mode) {
+    return mode == CarryMode::kReversedOutputs || mode == CarryMode::kReversedMaps;
 }
-constexpr bool makes_maps(CarryMode mode) { return mode == CarryMode::kMaps || mode == CarryMode::kWalkMaps; }
+constexpr bool makes_outputs(CarryMode mode) {
+    return mode == CarryMode::kOutputs || mode == CarryMode::kKeeps || mode == CarryMode::kReversedOutputs;
+}
+constexpr bool makes_maps(CarryMode mode) {
+    return mode == CarryMode::kMaps || mode == CarryMode::kWalkMaps || mode == CarryMode::kReversedMaps;
+}
 constexpr bool saves(CarryMode mode) { return mode == CarryMode::kSaves || mode == CarryMode::kKeeps; }
 constexpr bool returns_too(CarryMode mode) {
     return mode == CarryMode::kSaves || mode == CarryMode::kWalkMaps;

@@ -137,7 +137,7 @@ PreparedPtr three_walks_prepare(const Problem& problem, const Args&, const Conte
     };
     // Its carry goes either way.
     const PreparedCallPtr transposed = prepared(Walk::kKey);
-    return backward::join_walks({transposed, transposed, prepared(Walk::kValue)});
+    return backward::join_walks({transposed, transposed, prepared(Walk::kValue)}, true);
 }
 
 Prediction three_walks_predict(const Problem& problem) {
