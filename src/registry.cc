@@ -79,11 +79,11 @@ constexpr Kernel kKernels[] = {
     CULA_BACKWARD_ROW("sm90", sm90, StrategyKind::kAny),
     CULA_BACKWARD_ROW("sm90:whole", sm90, StrategyKind::kWhole),
     CULA_BACKWARD_ROW("sm90:segments", sm90, StrategyKind::kSegments),
-    {"sm80:three_walks", Pass::kBackward, DeviceKind::kCuda, cuda::sm80::three_walks_supports,
-     cuda::sm80::three_walks_prepare, cuda::sm80::three_walks_predict},
     CULA_BACKWARD_ROW("sm80", sm80, StrategyKind::kAny),
     CULA_BACKWARD_ROW("sm80:whole", sm80, StrategyKind::kWhole),
     CULA_BACKWARD_ROW("sm80:segments", sm80, StrategyKind::kSegments),
+    {"sm80:three_walks", Pass::kBackward, DeviceKind::kCuda, cuda::sm80::three_walks_supports,
+     cuda::sm80::three_walks_prepare, cuda::sm80::three_walks_predict},
     {"sm80:step", Pass::kBackward, DeviceKind::kCuda, cuda::recurrent::backward_supports,
      prepare<&cuda::recurrent::backward_workspace_bytes, &cuda::recurrent::backward_run>},
 #endif

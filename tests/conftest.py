@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"CPU only: {mark.args[0]}"))
         given = getattr(item, "callspec", None)
         for name in device.algorithms_in(given.params.values() if given else ()) & declined.keys():
-            item.add_marker(pytest.mark.skip(reason=f"no target {declined[name]}"))
+            item.add_marker(pytest.mark.skip(reason=f"no target takes {name}: {declined[name]}"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -78,9 +79,11 @@ def declined_algorithms(on: str = "") -> dict[str, str]:
 
 
 def algorithms_in(parameters: Iterable[object]) -> set[str]:
-    """The algorithms that a test's parameters name: one, a case, or a row of a table, "kda-collinear"."""
+    """The algorithms that a test's parameters name: one, a case, a row of a table ("kda-collinear"), or a
+    drop-in ("chunk_gdn2")."""
     names = (getattr(value, "algorithm", value) for value in parameters)
-    return {name.partition("-")[0] for name in names if isinstance(name, str)} & cula.algorithms().keys()
+    words = (re.split("-|chunk_|recurrent_", name) for name in names if isinstance(name, str))
+    return {word for name in words for word in name} & cula.algorithms().keys()
 
 
 def serves(target: str, pass_name: str) -> bool:

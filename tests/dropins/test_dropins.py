@@ -240,10 +240,11 @@ def test_chunk_kda_returns_intermediate_states():
     assert_same_bits("h", room.mT, h)
 
 
-def test_chunk_gdn2_returns_intermediate_states():
+@pytest.mark.parametrize("name", ["chunk_gdn2"])
+def test_intermediate_states_of_gdn2(name):
     inputs = make(Case("gdn2", (150,), value_dim=32, state=False, beta_per_value=True))
     with torch.inference_mode():
-        o, final_state, h = cula.gdn2.chunk_gdn2(
+        o, final_state, h = find(f"cula.gdn2.{name}")(
             inputs.q, inputs.k, inputs.v, inputs.g, inputs.erase, inputs.beta, output_final_state=True,
             return_intermediate_states=True,
         )  # fmt: skip

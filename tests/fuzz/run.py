@@ -120,6 +120,8 @@ def backends(case: Case, options: Options) -> list[str | None]:
     names = [row.target for row in rows if row.verdict != "no" and row.target not in REFERENCES]
     if case.pass_name == "backward" and case.through in ("autograd", "kept"):  # of both directions
         names = [name for name in names if name.partition(":")[2] not in OF_ONE_DIRECTION]
+    if case.pass_name == "backward" and case.d_o not in ("", case.dtype):  # explain() does not ask about d_o
+        names = [name for name in names if not name.endswith(":three_walks")]
     if case.pass_name == "split":  # its pieces may be too short for a strategy that the whole call allows
         names = [name for name in names if not is_strategy(name) or name.endswith(":fused")]
     if options.device == "cpu" and options.references:

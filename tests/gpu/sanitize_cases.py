@@ -118,7 +118,7 @@ def on_gpu(call: Call) -> Call:
 
 def calls() -> Iterator[Call]:
     one = {"heads": 1, "value_heads": 1}
-    declined = device.declined_algorithms()
+    declined = device.declined_algorithms("cuda")
     for algorithm in (name for name in ALGORITHMS if name not in declined):
         for K in WIDTHS:
             wide = {"key_dim": K, "value_dim": K}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from cula_testing import level1
+from cula_testing import device, level1
 from cula_testing.cases import ALGORITHMS, Case, make
 from cula_testing.kinds import KINDS, assert_same_results, ready
 
@@ -103,8 +103,9 @@ def test_two_streams_at_once(algorithm, name):
 
 
 def test_threads_with_streams_of_their_own():
-    calls = [ready(name, algorithm) for name in ("varlen", "decode") for algorithm in ALGORITHMS]
-    wanted = [ready(name, algorithm) for name in ("varlen", "decode") for algorithm in ALGORITHMS]
+    taken = [name for name in ALGORITHMS if name not in device.declined_algorithms()]
+    calls = [ready(name, algorithm) for name in ("varlen", "decode") for algorithm in taken]
+    wanted = [ready(name, algorithm) for name in ("varlen", "decode") for algorithm in taken]
     torch.cuda.synchronize()
 
     def run(call) -> None:

@@ -39,6 +39,7 @@ def test_an_algorithm_that_no_target_takes(monkeypatch):
         (("gdn2", 64), {"gdn2"}),
         (("sm80", "delta-collinear"), {"delta"}),
         ((Case("kda"), "gdn2-T16"), {"kda", "gdn2"}),
+        (("chunk_gdn2", "cula.gla.fused_recurrent_gla"), {"gdn2", "gla"}),
     ],
 )
 def test_what_a_test_is_about(parameters, found):
