@@ -54,9 +54,10 @@ def _targets(place: str) -> dict[str, Answers]:
 
 
 def _names(taken: list[str], everything: tuple[str, ...]) -> str:
-    if len(taken) == len(everything):
+    left_out = [name for name in everything if name not in taken]
+    if not left_out:
         return "all"
-    return ", ".join(taken) or "-"
+    return ", ".join(taken) or "-" if len(left_out) > len(taken) else f"all but {', '.join(left_out)}"
 
 
 def _form(answers: Answers) -> Form:
