@@ -244,7 +244,7 @@ def cula_gdn2(
     beta: the write strength `[B, T, HV, V]`, or `[B, T, HV]` for one of all value channels.
     erase: the erase strength `[B, T, HV, K]`, any floating dtype. With `use_beta_sigmoid_in_kernel` both are
         logits, and `allow_neg_eigval` doubles the sigmoid of erase alone.
-    g `[B, T, HV, K]`, A_log, dt_bias and everything else as in `cula_kda` and `cula.api`.
+    g `[B, T, HV, K]`, A_log, dt_bias and everything else as in `cula.api`. CPUs alone have kernels for it.
     """
     chunk_size = _passes.chunk_size_of("cula_gdn2", kwargs) if kwargs else 64
     if use_gate_in_kernel is True:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated DeltaNet 2 under the names and conventions of FLA (`fla.ops.gdn2`): b is the erase strength, w the
-write strength. Both functions are differentiable as `cula.api` says."""
+write strength. Both functions are differentiable as `cula.api` says; CPUs alone have kernels for them."""
 
 from __future__ import annotations
 
@@ -146,3 +146,7 @@ def _check_strengths(k: Tensor, v: Tensor, b: Tensor, w: Tensor) -> None:
     _fla.require(
         w.shape == v.shape, "w (channel-wise write gate) must have v's shape, {}, got {}", v.shape, w.shape
     )
+    for name, strength in (("b", b), ("w", w)):
+        _fla.require(
+            strength.is_floating_point(), "{} must have a floating dtype, got {}", name, strength.dtype
+        )

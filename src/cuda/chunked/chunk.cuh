@@ -290,8 +290,8 @@ __device__ __forceinline__ bool left_out(const DeviceArgs& a, const Schedule& s,
 }
 
 // PDL wait of a kernel that may be the first of kRemembering: all CTAs of the segments before it have waited
-// for the judge, and then triggered. Of what has been written since the judge began, it reads `remembers`
-// alone, past the first-level cache (left_out).
+// for the judge, and then triggered. Of what the judge wrote, prepare reads `remembers` alone, past the
+// first-level cache (left_out), in which older numbers may be; what reads more of it needs a fence.
 __device__ __forceinline__ void follow_kernels_or_judge(const Schedule& s) {
     if (!s.verdicts.beside_segments) pdl_wait();
 }

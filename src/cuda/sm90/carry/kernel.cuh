@@ -51,7 +51,7 @@
 //
 // PDL (programmatic dependent launch). Every CTA waits for the kernels before it, at the latest before it
 // exits, so that a kernel which waits for this one has waited for them as well. When it waits and triggers:
-//   maps                            wait, then trigger: the next kernel starts after prepare has ended
+//   maps, carry of first segments   wait, then trigger: the next kernel starts after prepare has ended
 //   maps, beside_others             wait at the end: the launch before has other maps or first segments, and
 //                                   started when prepare had ended
 //   carry after prepare             trigger; the load role waits before its first copy (CarryWaits), or

@@ -143,6 +143,7 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     } else if (kInParts) {
         pdl_trigger();
         chunked::follow_kernels_or_judge(schedule);
+        __threadfence();  // the judge may have copied initial states
         if (part == chunked::Part::kUnsettled && thread == 0) wait_for_segments(schedule.verdicts);
     } else {
         pdl_trigger_and_wait();

@@ -346,7 +346,9 @@ __device__ __forceinline__ void end_segment(const Verdicts& verdicts) {
     __syncthreads();
     if (threadIdx.x > 0) return;
     __threadfence();
-    if (atomicAdd(verdicts.ended, 1) + 1 == static_cast<int>(gridDim.x)) publish(verdicts.ended + 1, 1);
+    if (atomicAdd(verdicts.ended, 1) + 1 < static_cast<int>(gridDim.x)) return;
+    __threadfence();
+    publish(verdicts.ended + 1, 1);
 }
 // All CTAs of segments have started before a kernel that calls this can: none waits for its multiprocessor.
 __device__ __forceinline__ void wait_for_segments(const Verdicts& verdicts) {
