@@ -24,6 +24,7 @@
 
 #include "cuda/chunked/chunk.cuh"
 #include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/mma.cuh"
 
 namespace cula::cuda::backward {
 
@@ -66,8 +67,6 @@ struct Saved {
         return (slot * value_heads + value_head) * count + slice;
     }
 };
-
-using Packed = std::uint32_t[4];  // an A operand of 16 x 16 of one warp
 
 // Neighbouring value rows of a lane's tokens (CarrySlice::writes) from an A operand [16 value rows x 16
 // tokens].

@@ -17,13 +17,15 @@
 
 namespace cula::cuda {
 
+using Packed = std::uint32_t[4];  // a [16 x 16]
+
 template <class T>
-__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const Packed& a, std::uint32_t b0,
                                             std::uint32_t b1);
 
 template <>
-__device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float (&d)[4], const std::uint32_t (&a)[4],
-                                                           std::uint32_t b0, std::uint32_t b1) {
+__device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float (&d)[4], const Packed& a, std::uint32_t b0,
+                                                           std::uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -31,8 +33,8 @@ __device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float (&d)[4], const 
 }
 
 template <>
-__device__ __forceinline__ void mma_16x8x16<__half>(float (&d)[4], const std::uint32_t (&a)[4],
-                                                    std::uint32_t b0, std::uint32_t b1) {
+__device__ __forceinline__ void mma_16x8x16<__half>(float (&d)[4], const Packed& a, std::uint32_t b0,
+                                                    std::uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -43,13 +43,47 @@
 // triggers. The next kernel so has only this one to wait for.
 #pragma once
 
+#include "cuda/backward/return.cuh"
+#include "cuda/chunked/cursor.cuh"
+#include "cuda/chunked/stage.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/rule.h"
-#include "cuda/sm80/return.cuh"
-#include "cuda/sm80/stage.cuh"
 #include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::sm80 {
+
+using backward::CarrySlice, backward::return_segment, backward::save_rows, backward::save_state,
+    backward::save_step, backward::transposed_rows, backward::WalkParams;
+using chunked::CarryParams, chunked::CarryStage, chunked::ChunkOperands, chunked::copy_bytes,
+    chunked::copy_tokens, chunked::DecayMap, chunked::in_pieces, chunked::kMaxCarryWarps, chunked::kTokens,
+    chunked::kWarpRows, chunked::LaneReads, chunked::multiply_carry, chunked::OperandTile,
+    chunked::own_segment, chunked::RawTiles, chunked::RowWindow, chunked::Schedule, chunked::Segment,
+    chunked::SegmentCursor, chunked::Tile, chunked::TriangleReads;
+
+// What a carry leaves in memory.
+enum class CarryMode : std::uint8_t {
+    kOutputs,   // outputs and final states
+    kKeeps,     // both, and what kSaves saves
+    kMaps,      // the maps of segments
+    kSaves,     // for a backward pass: the states before chunks and what these write
+    kWalkMaps,  // the maps of segments of both walks of a backward pass
+    // Of a walk from the last token to the first (docs/design/three-walks.md):
+    kReversedOutputs,
+    kReversedMaps,
+};
+constexpr bool is_reversed(CarryMode mode) {
+    return mode == CarryMode::kReversedOutputs || mode == CarryMode::kReversedMaps;
+}
+constexpr bool makes_outputs(CarryMode mode) {
+    return mode == CarryMode::kOutputs || mode == CarryMode::kKeeps || mode == CarryMode::kReversedOutputs;
+}
+constexpr bool makes_maps(CarryMode mode) {
+    return mode == CarryMode::kMaps || mode == CarryMode::kWalkMaps || mode == CarryMode::kReversedMaps;
+}
+constexpr bool saves(CarryMode mode) { return mode == CarryMode::kSaves || mode == CarryMode::kKeeps; }
+constexpr bool returns_too(CarryMode mode) {
+    return mode == CarryMode::kSaves || mode == CarryMode::kWalkMaps;
+}
 
 // What does a chunk write?
 template <Update kUpdate>

@@ -10,8 +10,6 @@
 
 namespace cula::cuda::sm90 {
 
-using Packed = std::uint32_t[4];  // an A operand of 16 x 16 of one warp
-
 // Rounds accumulators to T and packs them as A operands.
 template <class T, int kTiles>
 __device__ __forceinline__ void pack(Packed (&rows)[kTiles / 2], const float (&x)[kTiles][4]) {

@@ -1,52 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the portable walks over chunks share: a stage of shared memory, how it is filled, and the products of
-// one warp with its tiles. A warp holds 16 value rows: of a state [16 x kKey] and of what tokens write
-// [16 x tokens], in the accumulator layout of mma.m16n8k16. Two neighbouring accumulators, rounded and
-// packed, are half of its A operand, so that results become left factors without shuffles.
+// What the portable walks over chunks, sm80/carry.cuh and backward/return.cuh, share: a stage of shared
+// memory, how it is filled, and the products of one warp with its tiles. A warp holds 16 value rows: of a
+// state [16 x kKey] and of what tokens write [16 x tokens], in the accumulator layout of mma.m16n8k16. Two
+// neighbouring accumulators, rounded and packed, are half of its A operand, so that results become left
+// factors without shuffles.
 #pragma once
 
-#include "cuda/backward/walk_params.cuh"
 #include "cuda/chunked/chunk.cuh"
-#include "cuda/chunked/cursor.cuh"
 #include "cuda/chunked/tile_reads.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/tile/convert.cuh"
 
-namespace cula::cuda::sm80 {
+namespace cula::cuda::chunked {
 
-using backward::CarrySlice, backward::Gradients, backward::Packed, backward::ReturnSlice, backward::save_rows,
-    backward::save_step, backward::transposed_rows, backward::WalkParams;
-using chunked::CarryParams, chunked::ChunkOperands, chunked::copy_tokens, chunked::DecayMap, chunked::kTokens,
-    chunked::kWarpRows, chunked::LaneReads, chunked::OperandTile, chunked::own_segment, chunked::RowWindow,
-    chunked::Schedule, chunked::Segment, chunked::SegmentCursor, chunked::Tile, chunked::Triangle;
-
-inline constexpr int kMaxCarryWarps = 8;
-
-// What a carry leaves in memory.
-enum class CarryMode : std::uint8_t {
-    kOutputs,   // outputs and final states
-    kKeeps,     // both, and what kSaves saves
-    kMaps,      // the maps of segments
-    kSaves,     // for a backward pass: the states before chunks and what these write
-    kWalkMaps,  // the maps of segments of both walks of a backward pass
-    // Of a walk from the last token to the first (docs/design/three-walks.md):
-    kReversedOutputs,
-    kReversedMaps,
-};
-constexpr bool is_reversed(CarryMode mode) {
-    return mode == CarryMode::kReversedOutputs || mode == CarryMode::kReversedMaps;
-}
-constexpr bool makes_outputs(CarryMode mode) {
-    return mode == CarryMode::kOutputs || mode == CarryMode::kKeeps || mode == CarryMode::kReversedOutputs;
-}
-constexpr bool makes_maps(CarryMode mode) {
-    return mode == CarryMode::kMaps || mode == CarryMode::kWalkMaps || mode == CarryMode::kReversedMaps;
-}
-constexpr bool saves(CarryMode mode) { return mode == CarryMode::kSaves || mode == CarryMode::kKeeps; }
-constexpr bool returns_too(CarryMode mode) {
-    return mode == CarryMode::kSaves || mode == CarryMode::kWalkMaps;
-}
+inline constexpr int kMaxCarryWarps = 8;  // of a CTA
 
 // q and k as they came, which the products read where the decay is per token.
 struct NoTiles {};
@@ -169,14 +137,4 @@ __device__ __forceinline__ bool in_pieces(const TokenRows& rows, int width) {
            reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
 }
 
-template <class T, int kKey>
-__device__ __forceinline__ void save_state(T* to, const float (&state)[kKey / 8][4]) {
-#pragma unroll
-    for (int step = 0; step < kKey / 16; ++step) {
-        Packed packed;
-        pack_step<T, kKey>(packed, state, step);
-        save_step(to, step, packed);
-    }
-}
-
-}  // namespace cula::cuda::sm80
+}  // namespace cula::cuda::chunked

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The portable return (sm_80 and later): the walk of a backward pass from a sequence's last chunk to its
-// first. It is the carry's mirror (carry.cuh), and runs as the other half of its launches in a backward pass.
+// first. It is the mirror of the portable carry (sm80/carry.cuh), and runs as the other half of its launches
+// in a backward pass.
 //
 // Equation. A chunk of C = 64 tokens (32 for K = 256); Z is d loss / d state after the chunk [V, K]; dU, dV
 // and dO are [V, C]:
@@ -13,7 +14,7 @@
 // Grid: that of the carry, 32 to 256 threads: a warp per 16 value rows, at most 8. CTAs that make rows of M
 // have no counterpart here, and end at once.
 //
-// Map: the Z before a segment is Z M^T + B', with the M of the carry's map (carry.cuh). B' is what the walk
+// Map: the Z before a segment is Z M^T + B', with the M of the carry's map. B' is what the walk
 // makes of Z = 0, or, in a sequence's last segment, of the Z after the sequence.
 //
 // Role: there is one, with the barriers of the carry. Z stays in float accumulators from the last chunk to
@@ -26,9 +27,26 @@
 // multiprocessor. K = 256 spills: Z alone takes 128 registers.
 #pragma once
 
-#include "cuda/sm80/stage.cuh"
+#include "cuda/backward/walk_params.cuh"
+#include "cuda/chunked/cursor.cuh"
+#include "cuda/chunked/stage.cuh"
 
-namespace cula::cuda::sm80 {
+namespace cula::cuda::backward {
+
+using chunked::CarryStage, chunked::ChunkOperands, chunked::copy_bytes, chunked::copy_tokens,
+    chunked::in_pieces, chunked::kTokens, chunked::kWarpRows, chunked::LaneReads, chunked::multiply_carry,
+    chunked::OperandTile, chunked::pack_step, chunked::RawTiles, chunked::RowWindow, chunked::Schedule,
+    chunked::Segment, chunked::SegmentCursor, chunked::Tile, chunked::TriangleReads;
+
+template <class T, int kKey>
+__device__ __forceinline__ void save_state(T* to, const float (&state)[kKey / 8][4]) {
+#pragma unroll
+    for (int step = 0; step < kKey / 16; ++step) {
+        Packed packed;
+        pack_step<T, kKey>(packed, state, step);
+        save_step(to, step, packed);
+    }
+}
 
 // block: the CTA's number among those of the return. kMap: makes B' of the segment, and nothing else.
 template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMap>
@@ -344,4 +362,4 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
     }
 }
 
-}  // namespace cula::cuda::sm80
+}  // namespace cula::cuda::backward
