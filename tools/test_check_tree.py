@@ -68,3 +68,21 @@ def test_what_is_right_passes():
     wide = f"{'x' * 100}\n\n```\n{'x' * 110}\n```\n\n    {'x' * 100}\n    {'x' * 106}\n\n| {'x' * 106} |\n"
     assert not list(check_tree.problems("docs/api.md", wide))
     assert not list(check_tree.problems("docs/log/x.md", f"{'x' * 110}\n\n| {'x' * 200} |\n"))
+
+
+def test_a_kernel_that_needs_too_many_files(tmp_path, monkeypatch):
+    """Files that are included by others count; the vocabulary does not."""
+    folder = tmp_path / "src/cuda/chunked"
+    folder.mkdir(parents=True)
+    (tmp_path / "src/cuda/ptx").mkdir()
+    (tmp_path / "src/cuda/ptx/mma.cuh").write_text("")
+    for i in range(13):
+        (folder / f"part{i}.cuh").write_text(f'#include "cuda/chunked/part{i + 1}.cuh"\n' if i < 12 else "")
+    monkeypatch.setattr(check_tree, "ROOT", tmp_path)
+    kernel = folder / "kernel.cuh"
+    for first, found in ((1, 0), (0, 1)):
+        includes = "cuda/ptx/mma.cuh", f"cuda/chunked/part{first + 1}.cuh"
+        kernel.write_text("".join(f'#include "{each}"\n' for each in includes) + "__global__ void f();\n")
+        problems = list(check_tree.kernels(["src/cuda/chunked/kernel.cuh", "src/cuda/chunked/part0.cuh"]))
+        assert len(problems) == found
+    assert "needs 13 files to be read, at most 12" in problems[0]

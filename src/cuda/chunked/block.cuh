@@ -360,12 +360,6 @@ __device__ __forceinline__ void emit_lower(T* triangle, const Square<kSize>& sco
     }
 }
 
-// When a chunk is compensated: some row of overlaps (beta L) has squares that sum to more than this.
-// Roundings of the inverse T and of the writes U then add up instead of averaging out.
-// The carry therefore reads both words of the inverse and of the
-// scores, and keeps U as two words (docs/design/prepare.md).
-inline constexpr float kMostSquares = 1.0f;
-
 // Whether one of the lane's rows exceeds kMostSquares, given
 // the lane's part of the row sums. A NaN counts as exceeding.
 __device__ __forceinline__ bool needs_compensation(float2 squares) {

@@ -14,6 +14,12 @@
 
 namespace cula::cuda::chunked {
 
+// When a chunk is compensated: some row of overlaps (beta L) has squares that sum to more than this.
+// Roundings of the inverse T and of the writes U then add up instead of averaging out.
+// The carry therefore reads both words of the inverse and of the
+// scores, and keeps U as two words (docs/design/prepare.md).
+inline constexpr float kMostSquares = 1.0f;
+
 // Functions below take the lane as an argument, by default own_lane().
 // A loop over chunks passes lane_anew(): otherwise the compiler keeps
 // everything derived from the lane in registers across the loop.

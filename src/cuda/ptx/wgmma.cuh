@@ -20,6 +20,13 @@
 
 #include <cstdint>
 
+namespace cula::cuda {
+
+inline constexpr int kWarpgroupWarps = 4, kWarpgroupThreads = 32 * kWarpgroupWarps,
+                     kWarpgroupRows = 16 * kWarpgroupWarps;  // of d and a
+
+}  // namespace cula::cuda
+
 namespace cula::cuda::wgmma {
 
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -7,7 +7,7 @@
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "cuda/sm90/tensor_maps.h"
+#include "cuda/pipe/tensor_maps.h"
 
 namespace cula::cuda::sm90 {
 

@@ -5,7 +5,6 @@
 
 #include "cuda/chunked/launch.cuh"
 #include "cuda/sm90/carry/launch.cuh"
-#include "cuda/sm90/carry/rule.cuh"
 #include "cuda/sm90/fused/launch.cuh"
 #include "cuda/sm90/gate_tiles.cuh"
 #include "cuda/sm90/launch.h"

@@ -11,7 +11,9 @@
 
 #include "cuda/chunked/cursor.cuh"
 #include "cuda/pipe/barriers.cuh"
-#include "cuda/sm90/tensor_maps.h"
+#include "cuda/pipe/tensor_maps.h"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/rule.h"
 
 namespace cula::cuda::sm90 {
 
@@ -35,11 +37,23 @@ using chunked::SegmentCursor;
 using chunked::Tile;
 using chunked::Triangle;
 
-inline constexpr int kWarpgroupWarps = 4, kWarpgroupRows = kWarpgroupWarps * kWarpRows,
-                     kWarpgroupThreads = kWarpgroupWarps * 32;
-static_assert(kWarpgroupRows == kTmaChannels);
+static_assert(kWarpgroupRows == kWarpgroupWarps * kWarpRows && kWarpgroupRows == kTmaChannels);
 inline constexpr int kMaxStateWarpgroups = 2;  // per CTA
 inline constexpr int kMaxStages = 4;
+
+// What does a chunk write? A seam (cuda/rule.h).
+template <Update kUpdate>
+struct CarryRule {
+    static_assert(kIsKnown<kUpdate>, "carry of sm90: what does a chunk write under this update rule?");
+};
+template <>
+struct CarryRule<Update::kAdditive> {
+    static constexpr bool kReadsState = false;  // U = V
+};
+template <>
+struct CarryRule<Update::kDelta> {
+    static constexpr bool kReadsState = true;  // U = T (V - R)
+};
 
 // Whether the carry computes the scores itself, in a score warpgroup. Additive algorithms with one decay per
 // token have no inverse and no decayed tiles, so there is no prepare kernel for them and no chunk operands.

@@ -27,7 +27,7 @@
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/carry/config.cuh"
-#include "cuda/sm90/value_rows.cuh"
+#include "cuda/tile/value_rows.cuh"
 
 namespace cula::cuda::sm90 {
 

@@ -7,16 +7,17 @@
 // The kernel and its roles take a form as a template parameter. Functions get the CTA's FusedShared.
 #pragma once
 
+#include "cuda/chunked/cursor.cuh"
 #include "cuda/chunked/solve.cuh"
 #include "cuda/pipe/barriers.cuh"
-#include "cuda/sm90/carry/config.cuh"
+#include "cuda/pipe/tensor_maps.h"
+#include "cuda/ptx/wgmma.cuh"
 
 namespace cula::cuda::sm90 {
 
-using chunked::invert_lower;
-using chunked::lane_anew;
-using chunked::load_block;
-using chunked::Square;
+using chunked::CarryParams, chunked::each_pair, chunked::invert_lower, chunked::kBlock, chunked::lane_anew,
+    chunked::load_block, chunked::own_segment, chunked::RowWindow, chunked::Schedule, chunked::Segment,
+    chunked::segment_number, chunked::SegmentCursor, chunked::Square;
 
 inline constexpr int kFusedTokens = 32, kSolveWarps = 2;
 

@@ -6,7 +6,7 @@
 #include "cuda/sm90/fused/kernel.cuh"
 #include "cuda/sm90/fused/rule.h"
 #include "cuda/sm90/launch.h"
-#include "cuda/sm90/tensor_maps.h"
+#include "cuda/pipe/tensor_maps.h"
 
 namespace cula::cuda::sm90 {
 

@@ -22,7 +22,7 @@
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/fused/out_of_range.cuh"
-#include "cuda/sm90/value_rows.cuh"
+#include "cuda/tile/value_rows.cuh"
 #include "cuda/tile/gate.cuh"
 
 namespace cula::cuda::sm90 {

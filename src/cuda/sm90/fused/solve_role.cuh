@@ -4,7 +4,6 @@
 // also sends the chunk to the peer.
 #pragma once
 
-#include "cuda/chunked/block.cuh"
 #include "cuda/sm90/fused/operand_role.cuh"
 
 namespace cula::cuda::sm90 {
@@ -27,7 +26,7 @@ struct FusedSolveRole {
     static constexpr int kCompensatedChunks = 2;
 
     // Whether the chunk must be compensated: the squares of some row of the overlaps sum to more than
-    // kMostSquares (chunked/block.cuh), or to NaN. A lane has a row.
+    // kMostSquares (chunked/solve.cuh), or to NaN. A lane has a row.
     static __device__ __forceinline__ bool compensated(const Square<kFusedTokens>& m, int row) {
         float squares = 0.0f;
 #pragma unroll(Form::kRowUnroll)

@@ -8,7 +8,7 @@
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/fused/config.cuh"
 #include "cuda/sm90/fused/warm_up.cuh"
-#include "cuda/sm90/value_rows.cuh"
+#include "cuda/tile/value_rows.cuh"
 
 namespace cula::cuda::sm90 {
 

@@ -13,6 +13,20 @@ using backward::CarrySlice;
 using backward::ReturnSlice;
 using backward::WalkParams;
 
+// What does a chunk hand back? A seam (cuda/rule.h).
+template <Update kUpdate>
+struct ReturnRule {
+    static_assert(kIsKnown<kUpdate>, "walks of sm90: what does a chunk hand back under this update rule?");
+};
+template <>
+struct ReturnRule<Update::kAdditive> {
+    static constexpr bool kSolves = false;  // dV = dU
+};
+template <>
+struct ReturnRule<Update::kDelta> {
+    static constexpr bool kSolves = true;  // dV = T^T dU
+};
+
 // The tensor maps of both walks (`v` of the return is dO), and how many stages each has.
 struct WalkTiles {
     CarryMaps forwards, backwards;

@@ -27,9 +27,7 @@
 #pragma once
 
 #include "cuda/ptx/pdl.cuh"
-#include "cuda/sm90/carry/rule.cuh"
 #include "cuda/sm90/walks/return_role.cuh"
-#include "cuda/sm90/walks/rule.cuh"
 #include "cuda/sm90/walks/save_role.cuh"
 
 namespace cula::cuda::sm90 {

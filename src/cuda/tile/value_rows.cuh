@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 64 value rows of a state warpgroup, in registers (accumulator and A operand layout) and in shared
+// The 64 value rows of a warpgroup (sm_90), in registers (accumulator and A operand layout) and in shared
 // memory: values and outputs as TMA tiles of one 128-byte row per token, moved 16 tokens at a time.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
-#include "cuda/sm90/carry/config.cuh"
+#include "cuda/ptx/wgmma.cuh"
 #include "cuda/tile/store_row.cuh"
 
-namespace cula::cuda::sm90 {
+namespace cula::cuda {
 
 // Rounds accumulators to T and packs them as A operands.
 template <class T, int kTiles>
@@ -95,4 +95,4 @@ __device__ __forceinline__ void store_value_rows(std::uint32_t tile, const float
     }
 }
 
-}  // namespace cula::cuda::sm90
+}  // namespace cula::cuda

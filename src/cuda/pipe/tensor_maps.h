@@ -11,7 +11,7 @@
 #include "cuda/device_args.h"
 #include "cuda/pipe/launch.h"
 
-namespace cula::cuda::sm90 {
+namespace cula::cuda {
 
 inline constexpr int kTmaChannels = 64;
 inline constexpr int kSwizzleAlignment = 1024;  // of tiles in the 128-byte swizzle: the pattern's length
@@ -89,4 +89,4 @@ inline CarryMaps carry_maps(const DeviceArgs& a, Dtype dtype, bool keys, bool ou
     return maps;
 }
 
-}  // namespace cula::cuda::sm90
+}  // namespace cula::cuda
