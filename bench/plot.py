@@ -28,7 +28,14 @@ TITLES = {
     "prefill_low_parallelism": "Prefill of one long sequence with few heads",
     "prefill_few_heads": "Prefill with few heads, by tokens, heads and sequences",
 }
-OPS = {"kda": "KDA", "gdn": "GDN", "gla": "GLA", "lightning": "Lightning", "delta": "DeltaNet"}
+OPS = {
+    "kda": "KDA",
+    "gdn": "GDN",
+    "gla": "GLA",
+    "lightning": "Lightning",
+    "delta": "DeltaNet",
+    "gdn2": "GDN-2",
+}
 PANELS_PER_ROW = 4
 
 # Okabe and Ito's colours, told apart by every kind of eye, and a line and a marker of its own for each in

@@ -29,7 +29,7 @@ NAMES = {
     **PEERS,
     "fla:disable_recompute": "FLA, nothing recomputed",
 }
-GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+GRADIENTS = ("q", "k", "v", "g", "beta", "erase", "A_log", "dt_bias")
 
 
 def _names_in(cases: Times) -> dict[str, str]:

@@ -7,6 +7,7 @@
 #include <cstdlib>
 
 #include "cuda/limits.h"
+#include "cuda/rule.h"
 
 namespace cula::cuda {
 namespace {
@@ -57,7 +58,7 @@ States states(const TensorRef& ref) {
 
 DeviceArgs device_args(const Args& args) {
     DeviceArgs a;
-    a.algorithm = args.algorithm;
+    a.algorithm = {args.algorithm.decay, kernels_of(args.algorithm.update)};
     a.gate = args.gate;
     a.qk_l2norm = args.qk_l2norm;
     a.beta_is_logit = args.beta_is_logit;
@@ -83,6 +84,7 @@ DeviceArgs device_args(const Args& args) {
     a.v = token_rows(args.v);
     a.g = token_rows(args.g);
     a.beta = token_rows(args.beta);
+    a.erase = token_rows(args.erase);
     a.o = token_rows(args.o);
     a.gamma = head_parameter(args.gamma);
     a.A_log = head_parameter(args.A_log);

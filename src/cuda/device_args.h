@@ -75,7 +75,7 @@ struct HeadParameter {
 };
 
 struct DeviceArgs {
-    Algorithm algorithm;
+    Algorithm algorithm;  // its rule is the one whose kernels run the call (kernels_of)
     Gate gate = Gate::kLogDecay;
     bool qk_l2norm = false, beta_is_logit = false, allow_neg_eigval = false, beta_per_value = false;
     bool cu_seqlens_64 = false, batch_invariant = false;
@@ -115,6 +115,10 @@ struct DeviceArgs {
 
     // A reversed walk: [N], false: zeros are stored in place of the sequence's final state.
     const bool* has_final = nullptr;
+
+    // Of rules with erase strengths: the strengths, and, of calls in chunks, the erase keys that follow from
+    // them (chunked/erase_operands.cuh), [B, T, HV, K].
+    TokenRows erase, erase_keys;
 };
 
 DeviceArgs device_args(const Args& args);

@@ -54,10 +54,17 @@ inline Support takes(Algorithm algorithm) {
     }
     switch (algorithm.update) {
         case Update::kAdditive:
-        case Update::kDelta: return Support::yes();
-        case Update::kErase: break;
+        case Update::kDelta:
+        case Update::kErase: return Support::yes();
     }
     return Support::no("has no kernel for " + std::string(name(algorithm)));
+}
+
+// What the kernels in chunks do not take: they read with the keys that they write with.
+inline Support reads_with_keys(const Problem& problem) {
+    if (!takes_erase(problem.algorithm.update)) return Support::yes();
+    return Support::no("reads the state with the key that it writes with, and " +
+                       std::string(name(problem.algorithm)) + " has an erase key for that");
 }
 
 inline Support supports_any(const Problem& problem) {

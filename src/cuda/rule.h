@@ -34,6 +34,14 @@ inline constexpr Update kKernelsOf = kUpdate;
 template <>
 inline constexpr Update kKernelsOf<Update::kErase> = Update::kDelta;
 
+constexpr Update kernels_of(Update update) {
+    Update found = update;
+    [&]<std::size_t... i>(std::index_sequence<i...>) {
+        ((found = update == kUpdates[i] ? kKernelsOf<kUpdates[i]> : found), ...);
+    }(std::make_index_sequence<kUpdates.size()>{});
+    return found;
+}
+
 // Calls body(constant) for the rule whose kernels run `update`. It is compiled for all of those.
 template <class Body>
 constexpr void with_update(Update update, const Body& body) {

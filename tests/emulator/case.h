@@ -199,6 +199,7 @@ private:
         {"g", &Args::g},
         {"gamma", &Args::gamma},
         {"beta", &Args::beta},
+        {"erase", &Args::erase},
         {"A_log", &Args::A_log},
         {"dt_bias", &Args::dt_bias},
         {"initial_state", &Args::initial_state},
@@ -299,6 +300,9 @@ inline void Case::make(const std::vector<Instance>& instances) {
     for (const auto& row : kAlgorithms) algorithms.emplace_back(row.name);
     // The algorithms and dtypes of the instances at hand.
     const auto fits = [&](const Instance& of, Algorithm algorithm) {
+        if (takes_erase(algorithm.update) && step && pass == Pass::kBackward) return false;  // declined
+        if (takes_erase(algorithm.update) && !step)
+            return of.pass == (pass == Pass::kBackward ? "erase" : "prepare_erase");
         if (step) return of.pass == (pass == Pass::kBackward ? "backward" : "step_any");
         if (walks)
             return of.pass == "reversed_walk" && has_diagonal_map(algorithm.update) &&
@@ -423,6 +427,7 @@ inline void Case::make(const std::vector<Instance>& instances) {
         };
         want("d_q", &Args::d_q, args.q), want("d_k", &Args::d_k, args.k), want("d_v", &Args::d_v, args.v);
         want("d_g", &Args::d_g, args.g), want("d_beta", &Args::d_beta, args.beta);
+        want("d_erase", &Args::d_erase, args.erase);
         want("d_A_log", &Args::d_A_log, args.A_log), want("d_dt_bias", &Args::d_dt_bias, args.dt_bias);
         want("d_initial_state", &Args::d_initial_state, args.initial_state);
     }
@@ -468,17 +473,20 @@ inline void Case::make_gates(std::int64_t B, std::int64_t T, std::int64_t heads,
     const Dtype dtype = gate_dtype("beta_dtype");
     std::vector<std::int64_t> sizes{B, T, heads};
     // One write strength per value channel: token by token only.
-    if (target == "sm80:step" && pass != Pass::kSegment && draw_.is("beta_per_value", 4))
+    const bool erases = takes_erase(args.algorithm.update);
+    if (target == "sm80:step" && (erases || pass != Pass::kSegment) && draw_.is("beta_per_value", 4))
         sizes.push_back(args.v.size[3]);
     // A third of the tokens writes nothing, or next to nothing; logits that are this low still count
     // (kLeastBeta in src/cuda/backward/saved.cuh).
     const bool small = draw_.is("small_betas", 3);
     const double lowest = args.q.dtype == Dtype::kFloat16 ? -8 : -25;
-    args.beta = input("beta", dtype, sizes, [&](auto& generator) {
+    const auto strength = [&](auto& generator) {
         const bool none = small && uniform(0, 3)(generator) < 1;
         if (args.beta_is_logit) return none ? uniform(lowest, -4)(generator) : normal(1.5)(generator);
         return none ? 0.0 : uniform(0, 1)(generator);
-    });
+    };
+    args.beta = input("beta", dtype, sizes, strength);
+    if (erases) args.erase = input("erase", dtype, {B, T, heads, K}, strength);
 }
 
 }  // namespace cula::test

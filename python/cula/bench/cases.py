@@ -361,7 +361,7 @@ def prefill_case(
         value_heads=value_heads or heads,
         key_dim=128,
         value_dim=128,
-        gate={"kda": "bounded", "gdn": "softplus"}.get(algorithm, "log_decay"),
+        gate={"kda": "bounded", "gdn": "softplus", "gdn2": "bounded"}.get(algorithm, "log_decay"),
         gate_dtype=torch.bfloat16 if delta else torch.float32,
         beta_is_logit=delta,
         beta_per_value=algorithm in ERASE,

@@ -22,6 +22,12 @@ from .measure import Call
 os.environ.setdefault("FLA_FLASH_KDA", "0")
 
 
+def _strengths(inputs: Inputs, named: dict[str, Any]) -> list[torch.Tensor]:
+    """b and w of GDN-2, whose functions know no logits of either."""
+    logits = named.pop("use_beta_sigmoid_in_kernel", False)
+    return [x.sigmoid() if logits else x for x in (inputs.erase, inputs.beta)]
+
+
 def _fla_chunk(inputs: Inputs, **more: Any) -> Call:
     """State V-first as FLA's own layers ask for it."""
     case, q, k, v = inputs.case, inputs.q, inputs.k, inputs.v
@@ -37,6 +43,11 @@ def _fla_chunk(inputs: Inputs, **more: Any) -> Call:
         named = {**common, **keywords(inputs), "safe_gate": case.gate == "bounded"}
         named["dt_bias"] = inputs.dt_bias.flatten()  # as its gradient is
         return lambda: chunk_kda(q, k, v, inputs.g, inputs.beta, **named)
+    if case.algorithm == "gdn2":
+        from fla.ops.gdn2 import chunk_gdn2
+
+        named = {**common, **keywords(inputs), "safe_gate": case.gate == "bounded"}
+        return lambda: chunk_gdn2(q, k, v, inputs.g, *_strengths(inputs, named), **named)
     if case.algorithm == "gdn":
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -74,11 +85,16 @@ def _fla_decode(inputs: Inputs, slots: torch.Tensor) -> Call:
             "out": torch.empty_like(v),
         }
         return lambda: fused_recurrent_kda_fwd(q, k, v, g, beta, **named)
-    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
-
-    # It knows no pool: dense states in, new ones out, and nobody has to gather or scatter them.
+    # The others know no pool: dense states in, new ones out, and nobody has to gather or scatter them.
     states = inputs.initial_state[slots.long()]
     named = {**common, "initial_state": states, "output_final_state": True}
+    if case.algorithm == "gdn2":
+        from fla.ops.gdn2 import fused_recurrent_gdn2
+
+        strengths = _strengths(inputs, named)
+        return lambda: fused_recurrent_gdn2(q, k, v, g, *strengths, **named)
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
     return lambda: fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **named)
 
 
@@ -101,8 +117,8 @@ def _fla(**of_training: Any) -> Bind:
 
 
 def _fla_takes(pass_name: str, case: Case) -> bool:
-    trained = ("kda", "gdn", "gla", "lightning", "delta")
-    known = {"prefill": trained[:-1], "decode": ("kda", "gdn"), "verify": ("kda",)}
+    trained = ("kda", "gdn", "gla", "lightning", "gdn2", "delta")
+    known = {"prefill": trained[:-1], "decode": ("kda", "gdn", "gdn2"), "verify": ("kda",)}
     if pass_name in ("decode", "verify") and (case.reads_only or case.state_dtype != torch.float32):
         return False  # its verification keeps states, and its layers' states are float32
     return case.algorithm in known.get(pass_name, trained)

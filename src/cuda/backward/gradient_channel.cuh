@@ -7,6 +7,8 @@
 //   dA = tril(dO U^T)          dL = -tril(dV U^T, -1)     dbeta = rowsum((dV / beta) o (U / beta))
 //   dQ~ = dO S^T + dA K-       dK^ = -dV S^T + dL K-      dK- = dA^T Q~ + dL^T K^       dK+ = U Z^T
 //   dq = scale Gamma dQ~       dk = Gamma dK^ + dK- / Gamma + (Gamma_C / Gamma) dK+
+//   With erase keys e = erase o k (kErases), K^ are theirs: Gamma dK^ = de, dk has erase o de instead, and
+//   derase = k o de.
 //   dg_t = the sum over all paths that cross the decay of token t: rows i >= t that read S, columns j < t
 //   that
 //          reach Z, pairs i >= t > j, and Gamma_C rowsum(S o Z)
@@ -113,7 +115,7 @@ __device__ __forceinline__ float row_dot(const GradientChannelSmem<T, kKey>& s, 
 }
 
 // The phases for one value head. All threads are in each.
-template <class T, int kKey, bool kSolves>
+template <class T, int kKey, bool kSolves, bool kErases>
 struct ChannelGradient {
     using P = Patches<kKey>;
     using Smem = GradientChannelSmem<T, kKey>;
@@ -127,7 +129,9 @@ struct ChannelGradient {
     Smem& s;
     int of_group = 0;  // the value head, among those that share q and k
 
-    __device__ __forceinline__ bool wants_ends() const { return d.keys() || d.decay(); }
+    __device__ __forceinline__ bool wants_ends() const {
+        return d.keys() || d.decay() || (kErases && d.d_erase.data);
+    }
     __device__ __forceinline__ bool wants_sums() const { return d.decay() && scratch.parameters; }
     __device__ __forceinline__ bool is_first() const { return of_group == 0; }
     __device__ __forceinline__ bool is_last() const { return of_group + 1 == a.group; }
@@ -160,7 +164,7 @@ struct ChannelGradient {
                 put_squares((which ? s.k : s.q)[patch.warp], s.dots[patch.warp][which], patch.lane);
             }
         }
-        if (kSolves && d.d_beta.data && thread < place.count)
+        if (kSolves && !kErases && d.d_beta.data && thread < place.count)
             given = load_float(a.beta.data, a.beta.dtype,
                                a.beta.offset(place.batch, place.begin + thread, value_head(place)));
         int slot = 0, next = kSlots - 1;
@@ -231,11 +235,22 @@ struct ChannelGradient {
         load_decays(decay, a, ColumnPlace(place, patch, a.key_dim), value_head(place),
                     ColumnFloats(s.turned[patch.warp], patch));
         if (!by_words(a.g)) __syncthreads();  // operands take the place of columns
-        OwnChannel<T, kKey, kSolves>{s, patch}.put_operands(decay);
+        own(patch).put_operands(decay);
         __syncthreads();
     }
 
-    __device__ __forceinline__ void pairs(Ends& ends, Column& decay, Column& d_q, Column& d_k) const {
+    // The phases of a lane's column.
+    __device__ __forceinline__ OwnChannel<T, kKey, kSolves, kErases> own(const Patch<kKey>& patch) const {
+        if constexpr (kErases) {
+            const ChannelPlace place = s.place.again();
+            return {s, patch, {a, place, patch, value_head(place)}};
+        } else {
+            return {s, patch, {}};
+        }
+    }
+
+    __device__ __forceinline__ void pairs(Ends& ends, Column& decay, Column& d_q, Column& d_k,
+                                          Column& row_k) const {
         {
             const Patch<kKey> patch;
             const BlockSums<T, kKey, kSolves> blocks{s, patch};
@@ -244,7 +259,7 @@ struct ChannelGradient {
         }
         __syncthreads();  // columns take the place of the operands
         const Patch<kKey> patch;
-        OwnChannel<T, kKey, kSolves>{s, patch}.gradients(ends, decay, d_q, d_k);
+        own(patch).gradients(ends, decay, d_q, d_k, row_k);
     }
 
     // d_g, and what the patch gives to d_A_log and d_dt_bias. d_a: the gradients of the log decays.
@@ -266,6 +281,28 @@ struct ChannelGradient {
         if (patch.lane == 0) s.rate_sums[patch.warp] = rate;
     }
 
+    // From the gradients of erase keys, row_k, to those of erase strengths, and to their part of d_k.
+    __device__ __forceinline__ void erase(Column& row_k, Column& d_k) const {
+        const ChannelPlace place = s.place.again();
+        const Patch<kKey> patch;
+        const ColumnPlace column(place, patch, a.key_dim);
+        const ColumnFloats floats(s.turned[patch.warp], patch);
+        Column given;
+        load_column(given, a.erase, column, value_head(place), floats);
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i) {
+            const float strength = beta_exact(given[i], a.beta_is_logit, a.allow_neg_eigval ? 2.0f : 1.0f);
+            d_k[i] = fmaf(strength, row_k[i], d_k[i]);
+            if (a.beta_is_logit) row_k[i] *= strength * sigmoid(-given[i]);
+        }
+        if (!d.d_erase.data) return;
+        Column keys;
+        own(patch).load(keys, 1);
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i) row_k[i] *= keys[i];
+        store_column(row_k, d.d_erase, column, value_head(place), floats);
+    }
+
     // d_q and d_k, of the last value head; of the others, their sums so far.
     __device__ __forceinline__ void keys(Column& d_q, Column& d_k) const {
         const ChannelPlace place = s.place.again();
@@ -279,7 +316,7 @@ struct ChannelGradient {
             if (!is_last()) return;
         }
         if (a.qk_l2norm) {
-            const OwnChannel<T, kKey, kSolves> own{s, patch};
+            const auto own = this->own(patch);
             column.mask(d_q), column.mask(d_k);
             Column x;
             float dots[2 * kHalf];  // of q, of k
@@ -354,7 +391,9 @@ private:
     }
 };
 
-template <class T, int kKey, Update kUpdate>
+// kErases: rules with erase strengths, whose erase keys are in DeviceArgs::erase_keys and whose values come
+// with their write strengths (chunked/erase_operands.cuh).
+template <class T, int kKey, Update kUpdate, bool kErases = false>
 __global__ void __launch_bounds__(Patches<kKey>::kThreads, Patches<kKey>::kCtas)
     gradient_channel(const __grid_constant__ DeviceArgs a, const chunked::Schedule schedule,
                      const __grid_constant__ Gradients d, const Saved<T, kKey> saved,
@@ -377,7 +416,7 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, Patches<kKey>::kCtas)
         for (int i = thread; i < a.group * (1 + a.key_dim); i += P::kThreads) sums[i] = 0.0f;
         return;
     }
-    ChannelGradient<T, kKey, kSolves> chunk_of{a, schedule, d, saved, scratch, s};
+    ChannelGradient<T, kKey, kSolves, kErases> chunk_of{a, schedule, d, saved, scratch, s};
     if (thread == 0) s.place = place;
     __syncthreads();
 
@@ -386,12 +425,13 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, Patches<kKey>::kCtas)
         SliceSums<T, kKey, kSolves> sums;
         float given = 0.0f;
         chunk_of.slices(sums, given);
-        if (kSolves && d.d_beta.data) chunk_of.strengths(given);
+        if (kSolves && !kErases && d.d_beta.data) chunk_of.strengths(given);
         if (chunk_of.wants_ends()) {
-            Column decay, d_q, d_k;
+            Column decay, d_q, d_k, row_k;
             chunk_of.prefetch_next();
             chunk_of.operands(decay);
-            chunk_of.pairs(sums.ends, decay, d_q, d_k);
+            chunk_of.pairs(sums.ends, decay, d_q, d_k, row_k);
+            if constexpr (kErases) chunk_of.erase(row_k, d_k);
             if (d.decay()) chunk_of.gate(decay);
             if (d.keys()) chunk_of.keys(d_q, d_k);
         }

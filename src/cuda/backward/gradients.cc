@@ -23,6 +23,7 @@ Gradients gradients(const Args& args) {
     of.d_A_log = parameter(args.d_A_log);
     of.d_dt_bias = parameter(args.d_dt_bias);
     of.d_initial = states(args.d_initial_state);
+    of.d_erase = token_rows(args.d_erase);
     return of;
 }
 

@@ -25,13 +25,14 @@ struct Gradients {
     TokenRows d_g;       // [B, T, HV, K] or [B, T, HV]
     TokenRows d_beta;    // [B, T, HV] or, token by token alone, [B, T, HV, V]
     ParameterGradient d_A_log, d_dt_bias;
-    States d_initial;  // [N, HV, V, K]
+    States d_initial;   // [N, HV, V, K]
+    TokenRows d_erase;  // [B, T, HV, K]
 
     CULA_HOST_DEVICE bool keys() const { return d_q.data || d_k.data; }
     CULA_HOST_DEVICE bool parameters() const { return d_A_log.data || d_dt_bias.data; }
     CULA_HOST_DEVICE bool decay() const { return d_g.data || parameters(); }
     // Whether chunks have to be differentiated at all: d_v and d_initial come from the return alone.
-    CULA_HOST_DEVICE bool of_chunks() const { return keys() || decay() || d_beta.data; }
+    CULA_HOST_DEVICE bool of_chunks() const { return keys() || decay() || d_beta.data || d_erase.data; }
 };
 
 Gradients gradients(const Args& args);

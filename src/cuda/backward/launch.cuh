@@ -12,6 +12,9 @@
 //                     gradient_*     all chunks side by side
 //   at the end        sum_parameters, zero_tail
 //
+// Of a rule with erase strengths erase_operands comes before all of these, and value_gradients before
+// zero_tail; in between d_v is the gradient of beta o v.
+//
 // If nothing but d_v and d_initial is wanted, there are no sweep and no gradients, and the return walks
 // alone.
 //
@@ -29,6 +32,7 @@
 #include <utility>
 
 #include "core/kernel.h"
+#include "cuda/backward/launch_erase.h"
 #include "cuda/backward/launch_gradients.h"
 #include "cuda/backward/plan.h"
 #include "cuda/backward/sum.cuh"
@@ -78,12 +82,14 @@ class BackwardLaunches {
     static constexpr int kKey = Walks::kKey;
     static constexpr bool kPerChannel = Walks::kPerChannel;
     using Workspace = BackwardWorkspace<T, kKey, kPerChannel>;
-    static constexpr bool kDiagonal = has_diagonal_map(kUpdate);
+    static constexpr bool kDiagonal = has_diagonal_map(kUpdate),
+                          kErasable = chunked::kErasable<kPerChannel, kUpdate>;
 
 public:
     BackwardLaunches(const Call& call, const Gradients& gradients, const BackwardPlan& plan)
         : call_(call),
           a_(call.args),
+          asked_(gradients),
           d_(gradients),
           plan_(plan),
           workspace_(plan, a_.heads, parameter_count(a_) - 1, kDiagonal, call.workspace, call.saved),
@@ -105,10 +111,17 @@ public:
         walks_.ends = of_segments(workspace_.ends, a_.value_dim);
         walks_.d = d_;
         early_.allow(true);
+        if (!plan.shape.erases) return;
+        workspace_.erase.replace(a_);
+        if (asked_.d_v.data || asked_.d_beta.data)
+            d_.d_v = chunked::EraseOperands<T>::rows_at(workspace_.d_values, a_, a_.value_dim);
+        d_.d_beta = {};
+        walks_.d = d_;
     }
 
     // Of a prefill that saves: outputs, final states and Args::saved.
     void run_first_half() {
+        erase();
         prepare(0);
         make_states(true, false);
         walks_.saved = saved();
@@ -118,6 +131,7 @@ public:
     void run() {
         const int last = plan_.slabs() - 1;
         const bool of_chunks = d_.of_chunks();
+        erase();
         for (int slab = 0; of_chunks && plan_.cuts_sequences && slab < last; ++slab) {
             prepare(slab);
             make_states(true, false);
@@ -135,8 +149,12 @@ public:
             launch<sum_parameters<kSumThreads>>(
                 {static_cast<std::size_t>(sum_parameters_ctas(a_)), kSumThreads}, d_,
                 workspace_.scratch.parameters, plan_.shape.chunks);
+        if constexpr (kErasable)
+            if (d_.d_v.data && plan_.shape.erases)
+                launch_value_gradients<T, kKey>(call_, d_.d_v, asked_, early_);
         if (a_.cu_seqlens)
-            launch<zero_tail<kZeroThreads>>({static_cast<std::size_t>(zero_tail_ctas(a_)), kZeroThreads}, d_);
+            launch<zero_tail<kZeroThreads>>({static_cast<std::size_t>(zero_tail_ctas(a_)), kZeroThreads},
+                                            asked_);
     }
 
 private:
@@ -148,6 +166,14 @@ private:
     std::size_t chunks() const { return static_cast<std::size_t>(schedule_.slab_end - schedule_.slab_begin); }
     Saved<T, kKey> saved() const {
         return {workspace_.carried, workspace_.returned, a_.value_heads, Workspace::slices_of(a_.value_dim)};
+    }
+
+    void erase() {
+        if constexpr (kErasable)
+            if (plan_.shape.erases) {
+                chunked::launch_erase_operands<T, kKey>(call_, workspace_.erase);
+                early_ = EarlyStarts(call_.follows, true);
+            }
     }
 
     // Turns to the chunks of a slab, and makes their operands, unless a prefill has.
@@ -176,6 +202,10 @@ private:
         if (plan_.half == Half::kSecond) return;
         const std::size_t of_heads = chunks() * static_cast<std::size_t>(a_.value_heads);
         float* const fading = nullptr;
+        if constexpr (kErasable)
+            if (plan_.shape.erases)
+                return chunked::launch_prepare_erase<T, kKey>(call_, a_, schedule_, workspace_.operands,
+                                                              workspace_.is_compensated, early_);
         if constexpr (kPerChannel) {
             launch<chunked::prepare_channel<T, kKey, kUpdate, NoGateTiles>>(
                 {of_heads, chunked::kPrepareThreads, sizeof(chunked::ChannelSmem<kKey>)}, NoGateTiles{},
@@ -216,13 +246,18 @@ private:
         GradientScratch scratch = workspace_.scratch;
         if (scratch.parameters)
             scratch.parameters += std::int64_t{schedule_.slab_begin} * a_.value_heads * parameter_count(a_);
+        if constexpr (kErasable)
+            if (plan_.shape.erases)
+                return launch_erase_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch,
+                                                       early_);
         launch_gradients<T, kKey, kPerChannel>(call_, a_, schedule_, d_, walks_.saved, scratch, early_,
                                                kUpdate);
     }
 
     const Call& call_;
     DeviceArgs a_;
-    const Gradients d_;
+    const Gradients asked_;
+    Gradients d_;  // as kernels write them
     const BackwardPlan& plan_;
     const Workspace workspace_;
     EarlyStarts early_;

@@ -11,11 +11,41 @@
 
 namespace cula::cuda::backward {
 
-template <class T, int kKey, bool kSolves>
+// The lane's column of erase keys, in global memory: three phases read it, and shared memory has no room.
+// Rules that have none read with their keys.
+template <class T, bool kErases>
+struct EraseColumn {};
+template <class T>
+struct EraseColumn<T, true> {
+    const T* first;
+    int pitch, count;
+
+    template <int kKey>
+    __device__ __forceinline__ EraseColumn(const DeviceArgs& a, const ChannelPlace& place,
+                                           const Patch<kKey>& patch, int value_head)
+        : first(static_cast<const T*>(a.erase_keys.data) +
+                a.erase_keys.offset(place.batch, place.begin + patch.token, value_head) + patch.channel),
+          pitch(static_cast<int>(a.erase_keys.token)),
+          count(patch.channel < a.key_dim ? place.count - patch.token : 0) {}
+
+    __device__ __forceinline__ void load(std::uint32_t (&words)[kHalf]) const {
+#pragma unroll
+        for (int t = 0; t < kHalf; ++t) words[t] = load32_if(first + t * pitch, t < count);
+    }
+    __device__ __forceinline__ void load(Column& x) const {
+        std::uint32_t words[kHalf];
+        load(words);
+        unpack_column<T>(x, words);
+    }
+};
+
+// kErases: the state is read with erase keys, and the rows of L are theirs.
+template <class T, int kKey, bool kSolves, bool kErases = false>
 struct OwnChannel {
     using P = Patches<kKey>;
     GradientChannelSmem<T, kKey>& s;
     const Patch<kKey>& patch;
+    [[no_unique_address]] const EraseColumn<T, kErases> erase;
 
     // q (which = 0) or k as they came. Loaded anew at every call: the compiler would keep all of a column in
     // registers from one phase to the next.
@@ -63,6 +93,7 @@ struct OwnChannel {
         }
         if (rows) {
             const float from_start[2] = {patch.half ? other[0] : 1.0f, patch.half ? other[1] : 1.0f};
+            if constexpr (kErases) erase.load(keys);
             if (kSolves)
                 put_rows(s.operands.k_rows[patch.block - 1], patch.half * kHalf / 2, patch.channel, keys,
                          decay, from_start);
@@ -77,23 +108,29 @@ struct OwnChannel {
     }
 
     // The gradients: d_q without scale and norm, d_k without norm, and in place of the decays those of the
-    // log decays. Rows and columns of `ends` are the block sums of the patch.
+    // log decays. Rows and columns of `ends` are the block sums of the patch. row_k: with erase keys their
+    // gradients, of which d_k has nothing yet; otherwise it is of no use afterwards.
     //
     // d_k[j] begins with what column j gets from behind its half, and gets that of the rows from the last on:
     // before row t - 1 is next, k_j d_k[j] is the sum over all paths from token j that cross t's decay.
-    __device__ __forceinline__ void gradients(Ends& ends, Column& decay, Column& d_q, Column& d_k) const {
+    __device__ __forceinline__ void gradients(Ends& ends, Column& decay, Column& d_q, Column& d_k,
+                                              Column& row_k) const {
         keep_no_products(decay);
         float rows[2];
         halves(rows, ends, decay);
         keep_no_products(decay);
 
-        Column row_k = {};
         turn(d_k, ends.columns);
         float factor[2] = {1.0f, 1.0f};
 #pragma unroll
         for (int i = 2 * kHalf - 1; i >= 0; --i) d_k[i] *= factor[i % 2], factor[i % 2] *= decay[i];
         turn(d_q, ends.q);
-        if (kSolves) turn(row_k, ends.k);
+        if constexpr (kSolves) {
+            turn(row_k, ends.k);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2 * kHalf; ++i) row_k[i] = 0.0f;
+        }
         factor[0] = factor[1] = 1.0f;
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) {
@@ -104,8 +141,17 @@ struct OwnChannel {
         keep_no_products(decay);
         Column keys;
         load(keys, 1);
+        std::uint32_t reading[kHalf];
+        if constexpr (kErases) erase.load(reading);
 #pragma unroll
-        for (int t = kHalf - 1; t >= 0; --t) finish_token(t, rows, keys, decay, d_q, row_k, d_k);
+        for (int t = kHalf - 1; t >= 0; --t) {
+            float reader[2] = {keys[2 * t], keys[2 * t + 1]};
+            if constexpr (kErases) {
+                const float2 pair = unpack2<T>(reading[t]);
+                reader[0] = pair.x, reader[1] = pair.y;
+            }
+            finish_token(t, rows, keys, reader, decay, d_q, row_k, d_k);
+        }
     }
 
 private:
@@ -187,6 +233,7 @@ private:
             if (patch.half == 0) {
                 put_columns(place.k_columns, 0, channel, x, decay, kNone);
             } else {
+                if constexpr (kErases) erase.load(x);
                 if (kSolves) put_rows(place.k_rows, 0, channel, x, decay, kNone);
                 load(x, 0);
                 put_rows(place.q_rows, 0, channel, x, decay, kNone);
@@ -298,9 +345,10 @@ private:
     }
 
     // Row t with the columns of its half and with itself. rows: sums of the paths from before the half to
-    // rows behind t, and of others that cross all of the half.
-    __device__ __forceinline__ void finish_token(int t, float (&rows)[2], const Column& keys, Column& decay,
-                                                 Column& d_q, const Column& row_k, Column& d_k) const {
+    // rows behind t, and of others that cross all of the half. reader: the key that reads.
+    __device__ __forceinline__ void finish_token(int t, float (&rows)[2], const Column& keys,
+                                                 const float (&reader)[2], Column& decay, Column& d_q,
+                                                 Column& row_k, Column& d_k) const {
         const int first = patch.half * kHalf;
         const float(&scores)[kBlock][kBlock] = s.own_scores[patch.block];
         const float(&overlaps)[kBlock][kBlock] = s.own_overlaps[patch.block];
@@ -312,10 +360,12 @@ private:
         for (int e = 0; e < 2; ++e) {
             const int i = 2 * t + e;
             rows[e] = fmaf(query[e], d_q[i], rows[e]);
-            if (kSolves) rows[e] = fmaf(keys[i], row_k[i], rows[e]);
+            if (kSolves) rows[e] = fmaf(reader[e], row_k[i], rows[e]);
             crossing[e] = rows[e];
             d_q[i] = fmaf(diagonal, keys[i], d_q[i]);
-            d_key[e] = kSolves ? fmaf(diagonal, query[e], row_k[i]) : diagonal * query[e];
+            d_key[e] = kErases   ? row_k[i]
+                       : kSolves ? fmaf(diagonal, query[e], row_k[i])
+                                 : diagonal * query[e];
             between[e] = decay[i];
         }
 #pragma unroll
@@ -337,7 +387,7 @@ private:
                     float row = d_score * query[e];
                     d_q[own] = fmaf(d_score, decayed, d_q[own]);
                     if constexpr (kSolves) {
-                        row = fmaf(d_overlap, keys[own], row);
+                        row = fmaf(d_overlap, reader[e], row);
                         d_key[e] = fmaf(d_overlap, decayed, d_key[e]);
                     }
                     d_k[i] = fmaf(between[e], row, d_k[i]);
@@ -348,7 +398,12 @@ private:
         }
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            d_k[2 * t + e] += d_key[e];
+            if constexpr (kErases) {
+                d_k[2 * t + e] = fmaf(diagonal, query[e], d_k[2 * t + e]);
+                row_k[2 * t + e] = d_key[e];
+            } else {
+                d_k[2 * t + e] += d_key[e];
+            }
             decay[2 * t + e] = crossing[e];
         }
     }

@@ -22,7 +22,7 @@ struct WantedGradients {
     explicit WantedGradients(const Args& args)
         : keys(args.d_q || args.d_k),
           parameters(args.d_A_log || args.d_dt_bias),
-          any(keys || parameters || args.d_g || args.d_beta) {}
+          any(keys || parameters || args.d_g || args.d_beta || args.d_erase) {}
     static WantedGradients all() {
         WantedGradients wanted{Args{}};
         wanted.keys = wanted.parameters = wanted.any = true;

@@ -80,7 +80,7 @@ __device__ __forceinline__ void zero_rows(const TokenRows& rows, std::int64_t to
     if (!rows.data) return;
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < heads * width; i += kThreads)
-        store_gradient(rows.data, rows.dtype, rows.offset(0, token, i / width) + i % width, 0.0f);
+        store_gradient(rows.data, rows.dtype, rows.offset(0, token, i / width) + i % width * rows.last, 0.0f);
 }
 
 template <int kThreads = kZeroThreads>
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(kThreads)
         zero_rows<kThreads>(d.d_k, token, a.heads, a.key_dim);
         zero_rows<kThreads>(d.d_v, token, a.value_heads, a.value_dim);
         zero_rows<kThreads>(d.d_g, token, a.value_heads, gates);
-        zero_rows<kThreads>(d.d_beta, token, a.value_heads, 1);
+        zero_rows<kThreads>(d.d_beta, token, a.value_heads, a.beta_per_value ? a.value_dim : 1);
+        zero_rows<kThreads>(d.d_erase, token, a.value_heads, a.key_dim);
     }
 }
 

@@ -9,6 +9,7 @@
 #include "cuda/backward/plan.h"
 #include "cuda/backward/saved.cuh"
 #include "cuda/chunked/chunk.cuh"
+#include "cuda/chunked/prepare_erase.h"
 
 namespace cula::cuda::backward {
 
@@ -56,6 +57,9 @@ struct BackwardWorkspace {
     // [segments, HV, kKey]; the others [segments, HV, V, kKey].
     float *map_m = nullptr, *map_m_turned = nullptr, *map_b = nullptr, *map_z = nullptr;
     float *starts = nullptr, *ends = nullptr;
+    // Of rules with erase strengths; and the gradients of beta o v, in rows as erase.values.
+    chunked::EraseOperands<T> erase;
+    T* d_values = nullptr;
     std::size_t bytes = 0;
 
     static int slices_of(int value_dim) { return ceil_div(value_dim, kSliceValues); }
@@ -111,6 +115,13 @@ struct BackwardWorkspace {
             if (plan.wanted.any && plan.half != Half::kSecond)
                 map_b = carver.take<float>(rows * shape.value_dim),
                 starts = carver.take<float>(rows * shape.value_dim);
+        }
+        if (shape.erases) {
+            const std::int64_t rows = shape.tokens * value_heads,
+                               values = rows * chunked::EraseOperands<T>::width(shape.value_dim);
+            erase.keys = carver.take<T>(rows * chunked::EraseOperands<T>::width(shape.key_dim));
+            erase.values = carver.take<T>(values);
+            if (plan.half != Half::kFirst) d_values = carver.take<T>(values);
         }
         bytes = carver.bytes();
     }

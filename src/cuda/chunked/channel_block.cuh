@@ -121,7 +121,9 @@ __device__ __forceinline__ constexpr int pair_of(int row, int column) {
     return column * (2 * kBlocks - column - 1) / 2 + row - column - 1;
 }
 
-template <class T, int kKey, bool kSolves>
+// kErases: the state is read with erase keys e, which come as rows of their own, whole and normalised; the
+// rows of L and k_decayed are then those of e. Otherwise e is left alone, and k reads.
+template <class T, int kKey, bool kSolves, bool kErases = false>
 struct ChannelBlock {
     using P = Parts<kKey>;
     using Rows = BlockRows<P::kGroups>;
@@ -219,9 +221,9 @@ struct ChannelBlock {
         pack_product<To>(words, x, y);
     }
 
-    // Anchored decay: makes all operands from q and k, and the products within the block.
+    // Anchored decay: makes all operands from q, k and e, and the products within the block.
     // q and k become the rows that later meet columns of earlier blocks.
-    __device__ __forceinline__ void score(Rows& q, Rows& k, const TokenScales<kSolves>& scales,
+    __device__ __forceinline__ void score(Rows& q, Rows& k, const Rows& e, const TokenScales<kSolves>& scales,
                                           bool two_steps, float (&own)[2][2][4]) const {
         const int first_pair = pair_of<P::kBlocks>(block + 1, block);
 #pragma unroll
@@ -252,9 +254,11 @@ struct ChannelBlock {
                 put(chunk.q_decayed, half, g, words);
 
                 unpack(column[half], k.word[half][g], scales.operand[half].y);
+                if constexpr (kErases) unpack(x, e.word[half][g], 1.0f);
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
-                    x[i] = column[half][i] * fall[i], column[half][i] *= exp2_fast(-gate[i]);
+                    x[i] = (kErases ? x[i] : column[half][i]) * fall[i],
+                    column[half][i] *= exp2_fast(-gate[i]);
                 if constexpr (kSolves) {
                     pack(columns[half], column[half]);
                     pack(k.word[half][g], x);
@@ -307,21 +311,21 @@ struct ChannelBlock {
         }
     }
 
-    // Stepped decay loads q and k again, group by group:
-    // load(q, k, g). This makes the products within the block.
+    // Stepped decay loads q, k and e again, group by group:
+    // load(q, k, e, g). This makes the products within the block.
     // A pair of tokens belongs to the level of the highest bit in which their numbers differ.
     // What a level computes for other pairs is dropped, even infinities.
     template <class Load>
     __device__ __forceinline__ void score_stepped(Load load, const TokenScales<kSolves>& scales,
                                                   float (&own)[2][2][4]) const {
-        BlockRows<1> q, k;
+        BlockRows<1> q, k, e;
         float self[2] = {};
 #pragma unroll 1
         for (int level = kBlock / 2; level > 0; level /= 2) {
             float product[2][2][4] = {};
 #pragma unroll 1
             for (int g = 0; g < P::kGroups; ++g) {
-                load(q, k, g);
+                load(q, k, e, g);
                 Words columns[2];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -335,8 +339,10 @@ struct ChannelBlock {
                     unpack(x, q.word[half][0], scales.operand[half].x);
                     pack_stepped<Operand>(q.word[half][0], x, gate, 1.0f, border);
                     unpack(x, k.word[half][0], scales.operand[half].y);
+                    if constexpr (kErases) pack_stepped<Operand>(columns[half], x, gate, -1.0f, border);
+                    if constexpr (kErases) unpack(x, e.word[half][0], 1.0f);
                     pack_stepped<Operand>(k.word[half][0], x, gate, 1.0f, border);
-                    pack_stepped<Operand>(columns[half], x, gate, -1.0f, border);
+                    if constexpr (!kErases) pack_stepped<Operand>(columns[half], x, gate, -1.0f, border);
                 }
                 multiply_group<Operand>(product[0], q.word[0][0], q.word[1][0], columns[0], columns[1]);
                 if (kSolves)
@@ -366,8 +372,8 @@ struct ChannelBlock {
     template <class Load>
     __device__ __forceinline__ void operands_stepped(Load load, const TokenScales<kSolves>& scales,
                                                      int g) const {
-        BlockRows<1> q, k;
-        load(q, k, g);
+        BlockRows<1> q, k, e;
+        load(q, k, e, g);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float gate[8], x[8], exponent[8];
@@ -377,11 +383,12 @@ struct ChannelBlock {
             unpack(x, q.word[half][0], scales.whole(half).x);
             pack_stepped<T>(words, x, gate, 1.0f, exponent);
             put(chunk.q_decayed, half, g, words);
-            unpack(x, k.word[half][0], scales.whole(half).y);
+            unpack(x, kErases ? e.word[half][0] : k.word[half][0], kErases ? 1.0f : scales.whole(half).y);
             if (kSolves) {
                 pack_stepped<T>(words, x, gate, 1.0f, exponent);
                 put(chunk.k_decayed, half, g, words);
             }
+            if constexpr (kErases) unpack(x, k.word[half][0], scales.whole(half).y);
             table(exponent, s.table.to_end[block], g);
             pack_stepped<T>(words, x, gate, -1.0f, exponent);
             put(chunk.k_remaining, half, g, words);
@@ -398,8 +405,8 @@ struct ChannelBlock {
     template <class Load>
     __device__ __forceinline__ void cross_stepped(Load load, const TokenScales<kSolves>& scales, int g,
                                                   Cross& product) const {
-        BlockRows<1> q, k;
-        load(q, k, g);
+        BlockRows<1> q, k, e;
+        load(q, k, e, g);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float gate[8], x[8], exponent[8];
@@ -407,7 +414,7 @@ struct ChannelBlock {
             table(exponent, s.head[block], g);
             unpack(x, q.word[half][0], scales.operand[half].x);
             pack_stepped<Operand>(q.word[half][0], x, gate, 1.0f, exponent);
-            unpack(x, k.word[half][0], scales.operand[half].y);
+            unpack(x, kErases ? e.word[half][0] : k.word[half][0], kErases ? 1.0f : scales.operand[half].y);
             pack_stepped<Operand>(k.word[half][0], x, gate, 1.0f, exponent);
         }
 #pragma unroll

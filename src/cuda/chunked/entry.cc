@@ -14,7 +14,7 @@ namespace cula::cuda::chunked {
 Support supports(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;
     if (problem.dtype == Dtype::kFloat32) return Support::no("multiplies bfloat16 and float16; q is float32");
-    if (problem.beta_per_value)
+    if (problem.beta_per_value && !takes_erase(problem.algorithm.update))
         return Support::no(
             "the chunked form takes one beta per token, not a write strength per value channel");
     if (problem.key_dim < kFewestChunkChannels)

@@ -26,6 +26,7 @@
 #include "cuda/call.h"
 #include "cuda/chunked/compose.cuh"
 #include "cuda/chunked/entry.h"
+#include "cuda/chunked/prepare_erase.h"
 #include "cuda/chunked/schedule.cuh"
 #include "cuda/chunked/target.h"
 #include "cuda/chunked/workspace.cuh"
@@ -78,7 +79,7 @@ bool solves_chunk(Update update) {
 template <ChunkedTarget Carry>
 CarryTraits traits_of(const Problem& problem) {
     using Operands = ChunkOperands<typename Carry::Type, Carry::kKey, Carry::kPerChannel>;
-    const bool solves = solves_chunk<Carry::kPerChannel>(problem.algorithm.update);
+    const bool solves = solves_chunk<Carry::kPerChannel>(kernels_of(problem.algorithm.update));
     return {.warp_step = Carry::kWarpStep,
             .operand_bytes = solves || !Carry::kScoresItself ? sizeof(Operands) : 0,
             .warpgroups = Carry::kWarpgroups,
@@ -96,6 +97,10 @@ Candidates prefill_candidates(const Problem& problem) {
     const PrefillShape shape = shape_of(problem, traits.chunk_tokens);
     return Planner(shape, traits, problem.device).candidates(Carry::fuses(problem));
 }
+
+// Whether the kernels of this rule also run the one with erase strengths.
+template <bool kPerChannel, Update kUpdate>
+inline constexpr bool kErasable = kPerChannel && kUpdate == kKernelsOf<Update::kErase>;
 
 // Launches the kernels of one call.
 template <ChunkedTarget Carry, Update kUpdate>
@@ -191,6 +196,10 @@ private:
         schedule_.waits.per_chunk =
             schedule_.waits.operands && pays_per_chunk(chunks / span, kCtas, call_.multiprocessors);
         if (found_) return;
+        if constexpr (kErasable<kPerChannel, kUpdate>)
+            if (plan_.shape.erases)
+                return launch_prepare_erase<T, kKey>(call_, a_, schedule_, workspace_.operands,
+                                                     workspace_.is_compensated, early_);
         if constexpr (kPrepares && kPerChannel)
             launch_first([&] {
                 launch<prepare_channel<T, kKey, kUpdate, typename Carry::GateTiles>>(
@@ -276,6 +285,9 @@ private:
 // A planned prefill or segment call.
 template <ChunkedTarget Carry, Update kUpdate>
 class PreparedPrefill final : public PreparedCall {
+    using T = typename Carry::Type;
+    using Layout = Workspace<T, Carry::kKey, Carry::kPerChannel, kUpdate>;
+
 public:
     PreparedPrefill(const PrefillPlan& plan, std::size_t workspace_bytes, std::size_t kept_bytes)
         : PreparedCall(workspace_bytes, kept_bytes), plan_(plan) {}
@@ -296,12 +308,13 @@ public:
     }
 
     void launch(const Call& call) const override {
+        if constexpr (kErasable<Carry::kPerChannel, kUpdate>)
+            if (plan_.shape.erases) return launch_erasing(call);
         if (!others_) return Launches<Carry, kUpdate>(call, plan_).run();
         auto* const workspace = static_cast<std::byte*>(call.workspace);
         Call part = call;
         part.workspace = workspace;
-        const Workspace<typename Carry::Type, Carry::kKey, Carry::kPerChannel, kUpdate> own(plan_, workspace,
-                                                                                            nullptr, false);
+        const Layout own(plan_, workspace, nullptr, false);
         const auto run = [&](Part which, const PrefillPlan& plan) {
             Verdicts verdicts = own.verdicts;
             verdicts.part = which;
@@ -324,6 +337,16 @@ public:
     }
 
 private:
+    // With the erase keys and the values of a rule with erase strengths, in a kernel before the others. What
+    // a segment call has kept has both.
+    void launch_erasing(const Call& call) const {
+        const Layout workspace(plan_, call.workspace, call.kept, plan_.found);
+        if (!plan_.found) launch_erase_operands<T, Carry::kKey>(call, workspace.erase);
+        Call erasing = call;
+        workspace.erase.replace(erasing.args);
+        Launches<Carry, kUpdate>(erasing, plan_).run();
+    }
+
     PrefillPlan plan_;
     std::optional<std::array<PrefillPlan, 2>> others_;
     std::array<std::size_t, 3> bytes_{};

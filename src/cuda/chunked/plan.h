@@ -112,6 +112,7 @@ struct PrefillShape {
     bool segment = false;    // a segment call: maps of whole sequences
     bool kept = false;       // maps are made in any case, and chunk operands stay until a prefill reads them
     bool from_zero = false;  // no one needs the M of a sequence's first segment
+    bool erases = false;     // a rule with erase strengths (erase_operands.cuh)
     std::span<const double> costs = {};  // Problem::costs
 };
 
@@ -129,6 +130,7 @@ inline PrefillShape shape_of(const Problem& problem, int chunk_tokens) {
             .packed = problem.varlen,
             .batch_invariant = problem.batch_invariant,
             .segment = problem.pass == Pass::kSegment,
+            .erases = takes_erase(problem.algorithm.update),
             .costs = problem.costs};
 }
 
@@ -389,7 +391,11 @@ private:
 
     double prepare(const Lengths& of) const {
         if (carry_.operand_bytes == 0) return 0.0;
-        return estimate_.machine.kernel +
+        // Of erase strengths one more: three rows of K and three of V channels of 16 bits.
+        const double rows = static_cast<double>(heads(of)) * of.chunks * carry_.chunk_tokens,
+                     erase = estimate_.machine.kernel +
+                             6.0 * rows * (shape_.key_dim + shape_.value_dim) / estimate_.copy_rate();
+        return estimate_.machine.kernel + (shape_.erases ? erase : 0.0) +
                costs_.prepare * static_cast<double>(heads(of)) * of.chunks / multiprocessors_;
     }
     // Rounds of CTAs; all of them together are bound by memory.

@@ -7,6 +7,8 @@
 //   L = tril((k 2^G) (k 2^-G)^T, -1)                      overlaps
 //   T = (I + diag(beta) L)^-1 diag(beta)                  inverse; rules that solve
 //   q_decayed = q 2^G    k_decayed = k 2^G    k_remaining = k 2^(G_end - G)    decay = 2^G_end
+// kErases: rules with erase keys e (erase_operands.cuh) have e in the place of k in the rows of L and in
+// k_decayed, and no beta: it is in the values.
 //
 // Grid: one CTA per (chunk of the slab, value head); 128 threads, a warp per block of 16 tokens.
 //   K = 256: two blocks per chunk, and a warp per block and half of the channels.
@@ -51,9 +53,9 @@
 namespace cula::cuda::chunked {
 
 // Two CTAs where the registers of three would spill.
-template <int kKey, bool kSolves>
+template <int kKey, bool kSolves, bool kErases>
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
-inline constexpr int kFewestChannelCtas = kChannelCtas;
+inline constexpr int kFewestChannelCtas = kErases ? 2 : kChannelCtas;
 #elif __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
 inline constexpr int kFewestChannelCtas = kSolves || kKey > 128 ? 2 : kChannelCtas;
 #else
@@ -74,8 +76,9 @@ struct ChannelRule<Update::kDelta> {
     static constexpr bool kSolves = true;  // the inverse, k_decayed, and low words of compensated chunks
 };
 
-template <class T, int kKey, Update kUpdate, class GateTiles>
-__global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, ChannelRule<kUpdate>::kSolves>)
+template <class T, int kKey, Update kUpdate, class GateTiles, bool kErases = false>
+__global__ void __launch_bounds__(kPrepareThreads,
+                                  kFewestChannelCtas<kKey, ChannelRule<kUpdate>::kSolves, kErases>)
     prepare_channel(const __grid_constant__ DeviceArgs a, const __grid_constant__ GateTiles gate_tiles,
                     const Schedule schedule, ChannelChunk<T, kKey>* chunks, std::int32_t* is_compensated,
                     float* fading) {
@@ -96,7 +99,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, Chan
     if (place.count <= 0 || left_out(a, schedule, place.sequence, value_head)) return;
 
     auto& operands = s.operands;
-    const ChannelBlock<T, kKey, kSolves> block{operands, chunks[blockIdx.x], role_of_warp()};
+    using Block = ChannelBlock<T, kKey, kSolves, kErases>;
+    const Block block{operands, chunks[blockIdx.x], role_of_warp()};
     const int lane = block.lane, first = block.first, first_channel = block.part * P::kChannels;
 
     // --- load, gate ---
@@ -132,10 +136,14 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, Chan
     }
     commit_copies();
     TokenNumber beta_asked;
-    if (kSolves) beta_asked.ask(a.beta, place.batch, place.begin + thread, value_head, thread < place.count);
-    typename ChannelBlock<T, kKey, kSolves>::Rows q, k;
+    if (kSolves && !kErases)
+        beta_asked.ask(a.beta, place.batch, place.begin + thread, value_head, thread < place.count);
+    typename Block::Rows q, k, e;
     q.template fetch<T>(a.q, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
     k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
+    if constexpr (kErases)
+        e.template fetch<T>(a.erase_keys, place.batch, begin, value_head, count, first_channel, a.key_dim,
+                            ahead);
     if (per_chunk<kKey>(schedule) && thread == 0) lead_carry(is_compensated + blockIdx.x, 1);
     const bool fades = kFading && fading && a.qk_l2norm;
     bool unanchored = false, out_of_range = false;
@@ -166,9 +174,12 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, Chan
         }
     }
     if (kSolves && thread < kRows)
-        s.beta[thread] = thread < place.count ? solved_beta_of(a, beta_asked.value(a.beta)) : 0.0f;
+        s.beta[thread] = thread >= place.count ? 0.0f
+                         : kErases             ? 1.0f
+                                               : solved_beta_of(a, beta_asked.value(a.beta));
     q.mask(count, first_channel, a.key_dim);
     k.mask(count, first_channel, a.key_dim);
+    if constexpr (kErases) e.mask(count, first_channel, a.key_dim);
     if (!kSolves || a.qk_l2norm) {
         square_tokens<T, false>(s.norms[0][block.part] + first, q);
         square_tokens<T, false>(s.norms[1][block.part] + first, k);
@@ -252,16 +263,20 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestChannelCtas<kKey, Chan
     };
     typename ChannelBlock<T, kKey, kSolves>::Cross cross = {};
     if (!stepped) {
-        block.score(q, k, scales, two_steps, own);
+        block.score(q, k, e, scales, two_steps, own);
         __syncthreads();
         block.cross(q, k, cross);
     } else {
-        const auto load_group = [&](BlockRows<1>& q1, BlockRows<1>& k1, int g) {
+        const auto load_group = [&](BlockRows<1>& q1, BlockRows<1>& k1, BlockRows<1>& e1, int g) {
             const int channel = first_channel + 32 * g;
             q1.template fetch<T>(a.q, place.batch, begin, head, count, channel, a.key_dim);
             k1.template fetch<T>(a.k, place.batch, begin, head, count, channel, a.key_dim);
             q1.mask(count, channel, a.key_dim);
             k1.mask(count, channel, a.key_dim);
+            if constexpr (kErases) {
+                e1.template fetch<T>(a.erase_keys, place.batch, begin, value_head, count, channel, a.key_dim);
+                e1.mask(count, channel, a.key_dim);
+            }
         };
         block.score_stepped(load_group, scales, own);
 #pragma unroll 1

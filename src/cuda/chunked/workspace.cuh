@@ -9,6 +9,7 @@
 #include "cuda/chunked/chunk.cuh"
 #include "cuda/chunked/plan.h"
 #include "cuda/chunked/prepare_channel.cuh"
+#include "cuda/chunked/prepare_erase.h"
 #include "cuda/chunked/prepare_token.cuh"
 
 namespace cula::cuda::chunked {
@@ -28,6 +29,7 @@ struct Workspace {
     std::int32_t* is_compensated = nullptr;  // of operands: [chunks of a slab, HV]
     float* fading = nullptr;
     Operands* operands = nullptr;
+    EraseOperands<T> erase;                                       // of rules with erase strengths
     float *map_m = nullptr, *map_b = nullptr, *starts = nullptr;  // of segments
     Verdicts verdicts;                                            // of FusedSegments
     float* initial_copy = nullptr;  // likewise, where the call updates states in place
@@ -65,10 +67,15 @@ struct Workspace {
         }
         if (plan.prepares) {
             is_compensated = carver.take<std::int32_t>(plan.slab_chunks * heads);
-            if (kFades<kKey, kPerChannel> && kSolvesChunk<kUpdate, kPerChannel> &&
+            if (kFades<kKey, kPerChannel> && kSolvesChunk<kUpdate, kPerChannel> && !shape.erases &&
                 (plan.makes_maps() || shape.segment || shape.kept))
                 fading = carver.take<float>(plan.slab_chunks * heads);
             operands = carver.take<Operands>(plan.slab_chunks * heads);
+            if (shape.erases) {
+                const std::int64_t rows = shape.tokens * heads;
+                erase.keys = carver.take<T>(rows * EraseOperands<T>::width(shape.key_dim));
+                erase.values = carver.take<T>(rows * EraseOperands<T>::width(shape.value_dim));
+            }
         }
         if (plan.makes_maps()) {
             // Rows of kKey channels, so that compose reads and writes them in 16-byte pieces.

@@ -14,7 +14,7 @@ namespace cula::cuda::recurrent {
 
 Support supports(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;
-    if (problem.pass == Pass::kSegment && problem.beta_per_value)
+    if (problem.pass == Pass::kSegment && problem.beta_per_value && !takes_erase(problem.algorithm.update))
         return Support::no("one map a head takes one beta per token, not a write strength per value channel");
     if (problem.tree && problem.draft_tokens > kMaxTreeTokens)
         return Support::no("takes trees of up to " + std::to_string(kMaxTreeTokens) + " tokens, got " +
@@ -42,7 +42,8 @@ void run(const Args& args, const Context& context) {
                                                 : args.snapshots;
     with_state(state ? state.dtype : Dtype::kFloat32, [&]<class State>(Type<State>) {
         with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
-            if (call.segment || !launch_step_packed<State, kKey>(call)) launch_step_any<kKey>(call);
+            const bool packed = !call.segment && !call.args.erase.data;
+            if (!packed || !launch_step_packed<State, kKey>(call)) launch_step_any<kKey>(call);
         });
     });
 }

@@ -35,8 +35,23 @@
 
 namespace cula::cuda::recurrent {
 
+// The erase keys of tokens; rules that have none read with their keys.
+template <int kKey, bool kErases>
+struct EraseKeys {};
 template <int kKey>
-struct alignas(16) StepInputs {
+struct alignas(16) EraseKeys<kKey, true> {
+    float e[kStepWarps][kKey];
+};
+// Erase strengths as they were loaded.
+template <int kPerLane, bool kErases>
+struct RawErase {};
+template <int kPerLane>
+struct RawErase<kPerLane, true> {
+    RawFloat erase[kPerLane];
+};
+
+template <int kKey, bool kErases>
+struct alignas(16) StepInputs : EraseKeys<kKey, kErases> {
     float q[kStepWarps][kKey], k[kStepWarps][kKey], decay[kStepWarps][kKey];
     float value[kStepWarps][kRowsPerPass], beta[kStepWarps][kRowsPerPass];
     float qq[kStepWarps], kk[kStepWarps], kq[kStepWarps];
@@ -56,8 +71,8 @@ struct TreeBase {
 // The inputs of one token, held by one warp. fetch() issues the loads of everything that the CTA's rows need;
 // ready() prepares the token in place `slot` of StepInputs. No load from global memory lies between two
 // tokens.
-template <int kKey>
-struct TokenInputs {
+template <int kKey, bool kErases>
+struct TokenInputs : RawErase<kKey / 32, kErases> {
     static constexpr int kPerLane = kKey / 32;
     RawFloat q[kPerLane], k[kPerLane], g[kPerLane], value, beta;
     std::int32_t state_index;
@@ -117,6 +132,8 @@ struct TokenInputs {
             load(q[i], a.q, q_row + c, in);
             load(k[i], a.k, k_row + c, in);
             load(g[i], a.g, g_row + (per_channel ? c : 0), per_channel ? in : per_token);
+            if constexpr (kErases)
+                load(this->erase[i], a.erase, a.erase.offset(b, at, value_head) + c, in);
         }
         const int row = row0 + channel(0);
         const bool in = row < a.value_dim && channel(0) < kRowsPerPass;
@@ -125,7 +142,7 @@ struct TokenInputs {
              takes_betas && (in || !a.beta_per_value));
     }
 
-    __device__ __forceinline__ void ready(const DeviceArgs& a, int value_head, StepInputs<kKey>& s,
+    __device__ __forceinline__ void ready(const DeviceArgs& a, int value_head, StepInputs<kKey, kErases>& s,
                                           int slot) const {
         const HeadGate gate(value_head, a.gate, A_log, a.lower_bound, gamma);
         const Element type = element(a.q.dtype), g_type = element(a.g.dtype),
@@ -139,6 +156,9 @@ struct TokenInputs {
             const float x = q[i].value(type), y = k[i].value(type);
             qq[i % kSums] += x * x, kk[i % kSums] += y * y, kq[i % kSums] += y * x;
             s.q[slot][channel(i)] = x, s.k[slot][channel(i)] = y;
+            if constexpr (kErases)
+                s.e[slot][channel(i)] = y * beta_exact(this->erase[i].value(element(a.erase.dtype)),
+                                                       a.beta_is_logit, a.allow_neg_eigval ? 2.0f : 1.0f);
             decay[i] = g[i].value(g_type);
         }
 #pragma unroll
@@ -171,8 +191,12 @@ struct TokenInputs {
         }
         if (channel(0) < kRowsPerPass) {
             s.value[slot][channel(0)] = value.value(type);
-            s.beta[slot][channel(0)] =
-                beta_exact(beta.value(beta_type), a.beta_is_logit, a.allow_neg_eigval ? 2.0f : 1.0f);
+            s.beta[slot][channel(0)] = beta_exact(beta.value(beta_type), a.beta_is_logit,
+                                                  !kErases && a.allow_neg_eigval ? 2.0f : 1.0f);
+            if constexpr (kErases) {  // beta v - S' e is 1 (beta v - S' e)
+                s.value[slot][channel(0)] *= s.beta[slot][channel(0)];
+                s.beta[slot][channel(0)] = 1.0f;
+            }
         }
         if (threadIdx.x % 32 == 0) {
             s.qq[slot] = sum(qq), s.kk[slot] = sum(kk), s.kq[slot] = sum(kq);
@@ -262,10 +286,11 @@ struct StepRule<Update::kDelta> {
 // kMaps: computes the affine maps of whole sequences instead of outputs. Rows that start from zero and read
 // the values give B; rows that start from the identity and read zeros as values give M. Of a diagonal M
 // the diagonal is stored.
-template <int kKey, bool kTree, bool kMaps = false>
+// kErases: a rule with erase strengths, u = beta v - S' e with the erase key e = erase o k.
+template <int kKey, bool kTree, bool kMaps = false, bool kErases = false>
 __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
     step(const __grid_constant__ DeviceArgs a) {
-    __shared__ StepInputs<kKey> s;
+    __shared__ StepInputs<kKey, kErases> s;
     __shared__ TreeBase<kKey, kTree> base;
 
     const int value_blocks = (a.value_dim + kRowsPerPass - 1) / kRowsPerPass;
@@ -280,7 +305,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
               own = static_cast<int>(threadIdx.x) / kLanesPerRow, row = row0 + own;
     const TokenRange tokens = a.sequences > 0 ? tokens_of(a, n) : TokenRange{};
     // Each warp prepares one token. Its inputs do not depend on the state, so their loads are issued first.
-    TokenInputs<kKey> inputs;
+    TokenInputs<kKey, kErases> inputs;
     const auto fetch = [&](std::int64_t t) {
         inputs.fetch(a, n, t, tokens.batch, tokens.begin + t, value_head, row0, !of_m);
     };
@@ -325,7 +350,11 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
         for (int p = 0; p < StateRow<kKey>::kPerLane; p += 4) {
             const int c = lane_channel(p);
             float decay[4], key[4], query[4];
-            load4(decay, s.decay[slot] + c), load4(key, s.k[slot] + c), load4(query, s.q[slot] + c);
+            if constexpr (kErases)
+                load4(key, s.e[slot] + c);
+            else
+                load4(key, s.k[slot] + c);
+            load4(decay, s.decay[slot] + c), load4(query, s.q[slot] + c);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 state.x[p + e] *= decay[e];

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "cuda/backward/gradient_channel.cuh"
+#include "cuda/backward/launch_erase.h"
+#include "cuda/backward/value_gradients.cuh"
+#include "cuda/chunked/prepare_erase.h"
+#include "cuda/chunked/target.h"
+#include "cuda/pipe/launch.h"
+
+namespace cula::cuda::backward {
+
+template <class T, int kKey>
+void launch_erase_gradients(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
+                            const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
+                            chunked::EarlyStarts& early) {
+    using Of = GradientChannel<T, kKey>;
+    const auto blocks =
+        static_cast<std::size_t>(schedule.slab_end - schedule.slab_begin) * static_cast<std::size_t>(a.heads);
+    launch<gradient_channel<T, kKey, kKernelsOf<Update::kErase>, true>>(
+        early({blocks, Of::kThreads, Of::kSharedBytes}), call.stream, a, schedule, d, saved, scratch);
+}
+
+template <class T, int kKey>
+void launch_value_gradients(const Call& call, const TokenRows& d_values, const Gradients& d,
+                            chunked::EarlyStarts& early) {
+    const std::int64_t rows = chunked::EraseOperands<T>::rows(call.args);
+    launch<value_gradients<T, kKey>>(early({.blocks = chunked::EraseOperands<T>::template blocks<kKey>(rows),
+                                            .threads = chunked::kEraseThreads}),
+                                     call.stream, call.args, d_values, d, rows);
+}
+
+}  // namespace cula::cuda::backward
+
+#define CULA_INSTANTIATE(type, key)                                                                          \
+    template void cula::cuda::backward::launch_erase_gradients<type, key>(                                   \
+        const Call&, const DeviceArgs&, const chunked::Schedule&, const Gradients&, const Saved<type, key>&, \
+        const GradientScratch&, chunked::EarlyStarts&);                                                      \
+    template void cula::cuda::backward::launch_value_gradients<type, key>(                                   \
+        const Call&, const TokenRows&, const Gradients&, chunked::EarlyStarts&);

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// erase_operands: e, w o v <- k, erase, v, beta, of rules with erase strengths (GDN-2)
+//
+// With k normalised where the call asks for it, and sigmoids of what is given as logits:
+//   e = erase o k            the key that reads the state, in the place of k
+//   values = beta o v        beta per value channel or per token
+// With both the rule is the delta rule whose rows of L and k_decayed are e's and whose beta is 1
+// (prepare_channel.cuh). Both are rounded to T, as q, k and v are.
+//
+// Grid: 256 threads; kKey / 8 lanes per token and value head, eight channels of e and eight value channels at
+// a time each. No shared memory.
+#pragma once
+
+#include "cuda/chunked/prepare_erase.h"
+#include "cuda/device_args.h"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/tile/convert.cuh"
+#include "cuda/tile/gate.cuh"
+
+namespace cula::cuda::chunked {
+
+// Elements i to i + 7 of a row that starts at `row`; zeros from `width` on.
+template <class T>
+__device__ __forceinline__ void load_eight(float (&x)[8], const TokenRows& rows, std::int64_t row, int i,
+                                           int width) {
+    if (rows.dtype == kDtype<T> && rows.pieces) {
+        const uint4 words =
+            __ldcs(reinterpret_cast<const uint4*>(static_cast<const T*>(rows.data) + row + i));
+        const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const float2 pair = unpack2<T>(word[w]);
+            x[2 * w] = pair.x, x[2 * w + 1] = pair.y;
+        }
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+        x[e] = i + e < width ? load_float(rows.data, rows.dtype, row + (i + e) * rows.last) : 0.0f;
+}
+
+template <class T>
+__device__ __forceinline__ void store_eight(T* to, const float (&x)[8]) {
+    *reinterpret_cast<uint4*>(to) = {pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(x[4], x[5]),
+                                     pack2<T>(x[6], x[7])};
+}
+
+// keys, values: rows of a multiple of eight channels, contiguous, [B, T, HV, ..]; keys may be null.
+template <class T, int kKey>
+__global__ void __launch_bounds__(kEraseThreads)
+    erase_operands(const __grid_constant__ DeviceArgs a, T* keys, T* values, std::int64_t rows) {
+    pdl_wait();
+    pdl_trigger();
+    constexpr int kLanes = kKey / 8;
+    const std::int64_t number = (std::int64_t{blockIdx.x} * kEraseThreads + threadIdx.x) / kLanes;
+    if (number - static_cast<int>(threadIdx.x) % 32 / kLanes >= rows) return;  // the same for a whole warp
+    const bool exists = number < rows;
+    const std::int64_t of_token = exists ? number / a.value_heads : 0, batch = of_token / a.tokens,
+                       token = of_token % a.tokens;
+    const int value_head = exists ? static_cast<int>(number - of_token * a.value_heads) : 0,
+              head = a.by_group.divide(value_head), i = static_cast<int>(threadIdx.x) % kLanes * 8;
+
+    float k[8] = {}, erase[8] = {}, sum = 0.0f;
+    if (i < a.key_dim) {
+        load_eight<T>(k, a.k, a.k.offset(batch, token, head), i, a.key_dim);
+        load_eight<T>(erase, a.erase, a.erase.offset(batch, token, value_head), i, a.key_dim);
+    }
+    if (a.qk_l2norm) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sum = fmaf(k[e], k[e], sum);
+#pragma unroll
+        for (int lanes = 1; lanes < kLanes; lanes *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    }
+    const float scale = a.qk_l2norm ? rsqrtf(sum + 1e-6f) : 1.0f, most = a.allow_neg_eigval ? 2.0f : 1.0f;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) k[e] *= scale * beta_exact(erase[e], a.beta_is_logit, most);
+    const int pitch = (a.key_dim + 7) / 8 * 8, value_pitch = (a.value_dim + 7) / 8 * 8;
+    if (keys && exists && i < a.key_dim) store_eight(keys + number * pitch + i, k);
+
+    if (!exists) return;
+    const std::int64_t v_row = a.v.offset(batch, token, value_head),
+                       beta_row = a.beta.offset(batch, token, value_head);
+    float beta[8];
+    if (!a.beta_per_value) {
+        const float one = load_float(a.beta.data, a.beta.dtype, beta_row);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) beta[e] = one;
+    }
+#pragma unroll 1
+    for (int c = i; c < a.value_dim; c += kLanes * 8) {
+        float v[8];
+        load_eight<T>(v, a.v, v_row, c, a.value_dim);
+        if (a.beta_per_value) load_eight<T>(beta, a.beta, beta_row, c, a.value_dim);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) v[e] *= beta_exact(beta[e], a.beta_is_logit, 1.0f);
+        store_eight(values + number * value_pitch + c, v);
+    }
+}
+
+}  // namespace cula::cuda::chunked

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "cuda/chunked/erase_operands.cuh"
+#include "cuda/chunked/prepare_channel.cuh"
+#include "cuda/chunked/prepare_erase.h"
+#include "cuda/chunked/target.h"
+#include "cuda/pipe/launch.h"
+
+namespace cula::cuda::chunked {
+
+template <class T, int kKey>
+void launch_erase_operands(const Call& call, const EraseOperands<T>& operands) {
+    const std::int64_t rows = EraseOperands<T>::rows(call.args);
+    launch<erase_operands<T, kKey>>(
+        {.blocks = EraseOperands<T>::template blocks<kKey>(rows), .threads = kEraseThreads}, call.stream,
+        call.args, operands.keys, operands.values, rows);
+}
+
+template <class T, int kKey>
+void launch_prepare_erase(const Call& call, const DeviceArgs& a, const Schedule& schedule,
+                          ChannelChunk<T, kKey>* operands, std::int32_t* is_compensated, EarlyStarts& early) {
+    const std::size_t chunks = static_cast<std::size_t>(schedule.slab_end - schedule.slab_begin) *
+                               static_cast<std::size_t>(a.value_heads);
+    float* const fading = nullptr;  // maps skip no chunks: |I - k e^T| may exceed 1
+    launch<prepare_channel<T, kKey, kKernelsOf<Update::kErase>, NoGateTiles, true>>(
+        early({.blocks = chunks, .threads = kPrepareThreads, .shared_bytes = sizeof(ChannelSmem<kKey>)}),
+        call.stream, a, NoGateTiles{}, schedule, operands, is_compensated, fading);
+}
+
+}  // namespace cula::cuda::chunked
+
+#define CULA_INSTANTIATE(type, key)                                                                  \
+    template void cula::cuda::chunked::launch_erase_operands<type, key>(const Call&,                 \
+                                                                        const EraseOperands<type>&); \
+    template void cula::cuda::chunked::launch_prepare_erase<type, key>(                              \
+        const Call&, const DeviceArgs&, const Schedule&, ChannelChunk<type, key>*, std::int32_t*,    \
+        EarlyStarts&);
