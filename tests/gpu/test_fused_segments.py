@@ -247,13 +247,19 @@ def test_write_strengths_that_are_no_logits_are_refused():
 @pytest.mark.parametrize("kind", ["forget", "keep", "large before small"])
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"lengths": (1100, 1500), "packed": True, "tail": 5}, {"state_dtype": torch.bfloat16}],
+    [
+        {},
+        {"lengths": (1100, 1500), "packed": True, "tail": 5},
+        {"state_dtype": torch.bfloat16},
+        # The second run of those that remember is the fused kernel, too.
+        {"lengths": (TOKENS,), "heads": 64, "value_heads": 64},
+    ],
     ids=str,
 )
 def test_states_in_place(fields, kind):
     """A second run of a head must not start from what the first has stored."""
     inputs = inputs_of(**{"lengths": (TOKENS, TOKENS), **fields}, pool=True)
-    inputs = decaying(inputs, per_head(*[KEEPS if kind == "keep" else -65 * math.log(2) / 128] * HEADS))
+    inputs = decaying(inputs, per_head(KEEPS if kind == "keep" else -65 * math.log(2) / 128))
     if kind == "large before small":
         v = inputs.v.float()
         v[:, : v.shape[1] // 2] *= 1e4
