@@ -215,6 +215,13 @@ struct ChannelGradient {
             prefetch_row(a.k, a.k.offset(place.batch, token, place.head), a.key_dim);
         else if (thread / P::kRows == 2)
             prefetch_row(a.g, a.g.offset(place.batch, token, place.head * a.group), a.key_dim);
+        if constexpr (kErases) {
+            const int head = place.head * a.group;
+            if (thread / P::kRows == 2)
+                prefetch_row(a.erase, a.erase.offset(place.batch, token, head), a.key_dim);
+            else if (thread / P::kRows == 3)
+                prefetch_row(a.erase_keys, a.erase_keys.offset(place.batch, token, head), a.key_dim);
+        }
     }
 
     // d_beta, a token per thread.
@@ -291,7 +298,7 @@ struct ChannelGradient {
         load_column(given, a.erase, column, value_head(place), floats);
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) {
-            const float strength = beta_exact(given[i], a.beta_is_logit, a.allow_neg_eigval ? 2.0f : 1.0f);
+            const float strength = beta_of(a, given[i]);
             d_k[i] = fmaf(strength, row_k[i], d_k[i]);
             if (a.beta_is_logit) row_k[i] *= strength * sigmoid(-given[i]);
         }

@@ -309,9 +309,10 @@ PreparedPtr prepare_backward(const Problem& problem, const Args& args, const Bac
                              StrategyKind wanted) {
     constexpr bool kPerChannel = Walks::kPerChannel;
     using Workspace = WorkspaceOf<Walks>;
-    const BackwardPlan plan =
-        plan_backward(problem, args, Walks::traits(problem),
-                      Workspace::chunk_bytes(problem, WantedGradients(args)), limits, wanted);
+    BackwardPlan plan = plan_backward(problem, args, Walks::traits(problem),
+                                      Workspace::chunk_bytes(problem, WantedGradients(args)), limits, wanted);
+    plan.shape.converts_erase =
+        plan.shape.erases && chunked::EraseOperands<typename Walks::Type>::converts(token_rows(args.erase));
     const int channels = kPerChannel ? static_cast<int>(problem.key_dim) : 1;
     const bool diagonal = has_diagonal_map(problem.algorithm.update);
     if (args.saved) check_saved(problem, args.saved, saving<Walks>(problem), plan);

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(chunked::kEraseThreads)
         chunked::load_eight<T>(v, a.v, v_at, i, a.value_dim);
         if (a.beta_per_value) chunked::load_eight<T>(given, a.beta, beta_at, i, a.value_dim);
 #pragma unroll
-        for (int e = 0; e < 8; ++e) of[e] = x[e] * beta_exact(given[e], a.beta_is_logit, 1.0f);
+        for (int e = 0; e < 8; ++e) of[e] = x[e] * chunked::write_strength(a, given[e]);
         if (d.d_v.data) store_eight<T>(d.d_v, d.d_v.offset(batch, token, value_head), i, a.value_dim, of);
 #pragma unroll
         for (int e = 0; e < 8; ++e) {

@@ -117,11 +117,10 @@ struct BackwardWorkspace {
                 starts = carver.take<float>(rows * shape.value_dim);
         }
         if (shape.erases) {
-            const std::int64_t rows = shape.tokens * value_heads,
-                               values = rows * chunked::EraseOperands<T>::width(shape.value_dim);
-            erase.keys = carver.take<T>(rows * chunked::EraseOperands<T>::width(shape.key_dim));
-            erase.values = carver.take<T>(values);
-            if (plan.half != Half::kFirst) d_values = carver.take<T>(values);
+            const std::int64_t rows = shape.tokens * value_heads;
+            erase.carve(carver, rows, shape, true);
+            if (plan.half != Half::kFirst)
+                d_values = carver.take<T>(rows * chunked::width_of_rows(shape.value_dim));
         }
         bytes = carver.bytes();
     }

@@ -121,15 +121,58 @@ __device__ __forceinline__ constexpr int pair_of(int row, int column) {
     return column * (2 * kBlocks - column - 1) / 2 + row - column - 1;
 }
 
-// kErases: the state is read with erase keys e, which come as rows of their own, whole and normalised; the
-// rows of L and k_decayed are then those of e. Otherwise e is left alone, and k reads.
+// The lane's erase strengths of eight channels of one of its tokens, as they came, on their way to registers.
+// Rules that have none read with their keys.
+template <class T, bool kErases>
+struct EraseStrengths {};
+template <class T>
+struct EraseStrengths<T, true> {
+    Words word[2];  // rows of T take the first four
+
+    // Of the lane's token of a half; rows: EraseOperands::converts(). Zeros beyond `count` tokens and key_dim
+    // channels.
+    __device__ __forceinline__ void fetch(const TokenRows& rows, std::int64_t batch, std::int64_t first_token,
+                                          int head, int count, int channel, int key_dim, int half) {
+        const int token = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half;
+        const bool wide = rows.dtype == Dtype::kFloat32, in = token < count && channel < key_dim;
+        const std::int64_t at =
+            rows.offset(batch, first_token, head) + channel + (in ? token * static_cast<int>(rows.token) : 0);
+        const auto* const bytes = static_cast<const unsigned char*>(rows.data) + at * (wide ? 4 : 2);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) word[0][w] = word[1][w] = 0u;
+        load_if(word[0], bytes, in);
+        load_if(word[1], bytes + 16, in && wide && channel + 4 < key_dim);
+    }
+    // x *= strengths
+    __device__ __forceinline__ void multiply(float (&x)[8], const DeviceArgs& a) const {
+        const bool wide = a.erase.dtype == Dtype::kFloat32;
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            float2 pair = unpack2<T>(word[0][i / 2]);
+            if (wide) pair = {__uint_as_float(word[i / 4][i % 4]), __uint_as_float(word[i / 4][i % 4 + 1])};
+            x[i] *= beta_of(a, pair.x), x[i + 1] *= beta_of(a, pair.y);
+        }
+    }
+
+private:
+    static __device__ __forceinline__ void load_if(Words& words, const void* from, bool in) {
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+                     : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+                     : "l"(from), "r"(static_cast<int>(in)));
+    }
+};
+
+// kErases: the state is read with erase keys, k times erase strengths; the rows of L and k_decayed are then
+// theirs. Otherwise k reads.
 template <class T, int kKey, bool kSolves, bool kErases = false>
 struct ChannelBlock {
     using P = Parts<kKey>;
     using Rows = BlockRows<P::kGroups>;
     using Operand = ScoreOperand<T, kSolves>;
     using Wide = __nv_bfloat16;  // operands whose factors may exceed 1, additive
+    using Strengths = EraseStrengths<T, kErases>;
 
+    const DeviceArgs& a;
     ChannelOperands<kKey>& s;
     ChannelChunk<T, kKey>& chunk;
     const int warp;
@@ -221,10 +264,13 @@ struct ChannelBlock {
         pack_product<To>(words, x, y);
     }
 
-    // Anchored decay: makes all operands from q, k and e, and the products within the block.
-    // q and k become the rows that later meet columns of earlier blocks.
-    __device__ __forceinline__ void score(Rows& q, Rows& k, const Rows& e, const TokenScales<kSolves>& scales,
-                                          bool two_steps, float (&own)[2][2][4]) const {
+    // Anchored decay: makes all operands from q and k, and the products within the block. q and k become the
+    // rows that later meet columns of earlier blocks. load_erase(strengths, g) starts to load those of a
+    // group.
+    template <class LoadErase>
+    __device__ __forceinline__ void score(Rows& q, Rows& k, LoadErase load_erase,
+                                          const TokenScales<kSolves>& scales, bool two_steps,
+                                          float (&own)[2][2][4]) const {
         const int first_pair = pair_of<P::kBlocks>(block + 1, block);
 #pragma unroll
         for (int g = 0; g < P::kGroups; ++g) {
@@ -236,6 +282,8 @@ struct ChannelBlock {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float gate[8], x[8], fall[8];
+                Strengths erase;
+                load_erase(erase, g, half);
                 own_gates(gate, half, g);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) fall[i] = exp2_fast(gate[i]);
@@ -254,11 +302,10 @@ struct ChannelBlock {
                 put(chunk.q_decayed, half, g, words);
 
                 unpack(column[half], k.word[half][g], scales.operand[half].y);
-                if constexpr (kErases) unpack(x, e.word[half][g], 1.0f);
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
-                    x[i] = (kErases ? x[i] : column[half][i]) * fall[i],
-                    column[half][i] *= exp2_fast(-gate[i]);
+                    x[i] = column[half][i] * fall[i], column[half][i] *= exp2_fast(-gate[i]);
+                if constexpr (kErases) erase.multiply(x, a);
                 if constexpr (kSolves) {
                     pack(columns[half], column[half]);
                     pack(k.word[half][g], x);
@@ -311,27 +358,30 @@ struct ChannelBlock {
         }
     }
 
-    // Stepped decay loads q, k and e again, group by group:
-    // load(q, k, e, g). This makes the products within the block.
+    // Stepped decay loads q, k and erase strengths again, group by group:
+    // load(q, k, g). This makes the products within the block.
     // A pair of tokens belongs to the level of the highest bit in which their numbers differ.
     // What a level computes for other pairs is dropped, even infinities.
-    template <class Load>
-    __device__ __forceinline__ void score_stepped(Load load, const TokenScales<kSolves>& scales,
+    template <class Load, class LoadErase>
+    __device__ __forceinline__ void score_stepped(Load load, LoadErase load_erase,
+                                                  const TokenScales<kSolves>& scales,
                                                   float (&own)[2][2][4]) const {
-        BlockRows<1> q, k, e;
+        BlockRows<1> q, k;
         float self[2] = {};
 #pragma unroll 1
         for (int level = kBlock / 2; level > 0; level /= 2) {
             float product[2][2][4] = {};
 #pragma unroll 1
             for (int g = 0; g < P::kGroups; ++g) {
-                load(q, k, e, g);
+                load(q, k, g);
                 Words columns[2];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int token = lane / 4 + 8 * half;
                     if (level == 1) self[half] += dot<T>(q, k, half);
                     float gate[8], border[8], x[8];
+                    Strengths erase;
+                    load_erase(erase, g, half);
                     gates(gate, token, g);
                     gates(border, token / (2 * level) * (2 * level) + level - 1, g);
 #pragma unroll
@@ -340,7 +390,7 @@ struct ChannelBlock {
                     pack_stepped<Operand>(q.word[half][0], x, gate, 1.0f, border);
                     unpack(x, k.word[half][0], scales.operand[half].y);
                     if constexpr (kErases) pack_stepped<Operand>(columns[half], x, gate, -1.0f, border);
-                    if constexpr (kErases) unpack(x, e.word[half][0], 1.0f);
+                    if constexpr (kErases) erase.multiply(x, a);
                     pack_stepped<Operand>(k.word[half][0], x, gate, 1.0f, border);
                     if constexpr (!kErases) pack_stepped<Operand>(columns[half], x, gate, -1.0f, border);
                 }
@@ -369,21 +419,24 @@ struct ChannelBlock {
     // Stepped decay, one group at a time: operands_stepped makes the operands.
     // After a barrier cross_stepped makes the products with
     // earlier blocks, whose columns decay to this block's start.
-    template <class Load>
-    __device__ __forceinline__ void operands_stepped(Load load, const TokenScales<kSolves>& scales,
-                                                     int g) const {
-        BlockRows<1> q, k, e;
-        load(q, k, e, g);
+    template <class Load, class LoadErase>
+    __device__ __forceinline__ void operands_stepped(Load load, LoadErase load_erase,
+                                                     const TokenScales<kSolves>& scales, int g) const {
+        BlockRows<1> q, k;
+        load(q, k, g);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float gate[8], x[8], exponent[8];
+            Strengths erase;
+            load_erase(erase, g, half);
             Words words;
             own_gates(gate, half, g);
             table(exponent, s.table.from_start[block], g);
             unpack(x, q.word[half][0], scales.whole(half).x);
             pack_stepped<T>(words, x, gate, 1.0f, exponent);
             put(chunk.q_decayed, half, g, words);
-            unpack(x, kErases ? e.word[half][0] : k.word[half][0], kErases ? 1.0f : scales.whole(half).y);
+            unpack(x, k.word[half][0], scales.whole(half).y);
+            if constexpr (kErases) erase.multiply(x, a);
             if (kSolves) {
                 pack_stepped<T>(words, x, gate, 1.0f, exponent);
                 put(chunk.k_decayed, half, g, words);
@@ -402,19 +455,23 @@ struct ChannelBlock {
     }
     using Cross = float[P::kBlocks - 1][2][2][4];  // q k^T and k k^T with each earlier block
 
-    template <class Load>
-    __device__ __forceinline__ void cross_stepped(Load load, const TokenScales<kSolves>& scales, int g,
+    template <class Load, class LoadErase>
+    __device__ __forceinline__ void cross_stepped(Load load, LoadErase load_erase,
+                                                  const TokenScales<kSolves>& scales, int g,
                                                   Cross& product) const {
-        BlockRows<1> q, k, e;
-        load(q, k, e, g);
+        BlockRows<1> q, k;
+        load(q, k, g);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float gate[8], x[8], exponent[8];
+            Strengths erase;
+            load_erase(erase, g, half);
             own_gates(gate, half, g);
             table(exponent, s.head[block], g);
             unpack(x, q.word[half][0], scales.operand[half].x);
             pack_stepped<Operand>(q.word[half][0], x, gate, 1.0f, exponent);
-            unpack(x, kErases ? e.word[half][0] : k.word[half][0], kErases ? 1.0f : scales.operand[half].y);
+            unpack(x, k.word[half][0], scales.operand[half].y);
+            if constexpr (kErases) erase.multiply(x, a);
             pack_stepped<Operand>(k.word[half][0], x, gate, 1.0f, exponent);
         }
 #pragma unroll

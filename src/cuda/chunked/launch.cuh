@@ -369,6 +369,8 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
     if (in_segments && !args.beta_is_logit) refuse("its segments take write strengths as logits");
 
     PrefillShape shape = shape_of(problem, traits.chunk_tokens);
+    shape.converts_erase =
+        shape.erases && EraseOperands<typename Carry::Type>::converts(token_rows(args.erase));
     shape.kept =
         (args.keep || args.kept.data) &&
         static_cast<std::size_t>(shape.chunks) * shape.value_heads * traits.operand_bytes <= kKeptBytes;

@@ -113,6 +113,7 @@ struct PrefillShape {
     bool kept = false;       // maps are made in any case, and chunk operands stay until a prefill reads them
     bool from_zero = false;  // no one needs the M of a sequence's first segment
     bool erases = false;     // a rule with erase strengths (erase_operands.cuh)
+    bool converts_erase = false;         // which are no rows that prepare_channel reads
     std::span<const double> costs = {};  // Problem::costs
 };
 

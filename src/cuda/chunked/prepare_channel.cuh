@@ -7,8 +7,8 @@
 //   L = tril((k 2^G) (k 2^-G)^T, -1)                      overlaps
 //   T = (I + diag(beta) L)^-1 diag(beta)                  inverse; rules that solve
 //   q_decayed = q 2^G    k_decayed = k 2^G    k_remaining = k 2^(G_end - G)    decay = 2^G_end
-// kErases: rules with erase keys e (erase_operands.cuh) have e in the place of k in the rows of L and in
-// k_decayed, and no beta: it is in the values.
+// kErases: rules with erase strengths have e = erase o k in the place of k in the rows of L and in k_decayed,
+// and no beta: it is in the values (erase_operands.cuh).
 //
 // Grid: one CTA per (chunk of the slab, value head); 128 threads, a warp per block of 16 tokens.
 //   K = 256: two blocks per chunk, and a warp per block and half of the channels.
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kPrepareThreads,
 
     auto& operands = s.operands;
     using Block = ChannelBlock<T, kKey, kSolves, kErases>;
-    const Block block{operands, chunks[blockIdx.x], role_of_warp()};
+    const Block block{a, operands, chunks[blockIdx.x], role_of_warp()};
     const int lane = block.lane, first = block.first, first_channel = block.part * P::kChannels;
 
     // --- load, gate ---
@@ -138,12 +138,14 @@ __global__ void __launch_bounds__(kPrepareThreads,
     TokenNumber beta_asked;
     if (kSolves && !kErases)
         beta_asked.ask(a.beta, place.batch, place.begin + thread, value_head, thread < place.count);
-    typename Block::Rows q, k, e;
+    typename Block::Rows q, k;
     q.template fetch<T>(a.q, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
     k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
-    if constexpr (kErases)
-        e.template fetch<T>(a.erase_keys, place.batch, begin, value_head, count, first_channel, a.key_dim,
-                            ahead);
+    const auto load_erase = [&](typename Block::Strengths& to, int g, int half) {
+        if constexpr (kErases)
+            to.fetch(a.erase, place.batch, begin, value_head, count, first_channel + 32 * g + lane % 4 * 8,
+                     a.key_dim, half);
+    };
     if (per_chunk<kKey>(schedule) && thread == 0) lead_carry(is_compensated + blockIdx.x, 1);
     const bool fades = kFading && fading && a.qk_l2norm;
     bool unanchored = false, out_of_range = false;
@@ -179,7 +181,6 @@ __global__ void __launch_bounds__(kPrepareThreads,
                                                : solved_beta_of(a, beta_asked.value(a.beta));
     q.mask(count, first_channel, a.key_dim);
     k.mask(count, first_channel, a.key_dim);
-    if constexpr (kErases) e.mask(count, first_channel, a.key_dim);
     if (!kSolves || a.qk_l2norm) {
         square_tokens<T, false>(s.norms[0][block.part] + first, q);
         square_tokens<T, false>(s.norms[1][block.part] + first, k);
@@ -263,28 +264,24 @@ __global__ void __launch_bounds__(kPrepareThreads,
     };
     typename ChannelBlock<T, kKey, kSolves>::Cross cross = {};
     if (!stepped) {
-        block.score(q, k, e, scales, two_steps, own);
+        block.score(q, k, load_erase, scales, two_steps, own);
         __syncthreads();
         block.cross(q, k, cross);
     } else {
-        const auto load_group = [&](BlockRows<1>& q1, BlockRows<1>& k1, BlockRows<1>& e1, int g) {
+        const auto load_group = [&](BlockRows<1>& q1, BlockRows<1>& k1, int g) {
             const int channel = first_channel + 32 * g;
             q1.template fetch<T>(a.q, place.batch, begin, head, count, channel, a.key_dim);
             k1.template fetch<T>(a.k, place.batch, begin, head, count, channel, a.key_dim);
             q1.mask(count, channel, a.key_dim);
             k1.mask(count, channel, a.key_dim);
-            if constexpr (kErases) {
-                e1.template fetch<T>(a.erase_keys, place.batch, begin, value_head, count, channel, a.key_dim);
-                e1.mask(count, channel, a.key_dim);
-            }
         };
-        block.score_stepped(load_group, scales, own);
+        block.score_stepped(load_group, load_erase, scales, own);
 #pragma unroll 1
         for (int g = 0; g < P::kGroups; ++g) {
             if (g > 0) __syncthreads();
-            block.operands_stepped(load_group, scales, g);
+            block.operands_stepped(load_group, load_erase, scales, g);
             __syncthreads();
-            block.cross_stepped(load_group, scales, g, cross);
+            block.cross_stepped(load_group, load_erase, scales, g, cross);
         }
     }
     // --- solve ---

@@ -14,7 +14,7 @@ void launch_erase_operands(const Call& call, const EraseOperands<T>& operands) {
     const std::int64_t rows = EraseOperands<T>::rows(call.args);
     launch<erase_operands<T, kKey>>(
         {.blocks = EraseOperands<T>::template blocks<kKey>(rows), .threads = kEraseThreads}, call.stream,
-        call.args, operands.keys, operands.values, rows);
+        call.args, operands.keys, operands.strengths, operands.values, rows);
 }
 
 template <class T, int kKey>

@@ -71,11 +71,7 @@ struct Workspace {
                 (plan.makes_maps() || shape.segment || shape.kept))
                 fading = carver.take<float>(plan.slab_chunks * heads);
             operands = carver.take<Operands>(plan.slab_chunks * heads);
-            if (shape.erases) {
-                const std::int64_t rows = shape.tokens * heads;
-                erase.keys = carver.take<T>(rows * EraseOperands<T>::width(shape.key_dim));
-                erase.values = carver.take<T>(rows * EraseOperands<T>::width(shape.value_dim));
-            }
+            if (shape.erases) erase.carve(carver, shape.tokens * heads, shape, false);
         }
         if (plan.makes_maps()) {
             // Rows of kKey channels, so that compose reads and writes them in 16-byte pieces.
