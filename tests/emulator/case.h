@@ -266,6 +266,15 @@ private:
         each_element(ref, [&](std::int64_t at) { write(element_at(ref, at), 0, next(generator)); });
         return ref;
     }
+    // [N, S], int32 or int64.
+    template <class At>
+    TensorRef indices(const char* name, std::int64_t N, std::int64_t S, At at) {
+        TensorRef ref = dense(draw_.is(std::string("long_") + name) ? Dtype::kInt64 : Dtype::kInt32, {N, S});
+        place(inputs_, name, ref);
+        for (std::int64_t n = 0; n < N; ++n)
+            for (std::int64_t t = 0; t < S; ++t) write(ref, n * S + t, static_cast<double>(at(n, t)));
+        return ref;
+    }
     static auto normal(double size) {
         return [size](auto& generator) { return std::normal_distribution<double>(0, size)(generator); };
     }
@@ -289,11 +298,12 @@ inline Dtype dtype_of(std::string_view name) {
 
 inline void Case::make(const std::vector<Instance>& instances) {
     const std::string pass_name = draw_.name("pass", {"prefill", "backward"});
-    for (const Pass one : {Pass::kPrefill, Pass::kSegment, Pass::kBackward})
+    for (const Pass one : {Pass::kPrefill, Pass::kVerify, Pass::kSegment, Pass::kBackward})
         if (cula::name(one) == pass_name) pass = one;
+    const bool verify = pass == Pass::kVerify;
     target = draw_.name("target", pass == Pass::kPrefill
                                       ? std::vector<std::string>{"sm80", "sm80", "sm80:segments"}
-                                      : std::vector<std::string>{"sm80"});
+                                      : std::vector<std::string>{verify ? "sm80:step" : "sm80"});
     // walks: of K and V either may be the channels of keys, and what it leaves to others is not drawn.
     const bool step = target == "sm80:step", walks = target == "sm80:three_walks";
     std::vector<std::string> algorithms, dtypes;
@@ -345,17 +355,24 @@ inline void Case::make(const std::vector<Instance>& instances) {
     const bool packed = draw_.is("packed", 3);
     std::int64_t T = draw_.number("T", target == "sm80:segments"  // which only long sequences are cut into
                                            ? std::vector<std::int64_t>{1600, 2100, 3000}
-                                           : walks ? std::vector<std::int64_t>{1, 20, 63, 64, 65, 128, 150,
-                                                                               260, 1600, 2100}
-                                                   : std::vector<std::int64_t>{1, 20, 63, 64, 65, 100, 128,
-                                                                               150, 192, 200, 260}),
-                 B = 1, N;
+                                           : verify  ? std::vector<std::int64_t>{1, 2, 3, 4, 4, 5, 8, 11}
+                                             : walks ? std::vector<std::int64_t>{1, 20, 63, 64, 65, 128, 150,
+                                                                                 260, 1600, 2100}
+                                                     : std::vector<std::int64_t>{1, 20, 63, 64, 65, 100, 128,
+                                                                                 150, 192, 200, 260}),
+                 B = 1, N, longest = T;
     if (packed) {
         N = draw_.number("N", {1, 2, 3, 5});
+        const std::vector<std::int64_t> lengths =
+            verify ? std::vector<std::int64_t>{0, 1, 3, T}
+                   : std::vector<std::int64_t>{0, 1, 7, 31, 64, 65, 90, 130, T};
         std::vector<std::int64_t> ends{0};
-        for (std::int64_t n = 0; n < N; ++n)
-            ends.push_back(ends.back() +
-                           draw_.number("T" + std::to_string(n), {0, 1, 7, 31, 64, 65, 90, 130, T}));
+        longest = 0;
+        for (std::int64_t n = 0; n < N; ++n) {
+            const std::int64_t length = draw_.number("T" + std::to_string(n), lengths);
+            longest = std::max(longest, length);
+            ends.push_back(ends.back() + length);
+        }
         T = ends.back() + draw_.number("tail", {0, 0, 1, 70});
         args.cu_seqlens = dense(draw_.is("long_ends") ? Dtype::kInt64 : Dtype::kInt32, {N + 1});
         place(inputs_, "cu_seqlens", args.cu_seqlens);
@@ -373,15 +390,19 @@ inline void Case::make(const std::vector<Instance>& instances) {
     args.v = input("v", dtype, {B, T, heads, V}, normal(1));
     make_gates(B, T, heads, K);
     std::vector<std::string> state_dtypes{"float32", "float32", "bfloat16", "float16"};
-    if (pass == Pass::kPrefill) state_dtypes.emplace_back("float8_e4m3fn");
+    const bool pool = verify && draw_.is("pool"), snapshots = verify && draw_.is("snapshots"),
+               tree = verify && draw_.is("tree", 3);
+    if (pass == Pass::kPrefill || (verify && !snapshots)) state_dtypes.emplace_back("float8_e4m3fn");
     const Dtype state_dtype = dtype_of(draw_.name("state_dtype", state_dtypes));
     const bool float8 = state_dtype == Dtype::kFloat8E4M3;
-    const std::vector<std::int64_t> states{N, heads, V, K};
+    // Of a pool every slot is that of one token.
+    const std::int64_t S = std::max<std::int64_t>(longest, 1), slots = pool ? N * S : N;
+    const std::vector<std::int64_t> states{slots, heads, V, K};
     if (draw_.is("initial_state")) {
         if (float8) {
             args.initial_state = input("initial_state", state_dtype, states, uniform(-448, 448), true);
             args.initial_scales =
-                input("initial_scales", Dtype::kFloat32, {N, heads, V}, uniform(0.0005, 0.003));
+                input("initial_scales", Dtype::kFloat32, {slots, heads, V}, uniform(0.0005, 0.003));
         } else {
             args.initial_state = input("initial_state", state_dtype, states, normal(0.5), true);
         }
@@ -392,15 +413,36 @@ inline void Case::make(const std::vector<Instance>& instances) {
                 write(args.has_initial_state, n, static_cast<double>(draw_.is("has" + std::to_string(n))));
         }
     }
-    if (pass == Pass::kPrefill) {
+    if (pass == Pass::kPrefill || verify) {
         outputs.push_back(
             {{"o", &Args::o}, draw_.is("o_float32", 4) ? Dtype::kFloat32 : dtype, {B, T, heads, V}});
-        if (draw_.is("final_state")) {
+        if (pool ? !args.initial_state || draw_.is("final_state") : !tree && draw_.is("final_state")) {
             outputs.push_back({{"final_state", &Args::final_state}, state_dtype, states, true});
             if (float8)
-                outputs.push_back({{"final_scales", &Args::final_scales}, Dtype::kFloat32, {N, heads, V}});
+                outputs.push_back(
+                    {{"final_scales", &Args::final_scales}, Dtype::kFloat32, {slots, heads, V}});
         }
     }
+    if (pool) {
+        const std::int64_t first = draw_.number("first_slot", {0, 1, 3});
+        args.state_indices = indices("state_indices", N, S, [&](std::int64_t n, std::int64_t t) {
+            return (first + n * S + t) % slots;
+        });
+        if (draw_.is("num_accepted")) {
+            args.num_accepted = dense(Dtype::kInt32, {N});
+            place(inputs_, "num_accepted", args.num_accepted);
+            for (std::int64_t n = 0; n < N; ++n)
+                write(args.num_accepted, n,
+                      static_cast<double>(1 + draw_.seed("accepted" + std::to_string(n)) %
+                                                  static_cast<std::uint64_t>(S)));
+        }
+    }
+    if (tree)
+        args.parents = indices("parents", N, S, [&](std::int64_t n, std::int64_t t) {
+            const std::string token = "parent" + std::to_string(n) + "_" + std::to_string(t);
+            return static_cast<std::int64_t>(draw_.seed(token) % static_cast<std::uint64_t>(t + 1)) - 1;
+        });
+    if (snapshots) outputs.push_back({{"snapshots", &Args::snapshots}, state_dtype, {N, S, heads, V, K}});
     if (pass == Pass::kSegment) {
         args.initial_state = args.has_initial_state = {};
         outputs.push_back({{"segment_b", &Args::segment_b}, Dtype::kFloat32, states, false});

@@ -138,7 +138,8 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
     const bool twice = draw.is("twice", 4);
     const auto alignment = static_cast<std::size_t>(draw.number("workspace_alignment", {64, 64, 256}));
     Case::Memory memory;
-    Args args = call.with_outputs(memory, !draw.is("output_layouts", 3), false);
+    const bool plain = !draw.is("output_layouts", 3);
+    Args args = call.with_outputs(memory, plain, false);
     Plan planned;
     PreparedPtr within;
     // Chunked calls that are cut into slabs or segments although they are small.
@@ -158,8 +159,11 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
                        may_save(args) && draw.is("saves", 3);
     if (saves) args.saved = make_saved(memory, describe(call.pass, args, context.device));
     try {
-        // The name alone would stand for the three walks, too.
-        planned = plan(call.pass, args, context, limited ? "sm80:whole" : call.target);
+        // The name alone would stand for the three walks, too. verify has that name alone.
+        planned = plan(call.pass, args, context,
+                       limited                      ? "sm80:whole"
+                       : call.pass == Pass::kVerify ? "sm80"
+                                                    : call.target);
         if (limited) {
             within = prepare_within(call.pass, args);
             planned.workspace_bytes = within->workspace_bytes();
@@ -207,7 +211,8 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
     if (twice) {
         settings.order = settings.order == 0 ? 9 : 0;
         Case::Memory second;
-        Args again = call.with_outputs(second, true, false);
+        // The layout of a verify's states chooses the kernel.
+        Args again = call.with_outputs(second, call.pass != Pass::kVerify || plain, false);
         again.saved = args.saved;
         run_once(again);
         for (const Case::Output& output : call.outputs)

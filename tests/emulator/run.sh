@@ -16,7 +16,9 @@ instances+="sm80/reversed_walk/__nv_bfloat16/64;chunked/prepare_erase/__nv_bfloa
 instances+="backward/erase/__nv_bfloat16/64;"
 instances+="chunked/compose/any/64;recurrent/backward/any/64;recurrent/step_any/any/64;"
 instances+="float8/convert_states/any/256"
-for type in float __nv_bfloat16 __half Float8E4M3; do instances+=";recurrent/step/$type/64"; done
+for type in float __nv_bfloat16 __half Float8E4M3; do
+    instances+=";recurrent/step/$type/64;recurrent/step_erase/$type/64"
+done
 generator=()
 command -v ninja > /dev/null && generator=(-G Ninja)
 cmake -S "$here" -B "$build" "${generator[@]}" -D "CULA_INSTANCES=$instances" > "$build.log" 2>&1 ||
@@ -30,6 +32,8 @@ for pass in prefill segment backward; do
         "$build/emulate" --pass "$pass" --target "$target" --count 60 --seed "$seed" --host_threads "$(nproc)"
     done
 done
+echo "verify sm80"
+"$build/emulate" --pass verify --count 120 --seed "$seed" --host_threads "$(nproc)"
 echo "backward sm80:three_walks"
 "$build/emulate" --pass backward --target sm80:three_walks --count 100 --seed "$seed" \
     --host_threads "$(nproc)"

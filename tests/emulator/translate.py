@@ -65,6 +65,7 @@ PTX = [
     (rf"{IF}%2, 0; mov\.b32 %0, 0; @p {G}\.u16 %0, \[%1\]; \}}", "load_global_if<unsigned short>"),
     (rf"{IF}%2, 0; mov\.b32 %0, 0; @p {G}\.b32 %0, \[%1\]; \}}", "load_global_if<unsigned>"),
     (rf"{IF}%5, 0; @p {G}\.v4\.b32 {R}, \[%4\]; \}}", "load_global_four_if"),
+    (rf"{IF}%0, 0; @p st\.global(?:\.cs)?\.v[24]\.b32 \[%1\], {R}; \}}", "store_global_if"),
     (r"ld\.global\.s32 %0, \[%1\];", "load_global"),
     (r"ld\.acquire\.gpu\.global\.s32 %0, \[%1\];", "load_acquire"),
     (r"st\.release\.gpu\.global\.s32 \[%0\], %1;", "store_release"),

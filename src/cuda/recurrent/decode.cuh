@@ -3,7 +3,8 @@
 //
 // Equation, per token and value head, with S [V, K] (ALGORITHM.md, "The family"):
 //     S' = S diag(exp(g))
-//     u  = beta (v - S' k)                 delta rules; additive rules: u = v
+//     u  = beta (v - S' k)                 delta rules; additive rules: u = v;
+//                                          with erase strengths: u = beta v - S' e, e = erase o k
 //     S <- S' + u k^T
 //     o  = scale (S' q + u (k . q))        which is scale S q
 // Because o is formed from S', one pass over a row decays it and contracts it with k and with q. A second
@@ -77,12 +78,13 @@ __device__ __forceinline__ void prefetch_state(const DecodeArgs& a, unsigned blo
     }
 }
 
-template <class State, int kKey, int kRows, int kTokens>
+// kErases: a rule with erase strengths, u = beta v - S' e with the erase key e = erase o k.
+template <class State, int kKey, int kRows, int kTokens, bool kErases>
 __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows>)
     decode(const __grid_constant__ DecodeArgs a) {
     constexpr int kBlockRows = kRows * kRowsPerPass, kFours = kKey / (kLanesPerRow * 4);
     constexpr bool kOne = kTokens == 1, kScaled = std::is_same_v<State, Float8E4M3>;
-    __shared__ DecodeTokens<kKey, kBlockRows, kTokens> s;
+    __shared__ DecodeTokens<kKey, kBlockRows, kTokens, kErases> s;
     // The state between global memory and registers. A thread reads only what it copied itself, so no barrier
     // is needed.
     // cp.async rather than loads to registers: those share six scoreboard counters, and ptxas gave the state
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
             }
         }
     }
-    DecodeInputs<kKey, kBlockRows, kTokens> inputs;
+    DecodeInputs<kKey, kBlockRows, kTokens, kErases> inputs;
     inputs.fetch_head(a, value_head);
     inputs.fetch(a, n, range, 0, value_head, row0);
 
@@ -212,7 +214,7 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
         for (int p = 0; p < kFours; ++p) {
             const int c = lane_channel(4 * p);
             float decay[4], key[4], query[4];
-            load4(decay, s.decay[j] + c), load4(key, s.k[j] + c), load4(query, s.q[j] + c);
+            load4(decay, s.decay[j] + c), load4(key, s.reading_key(j) + c), load4(query, s.q[j] + c);
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
 #pragma unroll

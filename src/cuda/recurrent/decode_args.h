@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <utility>
 
 #include "cuda/device_args.h"
 #include "cuda/rule.h"
@@ -83,10 +84,14 @@ struct DecodeArgs {
 
     // Read only with float8 states.
     DecodeScales initial_scales, final_scales;
+
+    // Read only with kErases. The write strength is then at most 1.
+    DecodeRows erase;
+    float most_erase = 1.0f;
 };
 
 // Fills `to`, with a state cut into `blocks` row blocks. Returns false if decode does not take the call: a
-// gate or beta of float64, or a stride of 2 GiB or more.
+// gate, beta or erase of float64, or a stride of 2 GiB or more.
 template <class State>
 bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
     bool fits = true;
@@ -153,6 +158,10 @@ bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
         to.beta = rows(a.beta, a.beta_per_value ? a.beta.last : 0);
         to.beta_is_logit = a.beta_is_logit;
         to.most_beta = a.allow_neg_eigval ? 2.0f : 1.0f;
+    }
+    if (a.erase.data) {
+        to.erase = rows(a.erase, 1);
+        to.most_erase = std::exchange(to.most_beta, 1.0f);  // what erases may be doubled
     }
     to.cu_seqlens_64 = a.cu_seqlens_64;
     to.tokens = narrow(a.tokens);

@@ -4,6 +4,7 @@
 
 #include "cuda/ptx/memory.cuh"
 #include "cuda/recurrent/decode_args.h"
+#include "cuda/recurrent/erase.cuh"
 #include "cuda/recurrent/lanes.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/float8.cuh"
@@ -45,21 +46,30 @@ struct DecodeRange {
 };
 
 // The prepared tokens, in shared memory.
-template <int kKey, int kBlockRows, int kTokens>
-struct alignas(16) DecodeTokens {
+template <int kKey, int kBlockRows, int kTokens, bool kErases>
+struct alignas(16) DecodeTokens : EraseKeys<kErases, kTokens, kKey> {
     static constexpr int kThreads = kKey < kStepThreads ? kKey : kStepThreads, kWarps = kThreads / 32;
 
     float q[kTokens][kKey], k[kTokens][kKey], decay[kTokens][kKey];
     float qq[kTokens][kWarps], kk[kTokens][kWarps], kq[kTokens][kWarps];  // partial sums, one per warp
     float value[kTokens][kBlockRows], beta[kTokens][kBlockRows];
     std::int32_t state_index[kTokens];
+
+    // What reads the state.
+    __device__ __forceinline__ const float* reading_key(int j) const {
+        if constexpr (kErases)
+            return this->e[j];
+        else
+            return k[j];
+    }
 };
 
 // A thread's inputs of kTokens tokens. fetch() issues the loads to registers; ready() computes what all
 // threads need and writes it to DecodeTokens.
-template <int kKey, int kBlockRows, int kTokens>
-struct DecodeInputs {
-    using Tokens = DecodeTokens<kKey, kBlockRows, kTokens>;
+template <int kKey, int kBlockRows, int kTokens, bool kErases>
+struct DecodeInputs
+    : RawErase<kErases, kTokens * kKey / DecodeTokens<kKey, kBlockRows, kTokens, kErases>::kThreads> {
+    using Tokens = DecodeTokens<kKey, kBlockRows, kTokens, kErases>;
     static constexpr int kOwned = kKey / Tokens::kThreads;  // channels per thread and token
     static constexpr int kValues = (kTokens * kBlockRows + kStepThreads - 1) / kStepThreads;
 
@@ -119,6 +129,9 @@ struct DecodeInputs {
                     q[j][i].load(place(a.q, head, j, channel(i)), a.q.type, in(j));
                     k[j][i].load(place(a.k, head, j, channel(i)), a.k.type, in(j));
                     g[j][i].load(place(a.g, value_head, j, channel(i)), a.g.type, in(j));
+                    if constexpr (kErases)
+                        this->erase[j * kOwned + i].load(place(a.erase, value_head, j, channel(i)),
+                                                         a.erase.type, in(j));
                 }
         }
 #pragma unroll
@@ -132,6 +145,16 @@ struct DecodeInputs {
             state_index = load(a.state_indices, n, t,
                                threadIdx.x < kTokens && t < range.length && t < a.state_indices.columns);
         }
+    }
+
+    // With kErases a token writes beta v - S' e, which is 1 (beta v - S' e).
+    static __device__ __forceinline__ void weigh(float& value, float& beta) {
+        if constexpr (kErases) value *= beta, beta = 1.0f;
+    }
+
+    // For 16-bit inputs: the i-th erase strength.
+    __device__ __forceinline__ float erases(const DecodeArgs& a, int i) const {
+        return erase_strength(this->erase[i].value(a.erase.type), a.beta_is_logit, a.most_erase);
     }
 
     __device__ __forceinline__ void ready(const DecodeArgs& a, int value_head, Tokens& s) const {
@@ -151,20 +174,31 @@ struct DecodeInputs {
             if (a.q.type == Element::kFloat32) {
                 const ExactGate exact(a.gate, A_log, a.lower_bound, gamma);
 #pragma unroll
-                for (int i = 0; i < kTokens * kOwned; ++i)
+                for (int i = 0; i < kTokens * kOwned; ++i) {
                     s.decay[i / kOwned][channel(i % kOwned)] = decay[i] + shift[i];
+                    if constexpr (kErases)
+                        s.e[i / kOwned][channel(i % kOwned)] = this->erase[i].value(a.erase.type);
+                }
 #pragma unroll 1  // few calls have float32 inputs
                 for (int i = 0; i < kTokens * kOwned; ++i) {
                     float& own = s.decay[i / kOwned][channel(i % kOwned)];
                     own = exact.decay(own);
+                    if constexpr (kErases) {
+                        float& e = s.e[i / kOwned][channel(i % kOwned)];
+                        e = s.k[i / kOwned][channel(i % kOwned)] *
+                            beta_exact(e, a.beta_is_logit, a.most_erase);
+                    }
                 }
             } else {
                 if (a.g.type != Element::kNone) gate.log2_decays(decay, shift);
 #pragma unroll
                 for (int j = 0; j < kTokens; ++j)
 #pragma unroll
-                    for (int i = 0; i < kOwned; ++i)
+                    for (int i = 0; i < kOwned; ++i) {
                         s.decay[j][channel(i)] = exp2_fast(decay[j * kOwned + i] + gate.gamma2);
+                        if constexpr (kErases)
+                            s.e[j][channel(i)] = k[j][i].value(a.k.type) * erases(a, j * kOwned + i);
+                    }
             }
             const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
             const bool puts = lane % (32 / kTokens) == 0;
@@ -182,6 +216,7 @@ struct DecodeInputs {
             const float strength = beta[i].value(a.beta.type);
             s.value[token_of(i)][row_of(i)] = value[i].value(a.v.type);
             s.beta[token_of(i)][row_of(i)] = beta_exact(strength, a.beta_is_logit, a.most_beta);
+            weigh(s.value[token_of(i)][row_of(i)], s.beta[token_of(i)][row_of(i)]);
         }
         if (kTokens > 1 && threadIdx.x < kTokens) s.state_index[threadIdx.x] = state_index;
     }

@@ -42,8 +42,11 @@ void run(const Args& args, const Context& context) {
                                                 : args.snapshots;
     with_state(state ? state.dtype : Dtype::kFloat32, [&]<class State>(Type<State>) {
         with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
-            const bool packed = !call.segment && !call.args.erase.data;
-            if (!packed || !launch_step_packed<State, kKey>(call)) launch_step_any<kKey>(call);
+            const auto launch_packed = [&] {
+                return call.args.erase.data ? launch_step_packed<State, kKey, true>(call)
+                                            : launch_step_packed<State, kKey, false>(call);
+            };
+            if (call.segment || !launch_packed()) launch_step_any<kKey>(call);
         });
     });
 }

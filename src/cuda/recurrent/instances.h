@@ -14,10 +14,10 @@ namespace cula::cuda::recurrent {
 // Draft tokens per sequence of a tree (step.cuh keeps a path in shared memory).
 inline constexpr int kMaxTreeTokens = 256;
 
-// Launches decode on states of type State (float, __nv_bfloat16, __half or Float8E4M3): K contiguous, rows in
-// aligned groups of four elements. Returns false, and launches nothing, if the states are not like that or
-// the call asks for what only step computes.
-template <class State, int kKey>
+// Launches decode or verify on states of type State (float, __nv_bfloat16, __half or Float8E4M3): K
+// contiguous, rows in aligned groups of four elements. Returns false, and launches nothing, if the states are
+// not like that or the call asks for what only step computes. kErases: for calls with erase strengths.
+template <class State, int kKey, bool kErases>
 bool launch_step_packed(const Call& call);
 
 // Launches step: on any states, along trees, or for the affine maps of whole sequences (Call::segment).

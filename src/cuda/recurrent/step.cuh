@@ -25,6 +25,7 @@
 
 #include "cuda/device_args.h"
 #include "cuda/recurrent/checkpoints.cuh"
+#include "cuda/recurrent/erase.cuh"
 #include "cuda/recurrent/instances.h"
 #include "cuda/recurrent/lanes.cuh"
 #include "cuda/rule.h"
@@ -35,28 +36,21 @@
 
 namespace cula::cuda::recurrent {
 
-// The erase keys of tokens; rules that have none read with their keys.
 template <int kKey, bool kErases>
-struct EraseKeys {};
-template <int kKey>
-struct alignas(16) EraseKeys<kKey, true> {
-    float e[kStepWarps][kKey];
-};
-// Erase strengths as they were loaded.
-template <int kPerLane, bool kErases>
-struct RawErase {};
-template <int kPerLane>
-struct RawErase<kPerLane, true> {
-    RawFloat erase[kPerLane];
-};
-
-template <int kKey, bool kErases>
-struct alignas(16) StepInputs : EraseKeys<kKey, kErases> {
+struct alignas(16) StepInputs : EraseKeys<kErases, kStepWarps, kKey> {
     float q[kStepWarps][kKey], k[kStepWarps][kKey], decay[kStepWarps][kKey];
     float value[kStepWarps][kRowsPerPass], beta[kStepWarps][kRowsPerPass];
     float qq[kStepWarps], kk[kStepWarps], kq[kStepWarps];
     std::int32_t state_index[kStepWarps];  // the slot that state_indices name for the token
     std::int32_t path[kMaxTreeTokens];
+
+    // What reads the state.
+    __device__ __forceinline__ const float* reading_key(int slot) const {
+        if constexpr (kErases)
+            return this->e[slot];
+        else
+            return k[slot];
+    }
 };
 
 // The state that the sequence of a tree starts from. x[i][thread] is read and written by that thread alone,
@@ -72,7 +66,7 @@ struct TreeBase {
 // ready() prepares the token in place `slot` of StepInputs. No load from global memory lies between two
 // tokens.
 template <int kKey, bool kErases>
-struct TokenInputs : RawErase<kKey / 32, kErases> {
+struct TokenInputs : RawErase<kErases, kKey / 32> {
     static constexpr int kPerLane = kKey / 32;
     RawFloat q[kPerLane], k[kPerLane], g[kPerLane], value, beta;
     std::int32_t state_index;
@@ -132,8 +126,7 @@ struct TokenInputs : RawErase<kKey / 32, kErases> {
             load(q[i], a.q, q_row + c, in);
             load(k[i], a.k, k_row + c, in);
             load(g[i], a.g, g_row + (per_channel ? c : 0), per_channel ? in : per_token);
-            if constexpr (kErases)
-                load(this->erase[i], a.erase, a.erase.offset(b, at, value_head) + c, in);
+            if constexpr (kErases) load(this->erase[i], a.erase, a.erase.offset(b, at, value_head) + c, in);
         }
         const int row = row0 + channel(0);
         const bool in = row < a.value_dim && channel(0) < kRowsPerPass;
@@ -156,9 +149,6 @@ struct TokenInputs : RawErase<kKey / 32, kErases> {
             const float x = q[i].value(type), y = k[i].value(type);
             qq[i % kSums] += x * x, kk[i % kSums] += y * y, kq[i % kSums] += y * x;
             s.q[slot][channel(i)] = x, s.k[slot][channel(i)] = y;
-            if constexpr (kErases)
-                s.e[slot][channel(i)] = y * beta_exact(this->erase[i].value(element(a.erase.dtype)),
-                                                       a.beta_is_logit, a.allow_neg_eigval ? 2.0f : 1.0f);
             decay[i] = g[i].value(g_type);
         }
 #pragma unroll
@@ -167,14 +157,22 @@ struct TokenInputs : RawErase<kKey / 32, kErases> {
             if (a.qk_l2norm) qq[i] = warp_sum(qq[i]), kk[i] = warp_sum(kk[i]);
         }
         const bool per_channel = a.algorithm.decay == kChannelDecay;
+        const float most_erase = a.allow_neg_eigval ? 2.0f : 1.0f;
         if (type == Element::kFloat32) {
             const ExactGate exact(a.gate, A_log, a.lower_bound, per_channel ? 0.0f : gamma);
 #pragma unroll
-            for (int i = 0; i < kPerLane; ++i) s.decay[slot][channel(i)] = decay[i] + bias[i];
+            for (int i = 0; i < kPerLane; ++i) {
+                s.decay[slot][channel(i)] = decay[i] + bias[i];
+                if constexpr (kErases) s.e[slot][channel(i)] = this->erase[i].value(element(a.erase.dtype));
+            }
 #pragma unroll 1  // few calls have float32 inputs
             for (int i = 0; i < kPerLane; ++i) {
                 float& own = s.decay[slot][channel(i)];
                 own = exact.decay(own);
+                if constexpr (kErases) {
+                    float& e = s.e[slot][channel(i)];
+                    e = s.k[slot][channel(i)] * beta_exact(e, a.beta_is_logit, most_erase);
+                }
             }
         } else {
             if (per_channel) {
@@ -187,7 +185,13 @@ struct TokenInputs : RawErase<kKey / 32, kErases> {
                 for (float& d : decay) d = one;
             }
 #pragma unroll
-            for (int i = 0; i < kPerLane; ++i) s.decay[slot][channel(i)] = exp2_fast(decay[i]);
+            for (int i = 0; i < kPerLane; ++i) {
+                s.decay[slot][channel(i)] = exp2_fast(decay[i]);
+                if constexpr (kErases)
+                    s.e[slot][channel(i)] =
+                        k[i].value(type) * erase_strength(this->erase[i].value(element(a.erase.dtype)),
+                                                          a.beta_is_logit, most_erase);
+            }
         }
         if (channel(0) < kRowsPerPass) {
             s.value[slot][channel(0)] = value.value(type);
@@ -350,11 +354,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
         for (int p = 0; p < StateRow<kKey>::kPerLane; p += 4) {
             const int c = lane_channel(p);
             float decay[4], key[4], query[4];
-            if constexpr (kErases)
-                load4(key, s.e[slot] + c);
-            else
-                load4(key, s.k[slot] + c);
-            load4(decay, s.decay[slot] + c), load4(query, s.q[slot] + c);
+            load4(decay, s.decay[slot] + c), load4(key, s.reading_key(slot) + c), load4(query, s.q[slot] + c);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 state.x[p + e] *= decay[e];

@@ -1,95 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// An instance of launch_step_packed (instances.h).
+// An instance of launch_step_packed (instances.h) for rules that read with the key that they write with.
 #pragma once
 
-#include <algorithm>
+#include "cuda/recurrent/launch_packed.cuh"
 
-#include "cuda/pipe/launch.h"
-#include "cuda/recurrent/decode.cuh"
-#include "cuda/recurrent/instances.h"
-#include "cuda/recurrent/verify.cuh"
-
-namespace cula::cuda::recurrent {
-
-// Whether decode can access these states: of type State, K contiguous, rows in aligned groups of four.
-template <class State>
-bool packed(const States& s) {
-    return !s.data || (s.dtype == kDtype<State> && s.k == 1 && (s.v | s.head | s.slot) % 4 == 0 &&
-                       reinterpret_cast<std::uintptr_t>(s.data) % (4 * sizeof(State)) == 0);
-}
-
-// Prefetch distance, in CTAs per multiprocessor. With 400 CTAs in all (H200) a decode of 32 to 256 sequences
-// takes the least time; 132 and 800 take 2 and 8 % more.
-inline constexpr int kCtasAhead = 3;
-
-// Fills the arguments of a launch whose CTAs have `rows` rows, and its shape. Returns false if decode_args()
-// does.
-template <class State>
-bool decode_launch(const Call& call, int rows, DecodeArgs& args, LaunchShape& shape) {
-    const DeviceArgs& a = call.args;
-    const int blocks = (a.value_dim + rows - 1) / rows;
-    // Without sequences the CTAs of one are launched: they zero the outputs.
-    const std::size_t sequences = a.cu_seqlens ? std::max(a.sequences, 1) : a.sequences;
-    shape = {.blocks = sequences * a.value_heads * blocks, .threads = kStepThreads};
-    return decode_args<State>(a, blocks, args);
-}
-
-template <class State, int kKey, int kRows, int kTokens>
-bool launch_decode(const Call& call) {
-    DecodeArgs args;
-    LaunchShape shape;
-    if (!decode_launch<State>(call, kRows * kRowsPerPass, args, shape)) return false;
-    args.ahead = kCtasAhead * call.multiprocessors;
-    launch<decode<State, kKey, kRows, kTokens>>(shape, call.stream, args);
-    return true;
-}
-
-template <class State, int kKey>
-bool launch_verify(const Call& call) {
-    DecodeArgs args;
-    LaunchShape shape;
-    if (!decode_launch<State>(call, kVerifyRows, args, shape)) return false;
-    shape.shared_bytes = sizeof(VerifyShared<State, kKey>);
-    launch<verify<State, kKey>>(shape, call.stream, args);
-    return true;
-}
-
-template <class State, int kKey>
-bool launch_step_packed(const Call& call) {
-    const DeviceArgs& a = call.args;
-    if (a.key_dim != kKey || a.parents.data || a.num_checkpoints || a.chunk_states.data ||
-        a.snapshots_token % 4 != 0 || !packed<State>(a.initial) || !packed<State>(a.final) ||
-        !packed<State>(a.snapshots))
-        return false;
-    // CTAs of `rows` rows for each multiprocessor.
-    const auto each = [&](int rows) {
-        return static_cast<long long>(a.sequences) * a.value_heads * a.value_dim / rows /
-               call.multiprocessors;
-    };
-    if (a.tokens == 1 && !a.cu_seqlens && !a.state_indices.data && !a.snapshots.data) {
-        // 16 KiB of states per CTA (8 of float8); less where smaller CTAs are needed to occupy every
-        // multiprocessor and to shorten the last wave.
-        constexpr int kFullRows = (sizeof(State) < 4 ? 512 : 256) / kKey;
-        const bool full = each(kFullRows * kRowsPerPass) >= (sizeof(State) < 4 ? 3 : 40);
-        return full ? launch_decode<State, kKey, kFullRows, 1>(call) : launch_decode<State, kKey, 1, 1>(call);
-    }
-    // Draft tokens go at once where they are few. What a batch-invariant call takes may not depend on the
-    // other sequences.
-    const bool few = !a.cu_seqlens          ? a.tokens <= kVerifyTokens
-                     : a.state_indices.data ? a.state_indices.columns <= kVerifyTokens
-                                            : a.tokens <= kVerifyTokens && !a.batch_invariant;
-    const bool drafts = a.state_indices.data || !a.final.data;
-    // verify contracts states as they are stored, and those of float8 have scales.
-    if constexpr (!std::is_same_v<State, Float8E4M3>)
-        if (few && drafts && a.q.dtype != Dtype::kFloat32) return launch_verify<State, kKey>(call);
-    constexpr int kFullRows = 256 / kKey;
-    return each(kFullRows * kRowsPerPass) >= 4 ? launch_decode<State, kKey, kFullRows, 4>(call)
-                                               : launch_decode<State, kKey, 1, 4>(call);
-}
-
-}  // namespace cula::cuda::recurrent
-
-#define CULA_INSTANTIATE(type, key)                           \
-    namespace cula::cuda::recurrent {                         \
-    template bool launch_step_packed<type, key>(const Call&); \
+#define CULA_INSTANTIATE(type, key)                                  \
+    namespace cula::cuda::recurrent {                                \
+    template bool launch_step_packed<type, key, false>(const Call&); \
     }

@@ -4,7 +4,9 @@
 // Equation, per sequence and value head, with S [V, K] before the first token, decays a_t per channel, and
 // A_t = a_1 ... a_t (ALGORITHM.md, "The family"):
 //     r_t = S (A_t k_t) + sum over s < t of u_s L_ts      L_ts = sum over channels of k_s a_s+1 ... a_t k_t
-//     u_t = beta_t (v_t - r_t)                            delta rules; additive rules: u_t = v_t
+//     u_t = beta_t (v_t - r_t)                            delta rules; additive rules: u_t = v_t; with
+//                                                         erase strengths: beta_t v_t - r_t, and in r_t and
+//                                                         L_ts the erase key e_t = erase_t o k_t for k_t
 //     o_t = scale (S (A_t q_t) + sum over s <= t of u_s M_ts)            M_ts: as L_ts, with q_t for k_t
 //     S_t = S_t-1 diag(a_t) + u_t k_t^T                   where somebody asked for S_t
 // The state is contracted with the columns A_t k_t and A_t q_t of all tokens in one pass, by tensor cores.
@@ -44,8 +46,8 @@ namespace cula::cuda::recurrent {
 // Tokens per sequence, and rows per CTA: 16 of each warp.
 inline constexpr int kVerifyTokens = 4, kVerifyRows = 16 * kStepWarps;
 
-template <int kKey>
-using VerifyInputs = DecodeInputs<kKey, kVerifyRows, kVerifyTokens>;
+template <int kKey, bool kErases>
+using VerifyInputs = DecodeInputs<kKey, kVerifyRows, kVerifyTokens, kErases>;
 
 // The type of a column's two words.
 template <class State>
@@ -179,11 +181,11 @@ __device__ __forceinline__ void contract(float (&d)[4], const VerifyShared<State
 }
 
 // Columns, decays, keys and sums of the tokens, from the inputs that a thread has fetched.
-template <class State, int kKey>
-__device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<kKey>& inputs, int value_head,
-                                        VerifyShared<State, kKey>& s) {
+template <class State, int kKey, bool kErases>
+__device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<kKey, kErases>& inputs,
+                                        int value_head, VerifyShared<State, kKey>& s) {
     using Shared = VerifyShared<State, kKey>;
-    constexpr int kOwned = VerifyInputs<kKey>::kOwned;
+    constexpr int kOwned = VerifyInputs<kKey, kErases>::kOwned;
     if (inputs.owns_channels()) {
         const HeadGate gate(value_head, a.gate, inputs.A_log, a.lower_bound, inputs.gamma);
         float decay[kVerifyTokens * kOwned], shift[kVerifyTokens * kOwned], sums[Shared::kSums] = {};
@@ -196,10 +198,12 @@ __device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<
 #pragma unroll
         for (int i = 0; i < kOwned; ++i) {
             const int channel = inputs.channel(i), chunk = channel / 4;
-            float k[kVerifyTokens], q[kVerifyTokens], all = 1.0f;
+            float k[kVerifyTokens], q[kVerifyTokens], reads[kVerifyTokens], all = 1.0f;
 #pragma unroll
             for (int t = 0; t < kVerifyTokens; ++t) {
                 k[t] = inputs.k[t][i].value(a.k.type), q[t] = inputs.q[t][i].value(a.q.type);
+                reads[t] = k[t];
+                if constexpr (kErases) reads[t] *= inputs.erases(a, t * kOwned + i);
                 float& own = decay[t * kOwned + i];
                 own = exp2_fast(own + gate.gamma2);
                 all *= own;
@@ -207,7 +211,7 @@ __device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<
                     const int at = 4 * chunk_at<typename Shared::Word>(column, chunk) + channel % 4;
                     split_word(x, s.columns[0][column][at], s.columns[1][column][at]);
                 };
-                put(2 * t, all * k[t]);
+                put(2 * t, all * reads[t]);
                 put(2 * t + 1, all * q[t]);
                 s.decay[t][channel] = own, s.k[t][channel] = k[t];
                 sums[2 * Shared::kPairs + t] += q[t] * q[t];
@@ -219,7 +223,7 @@ __device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<
                 for (int t = from; t < kVerifyTokens; ++t) {
                     if (t > from) key *= decay[t * kOwned + i];
                     sums[Shared::pair(t, from)] += key * q[t];
-                    sums[Shared::kPairs + Shared::pair(t, from)] += key * k[t];
+                    sums[Shared::kPairs + Shared::pair(t, from)] += key * (t > from ? reads[t] : k[t]);
                 }
             }
         }
@@ -231,6 +235,7 @@ __device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<
         const int t = inputs.token_of(i), row = inputs.row_of(i);
         s.value[t][row] = inputs.value[i].value(a.v.type);
         s.beta[t][row] = beta_exact(inputs.beta[i].value(a.beta.type), a.beta_is_logit, a.most_beta);
+        inputs.weigh(s.value[t][row], s.beta[t][row]);
     }
     if (threadIdx.x < kVerifyTokens) s.slot[threadIdx.x] = inputs.state_index;
 }
@@ -297,7 +302,8 @@ inline constexpr int kVerifyCtas = kKey > 128           ? 2
                                    : sizeof(State) == 2 ? 6
                                                         : 4;
 
-template <class State, int kKey>
+// kErases: a rule with erase strengths.
+template <class State, int kKey, bool kErases>
 __global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
     verify(const __grid_constant__ DecodeArgs a) {
     using Shared = VerifyShared<State, kKey>;
@@ -319,7 +325,7 @@ __global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
             range.length = max(clamped_offset(a, n + 1) - range.begin, 0);
         }
     }
-    VerifyInputs<kKey> inputs;
+    VerifyInputs<kKey, kErases> inputs;
     inputs.fetch_head(a, value_head);
     inputs.fetch(a, n, range, 0, value_head, row0);
 

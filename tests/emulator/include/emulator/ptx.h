@@ -112,6 +112,11 @@ inline void load_global_four_if(Word& x, Word& y, Word& z, Word& w, const void* 
     const uint4 four = *static_cast<const uint4*>(from);
     x = four.x, y = four.y, z = four.z, w = four.w;
 }
+template <class... Words>
+void store_global_if(int is, void* to, Words... words) {
+    const Word values[] = {words...};
+    if (is != 0) std::memcpy(to, values, sizeof values);
+}
 inline void load_global(std::int32_t& x, const std::int32_t* from) { x = *from; }
 inline void load_acquire(std::int32_t& x, const std::int32_t* from) {
     pause();
