@@ -310,7 +310,6 @@ inline void Case::make(const std::vector<Instance>& instances) {
     for (const auto& row : kAlgorithms) algorithms.emplace_back(row.name);
     // The algorithms and dtypes of the instances at hand.
     const auto fits = [&](const Instance& of, Algorithm algorithm) {
-        if (takes_erase(algorithm.update) && step && pass == Pass::kBackward) return false;  // declined
         if (takes_erase(algorithm.update) && !step)
             return of.pass == (pass == Pass::kBackward ? "erase" : "prepare_erase");
         if (step) return of.pass == (pass == Pass::kBackward ? "backward" : "step_any");

@@ -13,8 +13,8 @@ for gate in channel token; do
     done
 done
 instances+="sm80/reversed_walk/__nv_bfloat16/64;chunked/prepare_erase/__nv_bfloat16/64;"
-instances+="backward/erase/__nv_bfloat16/64;"
-instances+="chunked/compose/any/64;recurrent/backward/any/64;recurrent/step_any/any/64;"
+instances+="backward/erase/__nv_bfloat16/64;chunked/compose/any/64;recurrent/step_any/any/64;"
+instances+="recurrent/backward/any/64;recurrent/backward_erase/any/64;"
 instances+="float8/convert_states/any/256"
 for type in float __nv_bfloat16 __half Float8E4M3; do
     instances+=";recurrent/step/$type/64;recurrent/step_erase/$type/64"

@@ -4,7 +4,7 @@
 //     gate     softplus  dx = -e sigmoid(x) da                   dA_log += da a
 //              bounded   dx = lower_bound e s (1 - s) da         dA_log += dx x,  with s = sigmoid(e x)
 //              x = g + dt_bias, a the log decay, e = exp(A_log);  dg = dx,  ddt_bias += dx
-//     beta     dx = beta sigmoid(-x) dbeta                       where beta = c sigmoid(x)
+//     beta     dx = beta sigmoid(-x) dbeta                       where beta = c sigmoid(x); so does erase
 //     norm     dx = r (dy - (dy . y) y),                         y = r x,  r = 1 / sqrt(x . x + 1e-6)
 //
 // 1 - sigmoid(x) is sigmoid(-x), which loses no digits. The chunked kernels' are backward/derivatives.cuh.
@@ -42,19 +42,40 @@ __device__ __forceinline__ ExactGateGradient through_gate(const ExactGate& gate,
     return {d_a, 0.0f};
 }
 
+// The largest write strength. kErases: what erases may be doubled, and beta does not.
+template <bool kErases>
+__device__ __forceinline__ float most_beta(const DeviceArgs& a) {
+    return !kErases && a.allow_neg_eigval ? 2.0f : 1.0f;
+}
+
 // Writes the gradient of beta, or of its logit, from that of the write strength. channel: 0 where a token has
 // one.
+template <bool kErases>
 __device__ __forceinline__ void store_beta_gradient(const DeviceArgs& a, const TokenRows& d_beta,
                                                     std::int64_t batch, std::int64_t token, int value_head,
                                                     int channel, float gradient) {
     if (a.beta_is_logit) {
         const float given = load_float(a.beta.data, a.beta.dtype,
                                        a.beta.offset(batch, token, value_head) + channel * a.beta.last);
-        gradient *= beta_exact(given, true, a.allow_neg_eigval ? 2.0f : 1.0f) * sigmoid_exact(-given);
+        gradient *= beta_exact(given, true, most_beta<kErases>(a)) * sigmoid_exact(-given);
     }
     store_gradient(d_beta.data, d_beta.dtype, d_beta.offset(batch, token, value_head) + channel * d_beta.last,
                    gradient);
 }
+
+// The erase strength of channel c of a token, and by what it depends on what was given.
+struct EraseStrength {
+    float value, slope = 1.0f;
+
+    __device__ __forceinline__ EraseStrength(const DeviceArgs& a, std::int64_t batch, std::int64_t token,
+                                             int value_head, int c)
+        : value(load_float(a.erase.data, a.erase.dtype, a.erase.offset(batch, token, value_head) + c)) {
+        if (!a.beta_is_logit) return;
+        const float given = value;
+        value = beta_exact(given, true, a.allow_neg_eigval ? 2.0f : 1.0f);
+        slope = value * sigmoid_exact(-given);
+    }
+};
 
 // The factor that normalises a row whose squares add up to `squares`.
 __device__ __forceinline__ float norm_factor(const DeviceArgs& a, float squares) {

@@ -34,6 +34,7 @@ PartialColumns columns_of(const Args& args, int key) {
                per_channel = varies_by_channel(args.algorithm.decay);
     take(static_cast<bool>(args.d_q), columns.q, key);
     take(static_cast<bool>(args.d_k), columns.k, key);
+    take(args.erase && (args.d_k || args.d_erase), columns.erase, key);  // e has k as a factor
     take(of_decay && per_channel, columns.decay, key);
     take(of_decay && !per_channel, columns.token_decay, 1);
     take(args.d_beta && args.beta.ndim != 4, columns.beta, 1);
@@ -49,9 +50,10 @@ BackwardPlan backward_plan(const Args& args, const Context& context, int key, vo
                            std::size_t& bytes) {
     const std::int64_t heads = args.q.size[2], value_heads = args.v.size[2], batch = args.q.size[0],
                        tokens = args.q.size[1];
-    const std::int64_t block = key <= 64    ? kBlockTokens<64>
-                               : key <= 128 ? kBlockTokens<128>
-                                            : kBlockTokens<256>;
+    const bool erases = static_cast<bool>(args.erase);
+    const std::int64_t block = with_key(key, [&]<int kKey>(std::integral_constant<int, kKey>) {
+        return erases ? kBlockTokens<kKey, true> : kBlockTokens<kKey, false>;
+    });
     BackwardPlan plan;
     plan.value_dim = static_cast<std::int32_t>(round_up(args.v.size[3], kWalkRows));
     plan.slices = plan.value_dim / kWalkRows;
@@ -64,12 +66,12 @@ BackwardPlan backward_plan(const Args& args, const Context& context, int key, vo
     plan.rows = static_cast<std::int32_t>(divide_up(batch, std::max<std::int64_t>(plan.groups, 1)));
 
     const std::int64_t state = key * plan.value_dim,  // of all slices, in floats
-        of_keys = heads * 2 * key, of_values = value_heads * 3 * plan.value_dim,
+        of_keys = heads * 2 * key, of_channels = value_heads * key * (erases ? 2 : 1),
+                       of_values = value_heads * 3 * plan.value_dim,
                        of_partials = value_heads * plan.slices * plan.columns.count;
     const double state_bytes = 4.0 * static_cast<double>(value_heads * state),
-                 token_bytes =
-                     4.0 * static_cast<double>(of_keys + value_heads * key + of_values + of_partials) +
-                     state_bytes / static_cast<double>(block),
+                 token_bytes = 4.0 * static_cast<double>(of_keys + of_channels + of_values + of_partials) +
+                               state_bytes / static_cast<double>(block),
                  fitting = std::max(kWindowBytes / (token_bytes * std::max(plan.rows, 1)),
                                     std::sqrt(static_cast<double>(tokens) * state_bytes / token_bytes));
     plan.window_tokens = round_up(
@@ -81,6 +83,7 @@ BackwardPlan backward_plan(const Args& args, const Context& context, int key, vo
     Carver carver(workspace);
     plan.keys = carver.take<float>(window * of_keys);
     plan.decays = carver.take<float>(window * value_heads * key);
+    if (erases) plan.erase_keys = carver.take<float>(window * value_heads * key);
     plan.values = carver.take<float>(window * of_values);
     plan.partials = carver.take<float>(window * of_partials);
     const std::int64_t states = value_heads * state / 4;
@@ -100,7 +103,6 @@ BackwardPlan backward_plan(const Args& args, const Context& context, int key, vo
 
 Support backward_supports(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;
-    if (Support keys = reads_with_keys(problem); !keys) return keys;
     // The gradients of q and k are sums over all value channels: a call cannot be cut along them.
     if (problem.value_dim > kLargestDim)
         return Support::no("takes V up to " + std::to_string(kLargestDim) + ", got " +
@@ -121,8 +123,12 @@ void backward_run(const Args& args, const Context& context) {
     const Call call = make_call(args, context);
     with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
         std::size_t bytes = 0;
-        launch_backward<kKey>(call, backward::gradients(args),
-                              backward_plan(args, context, kKey, context.workspace, bytes));
+        const backward::Gradients d = backward::gradients(args);
+        const BackwardPlan plan = backward_plan(args, context, kKey, context.workspace, bytes);
+        if (args.erase)
+            launch_backward<kKey, true>(call, d, plan);
+        else
+            launch_backward<kKey, false>(call, d, plan);
     });
 }
 

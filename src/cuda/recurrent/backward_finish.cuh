@@ -2,8 +2,10 @@
 // What follows the walks of a window: the sums that they left per slice of value channels (`partials`) become
 // gradients. And what a call ends with. Every sum has one order.
 //
-//   backward_keys        dq, dk: over slices, then over the value heads of a group; norm.
-//   backward_heads       dg, dbeta: over slices; gate and sigmoid. Summands of dA_log and ddt_bias, added
+//   backward_keys        dq, dk: over slices, then over the value heads of a group; norm. With erase
+//                        strengths dk has erase o de besides.
+//   backward_heads       dg, dbeta, derase = k o de: over slices; gate and sigmoid. Summands of dA_log and
+//   ddt_bias, added
 //                        over 64 tokens: a row of `parameters`. Zeros for tokens that no sequence has.
 //   backward_parameters  dA_log, ddt_bias: the rows of `parameters`, added in float64.
 //   backward_untouched   d_initial of sequences without tokens: it is d_final.
@@ -41,8 +43,8 @@ __device__ __forceinline__ float sum_of_slices(const BackwardPlan& plan, const f
     return all;
 }
 
-// The gradient of one head's q (column plan.columns.q) or k.
-template <int kKey>
+// The gradient of one head's q (column plan.columns.q) or k. kErases: of a k that is a factor of erase keys.
+template <int kKey, bool kErases>
 __device__ __forceinline__ void finish_key(const DeviceArgs& a, const BackwardPlan& plan,
                                            const TokenRows& rows, const TokenRows& d_rows, int column,
                                            const TokenPlace& place, std::int64_t own, int head) {
@@ -54,7 +56,13 @@ __device__ __forceinline__ void finish_key(const DeviceArgs& a, const BackwardPl
                          column + threadIdx.x % 32;
     for (int i = 0; place.in_sequence && i < a.group; ++i, first += row_of_head)
 #pragma unroll
-        for (int c = 0; c < kPerLane; ++c) all[c] += sum_of_slices(plan, first + 32 * c);
+        for (int c = 0; c < kPerLane; ++c) {
+            all[c] += sum_of_slices(plan, first + 32 * c);
+            const int channel = static_cast<int>(threadIdx.x % 32) + 32 * c;
+            if (kErases && channel < a.key_dim)
+                all[c] += sum_of_slices(plan, first - column + plan.columns.erase + 32 * c) *
+                          EraseStrength(a, place.batch, place.token, head * a.group + i, channel).value;
+        }
     if (place.in_sequence) {
         store_key_gradient(a, rows, d_rows, place.batch, place.token, head, all);
     } else {
@@ -64,7 +72,7 @@ __device__ __forceinline__ void finish_key(const DeviceArgs& a, const BackwardPl
     }
 }
 
-template <int kKey>
+template <int kKey, bool kErases>
 __global__ void __launch_bounds__(kStepThreads)
     backward_keys(const __grid_constant__ DeviceArgs a, const __grid_constant__ backward::Gradients d,
                   const __grid_constant__ BackwardPlan plan, const __grid_constant__ Window window) {
@@ -72,8 +80,8 @@ __global__ void __launch_bounds__(kStepThreads)
     const int head = static_cast<int>(warp % a.heads);
     if (own >= window.tokens()) return;
     const TokenPlace place = place_of_token(a, window, own);
-    finish_key<kKey>(a, plan, a.q, d.d_q, plan.columns.q, place, own, head);
-    finish_key<kKey>(a, plan, a.k, d.d_k, plan.columns.k, place, own, head);
+    finish_key<kKey, false>(a, plan, a.q, d.d_q, plan.columns.q, place, own, head);
+    finish_key<kKey, kErases>(a, plan, a.k, d.d_k, plan.columns.k, place, own, head);
 }
 
 // The row of one token and value head, written with zeros. channels: 1 where it has one number.
@@ -85,7 +93,7 @@ __device__ __forceinline__ void store_zeros(const TokenRows& rows, const TokenPl
         store_gradient(rows.data, rows.dtype, row + c * rows.last, 0.0f);
 }
 
-template <int kKey>
+template <int kKey, bool kErases>
 __global__ void __launch_bounds__(kFinishThreads, 2)
     backward_heads(const __grid_constant__ DeviceArgs a, const __grid_constant__ backward::Gradients d,
                    const __grid_constant__ BackwardPlan plan, const __grid_constant__ Window window) {
@@ -109,13 +117,26 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
             store_zeros(d.d_v, place, value_head, a.value_dim);
             store_zeros(d.d_beta, place, value_head, a.beta_per_value ? a.value_dim : 1);
             store_zeros(d.d_g, place, value_head, channels);
+            if constexpr (kErases) store_zeros(d.d_erase, place, value_head, a.key_dim);
             continue;
         }
         const float* const sums = plan.partials + ((first + i) * a.value_heads + value_head) *
                                                       std::int64_t{plan.slices} * plan.columns.count;
         if (plan.columns.beta >= 0 && lane == 0)
-            store_beta_gradient(a, d.d_beta, place.batch, place.token, value_head, 0,
-                                sum_of_slices(plan, sums + plan.columns.beta));
+            store_beta_gradient<kErases>(a, d.d_beta, place.batch, place.token, value_head, 0,
+                                         sum_of_slices(plan, sums + plan.columns.beta));
+        if constexpr (kErases) {
+            if (d.d_erase.data) {
+                const std::int64_t row = d.d_erase.offset(place.batch, place.token, value_head);
+                const float* const key =
+                    plan.keys + ((first + i) * a.heads + value_head / a.group) * 2 * kKey + kKey;
+#pragma unroll 1
+                for (int c = lane; c < a.key_dim; c += 32)
+                    store_gradient(d.d_erase.data, d.d_erase.dtype, row + c,
+                                   sum_of_slices(plan, sums + plan.columns.erase + c) * key[c] *
+                                       EraseStrength(a, place.batch, place.token, value_head, c).slope);
+            }
+        }
         if (!of_decay) continue;
         const std::int64_t g_row = a.g.offset(place.batch, place.token, value_head),
                            d_g_row = d.d_g.offset(place.batch, place.token, value_head);

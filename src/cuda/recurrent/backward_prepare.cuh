@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // backward_prepare: the inputs of one window's tokens, in float32 and as the equations take them, into the
-// workspace (BackwardPlan): q and k normalised, decays, v, write strengths, scale * d_o.
+// workspace (BackwardPlan): q and k normalised, decays, erase keys, v, write strengths, scale * d_o.
 //
 // Grid: tokens of the window * (H + HV), a warp each: first the H heads of q and k, then the value heads.
 // The walks read every number of it from each slice of value channels, and twice or three times; here every
@@ -31,7 +31,23 @@ __device__ __forceinline__ void prepare_key(const DeviceArgs& a, const TokenRows
     for (int i = 0; i < kKey / 32; ++i) to[threadIdx.x % 32 + 32 * i] = x[i] * factor;
 }
 
+// Where a rule has erase strengths: the erase key of a value head, erase o k.
 template <int kKey>
+__device__ __forceinline__ void prepare_erase_key(const DeviceArgs& a, const TokenPlace& place,
+                                                  int value_head, float* to) {
+    float x[kKey / 32], squares = 0.0f;
+    load_channels(x, a.k, a.k.offset(place.batch, place.token, value_head / a.group), a.key_dim);
+#pragma unroll
+    for (const float element : x) squares += element * element;
+    const float factor = norm_factor(a, warp_sum(squares));
+#pragma unroll
+    for (int i = 0; i < kKey / 32; ++i) to[threadIdx.x % 32 + 32 * i] = x[i] * factor;
+#pragma unroll 1  // each lane's own channels
+    for (int c = static_cast<int>(threadIdx.x % 32); c < a.key_dim; c += 32)
+        to[c] *= EraseStrength(a, place.batch, place.token, value_head, c).value;
+}
+
+template <int kKey, bool kErases>
 __global__ void __launch_bounds__(kStepThreads)
     backward_prepare(const __grid_constant__ DeviceArgs a, const __grid_constant__ backward::Gradients d,
                      const __grid_constant__ BackwardPlan plan, const __grid_constant__ Window window) {
@@ -71,6 +87,7 @@ __global__ void __launch_bounds__(kStepThreads)
         plan.decays[at * kKey + c] = c < a.key_dim ? decay : 0.0f;
     }
 
+    if constexpr (kErases) prepare_erase_key<kKey>(a, place, value_head, plan.erase_keys + at * kKey);
     const bool takes_betas = answer_for(
         a.algorithm.update, []<Update kUpdate>(UpdateConstant<kUpdate>) { return takes_beta(kUpdate); });
     float* const to = plan.values + at * 3 * plan.value_dim;
@@ -85,7 +102,7 @@ __global__ void __launch_bounds__(kStepThreads)
         if (takes_betas)
             to[plan.value_dim + c] =
                 in ? beta_exact(load_float(a.beta.data, a.beta.dtype, beta_row + c * beta_step),
-                                a.beta_is_logit, a.allow_neg_eigval ? 2.0f : 1.0f)
+                                a.beta_is_logit, most_beta<kErases>(a))
                    : 0.0f;
         to[2 * plan.value_dim + c] =
             in && d.d_o.data ? a.scale * load_float(d.d_o.data, d.d_o.dtype, d_row + c) : 0.0f;

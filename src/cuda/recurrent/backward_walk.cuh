@@ -11,7 +11,13 @@
 //     Z  <- diag(decay) Z                               da += Z S',         with the Z before this line
 //     dv  = dw              (delta rule; else u = v, dv = du)
 //
-// Columns meet only in the sums +=: dq, dk and da (per key channel, or one), and dbeta, if it is one number.
+// With erase strengths (kErases) u = beta v - S'^T e, e the erase key; du as above, and
+//
+//     dv  = beta du         dbeta += v du               dk += Z u
+//     Z  <- Z - e du                                    de -= S' du,        with the Z before this line
+//
+// Columns meet only in the sums +=: dq, dk, de and da (per key channel, or one), and dbeta, if it is one
+// number.
 //
 // Grid: sequences that may have tokens in the window * value heads * slices of 16 value channels, 128
 // threads. Eight lanes hold one column, as in step.cuh (lanes.cuh).
@@ -31,11 +37,15 @@
 //     shared memory, KiB: S'             44.0    40.0    48.0
 //                         inputs         22.5    20.3    25.5
 //                         sums            6.0    12.0    24.0
+//     with erase keys: S'                36.0    32.0    32.0      the same registers and CTAs
+//                         inputs         23.8    21.9    25.1
+//                         sums            8.0    16.0    32.0
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
 #include "cuda/recurrent/backward_derivatives.cuh"
 #include "cuda/recurrent/backward_plan.h"
+#include "cuda/recurrent/erase.cuh"
 #include "cuda/recurrent/lanes.cuh"
 #include "cuda/recurrent/step.cuh"
 #include "cuda/rule.h"
@@ -68,21 +78,30 @@ __device__ __forceinline__ bool corrects_writes(const DeviceArgs& a) {
 }
 
 // What a slice needs of the tokens of a block. Forward walks need no q and d_o.
-template <int kKey>
-struct alignas(16) BlockInputs {
-    static constexpr int kTokens = kBlockTokens<kKey>;
+template <int kKey, bool kErases>
+struct alignas(16) BlockInputs : EraseKeys<kErases, kBlockTokens<kKey, kErases>, kKey> {
+    static constexpr int kTokens = kBlockTokens<kKey, kErases>;
     float k[kTokens][kKey], decay[kTokens][kKey], q[kTokens][kKey];
     float value[kTokens][kWalkRows], beta[kTokens][kWalkRows], d_o[kTokens][kWalkRows];
+
+    // What reads the state.
+    __device__ __forceinline__ const float* reading_key(int i) const {
+        if constexpr (kErases)
+            return this->e[i];
+        else
+            return k[i];
+    }
 };
 
-template <int kKey>
+template <int kKey, bool kErases>
 struct alignas(16) WalkShared {
-    static constexpr int kTokens = kBlockTokens<kKey>, kPieces = kKey / kLanesPerRow / 4;
-    BlockInputs<kKey> inputs[2];
+    static constexpr int kTokens = kBlockTokens<kKey, kErases>, kPieces = kKey / kLanesPerRow / 4,
+                         kSums = kErases ? 4 : 3;
+    BlockInputs<kKey, kErases> inputs[2];
     float4 decayed[kTokens - 1][kPieces][kStepThreads];  // S'; that of the last token stays in registers
-    float sums[2][3][kStepWarps][kKey];                  // dq, dk, da
+    float sums[2][kSums][kStepWarps][kKey];              // dq, dk, da, de
     float scalars[2][2][kStepWarps];                     // da, dbeta
-    float corrections[kTokens][kWalkRows];               // w
+    float corrections[kTokens][kWalkRows];               // w; with erase keys u
 };
 
 // The place of a CTA: a slice of one value head.
@@ -124,8 +143,8 @@ __device__ __forceinline__ void store_slice(const float (&x)[kPerLane], float4* 
 }
 
 // Issues the copies of `count` tokens from the window's token `first` on; whole: with q and d_o.
-template <int kKey>
-__device__ __forceinline__ void fetch_block(BlockInputs<kKey>& to, const DeviceArgs& a,
+template <int kKey, bool kErases>
+__device__ __forceinline__ void fetch_block(BlockInputs<kKey, kErases>& to, const DeviceArgs& a,
                                             const BackwardPlan& plan, const WalkHead& own, std::int64_t first,
                                             int count, bool corrects, bool whole) {
     constexpr int kPieces = kKey / 4, kValuePieces = kWalkRows / 4;
@@ -137,9 +156,11 @@ __device__ __forceinline__ void fetch_block(BlockInputs<kKey>& to, const DeviceA
         copy(&to.k[i][c], keys + kKey);
         copy(&to.decay[i][c], plan.decays + ((first + i) * a.value_heads + own.value_head) * kKey + c);
         if (whole) copy(&to.q[i][c], keys);
+        if constexpr (kErases)
+            copy(&to.e[i][c], plan.erase_keys + ((first + i) * a.value_heads + own.value_head) * kKey + c);
     }
     const int i = static_cast<int>(threadIdx.x) / kValuePieces, c = threadIdx.x % kValuePieces * 4;
-    static_assert(kBlockTokens<kKey> * kValuePieces <= kStepThreads);
+    static_assert(kBlockTokens<kKey, kErases> * kValuePieces <= kStepThreads);
     if (i < count) {
         const float* const values = plan.values +
                                     ((first + i) * a.value_heads + own.value_head) * 3 * plan.value_dim +
@@ -151,15 +172,15 @@ __device__ __forceinline__ void fetch_block(BlockInputs<kKey>& to, const DeviceA
     commit_copies();
 }
 
-// S <- S'; returns the thread's part of S' . k.
-template <int kKey>
-__device__ __forceinline__ float decay_and_read(float (&x)[kKey / kLanesPerRow], const BlockInputs<kKey>& in,
-                                                int i) {
+// S <- S'; returns the thread's part of S' . k, with kErases of S' . e.
+template <int kKey, bool kErases>
+__device__ __forceinline__ float decay_and_read(float (&x)[kKey / kLanesPerRow],
+                                                const BlockInputs<kKey, kErases>& in, int i) {
     float read[2] = {};
 #pragma unroll
     for (int p = 0; p < kKey / kLanesPerRow; p += 4) {
         float decay[4], key[4];
-        load4(decay, in.decay[i] + lane_channel(p)), load4(key, in.k[i] + lane_channel(p));
+        load4(decay, in.decay[i] + lane_channel(p)), load4(key, in.reading_key(i) + lane_channel(p));
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             x[p + e] *= decay[e];
@@ -170,9 +191,9 @@ __device__ __forceinline__ float decay_and_read(float (&x)[kKey / kLanesPerRow],
 }
 
 // S <- S' + k u
-template <int kKey>
-__device__ __forceinline__ void add_write(float (&x)[kKey / kLanesPerRow], const BlockInputs<kKey>& in, int i,
-                                          float write) {
+template <int kKey, bool kErases>
+__device__ __forceinline__ void add_write(float (&x)[kKey / kLanesPerRow],
+                                          const BlockInputs<kKey, kErases>& in, int i, float write) {
 #pragma unroll
     for (int p = 0; p < kKey / kLanesPerRow; p += 4) {
         float key[4];
@@ -183,16 +204,20 @@ __device__ __forceinline__ void add_write(float (&x)[kKey / kLanesPerRow], const
 }
 
 // The state goes over the first `count` tokens of a block.
-template <int kKey>
-__device__ __forceinline__ void advance_block(float (&x)[kKey / kLanesPerRow], const BlockInputs<kKey>& in,
-                                              int count, bool corrects) {
+template <int kKey, bool kErases>
+__device__ __forceinline__ void advance_block(float (&x)[kKey / kLanesPerRow],
+                                              const BlockInputs<kKey, kErases>& in, int count,
+                                              bool corrects) {
     const int own = static_cast<int>(threadIdx.x) / kLanesPerRow;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-        const float read = decay_and_read<kKey>(x, in, i);
+        const float read = decay_and_read(x, in, i);
         float write = in.value[i][own];
-        if (corrects) write = in.beta[i][own] * (write - row_sum(read));
-        add_write<kKey>(x, in, i, write);
+        if constexpr (kErases)
+            write = in.beta[i][own] * write - row_sum(read);
+        else if (corrects)
+            write = in.beta[i][own] * (write - row_sum(read));
+        add_write(x, in, i, write);
     }
 }
 
@@ -223,14 +248,15 @@ __device__ __forceinline__ void sum_columns(const float (&x)[kPerLane], float* t
 }
 
 // The row of partial sums of one token, from the sums of the four warps.
-template <int kKey>
-__device__ __forceinline__ void store_partials(const WalkShared<kKey>& s, int place,
+template <int kKey, bool kErases>
+__device__ __forceinline__ void store_partials(const WalkShared<kKey, kErases>& s, int place,
                                                const PartialColumns& columns, float* row) {
 #pragma unroll
-    for (int which = 0; which < 3; ++which) {
+    for (int which = 0; which < WalkShared<kKey, kErases>::kSums; ++which) {
         const int at = which == 0   ? columns.q
                        : which == 1 ? columns.k
-                                    : columns.decay,
+                       : which == 2 ? columns.decay
+                                    : columns.erase,
                   p = (static_cast<int>(threadIdx.x) + kStepThreads - which * (kKey / 4) % kStepThreads) %
                       kStepThreads;  // other threads for each, where one needs not all of them
         if (at < 0 || p >= kKey / 4) continue;
@@ -261,12 +287,12 @@ __device__ __forceinline__ void load_start(StateRow<kKey>& state, const DeviceAr
         for (float& x : state.x) x = 0.0f;
 }
 
-template <int kKey>
+template <int kKey, bool kErases>
 __global__ void __launch_bounds__(kStepThreads)
     backward_advance(const __grid_constant__ DeviceArgs a, const __grid_constant__ BackwardPlan plan,
                      const __grid_constant__ Window window) {
-    constexpr int kTokens = kBlockTokens<kKey>;
-    __shared__ BlockInputs<kKey> inputs[2];
+    constexpr int kTokens = kBlockTokens<kKey, kErases>;
+    __shared__ BlockInputs<kKey, kErases> inputs[2];
     const int slices = a.value_heads * plan.slices;
     const WalkHead own(a, plan, static_cast<int>(blockIdx.x) % slices);
     const std::int64_t n =
@@ -279,7 +305,7 @@ __global__ void __launch_bounds__(kStepThreads)
         return static_cast<int>(min(part.last - at, std::int64_t{kTokens}));
     };
     const auto fetch = [&](std::int64_t at, int place) {
-        fetch_block<kKey>(inputs[place], a, plan, own, at, count(at), corrects, false);
+        fetch_block(inputs[place], a, plan, own, at, count(at), corrects, false);
     };
     StateRow<kKey> state;
     fetch(part.first, 0);
@@ -293,23 +319,24 @@ __global__ void __launch_bounds__(kStepThreads)
             commit_copies();
         wait_copies<1>();
         __syncthreads();
-        advance_block<kKey>(state.x, inputs[place], count(at), corrects);
+        advance_block(state.x, inputs[place], count(at), corrects);
         __syncthreads();
     }
     store_slice(state.x, plan.window_states, own.at(plan, window.index * plan.rows + part.row));
 }
 
 // The walk of one sequence over one window.
-template <int kKey>
+template <int kKey, bool kErases>
 struct BackwardWalk {
-    static constexpr int kTokens = kBlockTokens<kKey>, kPerLane = kKey / kLanesPerRow;
+    using Inputs = BlockInputs<kKey, kErases>;
+    static constexpr int kTokens = kBlockTokens<kKey, kErases>, kPerLane = kKey / kLanesPerRow;
 
     const DeviceArgs& a;
     const backward::Gradients& d;
     const BackwardPlan& plan;
     const Window& window;
     const WalkHead own;
-    WalkShared<kKey>& s;
+    WalkShared<kKey, kErases>& s;
     const bool corrects;
     const std::int64_t n;  // the sequence
     const Part part;
@@ -331,7 +358,7 @@ struct BackwardWalk {
         // Visit x: of block first_block + x forwards, then of the blocks from the last on.
         const auto fetch = [&](std::int64_t x) {
             const std::int64_t j = x < forward ? first_block + x : last_block - (x - forward);
-            fetch_block<kKey>(s.inputs[x % 2], a, plan, own, first(j), count(j), corrects, x >= forward);
+            fetch_block(s.inputs[x % 2], a, plan, own, first(j), count(j), corrects, x >= forward);
         };
         fetch(0);
         StateRow<kKey> state, Z;
@@ -350,11 +377,11 @@ struct BackwardWalk {
                 commit_copies();
             wait_copies<1>();
             __syncthreads();
-            const BlockInputs<kKey>& in = s.inputs[x % 2];
+            const Inputs& in = s.inputs[x % 2];
             if (x < forward) {
                 // A block that one sequence enters and another leaves: the one that leaves has this place.
                 store_slice(state.x, plan.block_states, own.at(plan, first_block + x));
-                advance_block<kKey>(state.x, in, count(first_block + x), corrects);
+                advance_block(state.x, in, count(first_block + x), corrects);
             } else {
                 const std::int64_t j = last_block - (x - forward);
                 if (x > forward) load_slice(state.x, plan.block_states, own.at(plan, j));
@@ -373,13 +400,15 @@ struct BackwardWalk {
     }
 
     // From the state before a block: S' of all its tokens; that of the last stays in x. Also w.
-    __device__ __forceinline__ void keep_decayed(float (&x)[kPerLane], const BlockInputs<kKey>& in,
-                                                 int tokens) {
+    __device__ __forceinline__ void keep_decayed(float (&x)[kPerLane], const Inputs& in, int tokens) {
 #pragma unroll 1
         for (int i = 0; i < tokens; ++i) {
-            const float read = decay_and_read<kKey>(x, in, i);
+            const float read = decay_and_read(x, in, i);
             float write = in.value[i][column()];
-            if (corrects) {
+            if constexpr (kErases) {
+                write = in.beta[i][column()] * write - row_sum(read);
+                if (leads()) s.corrections[i][column()] = write;
+            } else if (corrects) {
                 write -= row_sum(read);
                 if (leads()) s.corrections[i][column()] = write;
                 write *= in.beta[i][column()];
@@ -388,15 +417,14 @@ struct BackwardWalk {
 #pragma unroll
             for (int p = 0; p < kPerLane; p += 4)
                 s.decayed[i][p / 4][threadIdx.x] = float4{x[p], x[p + 1], x[p + 2], x[p + 3]};
-            add_write<kKey>(x, in, i, write);
+            add_write(x, in, i, write);
         }
         __syncwarp();  // w is for the lanes of its column
     }
 
     // Z goes from the end of a block to its start. x: S' of its last token. begin_of: its first token.
-    __device__ __forceinline__ void walk_back(float (&x)[kPerLane], float (&z)[kPerLane],
-                                              const BlockInputs<kKey>& in, std::int64_t begin_of,
-                                              int tokens) {
+    __device__ __forceinline__ void walk_back(float (&x)[kPerLane], float (&z)[kPerLane], const Inputs& in,
+                                              std::int64_t begin_of, int tokens) {
         const bool wants_q = plan.columns.q >= 0, wants_k = plan.columns.k >= 0,
                    wants_channels = plan.columns.decay >= 0, wants_decay = plan.columns.token_decay >= 0;
         const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -409,7 +437,8 @@ struct BackwardWalk {
             }
             const float d_o = in.d_o[i][column()];
             const float beta = corrects ? in.beta[i][column()] : 1.0f,
-                        w = corrects ? s.corrections[i][column()] : in.value[i][column()], write = beta * w;
+                        w = corrects ? s.corrections[i][column()] : in.value[i][column()],
+                        write = kErases ? w : beta * w;
             float part[kPerLane], d_write[2] = {};
 #pragma unroll
             for (int p = 0; p < kPerLane; p += 4) {
@@ -423,18 +452,24 @@ struct BackwardWalk {
                 }
             }
             if (wants_q) sum_columns(part, s.sums[place][0][warp]);
-            const float d_u = row_sum(d_write[0] + d_write[1]), d_w = beta * d_u;
+            // d_w: of what the read is taken from.
+            const float d_u = row_sum(d_write[0] + d_write[1]), d_w = kErases ? d_u : beta * d_u;
 #pragma unroll
             for (int p = 0; p < kPerLane; ++p) {
                 part[p] = z[p] * write;
-                if (corrects) part[p] -= x[p] * d_w;
+                if (!kErases && corrects) part[p] -= x[p] * d_w;
             }
             if (wants_k) sum_columns(part, s.sums[place][1][warp]);
+            if constexpr (kErases) {
+#pragma unroll
+                for (int p = 0; p < kPerLane; ++p) part[p] = -x[p] * d_w;
+                if (plan.columns.erase >= 0) sum_columns(part, s.sums[place][3][warp]);
+            }
             float of_decay = 0.0f;
 #pragma unroll
             for (int p = 0; p < kPerLane; p += 4) {
                 float decay[4], key[4];
-                load4(decay, in.decay[i] + lane_channel(p)), load4(key, in.k[i] + lane_channel(p));
+                load4(decay, in.decay[i] + lane_channel(p)), load4(key, in.reading_key(i) + lane_channel(p));
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     if (corrects) z[p + e] -= key[e] * d_w;
@@ -448,37 +483,39 @@ struct BackwardWalk {
                 of_decay = warp_sum(of_decay);
                 if (threadIdx.x % 32 == 0) s.scalars[place][0][warp] = of_decay;
             }
-            const float d_beta = w * d_u;
+            const float d_beta = (kErases ? in.value[i][column()] : w) * d_u;
             if (plan.columns.beta >= 0) {
                 float all = d_beta;  // every lane of a column has it
                 all += __shfl_xor_sync(0xffffffffu, all, 16);
                 all += __shfl_xor_sync(0xffffffffu, all, 8);
                 if (threadIdx.x % 32 == 0) s.scalars[place][1][warp] = all;
             }
-            if (leads() && own.row() < a.value_dim) store_values(begin_of + i, d_w, d_beta);
+            if (leads() && own.row() < a.value_dim)
+                store_values(begin_of + i, kErases ? beta * d_u : d_w, d_beta);
             __syncthreads();
             if (plan.columns.count > 0)
-                store_partials<kKey>(s, place, plan.columns,
-                                     plan.partials + own.at(plan, begin_of + i) * plan.columns.count);
+                store_partials(s, place, plan.columns,
+                               plan.partials + own.at(plan, begin_of + i) * plan.columns.count);
         }
     }
 
     // What belongs to one value channel of a token, counted from the window's start.
-    __device__ __forceinline__ void store_values(std::int64_t token, float d_w, float d_beta) {
+    __device__ __forceinline__ void store_values(std::int64_t token, float d_v, float d_beta) {
         const std::int64_t batch = a.cu_seqlens ? 0 : n, at = part.token + token - part.first;
         const int row = own.row();
         if (d.d_v.data)
-            store_gradient(d.d_v.data, d.d_v.dtype, d.d_v.offset(batch, at, own.value_head) + row, d_w);
+            store_gradient(d.d_v.data, d.d_v.dtype, d.d_v.offset(batch, at, own.value_head) + row, d_v);
         if (d.d_beta.data && a.beta_per_value)
-            store_beta_gradient(a, d.d_beta, batch, at, own.value_head, row, d_beta);
+            store_beta_gradient<kErases>(a, d.d_beta, batch, at, own.value_head, row, d_beta);
     }
 };
 
-template <int kKey>
+template <int kKey, bool kErases>
 __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
     backward_walk(const __grid_constant__ DeviceArgs a, const __grid_constant__ backward::Gradients d,
                   const __grid_constant__ BackwardPlan plan, const __grid_constant__ Window window) {
-    static_assert(sizeof(WalkShared<kKey>) <= 99 * 1024);  // what a CTA has on sm_86, sm_89 and sm_120
+    using Shared = WalkShared<kKey, kErases>;
+    static_assert(sizeof(Shared) <= 99 * 1024);  // what a CTA has on sm_86, sm_89 and sm_120
     extern __shared__ __align__(16) unsigned char memory[];
     const int slices = a.value_heads * plan.slices;
     const WalkHead own(a, plan, static_cast<int>(blockIdx.x) % slices);
@@ -490,9 +527,8 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
         const Part part = part_of(a, window, n);
         if (part.token >= window.end) break;  // so do those behind it
         if (part.first >= part.last) continue;
-        BackwardWalk<kKey> walk{
-            a, d,   plan, window, own, *reinterpret_cast<WalkShared<kKey>*>(memory), corrects_writes(a),
-            n, part};
+        BackwardWalk<kKey, kErases> walk{
+            a, d, plan, window, own, *reinterpret_cast<Shared*>(memory), corrects_writes(a), n, part};
         walk.run();
     }
 }
