@@ -2,11 +2,10 @@
 // What follows the walks of a window: the sums that they left per slice of value channels (`partials`) become
 // gradients. And what a call ends with. Every sum has one order.
 //
-//   backward_keys        dq, dk: over slices, then over the value heads of a group; norm. With erase
-//                        strengths dk has erase o de besides.
-//   backward_heads       dg, dbeta, derase = k o de: over slices; gate and sigmoid. Summands of dA_log and
-//   ddt_bias, added
-//                        over 64 tokens: a row of `parameters`. Zeros for tokens that no sequence has.
+//   backward_heads       dg, dbeta: over slices; gate and sigmoid. Summands of dA_log and ddt_bias, added
+//                        over 64 tokens: a row of `parameters`. Zeros for tokens that no sequence has. Of
+//                        the erase key e = erase o k: derase, and its part of dk.
+//   backward_keys        dq, dk: over slices, then over the value heads of a group; norm.
 //   backward_parameters  dA_log, ddt_bias: the rows of `parameters`, added in float64.
 //   backward_untouched   d_initial of sequences without tokens: it is d_final.
 //
@@ -17,9 +16,9 @@
 //   backward_untouched   sequences * HV * slices of 16 value channels; four warps
 //
 // Budgets on sm_90, K = 64, 128, 256 (one number: the same for all):
-//                        registers      shared memory, KiB
+//                        registers      shared memory, KiB       ( ): with erase keys
 //   backward_keys        32, 40, 48     none
-//   backward_heads       91             2.03, 4.03, 8.03
+//   backward_heads       91 (95)        2.03, 4.03, 8.03
 //   backward_parameters  32             2
 //   backward_untouched   27, 34, 50     none
 #pragma once
@@ -43,8 +42,8 @@ __device__ __forceinline__ float sum_of_slices(const BackwardPlan& plan, const f
     return all;
 }
 
-// The gradient of one head's q (column plan.columns.q) or k. kErases: of a k that is a factor of erase keys.
-template <int kKey, bool kErases>
+// The gradient of one head's q (column plan.columns.q) or k.
+template <int kKey>
 __device__ __forceinline__ void finish_key(const DeviceArgs& a, const BackwardPlan& plan,
                                            const TokenRows& rows, const TokenRows& d_rows, int column,
                                            const TokenPlace& place, std::int64_t own, int head) {
@@ -56,13 +55,7 @@ __device__ __forceinline__ void finish_key(const DeviceArgs& a, const BackwardPl
                          column + threadIdx.x % 32;
     for (int i = 0; place.in_sequence && i < a.group; ++i, first += row_of_head)
 #pragma unroll
-        for (int c = 0; c < kPerLane; ++c) {
-            all[c] += sum_of_slices(plan, first + 32 * c);
-            const int channel = static_cast<int>(threadIdx.x % 32) + 32 * c;
-            if (kErases && channel < a.key_dim)
-                all[c] += sum_of_slices(plan, first - column + plan.columns.erase + 32 * c) *
-                          EraseStrength(a, place.batch, place.token, head * a.group + i, channel).value;
-        }
+        for (int c = 0; c < kPerLane; ++c) all[c] += sum_of_slices(plan, first + 32 * c);
     if (place.in_sequence) {
         store_key_gradient(a, rows, d_rows, place.batch, place.token, head, all);
     } else {
@@ -72,7 +65,7 @@ __device__ __forceinline__ void finish_key(const DeviceArgs& a, const BackwardPl
     }
 }
 
-template <int kKey, bool kErases>
+template <int kKey>
 __global__ void __launch_bounds__(kStepThreads)
     backward_keys(const __grid_constant__ DeviceArgs a, const __grid_constant__ backward::Gradients d,
                   const __grid_constant__ BackwardPlan plan, const __grid_constant__ Window window) {
@@ -80,8 +73,8 @@ __global__ void __launch_bounds__(kStepThreads)
     const int head = static_cast<int>(warp % a.heads);
     if (own >= window.tokens()) return;
     const TokenPlace place = place_of_token(a, window, own);
-    finish_key<kKey, false>(a, plan, a.q, d.d_q, plan.columns.q, place, own, head);
-    finish_key<kKey, kErases>(a, plan, a.k, d.d_k, plan.columns.k, place, own, head);
+    finish_key<kKey>(a, plan, a.q, d.d_q, plan.columns.q, place, own, head);
+    finish_key<kKey>(a, plan, a.k, d.d_k, plan.columns.k, place, own, head);
 }
 
 // The row of one token and value head, written with zeros. channels: 1 where it has one number.
@@ -91,6 +84,26 @@ __device__ __forceinline__ void store_zeros(const TokenRows& rows, const TokenPl
     const std::int64_t row = rows.offset(place.batch, place.token, head);
     for (int c = static_cast<int>(threadIdx.x % 32); c < channels; c += 32)
         store_gradient(rows.data, rows.dtype, row + c * rows.last, 0.0f);
+}
+
+// From the gradient of a token's erase key, erase o k, to that of its erase strengths. What k gets is added
+// to the first slice's row, for backward_keys.
+template <int kKey>
+__device__ __forceinline__ void finish_erase_key(const DeviceArgs& a, const backward::Gradients& d,
+                                                 const BackwardPlan& plan, const TokenPlace& place,
+                                                 std::int64_t own, int value_head) {
+    float* const sums =
+        plan.partials + (own * a.value_heads + value_head) * std::int64_t{plan.slices} * plan.columns.count;
+    const float* const key = plan.keys + (own * a.heads + value_head / a.group) * 2 * kKey + kKey;
+    const std::int64_t row = d.d_erase.offset(place.batch, place.token, value_head);
+#pragma unroll 1
+    for (int c = static_cast<int>(threadIdx.x % 32); c < a.key_dim; c += 32) {
+        const float gradient = sum_of_slices(plan, sums + plan.columns.erase + c);
+        const EraseStrength strength(a, place.batch, place.token, value_head, c);
+        if (plan.columns.k >= 0) sums[plan.columns.k + c] += gradient * strength.value;
+        if (d.d_erase.data)
+            store_gradient(d.d_erase.data, d.d_erase.dtype, row + c, gradient * key[c] * strength.slope);
+    }
 }
 
 template <int kKey, bool kErases>
@@ -125,18 +138,8 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
         if (plan.columns.beta >= 0 && lane == 0)
             store_beta_gradient<kErases>(a, d.d_beta, place.batch, place.token, value_head, 0,
                                          sum_of_slices(plan, sums + plan.columns.beta));
-        if constexpr (kErases) {
-            if (d.d_erase.data) {
-                const std::int64_t row = d.d_erase.offset(place.batch, place.token, value_head);
-                const float* const key =
-                    plan.keys + ((first + i) * a.heads + value_head / a.group) * 2 * kKey + kKey;
-#pragma unroll 1
-                for (int c = lane; c < a.key_dim; c += 32)
-                    store_gradient(d.d_erase.data, d.d_erase.dtype, row + c,
-                                   sum_of_slices(plan, sums + plan.columns.erase + c) * key[c] *
-                                       EraseStrength(a, place.batch, place.token, value_head, c).slope);
-            }
-        }
+        if constexpr (kErases)
+            if (plan.columns.erase >= 0) finish_erase_key<kKey>(a, d, plan, place, first + i, value_head);
         if (!of_decay) continue;
         const std::int64_t g_row = a.g.offset(place.batch, place.token, value_head),
                            d_g_row = d.d_g.offset(place.batch, place.token, value_head);

@@ -47,14 +47,14 @@ void launch_backward(const Call& call, const backward::Gradients& d, const Backw
                                               .threads = kStepThreads,
                                               .shared_bytes = sizeof(WalkShared<kKey, kErases>)},
                                              call.stream, a, d, plan, window);
-        if (d.keys())
-            launch<backward_keys<kKey, kErases>>(
-                {.blocks = blocks(window.tokens() * a.heads, kStepWarps), .threads = kStepThreads},
-                call.stream, a, d, plan, window);
-        if (d.decay() || d.d_beta.data || d.d_erase.data || (a.cu_seqlens && d.d_v.data))
+        if (d.decay() || d.d_beta.data || plan.columns.erase >= 0 || (a.cu_seqlens && d.d_v.data))
             launch<backward_heads<kKey, kErases>>(
                 {.blocks = blocks(window.tokens(), kParameterTokens) * a.value_heads,
                  .threads = kFinishThreads},
+                call.stream, a, d, plan, window);
+        if (d.keys())
+            launch<backward_keys<kKey>>(
+                {.blocks = blocks(window.tokens() * a.heads, kStepWarps), .threads = kStepThreads},
                 call.stream, a, d, plan, window);
     };
     for (std::int64_t group = 0; group < plan.groups; ++group) {
