@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear attention kernels: KDA, GDN, GLA, Lightning, DeltaNet and their relatives.
 
-Calls are differentiable, on CPUs and GPUs (GDN-2: CPUs); what has no gradient raises NotImplementedError.
+Calls are differentiable, on CPUs and GPUs; what has no gradient raises NotImplementedError.
 
     import cula
     o, state = cula.cula_kda(q, k, v, g, beta, output_final_state=True)  # a prompt
