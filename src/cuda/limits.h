@@ -60,13 +60,6 @@ inline Support takes(Algorithm algorithm) {
     return Support::no("has no kernel for " + std::string(name(algorithm)));
 }
 
-// What the kernels in chunks do not take: they read with the keys that they write with.
-inline Support reads_with_keys(const Problem& problem) {
-    if (!takes_erase(problem.algorithm.update)) return Support::yes();
-    return Support::no("reads the state with the key that it writes with, and " +
-                       std::string(name(problem.algorithm)) + " has an erase key for that");
-}
-
 inline Support supports_any(const Problem& problem) {
     if (problem.device.compute_capability < 80)
         return Support::no("needs compute capability 8.0, this device has " +
