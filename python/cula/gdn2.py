@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated DeltaNet 2 under the names and conventions of FLA (`fla.ops.gdn2`): b is the erase strength, w the
-write strength. Both functions are differentiable as `cula.api` says; CPUs alone have kernels for them."""
+write strength. Both functions are differentiable as `cula.api` says."""
 
 from __future__ import annotations
 
