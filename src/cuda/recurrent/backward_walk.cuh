@@ -462,7 +462,7 @@ struct BackwardWalk {
             if (wants_k) sum_columns(part, s.sums[place][1][warp]);
             if constexpr (kErases) {
 #pragma unroll
-                for (int p = 0; p < kPerLane; ++p) part[p] = -x[p] * d_w;
+                for (int p = 0; p < kPerLane; ++p) part[p] = 0.0f - x[p] * d_w;  // no -0 of a state of zeros
                 if (plan.columns.erase >= 0) sum_columns(part, s.sums[place][3][warp]);
             }
             float of_decay = 0.0f;
