@@ -60,8 +60,8 @@ def sanitizer() -> list[str]:
             for tool, found in result["tools"].items()
         ]
         caption = f"compute-sanitizer {result['sanitizer']}; {_caption(result)}"
-        lines += [*prose(caption), "", *table(["tool", "calls watched", "errors", "warnings"], rows)]
-    return lines or _none("sanitize")
+        lines += [*prose(caption), "", *table(["tool", "calls watched", "errors", "warnings"], rows), ""]
+    return lines[:-1] or _none("sanitize")
 
 
 def fuzz() -> list[str]:
