@@ -513,9 +513,10 @@ inline void Case::make_gates(std::int64_t B, std::int64_t T, std::int64_t heads,
     args.allow_neg_eigval = args.beta_is_logit && draw_.is("allow_neg_eigval", 4);
     const Dtype dtype = gate_dtype("beta_dtype");
     std::vector<std::int64_t> sizes{B, T, heads};
-    // One write strength per value channel: token by token only.
+    // One write strength per value channel: token by token only, unless erase strengths erase.
     const bool erases = takes_erase(args.algorithm.update);
-    if (target == "sm80:step" && (erases || pass != Pass::kSegment) && draw_.is("beta_per_value", 4))
+    if ((erases || (target == "sm80:step" && pass != Pass::kSegment)) &&
+        draw_.is("beta_per_value", erases ? 2 : 4))
         sizes.push_back(args.v.size[3]);
     // A third of the tokens writes nothing, or next to nothing; logits that are this low still count
     // (kLeastBeta in src/cuda/backward/saved.cuh).

@@ -20,7 +20,7 @@ NARROW = {
     "gate_dtype": torch.bfloat16,
     "state_dtype": torch.bfloat16,
 }
-TOKENS = ("q", "k", "v", "g", "beta", "o")
+TOKENS = ("q", "k", "v", "g", "beta", "erase", "o")
 pytestmark = pytest.mark.large
 
 

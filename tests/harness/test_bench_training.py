@@ -275,7 +275,7 @@ def test_a_small_suite_from_end_to_end(monkeypatch, tmp_path, cudnn, capsys):
     assert [each["impl"] for each in found["cases"]] == ["cula", "fla", "cudnn"] * 4
     assert {each["reason"] for each in found["refused"]} == {"wrong compiler"}
     for each in found["cases"]:
-        assert set(each["rel_err_gradients"]) == set(training_tables.GRADIENTS)
+        assert set(each["rel_err_gradients"]) == {*training_tables.GRADIENTS} - {"erase"}  # of gdn2 alone
         assert (each["peak_gb"], each["pass"], each["rel_err_out"]) == (2.5, "train", None)
 
     monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path)])

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// gradient_channel: d_q, d_k, d_g, d_beta <- what the walks saved, q, k, gate, beta, with one decay per
-// channel
+// gradient_channel: d_q, d_k, d_g, d_beta or d_erase <- what the walks saved, q, k, gate, beta or erase, with
+// one decay per channel
 //
 // For a chunk, in the letters of ALGORITHM.md (S before it, Z = d loss / d state after it; additive rules
 // have no dL, dK^ and dbeta):

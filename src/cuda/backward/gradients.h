@@ -23,7 +23,7 @@ struct Gradients {
     TokenRows d_q, d_k;  // [B, T, H, K]
     TokenRows d_v;       // [B, T, HV, V]
     TokenRows d_g;       // [B, T, HV, K] or [B, T, HV]
-    TokenRows d_beta;    // [B, T, HV] or, token by token alone, [B, T, HV, V]
+    TokenRows d_beta;    // [B, T, HV], or [B, T, HV, V] token by token and with erase strengths
     ParameterGradient d_A_log, d_dt_bias;
     States d_initial;   // [N, HV, V, K]
     TokenRows d_erase;  // [B, T, HV, K]

@@ -15,8 +15,8 @@
 // Of a rule with erase strengths erase_operands comes before all of these, and value_gradients before
 // zero_tail; in between d_v is the gradient of beta o v.
 //
-// If nothing but d_v and d_initial is wanted, there are no sweep and no gradients, and the return walks
-// alone.
+// If nothing but d_v, d_initial and, with erase strengths, d_beta is wanted, there are no sweep and no
+// gradients, and the return walks alone.
 //
 // A prefill with Args::saved is the first half of such a call, of one slab, and the backward that gets what
 // it saved is the second:
@@ -172,7 +172,7 @@ private:
         if constexpr (kErasable)
             if (plan_.shape.erases) {
                 chunked::launch_erase_operands<T, kKey>(call_, workspace_.erase);
-                early_ = EarlyStarts(call_.follows, true);
+                early_ = EarlyStarts(call_.follows, chunked::EraseOperands<T>::rows(call_.args) > 0);
             }
     }
 

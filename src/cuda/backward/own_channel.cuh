@@ -18,14 +18,15 @@ struct EraseColumn {};
 template <class T>
 struct EraseColumn<T, true> {
     const T* first;
-    int pitch, count;
+    std::int64_t pitch;
+    int count;
 
     template <int kKey>
     __device__ __forceinline__ EraseColumn(const DeviceArgs& a, const ChannelPlace& place,
                                            const Patch<kKey>& patch, int value_head)
         : first(static_cast<const T*>(a.erase_keys.data) +
                 a.erase_keys.offset(place.batch, place.begin + patch.token, value_head) + patch.channel),
-          pitch(static_cast<int>(a.erase_keys.token)),
+          pitch(a.erase_keys.token),
           count(patch.channel < a.key_dim ? place.count - patch.token : 0) {}
 
     __device__ __forceinline__ void load(std::uint32_t (&words)[kHalf]) const {

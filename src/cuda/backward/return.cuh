@@ -21,7 +21,8 @@
 // the first; dO is read from the stage where a product needs it. Of a compensated chunk A, T, dU and dV have
 // a low word each, the latter two only in registers.
 //
-// Saved (backward/saved.cuh): Z before it changes, and dO and dV rounded to T. dV is also the gradient of v.
+// Saved (backward/saved.cuh): Z before it changes, and dO and dV rounded to T. dV is also the gradient of v
+// (with erase strengths of beta o v).
 //
 // Shared memory: the stages of the carry, with dO where that has V. Registers: 255, one CTA per
 // multiprocessor. K = 256 spills: Z alone takes 128 registers.

@@ -135,8 +135,7 @@ struct EraseStrengths<T, true> {
                                           int head, int count, int channel, int key_dim, int half) {
         const int token = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half;
         const bool wide = rows.dtype == Dtype::kFloat32, in = token < count && channel < key_dim;
-        const std::int64_t at =
-            rows.offset(batch, first_token, head) + channel + (in ? token * static_cast<int>(rows.token) : 0);
+        const std::int64_t at = rows.offset(batch, first_token + (in ? token : 0), head) + channel;
         const auto* const bytes = static_cast<const unsigned char*>(rows.data) + at * (wide ? 4 : 2);
 #pragma unroll
         for (int w = 0; w < 4; ++w) word[0][w] = word[1][w] = 0u;
@@ -156,7 +155,8 @@ struct EraseStrengths<T, true> {
 
 private:
     static __device__ __forceinline__ void load_if(Words& words, const void* from, bool in) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+        // Not by way of the read-only cache: a kernel of the same call may have written them.
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.v4.b32 {%0, %1, %2, %3}, [%4]; }"
                      : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
                      : "l"(from), "r"(static_cast<int>(in)));
     }

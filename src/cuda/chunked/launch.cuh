@@ -4,6 +4,7 @@
 //
 //   schedule         chunks and segments from cu_seqlens; skipped unless the call is packed and not by_warp
 //   prepare_*        chunk operands; skipped where the carry prepares them itself or where they were kept
+//                    (of a rule with erase strengths erase_operands comes before the first slab)
 //   then, by strategy (plan.h):
 //     Fused          one kernel, instead of prepare
 //     Whole          carry: outputs and final states
@@ -337,8 +338,8 @@ public:
     }
 
 private:
-    // With the erase keys and the values of a rule with erase strengths, in a kernel before the others. What
-    // a segment call has kept has both.
+    // With the values of a rule with erase strengths, in a kernel before the others. What a segment call has
+    // kept has them.
     void launch_erasing(const Call& call) const {
         const Layout workspace(plan_, call.workspace, call.kept, plan_.found);
         if (!plan_.found) launch_erase_operands<T, Carry::kKey>(call, workspace.erase);
@@ -369,11 +370,12 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
     if (in_segments && !args.beta_is_logit) refuse("its segments take write strengths as logits");
 
     PrefillShape shape = shape_of(problem, traits.chunk_tokens);
-    shape.converts_erase =
-        shape.erases && EraseOperands<typename Carry::Type>::converts(token_rows(args.erase));
     shape.kept =
         (args.keep || args.kept.data) &&
         static_cast<std::size_t>(shape.chunks) * shape.value_heads * traits.operand_bytes <= kKeptBytes;
+    // What is kept is laid out alike however erase strengths come.
+    shape.converts_erase =
+        shape.erases && (shape.kept || EraseOperands<typename Carry::Type>::converts(token_rows(args.erase)));
     // What does not fit was not kept either.
     const bool found = shape.kept && args.kept.data;
     // b_alone: of a segment call that makes B alone, whose first segments need no M. With packed sequences

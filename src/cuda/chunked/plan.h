@@ -113,7 +113,7 @@ struct PrefillShape {
     bool kept = false;       // maps are made in any case, and chunk operands stay until a prefill reads them
     bool from_zero = false;  // no one needs the M of a sequence's first segment
     bool erases = false;     // a rule with erase strengths (erase_operands.cuh)
-    bool converts_erase = false;         // which are no rows that prepare_channel reads
+    bool converts_erase = false;         // its erase strengths come in rows that prepare_channel cannot read
     std::span<const double> costs = {};  // Problem::costs
 };
 
@@ -392,10 +392,9 @@ private:
 
     double prepare(const Lengths& of) const {
         if (carry_.operand_bytes == 0) return 0.0;
-        // Of erase strengths one more: three rows of K and three of V channels of 16 bits.
+        // Of erase strengths one more, which reads v and beta and writes their product, 16 bits each.
         const double rows = static_cast<double>(heads(of)) * of.chunks * carry_.chunk_tokens,
-                     erase = estimate_.machine.kernel +
-                             6.0 * rows * (shape_.key_dim + shape_.value_dim) / estimate_.copy_rate();
+                     erase = estimate_.machine.kernel + 6.0 * rows * shape_.value_dim / estimate_.copy_rate();
         return estimate_.machine.kernel + (shape_.erases ? erase : 0.0) +
                costs_.prepare * static_cast<double>(heads(of)) * of.chunks / multiprocessors_;
     }

@@ -38,7 +38,8 @@
 // a power of two that brings tokens of any size into its range.
 // Operands whose factors may grow are two bf16 words each.
 //
-// Budgets on sm_90: 168 registers, three CTAs per multiprocessor; 37.1, 53.1, 52.8 KiB for K = 64, 128, 256.
+// Budgets on sm_90: 168 registers, three CTAs per multiprocessor (kErases: at most 255,
+// two); 37.1, 53.1, 52.8 KiB for K = 64, 128, 256.
 #pragma once
 
 #include <algorithm>

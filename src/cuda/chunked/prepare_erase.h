@@ -26,7 +26,7 @@ CULA_HOST_DEVICE std::int64_t width_of_rows(std::int64_t channels) { return (cha
 template <class T>
 struct EraseOperands {
     T* keys = nullptr;           // [B, T, HV, K]; of backward calls
-    float* strengths = nullptr;  // likewise; where prepare_channel cannot read them as they came
+    float* strengths = nullptr;  // [B, T, HV, K]; where prepare_channel cannot read them as they came
     T* values = nullptr;         // [B, T, HV, V]
 
     // Whether prepare_channel cannot read erase strengths as they came: in whole pieces, of T or float32.

@@ -24,7 +24,7 @@ inline constexpr int kWalkRows = 16;  // value channels of a slice, which is wha
 
 // Tokens of a block. Their decayed states take 40 to 48 KiB of shared memory (backward_walk.cuh), so that
 // three CTAs fit on a multiprocessor of sm_90 (K = 256: two), and one where a CTA has 99 KiB.
-// With erase keys they are fewer, so that as many CTAs fit.
+// With erase keys they are fewer and take 32 to 36 KiB, so that as many CTAs fit.
 template <int kKey, bool kErases>
 inline constexpr int kBlockTokens = kErases      ? (kKey > 128 ? 3 : 640 / kKey)
                                     : kKey > 128 ? 4
