@@ -4,10 +4,10 @@
 #pragma once
 
 #include "cuda/chunked/block.cuh"
+#include "cuda/pipe/tensor_maps.h"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "cuda/pipe/tensor_maps.h"
 
 namespace cula::cuda::sm90 {
 
