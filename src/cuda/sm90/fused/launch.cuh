@@ -3,10 +3,10 @@
 #pragma once
 
 #include "cuda/chunked/launch.cuh"
+#include "cuda/pipe/tensor_maps.h"
 #include "cuda/sm90/fused/kernel.cuh"
 #include "cuda/sm90/fused/rule.h"
 #include "cuda/sm90/launch.h"
-#include "cuda/pipe/tensor_maps.h"
 
 namespace cula::cuda::sm90 {
 

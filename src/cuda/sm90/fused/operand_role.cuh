@@ -22,8 +22,8 @@
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/fused/out_of_range.cuh"
-#include "cuda/tile/value_rows.cuh"
 #include "cuda/tile/gate.cuh"
+#include "cuda/tile/value_rows.cuh"
 
 namespace cula::cuda::sm90 {
 
