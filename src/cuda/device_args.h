@@ -116,8 +116,8 @@ struct DeviceArgs {
     // A reversed walk: [N], false: zeros are stored in place of the sequence's final state.
     const bool* has_final = nullptr;
 
-    // Of rules with erase strengths: the strengths, and, of backward calls in chunks, the erase keys that
-    // follow from them (chunked/erase_operands.cuh), [B, T, HV, K].
+    // Of rules with erase strengths: the strengths, and, for the gradient kernel, the erase keys that follow
+    // from them (chunked/erase_operands.cuh), [B, T, HV, K].
     TokenRows erase, erase_keys;
 };
 

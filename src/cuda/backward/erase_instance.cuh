@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "cuda/backward/gradient_channel.cuh"
-#include "cuda/backward/launch_erase.h"
+#include "cuda/backward/launch_gradients.cuh"
 #include "cuda/backward/value_gradients.cuh"
 #include "cuda/chunked/prepare_erase.h"
 #include "cuda/chunked/target.h"
@@ -14,11 +13,7 @@ template <class T, int kKey>
 void launch_erase_gradients(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
                             const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
                             chunked::EarlyStarts& early) {
-    using Of = GradientChannel<T, kKey>;
-    const auto blocks =
-        static_cast<std::size_t>(schedule.slab_end - schedule.slab_begin) * static_cast<std::size_t>(a.heads);
-    launch<gradient_channel<T, kKey, kKernelsOf<Update::kErase>, true>>(
-        early({blocks, Of::kThreads, Of::kSharedBytes}), call.stream, a, schedule, d, saved, scratch);
+    launch_channel<T, kKey, kKernelsOf<Update::kErase>, true>(call, a, schedule, d, saved, scratch, early);
 }
 
 template <class T, int kKey>

@@ -32,7 +32,6 @@
 #include <utility>
 
 #include "core/kernel.h"
-#include "cuda/backward/launch_erase.h"
 #include "cuda/backward/launch_gradients.h"
 #include "cuda/backward/plan.h"
 #include "cuda/backward/sum.cuh"

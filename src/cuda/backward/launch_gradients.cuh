@@ -10,22 +10,34 @@
 
 namespace cula::cuda::backward {
 
+inline std::size_t gradient_ctas(const DeviceArgs& a, const chunked::Schedule& schedule) {
+    return static_cast<std::size_t>(schedule.slab_end - schedule.slab_begin) *
+           static_cast<std::size_t>(a.heads);
+}
+
+template <class T, int kKey, Update kUpdate, bool kErases>
+void launch_channel(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
+                    const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
+                    chunked::EarlyStarts& early) {
+    using Of = GradientChannel<T, kKey>;
+    launch<gradient_channel<T, kKey, kUpdate, kErases>>(
+        early({gradient_ctas(a, schedule), Of::kThreads, Of::kSharedBytes}), call.stream, a, schedule, d,
+        saved, scratch);
+}
+
 template <class T, int kKey, bool kPerChannel>
 void launch_gradients(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
                       const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
                       chunked::EarlyStarts& early, Update update) {
-    const auto blocks =
-        static_cast<std::size_t>(schedule.slab_end - schedule.slab_begin) * static_cast<std::size_t>(a.heads);
     with_update(update, [&]<Update kUpdate>(UpdateConstant<kUpdate>) {
         if constexpr (kPerChannel) {
-            using Of = GradientChannel<T, kKey>;
-            launch<gradient_channel<T, kKey, kUpdate>>(early({blocks, Of::kThreads, Of::kSharedBytes}),
-                                                       call.stream, a, schedule, d, saved, scratch);
+            launch_channel<T, kKey, kUpdate, false>(call, a, schedule, d, saved, scratch, early);
         } else {
             using Of = GradientToken<T, kKey>;
             const std::int32_t stages = Of::stages(call.shared_bytes_limit);
-            launch<gradient_token<T, kKey, kUpdate>>(early({blocks, Of::kThreads, Of::shared_bytes(stages)}),
-                                                     call.stream, a, schedule, d, saved, scratch, stages);
+            launch<gradient_token<T, kKey, kUpdate>>(
+                early({gradient_ctas(a, schedule), Of::kThreads, Of::shared_bytes(stages)}), call.stream, a,
+                schedule, d, saved, scratch, stages);
         }
     });
 }

@@ -24,4 +24,16 @@ void launch_gradients(const Call& call, const DeviceArgs& a, const chunked::Sche
                       const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
                       chunked::EarlyStarts& early, Update update);
 
+// The same with erase keys (chunked/erase_operands.cuh), of one decay per channel.
+template <class T, int kKey>
+void launch_erase_gradients(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
+                            const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
+                            chunked::EarlyStarts& early);
+
+// With erase strengths: d_v and d_beta, as far as they are wanted, from d_values, the gradient of beta o v,
+// [B, T, HV, V].
+template <class T, int kKey>
+void launch_value_gradients(const Call& call, const TokenRows& d_values, const Gradients& d,
+                            chunked::EarlyStarts& early);
+
 }  // namespace cula::cuda::backward

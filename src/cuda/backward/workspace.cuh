@@ -118,7 +118,7 @@ struct BackwardWorkspace {
         }
         if (shape.erases) {
             const std::int64_t rows = shape.tokens * value_heads;
-            erase.carve(carver, rows, shape, true);
+            erase.carve(carver, rows, shape, plan.wanted.any && plan.half != Half::kFirst);
             if (plan.half != Half::kFirst)
                 d_values = carver.take<T>(rows * chunked::width_of_rows(shape.value_dim));
         }

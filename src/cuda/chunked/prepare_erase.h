@@ -25,7 +25,7 @@ CULA_HOST_DEVICE std::int64_t width_of_rows(std::int64_t channels) { return (cha
 // What one call makes (erase_operands.cuh).
 template <class T>
 struct EraseOperands {
-    T* keys = nullptr;           // [B, T, HV, K]; of backward calls
+    T* keys = nullptr;           // [B, T, HV, K]; for the gradient kernel
     float* strengths = nullptr;  // [B, T, HV, K]; where prepare_channel cannot read them as they came
     T* values = nullptr;         // [B, T, HV, V]
 
@@ -34,8 +34,8 @@ struct EraseOperands {
         return !erase.pieces || (erase.dtype != kDtype<T> && erase.dtype != Dtype::kFloat32);
     }
     // rows: of all tokens and value heads.
-    void carve(Carver& carver, std::int64_t rows, const PrefillShape& shape, bool backward) {
-        if (backward) keys = carver.take<T>(rows * width_of_rows(shape.key_dim));
+    void carve(Carver& carver, std::int64_t rows, const PrefillShape& shape, bool with_keys) {
+        if (with_keys) keys = carver.take<T>(rows * width_of_rows(shape.key_dim));
         if (shape.converts_erase) strengths = carver.take<float>(rows * width_of_rows(shape.key_dim));
         values = carver.take<T>(rows * width_of_rows(shape.value_dim));
     }
