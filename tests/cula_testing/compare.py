@@ -3,8 +3,9 @@
 
 A kernel's accuracy is judged by this rule alone. Tests that compare two forms of one call, look at composed
 maps, or ask whether a name leads to the right call, state a distance of their own: on a GPU test_compose.py,
-test_verify.py, test_decays_that_forget.py, test_fused_prefill.py, test_prefill_beyond_the_workspace.py,
-test_prefill_of_kept.py, test_sequences_in_segments.py and test_steep_decays.py.
+test_verify.py, test_decays_that_forget.py, test_fused_prefill.py, test_large_addresses.py,
+test_prefill_beyond_the_workspace.py, test_prefill_of_kept.py, test_sequences_in_segments.py and
+test_steep_decays.py.
 
 Against the float64 oracle, in units of the oracle's size, a result may be wrong by at most twice as much as
 the naive recurrence run in the low precision of the inputs, plus a floor; relative root mean square and
