@@ -97,12 +97,39 @@ def through_autograd(
     return dict(zip(leaves, found, strict=True))
 
 
-def beside(inputs: Inputs, oracle: Gradients, name: str) -> torch.Tensor:
+# Of an algorithm with a gate per token, the one of the same update with a gate per channel.
+BY_CHANNEL = {"gdn": "kda", "simple_gla": "gla"}
+
+
+def gate_terms(
+    inputs: Inputs, d_o: torch.Tensor | None, d_final_state: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The gradients of a gate per token are sums over key channels, those of a gate per channel of the same
+    value: the roots of the sums of their squares, in the shape of g. None without such a gate."""
+    if inputs.case.algorithm not in BY_CHANNEL or inputs.g is None or inputs.decay is not None:
+        return None
+    channels = inputs.q.shape[-1]
+
+    def expanded(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x[..., None].expand(*x.shape, channels)
+
+    by_channel = inputs.but(
+        case=inputs.case.but(algorithm=BY_CHANNEL[inputs.case.algorithm]),
+        g=expanded(inputs.g),
+        dt_bias=expanded(inputs.dt_bias),
+    )
+    return exact(by_channel, d_o, d_final_state)["g"].square().sum(-1).sqrt()
+
+
+def beside(inputs: Inputs, oracle: Gradients, name: str, terms: torch.Tensor | None = None) -> torch.Tensor:
     """What else counts as the size of a gradient. Subnormal float32 numbers may count as zero. A gradient of
-    a parameter is a sum over tokens that may cancel: so does the root of the sum of their squares."""
+    a parameter is a sum over tokens that may cancel: so does the root of the sum of their squares. One of a
+    gate per token is a sum over channels: so does, if given, that of its terms (`gate_terms`)."""
+    if name == "g" and terms is not None:
+        return terms
     if name not in ("A_log", "dt_bias"):
         return torch.tensor(1e-30, device=inputs.q.device)
-    terms = oracle["g"]
+    terms = oracle["g"] if terms is None else torch.maximum(oracle["g"].abs(), terms)
     if name == "A_log":
         x = inputs.g.double()
         if inputs.dt_bias is not None:
@@ -126,13 +153,15 @@ def assert_rule(inputs: Inputs, backend: str = "", seed: int = 1) -> Gradients:
     found = backward(inputs, d_o, d_final_state, backend=backend)
     oracle = exact(inputs, d_o, d_final_state)
     naive = backward(inputs, d_o, d_final_state, backend="reference:naive")
-    assert_near(inputs, found, oracle, naive)
+    assert_near(inputs, found, oracle, naive, gate_terms(inputs, d_o, d_final_state))
     return found
 
 
-def assert_near(inputs: Inputs, found: Gradients, oracle: Gradients, naive: Gradients) -> None:
+def assert_near(
+    inputs: Inputs, found: Gradients, oracle: Gradients, naive: Gradients, terms: torch.Tensor | None = None
+) -> None:
     for name, gradient in found.items():
         assert_accurate(
             f"d_{name}", gradient, oracle[name], naive[name], inputs.q.dtype,
-            beside(inputs, oracle, name), BUDGET,
+            beside(inputs, oracle, name, terms), BUDGET,
         )  # fmt: skip
