@@ -72,7 +72,8 @@ protected:
     void make_call() {
         pass_ = random_.of(
             {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment, Pass::kBackward, Pass::kBackward});
-        args_.algorithm = kAlgorithms[static_cast<std::size_t>(random_.between(0, 7))].algorithm;
+        const auto row = random_.between(0, static_cast<std::int64_t>(kAlgorithms.size()) - 1);
+        args_.algorithm = kAlgorithms[static_cast<std::size_t>(row)].algorithm;
         const bool chunked = pass_ != Pass::kDecode && pass_ != Pass::kVerify;
         const bool packed = random_.one_in(3);
         std::int64_t rows = random_.between(0, 4), tokens = random_.between(0, chunked ? 80 : 4);
