@@ -32,6 +32,7 @@ HEAD_DIM = 64
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TAPS = 4  # of the convolution before q, k and v
 LOWER_BOUND = -5.0  # of a token's log decay
+WRITES = 2  # of a token, where the algorithm takes several
 LEARNING_RATE, WARM_UP = 3e-3, 20  # steps
 # Two ways of computing one thing differ by some roundings of the dtype. Those of float32 are so small that
 # their number counts, which sums over thousands of tokens make.
@@ -46,7 +47,7 @@ class Inputs:
     """What a layer hands to its attention, the gate and the write strength raw."""
 
     q: Tensor  # [B, T, H, K]
-    k: Tensor
+    k: Tensor  # as q; with several writes a token k, v and strength have so many rows for each of q's
     v: Tensor  # [B, T, H, V]
     gate: Tensor | None  # [B, T, H, K] or [B, T, H]
     A_log: Tensor | None  # [H]
@@ -70,6 +71,8 @@ def with_cula(algorithm: str, x: Inputs) -> Tensor:
         options["erase"] = x.erase
     if x.decay is not None:
         options["decay"] = x.decay
+    if family.takes_several_writes:
+        options["g"] = None
     if x.gate is not None and family.takes_beta:
         options |= {"g": x.gate, "A_log": x.A_log, "dt_bias": x.dt_bias}
         options |= {"use_gate_in_kernel": True, "lower_bound": LOWER_BOUND}
@@ -83,6 +86,13 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
+def by_write(x: Tensor, writes: int, at: int) -> Tensor:
+    """What tokens have, in one row for each write: row `at` of a token has it, and the others zeros."""
+    rows = [torch.zeros_like(x)] * writes
+    rows[at] = x
+    return torch.stack(rows, 2).flatten(1, 2)
+
+
 def with_pytorch(_: str, x: Inputs) -> Tensor:
     """The same, operation by operation."""
     q, k = (unit(each.float()) for each in (x.q, x.k))
@@ -91,6 +101,10 @@ def with_pytorch(_: str, x: Inputs) -> Tensor:
     else:
         g = q.new_zeros(q.shape[:3]) if x.decay is None else x.decay.expand(q.shape[:3])
     g = g if g.dim() == 4 else g.unsqueeze(-1)
+    if (writes := k.shape[1] // q.shape[1]) > 1:  # a token decays with its first row and reads with its last
+        q, g = by_write(q, writes, -1), by_write(g, writes, 0)
+        o = eager.attention(q, k, x.v, g, x.strength.sigmoid().unsqueeze(-1))
+        return o[:, writes - 1 :: writes]
     if x.strength is None:
         return eager.attention(q, k, x.v, g, None)
     beta = x.strength.sigmoid()
@@ -122,7 +136,8 @@ class Layer(nn.Module):
         self.algorithm, self.shape = algorithm, shape
         self.attend = with_cula
         self.mix = nn.Conv1d(width, width, TAPS, groups=width, padding=TAPS - 1)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.writes = WRITES if family.takes_several_writes else 1
+        self.qkv = nn.Linear(width, (1 + 2 * self.writes) * width, bias=False)
         self.output = nn.Linear(width, width, bias=False)
         self.up = nn.Linear(width, 2 * width, bias=False)
         self.down = nn.Linear(2 * width, width, bias=False)
@@ -137,15 +152,17 @@ class Layer(nn.Module):
             self.A_log, self.dt_bias = nn.Parameter(torch.zeros(heads)), nn.Parameter(bias)
         self.decay = nn.Buffer(-rate) if family.decay == "head" else None
         if family.takes_beta:
-            self.strength = nn.Linear(width, width if family.takes_erase else heads)
+            self.strength = nn.Linear(width, width if family.takes_erase else heads * self.writes)
         if family.takes_erase:
             self.erase = nn.Linear(width, width)
 
     def inputs(self, x: Tensor) -> Inputs:
         heads = self.shape.heads
         mixed = self.mix(x.mT)[..., : x.shape[1]].mT
+        widths = [count * heads * HEAD_DIM for count in (1, self.writes, self.writes)]
         q, k, v = (
-            part.unflatten(-1, (heads, -1)).to(self.shape.dtype) for part in self.qkv(mixed).chunk(3, -1)
+            part.unflatten(-1, (-1, heads, HEAD_DIM)).flatten(1, 2).to(self.shape.dtype)
+            for part in self.qkv(mixed).split(widths, -1)
         )
         gate = None if self.gate is None else self.gate(x)
         if gate is not None and self.dt_bias.dim() == 2:
@@ -153,6 +170,8 @@ class Layer(nn.Module):
         strength, erase = (None if each is None else each(x) for each in (self.strength, self.erase))
         if erase is not None:
             strength, erase = (each.unflatten(-1, (heads, -1)) for each in (strength, erase))
+        elif strength is not None:
+            strength = strength.unflatten(-1, (-1, heads)).flatten(1, 2)
         return Inputs(q, k, v, gate, self.A_log, self.dt_bias, strength, erase, self.decay)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ constexpr char kExplainSchema[] =
     "explain(str pass_name, str algorithm, str device, *, int batch, int tokens, int sequences, int heads, "
     "int value_heads, int key_dim, int value_dim, str dtype, str state_dtype, str gate, float lower_bound, "
     "bool varlen, bool beta_per_value, bool checkpoints, bool chunk_states, bool tree, int chunk_tokens, "
-    "bool batch_invariant, str costs, bool qk_l2norm=False, bool saves=False) -> str";
+    "bool batch_invariant, str costs, bool qk_l2norm=False, bool saves=False, int writes=1) -> str";
 
 template <class T>
 T one_of(std::string_view argument, std::string_view text, std::initializer_list<T> values) {
@@ -139,6 +139,7 @@ void explain_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     problem.costs = costs;
     problem.qk_l2norm = arguments.value<bool>();
     problem.saves = arguments.value<bool>();
+    problem.writes = arguments.value<std::int64_t>();
 
     problem.pass = one_of("pass_name", pass_name.view(),
                           {Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment, Pass::kBackward});

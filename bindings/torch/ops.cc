@@ -149,6 +149,13 @@ Args make_args(Pass pass, Call& call, const Place& place) {
     return args;
 }
 
+// Whether v may have so many rows for the tokens of q.
+bool has_rows(const Args& args, std::int64_t rows) {
+    const std::int64_t tokens = args.q.size[1];
+    if (!takes_several_writes(args.algorithm.update) || tokens == 0) return rows == tokens;
+    return rows > 0 && rows % tokens == 0;
+}
+
 // What a call makes besides what it keeps, also as arguments of the call. Inputs that validate() will refuse
 // get none: what it would take by their shapes may be more than there is.
 struct Outputs {
@@ -157,10 +164,11 @@ struct Outputs {
 
     Outputs(Pass pass, const Options& options, const Place& place, const Device& device, Args& args) {
         const TensorRef &q = args.q, &v = args.v, &cu = args.cu_seqlens;
-        if (q.ndim != 4 || v.ndim != 4 || v.size[0] != q.size[0] || v.size[1] != q.size[1]) return;
+        if (q.ndim != 4 || v.ndim != 4 || v.size[0] != q.size[0] || !has_rows(args, v.size[1])) return;
         if (has_outputs(pass) && !args.o) {
-            o = allocate(std::span(v.size).first(4), dtype_code(v.dtype), device);
-            args.o = TensorRef::contiguous(data_of(o), v.dtype, {v.size[0], v.size[1], v.size[2], v.size[3]});
+            const std::array shape{q.size[0], q.size[1], v.size[2], v.size[3]};
+            o = allocate(shape, dtype_code(v.dtype), device);
+            args.o = TensorRef::contiguous(data_of(o), v.dtype, {shape[0], shape[1], shape[2], shape[3]});
         }
         const bool listed = cu.ndim == 1 && cu.size[0] > 0 && (cu.stride[0] == 1 || cu.size[0] == 1);
         if ((cu && !listed) || q.size[3] > kLargestDim) return;

@@ -24,11 +24,12 @@ enum class Update : std::uint8_t {
     kAdditive,  // u_t = v_t
     kDelta,     // u_t = beta_t (v_t - S'^T k_t)
     kErase,     // u_t = beta_t o v_t - S'^T e_t, with the erase key e_t = erase_t o k_t
+    kProduct,   // the delta rule n times: u_tj = beta_tj (v_tj - S'^T k_tj), S' <- S' + k_tj u_tj^T
 };
 
 // All of them. What is compiled once per rule runs over these lists.
 inline constexpr std::array kDecays{Decay::kNone, Decay::kPerHead, Decay::kPerToken, Decay::kPerChannel};
-inline constexpr std::array kUpdates{Update::kAdditive, Update::kDelta, Update::kErase};
+inline constexpr std::array kUpdates{Update::kAdditive, Update::kDelta, Update::kErase, Update::kProduct};
 
 // What every kernel has to know of a rule. Each is a switch without a default, which names the enumerator
 // that it does not know (-Werror=switch). What only one kernel asks stands beside that kernel.
@@ -70,6 +71,7 @@ constexpr std::string_view name(Update update) {
         case Update::kAdditive: return "additive";
         case Update::kDelta: return "delta";
         case Update::kErase: return "erase";
+        case Update::kProduct: return "product";
     }
     return "unknown";
 }
@@ -79,7 +81,21 @@ constexpr bool takes_beta(Update update) {
     switch (update) {
         case Update::kAdditive: return false;
         case Update::kDelta:
-        case Update::kErase: return true;
+        case Update::kErase:
+        case Update::kProduct: return true;
+    }
+    return false;
+}
+
+// Whether a token may write several times, one write after another. k, v and beta then have as many rows for
+// each row of q (writes_per_token in problem.h). The state decays before the first write and is read after
+// the last.
+constexpr bool takes_several_writes(Update update) {
+    switch (update) {
+        case Update::kAdditive:
+        case Update::kDelta:
+        case Update::kErase: return false;
+        case Update::kProduct: return true;
     }
     return false;
 }
@@ -91,7 +107,8 @@ constexpr bool takes_beta(Update update) {
 constexpr bool takes_erase(Update update) {
     switch (update) {
         case Update::kAdditive:
-        case Update::kDelta: return false;
+        case Update::kDelta:
+        case Update::kProduct: return false;
         case Update::kErase: return true;
     }
     return false;
@@ -102,7 +119,8 @@ constexpr bool has_diagonal_map(Update update) {
     switch (update) {
         case Update::kAdditive: return true;
         case Update::kDelta:
-        case Update::kErase: return false;
+        case Update::kErase:
+        case Update::kProduct: return false;
     }
     return false;
 }
@@ -118,7 +136,7 @@ struct Algorithm {
 // Sources: linear attention, Katharopoulos et al. 2020; Lightning attention, Qin et al. 2024 (RetNet, Sun et
 // al. 2023, is the same recurrence); simple GLA is the form of Mamba-2, Dao and Gu 2024; GLA, Yang et al.
 // 2023; DeltaNet, Yang et al. 2024; GDN, Yang, Kautz and Hatamizadeh 2024; KDA, Kimi Team 2025; GDN-2, Gated
-// DeltaNet 2 of FLA 0.6.
+// DeltaNet 2 of FLA 0.6; DeltaProduct and gated DeltaProduct, Siems et al. 2025.
 inline constexpr Algorithm kLinearAttention{Decay::kNone, Update::kAdditive};
 inline constexpr Algorithm kLightning{Decay::kPerHead, Update::kAdditive};
 inline constexpr Algorithm kSimpleGla{Decay::kPerToken, Update::kAdditive};
@@ -128,6 +146,8 @@ inline constexpr Algorithm kDeltaPerHead{Decay::kPerHead, Update::kDelta};
 inline constexpr Algorithm kGdn{Decay::kPerToken, Update::kDelta};
 inline constexpr Algorithm kKda{Decay::kPerChannel, Update::kDelta};
 inline constexpr Algorithm kGdn2{Decay::kPerChannel, Update::kErase};
+inline constexpr Algorithm kDeltaProduct{Decay::kNone, Update::kProduct};
+inline constexpr Algorithm kGatedDeltaProduct{Decay::kPerToken, Update::kProduct};
 
 struct NamedAlgorithm {
     std::string_view name;
@@ -147,6 +167,8 @@ inline constexpr std::array kAlgorithms = std::to_array<NamedAlgorithm>({
     {"delta", kDelta, "delta"},
     {"delta_per_head", kDeltaPerHead, "delta"},
     {"gdn2", kGdn2, "gdn2"},
+    {"gdp", kGatedDeltaProduct, "gdp"},
+    {"delta_product", kDeltaProduct, "gdp"},
 });
 
 // The name in kAlgorithms; "unknown" for a pair that has none.

@@ -65,7 +65,8 @@ struct Args {
     Algorithm algorithm;
 
     // Inputs. q, k and v share one dtype: float32, bfloat16 or float16 (the reference also takes float64).
-    // Their last dimension is contiguous; every other stride is free.
+    // Their last dimension is contiguous; every other stride is free. takes_several_writes: k, v and beta
+    // have T n rows in the place of T, and write j of token t is row t n + j (writes_per_token).
     TensorRef q, k;     // [B, T, H, K]
     TensorRef v;        // [B, T, HV, V]
     TensorRef g;        // kPerChannel [B, T, HV, K], kPerToken [B, T, HV]; any floating dtype (Gate)
@@ -169,6 +170,11 @@ struct Args {
     bool batch_invariant = false;   // the bits of a sequence do not depend on what else is in the batch
 };
 
+// n, the writes of a token: the rows of k for each row of q. Without tokens 1.
+[[gnu::always_inline]] inline std::int64_t writes_per_token(const Args& args) {
+    return args.q.size[1] > 0 ? args.k.size[1] / args.q.size[1] : 1;
+}
+
 // What decides which kernel can take a call. It owns no memory: `costs` points to the caller's numbers.
 struct Problem {
     Pass pass = Pass::kPrefill;
@@ -176,6 +182,7 @@ struct Problem {
     Device device;
     std::int64_t batch = 1, tokens = 0, sequences = 1;
     std::int64_t heads = 1, value_heads = 1, key_dim = 0, value_dim = 0;
+    std::int64_t writes = 1;         // of a token
     Dtype dtype = Dtype::kBFloat16;  // of q, k, v, o
     Dtype state_dtype = Dtype::kFloat32;
     Gate gate = Gate::kLogDecay;

@@ -10,8 +10,9 @@ Calls are differentiable, on CPUs and GPUs; what has no gradient raises NotImple
 
 Level 1 is in `cula.api`, Level 2, over several processes, in `cula.dist`; adapters that put these kernels
 behind FLA's own functions in `cula.integrations`; drop-ins for FLA, cuLA, SGLang,
-vLLM and FlashKDA in `cula.kda`, `cula.gdn`, `cula.gdn2`, `cula.gla`, `cula.simple_gla`, `cula.delta_rule`,
-`cula.lightning`, `cula.linear_attn`, `cula.retention`, `cula.ops`, `cula.utils` and `cula.compat`.
+vLLM and FlashKDA in `cula.kda`, `cula.gdn`, `cula.gdn2`, `cula.gated_delta_product`, `cula.gla`,
+`cula.simple_gla`, `cula.delta_rule`, `cula.lightning`, `cula.linear_attn`, `cula.retention`, `cula.ops`,
+`cula.utils` and `cula.compat`.
 """
 
 import importlib as _importlib
@@ -23,6 +24,7 @@ from . import (
     compat,
     conv,
     delta_rule,
+    gated_delta_product,
     gdn,
     gdn2,
     gla,
@@ -49,6 +51,7 @@ from .api import (
     cula_delta,
     cula_gdn,
     cula_gdn2,
+    cula_gdp,
     cula_gla,
     cula_kda,
     cula_lightning,
@@ -76,6 +79,7 @@ __all__ = [
     "cula_delta",
     "cula_gdn",
     "cula_gdn2",
+    "cula_gdp",
     "cula_gla",
     "cula_kda",
     "cula_lightning",
@@ -86,6 +90,7 @@ __all__ = [
     "dequantize_states",
     "expand_state_scales",
     "explain",
+    "gated_delta_product",
     "gdn",
     "gdn2",
     "gla",

@@ -419,6 +419,7 @@ def _rows_of(given: Mapping[str, Any], saves: bool = False) -> list[_Row] | None
             q.dtype, torch.float32 if state is None else state.dtype,
             isinstance(beta, Tensor) and beta.dim() == 4, given.get("lower_bound") or -1.0,
             (int(q.shape[2]), int(v.shape[2])) if saves else None,
+            int(_ops.writes_per_token(given["options"], q, v)),
         )  # fmt: skip
     except (ValueError, IndexError):
         return None
@@ -445,6 +446,7 @@ def _rows(
     beta_per_value: bool,
     lower_bound: float,
     saving_heads: tuple[int, int] | None,
+    writes: int,
 ) -> list[_Row]:
     """saving_heads: H and HV of a prefill that saves; None: of a backward pass, which they do not matter
     to."""
@@ -457,7 +459,7 @@ def _rows(
             dtype=str(dtype).removeprefix("torch."), state_dtype=str(state_dtype).removeprefix("torch."),
             gate=("log_decay", "softplus", "bounded")[gate], lower_bound=lower_bound, varlen=False,
             beta_per_value=beta_per_value, checkpoints=False, chunk_states=False, tree=False,
-            chunk_tokens=64, batch_invariant=False, costs="", saves=saving_heads is not None,
+            chunk_tokens=64, batch_invariant=False, costs="", saves=saving_heads is not None, writes=writes,
         )  # fmt: skip
     lines = (line.split("\t") for line in text.splitlines())
     rows = []

@@ -4,11 +4,17 @@ that all functions share."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import _decays, _ops, _passes, _slots
+from ._family import FAMILY
 from ._passes import States
+
+# A tensor, or None: which a call has, its algorithm says.
+Maybe = Any
 
 
 def cula_decode(
@@ -50,8 +56,9 @@ def cula_decode(
     state: the pool `[P, HV, V, K]` of any slot stride, and of any dtype that `initial_state` may have.
     state_indices: int32 or int64 `[N]`, the slot of each row, row n if None; `final_state_indices` where a
         row ends in another slot. A negative or `null_index` slot skips the row: its o is zero.
-    mode: kda, gdn, gdn2, gla, simple_gla, lightning or delta. kda and gdn take g and beta, gdn2 also erase,
-        gla and simple_gla g, delta beta, lightning `decay`, as in the functions of those names.
+    mode: kda, gdn, gdn2, gdp, gla, simple_gla, lightning or delta. kda, gdn and gdp take g and beta, gdn2
+        also erase, gla and simple_gla g, delta beta, lightning `decay`, as in the functions of those names.
+        gdp has n rows of k, v and beta for each token: `[N, n, ..]`, or `[1, N n, ..]`.
     use_gate_in_kernel: g is the raw gate; True if None and A_log or lower_bound is given.
 
     Returns (o in q's layout, state itself).
@@ -61,6 +68,7 @@ def cula_decode(
     if use_gate_in_kernel is None:
         use_gate_in_kernel = A_log is not None or lower_bound is not None
     algorithm, g, dt_bias, decay = _decays.decay_of(mode, q, g, dt_bias, decay)
+    several_writes = FAMILY[algorithm].takes_several_writes
     _passes.require_tensor("state", state)
     _passes.check_inputs(_ops.decode, q, k, v, device)
     packed = False
@@ -71,10 +79,9 @@ def cula_decode(
                 f"sequence are for cula_verify, or for cula_{mode} with state_pool), got {list(q.shape)}"
             )
         packed = True
-        q, v = q.transpose(0, 1), v.transpose(0, 1)
-        k = k.transpose(0, 1) if _passes.has_rows(k) else k
-        rows_first = (x.transpose(0, 1) if _passes.has_rows(x) else x for x in (g, beta, erase, out))
-        g, beta, erase, out = rows_first
+        tokens = q.shape[1]
+        q, g, out = (_rows_first(x, tokens) for x in (q, g, out))
+        k, v, beta, erase = (_rows_first(x, tokens, several_writes) for x in (k, v, beta, erase))
     pool = state
     if state_indices is None and state.dim() == 4 and state.shape[0] > q.shape[0] and _ops.is_dense(state):
         pool, state_scales, state_indices = _slots.of(q, state, state_scales, final_state_indices, null_index)
@@ -95,6 +102,16 @@ def cula_decode(
     )  # fmt: skip
     o = o if out is None else out
     return (o.transpose(0, 1) if packed else o), state
+
+
+def _rows_first(x: Maybe, tokens: int, several_writes: bool = False) -> Maybe:
+    """`[1, N, ..]` as `[N, 1, ..]`, and the writes `[1, N n, ..]` of N tokens as `[N, n, ..]`. What is no
+    such tensor is refused with the other arguments."""
+    if not _passes.has_rows(x):
+        return x
+    if several_writes and x.shape[0] == 1 and x.shape[1] > 0 and x.shape[1] % tokens == 0:
+        return x[0].view(tokens, x.shape[1] // tokens, *x.shape[2:])
+    return x.transpose(0, 1)
 
 
 def cula_verify(

@@ -10,13 +10,16 @@ from ._family import MODES
 
 
 def algorithm_of(mode: str, g: Tensor | None, decay: Tensor | None) -> str:
-    """The cell of the family: `simple_gla` and `delta` are told apart by the decay they are given."""
+    """The cell of the family: those of `simple_gla`, `delta` and `gdp` are told apart by the decay they are
+    given."""
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     if mode == "simple_gla" and g is None:
         return "linear" if decay is None else "lightning"
     if mode == "delta" and decay is not None:
         return "delta_per_head"
+    if mode == "gdp" and g is None:
+        return "delta_product"
     return mode
 
 

@@ -12,6 +12,7 @@ import torch
 
 from . import _fla, _ops, _passes
 from ._build import build_info
+from ._family import FAMILY
 
 
 class Saving(NamedTuple):
@@ -94,6 +95,7 @@ def explain(
     deterministic: bool | str | None = None,
     device: torch.device | str | None = None,
     disable_recompute: bool = False,
+    writes: int = 1,
 ) -> Explanation:
     """Every kernel of the registry for a problem: the one that would run, the microseconds that the ways to
     run it are predicted to take on the device, where there is a model, and why others cannot run it, in a
@@ -107,12 +109,14 @@ def explain(
     backward pass the gradient of o counts as one of `dtype`.
     disable_recompute: of a prefill, which kernel keeps what for the backward pass, and of a backward pass,
     which kernels read that. Where none is chosen, a call runs as without it.
+    writes: of a token; more than one for algorithms that take several alone.
     """
     place = _place(device)
     _check_types(str, algorithm=algorithm, pass_name=pass_name, gate=gate)
     _fla.check_sizes(
-        "explain", batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, chunk_size=chunk_size
-    )
+        "explain", batch=batch, tokens=tokens, heads=heads, key_dim=key_dim, chunk_size=chunk_size,
+        writes=writes,
+    )  # fmt: skip
     optional = {"sequences": sequences, "value_heads": value_heads, "value_dim": value_dim}
     _fla.check_sizes("explain", **{name: value for name, value in optional.items() if value is not None})
     _check_types(torch.dtype, dtype=dtype, state_dtype=state_dtype)
@@ -127,6 +131,8 @@ def explain(
         raise TypeError(f"explain: lower_bound must be of type float, got {_ops.type_name(lower_bound)}")
     if not -math.inf < lower_bound < 0:
         raise ValueError(f"explain: lower_bound must be negative and finite, got {lower_bound}")
+    if algorithm in FAMILY and not FAMILY[algorithm].takes_several_writes and writes != 1:
+        raise ValueError(f"explain: writes must be 1 for {algorithm}, got {writes}")
     batch_invariant = _passes.is_batch_invariant(deterministic)
     value_heads = heads if value_heads is None else value_heads
     value_dim = key_dim if value_dim is None else value_dim
@@ -138,7 +144,7 @@ def explain(
             state_dtype=_name(state_dtype), gate=gate, lower_bound=lower_bound, varlen=varlen,
             beta_per_value=beta_per_value, checkpoints=checkpoints, chunk_states=chunk_states, tree=tree,
             chunk_tokens=chunk_size, batch_invariant=batch_invariant, costs="",
-            qk_l2norm=use_qk_l2norm_in_kernel, saves=disable_recompute,
+            qk_l2norm=use_qk_l2norm_in_kernel, saves=disable_recompute, writes=writes,
         )  # fmt: skip
     except RuntimeError as error:
         if (reason := str(error).partition("cula: device count: ")[2]) == "":

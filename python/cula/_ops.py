@@ -33,9 +33,11 @@ algorithms = ops.algorithms.default
 # operator_options(algorithm, gate="log_decay", qk_l2norm=False, ..., chunk_tokens=64)
 operator_options = pack = _shims.packer(ops.option_bits())
 
-# Whether M of a segment is a diagonal, by the row of the algorithm: the lowest eight bits of `options`.
-_DIAGONAL = [line.endswith("\tyes") for line in algorithms().splitlines()]
-
+# By the row of the algorithm, which is the lowest eight bits of `options`: whether a token may write several
+# times, and whether M of a segment is a diagonal.
+_SEVERAL_WRITES, _DIAGONAL = (
+    [line.split("\t")[column] == "yes" for line in algorithms().splitlines()] for column in (-2, -1)
+)
 
 # What a backward makes the gradients of, in the order of what it returns.
 GRADIENTS = tuple(output.name.removeprefix("d_") for output in ops.backward.default._schema.returns)
@@ -81,8 +83,24 @@ def check_dims(op: Operator | torch._ops.OpOverload, q: Tensor, v: Tensor) -> No
             raise ValueError(f"{op_name(op)}: {argument} must have shape {shape}, got {described(tensor)}")
 
 
-def _make_o(v: Tensor, o: Tensor | None = None, **_: object) -> Tensor | None:
-    return None if o is not None else torch.empty_like(v, memory_format=torch.contiguous_format)
+def _make_o(q: Tensor, v: Tensor, options: int, o: Tensor | None = None, **_: object) -> Tensor | None:
+    if o is not None:
+        return None
+    if _SEVERAL_WRITES[options & 0xFF]:
+        return v.new_empty((*q.shape[:2], *v.shape[2:]))
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+def may_have_rows(tokens: int, rows: int) -> bool:
+    """Whether v may have so many rows: several for each token, where the algorithm takes that."""
+    return rows == tokens or (0 < tokens < rows and rows % tokens == 0)
+
+
+def writes_per_token(options: int, q: Tensor, v: Tensor) -> int:
+    """The rows of v, which are those of k and beta, for each row of q."""
+    if not _SEVERAL_WRITES[options & 0xFF] or q.shape[1] == 0:
+        return 1
+    return v.shape[1] // q.shape[1]
 
 
 def _states(

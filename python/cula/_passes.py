@@ -432,7 +432,7 @@ def _fits(q: Tensor, v: Tensor) -> bool:
     try:
         (batch, tokens, _, key_dim), (rows, length, _, _) = q.shape, v.shape
         dense = q.layout is v.layout is torch.strided and not (q.is_quantized or v.is_quantized)
-        return dense and batch == rows and tokens == length and key_dim <= 256
+        return dense and batch == rows and _ops.may_have_rows(tokens, length) and key_dim <= 256
     except (AttributeError, RuntimeError, ValueError):
         return False  # what is wrong, check_room() says
 
@@ -446,7 +446,7 @@ def check_room(op: Operator, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor
         _ops.refuse_types(op.default, (q, k, v))
     if q.dim() != 4 or v.dim() != 4:
         _ops.check_dims(op, q, v)
-    if q.shape[:2] != v.shape[:2]:
+    if q.shape[0] != v.shape[0] or not _ops.may_have_rows(q.shape[1], v.shape[1]):
         batch, tokens = q.shape[:2]
         raise ValueError(
             f"{op.name}: v must have shape [B, T, HV, V] = [{batch}, {tokens}, HV, V], got {list(v.shape)}"
@@ -472,6 +472,8 @@ def check_lengths(op: Operator, argument: str, lengths: Tensor) -> None:
 
 def empty_o(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     check_room(op, q, k, v)
+    if q.shape[1] != v.shape[1]:
+        return v.new_empty((*q.shape[:2], *v.shape[2:]))
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 

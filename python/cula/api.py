@@ -61,6 +61,7 @@ __all__ = [
     "cula_delta",
     "cula_gdn",
     "cula_gdn2",
+    "cula_gdp",
     "cula_gla",
     "cula_kda",
     "cula_lightning",
@@ -259,6 +260,68 @@ def cula_gdn2(
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
         backend, deterministic, device, kept, erase=erase,
+    ))  # fmt: skip
+
+
+def cula_gdp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    lower_bound: float | None = None,
+    return_intermediate_states: bool = False,
+    device: torch.device | str | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    null_index: int = -1,
+    checkpoints: Checkpoints | None = None,
+    backend: str | None = None,
+    deterministic: bool | str | None = None,
+    out: Tensor | None = None,
+    kept: Tensor | None = None,
+    state_scales: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Gated DeltaProduct (arXiv:2502.10297): GDN whose tokens write n times, one write after another.
+
+    A token decays the state once, writes n times by the delta rule, each time into what the write before it
+    left, and then reads. With n = 1 it is GDN.
+
+    k, v, beta: n rows for each row of q, `[B, T n, H, K]`, `[B, T n, HV, V]` and `[B, T n, HV]` or
+        `[B, T n, HV, V]`; write j of token t is row t n + j, and n is what the shapes say.
+    g: `[B, T, HV]` as in `cula_gdn`; None for DeltaProduct, which has no decay.
+    cu_seqlens, checkpoints and h count tokens, as T does.
+    A_log, dt_bias and everything else as in `cula_gdn`, `cula_kda` and `cula.api`. CPUs alone have kernels
+    for it. ValueError names k where its rows are no multiple of q's.
+    """
+    chunk_size = _passes.chunk_size_of("cula_gdp", kwargs) if kwargs else 64
+    if use_gate_in_kernel is True:
+        _decays.check_gate(A_log, lower_bound)
+    return _passes.returned(_passes.forward(
+        _ops.prefill, _decays.algorithm_of("gdp", g, None), q, k, v, g, beta,
+        _passes.given_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale, use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
+        States(
+            initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
+            null_index, state_v_first, state_scales,
+        ),
+        Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
+        backend, deterministic, device, kept,
     ))  # fmt: skip
 
 

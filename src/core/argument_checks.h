@@ -142,6 +142,20 @@ protected:
                      "strides " + std::to_string(ref.stride[v]) + ", " + std::to_string(ref.stride[k]));
     }
 
+    // The rows of k, which are those of v and beta.
+    void check_writes() {
+        writes_ = {"T", tokens_};
+        if (!takes_several_writes(args_.algorithm.update)) return;
+        shape("k", args_.k, {{"B", batch_}, {"T n", kAny}, {"H", heads_}, {"K", key_dim_}});
+        const std::int64_t rows = args_.k.size[1];
+        const bool whole = tokens_ == 0 ? rows == 0 : rows % tokens_ == 0;
+        CULA_REQUIRE(
+            whole && (tokens_ == 0 || (rows > 0 && rows / tokens_ <= kMostWrites)), "k",
+            "have n rows for each of the " + std::to_string(tokens_) + " tokens of q, n from 1 to 2^24",
+            std::to_string(rows) + " rows");
+        writes_ = {"T n", rows};
+    }
+
     // The scales of states of float8. Callers know both arguments by one name.
     void check_scales() const {
         constexpr std::string_view kName = "state_scales";
@@ -180,6 +194,7 @@ protected:
     bool host_readable_;
     std::int64_t batch_ = 0, tokens_ = 0, heads_ = 0, value_heads_ = 0, key_dim_ = 0, value_dim_ = 0,
                  sequences_ = 0;
+    Dim writes_{"T", 0};  // the rows of k, v and beta
 };
 
 }  // namespace cula

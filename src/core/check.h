@@ -23,6 +23,8 @@ inline constexpr std::int64_t kLargestDim = 256;  // K, and the V of one kernel 
 inline constexpr std::int64_t kFewestChunkChannels = 16;
 // Slots of a pool: indices are 32-bit numbers.
 inline constexpr std::int64_t kMostSlots = std::int64_t{1} << 31;
+// Writes of a token: kernels count the rows of a few tokens in 32 bits.
+inline constexpr std::int64_t kMostWrites = std::int64_t{1} << 24;
 
 // Calls fail(argument, expected, given), which must be in scope, unless `good`. It is a macro so that the
 // strings are built only when they are needed: a valid call builds none.

@@ -59,8 +59,9 @@ private:
         given("v", v, "always");
         shape("q", q, {{"B", kAny}, {"T", kAny}, {"H", kAny}, {"K", kAny}});
         batch_ = q.size[0], tokens_ = q.size[1], heads_ = q.size[2], key_dim_ = q.size[3];
-        shape("k", k, {{"B", batch_}, {"T", tokens_}, {"H", heads_}, {"K", key_dim_}});
-        shape("v", v, {{"B", batch_}, {"T", tokens_}, {"HV", kAny}, {"V", kAny}});
+        check_writes();
+        shape("k", k, {{"B", batch_}, writes_, {"H", heads_}, {"K", key_dim_}});
+        shape("v", v, {{"B", batch_}, writes_, {"HV", kAny}, {"V", kAny}});
         value_heads_ = v.size[2], value_dim_ = v.size[3];
         CULA_REQUIRE(heads_ > 0, "q", "have at least one head", shape_of(q));
         CULA_REQUIRE(value_heads_ > 0 && value_heads_ % heads_ == 0, "v",
@@ -151,9 +152,9 @@ private:
         if (takes_beta(args_.algorithm.update)) {
             given_for_algorithm("beta", beta);
             if (beta.ndim == 4)
-                shape("beta", beta, {B, T, HV, {"V", value_dim_}});
+                shape("beta", beta, {B, writes_, HV, {"V", value_dim_}});
             else
-                shape("beta", beta, {B, T, HV});
+                shape("beta", beta, {B, writes_, HV});
             floating("beta", beta);
         } else {
             CULA_REQUIRE(!beta, "beta", "be left out for " + algorithm(), shape_of(beta));
@@ -573,6 +574,7 @@ Problem describe(Pass pass, const Args& args, const Device& device) {
     problem.value_heads = args.v.size[2];
     problem.key_dim = args.q.size[3];
     problem.value_dim = args.v.size[3];
+    problem.writes = writes_per_token(args);
     problem.dtype = args.q.dtype;
     const TensorRef& state = args.initial_state ? args.initial_state : args.final_state;
     problem.state_dtype = state ? state.dtype : Dtype::kFloat32;

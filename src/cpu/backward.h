@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// backward: the gradients of one sequence and one query/key head, in chunks of 64 tokens. With Z = d loss / d
+// backward: the gradients of one sequence and one query/key head, in chunks of 64 writes. With Z = d loss / d
 // state after a chunk, and the letters of ALGORITHM.md:
 //
 //     forwards    read, carry (chunk.h)                        keeps S, U, T and L of every chunk
@@ -19,7 +19,7 @@
 //
 // Value heads of a group follow each other; the gradients of q and k are summed in their order. A task shares
 // nothing with others, so that bits do not depend on threads.
-// A token is masked if its beta is nearer to zero than 2^-40. The solve takes 2^-40 in its place, so that
+// A write is masked if its beta is nearer to zero than 2^-40. The solve takes 2^-40 in its place, so that
 // dbeta = (dV / beta) . (U / beta) exists; its rows of U and dV then become zero.
 // Compensated operands (chunk.h): A, T, dU and dV.
 // Design page: docs/design/backward-cpu.md.
@@ -39,10 +39,11 @@ struct Kept {
 
 // How a sequence is divided: into blocks of `block` chunks whose first states are kept.
 struct Blocks {
-    std::int64_t chunks, block, count;
+    std::int64_t rows, chunks, block, count;
 
-    CULA_INLINE explicit Blocks(std::int64_t tokens)
-        : chunks((tokens + kChunk - 1) / kChunk),
+    CULA_INLINE Blocks(const Args& args, std::int64_t tokens)
+        : rows(tokens * writes_per_token(args)),
+          chunks((rows + kChunk - 1) / kChunk),
           block(chunks > kMostChunks ? kBlockChunks : chunks),
           count(chunks > kMostChunks ? (chunks + kBlockChunks - 1) / kBlockChunks : 1) {}
 };
@@ -51,24 +52,24 @@ template <class Word>
 struct BackwardBuffers {
     // Operands of the walk backwards, all row-major.
     Word *q_decayed_t, *k_decayed_t;                              // [channels, tokens]
-    Word* k_remaining;                                            // [tokens, channels]
-    Word *scores_t, *scores_lost_t, *inverse_t, *inverse_lost_t;  // [tokens, tokens]
-    // Packed as B operands, [tokens, columns].
+    Word* k_remaining;                                            // [writes, channels]
+    Word *scores_t, *scores_lost_t, *inverse_t, *inverse_lost_t;  // [rows, rows]
+    // Packed as B operands, [rows, columns].
     Word *d_o_w, *d_writes_w, *d_writes_lost_w;
-    float* d_writes;                    // dU, [tokens, columns]
+    float* d_writes;                    // dU, [writes, columns]
     float* Z;                           // [channels, columns]
     float *gate_bias, *bias_sum, *row;  // [channels]
     double* parameters;                 // [1 + channels]: the head's dA_log and ddt_bias
     float* starts;                      // [blocks, channels, columns]: the states before several blocks
     float* kept;                        // of the chunks of one block
-    float *d_q, *d_k;                   // [tokens of the sequence, channels]: sums over several value heads
+    float *d_q, *d_k;                   // [chunks, rows, channels]: sums over several value heads
     std::int64_t state_size, kept_size;
 
     static BackwardBuffers carve(Carver& carver, const Args& args, std::int64_t tokens, int channels,
                                  int columns) {
         BackwardBuffers b;
         const Wanted wanted(args);
-        const Blocks blocks(tokens);
+        const Blocks blocks(args, tokens);
         const bool groups = args.v.size[2] > args.q.size[2];
         const auto operand = [&](Word*& p, int rows, int width) {
             p = carver.take<Word>(rows * width / kPerWord<Word>);
@@ -109,7 +110,7 @@ public:
           whole_(task),
           mine_(mine),
           shared_(buffers),
-          blocks_(task.length),
+          blocks_(args, task.length),
           index_(static_cast<int>(scan.value_head - task.value_head)),
           keeps_(wanted_.any()) {
         this->least_beta_ = 0x1p-40f;
@@ -120,7 +121,7 @@ public:
     void run() {
         for (int i = 0; i < 1 + channels_; ++i) mine_.parameters[i] = 0.0;
         if (keeps_) walk_forwards();
-        this->load_state(mine_.Z, advance(whole_.d_final, index_ * whole_.d_final_step));
+        states_.read(mine_.Z, advance(whole_.d_final, index_ * whole_.d_final_step));
         for (std::int64_t block = blocks_.count; block-- > 0;) {
             if (keeps_ && block + 1 < blocks_.count) walk_block(block, true);
             for (std::int64_t chunk = end_of(block); chunk-- > block * blocks_.block;)
@@ -133,18 +134,17 @@ private:
     using Base = Gradient<Word>;
     using Base::args_, Base::task_, Base::buffers_, Base::inputs_, Base::solves_, Base::erases_;
     using Base::columns_, Base::channels_, Base::key_dim_, Base::words_, Base::count_, Base::padded_;
-    using Base::per_channel_;
+    using Base::per_channel_, Base::writes_, Base::tokens_, Base::padded_tokens_, Base::states_;
     using Base::queries_, Base::keys_, Base::state_, Base::wanted_, Base::own_, Base::kSplit, Base::kStride;
+    using Base::row_, Base::token_, Base::behind_;
 
     std::int64_t end_of(std::int64_t block) const {
         return block + 1 < blocks_.count ? (block + 1) * blocks_.block : blocks_.chunks;
     }
 
-    // The next chunk and its first token.
-    std::int64_t begin_chunk(std::int64_t chunk) {
-        const std::int64_t done = chunk * kChunk, left = task_.length - done;
-        Base::begin_chunk(left < kChunk ? left : kChunk);
-        return task_.begin + done;
+    void begin_chunk(std::int64_t chunk) {
+        const std::int64_t done = chunk * kChunk, left = blocks_.rows - done;
+        Base::begin_chunk(task_.begin * writes_ + done, left < kChunk ? left : kChunk);
     }
 
     // What both walks know of a chunk lies where it is kept. L is needed once more for the gradient of one
@@ -160,7 +160,7 @@ private:
     // Keeps the states before all blocks, and everything of the last one.
     void walk_forwards() {
         if (blocks_.chunks == 0) return;
-        this->load_state(blocks_.count > 1 ? mine_.starts : mine_.kept, task_.initial);
+        states_.read(blocks_.count > 1 ? mine_.starts : mine_.kept, task_.initial);
         for (std::int64_t block = 0; block < blocks_.count; ++block)
             walk_block(block, block + 1 == blocks_.count);
     }
@@ -172,20 +172,21 @@ private:
         if (blocks_.count > 1) copy(mine_.kept, start, mine_.state_size);
         const std::int64_t first = block * blocks_.block, end = end_of(block);
         for (std::int64_t chunk = first; chunk < end; ++chunk) {
-            const std::int64_t token = begin_chunk(chunk), slot = keep ? chunk - first : 0;
+            begin_chunk(chunk);
+            const std::int64_t slot = keep ? chunk - first : 0;
             const Kept kept = mine_.of_chunk(slot, columns_);
             use(kept);
             state_ = kept.state;
             const bool last = chunk + 1 == end;
             if (last && keep && !solves_) return;
-            this->load_inputs(token);
+            this->load_inputs();
             this->scale_operands();
             if (solves_) {
                 this->score();
                 this->solve();
                 this->pack_inverse();
             }
-            this->load_values(token);
+            this->load_values();
             this->pack_state();
             this->read();
             if (this->masked_) {
@@ -203,97 +204,101 @@ private:
     // --- backwards ---
 
     void step_back(std::int64_t chunk, const Kept& kept) {
-        const std::int64_t token = begin_chunk(chunk);
+        begin_chunk(chunk);
         if (keeps_) use(kept);
         queries_ = true;
         keys_ = solves_ && !keeps_;
-        this->load_inputs(token);
+        this->load_inputs();
         turn_operands();
         this->score();
-        turn_words(mine_.scores_t, mine_.scores_lost_t, buffers_.scores);
+        turn_words(mine_.scores_t, mine_.scores_lost_t, buffers_.scores, padded_tokens_);
         if (solves_) {
             if (!keeps_) this->solve();
-            turn_words(mine_.inverse_t, mine_.inverse_lost_t, buffers_.inverse);
+            turn_words(mine_.inverse_t, mine_.inverse_lost_t, buffers_.inverse, padded_);
         } else {
-            this->load_values(token);
+            this->load_values();
         }
-        load_d_o(token);
+        load_d_o();
         return_values();
         if (erases_) {
-            write_strengths_and_values(token);
+            write_strengths_and_values();
         } else {
             if (wanted_.beta) this->beta(kept.writes);
             if (this->masked_) {
                 this->mask_rows(own_.d_values);
                 if (keeps_) this->mask_rows(kept.writes);
             }
-            store_d_v(token);
+            store_d_v();
         }
         if (solves_)
             for (int x = 0; x < padded_ * columns_; x += kLanes)
                 store(own_.d_values + x, -load(own_.d_values + x));
         if (keeps_) this->gradient(kept.state, mine_.Z, solves_ ? kept.writes : buffers_.values);
         return_state();
-        if (wanted_.beta && args_.beta.ndim == 3) write_beta(token);
-        if (wanted_.decay) per_channel_ ? write_channel_gates(token) : write_token_gates(token);
-        if (wanted_.keys && erases_) divide_erase_keys(token);
-        if (wanted_.keys) write_keys(token, chunk * kChunk * channels_);
+        if (wanted_.beta && args_.beta.ndim == 3) write_beta();
+        if (wanted_.decay) per_channel_ ? write_channel_gates() : write_token_gates();
+        if (wanted_.keys && erases_) divide_erase_keys();
+        if (wanted_.keys) write_keys(chunk * kChunk * channels_);
     }
 
     // Q~ and K^ with tokens as the reduction, K+ with channels, all as left operands.
     void turn_operands() {
         Word *q = own_.q_rows, *k = own_.k_rows;
-        this->pack_from(0, padded_, q, solves_ ? k : nullptr);
-        const auto turn = [&](Word* dst, const Word* src) {
-            transpose_words(dst, kStride, src, channels_, this->token_words(), channels_);
+        this->pack_from(0, padded_, writes_ == 1 ? q : nullptr, solves_ ? k : nullptr);
+        if (writes_ > 1) this->pack_queries(q);
+        const auto turn = [&](Word* dst, const Word* src, int rows) {
+            transpose_words(dst, kStride, src, channels_, rows / kPerWord<Word>, channels_);
         };
-        turn(mine_.q_decayed_t, q);
-        if (solves_) turn(mine_.k_decayed_t, k);
+        turn(mine_.q_decayed_t, q, padded_tokens_);
+        if (solves_) turn(mine_.k_decayed_t, k, padded_);
         this->scale_toward(0, padded_, mine_.k_remaining, buffers_.chunk_decay);
     }
 
-    // The words of a transposed matrix [tokens, tokens]; of delta rules the low words as well.
-    void turn_words(Word* dst, Word* lost, const float* src) {
+    // The words of a transposed matrix [rows, writes]; of delta rules the low words as well.
+    void turn_words(Word* dst, Word* lost, const float* src, int rows) {
         Word* packed = own_.square_w;
-        pack_rows(packed, kChunk, src, kChunk, padded_, padded_);
-        transpose_words(dst, kStride, packed, kChunk, this->token_words(), padded_);
+        pack_rows(packed, kChunk, src, kChunk, rows, padded_);
+        transpose_words(dst, kStride, packed, kChunk, rows / kPerWord<Word>, padded_);
         if (!kSplit || !solves_) return;
-        pack_lost_rows(packed, kChunk, src, kChunk, padded_, padded_);
-        transpose_words(lost, kStride, packed, kChunk, this->token_words(), padded_);
+        pack_lost_rows(packed, kChunk, src, kChunk, rows, padded_);
+        transpose_words(lost, kStride, packed, kChunk, rows / kPerWord<Word>, padded_);
     }
 
-    void load_d_o(std::int64_t token) {
-        const int loaded = args_.d_o ? count_ : 0;
+    void load_d_o() {
+        const int loaded = args_.d_o ? tokens_ : 0;
         for (int i = 0; i < loaded; ++i)
-            load_row(own_.d_o + i * columns_, args_.d_o.ptr(task_.batch, token + i, task_.value_head),
+            load_row(own_.d_o + i * columns_, args_.d_o.ptr(task_.batch, token_ + i, task_.value_head),
                      args_.d_o.dtype, task_.v_count, columns_);
-        this->zero(own_.d_o + loaded * columns_, (padded_ - loaded) * columns_);
-        d_o_words_ = packed_rows(mine_.d_o_w, own_.d_o, padded_, columns_);
+        this->zero(own_.d_o + loaded * columns_, (padded_tokens_ - loaded) * columns_);
+        d_o_words_ = packed_rows(mine_.d_o_w, own_.d_o, padded_tokens_, columns_);
     }
 
     // dU = A^T dO + K+ Z and dV = T^T dU, into d_values.
     void return_values() {
         const auto& m = mine_;
         float *d_writes = solves_ ? m.d_writes : own_.d_values, *d_values = own_.d_values;
-        const auto add = [&](bool more, const Word* turned, const Word* b, float* dst) {
-            this->triangle_product(false, more, turned, kStride, b, columns_, dst);
+        const auto add_scored = [&](const Word* turned) {
+            this->turned_product(true, true, turned, d_o_words_, columns_, d_writes);
+        };
+        const auto add = [&](bool more, const Word* turned, const Word* b) {
+            this->turned_product(false, more, turned, b, columns_, d_values);
         };
         const Word* Z = packed_rows(buffers_.state_w, m.Z, channels_, columns_);
         product(false, padded_, columns_, words_, m.k_remaining, words_, Z, columns_, d_writes, columns_);
-        add(true, m.scores_t, d_o_words_, d_writes);
+        add_scored(m.scores_t);
         if (!solves_) return;
-        if (kSplit) add(true, m.scores_lost_t, d_o_words_, d_writes);
+        if (kSplit) add_scored(m.scores_lost_t);
         const Word* words = packed_rows(m.d_writes_w, d_writes, padded_, columns_);
-        add(false, m.inverse_t, words, d_values);
+        add(false, m.inverse_t, words);
         if constexpr (!kSplit) return;
         pack_lost_rows(m.d_writes_lost_w, columns_, d_writes, columns_, padded_, columns_);
-        add(true, m.inverse_t, m.d_writes_lost_w, d_values);
-        add(true, m.inverse_lost_t, words, d_values);
+        add(true, m.inverse_t, m.d_writes_lost_w);
+        add(true, m.inverse_lost_t, words);
     }
 
-    void store_d_v(std::int64_t token) const {
+    void store_d_v() const {
         for (int i = 0; args_.d_v && i < count_; ++i)
-            store_row(args_.d_v.ptr(task_.batch, token + i, task_.value_head), args_.d_v.dtype,
+            store_row(args_.d_v.ptr(task_.batch, row_ + i, task_.value_head), args_.d_v.dtype,
                       own_.d_values + i * columns_, task_.v_count);
     }
 
@@ -303,22 +308,22 @@ private:
         for (int c = 0; c < channels_; ++c)
             for (int x = c * columns_; x < (c + 1) * columns_; x += kLanes)
                 store(m.Z + x, load(m.Z + x) * buffers_.chunk_decay[c]);
-        const auto add = [&](const Word* turned, const Word* b) {
-            product(true, channels_, columns_, this->token_words(), turned, kStride, b, columns_, m.Z,
+        const auto add = [&](const Word* turned, const Word* b, int rows) {
+            product(true, channels_, columns_, rows / kPerWord<Word>, turned, kStride, b, columns_, m.Z,
                     columns_);
         };
-        add(m.q_decayed_t, d_o_words_);
+        add(m.q_decayed_t, d_o_words_, padded_tokens_);
         if (!solves_) return;
-        add(m.k_decayed_t, packed_rows(m.d_writes_w, own_.d_values, padded_, columns_));
+        add(m.k_decayed_t, packed_rows(m.d_writes_w, own_.d_values, padded_, columns_), padded_);
         if constexpr (!kSplit) return;
         pack_lost_rows(m.d_writes_w, columns_, own_.d_values, columns_, padded_, columns_);
-        add(m.k_decayed_t, m.d_writes_w);
+        add(m.k_decayed_t, m.d_writes_w, padded_);
     }
 
     void finish() {
         if (StateView d_initial = advance(whole_.d_initial, index_ * whole_.d_initial_step); d_initial.data) {
             if (!whole_.starts_from_state) this->zero(mine_.Z, channels_ * columns_);
-            this->store_state(d_initial, mine_.Z);
+            states_.write(d_initial, mine_.Z);
         }
         if (double* sums = whole_.parameters)
             for (int i = 0; i < 1 + key_dim_; ++i) sums[index_ * (1 + key_dim_) + i] = mine_.parameters[i];
@@ -327,12 +332,12 @@ private:
     // --- results of a chunk ---
 
     // With erase keys: dv and dbeta of dV, which is that of beta o V.
-    void write_strengths_and_values(std::int64_t token) {
+    void write_strengths_and_values() {
         for (int i = 0; i < count_; ++i) {
             const float *strengths = buffers_.strengths + i * columns_, *d = own_.d_values + i * columns_;
             float* row = buffers_.values + i * columns_;
             if (wanted_.beta) {
-                load_row(row, args_.v.ptr(task_.batch, token + i, task_.value_head), args_.v.dtype,
+                load_row(row, args_.v.ptr(task_.batch, row_ + i, task_.value_head), args_.v.dtype,
                          task_.v_count, columns_);
                 Vec dot{};
                 for (int j = 0; j < columns_; j += kLanes) {
@@ -341,11 +346,11 @@ private:
                     dot += of_value;
                 }
                 own_.d_beta[i] = sum(dot);
-                if (args_.beta.ndim == 4) write_value_betas(token + i, row);
+                if (args_.beta.ndim == 4) write_value_betas(row_ + i, row);
             }
             for (int j = 0; j < columns_; j += kLanes) store(row + j, load(strengths + j) * load(d + j));
             if (args_.d_v)
-                store_row(args_.d_v.ptr(task_.batch, token + i, task_.value_head), args_.d_v.dtype, row,
+                store_row(args_.d_v.ptr(task_.batch, row_ + i, task_.value_head), args_.d_v.dtype, row,
                           task_.v_count);
         }
     }
@@ -365,11 +370,11 @@ private:
     }
 
     // Of de: derase, and what k gets.
-    void divide_erase_keys(std::int64_t token) {
+    void divide_erase_keys() {
         for (int i = 0; i < count_; ++i) {
             float *d_e = own_.d_e + i * channels_, *d_k = own_.d_k + i * channels_;
             const float* k = buffers_.k + i * channels_;
-            load_row(mine_.row, args_.erase.ptr(task_.batch, token + i, task_.value_head), args_.erase.dtype,
+            load_row(mine_.row, args_.erase.ptr(task_.batch, row_ + i, task_.value_head), args_.erase.dtype,
                      key_dim_, channels_);
             for (int c = 0; c < channels_; c += kLanes) {
                 const Vec given = load(mine_.row + c), of_key = load(d_e + c);
@@ -377,31 +382,31 @@ private:
                 store(d_e + c, erase_derivative(inputs_, given, of_key * load(k + c)));
             }
             if (args_.d_erase)
-                store_row(args_.d_erase.ptr(task_.batch, token + i, task_.value_head), args_.d_erase.dtype,
+                store_row(args_.d_erase.ptr(task_.batch, row_ + i, task_.value_head), args_.d_erase.dtype,
                           d_e, key_dim_);
         }
     }
 
-    void write_beta(std::int64_t token) {
+    void write_beta() {
         float logits[kChunk] = {};
         for (int i = 0; i < count_; ++i)
             logits[i] =
-                load_scalar(args_.beta.ptr(task_.batch, token + i, task_.value_head), args_.beta.dtype);
+                load_scalar(args_.beta.ptr(task_.batch, row_ + i, task_.value_head), args_.beta.dtype);
         for (int i = 0; i < count_; i += kLanes)
             store(logits + i, beta_derivative(inputs_, load(logits + i), load(own_.d_beta + i)));
         for (int i = 0; i < count_; ++i)
-            store_scalar(args_.d_beta.ptr(task_.batch, token + i, task_.value_head), args_.d_beta.dtype,
+            store_scalar(args_.d_beta.ptr(task_.batch, row_ + i, task_.value_head), args_.d_beta.dtype,
                          logits[i]);
     }
 
-    void write_channel_gates(std::int64_t token) {
+    void write_channel_gates() {
         const GateDerivative derivative{inputs_};
         this->zero(mine_.bias_sum, channels_);
         Vec log_rate{};
         for (int i = 0; i < count_; ++i) {
             float* d_g = own_.d_g + i * channels_;
-            load_row(mine_.row, args_.g.ptr(task_.batch, token + i, task_.value_head), args_.g.dtype,
-                     key_dim_, channels_);
+            load_row(mine_.row, args_.g.ptr(task_.batch, row_ + i, task_.value_head), args_.g.dtype, key_dim_,
+                     channels_);
             for (int c = 0; c < channels_; c += kLanes) {
                 const GateGradient gradient =
                     derivative(load(mine_.row + c), load(inputs_.gate_bias + c), load(d_g + c));
@@ -410,21 +415,26 @@ private:
                 log_rate += gradient.of_log_rate;
             }
             if (args_.d_g)
-                store_row(args_.d_g.ptr(task_.batch, token + i, task_.value_head), args_.d_g.dtype, d_g,
+                store_row(args_.d_g.ptr(task_.batch, row_ + i, task_.value_head), args_.d_g.dtype, d_g,
                           key_dim_);
         }
         mine_.parameters[0] += static_cast<double>(sum(log_rate) * derivative.log_rate_factor());
         for (int c = 0; c < key_dim_; ++c) mine_.parameters[1 + c] += static_cast<double>(mine_.bias_sum[c]);
     }
 
-    void write_token_gates(std::int64_t token) {
+    // Of the tokens whose first write the chunk has.
+    void write_token_gates() {
         const GateDerivative derivative{inputs_};
         float gates[kChunk] = {}, *d_g = own_.d_log_decay;
-        for (int i = 0; i < count_; ++i)
+        const int first = behind_ ? 1 : 0, count = (behind_ + count_ + writes_ - 1) / writes_ - first;
+        const std::int64_t token = token_ + first;
+        for (int i = 0; i < count; ++i) {
             gates[i] = load_scalar(args_.g.ptr(task_.batch, token + i, task_.value_head), args_.g.dtype);
-        for (int i = count_; i < padded_; ++i) d_g[i] = 0.0f;
+            d_g[i] = d_g[this->first_row(first + i)];
+        }
+        for (int i = count; i < round_up(count, kLanes); ++i) d_g[i] = 0.0f;
         Vec bias{}, log_rate{};
-        for (int i = 0; i < count_; i += kLanes) {
+        for (int i = 0; i < count; i += kLanes) {
             const GateGradient gradient =
                 derivative(load(gates + i), broadcast(inputs_.gate_bias_scalar), load(d_g + i));
             store(d_g + i, gradient.of_x);
@@ -433,32 +443,32 @@ private:
         }
         mine_.parameters[0] += static_cast<double>(sum(log_rate) * derivative.log_rate_factor());
         mine_.parameters[1] += static_cast<double>(sum(bias));
-        for (int i = 0; args_.d_g && i < count_; ++i)
+        for (int i = 0; args_.d_g && i < count; ++i)
             store_scalar(args_.d_g.ptr(task_.batch, token + i, task_.value_head), args_.d_g.dtype, d_g[i]);
     }
 
     // at: of the chunk, in the sums over value heads.
-    void write_keys(std::int64_t token, std::int64_t at) {
+    void write_keys(std::int64_t at) {
         float *d_q = own_.d_q, *d_k = own_.d_k;
         const bool first = index_ == 0, last = index_ + 1 == whole_.group;
         if (!first) {
-            add(d_q, mine_.d_q + at);
-            add(d_k, mine_.d_k + at);
+            add(d_q, mine_.d_q + at, padded_tokens_ * channels_);
+            add(d_k, mine_.d_k + at, padded_ * channels_);
         }
         if (!last) {
-            copy(mine_.d_q + at, d_q, padded_ * channels_);
+            copy(mine_.d_q + at, d_q, padded_tokens_ * channels_);
             copy(mine_.d_k + at, d_k, padded_ * channels_);
             return;
         }
-        for (int i = 0; i < count_; ++i) {
-            write_key_gradient(inputs_, args_.q, args_.d_q, token + i, static_cast<float>(args_.scale),
+        for (int i = 0; i < tokens_; ++i)
+            write_key_gradient(inputs_, args_.q, args_.d_q, token_ + i, static_cast<float>(args_.scale),
                                d_q + i * channels_, mine_.row);
-            write_key_gradient(inputs_, args_.k, args_.d_k, token + i, 1.0f, d_k + i * channels_, mine_.row);
-        }
+        for (int i = 0; i < count_; ++i)
+            write_key_gradient(inputs_, args_.k, args_.d_k, row_ + i, 1.0f, d_k + i * channels_, mine_.row);
     }
 
-    void add(float* dst, const float* src) const {
-        for (int x = 0; x < padded_ * channels_; x += kLanes) store(dst + x, load(src + x) + load(dst + x));
+    static void add(float* dst, const float* src, int count) {
+        for (int x = 0; x < count; x += kLanes) store(dst + x, load(src + x) + load(dst + x));
     }
     static void copy(float* dst, const float* src, std::int64_t count) {
         for (std::int64_t x = 0; x < count; x += kLanes) store(dst + x, load(src + x));

@@ -75,10 +75,12 @@ void zero_slack(const Args& args) {
     if (!args.cu_seqlens) return;
     const std::int64_t end = read_index(args.cu_seqlens, num_sequences(args));
     for (const TensorRef* ref : {&args.d_q, &args.d_k, &args.d_v, &args.d_g, &args.d_beta, &args.d_erase}) {
+        const bool of_tokens = ref == &args.d_q || ref == &args.d_g;
+        const std::int64_t first = end * (of_tokens ? 1 : writes_per_token(args));
         const std::size_t bytes =
             size_bytes(ref->dtype) * static_cast<std::size_t>(ref->ndim == 4 ? ref->size[3] : 1);
-        for (std::int64_t t = end; *ref && t < ref->size[1]; ++t)
-            for (std::int64_t h = 0; h < ref->size[2]; ++h) std::memset(ref->ptr(0, t, h), 0, bytes);
+        for (std::int64_t row = first; *ref && row < ref->size[1]; ++row)
+            for (std::int64_t h = 0; h < ref->size[2]; ++h) std::memset(ref->ptr(0, row, h), 0, bytes);
     }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// chunk: what scan.h and backward.h have in common: the operands of 64 tokens of one head, and the recurrence
+// chunk: what scan.h and backward.h have in common: the operands of 64 writes of one head, and the recurrence
 // over chunks, in the phases score, solve, read, carry.
 //
 // Equation, per chunk that starts from the state S (ALGORITHM.md, "Chunks", which also has the letters):
@@ -11,6 +11,11 @@
 //     score    L = tril(E^ K-^T, -1)
 //     solve    T = (I + L)^-1
 //     read     U = T (beta o V - E^ S)
+//
+// Rows. A chunk is 64 writes: a row of K, V, U, L and T each. It has a row of Q, A and O for each token whose
+// last write it has, which reads that write, too. A token that writes n times has n rows, of which the first
+// has its decay and the others have none; they may lie in several chunks. Row i of A has n columns more than
+// the row before it.
 //
 // Decay. Every factor is a running product of exp(g), between a token and an anchor on the same side of it in
 // time. So all factors of a contraction are at most 1: nothing overflows at any decay, underflow is the true
@@ -33,17 +38,18 @@
 
 #include "cpu/gemm.h"
 #include "cpu/inputs.h"
-#include "cpu/scales.h"
+#include "cpu/states.h"
 
 namespace cula::cpu::CULA_CPU_TARGET {
 
 inline constexpr int kChunk = kChunkTokens;
 inline constexpr int kLeaf = 16;  // tokens of a diagonal square
 
-// Scratch for one chunk. *_lost_w: low words.
+// Scratch for one chunk. *_lost_w: low words. Rows of q, q_decayed, q_anchored, scores and out are tokens,
+// all others writes.
 template <class Word>
 struct ChunkBuffers {
-    // [tokens, channels]
+    // [rows, channels]
     float *q, *k, *decay;
     float* e;                     // the erase keys; those of rules that have none are k
     Word *q_decayed, *k_decayed;  // Q~, K^ (of erase keys: E^): decayed to the chunk's start; row-major
@@ -51,11 +57,11 @@ struct ChunkBuffers {
     Word* k_remaining_t;          // its transpose, [channels, token words]
     Word *q_anchored, *k_anchored, *k_toward, *k_toward_t;
     float *chunk_decay, *factors;  // [channels]; factors: running products of decays
-    // [tokens, tokens]
+    // [rows, rows]
     float *scores, *overlaps, *inverse;
     Word *scores_w, *scores_lost_w, *inverse_w, *inverse_lost_w;
     float *beta, *token_decay, *row_decay;
-    // [tokens, columns]
+    // [rows, columns]
     float *values, *read, *out;
     float* strengths;  // with erase keys: beta
     Word *values_w, *writes_w, *writes_lost_w;
@@ -95,21 +101,25 @@ struct ChunkBuffers {
 template <class Word>
 class Chunk {
 protected:
-    // columns: value columns of the buffers. state: S; gate_bias: room for K floats.
+    // columns: value columns of the buffers. state: S; gate_bias: room for K floats. token_multiple: what
+    // tokens are padded to a multiple of where they are not the rows of writes.
     Chunk(const Args& args, const ScanTask& task, const ChunkBuffers<Word>& buffers, int columns,
-          float* state, float* gate_bias)
+          float* state, float* gate_bias, int token_multiple)
         : args_(args),
           task_(task),
           solves_(solves(args.algorithm.update)),
           erases_(takes_erase(args.algorithm.update)),
           per_channel_(varies_by_channel(args.algorithm.decay)),
           keys_(solves_),
+          writes_(static_cast<int>(writes_per_token(args))),
+          token_multiple_(writes_ > 1 ? token_multiple : kTokenMultiple),
           columns_(columns),
           buffers_(buffers),
           inputs_(args, task, gate_bias),
           key_dim_(inputs_.key_dim),
           channels_(inputs_.padded_key_dim),
           words_(channels_ / kPerWord<Word>),
+          states_{buffers.transposed, key_dim_, channels_, columns, task.v_begin, task.v_count},
           state_(state) {}
 
     // Whether the writes U of a chunk solve a triangular system (solve, read), or are its values.
@@ -117,7 +127,8 @@ protected:
         switch (update) {
             case Update::kAdditive: return false;
             case Update::kDelta:
-            case Update::kErase: return true;
+            case Update::kErase:
+            case Update::kProduct: return true;
         }
         return false;
     }
@@ -133,39 +144,51 @@ protected:
     }
     static void zero(float* x, int count) { fill(x, count, 0.0f); }
 
-    // The next chunk has `count` tokens.
-    void begin_chunk(std::int64_t count) {
+    // The next chunk has rows [row, row + count) of k.
+    void begin_chunk(std::int64_t row, std::int64_t count) {
+        row_ = row;
+        token_ = row / writes_;
+        behind_ = static_cast<int>(row % writes_);
         count_ = static_cast<int>(count);
+        tokens_ = (behind_ + count_) / writes_;
         padded_ = round_up(count_, kTokenMultiple);
+        padded_tokens_ = round_up(tokens_, token_multiple_);
     }
+
+    // The row of the first write of token `i`, counted as rows of q are; negative: in a chunk before. Token
+    // tokens_ may begin in the chunk, too.
+    int first_row(int i) const { return i * writes_ - behind_; }
+    // Whether a row is the last write of its token, and which row of q reads after it.
+    bool reads(int row) const { return row < count_ && (behind_ + row + 1) % writes_ == 0; }
+    int reader(int row) const { return (behind_ + row + 1) / writes_ - 1; }
 
     // --- inputs ---
 
-    void load_inputs(std::int64_t token) {
+    void load_inputs() {
         const ChunkBuffers<Word>& b = buffers_;
         for (int i = 0; i < count_; ++i) {
-            if (queries_) inputs_.query(b.q + i * channels_, token + i);
-            inputs_.key(b.k + i * channels_, token + i);
-            if (erases_) inputs_.erase_key(b.e + i * channels_, b.k + i * channels_, token + i);
-            if (per_channel_) inputs_.channel_decays(b.decay + i * channels_, token + i);
+            if (queries_ && i < tokens_) inputs_.query(b.q + i * channels_, token_ + i);
+            inputs_.key(b.k + i * channels_, row_ + i);
+            if (erases_) inputs_.erase_key(b.e + i * channels_, b.k + i * channels_, row_ + i);
+            if (per_channel_) inputs_.channel_decays(b.decay + i * channels_, row_ + i);
         }
         // Padding tokens write nothing and do not decay.
         const int padding = (padded_ - count_) * channels_;
-        if (queries_) zero(b.q + count_ * channels_, padding);
+        if (queries_) zero(b.q + tokens_ * channels_, (padded_tokens_ - tokens_) * channels_);
         zero(b.k + count_ * channels_, padding);
         if (erases_) zero(b.e + count_ * channels_, padding);
         if (per_channel_)
             fill(b.decay + count_ * channels_, padding, 1.0f);
         else
-            inputs_.token_decays(b.token_decay, token, count_);
+            load_token_decays();
         for (int i = count_; i < padded_; ++i) b.token_decay[i] = 1.0f;
         if (!solves_) return;
         masked_ = 0;
         if (erases_) {
             fill(b.beta, padded_, 1.0f);
-            return load_strengths(token);
+            return load_strengths();
         }
-        inputs_.betas(b.beta, token, count_);
+        inputs_.betas(b.beta, row_, count_);
         for (int i = 0; i < count_; ++i) {
             if (!(__builtin_fabsf(b.beta[i]) < least_beta_)) continue;
             b.beta[i] = least_beta_;
@@ -174,27 +197,38 @@ protected:
         for (int i = count_; i < padded_; ++i) b.beta[i] = 0.0f;
     }
 
+    // One decay per token, of rows: that of the token for its first write, 1 for all others.
+    void load_token_decays() {
+        float* decays = buffers_.token_decay;
+        const int first = behind_ ? 1 : 0, end = (behind_ + count_ + writes_ - 1) / writes_;
+        inputs_.token_decays(decays, token_ + first, end - first);
+        for (int row = writes_ > 1 ? count_ - 1 : -1; row >= 0; --row) {
+            const bool begins = (behind_ + row) % writes_ == 0;
+            decays[row] = begins ? decays[(behind_ + row) / writes_ - first] : 1.0f;
+        }
+    }
+
     // The write strengths of values, where they are not those of the solve.
-    void load_strengths(std::int64_t token) {
+    void load_strengths() {
         const int loaded = task_.identity ? 0 : count_;
         float of_tokens[kChunk];
         const bool per_value = args_.beta.ndim == 4;
-        if (!per_value) inputs_.betas(of_tokens, token, loaded);
+        if (!per_value) inputs_.betas(of_tokens, row_, loaded);
         for (int i = 0; i < loaded; ++i) {
             float* row = buffers_.strengths + i * columns_;
             if (per_value)
-                inputs_.value_betas(row, token + i, task_.v_begin, task_.v_count, columns_);
+                inputs_.value_betas(row, row_ + i, task_.v_begin, task_.v_count, columns_);
             else
                 fill(row, columns_, of_tokens[i]);
         }
     }
 
-    void load_values(std::int64_t token) {
+    void load_values() {
         float* values = buffers_.values;
         const int loaded = task_.identity ? 0 : count_;
         for (int i = 0; i < loaded; ++i)
             load_row(values + i * columns_,
-                     args_.v.ptr(task_.batch, token + i, task_.value_head, task_.v_begin), args_.v.dtype,
+                     args_.v.ptr(task_.batch, row_ + i, task_.value_head, task_.v_begin), args_.v.dtype,
                      task_.v_count, columns_);
         for (int x = 0; erases_ && x < loaded * columns_; x += kLanes)
             store(values + x, load(values + x) * load(buffers_.strengths + x));
@@ -232,8 +266,9 @@ protected:
     }
 
     // Multiplies rows [begin, end) of q and e by the product of decays from `begin` through the row itself,
-    // for scores and for overlaps.
+    // for scores and for overlaps; q where its rows are those of writes.
     void scale_from(int begin, int end, Word* q, Word* k) {
+        const bool queries = queries_ && writes_ == 1;
         float* factors = buffers_.factors;
         fill(factors, channels_, 1.0f);
         for (int i = begin; i < end; ++i)
@@ -241,9 +276,26 @@ protected:
                 Factor factor = load_factor(factors, c);
                 factor *= decay_of(i, c);
                 store_factor(factors, c, factor);
-                if (queries_) store_scaled(q, buffers_.q, i, c, factor);
+                if (queries) store_scaled(q, buffers_.q, i, c, factor);
                 if (keys_) store_scaled(k, buffers_.e, i, c, factor);
             }
+    }
+
+    // The same of q alone, where tokens write several times: all rows, by the decays of tokens.
+    void scale_queries(Word* q) {
+        float* factors = buffers_.factors;
+        fill(factors, channels_, 1.0f);
+        for (int i = 0; i < padded_tokens_; ++i)
+            for (int c = 0; c < channels_; c += 2 * kLanes) {
+                const Factor factor = next_query_factor(factors, i, c);
+                store_scaled(q, buffers_.q, i, c, factor);
+            }
+    }
+    CULA_INLINE Factor next_query_factor(float* factors, int token, int channel) const {
+        Factor factor = load_factor(factors, channel);
+        if (token < tokens_ && first_row(token) >= 0) factor *= decay_of(first_row(token), channel);
+        store_factor(factors, channel, factor);
+        return factor;
     }
 
     // Multiplies keys [begin, end) by the product of the decays after each; `all` gets that of all decays.
@@ -273,6 +325,16 @@ protected:
                 if (k) store_pair(k, buffers_.e, begin, i, c, even, factor);
             }
     }
+    void pack_queries(Word* q) {
+        float* factors = buffers_.factors;
+        fill(factors, channels_, 1.0f);
+        for (int i = 0; i < padded_tokens_; i += 2)
+            for (int c = 0; c < channels_; c += 2 * kLanes) {
+                const Factor even = next_query_factor(factors, i, c),
+                             odd = next_query_factor(factors, i + 1, c);
+                store_pair(q, buffers_.q, 0, i, c, even, odd);
+            }
+    }
     void pack_toward(int begin, int end, Word* k, float* all) {
         fill(all, channels_, 1.0f);
         for (int i = end - 2; i >= begin; i -= 2)
@@ -296,12 +358,21 @@ protected:
 
     void scale_operands() {
         scale_from(0, padded_, buffers_.q_decayed, buffers_.k_decayed);
+        if (queries_ && writes_ > 1) scale_queries(buffers_.q_decayed);
         pack_toward(0, padded_, buffers_.k_remaining, buffers_.chunk_decay);
         transpose_words(buffers_.k_remaining_t, token_words(), buffers_.k_remaining, channels_, token_words(),
                         channels_);
     }
 
     int token_words() const { return padded_ / kPerWord<Word>; }
+
+    // Rows of A are multiplied by so many at a time, and the block that begins with row i has so many
+    // columns.
+    int score_rows() const { return token_multiple_ < kTriangleRows ? token_multiple_ : kTriangleRows; }
+    int score_columns(int i) const {
+        const int columns = round_up(first_row(i + score_rows()), kTriangleRows);
+        return columns < padded_ ? columns : padded_;
+    }
 
     // --- score: scores A = tril(q k^T), overlaps L = tril(e k^T, -1), decay included ---
 
@@ -317,26 +388,28 @@ protected:
         const ChunkBuffers<Word>& b = buffers_;
         const Word* keys = row_words(b.k_anchored, b.k, padded_, channels_);
         const Word* erasers = erases_ ? row_words(b.k_toward, b.e, padded_, channels_) : keys;
-        const Word* queries = queries_ ? row_words(b.q_anchored, b.q, padded_, channels_) : nullptr;
+        const Word* queries = queries_ ? row_words(b.q_anchored, b.q, padded_tokens_, channels_) : nullptr;
         transpose_words(b.k_toward_t, padded_, keys, words_, padded_, words_);
-        for (int i = 0; i < padded_; i += kTriangleRows) {
-            const auto multiply = [&](const Word* rows, float* dst) {
-                product(false, kTriangleRows, i + kTriangleRows, words_, rows + i * words_, words_,
-                        b.k_toward_t, padded_, dst + i * kChunk, kChunk);
-            };
-            if (queries_) multiply(queries, b.scores);
-            if (keys_) multiply(erasers, b.overlaps);
-        }
+        const auto multiply = [&](int i, int count, int columns, const Word* rows, float* dst) {
+            product(false, count, columns, words_, rows + i * words_, words_, b.k_toward_t, padded_,
+                    dst + i * kChunk, kChunk);
+        };
+        for (int i = 0; queries_ && i < padded_tokens_; i += score_rows())
+            multiply(i, score_rows(), score_columns(i), queries, b.scores);
+        for (int i = 0; keys_ && i < padded_; i += kTriangleRows)
+            multiply(i, kTriangleRows, i + kTriangleRows, erasers, b.overlaps);
         zero(b.row_decay, kChunk);
         for (int i = 0; i < padded_; ++i) {
             for (int j = 0; j < padded_; j += kLanes) {
                 store(b.row_decay + j, load(b.row_decay + j) * b.token_decay[i]);
             }
             b.row_decay[i] = 1.0f;
+            const bool scores_too = queries_ && reads(i);
+            float* scores = b.scores + (scores_too ? reader(i) * kChunk : 0);
             for (int j = 0; j < padded_; j += kLanes) {
                 const Vec factor = load(b.row_decay + j);
-                float *score = b.scores + i * kChunk + j, *overlap = b.overlaps + i * kChunk + j;
-                if (queries_) store(score, load(score) * factor);
+                float* overlap = b.overlaps + i * kChunk + j;
+                if (scores_too) store(scores + j, load(scores + j) * factor);
                 if (keys_) store(overlap, load(overlap) * factor);
             }
         }
@@ -427,29 +500,29 @@ protected:
         }
     }
 
-    void to_words(Word* dst, const float* src) const {
-        for (int i = 0; i < padded_; ++i)
+    void to_words(Word* dst, const float* src, int rows) const {
+        for (int i = 0; i < rows; ++i)
             for (int j = 0; j < padded_; j += 2 * kLanes)
                 store_words(words_at(dst + i * token_words(), j), load(src + i * kChunk + j),
                             load(src + i * kChunk + j + kLanes));
     }
 
     // The low words that belong to to_words().
-    void to_lost_words(Word* dst, const float* src) const {
-        for (int i = 0; i < padded_; ++i)
+    void to_lost_words(Word* dst, const float* src, int rows) const {
+        for (int i = 0; i < rows; ++i)
             for (int j = 0; j < padded_; j += 2 * kLanes)
                 store_words(words_at(dst + i * token_words(), j), lost(load(src + i * kChunk + j)),
                             lost(load(src + i * kChunk + j + kLanes)));
     }
 
     void pack_inverse() const {
-        to_words(buffers_.inverse_w, buffers_.inverse);
-        if constexpr (kSplit) to_lost_words(buffers_.inverse_lost_w, buffers_.inverse);
+        to_words(buffers_.inverse_w, buffers_.inverse, padded_);
+        if constexpr (kSplit) to_lost_words(buffers_.inverse_lost_w, buffers_.inverse, padded_);
     }
 
     void pack_state() { state_words_ = packed_rows(buffers_.state_w, state_, channels_, columns_); }
 
-    // dst (+)= lower B for a lower triangular [tokens x tokens] operand.
+    // dst (+)= lower B for a lower triangular [writes x writes] operand.
     void lower_product(bool add, const Word* lower, const Word* b, float* dst) const {
         constexpr int kRows = kTriangleRows;
         for (int i = 0; i < padded_; i += kRows)
@@ -479,7 +552,7 @@ protected:
         if (kSplit && solves_) pack_lost_rows(b.writes_lost_w, columns_, writes, columns_, padded_, columns_);
     }
 
-    // Makes the rows of masked tokens zero in a matrix [tokens, columns].
+    // Makes the rows of masked writes zero in a matrix [writes, columns].
     void mask_rows(float* rows) const {
         for (int i = 0; i < count_; ++i)
             if (masked_ >> i & 1) zero(rows + i * columns_, columns_);
@@ -503,62 +576,24 @@ protected:
         if (kSplit && solves_) add(b.writes_lost_w);
     }
 
-    // --- states ---
-
-    // The state of `view`, or zeros where it is absent.
-    void load_state(float* state, const StateView& view) {
-        zero(state, channels_ * columns_);
-        if (view.data && (view.stride_k == 1 || key_dim_ == 1)) {
-            zero(buffers_.transposed, columns_ * channels_);
-            for (int j = 0; j < task_.v_count; ++j)
-                load_row(buffers_.transposed + j * channels_, state_at(view, task_.v_begin + j, 0),
-                         view.dtype, key_dim_, channels_);
-            transpose(state, columns_, buffers_.transposed, channels_, columns_, channels_);
-        } else if (view.data) {
-            for (int c = 0; c < key_dim_; ++c)
-                load_row(state + c * columns_, state_at(view, task_.v_begin, c), view.dtype, task_.v_count,
-                         columns_);
-        }
-        if (view.scales)
-            scale_columns(state, key_dim_, columns_, scales_from(view, task_.v_begin), view.scale_stride,
-                          task_.v_count);
-    }
-
-    void store_state(const StateView& view, const float* state) {
-        if (view.stride_k == 1 || key_dim_ == 1) {
-            transpose(buffers_.transposed, channels_, state, columns_, channels_, columns_);
-            if (view.scales)
-                choose_row_scales(buffers_.transposed, channels_, scales_from(view, task_.v_begin),
-                                  view.scale_stride, task_.v_count);
-            for (int j = 0; j < task_.v_count; ++j)
-                store_row(state_at(view, task_.v_begin + j, 0), view.dtype,
-                          buffers_.transposed + j * channels_, key_dim_);
-        } else {
-            if (view.scales) {
-                float* scaled = buffers_.transposed;  // as large
-                for (int x = 0; x < channels_ * columns_; x += kLanes) store(scaled + x, load(state + x));
-                choose_column_scales(scaled, key_dim_, columns_, scales_from(view, task_.v_begin),
-                                     view.scale_stride, task_.v_count);
-                state = scaled;
-            }
-            for (int c = 0; c < key_dim_; ++c)
-                store_row(state_at(view, task_.v_begin, c), view.dtype, state + c * columns_, task_.v_count);
-        }
-    }
-
     const Args& args_;
     const ScanTask& task_;
     const bool solves_, erases_, per_channel_;
     bool queries_ = false, keys_;  // whether q, Q~ and A are made; whether K^ and L are
-    float least_beta_ = 0.0f;      // betas nearer to zero count as this
-    std::uint64_t masked_ = 0;     // the tokens of the chunk whose beta is nearer, by their bit
+    const int writes_;             // of a token
+    const int token_multiple_;
+    float least_beta_ = 0.0f;   // betas nearer to zero count as this
+    std::uint64_t masked_ = 0;  // the writes of the chunk whose beta is nearer, by their bit
     const int columns_;
     ChunkBuffers<Word> buffers_;
     const HeadInputs inputs_;
     const int key_dim_, channels_, words_;
-    int count_ = 0;                                               // tokens of the current chunk
-    int padded_ = 0;                                              // padded to kTokenMultiple
-    float* state_;                                                // [channels, columns]
+    const StateMemory states_;
+    std::int64_t row_ = 0, token_ = 0;    // of the current chunk: its first row of k, and that one's token
+    int behind_ = 0;                      // the writes of that token in chunks before
+    int tokens_ = 0, count_ = 0;          // the rows of q, and those of k
+    int padded_tokens_ = 0, padded_ = 0;  // padded to token_multiple_, and to kTokenMultiple
+    float* state_;                        // [channels, columns]
     const Word *state_words_ = nullptr, *write_words_ = nullptr;  // of S and U, packed
 };
 

@@ -78,7 +78,8 @@ Support takes(Algorithm algorithm) {
     switch (algorithm.update) {
         case Update::kAdditive:
         case Update::kDelta:
-        case Update::kErase: return Support::yes();
+        case Update::kErase:
+        case Update::kProduct: return Support::yes();
     }
     return Support::no("has no kernel for " + std::string(name(algorithm)));
 }

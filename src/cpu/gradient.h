@@ -10,6 +10,9 @@
 //              rows i >= t of Q~ dQ~ + K^ dK^, columns j < t of K+ dK+, Gamma_C rowsum(S Z), and
 //              pairs i >= t > j of D_ij k_j (dA_ij q_i + dL_ij k_i)
 //
+// Rows of Q, dQ, A, dA and dO are tokens, all others writes (chunk.h). A token decays before its first write
+// and reads after its last: where a row of Q counts as a row of writes, it is that one.
+//
 // With erase keys e, K^ and k of rows are E^ and e, and so are dK^ and the dk of rows: de, which a later step
 // divides between erase strengths and k. Columns stay keys.
 //
@@ -47,17 +50,17 @@ struct Wanted {
 // Scratch for the gradient of one chunk.
 template <class Word>
 struct GradientBuffers {
-    // [tokens, channels]
+    // [rows, channels]
     float *d_q, *d_k, *d_g;                 // results
     float* d_e;                             // of erase keys; else d_k
     float *from_q, *from_k, *from_columns;  // of one set of rows and columns, before their decays
     Word *q_rows, *k_rows, *k_columns;      // operands of such a set, packed as B
-    // [tokens, tokens]
+    // [rows, rows]
     float *d_scores, *d_overlaps, *square;
     Word *square_w, *square_t_w;
-    // [tokens]; the log decay of algorithms with one decay per token
+    // [writes]; the log decay of algorithms with one decay per token
     float *d_beta, *d_log_decay;
-    // [tokens, columns]
+    // [rows, columns]
     float *d_o, *d_values;
     Word *d_o_rows, *d_values_rows, *d_values_lost_rows, *writes_rows;  // row-major
     Word* writes_t;                                                     // packed as a B operand: U^T
@@ -92,12 +95,12 @@ protected:
     using Base = Chunk<Word>;
     using Base::args_, Base::task_, Base::buffers_, Base::solves_, Base::erases_, Base::per_channel_;
     using Base::columns_, Base::channels_, Base::key_dim_, Base::words_, Base::count_, Base::padded_;
-    using Base::kSplit;
+    using Base::kSplit, Base::tokens_, Base::padded_tokens_, Base::writes_, Base::behind_;
     using typename Base::Factor;
 
     Gradient(const Args& args, const ScanTask& task, const ChunkBuffers<Word>& buffers,
              const GradientBuffers<Word>& own, int columns, float* gate_bias)
-        : Base(args, task, buffers, columns, nullptr, gate_bias), wanted_(args), own_(own) {}
+        : Base(args, task, buffers, columns, nullptr, gate_bias, kTokenMultiple), wanted_(args), own_(own) {}
 
     // S before the chunk, Z after it, and U. d_o, and in d_values -dV or, for additive rules, dV, have been
     // made; so have the scores and overlaps if one decay per token is differentiated.
@@ -111,7 +114,7 @@ protected:
             pairs_by_token();
     }
 
-    // Between the rows of words of a matrix [tokens, tokens].
+    // Between the rows of words of a matrix [rows, rows].
     static constexpr int kStride = kChunk / kPerWord<Word>;
 
     // The low words that belong to row_words().
@@ -122,14 +125,25 @@ protected:
 
     int column_words() const { return columns_ / kPerWord<Word>; }
 
-    // dst (+)= triangle B for a lower or upper triangular [tokens x tokens] operand.
-    void triangle_product(bool lower, bool add, const Word* triangle, int stride, const Word* b, int width,
-                          float* dst) const {
+    // dst (+)= A B of the operand of scores, [tokens x writes].
+    void scored_product(const Word* scores, const Word* b, int width, float* dst) const {
+        const int rows = this->score_rows();
+        for (int i = 0; i < padded_tokens_; i += rows)
+            product(true, rows, width, this->score_columns(i) / kPerWord<Word>, scores + i * kStride, kStride,
+                    b, width, dst + i * width, width);
+    }
+
+    // dst (+)= T^T B of the turned operand of the inverse, [writes x writes], or A^T B of that of scores,
+    // [writes x tokens].
+    void turned_product(bool scores, bool add, const Word* turned, const Word* b, int width,
+                        float* dst) const {
         constexpr int kRows = Base::kTriangleRows;
+        const int end = (scores ? padded_tokens_ : padded_) / kPerWord<Word>;
         for (int i = 0; i < padded_; i += kRows) {
-            const int first = (lower ? 0 : i) / kPerWord<Word>,
-                      end = (lower ? i + kRows : padded_) / kPerWord<Word>;
-            product(add, kRows, width, end - first, triangle + i * stride + first, stride, b + first * width,
+            const int row = scores ? (behind_ + i) / writes_ : i,
+                      first = row / kRows * kRows / kPerWord<Word>;
+            if (first >= end && add) return;
+            product(add, kRows, width, end - first, turned + i * kStride + first, kStride, b + first * width,
                     width, dst + i * width, width);
         }
     }
@@ -150,20 +164,21 @@ private:
 
     void squares(const float* U) {
         const GradientBuffers<Word>& b = own_;
-        d_o_rows_ = row_words(b.d_o_rows, b.d_o, padded_, columns_);
+        d_o_rows_ = row_words(b.d_o_rows, b.d_o, padded_tokens_, columns_);
         if (solves_) d_value_rows_ = row_words(b.d_values_rows, b.d_values, padded_, columns_);
         if (kSplit && solves_) lost_row_words(b.d_values_lost_rows, b.d_values, padded_, columns_);
         write_rows_ = row_words(b.writes_rows, U, padded_, columns_);
         transpose_words(b.writes_t, padded_, write_rows_, column_words(), padded_, column_words());
+        const auto multiply = [&](bool add, int i, int count, int columns, const Word* rows, float* dst) {
+            product(add, count, columns, column_words(), rows + i * column_words(), column_words(),
+                    b.writes_t, padded_, dst + i * kChunk, kChunk);
+        };
+        for (int i = 0; i < padded_tokens_; i += this->score_rows())
+            multiply(false, i, this->score_rows(), this->score_columns(i), d_o_rows_, b.d_scores);
         constexpr int kRows = Base::kTriangleRows;
-        for (int i = 0; i < padded_; i += kRows) {
-            const auto multiply = [&](bool add, const Word* rows, float* dst) {
-                product(add, kRows, i + kRows, column_words(), rows + i * column_words(), column_words(),
-                        b.writes_t, padded_, dst + i * kChunk, kChunk);
-            };
-            multiply(false, d_o_rows_, b.d_scores);
-            if (solves_) multiply(false, d_value_rows_, b.d_overlaps);
-            if (kSplit && solves_) multiply(true, b.d_values_lost_rows, b.d_overlaps);
+        for (int i = 0; solves_ && i < padded_; i += kRows) {
+            multiply(false, i, kRows, i + kRows, d_value_rows_, b.d_overlaps);
+            if (kSplit) multiply(true, i, kRows, i + kRows, b.d_values_lost_rows, b.d_overlaps);
         }
     }
 
@@ -213,6 +228,35 @@ private:
                 store(all + c, x);
                 store(b.d_g + at, load(b.d_g + at) + x);
             }
+    }
+
+    // What add_rows<true> does of all rows, where tokens write several times, with one decay per token or
+    // none.
+    void add_first_rows_apart() {
+        const GradientBuffers<Word>& b = own_;
+        for (int i = 0; i < padded_; ++i) b.d_log_decay[i] = 0.0f;
+        // Multiplies a row by `factor`, and adds its part in the decays to that of row `at` of writes.
+        const auto add = [&](float* from, const float* operand, float* dst, int row, int at, float factor) {
+            Vec dot{};
+            for (int c = row * channels_; c < (row + 1) * channels_; c += kLanes) {
+                const Vec x = load(from + c) * factor;
+                store(dst + c, x);
+                dot += x * load(operand + c);
+            }
+            b.d_log_decay[at] += sum(dot);
+        };
+        float of_writes = 1.0f, of_tokens = 1.0f;
+        for (int i = 0; i < padded_; ++i)
+            add(b.from_k, buffers_.e, b.d_e, i, i, of_writes *= buffers_.token_decay[i]);
+        if (erases_) this->zero(b.d_k, padded_ * channels_);
+        for (int i = 0; i < tokens_; ++i) {
+            const int first = this->first_row(i);
+            if (first >= 0) of_tokens *= buffers_.token_decay[first];
+            add(b.from_q, buffers_.q, b.d_q, i, first + writes_ - 1, of_tokens);
+        }
+        this->zero(b.d_q + tokens_ * channels_, (padded_tokens_ - tokens_) * channels_);
+        float all = 0.0f;
+        for (int i = padded_ - 1; i >= 0; --i) b.d_log_decay[i] = all += b.d_log_decay[i];
     }
 
     // Adds columns [begin, end): from_columns, whose operands were decayed to the anchor after `end` - 1.
@@ -266,19 +310,22 @@ private:
 
     void ends(const float* S, const float* Z) {
         const GradientBuffers<Word>& b = own_;
-        const auto multiply = [&](bool add, const Word* rows, float* dst) {
-            product(add, padded_, channels_, column_words(), rows, column_words(), b.state_t, channels_, dst,
+        const auto multiply = [&](bool add, int count, const Word* rows, float* dst) {
+            product(add, count, channels_, column_words(), rows, column_words(), b.state_t, channels_, dst,
                     channels_);
         };
         turn_state(S);
-        multiply(false, d_o_rows_, b.from_q);
-        if (solves_) multiply(false, d_value_rows_, b.from_k);
-        if (kSplit && solves_) multiply(true, b.d_values_lost_rows, b.from_k);
+        multiply(false, padded_tokens_, d_o_rows_, b.from_q);
+        if (solves_) multiply(false, padded_, d_value_rows_, b.from_k);
+        if (kSplit && solves_) multiply(true, padded_, b.d_values_lost_rows, b.from_k);
         if (wanted_.decay && per_channel_) through_channels(S, Z);
-        add_rows<true>(0, padded_);
+        if (writes_ > 1)
+            add_first_rows_apart();
+        else
+            add_rows<true>(0, padded_);
         if (wanted_.decay && !per_channel_) through_token(S, Z);
         turn_state(Z);
-        multiply(false, write_rows_, b.from_columns);
+        multiply(false, padded_, write_rows_, b.from_columns);
         add_columns(0, padded_);
     }
 
@@ -358,7 +405,7 @@ private:
                 const Vec x = i < half && j < half ? load(src + i * kChunk + j) : Vec{};
                 store(b.square + i * kChunk + j, low ? lost(x) : x);
             }
-        square_words(b.square_w, kTokenMultiple);
+        square_words(b.square_w, kTokenMultiple, kTokenMultiple);
         float* turned = b.square + kTokenMultiple;
         transpose(turned, kChunk, b.square, kChunk, kTokenMultiple, kTokenMultiple);
         for (int i = 0; i < half; ++i)
@@ -366,9 +413,9 @@ private:
                 store_words(words_at(b.square_t_w + i * kStride, j), load(turned + i * kChunk + j),
                             load(turned + i * kChunk + j + kLanes));
     }
-    void square_words(Word* dst, int tokens) const {
-        for (int i = 0; i < tokens; ++i)
-            for (int j = 0; j < tokens; j += 2 * kLanes)
+    void square_words(Word* dst, int rows, int columns) const {
+        for (int i = 0; i < rows; ++i)
+            for (int j = 0; j < columns; j += 2 * kLanes)
                 store_words(words_at(dst + i * kStride, j), load(own_.square + i * kChunk + j),
                             load(own_.square + i * kChunk + j + kLanes));
     }
@@ -427,23 +474,25 @@ private:
         if (wanted_.decay) cross_tokens();
         if (!wanted_.keys) return;
         const Word *k = packed_rows(b.k_columns, buffers_.k, padded_, channels_),
-                   *q = packed_rows(b.q_rows, buffers_.q, padded_, channels_);
-        for (int x = 0; x < padded_ * kChunk; x += kLanes) store(b.square + x, load(b.d_scores + x));
-        square_words(b.square_w, padded_);
-        triangle_product(true, true, b.square_w, kStride, k, channels_, b.d_q);
-        turn_square(b.d_scores);
-        square_words(b.square_w, padded_);
-        triangle_product(false, true, b.square_w, kStride, q, channels_, b.d_k);
+                   *q = packed_rows(b.q_rows, buffers_.q, padded_tokens_, channels_);
+        for (int x = 0; x < padded_tokens_ * kChunk; x += kLanes) store(b.square + x, load(b.d_scores + x));
+        square_words(b.square_w, padded_tokens_, padded_);
+        scored_product(b.square_w, k, channels_, b.d_q);
+        turn_square(b.d_scores, padded_tokens_);
+        square_words(b.square_w, padded_, padded_tokens_);
+        turned_product(true, true, b.square_w, q, channels_, b.d_k);
         if (!solves_) return;
-        turn_square(b.d_overlaps);  // rows and columns of dL in one product: both meet k
+        turn_square(b.d_overlaps, padded_);  // rows and columns of dL in one product: both meet k
         for (int x = 0; x < padded_ * kChunk; x += kLanes)
             store(b.square + x, load(b.square + x) + load(b.d_overlaps + x));
-        square_words(b.square_w, padded_);
+        square_words(b.square_w, padded_, padded_);
         product(true, padded_, channels_, padded_ / kPerWord<Word>, b.square_w, kStride, k, channels_, b.d_k,
                 channels_);
     }
 
-    void turn_square(const float* src) { transpose(own_.square, kChunk, src, kChunk, padded_, padded_); }
+    void turn_square(const float* src, int rows) {
+        transpose(own_.square, kChunk, src, kChunk, rows, padded_);
+    }
 
     // Multiplies dA and dL by the decays between their tokens and makes them zero above the diagonal.
     // `square` gets what each pair has to do with the decay between its tokens; the scores have it already.
@@ -451,19 +500,24 @@ private:
         const GradientBuffers<Word>& b = own_;
         float* factors = buffers_.row_decay;
         for (int i = 0; i < padded_; ++i) {
-            const int row = i * kChunk;
-            float *d_scores = b.d_scores + row, *d_overlaps = b.d_overlaps + row;
-            const float *scores = buffers_.scores + row, *overlaps = buffers_.overlaps + row;
+            const bool reads = this->reads(i);
+            const int row = i * kChunk, of_token = reads ? this->reader(i) * kChunk : 0;
+            float *d_scores = b.d_scores + of_token, *d_overlaps = b.d_overlaps + row;
+            const float *scores = buffers_.scores + of_token, *overlaps = buffers_.overlaps + row;
             float* pairs = b.square + row;
-            for (int j = 0; wanted_.decay && j < i; ++j) pairs[j] = d_scores[j] * scores[j];
+            if (reads)
+                for (int j = 0; wanted_.decay && j < i; ++j) pairs[j] = d_scores[j] * scores[j];
+            else
+                this->zero(pairs, i);
             for (int j = 0; wanted_.decay && solves_ && j < i; ++j) pairs[j] += d_overlaps[j] * overlaps[j];
             for (int j = 0; j < i; ++j) factors[j] *= buffers_.token_decay[i];
             factors[i] = 1.0f;
-            for (int j = 0; j < i; ++j) d_scores[j] *= factors[j];
+            for (int j = 0; reads && j < i; ++j) d_scores[j] *= factors[j];
             for (int j = 0; solves_ && j < i; ++j) d_overlaps[j] *= factors[j];
-            for (int j = i + 1; j < padded_; ++j) d_scores[j] = 0.0f;
+            for (int j = i + 1; reads && j < padded_; ++j) d_scores[j] = 0.0f;
             for (int j = i; j < padded_; ++j) d_overlaps[j] = 0.0f;
         }
+        for (int i = tokens_; i < padded_tokens_; ++i) this->zero(b.d_scores + i * kChunk, padded_);
     }
 
     // The sums over pairs i >= t > j.

@@ -8,7 +8,8 @@
 //     S <- S' + u k^T
 //     o  = S' q + u (k . q)          q has been multiplied by scale (inputs.h)
 // Because o is formed from S', one pass over four rows reads, decays and contracts them with e and with q. A
-// second pass, over rows that are still in cache, writes them.
+// second pass, over rows that are still in cache, writes them. A token that writes n times does so n times
+// with four rows, which it decays in the first pair of passes and contracts with q in the last.
 //
 // The working state is [V, K] in float, K contiguous. It is the caller's own memory if that has this form and
 // there is one token; otherwise it is a copy in scratch.
@@ -36,6 +37,7 @@ public:
           per_channel_(varies_by_channel(args.algorithm.decay)),
           rows_(round_up(task.v_count, kRows)),
           columns_(round_up(task.v_count, kColumnMultiple)),
+          writes_(static_cast<int>(writes_per_token(args))),
           buffers_(carved(scratch, args, task)),
           inputs_(args, task, buffers_.gate_bias),
           channels_(inputs_.padded_key_dim) {}
@@ -59,7 +61,7 @@ public:
             }
             load_token(t);
             for (int row = 0; row < rows_; row += kRows)
-                update(before + row * channels_, after + row * channels_, channels_, row);
+                update<kRows>(before + row * channels_, after + row * channels_, channels_, row);
             store_output(t);
             store_token_states(t, after);
         }
@@ -75,15 +77,17 @@ private:
         switch (update) {
             case Update::kAdditive: return false;
             case Update::kDelta:
-            case Update::kErase: return true;
+            case Update::kErase:
+            case Update::kProduct: return true;
         }
         return false;
     }
 
     struct Buffers {
-        float *q, *k, *decay, *gate_bias;  // [K]
-        float* e;                          // [K]: what S' is read with
-        float *v, *beta, *out;             // [V]
+        float *q, *decay, *gate_bias;  // [K]
+        float *k, *e;                  // [writes of a token, K]; e: what S' is read with
+        float *v, *beta;               // [writes of a token, V]
+        float* out;                    // [V]
         float* token_decay;
         float* state;       // [V, K]
         float* transposed;  // [K, V]
@@ -92,9 +96,12 @@ private:
         void carve(Carver& carver, const Args& args, int v_count, std::int64_t tree_tokens) {
             const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);
             const int columns = round_up(v_count, kColumnMultiple);
-            for (float** p : {&q, &k, &decay, &gate_bias}) *p = carver.take<float>(channels);
-            e = takes_erase(args.algorithm.update) ? carver.take<float>(channels) : k;
-            for (float** p : {&v, &beta, &out}) *p = carver.take<float>(columns);
+            const std::int64_t writes = writes_per_token(args);
+            for (float** p : {&q, &decay, &gate_bias}) *p = carver.take<float>(channels);
+            k = carver.take<float>(writes * channels);
+            e = takes_erase(args.algorithm.update) ? carver.take<float>(writes * channels) : k;
+            for (float** p : {&v, &beta}) *p = carver.take<float>(writes * columns);
+            out = carver.take<float>(columns);
             token_decay = carver.take<float>(kLanes);
             state = carver.take<float>(columns * channels);
             transposed = carver.take<float>(channels * columns);
@@ -126,10 +133,10 @@ private:
             const auto* before = reinterpret_cast<const float*>(state_at(from, task_.v_begin + row, 0));
             auto* after = reinterpret_cast<float*>(state_at(to, task_.v_begin + row, 0));
             if (from.stride_v == to.stride_v)
-                update(before, after, from.stride_v, row);
+                update<kRows>(before, after, from.stride_v, row);
             else
                 for (int r = 0; r < kRows; ++r)
-                    update_rows<1>(before + r * from.stride_v, after + r * to.stride_v, 0, row + r);
+                    update<1>(before + r * from.stride_v, after + r * to.stride_v, 0, row + r);
         }
         store_output(0);
     }
@@ -138,62 +145,82 @@ private:
         Buffers& b = buffers_;
         const std::int64_t token = task_.begin + t;
         inputs_.query(b.q, token);
-        inputs_.key(b.k, token);
-        if (erases_) inputs_.erase_key(b.e, b.k, token);
         if (per_channel_) {
             inputs_.channel_decays(b.decay, token);
         } else {
             inputs_.token_decays(b.token_decay, token, 1);
             for (int c = 0; c < channels_; c += kLanes) store(b.decay + c, broadcast(b.token_decay[0]));
         }
-        load_row(b.v, args_.v.ptr(task_.batch, token, task_.value_head, task_.v_begin), args_.v.dtype,
+        for (int write = 0; write < writes_; ++write) load_write(token * writes_ + write, write);
+        const float* last = b.k + (writes_ - 1) * channels_;
+        Vec dot{};
+        for (int c = 0; c < channels_; c += kLanes) dot += load(last + c) * load(b.q + c);
+        key_query_ = sum(dot);
+    }
+
+    // Row `row` of k, v and beta, a write of the token.
+    void load_write(std::int64_t row, int write) {
+        const Buffers& b = buffers_;
+        float *k = b.k + write * channels_, *v = b.v + write * columns_, *beta = b.beta + write * columns_;
+        inputs_.key(k, row);
+        if (erases_) inputs_.erase_key(b.e + write * channels_, k, row);
+        load_row(v, args_.v.ptr(task_.batch, row, task_.value_head, task_.v_begin), args_.v.dtype,
                  task_.v_count, columns_);
         if (corrects_) {
             if (args_.beta.ndim == 4) {
-                inputs_.value_betas(b.beta, token, task_.v_begin, task_.v_count, columns_);
+                inputs_.value_betas(beta, row, task_.v_begin, task_.v_count, columns_);
             } else {
-                inputs_.betas(b.token_decay, token, 1);
-                for (int j = 0; j < columns_; j += kLanes) store(b.beta + j, broadcast(b.token_decay[0]));
+                inputs_.betas(b.token_decay, row, 1);
+                for (int j = 0; j < columns_; j += kLanes) store(beta + j, broadcast(b.token_decay[0]));
             }
         }
         // beta v - S' e is beta (v - S' e) of a beta of 1 and a v that has its strength.
         for (int j = 0; erases_ && j < columns_; j += kLanes) {
-            store(b.v + j, load(b.v + j) * load(b.beta + j));
-            store(b.beta + j, broadcast(1.0f));
+            store(v + j, load(v + j) * load(beta + j));
+            store(beta + j, broadcast(1.0f));
         }
-        Vec dot{};
-        for (int c = 0; c < channels_; c += kLanes) dot += load(b.k + c) * load(b.q + c);
-        key_query_ = sum(dot);
-    }
-
-    void update(const float* before, float* after, std::int64_t stride, int row) {
-        update_rows<kRows>(before, after, stride, row);
     }
 
     template <int kCount>
-    void update_rows(const float* before, float* after, std::int64_t stride, int row) {
+    void update(const float* before, float* after, std::int64_t stride, int row) {
+        if (writes_ == 1) return update_rows<kCount, true, true>(before, after, stride, row, 0);
+        update_rows<kCount, true, false>(before, after, stride, row, 0);
+        for (int write = 1; write + 1 < writes_; ++write)
+            update_rows<kCount, false, false>(after, after, stride, row, write);
+        update_rows<kCount, false, true>(after, after, stride, row, writes_ - 1);
+    }
+
+    // One write, which is the token's first (kDecays), its last (kReads), both or neither.
+    template <int kCount, bool kDecays, bool kReads>
+    void update_rows(const float* before, float* after, std::int64_t stride, int row, int write) {
         const Buffers& b = buffers_;
+        const float *keys = b.k + write * channels_, *readers = b.e + write * channels_,
+                    *v = b.v + write * columns_ + row, *beta = b.beta + write * columns_ + row;
         Vec reads[kCount] = {}, outs[kCount] = {};
         for (int c = 0; c < channels_; c += kLanes) {
-            const Vec decay = load(b.decay + c), e = load(b.e + c), q = load(b.q + c);
+            const Vec decay = load(b.decay + c), e = load(readers + c), q = load(b.q + c);
             CULA_UNROLL
             for (int r = 0; r < kCount; ++r) {
-                const Vec s = load(before + r * stride + c) * decay;
+                Vec s = load(before + r * stride + c);
+                if constexpr (kDecays) s *= decay;
                 reads[r] += s * e;
-                outs[r] += s * q;
+                if constexpr (kReads) outs[r] += s * q;
             }
         }
-        float write[kCount];
+        float u[kCount];
         CULA_UNROLL
         for (int r = 0; r < kCount; ++r) {
-            write[r] = corrects_ ? b.beta[row + r] * (b.v[row + r] - sum(reads[r])) : b.v[row + r];
-            b.out[row + r] = sum(outs[r]) + write[r] * key_query_;
+            u[r] = corrects_ ? beta[r] * (v[r] - sum(reads[r])) : v[r];
+            if constexpr (kReads) b.out[row + r] = sum(outs[r]) + u[r] * key_query_;
         }
         for (int c = 0; c < channels_; c += kLanes) {
-            const Vec decay = load(b.decay + c), k = load(b.k + c);
+            const Vec decay = load(b.decay + c), k = load(keys + c);
             CULA_UNROLL
-            for (int r = 0; r < kCount; ++r)
-                store(after + r * stride + c, load(before + r * stride + c) * decay + k * write[r]);
+            for (int r = 0; r < kCount; ++r) {
+                Vec s = load(before + r * stride + c);
+                if constexpr (kDecays) s *= decay;
+                store(after + r * stride + c, s + k * u[r]);
+            }
         }
     }
 
@@ -273,7 +300,7 @@ private:
     const Args& args_;
     const StepTask& task_;
     const bool corrects_, erases_, per_channel_;
-    const int rows_, columns_;
+    const int rows_, columns_, writes_;
     Buffers buffers_;
     const HeadInputs inputs_;
     const int channels_;

@@ -56,6 +56,7 @@ inline Support takes(Algorithm algorithm) {
         case Update::kAdditive:
         case Update::kDelta:
         case Update::kErase: return Support::yes();
+        case Update::kProduct: return Support::no("takes one write per token, has no kernel for several");
     }
     return Support::no("has no kernel for " + std::string(name(algorithm)));
 }

@@ -30,7 +30,8 @@ constexpr Family family(Algorithm algorithm, Gate gate) {
     switch (algorithm.update) {
         case Update::kAdditive: return per_channel ? Family::kChannelAdditive : Family::kTokenAdditive;
         case Update::kDelta:
-        case Update::kErase: break;
+        case Update::kErase:
+        case Update::kProduct: break;
     }
     if (!per_channel) return Family::kTokenDelta;
     return gate == Gate::kSoftplus ? Family::kChannelDeltaSoftplus : Family::kChannelDelta;

@@ -33,6 +33,8 @@ template <Update kUpdate>
 inline constexpr Update kKernelsOf = kUpdate;
 template <>
 inline constexpr Update kKernelsOf<Update::kErase> = Update::kDelta;
+template <>
+inline constexpr Update kKernelsOf<Update::kProduct> = Update::kDelta;
 
 constexpr Update kernels_of(Update update) {
     Update found = update;

@@ -14,8 +14,10 @@
 //     otherwise dv_t = du_t
 //     da_t  = rowsum(Z ∘ S')                Z   ← diag(α_t) Z
 //
-// and then through gate, sigmoid and norm. The result of each equation is rounded to Scalar; sums inside an
-// equation run in Sum, and so do the sums over value heads, tokens and sequences.
+// (of a token that writes n times, the middle part for the last write, then for those before it, each with
+// the state that it found in the place of S') and then through gate, sigmoid and norm. The result of each
+// equation is rounded to Scalar; sums inside an equation run in Sum, and so do the sums over value heads,
+// tokens and sequences.
 #pragma once
 
 #include <algorithm>
@@ -40,6 +42,7 @@ public:
           value_dim_(args.v.size[3]),
           value_heads_(args.v.size[2]),
           group_(value_heads_ / args.q.size[2]),
+          writes_(writes_per_token(args)),
           longest_(longest_row(args)),
           block_(std::max<std::int64_t>(1, static_cast<std::int64_t>(std::ceil(std::sqrt(longest_))))) {}
 
@@ -57,19 +60,16 @@ public:
     }
 
 private:
-    template <class T>
-    using Vector = std::array<T, kMaxDim>;
-
     struct Scratch {
         Scalar *starts, *states;  // at the starts of blocks, and inside of one
         Scalar *Z, *decayed;      // d loss / d state, and S'
-        Sum *d_q, *d_k;           // [tokens, K], summed over value heads
+        Sum *d_q, *d_k;           // [tokens, K] and [writes, K], summed over value heads
 
         Scratch(const Backward& call, std::byte* memory) {
             auto* sums = reinterpret_cast<Sum*>(memory);
             d_q = sums;
             d_k = d_q + call.longest_ * call.key_dim_;
-            starts = reinterpret_cast<Scalar*>(d_k + call.longest_ * call.key_dim_);
+            starts = reinterpret_cast<Scalar*>(d_k + call.longest_ * call.writes_ * call.key_dim_);
             states = starts + call.blocks() * call.state_size();
             Z = states + (call.block_ + 1) * call.state_size();
             decayed = Z + call.state_size();
@@ -82,7 +82,7 @@ private:
     std::int64_t tasks() const { return num_sequences(args_) * args_.q.size[2]; }
     std::int64_t bytes_per_worker() const {
         const std::int64_t states = blocks() + block_ + 1 + 2;
-        return whole_lines(2 * longest_ * key_dim_ * sizeof_sum() +
+        return whole_lines((1 + writes_) * longest_ * key_dim_ * sizeof_sum() +
                            states * state_size() * static_cast<std::int64_t>(sizeof(Scalar)));
     }
     std::int64_t bytes_of_workers() const { return num_workers(context_, tasks()) * bytes_per_worker(); }
@@ -106,14 +106,15 @@ private:
         const Tokens tokens = tokens_of(args_, n);
         if (wants_keys()) {
             std::fill_n(scratch.d_q, tokens.length * key_dim_, Sum{});
-            std::fill_n(scratch.d_k, tokens.length * key_dim_, Sum{});
+            std::fill_n(scratch.d_k, tokens.length * writes_ * key_dim_, Sum{});
         }
         for (std::int64_t hv = head * group_; hv < (head + 1) * group_; ++hv)
             run_value_head(n, tokens, hv, scratch);
-        for (std::int64_t t = 0; t < tokens.length; ++t) {
-            write_key(args_.q, args_.d_q, tokens, t, head, scratch.d_q + t * key_dim_);
-            write_key(args_.k, args_.d_k, tokens, t, head, scratch.d_k + t * key_dim_);
-        }
+        for (std::int64_t t = 0; t < tokens.length; ++t)
+            write_key(args_.q, args_.d_q, tokens.batch, tokens.begin + t, head, scratch.d_q + t * key_dim_);
+        for (std::int64_t row = 0; row < tokens.length * writes_; ++row)
+            write_key(args_.k, args_.d_k, tokens.batch, tokens.begin * writes_ + row, head,
+                      scratch.d_k + row * key_dim_);
     }
 
     void run_value_head(std::int64_t n, const Tokens& tokens, std::int64_t hv, const Scratch& scratch) const {
@@ -156,7 +157,7 @@ private:
     void advance(const Tokens& tokens, std::int64_t t, std::int64_t hv, State<Scalar> S) const {
         const Token<Scalar, Sum> token(args_, tokens.batch, tokens.begin + t, hv);
         decay(token, S);
-        update(args_.algorithm.update, token, token.v, S);
+        apply_writes<Scalar, Sum>(args_, tokens.batch, tokens.begin + t, hv, writes_, S);
     }
 
     // S x, a sum over value channels.
@@ -192,8 +193,6 @@ private:
     // One token, from the states before and after it: Z goes from after the token to before it.
     void step_back(std::int64_t n, const Tokens& tokens, std::int64_t t, std::int64_t hv,
                    const Scalar* before, State<Scalar> after, State<Scalar> Z, const Scratch& scratch) const {
-        const State<Scalar> decayed = state(scratch.decayed);
-        std::copy_n(before, state_size(), decayed.data);
         const std::int64_t at = tokens.begin + t;
         const Token<Scalar, Sum> token(args_, tokens.batch, at, hv);
         const auto scale = static_cast<Sum>(args_.scale);
@@ -204,60 +203,74 @@ private:
                     static_cast<Scalar>(read<Sum>(args_.d_o, tokens.batch, at, hv, v));
         const Vector<Scalar> d_q = rounded(apply_to_values(after, d_o), key_dim_, scale);
         add_product(Z, scale, token.q, d_o);
-        decay(token, decayed);
-        const Vector<Scalar> u = written(args_.algorithm.update, token, token.v, decayed),
-                             d_u = rounded(apply<Sum>(Z, token.k), value_dim_);
+        for (std::int64_t k = 0; wants_keys() && k < key_dim_; ++k)
+            scratch.d_q[t * key_dim_ + k] += static_cast<Sum>(d_q[static_cast<std::size_t>(k)]);
+        const State<Scalar> found = state(scratch.decayed);  // S' with the token's first writes
+        for (std::int64_t j = writes_; j-- > 0;) {
+            std::copy_n(before, state_size(), found.data);
+            decay(token, found);
+            apply_writes<Scalar, Sum>(args_, tokens.batch, at, hv, j, found);
+            write_back(tokens, t * writes_ + j, hv, found, Z, scratch.d_k);
+        }
+        write_gate(n, tokens.batch, at, hv, Z, found);
+        decay(token, Z);
+    }
+
+    // One write, row `row` of the sequence's, into the state `found`: Z goes from after it to before it.
+    void write_back(const Tokens& tokens, std::int64_t row, std::int64_t hv, State<Scalar> found,
+                    State<Scalar> Z, Sum* d_keys) const {
+        const std::int64_t at = tokens.begin * writes_ + row;
+        const Write<Scalar, Sum> write(args_, tokens.batch, at, hv);
+        const Vector<Scalar> u = written(args_.algorithm.update, write, write.v, found),
+                             d_u = rounded(apply<Sum>(Z, write.k), value_dim_);
         Vector<Scalar> d_k = rounded(apply_to_values(Z, u), key_dim_), d_v = d_u, d_beta{}, d_erase{};
         switch (args_.algorithm.update) {
             case Update::kAdditive: break;
-            case Update::kDelta: {
-                const Vector<Sum> known = apply<Sum>(decayed, token.k);
+            case Update::kDelta:
+            case Update::kProduct: {
+                const Vector<Sum> known = apply<Sum>(found, write.k);
                 Vector<Sum> per_value{}, d_w{};
                 Sum all = 0;
                 for (std::size_t v = 0; v < static_cast<std::size_t>(value_dim_); ++v) {
-                    per_value[v] = (static_cast<Sum>(token.v[v]) - known[v]) * static_cast<Sum>(d_u[v]);
+                    per_value[v] = (static_cast<Sum>(write.v[v]) - known[v]) * static_cast<Sum>(d_u[v]);
                     all += per_value[v];
-                    d_w[v] = static_cast<Sum>(token.beta[v]) * static_cast<Sum>(d_u[v]);
+                    d_w[v] = static_cast<Sum>(write.beta[v]) * static_cast<Sum>(d_u[v]);
                 }
                 if (args_.beta.ndim != 4) per_value[0] = all;
                 d_beta = rounded(per_value, value_dim_);
                 d_v = rounded(d_w, value_dim_);
-                const Vector<Sum> removed = apply_to_values(decayed, d_v);
+                const Vector<Sum> removed = apply_to_values(found, d_v);
                 for (std::size_t k = 0; k < static_cast<std::size_t>(key_dim_); ++k)
                     d_k[k] = static_cast<Scalar>(static_cast<Sum>(d_k[k]) - removed[k]);
-                add_product(Z, -1, token.k, d_v);
+                add_product(Z, -1, write.k, d_v);
                 break;
             }
             case Update::kErase: {
                 Vector<Sum> per_value{}, d_value{};
                 Sum all = 0;
                 for (std::size_t v = 0; v < static_cast<std::size_t>(value_dim_); ++v) {
-                    per_value[v] = static_cast<Sum>(token.v[v]) * static_cast<Sum>(d_u[v]);
+                    per_value[v] = static_cast<Sum>(write.v[v]) * static_cast<Sum>(d_u[v]);
                     all += per_value[v];
-                    d_value[v] = static_cast<Sum>(token.beta[v]) * static_cast<Sum>(d_u[v]);
+                    d_value[v] = static_cast<Sum>(write.beta[v]) * static_cast<Sum>(d_u[v]);
                 }
                 if (args_.beta.ndim != 4) per_value[0] = all;
                 d_beta = rounded(per_value, value_dim_);
                 d_v = rounded(d_value, value_dim_);
-                const Vector<Scalar> d_e = rounded(apply_to_values(decayed, d_u), key_dim_, -1);
+                const Vector<Scalar> d_e = rounded(apply_to_values(found, d_u), key_dim_, -1);
                 for (std::size_t k = 0; k < static_cast<std::size_t>(key_dim_); ++k) {
-                    d_erase[k] = static_cast<Scalar>(static_cast<Sum>(d_e[k]) * static_cast<Sum>(token.k[k]));
+                    d_erase[k] = static_cast<Scalar>(static_cast<Sum>(d_e[k]) * static_cast<Sum>(write.k[k]));
                     d_k[k] = static_cast<Scalar>(static_cast<Sum>(d_k[k]) +
-                                                 static_cast<Sum>(d_e[k]) * static_cast<Sum>(token.erase[k]));
+                                                 static_cast<Sum>(d_e[k]) * static_cast<Sum>(write.erase[k]));
                 }
-                add_product(Z, -1, token.e, d_u);
+                add_product(Z, -1, write.e, d_u);
                 break;
             }
         }
         write_values(args_.d_v, tokens.batch, at, hv, d_v);
-        write_beta(tokens.batch, at, hv, token, d_beta);
-        write_erase(tokens.batch, at, hv, token, d_erase);
-        write_gate(n, tokens.batch, at, hv, Z, decayed);
-        for (std::int64_t k = 0; wants_keys() && k < key_dim_; ++k) {
-            scratch.d_q[t * key_dim_ + k] += static_cast<Sum>(d_q[static_cast<std::size_t>(k)]);
-            scratch.d_k[t * key_dim_ + k] += static_cast<Sum>(d_k[static_cast<std::size_t>(k)]);
-        }
-        decay(token, Z);
+        write_beta(tokens.batch, at, hv, write, d_beta);
+        write_erase(tokens.batch, at, hv, write, d_erase);
+        for (std::int64_t k = 0; wants_keys() && k < key_dim_; ++k)
+            d_keys[row * key_dim_ + k] += static_cast<Sum>(d_k[static_cast<std::size_t>(k)]);
     }
 
     void write_values(const TensorRef& ref, std::int64_t b, std::int64_t t, std::int64_t hv,
@@ -271,28 +284,27 @@ private:
         return args_.beta_is_logit ? gradient * static_cast<Sum>(strength) * sigmoid(-given) : gradient;
     }
 
-    void write_erase(std::int64_t b, std::int64_t t, std::int64_t hv, const Token<Scalar, Sum>& token,
+    void write_erase(std::int64_t b, std::int64_t t, std::int64_t hv, const Write<Scalar, Sum>& row,
                      const Vector<Scalar>& d_erase) const {
         for (std::int64_t k = 0; args_.d_erase && k < key_dim_; ++k) {
             const auto i = static_cast<std::size_t>(k);
             write(args_.d_erase,
-                  of_given(static_cast<Sum>(d_erase[i]), token.erase[i], read<Sum>(args_.erase, b, t, hv, k)),
+                  of_given(static_cast<Sum>(d_erase[i]), row.erase[i], read<Sum>(args_.erase, b, t, hv, k)),
                   b, t, hv, k);
         }
     }
 
-    void write_beta(std::int64_t b, std::int64_t t, std::int64_t hv, const Token<Scalar, Sum>& token,
+    void write_beta(std::int64_t b, std::int64_t t, std::int64_t hv, const Write<Scalar, Sum>& row,
                     const Vector<Scalar>& d_beta) const {
         if (!args_.d_beta) return;
         if (args_.beta.ndim != 4)
-            return write(
-                args_.d_beta,
-                of_given(static_cast<Sum>(d_beta[0]), token.beta[0], read<Sum>(args_.beta, b, t, hv)), b, t,
-                hv);
+            return write(args_.d_beta,
+                         of_given(static_cast<Sum>(d_beta[0]), row.beta[0], read<Sum>(args_.beta, b, t, hv)),
+                         b, t, hv);
         for (std::int64_t v = 0; v < value_dim_; ++v) {
             const auto i = static_cast<std::size_t>(v);
             write(args_.d_beta,
-                  of_given(static_cast<Sum>(d_beta[i]), token.beta[i], read<Sum>(args_.beta, b, t, hv, v)), b,
+                  of_given(static_cast<Sum>(d_beta[i]), row.beta[i], read<Sum>(args_.beta, b, t, hv, v)), b,
                   t, hv, v);
         }
     }
@@ -348,16 +360,15 @@ private:
     }
 
     // dq or dk of the normalised vector y = x r, as the gradient of x: r (dy - (dy · y) y).
-    void write_key(const TensorRef& x, const TensorRef& d_x, const Tokens& tokens, std::int64_t t,
+    void write_key(const TensorRef& x, const TensorRef& d_x, std::int64_t b, std::int64_t at,
                    std::int64_t head, Sum* d_y) const {
         if (!d_x) return;
-        const std::int64_t at = tokens.begin + t;
         if (args_.qk_l2norm) {
             Vector<Scalar> y{};
-            Token<Scalar, Sum>::read_key(args_, x, tokens.batch, at, head, y);
+            Token<Scalar, Sum>::read_key(args_, x, b, at, head, y);
             Sum square = 0, along = 0;
             for (std::int64_t k = 0; k < key_dim_; ++k) {
-                const Sum element = read<Sum>(x, tokens.batch, at, head, k);
+                const Sum element = read<Sum>(x, b, at, head, k);
                 square += element * element;
                 along += d_y[k] * static_cast<Sum>(y[static_cast<std::size_t>(k)]);
             }
@@ -365,7 +376,7 @@ private:
             for (std::int64_t k = 0; k < key_dim_; ++k)
                 d_y[k] = (d_y[k] - along * static_cast<Sum>(y[static_cast<std::size_t>(k)])) / norm;
         }
-        for (std::int64_t k = 0; k < key_dim_; ++k) write(d_x, d_y[k], tokens.batch, at, head, k);
+        for (std::int64_t k = 0; k < key_dim_; ++k) write(d_x, d_y[k], b, at, head, k);
     }
 
     void sum_parameters() const {
@@ -386,10 +397,12 @@ private:
     // Tokens that belong to no sequence.
     void zero_tail() const {
         if (!args_.cu_seqlens) return;
+        const std::int64_t end = read_index(args_.cu_seqlens, num_sequences(args_));
         for (const TensorRef* ref :
              {&args_.d_q, &args_.d_k, &args_.d_v, &args_.d_g, &args_.d_beta, &args_.d_erase}) {
             if (!*ref) continue;
-            for (std::int64_t t = read_index(args_.cu_seqlens, num_sequences(args_)); t < ref->size[1]; ++t)
+            const bool of_tokens = ref == &args_.d_q || ref == &args_.d_g;
+            for (std::int64_t t = end * (of_tokens ? 1 : writes_); t < ref->size[1]; ++t)
                 for (std::int64_t h = 0; h < ref->size[2]; ++h)
                     for (std::int64_t i = 0; i < (ref->ndim == 4 ? ref->size[3] : 1); ++i) {
                         if (ref->ndim == 4)
@@ -407,7 +420,7 @@ private:
 
     const Args& args_;
     const Context& context_;
-    const std::int64_t key_dim_, value_dim_, value_heads_, group_, longest_, block_;
+    const std::int64_t key_dim_, value_dim_, value_heads_, group_, writes_, longest_, block_;
 };
 
 }  // namespace cula::reference

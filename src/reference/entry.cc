@@ -81,11 +81,15 @@ public:
                 M.data[i] = static_cast<Scalar>(one ? 1.0f : 0.0f);
             }
             for (std::int64_t t = 0; t < tokens.length; ++t) {
-                const Token<Scalar, Sum> token(args_, tokens.batch, tokens.begin + t, hv);
+                const std::int64_t at = tokens.begin + t, writes = writes_per_token(args_);
+                const Token<Scalar, Sum> token(args_, tokens.batch, at, hv);
                 decay(token, B);
-                update(args_.algorithm.update, token, token.v, B);
                 decay(token, M);
-                if (!diagonal) update(args_.algorithm.update, token, nothing, M);
+                for (std::int64_t row = at * writes; row < (at + 1) * writes; ++row) {
+                    const Write<Scalar, Sum> write(args_, tokens.batch, row, hv);
+                    update(args_.algorithm.update, write, write.v, B);
+                    if (!diagonal) update(args_.algorithm.update, write, nothing, M);
+                }
             }
             store_state(matrix_at(args_.segment_b, n, hv), B);
             if (!args_.segment_m) return;
@@ -122,10 +126,11 @@ private:
     }
 
     void step(const Tokens& tokens, std::int64_t t, std::int64_t hv, State<Scalar> S) const {
-        const Token<Scalar, Sum> token(args_, tokens.batch, tokens.begin + t, hv);
+        const std::int64_t at = tokens.begin + t;
+        const Token<Scalar, Sum> token(args_, tokens.batch, at, hv);
         decay(token, S);
-        update(args_.algorithm.update, token, token.v, S);
-        output(args_, token, S, tokens.batch, tokens.begin + t, hv);
+        apply_writes<Scalar, Sum>(args_, tokens.batch, at, hv, writes_per_token(args_), S);
+        output(args_, token, S, tokens.batch, at, hv);
     }
 
     static void load(const StateRow& row, std::int64_t hv, State<Scalar> S) {

@@ -7,6 +7,9 @@
 //     S_t = S' + k_t u_tᵀ
 //     o_t = scale · S_tᵀ q_t
 //
+// A token that writes n times has n such u, one after another: each of the state that the write before it
+// left, the first of S', and S_t is what the last leaves.
+//
 // The result of each equation is rounded to Scalar; sums inside an equation run in Sum.
 #pragma once
 
@@ -74,39 +77,30 @@ Sum softplus(Sum x) {
     return (x > 0 ? x : Sum{0}) + std::log1p(std::exp(-std::abs(x)));
 }
 
-// What one token brings to one value head, after normalisation, gate and sigmoid.
+template <class T>
+using Vector = std::array<T, kMaxDim>;
+
+template <class T>
+T& at(Vector<T>& vector, std::int64_t i) {
+    return vector[static_cast<std::size_t>(i)];
+}
+
+// The query/key head that a value head reads.
+inline std::int64_t key_head(const Args& args, std::int64_t hv) {
+    return hv / (args.v.size[2] / args.q.size[2]);
+}
+
+// What one token brings to one value head besides its writes, after normalisation and gate.
 template <class Scalar, class Sum>
 struct Token {
-    template <class T>
-    using Vector = std::array<T, kMaxDim>;
-
-    Vector<Scalar> q, k, v, alpha, beta, erase, e;  // e: the erase key
+    Vector<Scalar> q, alpha;
 
     Token(const Args& args, std::int64_t b, std::int64_t t, std::int64_t hv) {
-        const std::int64_t key_dim = args.q.size[3], value_dim = args.v.size[3];
-        const std::int64_t h = hv / (args.v.size[2] / args.q.size[2]);
-        read_key(args, args.q, b, t, h, q);
-        read_key(args, args.k, b, t, h, k);
-        for (std::int64_t j = 0; j < value_dim; ++j)
-            at(v, j) = static_cast<Scalar>(read<Sum>(args.v, b, t, hv, j));
+        read_key(args, args.q, b, t, key_head(args, hv), q);
         if (varies_by_channel(args.algorithm.decay))
-            for (std::int64_t i = 0; i < key_dim; ++i) at(alpha, i) = decay_factor(args, b, t, hv, i);
+            for (std::int64_t i = 0; i < args.q.size[3]; ++i) at(alpha, i) = decay_factor(args, b, t, hv, i);
         else
             alpha.fill(decay_factor(args, b, t, hv, 0));
-        if (args.beta.ndim == 4)
-            for (std::int64_t j = 0; j < value_dim; ++j)
-                at(beta, j) = write_strength(args, read<Sum>(args.beta, b, t, hv, j));
-        else if (args.beta)
-            beta.fill(write_strength(args, read<Sum>(args.beta, b, t, hv)));
-        for (std::int64_t i = 0; args.erase && i < key_dim; ++i) {
-            at(erase, i) = strength(args, read<Sum>(args.erase, b, t, hv, i), args.allow_neg_eigval);
-            at(e, i) = static_cast<Scalar>(static_cast<Sum>(at(erase, i)) * static_cast<Sum>(at(k, i)));
-        }
-    }
-
-    template <class T>
-    static T& at(Vector<T>& vector, std::int64_t i) {
-        return vector[static_cast<std::size_t>(i)];
     }
 
     static void read_key(const Args& args, const TensorRef& ref, std::int64_t b, std::int64_t t,
@@ -153,6 +147,29 @@ struct Token {
                                                    : static_cast<Sum>(args.lower_bound) * sigmoid(rate * x);
         return static_cast<Sum>(static_cast<Scalar>(a));
     }
+};
+
+// What row `row` of k, v and beta, one write of a token, brings to one value head, after normalisation and
+// sigmoid.
+template <class Scalar, class Sum>
+struct Write {
+    Vector<Scalar> k, v, beta, erase, e;  // e: the erase key
+
+    Write(const Args& args, std::int64_t b, std::int64_t row, std::int64_t hv) {
+        const std::int64_t key_dim = args.q.size[3], value_dim = args.v.size[3];
+        Token<Scalar, Sum>::read_key(args, args.k, b, row, key_head(args, hv), k);
+        for (std::int64_t j = 0; j < value_dim; ++j)
+            at(v, j) = static_cast<Scalar>(read<Sum>(args.v, b, row, hv, j));
+        if (args.beta.ndim == 4)
+            for (std::int64_t j = 0; j < value_dim; ++j)
+                at(beta, j) = write_strength(args, read<Sum>(args.beta, b, row, hv, j));
+        else if (args.beta)
+            beta.fill(write_strength(args, read<Sum>(args.beta, b, row, hv)));
+        for (std::int64_t i = 0; args.erase && i < key_dim; ++i) {
+            at(erase, i) = strength(args, read<Sum>(args.erase, b, row, hv, i), args.allow_neg_eigval);
+            at(e, i) = static_cast<Scalar>(static_cast<Sum>(at(erase, i)) * static_cast<Sum>(at(k, i)));
+        }
+    }
 
     static Scalar strength(const Args& args, Sum given, bool doubled) {
         if (!args.beta_is_logit) return static_cast<Scalar>(given);
@@ -189,24 +206,25 @@ std::array<Sum, kMaxDim> apply(State<Scalar> S, const std::array<Scalar, kMaxDim
     return y;
 }
 
-// u, what the token writes for `value` into the decayed state S.
+// u, what a write puts into the decayed state S for `value`.
 template <class Scalar, class Sum>
-std::array<Scalar, kMaxDim> written(Update rule, const Token<Scalar, Sum>& token,
+std::array<Scalar, kMaxDim> written(Update rule, const Write<Scalar, Sum>& write,
                                     const std::array<Scalar, kMaxDim>& value, State<Scalar> S) {
     std::array<Scalar, kMaxDim> u = value;
     switch (rule) {
         case Update::kAdditive: break;
-        case Update::kDelta: {
-            const std::array<Sum, kMaxDim> known = apply<Sum>(S, token.k);
+        case Update::kDelta:
+        case Update::kProduct: {
+            const std::array<Sum, kMaxDim> known = apply<Sum>(S, write.k);
             for (std::size_t v = 0; v < static_cast<std::size_t>(S.value_dim); ++v)
-                u[v] = static_cast<Scalar>(static_cast<Sum>(token.beta[v]) *
+                u[v] = static_cast<Scalar>(static_cast<Sum>(write.beta[v]) *
                                            (static_cast<Sum>(value[v]) - known[v]));
             break;
         }
         case Update::kErase: {
-            const std::array<Sum, kMaxDim> known = apply<Sum>(S, token.e);
+            const std::array<Sum, kMaxDim> known = apply<Sum>(S, write.e);
             for (std::size_t v = 0; v < static_cast<std::size_t>(S.value_dim); ++v)
-                u[v] = static_cast<Scalar>(static_cast<Sum>(token.beta[v]) * static_cast<Sum>(value[v]) -
+                u[v] = static_cast<Scalar>(static_cast<Sum>(write.beta[v]) * static_cast<Sum>(value[v]) -
                                            known[v]);
             break;
         }
@@ -216,15 +234,26 @@ std::array<Scalar, kMaxDim> written(Update rule, const Token<Scalar, Sum>& token
 
 // S ← S + k uᵀ
 template <class Scalar, class Sum>
-void update(Update rule, const Token<Scalar, Sum>& token, const std::array<Scalar, kMaxDim>& value,
+void update(Update rule, const Write<Scalar, Sum>& write, const std::array<Scalar, kMaxDim>& value,
             State<Scalar> S) {
-    const std::array<Scalar, kMaxDim> u = written(rule, token, value, S);
+    const std::array<Scalar, kMaxDim> u = written(rule, write, value, S);
     for (std::int64_t k = 0; k < S.key_dim; ++k) {
-        const auto key = static_cast<Sum>(token.k[static_cast<std::size_t>(k)]);
+        const auto key = static_cast<Sum>(write.k[static_cast<std::size_t>(k)]);
         Scalar* row = S.row(k);
         for (std::int64_t v = 0; v < S.value_dim; ++v)
             row[v] = static_cast<Scalar>(static_cast<Sum>(row[v]) +
                                          key * static_cast<Sum>(u[static_cast<std::size_t>(v)]));
+    }
+}
+
+// The first `count` writes of token t.
+template <class Scalar, class Sum>
+void apply_writes(const Args& args, std::int64_t b, std::int64_t t, std::int64_t hv, std::int64_t count,
+                  State<Scalar> S) {
+    const std::int64_t first = t * writes_per_token(args);
+    for (std::int64_t row = first; row < first + count; ++row) {
+        const Write<Scalar, Sum> write(args, b, row, hv);
+        update(args.algorithm.update, write, write.v, S);
     }
 }
 

@@ -85,17 +85,20 @@ class Layer(torch.nn.Module):
         self.case = Case(
             algorithm, (1,), heads=heads, value_heads=heads, key_dim=dim, value_dim=dim, qk_l2norm=True
         )
-        self.project = torch.nn.Linear(width, 3 * heads * dim, bias=False)
+        self.widths = [heads * dim * count for count in (1, self.case.writes, self.case.writes)]
+        self.project = torch.nn.Linear(width, sum(self.widths), bias=False)
         self.gate = torch.nn.Linear(width, heads * dim, bias=False)
-        self.beta = torch.nn.Linear(width, heads, bias=False)
+        self.beta = torch.nn.Linear(width, heads * self.case.writes, bias=False)
         self.out = torch.nn.Linear(heads * dim, width, bias=False)
         self.register_buffer("decay", -torch.rand(heads))
 
     def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (self.case.heads, self.case.key_dim)
-        q, k, v = (part.view(*part.shape[:-1], *shape) for part in self.project(x).chunk(3, dim=-1))
+        parts = self.project(x).split(self.widths, dim=-1)
+        q, k, v = (part.reshape(x.shape[0], -1, *shape) for part in parts)
+        beta = self.beta(x).sigmoid().reshape(x.shape[0], -1, self.case.heads)
         g = torch.nn.functional.logsigmoid(self.gate(x)).view(*x.shape[:-1], *shape)
-        named = make_named(self.case.algorithm, g, self.beta(x).sigmoid(), self.decay)
+        named = make_named(self.case.algorithm, g, beta, self.decay)
         function, _ = level1.FUNCTIONS[self.case.algorithm]
         o, final_state = function(
             q, k, v, **named, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
@@ -112,6 +115,8 @@ def make_named(
         named["beta"] = beta
     if row.takes_erase:
         named["erase"] = g.exp()
+    if row.takes_several_writes:
+        named.setdefault("g", None)
     return named
 
 

@@ -18,6 +18,7 @@ namespace cula::test {
 struct Shape {
     std::int64_t batch = 1, tokens = 4, heads = 1, value_heads = 2, key_dim = 4, value_dim = 3;
     Dtype dtype = Dtype::kFloat32;
+    std::int64_t writes = 2;  // of a token, where the rule takes several
 };
 
 inline double read(const TensorRef& ref, std::int64_t i) {
@@ -95,12 +96,13 @@ public:
     // Inputs of ordinary size for every argument that the algorithm and the pass require; decay is mild and
     // beta lies in (0, 1).
     Call(Pass of, Algorithm algorithm, const Shape& sizes = {}) : pass(of), shape(sizes) {
-        const auto& [batch, tokens, heads, value_heads, key_dim, value_dim, dtype] = shape;
+        const auto& [batch, tokens, heads, value_heads, key_dim, value_dim, dtype, writes] = shape;
+        const std::int64_t rows = takes_several_writes(algorithm.update) ? tokens * writes : tokens;
         args.algorithm = algorithm;
         args.scale = 0.5;
         args.q = random(dtype, {batch, tokens, heads, key_dim}, -1, 1);
-        args.k = random(dtype, {batch, tokens, heads, key_dim}, -1, 1);
-        args.v = random(dtype, {batch, tokens, value_heads, value_dim}, -1, 1);
+        args.k = random(dtype, {batch, rows, heads, key_dim}, -1, 1);
+        args.v = random(dtype, {batch, rows, value_heads, value_dim}, -1, 1);
         args.qk_l2norm = true;
         if (algorithm.decay == Decay::kPerChannel)
             args.g = random(Dtype::kFloat32, {batch, tokens, value_heads, key_dim}, -0.1, 0);
@@ -108,9 +110,9 @@ public:
             args.g = random(Dtype::kFloat32, {batch, tokens, value_heads}, -0.1, 0);
         if (algorithm.decay == Decay::kPerHead) args.gamma = random(Dtype::kFloat32, {value_heads}, -0.1, 0);
         if (takes_beta(algorithm.update))
-            args.beta = random(Dtype::kFloat32, {batch, tokens, value_heads}, 0, 1);
+            args.beta = random(Dtype::kFloat32, {batch, rows, value_heads}, 0, 1);
         if (takes_erase(algorithm.update))
-            args.erase = random(Dtype::kFloat32, {batch, tokens, value_heads, key_dim}, 0, 1);
+            args.erase = random(Dtype::kFloat32, {batch, rows, value_heads, key_dim}, 0, 1);
         if (pass == Pass::kSegment) {
             args.segment_m = has_diagonal_map(algorithm.update)
                                  ? zeros(Dtype::kFloat32, {batch, value_heads, key_dim})
@@ -123,8 +125,8 @@ public:
             args.d_o = random(dtype, {batch, tokens, value_heads, value_dim}, -1, 1);
             args.d_final_state = random(Dtype::kFloat32, {batch, value_heads, value_dim, key_dim}, -1, 1);
             args.d_q = zeros(dtype, {batch, tokens, heads, key_dim});
-            args.d_k = zeros(dtype, {batch, tokens, heads, key_dim});
-            args.d_v = zeros(dtype, {batch, tokens, value_heads, value_dim});
+            args.d_k = like(args.k);
+            args.d_v = like(args.v);
             args.d_initial_state = states(batch);
             if (args.g) args.d_g = like(args.g);
             if (args.beta) args.d_beta = like(args.beta);

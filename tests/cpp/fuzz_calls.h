@@ -81,7 +81,10 @@ protected:
                            value_heads = heads * group;
         std::int64_t keys = some_dim(),
                      values = random_.one_in(40) && pass_ != Pass::kBackward ? 300 : some_dim();
-        while (std::max<std::int64_t>(rows * value_heads, 1) * (tokens + 2) * keys * values > kMostWork)
+        const std::int64_t writes =
+            takes_several_writes(args_.algorithm.update) ? random_.of<std::int64_t>({1, 2, 2, 3, 4, 70}) : 1;
+        while (std::max<std::int64_t>(rows * value_heads, 1) * (tokens + 2) * writes * keys * values >
+               kMostWork)
             (random_.one_in(2) ? keys : values) = random_.between(1, 40),
                                         tokens = std::max<std::int64_t>(tokens / 2, 1);
         std::vector<std::int64_t> ends{0};
@@ -105,8 +108,8 @@ protected:
         const std::int64_t B = packed ? 1 : rows;
         const double key = 1 / std::sqrt(static_cast<double>(keys));
         args_.q = tensor(dtype, {B, tokens, heads, keys}, -1, 1);
-        args_.k = tensor(dtype, {B, tokens, heads, keys}, -key, key);
-        args_.v = tensor(dtype, {B, tokens, value_heads, values}, -1, 1);
+        args_.k = tensor(dtype, {B, tokens * writes, heads, keys}, -key, key);
+        args_.v = tensor(dtype, {B, tokens * writes, value_heads, values}, -1, 1);
         if (packed)
             args_.cu_seqlens = integers(random_.of({Dtype::kInt32, Dtype::kInt64}), {rows + 1}, ends, true);
         args_.qk_l2norm = random_.one_in(2);
@@ -137,8 +140,8 @@ protected:
             finite_ = finite_ && !(args_.allow_neg_eigval && keys < 8);
             const bool by_value = (pass_ != Pass::kSegment || takes_erase(update)) &&
                                   random_.one_in(takes_erase(update) ? 2 : 5);
-            args_.beta = by_value ? tensor(gate_dtype(), {B, tokens, value_heads, values}, 0, 1)
-                                  : tensor(gate_dtype(), {B, tokens, value_heads}, 0, 1);
+            args_.beta = by_value ? tensor(gate_dtype(), {B, tokens * writes, value_heads, values}, 0, 1)
+                                  : tensor(gate_dtype(), {B, tokens * writes, value_heads}, 0, 1);
         }
         if (takes_erase(update)) args_.erase = tensor(gate_dtype(), {B, tokens, value_heads, keys}, 0, 1);
         if (pass_ == Pass::kSegment) return make_segment(parameter);
@@ -172,7 +175,8 @@ protected:
             return of.ndim == 3 ? tensor(dtype, {a, b, c}, -1, 1, true)
                                 : tensor(dtype, {a, b, c, d}, -1, 1, true);
         };
-        const auto& [B, T, heads, values, unused] = args_.v.size;
+        const std::int64_t B = args_.q.size[0], T = args_.q.size[1], heads = args_.v.size[2],
+                           values = args_.v.size[3];
         // Of few channels a norm leaves nothing of a gradient but the rounding.
         finite_ = finite_ && !(args_.qk_l2norm && args_.q.size[3] < 8);
         if (!random_.one_in(4)) {

@@ -30,7 +30,7 @@ def arguments(pass_name: str, case: Case = BASE) -> dict:
         m, b = torch.full((N, HV, K, K), NAN), torch.full((N, HV, V, K), NAN)
         return {**common, "m": m, "b": b}
     state = {**x.states(), "final_state_indices": None, "in_place": False}
-    state["o"] = torch.full(x.v.shape, NAN, dtype=case.dtype)
+    state["o"] = torch.full(x.o_shape, NAN, dtype=case.dtype)
     state["final_state"] = state_like(case, N)
     if pass_name == "decode":
         return {**common, **state}

@@ -24,7 +24,7 @@ def upstream(inputs: Inputs, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]
     """What a loss hands back: the gradients of o, in the dtype of q, and of the final states, as the case's
     states are."""
     draw = torch.Generator("cpu").manual_seed(seed)
-    d_o = torch.randn(inputs.v.shape, generator=draw, device="cpu").to(inputs.v)
+    d_o = torch.randn(inputs.o_shape, generator=draw, device="cpu").to(inputs.v)
     states = state_like(inputs.case, inputs.case.sequences, device=inputs.v.device)
     return d_o, states.copy_(torch.randn(states.shape, generator=draw, device="cpu") / 4)
 

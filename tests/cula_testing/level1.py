@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import cula
-from cula_testing.cases import DELTA, Inputs
+from cula_testing.cases import DELTA, PRODUCT, Inputs
 from cula_testing.passes import backend_of
 
 # algorithm: (function of cula.api, mode of cula_decode)
@@ -22,7 +22,10 @@ def common(inputs: Inputs, pass_name: str) -> dict:
         "A_log": inputs.A_log,
         "dt_bias": inputs.dt_bias,
     }
-    named = {name: tensor for name, tensor in named.items() if tensor is not None}
+    given = {name for name, tensor in named.items() if tensor is not None}
+    if case.algorithm in PRODUCT:
+        given.add("g")  # None says that there is no decay
+    named = {name: tensor for name, tensor in named.items() if name in given}
     if case.gate != "log_decay":
         named["use_gate_in_kernel"] = True
     if case.gate == "bounded":

@@ -5,6 +5,9 @@ S'  = diag(exp(g_t)) S_{t-1}
 u_t = v_t  or  beta_t (v_t - S'^T k_t)  or  beta_t o v_t - S'^T (erase_t o k_t)
 S_t = S' + k_t u_t^T
 o_t = scale S_t^T q_t
+
+A token that writes n times does so one write after another, between its decay and its output; row t n + j of
+k, v and beta is write j of token t.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class Sequence:
 def log_decay(inputs: Inputs) -> torch.Tensor:
     """[B, T, HV, K or 1], natural logarithm, float64."""
     case, kind = inputs.case, FAMILY[inputs.case.algorithm][0]
-    B, T, HV = inputs.v.shape[:3]
+    B, T, HV, _ = inputs.o_shape
     a = torch.zeros(B, T, HV, 1, dtype=torch.float64)
     if kind in ("channel", "token"):
         a = inputs.g.double()
@@ -75,7 +78,9 @@ def recurrence(
     continues."""
     options, update = inputs.case.options, FAMILY[inputs.case.algorithm][1]
     HV, V, K = inputs.v.shape[2], inputs.v.shape[3], inputs.q.shape[3]
-    q, k, v = (tensor[batch, begin:end].double() for tensor in (inputs.q, inputs.k, inputs.v))
+    n = inputs.case.writes
+    q = inputs.q[batch, begin:end].double()
+    k, v = (tensor[batch, begin * n : end * n].double() for tensor in (inputs.k, inputs.v))
     if options["qk_l2norm"]:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(HV // x.shape[1], dim=1) for x in (q, k))
@@ -86,21 +91,22 @@ def recurrence(
     states, outputs = [base], []
     for t in range(end - begin):
         parent = t - 1 if parents is None else int(parents[t])
-        before = states[max(parent, -1) + 1] * alpha[t, :, None, :]
-        u = v[t]
-        match update:
-            case "additive":
-                pass
-            case "delta":
-                u = write[batch, begin + t] * (u - torch.einsum("hvk,hk->hv", before, k[t]))
-            case "erase":
-                key = erased[batch, begin + t] * k[t]
-                u = write[batch, begin + t] * u - torch.einsum("hvk,hk->hv", before, key)
-            case _:
-                raise NotImplementedError(f"the oracle has no update rule {update!r}")
-        after = before + torch.einsum("hv,hk->hvk", u, k[t])
-        states.append(after)
-        outputs.append(options["scale"] * torch.einsum("hvk,hk->hv", after, q[t]))
+        S = states[max(parent, -1) + 1] * alpha[t, :, None, :]
+        for row in range(t * n, (t + 1) * n):
+            u, strength = v[row], None if write is None else write[batch, begin * n + row]
+            match update:
+                case "additive":
+                    pass
+                case "delta" | "product":
+                    u = strength * (u - torch.einsum("hvk,hk->hv", S, k[row]))
+                case "erase":
+                    key = erased[batch, begin * n + row] * k[row]
+                    u = strength * u - torch.einsum("hvk,hk->hv", S, key)
+                case _:
+                    raise NotImplementedError(f"the oracle has no update rule {update!r}")
+            S = S + torch.einsum("hv,hk->hvk", u, k[row])
+        states.append(S)
+        outputs.append(options["scale"] * torch.einsum("hvk,hk->hv", S, q[t]))
     o = torch.stack(outputs) if outputs else torch.zeros(0, HV, V, dtype=torch.float64)
     return Sequence(o, torch.stack(states))
 
@@ -125,7 +131,7 @@ def initial_states(inputs: Inputs) -> list[torch.Tensor | None]:
 
 def run(inputs: Inputs) -> tuple[torch.Tensor, list[Sequence]]:
     """o [B, T, HV, V], zero where no sequence is, and every sequence."""
-    o = torch.zeros(inputs.v.shape, dtype=torch.float64)
+    o = torch.zeros(inputs.o_shape, dtype=torch.float64)
     sequences = []
     for (b, begin, end), state in zip(spans(inputs), initial_states(inputs), strict=True):
         sequences.append(recurrence(inputs, b, begin, end, state))

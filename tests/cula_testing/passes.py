@@ -43,7 +43,7 @@ def empty_states(inputs: Inputs, count: int) -> torch.Tensor:
 
 
 def empty_o(inputs: Inputs) -> torch.Tensor:
-    return torch.full(inputs.v.shape, NAN, dtype=inputs.v.dtype, device=inputs.v.device)
+    return torch.full(inputs.o_shape, NAN, dtype=inputs.v.dtype, device=inputs.v.device)
 
 
 def own_slots(inputs: Inputs) -> torch.Tensor:

@@ -38,8 +38,7 @@ def drawn(case: Case, exact: bool) -> Inputs:
 
 
 def tokens(inputs: Inputs, begin: int, end: int) -> dict[str, torch.Tensor]:
-    cut = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase")}
-    return {name: x[:, begin:end] for name, x in cut.items() if x is not None}
+    return inputs.rows(begin, end)
 
 
 def named(inputs: Inputs, exact: bool) -> dict:

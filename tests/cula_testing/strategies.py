@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from cula_testing import device
-from cula_testing.cases import DECAYS, DELTA, FAMILY, Case
+from cula_testing.cases import DECAYS, DELTA, FAMILY, PRODUCT, Case
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DIMS = (1, 2, 7, 16, 31, 32, 60, 64, 96, 100, 128)
@@ -76,4 +76,6 @@ def cases(draw, algorithm: str, packed: bool | None = None, max_sequences: int =
         st.sampled_from(["", *device.able(dtype, beta_per_value=per_value, key_dim=key_dim)])
     )
     drawn["seed"] = draw(st.integers(0, 2**16))
+    if algorithm in PRODUCT:
+        drawn["householders"] = draw(st.sampled_from([1, 2, 2, 3, 4, 7]))
     return Case(**{**drawn, **fixed})

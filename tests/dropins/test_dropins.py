@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cula
-from cula_testing import gradients, oracle, passes
+from cula_testing import gradients, passes
 from cula_testing.cases import Case, Inputs, make, state_like
 from cula_testing.compare import assert_same_bits, errors
 
@@ -53,6 +53,8 @@ SIGNATURES = {
     f"lower_bound=None, disable_recompute=False, return_intermediate_states=False, {VF}, cp_context=None",
     "cula.gdn2.fused_recurrent_gdn2": f"q, k, v, g, b, w, A_log=None, dt_bias=None, {STD}, {L2}, {GATE}, "
     f"lower_bound=None, {VF}, cu_seqlens=None",
+    "cula.gated_delta_product.chunk_gated_delta_product": f"q, k, v, g, beta, num_householder, {STD}, {L2}, "
+    f"{CU}",
     "cula.gla.chunk_gla": f"q, k, v, g, {STD}, {VF}, {CU}",
     "cula.gla.fused_recurrent_gla": f"q, k, v, gk=None, gv=None, {STD}, reverse=False, {VF}, cu_seqlens=None",
     "cula.simple_gla.chunk_simple_gla": f"q, k, v, g=None, g_gamma=None, {STD}, {VF}, {CU}",
@@ -158,6 +160,11 @@ def call_gdn2(function, x, **more):
     return function(x.q, x.k, x.v, x.g, x.erase, x.beta, **gate_arguments(x), **l2norm, **more)
 
 
+def call_gdp(function, x, **more):
+    l2norm = {"use_qk_l2norm_in_kernel": x.case.qk_l2norm}
+    return function(x.q, x.k, x.v, x.g, x.beta, x.case.writes, **l2norm, **more)
+
+
 def call_delta(function, x, **more):
     return function(x.q, x.k, x.v, x.beta, use_qk_l2norm_in_kernel=x.case.qk_l2norm, **more)
 
@@ -170,6 +177,8 @@ FLA = [
     ("cula.gdn.fused_recurrent_gated_delta_rule", "gdn", call_gdn),
     ("cula.gdn2.chunk_gdn2", "gdn2", call_gdn2),
     ("cula.gdn2.fused_recurrent_gdn2", "gdn2", call_gdn2),
+    ("cula.gated_delta_product.chunk_gated_delta_product", "gdp", call_gdp),
+    ("cula.gated_delta_product.chunk_gated_delta_product", "delta_product", call_gdp),
     ("cula.gla.chunk_gla", "gla", lambda f, x, **more: f(x.q, x.k, x.v, x.g, **more)),
     ("cula.gla.fused_recurrent_gla", "gla", lambda f, x, **more: f(x.q, x.k, x.v, gk=x.g, **more)),
     ("cula.gla.fused_recurrent_gla", "linear", lambda f, x, **more: f(x.q, x.k, x.v, **more)),
@@ -204,6 +213,8 @@ def test_fla(path, algorithm, call, packed, state):
         )
     if algorithm == "gdn":
         case = case.but(gate="softplus", value_heads=4, qk_l2norm=True, beta_is_logit=True)
+    if algorithm == "gdp":
+        case = case.but(value_heads=4, qk_l2norm=True, householders=3)
     if algorithm == "gdn2":
         case = case.but(gate="softplus", value_heads=4, qk_l2norm=True, beta_per_value=True)
     inputs = make(case)
@@ -277,6 +288,31 @@ def test_gradients_of_gdn2(name):
         *(leaves[each] for each in names[:6]), A_log=leaves["A_log"], dt_bias=leaves["dt_bias"],
         initial_state=leaves["initial_state"].mT, output_final_state=True, use_gate_in_kernel=True,
         cu_seqlens=inputs.cu_seqlens,
+    )  # fmt: skip
+    d_o, d_final = gradients.upstream(inputs)
+    found = torch.autograd.grad((o, final_state), list(leaves.values()), (d_o, d_final.mT))
+    wanted = gradients.backward(inputs, d_o, d_final)
+    for each, gradient in zip(names, found, strict=True):
+        assert_same_bits(f"d_{each}", wanted[each].to(gradient.dtype), gradient)
+
+
+def test_gdp_of_one_write_is_gdn():
+    inputs = make(Case("gdn", (70, 70), value_heads=4, qk_l2norm=True, dtype=torch.float32))
+    named = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    given = inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta
+    found = cula.gated_delta_product.chunk_gated_delta_product(*given, 1, **named)
+    wanted = cula.gdn.chunk_gated_delta_rule(*given, **named)
+    for x, y in zip(found, wanted, strict=True):
+        assert_same_bits("gdn", x, y)
+
+
+def test_gradients_of_gdp():
+    inputs = make(Case("gdp", (70, 0, 9), packed=True, value_heads=4, householders=3, qk_l2norm=True))
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    leaves = {each: getattr(inputs, each).clone().requires_grad_() for each in names}
+    o, final_state = cula.gated_delta_product.chunk_gated_delta_product(
+        *(leaves[each] for each in names[:5]), 3, initial_state=leaves["initial_state"].mT,
+        output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=inputs.cu_seqlens,
     )  # fmt: skip
     d_o, d_final = gradients.upstream(inputs)
     found = torch.autograd.grad((o, final_state), list(leaves.values()), (d_o, d_final.mT))
@@ -424,6 +460,9 @@ KDA = {"q": SMALL.q, "k": SMALL.k, "v": SMALL.v, "g": SMALL.g, "beta": SMALL.bet
 GDN = {**KDA, "g": SMALL.g[..., 0]}
 GLA = {"q": SMALL.q, "k": SMALL.k, "v": SMALL.v, "g": SMALL.g}
 GDN2 = {**GLA, "b": SMALL.k.abs(), "w": SMALL.v.abs()}
+TWICE = make(Case("gdp", (4,), key_dim=16, value_dim=16, state=False))
+GDP = {**{name: getattr(TWICE, name) for name in ("q", "k", "v", "g", "beta")}, "num_householder": 2}
+PRODUCT = "cula.gated_delta_product.chunk_gated_delta_product"
 DELTA = {"q": SMALL.q, "k": SMALL.k, "v": SMALL.v, "beta": SMALL.beta}
 H0 = torch.zeros(1, 2, 16, 16)
 TWO = {"cu_seqlens": torch.tensor([0, 2, 4])}
@@ -492,6 +531,14 @@ REFUSALS = [
      "chunk_gdn2: cp_context must have group, got SimpleNamespace"),
     ("cula.gdn2.chunk_gdn2", GDN2, {"beta": SMALL.beta}, TypeError, "unexpected keyword argument 'beta'"),
     ("cula.gdn2.fused_recurrent_gdn2", GDN2, {"b": SMALL.beta}, AssertionError, "b (channel-wise erase"),
+    (PRODUCT, GDP, {"num_householder": 3}, AssertionError, "k must have shape (1, 12, 2, 16), got (1, 8"),
+    (PRODUCT, GDP, {"num_householder": 0}, AssertionError, "num_householder must be at least 1, got 0"),
+    (PRODUCT, GDP, {"num_householder": 2.0}, TypeError, "num_householder must be of type int, got float"),
+    (PRODUCT, GDP, {"v": SMALL.v}, AssertionError, "v must have shape"),
+    (PRODUCT, GDP, {"beta": SMALL.beta}, AssertionError, "beta must have shape"),
+    (PRODUCT, GDP, {"g": SMALL.g}, AssertionError, "g must have shape"),
+    (PRODUCT, GDP, {"k": None}, TypeError, "chunk_gated_delta_product: k must be a tensor, got NoneType"),
+    (PRODUCT, GDP, {"q": WIDE, **TWO}, AssertionError, "k must have shape (2,"),
     ("cula.gdn2.fused_recurrent_gdn2", GDN2, {"initial_state": H0, **TWO}, ValueError, "2 rather than 1"),
     ("cula.gla.chunk_gla", GLA, {"initial_state": H0.half()}, AssertionError,
      "initial_state must be in float32."),
@@ -531,57 +578,6 @@ def test_kda_decode_refusals():
         cula.kda.kda_decode(*base, x.initial_state, None, scale=0.0)
     o = cula.kda.kda_decode(*base, None, None)
     assert o.isfinite().all()
-
-
-# FLA's own cases (tests/ops) at sizes for a CPU, with FLA's measure and FLA's limits.
-
-RAW = {"beta_is_logit": False, "state_dtype": torch.float32}
-FLA_CASES = [
-    (Case("kda", (63,), heads=1, value_heads=1, dtype=torch.float16, scale=1.0), 0.005),
-    (Case("kda", (500, 500), heads=3, value_heads=3, key_dim=60, value_dim=60, dtype=torch.float16,
-          scale=1.0), 0.005),
-    (Case("kda", (300, 300), heads=4, value_heads=4, key_dim=100, value_dim=100, dtype=torch.float16), 0.005),
-    (Case("kda", (512, 512), value_heads=8, dtype=torch.float16, scale=0.1, gate="softplus",
-          dt_bias=False), 0.005),
-    (Case("kda", (160, 160), value_heads=4, scale=0.1, gate="bounded", qk_l2norm=True), 0.005),
-    (Case("kda", (31, 65, 64), packed=True, key_dim=60, value_dim=60, gate="softplus",
-          dtype=torch.float16), 0.005),
-    (Case("kda", (100, 200, 700), packed=True, key_dim=128, value_dim=128, dtype=torch.float16), 0.005),
-    (Case("gdn", (75, 75), heads=4, value_heads=4, dtype=torch.float16, scale=1.0, decay="strong"), 0.005),
-    (Case("gdn", (512, 512), value_heads=8, dtype=torch.float16, scale=1.0, qk_l2norm=True), 0.005),
-    (Case("gdn", (15, 85, 200), packed=True, dtype=torch.float16, gate="softplus"), 0.005),
-    (Case("gdn", (700,), value_heads=4, key_dim=128, value_dim=128, beta_is_logit=True, allow_neg_eigval=True,
-          dtype=torch.float16), 0.005),
-    (Case("gdn2", (63,), heads=1, value_heads=1, dtype=torch.float16, scale=1.0, beta_per_value=True), 0.005),
-    (Case("gdn2", (500, 500), heads=3, value_heads=3, key_dim=60, value_dim=60, dtype=torch.float16,
-          scale=1.0, beta_per_value=True), 0.005),
-    (Case("gdn2", (300, 300), value_heads=4, scale=0.1, gate="softplus", qk_l2norm=True, beta_per_value=True,
-          dtype=torch.float16), 0.005),
-    (Case("gdn2", (100, 200, 700), packed=True, key_dim=128, value_dim=128, dtype=torch.float16,
-          beta_per_value=True), 0.005),
-    (Case("gla", (63,), heads=1, value_heads=1, dtype=torch.float16), 0.004),
-    (Case("gla", (1024,), heads=4, value_heads=4, key_dim=60, value_dim=60, dtype=torch.float16,
-          decay="slow"), 0.004),
-    (Case("gla", (0, 0, 16), packed=True, dtype=torch.float16), 0.004),
-    (Case("gla", (128,), heads=4, value_heads=4, key_dim=256, value_dim=256), 0.004),
-    (Case("simple_gla", (500, 500), heads=3, value_heads=3, key_dim=60, value_dim=60,
-          dtype=torch.float16), 0.004),
-    (Case("lightning", (500, 500), heads=3, value_heads=3, key_dim=128, value_dim=256,
-          dtype=torch.float16), 0.005),
-    (Case("delta", (1000,), heads=3, value_heads=3, key_dim=128, value_dim=128, dtype=torch.float16), 0.006),
-    (Case("delta", (111, 389), packed=True, heads=3, value_heads=3, key_dim=60, value_dim=60,
-          dtype=torch.float16), 0.005),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("case", "limit"), FLA_CASES)
-def test_fla_cases(case, limit):
-    inputs = make(case)
-    o, sequences = oracle.run(inputs)
-    for call in (passes.prefill, passes.decode):
-        found = call(inputs)
-        assert errors(found.o, o).rms < limit
-        assert errors(found.final_state, torch.stack([s.states[-1] for s in sequences])).rms < limit
 
 
 def test_recurrent_gdn_takes_each_input_in_its_own_dtype():

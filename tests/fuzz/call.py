@@ -12,7 +12,7 @@ import cula
 from cula import _ops
 from cula_testing import operators
 from cula_testing.float8 import dequantised
-from fuzz.case import FLOAT8, Case
+from fuzz.case import FLOAT8, OF_WRITES, Case
 from fuzz.memory import changed_outside, fresh, place, place_indices, place_states, poison, whole
 from fuzz.values import Values
 
@@ -45,7 +45,9 @@ class Call:
             inputs["cu_seqlens"] = bounds
         if case.pass_name == "decode" and case.rows_along_tokens:
             for name in ("q", "k", "v", "g", "beta", "erase"):
-                if name in inputs:
+                if name in inputs and case.householders > 1 and name in OF_WRITES:
+                    inputs[name] = inputs[name].flatten(0, 1)[None]
+                elif name in inputs:
                     inputs[name] = inputs[name].transpose(0, 1)
         if case.algorithm == "kda" and case.flat_bias and "dt_bias" in inputs:
             inputs["dt_bias"] = inputs["dt_bias"].flatten()
@@ -95,7 +97,7 @@ class Call:
         if case.snapshot_slots is not None:
             made["snapshots"] = place_states(case, case.snapshot_slots, case.snapshot_dtype)
         if case.out and case.pass_name != "segment":
-            shape = self.inputs["v"].shape
+            shape = (*self.inputs["q"].shape[:2], *self.inputs["v"].shape[2:])
             made["o"] = place(poison(shape, getattr(torch, case.out)), dict(case.layouts).get("out", ""))
         if case.pass_name == "segment" and case.segment_out:
             N, HV, K = case.sequences, case.value_heads, case.key_dim
@@ -127,6 +129,8 @@ class Call:
         case, inputs = self.case, self.inputs
         names = ("g", "beta", "erase", "decay", "A_log", "dt_bias")
         named = {name: inputs[name] for name in names if name in inputs}
+        if MODES[case.algorithm] == "gdp":
+            named.setdefault("g", None)
         if case.gate != "log_decay":
             named["use_gate_in_kernel"] = True
         if case.gate == "bounded":
@@ -260,9 +264,14 @@ class Call:
         state, parts = self._argument(made.get("states")), []
         for begin, end in ((0, case.cut), (case.cut, tokens)):
             named = self._common(backend)
-            named |= {name: named[name][:, begin:end] for name in ("g", "beta", "erase") if name in named}
+            rows = {name: case.rows(name, begin, end) for name in ("q", "k", "v", "g", "beta", "erase")}
+            named |= {
+                name: named[name][:, rows[name]]
+                for name in ("g", "beta", "erase")
+                if named.get(name) is not None
+            }
             out = None if "o" not in made else made["o"][:, begin:end]
-            q, k, v = (x[:, begin:end] for x in self._qkv())
+            q, k, v = (x[:, rows[name]] for name, x in zip("qkv", self._qkv(), strict=True))
             o, state = FUNCTIONS[case.algorithm](
                 q, k, v, initial_state=state, output_final_state=True, out=out, **named
             )
@@ -359,7 +368,8 @@ class Call:
             x = gradient.cpu()
             if name in self.values.tensors:
                 x = x.reshape(self.values.tensors[name].shape)
-                if x.ndim >= 3 and case.packed and x[0, sum(case.lengths) :].count_nonzero():
+                beyond = case.rows(name, sum(case.lengths), case.tokens)
+                if x.ndim >= 3 and case.packed and x[0, beyond].count_nonzero():
                     found.broken.append(f"d_{name} is not zero at tokens of no sequence")
             found.tensors[f"d_{name}"] = x
         if missing := [name for name in case.wanted if f"d_{name}" not in found.tensors]:

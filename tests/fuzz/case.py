@@ -13,6 +13,7 @@ FLOAT8 = "float8_e4m3fn"  # of states alone, with a scale for each row
 
 # algorithm: (decay, update)
 FAMILY = {row.name: (row.decay, row.update) for row in cula.algorithms().values()}
+OF_WRITES = ("k", "v", "beta", "erase")  # the tensors with a row for each write of a token
 PASSES = ("prefill", "decode", "verify", "segment", "split", "backward")
 
 
@@ -29,6 +30,7 @@ class Case:
     ratio: int  # value heads per head
     key_dim: int
     value_dim: int
+    householders: int = 1  # writes of a token
     cu_dtype: str = "int32"
     scale: float | None = None
     qk_l2norm: bool = False
@@ -138,12 +140,17 @@ class Case:
     @property
     def delta(self) -> bool:
         """Whether writes depend on the state."""
-        return {"additive": False, "delta": True, "erase": True}[FAMILY[self.algorithm][1]]
+        return {"additive": False, "delta": True, "erase": True, "product": True}[FAMILY[self.algorithm][1]]
 
     @property
     def erases(self) -> bool:
         """Whether erase strengths are apart from write strengths."""
-        return {"additive": False, "delta": False, "erase": True}[FAMILY[self.algorithm][1]]
+        return {"additive": False, "delta": False, "erase": True, "product": False}[FAMILY[self.algorithm][1]]
+
+    def rows(self, name: str, begin: int, end: int) -> slice:
+        """The rows that a tensor has for the tokens from `begin` to `end`."""
+        n = self.householders if name in OF_WRITES else 1
+        return slice(begin * n, end * n)
 
     def differentiable(self) -> tuple[str, ...]:
         """What has a gradient."""

@@ -21,6 +21,9 @@ CLASSES = {
     # roundings. So it is with write strengths of zero beside erase strengths. In a backward pass the gradient
     # of a final state that d_o brings little to.
     "small_values": False,
+    # Gradients of decays where a token writes several times along keys that do not move, with strengths near
+    # 1: of what a decay was for each write leaves 1e-3 or less, and all of them nothing but roundings.
+    "repeated_writes": False,
     # float16 values below 6e-5, which have fewer bits the smaller they are.
     "fp16_subnormals": False,
     # Rows whose writes cancel in bfloat16: v follows the state that the keys meet.
@@ -60,6 +63,7 @@ BOUNDS: dict[str, float | None] = {
     "maps_k1": 4.0,
     "cancelling": 6.0,
     "few_numbers": 4.0,
+    "repeated_writes": math.inf,
     "fp16_subnormals": math.inf,
     "fp16_scores": None,
     "fused_limits": None,
@@ -138,6 +142,10 @@ def without(case: Case, classes: frozenset[str]) -> Case:
             case = case.but(keys="random", expanded=tuple(each for each in case.expanded if each[0] != "k"))
         if case.key_dim < 4 and case.keys == "sparse":  # values of zero
             case = case.but(keys="random")
+    strong = case.beta in ("one", "near_one", "mixed", "steep")
+    repeated = case.pass_name == "backward" and case.householders > 1 and keys_stand_still(case)
+    if "repeated_writes" not in classes and repeated and strong:
+        case = case.but(keys="random", expanded=tuple(each for each in case.expanded if each[0] != "k"))
     weak = case.erases and case.beta in ("zero", "mixed", "steep")
     if "small_values" not in classes and weak and (few or still or case.key_dim == 1):
         case = case.but(beta="random")

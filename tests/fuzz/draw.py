@@ -51,6 +51,7 @@ OFTEN = {
     "linear": 1,
     "delta_per_head": 1,
 }  # how often an algorithm is drawn; else 2
+HOUSEHOLDERS = (1, 2, 2, 2, 3, 3, 4, 4, 5, 7, 8, 70)  # of a token
 LAYOUTS = ("contiguous", "padded", "odd", "by_head", "by_token", "fused")
 
 
@@ -66,6 +67,8 @@ def draw(seed: int, classes: frozenset[str] = DEFAULT, **fixed) -> Case:
     )
     dtypes = ("bfloat16", "float16", "float32", "float64")
     fields["dtype"] = fixed.get("dtype") or random.choices(dtypes, (48, 24, 26, 2))[0]
+    if FAMILY[fields["algorithm"]][1] == "product":
+        fields["householders"] = random.choice(HOUSEHOLDERS)
     fields |= _shape(random, fields, classes)
     if fields["pass_name"] == "backward":
         fields["through"] = random.choice(("out", "out", "default", "autograd"))
@@ -169,7 +172,7 @@ def _shape(random: Random, drawn: dict, classes: frozenset[str]) -> dict:
         per_token = (
             heads * ratio * key_dim * (value_dim + (key_dim if drawn["pass_name"] == "segment" else 0))
         )
-        return per_token * (sum(lengths) + 4 * len(lengths) + 4)
+        return per_token * (sum(lengths) + 4 * len(lengths) + 4) * drawn.get("householders", 1)
 
     def enough() -> None:
         # The error rule compares statistics: every token needs some numbers.

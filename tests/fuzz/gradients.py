@@ -29,14 +29,14 @@ class Gradients:
 
     def _walk(self, tokens: Tokens) -> None:
         case, values = self.case, self.values
-        N, L, _, V = tokens.v.shape
+        N, L, n, _, V = tokens.v.shape
         states = [start(values)]
         for t in range(L):
             if case.dtype == "float16":
                 self.largest = max(self.largest, tokens.largest_write(t, states[-1]))
-            states.append(tokens.step(t, states[-1], tokens.v[:, t]))
+            states.append(tokens.step(t, states[-1]))
             self._note(states[-1])
-        d_o = np.zeros_like(tokens.v)
+        d_o = np.zeros_like(tokens.v[:, :, 0])
         if "d_o" in values.tensors:
             d_o = Tokens.rows(case, wide(values.tensors["d_o"]))
         d_state = np.zeros_like(states[0]) if values.d_final is None else wide(values.d_final).copy()
@@ -46,38 +46,22 @@ class Gradients:
         self._note(d_o, d_state)
         made: dict[str, list[np.ndarray]] = {name: [] for name in ("q", "k", "v", "a", "beta", "erase")}
         for t in reversed(range(L)):
-            alpha, q, k, v = tokens.alpha[:, t, :, None, :], tokens.q[:, t], tokens.k[:, t], tokens.v[:, t]
-            decayed = states[t] * alpha
+            alpha, q = tokens.alpha[:, t, :, None, :], tokens.q[:, t]
             d_out = tokens.scale * d_o[:, t]
             made["q"].append((states[t + 1] * d_out[..., None]).sum(-2))
             d_state = d_state + d_out[..., None] * q[..., None, :]
-            d_u, u = (d_state @ k[..., None])[..., 0], v
-            d_v, d_decayed, d_k = d_u, d_state, 0.0
-            if tokens.erase is not None:
-                beta, erase = tokens.beta[:, t], tokens.erase[:, t]
-                e = erase * k
-                u, d_v = beta * v - (decayed @ e[..., None])[..., 0], beta * d_u
-                d_beta, d_e = v * d_u, -(decayed * d_u[..., None]).sum(-2)
-                made["beta"].append(d_beta if case.beta_per_value else d_beta.sum(-1, keepdims=True))
-                made["erase"].append(d_e * k)
-                d_decayed, d_k = d_state - d_u[..., None] * e[..., None, :], d_e * erase
-            elif tokens.beta is not None:
-                beta, error = tokens.beta[:, t], v - (decayed @ k[..., None])[..., 0]
-                u, d_v = beta * error, beta * d_u
-                d_beta = d_u * error
-                made["beta"].append(d_beta if case.beta_per_value else d_beta.sum(-1, keepdims=True))
-                d_decayed = d_state - d_v[..., None] * k[..., None, :]
-                d_k = -(decayed * d_v[..., None]).sum(-2)
-            made["k"].append((d_state * u[..., None]).sum(-2) + d_k)
-            made["v"].append(d_v)
-            d_a = (d_decayed * decayed).sum(-2)
+            found_by = [states[t] * alpha]  # each write of the token
+            for j in range(n - 1):
+                found_by.append(tokens.write(t, j, found_by[j], tokens.v[:, t, j]))
+            for j in reversed(range(n)):
+                d_state = self._write_back(tokens, t, j, found_by[j], d_state, made)
+            d_a = (d_state * found_by[0]).sum(-2)
             made["a"].append(d_a if alpha.shape[-1] == d_a.shape[-1] else d_a.sum(-1, keepdims=True))
-            d_state = d_decayed * alpha
-            stretch = np.maximum(1, tokens.stretch[:, t, :, None])
-            self._note(d_state, d_u * stretch, d_v * stretch)
+            d_state = d_state * alpha
+            self._note(d_state)
         widths = {"q": case.key_dim, "k": case.key_dim, "v": V, "a": tokens.alpha.shape[-1]}
         widths |= {"beta": V if case.beta_per_value else 1, "erase": case.key_dim}
-        found = {name: self._tokens(each, widths[name]) for name, each in made.items() if each or not L}
+        found = {name: self._tokens(name, each, widths[name]) for name, each in made.items() if each or not L}
         self._of_keys(found)
         self._of_gates(found["a"])
         self._keep("v", found["v"])
@@ -90,13 +74,48 @@ class Gradients:
             d_state[masked] = 0
             self._keep("initial_state", d_state)
 
-    def _tokens(self, backwards: list[np.ndarray], width: int) -> np.ndarray:
-        """[B, T, HV, width], zero where a token is of no sequence."""
-        case = self.case
-        made = np.zeros((case.batch, case.tokens, case.value_heads, width))
+    def _write_back(
+        self,
+        tokens: Tokens,
+        t: int,
+        j: int,
+        found: np.ndarray,
+        d_state: np.ndarray,
+        made: dict[str, list[np.ndarray]],
+    ) -> np.ndarray:
+        """The gradient of the state `found` by write j of token t, of that of the state after it."""
+        k, v, per_value = tokens.k[:, t, j], tokens.v[:, t, j], self.case.beta_per_value
+        d_u, u = (d_state @ k[..., None])[..., 0], v
+        d_v, d_found, d_k = d_u, d_state, 0.0
+        if tokens.erase is not None:
+            beta, erase = tokens.beta[:, t, j], tokens.erase[:, t, j]
+            e = erase * k
+            u, d_v = beta * v - (found @ e[..., None])[..., 0], beta * d_u
+            d_beta, d_e = v * d_u, -(found * d_u[..., None]).sum(-2)
+            made["beta"].append(d_beta if per_value else d_beta.sum(-1, keepdims=True))
+            made["erase"].append(d_e * k)
+            d_found, d_k = d_state - d_u[..., None] * e[..., None, :], d_e * erase
+        elif tokens.beta is not None:
+            beta, error = tokens.beta[:, t, j], v - (found @ k[..., None])[..., 0]
+            u, d_v = beta * error, beta * d_u
+            d_beta = d_u * error
+            made["beta"].append(d_beta if per_value else d_beta.sum(-1, keepdims=True))
+            d_found = d_state - d_v[..., None] * k[..., None, :]
+            d_k = -(found * d_v[..., None]).sum(-2)
+        made["k"].append((d_state * u[..., None]).sum(-2) + d_k)
+        made["v"].append(d_v)
+        stretch = np.maximum(1, tokens.stretch[:, t, j, :, None])
+        self._note(d_found, d_u * stretch, d_v * stretch)
+        return d_found
+
+    def _tokens(self, name: str, backwards: list[np.ndarray], width: int) -> np.ndarray:
+        """[B, rows, HV, width], zero where a token is of no sequence."""
+        case, rows = self.case, self.case.rows(name, 0, self.case.tokens).stop
+        made = np.zeros((case.batch, rows, case.value_heads, width))
         for n, (b, begin, end) in enumerate(case.spans()):
-            for t in range(end - begin):
-                made[b, begin + t] = backwards[len(backwards) - 1 - t][n]
+            span = case.rows(name, begin, end)
+            for row in range(span.stop - span.start):
+                made[b, span.start + row] = backwards[len(backwards) - 1 - row][n]
         return made
 
     def _keep(self, name: str, gradient: np.ndarray) -> None:

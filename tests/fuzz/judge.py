@@ -99,7 +99,8 @@ class Naive:
                 tensors["has_initial_state"] = torch.tensor(case.has_initial, dtype=torch.bool)
             self._backward(tensors, values)
             return
-        self.o = torch.zeros(values.tensors["v"].shape, dtype=getattr(torch, case.out or case.dtype))
+        shape = (case.batch, case.tokens, case.value_heads, case.value_dim)
+        self.o = torch.zeros(shape, dtype=getattr(torch, case.out or case.dtype))
         tensors |= {"o": self.o, "initial_state": base}
         if case.pass_name == "verify":
             self._verify(tensors)

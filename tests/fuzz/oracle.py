@@ -49,7 +49,7 @@ def log_decay(values: Values) -> np.ndarray:
 
 
 def write_strength(values: Values) -> np.ndarray:
-    """[B, T, HV, V or 1]."""
+    """[B, rows of v, HV, V or 1]."""
     case = values.case
     beta = wide(values.tensors["beta"])
     if case.beta_is_logit:
@@ -58,7 +58,7 @@ def write_strength(values: Values) -> np.ndarray:
 
 
 def erase_strength(values: Values) -> np.ndarray:
-    """[B, T, HV, K]."""
+    """[B, rows of v, HV, K]."""
     erase = wide(values.tensors["erase"])
     if values.case.beta_is_logit:
         erase = sigmoid(erase) * (2 if values.case.allow_neg_eigval else 1)
@@ -66,7 +66,8 @@ def erase_strength(values: Values) -> np.ndarray:
 
 
 class Tokens:
-    """The inputs of all sequences side by side, [N, L, HV, ..]: padded with tokens that change nothing."""
+    """The inputs of all sequences side by side, padded with tokens that change nothing: q and alpha
+    [N, L, HV, ..]; k, v, beta, erase and stretch [N, L, n, HV, ..], with n writes of each token."""
 
     def __init__(self, values: Values) -> None:
         case = values.case
@@ -76,12 +77,12 @@ class Tokens:
             q, k = q / np.sqrt((q * q).sum(-1, keepdims=True) + 1e-6), k / lengths[..., None]
         # Chunks put the inverse norm of a key to what it writes, which in float16 has to hold that.
         stretch = np.where((k != 0).any(-1), 1 / lengths, 0) if case.qk_l2norm else np.ones_like(lengths)
-        self.stretch = self.rows(case, np.repeat(stretch, case.ratio, axis=2))
+        self.stretch = self.writes(case, np.repeat(stretch, case.ratio, axis=2))
         q, k = (np.repeat(x, case.ratio, axis=2) for x in (q, k))
-        self.q, self.k, self.v = (self.rows(case, x) for x in (q, k, v))
+        self.q, self.k, self.v = self.rows(case, q), self.writes(case, k), self.writes(case, v)
         self.alpha = self.rows(case, np.exp(log_decay(values)), 1.0)
-        self.beta = self.rows(case, write_strength(values)) if case.delta else None
-        self.erase = self.rows(case, erase_strength(values)) if case.erases else None
+        self.beta = self.writes(case, write_strength(values)) if case.delta else None
+        self.erase = self.writes(case, erase_strength(values)) if case.erases else None
         self.scale = case.key_dim**-0.5 if case.scale is None else case.scale
 
     @staticmethod
@@ -93,30 +94,48 @@ class Tokens:
             rows[n, : end - begin] = x[0, begin:end]
         return rows
 
+    @classmethod
+    def writes(cls, case: Case, x: np.ndarray) -> np.ndarray:
+        return cls.rows(case, x.reshape(x.shape[0], case.tokens, case.householders, *x.shape[2:]))
+
     def largest_write(self, t: int, state: np.ndarray) -> float:
         """No smaller than what token t writes: before and after its write strength, and times its key's 1 /
         norm."""
-        u, stretch = np.abs(self.v[:, t]), self.stretch[:, t, :, None]
-        if self.erase is not None:
-            e = self.erase[:, t] * self.k[:, t]
-            u = np.maximum(u, np.abs(self.beta[:, t]) * u + np.abs((state @ e[..., None])[..., 0]))
-            stretch = np.maximum(1, stretch)
-        elif self.beta is not None:
-            u = u + np.abs((state @ self.k[:, t, ..., None])[..., 0])
-            stretch = np.maximum(1, np.abs(self.beta[:, t]) * np.maximum(1, stretch))
-        return float((u * stretch).max(initial=0))
+        largest = 0.0
+        for j in range(self.v.shape[2]):
+            k, u, stretch = self.k[:, t, j], np.abs(self.v[:, t, j]), self.stretch[:, t, j, :, None]
+            if self.erase is not None:
+                e = self.erase[:, t, j] * k
+                u = np.maximum(u, np.abs(self.beta[:, t, j]) * u + np.abs((state @ e[..., None])[..., 0]))
+                stretch = np.maximum(1, stretch)
+            elif self.beta is not None:
+                u = u + np.abs((state @ k[..., None])[..., 0])
+                stretch = np.maximum(1, np.abs(self.beta[:, t, j]) * np.maximum(1, stretch))
+            largest = max(largest, float((u * stretch).max(initial=0)))
+            state = self.write(t, j, self.decayed(t, state) if j == 0 else state, self.v[:, t, j])
+        return largest
 
-    def step(self, t: int, state: np.ndarray, v: np.ndarray, reads_only: bool = False) -> np.ndarray:
-        """The states [N, HV, V, K] after token t. reads_only: v is zero, of any number of value channels."""
-        state = state * self.alpha[:, t, :, None, :]
-        k = self.k[:, t]
-        u = v
+    def decayed(self, t: int, state: np.ndarray) -> np.ndarray:
+        return state * self.alpha[:, t, :, None, :]
+
+    def write(self, t: int, j: int, state: np.ndarray, v: np.ndarray, reads_only: bool = False) -> np.ndarray:
+        """The states [N, HV, V, K] after write j of token t. reads_only: v is zero, of any number of value
+        channels."""
+        k, u = self.k[:, t, j], v
         if self.erase is not None:
-            e = self.erase[:, t] * k
-            u = (0 if reads_only else self.beta[:, t] * v) - (state @ e[..., None])[..., 0]
+            e = self.erase[:, t, j] * k
+            u = (0 if reads_only else self.beta[:, t, j] * v) - (state @ e[..., None])[..., 0]
         elif self.beta is not None:
-            u = self.beta[:, t] * (v - (state @ k[..., None])[..., 0])
+            u = self.beta[:, t, j] * (v - (state @ k[..., None])[..., 0])
         return state + u[..., None] * k[..., None, :]
+
+    def step(self, t: int, state: np.ndarray, reads_only: bool = False) -> np.ndarray:
+        """The states after token t. reads_only: of values of zero, as many as the states have."""
+        state = self.decayed(t, state)
+        for j in range(self.v.shape[2]):
+            v = np.zeros(state.shape[:3]) if reads_only else self.v[:, t, j]
+            state = self.write(t, j, state, v, reads_only)
+        return state
 
 
 def start(values: Values) -> np.ndarray:
@@ -143,7 +162,7 @@ class Expected:
 
     def _run(self, values: Values, tokens: Tokens) -> None:
         case = self.case
-        N, L, HV, V = tokens.v.shape
+        N, L, _, HV, V = tokens.v.shape
         state = start(values)
         if case.pass_name == "segment":
             self._map(tokens)
@@ -170,7 +189,7 @@ class Expected:
                 state = np.stack(states)[np.array(parents) + 1, every] if N else state
             if track:
                 self.largest = max(self.largest, tokens.largest_write(t, state))
-            state = tokens.step(t, state, tokens.v[:, t])
+            state = tokens.step(t, state)
             rows[:, t] = tokens.scale * (state @ tokens.q[:, t, ..., None])[..., 0]
             if case.pass_name == "verify":
                 states.append(state)
@@ -194,7 +213,7 @@ class Expected:
 
     def _map(self, tokens: Tokens) -> None:
         """M column by column: where the recurrence without values takes the unit vectors."""
-        N, L, HV, V = tokens.v.shape
+        N, L, _, HV, V = tokens.v.shape
         K = tokens.k.shape[-1]
         self.b = np.zeros((N, HV, V, K))
         units = np.broadcast_to(np.eye(K), (N, HV, K, K))
@@ -202,9 +221,9 @@ class Expected:
         for t in range(L):
             if self.case.dtype == "float16":
                 self.largest = max(self.largest, tokens.largest_write(t, self.b))
-            self.b = tokens.step(t, self.b, tokens.v[:, t])
+            self.b = tokens.step(t, self.b)
             if tokens.beta is not None:
-                units = tokens.step(t, units, np.zeros((N, HV, K)), reads_only=True)
+                units = tokens.step(t, units, reads_only=True)
             self.m = self.m * tokens.alpha[:, t]
         if tokens.beta is not None:
             self.m = units.swapaxes(-1, -2).copy()

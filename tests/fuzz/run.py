@@ -102,6 +102,7 @@ def backends(case: Case, options: Options) -> list[str | None]:
         heads=case.heads,
         value_heads=case.value_heads,
         key_dim=case.key_dim,
+        writes=case.householders,
         value_dim=min(case.value_dim, 256),
         dtype=getattr(torch, case.dtype),
         state_dtype=getattr(torch, case.state_dtype),

@@ -51,10 +51,11 @@ class Values:
         if decay == "head" or case.head_decay:
             self.tensors["decay"] = to_torch(self._constants(HV), "float32")
         if case.delta:
-            shape = (B, T, HV, V) if case.beta_per_value else (B, T, HV)
+            shape = (B, T * case.householders, HV, *((V,) if case.beta_per_value else ()))
             self.tensors["beta"] = to_torch(self._strengths(case.beta, shape), case.beta_dtype)
         if case.erases:
-            self.tensors["erase"] = to_torch(self._strengths(case.erase, (B, T, HV, K)), case.beta_dtype)
+            shape = (B, T * case.householders, HV, K)
+            self.tensors["erase"] = to_torch(self._strengths(case.erase, shape), case.beta_dtype)
         if case.d_o:
             self.tensors["d_o"] = to_torch(
                 case.outer_size * self.random.standard_normal((B, T, HV, V)), case.d_o
@@ -85,10 +86,11 @@ class Values:
 
     def _queries_keys_values(self, B: int, T: int, H: int, HV: int, K: int, V: int) -> None:
         case, random = self.case, self.random
-        q, k, v = (random.standard_normal(shape) for shape in ((B, T, H, K), (B, T, H, K), (B, T, HV, V)))
+        R = T * case.householders
+        q, k, v = (random.standard_normal(shape) for shape in ((B, T, H, K), (B, R, H, K), (B, R, HV, V)))
         if case.keys == "collinear" and T:
             k = np.broadcast_to(k[:, :1], k.shape)
-            q = k + random.standard_normal(q.shape) / 8
+            q = k[:, :T] + random.standard_normal(q.shape) / 8
         if case.cancelling:
             shared = np.repeat(k, case.ratio, axis=2)
             v = np.einsum("bthk,hvk->bthv", shared, random.standard_normal((HV, V, K))) + 1e-3 * v
@@ -104,7 +106,7 @@ class Values:
         self.state_sizes = state_size * sizes[0]
         q, k, v = case.query_size * q, case.key_size * k, value_size * v
         for (b, begin, end), value, query in zip(case.spans(), *sizes, strict=True):
-            v[b, begin:end] *= value
+            v[b, case.rows("v", begin, end)] *= value
             q[b, begin:end] *= query
         if case.keys == "sparse":
             for x in (q, k, v):

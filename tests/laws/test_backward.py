@@ -168,8 +168,8 @@ def test_layouts_of_states(algorithm, data):
 def test_a_gradient_that_broadcasts(algorithm):
     """`o.sum().backward()` hands back one number with strides of 0."""
     inputs = make(Case(algorithm, (70,), value_heads=4))
-    one = torch.ones((), dtype=inputs.v.dtype).expand(inputs.v.shape)
-    rows = torch.ones(inputs.v.shape[-1], dtype=inputs.v.dtype).expand(inputs.v.shape)
+    one = torch.ones((), dtype=inputs.v.dtype).expand(inputs.o_shape)
+    rows = torch.ones(inputs.v.shape[-1], dtype=inputs.v.dtype).expand(inputs.o_shape)
     wanted = gradients.backward(inputs, one.contiguous(), None)
     assert_same(wanted, gradients.backward(inputs, one, None))
     assert_same(wanted, gradients.backward(inputs, rows, None))
@@ -235,15 +235,15 @@ def test_batch_composition_changes_no_gradient_when_batch_invariant(algorithm, d
     bounds = inputs.cu_seqlens.tolist()
     for n, length in enumerate(inputs.case.lengths):
         tokens, row = slice(bounds[n], bounds[n + 1]), slice(n, n + 1)
-        named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase")}
-        one = inputs.but(**{name: x[:, tokens] for name, x in named.items() if x is not None})
+        one = inputs.but(**inputs.rows(bounds[n], bounds[n + 1]))
         one.case = inputs.case.but(lengths=(length,), tail=0)
         one.cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
         one.initial_state = inputs.initial_state[row]
         alone = gradients.backward(one, d_o[:, tokens], d_final_state[row], batch_invariant=True)
         for name, gradient in alone.items():
             if name not in ("A_log", "dt_bias"):
-                part = together[name][row] if name == "initial_state" else together[name][:, tokens]
+                rows = inputs.span(name, bounds[n], bounds[n + 1])
+                part = together[name][row] if name == "initial_state" else together[name][:, rows]
                 assert_same_bits(f"d_{name} of sequence {n}", gradient, part)
 
 
@@ -304,8 +304,8 @@ def test_tokens_of_no_sequence_get_zeros(algorithm):
     inputs = make(Case(algorithm, (9, 0, 20), packed=True, tail=7))
     for name, gradient in run(inputs).items():
         if name in ("q", "k", "v", "g", "beta", "erase"):
-            assert not gradient[:, 29:].any(), name
-            assert gradient[:, :29].any(), name
+            assert not gradient[:, inputs.span(name, 29, 36)].any(), name
+            assert gradient[:, inputs.span(name, 0, 29)].any(), name
 
 
 def test_empty_sequences_hand_the_state_on(algorithm):
@@ -327,8 +327,8 @@ def test_not_a_number_stays_in_its_sequence(algorithm):
     found = gradients.backward(inputs, d_o, d_final_state)
     for name in ("q", "k", "v", "g", "beta", "erase"):
         if name in found:
-            assert_same_bits(name, found[name][:, :70], clean[name][:, :70])
-            assert_same_bits(name, found[name][:, 90:], clean[name][:, 90:])
+            for span in (inputs.span(name, 0, 70), inputs.span(name, 90, 160)):
+                assert_same_bits(name, found[name][:, span], clean[name][:, span])
     assert_same_bits("d_initial_state", found["initial_state"][::2], clean["initial_state"][::2])
 
 

@@ -204,11 +204,12 @@ def test_nan_stays_in_its_sequence(target, algorithm):
     inputs = inputs.but(initial_state=inputs.initial_state.clone())
     of = outer(inputs)
     before = run(inputs, target, of)
-    for x in (inputs.q, inputs.k, inputs.v, of["d_o"]):
-        x[:, 100:133] = NAN
+    for name in ("q", "k", "v"):
+        getattr(inputs, name)[:, inputs.span(name, 100, 133)] = NAN
+    of["d_o"][:, 100:133] = NAN
     after = run(inputs, target, of)
     for name in ("q", "k", "v", "g", "beta", "erase"):
-        for part in (slice(0, 100), slice(133, None)):
+        for part in (inputs.span(name, 0, 100), inputs.span(name, 133, inputs.case.tokens)):
             if name in after:
                 assert_same_bits(name, after[name][:, part], before[name][:, part])
     for n in (0, 2):
@@ -244,7 +245,8 @@ def test_sequences_without_tokens_or_state(target, algorithm):
     found = run(inputs, target, of)
     assert torch.equal(found["initial_state"][1], of["d_final_state"][1])
     for name in ("q", "k", "v", "g", "beta", "erase"):
-        assert name not in found or not found[name][:, 167:].any()
+        beyond = inputs.span(name, 167, inputs.case.tokens)
+        assert name not in found or not found[name][:, beyond].any()
     starts = inputs.but(has_initial_state=torch.tensor([False, False, True]))
     assert_rule(starts, target)
     assert not run(starts, target, of)["initial_state"][:2].any()

@@ -98,8 +98,8 @@ def test_permuting_sequences_permutes_results(algorithm, call, data):
     order = data.draw(st.permutations(range(N)))
     bounds = inputs.cu_seqlens.tolist()
     tokens = torch.cat([torch.arange(bounds[n], bounds[n + 1]) for n in order])
-    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase")}
-    moved = inputs.but(**{name: tensor[:, tokens] for name, tensor in named.items() if tensor is not None})
+    parts = [inputs.rows(bounds[n], bounds[n + 1]) for n in order]
+    moved = inputs.but(**{name: torch.cat([part[name] for part in parts], 1) for name in parts[0]})
     lengths = torch.tensor([0, *(bounds[n + 1] - bounds[n] for n in order)])
     moved.cu_seqlens = lengths.cumsum(0).to(torch.int32)
     moved.initial_state = inputs.initial_state[list(order)]
@@ -201,8 +201,7 @@ def test_batch_composition_changes_nothing_when_batch_invariant(algorithm, call,
     bounds = inputs.cu_seqlens.tolist()
     for n, length in enumerate(inputs.case.lengths):
         span = slice(bounds[n], bounds[n + 1])
-        named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase")}
-        one = inputs.but(**{name: tensor[:, span] for name, tensor in named.items() if tensor is not None})
+        one = inputs.but(**inputs.rows(bounds[n], bounds[n + 1]))
         one.case = inputs.case.but(lengths=(length,), tail=0)
         one.cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
         one.initial_state = inputs.initial_state[n : n + 1]
@@ -234,10 +233,8 @@ def test_a_poisoned_neighbour_changes_nothing(algorithm, call, data):
     n = data.draw(st.integers(0, case.sequences - 1))
     bounds = [*clean.cu_seqlens.tolist(), case.tokens]
     for begin, end in (bounds[n : n + 2], bounds[-2:]):
-        for name in ("q", "k", "v", "g", "beta", "erase"):
-            tensor = getattr(sick, name)
-            if tensor is not None:
-                tensor[:, begin:end] = float("nan")
+        for tensor in sick.rows(begin, end).values():
+            tensor[:] = float("nan")
     sick.initial_state[n] = float("nan")
     healthy = torch.ones(case.tokens, dtype=torch.bool)
     healthy[bounds[n] : bounds[n + 1]] = False

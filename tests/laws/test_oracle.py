@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cula_testing import gradients, oracle, passes
-from cula_testing.cases import Inputs, make
+from cula_testing.cases import DELTA, Inputs, make
 from cula_testing.compare import assert_exact
 from cula_testing.strategies import cases
 
@@ -78,7 +78,9 @@ def test_verify(algorithm, data):
 @given(data=st.data())
 def test_backward(algorithm, data):
     case = data.draw(cases(algorithm, pool=False))
-    if case.qk_l2norm:  # which takes from gradients what lies along the vector: nearly all of collinear ones
+    # Of collinear keys gradients are differences of nearly equal numbers, on both sides: a norm takes away
+    # what lies along the vector, and a write with a strength near 1 all but a three thousandth of what was.
+    if case.qk_l2norm or case.algorithm in DELTA:
         case = case.but(keys="random")
     inputs = make(case).double()
     if inputs.initial_state is not None and data.draw(st.booleans()):

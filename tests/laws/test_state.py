@@ -175,11 +175,7 @@ def test_checkpoints_are_final_states_of_prefixes(algorithm, data):
     for (n, t), slot in zip(chosen, slots, strict=True):
 
         def prefix(inputs: Inputs, backend: str, n: int = n, t: int = t) -> torch.Tensor:
-            named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase")}
-            span = slice(bounds[n], bounds[n] + t)
-            cut = inputs.but(
-                **{name: tensor[:, span] for name, tensor in named.items() if tensor is not None}
-            )
+            cut = inputs.but(**inputs.rows(bounds[n], bounds[n] + t))
             cut.case = inputs.case.but(lengths=(t,), tail=0)
             cut.cu_seqlens = torch.tensor([0, t], dtype=torch.int32)
             if cut.initial_state_indices is not None:

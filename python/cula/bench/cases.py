@@ -21,6 +21,7 @@ ALGORITHMS = tuple(FAMILY)
 GATED = tuple(name for name, (decay, _) in FAMILY.items() if decay in ("channel", "token"))
 DELTA = tuple(row.name for row in algorithms().values() if row.takes_beta)
 ERASE = tuple(row.name for row in algorithms().values() if row.takes_erase)
+PRODUCT = tuple(row.name for row in algorithms().values() if row.takes_several_writes)
 
 TRAINING_PASSES = ("backward", "train")
 
@@ -44,6 +45,7 @@ class Case:
     value_heads: int = 2
     key_dim: int = 64
     value_dim: int = 64
+    householders: int = 2  # PRODUCT: the writes of a token
     dtype: torch.dtype = torch.bfloat16
     cu_dtype: torch.dtype = torch.int32
 
@@ -85,6 +87,11 @@ class Case:
     @property
     def sequences(self) -> int:
         return len(self.lengths)
+
+    @property
+    def writes(self) -> int:
+        """Of a token: the rows of k, v and beta for each row of q."""
+        return self.householders if self.algorithm in PRODUCT else 1
 
     @property
     def options(self) -> dict[str, Any]:
@@ -130,6 +137,9 @@ class Inputs:
     TENSORS: ClassVar[tuple[str, ...]] = (
         *("q", "k", "v", "g", "decay", "beta", "erase", "A_log", "dt_bias", "cu_seqlens"),
     )
+    # Those with a row for each token, and those with one for each write of a token.
+    TOKENS: ClassVar[tuple[str, ...]] = ("q", "g")
+    WRITES: ClassVar[tuple[str, ...]] = ("k", "v", "beta", "erase")
     STATES: ClassVar[tuple[str, ...]] = ("initial_state", "initial_state_indices", "has_initial_state")
 
     def tensors(self) -> dict[str, torch.Tensor | None]:
@@ -137,6 +147,24 @@ class Inputs:
 
     def states(self) -> dict[str, torch.Tensor | None]:
         return {name: getattr(self, name) for name in self.STATES}
+
+    @property
+    def o_shape(self) -> tuple[int, ...]:
+        """[B, T, HV, V]."""
+        return (*self.q.shape[:2], *self.v.shape[2:])
+
+    def span(self, name: str, begin: int, end: int) -> slice:
+        """The rows that a tensor has for the tokens from `begin` to `end`."""
+        n = self.case.writes if name in self.WRITES else 1
+        return slice(begin * n, end * n)
+
+    def rows(self, begin: int, end: int) -> dict[str, torch.Tensor]:
+        """The tensors of the tokens from `begin` to `end`, by name."""
+        return {
+            name: x[:, self.span(name, begin, end)]
+            for name in (*self.TOKENS, *self.WRITES)
+            if (x := getattr(self, name)) is not None
+        }
 
     def but(self: SomeInputs, **changes: Any) -> SomeInputs:
         return dataclasses.replace(self, **changes)
@@ -177,11 +205,7 @@ class Inputs:
     def tokens(self, begin: int, end: int) -> Inputs:
         """The same sequences (batch form) cut to some of their tokens."""
         assert self.cu_seqlens is None
-        cut = ("q", "k", "v", "g", "beta", "erase")
-        named = {name: getattr(self, name) for name in cut}
-        return self.but(
-            **{name: tensor[:, begin:end] for name, tensor in named.items() if tensor is not None}
-        )
+        return self.but(**self.rows(begin, end))
 
 
 def strided(tensor: torch.Tensor, pad: int = 24) -> torch.Tensor:
@@ -273,6 +297,7 @@ def make(case: Case, device: torch.device | str | None = None, draw_on: torch.de
 def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
     decay, _ = FAMILY[case.algorithm]
     B, T, H, HV, K, V = case.batch, case.tokens, case.heads, case.value_heads, case.key_dim, case.value_dim
+    rows = T * case.writes
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw)
@@ -280,11 +305,11 @@ def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
     def place(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return tensor.to(device=device, dtype=dtype)
 
-    q, v = normal(B, T, H, K), normal(B, T, HV, V)
-    k = normal(B, T, H, K)
+    q, v = normal(B, T, H, K), normal(B, rows, HV, V)
+    k = normal(B, rows, H, K)
     if case.keys == "collinear":
         k = k[:, :1].expand_as(k).clone() if T else k
-        q = k.clone()
+        q = k[:, :T].clone()
     if not case.qk_l2norm:
         # The delta rule contracts only for |k| <= 1; the additive rule is drawn alike so that float16 holds
         # the states.
@@ -313,21 +338,21 @@ def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
         return place(logits if case.beta_is_logit else logits.sigmoid(), case.gate_dtype)
 
     if case.algorithm in DELTA:
-        inputs.beta = strengths(B, T, HV, V) if case.beta_per_value else strengths(B, T, HV)
+        inputs.beta = strengths(B, rows, HV, V) if case.beta_per_value else strengths(B, rows, HV)
     if case.algorithm in ERASE:
-        inputs.erase = strengths(B, T, HV, K)
+        inputs.erase = strengths(B, rows, HV, K)
     if case.packed:
         bounds = torch.tensor((0, *case.lengths), dtype=torch.int64).cumsum(0)
         inputs.cu_seqlens = place(bounds, case.cu_dtype)
 
     if case.fused:
-        projection = torch.cat([inputs.q.flatten(2), inputs.k.flatten(2), inputs.v.flatten(2)], dim=-1)
-        q, k, v = strided(projection).split((H * K, H * K, HV * V), dim=-1)
-        inputs.q, inputs.k, inputs.v = (
-            q.unflatten(-1, (H, K)),
-            k.unflatten(-1, (H, K)),
-            v.unflatten(-1, (HV, V)),
-        )
+        n = case.writes
+        given = ((inputs.q, 1), (inputs.k, n), (inputs.v, n))
+        by_token = [x.unflatten(1, (T, count)).flatten(2) for x, count in given]
+        q, k, v = strided(torch.cat(by_token, dim=-1)).split((H * K, n * H * K, n * HV * V), dim=-1)
+        inputs.q = q.unflatten(-1, (H, K))
+        inputs.k = k.unflatten(-1, (n, H, K)).flatten(1, 2)
+        inputs.v = v.unflatten(-1, (n, HV, V)).flatten(1, 2)
         inputs.g = None if inputs.g is None else strided(inputs.g)
         inputs.beta = None if inputs.beta is None else strided(inputs.beta)
         inputs.erase = None if inputs.erase is None else strided(inputs.erase)
@@ -361,7 +386,9 @@ def prefill_case(
         value_heads=value_heads or heads,
         key_dim=128,
         value_dim=128,
-        gate={"kda": "bounded", "gdn": "softplus", "gdn2": "bounded"}.get(algorithm, "log_decay"),
+        gate={"kda": "bounded", "gdn": "softplus", "gdn2": "bounded", "gdp": "softplus"}.get(
+            algorithm, "log_decay"
+        ),
         gate_dtype=torch.bfloat16 if delta else torch.float32,
         beta_is_logit=delta,
         beta_per_value=algorithm in ERASE,

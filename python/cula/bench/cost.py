@@ -22,7 +22,7 @@ def moved_bytes(pass_name: str, inputs: Inputs) -> int:
     """Every input read once, every output written once; those of a step by each of its two passes."""
     case = inputs.case
     streams = sum(x.nbytes for x in inputs.tensors().values() if x is not None)
-    output = inputs.v.nbytes
+    output = inputs.v.nbytes // case.writes
     if isinstance(inputs, training.Step):
         gradients = sum(getattr(inputs, name).nbytes for name in training.names(inputs))
         ahead = streams - inputs.d_o.nbytes + output
@@ -38,28 +38,30 @@ def flops(pass_name: str, case: Case) -> int:
     if pass_name == "train":
         return flops("prefill", case) + flops("backward", case)
     K, V = case.key_dim, case.value_dim
-    delta = {"additive": False, "delta": True, "erase": True}[FAMILY[case.algorithm][1]]
-    if pass_name == "backward":
-        products = _backward_products(K, V, delta)
-    else:
-        products = K * V * (3 if delta else 2)  # read (delta), carry, and the query's part of output
-        if pass_name == "prefill":
-            products += (
-                CHUNK * (K + V) * (2 if delta else 1)
-            )  # score and the scores' part of output; L and solve (delta)
-    return 2 * products * sum(case.lengths) * case.value_heads
+    delta = {"additive": False, "delta": True, "erase": True, "product": True}[FAMILY[case.algorithm][1]]
+    of_token, of_write = (_backward_products if pass_name == "backward" else _forward_products)(K, V, delta)
+    if pass_name in ("decode", "verify"):
+        of_token, of_write = K * V, K * V * (2 if delta else 1)
+    return 2 * (of_token + case.writes * of_write) * sum(case.lengths) * case.value_heads
 
 
-def _backward_products(K: int, V: int, delta: bool) -> int:
-    """Of one token, with what is computed again of the forward pass."""
-    again = K * V + CHUNK * K  # carry, score
-    carry = 2 * K * V  # of the states' gradient
-    of_states = 2 * K * V  # their parts of dq and dk
-    of_scores = CHUNK * 2 * (K + V)  # dA and its parts of dq and dk, and of dv
+def _forward_products(K: int, V: int, delta: bool) -> tuple[int, int]:
+    """Of the query of a token, and of each of its writes."""
+    of_token = K * V + CHUNK * (K + V)  # the query's part of output; score, and the scores' part of output
+    of_write = K * V  # carry
+    return of_token, of_write + (K * V + CHUNK * (K + V) if delta else 0)  # read; L, solve
+
+
+def _backward_products(K: int, V: int, delta: bool) -> tuple[int, int]:
+    """The same, with what is computed again of the forward pass."""
+    of_token = CHUNK * K  # score
+    of_token += 2 * K * V  # the part of do in the states' gradient; the states' part of dq
+    of_token += CHUNK * 2 * (K + V)  # dA and its parts of dq and dk, and of dv
+    of_write = K * V  # carry
+    of_write += 2 * K * V  # the states' gradient in dv, and in dk
     if not delta:
-        return again + carry + of_states + of_scores
-    again += K * V + CHUNK * (2 * K + V)  # read, L, solve
-    carry += K * V  # read, the other way
-    of_states += K * V  # dW
-    solve = CHUNK * (2 * (K + V) + 2 * CHUNK)
-    return again + carry + of_states + of_scores + solve + CHUNK * 2 * K  # dL and its parts of dk
+        return of_token, of_write
+    of_write += K * V + CHUNK * (2 * K + V)  # read, L, solve
+    of_write += 2 * K * V  # read, the other way; dW
+    of_write += CHUNK * (2 * (K + V) + 2 * CHUNK)  # solve
+    return of_token, of_write + CHUNK * 2 * K  # dL and its parts of dk

@@ -25,7 +25,7 @@ MAX_EXPONENT = 80.0
 
 def log_decay(inputs: Inputs) -> Tensor | None:
     """[B, T, HV] or [B, T, HV, K], float32."""
-    case, shape = inputs.case, inputs.v.shape[:3]
+    case, shape = inputs.case, inputs.o_shape[:3]
     g: Maybe = None if inputs.g is None else inputs.g.float()
     if case.gate != "log_decay":
         g = g if inputs.dt_bias is None else g + inputs.dt_bias
@@ -52,22 +52,30 @@ def _heads_first(x: Tensor, value_heads: int, tokens: int) -> Tensor:
     return x.flatten(0, 1)
 
 
-def _prepare(inputs: Inputs, tokens: int) -> list[Maybe]:
-    """q, k, v, log decay, beta and erase keys as the equations want them."""
+def _by_write(x: Maybe, writes: int, at: int) -> Maybe:
+    """What tokens have, for each of their writes: row `at` of them has it, and the others zeros."""
+    if x is None or writes == 1:
+        return x
+    rows = x.new_zeros((*x.shape[:2], writes, *x.shape[2:]))
+    rows[:, :, at] = x
+    return rows.flatten(1, 2)
+
+
+def _prepare(inputs: Inputs, rows: int) -> list[Maybe]:
+    """q, k, v, log decay, beta and erase keys as the equations want them, of each write: a token decays with
+    its first and reads with its last."""
     case = inputs.case
     q, k, v = inputs.q.float(), inputs.k.float(), inputs.v
     if case.qk_l2norm:
         q, k = normalized(q), normalized(k)
-    q = q * case.options["scale"]
+    q = _by_write(q * case.options["scale"], case.writes, -1)
+    g = _by_write(log_decay(inputs), case.writes, 0)
     beta, erase, most = inputs.beta, inputs.erase, 2 if case.allow_neg_eigval else 1
     if case.beta_is_logit:
         beta = beta.float().sigmoid() * (most if erase is None else 1)
         erase = None if erase is None else erase.float().sigmoid() * most
     e = None if erase is None else erase.float() * k.repeat_interleave(v.shape[2] // k.shape[2], dim=2)
-    return [
-        None if x is None else _heads_first(x, v.shape[2], tokens)
-        for x in (q, k, v, log_decay(inputs), beta, e)
-    ]
+    return [None if x is None else _heads_first(x, v.shape[2], rows) for x in (q, k, v, g, beta, e)]
 
 
 def _own_strengths(k: Tensor, v: Tensor, beta: Maybe, e: Maybe) -> tuple[Tensor, Tensor, Maybe]:
@@ -86,8 +94,9 @@ def _start(inputs: Inputs, initial_state: Tensor | None) -> Tensor:
 
 
 def _finish(inputs: Inputs, o: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    B, T, HV, _ = inputs.v.shape
-    o = o[:, :T].unflatten(0, (B, HV)).transpose(1, 2).to(inputs.v.dtype)
+    B, rows, HV, _ = inputs.v.shape
+    writes = inputs.case.writes
+    o = o[:, writes - 1 : rows : writes].unflatten(0, (B, HV)).transpose(1, 2).to(inputs.v.dtype)
     return o, S.transpose(-1, -2).unflatten(0, (B, HV))
 
 
@@ -151,8 +160,8 @@ def _chunks(inputs: Inputs, initial_state: Tensor | None) -> tuple[Tensor, Tenso
 def chunk_form(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] and the final state, chunk after chunk: batched products and one triangular solve per
     chunk."""
-    T = inputs.v.shape[1]
-    block = CPU_BLOCK if inputs.v.device.type == "cpu" else T
+    T = inputs.q.shape[1]
+    block = max(1, CPU_BLOCK // inputs.case.writes) if inputs.v.device.type == "cpu" else T
     outputs: list[Tensor] = []
     S: Maybe = initial_state
     for start in range(0, T, block):

@@ -93,7 +93,7 @@ def cula_bind(backend: str | None, **of_training: bool) -> Bind:
         more = _named(inputs, backend)
         # A serving engine owns its output. On a CPU a new one above 32 MiB would come as fresh pages in every
         # call; their first touch costs the system more than the kernel takes to fill them.
-        more["out"] = torch.empty_like(v)
+        more["out"] = v.new_empty(inputs.o_shape)
         if pass_name == "prefill":
             return lambda: PREFILL[op](q, k, v, **more, output_final_state=True, cu_seqlens=inputs.cu_seqlens)
         pool, rows = inputs.initial_state, inputs.initial_state_indices

@@ -37,7 +37,7 @@ class Step(Inputs):
 def step_inputs(inputs: Inputs) -> Step:
     call = {each.name: getattr(inputs, each.name) for each in fields(Inputs)}
     draw = torch.Generator(inputs.v.device).manual_seed(inputs.case.seed + 1)
-    d_o = torch.randn(inputs.v.shape, generator=draw, device=inputs.v.device).to(inputs.v.dtype)
+    d_o = torch.randn(inputs.o_shape, generator=draw, device=inputs.v.device).to(inputs.v.dtype)
     return Step(**call, d_o=d_o)
 
 

@@ -18,6 +18,7 @@ from .._family import FAMILY, MODES
 
 FUNCTIONS: dict[str, Callable[..., tuple[Any, ...]]] = {mode: getattr(api, f"cula_{mode}") for mode in MODES}
 _DIAGONAL = {row.mode: row.has_diagonal_map for row in FAMILY.values()}
+_SEVERAL_WRITES = {row.mode: row.takes_several_writes for row in FAMILY.values()}
 
 # Options that a segment's map depends on, or what it keeps, besides the tensors. The others concern o or the
 # states.
@@ -29,6 +30,9 @@ _SEGMENT_OPTIONS = (
 # The tensors that a call reads besides its states, by what they are: its own, or options.
 _OPERANDS = ("q", "k", "v", "g", "beta", "erase", "decay")
 _PARAMETERS = ("A_log", "dt_bias")
+
+# Those with a row for each write of a token.
+_OF_WRITES = ("k", "v", "beta", "erase")
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class Call:
         return self.but(**{name: tensors.get(name) for name in _OPERANDS}, options=options)
 
     def run(self, **more: object) -> tuple[Any, ...]:
-        names = ("g", "beta", "erase", "decay")
-        gates = {name: x for name in names if (x := getattr(self, name)) is not None}
+        names, required = ("g", "beta", "erase", "decay"), _required_by(self.mode)
+        gates = {name: x for name in names if (x := getattr(self, name)) is not None or name in required}
         return FUNCTIONS[self.mode](self.q, self.k, self.v, **gates, **{**self.options, **more})
 
     def segment(
@@ -158,21 +162,31 @@ class Call:
     def check_all(self, initial_state: Tensor | None) -> None:
         """Everything that Level 1 checks, by a call on none of the tokens, which writes nothing: a rank that
         waits for another before its own call must refuse what the other refuses, or it waits in vain."""
+        tokens = self.q.shape[1]
+        writes = self._writes()
         for argument, x in self.tensors().items():
-            if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] != self.q.shape[1]:
+            rows = tokens * writes if argument in _OF_WRITES else tokens
+            if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] != rows:
+                each = "" if rows == tokens else f" with {writes} rows each"
                 raise ValueError(
-                    f"{self.name}: {argument} must have q's {self.q.shape[1]} tokens, got {list(x.shape)}"
+                    f"{self.name}: {argument} must have q's {tokens} tokens{each}, got {list(x.shape)}"
                 )
-        out = self.options.get("out")
-        if isinstance(out, Tensor) and out.shape != self.v.shape:
-            raise ValueError(
-                f"{self.name}: out must have v's shape, {list(self.v.shape)}, got {list(out.shape)}"
-            )
+        out, wanted = self.options.get("out"), [*self.q.shape[:2], *self.v.shape[2:]]
+        if isinstance(out, Tensor) and list(out.shape) != wanted:
+            what = "v's shape," if writes == 1 else "shape"
+            raise ValueError(f"{self.name}: out must have {what} {wanted}, got {list(out.shape)}")
         if initial_state is not None:  # checked; of packed tokens any row stands for all
             batch = self.q.shape[0]
             initial_state = initial_state[:batch] if len(initial_state) >= batch else None
         with torch.no_grad():
             self.without_tokens().run(initial_state=initial_state, output_final_state=False)
+
+    def _writes(self) -> int:
+        """Of a token; 1 also where k's rows are no multiple of q's."""
+        if not _SEVERAL_WRITES[self.mode] or not isinstance(self.k, Tensor) or self.k.dim() < 2:
+            return 1
+        tokens, rows = self.q.shape[1], self.k.shape[1]
+        return rows // tokens if 0 < tokens <= rows and rows % tokens == 0 else 1
 
     def without_tokens(self) -> Call:
         none = {name: x[:, :0] for name, x in self.tensors().items() if isinstance(x, Tensor) and x.dim() > 1}
@@ -186,3 +200,9 @@ class Call:
 def _options_of(mode: str) -> frozenset[str]:
     parameters = inspect.signature(FUNCTIONS[mode]).parameters.values()
     return frozenset(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY) | {"chunk_size"}
+
+
+@functools.cache
+def _required_by(mode: str) -> frozenset[str]:
+    parameters = inspect.signature(FUNCTIONS[mode]).parameters.values()
+    return frozenset(p.name for p in parameters if p.default is p.empty)

@@ -276,6 +276,21 @@ def cula_gdn2_cp(
 
 
 @words_of(context_parallel)
+def cula_gdp_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    *,
+    sp_group: GroupLike,
+    **words: Unpack[ContextWords],
+) -> tuple[Tensor, Tensor | None]:
+    """`cula.cula_gdp` on the rank's tokens, with all writes of each; everything else as in `cula_kda_cp`."""
+    return context_parallel(Call("cula_gdp_cp", "gdp", q, k, v, g, beta), sp_group, **words)
+
+
+@words_of(context_parallel)
 def cula_gla_cp(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, sp_group: GroupLike, **words: Unpack[ContextWords]
 ) -> tuple[Tensor, Tensor | None]:

@@ -115,6 +115,22 @@ def cula_gdn2_tp_cp(
 
 
 @words_of(hybrid_parallel)
+def cula_gdp_tp_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    *,
+    tp_group: GroupLike,
+    sp_group: GroupLike,
+    **words: Unpack[HybridWords],
+) -> tuple[Tensor, Tensor | None]:
+    """`cula_gdp_cp` on the rank's heads; everything else as in `cula_kda_tp_cp`."""
+    return hybrid_parallel(Call("cula_gdp_tp_cp", "gdp", q, k, v, g, beta), tp_group, sp_group, **words)
+
+
+@words_of(hybrid_parallel)
 def cula_gla_tp_cp(
     q: Tensor,
     k: Tensor,

@@ -145,6 +145,14 @@ def cula_gdn2_tp(
 
 
 @words_of(tensor_parallel)
+def cula_gdp_tp(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, **words: Unpack[TensorWords]
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """`cula.cula_gdp` on the rank's heads; everything else as in `cula_kda_tp`."""
+    return tensor_parallel(Call("cula_gdp_tp", "gdp", q, k, v, g, beta), **words)
+
+
+@words_of(tensor_parallel)
 def cula_gla_tp(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, **words: Unpack[TensorWords]
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:

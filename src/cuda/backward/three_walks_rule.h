@@ -11,7 +11,8 @@ constexpr bool has_three_walks(Algorithm algorithm) {
         case Update::kAdditive:
             return !varies_by_token(algorithm.decay) && !varies_by_channel(algorithm.decay);
         case Update::kDelta:
-        case Update::kErase: return false;
+        case Update::kErase:
+        case Update::kProduct: return false;
     }
     return false;
 }

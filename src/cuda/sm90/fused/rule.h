@@ -10,7 +10,8 @@ constexpr bool fuses(Update update) {
     switch (update) {
         case Update::kAdditive: return false;
         case Update::kDelta: return true;
-        case Update::kErase: return false;
+        case Update::kErase:
+        case Update::kProduct: return false;
     }
     return false;
 }
