@@ -30,6 +30,7 @@ from torch import Tensor
 
 import cula
 import cula.delta_rule
+import cula.gated_delta_product
 import cula.gdn
 import cula.gdn2
 import cula.gla
@@ -90,6 +91,7 @@ DROP_INS: dict[str, Callable] = {
         cula.gdn.fused_recurrent_gated_delta_rule,
         cula.gdn2.chunk_gdn2,
         cula.gdn2.fused_recurrent_gdn2,
+        cula.gated_delta_product.chunk_gated_delta_product,
         cula.gla.chunk_gla,
         cula.gla.fused_recurrent_gla,
         cula.simple_gla.chunk_simple_gla,

@@ -22,6 +22,7 @@ OPERATORS = {
     "kda": ["chunk_kda", "fused_recurrent_kda"],
     "gated_delta_rule": ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"],
     "gdn2": ["chunk_gdn2", "fused_recurrent_gdn2"],
+    "gated_delta_product": ["chunk_gated_delta_product"],
     "gla": ["chunk_gla", "fused_recurrent_gla"],
     "simple_gla": ["chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla"],
     "delta_rule": ["chunk_delta_rule", "fused_recurrent_delta_rule"],

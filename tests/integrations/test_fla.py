@@ -100,6 +100,7 @@ def test_every_function_gets_here(stand_in):
         "gated_delta_rule": {**x, "g": g},
         "kda": x,
         "gdn2": {**no_beta, "g": x["g"], "b": torch.rand(1, 9, 2, 16), "w": torch.rand(1, 9, 2, 16)},
+        "gated_delta_product": {**x, "q": x["q"][:, :3], "g": g[:, :3], "num_householder": 3},
         "chunk_gla": {**no_beta, "g": x["g"]},
         "fused_recurrent_gla": {**no_beta, "gk": x["g"]},
         "simple_gla": {**no_beta, "g": g},

@@ -20,7 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import api, delta_rule, gdn, gdn2, gla, kda, lightning, linear_attn, retention, simple_gla
+from .. import (
+    api,
+    delta_rule,
+    gated_delta_product,
+    gdn,
+    gdn2,
+    gla,
+    kda,
+    lightning,
+    linear_attn,
+    retention,
+    simple_gla,
+)
 from . import _fla_cpu
 from ._calls import Calls
 from ._fla_registries import Registries, enabled
@@ -139,6 +151,7 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
     "kda": (kda.chunk_kda, kda.fused_recurrent_kda),
     "gated_delta_rule": (gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule),
     "gdn2": (gdn2.chunk_gdn2, gdn2.fused_recurrent_gdn2),
+    "gated_delta_product": (gated_delta_product.chunk_gated_delta_product,),
     "gla": (gla.chunk_gla, gla.fused_recurrent_gla),
     "simple_gla": (
         simple_gla.chunk_simple_gla,
