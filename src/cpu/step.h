@@ -37,7 +37,7 @@ public:
           per_channel_(varies_by_channel(args.algorithm.decay)),
           rows_(round_up(task.v_count, kRows)),
           columns_(round_up(task.v_count, kColumnMultiple)),
-          writes_(static_cast<int>(writes_per_token(args))),
+          writes_(writes_per_token(args)),
           buffers_(carved(scratch, args, task)),
           inputs_(args, task, buffers_.gate_bias),
           channels_(inputs_.padded_key_dim) {}
@@ -151,7 +151,7 @@ private:
             inputs_.token_decays(b.token_decay, token, 1);
             for (int c = 0; c < channels_; c += kLanes) store(b.decay + c, broadcast(b.token_decay[0]));
         }
-        for (int write = 0; write < writes_; ++write) load_write(token * writes_ + write, write);
+        for (std::int64_t write = 0; write < writes_; ++write) load_write(token * writes_ + write, write);
         const float* last = b.k + (writes_ - 1) * channels_;
         Vec dot{};
         for (int c = 0; c < channels_; c += kLanes) dot += load(last + c) * load(b.q + c);
@@ -159,7 +159,7 @@ private:
     }
 
     // Row `row` of k, v and beta, a write of the token.
-    void load_write(std::int64_t row, int write) {
+    void load_write(std::int64_t row, std::int64_t write) {
         const Buffers& b = buffers_;
         float *k = b.k + write * channels_, *v = b.v + write * columns_, *beta = b.beta + write * columns_;
         inputs_.key(k, row);
@@ -185,14 +185,14 @@ private:
     void update(const float* before, float* after, std::int64_t stride, int row) {
         if (writes_ == 1) return update_rows<kCount, true, true>(before, after, stride, row, 0);
         update_rows<kCount, true, false>(before, after, stride, row, 0);
-        for (int write = 1; write + 1 < writes_; ++write)
+        for (std::int64_t write = 1; write + 1 < writes_; ++write)
             update_rows<kCount, false, false>(after, after, stride, row, write);
         update_rows<kCount, false, true>(after, after, stride, row, writes_ - 1);
     }
 
     // One write, which is the token's first (kDecays), its last (kReads), both or neither.
     template <int kCount, bool kDecays, bool kReads>
-    void update_rows(const float* before, float* after, std::int64_t stride, int row, int write) {
+    void update_rows(const float* before, float* after, std::int64_t stride, int row, std::int64_t write) {
         const Buffers& b = buffers_;
         const float *keys = b.k + write * channels_, *readers = b.e + write * channels_,
                     *v = b.v + write * columns_ + row, *beta = b.beta + write * columns_ + row;
@@ -300,7 +300,8 @@ private:
     const Args& args_;
     const StepTask& task_;
     const bool corrects_, erases_, per_channel_;
-    const int rows_, columns_, writes_;
+    const int rows_, columns_;
+    const std::int64_t writes_;  // of a token; its rows in scratch may be more numbers than an int counts
     Buffers buffers_;
     const HeadInputs inputs_;
     const int channels_;
