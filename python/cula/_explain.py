@@ -133,6 +133,8 @@ def explain(
         raise ValueError(f"explain: lower_bound must be negative and finite, got {lower_bound}")
     if algorithm in FAMILY and not FAMILY[algorithm].takes_several_writes and writes != 1:
         raise ValueError(f"explain: writes must be 1 for {algorithm}, got {writes}")
+    if not 1 <= writes <= 2**24:
+        raise ValueError(f"explain: writes must be from 1 to 2^24, got {writes}")
     batch_invariant = _passes.is_batch_invariant(deterministic)
     value_heads = heads if value_heads is None else value_heads
     value_dim = key_dim if value_dim is None else value_dim

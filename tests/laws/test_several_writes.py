@@ -201,3 +201,6 @@ def test_explain_knows_of_writes(name):
             assert row.verdict == "no"
     with pytest.raises(ValueError, match="writes must be 1 for gdn, got 2"):
         cula.explain("gdn", writes=2)
+    for writes in (0, 2**24 + 1):
+        with pytest.raises(ValueError, match=rf"writes must be from 1 to 2\^24, got {writes}"):
+            cula.explain(name, writes=writes)
