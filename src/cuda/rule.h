@@ -28,7 +28,8 @@ template <Update kUpdate>
 using UpdateConstant = std::integral_constant<Update, kUpdate>;
 
 // The rule whose kernels run a rule: its own, or another's, which get other operands and no more (an erase
-// key in the place of the key that reads). No kernel is compiled for a rule that has none of its own.
+// key in the place of the key that reads). No kernel is compiled for a rule that has none of its own. Those
+// of kProduct would also need rows of writes, which they have not: `takes` declines it (limits.h).
 template <Update kUpdate>
 inline constexpr Update kKernelsOf = kUpdate;
 template <>

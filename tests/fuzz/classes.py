@@ -21,8 +21,9 @@ CLASSES = {
     # roundings. So it is with write strengths of zero beside erase strengths. In a backward pass the gradient
     # of a final state that d_o brings little to.
     "small_values": False,
-    # Gradients of decays where a token writes several times along keys that do not move, with strengths near
-    # 1: of what a decay was for each write leaves 1e-3 or less, and all of them nothing but roundings.
+    # Gradients where a token writes several times along one direction, keys that do not move or one channel:
+    # each write takes what those before it wrote, and what the decay left, away but for 1 - beta. What is
+    # left after all of them is nothing but roundings.
     "repeated_writes": False,
     # float16 values below 6e-5, which have fewer bits the smaller they are.
     "fp16_subnormals": False,
@@ -142,10 +143,11 @@ def without(case: Case, classes: frozenset[str]) -> Case:
             case = case.but(keys="random", expanded=tuple(each for each in case.expanded if each[0] != "k"))
         if case.key_dim < 4 and case.keys == "sparse":  # values of zero
             case = case.but(keys="random")
-    strong = case.beta in ("one", "near_one", "mixed", "steep")
-    repeated = case.pass_name == "backward" and case.householders > 1 and keys_stand_still(case)
-    if "repeated_writes" not in classes and repeated and strong:
+    repeated = case.pass_name == "backward" and case.householders > 1
+    if "repeated_writes" not in classes and repeated and keys_stand_still(case):
         case = case.but(keys="random", expanded=tuple(each for each in case.expanded if each[0] != "k"))
+    if "repeated_writes" not in classes and repeated:
+        case = case.but(key_dim=max(case.key_dim, 2))
     weak = case.erases and case.beta in ("zero", "mixed", "steep")
     if "small_values" not in classes and weak and (few or still or case.key_dim == 1):
         case = case.but(beta="random")
