@@ -155,8 +155,8 @@ public:
         Problem problem;
         problem.pass =
             random_.of({Pass::kPrefill, Pass::kDecode, Pass::kVerify, Pass::kSegment, Pass::kBackward});
-        const auto row = random_.between(0, static_cast<std::int64_t>(kAlgorithms.size()) - 1);
-        problem.algorithm = kAlgorithms[static_cast<std::size_t>(row)].algorithm;
+        const auto drawn = random_.between(0, static_cast<std::int64_t>(kAlgorithms.size()) - 1);
+        problem.algorithm = kAlgorithms[static_cast<std::size_t>(drawn)].algorithm;
         problem.device.kind = random_.of({DeviceKind::kCpu, DeviceKind::kCuda});
         problem.device.compute_capability = random_.of({0, 70, 80, 90, 100});
         problem.dtype = static_cast<Dtype>(random_.between(0, 6));
