@@ -153,7 +153,8 @@ struct Token {
 // sigmoid.
 template <class Scalar, class Sum>
 struct Write {
-    Vector<Scalar> k, v, beta, erase, e;  // e: the erase key
+    Vector<Scalar> k, v, erase, e;  // e: the erase key
+    Vector<Scalar> beta{};          // zero beyond V: the map of a segment has K columns
 
     Write(const Args& args, std::int64_t b, std::int64_t row, std::int64_t hv) {
         const std::int64_t key_dim = args.q.size[3], value_dim = args.v.size[3];
