@@ -136,7 +136,7 @@ private:
     using Base::columns_, Base::channels_, Base::key_dim_, Base::words_, Base::count_, Base::padded_;
     using Base::per_channel_, Base::writes_, Base::tokens_, Base::padded_tokens_, Base::states_;
     using Base::queries_, Base::keys_, Base::state_, Base::wanted_, Base::own_, Base::kSplit, Base::kStride;
-    using Base::row_, Base::token_, Base::behind_;
+    using Base::row_, Base::token_, Base::behind_, Base::k_rows_;
 
     std::int64_t end_of(std::int64_t block) const {
         return block + 1 < blocks_.count ? (block + 1) * blocks_.block : blocks_.chunks;
@@ -192,7 +192,7 @@ private:
             if (this->masked_) {
                 copy(buffers_.values, kept.writes, padded_ * columns_);
                 this->mask_rows(buffers_.values);
-                this->pack_writes(buffers_.values);
+                this->set_writes(buffers_.values);
             }
             if (!last)
                 this->carry(keep ? mine_.of_chunk(slot + 1, columns_).state : state_);
@@ -243,15 +243,21 @@ private:
 
     // Q~ and K^ with tokens as the reduction, K+ with channels, all as left operands.
     void turn_operands() {
-        Word *q = own_.q_rows, *k = own_.k_rows;
-        this->pack_from(0, padded_, writes_ == 1 ? q : nullptr, solves_ ? k : nullptr);
-        if (writes_ > 1) this->pack_queries(q);
+        const Word *q = own_.q_rows, *k = own_.k_rows;
+        if (per_channel_) {
+            this->pack_from(0, padded_, own_.q_rows, solves_ ? own_.k_rows : nullptr);
+            this->scale_toward(0, padded_, mine_.k_remaining, buffers_.chunk_decay);
+            k_rows_ = mine_.k_remaining;
+        } else {
+            const ChunkBuffers<Word>& b = buffers_;
+            q = this->given_pairs(own_.q_rows, b.q, b.q_fraction, padded_tokens_);
+            if (solves_) k = this->given_pairs(own_.k_rows, b.e, b.e_fraction, padded_);
+        }
         const auto turn = [&](Word* dst, const Word* src, int rows) {
             transpose_words(dst, kStride, src, channels_, rows / kPerWord<Word>, channels_);
         };
         turn(mine_.q_decayed_t, q, padded_tokens_);
         if (solves_) turn(mine_.k_decayed_t, k, padded_);
-        this->scale_toward(0, padded_, mine_.k_remaining, buffers_.chunk_decay);
     }
 
     // The words of a transposed matrix [rows, writes]; of delta rules the low words as well.
@@ -284,7 +290,8 @@ private:
             this->turned_product(false, more, turned, b, columns_, d_values);
         };
         const Word* Z = packed_rows(buffers_.state_w, m.Z, channels_, columns_);
-        product(false, padded_, columns_, words_, m.k_remaining, words_, Z, columns_, d_writes, columns_);
+        product(false, padded_, columns_, words_, k_rows_, words_, Z, columns_, d_writes, columns_);
+        if (!per_channel_) this->scale_rows(d_writes, d_writes, buffers_.of_k_remaining, padded_);
         add_scored(m.scores_t);
         if (!solves_) return;
         if (kSplit) add_scored(m.scores_lost_t);
@@ -302,7 +309,8 @@ private:
                       own_.d_values + i * columns_, task_.v_count);
     }
 
-    // Z <- diag(chunk_decay) Z + Q~^T dO - K^^T dV; d_values are -dV.
+    // Z <- diag(chunk_decay) Z + Q~^T dO - K^^T dV; d_values are -dV. With one decay per token both rows are
+    // lost.
     void return_state() {
         const auto& m = mine_;
         for (int c = 0; c < channels_; ++c)
@@ -312,6 +320,11 @@ private:
             product(true, channels_, columns_, rows / kPerWord<Word>, turned, kStride, b, columns_, m.Z,
                     columns_);
         };
+        if (!per_channel_) {
+            this->scale_rows(own_.d_o, own_.d_o, buffers_.of_q_decayed, padded_tokens_);
+            d_o_words_ = packed_rows(m.d_o_w, own_.d_o, padded_tokens_, columns_);
+            if (solves_) this->scale_rows(own_.d_values, own_.d_values, buffers_.of_k_decayed, padded_);
+        }
         add(m.q_decayed_t, d_o_words_, padded_tokens_);
         if (!solves_) return;
         add(m.k_decayed_t, packed_rows(m.d_writes_w, own_.d_values, padded_, columns_), padded_);

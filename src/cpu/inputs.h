@@ -63,7 +63,8 @@ struct HeadInputs {
         return g;
     }
 
-    void normalise(float* x, float scale) const {
+    // Returns what x was multiplied by.
+    float normalise(float* x, float scale) const {
         if (args.qk_l2norm) {
             Vec squares{};
             for (int c = 0; c < padded_key_dim; c += kLanes) squares += load(x + c) * load(x + c);
@@ -71,16 +72,17 @@ struct HeadInputs {
         }
         if (scale != 1.0f)
             for (int c = 0; c < padded_key_dim; c += kLanes) store(x + c, load(x + c) * scale);
+        return scale;
     }
 
-    void query(float* q, std::int64_t token) const {
+    // Both return what the row was multiplied by.
+    float query(float* q, std::int64_t token) const {
         load_row(q, args.q.ptr(batch, token, head), args.q.dtype, key_dim, padded_key_dim);
-        normalise(q, static_cast<float>(args.scale));
+        return normalise(q, static_cast<float>(args.scale));
     }
-
-    void key(float* k, std::int64_t token) const {
+    float key(float* k, std::int64_t token) const {
         load_row(k, args.k.ptr(batch, token, head), args.k.dtype, key_dim, padded_key_dim);
-        normalise(k, 1.0f);
+        return normalise(k, 1.0f);
     }
 
     // exp(g) of every channel of a token.

@@ -69,6 +69,7 @@ private:
     using Base = Chunk<Word>;
     using Base::args_, Base::task_, Base::buffers_, Base::solves_, Base::queries_, Base::kSplit;
     using Base::columns_, Base::channels_, Base::key_dim_, Base::words_, Base::tokens_, Base::padded_tokens_;
+    using Base::per_channel_, Base::q_rows_;
     using Base::token_, Base::writes_, Base::states_, Base::state_, Base::state_words_, Base::write_words_;
 
     void chunk() {
@@ -98,8 +99,9 @@ private:
 
     void output() {
         const ChunkBuffers<Word>& b = buffers_;
-        product(false, padded_tokens_, columns_, words_, b.q_decayed, words_, state_words_, columns_, b.out,
+        product(false, padded_tokens_, columns_, words_, q_rows_, words_, state_words_, columns_, b.out,
                 columns_);
+        if (!per_channel_) this->scale_rows(b.out, b.out, b.of_q_decayed, padded_tokens_);
         add_scored(b.scores_w, write_words_);
         if (kSplit && solves_) {
             add_scored(b.scores_w, b.writes_lost_w);
