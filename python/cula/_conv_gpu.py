@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short convolution on GPUs, by the libraries that have it: the package causal-conv1d, then FLA.
+"""The short convolution on GPUs, by the libraries that have it: the package causal-conv1d, then FLA; its step
+by the former alone.
 
 Each function returns None for a call that no installed library takes. x is `[B, T, D]`.
 """

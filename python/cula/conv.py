@@ -3,8 +3,8 @@
 package causal-conv1d, with vLLM's arguments for packed batches.
 
 On CPUs a kernel of this library computes it, forward and backward. On GPUs the package causal-conv1d does
-where it is installed and takes the call, then FLA; what is left, and float64, is plain PyTorch. Sums are
-taken in float32.
+where it is installed and takes the call, then FLA; the step, `causal_conv1d_update`, asks causal-conv1d
+alone. What is left, and float64, is plain PyTorch. Sums are taken in float32.
 """
 
 from __future__ import annotations
