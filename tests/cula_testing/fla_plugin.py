@@ -6,7 +6,8 @@ In FLA's source tree:
     python -m pytest -p cula_testing.fla_plugin --fla-record record.json tests/ops/test_kda.py ...
 
 While a case runs, the names that it is about stand for our drop-ins in its module: the recurrent ones in a
-test of those, else the chunked ones, so that where FLA compares one with the other, FLA's own is the judge.
+test of those, else the chunked ones, so that where FLA compares one with the other, FLA's own is the judge;
+and so do functions that are a case's parameters.
 With `--fla-through registry` nothing is replaced: `cula.integrations.fla` is registered, and FLA's dispatch
 brings every call here that this library takes, also those inside FLA's functions. A case that names none of
 our functions is skipped, and one that names some and never reaches this library fails. Comparisons and
@@ -36,6 +37,7 @@ import cula.gdn2
 import cula.gla
 import cula.kda
 import cula.lightning
+import cula.linear_attn
 import cula.retention
 import cula.simple_gla
 from cula.integrations import fla as registry
@@ -45,7 +47,10 @@ GRADIENT = re.compile(r"\s*d\w+(@.*)?")
 # On the name of a case: why it says nothing about this library although it calls a function that it has.
 SKIPPED = {r"test_flash_kda|test_flash_qla|test_triton_ascend": "about another back end behind FLA's name"}
 # The same where a refused call has nobody to fall back on.
-SKIPPED_OF_DROP_INS = {r"-D(320|512)-": "K is at most 256 here; such a call is refused"}
+SKIPPED_OF_DROP_INS = {
+    r"-D(320|512)-": "K is at most 256 here; such a call is refused",
+    r"-num_householder\d": "GPUs have no kernel for several writes of a token; such a call is refused",
+}
 
 
 def paged_kda(
@@ -95,10 +100,15 @@ DROP_INS: dict[str, Callable] = {
         cula.gla.chunk_gla,
         cula.gla.fused_recurrent_gla,
         cula.simple_gla.chunk_simple_gla,
+        cula.simple_gla.fused_chunk_simple_gla,
         cula.simple_gla.fused_recurrent_simple_gla,
         cula.lightning.chunk_lightning_attn,
         cula.lightning.fused_recurrent_lightning_attn,
+        cula.linear_attn.chunk_linear_attn,
+        cula.linear_attn.fused_chunk_linear_attn,
+        cula.linear_attn.fused_recurrent_linear_attn,
         cula.retention.chunk_retention,
+        cula.retention.fused_chunk_retention,
         cula.retention.fused_recurrent_retention,
         cula.delta_rule.chunk_delta_rule,
         cula.delta_rule.fused_recurrent_delta_rule,
@@ -170,6 +180,13 @@ def reaches(
     return False
 
 
+def handed(item: pytest.Item) -> dict[str, str]:
+    """The parameters of a case that are functions which have a drop-in, by their names."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    named = {key: getattr(value, "__name__", "") for key, value in parameters.items()}
+    return {key: name for key, name in named.items() if name in DROP_INS}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fla-record", type=Path, required=True, help="JSON file: what every case did")
     parser.addoption(
@@ -195,7 +212,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     patterns = SKIPPED if registered(config) else SKIPPED | SKIPPED_OF_DROP_INS
     for item in items:
         wanted = registry.register() if registered(config) else subjects(item.originalname)
-        if not reaches(item.function, item.module, set(wanted)):
+        if not handed(item) and not reaches(item.function, item.module, set(wanted)):
             item.add_marker(pytest.mark.skip(reason="calls no operator that this library stands in for"))
         for pattern, reason in patterns.items():
             if re.search(pattern, item.name):
@@ -220,6 +237,7 @@ def pytest_runtest_call(item: pytest.Item):
     if not registered(item.config):
         named = subjects(item.originalname)
         ours = {name: counted(name, function) for name, function in named.items() if hasattr(module, name)}
+        item.funcargs.update({key: counted(name, DROP_INS[name]) for key, name in handed(item).items()})
     try:
         with mock.patch.multiple(module, assert_close=judged(module.assert_close), **ours):
             yield
