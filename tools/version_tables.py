@@ -24,7 +24,8 @@ TITLES = {"torch": "PyTorch", "numpy": "NumPy", "nvidia-cuda-nvcc": "nvcc, for t
 # The result files of tests, and what a run of each is.
 RUNS = {
     "gpu_tests": "the tests, on CUDA tensors",
-    "fla_tests": "FLA's own operator tests",
+    "fla_tests": "FLA's own operator tests, on the drop-ins",
+    "fla_registry": "FLA's own operator tests, through its dispatch",
     "sanitizer": "compute-sanitizer",
     "fuzz": "the fuzzer",
 }
@@ -60,7 +61,11 @@ def peers() -> list[str]:
     """The other libraries that the recorded measurements stand beside."""
     found: dict[str, set[str]] = {}
     for path in sorted(RESULTS.glob("*/*.json")):
-        for name, version in json.loads(path.read_text()).get("peers", {}).items():
+        result = json.loads(path.read_text())
+        beside = result.get("peers", {})
+        if "transformers" in result:  # its models, with the adapter and without
+            beside = {**beside, "transformers": result["transformers"]}
+        for name, version in beside.items():
             found.setdefault(name, set()).add(version)
     return table(
         ["measured beside", "versions"], [[name, ", ".join(sorted(found[name]))] for name in sorted(found)]
