@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import jinja2
 import pytest
 import tomllib
 
+import cula
 import hf_kernel
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +39,19 @@ def test_the_head(written):
     assert {path.name for path in (folder / "torch-ext/a_name").iterdir()} == {
         "__init__.py", "layers.py", "_package",
     }  # fmt: skip
+
+
+def test_the_functions_are_the_packages():
+    """All of Level 1, and whatever the kernel names is there."""
+    statements = ast.parse((ROOT / "hub" / "__init__.py").read_text()).body
+    (exported,) = (ast.literal_eval(each.value) for each in statements if isinstance(each, ast.Assign))
+    imported = {"layers"}
+    for each in statements:
+        if isinstance(each, ast.ImportFrom) and each.module:
+            module = importlib.import_module(each.module.replace("_package", "cula"))
+            imported |= {name.name for name in each.names if callable(getattr(module, name.name))}
+    assert imported == set(exported)
+    assert {name for name in cula.__all__ if name.startswith("cula_")} <= imported
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
