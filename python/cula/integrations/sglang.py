@@ -115,6 +115,8 @@ def unregister() -> None:
         _registered = False
 
 
+# Not by SGLang's add_linear_attn_kernel_backend_choices: it extends the first of these lists whether or not
+# the name is in it, does not reach the second, and has no counterpart that takes a name out again.
 def _lists() -> list[list[str]]:
     """SGLang's list of choices, and that of verification, which SGLang makes of it on import."""
     lists = [importlib.import_module(_CHOICES).LINEAR_ATTN_KERNEL_BACKEND_CHOICES]
