@@ -263,9 +263,18 @@ def in_context(case: Case, changes: dict, call=_call):
     begin, end = rank * share, (rank + 1) * share
     context = _context(case.lengths, begin, end, share)
     vars(context).update(changes)
-    drop_in = {"kda": cula.kda.chunk_kda, "gdn": cula.gdn.chunk_gated_delta_rule}[case.algorithm]
+    drop_in = {"kda": cula.kda.chunk_kda, "gdn": cula.gdn.chunk_gated_delta_rule, "gdn2": _chunk_gdn2}[
+        case.algorithm
+    ]
     words = {name: x for name, x in named(inputs, False).items() if name not in ("cu_seqlens", "backend")}
     return call(drop_in, {**words, **tokens(inputs, begin, end), "cp_context": context})
+
+
+def _chunk_gdn2(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, **more) -> tuple:
+    """The drop-in, in the words of the other two."""
+    for option in ("use_beta_sigmoid_in_kernel", "allow_neg_eigval"):
+        assert not more.pop(option)
+    return cula.gdn2.chunk_gdn2(q, k, v, g, b=more.pop("erase"), w=more.pop("beta"), **more)
 
 
 def of_megatron(case: Case, call=_call):

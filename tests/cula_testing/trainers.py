@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls of training frameworks to FLA, with their arguments as they give them: which, of what dtype, and
 how they lie in memory. Written from what the frameworks do, not from their text: Megatron-LM
-(megatron/core/ssm/gated_delta_net/gdn.py and kda.py) and torchtitan (models/common/kda.py, while it called
-FLA)."""
+(megatron/core/ssm/gated_delta_net/gdn.py, gdn2.py and kda.py) and torchtitan (models/common/kda.py, while it
+called FLA)."""
 
 from __future__ import annotations
 
@@ -38,6 +38,26 @@ def _call_megatron_gdn(function: Callable, inputs: Inputs, _context: object) -> 
         v=inputs.v,
         g=inputs.g,
         beta=inputs.beta,
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=False,
+        cu_seqlens=inputs.cu_seqlens,
+    )
+
+
+def _megatron_gdn2(inputs: Inputs) -> Inputs:
+    """As GDN's, with strengths per channel in the dtype of the model: b erases, w writes."""
+    return inputs.but(erase=inputs.erase.to(inputs.q.dtype), beta=inputs.beta.to(inputs.q.dtype))
+
+
+def _call_megatron_gdn2(function: Callable, inputs: Inputs, _context: object) -> tuple:
+    return function(
+        q=inputs.q,
+        k=inputs.k,
+        v=inputs.v,
+        g=inputs.g,
+        b=inputs.erase,
+        w=inputs.beta,
         initial_state=None,
         output_final_state=False,
         use_qk_l2norm_in_kernel=False,
@@ -107,6 +127,10 @@ TRAINERS = {
     "Megatron GDN": Trainer(
         "gated_delta_rule", "chunk_gated_delta_rule", Case("gdn", state=False), _megatron_gdn,
         _call_megatron_gdn,
+    ),
+    "Megatron GDN-2": Trainer(
+        "gdn2", "chunk_gdn2", Case("gdn2", state=False, beta_per_value=True), _megatron_gdn2,
+        _call_megatron_gdn2,
     ),
     "Megatron KDA": Trainer(
         "kda", "chunk_kda", _KDA.but(gate="softplus"), _megatron_kda, _call_megatron_kda(None)

@@ -236,10 +236,10 @@ def test_heads_and_tokens_over_a_mesh(packed, method, pools, exact):
 
 @pytest.mark.parametrize("lengths", [(176,), (10, 130, 36), (44, 44, 20, 68)])
 @pytest.mark.parametrize("gate", ["log_decay", "softplus"])
-@pytest.mark.parametrize("algorithm", ["kda", "gdn"])
+@pytest.mark.parametrize("algorithm", ["kda", "gdn", "gdn2"])
 def test_drop_ins_under_a_context_of_fla(algorithm, gate, lengths, pools):
     case = Case(algorithm, lengths, packed=True, state=False, value_heads=4, gate=gate, **SMALL)
-    case = case.but(dtype=torch.float32)
+    case = case.but(dtype=torch.float32, beta_per_value=algorithm == "gdn2")
     inputs = make(case)
     d_o, _ = gradients.upstream(inputs)
     oracle = gradients.exact(inputs, d_o, None)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -24,22 +25,25 @@ Found = tuple[torch.Tensor, gradients.Gradients]
 
 @pytest.fixture(params=["0.5", "0.6"])
 def functions(request, monkeypatch):
-    """FLA's functions by the names under which a framework imported them, before cula was registered."""
+    """The names of a framework's module, which imported FLA's functions before cula was registered."""
     fla_stand_in.install(monkeypatch, request.param)
     monkeypatch.delenv("FLA_CULA", raising=False)
-    imported = {
-        each.name: getattr(sys.modules[f"fla.ops.{each.operation}"], each.name) for each in TRAINERS.values()
-    }
+    framework = ModuleType("framework")
+    for each in TRAINERS.values():
+        setattr(framework, each.name, getattr(sys.modules[f"fla.ops.{each.operation}"], each.name))
+    monkeypatch.setitem(sys.modules, "framework", framework)
     fla.calls.clear()
     fla.register()
-    yield imported
+    yield vars(framework)
     fla.unregister()
     fla.calls.clear()
 
 
 def inputs_of(trainer: Trainer, layout: str, dtype: torch.dtype) -> Inputs:
     lengths, packed = LAYOUTS[layout]
-    return trainer.prepare(make(trainer.case.but(lengths=lengths, packed=packed, dtype=dtype)))
+    case = trainer.case.but(lengths=lengths, packed=packed, dtype=dtype)
+    bounds = torch.int64 if dtype == torch.float32 else torch.int32  # either may be given
+    return trainer.prepare(make(case.but(cu_dtype=bounds)))
 
 
 def step(functions, trainer: Trainer, inputs: Inputs, around=None) -> Found:
