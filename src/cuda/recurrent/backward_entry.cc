@@ -103,6 +103,7 @@ BackwardPlan backward_plan(const Args& args, const Context& context, int key, vo
 
 Support backward_supports(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;
+    if (Support writes = takes_writes(problem); !writes) return writes;
     // The gradients of q and k are sums over all value channels: a call cannot be cut along them.
     if (problem.value_dim > kLargestDim)
         return Support::no("takes V up to " + std::to_string(kLargestDim) + ", got " +
