@@ -313,7 +313,7 @@ inline void Case::make(const std::vector<Instance>& instances) {
         if (takes_erase(algorithm.update) && !step)
             return of.pass == (pass == Pass::kBackward ? "erase" : "prepare_erase");
         if (takes_several_writes(algorithm.update))
-            return step && pass != Pass::kBackward && of.pass == "step_several";
+            return step && of.pass == (pass == Pass::kBackward ? "backward" : "step_several");
         if (step) return of.pass == (pass == Pass::kBackward ? "backward" : "step_any");
         if (walks)
             return of.pass == "reversed_walk" && has_diagonal_map(algorithm.update) &&

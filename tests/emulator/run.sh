@@ -33,7 +33,7 @@ for pass in prefill segment backward; do
         "$build/emulate" --pass "$pass" --target "$target" --count 60 --seed "$seed" --host_threads "$(nproc)"
     done
 done
-for pass in prefill segment verify; do
+for pass in prefill segment verify backward; do
     echo "$pass sm80:step of several writes a token"
     "$build/emulate" --pass "$pass" --target sm80:step --algorithm gdp --count 60 --seed "$seed" \
         --host_threads "$(nproc)"

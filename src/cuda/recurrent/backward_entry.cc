@@ -49,7 +49,7 @@ PartialColumns columns_of(const Args& args, int key) {
 BackwardPlan backward_plan(const Args& args, const Context& context, int key, void* workspace,
                            std::size_t& bytes) {
     const std::int64_t heads = args.q.size[2], value_heads = args.v.size[2], batch = args.q.size[0],
-                       tokens = args.q.size[1];
+                       tokens = args.k.size[1];
     const bool erases = static_cast<bool>(args.erase);
     const std::int64_t block = with_key(key, [&]<int kKey>(std::integral_constant<int, kKey>) {
         return erases ? kBlockTokens<kKey, true> : kBlockTokens<kKey, false>;
@@ -103,7 +103,6 @@ BackwardPlan backward_plan(const Args& args, const Context& context, int key, vo
 
 Support backward_supports(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;
-    if (Support writes = takes_writes(problem); !writes) return writes;
     // The gradients of q and k are sums over all value channels: a call cannot be cut along them.
     if (problem.value_dim > kLargestDim)
         return Support::no("takes V up to " + std::to_string(kLargestDim) + ", got " +
