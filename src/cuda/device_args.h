@@ -83,7 +83,7 @@ struct DeviceArgs {
     std::int32_t null_index = -1;
     std::int32_t heads = 1, value_heads = 1, group = 1, key_dim = 0, value_dim = 0,
                  chunk_tokens = kChunkTokens;
-    std::int32_t sequences = 1, writes = 1;  // writes: of a token
+    std::int32_t sequences = 1;
     Divisor by_value_heads, by_group;
     float scale = 1.0f, lower_bound = 0.0f;
     float least_beta = 0.0f;  // chunks take it for every write strength nearer to zero
@@ -119,6 +119,8 @@ struct DeviceArgs {
     // Of rules with erase strengths: the strengths, and, for the gradient kernel, the erase keys that follow
     // from them (chunked/erase_operands.cuh), [B, T, HV, K].
     TokenRows erase, erase_keys;
+
+    std::int32_t writes = 1;  // of a token
 };
 
 DeviceArgs device_args(const Args& args);
