@@ -164,7 +164,7 @@ def along(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
+    g: Tensor | None,
     beta: Tensor,
     gate: Gate,
     scale: float | None,

@@ -25,6 +25,7 @@ def chunk_gated_delta_product(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.gated_delta_product.chunk_gated_delta_product`: a whole prompt of tokens that write
     `num_householder` times each (arXiv:2502.10297).
@@ -33,7 +34,9 @@ def chunk_gated_delta_product(
     `num_householder`, write j of token t in row t n + j; g `[B, T, HV]`, the log decay, None for none. Heads
     may be grouped, and q, k, v may be float32, which FLA's may not. States are `[N, HV, K, V]`, the final one
     float32; `cu_seqlens` counts tokens of q. Tokens of no sequence give zeros. `cu_seqlens_cpu` changes
-    nothing here. Errors are FLA's: AssertionError, which is a ValueError too, for a shape.
+    nothing here. With `cp_context`, FLA's `FLACPContext`, the tokens are the rank's, as in
+    `cula.dist.cula_gdp_cp`; g may be None there too, which FLA refuses. Errors are FLA's: AssertionError,
+    which is a ValueError too, for a shape.
     """
     try:
         _fla.check_sizes("chunk_gated_delta_product", num_householder=num_householder)
@@ -49,7 +52,14 @@ def chunk_gated_delta_product(
             (*q.shape[:2], v.shape[2]),
             None if g is None else tuple(g.shape),
         )
+        if cp_context is not None:
+            cu_seqlens = _fla.cu_seqlens_of(cp_context, initial_state, output_final_state)
         _fla.sequences(q, cu_seqlens, initial_state)
+        if cp_context is not None:
+            return _fla.along(
+                "chunk_gated_delta_product", "gdp", cp_context, q, k, v, g, beta, _passes.LOG_DECAY, scale,
+                use_qk_l2norm_in_kernel, False, False,
+            )  # fmt: skip
         o, final_state, _ = _passes.forward(
             _ops.prefill, _decays.algorithm_of("gdp", g, None), q, k, v, g, beta, scale=scale,
             qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, states=dense(initial_state, False),

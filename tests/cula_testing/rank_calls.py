@@ -263,9 +263,13 @@ def in_context(case: Case, changes: dict, call=_call):
     begin, end = rank * share, (rank + 1) * share
     context = _context(case.lengths, begin, end, share)
     vars(context).update(changes)
-    drop_in = {"kda": cula.kda.chunk_kda, "gdn": cula.gdn.chunk_gated_delta_rule, "gdn2": _chunk_gdn2}[
-        case.algorithm
-    ]
+    drop_in = {
+        "kda": cula.kda.chunk_kda,
+        "gdn": cula.gdn.chunk_gated_delta_rule,
+        "gdn2": _chunk_gdn2,
+        "gdp": functools.partial(_product, case),
+        "delta_product": functools.partial(_product, case),
+    }[case.algorithm]
     words = {name: x for name, x in named(inputs, False).items() if name not in ("cu_seqlens", "backend")}
     return call(drop_in, {**words, **tokens(inputs, begin, end), "cp_context": context})
 
@@ -275,6 +279,15 @@ def _chunk_gdn2(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tens
     for option in ("use_beta_sigmoid_in_kernel", "allow_neg_eigval"):
         assert not more.pop(option)
     return cula.gdn2.chunk_gdn2(q, k, v, g, b=more.pop("erase"), w=more.pop("beta"), **more)
+
+
+def _product(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named) -> tuple:
+    """FLA's DeltaProduct, whose beta is no logit, and whose gate has no parameter."""
+    accepted = ("beta", "use_qk_l2norm_in_kernel", "cp_context")
+    given = {name: named[name] for name in accepted if name in named}
+    return cula.gated_delta_product.chunk_gated_delta_product(
+        q, k, v, named.get("g"), num_householder=case.writes, **given
+    )
 
 
 def of_megatron(case: Case, call=_call):

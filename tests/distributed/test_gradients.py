@@ -6,7 +6,7 @@ add up, and so does what they say of a result that several have."""
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import pytest
@@ -235,8 +235,13 @@ def test_heads_and_tokens_over_a_mesh(packed, method, pools, exact):
 
 
 @pytest.mark.parametrize("lengths", [(176,), (10, 130, 36), (44, 44, 20, 68)])
-@pytest.mark.parametrize("gate", ["log_decay", "softplus"])
-@pytest.mark.parametrize("algorithm", ["kda", "gdn", "gdn2"])
+@pytest.mark.parametrize(
+    ("algorithm", "gate"),
+    [
+        *product(["kda", "gdn", "gdn2"], ["log_decay", "softplus"]),
+        *product(["gdp", "delta_product"], ["log_decay"]),
+    ],
+)
 def test_drop_ins_under_a_context_of_fla(algorithm, gate, lengths, pools):
     case = Case(algorithm, lengths, packed=True, state=False, value_heads=4, gate=gate, **SMALL)
     case = case.but(dtype=torch.float32, beta_per_value=algorithm == "gdn2")

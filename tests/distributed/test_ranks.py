@@ -290,7 +290,7 @@ def test_heads_and_tokens_over_a_mesh(algorithm, packed, pools, precisions):
 
 
 @pytest.mark.parametrize("lengths", [(176,), (10, 130, 36), (44, 44, 20, 68)])
-@pytest.mark.parametrize("algorithm", ["kda", "gdn"])
+@pytest.mark.parametrize("algorithm", ["kda", "gdn", "gdp", "delta_product"])
 def test_drop_ins_under_a_context_of_fla(algorithm, lengths, pools):
     case = Case(algorithm, lengths, packed=True, state=False, value_heads=4, decay="slow", qk_l2norm=True)
     answers = pools(4).call("in_context", case, {})

@@ -54,7 +54,7 @@ SIGNATURES = {
     "cula.gdn2.fused_recurrent_gdn2": f"q, k, v, g, b, w, A_log=None, dt_bias=None, {STD}, {L2}, {GATE}, "
     f"lower_bound=None, {VF}, cu_seqlens=None",
     "cula.gated_delta_product.chunk_gated_delta_product": f"q, k, v, g, beta, num_householder, {STD}, {L2}, "
-    f"{CU}",
+    f"{CU}, cp_context=None",
     "cula.gla.chunk_gla": f"q, k, v, g, {STD}, {VF}, {CU}",
     "cula.gla.fused_recurrent_gla": f"q, k, v, gk=None, gv=None, {STD}, reverse=False, {VF}, cu_seqlens=None",
     "cula.simple_gla.chunk_simple_gla": f"q, k, v, g=None, g_gamma=None, {STD}, {VF}, {CU}",
@@ -538,6 +538,10 @@ REFUSALS = [
     (PRODUCT, GDP, {"beta": SMALL.beta}, AssertionError, "beta must have shape"),
     (PRODUCT, GDP, {"g": SMALL.g}, AssertionError, "g must have shape"),
     (PRODUCT, GDP, {"k": None}, TypeError, "chunk_gated_delta_product: k must be a tensor, got NoneType"),
+    (PRODUCT, GDP, {"cp_context": CONTEXT, "initial_state": H0}, AssertionError,
+     "Initial state is not supported for CP"),
+    (PRODUCT, GDP, {"cp_context": CONTEXT}, ValueError,
+     "chunk_gated_delta_product: cp_context must have group, got SimpleNamespace"),
     (PRODUCT, GDP, {"q": WIDE, **TWO}, AssertionError, "k must have shape (2,"),
     ("cula.gdn2.fused_recurrent_gdn2", GDN2, {"initial_state": H0, **TWO}, ValueError, "2 rather than 1"),
     ("cula.gla.chunk_gla", GLA, {"initial_state": H0.half()}, AssertionError,
