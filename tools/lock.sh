@@ -29,8 +29,24 @@ lock() {
     echo "lock: $(grep -c '==' "$name.lock") packages in $name.lock"
 }
 
+# without NAME OTHER...: leaves out of a lock what others have, for a folder that is read behind theirs.
+without() {
+    local each others=()
+    for each in "${@:2}"; do others+=("$each.lock"); done
+    awk -v own="$1.lock" '
+        FNR == 1 { keep = 1 }
+        /^[^ #]/ { split($1, part, "=="); keep = !(part[1] in locked) }
+        FILENAME != own { locked[part[1]] }
+        FILENAME == own && keep
+    ' "${others[@]}" "$1.lock" >"$work/$1.lock"
+    cp "$work/$1.lock" "$1.lock"
+    echo "lock: $(grep -c '==' "$1.lock") packages stay in $1.lock"
+}
+
 lock requirements
 lock requirements-dev requirements
+lock requirements-fla requirements requirements-dev
+without requirements-fla requirements requirements-dev
 lock requirements-site requirements requirements-dev
 lock requirements-cuda
 lock requirements-wheel requirements requirements-dev requirements-site

@@ -129,6 +129,7 @@ mapfile -t packages < <(missing_packages)
     .venv/bin/python -m pip install -qq --disable-pip-version-check "$(grep '^torch==' requirements.txt)"
 install_requirements requirements
 case $purpose in wheel | test | ci) install_requirements requirements-dev ;; esac
+case $purpose in test | ci) install_requirements requirements-fla --upgrade --target .venv/fla ;; esac
 case $purpose in site | ci) install_requirements requirements-site ;; esac
 case $purpose in wheel | ci) install_requirements requirements-wheel --upgrade --target .venv/wheel ;; esac
 case $purpose in cuda | wheel | ci) have_nvcc || install_nvcc ;; esac

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NAMES = ["requirements", "requirements-dev", "requirements-site", "requirements-cuda", "requirements-wheel"]
+NAMES = [
+    "requirements",
+    "requirements-dev",
+    "requirements-fla",
+    "requirements-site",
+    "requirements-cuda",
+    "requirements-wheel",
+]
 
 
 def pins(text: str) -> dict[str, str]:

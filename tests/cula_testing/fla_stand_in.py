@@ -2,8 +2,8 @@
 """A package `fla` that has what `cula.integrations.fla` meets of flash-linear-attention: its registries of
 backends, and functions that say that they ran.
 
-Written from what versions 0.5.2 and 0.6.0 do, not from their text. The adapter's own logic is tested on it
-where FLA is not installed; tests/integrations/test_fla_layers.py asks FLA itself.
+Written from what versions 0.5.2 and 0.6.0 do, not from their text. The adapter's own logic is tested on it;
+tests/integrations/fla_layers.py asks FLA itself.
 """
 
 from __future__ import annotations

@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that are not installed, for the length of a test."""
+"""Packages that are not installed, for the length of a test; and FLA, which is installed apart."""
 
 # ruff: noqa: ARG002  (a finder's methods have all arguments)
 
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
+import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+# tools/setup.sh puts FLA there, apart from the packages of the tests: most are about a Python without it.
+FLA = Path(__file__).parents[2] / ".venv" / "fla"
+
+
+def path_with_fla() -> str:
+    """The import path of a process that has FLA: this one's, and FLA behind it."""
+    if not FLA.is_dir() and importlib.util.find_spec("fla") is None:
+        pytest.skip("FLA is not here: tools/setup.sh test installs it")
+    return os.pathsep.join([*filter(None, sys.path), str(FLA)])
 
 
 def install(monkeypatch: pytest.MonkeyPatch, contents: Mapping[str, Mapping[str, Any]]) -> None:

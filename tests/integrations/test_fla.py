@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`cula.integrations.fla` on a stand-in of FLA's registries: what it puts where, and takes out again.
 
-FLA itself runs in test_fla_layers.py, where it is installed.
+FLA itself runs in fla_layers.py.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cula_testing import packages
 from cula_testing.process import run_python
 
 pytestmark = pytest.mark.cpu_only("about the start of Python")
@@ -63,15 +64,13 @@ print(modeling_kimi_linear.chunk_kimi_delta_attention.__wrapped__.__module__ == 
 
 
 def test_layers_of_fla():
-    for name in ("triton", "fla.layers"):
-        pytest.importorskip(name, reason="FLA is not here: it is no requirement of the tests")
     program = """
 warnings.simplefilter("ignore")
 import fla.layers
 
 print(bool(sys.modules["cula.integrations.fla"].register()))
 """
-    assert run(program, CULA_FLA="1") == ["True"]
+    assert run(program, CULA_FLA="1", PYTHONPATH=packages.path_with_fla()) == ["True"]
 
 
 def test_without_cula(tmp_path):
