@@ -14,7 +14,15 @@ import zipfile
 from pathlib import Path
 
 LIBRARY = "cula/lib/libcula_torch.so"
-TEXTS = ("LICENSE", "licenses/GCC.txt", "licenses/PyTorch.txt", "licenses/NVIDIA-CUDA.txt")
+TEXTS = (
+    "LICENSE",
+    "licenses/GCC.txt",
+    "licenses/GCC-exception-3.1.txt",
+    "licenses/GPL-3.txt",
+    "licenses/NVIDIA-CUDA.txt",
+    "licenses/NVIDIA-CUDA-EULA.txt",
+    "licenses/PyTorch.txt",
+)
 # That of manylinux_2_28. The sources need a newer one, so a library that does not load it has parts inside.
 OLD_LIBSTDCXX = 3, 4, 24
 
