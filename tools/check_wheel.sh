@@ -27,6 +27,16 @@ echo 'repository-code: "https://example.org/cula"' >>"$tree/CITATION.cff"
 VIRTUAL_ENV=$PWD/.venv "$python" -m pip --quiet --disable-pip-version-check wheel --no-deps \
     "${options[@]}" --wheel-dir "$work/isolated" "$work"/cula-*.tar.gz
 
+# Both source distributions hold what is built from, the one from this tree too, where a library was built; of
+# the folders that pyproject.toml leaves out, only what the build runs.
+kept=(ALGORITHM.md CHANGELOG.md CITATION.cff CMakeLists.txt CMakePresets.json LICENSE README.md bindings cmake
+    include licenses pyproject.toml python src tools/old_runtime.py tools/package_metadata.py)
+for each in "$work"/dist/cula-*.tar.gz "$work"/cula-*.tar.gz; do
+    diff <({ echo PKG-INFO && git ls-files --cached --others --exclude-standard "${kept[@]}"; } | sort) \
+        <(tar -tzf "$each" | cut --delimiter=/ --fields=2- | sort) ||
+        fail "$each has not the files that it should have: < is missing, > too much"
+done
+
 expected='cula/([a-z_]+/)*[a-z0-9_]+\.py|cula/py\.typed|cula/lib/(libcula_torch\.so|build_info\.json)'
 expected+='|cula\.pth|_cula_startup\.py|cula-[0-9.]+\.dist-info/.*'
 for each in "$wheel" "$work"/isolated/cula-*.whl; do
