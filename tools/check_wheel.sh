@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # What is released installs and works: the wheel, and the wheel that pip builds of the source distribution.
-# Both are built for CPUs alone: with CUDA kernels they hold the library that check_symbols.py looks at.
+# Both are built for CPUs alone: with CUDA kernels they hold the library that check_symbols.py looks at. The
+# tools and FLA come from where `tools/setup.sh ci` puts them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -66,36 +67,48 @@ library = kernel_abi_check.ObjectFile(sys.argv[1])
 sys.exit([*library.check_manylinux("manylinux_2_28"), *library.check_python_abi("3.9")] or None)
 ' "$work/repaired/cula/lib/libcula_torch.so"
 
-# PyTorch is lent by .venv through its site-packages; cula comes from the wheel.
+# An environment that has the wheel, and of .venv what it lends: PyTorch with what that needs, at first.
 "$python" -m venv "$work/venv"
-site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-echo "$site" \
-    >"$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"
+site=$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+"$python" tools/lend.py "$site" torch
 "$work/venv/bin/python" -m pip --quiet --disable-pip-version-check install --no-deps "$wheel"
-installed() { (cd / && PYTHONPATH='' "$work/venv/bin/python" "$@"); }
+installed() {
+    (cd / && PYTHONPATH='' "$work/venv/bin/python" -W 'ignore:Failed to initialize NumPy' "$@")
+}
+installed -c '
+import importlib.util
+found = [name for name in ("numpy", "transformers", "fla") if importlib.util.find_spec(name)]
+assert not found, f"the environment is to be bare, and has {found}"'
 installed "$tree/tools/smoke.py" "$work/venv" "$tree/README.md" >/dev/null
 installed -m cula | grep "^loaded .* $work/venv/" >/dev/null ||
     fail "python -m cula loads another library"
 installed -m cula.bench --device cpu --quick --seconds 5 >/dev/null
-# A program that does not know of cula has it behind transformers, which .venv lends.
+# A program that does not know of cula has it behind transformers and FLA, once they are there.
+"$python" tools/lend.py "$site" transformers
+echo "$PWD/.venv/fla" >"$site/fla.pth"
 by_environment='import sys
-import transformers
-assert "cula.integrations.transformers" in sys.modules, "CULA_TRANSFORMERS=1 does not register"'
-CULA_TRANSFORMERS=1 installed -c "$by_environment"
+import transformers, fla
+for each in ("transformers", "fla"):
+    assert f"cula.integrations.{each}" in sys.modules, f"CULA_{each.upper()}=1 does not register"
+assert "dispatched" in sys.modules["cula.integrations.fla"].register().values()'
+CULA_TRANSFORMERS=1 CULA_FLA=1 installed -W ignore -c "$by_environment"
+installed -W ignore "$tree/tools/smoke.py" "$work/venv" "$tree/README.md" >/dev/null
 
 # An editable install's library lies apart from its sources, which this tree's own library may not stand in
 # for. This one has its operators in a namespace of its own.
 "$work/venv/bin/python" -m pip --quiet --disable-pip-version-check uninstall --yes cula
+mkdir "$work/backend"
+"$python" tools/lend.py "$work/backend" scikit-build-core
 (
     cd "$tree"
-    "$work/venv/bin/python" -m pip --quiet --disable-pip-version-check install --no-deps \
-        --no-build-isolation "${options[@]}" \
+    PYTHONPATH=$work/backend "$work/venv/bin/python" -m pip --quiet --disable-pip-version-check install \
+        --no-deps --no-build-isolation "${options[@]}" \
         --config-settings=cmake.define.CULA_NAMESPACE=cula_editable --editable .
 )
-installed "$tree/tools/smoke.py" "$tree" "$tree/README.md" >/dev/null
+installed -W ignore "$tree/tools/smoke.py" "$tree" "$tree/README.md" >/dev/null
 installed -m cula | grep "^loaded .* $work/venv/" >/dev/null ||
     fail "an editable install loads another library"
-CULA_TRANSFORMERS=1 installed -c "$by_environment"
+CULA_TRANSFORMERS=1 CULA_FLA=1 installed -W ignore -c "$by_environment"
 installed -c '
 import cula, torch
 assert cula.build_info().namespace == "cula_editable", cula.build_info().namespace
