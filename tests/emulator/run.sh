@@ -35,7 +35,7 @@ for pass in prefill segment backward; do
 done
 for pass in prefill segment verify backward; do
     echo "$pass sm80:step of several writes a token"
-    "$build/emulate" --pass "$pass" --target sm80:step --algorithm gdp --count 60 --seed "$seed" \
+    "$build/emulate" --pass "$pass" --target sm80:step --algorithm gdp --count 16 --seed "$seed" \
         --host_threads "$(nproc)"
 done
 echo "verify sm80"
