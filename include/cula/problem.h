@@ -182,7 +182,7 @@ struct Problem {
     Device device;
     std::int64_t batch = 1, tokens = 0, sequences = 1;
     std::int64_t heads = 1, value_heads = 1, key_dim = 0, value_dim = 0;
-    std::int64_t writes = 1;         // of a token: for kernels that take few; none asks yet
+    std::int64_t writes = 1;         // of a token
     Dtype dtype = Dtype::kBFloat16;  // of q, k, v, o
     Dtype state_dtype = Dtype::kFloat32;
     Gate gate = Gate::kLogDecay;

@@ -119,7 +119,8 @@ protected:
         return false;
     }
 
-    // Whether a word holds two bf16. Then operands of rules that solve are compensated (chunk.h).
+    // Whether words are halves of what they hold as floats: then operands of rules that solve are compensated
+    // (chunk.h).
     static constexpr bool kSplit = kPerWord<Word> > 1;
 
     static void fill(float* x, int count, float value) {

@@ -76,6 +76,7 @@ DeviceArgs device_args(const Args& args) {
     a.value_dim = static_cast<std::int32_t>(args.v.size[3]);
     a.chunk_tokens = args.chunk_tokens;
     a.sequences = static_cast<std::int32_t>(args.cu_seqlens ? args.cu_seqlens.size[0] - 1 : args.q.size[0]);
+    a.writes = static_cast<std::int32_t>(writes_per_token(args));
     a.scale = static_cast<float>(args.scale);
     a.lower_bound = static_cast<float>(args.lower_bound);
     a.tokens = args.q.size[1];

@@ -119,6 +119,8 @@ struct DeviceArgs {
     // Of rules with erase strengths: the strengths, and, for the gradient kernel, the erase keys that follow
     // from them (chunked/erase_operands.cuh), [B, T, HV, K].
     TokenRows erase, erase_keys;
+
+    std::int32_t writes = 1;  // of a token
 };
 
 DeviceArgs device_args(const Args& args);

@@ -31,6 +31,10 @@ inline Support counts_fit(const Problem& problem) {
     };
     if (problem.sequences > kMostCounted) return refuse("sequences", problem.sequences);
     if (problem.tokens > kMostCounted) return refuse("tokens a row", problem.tokens);
+    if (problem.writes > kMostCounted / std::max<std::int64_t>(problem.tokens, 1))
+        return Support::no("takes up to " + std::to_string(kMostCounted) + " writes a row, got " +
+                           std::to_string(problem.writes) + " for each of " + std::to_string(problem.tokens) +
+                           " tokens");
     if (problem.value_heads > kMostCounted) return refuse("value heads", problem.value_heads);
     const std::int64_t heads = std::max<std::int64_t>(problem.sequences, 1) * problem.value_heads;
     if (heads > kMostCounted) return refuse("value heads of all sequences", heads);
@@ -44,7 +48,7 @@ inline Support counts_fit(const Problem& problem) {
     return Support::yes();
 }
 
-// Whether the CUDA kernels have this algorithm. A rule that they do not have yet is declined here.
+// Whether CUDA kernels have this algorithm. A rule that none has yet is declined here.
 inline Support takes(Algorithm algorithm) {
     switch (algorithm.decay) {
         case Decay::kNone:
@@ -55,8 +59,8 @@ inline Support takes(Algorithm algorithm) {
     switch (algorithm.update) {
         case Update::kAdditive:
         case Update::kDelta:
-        case Update::kErase: return Support::yes();
-        case Update::kProduct: return Support::no("takes one write per token, has no kernel for several");
+        case Update::kErase:
+        case Update::kProduct: return Support::yes();
     }
     return Support::no("has no kernel for " + std::string(name(algorithm)));
 }
@@ -70,6 +74,14 @@ inline Support supports_any(const Problem& problem) {
         return Support::no("takes float32, bfloat16 and float16; q is float64");
     if (Support takes_it = takes(problem.algorithm); !takes_it) return takes_it;
     return counts_fit(problem);
+}
+
+// Of kernels whose tokens write once.
+inline Support takes_writes(const Problem& problem) {
+    if (takes_several_writes(problem.algorithm.update))
+        return Support::no("takes one write per token, not the several of " +
+                           std::string(name(problem.algorithm)));
+    return Support::yes();
 }
 
 }  // namespace cula::cuda

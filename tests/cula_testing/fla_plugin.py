@@ -49,7 +49,6 @@ SKIPPED = {r"test_flash_kda|test_flash_qla|test_triton_ascend": "about another b
 # The same where a refused call has nobody to fall back on.
 SKIPPED_OF_DROP_INS = {
     r"-D(320|512)-": "K is at most 256 here; such a call is refused",
-    r"-num_householder\d": "GPUs have no kernel for several writes of a token; such a call is refused",
 }
 
 

@@ -283,7 +283,7 @@ private:
     }
 
     void make(const std::vector<Instance>& instances);
-    void make_gates(std::int64_t B, std::int64_t T, std::int64_t heads, std::int64_t K);
+    void make_gates(std::int64_t B, std::int64_t T, std::int64_t writes, std::int64_t heads, std::int64_t K);
 
     Draw& draw_;
     bool layouts_ = false;
@@ -312,6 +312,8 @@ inline void Case::make(const std::vector<Instance>& instances) {
     const auto fits = [&](const Instance& of, Algorithm algorithm) {
         if (takes_erase(algorithm.update) && !step)
             return of.pass == (pass == Pass::kBackward ? "erase" : "prepare_erase");
+        if (takes_several_writes(algorithm.update))
+            return step && of.pass == (pass == Pass::kBackward ? "backward" : "step_several");
         if (step) return of.pass == (pass == Pass::kBackward ? "backward" : "step_any");
         if (walks)
             return of.pass == "reversed_walk" && has_diagonal_map(algorithm.update) &&
@@ -385,9 +387,11 @@ inline void Case::make(const std::vector<Instance>& instances) {
     args.batch_invariant = draw_.is("batch_invariant", 4);
     const double key_size = args.qk_l2norm ? 1 : 1 / std::sqrt(static_cast<double>(K));
     args.q = input("q", dtype, {B, T, H, K}, normal(1));
-    args.k = input("k", dtype, {B, T, H, K}, normal(key_size));
-    args.v = input("v", dtype, {B, T, heads, V}, normal(1));
-    make_gates(B, T, heads, K);
+    const std::int64_t writes =
+        takes_several_writes(args.algorithm.update) ? draw_.number("writes", {1, 2, 2, 3, 4, 9}) : 1;
+    args.k = input("k", dtype, {B, T * writes, H, K}, normal(key_size));
+    args.v = input("v", dtype, {B, T * writes, heads, V}, normal(1));
+    make_gates(B, T, writes, heads, K);
     std::vector<std::string> state_dtypes{"float32", "float32", "bfloat16", "float16"};
     const bool pool = verify && draw_.is("pool"), snapshots = verify && draw_.is("snapshots"),
                tree = verify && draw_.is("tree", 3);
@@ -474,7 +478,8 @@ inline void Case::make(const std::vector<Instance>& instances) {
     }
 }
 
-inline void Case::make_gates(std::int64_t B, std::int64_t T, std::int64_t heads, std::int64_t K) {
+inline void Case::make_gates(std::int64_t B, std::int64_t T, std::int64_t writes, std::int64_t heads,
+                             std::int64_t K) {
     const auto gate_dtype = [&](const char* name) {
         return dtype_of(
             draw_.name(name, {std::string(cula::name(args.q.dtype)), "float32", "bfloat16", "float16"}));
@@ -512,7 +517,7 @@ inline void Case::make_gates(std::int64_t B, std::int64_t T, std::int64_t heads,
     args.beta_is_logit = draw_.is("beta_is_logit");
     args.allow_neg_eigval = args.beta_is_logit && draw_.is("allow_neg_eigval", 4);
     const Dtype dtype = gate_dtype("beta_dtype");
-    std::vector<std::int64_t> sizes{B, T, heads};
+    std::vector<std::int64_t> sizes{B, T * writes, heads};
     // One write strength per value channel: token by token only, unless erase strengths erase.
     const bool erases = takes_erase(args.algorithm.update);
     if ((erases || (target == "sm80:step" && pass != Pass::kSegment)) &&

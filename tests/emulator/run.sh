@@ -14,6 +14,7 @@ for gate in channel token; do
 done
 instances+="sm80/reversed_walk/__nv_bfloat16/64;chunked/prepare_erase/__nv_bfloat16/64;"
 instances+="backward/erase/__nv_bfloat16/64;chunked/compose/any/64;recurrent/step_any/any/64;"
+instances+="recurrent/step_several/any/64;"
 instances+="recurrent/backward/any/64;recurrent/backward_erase/any/64;"
 instances+="float8/convert_states/any/256"
 for type in float __nv_bfloat16 __half Float8E4M3; do
@@ -31,6 +32,11 @@ for pass in prefill segment backward; do
         echo "$pass $target"
         "$build/emulate" --pass "$pass" --target "$target" --count 60 --seed "$seed" --host_threads "$(nproc)"
     done
+done
+for pass in prefill segment verify backward; do
+    echo "$pass sm80:step of several writes a token"
+    "$build/emulate" --pass "$pass" --target sm80:step --algorithm gdp --count 16 --seed "$seed" \
+        --host_threads "$(nproc)"
 done
 echo "verify sm80"
 "$build/emulate" --pass verify --count 120 --seed "$seed" --host_threads "$(nproc)"

@@ -200,10 +200,16 @@ def test_explain_knows_of_writes(name):
     assert taken[0].startswith("cpu")
     for pass_name in ("prefill", "decode", "verify", "segment", "backward"):
         for row in cula.explain(name, pass_name, writes=2, device="sm_90"):
+            # Where the kernels of GPUs are built: those that go token by token take it.
+            if row.reason.startswith("runs on "):
+                continue
+            if row.target == "sm80:step" or (row.target == "sm80" and pass_name in ("decode", "verify")):
+                assert row.verdict != "no"
+                continue
             assert row.verdict == "no"
-            # Where the kernels of GPUs are built; three walks take no delta rule at all.
-            if not row.reason.startswith("runs on ") and not row.target.endswith(":three_walks"):
-                assert row.reason == "takes one write per token, has no kernel for several"
+            # Three walks take no delta rule at all.
+            if not row.target.endswith(":three_walks"):
+                assert row.reason == f"takes one write per token, not the several of {name}"
     with pytest.raises(ValueError, match="writes must be 1 for gdn, got 2"):
         cula.explain("gdn", writes=2)
     for writes in (0, 2**24 + 1):

@@ -13,6 +13,7 @@ namespace cula::cuda::chunked {
 
 Support supports(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;
+    if (Support writes = takes_writes(problem); !writes) return writes;
     if (problem.dtype == Dtype::kFloat32) return Support::no("multiplies bfloat16 and float16; q is float32");
     if (problem.beta_per_value && !takes_erase(problem.algorithm.update))
         return Support::no(

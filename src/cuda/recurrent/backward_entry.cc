@@ -49,7 +49,7 @@ PartialColumns columns_of(const Args& args, int key) {
 BackwardPlan backward_plan(const Args& args, const Context& context, int key, void* workspace,
                            std::size_t& bytes) {
     const std::int64_t heads = args.q.size[2], value_heads = args.v.size[2], batch = args.q.size[0],
-                       tokens = args.q.size[1];
+                       tokens = args.k.size[1];
     const bool erases = static_cast<bool>(args.erase);
     const std::int64_t block = with_key(key, [&]<int kKey>(std::integral_constant<int, kKey>) {
         return erases ? kBlockTokens<kKey, true> : kBlockTokens<kKey, false>;

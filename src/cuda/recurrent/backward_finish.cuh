@@ -42,11 +42,12 @@ __device__ __forceinline__ float sum_of_slices(const BackwardPlan& plan, const f
     return all;
 }
 
-// The gradient of one head's q (column plan.columns.q) or k.
+// The gradient of one head's q (column plan.columns.q; row: place.token) or k (place.row).
 template <int kKey>
 __device__ __forceinline__ void finish_key(const DeviceArgs& a, const BackwardPlan& plan,
                                            const TokenRows& rows, const TokenRows& d_rows, int column,
-                                           const TokenPlace& place, std::int64_t own, int head) {
+                                           const TokenPlace& place, std::int64_t row, std::int64_t own,
+                                           int head) {
     constexpr int kPerLane = kKey / 32;
     if (!d_rows.data) return;
     float all[kPerLane] = {};
@@ -57,11 +58,11 @@ __device__ __forceinline__ void finish_key(const DeviceArgs& a, const BackwardPl
 #pragma unroll
         for (int c = 0; c < kPerLane; ++c) all[c] += sum_of_slices(plan, first + 32 * c);
     if (place.in_sequence) {
-        store_key_gradient(a, rows, d_rows, place.batch, place.token, head, all);
+        store_key_gradient(a, rows, d_rows, place.batch, row, head, all);
     } else {
-        const std::int64_t row = d_rows.offset(place.batch, place.token, head);
+        const std::int64_t first_channel = d_rows.offset(place.batch, row, head);
         for (int c = static_cast<int>(threadIdx.x % 32); c < a.key_dim; c += 32)
-            store_gradient(d_rows.data, d_rows.dtype, row + c, 0.0f);
+            store_gradient(d_rows.data, d_rows.dtype, first_channel + c, 0.0f);
     }
 }
 
@@ -73,17 +74,17 @@ __global__ void __launch_bounds__(kStepThreads)
     const int head = static_cast<int>(warp % a.heads);
     if (own >= window.tokens()) return;
     const TokenPlace place = place_of_token(a, window, own);
-    finish_key<kKey>(a, plan, a.q, d.d_q, plan.columns.q, place, own, head);
-    finish_key<kKey>(a, plan, a.k, d.d_k, plan.columns.k, place, own, head);
+    if (place.last) finish_key<kKey>(a, plan, a.q, d.d_q, plan.columns.q, place, place.token, own, head);
+    finish_key<kKey>(a, plan, a.k, d.d_k, plan.columns.k, place, place.row, own, head);
 }
 
 // The row of one token and value head, written with zeros. channels: 1 where it has one number.
-__device__ __forceinline__ void store_zeros(const TokenRows& rows, const TokenPlace& place, int head,
-                                            int channels) {
+__device__ __forceinline__ void store_zeros(const TokenRows& rows, std::int64_t batch, std::int64_t row,
+                                            int head, int channels) {
     if (!rows.data) return;
-    const std::int64_t row = rows.offset(place.batch, place.token, head);
+    const std::int64_t first = rows.offset(batch, row, head);
     for (int c = static_cast<int>(threadIdx.x % 32); c < channels; c += 32)
-        store_gradient(rows.data, rows.dtype, row + c * rows.last, 0.0f);
+        store_gradient(rows.data, rows.dtype, first + c * rows.last, 0.0f);
 }
 
 // From the gradient of a token's erase key, erase o k, to that of its erase strengths. What k gets is added
@@ -127,20 +128,23 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
     for (int i = warp; i < kParameterTokens && first + i < window.tokens(); i += kFinishWarps) {
         const TokenPlace place = place_of_token(a, window, first + i);
         if (!place.in_sequence) {
-            store_zeros(d.d_v, place, value_head, a.value_dim);
-            store_zeros(d.d_beta, place, value_head, a.beta_per_value ? a.value_dim : 1);
-            store_zeros(d.d_g, place, value_head, channels);
-            if constexpr (kErases) store_zeros(d.d_erase, place, value_head, a.key_dim);
+            const auto zeros = [&](const TokenRows& rows, std::int64_t row, int count) {
+                store_zeros(rows, place.batch, row, value_head, count);
+            };
+            zeros(d.d_v, place.row, a.value_dim);
+            zeros(d.d_beta, place.row, a.beta_per_value ? a.value_dim : 1);
+            if (place.first) zeros(d.d_g, place.token, channels);
+            if constexpr (kErases) zeros(d.d_erase, place.row, a.key_dim);
             continue;
         }
         const float* const sums = plan.partials + ((first + i) * a.value_heads + value_head) *
                                                       std::int64_t{plan.slices} * plan.columns.count;
         if (plan.columns.beta >= 0 && lane == 0)
-            store_beta_gradient<kErases>(a, d.d_beta, place.batch, place.token, value_head, 0,
+            store_beta_gradient<kErases>(a, d.d_beta, place.batch, place.row, value_head, 0,
                                          sum_of_slices(plan, sums + plan.columns.beta));
         if constexpr (kErases)
             if (plan.columns.erase >= 0) finish_erase_key<kKey>(a, d, plan, place, first + i, value_head);
-        if (!of_decay) continue;
+        if (!of_decay || !place.first) continue;
         const std::int64_t g_row = a.g.offset(place.batch, place.token, value_head),
                            d_g_row = d.d_g.offset(place.batch, place.token, value_head);
 #pragma unroll 1

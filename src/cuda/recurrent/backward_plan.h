@@ -8,6 +8,8 @@
 // of packed sequences, which are one row, those of the one sequence that crosses the border. Inside a window
 // states are kept at the start of every block of kBlockTokens, and those of one block in shared memory.
 // This cutting changes no bit of a gradient, except of A_log and dt_bias, which are sums over whole calls.
+// Where a token writes several times, each of its writes is a token here: only the first decays (the decay of
+// the others is 1), and only the last has a query and an output (those of the others are zero).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -80,23 +82,26 @@ struct Window {
     CULA_HOST_DEVICE std::int64_t tokens() const { return rows * length(); }
 };
 
+// The rows of k, v and beta of a call, the tokens of what is below.
+CULA_HOST_DEVICE std::int64_t rows_of_writes(const DeviceArgs& a) { return a.tokens * a.writes; }
+
 // The tokens [first, last) of a sequence that are in a window, as the window counts them.
 struct Part {
     std::int64_t first = 0, last = 0;
     std::int64_t row = 0;                             // of the group
-    std::int64_t token = 0;                           // that of `first`, in its row of the tensors
+    std::int64_t token = 0;                           // that of `first`, in its row of k, v and beta
     bool crosses_start = false, crosses_end = false;  // the window's
 };
 
 CULA_HOST_DEVICE Part part_of(const DeviceArgs& a, const Window& window, std::int64_t n) {
     const TokenRange range = tokens_of(a, n);
-    const std::int64_t end = range.begin + range.length, row = range.batch - window.first_row,
-                       offset = row * window.length() - window.begin;
+    const std::int64_t begin = range.begin * a.writes, end = begin + range.length * a.writes,
+                       row = range.batch - window.first_row, offset = row * window.length() - window.begin;
     Part part;
     part.row = row;
-    part.crosses_start = range.begin < window.begin;
+    part.crosses_start = begin < window.begin;
     part.crosses_end = end > window.end;
-    part.token = part.crosses_start ? window.begin : range.begin;
+    part.token = part.crosses_start ? window.begin : begin;
     part.first = offset + part.token;
     part.last = offset + (part.crosses_end ? window.end : end);
     return part;
@@ -108,7 +113,7 @@ CULA_HOST_DEVICE std::int64_t first_sequence_behind(const DeviceArgs& a, std::in
     std::int64_t from = 0, to = a.sequences;
     while (from < to) {
         const std::int64_t middle = (from + to) / 2;
-        if (offsets.at(middle + 1) > token)
+        if (offsets.at(middle + 1) * a.writes > token)
             to = middle;
         else
             from = middle + 1;
@@ -118,16 +123,25 @@ CULA_HOST_DEVICE std::int64_t first_sequence_behind(const DeviceArgs& a, std::in
 
 // Where a window's token stands in the tensors, and whether a sequence has it.
 struct TokenPlace {
-    std::int64_t batch, token;
-    bool in_sequence;
+    std::int64_t batch, token, row;  // token: of q, g and o; row: of k, v and beta
+    bool in_sequence, first, last;   // of the writes of a token
+
+    CULA_HOST_DEVICE TokenPlace(const DeviceArgs& a, std::int64_t b, std::int64_t own_row)
+        : batch(b), token(own_row), row(own_row), in_sequence(true), first(true), last(true) {
+        if (a.writes != 1) {
+            token = row / a.writes;
+            first = token * a.writes == row;
+            last = (token + 1) * a.writes == row + 1;
+        }
+        if (!a.cu_seqlens) return;
+        const Offsets offsets(a);
+        in_sequence = a.sequences > 0 && token >= offsets.at(0) && token < offsets.at(a.sequences);
+    }
 };
 
 CULA_HOST_DEVICE TokenPlace place_of_token(const DeviceArgs& a, const Window& window, std::int64_t own) {
-    if (!a.cu_seqlens)
-        return {window.first_row + own / window.length(), window.begin + own % window.length(), true};
-    const Offsets offsets(a);
-    const std::int64_t token = window.begin + own;
-    return {0, token, a.sequences > 0 && token >= offsets.at(0) && token < offsets.at(a.sequences)};
+    if (a.cu_seqlens) return {a, 0, window.begin + own};
+    return {a, window.first_row + own / window.length(), window.begin + own % window.length()};
 }
 
 // Launches all kernels of a backward (launch_backward.cuh). kErases: for calls with erase strengths.

@@ -19,11 +19,12 @@
 
 namespace cula::cuda::recurrent {
 
+// row: of q or k; count: its channels, or none where it is zero.
 template <int kKey>
-__device__ __forceinline__ void prepare_key(const DeviceArgs& a, const TokenRows& rows,
-                                            const TokenPlace& place, int head, float* to) {
+__device__ __forceinline__ void prepare_key(const DeviceArgs& a, const TokenRows& rows, std::int64_t row,
+                                            int count, float* to) {
     float x[kKey / 32], squares = 0.0f;
-    load_channels(x, rows, rows.offset(place.batch, place.token, head), a.key_dim);
+    load_channels(x, rows, row, count);
 #pragma unroll
     for (const float element : x) squares += element * element;
     const float factor = norm_factor(a, warp_sum(squares));
@@ -36,7 +37,7 @@ template <int kKey>
 __device__ __forceinline__ void prepare_erase_key(const DeviceArgs& a, const TokenPlace& place,
                                                   int value_head, float* to) {
     float x[kKey / 32], squares = 0.0f;
-    load_channels(x, a.k, a.k.offset(place.batch, place.token, value_head / a.group), a.key_dim);
+    load_channels(x, a.k, a.k.offset(place.batch, place.row, value_head / a.group), a.key_dim);
 #pragma unroll
     for (const float element : x) squares += element * element;
     const float factor = norm_factor(a, warp_sum(squares));
@@ -59,8 +60,8 @@ __global__ void __launch_bounds__(kStepThreads)
     if (!place.in_sequence) return;  // no walk reads it
     if (task < a.heads) {
         float* const to = plan.keys + (own * a.heads + task) * 2 * kKey;
-        prepare_key<kKey>(a, a.q, place, task, to);
-        prepare_key<kKey>(a, a.k, place, task, to + kKey);
+        prepare_key<kKey>(a, a.q, a.q.offset(place.batch, place.token, task), place.last ? a.key_dim : 0, to);
+        prepare_key<kKey>(a, a.k, a.k.offset(place.batch, place.row, task), a.key_dim, to + kKey);
         return;
     }
     const int value_head = task - a.heads;
@@ -84,6 +85,7 @@ __global__ void __launch_bounds__(kStepThreads)
         if (per_channel && c < a.key_dim)
             decay = gate.decay(load_float(a.g.data, a.g.dtype, g_row + c) +
                                (a.dt_bias.data ? bias[c * a.dt_bias.channel] : 0.0f));
+        if (!place.first) decay = 1.0f;
         plan.decays[at * kKey + c] = c < a.key_dim ? decay : 0.0f;
     }
 
@@ -91,9 +93,10 @@ __global__ void __launch_bounds__(kStepThreads)
     const bool takes_betas = answer_for(
         a.algorithm.update, []<Update kUpdate>(UpdateConstant<kUpdate>) { return takes_beta(kUpdate); });
     float* const to = plan.values + at * 3 * plan.value_dim;
-    const std::int64_t v_row = a.v.offset(place.batch, place.token, value_head),
+    const bool reads = place.last && d.d_o.data;
+    const std::int64_t v_row = a.v.offset(place.batch, place.row, value_head),
                        d_row = d.d_o.offset(place.batch, place.token, value_head),
-                       beta_row = a.beta.offset(place.batch, place.token, value_head),
+                       beta_row = a.beta.offset(place.batch, place.row, value_head),
                        beta_step = a.beta_per_value ? a.beta.last : 0;
 #pragma unroll 1
     for (int c = lane; c < plan.value_dim; c += 32) {
@@ -105,7 +108,7 @@ __global__ void __launch_bounds__(kStepThreads)
                                 a.beta_is_logit, most_beta<kErases>(a))
                    : 0.0f;
         to[2 * plan.value_dim + c] =
-            in && d.d_o.data ? a.scale * load_float(d.d_o.data, d.d_o.dtype, d_row + c) : 0.0f;
+            in && reads ? a.scale * load_float(d.d_o.data, d.d_o.dtype, d_row + c) : 0.0f;
     }
 }
 

@@ -24,4 +24,8 @@ bool launch_step_packed(const Call& call);
 template <int kKey>
 void launch_step_any(const Call& call);
 
+// The same for rules whose tokens write several times.
+template <int kKey>
+void launch_step_several(const Call& call);
+
 }  // namespace cula::cuda::recurrent

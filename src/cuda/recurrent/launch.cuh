@@ -23,4 +23,16 @@ void launch_rows(const Call& call, int more_rows = 0) {
                     call.stream, a);
 }
 
+// Launches step on any states, along trees, or for maps.
+template <int kKey, bool kErases, bool kSeveral>
+void launch_step_of(const Call& call) {
+    if (call.segment)
+        launch_rows<step<kKey, false, true, kErases, kSeveral>>(
+            call, call.args.segment_m.data ? call.args.key_dim : 0);
+    else if (call.args.parents.data)
+        launch_rows<step<kKey, true, false, kErases, kSeveral>>(call);
+    else
+        launch_rows<step<kKey, false, false, kErases, kSeveral>>(call);
+}
+
 }  // namespace cula::cuda::recurrent

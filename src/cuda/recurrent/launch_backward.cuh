@@ -25,7 +25,7 @@ void launch_backward(const Call& call, const backward::Gradients& d, const Backw
     const std::int64_t batch = a.cu_seqlens ? 1 : a.sequences;
     const auto window_of = [&](std::int64_t group, std::int64_t i) {
         Window window{.index = i, .begin = i * plan.window_tokens, .first_row = group * plan.rows};
-        window.end = std::min(window.begin + plan.window_tokens, a.tokens);
+        window.end = std::min(window.begin + plan.window_tokens, rows_of_writes(a));
         window.rows = std::min<std::int64_t>(plan.rows, batch - window.first_row);
         return window;
     };

@@ -6,7 +6,8 @@
 //
 // Grid: (row blocks of V, with kMaps also of M) * value heads * sequences, 128 threads.
 // A CTA owns 16 rows of one head's state, eight lanes per row (lanes.cuh), and keeps them in registers while
-// it processes the tokens of its sequence.
+// it processes the tokens of its sequence. With kSeveral a token writes several times, and what is below is
+// done for each of its writes: only the first decays the state, and only after the last is o read.
 //
 // Each of the four warps prepares one of four tokens in shared memory (TokenInputs). Its loads are issued
 // before those of the state. After a barrier all warps advance the state by the four tokens, while the loads
@@ -62,14 +63,43 @@ struct TreeBase {
     float x[kTree ? kKey / kLanesPerRow : 1][kStepThreads];
 };
 
-// The inputs of one token, held by one warp. fetch() issues the loads of everything that the CTA's rows need;
-// ready() prepares the token in place `slot` of StepInputs. No load from global memory lies between two
-// tokens.
-template <int kKey, bool kErases>
+// One write of a sequence, counted by its writes.
+template <bool kSeveral>
+struct Write {
+    std::int64_t index;
+
+    __device__ __forceinline__ Write(const DeviceArgs&, std::int64_t i) : index(i) {}
+    // Tokens of the sequence, rows of k, v and beta.
+    __device__ __forceinline__ std::int64_t token() const { return index; }
+    __device__ __forceinline__ std::int64_t row(std::int64_t first_token) const {
+        return first_token + index;
+    }
+    __device__ __forceinline__ bool is_first() const { return true; }
+    __device__ __forceinline__ bool is_last() const { return true; }
+};
+template <>
+struct Write<true> {
+    std::int64_t index, writes, of_token, place;
+
+    __device__ __forceinline__ Write(const DeviceArgs& a, std::int64_t i)
+        : index(i), writes(a.writes), of_token(i / a.writes), place(i % a.writes) {}
+    __device__ __forceinline__ std::int64_t token() const { return of_token; }
+    __device__ __forceinline__ std::int64_t row(std::int64_t first_token) const {
+        return first_token * writes + index;
+    }
+    __device__ __forceinline__ bool is_first() const { return place == 0; }
+    __device__ __forceinline__ bool is_last() const { return place + 1 == writes; }
+};
+
+// The inputs of one write, held by one warp. fetch() issues the loads of everything that the CTA's rows need;
+// ready() prepares the write in place `slot` of StepInputs. No load from global memory lies between two of
+// them.
+template <int kKey, bool kErases, bool kSeveral>
 struct TokenInputs : RawErase<kErases, kKey / 32> {
     static constexpr int kPerLane = kKey / 32;
     RawFloat q[kPerLane], k[kPerLane], g[kPerLane], value, beta;
     std::int32_t state_index;
+    bool decays;  // whether it is the token's first write
     // Of the value head.
     float bias[kPerLane], A_log, gamma;
 
@@ -100,14 +130,18 @@ struct TokenInputs : RawErase<kErases, kKey / 32> {
                            !per_channel || channel(i) < a.key_dim);
     }
 
-    // Issues the loads of token t of sequence n, which is token `at` of batch row b. The CTA's value rows
-    // start at row0. has_values: false for rows of M, whose values are zero.
-    __device__ __forceinline__ void fetch(const DeviceArgs& a, std::int64_t n, std::int64_t t, std::int64_t b,
-                                          std::int64_t at, int value_head, int row0, bool has_values) {
+    // Issues the loads of a write. The CTA's value rows start at row0. has_values: false for rows of M, whose
+    // values are zero.
+    __device__ __forceinline__ void fetch(const DeviceArgs& a, const TokenRange& tokens, std::int64_t n,
+                                          const Write<kSeveral>& own, int value_head, int row0,
+                                          bool has_values) {
         const int head = value_head / a.group;
-        const std::int64_t q_row = a.q.offset(b, at, head), k_row = a.k.offset(b, at, head),
-                           v_row = a.v.offset(b, at, value_head), g_row = a.g.offset(b, at, value_head),
-                           beta_row = a.beta.offset(b, at, value_head);
+        const std::int64_t b = tokens.batch, t = own.token(), at = tokens.begin + t,
+                           of_write = own.row(tokens.begin), q_row = a.q.offset(b, at, head),
+                           k_row = a.k.offset(b, of_write, head), v_row = a.v.offset(b, of_write, value_head),
+                           g_row = a.g.offset(b, at, value_head),
+                           beta_row = a.beta.offset(b, of_write, value_head);
+        decays = own.is_first();
         const bool per_channel = a.algorithm.decay == kChannelDecay,
                    per_token = a.algorithm.decay == kTokenDecay,
                    takes_betas = answer_for(a.algorithm.update, []<Update kUpdate>(UpdateConstant<kUpdate>) {
@@ -192,6 +226,11 @@ struct TokenInputs : RawErase<kErases, kKey / 32> {
                         k[i].value(type) * erase_strength(this->erase[i].value(element(a.erase.dtype)),
                                                           a.beta_is_logit, most_erase);
             }
+        }
+        if constexpr (kSeveral) {
+            if (!decays)
+#pragma unroll
+                for (int i = 0; i < kPerLane; ++i) s.decay[slot][channel(i)] = 1.0f;
         }
         if (channel(0) < kRowsPerPass) {
             s.value[slot][channel(0)] = value.value(type);
@@ -291,7 +330,8 @@ struct StepRule<Update::kDelta> {
 // the values give B; rows that start from the identity and read zeros as values give M. Of a diagonal M
 // the diagonal is stored.
 // kErases: a rule with erase strengths, u = beta v - S' e with the erase key e = erase o k.
-template <int kKey, bool kTree, bool kMaps = false, bool kErases = false>
+// kSeveral: a rule whose tokens write several times.
+template <int kKey, bool kTree, bool kMaps = false, bool kErases = false, bool kSeveral = false>
 __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
     step(const __grid_constant__ DeviceArgs a) {
     __shared__ StepInputs<kKey, kErases> s;
@@ -309,11 +349,12 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
               own = static_cast<int>(threadIdx.x) / kLanesPerRow, row = row0 + own;
     const TokenRange tokens = a.sequences > 0 ? tokens_of(a, n) : TokenRange{};
     // Each warp prepares one token. Its inputs do not depend on the state, so their loads are issued first.
-    TokenInputs<kKey, kErases> inputs;
-    const auto fetch = [&](std::int64_t t) {
-        inputs.fetch(a, n, t, tokens.batch, tokens.begin + t, value_head, row0, !of_m);
+    TokenInputs<kKey, kErases, kSeveral> inputs;
+    const auto fetch = [&](std::int64_t write) {
+        inputs.fetch(a, tokens, n, Write<kSeveral>(a, write), value_head, row0, !of_m);
     };
-    if (!kTree && warp < tokens.length) fetch(warp);
+    const std::int64_t writes = kSeveral ? tokens.length * a.writes : tokens.length;
+    if (!kTree && warp < writes) fetch(warp);
     inputs.fetch_head(a, value_head);
 
     const auto zero_outputs = [&](std::int64_t begin, std::int64_t end) {
@@ -346,7 +387,8 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
         return StepRule<kUpdate>::kCorrects;
     });
 
-    // Advances the state by token t, which is prepared in place `slot`, and stores its output if `output`.
+    // Advances the state by a write of token t, which is prepared in place `slot`, and stores the token's
+    // output if `output`.
     const auto advance = [&](std::int64_t t, int slot, bool output) {
         const SumScales scales(a.scale, a.qk_l2norm, s.qq[slot], s.kk[slot], s.kq[slot]);
         float read = 0.0f, out = 0.0f, write = s.value[slot][own];
@@ -410,14 +452,15 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
     if constexpr (!kTree) {
         store_prefix(0);
 #pragma unroll 1
-        for (std::int64_t t0 = 0; t0 < tokens.length; t0 += kStepWarps) {
-            if (t0 + warp < tokens.length) inputs.ready(a, value_head, s, warp);
+        for (std::int64_t first = 0; first < writes; first += kStepWarps) {
+            if (first + warp < writes) inputs.ready(a, value_head, s, warp);
             __syncthreads();
-            if (t0 + kStepWarps + warp < tokens.length) fetch(t0 + kStepWarps + warp);
+            if (first + kStepWarps + warp < writes) fetch(first + kStepWarps + warp);
 #pragma unroll 1
-            for (int slot = 0; slot < kStepWarps && t0 + slot < tokens.length; ++slot) {
-                advance(t0 + slot, slot, !kMaps);
-                store_token(t0 + slot, s.state_index[slot]);
+            for (int slot = 0; slot < kStepWarps && first + slot < writes; ++slot) {
+                const Write<kSeveral> own(a, first + slot);
+                advance(own.token(), slot, !kMaps && own.is_last());
+                if (own.is_last()) store_token(own.token(), s.state_index[slot]);
             }
             __syncthreads();
         }
@@ -425,9 +468,9 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
         // A token continues from the state of its parent. If that is not the token just processed, the path
         // from the base state to the parent is computed again: this costs arithmetic and inputs, but no
         // memory for a state per token.
-        const auto visit = [&](std::int64_t t, bool output) {
+        const auto visit_write = [&](std::int64_t t, std::int64_t write, bool output) {
             if (warp == 0) {
-                fetch(t);
+                fetch(write);
                 inputs.ready(a, value_head, s, 0);
             }
             __syncthreads();
@@ -435,6 +478,12 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
             const std::int32_t index = s.state_index[0];
             __syncthreads();
             return index;
+        };
+        const auto visit = [&](std::int64_t t, bool output) {
+            if constexpr (kSeveral)
+                for (int before = 0; before + 1 < a.writes; ++before)
+                    visit_write(t, t * a.writes + before, false);
+            return visit_write(t, kSeveral ? (t + 1) * a.writes - 1 : t, output);
         };
 #pragma unroll
         for (int i = 0; i < StateRow<kKey>::kPerLane; ++i) base.x[i][threadIdx.x] = state.x[i];
