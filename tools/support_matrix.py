@@ -46,7 +46,8 @@ def _targets(place: str) -> dict[str, Answers]:
     """The targets made for this kind of device, in order of preference."""
     found: dict[str, Answers] = {}
     for pass_name, algorithm, dtype in product(PASSES, ALGORITHMS, DTYPES):
-        for row in cula.explain(algorithm, pass_name, dtype=dtype, device=place):
+        writes = 2 if cula.algorithms()[algorithm].takes_several_writes else 1
+        for row in cula.explain(algorithm, pass_name, dtype=dtype, device=place, writes=writes):
             # Not another kind's, nor one of several ways to run a prefill: the plain name stands for them.
             if not row.reason.startswith("runs on ") and row.target.partition(":")[2] not in STRATEGIES:
                 found.setdefault(row.target, {})[pass_name, algorithm, dtype] = row.reason

@@ -18,6 +18,9 @@ inline constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 31) - 1;
 // so that rounding a count up does not overflow 32 bits.
 inline constexpr std::int64_t kMostCounted = (std::int64_t{1} << 31) - (1 << 16);
 
+// The writes of a token in chunks (TokensOfWrites divides by them).
+inline constexpr std::int64_t kMostChunkWrites = 1 << 15;
+
 inline Support counts_fit(const Problem& problem) {
     // Smallest row tile of a CTA; smallest chunk.
     constexpr std::int64_t kLeastRows = 16, kLeastChunk = 32;
@@ -42,8 +45,9 @@ inline Support counts_fit(const Problem& problem) {
     const std::int64_t walks = problem.pass == Pass::kBackward ? 2 : 1;  // forwards and backwards
     const std::int64_t all = walks * heads * (blocks(problem.value_dim) + of_map);
     if (all > kMostCounted) return refuse("thread blocks of 16 rows of a state", all);
-    const std::int64_t rows = problem.varlen ? 1 : problem.sequences,
-                       chunks = (problem.tokens + kLeastChunk - 1) / kLeastChunk * rows + problem.sequences;
+    const std::int64_t writes = problem.tokens * problem.writes,
+                       rows = problem.varlen ? 1 : problem.sequences,
+                       chunks = (writes + kLeastChunk - 1) / kLeastChunk * rows + problem.sequences;
     if (chunks > kMostCounted) return refuse("chunks of 32 tokens", chunks);
     return Support::yes();
 }
@@ -77,8 +81,8 @@ inline Support supports_any(const Problem& problem) {
 }
 
 // Of kernels whose tokens write once.
-inline Support takes_writes(const Problem& problem) {
-    if (takes_several_writes(problem.algorithm.update))
+inline Support takes_one_write(const Problem& problem) {
+    if (problem.writes > 1)
         return Support::no("takes one write per token, not the several of " +
                            std::string(name(problem.algorithm)));
     return Support::yes();

@@ -29,7 +29,7 @@ using UpdateConstant = std::integral_constant<Update, kUpdate>;
 
 // The rule whose kernels run a rule: its own, or another's, which get other operands and no more (an erase
 // key in the place of the key that reads). No kernel is compiled for a rule that has none of its own. Those
-// of kProduct also need rows of writes: `takes_writes` declines it for those that have none (limits.h).
+// of kProduct also need rows of writes: `takes_one_write` declines it for those that have none (limits.h).
 template <Update kUpdate>
 inline constexpr Update kKernelsOf = kUpdate;
 template <>

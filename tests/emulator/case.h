@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -283,6 +284,8 @@ private:
     }
 
     void make(const std::vector<Instance>& instances);
+    void make_states_on_the_way(const std::vector<std::int64_t>& lengths,
+                                const std::array<std::int64_t, 3>& state);
     void make_gates(std::int64_t B, std::int64_t T, std::int64_t writes, std::int64_t heads, std::int64_t K);
 
     Draw& draw_;
@@ -312,8 +315,12 @@ inline void Case::make(const std::vector<Instance>& instances) {
     const auto fits = [&](const Instance& of, Algorithm algorithm) {
         if (takes_erase(algorithm.update) && !step)
             return of.pass == (pass == Pass::kBackward ? "erase" : "prepare_erase");
+        // With one write the kernels are those of gdn: their instances are needed, too.
         if (takes_several_writes(algorithm.update))
-            return step && of.pass == (pass == Pass::kBackward ? "backward" : "step_several");
+            return of.pass == (pass == Pass::kBackward ? "backward"
+                               : step                  ? "step_several"
+                                                       : "prefill_several") &&
+                   (step || pass != Pass::kBackward);
         if (step) return of.pass == (pass == Pass::kBackward ? "backward" : "step_any");
         if (walks)
             return of.pass == "reversed_walk" && has_diagonal_map(algorithm.update) &&
@@ -345,6 +352,8 @@ inline void Case::make(const std::vector<Instance>& instances) {
     }
     if (keys.empty()) throw std::runtime_error("no instance is linked for this dtype");
     layouts_ = draw_.is("layouts", 3);
+    // Of each sequence: tokens.
+    std::vector<std::int64_t> lengths_of;
     std::vector<std::int64_t> values{16, 32, 64, 64, 128, 17, 40, 100, 1, 256, 200}, groups{1, 1, 2, 3};
     if (walks) {
         const std::int64_t most = *std::ranges::max_element(keys);
@@ -372,6 +381,7 @@ inline void Case::make(const std::vector<Instance>& instances) {
         for (std::int64_t n = 0; n < N; ++n) {
             const std::int64_t length = draw_.number("T" + std::to_string(n), lengths);
             longest = std::max(longest, length);
+            lengths_of.push_back(length);
             ends.push_back(ends.back() + length);
         }
         T = ends.back() + draw_.number("tail", {0, 0, 1, 70});
@@ -381,6 +391,7 @@ inline void Case::make(const std::vector<Instance>& instances) {
             write(args.cu_seqlens, n, static_cast<double>(ends[static_cast<std::size_t>(n)]));
     } else {
         N = B = draw_.number("B", {1, 1, 2, 3});
+        lengths_of.assign(static_cast<std::size_t>(N), T);
     }
     args.qk_l2norm = !walks && draw_.is("norm");
     args.scale = 1 / std::sqrt(static_cast<double>(K));
@@ -426,6 +437,7 @@ inline void Case::make(const std::vector<Instance>& instances) {
                     {{"final_scales", &Args::final_scales}, Dtype::kFloat32, {slots, heads, V}});
         }
     }
+    if (pass == Pass::kPrefill) make_states_on_the_way(lengths_of, {heads, V, K});
     if (pool) {
         const std::int64_t first = draw_.number("first_slot", {0, 1, 3});
         args.state_indices = indices("state_indices", N, S, [&](std::int64_t n, std::int64_t t) {
@@ -476,6 +488,31 @@ inline void Case::make(const std::vector<Instance>& instances) {
         want("d_A_log", &Args::d_A_log, args.A_log), want("d_dt_bias", &Args::d_dt_bias, args.dt_bias);
         want("d_initial_state", &Args::d_initial_state, args.initial_state);
     }
+}
+
+// lengths: tokens of each sequence. state: HV, V, K.
+inline void Case::make_states_on_the_way(const std::vector<std::int64_t>& lengths,
+                                         const std::array<std::int64_t, 3>& state) {
+    const auto dtype = [&](const char* name) { return dtype_of(draw_.name(name, {"float32", "bfloat16"})); };
+    const auto N = static_cast<std::int64_t>(lengths.size());
+    if (N > 0 && draw_.is("checkpoints", 4)) {
+        // The last one of each sequence, and one before it.
+        args.checkpoint_plan = indices("checkpoint_plan", 2 * N, 3, [&](std::int64_t m, std::int64_t column) {
+            const std::int64_t length = lengths[static_cast<std::size_t>(m / 2)];
+            const std::int64_t tokens = m % 2 ? length : (length + 63) / 128 * 64;
+            return column == 0 ? m / 2 : column == 1 ? tokens : 2 * N - 1 - m;
+        });
+        outputs.push_back({{"checkpoints", &Args::checkpoints},
+                           dtype("checkpoint_dtype"),
+                           {2 * N, state[0], state[1], state[2]},
+                           true});
+    }
+    std::int64_t chunks = 0;
+    for (const std::int64_t length : lengths) chunks += (length + kChunkTokens - 1) / kChunkTokens;
+    if (chunks > 0 && draw_.is("chunk_states", 4))
+        outputs.push_back({{"chunk_states", &Args::chunk_states},
+                           dtype("chunk_state_dtype"),
+                           {args.q.size[0], chunks / args.q.size[0], state[0], state[1], state[2]}});
 }
 
 inline void Case::make_gates(std::int64_t B, std::int64_t T, std::int64_t writes, std::int64_t heads,

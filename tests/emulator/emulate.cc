@@ -53,8 +53,18 @@ double eps(Dtype dtype) {
     }
 }
 
-// The root of the sum of the squares that a parameter's gradient is the sum of.
+// What a map M S + B is added to, at first the identity: M is as exact as that.
+std::vector<double> identity(const TensorRef& m) {
+    const auto channels = static_cast<std::size_t>(m.size[2]);
+    if (m.ndim == 3) return std::vector<double>(channels, 1.0);
+    std::vector<double> rows(channels * channels, 0.0);
+    for (std::size_t i = 0; i < channels; ++i) rows[i * channels + i] = 1.0;
+    return rows;
+}
+
+// Of a map the identity. Of a parameter the root of the sum of the squares that its gradient is the sum of.
 std::vector<double> beside(const Args& args, std::string_view name) {
+    if (name == "segment_m") return identity(args.segment_m);
     if ((name != "d_A_log" && name != "d_dt_bias") || !args.d_g) return {};
     const TensorRef& g = args.d_g;
     const bool by_channel = g.ndim == 4, of_bias = name == "d_dt_bias";

@@ -15,10 +15,16 @@ ONE_WRITE = {"gdp": "gdn", "delta_product": "delta"}
 CALLS = {name: getattr(passes, name) for name in ("prefill", "decode", "verify", "segment")}
 COUNTS = (2, 3, 5, 64, 65, 150)
 
-pytestmark = [
-    pytest.mark.cpu_only("CPUs alone have kernels for several writes"),
-    pytest.mark.parametrize("name", ONE_WRITE),
-]
+pytestmark = pytest.mark.parametrize("name", ONE_WRITE)
+
+
+def differentiate(inputs: Inputs, *, backend: str) -> gradients.Gradients:
+    return gradients.backward(inputs, *gradients.upstream(inputs), backend=backend)
+
+
+def skip_if_declined(call, inputs: Inputs, target: str) -> None:
+    """Some targets of a GPU take one write alone, or have no kernel for the pass."""
+    passes.skip_if_declined(lambda given, backend: call(given, backend=backend), inputs, target)
 
 
 def by_write(x: torch.Tensor, writes: int, at: int) -> torch.Tensor:
@@ -47,6 +53,7 @@ def exact_and_naive(call, inputs: Inputs) -> tuple[passes.Result, passes.Result]
 @pytest.mark.parametrize("call", CALLS)
 def test_one_write_is_the_delta_rule(target, name, call):
     inputs = make(Case(name, (70, 0, 9), packed=True, value_heads=4, householders=1, state=call != "segment"))
+    skip_if_declined(CALLS[call], inputs, target)
     other = inputs.but(case=inputs.case.but(algorithm=ONE_WRITE[name]))
     one, two = (CALLS[call](each, backend=target) for each in (inputs, other))
     for what, x in one.items():
@@ -55,9 +62,9 @@ def test_one_write_is_the_delta_rule(target, name, call):
 
 def test_gradients_of_one_write_are_those_of_the_delta_rule(target, name):
     inputs = make(Case(name, (70, 0, 9), packed=True, value_heads=4, householders=1))
+    skip_if_declined(differentiate, inputs, target)
     other = inputs.but(case=inputs.case.but(algorithm=ONE_WRITE[name]))
-    of = gradients.upstream(inputs)
-    one, two = (gradients.backward(each, *of, backend=target) for each in (inputs, other))
+    one, two = (differentiate(each, backend=target) for each in (inputs, other))
     assert one.keys() == two.keys()
     for what, x in one.items():
         assert_same_bits(f"d_{what}", x, two[what])
@@ -74,6 +81,7 @@ def several(name: str, writes: int, **more) -> Inputs:
 @pytest.mark.parametrize("writes", COUNTS)
 def test_a_write_is_a_token_that_does_not_decay_or_read(target, name, writes):
     inputs = several(name, writes)
+    skip_if_declined(passes.prefill, inputs, target)
     found = passes.prefill(inputs, backend=target)
     rows = timeline(inputs)
     exact, naive = exact_and_naive(passes.prefill, rows)
@@ -85,6 +93,7 @@ def test_a_write_is_a_token_that_does_not_decay_or_read(target, name, writes):
 @pytest.mark.parametrize("writes", COUNTS)
 def test_gradients_are_those_of_such_tokens(target, name, writes):
     inputs = several(name, writes)
+    skip_if_declined(differentiate, inputs, target)
     d_o, d_final = gradients.upstream(inputs)
     found = gradients.backward(inputs, d_o, d_final, backend=target)
     rows, of_rows = timeline(inputs), (by_write(d_o, writes, -1), d_final)
@@ -99,6 +108,7 @@ def test_gradients_are_those_of_such_tokens(target, name, writes):
 @pytest.mark.parametrize("writes", [2, 3, 65])
 def test_the_map_is_that_of_such_tokens(target, name, writes):
     inputs = several(name, writes, state=False)
+    skip_if_declined(passes.segment, inputs, target)
     found = passes.segment(inputs, backend=target)
     rows = timeline(inputs)
     exact, naive = exact_and_naive(passes.segment, rows)
@@ -110,6 +120,7 @@ def test_the_map_is_that_of_such_tokens(target, name, writes):
 def test_drafts_are_such_tokens(target, name, writes):
     """Of a chain, its states are those after a token's last write."""
     inputs = make(Case(name, (4,) * 3, value_heads=4, householders=writes))
+    skip_if_declined(passes.verify, inputs, target)
     room = passes.empty_states(inputs, 12).unflatten(0, (3, 4))
     found = passes.verify(inputs, backend=target, snapshots=room)
     rows, last = timeline(inputs), slice(writes - 1, None, writes)
@@ -124,6 +135,7 @@ def test_drafts_are_such_tokens(target, name, writes):
 @pytest.mark.parametrize("writes", [3, 5, 70])
 def test_states_on_the_way_change_no_bit(target, name, writes):
     inputs = make(Case(name, (140, 70), packed=True, householders=writes, key_dim=32, value_dim=32))
+    skip_if_declined(passes.prefill, inputs, target)
     plain = passes.prefill(inputs, backend=target)
     plan = torch.tensor([(0, 64, 0), (0, 140, 1), (1, 64, 2), (0, 128, 3)], dtype=torch.int32)
     room, starts = passes.empty_states(inputs, 4), passes.empty_states(inputs, 5).unsqueeze(0)
@@ -194,22 +206,32 @@ def test_rows_that_are_no_whole_tokens_are_refused(name, function, wrong):
     assert_same_bits("states", before, inputs.initial_state)
 
 
+# The targets of a GPU that take several writes; sm80:segments has other conditions besides.
+TAKE_SEVERAL = {
+    "prefill": {"sm80", "sm80:whole", "sm80:step"},
+    "decode": {"sm80"},
+    "verify": {"sm80"},
+    "segment": {"sm80", "sm80:step"},
+    "backward": {"sm80:step"},
+}
+
+
 def test_explain_knows_of_writes(name):
     taken = [row.target for row in cula.explain(name, writes=3, device="cpu") if row.verdict != "no"]
     assert taken
     assert taken[0].startswith("cpu")
-    for pass_name in ("prefill", "decode", "verify", "segment", "backward"):
+    for pass_name, takes in TAKE_SEVERAL.items():
         for row in cula.explain(name, pass_name, writes=2, device="sm_90"):
-            # Where the kernels of GPUs are built: those that go token by token take it.
+            # Where the kernels of GPUs are built.
             if row.reason.startswith("runs on "):
                 continue
-            if row.target == "sm80:step" or (row.target == "sm80" and pass_name in ("decode", "verify")):
-                assert row.verdict != "no"
-                continue
-            assert row.verdict == "no"
+            assert (row.verdict != "no") == (row.target in takes) or row.target == "sm80:segments"
             # Three walks take no delta rule at all.
-            if not row.target.endswith(":three_walks"):
+            if row.target.startswith("sm90") and not row.target.endswith(":three_walks"):
                 assert row.reason == f"takes one write per token, not the several of {name}"
+    for row in cula.explain(name, writes=2**15 + 1, device="sm_90"):
+        if row.target == "sm80" and row.verdict == "no" and not row.reason.startswith("runs on "):
+            assert row.reason == "takes up to 32768 writes a token, got 32769"
     with pytest.raises(ValueError, match="writes must be 1 for gdn, got 2"):
         cula.explain("gdn", writes=2)
     for writes in (0, 2**24 + 1):

@@ -10,6 +10,7 @@
 #include "core/check.h"
 #include "cuda/backward/gradients.h"
 #include "cuda/chunked/entry.h"
+#include "cuda/limits.h"
 #include "cuda/pipe/launch.h"
 
 namespace cula::cuda::backward {
@@ -63,6 +64,7 @@ private:
 
 Support supports(const Problem& problem, StrategyKind wanted) {
     if (Support any = chunked::supports(problem); !any) return any;
+    if (Support one = takes_one_write(problem); !one) return one;
     if (problem.value_dim > kLargestDim)
         return Support::no("takes V up to " + std::to_string(kLargestDim) + ", got " +
                            std::to_string(problem.value_dim) +

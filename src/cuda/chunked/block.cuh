@@ -16,6 +16,7 @@
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/convert.cuh"
+#include "cuda/tile/tokens_of_rows.cuh"
 
 namespace cula::cuda::chunked {
 
@@ -55,21 +56,25 @@ struct BlockRows {
     // at a time, into the registers that the switched-off wide loads did not write.
     // If both ways wrote the same registers, the compiler would
     // merge them by moves, and a move waits for its source.
-    template <class T>
+    // `tokens`: the token of each row of the block, of which `first_token` is the first. Rows that are not
+    // their token's last are not loaded.
+    template <class T, class Tokens = RowsAreTokens>
     __device__ __forceinline__ void fetch(const TokenRows& rows, std::int64_t batch, std::int64_t first_token,
-                                          int head, int count, int first_channel, int key_dim,
-                                          int ahead = 0) {
+                                          int head, int count, int first_channel, int key_dim, int ahead = 0,
+                                          const Tokens& tokens = {}) {
         const int lane = static_cast<int>(threadIdx.x) % 32, channel = first_channel + lane % 4 * 8;
         const T* first = static_cast<const T*>(rows.data) + rows.offset(batch, first_token, head) + channel;
         const int pitch = static_cast<int>(rows.token) * 2;
         const int last = count > 0 ? count - 1 : 0;
-        const T* from[2] = {advanced(first, min(lane / 4, last), pitch),
-                            advanced(first, min(lane / 4 + 8, last), pitch)};
+        const int own[2] = {min(lane / 4, last), min(lane / 4 + 8, last)};
+        const T* from[2] = {advanced(first, tokens.token(own[0]), pitch),
+                            advanced(first, tokens.token(own[1]), pitch)};
 #pragma unroll
         for (int g = 0; g < kGroups; ++g)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                load_if(word[half][g], from[half] + 32 * g, rows.pieces && channel + 32 * g < key_dim);
+                load_if(word[half][g], from[half] + 32 * g,
+                        rows.pieces && channel + 32 * g < key_dim && tokens.is_last(own[half]));
         if (ahead > 0 && rows.pieces) {
             // Prefetch: two rows, and at most two 128-byte lines
             // of each, for the four lanes that share the rows.
@@ -81,12 +86,13 @@ struct BlockRows {
 #pragma unroll 1
         for (int unit = 0; unit < 2 * kGroups; ++unit) {
             const int token = lane / 4 + unit % 2 * 8, c = unit / 2 * 32;
-            const T* at = first + token * rows.token + c;
+            const T* at = first + tokens.token(token) * rows.token + c;
+            const bool in = token < count && tokens.is_last(token);
             Words words;
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
-                const bool low = token < count && channel + c + 2 * w < key_dim,
-                           high = token < count && channel + c + 2 * w + 1 < key_dim;
+                const bool low = in && channel + c + 2 * w < key_dim,
+                           high = in && channel + c + 2 * w + 1 < key_dim;
                 words[w] = load16_if(at + 2 * w, low) | load16_if(at + 2 * w + 1, high) << 16;
             }
 #pragma unroll
@@ -117,11 +123,15 @@ struct BlockRows {
     // mask() for kernels whose products want the words in other registers than the loads wrote.
     // A mask that is always applied moves the words after they
     // have arrived, so the compiler inserts no earlier move.
-    __device__ __forceinline__ void mask_moving(int count, int first_channel, int key_dim) {
+    // Rows that are not the last of their token become zero, too.
+    template <class Tokens = RowsAreTokens>
+    __device__ __forceinline__ void mask_moving(int count, int first_channel, int key_dim,
+                                                const Tokens& tokens = {}) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const std::uint32_t in = lane / 4 + 8 * half < count ? ~0u : 0u;
+            const int row = lane / 4 + 8 * half;
+            const std::uint32_t in = row < count && tokens.is_last(row) ? ~0u : 0u;
 #pragma unroll
             for (int g = 0; g < kGroups; ++g)
 #pragma unroll

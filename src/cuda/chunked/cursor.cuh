@@ -244,14 +244,15 @@ struct SegmentCursor {
     }
 
     // Zeroes outputs that no cursor covers: those of sequences with
-    // the null index, and those of tokens after the last sequence.
+    // the null index, and those of tokens after the last sequence. kSeveral: tokens write several times.
+    template <bool kSeveral = false>
     __device__ __forceinline__ void zero_skipped(const Schedule& schedule) const {
         if (kMaps) return;
         if (a.cu_seqlens && number == 0 && schedule.slab_begin == 0)
-            zero_outputs(0, a.sequences > 0 ? Offsets(a).at(a.sequences) : 0, a.tokens);
+            zero_outputs<kSeveral>(0, a.sequences > 0 ? Offsets(a).at(a.sequences) : 0, a.tokens);
         if (segment.sequence >= 0 && slots.skipped) {
             const int last = segment.chunks - 1, from = reversed() ? last : 0, to = reversed() ? 0 : last;
-            zero_outputs(batch, token(from), token(to) + count(to));
+            zero_outputs<kSeveral>(batch, token(from), token(to) + count(to));
         }
     }
 
@@ -268,11 +269,14 @@ struct SegmentCursor {
         return chunk == (a.reversed ? -segment.chunk : segment.chunks - 1) ? last_count : kRows;
     }
 
+    // Of the tokens whose last row is one from `first` to `last`.
+    template <bool kSeveral>
     __device__ __forceinline__ void zero_outputs(std::int64_t batch, std::int64_t first,
                                                  std::int64_t last) const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         if (kEitherWay && !a.o.data) return;
-        for (std::int64_t t = first; t < last; ++t)
+        const std::int64_t writes = kSeveral ? a.writes : 1;
+        for (std::int64_t t = first / writes; t < last / writes; ++t)
             if (lane < kWarpRows && rows.first + lane < a.value_dim)
                 store_row(a.o.data, a.o.dtype, a.o.offset(batch, t, value_head) + rows.first + lane, 0.0f);
     }

@@ -13,7 +13,6 @@ namespace cula::cuda::chunked {
 
 Support supports(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;
-    if (Support writes = takes_writes(problem); !writes) return writes;
     if (problem.dtype == Dtype::kFloat32) return Support::no("multiplies bfloat16 and float16; q is float32");
     if (problem.beta_per_value && !takes_erase(problem.algorithm.update))
         return Support::no(
@@ -21,6 +20,11 @@ Support supports(const Problem& problem) {
     if (problem.key_dim < kFewestChunkChannels)
         return Support::no("takes K from " + std::to_string(kFewestChunkChannels) +
                            " on: chunks of fewer channels cancel where tokens do not");
+    if (problem.writes > 1 && varies_by_channel(problem.algorithm.decay))
+        return Support::no("takes several writes of a token with one decay for all of its channels");
+    if (problem.writes > kMostChunkWrites)
+        return Support::no("takes up to " + std::to_string(kMostChunkWrites) + " writes a token, got " +
+                           std::to_string(problem.writes));
     const int rows = problem.key_dim <= 128 ? 64 : 32;
     if (problem.chunk_states && problem.chunk_tokens % rows != 0)
         return Support::no("stores chunk states every " + std::to_string(rows) + " tokens for this K");

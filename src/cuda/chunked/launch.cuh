@@ -4,7 +4,8 @@
 //
 //   schedule         chunks and segments from cu_seqlens; skipped unless the call is packed and not by_warp
 //   prepare_*        chunk operands; skipped where the carry prepares them itself or where they were kept
-//                    (of a rule with erase strengths erase_operands comes before the first slab)
+//                    (of a rule with erase strengths erase_operands comes before the first slab; where
+//                    tokens write several times, count_writes)
 //   then, by strategy (plan.h):
 //     Fused          one kernel, instead of prepare
 //     Whole          carry: outputs and final states
@@ -30,6 +31,7 @@
 #include "cuda/chunked/prepare_erase.h"
 #include "cuda/chunked/schedule.cuh"
 #include "cuda/chunked/target.h"
+#include "cuda/chunked/timeline.cuh"
 #include "cuda/chunked/workspace.cuh"
 #include "cuda/pipe/launch.h"
 #include "cuda/rule.h"
@@ -208,7 +210,7 @@ private:
                     workspace_.operands, workspace_.is_compensated, workspace_.fading);
             });
         else if constexpr (kPrepares)
-            launch<prepare_token<T, kKey, Carry::kReversed>>(
+            launch<prepare_token<T, kKey, Carry::kReversed, Carry::kSeveral>>(
                 {chunks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)}, schedule_, span,
                 workspace_.operands, workspace_.is_compensated, workspace_.fading);
     }
@@ -311,6 +313,7 @@ public:
     void launch(const Call& call) const override {
         if constexpr (kErasable<Carry::kPerChannel, kUpdate>)
             if (plan_.shape.erases) return launch_erasing(call);
+        if constexpr (Carry::kSeveral) return launch_on_timeline(call);
         if (!others_) return Launches<Carry, kUpdate>(call, plan_).run();
         auto* const workspace = static_cast<std::byte*>(call.workspace);
         Call part = call;
@@ -348,6 +351,15 @@ private:
         Launches<Carry, kUpdate>(erasing, plan_).run();
     }
 
+    // Of tokens that write several times.
+    void launch_on_timeline(const Call& call) const {
+        const Layout workspace(plan_, call.workspace, call.kept, plan_.found);
+        Call of_writes = call;
+        workspace.timeline.replace(of_writes.args);
+        if (launch_count_writes(call.args, workspace.timeline, call.stream)) of_writes.goes_on = true;
+        Launches<Carry, kUpdate>(of_writes, plan_).run();
+    }
+
     PrefillPlan plan_;
     std::optional<std::array<PrefillPlan, 2>> others_;
     std::array<std::size_t, 3> bytes_{};
@@ -378,6 +390,7 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
         shape.erases && (shape.kept || EraseOperands<typename Carry::Type>::converts(token_rows(args.erase)));
     // What does not fit was not kept either.
     const bool found = shape.kept && args.kept.data;
+    if (Carry::kSeveral && args.checkpoint_plan) shape.checkpoints = args.checkpoint_plan.size[0];
     // b_alone: of a segment call that makes B alone, whose first segments need no M. With packed sequences
     // the host does not know which segments come first.
     const auto planned = [&](bool b_alone) {

@@ -105,8 +105,9 @@ inline CarryRows rows_of(const Strategy& strategy) {
 
 // A call, as far as its plan depends on it.
 struct PrefillShape {
-    std::int64_t sequences = 1, tokens = 0;  // tokens: of all sequences together
-    std::int64_t chunks = 0, longest = 0;    // upper bounds: of all sequences together, of one
+    // tokens: of all sequences together; where tokens write several times, their writes.
+    std::int64_t sequences = 1, tokens = 0;
+    std::int64_t chunks = 0, longest = 0;  // upper bounds: of all sequences together, of one
     int value_heads = 1, key_dim = 0, value_dim = 0;
     bool packed = false, batch_invariant = false;
     bool segment = false;    // a segment call: maps of whole sequences
@@ -114,15 +115,18 @@ struct PrefillShape {
     bool from_zero = false;  // no one needs the M of a sequence's first segment
     bool erases = false;     // a rule with erase strengths (erase_operands.cuh)
     bool converts_erase = false;         // its erase strengths come in rows that prepare_channel cannot read
+    bool several_writes = false;         // chunks are rows of writes (timeline.h)
+    std::int64_t checkpoints = 0;        // rows of the checkpoint plan; counted with several writes alone
     std::span<const double> costs = {};  // Problem::costs
 };
 
 inline PrefillShape shape_of(const Problem& problem, int chunk_tokens) {
-    const std::int64_t of_row = (problem.tokens + chunk_tokens - 1) / chunk_tokens;
+    const std::int64_t tokens = problem.tokens * problem.writes,
+                       of_row = (tokens + chunk_tokens - 1) / chunk_tokens;
     const std::int64_t chunks =
-        problem.varlen ? problem.tokens / chunk_tokens + problem.sequences : of_row * problem.sequences;
+        problem.varlen ? tokens / chunk_tokens + problem.sequences : of_row * problem.sequences;
     return {.sequences = problem.sequences,
-            .tokens = problem.tokens * (problem.varlen ? 1 : problem.sequences),
+            .tokens = tokens * (problem.varlen ? 1 : problem.sequences),
             .chunks = chunks,
             .longest = problem.varlen ? chunks : of_row,
             .value_heads = static_cast<int>(problem.value_heads),
@@ -132,6 +136,7 @@ inline PrefillShape shape_of(const Problem& problem, int chunk_tokens) {
             .batch_invariant = problem.batch_invariant,
             .segment = problem.pass == Pass::kSegment,
             .erases = takes_erase(problem.algorithm.update),
+            .several_writes = problem.writes > 1,
             .costs = problem.costs};
 }
 

@@ -13,6 +13,10 @@
 // same for every token. Its operands are those of q and k in each other's places, for readers that have
 // changed places, too: the transposed A, and each factor under the other's name.
 //
+// kSeveral: for tokens that write several times (tile/tokens_of_rows.cuh). What is above is of rows of
+// writes: those that are not their token's last have a zero query, and those that are not its first do not
+// decay.
+//
 // Grid: one CTA per (chunk of the slab, `span` value heads that
 // share q and k); 128 threads, a warp per block of 16 tokens.
 //   K = 256: two blocks per chunk, and a warp per block and half of the channels.
@@ -76,10 +80,11 @@ struct TokenRule<Update::kDelta> {
     static constexpr bool kSolves = true;  // the inverse, and low words of compensated chunks
 };
 
-template <class T, int kKey, bool kReversed = false>
+template <class T, int kKey, bool kReversed = false, bool kSeveral = false>
 __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, int span,
                   TokenChunk<T, kKey>* chunks, std::int32_t* is_compensated, float* fading) {
+    static_assert(!kReversed || !kSeveral);
     follow_kernels_before_carry<kKey>(schedule);
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>;
@@ -111,8 +116,14 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     const std::int64_t begin = place.begin + (count > 0 ? first : 0);
     // Only the first of the value heads that share a head prefetches.
     const int ahead = first_head == head * a.group ? tokens_ahead<kKey>(a, schedule, begin) : 0;
-    q.template fetch<T>(kReversed ? a.k : a.q, place.batch, begin, head, count, part * P::kChannels,
-                        a.key_dim, ahead);
+    if constexpr (kSeveral) {
+        const TokensOfWrites tokens(a.writes, begin);
+        q.template fetch<T>(a.q, place.batch, tokens.first_token, head, count, part * P::kChannels, a.key_dim,
+                            ahead / a.writes, tokens);
+    } else {
+        q.template fetch<T>(kReversed ? a.k : a.q, place.batch, begin, head, count, part * P::kChannels,
+                            a.key_dim, ahead);
+    }
     k.template fetch<T>(kReversed ? a.q : a.k, place.batch, begin, head, count, part * P::kChannels,
                         a.key_dim, ahead);
     constexpr int kBetas = kMostSpan * kRows / kPrepareThreads;  // of a thread
@@ -131,18 +142,21 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
         // chunk has 32), then the warp scans over the lanes.
         constexpr int kEach = kRows / 32;
         const bool per_token = a.algorithm.decay == kTokenDecay;
+        const TokensOfRows<kSeveral> of_chunk(a.writes, place.begin);
         TokenNumber raw_gates[kEach];
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             const int t = lane * kEach + i;
-            if (per_token) raw_gates[i].ask(a.g, place.batch, place.begin + t, value_head, t < place.count);
+            if (per_token)
+                raw_gates[i].ask(a.g, place.batch, of_chunk.first_token + of_chunk.token(t), value_head,
+                                 t < place.count && of_chunk.is_first(t));
         }
         const HeadGate gate(a, value_head);
         float sum[kEach];
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             sum[i] = 0.0f;
-            if (lane * kEach + i < place.count) {
+            if (lane * kEach + i < place.count && of_chunk.is_first(lane * kEach + i)) {
                 const float of_gate = per_token ? gate.log2_decay(raw_gates[i].value(a.g) + gate.bias) : 0.0f;
                 sum[i] = max_or_nan(of_gate + gate.gamma2, kLeastLog2Decay);
             }
@@ -157,7 +171,10 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
         if (of < span)
             s.beta[of][t] = solves && t < place.count ? solved_beta_of(a, betas[i].value(a.beta)) : 0.0f;
     }
-    q.mask_moving(count, part * P::kChannels, a.key_dim);
+    if constexpr (kSeveral)
+        q.mask_moving(count, part * P::kChannels, a.key_dim, TokensOfWrites(a.writes, begin));
+    else
+        q.mask_moving(count, part * P::kChannels, a.key_dim);
     k.mask_moving(count, part * P::kChannels, a.key_dim);
     if (a.qk_l2norm) {
         square_tokens<T, true>(s.squares[0][part] + first, q);

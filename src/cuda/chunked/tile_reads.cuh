@@ -6,6 +6,7 @@
 #include "cuda/chunked/chunk.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/tile/convert.cuh"
+#include "cuda/tile/tokens_of_rows.cuh"
 
 namespace cula::cuda::chunked {
 
@@ -37,11 +38,12 @@ struct LaneReads {
 };
 
 // Copies kRows tokens x kKey channels of a head, unchanged, to a tile, with zeros beyond `count` tokens and
-// `key_dim` channels. `wide`: rows can be read in pieces of 16 bytes (cp.async).
-template <class T, int kRows, int kKey>
+// `key_dim` channels. `wide`: rows can be read in pieces of 16 bytes (cp.async). `tokens`: the token of each
+// row of the tile, counted from that at `offset`; rows that are not their token's last are zero.
+template <class T, int kRows, int kKey, class Tokens = RowsAreTokens>
 __device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, const TokenRows& rows,
                                             std::int64_t offset, int count, int key_dim, bool wide,
-                                            int thread, int threads) {
+                                            int thread, int threads, const Tokens& tokens = {}) {
     // A thread keeps its unit of 16 bytes and advances over the tokens by as many rows as all threads cover.
     // Where that is a multiple of eight, the swizzle is the same in each of them.
     constexpr int kUnits = kKey / 8;
@@ -50,9 +52,9 @@ __device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, cons
     if (wide) {
 #pragma unroll 4
         for (int token = thread / kUnits; token < kRows; token += step) {
-            const bool in = token < count && unit * 8 < key_dim;
+            const bool in = token < count && unit * 8 < key_dim && tokens.is_last(token);
             copy_async(tile_at + OperandTile<kKey, false>::unit(token, unit) * 16,
-                       base + (in ? token * rows.token + unit * 8 : 0), in ? 16 : 0);
+                       base + (in ? tokens.token(token) * rows.token + unit * 8 : 0), in ? 16 : 0);
         }
     } else {
 #pragma unroll 1
@@ -60,8 +62,9 @@ __device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, cons
 #pragma unroll 1
             for (int e = 0; e < 8; ++e)
                 tile[OperandTile<kKey, false>::unit(token, unit) * 8 + e] =
-                    token < count && unit * 8 + e < key_dim ? base[token * rows.token + unit * 8 + e]
-                                                            : from_float<T>(0.0f);
+                    token < count && unit * 8 + e < key_dim && tokens.is_last(token)
+                        ? base[tokens.token(token) * rows.token + unit * 8 + e]
+                        : from_float<T>(0.0f);
     }
 }
 

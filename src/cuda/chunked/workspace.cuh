@@ -11,6 +11,7 @@
 #include "cuda/chunked/prepare_channel.cuh"
 #include "cuda/chunked/prepare_erase.h"
 #include "cuda/chunked/prepare_token.cuh"
+#include "cuda/chunked/timeline.cuh"
 
 namespace cula::cuda::chunked {
 
@@ -30,6 +31,7 @@ struct Workspace {
     float* fading = nullptr;
     Operands* operands = nullptr;
     EraseOperands<T> erase;                                       // of rules with erase strengths
+    Timeline timeline;                                            // of tokens that write several times
     float *map_m = nullptr, *map_b = nullptr, *starts = nullptr;  // of segments
     Verdicts verdicts;                                            // of FusedSegments
     float* initial_copy = nullptr;  // likewise, where the call updates states in place
@@ -50,6 +52,11 @@ struct Workspace {
             packed = from.take<PackedChunk>(plan.slab_chunks);
             segments = from.take<Segment>(plan.max_segments);
         };
+        if (shape.several_writes) {
+            timeline.carve_ends(carver, shape);
+            if (found) timeline.carve_ends(own, shape);  // likewise
+            timeline.carve_plan(found ? own : carver, shape);
+        }
         const bool scheduled = shape.packed && !plan.by_warp;
         if (scheduled) take_schedule(carver);
         if (scheduled && found) take_schedule(own);

@@ -46,7 +46,7 @@ void run(const Args& args, const Context& context) {
                 return call.args.erase.data ? launch_step_packed<State, kKey, true>(call)
                                             : launch_step_packed<State, kKey, false>(call);
             };
-            if (takes_several_writes(args.algorithm.update))
+            if (call.args.writes > 1)
                 launch_step_several<kKey>(call);
             else if (call.segment || !launch_packed())
                 launch_step_any<kKey>(call);

@@ -13,7 +13,8 @@
 // values are zero. (ALGORITHM.md writes the transposes.) With kSaves and kKeeps the S before every chunk and
 // its U are stored as backward/saved.cuh says; kWalkMaps makes the maps that cut such a walk, and M^T
 // besides. The modes of a reversed walk take the chunks of a sequence from the last one on; its scores are an
-// upper triangle, of which prepare has left the transposed.
+// upper triangle, of which prepare has left the transposed. Where tokens write several times a chunk is 64
+// rows of writes (tile/tokens_of_rows.cuh), of which those that are a token's last read and store O.
 //
 // Grid: row blocks x value heads x segments, row blocks fastest. 32 to 256 threads: a warp per 16 value rows,
 // at most 8. For maps that are matrices further row blocks are rows of M. With kSaves every second CTA is one
@@ -70,12 +71,15 @@ enum class CarryMode : std::uint8_t {
     // Of a walk from the last token to the first (docs/design/three-walks.md):
     kReversedOutputs,
     kReversedMaps,
+    kOutputsOfSeveral,  // kOutputs, of tokens that write several times
 };
+constexpr bool is_of_several(CarryMode mode) { return mode == CarryMode::kOutputsOfSeveral; }
 constexpr bool is_reversed(CarryMode mode) {
     return mode == CarryMode::kReversedOutputs || mode == CarryMode::kReversedMaps;
 }
 constexpr bool makes_outputs(CarryMode mode) {
-    return mode == CarryMode::kOutputs || mode == CarryMode::kKeeps || mode == CarryMode::kReversedOutputs;
+    return mode == CarryMode::kOutputs || mode == CarryMode::kKeeps || mode == CarryMode::kReversedOutputs ||
+           mode == CarryMode::kOutputsOfSeveral;
 }
 constexpr bool makes_maps(CarryMode mode) {
     return mode == CarryMode::kMaps || mode == CarryMode::kWalkMaps || mode == CarryMode::kReversedMaps;
@@ -110,7 +114,9 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
           const __grid_constant__ CarryParamsOf<T, kKey, kMode> p) {
     pdl_wait();
     pdl_trigger();
-    constexpr bool kMaps = makes_maps(kMode), kSaves = saves(kMode), kReversed = is_reversed(kMode);
+    constexpr bool kMaps = makes_maps(kMode), kSaves = saves(kMode), kReversed = is_reversed(kMode),
+                   kSeveral = is_of_several(kMode);
+    using Tokens = TokensOfRows<kSeveral>;
     int block = static_cast<int>(blockIdx.x);  // among the CTAs of the carry
     if constexpr (returns_too(kMode)) {
         const bool returns = p.template returns<kMaps>(block);
@@ -134,7 +140,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
     const SegmentCursor<kKey, kMaps, kReversed> cursor(
         a, schedule, p, own_segment<kKey, kMaps>(a, schedule, p, block), warp, warps, block);
-    if constexpr (makes_outputs(kMode)) cursor.zero_skipped(schedule);
+    if constexpr (makes_outputs(kMode)) cursor.template zero_skipped<kSeveral>(schedule);
     if (cursor.nothing(schedule)) return;
     if constexpr (kMode == CarryMode::kWalkMaps)
         if (!cursor.of_m && !has_diagonal_map(kUpdate) && !p.walks_forwards) return;
@@ -175,10 +181,12 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         const std::int64_t t0 = cursor.token(chunk);
         if constexpr (!kPerChannel) {
             const int head = a.by_group.divide(value_head);
-            if constexpr (makes_outputs(kMode))
+            if constexpr (makes_outputs(kMode)) {
+                const Tokens tokens(a.writes, t0);
                 copy_tokens<T, kRows, kKey>(stage.raw.q, stage_at + offsetof(Stage, raw), a.q,
-                                            a.q.offset(cursor.batch, t0, head), left, a.key_dim, wide_keys,
-                                            thread, threads);
+                                            a.q.offset(cursor.batch, tokens.first_token, head), left,
+                                            a.key_dim, wide_keys, thread, threads, tokens);
+            }
             copy_tokens<T, kRows, kKey>(stage.raw.k, stage_at + offsetof(Stage, raw) + offsetof(RawT, k), a.k,
                                         a.k.offset(cursor.batch, t0, head), left, a.key_dim, wide_keys,
                                         thread, threads);
@@ -380,15 +388,17 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                 }
             }
             const int left = kReversed && !a.o.data ? 0 : cursor.count(chunk);
-            const std::int64_t first_out = a.o.offset(cursor.batch, cursor.token(chunk), value_head);
+            const Tokens tokens(a.writes, cursor.token(chunk));
+            const std::int64_t first_out = a.o.offset(cursor.batch, tokens.first_token, value_head);
             if (a.o.dtype == Dtype::kFloat32) {
 #pragma unroll
                 for (int tile = 0; tile < kRows / 8; ++tile)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         const int token = tile * 8 + lane_channel + e % 2, row = lane_row + e / 2 * 8;
-                        if (token < left && row < a.value_dim)
-                            store_row(static_cast<float*>(a.o.data) + first_out + token * a.o.token + row,
+                        if (token < left && row < a.value_dim && tokens.is_last(token))
+                            store_row(static_cast<float*>(a.o.data) + first_out +
+                                          tokens.token(token) * a.o.token + row,
                                       out[tile][e]);
                     }
             }
@@ -404,6 +414,12 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                         transposed(round_row<T>(out[tile][half * 2], out[tile][half * 2 + 1]));
                     if (a.o.dtype == Dtype::kFloat32) continue;
                     if (tile * 8 + lane / 4 >= left || lane_value + half * 8 >= a.value_dim) continue;
+                    if constexpr (kSeveral) {
+                        const int row = tile * 8 + lane / 4;
+                        if (!tokens.is_last(row)) continue;
+                        to = static_cast<T*>(a.o.data) + lane_value + first_out +
+                             tokens.token(row) * a.o.token;
+                    }
                     if (pairs_out) {
                         move_row(to + half * 8, word);
                     } else {

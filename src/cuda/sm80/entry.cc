@@ -9,6 +9,7 @@
 #include "cuda/backward/entry.h"
 #include "cuda/backward/plan.h"
 #include "cuda/chunked/entry.h"
+#include "cuda/limits.h"
 #include "cuda/sm80/launch.h"
 #include "cuda/with_instance.h"
 
@@ -44,6 +45,7 @@ chunked::Candidates candidates(Problem problem) {
 template <StrategyKind kWanted>
 Support supports(const Problem& problem) {
     Support any = chunked::supports(problem);
+    if (any && problem.saves && problem.writes > 1) return takes_one_write(problem);
     if (!any || kWanted == StrategyKind::kAny || candidates(problem).choose(kWanted)) return any;
     return chunked::refuses(kWanted);
 }
@@ -52,6 +54,8 @@ template <StrategyKind kWanted>
 PreparedPtr prepare(const Problem& problem, const Args& args, const Context&) {
     if (problem.saves) return backward_prepare_within(problem, args, {}, kWanted);
     return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
+        if constexpr (!kPerChannel)
+            if (problem.writes > 1) return prepare_several<T, kKey>(problem, args, kWanted);
         return prepare_prefill<T, kKey, kPerChannel>(problem, args, kWanted);
     });
 }

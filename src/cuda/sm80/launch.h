@@ -27,6 +27,10 @@ chunked::Candidates prefill_candidates(const Problem& problem);
 template <class T, int kKey, bool kPerChannel>
 PreparedCallPtr prepare_prefill(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
 
+// Of tokens that write several times, by delta rules with one decay per token or head, or none.
+template <class T, int kKey>
+PreparedCallPtr prepare_several(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
+
 // A walk of a backward call from the last token to the first, of additive rules with a constant decay
 // (backward/three_walks.h), for at most 128 key channels. problem: of the walk as a prefill.
 template <class T, int kKey>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chunked prefill on any GPU: the launches that all carries share (chunked/launch.cuh), with the carry of
 // sm80/carry.cuh. And the walks of a backward call that are such prefills, reversed (backward/three_walks.h).
+// And the prefill of tokens that write several times.
 #pragma once
 
 #include "cuda/chunked/launch.cuh"
@@ -17,14 +18,22 @@ using chunked::rows_of;
 using chunked::SlabOf;
 using chunked::StrategyKind;
 
-template <class T, int kKeyDim, bool kDecayPerChannel, bool kFromTheLast = false>
+// What a carry walks over.
+enum class Over : std::uint8_t {
+    kTokens,
+    kReversedTokens,  // from the last to the first
+    kWrites,          // of tokens that write several times
+};
+
+template <class T, int kKeyDim, bool kDecayPerChannel, Over kOver = Over::kTokens>
 struct PortableCarry {
     using Type = T;
     static constexpr std::string_view kTarget = "sm80";
     static constexpr double kFirstApart = 1.0;
     static constexpr int kKey = kKeyDim, kWarpStep = 1;
     static constexpr bool kPerChannel = kDecayPerChannel, kScoresItself = false, kWaitsItself = false,
-                          kWarpgroups = false, kFirstBesideMaps = false, kReversed = kFromTheLast;
+                          kWarpgroups = false, kFirstBesideMaps = false,
+                          kReversed = kOver == Over::kReversedTokens, kSeveral = kOver == Over::kWrites;
 
     using GateTiles = NoGateTiles;
     static GateTiles gate_tiles(const DeviceArgs&) { return {}; }
@@ -54,7 +63,8 @@ struct PortableCarry {
 private:
     static constexpr CarryMode mode_of(bool maps) {
         if (kReversed) return maps ? CarryMode::kReversedMaps : CarryMode::kReversedOutputs;
-        return maps ? CarryMode::kMaps : CarryMode::kOutputs;
+        if (maps) return CarryMode::kMaps;  // which needs no more than rows
+        return kSeveral ? CarryMode::kOutputsOfSeveral : CarryMode::kOutputs;
     }
 };
 
@@ -70,8 +80,14 @@ PreparedCallPtr prepare_prefill(const Problem& problem, const Args& args, Strate
 
 template <class T, int kKey>
 PreparedCallPtr prepare_reversed_walk(const Problem& problem) {
-    return chunked::prepare_as<PortableCarry<T, kKey, false, true>, Update::kAdditive>(problem, Args{},
-                                                                                       StrategyKind::kAny);
+    return chunked::prepare_as<PortableCarry<T, kKey, false, Over::kReversedTokens>, Update::kAdditive>(
+        problem, Args{}, StrategyKind::kAny);
+}
+
+template <class T, int kKey>
+PreparedCallPtr prepare_several(const Problem& problem, const Args& args, StrategyKind wanted) {
+    return chunked::prepare_as<PortableCarry<T, kKey, false, Over::kWrites>, kKernelsOf<Update::kProduct>>(
+        problem, args, wanted);
 }
 
 }  // namespace cula::cuda::sm80

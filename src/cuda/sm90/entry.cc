@@ -9,6 +9,7 @@
 #include "cuda/backward/entry.h"
 #include "cuda/backward/plan.h"
 #include "cuda/chunked/entry.h"
+#include "cuda/limits.h"
 #include "cuda/sm90/fused/rule.h"
 #include "cuda/sm90/launch.h"
 
@@ -52,6 +53,7 @@ Support takes(const Problem& problem) {
     if (Support any = runs_on(problem.device); !any) return any;
     if (problem.key_dim > 128)
         return Support::no("takes K up to 128, got " + std::to_string(problem.key_dim));
+    if (Support one = takes_one_write(problem); !one) return one;
     return chunked::supports(problem);
 }
 

@@ -26,7 +26,7 @@ struct WarpgroupCarry {
     static constexpr double kFirstApart = 1.25;
     static constexpr int kKey = kKeyDim, kWarpStep = kWarpgroupWarps;
     static constexpr bool kPerChannel = kDecayPerChannel, kScoresItself = !kDecayPerChannel,
-                          kReversed = false, kWaitsItself = true, kWarpgroups = true,
+                          kReversed = false, kSeveral = false, kWaitsItself = true, kWarpgroups = true,
                           kFirstBesideMaps = kDecayPerChannel;  // of others it was not measured
     // The fused prefill needs bf16: fp16's range is too small for decay factors over half a chunk. It needs
     // K = 128: with 64 channels half of its threads would have none.
