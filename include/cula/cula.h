@@ -95,7 +95,7 @@ void compose(const Composition& composition, const Context& context = {});
 // What a prefill saves for the backward of the same call (Args::saved): `words` int32 of every chunk of
 // chunk_tokens tokens and every value head, of at most most_chunks chunks. Without cu_seqlens each row of the
 // batch has T / chunk_tokens chunks, rounded up; with them there are T / chunk_tokens, rounded down, and one
-// more for each sequence.
+// more for each sequence. Of tokens that write n times T n stands for T.
 struct Saving {
     int chunk_tokens = kChunkTokens;
     std::int64_t words = 0, most_chunks = 0;

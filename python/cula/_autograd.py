@@ -369,10 +369,11 @@ class Saver(NamedTuple):
         """Memory for what a call of those arguments keeps; None where that is too much, and where there is
         nothing."""
         q, v, cu_seqlens = given["q"], given["v"], given.get("cu_seqlens")
+        rows = given["k"].shape[1]  # tokens, or their writes
         if cu_seqlens is None:
-            chunks = (q.shape[1] + self.chunk_tokens - 1) // self.chunk_tokens * q.shape[0]
+            chunks = (rows + self.chunk_tokens - 1) // self.chunk_tokens * q.shape[0]
         else:
-            chunks = q.shape[1] // self.chunk_tokens + cu_seqlens.shape[0] - 1
+            chunks = rows // self.chunk_tokens + cu_seqlens.shape[0] - 1
         if q.shape[1] == 0 or chunks == 0 or chunks > self.most_chunks:
             return None
         room: Tensor = q.new_empty((chunks, v.shape[2], self.words), dtype=torch.int32)

@@ -161,21 +161,23 @@ def explain(
     notes = [] if place == "cpu" or build_info().cuda else [build_info().note()]
     if disable_recompute:
         problem += ", disable_recompute"
-        notes += _saving_note(rows, tokens, sequences, value_heads, varlen)
+        notes += _saving_note(rows, tokens, writes, sequences, value_heads, varlen)
     return Explanation(problem, rows, "\n".join(notes))
 
 
 def _saving_note(
-    rows: tuple[Row, ...], tokens: int, sequences: int, value_heads: int, varlen: bool
+    rows: tuple[Row, ...], tokens: int, writes: int, sequences: int, value_heads: int, varlen: bool
 ) -> Iterator[str]:
     chosen = next((row for row in rows if row.verdict == "chosen"), None)
     if chosen is None or chosen.saving is None:
         yield "nothing is kept: the backward pass computes all again"
         return
     size, kept = chosen.saving.chunk_tokens, chosen.saving.bytes
-    chunks = tokens // size + sequences if varlen else -(-tokens // size) * sequences
+    count = tokens * writes
+    chunks = count // size + sequences if varlen else -(-count // size) * sequences
+    unit = "tokens" if writes == 1 else "writes"
     yield (
-        f"{chosen.target}: {kept / 2**10:.1f} KiB are kept of each chunk of {size} tokens and value head, "
+        f"{chosen.target}: {kept / 2**10:.1f} KiB are kept of each chunk of {size} {unit} and value head, "
         f"{chunks * value_heads * kept / 2**20:.0f} MiB in all"
     )
 

@@ -28,8 +28,9 @@ std::string_view name(DeviceKind kind) { return kind == DeviceKind::kCpu ? "CPU"
 // How many chunks a call with `saved` has, at most.
 std::int64_t saved_chunks(const Problem& problem, const Saving& of) {
     if (problem.tokens == 0) return 0;
-    if (problem.varlen) return problem.tokens / of.chunk_tokens + problem.sequences;
-    return (problem.tokens + of.chunk_tokens - 1) / of.chunk_tokens * problem.sequences;
+    const std::int64_t rows = problem.tokens * problem.writes;
+    if (problem.varlen) return rows / of.chunk_tokens + problem.sequences;
+    return (rows + of.chunk_tokens - 1) / of.chunk_tokens * problem.sequences;
 }
 
 // Checks what holds for every kernel, then asks the kernel itself.

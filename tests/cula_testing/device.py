@@ -30,10 +30,16 @@ def values_are_read() -> bool:
 
 @functools.cache
 def _rows(
-    device: str, pass_name: str, dtype: torch.dtype, beta_per_value: bool = False, key_dim: int = 128
+    device: str,
+    pass_name: str,
+    dtype: torch.dtype,
+    beta_per_value: bool = False,
+    key_dim: int = 128,
+    algorithm: str = "kda",
 ) -> tuple[Row, ...]:
     named = {"dtype": dtype, "beta_per_value": beta_per_value, "key_dim": key_dim, "device": device}
-    rows = cula.explain(pass_name=pass_name, **named)
+    writes = 2 if cula.algorithms()[algorithm].takes_several_writes else 1
+    rows = cula.explain(algorithm, pass_name, writes=writes, **named)
     return tuple(
         row for row in rows if not row.target.startswith("reference") and not row.reason.startswith("runs on")
     )
@@ -59,9 +65,10 @@ def able(
     beta_per_value: bool = False,
     key_dim: int = 128,
     on: str = "",
+    algorithm: str = "kda",
 ) -> list[str]:
     """The targets that take such a call on this machine; on: a device other than the default one."""
-    rows = _rows(on or kind(), pass_name, dtype, beta_per_value, key_dim)
+    rows = _rows(on or kind(), pass_name, dtype, beta_per_value, key_dim, algorithm)
     return [row.target for row in rows if row.verdict != "no" and not is_strategy(row.target)]
 
 

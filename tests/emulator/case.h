@@ -316,11 +316,10 @@ inline void Case::make(const std::vector<Instance>& instances) {
         if (takes_erase(algorithm.update) && !step)
             return of.pass == (pass == Pass::kBackward ? "erase" : "prepare_erase");
         // With one write the kernels are those of gdn: their instances are needed, too.
-        if (takes_several_writes(algorithm.update))
-            return of.pass == (pass == Pass::kBackward ? "backward"
-                               : step                  ? "step_several"
-                                                       : "prefill_several") &&
-                   (step || pass != Pass::kBackward);
+        if (takes_several_writes(algorithm.update)) {
+            if (pass == Pass::kBackward) return of.pass == (step ? "backward" : "backward_several");
+            return of.pass == (step ? "step_several" : "prefill_several");
+        }
         if (step) return of.pass == (pass == Pass::kBackward ? "backward" : "step_any");
         if (walks)
             return of.pass == "reversed_walk" && has_diagonal_map(algorithm.update) &&

@@ -113,7 +113,9 @@ bool same_bits(const std::vector<double>& x, const std::vector<double>& y) {
 
 // Whether the instances are linked that a prefill with `saved` takes beside its own.
 bool may_save(const Args& args) {
-    const std::string pass = varies_by_channel(args.algorithm.decay) ? "backward_channel" : "backward_token",
+    const std::string pass = varies_by_channel(args.algorithm.decay) ? "backward_channel"
+                             : writes_per_token(args) > 1            ? "backward_several"
+                                                                     : "backward_token",
                       type = args.q.dtype == Dtype::kBFloat16 ? "__nv_bfloat16" : "__half";
     const std::int64_t dim = args.q.size[3], key = dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
     return std::ranges::any_of(kInstances, [&](const Case::Instance& of) {
@@ -124,9 +126,10 @@ bool may_save(const Args& args) {
 // Args::saved of such a call, uninitialised.
 TensorRef make_saved(Case::Memory& memory, const Problem& problem) {
     const Saving of = cuda::sm80::saving(problem);
-    const std::int64_t chunks =
-        problem.varlen ? problem.tokens / of.chunk_tokens + problem.sequences
-                       : (problem.tokens + of.chunk_tokens - 1) / of.chunk_tokens * problem.sequences;
+    const std::int64_t rows = problem.tokens * problem.writes,
+                       chunks = problem.varlen
+                                    ? rows / of.chunk_tokens + problem.sequences
+                                    : (rows + of.chunk_tokens - 1) / of.chunk_tokens * problem.sequences;
     TensorRef ref = TensorRef::contiguous(nullptr, Dtype::kInt32, {chunks, problem.value_heads, of.words});
     const auto bytes = static_cast<std::size_t>(chunks * problem.value_heads * of.words) * 4;
     ref.data = memory.blocks.emplace("saved", Guarded(bytes, 128)).first->second.data();
@@ -205,9 +208,10 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
         Args prefill = call.args;
         prefill.saved = args.saved, prefill.d_o = prefill.d_final_state = {};
         const TensorRef& v = prefill.v;
-        prefill.o = TensorRef::contiguous(nullptr, v.dtype, {v.size[0], v.size[1], v.size[2], v.size[3]});
+        const std::int64_t tokens = prefill.q.size[1];
+        prefill.o = TensorRef::contiguous(nullptr, v.dtype, {v.size[0], tokens, v.size[2], v.size[3]});
         const auto bytes =
-            static_cast<std::size_t>(v.size[0] * v.size[1] * v.size[2] * v.size[3]) * size_bytes(v.dtype);
+            static_cast<std::size_t>(v.size[0] * tokens * v.size[2] * v.size[3]) * size_bytes(v.dtype);
         prefill.o.data = of_prefill.blocks.emplace("o", Guarded(bytes)).first->second.data();
         const PreparedPtr first = prepare_within(Pass::kPrefill, prefill);
         run_prepared(first.get(), first->workspace_bytes(), prefill);

@@ -14,7 +14,10 @@ for gate in channel token; do
 done
 instances+="sm80/reversed_walk/__nv_bfloat16/64;chunked/prepare_erase/__nv_bfloat16/64;"
 instances+="backward/erase/__nv_bfloat16/64;chunked/compose/any/64;recurrent/step_any/any/64;"
-instances+="sm80/prefill_several/__nv_bfloat16/64;recurrent/step_several/any/64;"
+for pass in sm80/prefill sm80/backward backward/gradient; do
+    instances+="${pass}_several/__nv_bfloat16/64;"
+done
+instances+="recurrent/step_several/any/64;"
 instances+="recurrent/backward/any/64;recurrent/backward_erase/any/64;"
 instances+="float8/convert_states/any/256"
 for type in float __nv_bfloat16 __half Float8E4M3; do
@@ -38,7 +41,7 @@ for pass in prefill segment verify backward; do
     "$build/emulate" --pass "$pass" --target sm80:step --algorithm gdp --count 16 --seed "$seed" \
         --host_threads "$(nproc)"
 done
-for pass in prefill segment; do
+for pass in prefill segment backward; do
     echo "$pass sm80 of several writes a token"
     "$build/emulate" --pass "$pass" --target sm80 --algorithm gdp --count 40 --seed "$seed" \
         --host_threads "$(nproc)"

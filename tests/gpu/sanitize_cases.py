@@ -72,17 +72,18 @@ def _backward_of_saved(inputs: Inputs, **upstream) -> passes.Result:
     case = inputs.case
     rows = cula.explain(
         case.algorithm, heads=case.heads, value_heads=case.value_heads, key_dim=case.key_dim,
-        value_dim=case.value_dim, dtype=case.dtype, device="cuda", disable_recompute=True,
+        value_dim=case.value_dim, dtype=case.dtype, device="cuda", disable_recompute=True, writes=case.writes,
     )  # fmt: skip
     saving = next(each.saving for each in rows if each.target == case.backend)
+    rows = case.tokens * case.writes
     chunks = (
-        case.tokens // saving.chunk_tokens + case.sequences
+        rows // saving.chunk_tokens + case.sequences
         if case.packed
-        else -(-case.tokens // saving.chunk_tokens) * case.batch
+        else -(-rows // saving.chunk_tokens) * case.batch
     )
     saved = torch.empty((chunks, case.value_heads, saving.bytes // 4), dtype=torch.int32, device="cuda")
     prefill = {**inputs.tensors(), **case.options, "initial_state": inputs.initial_state}
-    passes.call("prefill", case.backend, {"o": torch.empty_like(inputs.v)}, **prefill, saved=saved)
+    passes.call("prefill", case.backend, {"o": passes.empty_o(inputs)}, **prefill, saved=saved)
     return _backward(inputs, **upstream, saved=saved)
 
 
@@ -195,7 +196,8 @@ def backward(algorithm: str) -> Iterator[Call]:
             yield call(key_dim=K, value_dim=K, dtype=dtype, heads=1, value_heads=2, qk_l2norm=True)
         packed = {"lengths": (65, 0, 5), "packed": True, "tail": 3}
         yield call(key_dim=K - 4, value_dim=K // 2 + 1, heads=1, value_heads=1, **packed)
-    for target in able(torch.bfloat16, "backward"):
+    writes = Case(algorithm).writes
+    for target in able(torch.bfloat16, "backward", algorithm=algorithm):
         if ":" in target:
             continue
         for strategy in ("whole", "segments"):
@@ -203,7 +205,7 @@ def backward(algorithm: str) -> Iterator[Call]:
             yield call(lengths=(200,), backend=f"{target}:{strategy}", **sizes)
             yield call(lengths=(65, 0, 193), packed=True, backend=f"{target}:{strategy}", **sizes)
         for K in WIDTHS:
-            saving = cula.explain(algorithm, key_dim=K, device="cuda", disable_recompute=True)
+            saving = cula.explain(algorithm, key_dim=K, device="cuda", disable_recompute=True, writes=writes)
             if all(row.target != target or row.verdict == "no" for row in saving):
                 continue
             sizes = {"heads": 1, "value_heads": 2, "key_dim": K, "value_dim": K, "backend": target}

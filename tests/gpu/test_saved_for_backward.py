@@ -25,7 +25,7 @@ def rows_of(case: Case) -> list[Row]:
     rows = cula.explain(
         case.algorithm, batch=case.batch, tokens=case.tokens, sequences=case.sequences, heads=case.heads,
         value_heads=case.value_heads, key_dim=case.key_dim, value_dim=case.value_dim, dtype=case.dtype,
-        varlen=case.packed, gate=case.gate, device=device.kind(), disable_recompute=True,
+        varlen=case.packed, gate=case.gate, device=device.kind(), disable_recompute=True, writes=case.writes,
     )  # fmt: skip
     return [row for row in rows if row.verdict != "no"]
 
@@ -39,7 +39,8 @@ def room(case: Case, target: str) -> torch.Tensor:
     if row is None:
         pytest.skip(f"{target} does not take this call")
     size = row.saving.chunk_tokens
-    of_rows = case.tokens // size + case.sequences if case.packed else -(-case.tokens // size) * case.batch
+    rows = case.tokens * case.writes
+    of_rows = rows // size + case.sequences if case.packed else -(-rows // size) * case.batch
     shape = (of_rows, case.value_heads, row.saving.bytes // 4)
     return torch.full(shape, 0x7FC07FC0, dtype=torch.int32)
 

@@ -27,7 +27,7 @@ def strategies_of(case: Case) -> list[str]:
     rows = cula.explain(
         case.algorithm, batch=case.batch, tokens=case.tokens, sequences=len(case.lengths), heads=case.heads,
         value_heads=case.value_heads, key_dim=case.key_dim, value_dim=case.value_dim, dtype=case.dtype,
-        varlen=case.packed, gate=case.gate, device=device.kind(),
+        varlen=case.packed, gate=case.gate, device=device.kind(), writes=case.writes,
     )  # fmt: skip
     return [row.target for row in rows if device.is_strategy(row.target) and row.verdict != "no"]
 
@@ -35,7 +35,7 @@ def strategies_of(case: Case) -> list[str]:
 def each_obeys_the_rule(case: Case, ways_of_hopper: set[str]) -> None:
     found = strategies_of(case)
     assert {"sm80:segments", "sm80:whole"} <= set(found)
-    if "sm90" in device.able(torch.bfloat16):
+    if "sm90" in device.able(torch.bfloat16, algorithm=case.algorithm):
         assert {f"sm90:{way}" for way in ways_of_hopper} <= set(found)
     inputs = make(case)
     for target in found:

@@ -212,7 +212,7 @@ TAKE_SEVERAL = {
     "decode": {"sm80"},
     "verify": {"sm80"},
     "segment": {"sm80", "sm80:step"},
-    "backward": {"sm80:step"},
+    "backward": {"sm80", "sm80:whole", "sm80:step"},
 }
 
 

@@ -10,7 +10,6 @@
 #include "core/check.h"
 #include "cuda/backward/gradients.h"
 #include "cuda/chunked/entry.h"
-#include "cuda/limits.h"
 #include "cuda/pipe/launch.h"
 
 namespace cula::cuda::backward {
@@ -64,13 +63,13 @@ private:
 
 Support supports(const Problem& problem, StrategyKind wanted) {
     if (Support any = chunked::supports(problem); !any) return any;
-    if (Support one = takes_one_write(problem); !one) return one;
     if (problem.value_dim > kLargestDim)
         return Support::no("takes V up to " + std::to_string(kLargestDim) + ", got " +
                            std::to_string(problem.value_dim) +
                            ": more are several calls, whose gradients of q, k, gate and beta add up");
     const std::int64_t chunk = problem.key_dim <= 128 ? 64 : 32;
-    if (wanted == StrategyKind::kSegments && (problem.batch_invariant || problem.tokens <= chunk))
+    if (wanted == StrategyKind::kSegments &&
+        (problem.batch_invariant || problem.tokens * problem.writes <= chunk))
         return Support::no("cuts sequences of more than one chunk, and no batch-invariant call");
     return Support::yes();
 }

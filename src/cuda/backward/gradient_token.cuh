@@ -43,6 +43,10 @@
 // lane needs it computes anew for every value head (lane_again()). For compute capability 8.0, K = 128 and
 // delta rules ptxas spills 64 bytes, outside the slices.
 //
+// kSeveral: of tokens that write several times, whose chunks are rows of writes (tile/tokens_of_rows.cuh).
+// Rows that are not their token's last have a zero q, and a zero dO from the return, so that their dq is
+// zero; rows that are not its first do not decay, and have no dg.
+//
 // PDL: every CTA first waits for the kernels before it, then triggers.
 #pragma once
 
@@ -139,7 +143,14 @@ __device__ __forceinline__ void store_norms(typename GradientToken<T, kKey>::Sha
     if (part == 0) s.norms[of_both / kRows][row] = rsqrtf(sum + 1e-6f);
 }
 
-template <class T, int kKey, Update kUpdate>
+// The tokens of a chunk's rows, computed anew wherever it is called.
+template <bool kSeveral>
+__device__ __forceinline__ TokensOfRows<kSeveral> tokens_of(const DeviceArgs& a,
+                                                            const chunked::ChunkPlace& place) {
+    return {kSeveral ? a.writes : 1, place.begin};
+}
+
+template <class T, int kKey, Update kUpdate, bool kSeveral = false>
 __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
     gradient_token(const __grid_constant__ DeviceArgs a, const chunked::Schedule schedule,
                    const __grid_constant__ Gradients d, const Saved<T, kKey> saved,
@@ -178,7 +189,7 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
     // gate. The first two have no squares.
     constexpr int kGateWarp = 7, kNextWarp = 15, kStrengthWarp = 8;
     TokenNumbers<kRows> first_gates;
-    if (warp == kNextWarp) first_gates.ask_gates(a, place, first_head);
+    if (warp == kNextWarp) first_gates.ask_gates(a, place, first_head, tokens_of<kSeveral>(a, place));
     SliceRing<T, kKey, kSolves> ring{reinterpret_cast<Slice*>(raw + sizeof(s)), stages};
     const std::int64_t first_slice = saved.index(slot, first_head, 0);
     ring.carried = reinterpret_cast<const unsigned char*>(saved.carried + first_slice);
@@ -190,7 +201,14 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
                                                  rows.offset(place.batch, place.begin, head), place.count,
                                                  a.key_dim, rows.pieces, thread, kThreads);
         };
-        copy_rows(s.q, a.q);
+        if constexpr (kSeveral) {
+            const TokensOfWrites tokens(a.writes, place.begin);
+            chunked::copy_tokens<T, kRows, kKey>(
+                s.q, shared_address(s.q), a.q, a.q.offset(place.batch, tokens.first_token, head), place.count,
+                a.key_dim, a.q.pieces, thread, kThreads, tokens);
+        } else {
+            copy_rows(s.q, a.q);
+        }
         copy_rows(s.k, a.k);
         commit_copies();
         ring.start();
@@ -214,7 +232,9 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
         make_pairs<T, kKey>(s.pairs[role.kind], role, role.kind ? s.k : s.q, s.k, scale, s.norms[1]);
     }
 
-    if (warp == kNextWarp) store_log_decays<kRows>(a, place, first_head, first_gates, s.log_decay);
+    if (warp == kNextWarp)
+        store_log_decays<kRows>(a, place, first_head, tokens_of<kSeveral>(a, place), first_gates,
+                                s.log_decay);
 
     constexpr int kHalves = kBlocks > 2 ? kBlocks / 2 : 1;
     const int odd = role.block % 2;
@@ -327,18 +347,23 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
         // --- squares ---
         decay_squares<T, kKey>(squares, paths, s, role, of == 0, last, wants_decay);
         TokenNumbers<kRows> numbers;
-        if (warp == kGateWarp && wants_decay) numbers.ask_gates(a, place, value_head);
-        if (warp == kNextWarp && !last) numbers.ask_gates(a, place, value_head + 1);
-        if (warp == kStrengthWarp && wants_strength) numbers.ask(a.beta, place, value_head);
+        if (warp == kGateWarp && wants_decay)
+            numbers.ask_gates(a, place, value_head, tokens_of<kSeveral>(a, place));
+        if (warp == kNextWarp && !last)
+            numbers.ask_gates(a, place, value_head + 1, tokens_of<kSeveral>(a, place));
+        if (warp == kStrengthWarp && wants_strength)
+            numbers.ask(a.beta, place, value_head, RowsAreTokens(1, place.begin));
         if (wants_decay) store_paths(s.paths, role, paths);
         __syncthreads();
         if (warp == kGateWarp && wants_decay) {
             float d_log_decay[kRows / 32];
             s.paths.template sum<Role::kKinds>(d_log_decay);
-            store_gate_gradients<kRows>(a, d, place, value_head, numbers, d_log_decay, parameters_of(of));
+            store_gate_gradients<kRows>(a, d, place, value_head, tokens_of<kSeveral>(a, place), numbers,
+                                        d_log_decay, parameters_of(of));
         }
         if (warp == kNextWarp && !last)
-            store_log_decays<kRows>(a, place, value_head + 1, numbers, s.log_decay);
+            store_log_decays<kRows>(a, place, value_head + 1, tokens_of<kSeveral>(a, place), numbers,
+                                    s.log_decay);
         if (warp == kStrengthWarp && wants_strength)
             store_strength_gradients<kRows>(a, d, place, value_head, numbers, s.strengths);
     }
@@ -401,7 +426,15 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
             store_rows<T, kKey, kTiles>(to, to.offset(place.batch, place.begin, head), place.count, a.key_dim,
                                         rows, staged, x);
     };
-    store(d.d_q, s.q, d_q);
+    if constexpr (kSeveral) {
+        const TokensOfWrites tokens(a.writes, place.begin);
+        if (d.d_q.data)
+            store_rows<T, kKey, kTiles>(
+                d.d_q, d.d_q.offset(place.batch, tokens.first_token, a.by_group.divide(first_head)),
+                place.count, a.key_dim, rows, s.q, d_q, tokens);
+    } else {
+        store(d.d_q, s.q, d_q);
+    }
     store(d.d_k, s.k, d_k);
 }
 

@@ -13,7 +13,8 @@
 //   at the end        sum_parameters, zero_tail
 //
 // Of a rule with erase strengths erase_operands comes before all of these, and value_gradients before
-// zero_tail; in between d_v is the gradient of beta o v.
+// zero_tail; in between d_v is the gradient of beta o v. Where tokens write several times count_writes comes
+// first (chunked/timeline.cuh), and tokens are rows of writes.
 //
 // If nothing but d_v, d_initial and, with erase strengths, d_beta is wanted, there are no sweep and no
 // gradients, and the return walks alone.
@@ -63,6 +64,7 @@ template <class Walks>
 concept WalkTarget = requires(const Problem& problem, const WalkLaunchOf<Walks>& of,
                               const WalkParams<typename Walks::Type, Walks::kKey>& params) {
     { Walks::traits(problem) } -> std::same_as<chunked::CarryTraits>;
+    { Walks::kSeveral } -> std::convertible_to<bool>;  // whether tokens write several times
     // Both walks, or the maps of their segments: launch<update, maps>. Of the parameters the number of row
     // blocks and what depends on the device's shared memory are the target's.
     Walks::template launch<Update::kDelta, false>(of, params);
@@ -94,7 +96,9 @@ public:
           workspace_(plan, a_.heads, parameter_count(a_) - 1, kDiagonal, call.workspace, call.saved),
           early_(call.follows) {
         a_.least_beta = kLeastBeta<T>;
-        schedule_ = chunked::schedule_of<kKey>(call, plan, workspace_.packed, workspace_.segments);
+        if constexpr (Walks::kSeveral) workspace_.timeline.replace(a_);
+        schedule_ = chunked::schedule_of<kKey>(a_, call.multiprocessors, plan, workspace_.packed,
+                                               workspace_.segments);
         walks_.is_compensated = workspace_.is_compensated;
         walks_.first_m = false, walks_.first_from_state = true;
         const auto of_segments = [&](float* data, int rows) {
@@ -120,7 +124,7 @@ public:
 
     // Of a prefill that saves: outputs, final states and Args::saved.
     void run_first_half() {
-        erase();
+        begin();
         prepare(0);
         make_states(true, false);
         walks_.saved = saved();
@@ -130,7 +134,7 @@ public:
     void run() {
         const int last = plan_.slabs() - 1;
         const bool of_chunks = d_.of_chunks();
-        erase();
+        begin();
         for (int slab = 0; of_chunks && plan_.cuts_sequences && slab < last; ++slab) {
             prepare(slab);
             make_states(true, false);
@@ -151,9 +155,7 @@ public:
         if constexpr (kErasable)
             if (d_.d_v.data && plan_.shape.erases)
                 launch_value_gradients<T, kKey>(call_, d_.d_v, asked_, early_);
-        if (a_.cu_seqlens)
-            launch<zero_tail<kZeroThreads>>({static_cast<std::size_t>(zero_tail_ctas(a_)), kZeroThreads},
-                                            asked_);
+        if (a_.cu_seqlens) zero_tails();
     }
 
 private:
@@ -167,7 +169,28 @@ private:
         return {workspace_.carried, workspace_.returned, a_.value_heads, Workspace::slices_of(a_.value_dim)};
     }
 
-    void erase() {
+    void zero_tails() {
+        if constexpr (Walks::kSeveral) {
+            Gradients of_tokens, of_writes = asked_;
+            of_tokens.d_q = asked_.d_q, of_tokens.d_g = asked_.d_g;
+            of_writes.d_q = {}, of_writes.d_g = {};
+            launch_zero_tail(call_.args, of_tokens);
+            launch_zero_tail(a_, of_writes);
+        } else {
+            launch_zero_tail(a_, asked_);
+        }
+    }
+    template <int kThreads = kZeroThreads>
+    void launch_zero_tail(const DeviceArgs& a, const Gradients& d) {
+        cuda::launch<zero_tail<kThreads>>(early_({static_cast<std::size_t>(zero_tail_ctas(a)), kThreads}),
+                                          call_.stream, a, d);
+    }
+
+    // What comes before all slabs.
+    void begin() {
+        if constexpr (Walks::kSeveral)
+            early_ = EarlyStarts(call_.follows,
+                                 chunked::launch_count_writes(call_.args, workspace_.timeline, call_.stream));
         if constexpr (kErasable)
             if (plan_.shape.erases) {
                 chunked::launch_erase_operands<T, kKey>(call_, workspace_.erase);
@@ -211,7 +234,7 @@ private:
                 schedule_, workspace_.operands, workspace_.is_compensated, fading);
         } else {
             const int span = chunked::prepare_span(of_heads, a_.group, call_.multiprocessors);
-            launch<chunked::prepare_token<T, kKey>>(
+            launch<chunked::prepare_token<T, kKey, false, Walks::kSeveral>>(
                 {of_heads / span, chunked::kPrepareThreads, sizeof(chunked::TokenSmem<kKey>)}, schedule_,
                 span, workspace_.operands, workspace_.is_compensated, fading);
         }
@@ -249,8 +272,11 @@ private:
             if (plan_.shape.erases)
                 return launch_erase_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch,
                                                        early_);
-        launch_gradients<T, kKey, kPerChannel>(call_, a_, schedule_, d_, walks_.saved, scratch, early_,
-                                               kUpdate);
+        if constexpr (Walks::kSeveral)
+            launch_several_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch, early_);
+        else
+            launch_gradients<T, kKey, kPerChannel>(call_, a_, schedule_, d_, walks_.saved, scratch, early_,
+                                                   kUpdate);
     }
 
     const Call& call_;
@@ -303,23 +329,30 @@ Saving saving(const Problem& problem) {
 }
 
 // A backward call, or a prefill that saves.
-template <WalkTarget Walks>
-PreparedPtr prepare_backward(const Problem& problem, const Args& args, const BackwardLimits& limits,
-                             StrategyKind wanted) {
+template <WalkTarget Walks, Update kUpdate>
+PreparedPtr prepare_backward_as(const Problem& problem, const Args& args, const BackwardLimits& limits,
+                                StrategyKind wanted) {
     constexpr bool kPerChannel = Walks::kPerChannel;
     using Workspace = WorkspaceOf<Walks>;
     BackwardPlan plan = plan_backward(problem, args, Walks::traits(problem),
                                       Workspace::chunk_bytes(problem, WantedGradients(args)), limits, wanted);
     plan.shape.converts_erase =
         plan.shape.erases && chunked::EraseOperands<typename Walks::Type>::converts(token_rows(args.erase));
+    if (Walks::kSeveral && args.checkpoint_plan) plan.shape.checkpoints = args.checkpoint_plan.size[0];
     const int channels = kPerChannel ? static_cast<int>(problem.key_dim) : 1;
-    const bool diagonal = has_diagonal_map(problem.algorithm.update);
+    constexpr bool kDiagonal = has_diagonal_map(kUpdate);
     if (args.saved) check_saved(problem, args.saved, saving<Walks>(problem), plan);
     const std::size_t bytes =
-        Workspace(plan, static_cast<int>(problem.heads), channels, diagonal, nullptr, nullptr).bytes;
+        Workspace(plan, static_cast<int>(problem.heads), channels, kDiagonal, nullptr, nullptr).bytes;
+    return std::make_shared<const PreparedBackward<Walks, kUpdate>>(plan, bytes);
+}
+
+template <WalkTarget Walks>
+PreparedPtr prepare_backward(const Problem& problem, const Args& args, const BackwardLimits& limits,
+                             StrategyKind wanted) {
     PreparedPtr prepared;
     with_update(problem.algorithm.update, [&]<Update kUpdate>(UpdateConstant<kUpdate>) {
-        prepared = std::make_shared<const PreparedBackward<Walks, kUpdate>>(plan, bytes);
+        prepared = prepare_backward_as<Walks, kUpdate>(problem, args, limits, wanted);
     });
     return prepared;
 }

@@ -25,20 +25,26 @@ void launch_channel(const Call& call, const DeviceArgs& a, const chunked::Schedu
         saved, scratch);
 }
 
+template <class T, int kKey, Update kUpdate, bool kSeveral>
+void launch_token(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
+                  const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
+                  chunked::EarlyStarts& early) {
+    using Of = GradientToken<T, kKey>;
+    const std::int32_t stages = Of::stages(call.shared_bytes_limit);
+    launch<gradient_token<T, kKey, kUpdate, kSeveral>>(
+        early({gradient_ctas(a, schedule), Of::kThreads, Of::shared_bytes(stages)}), call.stream, a, schedule,
+        d, saved, scratch, stages);
+}
+
 template <class T, int kKey, bool kPerChannel>
 void launch_gradients(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
                       const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
                       chunked::EarlyStarts& early, Update update) {
     with_update(update, [&]<Update kUpdate>(UpdateConstant<kUpdate>) {
-        if constexpr (kPerChannel) {
+        if constexpr (kPerChannel)
             launch_channel<T, kKey, kUpdate, false>(call, a, schedule, d, saved, scratch, early);
-        } else {
-            using Of = GradientToken<T, kKey>;
-            const std::int32_t stages = Of::stages(call.shared_bytes_limit);
-            launch<gradient_token<T, kKey, kUpdate>>(
-                early({gradient_ctas(a, schedule), Of::kThreads, Of::shared_bytes(stages)}), call.stream, a,
-                schedule, d, saved, scratch, stages);
-        }
+        else
+            launch_token<T, kKey, kUpdate, false>(call, a, schedule, d, saved, scratch, early);
     });
 }
 

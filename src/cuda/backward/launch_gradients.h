@@ -30,6 +30,12 @@ void launch_erase_gradients(const Call& call, const DeviceArgs& a, const chunked
                             const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
                             chunked::EarlyStarts& early);
 
+// The same of tokens that write several times, by the delta rule with one decay per token or head, or none.
+template <class T, int kKey>
+void launch_several_gradients(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
+                              const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
+                              chunked::EarlyStarts& early);
+
 // With erase strengths: d_v and d_beta, as far as they are wanted, from d_values, the gradient of beta o v,
 // [B, T, HV, V].
 template <class T, int kKey>

@@ -24,6 +24,9 @@
 // Saved (backward/saved.cuh): Z before it changes, and dO and dV rounded to T. dV is also the gradient of v
 // (with erase strengths of beta o v).
 //
+// kSeveral: of tokens that write several times, whose chunks are rows of writes (tile/tokens_of_rows.cuh).
+// Rows that are not their token's last have a zero q and a zero dO.
+//
 // Shared memory: the stages of the carry, with dO where that has V. Registers: 255, one CTA per
 // multiprocessor. K = 256 spills: Z alone takes 128 registers.
 #pragma once
@@ -31,6 +34,7 @@
 #include "cuda/backward/walk_params.cuh"
 #include "cuda/chunked/cursor.cuh"
 #include "cuda/chunked/stage.cuh"
+#include "cuda/tile/tokens_of_rows.cuh"
 
 namespace cula::cuda::backward {
 
@@ -50,7 +54,7 @@ __device__ __forceinline__ void save_state(T* to, const float (&state)[kKey / 8]
 }
 
 // block: the CTA's number among those of the return. kMap: makes B' of the segment, and nothing else.
-template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMap>
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMap, bool kSeveral>
 __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedule& schedule,
                                                const ChunkOperands<T, kKey, kPerChannel>* operands,
                                                const WalkParams<T, kKey>& p, int block) {
@@ -95,11 +99,12 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
         copy_bytes(stage_at + begin + lane * 16, from, Operands::end(false) - begin, warp, warps, lane);
         const int left = cursor.count(chunk);
         const std::int64_t t0 = cursor.token(chunk);
+        const TokensOfRows<kSeveral> tokens(a.writes, t0);
         if constexpr (!kPerChannel) {
             const int head = a.by_group.divide(value_head);
             copy_tokens<T, kRows, kKey>(stage.raw.q, stage_at + offsetof(Stage, raw), a.q,
-                                        a.q.offset(cursor.batch, t0, head), left, a.key_dim, wide_keys,
-                                        thread, threads);
+                                        a.q.offset(cursor.batch, tokens.first_token, head), left, a.key_dim,
+                                        wide_keys, thread, threads, tokens);
             copy_tokens<T, kRows, kKey>(stage.raw.k, stage_at + offsetof(Stage, raw) + offsetof(RawT, k), a.k,
                                         a.k.offset(cursor.batch, t0, head), left, a.key_dim, wide_keys,
                                         thread, threads);
@@ -110,22 +115,26 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
         const int unit = lane % kUnits, row = row_base + unit * 8;
         int place = Tile<kRows, kWarpRows>::unit(lane / kUnits, unit);
         std::int64_t at = d.d_o.offset(cursor.batch, t0 + lane / kUnits, value_head) + row;
+        [[maybe_unused]] const std::int64_t first_at =
+            d.d_o.offset(cursor.batch, tokens.first_token, value_head) + row;
         T* rows = stage.values[warp];
         const std::uint32_t rows_at = stage_at + offsetof(Stage, values) + warp * sizeof(stage.values[0]);
 #pragma unroll 1
         for (int token = lane / kUnits; token < kRows;
              token += kStep, place += kStep * kUnits, at += kStep * d.d_o.token) {
+            if constexpr (kSeveral) at = first_at + tokens.token(token) * d.d_o.token;
             if (wide_rows) {
-                const bool in = d.d_o.data && token < left && row < a.value_dim;
+                const bool in = d.d_o.data && token < left && row < a.value_dim && tokens.is_last(token);
                 copy_async(rows_at + place * 16,
                            in ? static_cast<const void*>(static_cast<const T*>(d.d_o.data) + at) : operands,
                            in ? 16 : 0);
             } else {
 #pragma unroll 1
                 for (int e = 0; e < 8; ++e)
-                    rows[place * 8 + e] = from_float<T>(token < left && row + e < a.value_dim
-                                                            ? load_float(d.d_o.data, d.d_o.dtype, at + e)
-                                                            : 0.0f);
+                    rows[place * 8 + e] =
+                        from_float<T>(token < left && row + e < a.value_dim && tokens.is_last(token)
+                                          ? load_float(d.d_o.data, d.d_o.dtype, at + e)
+                                          : 0.0f);
             }
         }
     };

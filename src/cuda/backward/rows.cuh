@@ -10,6 +10,7 @@
 #include "cuda/ptx/mma.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/store_gradient.cuh"
+#include "cuda/tile/tokens_of_rows.cuh"
 
 namespace cula::cuda::backward {
 
@@ -81,11 +82,12 @@ struct LaneRows {
 };
 
 // Stores the warp's rows of a gradient. `staged`: a tile of shared memory of which no other warp reads or
-// writes these rows and channels. first: the chunk's first element. Warp-collective.
-template <class T, int kKey, int kTiles>
+// writes these rows and channels. first: the chunk's first element. tokens: where the rows of the chunk lie
+// behind it; those that are not their token's last are left out. Warp-collective.
+template <class T, int kKey, int kTiles, class Tokens = RowsAreTokens>
 __device__ __forceinline__ void store_rows(const TokenRows& to, std::int64_t first, int count, int key_dim,
                                            const LaneRows<T, kKey>& rows, T* staged,
-                                           const RowTiles<kTiles>& x) {
+                                           const RowTiles<kTiles>& x, const Tokens& tokens = {}) {
     const bool narrow = to.dtype == kDtype<T>;
     if (!to.pieces) {
 #pragma unroll 1
@@ -96,8 +98,8 @@ __device__ __forceinline__ void store_rows(const TokenRows& to, std::int64_t fir
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int channel = rows.channel + 8 * tile + e;
-                    if (token < count && channel < key_dim)
-                        store_float(to.data, to.dtype, first + token * to.token + channel,
+                    if (token < count && channel < key_dim && tokens.is_last(token))
+                        store_float(to.data, to.dtype, first + tokens.token(token) * to.token + channel,
                                     half ? x[tile][2 + e] : x[tile][e]);
                 }
         }
@@ -107,10 +109,11 @@ __device__ __forceinline__ void store_rows(const TokenRows& to, std::int64_t fir
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int token = rows.token + 8 * half;
-            float* const row = static_cast<float*>(to.data) + first + token * to.token + rows.channel;
+            float* const row =
+                static_cast<float*>(to.data) + first + tokens.token(token) * to.token + rows.channel;
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile)
-                if (token < count && rows.channel + 8 * tile < key_dim)
+                if (token < count && rows.channel + 8 * tile < key_dim && tokens.is_last(token))
                     *reinterpret_cast<float2*>(row + 8 * tile) = {x[tile][2 * half], x[tile][2 * half + 1]};
         }
         return;
@@ -127,8 +130,9 @@ __device__ __forceinline__ void store_rows(const TokenRows& to, std::int64_t fir
 #pragma unroll
     for (int i = 0; i < chunked::kBlock; i += kStep) {
         const int token = block + i + lane / kTiles;
-        if (token < count && unit * 8 < key_dim)
-            *reinterpret_cast<uint4*>(static_cast<T*>(to.data) + first + token * to.token + unit * 8) =
+        if (token < count && unit * 8 < key_dim && tokens.is_last(token))
+            *reinterpret_cast<uint4*>(static_cast<T*>(to.data) + first + tokens.token(token) * to.token +
+                                      unit * 8) =
                 reinterpret_cast<const uint4*>(staged)[LaneRows<T, kKey>::Place::unit(token, unit)];
     }
 }

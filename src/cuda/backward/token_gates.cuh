@@ -9,11 +9,23 @@
 #include "cuda/chunked/block.cuh"
 #include "cuda/tile/scan.cuh"
 #include "cuda/tile/store_gradient.cuh"
+#include "cuda/tile/tokens_of_rows.cuh"
 
 namespace cula::cuda::backward {
 
-// A number for each token of a chunk, and the parameters of a value head's gate, by one warp. They are asked
-// for long before they are needed.
+// The token of row `first` + i of a chunk, whose tokens are `tokens`.
+__device__ __forceinline__ std::int64_t token_at(const chunked::ChunkPlace& place, const RowsAreTokens&,
+                                                 int first, int i) {
+    return place.begin + first + i;
+}
+__device__ __forceinline__ std::int64_t token_at(const chunked::ChunkPlace&, const TokensOfWrites& tokens,
+                                                 int first, int i) {
+    return tokens.first_token + tokens.token(first + i);
+}
+
+// A number for each row of a chunk, and the parameters of a value head's gate, by one warp. They are asked
+// for long before they are needed. Write strengths have a row for each write, and gates one for each token,
+// whose first row decays.
 template <int kRows>
 struct TokenNumbers {
     static constexpr int kEach = kRows / 32;  // neighbouring tokens of a lane
@@ -21,25 +33,29 @@ struct TokenNumbers {
     float A_log = 0.0f, gamma = 0.0f, bias = 0.0f;
 
     static __device__ __forceinline__ int first() { return static_cast<int>(threadIdx.x) % 32 * kEach; }
-    __device__ __forceinline__ void ask(const TokenRows& rows, const chunked::ChunkPlace& place, int head) {
+    template <class Tokens>
+    __device__ __forceinline__ void ask(const TokenRows& rows, const chunked::ChunkPlace& place, int head,
+                                        const Tokens& tokens) {
         const std::int64_t bytes = rows.dtype == Dtype::kFloat64 ? 8 : rows.dtype == Dtype::kFloat32 ? 4 : 2;
 #pragma unroll
         for (int i = 0; i < kEach; ++i)
             raw[i].load(static_cast<const char*>(rows.data) +
-                            rows.offset(place.batch, place.begin + first() + i, head) * bytes,
-                        element(rows.dtype), first() + i < place.count);
+                            rows.offset(place.batch, token_at(place, tokens, first(), i), head) * bytes,
+                        element(rows.dtype), first() + i < place.count && tokens.is_first(first() + i));
     }
     // Number i of those that have been asked for; it exists.
+    template <class Tokens>
     __device__ __forceinline__ float value(int i, const TokenRows& rows, const chunked::ChunkPlace& place,
-                                           int head) const {
+                                           int head, const Tokens& tokens) const {
         return rows.dtype == Dtype::kFloat64
                    ? load_float(rows.data, Dtype::kFloat64,
-                                rows.offset(place.batch, place.begin + first() + i, head))
+                                rows.offset(place.batch, token_at(place, tokens, first(), i), head))
                    : raw[i].value(element(rows.dtype));
     }
+    template <class Tokens>
     __device__ __forceinline__ void ask_gates(const DeviceArgs& a, const chunked::ChunkPlace& place,
-                                              int value_head) {
-        if (a.algorithm.decay == kTokenDecay) ask(a.g, place, value_head);
+                                              int value_head, const Tokens& tokens) {
+        if (a.algorithm.decay == kTokenDecay) ask(a.g, place, value_head, tokens);
         if (a.A_log.data) A_log = a.A_log.data[value_head * a.A_log.head];
         if (a.gamma.data) gamma = a.gamma.data[value_head * a.gamma.head];
         if (a.dt_bias.data) bias = a.dt_bias.data[value_head * a.dt_bias.head];
@@ -48,10 +64,10 @@ struct TokenNumbers {
 
 // log_decay: the running sum of log2 decays of a chunk and value head, as prepare_token takes it. By one
 // warp.
-template <int kRows>
+template <int kRows, class Tokens>
 __device__ __forceinline__ void store_log_decays(const DeviceArgs& a, const chunked::ChunkPlace& place,
-                                                 int value_head, const TokenNumbers<kRows>& gates,
-                                                 float* log_decay) {
+                                                 int value_head, const Tokens& tokens,
+                                                 const TokenNumbers<kRows>& gates, float* log_decay) {
     const int first = gates.first();
     const bool per_token = a.algorithm.decay == kTokenDecay;
     const HeadGate gate(value_head, a.gate, gates.A_log, a.lower_bound, gates.gamma);
@@ -59,9 +75,10 @@ __device__ __forceinline__ void store_log_decays(const DeviceArgs& a, const chun
 #pragma unroll
     for (int i = 0; i < kRows / 32; ++i) {
         sums[i] = 0.0f;
-        if (first + i < place.count) {
+        if (first + i < place.count && tokens.is_first(first + i)) {
             const float of_gate =
-                per_token ? gate.log2_decay(gates.value(i, a.g, place, value_head) + gates.bias) : 0.0f;
+                per_token ? gate.log2_decay(gates.value(i, a.g, place, value_head, tokens) + gates.bias)
+                          : 0.0f;
             sums[i] = max_or_nan(of_gate + gate.gamma2, kLeastLog2Decay);
         }
     }
@@ -148,10 +165,10 @@ struct DecayPaths {
 
 // From the gradients of the log decays of a lane's tokens, and the gates as they came, to the gradients of
 // the gates and to the chunk's summands of dA_log and ddt_bias. By one warp.
-template <int kRows>
+template <int kRows, class Tokens>
 __device__ __forceinline__ void store_gate_gradients(const DeviceArgs& a, const Gradients& d,
                                                      const chunked::ChunkPlace& place, int value_head,
-                                                     const TokenNumbers<kRows>& gates,
+                                                     const Tokens& tokens, const TokenNumbers<kRows>& gates,
                                                      const float (&d_log_decay)[kRows / 32],
                                                      float* parameters) {
     const int first = gates.first();
@@ -159,18 +176,20 @@ __device__ __forceinline__ void store_gate_gradients(const DeviceArgs& a, const 
     float of_rate = 0.0f, of_bias = 0.0f, of_gate[kRows / 32];
 #pragma unroll
     for (int i = 0; i < kRows / 32; ++i) {
-        // Tokens that do not exist have finite gates here, and a zero gradient.
-        const float gate = first + i < place.count ? gates.value(i, a.g, place, value_head) : 0.0f,
-                    d_decay = first + i < place.count ? d_log_decay[i] : 0.0f;
+        // Rows that do not exist, or do not decay, have finite gates here, and a zero gradient.
+        const bool decays = first + i < place.count && tokens.is_first(first + i);
+        const float gate = decays ? gates.value(i, a.g, place, value_head, tokens) : 0.0f,
+                    d_decay = decays ? d_log_decay[i] : 0.0f;
         const GateGradient x = derivative(gate + gates.bias, d_decay);
         of_rate += x.of_rate, of_bias += x.of_x, of_gate[i] = x.of_x;
     }
     if (d.d_g.data) {
 #pragma unroll
         for (int i = 0; i < kRows / 32; ++i)
-            if (first + i < place.count)
+            if (first + i < place.count && tokens.is_first(first + i))
                 store_gradient(d.d_g.data, d.d_g.dtype,
-                               d.d_g.offset(place.batch, place.begin + first + i, value_head), of_gate[i]);
+                               d.d_g.offset(place.batch, token_at(place, tokens, first, i), value_head),
+                               of_gate[i]);
     }
     if (!parameters) return;
     of_rate = sum_over_warp(of_rate) * derivative.rate_factor, of_bias = sum_over_warp(of_bias);
@@ -184,10 +203,11 @@ __device__ __forceinline__ void store_strength_gradients(const DeviceArgs& a, co
                                                          const TokenNumbers<kRows>& strengths,
                                                          const float* products) {
     const int first = strengths.first();
+    const RowsAreTokens rows(1, place.begin);
 #pragma unroll
     for (int i = 0; i < kRows / 32; ++i) {
         if (first + i >= place.count) continue;
-        const float given = strengths.value(i, a.beta, place, value_head),
+        const float given = strengths.value(i, a.beta, place, value_head, rows),
                     over_beta = 1.0f / solved_beta_of(a, given);
         store_gradient(d.d_beta.data, d.d_beta.dtype,
                        d.d_beta.offset(place.batch, place.begin + first + i, value_head),

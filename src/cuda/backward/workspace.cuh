@@ -10,6 +10,7 @@
 #include "cuda/backward/saved.cuh"
 #include "cuda/chunked/chunk.cuh"
 #include "cuda/chunked/prepare_erase.h"
+#include "cuda/chunked/timeline.cuh"
 
 namespace cula::cuda::backward {
 
@@ -59,6 +60,7 @@ struct BackwardWorkspace {
     float *starts = nullptr, *ends = nullptr;
     // Of rules with erase strengths; and the gradients of beta o v, in rows as erase.values.
     chunked::EraseOperands<T> erase;
+    chunked::Timeline timeline;  // of tokens that write several times
     T* d_values = nullptr;
     std::size_t bytes = 0;
 
@@ -81,6 +83,7 @@ struct BackwardWorkspace {
         Carver carver(base);
         const std::int64_t chunks = plan.slab_chunks, value_heads = shape.value_heads,
                            of_state = value_heads * shape.value_dim * shape.key_dim;
+        if (shape.several_writes) timeline.carve_ends(carver, shape), timeline.carve_plan(carver, shape);
         if (shape.packed && !plan.by_warp) {
             first_chunk = carver.take<std::int32_t>(shape.sequences + 1);
             packed = carver.take<chunked::PackedChunk>(chunks);

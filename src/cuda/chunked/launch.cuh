@@ -48,15 +48,16 @@ inline Divisor divisor(std::int32_t by) { return Divisor(static_cast<std::uint32
 // The schedule of a call, of which only the slab is left open. Plan: a PrefillPlan or a BackwardPlan. packed,
 // segments: null if the call has no packed sequences or is scheduled by warps.
 template <int kKey, class Plan>
-Schedule schedule_of(const Call& call, const Plan& plan, const PackedChunk* packed, const Segment* segments) {
+Schedule schedule_of(const DeviceArgs& a, int multiprocessors, const Plan& plan, const PackedChunk* packed,
+                     const Segment* segments) {
     Schedule schedule;
     schedule.chunk_tokens = kTokens<kKey>;
     schedule.segment_chunks = plan.segment_chunks;
     schedule.by_segment = divisor(plan.segment_chunks);
-    schedule.chunks = ceil_div(call.args.tokens, kTokens<kKey>);
+    schedule.chunks = ceil_div(a.tokens, kTokens<kKey>);
     schedule.by_chunks = divisor(schedule.chunks);
     schedule.max_segments = plan.max_segments;
-    schedule.ahead = std::max(1, call.multiprocessors / call.args.value_heads);
+    schedule.ahead = std::max(1, multiprocessors / a.value_heads);
     schedule.by_warp = plan.by_warp;
     schedule.packed = packed;
     schedule.segments = segments;
@@ -130,7 +131,7 @@ public:
         p_.map_b = float_states(workspace_.map_b, 0, a_.value_heads, a_.value_dim, kKey);
         p_.map_m = float_states(workspace_.map_m, 0, a_.value_heads, kDiagonal ? 1 : a_.key_dim, kKey);
 
-        schedule_ = schedule_of<kKey>(call, plan, workspace_.packed, workspace_.segments);
+        schedule_ = schedule_of<kKey>(a_, call.multiprocessors, plan, workspace_.packed, workspace_.segments);
         schedule_.verdicts = verdicts;
         schedule_.verdicts.beside_segments = remembering();
         schedule_.waits.operands =

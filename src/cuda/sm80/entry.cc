@@ -9,7 +9,6 @@
 #include "cuda/backward/entry.h"
 #include "cuda/backward/plan.h"
 #include "cuda/chunked/entry.h"
-#include "cuda/limits.h"
 #include "cuda/sm80/launch.h"
 #include "cuda/with_instance.h"
 
@@ -45,7 +44,6 @@ chunked::Candidates candidates(Problem problem) {
 template <StrategyKind kWanted>
 Support supports(const Problem& problem) {
     Support any = chunked::supports(problem);
-    if (any && problem.saves && problem.writes > 1) return takes_one_write(problem);
     if (!any || kWanted == StrategyKind::kAny || candidates(problem).choose(kWanted)) return any;
     return chunked::refuses(kWanted);
 }
@@ -86,6 +84,8 @@ PreparedPtr backward_prepare(const Problem& problem, const Args& args, const Con
 PreparedPtr backward_prepare_within(const Problem& problem, const Args& args, const BackwardLimits& limits,
                                     StrategyKind wanted) {
     return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
+        if constexpr (!kPerChannel)
+            if (problem.writes > 1) return prepare_backward_several<T, kKey>(problem, args, limits, wanted);
         return prepare_backward<T, kKey, kPerChannel>(problem, args, limits, wanted);
     });
 }

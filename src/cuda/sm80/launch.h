@@ -40,6 +40,10 @@ PreparedCallPtr prepare_reversed_walk(const Problem& problem);
 template <class T, int kKey, bool kPerChannel>
 PreparedPtr prepare_backward(const Problem& problem, const Args& args, const BackwardLimits& limits,
                              chunked::StrategyKind wanted);
+// The same of tokens that write several times, by delta rules with one decay per token or head, or none.
+template <class T, int kKey>
+PreparedPtr prepare_backward_several(const Problem& problem, const Args& args, const BackwardLimits& limits,
+                                     chunked::StrategyKind wanted);
 template <class T, int kKey, bool kPerChannel>
 Saving saving(const Problem& problem);
 

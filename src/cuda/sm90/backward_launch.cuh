@@ -15,7 +15,7 @@ template <class T, int kKeyDim, bool kDecayPerChannel>
 struct WarpgroupWalks {
     using Type = T;
     static constexpr int kKey = kKeyDim;
-    static constexpr bool kPerChannel = kDecayPerChannel;
+    static constexpr bool kPerChannel = kDecayPerChannel, kSeveral = false;
 
     static chunked::CarryTraits traits(const Problem& problem) {
         return {.warp_step = kWarpgroupWarps,
