@@ -35,6 +35,7 @@ OPS = {
     "lightning": "Lightning",
     "delta": "DeltaNet",
     "gdn2": "GDN-2",
+    "gdp": "gated DeltaProduct",
 }
 PANELS_PER_ROW = 4
 

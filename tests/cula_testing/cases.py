@@ -84,6 +84,7 @@ TRAINING: dict[str, dict[str, Case]] = {
     "lightning": {"T8192-H64": prefill_case("lightning", (8192,), 64)},
     "delta": {"T8192-H32": prefill_case("delta", (8192,), 32)},
     "gdn2": {"T8192-H32": prefill_case("gdn2", (8192,), 32)},
+    "gdp": {"T8192-H32": prefill_case("gdp", (8192,), 32)},  # two writes a token
 }
 
 ROWS = (1, 8, 32, 128, 256)
@@ -141,10 +142,12 @@ HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
     },
     ("gla", "prefill"): {"T8192-H32": prefill_case("gla", (8192,), 32)},
     ("gdn2", "prefill"): {"T8192-H32": prefill_case("gdn2", (8192,), 32)},
+    ("gdp", "prefill"): {"T8192-H32": prefill_case("gdp", (8192,), 32)},
     ("kda", "decode"): _decodes("kda"),
     ("gdn", "decode"): _decodes("gdn"),
     ("lightning", "decode"): _decodes("lightning"),
     ("gdn2", "decode"): _decodes("gdn2"),
+    ("gdp", "decode"): _decodes("gdp"),
     **{(op, "verify"): _verifications(op) for op in ("kda", "gdn")},
     **{(op, name): cases for op, cases in TRAINING.items() for name in TRAINING_PASSES},
 }

@@ -15,6 +15,7 @@ import torch
 
 from . import training
 from .cases import TRAINING_PASSES, Case, Inputs
+from .eager import log_decay
 from .impls import Bind, Impl, keywords, verify_slots
 from .measure import Call
 
@@ -26,6 +27,22 @@ def _strengths(inputs: Inputs, named: dict[str, Any]) -> list[torch.Tensor]:
     """b and w of GDN-2, whose functions know no logits of either."""
     logits = named.pop("use_beta_sigmoid_in_kernel", False)
     return [x.sigmoid() if logits else x for x in (inputs.erase, inputs.beta)]
+
+
+def _fla_product(inputs: Inputs, **named: Any) -> Call:
+    """Gated DeltaProduct: it knows neither raw gates, nor logits of beta, nor states V-first."""
+    from fla.ops.gated_delta_product import chunk_gated_delta_product
+
+    case, g = inputs.case, log_decay(inputs)
+    beta = inputs.beta.sigmoid() if case.beta_is_logit else inputs.beta
+    named = {**named, "num_householder": case.writes, "use_qk_l2norm_in_kernel": case.qk_l2norm}
+    del named["state_v_first"]
+
+    def call() -> tuple[torch.Tensor, torch.Tensor | None]:
+        o, state = chunk_gated_delta_product(inputs.q, inputs.k, inputs.v, g, beta, **named)
+        return o, None if state is None else state.mT
+
+    return call
 
 
 def _fla_chunk(inputs: Inputs, **more: Any) -> Call:
@@ -53,6 +70,8 @@ def _fla_chunk(inputs: Inputs, **more: Any) -> Call:
 
         named = {**common, **keywords(inputs)}
         return lambda: chunk_gated_delta_rule(q, k, v, inputs.g, inputs.beta, **named)
+    if case.algorithm == "gdp":
+        return _fla_product(inputs, **common)
     if case.algorithm == "delta":
         from fla.ops.delta_rule import chunk_delta_rule
 
@@ -117,7 +136,7 @@ def _fla(**of_training: Any) -> Bind:
 
 
 def _fla_takes(pass_name: str, case: Case) -> bool:
-    trained = ("kda", "gdn", "gla", "lightning", "gdn2", "delta")
+    trained = ("kda", "gdn", "gla", "lightning", "gdn2", "gdp", "delta")
     known = {"prefill": trained[:-1], "decode": ("kda", "gdn", "gdn2"), "verify": ("kda",)}
     if pass_name in ("decode", "verify") and (case.reads_only or case.state_dtype != torch.float32):
         return False  # its verification keeps states, and its layers' states are float32
