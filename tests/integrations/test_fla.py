@@ -398,14 +398,6 @@ def test_dense_states_of_the_paged_function(left_out):
         fla._paged_kda(**kda(), **given)
 
 
-def test_gated_delta_products_on_gpus_are_fla_s():
-    class OnGpu:
-        is_cuda = True
-
-    with pytest.raises(NotImplementedError, match="token by token"):
-        fla._gated_delta_product(OnGpu(), num_householder=2)
-
-
 class TestSubstitute:
     @staticmethod
     def theirs(x, scale=2.0, new=None, *, other=1):

@@ -11,7 +11,6 @@ runs, and `calls` has the sentence. `FLA_CULA=0` switches it off, and is read at
 
 from __future__ import annotations
 
-import functools
 import importlib
 import threading
 import warnings
@@ -147,20 +146,12 @@ def _paged(
     return o, pool
 
 
-@functools.wraps(gated_delta_product.chunk_gated_delta_product)
-def _gated_delta_product(q: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
-    """GPUs have no chunked kernel of it here: FLA's is faster there by multiples."""
-    if q.is_cuda:
-        raise NotImplementedError("on GPUs cula runs gated delta products token by token: FLA's chunks run")
-    return gated_delta_product.chunk_gated_delta_product(q, *args, **named)
-
-
 # FLA's packages below fla.ops, each with the functions that it has, and those here.
 _OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
     "kda": (kda.chunk_kda, kda.fused_recurrent_kda),
     "gated_delta_rule": (gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule),
     "gdn2": (gdn2.chunk_gdn2, gdn2.fused_recurrent_gdn2),
-    "gated_delta_product": (_gated_delta_product,),
+    "gated_delta_product": (gated_delta_product.chunk_gated_delta_product,),
     "gla": (gla.chunk_gla, gla.fused_recurrent_gla),
     "simple_gla": (
         simple_gla.chunk_simple_gla,
