@@ -123,9 +123,10 @@ def test_room_is_counted_by_chunks():
     """Of a batch every row is rounded up; packed sequences have at most one chunk more each."""
     saver = _autograd.Saver("some", chunk_tokens=64, words=5, most_chunks=9)
     q = torch.empty((3, 130, 1, 16))
-    given = {"q": q, "v": torch.empty((3, 130, 2, 16))}
+    given = {"q": q, "k": q, "v": torch.empty((3, 130, 2, 16))}
     assert saver.room(given).shape == (9, 2, 5)
-    assert saver.room({**given, "q": torch.empty((3, 193, 1, 16))}) is None
-    assert saver.room({**given, "q": torch.empty((3, 0, 1, 16))}) is None
-    packed = {"q": q[:1], "v": given["v"][:1], "cu_seqlens": torch.tensor([0, 1, 65, 130])}
+    for tokens in (193, 0):
+        x = torch.empty((3, tokens, 1, 16))
+        assert saver.room({**given, "q": x, "k": x}) is None
+    packed = {**{name: x[:1] for name, x in given.items()}, "cu_seqlens": torch.tensor([0, 1, 65, 130])}
     assert saver.room(packed).shape == (5, 2, 5)
