@@ -18,6 +18,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+import cula
 from bench.results import RESULTS, load
 
 TITLES = {
@@ -28,15 +29,8 @@ TITLES = {
     "prefill_low_parallelism": "Prefill of one long sequence with few heads",
     "prefill_few_heads": "Prefill with few heads, by tokens, heads and sequences",
 }
-OPS = {
-    "kda": "KDA",
-    "gdn": "GDN",
-    "gla": "GLA",
-    "lightning": "Lightning",
-    "delta": "DeltaNet",
-    "gdn2": "GDN-2",
-    "gdp": "gated DeltaProduct",
-}
+# Titles of ops that are not their names in capitals.
+OPS = {"lightning": "Lightning", "delta": "DeltaNet", "gdn2": "GDN-2", "gdp": "gated DeltaProduct"}
 PANELS_PER_ROW = 4
 
 # Okabe and Ito's colours, told apart by every kind of eye, and a line and a marker of its own for each in
@@ -146,6 +140,10 @@ def draw_bars(result: dict, path: Path) -> None:
     plt.close(figure)
 
 
+def op_title(op: str) -> str:
+    return OPS.get(op, op.upper())
+
+
 def _count(value: float, _position: int = 0) -> str:
     for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
         if value >= size:
@@ -160,7 +158,8 @@ def panels_of(result: dict) -> dict[tuple[str, str], Series]:
     for row in result["cases"]:
         rows[row["op"], row["panel"]].append(row)
     panels: dict[tuple[str, str], Series] = {}
-    for key in sorted(rows, key=lambda key: list(OPS).index(key[0])):
+    order = list(cula.algorithms())
+    for key in sorted(rows, key=lambda key: order.index(key[0])):
         ragged = _by_mean_length(rows[key])
         series: Series = defaultdict(list)
         for row in rows[key]:
@@ -216,7 +215,7 @@ def draw_section(result: dict, path: Path) -> None:
         shared = {"sharex": True, "sharey": True, "squeeze": False}
         figure, grid = plt.subplots(height, columns, figsize=size, layout="constrained", **shared)
         for axes, ((op, panel), series) in zip(grid.flat, panels.items(), strict=False):
-            axes.set_title(f"{OPS[op]}, {panel}", fontsize="small")
+            axes.set_title(f"{op_title(op)}, {panel}", fontsize="small")
             for impl, points in series.items():
                 axes.plot(*zip(*points, strict=True), **STYLES.get(impl, {"label": impl, "marker": "."}))
             axes.grid()
@@ -286,7 +285,7 @@ def draw_shapes(result: dict, path: Path) -> None:
             axes.set_ylabel(timed, fontsize="small")
         column[-1, 0].set_xticks(range(len(shapes)), shapes, rotation=40, ha="right", fontsize="small")
         suite, op = result["cases"][0]["suite"], result["cases"][0]["op"]
-        figure.suptitle(f"{OPS[op]}: {TITLES.get(suite, suite)}\n{result['device']}")
+        figure.suptitle(f"{op_title(op)}: {TITLES.get(suite, suite)}\n{result['device']}")
         _legend(figure, result["copy_tbps"])
         figure.savefig(path, dpi=150)
         plt.close(figure)
@@ -307,7 +306,7 @@ def speedups_of(result: dict) -> dict[str, Series]:
         if result["driver"] is not None and row["gpu_ms"] is None:
             continue
         case = row["case"].rpartition("-x")[0]
-        times[f"{OPS[row['op']]} {case}"][row["impl"], row["gpus"]] = time_of(row)
+        times[f"{op_title(row['op'])} {case}"][row["impl"], row["gpus"]] = time_of(row)
     found: dict[str, Series] = {}
     for case, measured in times.items():
         found[case] = {}

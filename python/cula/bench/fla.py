@@ -136,11 +136,11 @@ def _fla(**of_training: Any) -> Bind:
 
 
 def _fla_takes(pass_name: str, case: Case) -> bool:
-    trained = ("kda", "gdn", "gla", "lightning", "gdn2", "gdp", "delta")
-    known = {"prefill": trained[:-1], "decode": ("kda", "gdn", "gdn2"), "verify": ("kda",)}
+    prefilled = ("kda", "gdn", "gla", "lightning", "gdn2", "gdp")
+    known = {"prefill": prefilled, "decode": ("kda", "gdn", "gdn2"), "verify": ("kda",)}
     if pass_name in ("decode", "verify") and (case.reads_only or case.state_dtype != torch.float32):
         return False  # its verification keeps states, and its layers' states are float32
-    return case.algorithm in known.get(pass_name, trained)
+    return case.algorithm in known.get(pass_name, (*prefilled, "delta"))
 
 
 def _fla_keeps(pass_name: str, case: Case) -> bool:
