@@ -80,8 +80,20 @@ def test_steep_gates_stay_numbers(gate, A_log, pass_name, key_dim):
 @pytest.mark.parametrize("key_dim", [1, 2, 5, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_few_key_channels(algorithm, strength, key_dim, dtype):
-    """Chunks would compute as a difference what tokens compute as a product: such calls go token by token."""
-    inputs = make(Case(algorithm, (300,), key_dim=key_dim, value_dim=32, qk_l2norm=True, dtype=dtype))
+    """Chunks would compute as a difference what tokens compute as a product: such calls go token by token.
+    All rows of a head's state share the roundings of its keys, so that of one head the errors of two float32
+    recurrences are two random numbers: here are many."""
+    case = Case(
+        algorithm,
+        (300,) * 4,
+        heads=4,
+        value_heads=4,
+        key_dim=key_dim,
+        value_dim=32,
+        qk_l2norm=True,
+        dtype=dtype,
+    )
+    inputs = make(case)
     if inputs.beta is not None:
         inputs.beta.fill_(1.99)
     if strength == "a large state":

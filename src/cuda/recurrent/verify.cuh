@@ -393,8 +393,8 @@ __global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
     }
     float scale_q = a.scale, scale_k = 1.0f;  // factors on sums, as SumScales has them
     if (a.qk_l2norm) {
-        scale_q *= rsqrtf(s.query_squared(t) + 1e-6f);
-        scale_k = rsqrtf(s.key_squared(t) + 1e-6f);
+        scale_q *= inverse_norm(s.query_squared(t));
+        scale_k = inverse_norm(s.key_squared(t));
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
