@@ -134,7 +134,7 @@ def test_coupled_chunks_of_many_heads(algorithm, dtype):
         algorithm, (64 * 8,), heads=120, value_heads=120, key_dim=128, value_dim=128, dtype=dtype, state=False
     )
     inputs = make(case.but(qk_l2norm=True), draw_on="cuda")
-    inputs.k = inputs.k.unflatten(1, (4, 128)).clone()
+    inputs.k = inputs.k.unflatten(1, (-1, 128)).clone()
     inputs.k[:, :, :64] = inputs.k[:, :, :1]
     inputs.k = inputs.k.flatten(1, 2)
     whole = passes.prefill(inputs)

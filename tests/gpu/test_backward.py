@@ -159,9 +159,8 @@ def test_float32_gradients_of_narrow_inputs(algorithm, dtype):
     )
     d_o, d_final_state = gradients.upstream(inputs)
     wanted = gradients.backward(inputs, d_o, d_final_state)
-    odd = {name: torch.zeros(d_o.numel() + 1, dtype=d_o.dtype)[1:].view_as(d_o) for name in ("d_o", "v")}
-    odd["d_o"].copy_(d_o), odd["v"].copy_(inputs.v)
-    found = gradients.backward(inputs.but(v=odd["v"]), odd["d_o"], d_final_state)
+    odd_d_o, odd_v = (x.new_zeros(x.numel() + 1)[1:].view_as(x).copy_(x) for x in (d_o, inputs.v))
+    found = gradients.backward(inputs.but(v=odd_v), odd_d_o, d_final_state)
     for name, gradient in wanted.items():
         assert_same_bits(f"d_{name}", gradient, found[name])
     made = {f"d_{name}": torch.full(getattr(inputs, name).shape, float("nan")) for name in wanted}
@@ -233,7 +232,7 @@ def test_one_graph_of_both_directions(algorithm):
     case = Case(algorithm, (70, 9, 121), packed=True, value_heads=4, key_dim=64, value_dim=64, qk_l2norm=True)
     inputs = make(case)
     leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in gradients.names(inputs)}
-    factors = torch.randn_like(inputs.v)
+    factors = inputs.v.new_empty(inputs.o_shape).normal_()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -50,9 +50,8 @@ def test_batch_invariant(algorithm):
     bounds = [0, *itertools.accumulate(lengths)]
 
     def only(chosen: tuple[int, ...]) -> Inputs:
-        tokens = torch.cat([torch.arange(bounds[n], bounds[n + 1]) for n in chosen])
-        named = {name: getattr(whole, name) for name in ("q", "k", "v", "g", "beta", "erase")}
-        part = whole.but(**{name: tensor[:, tokens] for name, tensor in named.items() if tensor is not None})
+        rows = [whole.rows(bounds[n], bounds[n + 1]) for n in chosen]
+        part = whole.but(**{name: torch.cat([each[name] for each in rows], 1) for name in rows[0]})
         part.case = whole.case.but(lengths=tuple(lengths[n] for n in chosen))
         part.cu_seqlens = torch.tensor([0, *itertools.accumulate(part.case.lengths)], dtype=torch.int32)
         part.initial_state = whole.initial_state[list(chosen)]
