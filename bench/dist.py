@@ -219,7 +219,7 @@ class Rank:
 
 def _named(inputs: Inputs, own: slice) -> dict[str, Tensor]:
     """The tensors of some tokens, as a rank that never had the others would have them."""
-    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase")}
+    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key")}
     return {name: x[:, own].contiguous() for name, x in named.items() if x is not None}
 
 

@@ -110,7 +110,8 @@ def measure(device: str) -> Iterator[Point]:
 
 def bind(inputs: Inputs, backend: str) -> Call:
     prefill = PREFILL[inputs.case.algorithm]
-    gates = {name: x for name in ("g", "beta", "erase", "decay") if (x := getattr(inputs, name)) is not None}
+    named = ("g", "beta", "erase", "a_key", "b_key", "decay")
+    gates = {name: x for name in named if (x := getattr(inputs, name)) is not None}
     named = {**gates, **keywords(inputs), "out": torch.empty_like(inputs.v), "backend": backend}
     return lambda: prefill(inputs.q, inputs.k, inputs.v, **named, output_final_state=True)
 

@@ -34,6 +34,35 @@ def scores(rows: Tensor, k: Tensor, G: Tensor) -> Tensor:
     return (decayed @ grown.mT).flatten(-3, -2)
 
 
+def low_rank(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`attention` of RWKV-7: what a reads of the state before its decay is written along b."""
+    tokens, dtype = v.shape[1], v.dtype
+    q, k, v, g, a, b = (in_chunks(x) for x in (q, k, v, g, a, b))
+    q = q * q.shape[-1] ** -0.5
+    G = g.cumsum(-2)
+    # What is read before a token's decay is read after the one before it.
+    a_before = pad(a, (0, 0, 0, 1))[..., 1:, :]
+
+    def overlaps(x: Tensor) -> Tensor:
+        return pad(scores(a_before, x, G).tril(), (0, 0, 1, 0))[..., :-1, :]
+
+    one = torch.eye(CHUNK, device=q.device)
+    both = torch.cat((overlaps(k) @ v, a * (G - g).exp()), -1)
+    U, W = torch.linalg.solve_triangular(one - overlaps(b), both, upper=False, unitriangular=True).split(
+        (v.shape[-1], k.shape[-1]), -1
+    )
+    A_k, A_b = (scores(q, x, G).tril() for x in (k, b))
+    k_remaining, b_remaining = (x * (G[..., -1:, :] - G).exp() for x in (k, b))
+    q_decayed, total = q * G.exp(), G[..., -1, :, None].exp()
+
+    S, outputs = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
+    for c in range(q.shape[2]):
+        u = U[:, :, c] + W[:, :, c] @ S
+        outputs.append(q_decayed[:, :, c] @ S + A_b[:, :, c] @ u + A_k[:, :, c] @ v[:, :, c])
+        S = total[:, :, c] * S + b_remaining[:, :, c].mT @ u + k_remaining[:, :, c].mT @ v[:, :, c]
+    return torch.stack(outputs, 2).permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :tokens].to(dtype)
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, erase: Tensor | None = None
 ) -> Tensor:

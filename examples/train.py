@@ -54,6 +54,7 @@ class Inputs:
     dt_bias: Tensor | None  # [H, K] or [H]
     strength: Tensor | None  # [B, T, H], or beside erase [B, T, H, V], a logit
     erase: Tensor | None  # [B, T, H, K], a logit
+    low_rank: tuple[Tensor, Tensor] | None  # a_key and b_key, [B, T, H, K]
     decay: Tensor | None  # [H], a constant log decay
 
     def log_decay(self) -> Tensor:
@@ -69,11 +70,13 @@ def with_cula(algorithm: str, x: Inputs) -> Tensor:
         options |= {"beta": x.strength, "use_beta_sigmoid_in_kernel": True}
     if x.erase is not None:
         options["erase"] = x.erase
+    if x.low_rank is not None:
+        options["a_key"], options["b_key"] = x.low_rank
     if x.decay is not None:
         options["decay"] = x.decay
     if family.takes_several_writes:
         options["g"] = None
-    if x.gate is not None and family.takes_beta:
+    if x.gate is not None and (family.takes_beta or family.takes_low_rank):
         options |= {"g": x.gate, "A_log": x.A_log, "dt_bias": x.dt_bias}
         options |= {"use_gate_in_kernel": True, "lower_bound": LOWER_BOUND}
     elif x.gate is not None:
@@ -105,6 +108,8 @@ def with_pytorch(_: str, x: Inputs) -> Tensor:
         q, g = by_write(q, writes, -1), by_write(g, writes, 0)
         o = eager.attention(q, k, x.v, g, x.strength.sigmoid().unsqueeze(-1))
         return o[:, writes - 1 :: writes]
+    if x.low_rank is not None:
+        return eager.low_rank(q, k, x.v, g, *x.low_rank)
     if x.strength is None:
         return eager.attention(q, k, x.v, g, None)
     beta = x.strength.sigmoid()
@@ -155,6 +160,10 @@ class Layer(nn.Module):
             self.strength = nn.Linear(width, width if family.takes_erase else heads * self.writes)
         if family.takes_erase:
             self.erase = nn.Linear(width, width)
+        # RWKV-7 removes what lies along a direction, by a share of its own of each channel.
+        removes = family.takes_low_rank
+        self.removed = nn.Linear(width, width, bias=False) if removes else None
+        self.share = nn.Linear(width, width) if removes else None
 
     def inputs(self, x: Tensor) -> Inputs:
         heads = self.shape.heads
@@ -172,7 +181,12 @@ class Layer(nn.Module):
             strength, erase = (each.unflatten(-1, (heads, -1)) for each in (strength, erase))
         elif strength is not None:
             strength = strength.unflatten(-1, (-1, heads)).flatten(1, 2)
-        return Inputs(q, k, v, gate, self.A_log, self.dt_bias, strength, erase, self.decay)
+        low_rank = None
+        if self.removed is not None:
+            along, share = (each(x).unflatten(-1, (heads, -1)) for each in (self.removed, self.share))
+            along = unit(along)
+            low_rank = -along, along * share.sigmoid()
+        return Inputs(q, k, v, gate, self.A_log, self.dt_bias, strength, erase, low_rank, self.decay)
 
     def forward(self, x: Tensor) -> Tensor:
         o = self.attend(self.algorithm, self.inputs(rms_norm(x, x.shape[-1:])))

@@ -11,7 +11,8 @@ namespace cula::torch_binding {
 namespace {
 
 // Rows in the order of kAlgorithms, whose numbers the packed options hold: name, mode, decay, update, and
-// what Python has to know of the update (takes_beta, takes_erase, takes_several_writes, has_diagonal_map).
+// what Python has to know of the update (takes_beta, takes_erase, takes_low_rank, takes_several_writes,
+// has_diagonal_map).
 // Separated by tabs, one a line.
 void algorithms_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     const auto word = [](bool yes) { return yes ? "yes" : "no"; };
@@ -20,8 +21,8 @@ void algorithms_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
         const auto [decay, update] = algorithm;
         text += std::string(name) + "\t" + std::string(mode) + "\t" + std::string(cula::name(decay)) + "\t" +
                 std::string(cula::name(update)) + "\t" + word(takes_beta(update)) + "\t" +
-                word(takes_erase(update)) + "\t" + word(takes_several_writes(update)) + "\t" +
-                word(has_diagonal_map(update)) + "\n";
+                word(takes_erase(update)) + "\t" + word(takes_low_rank(update)) + "\t" +
+                word(takes_several_writes(update)) + "\t" + word(has_diagonal_map(update)) + "\n";
     }
     stack[0] = torch::stable::detail::from(text);
 }

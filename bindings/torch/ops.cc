@@ -28,7 +28,8 @@ namespace {
 
 // What a caller may hold in any shape, strides and dtype, and what with any strides.
 constexpr TensorRef Args::* kOfHeads[] = {&Args::A_log, &Args::dt_bias, &Args::gamma};
-constexpr TensorRef Args::* kOfTokens[] = {&Args::q, &Args::k, &Args::v, &Args::g, &Args::erase, &Args::d_o};
+constexpr TensorRef Args::* kOfTokens[] = {&Args::q,     &Args::k,     &Args::v,     &Args::g,
+                                           &Args::erase, &Args::a_key, &Args::b_key, &Args::d_o};
 
 // The arguments of a call as they lie on its stack.
 struct Call {

@@ -14,6 +14,8 @@ constexpr Parameter kInputs[] = {
     {"decay", "Tensor?", &Args::gamma},
     {"beta", "Tensor?", &Args::beta},
     {"erase", "Tensor?", &Args::erase},
+    {"a_key", "Tensor?", &Args::a_key},
+    {"b_key", "Tensor?", &Args::b_key},
     {"A_log", "Tensor?", &Args::A_log},
     {"dt_bias", "Tensor?", &Args::dt_bias},
     {"cu_seqlens", "Tensor?", &Args::cu_seqlens},
@@ -66,6 +68,8 @@ constexpr Parameter kBackward[] = {
     {"d_dt_bias", "Tensor(g!)?", &Args::d_dt_bias},
     {"d_initial_state", "Tensor(h!)?", &Args::d_initial_state},
     {"d_erase", "Tensor(i!)?", &Args::d_erase},
+    {"d_a_key", "Tensor(j!)?", &Args::d_a_key},
+    {"d_b_key", "Tensor(k!)?", &Args::d_b_key},
 };
 
 static_assert(std::size(kInputs) +
@@ -92,7 +96,8 @@ constexpr std::string_view returns(Pass pass, Form form) {
         case Pass::kBackward:
             return out ? ""
                        : "Tensor? d_q, Tensor? d_k, Tensor? d_v, Tensor? d_g, Tensor? d_beta, "
-                         "Tensor? d_A_log, Tensor? d_dt_bias, Tensor? d_initial_state, Tensor? d_erase";
+                         "Tensor? d_A_log, Tensor? d_dt_bias, Tensor? d_initial_state, Tensor? d_erase, "
+                         "Tensor? d_a_key, Tensor? d_b_key";
         case Pass::kPrefill:
         case Pass::kDecode: break;
     }
@@ -120,6 +125,8 @@ constexpr TensorRef Args::* kUsualFirst[] = {
     &Args::has_initial_state,
     &Args::final_state_indices,
     &Args::erase,
+    &Args::a_key,
+    &Args::b_key,
     &Args::checkpoints,
     &Args::checkpoint_plan,
     &Args::chunk_states,
@@ -141,6 +148,8 @@ constexpr TensorRef Args::* kUsualFirst[] = {
     &Args::d_dt_bias,
     &Args::d_initial_state,
     &Args::d_erase,
+    &Args::d_a_key,
+    &Args::d_b_key,
     &Args::saved,
 };
 

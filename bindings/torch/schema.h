@@ -102,8 +102,8 @@ inline constexpr std::array kOptions{
     Option{"make_b", &Options::make_b, 18, 1},
     Option{"keep", &Options::keep, 19, 1},
     Option{"chunk_tokens", &Options::chunk_tokens, 20, 12},
-    Option{"gradients", &Options::gradients, 32, 9},
-    Option{"save", &Options::save, 41, 1},
+    Option{"gradients", &Options::gradients, 32, 11},
+    Option{"save", &Options::save, 43, 1},
 };
 
 // In the order of the enumerators.
@@ -118,7 +118,7 @@ std::int64_t known_bits(Pass pass, Form form);
 // it is a number; separated by tabs.
 std::string option_bits();
 
-inline constexpr std::size_t kMaxTensors = 24;
+inline constexpr std::size_t kMaxTensors = 28;
 
 // The tensors of an overload, in the order of its schema.
 struct Parameters {

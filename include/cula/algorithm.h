@@ -25,11 +25,13 @@ enum class Update : std::uint8_t {
     kDelta,     // u_t = beta_t (v_t - S'^T k_t)
     kErase,     // u_t = beta_t o v_t - S'^T e_t, with the erase key e_t = erase_t o k_t
     kProduct,   // the delta rule n times: u_tj = beta_tj (v_tj - S'^T k_tj), S' <- S' + k_tj u_tj^T
+    kDplr,      // diagonal plus low rank: S_t = S' + b_t (S_{t-1}^T a_t)^T + k_t v_t^T
 };
 
 // All of them. What is compiled once per rule runs over these lists.
 inline constexpr std::array kDecays{Decay::kNone, Decay::kPerHead, Decay::kPerToken, Decay::kPerChannel};
-inline constexpr std::array kUpdates{Update::kAdditive, Update::kDelta, Update::kErase, Update::kProduct};
+inline constexpr std::array kUpdates{Update::kAdditive, Update::kDelta, Update::kErase, Update::kProduct,
+                                     Update::kDplr};
 
 // What every kernel has to know of a rule. Each is a switch without a default, which names the enumerator
 // that it does not know (-Werror=switch). What only one kernel asks stands beside that kernel.
@@ -72,6 +74,7 @@ constexpr std::string_view name(Update update) {
         case Update::kDelta: return "delta";
         case Update::kErase: return "erase";
         case Update::kProduct: return "product";
+        case Update::kDplr: return "dplr";
     }
     return "unknown";
 }
@@ -79,7 +82,8 @@ constexpr std::string_view name(Update update) {
 // Whether tokens have a write strength, beta.
 constexpr bool takes_beta(Update update) {
     switch (update) {
-        case Update::kAdditive: return false;
+        case Update::kAdditive:
+        case Update::kDplr: return false;
         case Update::kDelta:
         case Update::kErase:
         case Update::kProduct: return true;
@@ -94,7 +98,8 @@ constexpr bool takes_several_writes(Update update) {
     switch (update) {
         case Update::kAdditive:
         case Update::kDelta:
-        case Update::kErase: return false;
+        case Update::kErase:
+        case Update::kDplr: return false;
         case Update::kProduct: return true;
     }
     return false;
@@ -108,8 +113,22 @@ constexpr bool takes_erase(Update update) {
     switch (update) {
         case Update::kAdditive:
         case Update::kDelta:
-        case Update::kProduct: return false;
+        case Update::kProduct:
+        case Update::kDplr: return false;
         case Update::kErase: return true;
+    }
+    return false;
+}
+
+// Whether tokens have two more keys, a_key and b_key, besides k: what a_key reads of the state before it
+// decays is written along b_key, and k writes v as it is.
+constexpr bool takes_low_rank(Update update) {
+    switch (update) {
+        case Update::kAdditive:
+        case Update::kDelta:
+        case Update::kErase:
+        case Update::kProduct: return false;
+        case Update::kDplr: return true;
     }
     return false;
 }
@@ -120,7 +139,8 @@ constexpr bool has_diagonal_map(Update update) {
         case Update::kAdditive: return true;
         case Update::kDelta:
         case Update::kErase:
-        case Update::kProduct: return false;
+        case Update::kProduct:
+        case Update::kDplr: return false;
     }
     return false;
 }
@@ -136,7 +156,7 @@ struct Algorithm {
 // Sources: linear attention, Katharopoulos et al. 2020; Lightning attention, Qin et al. 2024 (RetNet, Sun et
 // al. 2023, is the same recurrence); simple GLA is the form of Mamba-2, Dao and Gu 2024; GLA, Yang et al.
 // 2023; DeltaNet, Yang et al. 2024; GDN, Yang, Kautz and Hatamizadeh 2024; KDA, Kimi Team 2025; GDN-2, Gated
-// DeltaNet 2 of FLA 0.6; DeltaProduct and gated DeltaProduct, Siems et al. 2025.
+// DeltaNet 2 of FLA 0.6; DeltaProduct and gated DeltaProduct, Siems et al. 2025; RWKV-7, Peng et al. 2025.
 inline constexpr Algorithm kLinearAttention{Decay::kNone, Update::kAdditive};
 inline constexpr Algorithm kLightning{Decay::kPerHead, Update::kAdditive};
 inline constexpr Algorithm kSimpleGla{Decay::kPerToken, Update::kAdditive};
@@ -148,6 +168,7 @@ inline constexpr Algorithm kKda{Decay::kPerChannel, Update::kDelta};
 inline constexpr Algorithm kGdn2{Decay::kPerChannel, Update::kErase};
 inline constexpr Algorithm kDeltaProduct{Decay::kNone, Update::kProduct};
 inline constexpr Algorithm kGatedDeltaProduct{Decay::kPerToken, Update::kProduct};
+inline constexpr Algorithm kRwkv7{Decay::kPerChannel, Update::kDplr};
 
 struct NamedAlgorithm {
     std::string_view name;
@@ -169,6 +190,7 @@ inline constexpr std::array kAlgorithms = std::to_array<NamedAlgorithm>({
     {"gdn2", kGdn2, "gdn2"},
     {"gdp", kGatedDeltaProduct, "gdp"},
     {"delta_product", kDeltaProduct, "gdp"},
+    {"rwkv7", kRwkv7, "rwkv7"},
 });
 
 // The name in kAlgorithms; "unknown" for a pair that has none.

@@ -74,6 +74,8 @@ struct Args {
     TensorRef beta;     // takes_beta: [B, T, HV], or [B, T, HV, V] (one write strength per value channel);
                         // any floating dtype
     TensorRef erase;    // takes_erase: [B, T, HV, K], contiguous in its last dimension; any floating dtype
+    TensorRef a_key;    // takes_low_rank: [B, T, HV, K], contiguous in its last dimension; any floating dtype
+    TensorRef b_key;    // the same
     TensorRef A_log;    // [HV] float32
     TensorRef dt_bias;  // kPerChannel [HV, K], kPerToken [HV]: float32
 
@@ -150,12 +152,14 @@ struct Args {
     TensorRef d_o;            // [B, T, HV, V]
     TensorRef d_final_state;  // [N, HV, V, K]
     // Outputs, written and not added to; one that is absent is not computed. Each has the dtype of its input
-    // or float32, and the last dimension of d_q, d_k, d_v, d_erase and a d_g per channel is contiguous.
+    // or float32, and the last dimension of d_q, d_k, d_v, d_erase, d_a_key, d_b_key and a d_g per channel is
+    // contiguous.
     // Tokens after the last sequence get zeros, as do states that has_initial_state says are not read.
     TensorRef d_q, d_k;         // [B, T, H, K]
     TensorRef d_v;              // [B, T, HV, V]
     TensorRef d_g;              // the shape of g, which may be a raw gate
     TensorRef d_beta, d_erase;  // the shape of beta or erase, which may be logits
+    TensorRef d_a_key, d_b_key;
     TensorRef d_A_log;          // [HV] float32
     TensorRef d_dt_bias;        // the shape of dt_bias, float32
     TensorRef d_initial_state;  // [N, HV, V, K], the layout of any state

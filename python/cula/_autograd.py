@@ -111,7 +111,7 @@ def gradients(
     if k_first and d_final_state is not None:
         d_final_state = d_final_state.transpose(-1, -2)
     names = ("q", "k", "v", "g", "beta", "decay", "A_log", "dt_bias", "lower_bound", "cu_seqlens", "scale",
-             "initial_state", "has_initial_state", "backend", "saved", "erase")  # fmt: skip
+             "initial_state", "has_initial_state", "backend", "saved", "erase", "a_key", "b_key")  # fmt: skip
     operands = {name: given[name] for name in names if given.get(name) is not None}
     operands |= {"d_o": d_o, "d_final_state": d_final_state}
     made: list[Tensor | None]

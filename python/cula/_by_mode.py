@@ -30,6 +30,8 @@ def cula_decode(
     g: Tensor | None = None,
     beta: Tensor | None = None,
     erase: Tensor | None = None,
+    a_key: Tensor | None = None,
+    b_key: Tensor | None = None,
     decay: Tensor | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -50,14 +52,16 @@ def cula_decode(
 ) -> tuple[Tensor, Tensor]:
     """One token for each of N sequences; the state is updated in place.
 
-    q, k: `[N, 1, H, K]` or `[1, N, H, K]`, and v, g, beta, erase likewise: a token is a row of its own,
-        whichever of the two dimensions holds the rows. `[N, T, H, K]` with both above 1 is refused: several
-        tokens of a sequence are for the prefill functions (with `state_pool`) or `cula_verify`.
+    q, k: `[N, 1, H, K]` or `[1, N, H, K]`, and v, g, beta, erase, a_key and b_key likewise: a token is a row
+        of its own, whichever of the two dimensions holds the rows. `[N, T, H, K]` with both above 1 is
+        refused: several tokens of a sequence are for the prefill functions (with `state_pool`) or
+        `cula_verify`.
     state: the pool `[P, HV, V, K]` of any slot stride, and of any dtype that `initial_state` may have.
     state_indices: int32 or int64 `[N]`, the slot of each row, row n if None; `final_state_indices` where a
         row ends in another slot. A negative or `null_index` slot skips the row: its o is zero.
-    mode: kda, gdn, gdn2, gdp, gla, simple_gla, lightning or delta. kda, gdn and gdp take g and beta, gdn2
-        also erase, gla and simple_gla g, delta beta, lightning `decay`, as in the functions of those names.
+    mode: kda, gdn, gdn2, gdp, gla, simple_gla, lightning, delta or rwkv7. kda, gdn and gdp take g and beta,
+        gdn2 also erase, gla and simple_gla g, delta beta, lightning `decay`, rwkv7 g, a_key and b_key, as in
+        the functions of those names.
         gdp has n rows of k, v and beta for each token: `[N, n, ..]`, or `[1, N n, ..]`.
     use_gate_in_kernel: g is the raw gate; True if None and A_log or lower_bound is given.
 
@@ -80,7 +84,7 @@ def cula_decode(
             )
         packed = True
         tokens = q.shape[1]
-        q, g, out = (_rows_first(x, tokens) for x in (q, g, out))
+        q, g, out, a_key, b_key = (_rows_first(x, tokens) for x in (q, g, out, a_key, b_key))
         k, v, beta, erase = (_rows_first(x, tokens, several_writes) for x in (k, v, beta, erase))
     pool = state
     if state_indices is None and state.dim() == 4 and state.shape[0] > q.shape[0] and _ops.is_dense(state):
@@ -97,7 +101,8 @@ def cula_decode(
         q, k, v, options | _passes.IN_PLACE, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
         lower_bound=lower_bound, final_state=pool, initial_state_indices=state_indices, scale=scale,
         decay=decay, has_initial_state=has_initial_state, final_state_indices=final_state_indices,
-        final_scales=state_scales, erase=erase, null_index=None if null_index == -1 else null_index,
+        final_scales=state_scales, erase=erase, a_key=a_key, b_key=b_key,
+        null_index=None if null_index == -1 else null_index,
         backend=backend,
     )  # fmt: skip
     o = o if out is None else out
@@ -135,6 +140,8 @@ def cula_verify(
     g: Tensor | None = None,
     beta: Tensor | None = None,
     erase: Tensor | None = None,
+    a_key: Tensor | None = None,
+    b_key: Tensor | None = None,
     decay: Tensor | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -179,7 +186,7 @@ def cula_verify(
         algorithm, q, k, v, g, beta, _passes.given_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
         States(None, state, initial_state_indices, None, has_initial_state, null_index, state_v_first,
                state_scales),
-        erase=erase, decay=decay, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
+        erase=erase, a_key=a_key, b_key=b_key, decay=decay, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
         beta_is_logit=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens,
         update_state=state is not None and state_indices is not None and not disable_state_update,
         state_indices=state_indices, num_accepted=num_accepted, snapshots=snapshots,
@@ -198,6 +205,8 @@ def cula_segment(
     g: Tensor | None = None,
     beta: Tensor | None = None,
     erase: Tensor | None = None,
+    a_key: Tensor | None = None,
+    b_key: Tensor | None = None,
     decay: Tensor | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
@@ -239,7 +248,8 @@ def cula_segment(
     algorithm, g, dt_bias, decay = _decays.decay_of(mode, q, g, dt_bias, decay)
     return _passes.segment(
         algorithm, q, k, v, g, beta, _passes.given_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound),
-        erase=erase, decay=decay, qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=use_beta_sigmoid_in_kernel,
+        erase=erase, a_key=a_key, b_key=b_key, decay=decay, qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_is_logit=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens, state_v_first=state_v_first,
         backend=backend, deterministic=deterministic, device=device, scale=scale, keep=keep, out=out,
     )  # fmt: skip

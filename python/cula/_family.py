@@ -14,9 +14,10 @@ class Algorithm(NamedTuple):
     name: str
     mode: str  # the function that takes it, `cula_<mode>`; and the `mode` of decode, verify and segment
     decay: str  # none, head, token or channel: what the decay is constant over, or varies with
-    update: str  # additive, delta, erase or product
+    update: str  # additive, delta, erase, product or dplr
     takes_beta: bool
     takes_erase: bool  # an erase strength per key channel, and beta writes alone
+    takes_low_rank: bool  # two more keys, a_key and b_key
     takes_several_writes: bool  # k, v and beta may have several rows for each token
     has_diagonal_map: bool  # M of a segment's map is a diagonal `[K]`, not a matrix `[K, K]`
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from . import _ops
-from ._ops import Operator, state_dtype
+from . import _new_states, _ops
+from ._ops import Operator
 from ._slots import first_slots
 
 # The options that are no tensors, and the types that they may have, the one to name first.
@@ -124,6 +124,8 @@ def forward(
     cu_seqlens_cpu: Tensor | None = None,
     disable_recompute: bool = False,
     erase: Tensor | None = None,
+    a_key: Tensor | None = None,
+    b_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Runs `_ops.prefill` or `_ops.decode`; returns o, the final state or the pool, and the states at chunk
     starts. disable_recompute: of a prefill; without effect where there are no gradients."""
@@ -166,13 +168,15 @@ def forward(
             o, final_state = op.make(
                 q, k, v, options, g=g, beta=beta, decay=decay, A_log=A_log, dt_bias=dt_bias,
                 lower_bound=lower_bound, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
-                has_initial_state=states.has_initial, erase=erase, null_index=null, backend=backend,
+                has_initial_state=states.has_initial, erase=erase, a_key=a_key, b_key=b_key,
+                null_index=null, backend=backend,
             )  # fmt: skip
             return o, final_state, None
         _, final_state = op.write(
             q, k, v, options, o=out, g=g, beta=beta, decay=decay, A_log=A_log, dt_bias=dt_bias,
             lower_bound=lower_bound, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
-            has_initial_state=states.has_initial, erase=erase, null_index=null, backend=backend,
+            has_initial_state=states.has_initial, erase=erase, a_key=a_key, b_key=b_key, null_index=null,
+            backend=backend,
         )  # fmt: skip
         return out, final_state, None
 
@@ -186,7 +190,7 @@ def forward(
         raise ValueError(f"{op.name}: final_state_indices must come with state_pool, got indices alone")
     elif wants_state and not dense:
         check_room(op, q, k, v, cu_seqlens)
-        final_state, final_indices, returned = _new_final_state(q, v, cu_seqlens, states, null)
+        final_state, final_indices, returned = _new_states.of_sequences(q, v, cu_seqlens, states, null)
     if not v_first:
         final_state = as_v_first(op, "state_pool", final_state)
     if out is None and final_state is None and not wants_chunk_states and checkpoints is None:
@@ -198,6 +202,7 @@ def forward(
             final_state=final_state, initial_state_indices=initial_indices,
             initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, decay=decay,
             has_initial_state=states.has_initial, final_state_indices=final_indices, erase=erase,
+            a_key=a_key, b_key=b_key,
             initial_scales=of_initial, final_scales=of_final, null_index=null, backend=backend,
         )  # fmt: skip
         return o if out is None else out, made_state if returned is None else returned, None
@@ -209,7 +214,7 @@ def forward(
         check_room(op, q, k, v, cu_seqlens)
         if cu_seqlens_cpu is not None and cu_seqlens is not None:
             check_lengths(op, "cu_seqlens_cpu", cu_seqlens_cpu)
-        chunk_states = _new_chunk_states(q, k, v, cu_seqlens, cu_seqlens_cpu, chunk_size, v_first)
+        chunk_states = _new_states.of_chunks(q, k, v, cu_seqlens, cu_seqlens_cpu, chunk_size, v_first)
         chunk_states_v_first = chunk_states if v_first else chunk_states.transpose(-1, -2)
     if not v_first:
         checkpoint_states = as_v_first(op, "checkpoints.states", checkpoint_states)
@@ -217,7 +222,8 @@ def forward(
         q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
         final_state=final_state, initial_state_indices=initial_indices, initial_state=initial_state,
         cu_seqlens=cu_seqlens, scale=scale, decay=decay, has_initial_state=states.has_initial,
-        final_state_indices=final_indices, erase=erase, checkpoints=checkpoint_states, checkpoint_plan=plan,
+        final_state_indices=final_indices, erase=erase, a_key=a_key, b_key=b_key,
+        checkpoints=checkpoint_states, checkpoint_plan=plan,
         chunk_states=chunk_states_v_first, kept=kept, initial_scales=of_initial, final_scales=of_final,
         null_index=null, backend=backend,
     )  # fmt: skip
@@ -235,6 +241,8 @@ def verify(
     states: States,
     *,
     erase: Tensor | None = None,
+    a_key: Tensor | None = None,
+    b_key: Tensor | None = None,
     decay: Tensor | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
@@ -277,7 +285,8 @@ def verify(
         o: Tensor = op.make(
             q, k, v, options, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
             initial_state_indices=initial_indices, initial_state=pool, cu_seqlens=cu_seqlens, scale=scale,
-            decay=decay, erase=erase, has_initial_state=states.has_initial, state_indices=state_indices,
+            decay=decay, erase=erase, a_key=a_key, b_key=b_key, has_initial_state=states.has_initial,
+            state_indices=state_indices,
             num_accepted=num_accepted, parents=parents, initial_scales=scales, null_index=null,
             backend=backend,
         )  # fmt: skip
@@ -288,7 +297,8 @@ def verify(
         q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
         final_state=final_state, initial_state_indices=initial_indices, initial_state=initial_state,
         cu_seqlens=cu_seqlens, scale=scale, decay=decay, has_initial_state=states.has_initial,
-        erase=erase, state_indices=state_indices, num_accepted=num_accepted, snapshots=snapshots,
+        erase=erase, a_key=a_key, b_key=b_key, state_indices=state_indices, num_accepted=num_accepted,
+        snapshots=snapshots,
         snapshot_indices=snapshot_indices, parents=parents, initial_scales=of_initial,
         final_scales=of_final, null_index=null, backend=backend,
     )  # fmt: skip
@@ -305,6 +315,8 @@ def segment(
     gate: Gate,
     *,
     erase: Tensor | None = None,
+    a_key: Tensor | None = None,
+    b_key: Tensor | None = None,
     decay: Tensor | None,
     qk_l2norm: bool,
     beta_is_logit: bool,
@@ -337,13 +349,14 @@ def segment(
     if m is None and b is None:  # `write` would write nothing
         m, b, kept = op.make(
             q, k, v, options, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-            cu_seqlens=cu_seqlens, scale=scale, decay=decay, erase=erase, backend=backend,
+            cu_seqlens=cu_seqlens, scale=scale, decay=decay, erase=erase, a_key=a_key, b_key=b_key,
+            backend=backend,
         )  # fmt: skip
         return (m, b, kept) if keep else (m, b)
     kept = op.write(
         q, k, v, options, m=m, b=b if state_v_first else as_v_first(op, "b", b), g=g, beta=beta,
         A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, cu_seqlens=cu_seqlens, scale=scale,
-        decay=decay, erase=erase, backend=backend,
+        decay=decay, erase=erase, a_key=a_key, b_key=b_key, backend=backend,
     )  # fmt: skip
     return (m, b, kept) if keep else (m, b)
 
@@ -533,10 +546,6 @@ def is_batch_invariant(deterministic: bool | str | None) -> bool:
     return True
 
 
-def _matrix(value_dim: int, key_dim: int, state_v_first: bool) -> tuple[int, int]:
-    return (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
-
-
 def as_v_first(op: Operator, argument: str, states: TensorOrNone, ndim: int = 4) -> TensorOrNone:
     """The V-first view of K-first states: the operators take any strides, so no layout needs a copy."""
     if states is None or not _ops.is_dense(states):
@@ -556,44 +565,3 @@ def _checkpoints_of(checkpoints: Checkpoints) -> Checkpoints:
             f"prefill: checkpoints must be Checkpoints(states, plan), got {_ops.type_name(checkpoints)}"
         )
     return Checkpoints(*checkpoints)
-
-
-def _new_final_state(
-    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, states: States, null_index: int | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The memory of a dense final state, the indices of the call's rows in it, and those rows.
-
-    Indices are needed where the initial states are gathered by index, and none of them may be the null slot:
-    where that is among them, the rows up to it are left unused. The rows of skipped sequences stay zero.
-    """
-    batch, _, heads, value_dim = v.shape
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (heads, *_matrix(value_dim, q.shape[3], states.v_first))
-    if states.initial_indices is None:
-        final_state = q.new_empty((sequences, *shape), dtype=state_dtype(q))
-        return final_state, None, final_state
-    first = null_index + 1 if null_index is not None and 0 <= null_index < sequences else 0
-    memory = q.new_zeros((first + sequences, *shape), dtype=state_dtype(q))
-    return memory, torch.arange(first, first + sequences, dtype=torch.int32, device=q.device), memory[first:]
-
-
-def _new_chunk_states(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    chunk_size: int,
-    state_v_first: bool,
-) -> Tensor:
-    """The states at chunk starts in k's dtype: one per chunk where the host can read the lengths without
-    waiting, else room for the most chunks that lengths could make, zero beyond those they do make."""
-    batch, tokens = q.shape[:2]
-    shape = (v.shape[2], *_matrix(v.shape[3], q.shape[3], state_v_first))
-    if cu_seqlens is None:
-        return k.new_empty((batch, -(-tokens // chunk_size), *shape))
-    lengths = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    chunks = tokens // chunk_size + cu_seqlens.shape[0] - 1
-    if lengths.is_cpu and not torch.compiler.is_compiling():
-        chunks = min(chunks, int((-(-lengths.diff() // chunk_size)).clamp(min=0).sum()))
-    return k.new_zeros((batch, chunks, *shape))

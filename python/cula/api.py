@@ -4,7 +4,7 @@
 Shapes: B batch, T tokens, N sequences, H query/key heads, HV value heads (HV % H == 0; value head hv reads
 query/key head hv // (HV / H)), K (up to 256) and V the key and value dimensions. q and k are `[B, T, H, K]`,
 v is `[B, T, HV, V]`, in one dtype: bfloat16, float16 or float32 (float64 for the oracle). Every stride is
-free; q, k, v, g and erase are copied where their last dimension is not contiguous.
+free; q, k, v, g, erase, a_key and b_key are copied where their last dimension is not contiguous.
 
 Words that all functions share:
 
@@ -36,8 +36,8 @@ deterministic: results are bit-equal from run to run in any case; `"batch_invari
 out: a preallocated o, `[B, T, HV, V]`.
 device: q's device, checked if given.
 
-Gradients: what a call returns is differentiable by q, k, v, g, beta, erase, `A_log`, `dt_bias` and
-`initial_state`, but not by `decay`, nor where the call writes into what it is given (`state_pool`,
+Gradients: what a call returns is differentiable by q, k, v, g, beta, erase, a_key, b_key, `A_log`, `dt_bias`
+and `initial_state`, but not by `decay`, nor where the call writes into what it is given (`state_pool`,
 `checkpoints`, `out`; a decode's and a draft's states), reads slots, float8 or `kept`, or returns h. So do
 drop-ins. docs/guide/training.md has examples.
 
@@ -65,6 +65,7 @@ __all__ = [
     "cula_gla",
     "cula_kda",
     "cula_lightning",
+    "cula_rwkv7",
     "cula_segment",
     "cula_simple_gla",
     "cula_verify",
@@ -322,6 +323,68 @@ def cula_gdp(
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
         backend, deterministic, device, kept,
+    ))  # fmt: skip
+
+
+def cula_rwkv7(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor,
+    a_key: Tensor,
+    b_key: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    lower_bound: float | None = None,
+    return_intermediate_states: bool = False,
+    device: torch.device | str | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    state_v_first: bool = True,
+    state_pool: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    final_state_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    null_index: int = -1,
+    checkpoints: Checkpoints | None = None,
+    backend: str | None = None,
+    deterministic: bool | str | None = None,
+    out: Tensor | None = None,
+    kept: Tensor | None = None,
+    state_scales: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """RWKV-7 (arXiv:2503.14456), and any rule whose transition is a diagonal plus a matrix of rank one.
+
+    A token reads the state with a_key before it decays, writes what it has read along b_key, and v along k:
+    `S_t = diag(exp(g_t)) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T`. q is the r of RWKV-7, g its log decay
+    w, and a_key and b_key are what its kernels call a and b, `-kk` and `kk * a` of a layer.
+
+    g: the log decay `[B, T, HV, K]`, or the raw gate with `use_gate_in_kernel`, as in `cula_kda`: RWKV-7's is
+        the bounded one without A_log, of `lower_bound=-exp(-0.5)`.
+    a_key, b_key: `[B, T, HV, K]`, any floating dtype. No option normalises them. All three by name: they have
+        one shape, and other libraries another order of arguments.
+    scale: `K ** -0.5` if None, as everywhere here; RWKV-7 has none, which is 1.
+    A_log, dt_bias and everything else as in `cula_kda` and `cula.api`. CPUs alone have kernels for it.
+    """
+    chunk_size = _passes.chunk_size_of("cula_rwkv7", kwargs) if kwargs else 64
+    if use_gate_in_kernel is True:
+        _decays.check_gate(A_log, lower_bound)
+    return _passes.returned(_passes.forward(
+        _ops.prefill, "rwkv7", q, k, v, g, None,
+        _passes.given_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale, use_qk_l2norm_in_kernel,
+        False, False, cu_seqlens,
+        States(
+            initial_state, state_pool, initial_state_indices, final_state_indices, has_initial_state,
+            null_index, state_v_first, state_scales,
+        ),
+        Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
+        backend, deterministic, device, kept, a_key=a_key, b_key=b_key,
     ))  # fmt: skip
 
 

@@ -10,6 +10,7 @@
 #include "core/check.h"
 #include "core/forks.h"
 #include "core/kernel.h"
+#include "core/rows.h"
 #if defined(CULA_WITH_CUDA)
 #include "cuda/float8/entry.h"
 #include "cuda/forks/entry.h"
@@ -185,6 +186,38 @@ void plan_and_run(Pass pass, const Args& args, const Context& context, std::stri
 }
 
 }  // namespace
+
+Problem describe(Pass pass, const Args& args, const Device& device) {
+    Problem problem;
+    problem.pass = pass;
+    problem.algorithm = args.algorithm;
+    problem.device = device;
+    problem.batch = args.q.size[0];
+    problem.tokens = args.q.size[1];
+    problem.sequences = num_sequences(args);
+    problem.heads = args.q.size[2];
+    problem.value_heads = args.v.size[2];
+    problem.key_dim = args.q.size[3];
+    problem.value_dim = args.v.size[3];
+    problem.writes = writes_per_token(args);
+    problem.dtype = args.q.dtype;
+    const TensorRef& state = args.initial_state ? args.initial_state : args.final_state;
+    problem.state_dtype = state ? state.dtype : Dtype::kFloat32;
+    problem.gate = args.gate;
+    problem.lower_bound = args.lower_bound;
+    problem.varlen = static_cast<bool>(args.cu_seqlens);
+    problem.beta_per_value = args.beta.ndim == 4;
+    problem.checkpoints = static_cast<bool>(args.checkpoints);
+    problem.chunk_states = static_cast<bool>(args.chunk_states);
+    problem.tree = static_cast<bool>(args.parents);
+    problem.draft_tokens = args.parents ? args.parents.size[1] : 0;
+    problem.chunk_tokens = args.chunk_tokens;
+    problem.batch_invariant = args.batch_invariant;
+    problem.qk_l2norm = args.qk_l2norm;
+    problem.wide_d_o = args.d_o && args.d_o.dtype != args.q.dtype;
+    problem.saves = static_cast<bool>(args.saved);
+    return problem;
+}
 
 std::string_view Plan::target() const { return kernel ? kernel->target : std::string_view(); }
 

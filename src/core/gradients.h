@@ -28,6 +28,8 @@ inline constexpr std::array kGradients{
     Gradient{"d_dt_bias", &Args::d_dt_bias, "dt_bias", &Args::dt_bias},
     Gradient{"d_initial_state", &Args::d_initial_state, "initial_state", &Args::initial_state},
     Gradient{"d_erase", &Args::d_erase, "erase", &Args::erase},
+    Gradient{"d_a_key", &Args::d_a_key, "a_key", &Args::a_key},
+    Gradient{"d_b_key", &Args::d_b_key, "b_key", &Args::b_key},
 };
 
 }  // namespace cula

@@ -7,6 +7,8 @@
 #include <limits>
 #include <span>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -161,13 +163,18 @@ private:
             CULA_REQUIRE(!args_.beta_is_logit, "use_beta_sigmoid_in_kernel", "be left out for " + algorithm(),
                          "true");
         }
-        if (takes_erase(args_.algorithm.update)) {
-            given_for_algorithm("erase", args_.erase);
-            shape("erase", args_.erase, {B, T, HV, {"K", key_dim_}});
-            floating("erase", args_.erase);
-            last_contiguous("erase", args_.erase);
-        } else {
-            CULA_REQUIRE(!args_.erase, "erase", "be left out for " + algorithm(), shape_of(args_.erase));
+        const bool low_rank = takes_low_rank(args_.algorithm.update);
+        const std::tuple<std::string_view, const TensorRef*, bool> keys[] = {
+            {"erase", &args_.erase, takes_erase(args_.algorithm.update)},
+            {"a_key", &args_.a_key, low_rank},
+            {"b_key", &args_.b_key, low_rank}};
+        for (const auto& [argument, ref, taken] : keys) {
+            CULA_REQUIRE(taken || !*ref, argument, "be left out for " + algorithm(), shape_of(*ref));
+            if (!taken) continue;
+            given_for_algorithm(argument, *ref);
+            shape(argument, *ref, {B, T, HV, {"K", key_dim_}});
+            floating(argument, *ref);
+            last_contiguous(argument, *ref);
         }
         CULA_REQUIRE(!args_.allow_neg_eigval || args_.beta_is_logit, "allow_neg_eigval",
                      "come with use_beta_sigmoid_in_kernel: it doubles the sigmoid", "true without it");
@@ -561,37 +568,5 @@ private:
 }  // namespace
 
 void validate(Pass pass, const Args& args, Indices indices) { Validator(pass, args, indices).check(); }
-
-Problem describe(Pass pass, const Args& args, const Device& device) {
-    Problem problem;
-    problem.pass = pass;
-    problem.algorithm = args.algorithm;
-    problem.device = device;
-    problem.batch = args.q.size[0];
-    problem.tokens = args.q.size[1];
-    problem.sequences = num_sequences(args);
-    problem.heads = args.q.size[2];
-    problem.value_heads = args.v.size[2];
-    problem.key_dim = args.q.size[3];
-    problem.value_dim = args.v.size[3];
-    problem.writes = writes_per_token(args);
-    problem.dtype = args.q.dtype;
-    const TensorRef& state = args.initial_state ? args.initial_state : args.final_state;
-    problem.state_dtype = state ? state.dtype : Dtype::kFloat32;
-    problem.gate = args.gate;
-    problem.lower_bound = args.lower_bound;
-    problem.varlen = static_cast<bool>(args.cu_seqlens);
-    problem.beta_per_value = args.beta.ndim == 4;
-    problem.checkpoints = static_cast<bool>(args.checkpoints);
-    problem.chunk_states = static_cast<bool>(args.chunk_states);
-    problem.tree = static_cast<bool>(args.parents);
-    problem.draft_tokens = args.parents ? args.parents.size[1] : 0;
-    problem.chunk_tokens = args.chunk_tokens;
-    problem.batch_invariant = args.batch_invariant;
-    problem.qk_l2norm = args.qk_l2norm;
-    problem.wide_d_o = args.d_o && args.d_o.dtype != args.q.dtype;
-    problem.saves = static_cast<bool>(args.saved);
-    return problem;
-}
 
 }  // namespace cula

@@ -74,7 +74,8 @@ void sum_parameters(const Args& args, const BackwardPlan& plan) {
 void zero_slack(const Args& args) {
     if (!args.cu_seqlens) return;
     const std::int64_t end = read_index(args.cu_seqlens, num_sequences(args));
-    for (const TensorRef* ref : {&args.d_q, &args.d_k, &args.d_v, &args.d_g, &args.d_beta, &args.d_erase}) {
+    for (const TensorRef* ref : {&args.d_q, &args.d_k, &args.d_v, &args.d_g, &args.d_beta, &args.d_erase,
+                                 &args.d_a_key, &args.d_b_key}) {
         const bool of_tokens = ref == &args.d_q || ref == &args.d_g;
         const std::int64_t first = end * (of_tokens ? 1 : writes_per_token(args));
         const std::size_t bytes =

@@ -79,7 +79,8 @@ Support takes(Algorithm algorithm) {
         case Update::kAdditive:
         case Update::kDelta:
         case Update::kErase:
-        case Update::kProduct: return Support::yes();
+        case Update::kProduct:
+        case Update::kDplr: return Support::yes();
     }
     return Support::no("has no kernel for " + std::string(name(algorithm)));
 }
@@ -98,7 +99,7 @@ Support supports(const Problem& problem, Support available, bool bf16_only) {
     if (problem.pass == Pass::kBackward) {
         if (own_maps)
             return Support::no("a backward in chunks needs one beta per token, not one per value channel");
-        if (problem.key_dim < kFewestChunkChannels)
+        if (problem.key_dim < kFewestChunkChannels && in_chunks(problem.algorithm.update))
             return Support::no("a backward in chunks takes K from " + std::to_string(kFewestChunkChannels) +
                                ", got " + std::to_string(problem.key_dim));
         if (problem.value_dim > kLargestDim)
@@ -177,10 +178,11 @@ struct PrefillPlan {
     std::size_t scratch_bytes;  // of one worker
 };
 
-// Whether a prefill is computed token by token: where one beta per value channel erases, or with few key
-// channels.
+// Whether a prefill is computed token by token: by rules without chunks, where one beta per value channel
+// erases, or with few key channels.
 bool steps(const Args& args) {
-    return (args.beta.ndim == 4 && !takes_erase(args.algorithm.update)) ||
+    return !in_chunks(args.algorithm.update) ||
+           (args.beta.ndim == 4 && !takes_erase(args.algorithm.update)) ||
            args.q.size[3] < kFewestChunkChannels;
 }
 
@@ -314,6 +316,12 @@ std::size_t prefill_workspace_bytes(const Isa& isa, const Args& args, const Cont
 
 // --- segment: B from a zero state; M from the identity with zero values, or as the product of the decays ---
 
+std::size_t segment_scratch_bytes(const Isa& isa, const Args& args, const Cut& values, const Cut& channels) {
+    const int columns = std::max(values.block, channels.block);
+    return in_chunks(args.algorithm.update) ? isa.scan_scratch_bytes(args, columns, 1)
+                                            : isa.step_scratch_bytes(args, columns, 0);
+}
+
 void segment(const Isa& isa, const Args& args, const Context& context) {
     const bool diagonal = has_diagonal_map(args.algorithm.update);
     const int key_dim = static_cast<int>(args.q.size[3]), value_dim = static_cast<int>(args.v.size[3]);
@@ -321,33 +329,40 @@ void segment(const Isa& isa, const Args& args, const Context& context) {
     const std::int64_t maps = args.segment_m && !diagonal ? channels.tasks() : 0,
                        tasks = values.tasks() + maps;
     const int workers = num_workers(context, values.tasks());
-    const std::size_t scratch_bytes = isa.scan_scratch_bytes(args, std::max(values.block, channels.block), 1);
+    const std::size_t scratch_bytes = segment_scratch_bytes(isa, args, values, channels);
     for_each_task(context, workers, tasks, false, [&](int worker, std::int64_t index) {
         const bool is_map = index < maps;
         const Place place = is_map ? place_of(channels, index) : place_of(values, index - maps);
         const Tokens tokens = tokens_of(args, place.sequence);
-        ScanTask task = make_task<ScanTask>(place, tokens, {});
+        std::byte* scratch =
+            static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes;
         const TensorRef &m = args.segment_m, &b = args.segment_b;
-        if (is_map) {
-            task.identity = true;
-            task.final = {m.ptr(place.sequence, place.value_head), m.dtype, m.stride[3], m.stride[2]};
-        } else {
-            task.final = {b.ptr(place.sequence, place.value_head), b.dtype, b.stride[2], b.stride[3]};
-            if (diagonal && m && place.v_begin == 0) {
-                task.total_decay = m.at<float>(place.sequence, place.value_head);
-                task.total_decay_stride = m.stride[2];
-            }
+        const auto make = [&](auto& task) {
+            task.identity = is_map;
+            if (is_map)
+                task.final = {m.ptr(place.sequence, place.value_head), m.dtype, m.stride[3], m.stride[2]};
+            else
+                task.final = {b.ptr(place.sequence, place.value_head), b.dtype, b.stride[2], b.stride[3]};
+        };
+        if (!in_chunks(args.algorithm.update)) {
+            auto task = make_task<StepTask>(place, tokens, {});
+            make(task);
+            return isa.step(args, task, scratch);
         }
-        isa.scan(
-            args, &task, 1,
-            static_cast<std::byte*>(context.workspace) + static_cast<std::size_t>(worker) * scratch_bytes);
+        auto task = make_task<ScanTask>(place, tokens, {});
+        make(task);
+        if (diagonal && m && place.v_begin == 0) {
+            task.total_decay = m.at<float>(place.sequence, place.value_head);
+            task.total_decay_stride = m.stride[2];
+        }
+        isa.scan(args, &task, 1, scratch);
     });
 }
 
 std::size_t segment_workspace_bytes(const Isa& isa, const Args& args, const Context& context) {
     const Cut values = cut(args, context, static_cast<int>(args.v.size[3]));
     const Cut channels = cut(args, context, static_cast<int>(args.q.size[3]));
-    return isa.scan_scratch_bytes(args, std::max(values.block, channels.block), 1) *
+    return segment_scratch_bytes(isa, args, values, channels) *
            static_cast<std::size_t>(num_workers(context, values.tasks()));
 }
 

@@ -120,6 +120,12 @@ struct HeadInputs {
         for (int c = 0; c < padded_key_dim; c += kLanes) store(e + c, erase(load(e + c)) * load(k + c));
     }
 
+    // The low-rank keys of a token.
+    void low_rank_keys(float* a, float* b, std::int64_t token) const {
+        load_row(a, args.a_key.ptr(batch, token, value_head), args.a_key.dtype, key_dim, padded_key_dim);
+        load_row(b, args.b_key.ptr(batch, token, value_head), args.b_key.dtype, key_dim, padded_key_dim);
+    }
+
     // The write strengths of `count` tokens; strengths has room for whole vectors.
     void betas(float* strengths, std::int64_t token, int count) const {
         for (int i = 0; i < count; ++i)

@@ -5,6 +5,7 @@
 #include "cpu/norm.h"
 #include "cpu/scan.h"
 #include "cpu/step.h"
+#include "cpu/step_back.h"
 
 namespace cula::cpu::CULA_CPU_TARGET {
 namespace {
@@ -41,11 +42,13 @@ void step(const Args& args, const StepTask& task, std::byte* scratch) {
 }
 
 std::size_t backward_bytes(const Args& args, std::int64_t tokens) {
+    if (!in_chunks(args.algorithm.update)) return StepBack::scratch_bytes(args, tokens);
     return with_word(args, [&]<class Word> { return backward_scratch_bytes<Word>(args, tokens); });
 }
 
 void backward(const Args& args, const BackwardTask& task, std::byte* scratch) {
     const FlushSubnormals flush;
+    if (!in_chunks(args.algorithm.update)) return step_back_heads(args, task, scratch);
     with_word(args, [&]<class Word> { backward_heads<Word>(args, task, scratch); });
 }
 

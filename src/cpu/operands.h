@@ -114,7 +114,8 @@ protected:
             case Update::kAdditive: return false;
             case Update::kDelta:
             case Update::kErase:
-            case Update::kProduct: return true;
+            case Update::kProduct:
+            case Update::kDplr: return true;
         }
         return false;
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// step: tokens of one head, one after another. It serves decode, verify, and prefills with one beta per value
-// channel or few key channels.
+// step: tokens of one head, one after another. It serves decode, verify, prefills with one beta per value
+// channel or few key channels, and all passes of rules that have no chunks here.
 //
 // Equation, per token (ALGORITHM.md, "The family"), with S [V, K]:
 //     S' = S diag(exp(g))
@@ -11,13 +11,15 @@
 // second pass, over rows that are still in cache, writes them. A token that writes n times does so n times
 // with four rows, which it decays in the first pair of passes and contracts with q in the last.
 //
+// low_rank.h has the token of a rule with low-rank keys.
+//
 // The working state is [V, K] in float, K contiguous. It is the caller's own memory if that has this form and
 // there is one token; otherwise it is a copy in scratch.
 // Design page: docs/design/cpu.md.
 #pragma once
 
-#include "cpu/inputs.h"
-#include "cpu/scales.h"
+#include "cpu/low_rank.h"
+#include "cpu/states.h"
 
 namespace cula::cpu::CULA_CPU_TARGET {
 
@@ -34,13 +36,15 @@ public:
           task_(task),
           corrects_(corrects(args.algorithm.update)),
           erases_(takes_erase(args.algorithm.update)),
+          low_rank_(takes_low_rank(args.algorithm.update)),
           per_channel_(varies_by_channel(args.algorithm.decay)),
           rows_(round_up(task.v_count, kRows)),
           columns_(round_up(task.v_count, kColumnMultiple)),
           writes_(writes_per_token(args)),
           buffers_(carved(scratch, args, task)),
           inputs_(args, task, buffers_.gate_bias),
-          channels_(inputs_.padded_key_dim) {}
+          channels_(inputs_.padded_key_dim),
+          states_{buffers_.transposed, inputs_.key_dim, channels_, columns_, task.v_begin, task.v_count} {}
 
     void run() {
         const bool stores_within =
@@ -49,8 +53,8 @@ public:
         load_initial();
         for (std::int64_t t = 0; t < task_.length; ++t) {
             if (task_.chunk_states.data && t % args_.chunk_tokens == 0)
-                store_state(advance(task_.chunk_states, t / args_.chunk_tokens * task_.chunk_states_stride),
-                            buffers_.state);
+                states_.write(advance(task_.chunk_states, t / args_.chunk_tokens * task_.chunk_states_stride),
+                              buffers_.state);
             store_checkpoints(t);
             const float* before = buffers_.state;
             float* after = buffers_.state;
@@ -66,7 +70,7 @@ public:
             store_token_states(t, after);
         }
         store_checkpoints(task_.length);
-        if (task_.final.data) store_state(task_.final, buffers_.state);
+        if (task_.final.data) states_.write(task_.final, buffers_.state);
     }
 
 private:
@@ -75,7 +79,8 @@ private:
     // Whether a token writes u = beta (v - S' k), or v as it is.
     static constexpr bool corrects(Update update) {
         switch (update) {
-            case Update::kAdditive: return false;
+            case Update::kAdditive:
+            case Update::kDplr: return false;
             case Update::kDelta:
             case Update::kErase:
             case Update::kProduct: return true;
@@ -89,6 +94,7 @@ private:
         float *v, *beta;               // [writes of a token, V]
         float* out;                    // [V]
         float* token_decay;
+        LowRankToken low_rank;
         float* state;       // [V, K]
         float* transposed;  // [K, V]
         float* nodes;       // [tokens, V, K]: the state after each token of a tree
@@ -103,6 +109,13 @@ private:
             for (float** p : {&v, &beta}) *p = carver.take<float>(writes * columns);
             out = carver.take<float>(columns);
             token_decay = carver.take<float>(kLanes);
+            low_rank = {};
+            if (takes_low_rank(args.algorithm.update)) {
+                low_rank.decay = decay, low_rank.k = k, low_rank.v = v, low_rank.out = out;
+                for (float** p : {&low_rank.a, &low_rank.b, &low_rank.decayed_q})
+                    *p = carver.take<float>(channels);
+                low_rank.read = carver.take<float>(columns);
+            }
             state = carver.take<float>(columns * channels);
             transposed = carver.take<float>(channels * columns);
             nodes = carver.take<float>(tree_tokens * columns * channels);
@@ -156,6 +169,20 @@ private:
         Vec dot{};
         for (int c = 0; c < channels_; c += kLanes) dot += load(last + c) * load(b.q + c);
         key_query_ = sum(dot);
+        if (low_rank_) load_low_rank(token);
+    }
+
+    void load_low_rank(std::int64_t token) {
+        LowRankToken& own = buffers_.low_rank;
+        inputs_.low_rank_keys(own.a, own.b, token);
+        Vec dot{};
+        for (int c = 0; c < channels_; c += kLanes) {
+            const Vec q = load(buffers_.q + c);
+            store(own.decayed_q + c, load(own.decay + c) * q);
+            dot += load(own.b + c) * q;
+        }
+        own.key_query = key_query_;
+        own.b_query = sum(dot);
     }
 
     // Row `row` of k, v and beta, a write of the token.
@@ -164,8 +191,11 @@ private:
         float *k = b.k + write * channels_, *v = b.v + write * columns_, *beta = b.beta + write * columns_;
         inputs_.key(k, row);
         if (erases_) inputs_.erase_key(b.e + write * channels_, k, row);
-        load_row(v, args_.v.ptr(task_.batch, row, task_.value_head, task_.v_begin), args_.v.dtype,
-                 task_.v_count, columns_);
+        if (task_.identity)
+            for (int j = 0; j < columns_; j += kLanes) store(v + j, Vec{});
+        else
+            load_row(v, args_.v.ptr(task_.batch, row, task_.value_head, task_.v_begin), args_.v.dtype,
+                     task_.v_count, columns_);
         if (corrects_) {
             if (args_.beta.ndim == 4) {
                 inputs_.value_betas(beta, row, task_.v_begin, task_.v_count, columns_);
@@ -183,6 +213,8 @@ private:
 
     template <int kCount>
     void update(const float* before, float* after, std::int64_t stride, int row) {
+        if (low_rank_)
+            return pass_rows<kCount, true>(buffers_.low_rank, channels_, before, after, stride, row);
         if (writes_ == 1) return update_rows<kCount, true, true>(before, after, stride, row, 0);
         update_rows<kCount, true, false>(before, after, stride, row, 0);
         for (std::int64_t write = 1; write + 1 < writes_; ++write)
@@ -225,6 +257,7 @@ private:
     }
 
     void store_output(std::int64_t t) const {
+        if (!args_.o.data) return;
         store_row(args_.o.ptr(task_.batch, task_.begin + t, task_.value_head, task_.v_begin), args_.o.dtype,
                   buffers_.out, task_.v_count);
     }
@@ -235,10 +268,10 @@ private:
             if (slot >= 0 && slot != args_.null_index) {
                 StateView view = advance(task_.pool, slot * task_.pool_stride);
                 if (view.scales) view.scales += slot * task_.pool_scales_stride;
-                store_state(view, state);
+                states_.write(view, state);
             }
         }
-        if (task_.snapshots.data) store_state(advance(task_.snapshots, t * task_.snapshots_stride), state);
+        if (task_.snapshots.data) states_.write(advance(task_.snapshots, t * task_.snapshots_stride), state);
     }
 
     void store_checkpoints(std::int64_t done) {
@@ -246,65 +279,27 @@ private:
              ++next_checkpoint_) {
             const TensorRef& states = args_.checkpoints;
             const std::int64_t slot = task_.checkpoints[next_checkpoint_].slot;
-            store_state(
+            states_.write(
                 {states.ptr(slot, task_.value_head), states.dtype, states.stride[2], states.stride[3]},
                 buffers_.state);
         }
     }
 
     void load_initial() {
-        const StateView& view = task_.initial;
-        float* state = buffers_.state;
-        for (int x = 0; x < columns_ * channels_; x += kLanes) store(state + x, Vec{});
-        if (!view.data) return;
-        if (view.stride_k == 1 || inputs_.key_dim == 1) {
-            for (int j = 0; j < task_.v_count; ++j)
-                load_row(state + j * channels_, state_at(view, task_.v_begin + j, 0), view.dtype,
-                         inputs_.key_dim, channels_);
-        } else {
-            float* by_channel = buffers_.transposed;
-            for (int x = 0; x < channels_ * columns_; x += kLanes) store(by_channel + x, Vec{});
-            for (int c = 0; c < inputs_.key_dim; ++c)
-                load_row(by_channel + c * columns_, state_at(view, task_.v_begin, c), view.dtype,
-                         task_.v_count, columns_);
-            transpose(state, channels_, by_channel, columns_, channels_, columns_);
-        }
-        if (view.scales)
-            scale_rows(state, channels_, scales_from(view, task_.v_begin), view.scale_stride, task_.v_count);
-    }
-
-    void store_state(const StateView& view, const float* state) const {
-        if (view.stride_k == 1 || inputs_.key_dim == 1) {
-            if (view.scales) {
-                float* scaled = buffers_.transposed;  // as large
-                for (int x = 0; x < task_.v_count * channels_; x += kLanes)
-                    store(scaled + x, load(state + x));
-                choose_row_scales(scaled, channels_, scales_from(view, task_.v_begin), view.scale_stride,
-                                  task_.v_count);
-                state = scaled;
-            }
-            for (int j = 0; j < task_.v_count; ++j)
-                store_row(state_at(view, task_.v_begin + j, 0), view.dtype, state + j * channels_,
-                          inputs_.key_dim);
-        } else {
-            transpose(buffers_.transposed, columns_, state, channels_, columns_, channels_);
-            if (view.scales)
-                choose_column_scales(buffers_.transposed, inputs_.key_dim, columns_,
-                                     scales_from(view, task_.v_begin), view.scale_stride, task_.v_count);
-            for (int c = 0; c < inputs_.key_dim; ++c)
-                store_row(state_at(view, task_.v_begin, c), view.dtype, buffers_.transposed + c * columns_,
-                          task_.v_count);
-        }
+        states_.read(buffers_.state, task_.initial);
+        for (int j = 0; task_.identity && j < task_.v_count; ++j)
+            buffers_.state[j * channels_ + task_.v_begin + j] = 1.0f;
     }
 
     const Args& args_;
     const StepTask& task_;
-    const bool corrects_, erases_, per_channel_;
+    const bool corrects_, erases_, low_rank_, per_channel_;
     const int rows_, columns_;
     const std::int64_t writes_;  // of a token; its rows in scratch may be more numbers than an int counts
     Buffers buffers_;
     const HeadInputs inputs_;
     const int channels_;
+    const StateRowMemory states_;
     float key_query_ = 0.0f;
     std::int64_t next_checkpoint_ = 0;
 };

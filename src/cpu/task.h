@@ -78,6 +78,9 @@ struct StepTask {
     StateView snapshots;  // of token 0
     std::int64_t snapshots_stride = 0;
     IndexRow parents;
+
+    // Segment: computes M, as ScanTask::identity.
+    bool identity = false;
 };
 
 // backward.h: one sequence, one query/key head and its value heads.
@@ -90,6 +93,19 @@ struct BackwardTask {
     bool starts_from_state;
     double* parameters;  // [group, 1 + K]: what the task adds to dA_log and ddt_bias; nullptr: unwanted
 };
+
+// Whether prefill, segment and backward go in chunks (scan.h, backward.h); otherwise token by token (step.h,
+// step_back.h).
+[[gnu::always_inline]] constexpr bool in_chunks(Update update) {
+    switch (update) {
+        case Update::kAdditive:
+        case Update::kDelta:
+        case Update::kErase:
+        case Update::kProduct: return true;
+        case Update::kDplr: return false;
+    }
+    return true;
+}
 
 inline constexpr int kMaxScanHeads = 4;
 

@@ -65,6 +65,7 @@ inline Support takes(Algorithm algorithm) {
         case Update::kDelta:
         case Update::kErase:
         case Update::kProduct: return Support::yes();
+        case Update::kDplr: break;
     }
     return Support::no("has no kernel for " + std::string(name(algorithm)));
 }

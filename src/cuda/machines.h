@@ -31,7 +31,8 @@ constexpr Family family(Algorithm algorithm, Gate gate) {
         case Update::kAdditive: return per_channel ? Family::kChannelAdditive : Family::kTokenAdditive;
         case Update::kDelta:
         case Update::kErase:
-        case Update::kProduct: break;
+        case Update::kProduct:
+        case Update::kDplr: break;
     }
     if (!per_channel) return Family::kTokenDelta;
     return gate == Gate::kSoftplus ? Family::kChannelDeltaSoftplus : Family::kChannelDelta;

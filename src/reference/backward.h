@@ -13,6 +13,9 @@
 //       dk_t ← dk_t + de_t ∘ erase_t        Z   ← Z − e_t du_tᵀ
 //     otherwise dv_t = du_t
 //     da_t  = rowsum(Z ∘ S')                Z   ← diag(α_t) Z
+//     with low-rank keys, and the Z that du_t is made of:
+//       dr_t = Zᵀ b_t                       db_t = Z r_t
+//       (the low-rank) da_t = S_{t-1} dr_t  Z   ← Z + a_t dr_tᵀ, after its decay
 //
 // (of a token that writes n times, the middle part for the last write, then for those before it, each with
 // the state that it found in the place of S') and then through gate, sigmoid and norm. The result of each
@@ -156,8 +159,7 @@ private:
     // S goes from before the token to after it.
     void advance(const Tokens& tokens, std::int64_t t, std::int64_t hv, State<Scalar> S) const {
         const Token<Scalar, Sum> token(args_, tokens.batch, tokens.begin + t, hv);
-        decay(token, S);
-        apply_writes<Scalar, Sum>(args_, tokens.batch, tokens.begin + t, hv, writes_, S);
+        pass_token(args_, token, tokens.batch, tokens.begin + t, hv, S);
     }
 
     // S x, a sum over value channels.
@@ -213,7 +215,15 @@ private:
             write_back(tokens, t * writes_ + j, hv, found, Z, scratch.d_k);
         }
         write_gate(n, tokens.batch, at, hv, Z, found);
+        if (!takes_low_rank(args_.algorithm.update)) return decay(token, Z);
+        const Write<Scalar, Sum> write(args_, tokens.batch, at, hv);
+        std::copy_n(before, state_size(), found.data);
+        const Vector<Scalar> read = rounded(apply<Sum>(found, write.a), value_dim_),
+                             d_read = rounded(apply<Sum>(Z, write.b), value_dim_);
+        write_keys(args_.d_a_key, tokens.batch, at, hv, rounded(apply_to_values(found, d_read), key_dim_));
+        write_keys(args_.d_b_key, tokens.batch, at, hv, rounded(apply_to_values(Z, read), key_dim_));
         decay(token, Z);
+        add_product(Z, 1, write.a, d_read);
     }
 
     // One write, row `row` of the sequence's, into the state `found`: Z goes from after it to before it.
@@ -225,7 +235,8 @@ private:
                              d_u = rounded(apply<Sum>(Z, write.k), value_dim_);
         Vector<Scalar> d_k = rounded(apply_to_values(Z, u), key_dim_), d_v = d_u, d_beta{}, d_erase{};
         switch (args_.algorithm.update) {
-            case Update::kAdditive: break;
+            case Update::kAdditive:
+            case Update::kDplr: break;
             case Update::kDelta:
             case Update::kProduct: {
                 const Vector<Sum> known = apply<Sum>(found, write.k);
@@ -277,6 +288,12 @@ private:
                       const Vector<Scalar>& x) const {
         for (std::int64_t v = 0; ref && v < value_dim_; ++v)
             write(ref, static_cast<Sum>(x[static_cast<std::size_t>(v)]), b, t, hv, v);
+    }
+
+    void write_keys(const TensorRef& ref, std::int64_t b, std::int64_t t, std::int64_t hv,
+                    const Vector<Scalar>& x) const {
+        for (std::int64_t k = 0; ref && k < key_dim_; ++k)
+            write(ref, static_cast<Sum>(x[static_cast<std::size_t>(k)]), b, t, hv, k);
     }
 
     // A strength is factor · sigmoid(x): its derivative is strength · sigmoid(-x).
@@ -398,8 +415,8 @@ private:
     void zero_tail() const {
         if (!args_.cu_seqlens) return;
         const std::int64_t end = read_index(args_.cu_seqlens, num_sequences(args_));
-        for (const TensorRef* ref :
-             {&args_.d_q, &args_.d_k, &args_.d_v, &args_.d_g, &args_.d_beta, &args_.d_erase}) {
+        for (const TensorRef* ref : {&args_.d_q, &args_.d_k, &args_.d_v, &args_.d_g, &args_.d_beta,
+                                     &args_.d_erase, &args_.d_a_key, &args_.d_b_key}) {
             if (!*ref) continue;
             const bool of_tokens = ref == &args_.d_q || ref == &args_.d_g;
             for (std::int64_t t = end * (of_tokens ? 1 : writes_); t < ref->size[1]; ++t)

@@ -74,22 +74,19 @@ public:
             const std::int64_t key_dim = args_.q.size[3];
             const bool diagonal = has_diagonal_map(args_.algorithm.update);
             const State<Scalar> B = state(scratch), M{scratch + B.size(), key_dim, diagonal ? 1 : key_dim};
-            const std::array<Scalar, kMaxDim> nothing{};
             std::fill_n(B.data, B.size(), Scalar{});
             for (std::int64_t i = 0; i < M.size(); ++i) {
                 const bool one = diagonal || i / key_dim == i % key_dim;
                 M.data[i] = static_cast<Scalar>(one ? 1.0f : 0.0f);
             }
             for (std::int64_t t = 0; t < tokens.length; ++t) {
-                const std::int64_t at = tokens.begin + t, writes = writes_per_token(args_);
+                const std::int64_t at = tokens.begin + t;
                 const Token<Scalar, Sum> token(args_, tokens.batch, at, hv);
-                decay(token, B);
-                decay(token, M);
-                for (std::int64_t row = at * writes; row < (at + 1) * writes; ++row) {
-                    const Write<Scalar, Sum> write(args_, tokens.batch, row, hv);
-                    update(args_.algorithm.update, write, write.v, B);
-                    if (!diagonal) update(args_.algorithm.update, write, nothing, M);
-                }
+                pass_token(args_, token, tokens.batch, at, hv, B);
+                if (diagonal)
+                    decay(token, M);
+                else
+                    pass_token(args_, token, tokens.batch, at, hv, M, false);
             }
             store_state(matrix_at(args_.segment_b, n, hv), B);
             if (!args_.segment_m) return;
@@ -128,8 +125,7 @@ private:
     void step(const Tokens& tokens, std::int64_t t, std::int64_t hv, State<Scalar> S) const {
         const std::int64_t at = tokens.begin + t;
         const Token<Scalar, Sum> token(args_, tokens.batch, at, hv);
-        decay(token, S);
-        apply_writes<Scalar, Sum>(args_, tokens.batch, at, hv, writes_per_token(args_), S);
+        pass_token(args_, token, tokens.batch, at, hv, S);
         output(args_, token, S, tokens.batch, at, hv);
     }
 

@@ -10,6 +10,11 @@
 // A token that writes n times has n such u, one after another: each of the state that the write before it
 // left, the first of S', and S_t is what the last leaves.
 //
+// With low-rank keys a_t and b_t, u_t = v_t, and what a_t reads of the state before its decay is written too:
+//
+//     r_t = S_{t-1}ᵀ a_t
+//     S_t = S' + b_t r_tᵀ + k_t u_tᵀ
+//
 // The result of each equation is rounded to Scalar; sums inside an equation run in Sum.
 #pragma once
 
@@ -154,21 +159,26 @@ struct Token {
 template <class Scalar, class Sum>
 struct Write {
     Vector<Scalar> k, v, erase, e;  // e: the erase key
+    Vector<Scalar> a, b;            // the low-rank keys
     Vector<Scalar> beta{};          // zero beyond V: the map of a segment has K columns
 
-    Write(const Args& args, std::int64_t b, std::int64_t row, std::int64_t hv) {
+    Write(const Args& args, std::int64_t batch, std::int64_t row, std::int64_t hv) {
         const std::int64_t key_dim = args.q.size[3], value_dim = args.v.size[3];
-        Token<Scalar, Sum>::read_key(args, args.k, b, row, key_head(args, hv), k);
+        Token<Scalar, Sum>::read_key(args, args.k, batch, row, key_head(args, hv), k);
         for (std::int64_t j = 0; j < value_dim; ++j)
-            at(v, j) = static_cast<Scalar>(read<Sum>(args.v, b, row, hv, j));
+            at(v, j) = static_cast<Scalar>(read<Sum>(args.v, batch, row, hv, j));
         if (args.beta.ndim == 4)
             for (std::int64_t j = 0; j < value_dim; ++j)
-                at(beta, j) = write_strength(args, read<Sum>(args.beta, b, row, hv, j));
+                at(beta, j) = write_strength(args, read<Sum>(args.beta, batch, row, hv, j));
         else if (args.beta)
-            beta.fill(write_strength(args, read<Sum>(args.beta, b, row, hv)));
+            beta.fill(write_strength(args, read<Sum>(args.beta, batch, row, hv)));
         for (std::int64_t i = 0; args.erase && i < key_dim; ++i) {
-            at(erase, i) = strength(args, read<Sum>(args.erase, b, row, hv, i), args.allow_neg_eigval);
+            at(erase, i) = strength(args, read<Sum>(args.erase, batch, row, hv, i), args.allow_neg_eigval);
             at(e, i) = static_cast<Scalar>(static_cast<Sum>(at(erase, i)) * static_cast<Sum>(at(k, i)));
+        }
+        for (std::int64_t i = 0; args.a_key && i < key_dim; ++i) {
+            at(a, i) = static_cast<Scalar>(read<Sum>(args.a_key, batch, row, hv, i));
+            at(b, i) = static_cast<Scalar>(read<Sum>(args.b_key, batch, row, hv, i));
         }
     }
 
@@ -213,7 +223,8 @@ std::array<Scalar, kMaxDim> written(Update rule, const Write<Scalar, Sum>& write
                                     const std::array<Scalar, kMaxDim>& value, State<Scalar> S) {
     std::array<Scalar, kMaxDim> u = value;
     switch (rule) {
-        case Update::kAdditive: break;
+        case Update::kAdditive:
+        case Update::kDplr: break;
         case Update::kDelta:
         case Update::kProduct: {
             const std::array<Sum, kMaxDim> known = apply<Sum>(S, write.k);
@@ -247,15 +258,45 @@ void update(Update rule, const Write<Scalar, Sum>& write, const std::array<Scala
     }
 }
 
-// The first `count` writes of token t.
+// The first `count` writes of token t. With `values` false all of v is zero.
 template <class Scalar, class Sum>
 void apply_writes(const Args& args, std::int64_t b, std::int64_t t, std::int64_t hv, std::int64_t count,
-                  State<Scalar> S) {
+                  State<Scalar> S, bool values = true) {
+    const std::array<Scalar, kMaxDim> nothing{};
     const std::int64_t first = t * writes_per_token(args);
     for (std::int64_t row = first; row < first + count; ++row) {
         const Write<Scalar, Sum> write(args, b, row, hv);
-        update(args.algorithm.update, write, write.v, S);
+        update(args.algorithm.update, write, values ? write.v : nothing, S);
     }
+}
+
+// S ← diag(α) S + b rᵀ + k vᵀ, with r = Sᵀ a
+template <class Scalar, class Sum>
+void apply_low_rank(const Token<Scalar, Sum>& token, const Write<Scalar, Sum>& write, State<Scalar> S,
+                    bool values) {
+    std::array<Scalar, kMaxDim> found{};
+    const std::array<Sum, kMaxDim> sums = apply<Sum>(S, write.a);
+    for (std::size_t v = 0; v < static_cast<std::size_t>(S.value_dim); ++v)
+        found[v] = static_cast<Scalar>(sums[v]);
+    decay(token, S);
+    for (std::int64_t k = 0; k < S.key_dim; ++k) {
+        const auto i = static_cast<std::size_t>(k);
+        const auto key = static_cast<Sum>(write.k[i]), of_found = static_cast<Sum>(write.b[i]);
+        Scalar* row = S.row(k);
+        for (std::size_t v = 0; v < static_cast<std::size_t>(S.value_dim); ++v)
+            row[v] = static_cast<Scalar>(static_cast<Sum>(row[v]) + of_found * static_cast<Sum>(found[v]) +
+                                         (values ? key * static_cast<Sum>(write.v[v]) : Sum{}));
+    }
+}
+
+// S goes from before token t to after it. With `values` false all of v is zero.
+template <class Scalar, class Sum>
+void pass_token(const Args& args, const Token<Scalar, Sum>& token, std::int64_t b, std::int64_t t,
+                std::int64_t hv, State<Scalar> S, bool values = true) {
+    if (takes_low_rank(args.algorithm.update))
+        return apply_low_rank(token, Write<Scalar, Sum>(args, b, t, hv), S, values);
+    decay(token, S);
+    apply_writes<Scalar, Sum>(args, b, t, hv, writes_per_token(args), S, values);
 }
 
 // o ← scale · Sᵀ q

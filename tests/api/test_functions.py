@@ -31,7 +31,8 @@ OURS = {
     "state_v_first=True, state_pool=None, initial_state_indices=None, final_state_indices=None, "
     "has_initial_state=None, null_index=-1, checkpoints=None, backend=None, deterministic=None, out=None, "
     "kept=None, cp_context=None, state_scales=None, **kwargs",
-    "cula_decode": "g=None, beta=None, erase=None, decay=None, A_log=None, dt_bias=None, lower_bound=None",
+    "cula_decode": "g=None, beta=None, erase=None, a_key=None, b_key=None, decay=None, A_log=None, "
+    "dt_bias=None, lower_bound=None",
 }
 
 
@@ -111,7 +112,7 @@ def test_decode(algorithm, rows_along, data):
     one, two = make(case), make(case)
     wanted = passes.decode(one, in_place=True)
     if rows_along == "tokens":
-        for name in ("q", "k", "v", "g", "beta", "erase"):
+        for name in ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key"):
             tensor = getattr(two, name)
             if tensor is not None:
                 setattr(two, name, tensor.flatten(0, 1)[None])
@@ -347,7 +348,7 @@ def test_gradients_are_made(argument):
         (
             {"mode": "mamba"},
             ValueError,
-            "mode must be one of kda, gdn, gla, simple_gla, lightning, delta, gdn2, gdp, got 'mamba'",
+            "mode must be one of kda, gdn, gla, simple_gla, lightning, delta, gdn2, gdp, rwkv7, got 'mamba'",
         ),
         (
             {"deterministic": "yes"},

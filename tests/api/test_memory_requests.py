@@ -101,7 +101,7 @@ def test_rows_of_decode_are_along_either_dimension(algorithm):
     turned = x.but(
         **{
             name: tensor.flatten(0, 1)[None]
-            for name in ("q", "k", "v", "g", "beta", "erase")
+            for name in ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key")
             if (tensor := getattr(x, name)) is not None
         }
     )
@@ -115,7 +115,7 @@ def test_rows_of_decode_are_along_either_dimension(algorithm):
 def test_no_rows_of_any_tokens_are_decoded(algorithm, tokens):
     """[0, T] has no rows; it once became T rows of no token."""
     x = make(Case(algorithm, (tokens, tokens), key_dim=16, value_dim=16))
-    names = ("q", "k", "v", "g", "beta", "erase")
+    names = ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key")
     none = x.but(**{name: tensor[:0] for name in names if (tensor := getattr(x, name)) is not None})
     before = x.initial_state.clone()
     o, state = level1.decode(none, x.initial_state)

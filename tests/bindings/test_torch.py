@@ -115,6 +115,8 @@ def make_named(
         named["beta"] = beta
     if row.takes_erase:
         named["erase"] = g.exp()
+    if row.takes_low_rank:
+        named |= {"a_key": g.exp() / 4, "b_key": -g.exp() / 4}
     if row.takes_several_writes:
         named.setdefault("g", None)
     return named
@@ -165,11 +167,13 @@ def test_compile_of_decode_writes_the_pool(algorithm, backend):
             outputs.append(o)
         return torch.cat(outputs, dim=1)
 
-    def on_tensors(q, k, v, g, beta, erase, pool):
-        return steps(two.but(q=q, k=k, v=v, g=g, beta=beta, erase=erase, initial_state=pool))
+    rows = ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key", "initial_state")
+
+    def on_tensors(*tensors):
+        return steps(two.but(**dict(zip(rows, tensors, strict=True))))
 
     compiled = torch.compile(on_tensors, fullgraph=True, backend=backend)
-    wanted, found = steps(one), compiled(two.q, two.k, two.v, two.g, two.beta, two.erase, two.initial_state)
+    wanted, found = steps(one), compiled(*(getattr(two, name) for name in rows))
     assert_same_bits("o", wanted, found)
     assert_same_bits("pool", one.initial_state, two.initial_state)
 

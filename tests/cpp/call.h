@@ -2,6 +2,7 @@
 // A small valid call that owns its memory, for tests that vary or spoil it.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -82,7 +83,9 @@ inline constexpr TensorRef Args::* kOutputs[] = {&Args::o,
                                                  &Args::d_A_log,
                                                  &Args::d_dt_bias,
                                                  &Args::d_initial_state,
-                                                 &Args::d_erase};
+                                                 &Args::d_erase,
+                                                 &Args::d_a_key,
+                                                 &Args::d_b_key};
 
 inline std::vector<TensorRef> outputs(const Args& args) {
     std::vector<TensorRef> found;
@@ -113,6 +116,11 @@ public:
             args.beta = random(Dtype::kFloat32, {batch, rows, value_heads}, 0, 1);
         if (takes_erase(algorithm.update))
             args.erase = random(Dtype::kFloat32, {batch, rows, value_heads, key_dim}, 0, 1);
+        if (takes_low_rank(algorithm.update)) {
+            const double most = 1 / std::sqrt(static_cast<double>(key_dim));
+            args.a_key = random(Dtype::kFloat32, {batch, rows, value_heads, key_dim}, -most, 0);
+            args.b_key = random(Dtype::kFloat32, {batch, rows, value_heads, key_dim}, 0, most);
+        }
         if (pass == Pass::kSegment) {
             args.segment_m = has_diagonal_map(algorithm.update)
                                  ? zeros(Dtype::kFloat32, {batch, value_heads, key_dim})
@@ -131,6 +139,7 @@ public:
             if (args.g) args.d_g = like(args.g);
             if (args.beta) args.d_beta = like(args.beta);
             if (args.erase) args.d_erase = like(args.erase);
+            if (args.a_key) args.d_a_key = like(args.a_key), args.d_b_key = like(args.b_key);
             return;
         }
         args.o = zeros(dtype, {batch, tokens, value_heads, value_dim});

@@ -33,6 +33,8 @@ constexpr Field kFields[] = {
     {"gamma", &Args::gamma},
     {"beta", &Args::beta},
     {"erase", &Args::erase},
+    {"a_key", &Args::a_key},
+    {"b_key", &Args::b_key},
     {"A_log", &Args::A_log},
     {"dt_bias", &Args::dt_bias},
     {"cu_seqlens", &Args::cu_seqlens},
@@ -64,6 +66,8 @@ constexpr Field kFields[] = {
     {"d_dt_bias", &Args::d_dt_bias, true},
     {"d_initial_state", &Args::d_initial_state, true},
     {"d_erase", &Args::d_erase, true},
+    {"d_a_key", &Args::d_a_key, true},
+    {"d_b_key", &Args::d_b_key, true},
 };
 
 constexpr std::int64_t kLimits[] = {

@@ -144,6 +144,11 @@ protected:
                                   : tensor(gate_dtype(), {B, tokens * writes, value_heads}, 0, 1);
         }
         if (takes_erase(update)) args_.erase = tensor(gate_dtype(), {B, tokens, value_heads, keys}, 0, 1);
+        if (takes_low_rank(update)) {
+            const double most = 1 / std::sqrt(static_cast<double>(std::max<std::int64_t>(keys, 1)));
+            args_.a_key = tensor(gate_dtype(), {B, tokens, value_heads, keys}, -most, 0);
+            args_.b_key = tensor(gate_dtype(), {B, tokens, value_heads, keys}, 0, most);
+        }
         if (pass_ == Pass::kSegment) return make_segment(parameter);
         if (pass_ == Pass::kBackward) return make_backward(rows, parameter);
         args_.o = tensor(random_.one_in(4) ? Dtype::kFloat32 : dtype, {B, tokens, value_heads, values}, -1, 1,
@@ -194,6 +199,7 @@ protected:
         if (random_.one_in(2)) args_.d_final_state = states(rows);
         args_.d_q = like(args_.q), args_.d_k = like(args_.k), args_.d_v = like(args_.v);
         args_.d_g = like(args_.g), args_.d_beta = like(args_.beta), args_.d_erase = like(args_.erase);
+        args_.d_a_key = like(args_.a_key), args_.d_b_key = like(args_.b_key);
         args_.d_A_log = like(args_.A_log), args_.d_dt_bias = like(args_.dt_bias);
         if (parameter != Dtype::kFloat32) state_dtype_ = parameter;
     }

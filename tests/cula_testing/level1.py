@@ -18,6 +18,8 @@ def common(inputs: Inputs, pass_name: str) -> dict:
         "g": inputs.g,
         "beta": inputs.beta,
         "erase": inputs.erase,
+        "a_key": inputs.a_key,
+        "b_key": inputs.b_key,
         "decay": inputs.decay,
         "A_log": inputs.A_log,
         "dt_bias": inputs.dt_bias,

@@ -6,6 +6,8 @@ u_t = v_t  or  beta_t (v_t - S'^T k_t)  or  beta_t o v_t - S'^T (erase_t o k_t)
 S_t = S' + k_t u_t^T
 o_t = scale S_t^T q_t
 
+With low-rank keys u_t = v_t, and S_t has b_t (S_{t-1}^T a_t)^T besides.
+
 A token that writes n times does so one write after another, between its decay and its output; row t n + j of
 k, v and beta is write j of token t.
 """
@@ -91,7 +93,8 @@ def recurrence(
     states, outputs = [base], []
     for t in range(end - begin):
         parent = t - 1 if parents is None else int(parents[t])
-        S = states[max(parent, -1) + 1] * alpha[t, :, None, :]
+        before = states[max(parent, -1) + 1]
+        S = before * alpha[t, :, None, :]
         for row in range(t * n, (t + 1) * n):
             u, strength = v[row], None if write is None else write[batch, begin * n + row]
             match update:
@@ -102,6 +105,9 @@ def recurrence(
                 case "erase":
                     key = erased[batch, begin * n + row] * k[row]
                     u = strength * u - torch.einsum("hvk,hk->hv", S, key)
+                case "dplr":
+                    read = torch.einsum("hvk,hk->hv", before, inputs.a_key[batch, begin + row].double())
+                    S = S + torch.einsum("hv,hk->hvk", read, inputs.b_key[batch, begin + row].double())
                 case _:
                     raise NotImplementedError(f"the oracle has no update rule {update!r}")
             S = S + torch.einsum("hv,hk->hvk", u, k[row])

@@ -186,7 +186,7 @@ def heads(case: Case, exact: bool, given: str, options: dict, call=_call):
         "initial_state": inputs.initial_state,
     }
     if given != "full":
-        dims = dict.fromkeys(("q", "k", "v", "g", "beta", "erase"), 2)
+        dims = dict.fromkeys(("q", "k", "v", "g", "beta", "erase", "a_key", "b_key"), 2)
         dims |= {"decay": 0, "A_log": 0, "initial_state": 1}
         for name, dim in dims.items():
             if arguments.get(name) is not None and not (given == "replicated" and name in ("q", "k")):

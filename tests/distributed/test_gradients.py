@@ -20,7 +20,7 @@ from cula_testing.ranks import RankError
 from cula_testing.trainers import TRAINERS
 
 METHODS = ("scan", "ring")
-TOKENS = ("q", "k", "v", "g", "beta", "erase")
+TOKENS = ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key")
 WANTED = {*TOKENS, "A_log", "dt_bias", "initial_state"}
 
 # A state lives on through a rank's tokens, so that their map counts.

@@ -41,19 +41,23 @@ pytestmark = pytest.mark.cpu_only("host side; the ranks' tests run on GPUs too")
 
 @pytest.mark.parametrize("name", [name for name in level2.__all__ if name.startswith("cula_")])
 def test_every_function_says_what_it_takes(name):
-    """The tensors of the Level 1 function by position, and the words of its kind of parallelism, alike for
-    all."""
+    """The tensors of the Level 1 function by position, or by name where it has them so, and the words of its
+    kind of parallelism, alike for all."""
     function = getattr(level2, name)
     mode = next(mode for mode in sorted(FUNCTIONS, key=len, reverse=True) if name.startswith(f"cula_{mode}_"))
     level1 = inspect.signature(FUNCTIONS[mode]).parameters
     kda = inspect.signature(getattr(level2, name.replace(mode, "kda", 1))).parameters
     parameters = inspect.signature(function).parameters
 
+    by_name = [each for each in level1.values() if each.kind is each.KEYWORD_ONLY]
+    tensors = {"decay", *(each.name for each in by_name if each.default is each.empty)}
+    assert tensors - {"decay"} <= parameters.keys()
+
     def words(of):
         return {
             each
             for each in of.values()
-            if each.kind is inspect.Parameter.KEYWORD_ONLY and each.name != "decay"
+            if each.kind is inspect.Parameter.KEYWORD_ONLY and each.name not in tensors
         }
 
     def positions(of):
@@ -75,7 +79,11 @@ def test_every_function_says_what_it_takes(name):
 def test_type_checkers_know_every_keyword(form, known, refused):
     def keywords(function):
         parameters = inspect.signature(function).parameters.values()
-        return {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+        return {
+            each.name
+            for each in parameters
+            if each.kind is each.KEYWORD_ONLY and each.default is not each.empty  # else it is a tensor
+        }
 
     options = set().union(*map(keywords, FUNCTIONS.values())) - {"decay", *refused}
     assert known.__optional_keys__ == keywords(form) | options

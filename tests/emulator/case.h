@@ -313,6 +313,7 @@ inline void Case::make(const std::vector<Instance>& instances) {
     for (const auto& row : kAlgorithms) algorithms.emplace_back(row.name);
     // The algorithms and dtypes of the instances at hand.
     const auto fits = [&](const Instance& of, Algorithm algorithm) {
+        if (takes_low_rank(algorithm.update)) return false;
         if (takes_erase(algorithm.update) && !step)
             return of.pass == (pass == Pass::kBackward ? "erase" : "prepare_erase");
         // With one write the kernels are those of gdn: their instances are needed, too.

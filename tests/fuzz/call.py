@@ -12,7 +12,7 @@ import cula
 from cula import _ops
 from cula_testing import operators
 from cula_testing.float8 import dequantised
-from fuzz.case import FLOAT8, OF_WRITES, Case
+from fuzz.case import FLOAT8, OF_TOKENS, OF_WRITES, Case
 from fuzz.memory import changed_outside, fresh, place, place_indices, place_states, poison, whole
 from fuzz.values import Values
 
@@ -44,7 +44,7 @@ class Call:
             )
             inputs["cu_seqlens"] = bounds
         if case.pass_name == "decode" and case.rows_along_tokens:
-            for name in ("q", "k", "v", "g", "beta", "erase"):
+            for name in OF_TOKENS:
                 if name in inputs and case.householders > 1 and name in OF_WRITES:
                     inputs[name] = inputs[name].flatten(0, 1)[None]
                 elif name in inputs:
@@ -102,7 +102,7 @@ class Call:
         if case.pass_name == "segment" and case.segment_out:
             N, HV, K = case.sequences, case.value_heads, case.key_dim
             dtype = "float64" if case.dtype == "float64" else "float32"
-            made["m"] = poison((N, HV, K, K) if case.delta else (N, HV, K), getattr(torch, dtype))
+            made["m"] = poison((N, HV, K, K) if case.mixes else (N, HV, K), getattr(torch, dtype))
             made["b"] = place_states(case, (N,), dtype)
         if case.through == "out":
             made |= {f"d_{name}": self._room(name) for name in case.wanted}
@@ -127,7 +127,7 @@ class Call:
 
     def _common(self, backend: str | None) -> dict:
         case, inputs = self.case, self.inputs
-        names = ("g", "beta", "erase", "decay", "A_log", "dt_bias")
+        names = (*OF_TOKENS[3:], "decay", "A_log", "dt_bias")
         named = {name: inputs[name] for name in names if name in inputs}
         if MODES[case.algorithm] == "gdp":
             named.setdefault("g", None)
@@ -264,11 +264,9 @@ class Call:
         state, parts = self._argument(made.get("states")), []
         for begin, end in ((0, case.cut), (case.cut, tokens)):
             named = self._common(backend)
-            rows = {name: case.rows(name, begin, end) for name in ("q", "k", "v", "g", "beta", "erase")}
+            rows = {name: case.rows(name, begin, end) for name in OF_TOKENS}
             named |= {
-                name: named[name][:, rows[name]]
-                for name in ("g", "beta", "erase")
-                if named.get(name) is not None
+                name: named[name][:, rows[name]] for name in OF_TOKENS[3:] if named.get(name) is not None
             }
             out = None if "o" not in made else made["o"][:, begin:end]
             q, k, v = (x[:, rows[name]] for name, x in zip("qkv", self._qkv(), strict=True))
@@ -379,7 +377,7 @@ class Call:
     def _operator(self, backend: str | None, made: dict) -> dict:
         """The arguments of the operator, by name."""
         case = self.case
-        names = ("q", "k", "v", "g", "beta", "erase", "A_log", "dt_bias", "cu_seqlens", "d_o")
+        names = (*OF_TOKENS, "A_log", "dt_bias", "cu_seqlens", "d_o")
         named = {name: self.inputs[name] for name in names if name in self.inputs}
         if "decay" in self.inputs:
             named["decay"] = -self.inputs["decay"].abs()

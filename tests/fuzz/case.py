@@ -17,6 +17,10 @@ OF_WRITES = ("k", "v", "beta", "erase")  # the tensors with a row for each write
 PASSES = ("prefill", "decode", "verify", "segment", "split", "backward")
 
 
+# The tensors of tokens that a call may have.
+OF_TOKENS = ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key")
+
+
 @dataclass(frozen=True)
 class Case:
     seed: int
@@ -65,7 +69,8 @@ class Case:
     head_decay: bool = False  # simple_gla: a constant per head on top
     beta: str = "random"
     erase: str = "random"
-    beta_dtype: str = "float32"  # and erase's
+    rank_one: str = "removing"  # a_key and b_key: apart, reflecting
+    beta_dtype: str = "float32"  # and erase's, a_key's and b_key's
     beta_is_logit: bool = False
     beta_per_value: bool = False
     allow_neg_eigval: bool = False
@@ -139,13 +144,23 @@ class Case:
 
     @property
     def delta(self) -> bool:
-        """Whether writes depend on the state."""
-        return {"additive": False, "delta": True, "erase": True, "product": True}[FAMILY[self.algorithm][1]]
+        """Whether writes depend on the state by a write strength."""
+        return _answer(self, additive=False, delta=True, erase=True, product=True, dplr=False)
 
     @property
     def erases(self) -> bool:
         """Whether erase strengths are apart from write strengths."""
-        return {"additive": False, "delta": False, "erase": True, "product": False}[FAMILY[self.algorithm][1]]
+        return _answer(self, additive=False, delta=False, erase=True, product=False, dplr=False)
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether two more keys read the state before its decay and write what was read."""
+        return _answer(self, additive=False, delta=False, erase=False, product=False, dplr=True)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether M of a map is a matrix."""
+        return self.delta or self.low_rank
 
     def rows(self, name: str, begin: int, end: int) -> slice:
         """The rows that a tensor has for the tokens from `begin` to `end`."""
@@ -158,6 +173,8 @@ class Case:
             "g": FAMILY[self.algorithm][0] not in ("channel", "token"),
             "beta": not self.delta,
             "erase": not self.erases,
+            "a_key": not self.low_rank,
+            "b_key": not self.low_rank,
             "A_log": self.A_log is None,
             "dt_bias": self.dt_bias is None,
             "initial_state": self.state == "none",
@@ -171,7 +188,7 @@ class Case:
         if name == "initial_state" and self.through == "default":
             return "float64" if self.dtype == "float64" else "float32"
         given = {"g": self.gate_dtype, "beta": self.beta_dtype, "initial_state": self.state_dtype}
-        given["erase"] = self.beta_dtype
+        given |= dict.fromkeys(("erase", "a_key", "b_key"), self.beta_dtype)
         return given.get(name, self.dtype)
 
     def spans(self) -> list[tuple[int, int, int]]:
@@ -246,3 +263,8 @@ class Case:
         """The fields that are not the defaults."""
         fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
         return " ".join(f"{field.name}={value}" for field, value in fields if value != field.default)
+
+
+def _answer(case: Case, **answers: bool) -> bool:
+    """That of the case's update rule; one that is not listed raises."""
+    return answers[FAMILY[case.algorithm][1]]

@@ -12,6 +12,7 @@ from fuzz.classes import DEFAULT, FEWEST_NUMBERS, without
 
 GATES = ("mild", "slow", "zero", "tiny", "strong", "extreme", "mixed", "one_slow", "bursts")
 BETAS = ("random", "zero", "one", "near_one", "mixed", "steep")
+RANK_ONE = ("removing", "removing", "removing", "apart", "reflecting")
 DIMS = (
     1,
     2,
@@ -248,18 +249,20 @@ def _gate(random: Random, drawn: dict) -> dict:
         fields["lower_bound"] = random.choice((-5.0, -1.0, -0.1, -80.0, -(10 ** random.uniform(-1, 1.9))))
     if drawn["algorithm"] == "simple_gla":
         fields["head_decay"] = _chance(random, 0.3)
-    if update != "additive":
+    if update not in ("additive", "dplr"):
         fields["beta_is_logit"] = _chance(random, 0.5)
         fields["allow_neg_eigval"] = fields["beta_is_logit"] and _chance(random, 0.4)
         fields["beta_per_value"] = drawn["pass_name"] != "segment" and _chance(random, 0.15)
     if update == "erase":
         fields["erase"] = random.choice(BETAS)
         fields["beta_per_value"] = _chance(random, 0.7)
+    if update == "dplr":
+        fields |= {"erase": random.choice(BETAS), "rank_one": random.choice(RANK_ONE)}
     return fields
 
 
 def _numbers(random: Random, drawn: dict, classes: frozenset[str]) -> dict:
-    delta = FAMILY[drawn["algorithm"]][1] != "additive"
+    delta = FAMILY[drawn["algorithm"]][1] not in ("additive", "dplr")
 
     def size(low: float = -3, high: float = 3) -> float:
         return 1.0 if _chance(random, 0.5) else 10 ** random.uniform(low, high)
@@ -281,7 +284,8 @@ def _numbers(random: Random, drawn: dict, classes: frozenset[str]) -> dict:
 
 
 def _memory(random: Random, drawn: dict) -> dict:
-    shared = ("q", "k", "v", "g", "beta", *(("erase",) if drawn["algorithm"] == "gdn2" else ()))
+    more = {"erase": ("erase",), "dplr": ("a_key", "b_key")}.get(FAMILY[drawn["algorithm"]][1], ())
+    shared = ("q", "k", "v", "g", "beta", *more)
     names = (*shared, "out")
     if drawn["pass_name"] == "backward":
         names = (*shared, "d_o", *(f"d_{name}" for name in shared))
@@ -332,7 +336,7 @@ def _states(random: Random, case: Case, classes: frozenset[str]) -> Case:
     match case.pass_name:
         case "segment":
             # The functions of gla and simple_gla, which would take what is kept, have no raw gate.
-            keep = (case.delta or case.gate == "log_decay") and case.value_dim <= 256 and _chance(random, 0.3)
+            keep = (case.mixes or case.gate == "log_decay") and case.value_dim <= 256 and _chance(random, 0.3)
             return case.but(segment_out=random.choice(("", "both", "b")), keep=keep)
         case "split":
             state = random.choice(("none", "dense"))

@@ -11,8 +11,8 @@ from fuzz.values import Values
 
 
 class Gradients:
-    """d_q, d_k, d_v, d_g, d_beta, d_erase, d_A_log, d_dt_bias and d_initial_state, of what the call has; and
-    `beside`, for a parameter the root of the sum of the squares of its terms."""
+    """d_q, d_k, d_v, d_g, d_beta, d_erase, d_a_key, d_b_key, d_A_log, d_dt_bias and d_initial_state, of what
+    the call has; and `beside`, for a parameter the root of the sum of the squares of its terms."""
 
     def __init__(self, values: Values) -> None:
         self.case, self.values = values.case, values
@@ -44,7 +44,8 @@ class Gradients:
         most = [max(1.0, np.abs(x).max(initial=0)) for x in ends]
         self.size = max(most[:2]) * max(most[2:4]) * max(most[4:])
         self._note(d_o, d_state)
-        made: dict[str, list[np.ndarray]] = {name: [] for name in ("q", "k", "v", "a", "beta", "erase")}
+        names = ("q", "k", "v", "a", "beta", "erase", "a_key", "b_key")
+        made: dict[str, list[np.ndarray]] = {name: [] for name in names}
         for t in reversed(range(L)):
             alpha, q = tokens.alpha[:, t, :, None, :], tokens.q[:, t]
             d_out = tokens.scale * d_o[:, t]
@@ -57,14 +58,24 @@ class Gradients:
                 d_state = self._write_back(tokens, t, j, found_by[j], d_state, made)
             d_a = (d_state * found_by[0]).sum(-2)
             made["a"].append(d_a if alpha.shape[-1] == d_a.shape[-1] else d_a.sum(-1, keepdims=True))
-            d_state = d_state * alpha
+            before, d_state = d_state, d_state * alpha
+            if tokens.low_rank is not None:
+                a_key, b_key = (each[:, t] for each in tokens.low_rank)
+                d_found = (before @ b_key[..., None])[..., 0]
+                made["a_key"].append((states[t] * d_found[..., None]).sum(-2))
+                made["b_key"].append((before * tokens.found(t, states[t])[..., None]).sum(-2))
+                d_state = d_state + d_found[..., None] * a_key[..., None, :]
+                self._note(d_found)
             self._note(d_state)
         widths = {"q": case.key_dim, "k": case.key_dim, "v": V, "a": tokens.alpha.shape[-1]}
         widths |= {"beta": V if case.beta_per_value else 1, "erase": case.key_dim}
+        widths |= {"a_key": case.key_dim, "b_key": case.key_dim}
         found = {name: self._tokens(name, each, widths[name]) for name, each in made.items() if each or not L}
         self._of_keys(found)
         self._of_gates(found["a"])
         self._keep("v", found["v"])
+        for name in ("a_key", "b_key") if case.low_rank else ():
+            self._keep(name, found[name])
         if case.delta:
             self._of_strengths("beta", found["beta"], case.allow_neg_eigval and not case.erases)
         if case.erases:

@@ -23,13 +23,12 @@ import torch
 from cula_testing import gradients, operators
 from cula_testing.compare import BUDGET, Errors, bits, errors, floor
 from fuzz.call import Found
-from fuzz.case import FLOAT8, Case
+from fuzz.case import FLOAT8, OF_TOKENS, Case
 from fuzz.classes import DEFAULT, FEWEST, bound, keys_stand_still
 from fuzz.gradients import Gradients
 from fuzz.oracle import Expected, write_strength
 from fuzz.values import Values
 
-OF_TOKENS = ("q", "k", "v", "g", "beta", "erase")
 OF_PARAMETERS = ("A_log", "dt_bias")
 
 # What is smaller than this part of the largest state or value may be zero: decay factors of 2^-126 and less
@@ -86,7 +85,7 @@ class Naive:
         }
         if case.pass_name == "segment":
             self.m, self.b = (
-                self._empty(N, HV, K, K) if case.delta else self._empty(N, HV, K),
+                self._empty(N, HV, K, K) if case.mixes else self._empty(N, HV, K),
                 self._empty(N, HV, V, K),
             )
             operators.call("segment", **{**tensors, "m": self.m, "b": self.b, "null_index": -1})
@@ -251,7 +250,8 @@ def changed(
     other.tensors = {name: (x * factors.get(name, 1.0)).to(x.dtype) for name, x in values.tensors.items()}
     order = torch.from_numpy(random.permutation(values.case.key_dim))
     # g and dt_bias of one number per head have fewer dimensions, and no channels.
-    for name, dimensions in {"q": 4, "k": 4, "g": 4, "erase": 4, "dt_bias": 2}.items():
+    dimensions_of = {**dict.fromkeys(("q", "k", "g", "erase", "a_key", "b_key"), 4), "dt_bias": 2}
+    for name, dimensions in dimensions_of.items():
         x = other.tensors.get(name)
         if x is not None and x.ndim == dimensions:
             other.tensors[name] = x[..., order]

@@ -67,7 +67,8 @@ def erase_strength(values: Values) -> np.ndarray:
 
 class Tokens:
     """The inputs of all sequences side by side, padded with tokens that change nothing: q and alpha
-    [N, L, HV, ..]; k, v, beta, erase and stretch [N, L, n, HV, ..], with n writes of each token."""
+    [N, L, HV, ..], and so are a_key and b_key; k, v, beta, erase and stretch [N, L, n, HV, ..], with n writes
+    of each token."""
 
     def __init__(self, values: Values) -> None:
         case = values.case
@@ -83,6 +84,9 @@ class Tokens:
         self.alpha = self.rows(case, np.exp(log_decay(values)), 1.0)
         self.beta = self.writes(case, write_strength(values)) if case.delta else None
         self.erase = self.writes(case, erase_strength(values)) if case.erases else None
+        self.low_rank = None
+        if case.low_rank:
+            self.low_rank = [self.rows(case, wide(values.tensors[name])) for name in ("a_key", "b_key")]
         self.scale = case.key_dim**-0.5 if case.scale is None else case.scale
 
     @staticmethod
@@ -111,9 +115,20 @@ class Tokens:
             elif self.beta is not None:
                 u = u + np.abs((state @ k[..., None])[..., 0])
                 stretch = np.maximum(1, np.abs(self.beta[:, t, j]) * np.maximum(1, stretch))
+            if self.low_rank is not None:
+                u = np.maximum(u, np.abs(self.found(t, state)))
             largest = max(largest, float((u * stretch).max(initial=0)))
             state = self.write(t, j, self.decayed(t, state) if j == 0 else state, self.v[:, t, j])
         return largest
+
+    @property
+    def mixes(self) -> bool:
+        """Whether M of a map is a matrix."""
+        return self.beta is not None or self.low_rank is not None
+
+    def found(self, t: int, state: np.ndarray) -> np.ndarray:
+        """What a_key of token t reads of the states before it, [N, HV, V]."""
+        return (state @ self.low_rank[0][:, t, ..., None])[..., 0]
 
     def decayed(self, t: int, state: np.ndarray) -> np.ndarray:
         return state * self.alpha[:, t, :, None, :]
@@ -131,7 +146,9 @@ class Tokens:
 
     def step(self, t: int, state: np.ndarray, reads_only: bool = False) -> np.ndarray:
         """The states after token t. reads_only: of values of zero, as many as the states have."""
-        state = self.decayed(t, state)
+        before, state = state, self.decayed(t, state)
+        if self.low_rank is not None:
+            state = state + self.found(t, before)[..., None] * self.low_rank[1][:, t, :, None, :]
         for j in range(self.v.shape[2]):
             v = np.zeros(state.shape[:3]) if reads_only else self.v[:, t, j]
             state = self.write(t, j, state, v, reads_only)
@@ -222,10 +239,10 @@ class Expected:
             if self.case.dtype == "float16":
                 self.largest = max(self.largest, tokens.largest_write(t, self.b))
             self.b = tokens.step(t, self.b)
-            if tokens.beta is not None:
+            if tokens.mixes:
                 units = tokens.step(t, units, reads_only=True)
             self.m = self.m * tokens.alpha[:, t]
-        if tokens.beta is not None:
+        if tokens.mixes:
             self.m = units.swapaxes(-1, -2).copy()
 
     def everything(self) -> list[np.ndarray]:

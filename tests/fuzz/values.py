@@ -20,8 +20,8 @@ def to_torch(x: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 class Values:
-    """q, k, v, g, decay, beta, erase, A_log, dt_bias, d_o; base, the state [N, HV, V, K] that each sequence
-    starts from; and d_final, the gradient of the state that it ends in."""
+    """q, k, v, g, decay, beta, erase, a_key, b_key, A_log, dt_bias, d_o; base, the state [N, HV, V, K] that
+    each sequence starts from; and d_final, the gradient of the state that it ends in."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -56,6 +56,9 @@ class Values:
         if case.erases:
             shape = (B, T * case.householders, HV, K)
             self.tensors["erase"] = to_torch(self._strengths(case.erase, shape), case.beta_dtype)
+        if case.low_rank:
+            a, b = self._low_rank_keys((B, T, HV, K))
+            self.tensors |= {"a_key": to_torch(a, case.beta_dtype), "b_key": to_torch(b, case.beta_dtype)}
         if case.d_o:
             self.tensors["d_o"] = to_torch(
                 case.outer_size * self.random.standard_normal((B, T, HV, V)), case.d_o
@@ -112,6 +115,23 @@ class Values:
             for x in (q, k, v):
                 x[random.random(x.shape[:-1]) < 0.3] = 0
         self.tensors |= {name: to_torch(x, case.dtype) for name, x in (("q", q), ("k", k), ("v", v))}
+
+    def _low_rank_keys(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """What a reads, along a direction, is removed by the channels' shares of it; added to what is along
+        another direction; or, in some tokens, removed twice."""
+        random = self.random
+        along, other = (random.standard_normal(shape) for _ in range(2))
+        if self.case.keys == "collinear":
+            along = np.broadcast_to(along[:, :1], shape)
+        along, other = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (along, other))
+        match self.case.rank_one:
+            case "removing":
+                return -along, along * self._strengths(self.case.erase, shape)
+            case "apart":
+                return along, other * 0.3
+            case kind:
+                assert kind == "reflecting"
+                return -along, along * np.where(random.random((*shape[:3], 1)) < 0.1, 2.0, 1.0)
 
     def _gates(self, shape: tuple[int, ...]) -> np.ndarray:
         """Log decays, or raw gates that make about the named ones."""

@@ -139,7 +139,7 @@ def test_coupled_chunks_of_many_heads(algorithm, dtype):
     inputs.k = inputs.k.flatten(1, 2)
     whole = passes.prefill(inputs)
     axes = {
-        **dict.fromkeys(("q", "k", "v", "g", "beta", "erase"), 2),
+        **dict.fromkeys(("q", "k", "v", "g", "beta", "erase", "a_key", "b_key"), 2),
         **dict.fromkeys(("decay", "A_log", "dt_bias"), 0),
     }
     for first in range(0, 120, 40):

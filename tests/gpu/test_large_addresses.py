@@ -20,7 +20,7 @@ NARROW = {
     "gate_dtype": torch.bfloat16,
     "state_dtype": torch.bfloat16,
 }
-TOKENS = ("q", "k", "v", "g", "beta", "erase", "o")
+TOKENS = ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key", "o")
 pytestmark = pytest.mark.large
 
 
@@ -99,7 +99,7 @@ def test_the_end_of_a_long_sequence(algorithm):
     alone = inputs.but(
         case=case.but(lengths=(short,)), cu_seqlens=torch.tensor([0, short], dtype=torch.int32)
     )
-    for name in ("q", "k", "v", "g", "beta", "erase"):
+    for name in ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key"):
         if getattr(alone, name) is not None:
             setattr(alone, name, getattr(alone, name)[:, T - short :])
     together, part = (passes.prefill(each, batch_invariant=True) for each in (inputs, alone))

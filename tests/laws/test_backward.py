@@ -178,7 +178,7 @@ def test_a_gradient_that_broadcasts(algorithm):
 # The dimensions that are one number each, expanded.
 EXPANDED = {
     "q": (1, 2, 3), "k": (1,), "v": (2, 3), "g": (1, 2), "beta": (1, 2), "initial_state": (0, 1),
-    "A_log": (0,), "dt_bias": (0,), "erase": (1, 2),
+    "A_log": (0,), "dt_bias": (0,), "erase": (1, 2), "a_key": (1,), "b_key": (2,),
 }  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def test_permuting_heads_permutes_gradients(algorithm, data):
     order = torch.tensor(data.draw(st.permutations(range(H))))
     values = (order[:, None] * group + torch.arange(group)).flatten()
     places = {"q": (2, order), "k": (2, order), "initial_state": (1, values)}
-    places |= dict.fromkeys(("v", "g", "beta", "erase"), (2, values))
+    places |= dict.fromkeys(("v", "g", "beta", "erase", "a_key", "b_key"), (2, values))
     places |= dict.fromkeys(("decay", "A_log", "dt_bias"), (0, values))
 
     def permuted(name, x):
@@ -250,7 +250,7 @@ def test_batch_composition_changes_no_gradient_when_batch_invariant(algorithm, d
 def test_packed_is_a_batch(algorithm):
     inputs = make(Case(algorithm, (70, 70)))
     flat = inputs.map(lambda tensor: tensor)
-    for name in ("q", "k", "v", "g", "beta", "erase"):
+    for name in ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key"):
         tensor = getattr(inputs, name)
         if tensor is not None:
             setattr(flat, name, tensor.flatten(0, 1)[None])
@@ -303,7 +303,7 @@ def test_the_two_overloads_agree(algorithm):
 def test_tokens_of_no_sequence_get_zeros(algorithm):
     inputs = make(Case(algorithm, (9, 0, 20), packed=True, tail=7))
     for name, gradient in run(inputs).items():
-        if name in ("q", "k", "v", "g", "beta", "erase"):
+        if name in ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key"):
             assert not gradient[:, inputs.span(name, 29, 36)].any(), name
             assert gradient[:, inputs.span(name, 0, 29)].any(), name
 
@@ -325,7 +325,7 @@ def test_not_a_number_stays_in_its_sequence(algorithm):
     clean = gradients.backward(inputs, d_o, d_final_state)
     d_o[:, 80] = float("nan")
     found = gradients.backward(inputs, d_o, d_final_state)
-    for name in ("q", "k", "v", "g", "beta", "erase"):
+    for name in ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key"):
         if name in found:
             for span in (inputs.span(name, 0, 70), inputs.span(name, 90, 160)):
                 assert_same_bits(name, found[name][:, span], clean[name][:, span])

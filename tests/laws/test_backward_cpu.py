@@ -208,7 +208,7 @@ def test_nan_stays_in_its_sequence(target, algorithm):
         getattr(inputs, name)[:, inputs.span(name, 100, 133)] = NAN
     of["d_o"][:, 100:133] = NAN
     after = run(inputs, target, of)
-    for name in ("q", "k", "v", "g", "beta", "erase"):
+    for name in ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key"):
         for part in (inputs.span(name, 0, 100), inputs.span(name, 133, inputs.case.tokens)):
             if name in after:
                 assert_same_bits(name, after[name][:, part], before[name][:, part])
@@ -244,7 +244,7 @@ def test_sequences_without_tokens_or_state(target, algorithm):
     of = outer(inputs)
     found = run(inputs, target, of)
     assert torch.equal(found["initial_state"][1], of["d_final_state"][1])
-    for name in ("q", "k", "v", "g", "beta", "erase"):
+    for name in ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key"):
         beyond = inputs.span(name, 167, inputs.case.tokens)
         assert name not in found or not found[name][:, beyond].any()
     starts = inputs.but(has_initial_state=torch.tensor([False, False, True]))
@@ -258,7 +258,7 @@ def test_sequences_without_tokens_or_state(target, algorithm):
 def test_packed_is_batch(target, algorithm):
     inputs = make(Case(algorithm, (70, 70), key_dim=64, value_heads=4))
     of, packed = outer(inputs), Case(algorithm, (70, 70), packed=True, key_dim=64, value_heads=4)
-    joined = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase")}
+    joined = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key")}
     joined = {name: x.flatten(0, 1)[None] for name, x in joined.items() if x is not None}
     one = inputs.but(case=packed, cu_seqlens=torch.tensor([0, 70, 140]), **joined)
     found = run(one, target, {**of, "d_o": of["d_o"].flatten(0, 1)[None]})

@@ -67,7 +67,7 @@ def packed(inputs: Inputs) -> Inputs:
     """A batch of equal lengths as packed sequences."""
     N, T = inputs.q.shape[:2]
     flat = inputs.map(lambda tensor: tensor)
-    for name in ("q", "k", "v", "g", "beta", "erase"):
+    for name in ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key"):
         tensor = getattr(inputs, name)
         if tensor is not None:
             setattr(flat, name, tensor.flatten(0, 1)[None])
@@ -115,9 +115,9 @@ def test_permuting_heads_permutes_results(algorithm, call, data):
     order = torch.tensor(data.draw(st.permutations(range(H))))
     values = (order[:, None] * group + torch.arange(group)).flatten()
     moved = inputs.but(q=inputs.q[:, :, order], k=inputs.k[:, :, order], v=inputs.v[:, :, values])
-    for name in ("g", "beta", "erase", "decay", "A_log", "dt_bias", "initial_state"):
+    for name in ("g", "beta", "erase", "a_key", "b_key", "decay", "A_log", "dt_bias", "initial_state"):
         tensor = getattr(inputs, name)
-        dim = {"g": 2, "beta": 2, "erase": 2, "initial_state": 1}.get(name, 0)
+        dim = {**dict.fromkeys(("g", "beta", "erase", "a_key", "b_key"), 2), "initial_state": 1}.get(name, 0)
         if tensor is not None:
             setattr(moved, name, tensor.index_select(dim, values))
     one, two = call(inputs), call(moved)

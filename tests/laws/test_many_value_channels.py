@@ -83,6 +83,8 @@ def parts_as_heads(inputs: Inputs, d_o, d_final_state) -> tuple[Inputs, tuple[to
         initial_state=heads(inputs.initial_state, 2, 1),
         g=repeated(inputs.g, 2),
         erase=repeated(inputs.erase, 2),
+        a_key=repeated(inputs.a_key, 2),
+        b_key=repeated(inputs.b_key, 2),
         beta=heads(beta, 3, 2) if beta is not None and beta.ndim == 4 else repeated(beta, 2),
         **{name: repeated(getattr(inputs, name), 0) for name in ("A_log", "dt_bias", "decay")},
     )

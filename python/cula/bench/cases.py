@@ -21,6 +21,7 @@ ALGORITHMS = tuple(FAMILY)
 GATED = tuple(name for name, (decay, _) in FAMILY.items() if decay in ("channel", "token"))
 DELTA = tuple(row.name for row in algorithms().values() if row.takes_beta)
 ERASE = tuple(row.name for row in algorithms().values() if row.takes_erase)
+LOW_RANK = tuple(row.name for row in algorithms().values() if row.takes_low_rank)
 PRODUCT = tuple(row.name for row in algorithms().values() if row.takes_several_writes)
 
 TRAINING_PASSES = ("backward", "train")
@@ -55,9 +56,10 @@ class Case:
     A_log: bool = True  # raw gates
     dt_bias: bool = True  # raw gates
     head_decay: bool = False  # per-token decay: one more constant per head is added
-    gate_dtype: torch.dtype = torch.float32  # of g, beta and erase
+    gate_dtype: torch.dtype = torch.float32  # of g, beta, erase, a_key and b_key
 
-    keys: str = "random"  # or "collinear": one direction for all tokens, and beta near 1
+    # "collinear": one direction for all tokens, and beta near 1; of LOW_RANK what a_key reads is taken away
+    keys: str = "random"
     beta_is_logit: bool = False
     beta_per_value: bool = False
     allow_neg_eigval: bool = False  # with beta_is_logit
@@ -70,7 +72,7 @@ class Case:
     k_first: bool = False  # states lie in memory as [K, V]
     reads_only: bool = False  # a verification that keeps no states of its draft tokens
 
-    fused: bool = False  # q, k, v are slices of one projection, g, beta and erase of wider rows
+    fused: bool = False  # q, k, v are slices of one projection, all other tensors of tokens of wider rows
     backend: str = ""  # the target that has to run it; "" for the best
     seed: int = 0
 
@@ -127,6 +129,8 @@ class Inputs:
     decay: Maybe = None
     beta: Maybe = None
     erase: Maybe = None
+    a_key: Maybe = None
+    b_key: Maybe = None
     A_log: Maybe = None
     dt_bias: Maybe = None
     cu_seqlens: Maybe = None
@@ -135,10 +139,10 @@ class Inputs:
     has_initial_state: Maybe = None
 
     TENSORS: ClassVar[tuple[str, ...]] = (
-        *("q", "k", "v", "g", "decay", "beta", "erase", "A_log", "dt_bias", "cu_seqlens"),
+        *("q", "k", "v", "g", "decay", "beta", "erase", "a_key", "b_key", "A_log", "dt_bias", "cu_seqlens"),
     )
     # Those with a row for each token, and those with one for each write of a token.
-    TOKENS: ClassVar[tuple[str, ...]] = ("q", "g")
+    TOKENS: ClassVar[tuple[str, ...]] = ("q", "g", "a_key", "b_key")
     WRITES: ClassVar[tuple[str, ...]] = ("k", "v", "beta", "erase")
     STATES: ClassVar[tuple[str, ...]] = ("initial_state", "initial_state_indices", "has_initial_state")
 
@@ -190,6 +194,8 @@ class Inputs:
             "g": 2,
             "beta": 2,
             "erase": 2,
+            "a_key": 2,
+            "b_key": 2,
             "decay": 0,
             "A_log": 0,
             "dt_bias": 0,
@@ -283,6 +289,18 @@ def _dt_bias(kind: str, shape: tuple[int, ...], draw: torch.Generator) -> torch.
     return dt + torch.log(-torch.expm1(-dt))
 
 
+def _low_rank_keys(k: torch.Tensor, case: Case, draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """As RWKV-7 makes them: what lies along a direction of the token is removed, each channel by a share of
+    its own, which is the shape `[B, T, HV, K]` of both."""
+    shape = (case.batch, case.tokens, case.value_heads, case.key_dim)
+    along = torch.randn(shape, generator=draw)
+    if case.keys == "collinear":
+        along = k.float().to(along.device).repeat_interleave(shape[2] // k.shape[2], dim=2)
+    along = functional.normalize(along, dim=-1)
+    share = torch.randn(shape, generator=draw).sigmoid() if case.keys == "random" else torch.ones(shape)
+    return -along, along * share
+
+
 def make(case: Case, device: torch.device | str | None = None, draw_on: torch.device | str = "cpu") -> Inputs:
     """The case's tensors. The same case gives the same values, whatever the layout flags and the device.
 
@@ -341,6 +359,8 @@ def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
         inputs.beta = strengths(B, rows, HV, V) if case.beta_per_value else strengths(B, rows, HV)
     if case.algorithm in ERASE:
         inputs.erase = strengths(B, rows, HV, K)
+    if case.algorithm in LOW_RANK:
+        inputs.a_key, inputs.b_key = (place(x, case.gate_dtype) for x in _low_rank_keys(k, case, draw))
     if case.packed:
         bounds = torch.tensor((0, *case.lengths), dtype=torch.int64).cumsum(0)
         inputs.cu_seqlens = place(bounds, case.cu_dtype)
@@ -353,9 +373,9 @@ def _draw(case: Case, device: torch.device, draw: torch.Generator) -> Inputs:
         inputs.q = q.unflatten(-1, (H, K))
         inputs.k = k.unflatten(-1, (n, H, K)).flatten(1, 2)
         inputs.v = v.unflatten(-1, (n, HV, V)).flatten(1, 2)
-        inputs.g = None if inputs.g is None else strided(inputs.g)
-        inputs.beta = None if inputs.beta is None else strided(inputs.beta)
-        inputs.erase = None if inputs.erase is None else strided(inputs.erase)
+        for name in ("g", "beta", "erase", "a_key", "b_key"):
+            if (x := getattr(inputs, name)) is not None:
+                setattr(inputs, name, strided(x))
 
     if case.state:
         N = case.sequences
@@ -386,10 +406,14 @@ def prefill_case(
         value_heads=value_heads or heads,
         key_dim=128,
         value_dim=128,
-        gate={"kda": "bounded", "gdn": "softplus", "gdn2": "bounded", "gdp": "softplus"}.get(
-            algorithm, "log_decay"
-        ),
-        gate_dtype=torch.bfloat16 if delta else torch.float32,
+        gate={
+            "kda": "bounded",
+            "gdn": "softplus",
+            "gdn2": "bounded",
+            "gdp": "softplus",
+            "rwkv7": "bounded",
+        }.get(algorithm, "log_decay"),
+        gate_dtype=torch.bfloat16 if delta or algorithm in LOW_RANK else torch.float32,
         beta_is_logit=delta,
         beta_per_value=algorithm in ERASE,
         qk_l2norm=delta,

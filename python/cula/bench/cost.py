@@ -38,11 +38,21 @@ def flops(pass_name: str, case: Case) -> int:
     if pass_name == "train":
         return flops("prefill", case) + flops("backward", case)
     K, V = case.key_dim, case.value_dim
-    delta = {"additive": False, "delta": True, "erase": True, "product": True}[FAMILY[case.algorithm][1]]
+    update = FAMILY[case.algorithm][1]
+    if update == "dplr":
+        return _low_rank_flops(pass_name, case)
+    delta = {"additive": False, "delta": True, "erase": True, "product": True}[update]
     of_token, of_write = (_backward_products if pass_name == "backward" else _forward_products)(K, V, delta)
     if pass_name in ("decode", "verify"):
         of_token, of_write = K * V, K * V * (2 if delta else 1)
     return 2 * (of_token + case.writes * of_write) * sum(case.lengths) * case.value_heads
+
+
+def _low_rank_flops(pass_name: str, case: Case) -> int:
+    """Of rules with low-rank keys, by tokens, which is how they are computed: four products of K V numbers
+    forwards, and eight backwards after the forward pass has been computed again."""
+    products = {"prefill": 4, "decode": 4, "verify": 4, "backward": 3 + 8}[pass_name]
+    return 2 * products * case.key_dim * case.value_dim * sum(case.lengths) * case.value_heads
 
 
 def _forward_products(K: int, V: int, delta: bool) -> tuple[int, int]:

@@ -62,8 +62,8 @@ def _by_write(x: Maybe, writes: int, at: int) -> Maybe:
 
 
 def _prepare(inputs: Inputs, rows: int) -> list[Maybe]:
-    """q, k, v, log decay, beta and erase keys as the equations want them, of each write: a token decays with
-    its first and reads with its last."""
+    """q, k, v, log decay, beta, erase keys and low-rank keys as the equations want them, of each write: a
+    token decays with its first and reads with its last."""
     case = inputs.case
     q, k, v = inputs.q.float(), inputs.k.float(), inputs.v
     if case.qk_l2norm:
@@ -75,7 +75,8 @@ def _prepare(inputs: Inputs, rows: int) -> list[Maybe]:
         beta = beta.float().sigmoid() * (most if erase is None else 1)
         erase = None if erase is None else erase.float().sigmoid() * most
     e = None if erase is None else erase.float() * k.repeat_interleave(v.shape[2] // k.shape[2], dim=2)
-    return [None if x is None else _heads_first(x, v.shape[2], rows) for x in (q, k, v, g, beta, e)]
+    all_of_it = (q, k, v, g, beta, e, inputs.a_key, inputs.b_key)
+    return [None if x is None else _heads_first(x, v.shape[2], rows) for x in all_of_it]
 
 
 def _own_strengths(k: Tensor, v: Tensor, beta: Maybe, e: Maybe) -> tuple[Tensor, Tensor, Maybe]:
@@ -100,14 +101,17 @@ def _finish(inputs: Inputs, o: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     return o, S.transpose(-1, -2).unflatten(0, (B, HV))
 
 
-def _scores_per_channel(rows: list[Tensor], k: Tensor, G: Tensor) -> list[Tensor]:
+def _scores_per_channel(
+    rows: list[Tensor], k: Tensor, G: Tensor, G_of_rows: Tensor | None = None
+) -> list[Tensor]:
     """sum_k rows_ik k_jk exp(G_ik - G_jk) for j <= i, SUB_CHUNK rows at a time; above the diagonal it means
-    nothing."""
+    nothing. G_of_rows: in the place of G_ik."""
+    G_of_rows = G if G_of_rows is None else G_of_rows
     scores = [k.new_zeros(*k.shape[:-1], CHUNK) for _ in rows]
     for start in range(0, CHUNK, SUB_CHUNK):
         stop = start + SUB_CHUNK
         anchor = G[..., start : start + 1, :]
-        below = (G[..., start:stop, :] - anchor).exp()
+        below = (G_of_rows[..., start:stop, :] - anchor).exp()
         columns = (k[..., :stop, :] * (anchor - G[..., :stop, :]).clamp(max=MAX_EXPONENT).exp()).transpose(
             -1, -2
         )
@@ -121,7 +125,10 @@ def _chunks(inputs: Inputs, initial_state: Tensor | None) -> tuple[Tensor, Tenso
     chunked: list[Maybe] = [
         None if x is None else x.unflatten(1, (count, CHUNK)) for x in _prepare(inputs, count * CHUNK)
     ]
-    q, k, v, g, beta, e = chunked
+    q, k, v, g, beta, e, a, b = chunked
+    if a is not None:
+        o, S = _chunks_of_low_rank(q, k, v, g, a, b, _start(inputs, initial_state))
+        return _finish(inputs, o, S)
     e, v, beta = _own_strengths(k, v, beta, e)
     G = k.new_zeros(1, count, CHUNK) if g is None else g.cumsum(2)
 
@@ -157,6 +164,28 @@ def _chunks(inputs: Inputs, initial_state: Tensor | None) -> tuple[Tensor, Tenso
     return _finish(inputs, o.flatten(1, 2), S)
 
 
+def _chunks_of_low_rank(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of chunks [.., count, CHUNK, ..] and the state before them; o [.., count CHUNK, V]."""
+    G = g.cumsum(2)
+    before, total = G - g, G[:, :, -1].exp()[..., None]
+    A_k, A_b = (_scores_per_channel([q], x, G)[0].tril_() for x in (k, b))
+    L_k, L_b = (_scores_per_channel([a], x, G, before)[0].tril_(-1) for x in (k, b))
+    k_remaining, b_remaining = ((x * (G[:, :, -1:] - G).exp()).transpose(-1, -2) for x in (k, b))
+    q_decayed, one = q * G.exp(), torch.eye(CHUNK, device=q.device)
+    both = torch.cat((L_k @ v, a * before.exp()), -1)
+    U, W = torch.linalg.solve_triangular(one - L_b, both, upper=False, unitriangular=True).split(
+        (v.shape[-1], k.shape[-1]), -1
+    )
+    o = torch.empty_like(v)
+    for c in range(v.shape[1]):
+        u = torch.baddbmm(U[:, c], W[:, c], S)
+        o[:, c] = q_decayed[:, c] @ S + A_b[:, c] @ u + A_k[:, c] @ v[:, c]
+        S = total[:, c] * S + b_remaining[:, c] @ u + k_remaining[:, c] @ v[:, c]
+    return o.flatten(1, 2), S
+
+
 def chunk_form(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] and the final state, chunk after chunk: batched products and one triangular solve per
     chunk."""
@@ -172,14 +201,17 @@ def chunk_form(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Ten
 
 def recurrence(inputs: Inputs, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The same, token after token."""
-    q, k, v, g, beta, e = _prepare(inputs, inputs.v.shape[1])
+    q, k, v, g, beta, e, a, b = _prepare(inputs, inputs.v.shape[1])
     e, v, beta = _own_strengths(k, v, beta, e)
     alpha = None if g is None else g.exp().reshape(*g.shape[:2], -1, 1)
     S = _start(inputs, initial_state)
     o = torch.empty_like(v)
     for t in range(v.shape[1]):
+        found = None if a is None else a[:, t, None] @ S
         if alpha is not None:
             S = S * alpha[:, t]
+        if found is not None:
+            S = torch.baddbmm(S, b[:, t, :, None], found)
         u = v[:, t, None]
         if beta is not None:
             u = torch.baddbmm(u, e[:, t, None], S, alpha=-1) * beta[:, t, None, None]

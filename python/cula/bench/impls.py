@@ -71,7 +71,8 @@ def keywords(inputs: Inputs) -> dict[str, Any]:
 
 
 def _named(inputs: Inputs, backend: str | None) -> dict[str, Any]:
-    gates = {name: x for name in ("g", "beta", "erase", "decay") if (x := getattr(inputs, name)) is not None}
+    named = ("g", "beta", "erase", "a_key", "b_key", "decay")
+    gates = {name: x for name in named if (x := getattr(inputs, name)) is not None}
     return {**gates, **keywords(inputs), "scale": inputs.case.scale, "backend": backend}
 
 

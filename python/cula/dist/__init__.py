@@ -18,6 +18,7 @@ from .context import (
     cula_gla_cp,
     cula_kda_cp,
     cula_lightning_cp,
+    cula_rwkv7_cp,
     cula_simple_gla_cp,
 )
 from .conv import conv_boundary_tokens
@@ -29,6 +30,7 @@ from .hybrid import (
     cula_gla_tp_cp,
     cula_kda_tp_cp,
     cula_lightning_tp_cp,
+    cula_rwkv7_tp_cp,
     cula_simple_gla_tp_cp,
 )
 from .pools import alloc_decode_state_pool, alloc_state_buffer
@@ -41,6 +43,7 @@ from .tensor import (
     cula_gla_tp,
     cula_kda_tp,
     cula_lightning_tp,
+    cula_rwkv7_tp,
     cula_simple_gla_tp,
 )
 
@@ -69,6 +72,9 @@ __all__ = [
     "cula_lightning_cp",
     "cula_lightning_tp",
     "cula_lightning_tp_cp",
+    "cula_rwkv7_cp",
+    "cula_rwkv7_tp",
+    "cula_rwkv7_tp_cp",
     "cula_simple_gla_cp",
     "cula_simple_gla_tp",
     "cula_simple_gla_tp_cp",

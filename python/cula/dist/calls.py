@@ -28,7 +28,7 @@ _SEGMENT_OPTIONS = (
 )  # fmt: skip
 
 # The tensors that a call reads besides its states, by what they are: its own, or options.
-_OPERANDS = ("q", "k", "v", "g", "beta", "erase", "decay")
+_OPERANDS = ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key", "decay")
 _PARAMETERS = ("A_log", "dt_bias")
 
 # Those with a row for each write of a token.
@@ -46,6 +46,8 @@ class Call:
     beta: Tensor | None = None
     decay: Tensor | None = None
     erase: Tensor | None = None
+    a_key: Tensor | None = None
+    b_key: Tensor | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def but(self, **changes: Any) -> Call:
@@ -53,7 +55,7 @@ class Call:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those with tokens, by name."""
-        named = {name: getattr(self, name) for name in ("q", "k", "v", "g", "beta", "erase")}
+        named = {name: getattr(self, name) for name in _OPERANDS if name != "decay"}
         return {name: x for name, x in named.items() if x is not None}
 
     def read(self) -> dict[str, Tensor]:
@@ -68,7 +70,7 @@ class Call:
         return self.but(**{name: tensors.get(name) for name in _OPERANDS}, options=options)
 
     def run(self, **more: object) -> tuple[Any, ...]:
-        names, required = ("g", "beta", "erase", "decay"), _required_by(self.mode)
+        names, required = _OPERANDS[3:], _required_by(self.mode)
         gates = {name: x for name in names if (x := getattr(self, name)) is not None or name in required}
         return FUNCTIONS[self.mode](self.q, self.k, self.v, **gates, **{**self.options, **more})
 
@@ -83,7 +85,7 @@ class Call:
         named = {name: self.options[name] for name in _SEGMENT_OPTIONS if name in self.options}
         return api.cula_segment(
             self.q, self.k, self.v, mode=self.mode, g=self.g, beta=self.beta, erase=self.erase,
-            decay=self.decay, cu_seqlens=cu_seqlens,
+            a_key=self.a_key, b_key=self.b_key, decay=self.decay, cu_seqlens=cu_seqlens,
             use_gate_in_kernel=bool(self.options.get("use_gate_in_kernel", False)),
             keep=keep, out=out, **named,
         )  # fmt: skip
@@ -109,7 +111,8 @@ class Call:
         )  # fmt: skip
         return {
             "q": self.q, "k": self.k, "v": self.v, "options": options, "g": g, "beta": self.beta,
-            "erase": self.erase, "decay": decay, "dt_bias": dt_bias, **named,
+            "erase": self.erase, "a_key": self.a_key, "b_key": self.b_key, "decay": decay,
+            "dt_bias": dt_bias, **named,
         }  # fmt: skip
 
     def gradients(

@@ -291,6 +291,23 @@ def cula_gdp_cp(
 
 
 @words_of(context_parallel)
+def cula_rwkv7_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor,
+    a_key: Tensor,
+    b_key: Tensor,
+    sp_group: GroupLike,
+    **words: Unpack[ContextWords],
+) -> tuple[Tensor, Tensor | None]:
+    """`cula.cula_rwkv7` on the rank's tokens; everything else as in `cula_kda_cp`."""
+    call = Call("cula_rwkv7_cp", "rwkv7", q, k, v, g, a_key=a_key, b_key=b_key)
+    return context_parallel(call, sp_group, **words)
+
+
+@words_of(context_parallel)
 def cula_gla_cp(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, sp_group: GroupLike, **words: Unpack[ContextWords]
 ) -> tuple[Tensor, Tensor | None]:

@@ -131,6 +131,24 @@ def cula_gdp_tp_cp(
 
 
 @words_of(hybrid_parallel)
+def cula_rwkv7_tp_cp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor,
+    a_key: Tensor,
+    b_key: Tensor,
+    tp_group: GroupLike,
+    sp_group: GroupLike,
+    **words: Unpack[HybridWords],
+) -> tuple[Tensor, Tensor | None]:
+    """`cula_rwkv7_cp` on the rank's heads; everything else as in `cula_kda_tp_cp`."""
+    call = Call("cula_rwkv7_tp_cp", "rwkv7", q, k, v, g, a_key=a_key, b_key=b_key)
+    return hybrid_parallel(call, tp_group, sp_group, **words)
+
+
+@words_of(hybrid_parallel)
 def cula_gla_tp_cp(
     q: Tensor,
     k: Tensor,

@@ -33,7 +33,7 @@ def local_call(call: Call, group: Group, full_inputs: bool, full_qk: bool) -> Ca
         v = v.narrow(2, group.rank * heads, heads)
     if full_inputs or full_qk:
         q, k = (take_query_heads(name, x, heads * group.size, group) for name, x in (("q", q), ("k", k)))
-    gates = {"g": call.g, "beta": call.beta, "erase": call.erase}
+    gates = {name: getattr(call, name) for name in ("g", "beta", "erase", "a_key", "b_key")}
     gates = {name: x if x is None else take_heads(name, x, 2, heads, group) for name, x in gates.items()}
     decay = None if call.decay is None else take_parameter("decay", call.decay, heads, (1,), group)
     return call.but(q=q, k=k, v=v, **gates, decay=decay, options=_local_options(call, heads, group))
@@ -150,6 +150,22 @@ def cula_gdp_tp(
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """`cula.cula_gdp` on the rank's heads; everything else as in `cula_kda_tp`."""
     return tensor_parallel(Call("cula_gdp_tp", "gdp", q, k, v, g, beta), **words)
+
+
+@words_of(tensor_parallel)
+def cula_rwkv7_tp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor,
+    a_key: Tensor,
+    b_key: Tensor,
+    **words: Unpack[TensorWords],
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """`cula.cula_rwkv7` on the rank's heads; everything else as in `cula_kda_tp`."""
+    call = Call("cula_rwkv7_tp", "rwkv7", q, k, v, g, a_key=a_key, b_key=b_key)
+    return tensor_parallel(call, **words)
 
 
 @words_of(tensor_parallel)

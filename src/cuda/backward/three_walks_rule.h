@@ -12,7 +12,8 @@ constexpr bool has_three_walks(Algorithm algorithm) {
             return !varies_by_token(algorithm.decay) && !varies_by_channel(algorithm.decay);
         case Update::kDelta:
         case Update::kErase:
-        case Update::kProduct: return false;
+        case Update::kProduct:
+        case Update::kDplr: return false;
     }
     return false;
 }

@@ -11,7 +11,8 @@ constexpr bool fuses(Update update) {
         case Update::kAdditive: return false;
         case Update::kDelta: return true;
         case Update::kErase:
-        case Update::kProduct: return false;
+        case Update::kProduct:
+        case Update::kDplr: return false;
     }
     return false;
 }
