@@ -26,6 +26,7 @@ from ._package import (
     cula_gla,
     cula_kda,
     cula_lightning,
+    cula_rwkv7,
     cula_segment,
     cula_simple_gla,
     cula_verify,
@@ -38,9 +39,14 @@ from ._package.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from ._package.gated_delta_product import chunk_gated_delta_product
 from ._package.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from ._package.gdn2 import chunk_gdn2, fused_recurrent_gdn2
+from ._package.generalized_delta_rule import (
+    chunk_dplr_delta_rule,
+    fused_recurrent_dplr_delta_rule,
+)
 from ._package.gla import chunk_gla, fused_recurrent_gla
 from ._package.kda import chunk_kda, fused_recurrent_kda
 from ._package.lightning import chunk_lightning_attn, fused_recurrent_lightning_attn
+from ._package.rwkv7 import chunk_rwkv7, fused_mul_recurrent_rwkv7, fused_recurrent_rwkv7
 from ._package.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 __all__ = [
@@ -52,12 +58,14 @@ __all__ = [
     "build_info",
     "checkpoint_plan",
     "chunk_delta_rule",
+    "chunk_dplr_delta_rule",
     "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
     "chunk_gdn2",
     "chunk_gla",
     "chunk_kda",
     "chunk_lightning_attn",
+    "chunk_rwkv7",
     "chunk_simple_gla",
     "cula_decode",
     "cula_delta",
@@ -67,18 +75,22 @@ __all__ = [
     "cula_gla",
     "cula_kda",
     "cula_lightning",
+    "cula_rwkv7",
     "cula_segment",
     "cula_simple_gla",
     "cula_verify",
     "dequantize_states",
     "expand_state_scales",
     "explain",
+    "fused_mul_recurrent_rwkv7",
     "fused_recurrent_delta_rule",
+    "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn2",
     "fused_recurrent_gla",
     "fused_recurrent_kda",
     "fused_recurrent_lightning_attn",
+    "fused_recurrent_rwkv7",
     "fused_recurrent_simple_gla",
     "layers",
     "quantize_states",

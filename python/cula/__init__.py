@@ -10,9 +10,9 @@ Calls are differentiable, on CPUs and GPUs; what has no gradient raises NotImple
 
 Level 1 is in `cula.api`, Level 2, over several processes, in `cula.dist`; adapters that put these kernels
 behind FLA's own functions in `cula.integrations`; drop-ins for FLA, cuLA, SGLang,
-vLLM and FlashKDA in `cula.kda`, `cula.gdn`, `cula.gdn2`, `cula.gated_delta_product`, `cula.gla`,
-`cula.simple_gla`, `cula.delta_rule`, `cula.lightning`, `cula.linear_attn`, `cula.retention`, `cula.ops`,
-`cula.utils` and `cula.compat`.
+vLLM and FlashKDA in `cula.kda`, `cula.gdn`, `cula.gdn2`, `cula.gated_delta_product`,
+`cula.generalized_delta_rule`, `cula.rwkv7`, `cula.gla`, `cula.simple_gla`, `cula.delta_rule`,
+`cula.lightning`, `cula.linear_attn`, `cula.retention`, `cula.ops`, `cula.utils` and `cula.compat`.
 """
 
 import importlib as _importlib
@@ -27,6 +27,7 @@ from . import (
     gated_delta_product,
     gdn,
     gdn2,
+    generalized_delta_rule,
     gla,
     kda,
     lightning,
@@ -34,6 +35,7 @@ from . import (
     norm,
     ops,
     retention,
+    rwkv7,
     simple_gla,
     utils,
 )
@@ -95,6 +97,7 @@ __all__ = [
     "gated_delta_product",
     "gdn",
     "gdn2",
+    "generalized_delta_rule",
     "gla",
     "kda",
     "lightning",
@@ -104,6 +107,7 @@ __all__ = [
     "ops",
     "quantize_states",
     "retention",
+    "rwkv7",
     "simple_gla",
     "tokens_to_forget",
     "utils",

@@ -51,7 +51,7 @@ def refuse_types(
     parameters = inspect.signature(function).parameters
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _names_one(error, parameters):
         return
-    first = given.get("q", given.get("Q"))
+    first = next((given[name] for name in ("q", "Q", "r") if name in given), None)
     for name, parameter in parameters.items():
         kinds = parameter.annotation.split(" | ")
         if not all(kind in _KINDS for kind in kinds) or name not in given:
@@ -165,27 +165,26 @@ def along(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
-    beta: Tensor,
+    beta: Tensor | None,
     gate: Gate,
     scale: float | None,
     qk_l2norm: bool,
     beta_is_logit: bool,
     allow_neg_eigval: bool,
     erase: Tensor | None = None,
+    a_key: Tensor | None = None,
+    b_key: Tensor | None = None,
 ) -> tuple[Tensor, None]:
     """The function `name` on the tokens that a rank of a context of several has."""
     from .dist import calls, context  # here, since the others need no process groups
 
-    named: dict[str, object] = {
-        "scale": scale,
-        "use_qk_l2norm_in_kernel": qk_l2norm,
-        "use_beta_sigmoid_in_kernel": beta_is_logit,
-        "allow_neg_eigval": allow_neg_eigval,
-    }
+    named: dict[str, object] = {"scale": scale, "use_qk_l2norm_in_kernel": qk_l2norm}
+    if beta is not None:
+        named |= {"use_beta_sigmoid_in_kernel": beta_is_logit, "allow_neg_eigval": allow_neg_eigval}
     if gate is not LOG_DECAY:
         named |= {"A_log": gate.A_log, "dt_bias": gate.dt_bias, "lower_bound": gate.lower_bound}
         named["use_gate_in_kernel"] = True
-    call = calls.Call(name, mode, q, k, v, g, beta, erase=erase, options=named)
+    call = calls.Call(name, mode, q, k, v, g, beta, erase=erase, a_key=a_key, b_key=b_key, options=named)
     return context.along(call, cp_context), None
 
 

@@ -112,6 +112,11 @@ def calls() -> Iterator[tuple[Callable, dict]]:
             cula.gdn.fused_recurrent_gated_delta_rule,
             base | rows | STATES | raw | {"g": G, "dt_bias": BIAS[:H]},
         ),
+        (cula.generalized_delta_rule.chunk_dplr_delta_rule, base | {"a": -k, "b": k, "gk": g} | STATES),
+        (
+            cula.generalized_delta_rule.fused_recurrent_dplr_delta_rule,
+            base | {"a": -k, "b": k, "gk": g} | STATES,
+        ),
         (cula.gla.chunk_gla, base | {"g": g} | STATES),
         (cula.gla.fused_recurrent_gla, base | {"gk": g} | STATES),
         (cula.simple_gla.chunk_simple_gla, base | {"g": G, "g_gamma": -DECAY} | STATES),
@@ -124,7 +129,8 @@ def calls() -> Iterator[tuple[Callable, dict]]:
         (cula.lightning.fused_recurrent_lightning_attn, base | {"layer_idx": 1, "num_layers": 4} | STATES),
     ):
         yield function, named
-        yield function, packed(named) | ({"gk": named["gk"].flatten(0, 1)[None]} if "gk" in named else {})
+        more = {name: named[name].flatten(0, 1)[None] for name in ("gk", "a", "b") if name in named}
+        yield function, packed(named) | more
     large = {"Q": q, "K": k, "V": v, "decay": DECAY}
     yield cula.lightning.lightning_attn_fwd, large | STATES
     yield cula.lightning.lightning_attn_fwd_varlen, packed(large) | {

@@ -83,6 +83,10 @@ DROP_INS = {
         q, k, v, gk=g, beta=beta
     ),
     "chunk_gdn2": lambda q, k, v, g, _: cula.gdn2.chunk_gdn2(q, k, v, g, g.abs(), v.abs()),
+    "chunk_dplr_delta_rule": lambda q, k, v, g, _: cula.generalized_delta_rule.chunk_dplr_delta_rule(
+        q, k, v, -k, k, g
+    ),
+    "fused_recurrent_rwkv7": lambda q, k, v, g, _: cula.rwkv7.fused_recurrent_rwkv7(q, g, k, v, -k, k),
     "chunk_gla": lambda q, k, v, g, _: cula.gla.chunk_gla(q, k, v, g),
     "fused_recurrent_gla": lambda q, k, v, g, _: cula.gla.fused_recurrent_gla(q, k, v, g),
     "chunk_simple_gla": lambda q, k, v, g, _: cula.simple_gla.chunk_simple_gla(q, k, v, g[..., 0]),

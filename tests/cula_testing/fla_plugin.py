@@ -34,11 +34,13 @@ import cula.delta_rule
 import cula.gated_delta_product
 import cula.gdn
 import cula.gdn2
+import cula.generalized_delta_rule
 import cula.gla
 import cula.kda
 import cula.lightning
 import cula.linear_attn
 import cula.retention
+import cula.rwkv7
 import cula.simple_gla
 from cula.integrations import fla as registry
 
@@ -96,6 +98,11 @@ DROP_INS: dict[str, Callable] = {
         cula.gdn2.chunk_gdn2,
         cula.gdn2.fused_recurrent_gdn2,
         cula.gated_delta_product.chunk_gated_delta_product,
+        cula.rwkv7.chunk_rwkv7,
+        cula.rwkv7.fused_recurrent_rwkv7,
+        cula.rwkv7.fused_mul_recurrent_rwkv7,
+        cula.generalized_delta_rule.chunk_dplr_delta_rule,
+        cula.generalized_delta_rule.fused_recurrent_dplr_delta_rule,
         cula.gla.chunk_gla,
         cula.gla.fused_recurrent_gla,
         cula.simple_gla.chunk_simple_gla,

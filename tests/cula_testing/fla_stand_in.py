@@ -23,6 +23,8 @@ OPERATORS = {
     "gated_delta_rule": ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"],
     "gdn2": ["chunk_gdn2", "fused_recurrent_gdn2"],
     "gated_delta_product": ["chunk_gated_delta_product"],
+    "rwkv7": ["chunk_rwkv7", "fused_recurrent_rwkv7", "fused_mul_recurrent_rwkv7"],
+    "generalized_delta_rule.dplr": ["chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule"],
     "gla": ["chunk_gla", "fused_recurrent_gla"],
     "simple_gla": ["chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla"],
     "delta_rule": ["chunk_delta_rule", "fused_recurrent_delta_rule"],
@@ -30,7 +32,11 @@ OPERATORS = {
     "linear_attn": ["chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"],
     "retention": ["chunk_retention", "fused_chunk_retention", "fused_recurrent_retention"],
 }
-OURS = {"gated_delta_rule": "gdn", "lightning_attn": "lightning"}
+OURS = {
+    "gated_delta_rule": "gdn",
+    "lightning_attn": "lightning",
+    "generalized_delta_rule.dplr": "generalized_delta_rule",
+}
 
 
 class BaseBackend:

@@ -269,6 +269,7 @@ def in_context(case: Case, changes: dict, call=_call):
         "gdn2": _chunk_gdn2,
         "gdp": functools.partial(_product, case),
         "delta_product": functools.partial(_product, case),
+        "rwkv7": _rwkv7,
     }[case.algorithm]
     words = {name: x for name, x in named(inputs, False).items() if name not in ("cu_seqlens", "backend")}
     return call(drop_in, {**words, **tokens(inputs, begin, end), "cp_context": context})
@@ -288,6 +289,13 @@ def _product(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **na
     return cula.gated_delta_product.chunk_gated_delta_product(
         q, k, v, named.get("g"), num_householder=case.writes, **given
     )
+
+
+def _rwkv7(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, **named) -> tuple:
+    """FLA's, which normalises nothing."""
+    assert not named.pop("use_qk_l2norm_in_kernel")
+    a, b = named.pop("a_key"), named.pop("b_key")
+    return cula.rwkv7.chunk_rwkv7(q, g, k, v, a, b, **named)
 
 
 def of_megatron(case: Case, call=_call):

@@ -239,12 +239,14 @@ def test_heads_and_tokens_over_a_mesh(packed, method, pools, exact):
     ("algorithm", "gate"),
     [
         *product(["kda", "gdn", "gdn2"], ["log_decay", "softplus"]),
-        *product(["gdp", "delta_product"], ["log_decay"]),
+        *product(["gdp", "delta_product", "rwkv7"], ["log_decay"]),
     ],
 )
 def test_drop_ins_under_a_context_of_fla(algorithm, gate, lengths, pools):
     case = Case(algorithm, lengths, packed=True, state=False, value_heads=4, gate=gate, **SMALL)
     case = case.but(dtype=torch.float32, beta_per_value=algorithm == "gdn2")
+    if algorithm == "rwkv7":
+        case = case.but(heads=4)
     inputs = make(case)
     d_o, _ = gradients.upstream(inputs)
     oracle = gradients.exact(inputs, d_o, None)

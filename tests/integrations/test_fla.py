@@ -96,11 +96,20 @@ def test_every_function_gets_here(stand_in):
     }
     x = kda()
     g, no_beta = x["g"][..., 0], {name: x[name] for name in "qkv"}
+    no_rule = {"k": x["k"], "v": x["v"], "a": torch.rand(1, 9, 2, 16), "b": -torch.rand(1, 9, 2, 16)}
     given = {
         "gated_delta_rule": {**x, "g": g},
         "kda": x,
         "gdn2": {**no_beta, "g": x["g"], "b": torch.rand(1, 9, 2, 16), "w": torch.rand(1, 9, 2, 16)},
         "gated_delta_product": {**x, "q": x["q"][:, :3], "g": g[:, :3], "num_householder": 3},
+        "rwkv7": {**no_rule, "r": x["q"], "w": x["g"]},
+        "fused_mul_recurrent_rwkv7": {
+            **{name: no_rule[name] for name in "kva"},
+            "r": x["q"],
+            "w": x["g"],
+            "kk": x["k"],
+        },
+        "generalized_delta_rule.dplr": {**no_rule, "q": x["q"], "gk": x["g"]},
         "chunk_gla": {**no_beta, "g": x["g"]},
         "fused_recurrent_gla": {**no_beta, "gk": x["g"]},
         "simple_gla": {**no_beta, "g": g},

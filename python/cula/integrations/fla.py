@@ -26,11 +26,13 @@ from .. import (
     gated_delta_product,
     gdn,
     gdn2,
+    generalized_delta_rule,
     gla,
     kda,
     lightning,
     linear_attn,
     retention,
+    rwkv7,
     simple_gla,
 )
 from . import _fla_cpu
@@ -152,6 +154,11 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
     "gated_delta_rule": (gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule),
     "gdn2": (gdn2.chunk_gdn2, gdn2.fused_recurrent_gdn2),
     "gated_delta_product": (gated_delta_product.chunk_gated_delta_product,),
+    "rwkv7": (rwkv7.chunk_rwkv7, rwkv7.fused_recurrent_rwkv7, rwkv7.fused_mul_recurrent_rwkv7),
+    "generalized_delta_rule.dplr": (
+        generalized_delta_rule.chunk_dplr_delta_rule,
+        generalized_delta_rule.fused_recurrent_dplr_delta_rule,
+    ),
     "gla": (gla.chunk_gla, gla.fused_recurrent_gla),
     "simple_gla": (
         simple_gla.chunk_simple_gla,
