@@ -47,11 +47,11 @@ public:
           states_{buffers_.transposed, inputs_.key_dim, channels_, columns_, task.v_begin, task.v_count} {}
 
     void run() {
-        const bool stores_within =
-            task_.slots.data || task_.snapshots.data || task_.num_checkpoints || task_.chunk_states.data;
+        const bool stores_within = stores_tokens() || task_.num_checkpoints || task_.chunk_states.data;
         if (task_.length == 1 && !stores_within && works_in_place()) return run_in_place();
         load_initial();
-        for (std::int64_t t = 0; t < task_.length; ++t) {
+        const std::int64_t block = low_rank_ && !stores_tokens() ? kBlockTokens : 1;
+        for (std::int64_t t = 0; t < task_.length; t += block) {
             if (task_.chunk_states.data && t % args_.chunk_tokens == 0)
                 states_.write(advance(task_.chunk_states, t / args_.chunk_tokens * task_.chunk_states_stride),
                               buffers_.state);
@@ -63,10 +63,15 @@ public:
                 if (parent >= 0) before = node(parent);
                 after = node(t);
             }
-            load_token(t);
-            for (int row = 0; row < rows_; row += kRows)
-                update<kRows>(before + row * channels_, after + row * channels_, channels_, row);
-            store_output(t);
+            if (low_rank_) {
+                const std::int64_t left = task_.length - t;
+                pass_tokens(t, static_cast<int>(left < block ? left : block), before, after);
+            } else {
+                load_token(t);
+                for (int row = 0; row < rows_; row += kRows)
+                    update<kRows>(before + row * channels_, after + row * channels_, channels_, row);
+                store_output(t, buffers_.out);
+            }
             store_token_states(t, after);
         }
         store_checkpoints(task_.length);
@@ -75,6 +80,11 @@ public:
 
 private:
     static constexpr int kRows = 4;  // value rows that are updated together
+    // With low-rank keys, tokens that a few rows pass before the next do. Chunk states and checkpoints lie at
+    // multiples of it.
+    static constexpr int kBlockTokens = 8;
+
+    bool stores_tokens() const { return task_.slots.data || task_.snapshots.data || task_.parents.data; }
 
     // Whether a token writes u = beta (v - S' k), or v as it is.
     static constexpr bool corrects(Update update) {
@@ -94,7 +104,7 @@ private:
         float *v, *beta;               // [writes of a token, V]
         float* out;                    // [V]
         float* token_decay;
-        LowRankToken low_rank;
+        LowRankToken low_rank[kBlockTokens];
         float* state;       // [V, K]
         float* transposed;  // [K, V]
         float* nodes;       // [tokens, V, K]: the state after each token of a tree
@@ -109,12 +119,12 @@ private:
             for (float** p : {&v, &beta}) *p = carver.take<float>(writes * columns);
             out = carver.take<float>(columns);
             token_decay = carver.take<float>(kLanes);
-            low_rank = {};
-            if (takes_low_rank(args.algorithm.update)) {
-                low_rank.decay = decay, low_rank.k = k, low_rank.v = v, low_rank.out = out;
-                for (float** p : {&low_rank.a, &low_rank.b, &low_rank.decayed_q})
+            for (LowRankToken& token : low_rank) {
+                token = {};
+                if (!takes_low_rank(args.algorithm.update)) continue;
+                for (float** p : {&token.decay, &token.k, &token.a, &token.b, &token.decayed_q})
                     *p = carver.take<float>(channels);
-                low_rank.read = carver.take<float>(columns);
+                for (float** p : {&token.v, &token.read, &token.out}) *p = carver.take<float>(columns);
             }
             state = carver.take<float>(columns * channels);
             transposed = carver.take<float>(channels * columns);
@@ -140,6 +150,7 @@ private:
     }
 
     void run_in_place() {
+        if (low_rank_) return pass_in_place();
         load_token(0);
         const StateView &from = task_.initial, &to = task_.final;
         for (int row = 0; row < rows_; row += kRows) {
@@ -151,7 +162,7 @@ private:
                 for (int r = 0; r < kRows; ++r)
                     update<1>(before + r * from.stride_v, after + r * to.stride_v, 0, row + r);
         }
-        store_output(0);
+        store_output(0, buffers_.out);
     }
 
     void load_token(std::int64_t t) {
@@ -169,20 +180,62 @@ private:
         Vec dot{};
         for (int c = 0; c < channels_; c += kLanes) dot += load(last + c) * load(b.q + c);
         key_query_ = sum(dot);
-        if (low_rank_) load_low_rank(token);
     }
 
-    void load_low_rank(std::int64_t token) {
-        LowRankToken& own = buffers_.low_rank;
+    // --- low-rank keys ---
+
+    void load_low_rank(LowRankToken& own, std::int64_t t) const {
+        const std::int64_t token = task_.begin + t;
+        const float* q = buffers_.q;
+        inputs_.query(buffers_.q, token);
+        inputs_.channel_decays(own.decay, token);
+        inputs_.key(own.k, token);
         inputs_.low_rank_keys(own.a, own.b, token);
-        Vec dot{};
+        load_values(own.v, token);
+        Vec of_key{}, of_b{};
         for (int c = 0; c < channels_; c += kLanes) {
-            const Vec q = load(buffers_.q + c);
-            store(own.decayed_q + c, load(own.decay + c) * q);
-            dot += load(own.b + c) * q;
+            store(own.decayed_q + c, load(own.decay + c) * load(q + c));
+            of_key += load(own.k + c) * load(q + c);
+            of_b += load(own.b + c) * load(q + c);
         }
-        own.key_query = key_query_;
-        own.b_query = sum(dot);
+        own.key_query = sum(of_key);
+        own.b_query = sum(of_b);
+    }
+
+    void pass_in_place() {
+        LowRankToken& token = buffers_.low_rank[0];
+        load_low_rank(token, 0);
+        const StateView &from = task_.initial, &to = task_.final;
+        each_rows<kOutputRows>(rows_, [&](auto rows, int row) {
+            const auto* before = reinterpret_cast<const float*>(state_at(from, task_.v_begin + row, 0));
+            auto* after = reinterpret_cast<float*>(state_at(to, task_.v_begin + row, 0));
+            if (from.stride_v == to.stride_v)
+                return pass_rows<rows(), true>(token, channels_, before, after, from.stride_v, row);
+            for (int r = 0; r < rows(); ++r)
+                pass_rows<1, true>(token, channels_, before + r * from.stride_v, after + r * to.stride_v, 0,
+                                   row + r);
+        });
+        store_output(0, token.out);
+    }
+
+    // `count` tokens, the first of which finds `before`; they leave `after`.
+    void pass_tokens(std::int64_t t, int count, const float* before, float* after) {
+        LowRankToken* tokens = buffers_.low_rank;
+        for (int i = 0; i < count; ++i) load_low_rank(tokens[i], t + i);
+        each_rows<kOutputRows>(rows_, [&](auto rows, int row) {
+            for (int i = 0; i < count; ++i)
+                pass_rows<rows(), true>(tokens[i], channels_, (i ? after : before) + row * channels_,
+                                        after + row * channels_, channels_, row);
+        });
+        for (int i = 0; i < count; ++i) store_output(t + i, tokens[i].out);
+    }
+
+    void load_values(float* v, std::int64_t row) const {
+        if (task_.identity)
+            for (int j = 0; j < columns_; j += kLanes) store(v + j, Vec{});
+        else
+            load_row(v, args_.v.ptr(task_.batch, row, task_.value_head, task_.v_begin), args_.v.dtype,
+                     task_.v_count, columns_);
     }
 
     // Row `row` of k, v and beta, a write of the token.
@@ -191,11 +244,7 @@ private:
         float *k = b.k + write * channels_, *v = b.v + write * columns_, *beta = b.beta + write * columns_;
         inputs_.key(k, row);
         if (erases_) inputs_.erase_key(b.e + write * channels_, k, row);
-        if (task_.identity)
-            for (int j = 0; j < columns_; j += kLanes) store(v + j, Vec{});
-        else
-            load_row(v, args_.v.ptr(task_.batch, row, task_.value_head, task_.v_begin), args_.v.dtype,
-                     task_.v_count, columns_);
+        load_values(v, row);
         if (corrects_) {
             if (args_.beta.ndim == 4) {
                 inputs_.value_betas(beta, row, task_.v_begin, task_.v_count, columns_);
@@ -213,8 +262,6 @@ private:
 
     template <int kCount>
     void update(const float* before, float* after, std::int64_t stride, int row) {
-        if (low_rank_)
-            return pass_rows<kCount, true>(buffers_.low_rank, channels_, before, after, stride, row);
         if (writes_ == 1) return update_rows<kCount, true, true>(before, after, stride, row, 0);
         update_rows<kCount, true, false>(before, after, stride, row, 0);
         for (std::int64_t write = 1; write + 1 < writes_; ++write)
@@ -256,10 +303,10 @@ private:
         }
     }
 
-    void store_output(std::int64_t t) const {
+    void store_output(std::int64_t t, const float* out) const {
         if (!args_.o.data) return;
         store_row(args_.o.ptr(task_.batch, task_.begin + t, task_.value_head, task_.v_begin), args_.o.dtype,
-                  buffers_.out, task_.v_count);
+                  out, task_.v_count);
     }
 
     void store_token_states(std::int64_t t, const float* state) {

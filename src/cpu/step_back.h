@@ -41,7 +41,7 @@ public:
           index_(index),
           head_{task.batch, task.head, task.value_head + index},
           value_dim_(static_cast<int>(args.v.size[3])),
-          rows_(round_up(value_dim_, kRows)),
+          rows_(round_up(value_dim_, 4)),
           columns_(round_up(value_dim_, kColumnMultiple)),
           blocks_(task.length),
           buffers_(carved(scratch, args, Blocks(task.length))),
@@ -61,8 +61,8 @@ public:
     }
 
 private:
-    static constexpr int kRows = 4;  // value rows that are updated together
-    static constexpr std::int64_t kBlockTokens = 16, kMostGroups = 256;
+    static constexpr int kBlockTokens = 16;
+    static constexpr std::int64_t kMostGroups = 256;
 
     struct Head {
         std::int64_t batch, head, value_head;
@@ -80,9 +80,9 @@ private:
 
     struct Buffers {
         LowRankToken tokens[kBlockTokens];
-        float* q[kBlockTokens];                               // [K]
-        float *d_q, *d_k, *d_a, *d_b, *d_g, *row;             // [K]
-        float *d_o, *d_v, *d_read;                            // [V]
+        float *q, *d_q, *d_k, *d_a, *d_b, *d_g;               // [tokens of a block, K]
+        float *d_o, *d_v, *d_read;                            // [tokens of a block, V]
+        float* row;                                           // [K]
         float *gate_bias, *bias_sum;                          // [K]
         double* parameters;                                   // [1 + K]: the head's dA_log and ddt_bias
         float *Z, *transposed;                                // [V, K]
@@ -93,16 +93,16 @@ private:
         void carve(Carver& carver, const Args& args, const Blocks& blocks) {
             const int channels = round_up(static_cast<int>(args.q.size[3]), kChannelMultiple);
             const int columns = round_up(static_cast<int>(args.v.size[3]), kColumnMultiple);
-            for (std::int64_t i = 0; i < kBlockTokens; ++i) {
-                LowRankToken& token = tokens[i];
+            for (LowRankToken& token : tokens) {
                 token = {};
-                for (float** p : {&token.decay, &token.k, &token.a, &token.b, &q[i]})
+                for (float** p : {&token.decay, &token.k, &token.a, &token.b})
                     *p = carver.take<float>(channels);
                 for (float** p : {&token.v, &token.read}) *p = carver.take<float>(columns);
             }
-            for (float** p : {&d_q, &d_k, &d_a, &d_b, &d_g, &row, &gate_bias, &bias_sum})
-                *p = carver.take<float>(channels);
-            for (float** p : {&d_o, &d_v, &d_read}) *p = carver.take<float>(columns);
+            for (float** p : {&q, &d_q, &d_k, &d_a, &d_b, &d_g})
+                *p = carver.take<float>(kBlockTokens * channels);
+            for (float** p : {&d_o, &d_v, &d_read}) *p = carver.take<float>(kBlockTokens * columns);
+            for (float** p : {&row, &gate_bias, &bias_sum}) *p = carver.take<float>(channels);
             parameters = carver.take<double>(1 + channels);
             state_size = std::int64_t{channels} * columns;
             for (float** p : {&Z, &transposed}) *p = carver.take<float>(state_size);
@@ -140,21 +140,19 @@ private:
                  columns_);
     }
 
-    void pass(const LowRankToken& token, const float* before, float* after) const {
-        for (int row = 0; row < rows_; row += kRows)
-            pass_rows<kRows, false>(token, channels_, before + row * channels_, after + row * channels_,
-                                    channels_, row);
-    }
-
-    // From the state before token `begin`, in `S`, to that before token `end`. keep(t) may keep the state
-    // before token t.
+    // From the state before token `begin`, in `S`, to that before token `end`, both multiples of
+    // kBlockTokens. keep(t) may keep the state before token t, a multiple as well.
     template <class Keep>
     void walk(float* S, std::int64_t begin, std::int64_t end, Keep keep) const {
-        const LowRankToken& token = buffers_.tokens[0];
-        for (std::int64_t t = begin; t < end; ++t) {
+        const LowRankToken* tokens = buffers_.tokens;
+        for (std::int64_t t = begin; t < end; t += kBlockTokens) {
             keep(t);
-            load_token(token, t);
-            pass(token, S, S);
+            for (int i = 0; i < kBlockTokens; ++i) load_token(tokens[i], t + i);
+            each_rows<kStateRows>(rows_, [&](auto rows, int row) {
+                float* at = S + row * channels_;
+                for (int i = 0; i < kBlockTokens; ++i)
+                    pass_rows<rows(), false>(tokens[i], channels_, at, at, channels_, row);
+            });
         }
         keep(end);
     }
@@ -190,121 +188,136 @@ private:
     // The block that begins with token `begin`, from the state before it, which is the first of b.states.
     void step_back_block(std::int64_t begin) {
         const Buffers& b = buffers_;
-        const std::int64_t left = blocks_.tokens - begin, count = left < kBlockTokens ? left : kBlockTokens;
-        for (std::int64_t i = 0; i < count; ++i) {
-            load_token(b.tokens[i], begin + i);
-            inputs_.query(b.q[i], whole_.begin + begin + i);
-            pass(b.tokens[i], state(b.states, i), state(b.states, i + 1));
-        }
+        const std::int64_t left = blocks_.tokens - begin;
+        const int count = static_cast<int>(left < kBlockTokens ? left : kBlockTokens);
+        load_block(begin, count);
+        each_rows<kStateRows>(rows_, [&](auto rows, int row) {
+            for (int i = 0; i < count; ++i)
+                pass_rows<rows(), false>(b.tokens[i], channels_, state(b.states, i) + row * channels_,
+                                         state(b.states, i + 1) + row * channels_, channels_, row);
+        });
+        for (float* sums : {b.d_q, b.d_k, b.d_a, b.d_b, b.d_g})
+            for (int x = 0; x < count * channels_; x += kLanes) store(sums + x, Vec{});
+        each_rows<kOutputRows>(rows_, [&](auto rows, int row) {
+            for (int i = count; i-- > 0;) {
+                read_back<rows()>(i, row);
+                return_rows<rows()>(i, row);
+            }
+        });
         for (int c = 0; c < channels_; c += kLanes) store(b.bias_sum + c, Vec{});
         log_rate_ = Vec{};
-        for (std::int64_t i = count; i-- > 0;) {
-            step_back(b.tokens[i], b.q[i], begin + i, state(b.states, i), state(b.states, i + 1));
-            write(begin + i);
-        }
+        for (int i = count; i-- > 0;) write(i, begin + i);
         const GateDerivative derivative{inputs_};
         b.parameters[0] += static_cast<double>(sum(log_rate_) * derivative.log_rate_factor());
         for (int c = 0; c < inputs_.key_dim; ++c) b.parameters[1 + c] += static_cast<double>(b.bias_sum[c]);
     }
 
-    // One token, from the states before and after it: Z goes from after the token to before it.
-    void step_back(const LowRankToken& token, const float* q, std::int64_t t, const float* before,
-                   const float* after) const {
+    void load_block(std::int64_t begin, int count) const {
         const Buffers& b = buffers_;
-        if (args_.d_o)
-            load_row(b.d_o, args_.d_o.ptr(head_.batch, whole_.begin + t, head_.value_head), args_.d_o.dtype,
-                     value_dim_, columns_);
-        else
-            for (int j = 0; j < columns_; j += kLanes) store(b.d_o + j, Vec{});
-        for (int c = 0; c < channels_; c += kLanes)
-            for (float* sums : {b.d_q, b.d_k, b.d_a, b.d_b, b.d_g}) store(sums + c, Vec{});
-        for (int row = 0; row < rows_; row += kRows) read_back(token, q, after + row * channels_, row);
-        for (int row = 0; row < rows_; row += kRows) return_state(token, before + row * channels_, row);
-        for (int c = 0; c < channels_; c += kLanes) store(b.d_g + c, load(b.d_g + c) * load(token.decay + c));
+        for (int i = 0; i < count; ++i) {
+            load_token(b.tokens[i], begin + i);
+            inputs_.query(b.q + i * channels_, whole_.begin + begin + i);
+            float* d_o = b.d_o + i * columns_;
+            if (args_.d_o)
+                load_row(d_o, args_.d_o.ptr(head_.batch, whole_.begin + begin + i, head_.value_head),
+                         args_.d_o.dtype, value_dim_, columns_);
+            else
+                for (int j = 0; j < columns_; j += kLanes) store(d_o + j, Vec{});
+        }
     }
 
-    // Rows of Z take the token's output; dq, dk, db, dv and dr.
-    void read_back(const LowRankToken& token, const float* q, const float* after, int row) const {
+    // Rows of Z take the output of token i of the block; dq, dk, db, dv and dr.
+    template <int kCount>
+    void read_back(int i, int row) const {
         const Buffers& b = buffers_;
+        const LowRankToken& token = b.tokens[i];
+        const float *after = state(b.states, i + 1) + row * channels_, *d_o = b.d_o + i * columns_ + row,
+                    *v = token.v + row, *read = token.read + row;
         float* Z = b.Z + row * channels_;
-        Vec d_v[kRows] = {}, d_read[kRows] = {};
+        Vec partial[2 * kCount] = {};  // of dv, then of dr
         for (int c = 0; c < channels_; c += kLanes) {
-            const Vec query = load(q + c), key = load(token.k + c), of_read = load(token.b + c);
-            Vec d_q = load(b.d_q + c), d_k = load(b.d_k + c), d_b = load(b.d_b + c);
+            const int at = i * channels_ + c;
+            const Vec q = load(b.q + at), key = load(token.k + c), of_read = load(token.b + c);
+            Vec d_q = load(b.d_q + at), d_k = load(b.d_k + at), d_b = load(b.d_b + at);
             CULA_UNROLL
-            for (int r = 0; r < kRows; ++r) {
-                const float d_o = b.d_o[row + r];
-                const Vec z = load(Z + r * channels_ + c) + query * d_o;
+            for (int r = 0; r < kCount; ++r) {
+                const Vec z = load(Z + r * channels_ + c) + q * d_o[r];
                 store(Z + r * channels_ + c, z);
-                d_q += load(after + r * channels_ + c) * d_o;
-                d_k += z * token.v[row + r];
-                d_b += z * token.read[row + r];
-                d_v[r] += z * key;
-                d_read[r] += z * of_read;
+                d_q += load(after + r * channels_ + c) * d_o[r];
+                d_k += z * v[r];
+                d_b += z * read[r];
+                partial[r] += z * key;
+                partial[kCount + r] += z * of_read;
             }
-            store(b.d_q + c, d_q);
-            store(b.d_k + c, d_k);
-            store(b.d_b + c, d_b);
+            store(b.d_q + at, d_q);
+            store(b.d_k + at, d_k);
+            store(b.d_b + at, d_b);
         }
-        CULA_UNROLL
-        for (int r = 0; r < kRows; ++r) {
-            b.d_v[row + r] = sum(d_v[r]);
-            b.d_read[row + r] = sum(d_read[r]);
+        float found[2 * kCount + kLanes];
+        store_sums(found, partial);
+        for (int r = 0; r < kCount; ++r) {
+            b.d_v[i * columns_ + row + r] = found[r];
+            b.d_read[i * columns_ + row + r] = found[kCount + r];
         }
     }
 
-    // Rows of Z pass the decay and the token's reading; da, and dg without the decay.
-    void return_state(const LowRankToken& token, const float* before, int row) const {
+    // Rows of Z pass the decay and the reading of token i of the block; da, and dg without the decay.
+    template <int kCount>
+    void return_rows(int i, int row) const {
         const Buffers& b = buffers_;
+        const LowRankToken& token = b.tokens[i];
+        const float *before = state(b.states, i) + row * channels_, *d_read = b.d_read + i * columns_ + row;
         float* Z = b.Z + row * channels_;
         for (int c = 0; c < channels_; c += kLanes) {
+            const int at = i * channels_ + c;
             const Vec decay = load(token.decay + c), a = load(token.a + c);
-            Vec d_a = load(b.d_a + c), d_g = load(b.d_g + c);
+            Vec d_a = load(b.d_a + at), d_g = load(b.d_g + at);
             CULA_UNROLL
-            for (int r = 0; r < kRows; ++r) {
-                const float d_read = b.d_read[row + r];
+            for (int r = 0; r < kCount; ++r) {
                 const Vec s = load(before + r * channels_ + c), z = load(Z + r * channels_ + c);
-                d_a += s * d_read;
+                d_a += s * d_read[r];
                 d_g += z * s;
-                store(Z + r * channels_ + c, z * decay + a * d_read);
+                store(Z + r * channels_ + c, z * decay + a * d_read[r]);
             }
-            store(b.d_a + c, d_a);
-            store(b.d_g + c, d_g);
+            store(b.d_a + at, d_a);
+            store(b.d_g + at, d_g);
         }
     }
 
     // --- results ---
 
-    void write(std::int64_t t) {
+    // Token i of the block, which is token t.
+    void write(int i, std::int64_t t) {
         const Buffers& b = buffers_;
         const std::int64_t at = whole_.begin + t;
         const auto row_of = [&](const TensorRef& ref, const float* row, int count) {
             if (ref) store_row(ref.ptr(head_.batch, at, head_.value_head), ref.dtype, row, count);
         };
-        row_of(args_.d_v, b.d_v, value_dim_);
-        row_of(args_.d_a_key, b.d_a, inputs_.key_dim);
-        row_of(args_.d_b_key, b.d_b, inputs_.key_dim);
-        write_gate(at);
-        row_of(args_.d_g, b.d_g, inputs_.key_dim);
-        write_keys(t);
+        float* d_g = b.d_g + i * channels_;
+        row_of(args_.d_v, b.d_v + i * columns_, value_dim_);
+        row_of(args_.d_a_key, b.d_a + i * channels_, inputs_.key_dim);
+        row_of(args_.d_b_key, b.d_b + i * channels_, inputs_.key_dim);
+        write_gate(b.tokens[i], d_g, at);
+        row_of(args_.d_g, d_g, inputs_.key_dim);
+        write_keys(b.d_q + i * channels_, b.d_k + i * channels_, t);
     }
 
-    // d_g becomes that of the given gate.
-    void write_gate(std::int64_t at) {
+    // d_g, which lacks the decay, becomes that of the given gate.
+    void write_gate(const LowRankToken& token, float* d_g, std::int64_t at) {
         const Buffers& b = buffers_;
         const GateDerivative derivative{inputs_};
         load_row(b.row, args_.g.ptr(head_.batch, at, head_.value_head), args_.g.dtype, inputs_.key_dim,
                  channels_);
         for (int c = 0; c < channels_; c += kLanes) {
-            const GateGradient gradient =
-                derivative(load(b.row + c), load(inputs_.gate_bias + c), load(b.d_g + c));
-            store(b.d_g + c, gradient.of_x);
+            const GateGradient gradient = derivative(load(b.row + c), load(inputs_.gate_bias + c),
+                                                     load(d_g + c) * load(token.decay + c));
+            store(d_g + c, gradient.of_x);
             store(b.bias_sum + c, load(b.bias_sum + c) + gradient.of_x);
             log_rate_ += gradient.of_log_rate;
         }
     }
 
-    void write_keys(std::int64_t t) const {
+    void write_keys(float* d_q, float* d_k, std::int64_t t) const {
         const Buffers& b = buffers_;
         const bool first = index_ == 0, last = index_ + 1 == whole_.group;
         const auto add = [&](float* row, float* sums) {
@@ -313,11 +326,11 @@ private:
                 store(row + c, load(row + c) + load(all + c));
             if (!last) copy(all, row, channels_);
         };
-        if (whole_.group > 1) add(b.d_q, b.sums_q), add(b.d_k, b.sums_k);
+        if (whole_.group > 1) add(d_q, b.sums_q), add(d_k, b.sums_k);
         if (!last) return;
         const std::int64_t at = whole_.begin + t;
-        write_key_gradient(inputs_, args_.q, args_.d_q, at, static_cast<float>(args_.scale), b.d_q, b.row);
-        write_key_gradient(inputs_, args_.k, args_.d_k, at, 1.0f, b.d_k, b.row);
+        write_key_gradient(inputs_, args_.q, args_.d_q, at, static_cast<float>(args_.scale), d_q, b.row);
+        write_key_gradient(inputs_, args_.k, args_.d_k, at, 1.0f, d_k, b.row);
     }
 
     void finish() const {

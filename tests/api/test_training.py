@@ -44,10 +44,11 @@ def loss_of(made, seed: int = 3) -> torch.Tensor:
 
 @pytest.mark.parametrize("gate", ["log_decay", "softplus", "bounded"])
 def test_functions_have_the_gradients_of_the_operator(algorithm, gate):
-    takes_gates = algorithm in ("kda", "gdn", "gdn2")
+    takes_gates = algorithm in ("kda", "gdn", "gdn2", "rwkv7")
     if gate != "log_decay" and not takes_gates:
         pytest.skip("takes no raw gate")
-    inputs = make(SMALL.but(algorithm=algorithm, gate=gate, qk_l2norm=True, beta_is_logit=takes_gates))
+    logits = takes_gates and cula.algorithms()[algorithm].takes_beta
+    inputs = make(SMALL.but(algorithm=algorithm, gate=gate, qk_l2norm=True, beta_is_logit=logits))
     leaves = leaves_of(inputs)
     o, final_state = level1.prefill(inputs.but(**leaves))
     d_o, d_final_state = gradients.upstream(inputs)
