@@ -359,6 +359,27 @@ def test_signatures(registered):
         assert given - inspect.signature(ours).parameters.keys() == set(), name
 
 
+def test_rwkv7_is_flas_own_recurrence():
+    rwkv7 = importlib.import_module("fla.ops.rwkv7")
+    naive = importlib.import_module("fla.ops.generalized_delta_rule.dplr.naive")
+    torch.manual_seed(0)
+    r, k, v, kk = (torch.randn(2, 70, 3, 32) for _ in range(4))
+    w, share, kk = -torch.rand(2, 70, 3, 32), torch.rand(2, 70, 3, 32), normalize(kk, dim=-1)
+    h0, named = torch.randn(2, 3, 32, 32), {"scale": 32**-0.5, "output_final_state": True}
+    by_head = [x.transpose(1, 2) for x in (r, k, v, -kk, kk * share, w)]
+    wanted, final = naive.dplr_recurrence(*by_head, h0)
+    for o, state in (
+        rwkv7.chunk_rwkv7(r, w, k, v, -kk, kk * share, initial_state=h0, **named),
+        rwkv7.fused_mul_recurrent_rwkv7(r, w, k, v, kk, share, initial_state=h0, **named),
+    ):
+        torch.testing.assert_close(o, wanted.transpose(1, 2), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(state, final, rtol=1e-4, atol=1e-4)
+    assert dict(door.calls) == {
+        ("chunk_rwkv7", "cula"): 1,
+        ("fused_mul_recurrent_rwkv7", "cula"): 1,
+    }
+
+
 def test_switch(monkeypatch):
     """FLA's own code runs then, and has no driver here."""
     monkeypatch.setenv("FLA_CULA", "0")
