@@ -33,7 +33,7 @@ cmake --build "$build" --parallel "$(nproc)"
 for pass in prefill segment backward; do
     for target in sm80 sm80:step; do
         echo "$pass $target"
-        "$build/emulate" --pass "$pass" --target "$target" --count 60 --seed "$seed" --host_threads "$(nproc)"
+        "$build/emulate" --pass "$pass" --target "$target" --count 40 --seed "$seed" --host_threads "$(nproc)"
     done
 done
 for pass in prefill segment verify backward; do
@@ -43,11 +43,11 @@ for pass in prefill segment verify backward; do
 done
 for pass in prefill segment backward; do
     echo "$pass sm80 of several writes a token"
-    "$build/emulate" --pass "$pass" --target sm80 --algorithm gdp --count 40 --seed "$seed" \
+    "$build/emulate" --pass "$pass" --target sm80 --algorithm gdp --count 16 --seed "$seed" \
         --host_threads "$(nproc)"
 done
 echo "prefill sm80:segments of several writes a token"
-"$build/emulate" --pass prefill --target sm80:segments --algorithm gdp --count 10 --seed "$seed" \
+"$build/emulate" --pass prefill --target sm80:segments --algorithm gdp --count 5 --seed "$seed" \
     --host_threads "$(nproc)"
 echo "verify sm80"
 "$build/emulate" --pass verify --count 120 --seed "$seed" --host_threads "$(nproc)"
@@ -69,4 +69,4 @@ echo "prefill sm80:step of float8 states, one token each"
 "$build/emulate" --pass prefill --target sm80:step --state_dtype float8_e4m3fn --K 64 --T 1 --packed 0 \
     --count 30 --seed "$seed" --host_threads "$(nproc)"
 echo "prefill sm80:segments"
-"$build/emulate" --pass prefill --target sm80:segments --count 60 --seed "$seed" --host_threads "$(nproc)"
+"$build/emulate" --pass prefill --target sm80:segments --count 20 --seed "$seed" --host_threads "$(nproc)"
