@@ -246,7 +246,7 @@ def cula_gdn2(
     beta: the write strength `[B, T, HV, V]`, or `[B, T, HV]` for one of all value channels.
     erase: the erase strength `[B, T, HV, K]`, any floating dtype. With `use_beta_sigmoid_in_kernel` both are
         logits, and `allow_neg_eigval` doubles the sigmoid of erase alone.
-    g `[B, T, HV, K]`, A_log, dt_bias and everything else as in `cula.api`. CPUs alone have kernels for it.
+    g `[B, T, HV, K]`, A_log, dt_bias and everything else as in `cula.api`.
     """
     chunk_size = _passes.chunk_size_of("cula_gdn2", kwargs) if kwargs else 64
     if use_gate_in_kernel is True:
@@ -307,8 +307,8 @@ def cula_gdp(
         `[B, T n, HV, V]`; write j of token t is row t n + j, and n is what the shapes say.
     g: `[B, T, HV]` as in `cula_gdn`; None for DeltaProduct, which has no decay.
     cu_seqlens, checkpoints and h count tokens, as T does.
-    A_log, dt_bias and everything else as in `cula_gdn`, `cula_kda` and `cula.api`. CPUs alone have kernels
-    for it. ValueError names k where its rows are no multiple of q's.
+    A_log, dt_bias and everything else as in `cula_gdn`, `cula_kda` and `cula.api`. ValueError names k where
+    its rows are no multiple of q's.
     """
     chunk_size = _passes.chunk_size_of("cula_gdp", kwargs) if kwargs else 64
     if use_gate_in_kernel is True:
