@@ -85,6 +85,10 @@ TensorRef flat_view(Pass pass, std::string_view argument, TensorHandle& tensor, 
     const auto refuse = [&](std::string_view option, std::int64_t value) {
         fail(pass, "options", "name a known " + std::string(option), std::to_string(value));
     };
+    if (call.options.version != options_version())
+        fail(pass, "options",
+             "come from this version's `cula.operator_options` (compile, or export, the model again)",
+             std::to_string(call.packed));
     if (call.options.algorithm >= std::ssize(kAlgorithms)) refuse("algorithm", call.options.algorithm);
     if (call.options.gate >= std::ssize(kGates)) refuse("gate", call.options.gate);
     fail(pass, "options", "have only bits that " + qualified(pass, form) + " takes",
@@ -289,9 +293,9 @@ void copy_rows(Pass pass, Call& call, Args& args, const Context& context, const 
 template <Pass pass, Form form>
 void run_boxed(StableIValue* stack, std::uint64_t, std::uint64_t) {
     Call call(pass, form, stack);
-    static const std::int64_t known = known_bits(pass, form);
-    if ((call.packed & ~known) != 0 || call.options.algorithm >= std::ssize(kAlgorithms) ||
-        call.options.gate >= std::ssize(kGates))
+    static const std::int64_t known = known_bits(pass, form), version = options_version();
+    if ((call.packed & ~known) != 0 || call.options.version != version ||
+        call.options.algorithm >= std::ssize(kAlgorithms) || call.options.gate >= std::ssize(kGates))
         refuse_options(pass, form, call);
     const Place place = place_of(call.tensors.front());
     Args args = make_args(pass, call, place);

@@ -205,6 +205,30 @@ constexpr bool takes(Pass pass, Form form, const Option& option) {
     return option.name != "keep" || pass == Pass::kSegment;
 }
 
+// All rows of kOptions but the version.
+std::string option_rows() {
+    std::string text;
+    for (const Option& option : kOptions) {
+        if (option.field == &Options::version) continue;
+        text += std::string(option.name) + "\t" + std::to_string(option.shift) + "\t";
+        if (option.field == &Options::algorithm)
+            for (const NamedAlgorithm& row : kAlgorithms) text += std::string(row.name) + " ";
+        if (option.field == &Options::gate)
+            for (std::string_view gate : kGates) text += std::string(gate) + " ";
+        if (option.field == &Options::chunk_tokens || option.field == &Options::gradients)
+            text += "=" + std::to_string(Options{}.*option.field);
+        text += "\n";
+    }
+    return text;
+}
+
+// FNV-1a of 64 bits.
+std::uint64_t checksum(std::string_view text) {
+    std::uint64_t sum = 0xcbf29ce484222325;
+    for (const char byte : text) sum = (sum ^ static_cast<unsigned char>(byte)) * 0x100000001b3;
+    return sum;
+}
+
 }  // namespace
 
 const Parameters& parameters(Pass pass, Form form) {
@@ -248,19 +272,23 @@ std::int64_t known_bits(Pass pass, Form form) {
     return bits;
 }
 
+std::int64_t options_version() {
+    static const std::int64_t version = [] {
+        std::string text = option_rows();
+        for (const Pass pass : kPasses)
+            for (const Form form : kForms) text += schema(pass, form) + "\n";
+        const std::uint64_t sum = checksum(text);
+        constexpr Option kVersion = kOptions.back();
+        static_assert(kVersion.field == &Options::version && kVersion.width == 16);
+        return static_cast<std::int64_t>(sum ^ sum >> 16 ^ sum >> 32 ^ sum >> 48) & kVersion.mask();
+    }();
+    return version;
+}
+
 std::string option_bits() {
-    std::string text;
-    for (const Option& option : kOptions) {
-        text += std::string(option.name) + "\t" + std::to_string(option.shift) + "\t";
-        if (option.field == &Options::algorithm)
-            for (const NamedAlgorithm& row : kAlgorithms) text += std::string(row.name) + " ";
-        if (option.field == &Options::gate)
-            for (std::string_view gate : kGates) text += std::string(gate) + " ";
-        if (option.field == &Options::chunk_tokens || option.field == &Options::gradients)
-            text += "=" + std::to_string(Options{}.*option.field);
-        text += "\n";
-    }
-    return text;
+    const Option& version = kOptions.back();
+    return option_rows() + std::string(version.name) + "\t" + std::to_string(version.shift) + "\t!" +
+           std::to_string(options_version()) + "\n";
 }
 
 }  // namespace cula::torch_binding

@@ -77,6 +77,7 @@ struct Options {
     std::int64_t save = 0;
     std::int64_t chunk_tokens = kChunkTokens;
     std::int64_t gradients = 0;  // which ones a backward makes: bit i is row i of kGradients
+    std::int64_t version = 0;    // options_version(), or the call is refused
 };
 
 struct Option {
@@ -104,6 +105,7 @@ inline constexpr std::array kOptions{
     Option{"chunk_tokens", &Options::chunk_tokens, 20, 12},
     Option{"gradients", &Options::gradients, 32, 11},
     Option{"save", &Options::save, 43, 1},
+    Option{"version", &Options::version, 44, 16},
 };
 
 // In the order of the enumerators.
@@ -114,8 +116,14 @@ Options unpack(std::int64_t options);
 // The bits of the options that an overload has a use for.
 std::int64_t known_bits(Pass pass, Form form);
 
+// A checksum of every schema, of kOptions and of the names of their values. A call says with it which tables
+// it was made from. A compiled graph outlives the library in a cache on disk: Inductor finds it by the names
+// of what a call writes into, and runs it by position. With the version among the arguments a graph that was
+// made from other tables is not found, and an exported one is refused.
+std::int64_t options_version();
+
 // The rows of kOptions, one a line: name, shift, and the names of its values, or "=" and its default where
-// it is a number; separated by tabs.
+// it is a number, or "!" and its one value; separated by tabs.
 std::string option_bits();
 
 inline constexpr std::size_t kMaxTensors = 28;

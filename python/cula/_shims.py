@@ -72,9 +72,12 @@ def packer(option_bits: str) -> Callable[..., int]:
     """The function that makes `options` of options by name."""
     values: dict[str, dict[str, int]] = {}
     parameters, terms, flags = [], [], []
+    fixed = 0
     for line in option_bits.splitlines():
         name, shift, names = line.split("\t")
-        if names.startswith("="):
+        if names.startswith("!"):
+            fixed |= int(names[1:]) << int(shift)
+        elif names.startswith("="):
             parameters.append(f"{name}{names}")
             if names == "=0":
                 flags += [f"    if {name}:", f"        options += {name} << {shift}"]
@@ -97,7 +100,7 @@ def packer(option_bits: str) -> Callable[..., int]:
     source = [
         f"def pack({', '.join(parameters)}):",
         "    try:",
-        f"        options = {' + '.join(terms)}",
+        f"        options = {' + '.join([str(fixed), *terms])}",
         "    except KeyError:",
         f"        refuse({', '.join(f'{name}={name}' for name in values)})",
         "        raise",

@@ -20,6 +20,7 @@ SMALL = Case("kda", (1,), key_dim=16, value_dim=16)
 
 
 MAKERS = ("prefill", "decode", "verify")  # they return o
+VERSION = int(torch.ops.cula.option_bits().splitlines()[-1].rpartition("!")[2])
 
 
 def state_bits(pass_name: str, k_first: bool = False) -> int:
@@ -223,14 +224,14 @@ def test_scale_by_default():
 def test_options_that_mean_nothing(bits):
     named = operators.packed(arguments("decode"))
     with pytest.raises(ValueError, match=r"^decode: options must name a known"):
-        torch.ops.cula.decode.out(**{**named, "options": bits | 64 << 20})
+        torch.ops.cula.decode.out(**{**named, "options": bits | 64 << 20 | VERSION << 44})
 
 
 @pytest.mark.parametrize(
     ("pass_name", "overload", "bits"),
     [
         ("decode", "out", 1 << 32),
-        ("decode", "out", -1 << 32),
+        ("decode", "out", -1 << 60),
         ("decode", "default", _ops.bit("in_place")),
         ("verify", "default", _ops.bit("make_final_state")),
         ("prefill", "out", _ops.bit("keep")),
@@ -253,6 +254,35 @@ def test_options_by_name():
             _ops.pack(**{"algorithm": "kda", option: value})
     packed = _ops.pack("gdn", gate="bounded", qk_l2norm=True, chunk_tokens=32)
     assert packed == _ops.pack("gdn", chunk_tokens=32) + 2 * 256 + _ops.bit("qk_l2norm")
+
+
+@pytest.mark.parametrize("version", [0, VERSION ^ 1])
+@pytest.mark.parametrize(
+    ("pass_name", "overload"),
+    [*((each, "out") for each in PASSES), *((each, "default") for each in (*MAKERS, "backward"))],
+)
+def test_options_of_other_versions(pass_name, overload, version):
+    op = getattr(getattr(torch.ops.cula, pass_name), overload)
+    named = made_of(pass_name) if overload == "default" else operators.packed(arguments(pass_name))
+    op(**named)
+    named["options"] ^= (VERSION ^ version) << 44
+    with pytest.raises(ValueError, match=f"^{pass_name}: options must come from this version's"):
+        op(**named)
+
+
+def test_compiled_calls_name_their_version():
+    """By this a cache on disk tells graphs of other versions from this one's."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph.graph)
+        return graph
+
+    torch.compiler.reset()
+    torch.compile(level1.prefill, fullgraph=True, backend=keep)(make(SMALL.but(value_dim=320)))
+    calls = [node for graph in graphs for node in graph.nodes if "cula" in str(node.target)]
+    assert calls
+    assert all(node.args[3] >> 44 == VERSION for node in calls)
 
 
 @pytest.mark.parametrize("chunk_size", [0, -64, 48, 128])
