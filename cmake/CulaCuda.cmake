@@ -12,7 +12,7 @@ set(CULA_CUDA "${cuda}" CACHE STRING
 set_property(CACHE CULA_CUDA PROPERTY STRINGS AUTO ON OFF)
 # Machine code for every architecture that a kernel is measured or used on, and PTX for those to come. 80 also
 # runs on 86 and 89, 100 on 103.
-set(CULA_CUDA_ARCHITECTURES "80;90-real;100-real;120" CACHE STRING
+set(CULA_CUDA_ARCHITECTURES "80;90-real;100;120-real" CACHE STRING
     "CUDA architectures of the portable kernels")
 set(cuda_minimum 12.8)  # the first with 100 and 120
 
@@ -90,9 +90,20 @@ if(CULA_CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set(CMAKE_CUDA_COMPILER_LAUNCHER "${CULA_CCACHE}")
 endif()
 list(PREPEND CMAKE_CUDA_COMPILER_LAUNCHER "${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh")
+# It is the host code's level alone, which launches kernels: device code is optimized as far as it goes.
+string(REPLACE "-O3" "-O1" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
 
-# cula_add_cuda_target(name architectures): the kernels of src/cuda/<name>. Every line of its instances.txt
-# becomes one source, so that instances compile side by side and are cached one by one.
+# No source tells 120 from 100, so 120's machine code is assembled from the PTX of 100 where both are built:
+# to translate C++ to PTX takes half of the time of a build.
+set(portable ${CULA_CUDA_ARCHITECTURES})
+set(portable_options "")
+if("100" IN_LIST portable AND "120-real" IN_LIST portable)
+  list(REMOVE_ITEM portable "120-real")
+  set(portable_options "--generate-code=arch=compute_100,code=[sm_120]")
+endif()
+
+# cula_add_cuda_target(name architectures [option..]): the kernels of src/cuda/<name>. Every line of its
+# instances.txt becomes one source, so that instances compile side by side and are cached one by one.
 function(cula_add_cuda_target name architectures)
   set(folder "${PROJECT_SOURCE_DIR}/src/cuda/${name}")
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${folder}/instances.txt")
@@ -122,7 +133,8 @@ function(cula_add_cuda_target name architectures)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/src" "${PROJECT_SOURCE_DIR}/include")
   # -v: nvcc_log.sh keeps what ptxas says of each kernel. tools/check_ptxas.py judges that, and the warnings,
   # for which CULA_WERROR would compile everything again.
-  target_compile_options(${target} PRIVATE -Xptxas=-v --expt-relaxed-constexpr -Xcompiler=-Werror=switch)
+  target_compile_options(${target} PRIVATE -Xptxas=-v --expt-relaxed-constexpr -Xcompiler=-Werror=switch
+                                           ${ARGN})
 
   file(GENERATE OUTPUT "${PROJECT_BINARY_DIR}/instances/${name}.txt"
        CONTENT "$<JOIN:$<TARGET_OBJECTS:${target}>,\n>\n")
@@ -138,7 +150,7 @@ target_link_libraries(cula PRIVATE CUDA::cudart_static)
 set(CULA_WITH_CUDA ON)  # for culaConfig.cmake and cula.build_info()
 
 foreach(folder IN ITEMS chunked backward recurrent forks float8 sm80)
-  cula_add_cuda_target(${folder} "${CULA_CUDA_ARCHITECTURES}")
+  cula_add_cuda_target(${folder} "${portable}" ${portable_options})
 endforeach()
 cula_add_cuda_target(sm90 "90a-real")
 set(cuda_architectures ${CULA_CUDA_ARCHITECTURES} 90a-real)

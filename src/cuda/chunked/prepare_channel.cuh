@@ -57,7 +57,7 @@ namespace cula::cuda::chunked {
 template <int kKey, bool kSolves, bool kErases>
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 inline constexpr int kFewestChannelCtas = kErases ? 2 : kChannelCtas;
-#elif __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+#elif __CUDA_ARCH__ >= 1000
 inline constexpr int kFewestChannelCtas = kSolves || kKey > 128 ? 2 : kChannelCtas;
 #else
 inline constexpr int kFewestChannelCtas = kSolves ? 2 : kChannelCtas;
