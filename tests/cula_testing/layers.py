@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
+from cula_testing import device
+
+# They have no use for AMX.
 TARGETS = [
-    f"cpu:{name}"
-    for name, flag in (
-        ("portable", None),
-        ("avx2", "avx2"),
-        ("avx512", "avx512_bw"),
-        ("avx512bf16", "avx512_bf16"),
-    )
-    if flag is None or torch.cpu.get_capabilities().get(flag, False)
+    target
+    for target in device.able(torch.bfloat16, on="cpu")
+    if target.startswith("cpu:") and target != "cpu:amx"
 ]
 
 
