@@ -10,9 +10,9 @@ endif()
 set(CULA_CUDA "${cuda}" CACHE STRING
     "Build the CUDA kernels: ON, OFF, or AUTO (where a GPU and nvcc are found)")
 set_property(CACHE CULA_CUDA PROPERTY STRINGS AUTO ON OFF)
-# Machine code for every architecture that a kernel is measured or used on, and PTX for those to come. 80 also
-# runs on 86 and 89, 100 on 103.
-set(CULA_CUDA_ARCHITECTURES "80;90-real;100;120-real" CACHE STRING
+# Machine code for every architecture that a kernel is measured or used on, and PTX of the last for those to
+# come. 80 also runs on 86 and 89, 100 on 103.
+set(CULA_CUDA_ARCHITECTURES "80-real;90-real;100;120-real" CACHE STRING
     "CUDA architectures of the portable kernels")
 set(cuda_minimum 12.8)  # the first with 100 and 120
 
@@ -131,10 +131,11 @@ function(cula_add_cuda_target name architectures)
                CUDA_VISIBILITY_PRESET hidden
                POSITION_INDEPENDENT_CODE ON)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}/src" "${PROJECT_SOURCE_DIR}/include")
+  # --compress-mode: a library of less than a quarter of the bytes; by default machine code is not compressed.
   # -v: nvcc_log.sh keeps what ptxas says of each kernel. tools/check_ptxas.py judges that, and the warnings,
   # for which CULA_WERROR would compile everything again.
   target_compile_options(${target} PRIVATE -Xptxas=-v --expt-relaxed-constexpr -Xcompiler=-Werror=switch
-                                           ${ARGN})
+                                           --compress-mode=size ${ARGN})
 
   file(GENERATE OUTPUT "${PROJECT_BINARY_DIR}/instances/${name}.txt"
        CONTENT "$<JOIN:$<TARGET_OBJECTS:${target}>,\n>\n")
