@@ -90,16 +90,16 @@ if(CULA_CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set(CMAKE_CUDA_COMPILER_LAUNCHER "${CULA_CCACHE}")
 endif()
 list(PREPEND CMAKE_CUDA_COMPILER_LAUNCHER "${PROJECT_SOURCE_DIR}/cmake/nvcc_log.sh")
-# It is the host code's level alone, which launches kernels: device code is optimized as far as it goes.
-string(REPLACE "-O3" "-O1" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
+# nvcc's -O is the level of host code alone, which launches kernels: device code is optimized in full.
+string(REPLACE "-O3" "-O2" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
 
 # No source tells 120 from 100, so 120's machine code is assembled from the PTX of 100 where both are built:
-# to translate C++ to PTX takes half of the time of a build.
+# to translate C++ to PTX takes the most of a build.
 set(portable ${CULA_CUDA_ARCHITECTURES})
 set(portable_options "")
 if("100" IN_LIST portable AND "120-real" IN_LIST portable)
   list(REMOVE_ITEM portable "120-real")
-  set(portable_options "--generate-code=arch=compute_100,code=[sm_120]")
+  set(portable_options "--generate-code=arch=compute_100,code=sm_120")
 endif()
 
 # cula_add_cuda_target(name architectures [option..]): the kernels of src/cuda/<name>. Every line of its

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "schema.h"
 
+#include <algorithm>
+
 #include "core/kernel.h"
 
 namespace cula::torch_binding {
@@ -280,7 +282,9 @@ std::int64_t options_version() {
         const std::uint64_t sum = checksum(text);
         constexpr Option kVersion = kOptions.back();
         static_assert(kVersion.field == &Options::version && kVersion.width == 16);
-        return static_cast<std::int64_t>(sum ^ sum >> 16 ^ sum >> 32 ^ sum >> 48) & kVersion.mask();
+        const auto folded = static_cast<std::int64_t>(sum ^ sum >> 16 ^ sum >> 32 ^ sum >> 48);
+        // Options from before there was a version have zero.
+        return std::max<std::int64_t>(folded & kVersion.mask(), 1);
     }();
     return version;
 }

@@ -116,10 +116,10 @@ Options unpack(std::int64_t options);
 // The bits of the options that an overload has a use for.
 std::int64_t known_bits(Pass pass, Form form);
 
-// A checksum of every schema, of kOptions and of the names of their values. A call says with it which tables
-// it was made from. A compiled graph outlives the library in a cache on disk: Inductor finds it by the names
-// of what a call writes into, and runs it by position. With the version among the arguments a graph that was
-// made from other tables is not found, and an exported one is refused.
+// A checksum, never zero, of the passes' schemas, of kOptions and of the names of their values. A call says
+// with it which tables it was made from. A compiled graph outlives the library in a cache on disk: Inductor
+// finds it by the names of what a call writes into, and runs it by position. With the version among the
+// arguments a graph that was made from other tables is not found, and an exported one is refused.
 std::int64_t options_version();
 
 // The rows of kOptions, one a line: name, shift, and the names of its values, or "=" and its default where
