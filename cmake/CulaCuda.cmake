@@ -94,7 +94,7 @@ list(PREPEND CMAKE_CUDA_COMPILER_LAUNCHER "${PROJECT_SOURCE_DIR}/cmake/nvcc_log.
 string(REPLACE "-O3" "-O2" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
 
 # No source tells 120 from 100, so 120's machine code is assembled from the PTX of 100 where both are built:
-# to translate C++ to PTX takes the most of a build.
+# to translate C++ to PTX takes as long as to assemble it.
 set(portable ${CULA_CUDA_ARCHITECTURES})
 set(portable_options "")
 if("100" IN_LIST portable AND "120-real" IN_LIST portable)
