@@ -30,7 +30,13 @@ TITLES = {
     "prefill_few_heads": "Prefill with few heads, by tokens, heads and sequences",
 }
 # Titles of ops that are not their names in capitals.
-OPS = {"lightning": "Lightning", "delta": "DeltaNet", "gdn2": "GDN-2", "gdp": "gated DeltaProduct"}
+OPS = {
+    "lightning": "Lightning",
+    "delta": "DeltaNet",
+    "gdn2": "GDN-2",
+    "gdp": "gated DeltaProduct",
+    "rwkv7": "RWKV-7",
+}
 PANELS_PER_ROW = 4
 
 # Okabe and Ito's colours, told apart by every kind of eye, and a line and a marker of its own for each in

@@ -195,7 +195,11 @@ SUITES = {
         _gpu("gdn_prefill", "prefill", ("gdn",)),
         _gpu("lightning_prefill", "prefill", ("lightning",)),
         _gpu("gla_prefill", "prefill", ("gla",)),
-        *(_gpu(f"{op}_{name}", name, (op,)) for op in ("gdn2", "gdp") for name in ("prefill", "decode")),
+        *(
+            _gpu(f"{op}_{name}", name, (op,))
+            for op in ("gdn2", "gdp", "rwkv7")
+            for name in ("prefill", "decode")
+        ),
         *(_section(name) for name in SECTIONS),
         _few_heads(),
         *(_gpu(f"{op}_{name}", name, (op,), group="training") for op in TRAINING for name in TRAINING_PASSES),

@@ -15,7 +15,7 @@ NONE_YET = ["No results are recorded yet: run `make bench`."]
 NO_GPU_YET = ["Not measured yet: run `make gpu-bench` on a machine with a GPU."]
 NO_RANKS_YET = ["Not measured yet: run `python -m bench --suite dist` on a machine with several GPUs."]
 NO_SECTION_YET = ["Not measured yet: run `python -m bench --suite hopper` on a machine with a GPU."]
-GPU_PREFILLS = tuple(f"{op}_prefill" for op in ("kda", "gdn", "lightning", "gla", "gdn2", "gdp"))
+GPU_PREFILLS = tuple(f"{op}_prefill" for op in ("kda", "gdn", "lightning", "gla", "gdn2", "gdp", "rwkv7"))
 GPU_STEPS = ("decode", "verify")
 PEERS = {
     "flash_kda": "FlashKDA",

@@ -86,6 +86,8 @@ DeviceArgs device_args(const Args& args) {
     a.g = token_rows(args.g);
     a.beta = token_rows(args.beta);
     a.erase = token_rows(args.erase);
+    a.a_key = token_rows(args.a_key);
+    a.b_key = token_rows(args.b_key);
     a.o = token_rows(args.o);
     a.gamma = head_parameter(args.gamma);
     a.A_log = head_parameter(args.A_log);

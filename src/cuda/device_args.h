@@ -121,6 +121,8 @@ struct DeviceArgs {
     TokenRows erase, erase_keys;
 
     std::int32_t writes = 1;  // of a token
+
+    TokenRows a_key, b_key;  // low-rank keys, [B, T, HV, K]
 };
 
 DeviceArgs device_args(const Args& args);

@@ -64,8 +64,8 @@ inline Support takes(Algorithm algorithm) {
         case Update::kAdditive:
         case Update::kDelta:
         case Update::kErase:
-        case Update::kProduct: return Support::yes();
-        case Update::kDplr: break;
+        case Update::kProduct:
+        case Update::kDplr: return Support::yes();
     }
     return Support::no("has no kernel for " + std::string(name(algorithm)));
 }

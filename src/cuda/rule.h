@@ -30,7 +30,7 @@ using UpdateConstant = std::integral_constant<Update, kUpdate>;
 // The rule whose kernels run a rule: its own, or another's, which get other operands and no more (an erase
 // key in the place of the key that reads). No kernel is compiled for a rule that has none of its own. Those
 // of kProduct also need rows of writes: `takes_one_write` declines it for those that have none (limits.h).
-// kDplr has no kernels: `takes` declines it, and it stands here so that none is compiled.
+// Those of kDplr also need its keys, which the token-by-token kernels have alone.
 template <Update kUpdate>
 inline constexpr Update kKernelsOf = kUpdate;
 template <>
@@ -38,7 +38,7 @@ inline constexpr Update kKernelsOf<Update::kErase> = Update::kDelta;
 template <>
 inline constexpr Update kKernelsOf<Update::kProduct> = Update::kDelta;
 template <>
-inline constexpr Update kKernelsOf<Update::kDplr> = Update::kDelta;
+inline constexpr Update kKernelsOf<Update::kDplr> = Update::kAdditive;
 
 constexpr Update kernels_of(Update update) {
     Update found = update;

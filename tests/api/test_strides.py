@@ -96,18 +96,7 @@ DROP_INS = {
 }
 
 
-ON_CPUS = ("chunk_dplr_delta_rule", "fused_recurrent_rwkv7")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.cpu_only("CPUs alone have kernels for it"))
-        if name in ON_CPUS
-        else name
-        for name in DROP_INS
-    ],
-)
+@pytest.mark.parametrize("name", DROP_INS)
 def test_drop_ins(name):
     rows = [getattr(X, each) for each in ROWS if each not in ("erase", "a_key", "b_key")]
     for change in (channels_first, every_second):

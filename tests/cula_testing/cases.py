@@ -73,6 +73,15 @@ def _by_shape(shapes: tuple[tuple[int, int, int], ...], decay: str, suffix: str 
 # mean, where those of the other cases make a state last; by a bias of each channel some channels last, too.
 TRAINED_GATES = _by_shape(((2048, 12, 1), (4096, 8, 1), (8192, 16, 1), (8192, 12, 4)), "mild")
 
+
+def _with_heads_of_64(cases: dict[str, Case]) -> dict[str, Case]:
+    """Cases of 32 heads of 128 channels, and the same in 64 heads of 64, as RWKV-7's models have them."""
+    narrow = {"heads": 64, "value_heads": 64, "key_dim": 64, "value_dim": 64}
+    return cases | {name.replace("H32", "H64-K64"): case.but(**narrow) for name, case in cases.items()}
+
+
+LOW_RANKS = _with_heads_of_64({"T8192-H32": prefill_case("rwkv7", (8192,), 32)})
+
 # Of a training step, and of its backward pass alone.
 TRAINING: dict[str, dict[str, Case]] = {
     "kda": {
@@ -87,6 +96,7 @@ TRAINING: dict[str, dict[str, Case]] = {
     "delta": {"T8192-H32": prefill_case("delta", (8192,), 32)},
     "gdn2": {"T8192-H32": prefill_case("gdn2", (8192,), 32)},
     "gdp": {"T8192-H32": prefill_case("gdp", (8192,), 32)},  # two writes a token
+    "rwkv7": LOW_RANKS,
 }
 
 ROWS = (1, 8, 32, 128, 256)
@@ -145,11 +155,13 @@ HEADLINES: dict[tuple[str, str], dict[str, Case]] = {
     ("gla", "prefill"): {"T8192-H32": prefill_case("gla", (8192,), 32)},
     ("gdn2", "prefill"): {"T8192-H32": prefill_case("gdn2", (8192,), 32)},
     ("gdp", "prefill"): {"T8192-H32": prefill_case("gdp", (8192,), 32)},
+    ("rwkv7", "prefill"): LOW_RANKS,
     ("kda", "decode"): _decodes("kda"),
     ("gdn", "decode"): _decodes("gdn"),
     ("lightning", "decode"): _decodes("lightning"),
     ("gdn2", "decode"): _decodes("gdn2"),
     ("gdp", "decode"): _decodes("gdp"),
+    ("rwkv7", "decode"): _with_heads_of_64(_decodes("rwkv7")),
     **{(op, "verify"): _verifications(op) for op in ("kda", "gdn")},
     **{(op, name): cases for op, cases in TRAINING.items() for name in TRAINING_PASSES},
 }

@@ -85,6 +85,32 @@ def declined_algorithms(on: str = "") -> dict[str, str]:
     return declined
 
 
+# Why a target takes no call of an algorithm, whatever else the call asks for: sm90 where tokens write several
+# times, and chunked targets where there are low-rank keys. Beside these a refusal of a backward call by a
+# family lists why its three walks decline the algorithm, which they do for many.
+_ONE_WRITE = re.compile("takes one write per token, not the several of ([a-z0-9_]+)")
+_NO_CHUNKS = "has no chunks of low-rank keys: a_key and b_key go token by token"
+_THREE_WALKS = "takes rules that add values as they are, without a decay or with one per head"
+
+
+def declines_the_algorithm(refusal: str) -> bool:
+    """Whether the error of a call that named its backend says that no target of that name has a kernel for
+    the algorithm: every reason that it lists is one of those above."""
+    head, *rows = refusal.split("\n")
+    if not re.fullmatch(r'[a-z]+: backend "[a-z0-9_:]+" does not take this call:', head):
+        return False
+    decisive = 0
+    for row in rows:
+        target, _, reason = row.strip().partition(": ")
+        several = _ONE_WRITE.fullmatch(reason)
+        family = several and cula.algorithms().get(several[1])
+        if reason == _NO_CHUNKS or (family and family.takes_several_writes):
+            decisive += 1
+        elif not (target.endswith(":three_walks") and reason == _THREE_WALKS):
+            return False
+    return decisive > 0
+
+
 def algorithms_in(parameters: Iterable[object]) -> set[str]:
     """The algorithms that a test's parameters name: one, a case, a row of a table ("kda-collinear"), or a
     drop-in ("chunk_gdn2")."""

@@ -17,8 +17,6 @@ from cula_testing import gradients, passes
 from cula_testing.cases import Case, Inputs, make
 from cula_testing.compare import assert_same_bits, errors
 
-pytestmark = pytest.mark.cpu_only("CPUs alone have kernels for it")
-
 
 def of_dplr(x: Inputs) -> tuple[torch.Tensor, ...]:
     return x.q, x.k, x.v, x.a_key, x.b_key, x.g

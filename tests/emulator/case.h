@@ -201,6 +201,8 @@ private:
         {"gamma", &Args::gamma},
         {"beta", &Args::beta},
         {"erase", &Args::erase},
+        {"a_key", &Args::a_key},
+        {"b_key", &Args::b_key},
         {"A_log", &Args::A_log},
         {"dt_bias", &Args::dt_bias},
         {"initial_state", &Args::initial_state},
@@ -313,7 +315,8 @@ inline void Case::make(const std::vector<Instance>& instances) {
     for (const auto& row : kAlgorithms) algorithms.emplace_back(row.name);
     // The algorithms and dtypes of the instances at hand.
     const auto fits = [&](const Instance& of, Algorithm algorithm) {
-        if (takes_low_rank(algorithm.update)) return false;
+        if (takes_low_rank(algorithm.update))
+            return step && of.pass == (pass == Pass::kBackward ? "backward_low_rank" : "step_low_rank");
         if (takes_erase(algorithm.update) && !step)
             return of.pass == (pass == Pass::kBackward ? "erase" : "prepare_erase");
         // With one write the kernels are those of gdn: their instances are needed, too.
@@ -485,6 +488,7 @@ inline void Case::make(const std::vector<Instance>& instances) {
         want("d_q", &Args::d_q, args.q), want("d_k", &Args::d_k, args.k), want("d_v", &Args::d_v, args.v);
         want("d_g", &Args::d_g, args.g), want("d_beta", &Args::d_beta, args.beta);
         want("d_erase", &Args::d_erase, args.erase);
+        want("d_a_key", &Args::d_a_key, args.a_key), want("d_b_key", &Args::d_b_key, args.b_key);
         want("d_A_log", &Args::d_A_log, args.A_log), want("d_dt_bias", &Args::d_dt_bias, args.dt_bias);
         want("d_initial_state", &Args::d_initial_state, args.initial_state);
     }
@@ -549,6 +553,11 @@ inline void Case::make_gates(std::int64_t B, std::int64_t T, std::int64_t writes
                     input("dt_bias", Dtype::kFloat32, by_channel ? std::vector{heads, K} : std::vector{heads},
                           uniform(-2, 0.5));
         }
+    }
+    if (takes_low_rank(args.algorithm.update)) {
+        const double size = 0.7 / std::sqrt(static_cast<double>(K));
+        args.a_key = input("a_key", gate_dtype("a_key_dtype"), {B, T, heads, K}, normal(size));
+        args.b_key = input("b_key", gate_dtype("b_key_dtype"), {B, T, heads, K}, normal(size));
     }
     if (!takes_beta(args.algorithm.update)) return;
     args.beta_is_logit = draw_.is("beta_is_logit");

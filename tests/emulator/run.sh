@@ -18,10 +18,12 @@ for pass in sm80/prefill sm80/backward backward/gradient; do
     instances+="${pass}_several/__nv_bfloat16/64;"
 done
 instances+="recurrent/step_several/any/64;"
+instances+="recurrent/step_low_rank/any/64;recurrent/backward_low_rank/any/64;"
 instances+="recurrent/backward/any/64;recurrent/backward_erase/any/64;"
 instances+="float8/convert_states/any/256"
 for type in float __nv_bfloat16 __half Float8E4M3; do
     instances+=";recurrent/step/$type/64;recurrent/step_erase/$type/64"
+    [ "$type" = Float8E4M3 ] || instances+=";recurrent/step_packed_low_rank/$type/64"
 done
 generator=()
 command -v ninja > /dev/null && generator=(-G Ninja)
@@ -39,6 +41,11 @@ done
 for pass in prefill segment verify backward; do
     echo "$pass sm80:step of several writes a token"
     "$build/emulate" --pass "$pass" --target sm80:step --algorithm gdp --count 16 --seed "$seed" \
+        --host_threads "$(nproc)"
+done
+for pass in prefill segment verify backward; do
+    echo "$pass sm80:step of low-rank keys"
+    "$build/emulate" --pass "$pass" --target sm80:step --algorithm rwkv7 --count 10 --seed "$seed" \
         --host_threads "$(nproc)"
 done
 for pass in prefill segment backward; do

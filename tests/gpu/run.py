@@ -34,7 +34,10 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SUMMARY = re.compile(
     r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) error.*, (\d+) warning"
 )
-FLA_FILES = "kda,gdn,gdn2,gla,simple_gla,lightning_attn,linear_attn,retention,delta,delta_product,gdp"
+FLA_FILES = (
+    "kda,gdn,gdn2,gla,simple_gla,lightning_attn,linear_attn,retention,delta,delta_product,gdp,"
+    "rwkv7,dplr_delta"
+)
 
 # What the fuzzer calls of each device: a target or family, "auto" for the library's choice; with the options
 # of those that take few calls, and how much of the count is theirs.

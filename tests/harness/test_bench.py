@@ -11,6 +11,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,9 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import result_tables
-from cula.bench import cpu
+from cula.bench import cpu, fla
 from cula.bench.impls import OURS, Impl
-from cula_testing.cases import HEADLINES, MODELS, RAGGED, RAGGED_TOKENS, SECTIONS, ragged_lengths
+from cula_testing.cases import (
+    HEADLINES,
+    MODELS,
+    RAGGED,
+    RAGGED_TOKENS,
+    SECTIONS,
+    Case,
+    make,
+    ragged_lengths,
+)
 from cula_testing.process import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +96,28 @@ def test_what_the_sections_span():
     assert fixed.entry("kda", "B2-T8192-H64").case == HEADLINES["kda", "prefill"]["B2-T8192-H64"]
     low = suites.SUITES["prefill_low_parallelism"]
     assert low.entry("kda", "T131072-H8").case == HEADLINES["kda", "prefill"]["T131072-H8"]
+
+
+@pytest.mark.parametrize("pass_name", ["prefill", "decode", "train", "backward"])
+def test_rwkv7_is_measured_with_heads_of_64_channels_too(pass_name):
+    cases = {entry.name: entry.case for entry in suites.SUITES[f"rwkv7_{pass_name}"].entries}
+    wide = {name: case for name, case in cases.items() if "H32" in name.split("-")}
+    assert wide
+    assert len(cases) == 2 * len(wide)
+    for name, case in wide.items():
+        other = cases[name.replace("H32", "H64-K64")]
+        assert (case.heads, case.value_heads, case.key_dim, case.value_dim) == (32, 32, 128, 128)
+        assert other == case.but(heads=64, value_heads=64, key_dim=64, value_dim=64)
+
+
+def test_a_peer_gets_the_scale_of_the_case(monkeypatch):
+    module, given = ModuleType("fla.ops.rwkv7"), []
+    module.chunk_rwkv7 = lambda *_, scale, **__: given.append(scale) or (None, None)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    small = Case("rwkv7", (4,), key_dim=16, value_dim=16)
+    for case in (small, small.but(scale=0.5)):
+        fla.FLA.bound("prefill", make(case))()
+    assert given == [0.25, 0.5]
 
 
 @pytest.mark.parametrize("model", MODELS)

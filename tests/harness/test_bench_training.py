@@ -47,12 +47,13 @@ def small(case: Case, *lengths: int) -> Case:
 def test_a_case_is_what_its_name_says():
     for op, cases in TRAINING.items():
         for name, case in cases.items():
-            tokens, heads, *count = name.split("-")
+            tokens, heads, *words = name.split("-")
             assert (f"T{sum(case.lengths)}", case.algorithm) == (tokens, op)
             assert heads in (f"H{case.heads}", str(case.heads))
-            if count and count[0].startswith("N"):
-                assert count[0] == f"N{case.sequences}"
-            assert (case.key_dim, case.value_dim, case.dtype) == (128, 128, torch.bfloat16)
+            if words and words[0].startswith("N"):
+                assert words[0] == f"N{case.sequences}"
+            width = 64 if "K64" in words else 128
+            assert (case.key_dim, case.value_dim, case.dtype) == (width, width, torch.bfloat16)
             assert not case.state
 
 

@@ -12,14 +12,10 @@ from cula_testing import device, gradients, passes
 from cula_testing.cases import Case, make
 from cula_testing.compare import assert_same_bits, errors
 
-pytestmark = pytest.mark.cpu_only("CPUs alone have kernels for it")
+TARGETS = device.able(torch.float32, algorithm="rwkv7")
 
 
-def targets() -> list[str]:
-    return [name for name in device.able(torch.float32) if name.startswith("cpu:")]
-
-
-@pytest.mark.parametrize("backend", targets())
+@pytest.mark.parametrize("backend", TARGETS)
 def test_kda_is_one_of_them(backend):
     """Its key reads what has decayed, and writes beta times what it is short of."""
     x = make(Case("kda", (130, 7, 0), packed=True, value_heads=4, dtype=torch.float32))
@@ -37,7 +33,7 @@ def test_kda_is_one_of_them(backend):
         assert errors(one, other.double()).rms < 1e-5
 
 
-@pytest.mark.parametrize("backend", targets())
+@pytest.mark.parametrize("backend", TARGETS)
 def test_without_low_rank_keys_it_is_gla(backend):
     x = make(Case("rwkv7", (70, 70), dtype=torch.float32))
     named = {"initial_state": x.initial_state, "output_final_state": True, "backend": backend}
@@ -49,9 +45,11 @@ def test_without_low_rank_keys_it_is_gla(backend):
             assert errors(one, other.double()).rms < 1e-6
 
 
-@pytest.mark.parametrize("backend", ["reference", "reference:naive", *targets()])
+@pytest.mark.parametrize("backend", ["reference", "reference:naive", *TARGETS])
 def test_the_state_is_read_before_it_decays(backend):
     x = make(Case("rwkv7", (1, 1), dtype=torch.float32, decay="extreme", scale=1.0))
+    if backend.startswith("reference") and device.kind() == "cuda":
+        pytest.skip("it runs on CPUs")
     if backend == "reference":
         x = x.double()
     found = passes.prefill(x, backend=backend)
@@ -68,6 +66,26 @@ def test_gradients_of_long_sequences(length):
     """Up to 4,096 tokens groups are single blocks of 16."""
     case = Case("rwkv7", (length, 5), packed=True, heads=1, value_heads=2, key_dim=8, value_dim=24)
     gradients.assert_rule(make(case.but(dtype=torch.float32, decay="slow", gate="bounded")))
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("key_dim", [64, 128, 256])
+def test_where_blocks_begin_changes_no_gradient(key_dim, before):
+    """A walk on a GPU makes states again from where a block begins, and blocks are counted from the first
+    token of the call: a sequence that has another before it is cut elsewhere."""
+    sizes = {"heads": 1, "value_heads": 2, "key_dim": key_dim, "value_dim": 20, "dtype": torch.float32}
+    both = make(Case("rwkv7", (before, 40), packed=True, **sizes))
+    d_o, d_final = gradients.upstream(both)
+    backend = "sm80:step" if device.kind() == "cuda" else ""
+    found = gradients.backward(both, d_o, d_final, backend=backend)
+    alone = both.but(**both.rows(before, before + 40))
+    alone.case = both.case.but(lengths=(40,))
+    alone.cu_seqlens = torch.tensor([0, 40], dtype=torch.int32)
+    alone.initial_state = both.initial_state[1:]
+    wanted = gradients.backward(alone, d_o[:, before:], d_final[1:], backend=backend)
+    for name, gradient in wanted.items():
+        part = found[name][1:] if name == "initial_state" else found[name][:, before:]
+        assert_same_bits(f"d_{name}", gradient, part)
 
 
 def test_a_gradient_has_the_same_bits_whatever_else_is_wanted():

@@ -45,6 +45,20 @@ def _fla_product(inputs: Inputs, **named: Any) -> Call:
     return call
 
 
+def _fla_low_rank(inputs: Inputs, **named: Any) -> Call:
+    """RWKV-7: it knows no raw gates, and states K-first alone."""
+    from fla.ops.rwkv7 import chunk_rwkv7
+
+    x, g = inputs, log_decay(inputs)
+    del named["state_v_first"]
+
+    def call() -> tuple[torch.Tensor, torch.Tensor | None]:
+        o, state = chunk_rwkv7(x.q, g, x.k, x.v, x.a_key, x.b_key, **named)
+        return o, None if state is None else state.mT
+
+    return call
+
+
 def _fla_chunk(inputs: Inputs, **more: Any) -> Call:
     """State V-first as FLA's own layers ask for it."""
     case, q, k, v = inputs.case, inputs.q, inputs.k, inputs.v
@@ -72,6 +86,8 @@ def _fla_chunk(inputs: Inputs, **more: Any) -> Call:
         return lambda: chunk_gated_delta_rule(q, k, v, inputs.g, inputs.beta, **named)
     if case.algorithm == "gdp":
         return _fla_product(inputs, **common)
+    if case.algorithm == "rwkv7":
+        return _fla_low_rank(inputs, **common)
     if case.algorithm == "delta":
         from fla.ops.delta_rule import chunk_delta_rule
 
@@ -137,10 +153,10 @@ def _fla(**of_training: Any) -> Bind:
 
 def _fla_takes(pass_name: str, case: Case) -> bool:
     prefilled = ("kda", "gdn", "gla", "lightning", "gdn2", "gdp")
-    known = {"prefill": prefilled, "decode": ("kda", "gdn", "gdn2"), "verify": ("kda",)}
+    known = {"prefill": (*prefilled, "rwkv7"), "decode": ("kda", "gdn", "gdn2"), "verify": ("kda",)}
     if pass_name in ("decode", "verify") and (case.reads_only or case.state_dtype != torch.float32):
         return False  # its verification keeps states, and its layers' states are float32
-    return case.algorithm in known.get(pass_name, (*prefilled, "delta"))
+    return case.algorithm in known.get(pass_name, (*prefilled, "delta", "rwkv7"))
 
 
 def _fla_keeps(pass_name: str, case: Case) -> bool:

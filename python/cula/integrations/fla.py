@@ -11,7 +11,9 @@ runs, and `calls` has the sentence. `FLA_CULA=0` switches it off, and is read at
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import threading
 import warnings
 from collections.abc import Callable
@@ -148,15 +150,49 @@ def _paged(
     return o, pool
 
 
+# From so many tokens on, chunk_rwkv7 and chunk_dplr_delta_rule on a GPU are left to FLA, whose kernels work
+# in chunks; those here go token by token. It is the number from which FLA's own layer calls chunk_rwkv7 in
+# inference. From how many tokens on FLA is in fact faster has not been measured on a GPU.
+TOKENS_LEFT_TO_FLA = 64
+
+
+def _short_calls_on_gpus(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours`, but calls on a GPU of TOKENS_LEFT_TO_FLA tokens or more are refused; tokens of packed sequences
+    are counted together, since their lengths lie on the device. Calls with a cp_context are refused whatever
+    their length: ranks may have different numbers of tokens, and have to decide alike."""
+    query = next(iter(inspect.signature(ours).parameters))
+
+    @functools.wraps(ours)
+    def call(**given: object) -> object:
+        q = given.get(query)
+        if isinstance(q, Tensor) and q.is_cuda and q.dim() == 4:
+            calls_of = ""
+            if given.get("cp_context") is not None:
+                calls_of = "calls with cp_context"
+            elif q.shape[1] >= TOKENS_LEFT_TO_FLA:
+                calls_of = f"calls of {TOKENS_LEFT_TO_FLA} tokens or more"
+            if calls_of:
+                raise NotImplementedError(
+                    f"on a GPU {calls_of} are left to FLA, which works in chunks: cula goes token by token"
+                )
+        return ours(**given)
+
+    return call
+
+
 # FLA's packages below fla.ops, each with the functions that it has, and those here.
 _OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
     "kda": (kda.chunk_kda, kda.fused_recurrent_kda),
     "gated_delta_rule": (gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule),
     "gdn2": (gdn2.chunk_gdn2, gdn2.fused_recurrent_gdn2),
     "gated_delta_product": (gated_delta_product.chunk_gated_delta_product,),
-    "rwkv7": (rwkv7.chunk_rwkv7, rwkv7.fused_recurrent_rwkv7, rwkv7.fused_mul_recurrent_rwkv7),
+    "rwkv7": (
+        _short_calls_on_gpus(rwkv7.chunk_rwkv7),
+        rwkv7.fused_recurrent_rwkv7,
+        rwkv7.fused_mul_recurrent_rwkv7,
+    ),
     "generalized_delta_rule.dplr": (
-        generalized_delta_rule.chunk_dplr_delta_rule,
+        _short_calls_on_gpus(generalized_delta_rule.chunk_dplr_delta_rule),
         generalized_delta_rule.fused_recurrent_dplr_delta_rule,
     ),
     "gla": (gla.chunk_gla, gla.fused_recurrent_gla),

@@ -24,6 +24,8 @@ Gradients gradients(const Args& args) {
     of.d_dt_bias = parameter(args.d_dt_bias);
     of.d_initial = states(args.d_initial_state);
     of.d_erase = token_rows(args.d_erase);
+    of.d_a_key = token_rows(args.d_a_key);
+    of.d_b_key = token_rows(args.d_b_key);
     return of;
 }
 

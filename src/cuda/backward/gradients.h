@@ -25,8 +25,9 @@ struct Gradients {
     TokenRows d_g;       // [B, T, HV, K] or [B, T, HV]
     TokenRows d_beta;    // [B, T, HV], or [B, T, HV, V] token by token and with erase strengths
     ParameterGradient d_A_log, d_dt_bias;
-    States d_initial;   // [N, HV, V, K]
-    TokenRows d_erase;  // [B, T, HV, K]
+    States d_initial;            // [N, HV, V, K]
+    TokenRows d_erase;           // [B, T, HV, K]
+    TokenRows d_a_key, d_b_key;  // the same
 
     CULA_HOST_DEVICE bool keys() const { return d_q.data || d_k.data; }
     CULA_HOST_DEVICE bool parameters() const { return d_A_log.data || d_dt_bias.data; }

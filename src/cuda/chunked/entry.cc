@@ -13,6 +13,8 @@ namespace cula::cuda::chunked {
 
 Support supports(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;
+    if (takes_low_rank(problem.algorithm.update))
+        return Support::no("has no chunks of low-rank keys: a_key and b_key go token by token");
     if (problem.dtype == Dtype::kFloat32) return Support::no("multiplies bfloat16 and float16; q is float32");
     if (problem.beta_per_value && !takes_erase(problem.algorithm.update))
         return Support::no(

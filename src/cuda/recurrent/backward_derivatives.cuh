@@ -11,6 +11,7 @@
 #pragma once
 
 #include "cuda/device_args.h"
+#include "cuda/recurrent/keys.h"
 #include "cuda/recurrent/lanes.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/gate.cuh"
@@ -42,22 +43,22 @@ __device__ __forceinline__ ExactGateGradient through_gate(const ExactGate& gate,
     return {d_a, 0.0f};
 }
 
-// The largest write strength. kErases: what erases may be doubled, and beta does not.
-template <bool kErases>
+// The largest write strength. With erase strengths those may be doubled, and beta may not.
+template <Keys kKeys>
 __device__ __forceinline__ float most_beta(const DeviceArgs& a) {
-    return !kErases && a.allow_neg_eigval ? 2.0f : 1.0f;
+    return kKeys != Keys::kErase && a.allow_neg_eigval ? 2.0f : 1.0f;
 }
 
 // Writes the gradient of beta, or of its logit, from that of the write strength. channel: 0 where a token has
 // one.
-template <bool kErases>
+template <Keys kKeys>
 __device__ __forceinline__ void store_beta_gradient(const DeviceArgs& a, const TokenRows& d_beta,
                                                     std::int64_t batch, std::int64_t token, int value_head,
                                                     int channel, float gradient) {
     if (a.beta_is_logit) {
         const float given = load_float(a.beta.data, a.beta.dtype,
                                        a.beta.offset(batch, token, value_head) + channel * a.beta.last);
-        gradient *= beta_exact(given, true, most_beta<kErases>(a)) * sigmoid_exact(-given);
+        gradient *= beta_exact(given, true, most_beta<kKeys>(a)) * sigmoid_exact(-given);
     }
     store_gradient(d_beta.data, d_beta.dtype, d_beta.offset(batch, token, value_head) + channel * d_beta.last,
                    gradient);

@@ -35,6 +35,8 @@ PartialColumns columns_of(const Args& args, int key) {
     take(static_cast<bool>(args.d_q), columns.q, key);
     take(static_cast<bool>(args.d_k), columns.k, key);
     take(args.erase && (args.d_k || args.d_erase), columns.erase, key);  // e has k as a factor
+    take(static_cast<bool>(args.d_a_key), columns.a_key, key);
+    take(static_cast<bool>(args.d_b_key), columns.b_key, key);
     take(of_decay && per_channel, columns.decay, key);
     take(of_decay && !per_channel, columns.token_decay, 1);
     take(args.d_beta && args.beta.ndim != 4, columns.beta, 1);
@@ -50,10 +52,15 @@ BackwardPlan backward_plan(const Args& args, const Context& context, int key, vo
                            std::size_t& bytes) {
     const std::int64_t heads = args.q.size[2], value_heads = args.v.size[2], batch = args.q.size[0],
                        tokens = args.k.size[1];
-    const bool erases = static_cast<bool>(args.erase);
-    const std::int64_t block = with_key(key, [&]<int kKey>(std::integral_constant<int, kKey>) {
-        return erases ? kBlockTokens<kKey, true> : kBlockTokens<kKey, false>;
-    });
+    const Keys keys = keys_of(args.algorithm.update);
+    const std::int64_t others = keys == Keys::kLowRank ? 2
+                                : keys == Keys::kErase ? 1
+                                                       : 0,
+                       block = with_key(key, [&]<int kKey>(std::integral_constant<int, kKey>) {
+                           return with_keys(keys, []<Keys kKeys>(KeysConstant<kKeys>) {
+                               return kBlockTokens<kKey, kKeys>;
+                           });
+                       });
     BackwardPlan plan;
     plan.value_dim = static_cast<std::int32_t>(round_up(args.v.size[3], kWalkRows));
     plan.slices = plan.value_dim / kWalkRows;
@@ -66,7 +73,7 @@ BackwardPlan backward_plan(const Args& args, const Context& context, int key, vo
     plan.rows = static_cast<std::int32_t>(divide_up(batch, std::max<std::int64_t>(plan.groups, 1)));
 
     const std::int64_t state = key * plan.value_dim,  // of all slices, in floats
-        of_keys = heads * 2 * key, of_channels = value_heads * key * (erases ? 2 : 1),
+        of_keys = heads * 2 * key, of_channels = value_heads * key * (1 + others),
                        of_values = value_heads * 3 * plan.value_dim,
                        of_partials = value_heads * plan.slices * plan.columns.count;
     const double state_bytes = 4.0 * static_cast<double>(value_heads * state),
@@ -83,7 +90,7 @@ BackwardPlan backward_plan(const Args& args, const Context& context, int key, vo
     Carver carver(workspace);
     plan.keys = carver.take<float>(window * of_keys);
     plan.decays = carver.take<float>(window * value_heads * key);
-    if (erases) plan.erase_keys = carver.take<float>(window * value_heads * key);
+    if (others > 0) plan.other_keys = carver.take<float>(window * value_heads * key * others);
     plan.values = carver.take<float>(window * of_values);
     plan.partials = carver.take<float>(window * of_partials);
     const std::int64_t states = value_heads * state / 4;
@@ -125,10 +132,8 @@ void backward_run(const Args& args, const Context& context) {
         std::size_t bytes = 0;
         const backward::Gradients d = backward::gradients(args);
         const BackwardPlan plan = backward_plan(args, context, kKey, context.workspace, bytes);
-        if (args.erase)
-            launch_backward<kKey, true>(call, d, plan);
-        else
-            launch_backward<kKey, false>(call, d, plan);
+        with_keys(keys_of(args.algorithm.update),
+                  [&]<Keys kKeys>(KeysConstant<kKeys>) { launch_backward<kKey, kKeys>(call, d, plan); });
     });
 }
 

@@ -4,7 +4,7 @@
 //
 //   backward_heads       dg, dbeta: over slices; gate and sigmoid. Summands of dA_log and ddt_bias, added
 //                        over 64 tokens: a row of `parameters`. Zeros for tokens that no sequence has. Of
-//                        the erase key e = erase o k: derase, and its part of dk.
+//                        the erase key e = erase o k: derase, and its part of dk. Of low-rank keys: da, db.
 //   backward_keys        dq, dk: over slices, then over the value heads of a group; norm.
 //   backward_parameters  dA_log, ddt_bias: the rows of `parameters`, added in float64.
 //   backward_untouched   d_initial of sequences without tokens: it is d_final.
@@ -16,9 +16,9 @@
 //   backward_untouched   sequences * HV * slices of 16 value channels; four warps
 //
 // Budgets on sm_90, K = 64, 128, 256 (one number: the same for all):
-//                        registers      shared memory, KiB       ( ): with erase keys
+//                        registers      shared memory, KiB
 //   backward_keys        32, 40, 48     none
-//   backward_heads       91 (95)        2.03, 4.03, 8.03
+//   backward_heads       89             2.03, 4.03, 8.03         with erase keys 96, with low-rank keys 95
 //   backward_parameters  32             2
 //   backward_untouched   27, 34, 50     none
 #pragma once
@@ -107,7 +107,18 @@ __device__ __forceinline__ void finish_erase_key(const DeviceArgs& a, const back
     }
 }
 
-template <int kKey, bool kErases>
+// The gradient of a low-rank key, whose sums begin at `sums`.
+__device__ __forceinline__ void finish_low_rank_key(const DeviceArgs& a, const BackwardPlan& plan,
+                                                    const TokenRows& d_rows, const TokenPlace& place,
+                                                    int value_head, const float* sums) {
+    if (!d_rows.data) return;
+    const std::int64_t row = d_rows.offset(place.batch, place.token, value_head);
+#pragma unroll 1
+    for (int c = static_cast<int>(threadIdx.x % 32); c < a.key_dim; c += 32)
+        store_gradient(d_rows.data, d_rows.dtype, row + c, sum_of_slices(plan, sums + c));
+}
+
+template <int kKey, Keys kKeys>
 __global__ void __launch_bounds__(kFinishThreads, 2)
     backward_heads(const __grid_constant__ DeviceArgs a, const __grid_constant__ backward::Gradients d,
                    const __grid_constant__ BackwardPlan plan, const __grid_constant__ Window window) {
@@ -134,16 +145,24 @@ __global__ void __launch_bounds__(kFinishThreads, 2)
             zeros(d.d_v, place.row, a.value_dim);
             zeros(d.d_beta, place.row, a.beta_per_value ? a.value_dim : 1);
             if (place.first) zeros(d.d_g, place.token, channels);
-            if constexpr (kErases) zeros(d.d_erase, place.row, a.key_dim);
+            if constexpr (kKeys == Keys::kErase) zeros(d.d_erase, place.row, a.key_dim);
+            if constexpr (kKeys == Keys::kLowRank) {
+                zeros(d.d_a_key, place.token, a.key_dim);
+                zeros(d.d_b_key, place.token, a.key_dim);
+            }
             continue;
         }
         const float* const sums = plan.partials + ((first + i) * a.value_heads + value_head) *
                                                       std::int64_t{plan.slices} * plan.columns.count;
         if (plan.columns.beta >= 0 && lane == 0)
-            store_beta_gradient<kErases>(a, d.d_beta, place.batch, place.row, value_head, 0,
-                                         sum_of_slices(plan, sums + plan.columns.beta));
-        if constexpr (kErases)
+            store_beta_gradient<kKeys>(a, d.d_beta, place.batch, place.row, value_head, 0,
+                                       sum_of_slices(plan, sums + plan.columns.beta));
+        if constexpr (kKeys == Keys::kErase)
             if (plan.columns.erase >= 0) finish_erase_key<kKey>(a, d, plan, place, first + i, value_head);
+        if constexpr (kKeys == Keys::kLowRank) {
+            finish_low_rank_key(a, plan, d.d_a_key, place, value_head, sums + plan.columns.a_key);
+            finish_low_rank_key(a, plan, d.d_b_key, place, value_head, sums + plan.columns.b_key);
+        }
         if (!of_decay || !place.first) continue;
         const std::int64_t g_row = a.g.offset(place.batch, place.token, value_head),
                            d_g_row = d.d_g.offset(place.batch, place.token, value_head);

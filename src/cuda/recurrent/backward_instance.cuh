@@ -4,6 +4,6 @@
 
 #include "cuda/recurrent/launch_backward.cuh"
 
-#define CULA_INSTANTIATE(type, key)                                   \
-    template void cula::cuda::recurrent::launch_backward<key, false>( \
+#define CULA_INSTANTIATE(type, key)                                                               \
+    template void cula::cuda::recurrent::launch_backward<key, cula::cuda::recurrent::Keys::kOne>( \
         const Call&, const cula::cuda::backward::Gradients&, const BackwardPlan&);

@@ -19,6 +19,7 @@
 #include "cuda/backward/gradients.h"
 #include "cuda/call.h"
 #include "cuda/device_args.h"
+#include "cuda/recurrent/keys.h"
 
 namespace cula::cuda::recurrent {
 
@@ -26,11 +27,12 @@ inline constexpr int kWalkRows = 16;  // value channels of a slice, which is wha
 
 // Tokens of a block. Their decayed states take 40 to 48 KiB of shared memory (backward_walk.cuh), so that
 // three CTAs fit on a multiprocessor of sm_90 (K = 256: two), and one where a CTA has 99 KiB.
-// With erase keys they are fewer and take 32 to 36 KiB, so that as many CTAs fit.
-template <int kKey, bool kErases>
-inline constexpr int kBlockTokens = kErases      ? (kKey > 128 ? 3 : 640 / kKey)
-                                    : kKey > 128 ? 4
-                                                 : 768 / kKey;
+// With erase or low-rank keys they are fewer, so that as many CTAs fit.
+template <int kKey, Keys kKeys>
+inline constexpr int kBlockTokens = kKeys == Keys::kLowRank ? 512 / kKey
+                                    : kKeys == Keys::kErase ? (kKey > 128 ? 3 : 640 / kKey)
+                                    : kKey > 128            ? 4
+                                                            : 768 / kKey;
 
 // Tokens whose summands of dA_log and ddt_bias are added in float32.
 inline constexpr int kParameterTokens = 64;
@@ -40,8 +42,8 @@ inline constexpr int kParameterTokens = 64;
 struct PartialColumns {
     std::int32_t q = -1, k = -1, decay = -1;  // one per key channel
     std::int32_t token_decay = -1, beta = -1;
-    std::int32_t count = 0;   // floats of the row, a multiple of four
-    std::int32_t erase = -1;  // of the erase key, one per key channel
+    std::int32_t count = 0;                           // floats of the row, a multiple of four
+    std::int32_t erase = -1, a_key = -1, b_key = -1;  // of other keys, one per key channel
 };
 
 struct BackwardPlan {
@@ -65,7 +67,8 @@ struct BackwardPlan {
     // Of the call, [rows, HV, 1 + channels]: the gradients of A_log and dt_bias, a row per kParameterTokens
     // of a window.
     float* parameters = nullptr;
-    float* erase_keys = nullptr;  // of a window: [tokens, HV, kKey], of rules with erase strengths
+    // Of a window: the erase keys [tokens, HV, kKey], or the low-rank keys [tokens, HV, 2, kKey].
+    float* other_keys = nullptr;
 };
 
 // key: the instance's K. workspace may be null; then bytes alone are meant.
@@ -144,8 +147,8 @@ CULA_HOST_DEVICE TokenPlace place_of_token(const DeviceArgs& a, const Window& wi
     return {a, window.first_row + own / window.length(), window.begin + own % window.length()};
 }
 
-// Launches all kernels of a backward (launch_backward.cuh). kErases: for calls with erase strengths.
-template <int kKey, bool kErases>
+// Launches all kernels of a backward (launch_backward.cuh).
+template <int kKey, Keys kKeys>
 void launch_backward(const Call& call, const backward::Gradients& d, const BackwardPlan& plan);
 
 }  // namespace cula::cuda::recurrent

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // backward_prepare: the inputs of one window's tokens, in float32 and as the equations take them, into the
-// workspace (BackwardPlan): q and k normalised, decays, erase keys, v, write strengths, scale * d_o.
+// workspace (BackwardPlan): q and k normalised, decays, erase or low-rank keys, v, write strengths, scale *
+// d_o.
 //
 // Grid: tokens of the window * (H + HV), a warp each: first the H heads of q and k, then the value heads.
 // The walks read every number of it from each slice of value channels, and twice or three times; here every
@@ -48,7 +49,16 @@ __device__ __forceinline__ void prepare_erase_key(const DeviceArgs& a, const Tok
         to[c] *= EraseStrength(a, place.batch, place.token, value_head, c).value;
 }
 
-template <int kKey, bool kErases>
+// A low-rank key.
+template <int kKey>
+__device__ __forceinline__ void copy_key(const TokenRows& rows, std::int64_t row, int count, float* to) {
+    float x[kKey / 32];
+    load_channels(x, rows, row, count);
+#pragma unroll
+    for (int i = 0; i < kKey / 32; ++i) to[threadIdx.x % 32 + 32 * i] = x[i];
+}
+
+template <int kKey, Keys kKeys>
 __global__ void __launch_bounds__(kStepThreads)
     backward_prepare(const __grid_constant__ DeviceArgs a, const __grid_constant__ backward::Gradients d,
                      const __grid_constant__ BackwardPlan plan, const __grid_constant__ Window window) {
@@ -89,7 +99,13 @@ __global__ void __launch_bounds__(kStepThreads)
         plan.decays[at * kKey + c] = c < a.key_dim ? decay : 0.0f;
     }
 
-    if constexpr (kErases) prepare_erase_key<kKey>(a, place, value_head, plan.erase_keys + at * kKey);
+    if constexpr (kKeys == Keys::kErase)
+        prepare_erase_key<kKey>(a, place, value_head, plan.other_keys + at * kKey);
+    if constexpr (kKeys == Keys::kLowRank) {
+        float* const to = plan.other_keys + at * 2 * kKey;
+        copy_key<kKey>(a.a_key, a.a_key.offset(place.batch, place.token, value_head), a.key_dim, to);
+        copy_key<kKey>(a.b_key, a.b_key.offset(place.batch, place.token, value_head), a.key_dim, to + kKey);
+    }
     const bool takes_betas = answer_for(
         a.algorithm.update, []<Update kUpdate>(UpdateConstant<kUpdate>) { return takes_beta(kUpdate); });
     float* const to = plan.values + at * 3 * plan.value_dim;
@@ -105,7 +121,7 @@ __global__ void __launch_bounds__(kStepThreads)
         if (takes_betas)
             to[plan.value_dim + c] =
                 in ? beta_exact(load_float(a.beta.data, a.beta.dtype, beta_row + c * beta_step),
-                                a.beta_is_logit, most_beta<kErases>(a))
+                                a.beta_is_logit, most_beta<kKeys>(a))
                    : 0.0f;
         to[2 * plan.value_dim + c] =
             in && reads ? a.scale * load_float(d.d_o.data, d.d_o.dtype, d_row + c) : 0.0f;

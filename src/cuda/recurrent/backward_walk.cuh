@@ -11,10 +11,16 @@
 //     Z  <- diag(decay) Z                               da += Z S',         with the Z before this line
 //     dv  = dw              (delta rule; else u = v, dv = du)
 //
-// With erase strengths (kErases) u = beta v - S'^T e, e the erase key; du as above, and
+// With erase strengths u = beta v - S'^T e, e the erase key; du as above, and
 //
 //     dv  = beta du         dbeta += v du               dk += Z u
 //     Z  <- Z - e du                                    de -= S' du,        with the Z before this line
+//
+// With low-rank keys a and b, and r = S^T a, the S before the token, u = v. In the place of S' the walk keeps
+// S, which a decay of zero would not give back. With the Z that dv = Z . k is made of
+//
+//     dr  = Z . b           db += Z r                   da += S dr
+//     Z  <- diag(decay) Z + a dr
 //
 // Columns meet only in the sums +=: dq, dk, de and da (per key channel, or one), and dbeta, if it is one
 // number.
@@ -40,186 +46,18 @@
 //     with erase keys: S'                36.0    32.0    32.0      the same registers and CTAs
 //                         inputs         23.8    21.9    25.1
 //                         sums            8.0    16.0    32.0
+//     with low-rank keys: S              28.0    24.0    16.0      the same registers and CTAs
+//                         inputs         23.0    21.5    20.8
+//                         sums           10.0    20.0    40.0
 #pragma once
 
-#include "cuda/ptx/memory.cuh"
+#include "cuda/backward/gradients.h"
+#include "cuda/recurrent/backward_block.cuh"
 #include "cuda/recurrent/backward_derivatives.cuh"
-#include "cuda/recurrent/backward_plan.h"
-#include "cuda/recurrent/erase.cuh"
-#include "cuda/recurrent/lanes.cuh"
 #include "cuda/recurrent/step.cuh"
-#include "cuda/rule.h"
-#include "cuda/tile/convert.cuh"
-#include "cuda/tile/gate.cuh"
 #include "cuda/tile/store_gradient.cuh"
 
 namespace cula::cuda::recurrent {
-
-static_assert(kWalkRows == kRowsPerPass);
-
-// How does a token's write depend on the state and on what it brings?
-template <Update kUpdate>
-struct BackwardRule {
-    static_assert(kIsKnown<kUpdate>, "backward: what does the gradient of a token's write reach?");
-};
-template <>
-struct BackwardRule<Update::kAdditive> {
-    static constexpr bool kCorrects = false;  // u = v
-};
-template <>
-struct BackwardRule<Update::kDelta> {
-    static constexpr bool kCorrects = true;  // u = beta (v - S' k): reaches v, beta, k and S'
-};
-
-__device__ __forceinline__ bool corrects_writes(const DeviceArgs& a) {
-    return answer_for(a.algorithm.update, []<Update kUpdate>(UpdateConstant<kUpdate>) {
-        return BackwardRule<kUpdate>::kCorrects;
-    });
-}
-
-// What a slice needs of the tokens of a block. Forward walks need no q and d_o.
-template <int kKey, bool kErases>
-struct alignas(16) BlockInputs : EraseKeys<kErases, kBlockTokens<kKey, kErases>, kKey> {
-    static constexpr int kTokens = kBlockTokens<kKey, kErases>;
-    float k[kTokens][kKey], decay[kTokens][kKey], q[kTokens][kKey];
-    float value[kTokens][kWalkRows], beta[kTokens][kWalkRows], d_o[kTokens][kWalkRows];
-
-    // What reads the state.
-    __device__ __forceinline__ const float* reading_key(int i) const {
-        if constexpr (kErases)
-            return this->e[i];
-        else
-            return k[i];
-    }
-};
-
-template <int kKey, bool kErases>
-struct alignas(16) WalkShared {
-    static constexpr int kTokens = kBlockTokens<kKey, kErases>, kPieces = kKey / kLanesPerRow / 4,
-                         kSums = kErases ? 4 : 3;
-    BlockInputs<kKey, kErases> inputs[2];
-    float4 decayed[kTokens - 1][kPieces][kStepThreads];  // S'; that of the last token stays in registers
-    float sums[2][kSums][kStepWarps][kKey];              // dq, dk, da, de
-    float scalars[2][2][kStepWarps];                     // da, dbeta
-    float corrections[kTokens][kWalkRows];               // w; with erase keys u
-};
-
-// The place of a CTA: a slice of one value head.
-struct WalkHead {
-    int value_head, head, slice;
-    std::int64_t states;  // slices of all value heads
-
-    __device__ __forceinline__ WalkHead(const DeviceArgs& a, const BackwardPlan& plan, int index)
-        : value_head(index / plan.slices),
-          head(value_head / a.group),
-          slice(index % plan.slices),
-          states(std::int64_t{a.value_heads} * plan.slices) {}
-
-    // The element of [.., HV, slices] that is the CTA's.
-    __device__ __forceinline__ std::int64_t at(const BackwardPlan& plan, std::int64_t outer) const {
-        return outer * states + value_head * plan.slices + slice;
-    }
-    __device__ __forceinline__ int row() const {
-        return slice * kWalkRows + static_cast<int>(threadIdx.x) / kLanesPerRow;
-    }
-};
-
-// The CTA's slice of a state in the workspace: whole lines, each thread its own elements.
-template <int kPerLane>
-__device__ __forceinline__ void load_slice(float (&x)[kPerLane], const float4* states, std::int64_t slice) {
-    const float4* const from = states + slice * (kPerLane / 4) * kStepThreads + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < kPerLane / 4; ++i) {
-        const float4 piece = from[i * kStepThreads];
-        x[4 * i] = piece.x, x[4 * i + 1] = piece.y, x[4 * i + 2] = piece.z, x[4 * i + 3] = piece.w;
-    }
-}
-template <int kPerLane>
-__device__ __forceinline__ void store_slice(const float (&x)[kPerLane], float4* states, std::int64_t slice) {
-    float4* const to = states + slice * (kPerLane / 4) * kStepThreads + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < kPerLane / 4; ++i)
-        to[i * kStepThreads] = float4{x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
-}
-
-// Issues the copies of `count` tokens from the window's token `first` on; whole: with q and d_o.
-template <int kKey, bool kErases>
-__device__ __forceinline__ void fetch_block(BlockInputs<kKey, kErases>& to, const DeviceArgs& a,
-                                            const BackwardPlan& plan, const WalkHead& own, std::int64_t first,
-                                            int count, bool corrects, bool whole) {
-    constexpr int kPieces = kKey / 4, kValuePieces = kWalkRows / 4;
-    const auto copy = [](float* shared, const float* global) { copy_async(shared_address(shared), global); };
-#pragma unroll 1
-    for (int p = static_cast<int>(threadIdx.x); p < count * kPieces; p += kStepThreads) {
-        const int i = p / kPieces, c = p % kPieces * 4;
-        const float* const keys = plan.keys + ((first + i) * a.heads + own.head) * 2 * kKey + c;
-        copy(&to.k[i][c], keys + kKey);
-        copy(&to.decay[i][c], plan.decays + ((first + i) * a.value_heads + own.value_head) * kKey + c);
-        if (whole) copy(&to.q[i][c], keys);
-        if constexpr (kErases)
-            copy(&to.e[i][c], plan.erase_keys + ((first + i) * a.value_heads + own.value_head) * kKey + c);
-    }
-    const int i = static_cast<int>(threadIdx.x) / kValuePieces, c = threadIdx.x % kValuePieces * 4;
-    static_assert(kBlockTokens<kKey, kErases> * kValuePieces <= kStepThreads);
-    if (i < count) {
-        const float* const values = plan.values +
-                                    ((first + i) * a.value_heads + own.value_head) * 3 * plan.value_dim +
-                                    own.slice * kWalkRows + c;
-        copy(&to.value[i][c], values);
-        if (corrects) copy(&to.beta[i][c], values + plan.value_dim);
-        if (whole) copy(&to.d_o[i][c], values + 2 * plan.value_dim);
-    }
-    commit_copies();
-}
-
-// S <- S'; returns the thread's part of S' . k, with kErases of S' . e.
-template <int kKey, bool kErases>
-__device__ __forceinline__ float decay_and_read(float (&x)[kKey / kLanesPerRow],
-                                                const BlockInputs<kKey, kErases>& in, int i) {
-    float read[2] = {};
-#pragma unroll
-    for (int p = 0; p < kKey / kLanesPerRow; p += 4) {
-        float decay[4], key[4];
-        load4(decay, in.decay[i] + lane_channel(p)), load4(key, in.reading_key(i) + lane_channel(p));
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            x[p + e] *= decay[e];
-            read[e % 2] += x[p + e] * key[e];
-        }
-    }
-    return read[0] + read[1];
-}
-
-// S <- S' + k u
-template <int kKey, bool kErases>
-__device__ __forceinline__ void add_write(float (&x)[kKey / kLanesPerRow],
-                                          const BlockInputs<kKey, kErases>& in, int i, float write) {
-#pragma unroll
-    for (int p = 0; p < kKey / kLanesPerRow; p += 4) {
-        float key[4];
-        load4(key, in.k[i] + lane_channel(p));
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[p + e] += key[e] * write;
-    }
-}
-
-// The state goes over the first `count` tokens of a block.
-template <int kKey, bool kErases>
-__device__ __forceinline__ void advance_block(float (&x)[kKey / kLanesPerRow],
-                                              const BlockInputs<kKey, kErases>& in, int count,
-                                              bool corrects) {
-    const int own = static_cast<int>(threadIdx.x) / kLanesPerRow;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-        const float read = decay_and_read(x, in, i);
-        float write = in.value[i][own];
-        if constexpr (kErases)
-            write = in.beta[i][own] * write - row_sum(read);
-        else if (corrects)
-            write = in.beta[i][own] * (write - row_sum(read));
-        add_write(x, in, i, write);
-    }
-}
 
 // Adds x over the four columns of a warp, in the order (0 + 2) + (1 + 3), and stores the sums.
 template <int kPerLane>
@@ -248,15 +86,17 @@ __device__ __forceinline__ void sum_columns(const float (&x)[kPerLane], float* t
 }
 
 // The row of partial sums of one token, from the sums of the four warps.
-template <int kKey, bool kErases>
-__device__ __forceinline__ void store_partials(const WalkShared<kKey, kErases>& s, int place,
+template <int kKey, Keys kKeys>
+__device__ __forceinline__ void store_partials(const WalkShared<kKey, kKeys>& s, int place,
                                                const PartialColumns& columns, float* row) {
 #pragma unroll
-    for (int which = 0; which < WalkShared<kKey, kErases>::kSums; ++which) {
-        const int at = which == 0   ? columns.q
-                       : which == 1 ? columns.k
-                       : which == 2 ? columns.decay
-                                    : columns.erase,
+    for (int which = 0; which < WalkShared<kKey, kKeys>::kSums; ++which) {
+        const int at = which == 0              ? columns.q
+                       : which == 1            ? columns.k
+                       : which == 2            ? columns.decay
+                       : which == 4            ? columns.b_key
+                       : kKeys == Keys::kErase ? columns.erase
+                                               : columns.a_key,
                   p = (static_cast<int>(threadIdx.x) + kStepThreads - which * (kKey / 4) % kStepThreads) %
                       kStepThreads;  // other threads for each, where one needs not all of them
         if (at < 0 || p >= kKey / 4) continue;
@@ -287,12 +127,12 @@ __device__ __forceinline__ void load_start(StateRow<kKey>& state, const DeviceAr
         for (float& x : state.x) x = 0.0f;
 }
 
-template <int kKey, bool kErases>
+template <int kKey, Keys kKeys>
 __global__ void __launch_bounds__(kStepThreads)
     backward_advance(const __grid_constant__ DeviceArgs a, const __grid_constant__ BackwardPlan plan,
                      const __grid_constant__ Window window) {
-    constexpr int kTokens = kBlockTokens<kKey, kErases>;
-    __shared__ BlockInputs<kKey, kErases> inputs[2];
+    constexpr int kTokens = kBlockTokens<kKey, kKeys>;
+    __shared__ BlockInputs<kKey, kKeys> inputs[2];
     const int slices = a.value_heads * plan.slices;
     const WalkHead own(a, plan, static_cast<int>(blockIdx.x) % slices);
     const std::int64_t n =
@@ -326,17 +166,17 @@ __global__ void __launch_bounds__(kStepThreads)
 }
 
 // The walk of one sequence over one window.
-template <int kKey, bool kErases>
+template <int kKey, Keys kKeys>
 struct BackwardWalk {
-    using Inputs = BlockInputs<kKey, kErases>;
-    static constexpr int kTokens = kBlockTokens<kKey, kErases>, kPerLane = kKey / kLanesPerRow;
+    using Inputs = BlockInputs<kKey, kKeys>;
+    static constexpr int kTokens = kBlockTokens<kKey, kKeys>, kPerLane = kKey / kLanesPerRow;
 
     const DeviceArgs& a;
     const backward::Gradients& d;
     const BackwardPlan& plan;
     const Window& window;
     const WalkHead own;
-    WalkShared<kKey, kErases>& s;
+    WalkShared<kKey, kKeys>& s;
     const bool corrects;
     const std::int64_t n;  // the sequence
     const Part part;
@@ -385,8 +225,13 @@ struct BackwardWalk {
             } else {
                 const std::int64_t j = last_block - (x - forward);
                 if (x > forward) load_slice(state.x, plan.block_states, own.at(plan, j));
-                keep_decayed(state.x, in, count(j));
-                walk_back(state.x, Z.x, in, first(j), count(j));
+                if constexpr (kKeys == Keys::kLowRank) {
+                    keep_states(state.x, in, count(j));
+                    walk_back_low_rank(state.x, Z.x, in, first(j), count(j));
+                } else {
+                    keep_decayed(state.x, in, count(j));
+                    walk_back(state.x, Z.x, in, first(j), count(j));
+                }
             }
             __syncthreads();
         }
@@ -405,7 +250,7 @@ struct BackwardWalk {
         for (int i = 0; i < tokens; ++i) {
             const float read = decay_and_read(x, in, i);
             float write = in.value[i][column()];
-            if constexpr (kErases) {
+            if constexpr (kKeys == Keys::kErase) {
                 write = in.beta[i][column()] * write - row_sum(read);
                 if (leads()) s.corrections[i][column()] = write;
             } else if (corrects) {
@@ -416,10 +261,35 @@ struct BackwardWalk {
             if (i + 1 == tokens) break;
 #pragma unroll
             for (int p = 0; p < kPerLane; p += 4)
-                s.decayed[i][p / 4][threadIdx.x] = float4{x[p], x[p + 1], x[p + 2], x[p + 3]};
-            add_write(x, in, i, write);
+                s.kept[i][p / 4][threadIdx.x] = float4{x[p], x[p + 1], x[p + 2], x[p + 3]};
+            add_write<kKeys>(x, in.k[i], write);
         }
         __syncwarp();  // w is for the lanes of its column
+    }
+
+    // With low-rank keys, from the state before a block: S of all its tokens; that of the last stays in x.
+    // Also r.
+    __device__ __forceinline__ void keep_states(float (&x)[kPerLane], const Inputs& in, int tokens) {
+#pragma unroll 1
+        for (int i = 0; i < tokens; ++i) {
+            float before[kPerLane];
+#pragma unroll
+            for (int p = 0; p < kPerLane; ++p) before[p] = x[p];
+            const float read = row_sum(decay_and_read(x, in, i));
+            if (leads()) s.corrections[i][column()] = read;
+            if (i + 1 == tokens) {
+#pragma unroll
+                for (int p = 0; p < kPerLane; ++p) x[p] = before[p];
+                break;
+            }
+#pragma unroll
+            for (int p = 0; p < kPerLane; p += 4)
+                s.kept[i][p / 4][threadIdx.x] =
+                    float4{before[p], before[p + 1], before[p + 2], before[p + 3]};
+            add_write<kKeys>(x, in.k[i], in.value[i][column()]);
+            add_write<kKeys>(x, in.b[i], read);
+        }
+        __syncwarp();  // r is for the lanes of its column
     }
 
     // Z goes from the end of a block to its start. x: S' of its last token. begin_of: its first token.
@@ -433,12 +303,12 @@ struct BackwardWalk {
             const int place = i % 2;
             if (i + 1 < tokens) {
 #pragma unroll
-                for (int p = 0; p < kPerLane; p += 4) load4(x + p, &s.decayed[i][p / 4][threadIdx.x].x);
+                for (int p = 0; p < kPerLane; p += 4) load4(x + p, &s.kept[i][p / 4][threadIdx.x].x);
             }
             const float d_o = in.d_o[i][column()];
             const float beta = corrects ? in.beta[i][column()] : 1.0f,
                         w = corrects ? s.corrections[i][column()] : in.value[i][column()],
-                        write = kErases ? w : beta * w;
+                        write = kKeys == Keys::kErase ? w : beta * w;
             float part[kPerLane], d_write[2] = {};
 #pragma unroll
             for (int p = 0; p < kPerLane; p += 4) {
@@ -453,14 +323,15 @@ struct BackwardWalk {
             }
             if (wants_q) sum_columns(part, s.sums[place][0][warp]);
             // d_w: of what the read is taken from.
-            const float d_u = row_sum(d_write[0] + d_write[1]), d_w = kErases ? d_u : beta * d_u;
+            const float d_u = row_sum(d_write[0] + d_write[1]),
+                        d_w = kKeys == Keys::kErase ? d_u : beta * d_u;
 #pragma unroll
             for (int p = 0; p < kPerLane; ++p) {
                 part[p] = z[p] * write;
-                if (!kErases && corrects) part[p] -= x[p] * d_w;
+                if (kKeys != Keys::kErase && corrects) part[p] -= x[p] * d_w;
             }
             if (wants_k) sum_columns(part, s.sums[place][1][warp]);
-            if constexpr (kErases) {
+            if constexpr (kKeys == Keys::kErase) {
 #pragma unroll
                 for (int p = 0; p < kPerLane; ++p) part[p] = 0.0f - x[p] * d_w;  // no -0 of a state of zeros
                 if (plan.columns.erase >= 0) sum_columns(part, s.sums[place][3][warp]);
@@ -483,7 +354,7 @@ struct BackwardWalk {
                 of_decay = warp_sum(of_decay);
                 if (threadIdx.x % 32 == 0) s.scalars[place][0][warp] = of_decay;
             }
-            const float d_beta = (kErases ? in.value[i][column()] : w) * d_u;
+            const float d_beta = (kKeys == Keys::kErase ? in.value[i][column()] : w) * d_u;
             if (plan.columns.beta >= 0) {
                 float all = d_beta;  // every lane of a column has it
                 all += __shfl_xor_sync(0xffffffffu, all, 16);
@@ -491,12 +362,75 @@ struct BackwardWalk {
                 if (threadIdx.x % 32 == 0) s.scalars[place][1][warp] = all;
             }
             if (leads() && own.row() < a.value_dim)
-                store_values(begin_of + i, kErases ? beta * d_u : d_w, d_beta);
-            __syncthreads();
-            if (plan.columns.count > 0)
-                store_partials(s, place, plan.columns,
-                               plan.partials + own.at(plan, begin_of + i) * plan.columns.count);
+                store_values(begin_of + i, kKeys == Keys::kErase ? beta * d_u : d_w, d_beta);
+            finish_token(begin_of + i, place);
         }
+    }
+
+    // The same with low-rank keys. x: S of the block's last token.
+    __device__ __forceinline__ void walk_back_low_rank(float (&x)[kPerLane], float (&z)[kPerLane],
+                                                       const Inputs& in, std::int64_t begin_of, int tokens) {
+        const PartialColumns& columns = plan.columns;
+        const int warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll 1
+        for (int i = tokens - 1; i >= 0; --i) {
+            const int place = i % 2;
+            if (i + 1 < tokens) {
+#pragma unroll
+                for (int p = 0; p < kPerLane; p += 4) load4(x + p, &s.kept[i][p / 4][threadIdx.x].x);
+            }
+            const float d_o = in.d_o[i][column()], value = in.value[i][column()],
+                        read = s.corrections[i][column()];
+            float part[kPerLane], d_value[2] = {}, d_read[2] = {};
+#pragma unroll
+            for (int p = 0; p < kPerLane; p += 4) {
+                const int c = lane_channel(p);
+                float query[4], key[4], of_read[4], decay[4];
+                load4(query, in.q[i] + c), load4(key, in.k[i] + c);
+                load4(of_read, in.b[i] + c), load4(decay, in.decay[i] + c);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    z[p + e] += query[e] * d_o;
+                    d_value[e % 2] += z[p + e] * key[e];
+                    d_read[e % 2] += z[p + e] * of_read[e];
+                    // The state after the token, with the bits that decay_and_read and add_write give it.
+                    const float written = __fmaf_rn(key[e], value, __fmul_rn(x[p + e], decay[e]));
+                    part[p + e] = __fmaf_rn(of_read[e], read, written) * d_o;
+                }
+            }
+            if (columns.q >= 0) sum_columns(part, s.sums[place][0][warp]);
+            const auto sum_products = [&](int column, int which, const float(&y)[kPerLane], float factor) {
+                if (column < 0) return;
+#pragma unroll
+                for (int p = 0; p < kPerLane; ++p) part[p] = 0.0f + y[p] * factor;  // no -0 of zeros
+                sum_columns(part, s.sums[place][which][warp]);
+            };
+            const float d_v = row_sum(d_value[0] + d_value[1]), d_r = row_sum(d_read[0] + d_read[1]);
+            sum_products(columns.k, 1, z, value);
+            sum_products(columns.a_key, 3, x, d_r);
+            sum_products(columns.b_key, 4, z, read);
+#pragma unroll
+            for (int p = 0; p < kPerLane; p += 4) {
+                float decay[4], key[4];
+                load4(decay, in.decay[i] + lane_channel(p)), load4(key, in.a[i] + lane_channel(p));
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    z[p + e] *= decay[e];
+                    part[p + e] = z[p + e] * x[p + e];
+                    z[p + e] += key[e] * d_r;
+                }
+            }
+            if (columns.decay >= 0) sum_columns(part, s.sums[place][2][warp]);
+            if (leads() && own.row() < a.value_dim) store_values(begin_of + i, d_v, 0.0f);
+            finish_token(begin_of + i, place);
+        }
+    }
+
+    // A token's sums over the CTA's columns.
+    __device__ __forceinline__ void finish_token(std::int64_t token, int place) {
+        __syncthreads();
+        if (plan.columns.count > 0)
+            store_partials(s, place, plan.columns, plan.partials + own.at(plan, token) * plan.columns.count);
     }
 
     // What belongs to one value channel of a token, counted from the window's start.
@@ -506,15 +440,15 @@ struct BackwardWalk {
         if (d.d_v.data)
             store_gradient(d.d_v.data, d.d_v.dtype, d.d_v.offset(batch, at, own.value_head) + row, d_v);
         if (d.d_beta.data && a.beta_per_value)
-            store_beta_gradient<kErases>(a, d.d_beta, batch, at, own.value_head, row, d_beta);
+            store_beta_gradient<kKeys>(a, d.d_beta, batch, at, own.value_head, row, d_beta);
     }
 };
 
-template <int kKey, bool kErases>
+template <int kKey, Keys kKeys>
 __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
     backward_walk(const __grid_constant__ DeviceArgs a, const __grid_constant__ backward::Gradients d,
                   const __grid_constant__ BackwardPlan plan, const __grid_constant__ Window window) {
-    using Shared = WalkShared<kKey, kErases>;
+    using Shared = WalkShared<kKey, kKeys>;
     static_assert(sizeof(Shared) <= 99 * 1024);  // what a CTA has on sm_86, sm_89 and sm_120
     extern __shared__ __align__(16) unsigned char memory[];
     const int slices = a.value_heads * plan.slices;
@@ -527,7 +461,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
         const Part part = part_of(a, window, n);
         if (part.token >= window.end) break;  // so do those behind it
         if (part.first >= part.last) continue;
-        BackwardWalk<kKey, kErases> walk{
+        BackwardWalk<kKey, kKeys> walk{
             a, d, plan, window, own, *reinterpret_cast<Shared*>(memory), corrects_writes(a), n, part};
         walk.run();
     }

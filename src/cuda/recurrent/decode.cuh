@@ -7,6 +7,8 @@
 //                                          with erase strengths: u = beta v - S' e, e = erase o k
 //     S <- S' + u k^T
 //     o  = scale (S' q + u (k . q))        which is scale S q
+// With low-rank keys a and b u = v, and what a reads of S before it decays, r = S a, is written along b:
+// S <- S' + u k^T + r b^T, o = scale (S' q + u (k . q) + r (b . q)).
 // Because o is formed from S', one pass over a row decays it and contracts it with k and with q. A second
 // pass adds the write u k^T.
 //
@@ -32,7 +34,8 @@
 // multiprocessor keep the memory busy while one computes.
 //
 // Budgets                              kTokens = 1        kTokens = 4
-//     CTAs per multiprocessor              6 (5)              4 (3)           ( ): K = 256, and from 10.0 on
+//     CTAs per multiprocessor              6 (5)              4 (3)           ( ): K = 256, from 10.0 on, and
+//                                                                             with low-rank keys
 //     registers per thread                80 (96)           128 (168)
 //     shared memory, KiB, K 64/128/256  17.3/17.8/19.2    21.1/23.2/28.7      float32 states, kRows = 256 / K
 // With kRows = 512 / K (16-bit and float8 states, one token): 4 (3) CTAs, 128 (168) registers, and
@@ -46,15 +49,15 @@
 namespace cula::cuda::recurrent {
 
 // CTAs per multiprocessor. ptxas needs a few registers more for compute capability 10.0 and 12.0, and the
-// shared memory of 12.0 would not hold more CTAs.
+// shared memory of 12.0 would not hold more CTAs. So it does for low-rank keys.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 inline constexpr bool kFewerCtas = true;
 #else
 inline constexpr bool kFewerCtas = false;
 #endif
-template <int kKey, int kTokens, int kRows = 1>
+template <int kKey, int kTokens, int kRows = 1, Keys kKeys = Keys::kOne>
 inline constexpr int kDecodeCtas =
-    (kTokens == 1 ? kRows * kKey > 256 ? 4 : 6 : 4) - (kKey > 128 || kFewerCtas);
+    (kTokens == 1 ? kRows * kKey > 256 ? 4 : 6 : 4) - (kKey > 128 || kFewerCtas || kKeys == Keys::kLowRank);
 
 // Prefetches the state of CTA `block`, which starts later, to the second-level cache, where its loads will
 // take less time.
@@ -78,13 +81,13 @@ __device__ __forceinline__ void prefetch_state(const DecodeArgs& a, unsigned blo
     }
 }
 
-// kErases: a rule with erase strengths, u = beta v - S' e with the erase key e = erase o k.
-template <class State, int kKey, int kRows, int kTokens, bool kErases>
-__global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows>)
+// kKeys: the keys of a token besides q and k.
+template <class State, int kKey, int kRows, int kTokens, Keys kKeys>
+__global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows, kKeys>)
     decode(const __grid_constant__ DecodeArgs a) {
     constexpr int kBlockRows = kRows * kRowsPerPass, kFours = kKey / (kLanesPerRow * 4);
     constexpr bool kOne = kTokens == 1, kScaled = std::is_same_v<State, Float8E4M3>;
-    __shared__ DecodeTokens<kKey, kBlockRows, kTokens, kErases> s;
+    __shared__ DecodeTokens<kKey, kBlockRows, kTokens, kKeys> s;
     // The state between global memory and registers. A thread reads only what it copied itself, so no barrier
     // is needed.
     // cp.async rather than loads to registers: those share six scoreboard counters, and ptxas gave the state
@@ -112,7 +115,7 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
             }
         }
     }
-    DecodeInputs<kKey, kBlockRows, kTokens, kErases> inputs;
+    DecodeInputs<kKey, kBlockRows, kTokens, kKeys> inputs;
     inputs.fetch_head(a, value_head);
     inputs.fetch(a, n, range, 0, value_head, row0);
 
@@ -219,8 +222,9 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
             for (int r = 0; r < kRows; ++r)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
+                    if constexpr (kKeys == Keys::kLowRank) read[r] += x[r][4 * p + e] * key[e];
                     x[r][4 * p + e] *= decay[e];
-                    read[r] += x[r][4 * p + e] * key[e];
+                    if constexpr (kKeys != Keys::kLowRank) read[r] += x[r][4 * p + e] * key[e];
                     out[r] += x[r][4 * p + e] * query[e];
                 }
         }
@@ -232,8 +236,15 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
                 write[r] = scales.write(s.beta[j][own + r * kRowsPerPass], write[r], row_sum(read[r]));
         }
 #pragma unroll
-        for (int r = 0; r < kRows; ++r)
-            put_output(t, r, skipped ? 0.0f : scales.output(row_sum(out[r]), write[r]));
+        for (int r = 0; r < kRows; ++r) {
+            if constexpr (kKeys == Keys::kLowRank) {
+                read[r] = row_sum(read[r]);
+                const float output = scales.output(row_sum(out[r]), write[r]);
+                put_output(t, r, skipped ? 0.0f : __fmaf_rn(read[r], sum(s.bq[j]) * scales.q, output));
+            } else {
+                put_output(t, r, skipped ? 0.0f : scales.output(row_sum(out[r]), write[r]));
+            }
+        }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) write[r] *= scales.k;
 #pragma unroll
@@ -244,6 +255,13 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
             for (int r = 0; r < kRows; ++r)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) x[r][4 * p + e] += key[e] * write[r];
+            if constexpr (kKeys == Keys::kLowRank) {
+                load4(key, s.b[j] + lane_channel(4 * p));
+#pragma unroll
+                for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) x[r][4 * p + e] += key[e] * read[r];
+            }
         }
     };
 

@@ -85,13 +85,16 @@ struct DecodeArgs {
     // Read only with float8 states.
     DecodeScales initial_scales, final_scales;
 
-    // Read only with kErases. The write strength is then at most 1.
+    // Read only with erase keys. The write strength is then at most 1.
     DecodeRows erase;
     float most_erase = 1.0f;
+
+    // Read only with low-rank keys.
+    DecodeRows a_key, b_key;
 };
 
 // Fills `to`, with a state cut into `blocks` row blocks. Returns false if decode does not take the call: a
-// gate, beta or erase of float64, or a stride of 2 GiB or more.
+// gate, beta, erase or low-rank key of float64, or a stride of 2 GiB or more.
 template <class State>
 bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
     bool fits = true;
@@ -163,6 +166,8 @@ bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
         to.erase = rows(a.erase, 1);
         to.most_erase = std::exchange(to.most_beta, 1.0f);  // what erases may be doubled
     }
+    to.a_key = rows(a.a_key, 1);
+    to.b_key = rows(a.b_key, 1);
     to.cu_seqlens_64 = a.cu_seqlens_64;
     to.tokens = narrow(a.tokens);
     to.sequences = a.sequences;

@@ -4,7 +4,7 @@
 
 #include "cuda/ptx/memory.cuh"
 #include "cuda/recurrent/decode_args.h"
-#include "cuda/recurrent/erase.cuh"
+#include "cuda/recurrent/keys.cuh"
 #include "cuda/recurrent/lanes.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/float8.cuh"
@@ -46,8 +46,10 @@ struct DecodeRange {
 };
 
 // The prepared tokens, in shared memory.
-template <int kKey, int kBlockRows, int kTokens, bool kErases>
-struct alignas(16) DecodeTokens : EraseKeys<kErases, kTokens, kKey> {
+template <int kKey, int kBlockRows, int kTokens, Keys kKeys>
+struct alignas(16) DecodeTokens
+    : OtherKeys<kKeys, kTokens, kKey>,
+      OtherSums<kKeys, kTokens, (kKey < kStepThreads ? kKey : kStepThreads) / 32> {
     static constexpr int kThreads = kKey < kStepThreads ? kKey : kStepThreads, kWarps = kThreads / 32;
 
     float q[kTokens][kKey], k[kTokens][kKey], decay[kTokens][kKey];
@@ -57,8 +59,10 @@ struct alignas(16) DecodeTokens : EraseKeys<kErases, kTokens, kKey> {
 
     // What reads the state.
     __device__ __forceinline__ const float* reading_key(int j) const {
-        if constexpr (kErases)
+        if constexpr (kKeys == Keys::kErase)
             return this->e[j];
+        else if constexpr (kKeys == Keys::kLowRank)
+            return this->a[j];
         else
             return k[j];
     }
@@ -66,10 +70,10 @@ struct alignas(16) DecodeTokens : EraseKeys<kErases, kTokens, kKey> {
 
 // A thread's inputs of kTokens tokens. fetch() issues the loads to registers; ready() computes what all
 // threads need and writes it to DecodeTokens.
-template <int kKey, int kBlockRows, int kTokens, bool kErases>
+template <int kKey, int kBlockRows, int kTokens, Keys kKeys>
 struct DecodeInputs
-    : RawErase<kErases, kTokens * kKey / DecodeTokens<kKey, kBlockRows, kTokens, kErases>::kThreads> {
-    using Tokens = DecodeTokens<kKey, kBlockRows, kTokens, kErases>;
+    : RawKeys<kKeys, kTokens * kKey / DecodeTokens<kKey, kBlockRows, kTokens, kKeys>::kThreads> {
+    using Tokens = DecodeTokens<kKey, kBlockRows, kTokens, kKeys>;
     static constexpr int kOwned = kKey / Tokens::kThreads;  // channels per thread and token
     static constexpr int kValues = (kTokens * kBlockRows + kStepThreads - 1) / kStepThreads;
 
@@ -129,9 +133,15 @@ struct DecodeInputs
                     q[j][i].load(place(a.q, head, j, channel(i)), a.q.type, in(j));
                     k[j][i].load(place(a.k, head, j, channel(i)), a.k.type, in(j));
                     g[j][i].load(place(a.g, value_head, j, channel(i)), a.g.type, in(j));
-                    if constexpr (kErases)
+                    if constexpr (kKeys == Keys::kErase)
                         this->erase[j * kOwned + i].load(place(a.erase, value_head, j, channel(i)),
                                                          a.erase.type, in(j));
+                    if constexpr (kKeys == Keys::kLowRank) {
+                        this->a_key[j * kOwned + i].load(place(a.a_key, value_head, j, channel(i)),
+                                                         a.a_key.type, in(j));
+                        this->b_key[j * kOwned + i].load(place(a.b_key, value_head, j, channel(i)),
+                                                         a.b_key.type, in(j));
+                    }
                 }
         }
 #pragma unroll
@@ -147,9 +157,9 @@ struct DecodeInputs
         }
     }
 
-    // With kErases a token writes beta v - S' e, which is 1 (beta v - S' e).
+    // With erase keys a token writes beta v - S' e, which is 1 (beta v - S' e).
     static __device__ __forceinline__ void weigh(float& value, float& beta) {
-        if constexpr (kErases) value *= beta, beta = 1.0f;
+        if constexpr (kKeys == Keys::kErase) value *= beta, beta = 1.0f;
     }
 
     // For 16-bit inputs: the i-th erase strength.
@@ -160,8 +170,8 @@ struct DecodeInputs
     __device__ __forceinline__ void ready(const DecodeArgs& a, int value_head, Tokens& s) const {
         if (owns_channels()) {
             const HeadGate gate(value_head, a.gate, A_log, a.lower_bound, gamma);
-            float qq[kTokens] = {}, kk[kTokens] = {}, kq[kTokens] = {}, decay[kTokens * kOwned],
-                  shift[kTokens * kOwned];
+            float qq[kTokens] = {}, kk[kTokens] = {}, kq[kTokens] = {}, bq[kTokens] = {},
+                  decay[kTokens * kOwned], shift[kTokens * kOwned];
 #pragma unroll
             for (int j = 0; j < kTokens; ++j)
 #pragma unroll
@@ -169,6 +179,12 @@ struct DecodeInputs
                     const float x = q[j][i].value(a.q.type), y = k[j][i].value(a.k.type);
                     qq[j] += x * x, kk[j] += y * y, kq[j] += y * x;
                     s.q[j][channel(i)] = x, s.k[j][channel(i)] = y;
+                    if constexpr (kKeys == Keys::kLowRank) {
+                        const float z = this->b_key[j * kOwned + i].value(a.b_key.type);
+                        bq[j] += z * x;
+                        s.a[j][channel(i)] = this->a_key[j * kOwned + i].value(a.a_key.type);
+                        s.b[j][channel(i)] = z;
+                    }
                     decay[j * kOwned + i] = g[j][i].value(a.g.type), shift[j * kOwned + i] = bias[i];
                 }
             if (a.q.type == Element::kFloat32) {
@@ -176,14 +192,14 @@ struct DecodeInputs
 #pragma unroll
                 for (int i = 0; i < kTokens * kOwned; ++i) {
                     s.decay[i / kOwned][channel(i % kOwned)] = decay[i] + shift[i];
-                    if constexpr (kErases)
+                    if constexpr (kKeys == Keys::kErase)
                         s.e[i / kOwned][channel(i % kOwned)] = this->erase[i].value(a.erase.type);
                 }
 #pragma unroll 1  // few calls have float32 inputs
                 for (int i = 0; i < kTokens * kOwned; ++i) {
                     float& own = s.decay[i / kOwned][channel(i % kOwned)];
                     own = exact.decay(own);
-                    if constexpr (kErases) {
+                    if constexpr (kKeys == Keys::kErase) {
                         float& e = s.e[i / kOwned][channel(i % kOwned)];
                         e = s.k[i / kOwned][channel(i % kOwned)] *
                             beta_exact(e, a.beta_is_logit, a.most_erase);
@@ -196,7 +212,7 @@ struct DecodeInputs
 #pragma unroll
                     for (int i = 0; i < kOwned; ++i) {
                         s.decay[j][channel(i)] = exp2_fast(decay[j * kOwned + i] + gate.gamma2);
-                        if constexpr (kErases)
+                        if constexpr (kKeys == Keys::kErase)
                             s.e[j][channel(i)] = k[j][i].value(a.k.type) * erases(a, j * kOwned + i);
                     }
             }
@@ -205,6 +221,10 @@ struct DecodeInputs
             const int j = lane / (32 / kTokens);
             const float products = warp_sums(kq);
             if (puts) s.kq[j][warp] = products;
+            if constexpr (kKeys == Keys::kLowRank) {
+                const float of_b = warp_sums(bq);
+                if (puts) s.bq[j][warp] = of_b;
+            }
             if (a.qk_l2norm) {
                 const float of_q = warp_sums(qq), of_k = warp_sums(kk);
                 if (puts) s.qq[j][warp] = of_q, s.kk[j][warp] = of_k;

@@ -42,13 +42,22 @@ void run(const Args& args, const Context& context) {
                                                 : args.snapshots;
     with_state(state ? state.dtype : Dtype::kFloat32, [&]<class State>(Type<State>) {
         with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
+            const Keys keys = keys_of(args.algorithm.update);
             const auto launch_packed = [&] {
-                return call.args.erase.data ? launch_step_packed<State, kKey, true>(call)
-                                            : launch_step_packed<State, kKey, false>(call);
+                return with_keys(keys, [&]<Keys kKeys>(KeysConstant<kKeys>) {
+                    if constexpr (kIsPacked<State, kKey, kKeys>)
+                        return launch_step_packed<State, kKey, kKeys>(call);
+                    else
+                        return false;
+                });
             };
             if (call.args.writes > 1)
                 launch_step_several<kKey>(call);
-            else if (call.segment || !launch_packed())
+            else if (!call.segment && launch_packed())
+                return;
+            else if (keys == Keys::kLowRank)
+                launch_step_low_rank<kKey>(call);
+            else
                 launch_step_any<kKey>(call);
         });
     });

@@ -8,6 +8,7 @@
 
 #include "core/float8.h"
 #include "cuda/call.h"
+#include "cuda/recurrent/keys.h"
 
 namespace cula::cuda::recurrent {
 
@@ -16,16 +17,23 @@ inline constexpr int kMaxTreeTokens = 256;
 
 // Launches decode or verify on states of type State (float, __nv_bfloat16, __half or Float8E4M3): K
 // contiguous, rows in aligned groups of four elements. Returns false, and launches nothing, if the states are
-// not like that or the call asks for what only step computes. kErases: for calls with erase strengths.
-template <class State, int kKey, bool kErases>
+// not like that or the call asks for what only step computes.
+template <class State, int kKey, Keys kKeys>
 bool launch_step_packed(const Call& call);
+
+// What it is instantiated for. Heads of RWKV-7 have 64 channels, so of low-rank keys not for all.
+template <class State, int kKey, Keys kKeys>
+inline constexpr bool kIsPacked =
+    kKeys != Keys::kLowRank || (kKey <= 128 && !std::is_same_v<State, Float8E4M3>);
 
 // Launches step: on any states, along trees, or for the affine maps of whole sequences (Call::segment).
 template <int kKey>
 void launch_step_any(const Call& call);
 
-// The same for rules whose tokens write several times.
+// The same for rules whose tokens write several times, and for those with low-rank keys.
 template <int kKey>
 void launch_step_several(const Call& call);
+template <int kKey>
+void launch_step_low_rank(const Call& call);
 
 }  // namespace cula::cuda::recurrent

@@ -13,7 +13,7 @@
 
 namespace cula::cuda::recurrent {
 
-template <int kKey, bool kErases>
+template <int kKey, Keys kKeys>
 void launch_backward(const Call& call, const backward::Gradients& d, const BackwardPlan& plan) {
     const DeviceArgs& a = call.args;
     const auto blocks = [](std::int64_t count, int each) {
@@ -30,7 +30,7 @@ void launch_backward(const Call& call, const backward::Gradients& d, const Backw
         return window;
     };
     const auto prepare = [&](const Window& window) {
-        launch<backward_prepare<kKey, kErases>>(
+        launch<backward_prepare<kKey, kKeys>>(
             {.blocks = blocks(window.tokens() * (a.heads + a.value_heads), kStepWarps),
              .threads = kStepThreads},
             call.stream, a, d, plan, window);
@@ -43,12 +43,13 @@ void launch_backward(const Call& call, const backward::Gradients& d, const Backw
         // Of packed sequences at most so many have tokens in the window.
         const std::int64_t sequences =
             a.cu_seqlens ? std::min<std::int64_t>(a.sequences, window.tokens()) : window.rows;
-        launch<backward_walk<kKey, kErases>>({.blocks = static_cast<std::size_t>(sequences) * slices,
-                                              .threads = kStepThreads,
-                                              .shared_bytes = sizeof(WalkShared<kKey, kErases>)},
-                                             call.stream, a, d, plan, window);
-        if (d.decay() || d.d_beta.data || plan.columns.erase >= 0 || (a.cu_seqlens && d.d_v.data))
-            launch<backward_heads<kKey, kErases>>(
+        launch<backward_walk<kKey, kKeys>>({.blocks = static_cast<std::size_t>(sequences) * slices,
+                                            .threads = kStepThreads,
+                                            .shared_bytes = sizeof(WalkShared<kKey, kKeys>)},
+                                           call.stream, a, d, plan, window);
+        if (d.decay() || d.d_beta.data || plan.columns.erase >= 0 || d.d_a_key.data || d.d_b_key.data ||
+            (a.cu_seqlens && d.d_v.data))
+            launch<backward_heads<kKey, kKeys>>(
                 {.blocks = blocks(window.tokens(), kParameterTokens) * a.value_heads,
                  .threads = kFinishThreads},
                 call.stream, a, d, plan, window);
@@ -61,7 +62,7 @@ void launch_backward(const Call& call, const backward::Gradients& d, const Backw
         for (std::int64_t i = 0; i + 1 < plan.windows; ++i) {
             const Window window = window_of(group, i);
             prepare(window);
-            launch<backward_advance<kKey, kErases>>(
+            launch<backward_advance<kKey, kKeys>>(
                 {.blocks = static_cast<std::size_t>(window.rows) * slices, .threads = kStepThreads},
                 call.stream, a, plan, window);
         }

@@ -34,27 +34,27 @@ bool decode_launch(const Call& call, int rows, DecodeArgs& args, LaunchShape& sh
     return decode_args<State>(a, blocks, args);
 }
 
-template <class State, int kKey, bool kErases, int kRows, int kTokens>
+template <class State, int kKey, Keys kKeys, int kRows, int kTokens>
 bool launch_decode(const Call& call) {
     DecodeArgs args;
     LaunchShape shape;
     if (!decode_launch<State>(call, kRows * kRowsPerPass, args, shape)) return false;
     args.ahead = kCtasAhead * call.multiprocessors;
-    launch<decode<State, kKey, kRows, kTokens, kErases>>(shape, call.stream, args);
+    launch<decode<State, kKey, kRows, kTokens, kKeys>>(shape, call.stream, args);
     return true;
 }
 
-template <class State, int kKey, bool kErases>
+template <class State, int kKey, Keys kKeys>
 bool launch_verify(const Call& call) {
     DecodeArgs args;
     LaunchShape shape;
     if (!decode_launch<State>(call, kVerifyRows, args, shape)) return false;
     shape.shared_bytes = sizeof(VerifyShared<State, kKey>);
-    launch<verify<State, kKey, kErases>>(shape, call.stream, args);
+    launch<verify<State, kKey, kKeys>>(shape, call.stream, args);
     return true;
 }
 
-template <class State, int kKey, bool kErases>
+template <class State, int kKey, Keys kKeys>
 bool launch_step_packed(const Call& call) {
     const DeviceArgs& a = call.args;
     if (a.key_dim != kKey || a.parents.data || a.num_checkpoints || a.chunk_states.data ||
@@ -71,8 +71,8 @@ bool launch_step_packed(const Call& call) {
         // multiprocessor and to shorten the last wave.
         constexpr int kFullRows = (sizeof(State) < 4 ? 512 : 256) / kKey;
         const bool full = each(kFullRows * kRowsPerPass) >= (sizeof(State) < 4 ? 3 : 40);
-        return full ? launch_decode<State, kKey, kErases, kFullRows, 1>(call)
-                    : launch_decode<State, kKey, kErases, 1, 1>(call);
+        return full ? launch_decode<State, kKey, kKeys, kFullRows, 1>(call)
+                    : launch_decode<State, kKey, kKeys, 1, 1>(call);
     }
     // Draft tokens go at once where they are few. What a batch-invariant call takes may not depend on the
     // other sequences.
@@ -81,11 +81,12 @@ bool launch_step_packed(const Call& call) {
                                             : a.tokens <= kVerifyTokens && !a.batch_invariant;
     const bool drafts = a.state_indices.data || !a.final.data;
     // verify contracts states as they are stored, and those of float8 have scales.
-    if constexpr (!std::is_same_v<State, Float8E4M3>)
-        if (few && drafts && a.q.dtype != Dtype::kFloat32) return launch_verify<State, kKey, kErases>(call);
+    // Low-rank keys read another state than the decayed one.
+    if constexpr (!std::is_same_v<State, Float8E4M3> && kKeys != Keys::kLowRank)
+        if (few && drafts && a.q.dtype != Dtype::kFloat32) return launch_verify<State, kKey, kKeys>(call);
     constexpr int kFullRows = 256 / kKey;
-    return each(kFullRows * kRowsPerPass) >= 4 ? launch_decode<State, kKey, kErases, kFullRows, 4>(call)
-                                               : launch_decode<State, kKey, kErases, 1, 4>(call);
+    return each(kFullRows * kRowsPerPass) >= 4 ? launch_decode<State, kKey, kKeys, kFullRows, 4>(call)
+                                               : launch_decode<State, kKey, kKeys, 1, 4>(call);
 }
 
 }  // namespace cula::cuda::recurrent

@@ -26,8 +26,8 @@
 
 #include "cuda/device_args.h"
 #include "cuda/recurrent/checkpoints.cuh"
-#include "cuda/recurrent/erase.cuh"
 #include "cuda/recurrent/instances.h"
+#include "cuda/recurrent/keys.cuh"
 #include "cuda/recurrent/lanes.cuh"
 #include "cuda/rule.h"
 #include "cuda/tile/convert.cuh"
@@ -37,8 +37,8 @@
 
 namespace cula::cuda::recurrent {
 
-template <int kKey, bool kErases>
-struct alignas(16) StepInputs : EraseKeys<kErases, kStepWarps, kKey> {
+template <int kKey, Keys kKeys>
+struct alignas(16) StepInputs : OtherKeys<kKeys, kStepWarps, kKey>, OtherSums<kKeys, kStepWarps, 1> {
     float q[kStepWarps][kKey], k[kStepWarps][kKey], decay[kStepWarps][kKey];
     float value[kStepWarps][kRowsPerPass], beta[kStepWarps][kRowsPerPass];
     float qq[kStepWarps], kk[kStepWarps], kq[kStepWarps];
@@ -47,8 +47,10 @@ struct alignas(16) StepInputs : EraseKeys<kErases, kStepWarps, kKey> {
 
     // What reads the state.
     __device__ __forceinline__ const float* reading_key(int slot) const {
-        if constexpr (kErases)
+        if constexpr (kKeys == Keys::kErase)
             return this->e[slot];
+        else if constexpr (kKeys == Keys::kLowRank)
+            return this->a[slot];
         else
             return k[slot];
     }
@@ -94,8 +96,8 @@ struct Write<true> {
 // The inputs of one write, held by one warp. fetch() issues the loads of everything that the CTA's rows need;
 // ready() prepares the write in place `slot` of StepInputs. No load from global memory lies between two of
 // them.
-template <int kKey, bool kErases, bool kSeveral>
-struct TokenInputs : RawErase<kErases, kKey / 32> {
+template <int kKey, Keys kKeys, bool kSeveral>
+struct TokenInputs : RawKeys<kKeys, kKey / 32> {
     static constexpr int kPerLane = kKey / 32;
     RawFloat q[kPerLane], k[kPerLane], g[kPerLane], value, beta;
     std::int32_t state_index;
@@ -160,7 +162,12 @@ struct TokenInputs : RawErase<kErases, kKey / 32> {
             load(q[i], a.q, q_row + c, in);
             load(k[i], a.k, k_row + c, in);
             load(g[i], a.g, g_row + (per_channel ? c : 0), per_channel ? in : per_token);
-            if constexpr (kErases) load(this->erase[i], a.erase, a.erase.offset(b, at, value_head) + c, in);
+            if constexpr (kKeys == Keys::kErase)
+                load(this->erase[i], a.erase, a.erase.offset(b, at, value_head) + c, in);
+            if constexpr (kKeys == Keys::kLowRank) {
+                load(this->a_key[i], a.a_key, a.a_key.offset(b, at, value_head) + c, in);
+                load(this->b_key[i], a.b_key, a.b_key.offset(b, at, value_head) + c, in);
+            }
         }
         const int row = row0 + channel(0);
         const bool in = row < a.value_dim && channel(0) < kRowsPerPass;
@@ -169,7 +176,7 @@ struct TokenInputs : RawErase<kErases, kKey / 32> {
              takes_betas && (in || !a.beta_per_value));
     }
 
-    __device__ __forceinline__ void ready(const DeviceArgs& a, int value_head, StepInputs<kKey, kErases>& s,
+    __device__ __forceinline__ void ready(const DeviceArgs& a, int value_head, StepInputs<kKey, kKeys>& s,
                                           int slot) const {
         const HeadGate gate(value_head, a.gate, A_log, a.lower_bound, gamma);
         const Element type = element(a.q.dtype), g_type = element(a.g.dtype),
@@ -177,17 +184,24 @@ struct TokenInputs : RawErase<kErases, kKey / 32> {
         // The sums are formed in decode's order: per thread over one channel, or over two that lie 128 apart;
         // then over a warp; then over the warps in order.
         constexpr int kSums = kPerLane < kStepWarps ? kPerLane : kStepWarps;
-        float decay[kPerLane], qq[kSums] = {}, kk[kSums] = {}, kq[kSums] = {};
+        float decay[kPerLane], qq[kSums] = {}, kk[kSums] = {}, kq[kSums] = {}, bq[kSums] = {};
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
             const float x = q[i].value(type), y = k[i].value(type);
             qq[i % kSums] += x * x, kk[i % kSums] += y * y, kq[i % kSums] += y * x;
             s.q[slot][channel(i)] = x, s.k[slot][channel(i)] = y;
+            if constexpr (kKeys == Keys::kLowRank) {
+                const float z = this->b_key[i].value(element(a.b_key.dtype));
+                bq[i % kSums] += z * x;
+                s.a[slot][channel(i)] = this->a_key[i].value(element(a.a_key.dtype));
+                s.b[slot][channel(i)] = z;
+            }
             decay[i] = g[i].value(g_type);
         }
 #pragma unroll
         for (int i = 0; i < kSums; ++i) {
             kq[i] = warp_sum(kq[i]);
+            if constexpr (kKeys == Keys::kLowRank) bq[i] = warp_sum(bq[i]);
             if (a.qk_l2norm) qq[i] = warp_sum(qq[i]), kk[i] = warp_sum(kk[i]);
         }
         const bool per_channel = a.algorithm.decay == kChannelDecay;
@@ -197,13 +211,14 @@ struct TokenInputs : RawErase<kErases, kKey / 32> {
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i) {
                 s.decay[slot][channel(i)] = decay[i] + bias[i];
-                if constexpr (kErases) s.e[slot][channel(i)] = this->erase[i].value(element(a.erase.dtype));
+                if constexpr (kKeys == Keys::kErase)
+                    s.e[slot][channel(i)] = this->erase[i].value(element(a.erase.dtype));
             }
 #pragma unroll 1  // few calls have float32 inputs
             for (int i = 0; i < kPerLane; ++i) {
                 float& own = s.decay[slot][channel(i)];
                 own = exact.decay(own);
-                if constexpr (kErases) {
+                if constexpr (kKeys == Keys::kErase) {
                     float& e = s.e[slot][channel(i)];
                     e = s.k[slot][channel(i)] * beta_exact(e, a.beta_is_logit, most_erase);
                 }
@@ -221,7 +236,7 @@ struct TokenInputs : RawErase<kErases, kKey / 32> {
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i) {
                 s.decay[slot][channel(i)] = exp2_fast(decay[i]);
-                if constexpr (kErases)
+                if constexpr (kKeys == Keys::kErase)
                     s.e[slot][channel(i)] =
                         k[i].value(type) * erase_strength(this->erase[i].value(element(a.erase.dtype)),
                                                           a.beta_is_logit, most_erase);
@@ -235,14 +250,15 @@ struct TokenInputs : RawErase<kErases, kKey / 32> {
         if (channel(0) < kRowsPerPass) {
             s.value[slot][channel(0)] = value.value(type);
             s.beta[slot][channel(0)] = beta_exact(beta.value(beta_type), a.beta_is_logit,
-                                                  !kErases && a.allow_neg_eigval ? 2.0f : 1.0f);
-            if constexpr (kErases) {  // beta v - S' e is 1 (beta v - S' e)
+                                                  kKeys != Keys::kErase && a.allow_neg_eigval ? 2.0f : 1.0f);
+            if constexpr (kKeys == Keys::kErase) {  // beta v - S' e is 1 (beta v - S' e)
                 s.value[slot][channel(0)] *= s.beta[slot][channel(0)];
                 s.beta[slot][channel(0)] = 1.0f;
             }
         }
         if (threadIdx.x % 32 == 0) {
             s.qq[slot] = sum(qq), s.kk[slot] = sum(kk), s.kq[slot] = sum(kq);
+            if constexpr (kKeys == Keys::kLowRank) s.bq[slot][0] = sum(bq);
             s.state_index[slot] = state_index;
         }
     }
@@ -329,12 +345,12 @@ struct StepRule<Update::kDelta> {
 // kMaps: computes the affine maps of whole sequences instead of outputs. Rows that start from zero and read
 // the values give B; rows that start from the identity and read zeros as values give M. Of a diagonal M
 // the diagonal is stored.
-// kErases: a rule with erase strengths, u = beta v - S' e with the erase key e = erase o k.
+// kKeys: the keys of a token besides q and k (decode.cuh).
 // kSeveral: a rule whose tokens write several times.
-template <int kKey, bool kTree, bool kMaps = false, bool kErases = false, bool kSeveral = false>
+template <int kKey, bool kTree, bool kMaps = false, Keys kKeys = Keys::kOne, bool kSeveral = false>
 __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
     step(const __grid_constant__ DeviceArgs a) {
-    __shared__ StepInputs<kKey, kErases> s;
+    __shared__ StepInputs<kKey, kKeys> s;
     __shared__ TreeBase<kKey, kTree> base;
 
     const int value_blocks = (a.value_dim + kRowsPerPass - 1) / kRowsPerPass;
@@ -349,7 +365,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
               own = static_cast<int>(threadIdx.x) / kLanesPerRow, row = row0 + own;
     const TokenRange tokens = a.sequences > 0 ? tokens_of(a, n) : TokenRange{};
     // Each warp prepares one token. Its inputs do not depend on the state, so their loads are issued first.
-    TokenInputs<kKey, kErases, kSeveral> inputs;
+    TokenInputs<kKey, kKeys, kSeveral> inputs;
     const auto fetch = [&](std::int64_t write) {
         inputs.fetch(a, tokens, n, Write<kSeveral>(a, write), value_head, row0, !of_m);
     };
@@ -399,13 +415,18 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
             load4(decay, s.decay[slot] + c), load4(key, s.reading_key(slot) + c), load4(query, s.q[slot] + c);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
+                if constexpr (kKeys == Keys::kLowRank) read += state.x[p + e] * key[e];
                 state.x[p + e] *= decay[e];
-                read += state.x[p + e] * key[e];
+                if constexpr (kKeys != Keys::kLowRank) read += state.x[p + e] * key[e];
                 out += state.x[p + e] * query[e];
             }
         }
         if (corrects) write = scales.write(s.beta[slot][own], write, row_sum(read));
-        const float output_row = scales.output(row_sum(out), write);
+        float output_row = scales.output(row_sum(out), write), found = 0.0f;
+        if constexpr (kKeys == Keys::kLowRank) {
+            found = row_sum(read);
+            output_row = __fmaf_rn(found, s.bq[slot][0] * scales.q, output_row);
+        }
         write *= scales.k;
 #pragma unroll
         for (int p = 0; p < StateRow<kKey>::kPerLane; p += 4) {
@@ -413,6 +434,11 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
             load4(key, s.k[slot] + lane_channel(p));
 #pragma unroll
             for (int e = 0; e < 4; ++e) state.x[p + e] += key[e] * write;
+            if constexpr (kKeys == Keys::kLowRank) {
+                load4(key, s.b[slot] + lane_channel(p));
+#pragma unroll
+                for (int e = 0; e < 4; ++e) state.x[p + e] += key[e] * found;
+            }
         }
         if (output && threadIdx.x % kLanesPerRow == 0 && row < a.value_dim)
             store_row(a.o.data, a.o.dtype, a.o.offset(tokens.batch, tokens.begin + t, value_head) + row,
@@ -508,7 +534,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
         }
     }
     if constexpr (kMaps) {
-        if (!of_m || corrects) {
+        if (!of_m || corrects || kKeys == Keys::kLowRank) {
             const States& to = of_m ? a.segment_m : a.segment_b;
             state.store(a, to, to.offset(n, value_head), row, row_end);
         } else {

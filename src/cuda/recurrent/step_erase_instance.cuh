@@ -4,7 +4,7 @@
 
 #include "cuda/recurrent/launch_packed.cuh"
 
-#define CULA_INSTANTIATE(type, key)                                 \
-    namespace cula::cuda::recurrent {                               \
-    template bool launch_step_packed<type, key, true>(const Call&); \
+#define CULA_INSTANTIATE(type, key)                                         \
+    namespace cula::cuda::recurrent {                                       \
+    template bool launch_step_packed<type, key, Keys::kErase>(const Call&); \
     }

@@ -46,8 +46,8 @@ namespace cula::cuda::recurrent {
 // Tokens per sequence, and rows per CTA: 16 of each warp.
 inline constexpr int kVerifyTokens = 4, kVerifyRows = 16 * kStepWarps;
 
-template <int kKey, bool kErases>
-using VerifyInputs = DecodeInputs<kKey, kVerifyRows, kVerifyTokens, kErases>;
+template <int kKey, Keys kKeys>
+using VerifyInputs = DecodeInputs<kKey, kVerifyRows, kVerifyTokens, kKeys>;
 
 // The type of a column's two words.
 template <class State>
@@ -181,11 +181,11 @@ __device__ __forceinline__ void contract(float (&d)[4], const VerifyShared<State
 }
 
 // Columns, decays, keys and sums of the tokens, from the inputs that a thread has fetched.
-template <class State, int kKey, bool kErases>
-__device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<kKey, kErases>& inputs,
+template <class State, int kKey, Keys kKeys>
+__device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<kKey, kKeys>& inputs,
                                         int value_head, VerifyShared<State, kKey>& s) {
     using Shared = VerifyShared<State, kKey>;
-    constexpr int kOwned = VerifyInputs<kKey, kErases>::kOwned;
+    constexpr int kOwned = VerifyInputs<kKey, kKeys>::kOwned;
     if (inputs.owns_channels()) {
         const HeadGate gate(value_head, a.gate, inputs.A_log, a.lower_bound, inputs.gamma);
         float decay[kVerifyTokens * kOwned], shift[kVerifyTokens * kOwned], sums[Shared::kSums] = {};
@@ -203,7 +203,7 @@ __device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<
             for (int t = 0; t < kVerifyTokens; ++t) {
                 k[t] = inputs.k[t][i].value(a.k.type), q[t] = inputs.q[t][i].value(a.q.type);
                 reads[t] = k[t];
-                if constexpr (kErases) reads[t] *= inputs.erases(a, t * kOwned + i);
+                if constexpr (kKeys == Keys::kErase) reads[t] *= inputs.erases(a, t * kOwned + i);
                 float& own = decay[t * kOwned + i];
                 own = exp2_fast(own + gate.gamma2);
                 all *= own;
@@ -302,8 +302,8 @@ inline constexpr int kVerifyCtas = kKey > 128           ? 2
                                    : sizeof(State) == 2 ? 6
                                                         : 4;
 
-// kErases: a rule with erase strengths.
-template <class State, int kKey, bool kErases>
+// kKeys: with or without erase keys.
+template <class State, int kKey, Keys kKeys>
 __global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
     verify(const __grid_constant__ DecodeArgs a) {
     using Shared = VerifyShared<State, kKey>;
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
             range.length = max(clamped_offset(a, n + 1) - range.begin, 0);
         }
     }
-    VerifyInputs<kKey, kErases> inputs;
+    VerifyInputs<kKey, kKeys> inputs;
     inputs.fetch_head(a, value_head);
     inputs.fetch(a, n, range, 0, value_head, row0);
 

@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+// An instance of launch_backward (backward_plan.h) for rules with low-rank keys.
+#pragma once
+
+#include "cuda/recurrent/launch_backward.cuh"
+
+#define CULA_INSTANTIATE(type, key)                                                                   \
+    template void cula::cuda::recurrent::launch_backward<key, cula::cuda::recurrent::Keys::kLowRank>( \
+        const Call&, const cula::cuda::backward::Gradients&, const BackwardPlan&);
