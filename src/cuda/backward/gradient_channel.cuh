@@ -386,6 +386,30 @@ struct ChannelGradient {
         sums[0] = factor == 0.0f ? 0.0f : sum * factor;
     }
 
+    // All value heads of the group.
+    __device__ __forceinline__ void run() {
+#pragma unroll 1
+        for (; of_group < a.group; ++of_group) {
+            SliceSums<T, kKey, kSolves> sums;
+            float given = 0.0f;
+            slices(sums, given);
+            if (kSolves && !kErases && d.d_beta.data) strengths(given);
+            if (wants_ends()) {
+                Column decay, d_q, d_k, row_k;
+                prefetch_next();
+                operands(decay);
+                pairs(sums.ends, decay, d_q, d_k, row_k);
+                if constexpr (kErases) erase(row_k, d_k);
+                if (d.decay()) gate(decay);
+                if (d.keys()) keys(d_q, d_k);
+            }
+            if (!is_last() || wants_sums()) __syncthreads();
+            if (!wants_sums()) continue;
+            parameters();
+            if (!is_last()) __syncthreads();  // the next slices take the place of the sums
+        }
+    }
+
 private:
     // x += the sums over the value heads before this one; all but the last keep the new sums.
     __device__ __forceinline__ void add_to_sums(Column& x, float* so_far) const {
@@ -426,27 +450,7 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, Patches<kKey>::kCtas)
     ChannelGradient<T, kKey, kSolves, kErases> chunk_of{a, schedule, d, saved, scratch, s};
     if (thread == 0) s.place = place;
     __syncthreads();
-
-#pragma unroll 1
-    for (; chunk_of.of_group < a.group; ++chunk_of.of_group) {
-        SliceSums<T, kKey, kSolves> sums;
-        float given = 0.0f;
-        chunk_of.slices(sums, given);
-        if (kSolves && !kErases && d.d_beta.data) chunk_of.strengths(given);
-        if (chunk_of.wants_ends()) {
-            Column decay, d_q, d_k, row_k;
-            chunk_of.prefetch_next();
-            chunk_of.operands(decay);
-            chunk_of.pairs(sums.ends, decay, d_q, d_k, row_k);
-            if constexpr (kErases) chunk_of.erase(row_k, d_k);
-            if (d.decay()) chunk_of.gate(decay);
-            if (d.keys()) chunk_of.keys(d_q, d_k);
-        }
-        if (!chunk_of.is_last() || chunk_of.wants_sums()) __syncthreads();
-        if (!chunk_of.wants_sums()) continue;
-        chunk_of.parameters();
-        if (!chunk_of.is_last()) __syncthreads();  // the next slices take the place of the sums
-    }
+    chunk_of.run();
 }
 
 }  // namespace cula::cuda::backward

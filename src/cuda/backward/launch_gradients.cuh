@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
+
+#include "cuda/backward/gradient_anchored.cuh"
 #include "cuda/backward/gradient_channel.cuh"
+#include "cuda/backward/gradient_left.cuh"
 #include "cuda/backward/gradient_token.cuh"
 #include "cuda/backward/launch_gradients.h"
 #include "cuda/chunked/target.h"
@@ -15,10 +19,32 @@ inline std::size_t gradient_ctas(const DeviceArgs& a, const chunked::Schedule& s
            static_cast<std::size_t>(a.heads);
 }
 
+// gradient_anchored and gradient_left, where the former takes the call.
+template <class T, int kKey, Update kUpdate>
+bool launch_anchored(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
+                     const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
+                     chunked::EarlyStarts& early) {
+    using Of = GradientAnchored<T, kKey>;
+    using Left = GradientChannel<T, kKey>;
+    const std::size_t bytes = Of::shared_bytes(saved.count);
+    if (!scratch.left || !Of::takes(a, d) || bytes > call.shared_bytes_limit) return false;
+    const std::size_t ctas =
+        std::min(gradient_ctas(a, schedule), static_cast<std::size_t>(call.multiprocessors));
+    launch<gradient_anchored<T, kKey, kUpdate>>(early({ctas, Of::kThreads, bytes, call.shared_bytes_limit}),
+                                                call.stream, a, schedule, d, saved, scratch);
+    chunked::Schedule of_left = schedule;
+    of_left.ahead = 0;  // a CTA's next chunk is another than gradient_channel's
+    launch<gradient_left<T, kKey, kUpdate>>(early({ctas, Left::kThreads, Left::kSharedBytes}), call.stream, a,
+                                            of_left, d, saved, scratch);
+    return true;
+}
+
 template <class T, int kKey, Update kUpdate, bool kErases>
 void launch_channel(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
                     const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
                     chunked::EarlyStarts& early) {
+    if constexpr (kHasAnchored<T, kKey> && !kErases)
+        if (launch_anchored<T, kKey, kUpdate>(call, a, schedule, d, saved, scratch, early)) return;
     using Of = GradientChannel<T, kKey>;
     launch<gradient_channel<T, kKey, kUpdate, kErases>>(
         early({gradient_ctas(a, schedule), Of::kThreads, Of::kSharedBytes}), call.stream, a, schedule, d,

@@ -18,9 +18,11 @@
 // tokens beyond the chunk's are zero.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/chunked/chunk.cuh"
 #include "cuda/ptx/memory.cuh"
@@ -101,6 +103,12 @@ struct GradientScratch {
     float* keys = nullptr;  // [chunks of the slab, H, 2, tokens of a chunk, kKey]
     // Of every chunk and value head: the summand of dA_log, with its factor, and those of ddt_bias.
     float* parameters = nullptr;  // [chunks of the slab, HV, 1 + channels]; channels: K, or 1
+    // Not 0: what gradient_anchored has left to gradient_left.
+    std::uint8_t* left = nullptr;  // [chunks of the slab, H]
 };
+
+// Whether there is a gradient_anchored for inputs of this type and at most kKey channels.
+template <class T, int kKey>
+inline constexpr bool kHasAnchored = std::is_same_v<T, __nv_bfloat16> && kKey == 128;
 
 }  // namespace cula::cuda::backward

@@ -100,6 +100,8 @@ struct BackwardWorkspace {
         }
         if (plan.wanted.any && plan.half != Half::kFirst)
             returned = carver.take<ReturnSlice<T, kKey>>(of_heads * slices);
+        if constexpr (kPerChannel && kHasAnchored<T, kKey>)
+            if (plan.wanted.any && heads == value_heads) scratch.left = carver.take<std::uint8_t>(of_heads);
         if (shares_keys(heads, value_heads, plan.wanted))
             scratch.keys = carver.take<float>(chunks * heads * kSums);
         if (plan.wanted.parameters)

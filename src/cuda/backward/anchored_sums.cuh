@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+// gradient_anchored, what a warp makes on tensor cores: the ends of its patch and squares from the slices,
+// and the sums over blocks.
+#pragma once
+
+#include "cuda/backward/anchored_tensors.cuh"
+#include "cuda/backward/channel_slices.cuh"
+
+namespace cula::cuda::backward {
+
+inline constexpr int kFragment = 32 * 16;  // bytes of a fragment of four words a lane
+__device__ __forceinline__ void load_fragment(std::uint32_t (&words)[4], const unsigned char* at) {
+    const uint4 x = *reinterpret_cast<const uint4*>(at);
+    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+}
+
+template <class T, int kKey, bool kSolves>
+struct AnchoredSums : AnchoredTensors<T, kKey> {
+    using Base = AnchoredTensors<T, kKey>;
+    using Base::a, Base::d, Base::s, Base::parity;
+    using P = Patches<kKey>;
+    using Carried = CarrySlice<T, kKey>;
+    using Returned = ReturnSlice<T, kKey>;
+    static_assert(P::kGroups == P::kBlocks, "a warp has one square");
+
+    const Saved<T, kKey>& saved;
+
+    __device__ __forceinline__ AnchoredSums(const Base& base, const Saved<T, kKey>& of)
+        : Base(base), saved(of) {}
+
+    // Copies of all slices of a chunk and head, one chunk after the other: bulk copies, which one thread
+    // starts and an mbarrier counts, or, before sm_90, pieces of 16 bytes by all threads.
+#if __CUDA_ARCH__ >= 900
+    __device__ __forceinline__ void init_copies() const {
+        if (threadIdx.x > 0) return;
+        s.slices_ready.init(1);
+        publish_barriers();
+    }
+    __device__ __forceinline__ void copy_slices(const ChannelPlace& of) const {
+        if (threadIdx.x > 0) return;
+        const std::int64_t first = saved.index(of.slot, of.head, 0);
+        const int carried = saved.count * static_cast<int>(sizeof(Carried));
+        const std::uint32_t to = shared_address(slices()), ready = s.slices_ready.address();
+        constexpr int kSlice = static_cast<int>(sizeof(Returned)),
+                      kSkipped = kSolves ? 0 : static_cast<int>(offsetof(Returned, d_outputs));
+        s.slices_ready.arrive_expecting(carried + saved.count * (kSlice - kSkipped));
+        copy_bulk(to, saved.carried + first, carried, ready);
+        const auto* returned = reinterpret_cast<const unsigned char*>(saved.returned + first);
+        const int copies = kSolves ? 1 : saved.count,
+                  bytes = kSolves ? saved.count * kSlice : kSlice - kSkipped;
+        for (int i = 0; i < copies; ++i)
+            copy_bulk(to + carried + i * kSlice + kSkipped, returned + i * kSlice + kSkipped, bytes, ready);
+    }
+    __device__ __forceinline__ void wait_for_slices() const { s.slices_ready.wait(parity); }
+#else
+    __device__ __forceinline__ void init_copies() const {}
+    __device__ __forceinline__ void copy_slices(const ChannelPlace& of) const {
+        const std::int64_t first = saved.index(of.slot, of.head, 0);
+        const int at = static_cast<int>(threadIdx.x) * 16;
+        const auto copy = [&](const auto* slices, int to, int skipped) {
+            const auto* from = reinterpret_cast<const unsigned char*>(slices + first);
+            const int bytes = saved.count * static_cast<int>(sizeof(*slices));
+            for (int i = at; i < bytes; i += P::kThreads * 16)
+                if (i % static_cast<int>(sizeof(*slices)) >= skipped)
+                    copy_async(shared_address(this->slices()) + to + i, from + i);
+        };
+        copy(saved.carried, 0, 0);
+        copy(saved.returned, saved.count * static_cast<int>(sizeof(Carried)),
+             kSolves ? 0 : static_cast<int>(offsetof(Returned, d_outputs)));
+        commit_copies();
+    }
+    __device__ __forceinline__ void wait_for_slices() const { wait_copies<0>(); }
+#endif
+
+    // Decays between anchors, from those of half blocks.
+    __device__ __forceinline__ void join_decays() const {
+        constexpr int kJoined = P::kBlocks - 1;
+        for (int i = thread_again(); i < (kJoined + 2) * kKey; i += P::kThreads) {
+            const int border = i / kKey, c = i % kKey;
+            const float before = border > 0 ? s.of_halves[2 * border - 1][c] : 1.0f;
+            s.between[border][c] = border <= kJoined ? before * s.of_halves[2 * border][c] : before;
+        }
+    }
+
+    // Accumulators of a patch from the slices; squares, strengths and rowsum(S o Z) to shared memory.
+    __device__ __forceinline__ void add_slices(Ends& ends) const {
+        const Patch<kKey> patch;
+        const int j = patch.block % 2 ? P::kGroups - 1 - patch.group : patch.group;
+        float d_scores[2][4] = {}, d_overlaps[2][4] = {}, passing[4] = {};
+        const bool has_square = j <= patch.block;
+        // The lane's words of the first slice: of its block's tokens, of its group's channels, of block j.
+        const unsigned char* const at = slices() + patch.lane * 16;
+        const unsigned char* carried = at + patch.block * kFragment;
+        const unsigned char* returned = carried + saved.count * static_cast<int>(sizeof(Carried));
+        const int to_group = (2 * patch.group - patch.block) * kFragment;
+        const int to_square = ((has_square ? j : 0) - patch.block) * kFragment;
+#pragma unroll 1
+        for (int i = 0; i < saved.count; ++i, carried += sizeof(Carried), returned += sizeof(Returned)) {
+            std::uint32_t writes[4], d_values[4], d_outputs[4], columns[4], state[2][4], d_state[2][4];
+            load_fragment(d_outputs, returned + offsetof(Returned, d_outputs));
+#pragma unroll
+            for (int step = 0; step < 2; ++step)
+                load_fragment(state[step], carried + offsetof(Carried, state) + to_group + step * kFragment);
+            if (kSolves) load_fragment(d_values, returned + offsetof(Returned, d_values));
+            load_fragment(writes, carried + offsetof(Carried, writes));
+#pragma unroll
+            for (int step = 0; step < 2; ++step)
+                load_fragment(d_state[step],
+                              returned + offsetof(Returned, d_state) + to_group + step * kFragment);
+            load_fragment(columns, carried + offsetof(Carried, writes) + to_square);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const std::uint32_t(&of)[4] = state[n / 2];
+                mma_16x8x16<T>(ends.q[n], d_outputs, of[n % 2 * 2], of[n % 2 * 2 + 1]);
+                if (kSolves) mma_16x8x16<T>(ends.k[n], d_values, of[n % 2 * 2], of[n % 2 * 2 + 1]);
+            }
+#pragma unroll
+            for (int n = 0; n < 4; ++n)
+                mma_16x8x16<T>(ends.columns[n], writes, d_state[n / 2][n % 2 * 2],
+                               d_state[n / 2][n % 2 * 2 + 1]);
+            if (has_square) {
+#pragma unroll
+                for (int x = 0; x < 2; ++x) {
+                    mma_16x8x16<T>(d_scores[x], d_outputs, columns[x], columns[x + 2]);
+                    if (kSolves) mma_16x8x16<T>(d_overlaps[x], d_values, columns[x], columns[x + 2]);
+                }
+            }
+            if (i % P::kBlocks != patch.block) continue;
+#pragma unroll
+            for (int w = 0; w < 8; ++w) {
+                const float2 x = unpack2<T>(state[w / 4][w % 4]), z = unpack2<T>(d_state[w / 4][w % 4]);
+                passing[w / 2] = fmaf(x.x, z.x, passing[w / 2]);
+                passing[w / 2] = fmaf(x.y, z.y, passing[w / 2]);
+            }
+        }
+        const int row = patch.lane / 4;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            passing[n] += __shfl_xor_sync(0xffffffffu, passing[n], 1);
+            passing[n] += __shfl_xor_sync(0xffffffffu, passing[n], 2);
+            if (patch.lane % 4 == 0) s.passing[patch.block][patch.group * kGroup + 8 * n + row] = passing[n];
+        }
+        if (!has_square) return;
+        const bool diagonal = j == patch.block;
+        if (kSolves && diagonal && patch.lane % 4 == row / 2) {
+            s.strengths[patch.first + row] = row % 2 ? d_overlaps[0][1] : d_overlaps[0][0];
+            s.strengths[patch.first + row + 8] = row % 2 ? d_overlaps[1][3] : d_overlaps[1][2];
+        }
+        put_square(s.d_scores[square_index(patch.block, j)], d_scores, diagonal, 0);
+        if (kSolves) put_square(s.d_overlaps[square_index(patch.block, j)], d_overlaps, diagonal, 1);
+    }
+
+    // The sums over blocks.
+    __device__ __forceinline__ void blocks(Ends& ends) const {
+        const Patch<kKey> patch;
+        entering(ends, patch);
+#pragma unroll 1
+        for (int j = 0; j <= patch.block; ++j) {
+            const auto& of = s.own[j * P::kGroups + patch.group].operands;
+            std::uint32_t square[4];
+            const int index = square_index(patch.block, j);
+            if constexpr (kSolves)
+                decay<2>({ends.q, ends.k}, j, patch);
+            else
+                decay<1>({ends.q}, j, patch);
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+                std::uint32_t keys[4];
+                load_operand(keys, of.keys, x, patch.lane);
+                load_matrices(square, shared_address(&s.d_scores[index][0][patch.lane * 4]));
+                multiply(ends.q, square, keys, x);
+                if constexpr (kSolves) {
+                    load_matrices(square, shared_address(&s.d_overlaps[index][0][patch.lane * 4]));
+                    multiply(ends.k, square, keys, x);
+                }
+            }
+        }
+#pragma unroll 1
+        for (int i = P::kBlocks - 1; i >= patch.block; --i) {
+            const auto& of = s.own[i * P::kGroups + patch.group].operands;
+            decay<1>({ends.columns}, i + 1, patch);
+            std::uint32_t square[4], operand[4];
+            const int index = square_index(i, patch.block);
+            const int lane = patch.lane;
+            // The transpose: the second and the third matrix change places.
+            const int matrix = (lane / 8 % 2 * 2 + lane / 16) * 32 + lane % 8 * 4;
+            load_matrices_transposed(square, shared_address(&s.d_scores[index][0][matrix]));
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+                load_operand(operand, of.queries, x, lane);
+                multiply(ends.columns, square, operand, x);
+            }
+            if constexpr (!kSolves) continue;
+            load_matrices_transposed(square, shared_address(&s.d_overlaps[index][0][matrix]));
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+                load_operand(operand, of.readers, x, lane);
+                multiply(ends.columns, square, operand, x);
+            }
+        }
+    }
+
+private:
+    __device__ __forceinline__ unsigned char* slices() const {
+        return reinterpret_cast<unsigned char*>(&s + 1);
+    }
+
+    // kind 0: the lower triangle with its diagonal; 1: without.
+    static __device__ __forceinline__ void put_square(Square& to, float (&square)[2][4], bool diagonal,
+                                                      int kind) {
+        const int lane = thread_again() % 32, row = lane / 4, column = lane % 4 * 2;
+        if (diagonal) {
+#pragma unroll
+            for (int x = 0; x < 2; ++x)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (8 * x + column + i % 2 + kind > row + i / 2 * 8) square[x][i] = 0.0f;
+        }
+        to[0][lane] = pack2<T>(square[0][0], square[0][1]);
+        to[1][lane] = pack2<T>(square[0][2], square[0][3]);
+        to[2][lane] = pack2<T>(square[1][0], square[1][1]);
+        to[3][lane] = pack2<T>(square[1][2], square[1][3]);
+    }
+
+    // B operands of 16 tokens and of channels 16 x to 16 x + 15.
+    static __device__ __forceinline__ void load_operand(std::uint32_t (&words)[4],
+                                                        const PatchOperand<T>& operand, int x, int lane) {
+        const int t = lane / 8 % 2 * kHalf + lane % 8;
+        load_matrices_transposed(words, shared_address(operand + operand_unit(t, 2 * x + lane / 16)));
+    }
+    static __device__ __forceinline__ void multiply(float (&sums)[4][4], const std::uint32_t (&square)[4],
+                                                    const std::uint32_t (&operand)[4], int x) {
+        mma_16x8x16<T>(sums[2 * x], square, operand[0], operand[1]);
+        mma_16x8x16<T>(sums[2 * x + 1], square, operand[2], operand[3]);
+    }
+
+    // x <- x decayed over border `border` (AnchoredSmem::between).
+    template <int kCount>
+    __device__ __forceinline__ void decay(float (*const (&x)[kCount])[4], int border,
+                                          const Patch<kKey>& patch) const {
+        const float* from = &s.between[border][patch.group * kGroup + patch.lane % 4 * 2];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const float2 by = *reinterpret_cast<const float2*>(from + 8 * n);
+#pragma unroll
+            for (int i = 0; i < kCount; ++i)
+                x[i][n][0] *= by.x, x[i][n][1] *= by.y, x[i][n][2] *= by.x, x[i][n][3] *= by.y;
+        }
+    }
+    // entering <- colsum(QA o dO S^T - RA o dV S^T), not yet decayed from the chunk's start.
+    __device__ __forceinline__ void entering(const Ends& ends, const Patch<kKey>& patch) const {
+        if (!d.decay()) return;
+        const auto& of = s.own[patch.warp].operands;
+        float sums[8] = {};
+        add_products(sums, of.queries, ends.q, patch);
+        if (kSolves) add_products(sums, of.readers, ends.k, patch);
+        scatter_sums<4, 4>(sums);
+        const int mine = patch.lane / 4;  // 2 n + e
+        s.entering[patch.block][patch.group * kGroup + mine / 2 * 8 + patch.lane % 4 * 2 + mine % 2] =
+            sums[0];
+    }
+    // sums[2 n + e] += the lane's part of the sum over tokens of operand o x, at channel 8 n + 2 (l % 4) + e.
+    static __device__ __forceinline__ void add_products(float (&sums)[8], const PatchOperand<T>& operand,
+                                                        const float (&x)[4][4], const Patch<kKey>& patch) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const T* const at =
+                    operand + operand_unit(patch.lane / 4 + half * kHalf, n) + patch.lane % 4 * 2;
+                const float2 pair = unpack2<T>(*reinterpret_cast<const std::uint32_t*>(at));
+                sums[2 * n] = fmaf(pair.x, x[n][2 * half], sums[2 * n]);
+                sums[2 * n + 1] = fmaf(pair.y, x[n][2 * half + 1], sums[2 * n + 1]);
+            }
+    }
+};
+
+}  // namespace cula::cuda::backward
