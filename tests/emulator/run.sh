@@ -23,7 +23,8 @@ instances+="recurrent/backward/any/64;recurrent/backward_erase/any/64;"
 instances+="float8/convert_states/any/256"
 for type in float __nv_bfloat16 __half Float8E4M3; do
     instances+=";recurrent/step/$type/64;recurrent/step_erase/$type/64"
-    [ "$type" = Float8E4M3 ] || instances+=";recurrent/step_packed_low_rank/$type/64"
+    [ "$type" = Float8E4M3 ] ||
+        instances+=";recurrent/step_packed_low_rank/$type/64;recurrent/step_packed_several/$type/64"
 done
 generator=()
 command -v ninja > /dev/null && generator=(-G Ninja)

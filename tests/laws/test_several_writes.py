@@ -132,9 +132,39 @@ def test_drafts_are_such_tokens(target, name, writes):
     assert_accurate("snapshots", found.snapshots, *(x.snapshots[:, last] for x in results), inputs.q.dtype)
 
 
+@pytest.mark.parametrize("key_dim", [64, 128])
+def test_drafts_in_slots_of_a_table(target, name, key_dim):
+    """The last draft of a sequence has no slot, one starts from its second slot, and one is null."""
+    sizes = {"value_heads": 4, "key_dim": key_dim, "value_dim": 24, "qk_l2norm": True}
+    inputs = make(Case(name, (3,) * 3, householders=3, **sizes))
+    skip_if_declined(passes.verify, inputs, target)
+    pool = passes.empty_states(inputs, 7)
+    pool[1], pool[3] = inputs.initial_state[0], inputs.initial_state[1]
+    table = torch.tensor([[1, 2, -1], [4, 3, 5], [-1, -1, -1]], dtype=torch.int32)
+    accepted = torch.tensor([1, 2, 1], dtype=torch.int32)
+    results = {}
+    for backend, given in ((target, inputs), ("reference:naive", inputs), ("reference", inputs.double())):
+        states = pool.to(given.initial_state.dtype, copy=True)
+        found = passes.verify(
+            given.but(initial_state=states),
+            backend=backend,
+            in_place=True,
+            state_indices=table,
+            num_accepted=accepted,
+        )
+        results[backend] = found.o, states
+    (o, states), (naive_o, naive), (exact_o, exact) = results.values()
+    assert_accurate("o", o[:2], exact_o[:2], naive_o[:2], inputs.q.dtype)
+    assert not o[2].any()
+    assert_accurate("states", states[1:6], exact[1:6], naive[1:6], inputs.q.dtype)
+    for slot in (0, 6):
+        assert_same_bits("a slot of no sequence", pool[slot], states[slot])
+
+
 @pytest.mark.parametrize("writes", [3, 5, 70])
-def test_states_on_the_way_change_no_bit(target, name, writes):
-    inputs = make(Case(name, (140, 70), packed=True, householders=writes, key_dim=32, value_dim=32))
+@pytest.mark.parametrize("key_dim", [32, 64])
+def test_states_on_the_way_change_no_bit(target, name, writes, key_dim):
+    inputs = make(Case(name, (140, 70), packed=True, householders=writes, key_dim=key_dim, value_dim=32))
     skip_if_declined(passes.prefill, inputs, target)
     plain = passes.prefill(inputs, backend=target)
     plan = torch.tensor([(0, 64, 0), (0, 140, 1), (1, 64, 2), (0, 128, 3)], dtype=torch.int32)

@@ -17,6 +17,8 @@
 // kTokens = 1: the call has one token per sequence.
 // kTokens = 4: the CTA processes the tokens of its sequence in groups of four, keeps the state in registers,
 // and stores it after each token that asks for it.
+// Where tokens write several times (Keys::kSeveral, kTokens = 4) what is said of a token holds for a write:
+// the first of a token decays the state, and o and stored states follow the last.
 //
 // All threads do the same work, in this order:
 // 1. Load the indices that name the state's slot.
@@ -81,7 +83,7 @@ __device__ __forceinline__ void prefetch_state(const DecodeArgs& a, unsigned blo
     }
 }
 
-// kKeys: the keys of a token besides q and k.
+// kKeys: the keys that a token has (keys.h).
 template <class State, int kKey, int kRows, int kTokens, Keys kKeys>
 __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows, kKeys>)
     decode(const __grid_constant__ DecodeArgs a) {
@@ -104,6 +106,7 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
     const bool exists = kOne || n < a.sequences;
     std::int32_t from = load(a.initial_indices, n, 0, exists), to = load(a.final_indices, n, 0, exists);
     const std::uint32_t has_initial = load8_if(a.has_initial + n, a.has_initial && exists);
+    constexpr bool kSeveral = kKeys == Keys::kSeveral;
     DecodeRange range{n, 0, kOne ? 1 : a.tokens};
     bool reads_at = a.initial_indices.data != nullptr;
     if constexpr (!kOne) {
@@ -115,9 +118,12 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
             }
         }
     }
+    // The same in writes, as `fetch` and the loop below count.
+    const int writes = kSeveral ? static_cast<int>(a.writes.value) : 1;
+    const DecodeRange steps{range.batch, range.begin * writes, range.length * writes};
     DecodeInputs<kKey, kBlockRows, kTokens, kKeys> inputs;
     inputs.fetch_head(a, value_head);
-    inputs.fetch(a, n, range, 0, value_head, row0);
+    inputs.fetch(a, n, steps, 0, value_head, row0);
 
     const auto put_output = [&](int t, int r, float x) {
         char* at = advanced(advanced(a.o.data, range.batch, a.o.batch), value_head, a.o.head);
@@ -169,7 +175,8 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
             scale[r] = load_float_if(scale_of(a.initial_scales, from, value_head, row), starts);
         }
     }
-    if (kOne) prefetch_state<State, kKey, kBlockRows>(a, blockIdx.x + a.ahead);
+    if (kOne || (kSeveral && !a.state_indices.data))
+        prefetch_state<State, kKey, kBlockRows>(a, blockIdx.x + a.ahead);
     float x[kRows][kKey / kLanesPerRow];
     // Called by all threads.
     const auto put_state = [&](const DecodeStates& states, std::int32_t slot, int t = 0,
@@ -209,8 +216,9 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
         }
     };
 
-    // Advances the state by token t, which is prepared in place j, and stores its output.
-    const auto advance = [&](int t, int j) {
+    // Advances the state by what is prepared in place j: token t, or a write of it. Stores the output of t if
+    // `last`.
+    const auto advance = [&](int t, int j, bool last = true) {
         const SumScales scales(a.scale, a.qk_l2norm, sum(s.qq[j]), sum(s.kk[j]), sum(s.kq[j]));
         float write[kRows], read[kRows] = {}, out[kRows] = {};
 #pragma unroll
@@ -241,6 +249,9 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
                 read[r] = row_sum(read[r]);
                 const float output = scales.output(row_sum(out[r]), write[r]);
                 put_output(t, r, skipped ? 0.0f : __fmaf_rn(read[r], sum(s.bq[j]) * scales.q, output));
+            } else if constexpr (kSeveral) {
+                const float output = scales.output(row_sum(out[r]), write[r]);
+                if (last) put_output(t, r, skipped ? 0.0f : output);
             } else {
                 put_output(t, r, skipped ? 0.0f : scales.output(row_sum(out[r]), write[r]));
             }
@@ -292,14 +303,15 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
         if (!a.snapshots.data || (a.snapshot_indices.data && is_null(a, a.snapshots, snapshot)))
             snapshot = -1;
 #pragma unroll 1
-        for (int t0 = 0; t0 < range.length; t0 += kTokens) {
-            const bool more = t0 + kTokens < range.length;
-            if (more) inputs.fetch(a, n, range, t0 + kTokens, value_head, row0);
+        for (int t0 = 0; t0 < steps.length; t0 += kTokens) {
+            const bool more = t0 + kTokens < steps.length;
+            if (more) inputs.fetch(a, n, steps, t0 + kTokens, value_head, row0);
 #pragma unroll 1
-            for (int j = 0; j < kTokens && t0 + j < range.length; ++j) {
-                const int t = t0 + j;
-                advance(t, j);
-                if (skipped) continue;
+            for (int j = 0; j < kTokens && t0 + j < steps.length; ++j) {
+                const int t = kSeveral ? a.writes.divide(t0 + j) : t0 + j;
+                const bool last = !kSeveral || (t + 1) * writes == t0 + j + 1;
+                advance(t, j, last);
+                if (skipped || !last) continue;
                 const std::int32_t slot = s.state_index[j];
                 if (a.state_indices.data && a.final.data && t < a.state_indices.columns &&
                     !is_null(a, a.final, slot))

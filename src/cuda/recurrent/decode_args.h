@@ -91,6 +91,9 @@ struct DecodeArgs {
 
     // Read only with low-rank keys.
     DecodeRows a_key, b_key;
+
+    // The writes of a token. Read only with several keys.
+    Divisor writes;
 };
 
 // Fills `to`, with a state cut into `blocks` row blocks. Returns false if decode does not take the call: a
@@ -168,6 +171,8 @@ bool decode_args(const DeviceArgs& a, int blocks, DecodeArgs& to) {
     }
     to.a_key = rows(a.a_key, 1);
     to.b_key = rows(a.b_key, 1);
+    to.writes = Divisor(static_cast<std::uint32_t>(a.writes));
+    narrow(a.tokens * a.writes);  // by which writes are counted
     to.cu_seqlens_64 = a.cu_seqlens_64;
     to.tokens = narrow(a.tokens);
     to.sequences = a.sequences;

@@ -79,6 +79,7 @@ struct DecodeInputs
 
     RawFloat q[kTokens][kOwned], k[kTokens][kOwned], g[kTokens][kOwned], value[kValues], beta[kValues];
     std::int32_t state_index = 0;
+    std::uint32_t decays = 0;          // bit j: whether token j decays the state (Keys::kSeveral)
     float bias[kOwned], A_log, gamma;  // of the value head
 
     static __device__ __forceinline__ bool owns_channels() {
@@ -106,18 +107,41 @@ struct DecodeInputs
             bias[i] = owns_channels() ? load(a.dt_bias, value_head, channel(i)) : 0.0f;
     }
 
-    // Issues the loads for tokens t0 to t0 + kTokens - 1 of sequence n; the CTA's rows start at row0.
+    // Issues the loads for tokens t0 to t0 + kTokens - 1 of sequence n; the CTA's rows start at row0. With
+    // several keys these are writes, and a.q, a.g and state_indices have the tokens that they belong to.
     // Values come first and betas last: both are loaded under branches, and ptxas moves no load across a
     // branch. So the load of the state's slot, issued before, stays ahead, and the copies of the state stay
     // behind.
     __device__ __forceinline__ void fetch(const DecodeArgs& a, int n, const DecodeRange& range, int t0,
                                           int value_head, int row0) {
-        const auto place = [&](const DecodeRows& rows, int head, int j, int c) {
+        const auto place_at = [&](const DecodeRows& rows, int head, int token, int c) {
             const char* at = advanced(advanced(rows.data, range.batch, rows.batch), head, rows.head);
-            if constexpr (kTokens > 1) at = advanced(at, range.begin + t0 + j, rows.token);
+            if constexpr (kTokens > 1) at = advanced(at, token, rows.token);
             return advanced(at, c, rows.last);
         };
+        const auto place = [&](const DecodeRows& rows, int head, int j, int c) {
+            return place_at(rows, head, range.begin + t0 + j, c);
+        };
         const auto in = [&](int j) { return kTokens == 1 || t0 + j < range.length; };
+        // The token of write j, and whether the write is its first (`decays`) and its last.
+        int of[kTokens];
+        std::uint32_t reads = 0;
+        if constexpr (kKeys == Keys::kSeveral) {
+            const int writes = static_cast<int>(a.writes.value);
+            int token = a.writes.divide(range.begin + t0), before = range.begin + t0 - token * writes;
+            decays = 0;
+#pragma unroll
+            for (int j = 0; j < kTokens; ++j) {
+                const bool last = before + 1 == writes;
+                of[j] = token;
+                decays |= static_cast<std::uint32_t>(before == 0) << j;
+                reads |= static_cast<std::uint32_t>(last) << j;
+                token += last, before = last ? 0 : before + 1;
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < kTokens; ++j) of[j] = range.begin + t0 + j;
+        }
 #pragma unroll
         for (int i = 0; i < kValues; ++i)
             if (owns_value(i)) {
@@ -130,9 +154,11 @@ struct DecodeInputs
             for (int i = 0; i < kOwned; ++i)
 #pragma unroll
                 for (int j = 0; j < kTokens; ++j) {
-                    q[j][i].load(place(a.q, head, j, channel(i)), a.q.type, in(j));
+                    const bool decay = kKeys != Keys::kSeveral || (decays >> j & 1) != 0,
+                               read = kKeys != Keys::kSeveral || (reads >> j & 1) != 0;
+                    q[j][i].load(place_at(a.q, head, of[j], channel(i)), a.q.type, in(j) && read);
                     k[j][i].load(place(a.k, head, j, channel(i)), a.k.type, in(j));
-                    g[j][i].load(place(a.g, value_head, j, channel(i)), a.g.type, in(j));
+                    g[j][i].load(place_at(a.g, value_head, of[j], channel(i)), a.g.type, in(j) && decay);
                     if constexpr (kKeys == Keys::kErase)
                         this->erase[j * kOwned + i].load(place(a.erase, value_head, j, channel(i)),
                                                          a.erase.type, in(j));
@@ -151,9 +177,10 @@ struct DecodeInputs
                 beta[i].load(place(a.beta, value_head, token_of(i), row), a.beta.type, in(token_of(i)));
             }
         if constexpr (kTokens > 1) {
-            const int t = t0 + static_cast<int>(threadIdx.x);
+            const int write = t0 + static_cast<int>(threadIdx.x),
+                      t = kKeys == Keys::kSeveral ? a.writes.divide(write) : write;
             state_index = load(a.state_indices, n, t,
-                               threadIdx.x < kTokens && t < range.length && t < a.state_indices.columns);
+                               threadIdx.x < kTokens && write < range.length && t < a.state_indices.columns);
         }
     }
 
@@ -215,6 +242,13 @@ struct DecodeInputs
                         if constexpr (kKeys == Keys::kErase)
                             s.e[j][channel(i)] = k[j][i].value(a.k.type) * erases(a, j * kOwned + i);
                     }
+            }
+            if constexpr (kKeys == Keys::kSeveral) {
+#pragma unroll
+                for (int j = 0; j < kTokens; ++j)
+                    if ((decays >> j & 1) == 0)
+#pragma unroll
+                        for (int i = 0; i < kOwned; ++i) s.decay[j][channel(i)] = 1.0f;
             }
             const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
             const bool puts = lane % (32 / kTokens) == 0;

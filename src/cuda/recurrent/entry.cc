@@ -43,18 +43,18 @@ void run(const Args& args, const Context& context) {
     with_state(state ? state.dtype : Dtype::kFloat32, [&]<class State>(Type<State>) {
         with_key(args.q.size[3], [&]<int kKey>(std::integral_constant<int, kKey>) {
             const Keys keys = keys_of(args.algorithm.update);
-            const auto launch_packed = [&] {
-                return with_keys(keys, [&]<Keys kKeys>(KeysConstant<kKeys>) {
-                    if constexpr (kIsPacked<State, kKey, kKeys>)
-                        return launch_step_packed<State, kKey, kKeys>(call);
-                    else
-                        return false;
-                });
+            const bool several = call.args.writes > 1;
+            const auto launch_packed = [&]<Keys kKeys>(KeysConstant<kKeys>) {
+                if constexpr (kIsPacked<State, kKey, kKeys>)
+                    return launch_step_packed<State, kKey, kKeys>(call);
+                else
+                    return false;
             };
-            if (call.args.writes > 1)
-                launch_step_several<kKey>(call);
-            else if (!call.segment && launch_packed())
+            if (!call.segment &&
+                (several ? launch_packed(KeysConstant<Keys::kSeveral>{}) : with_keys(keys, launch_packed)))
                 return;
+            if (several)
+                launch_step_several<kKey>(call);
             else if (keys == Keys::kLowRank)
                 launch_step_low_rank<kKey>(call);
             else

@@ -21,10 +21,10 @@ inline constexpr int kMaxTreeTokens = 256;
 template <class State, int kKey, Keys kKeys>
 bool launch_step_packed(const Call& call);
 
-// What it is instantiated for. Heads of RWKV-7 have 64 channels, so of low-rank keys not for all.
+// What it is instantiated for. Rules with low-rank keys, or with several, have heads of 64 or 128 channels.
 template <class State, int kKey, Keys kKeys>
 inline constexpr bool kIsPacked =
-    kKeys != Keys::kLowRank || (kKey <= 128 && !std::is_same_v<State, Float8E4M3>);
+    kKeys == Keys::kOne || kKeys == Keys::kErase || (kKey <= 128 && !std::is_same_v<State, Float8E4M3>);
 
 // Launches step: on any states, along trees, or for the affine maps of whole sequences (Call::segment).
 template <int kKey>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The keys that tokens have besides q and k (keys.h), in shared memory and as they were loaded. With
-// Keys::kOne there are none.
+// The keys that tokens have besides q and k (keys.h), in shared memory and as they were loaded: erase
+// and low-rank keys. Other tokens have none here.
 #pragma once
 
 #include "cuda/recurrent/keys.h"

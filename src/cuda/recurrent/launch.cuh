@@ -24,15 +24,14 @@ void launch_rows(const Call& call, int more_rows = 0) {
 }
 
 // Launches step on any states, along trees, or for maps.
-template <int kKey, Keys kKeys, bool kSeveral>
+template <int kKey, Keys kKeys>
 void launch_step_of(const Call& call) {
     if (call.segment)
-        launch_rows<step<kKey, false, true, kKeys, kSeveral>>(
-            call, call.args.segment_m.data ? call.args.key_dim : 0);
+        launch_rows<step<kKey, false, true, kKeys>>(call, call.args.segment_m.data ? call.args.key_dim : 0);
     else if (call.args.parents.data)
-        launch_rows<step<kKey, true, false, kKeys, kSeveral>>(call);
+        launch_rows<step<kKey, true, false, kKeys>>(call);
     else
-        launch_rows<step<kKey, false, false, kKeys, kSeveral>>(call);
+        launch_rows<step<kKey, false, false, kKeys>>(call);
 }
 
 }  // namespace cula::cuda::recurrent

@@ -66,13 +66,15 @@ bool launch_step_packed(const Call& call) {
         return static_cast<long long>(a.sequences) * a.value_heads * a.value_dim / rows /
                call.multiprocessors;
     };
-    if (a.tokens == 1 && !a.cu_seqlens && !a.state_indices.data && !a.snapshots.data) {
-        // 16 KiB of states per CTA (8 of float8); less where smaller CTAs are needed to occupy every
-        // multiprocessor and to shorten the last wave.
-        constexpr int kFullRows = (sizeof(State) < 4 ? 512 : 256) / kKey;
-        const bool full = each(kFullRows * kRowsPerPass) >= (sizeof(State) < 4 ? 3 : 40);
-        return full ? launch_decode<State, kKey, kKeys, kFullRows, 1>(call)
-                    : launch_decode<State, kKey, kKeys, 1, 1>(call);
+    if constexpr (kKeys != Keys::kSeveral) {
+        if (a.tokens == 1 && !a.cu_seqlens && !a.state_indices.data && !a.snapshots.data) {
+            // 16 KiB of states per CTA (8 of float8); less where smaller CTAs are needed to occupy every
+            // multiprocessor and to shorten the last wave.
+            constexpr int kFullRows = (sizeof(State) < 4 ? 512 : 256) / kKey;
+            const bool full = each(kFullRows * kRowsPerPass) >= (sizeof(State) < 4 ? 3 : 40);
+            return full ? launch_decode<State, kKey, kKeys, kFullRows, 1>(call)
+                        : launch_decode<State, kKey, kKeys, 1, 1>(call);
+        }
     }
     // Draft tokens go at once where they are few. What a batch-invariant call takes may not depend on the
     // other sequences.
@@ -81,8 +83,8 @@ bool launch_step_packed(const Call& call) {
                                             : a.tokens <= kVerifyTokens && !a.batch_invariant;
     const bool drafts = a.state_indices.data || !a.final.data;
     // verify contracts states as they are stored, and those of float8 have scales.
-    // Low-rank keys read another state than the decayed one.
-    if constexpr (!std::is_same_v<State, Float8E4M3> && kKeys != Keys::kLowRank)
+    // Low-rank keys read another state than the decayed one; verify has one key a token.
+    if constexpr (!std::is_same_v<State, Float8E4M3> && (kKeys == Keys::kOne || kKeys == Keys::kErase))
         if (few && drafts && a.q.dtype != Dtype::kFloat32) return launch_verify<State, kKey, kKeys>(call);
     constexpr int kFullRows = 256 / kKey;
     return each(kFullRows * kRowsPerPass) >= 4 ? launch_decode<State, kKey, kKeys, kFullRows, 4>(call)

@@ -6,8 +6,8 @@
 //
 // Grid: (row blocks of V, with kMaps also of M) * value heads * sequences, 128 threads.
 // A CTA owns 16 rows of one head's state, eight lanes per row (lanes.cuh), and keeps them in registers while
-// it processes the tokens of its sequence. With kSeveral a token writes several times, and what is below is
-// done for each of its writes: only the first decays the state, and only after the last is o read.
+// it processes the tokens of its sequence. With Keys::kSeveral a token writes several times, and what is
+// below is done for each of its writes: only the first decays the state, and only after the last is o read.
 //
 // Each of the four warps prepares one of four tokens in shared memory (TokenInputs). Its loads are issued
 // before those of the state. After a barrier all warps advance the state by the four tokens, while the loads
@@ -66,7 +66,7 @@ struct TreeBase {
 };
 
 // One write of a sequence, counted by its writes.
-template <bool kSeveral>
+template <Keys kKeys>
 struct Write {
     std::int64_t index;
 
@@ -80,7 +80,7 @@ struct Write {
     __device__ __forceinline__ bool is_last() const { return true; }
 };
 template <>
-struct Write<true> {
+struct Write<Keys::kSeveral> {
     std::int64_t index, writes, of_token, place;
 
     __device__ __forceinline__ Write(const DeviceArgs& a, std::int64_t i)
@@ -96,7 +96,7 @@ struct Write<true> {
 // The inputs of one write, held by one warp. fetch() issues the loads of everything that the CTA's rows need;
 // ready() prepares the write in place `slot` of StepInputs. No load from global memory lies between two of
 // them.
-template <int kKey, Keys kKeys, bool kSeveral>
+template <int kKey, Keys kKeys>
 struct TokenInputs : RawKeys<kKeys, kKey / 32> {
     static constexpr int kPerLane = kKey / 32;
     RawFloat q[kPerLane], k[kPerLane], g[kPerLane], value, beta;
@@ -135,7 +135,7 @@ struct TokenInputs : RawKeys<kKeys, kKey / 32> {
     // Issues the loads of a write. The CTA's value rows start at row0. has_values: false for rows of M, whose
     // values are zero.
     __device__ __forceinline__ void fetch(const DeviceArgs& a, const TokenRange& tokens, std::int64_t n,
-                                          const Write<kSeveral>& own, int value_head, int row0,
+                                          const Write<kKeys>& own, int value_head, int row0,
                                           bool has_values) {
         const int head = value_head / a.group;
         const std::int64_t b = tokens.batch, t = own.token(), at = tokens.begin + t,
@@ -242,7 +242,7 @@ struct TokenInputs : RawKeys<kKeys, kKey / 32> {
                                                           a.beta_is_logit, most_erase);
             }
         }
-        if constexpr (kSeveral) {
+        if constexpr (kKeys == Keys::kSeveral) {
             if (!decays)
 #pragma unroll
                 for (int i = 0; i < kPerLane; ++i) s.decay[slot][channel(i)] = 1.0f;
@@ -345,13 +345,13 @@ struct StepRule<Update::kDelta> {
 // kMaps: computes the affine maps of whole sequences instead of outputs. Rows that start from zero and read
 // the values give B; rows that start from the identity and read zeros as values give M. Of a diagonal M
 // the diagonal is stored.
-// kKeys: the keys of a token besides q and k (decode.cuh).
-// kSeveral: a rule whose tokens write several times.
-template <int kKey, bool kTree, bool kMaps = false, Keys kKeys = Keys::kOne, bool kSeveral = false>
+// kKeys: the keys of a token.
+template <int kKey, bool kTree, bool kMaps = false, Keys kKeys = Keys::kOne>
 __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
     step(const __grid_constant__ DeviceArgs a) {
     __shared__ StepInputs<kKey, kKeys> s;
     __shared__ TreeBase<kKey, kTree> base;
+    constexpr bool kSeveral = kKeys == Keys::kSeveral;
 
     const int value_blocks = (a.value_dim + kRowsPerPass - 1) / kRowsPerPass;
     const int blocks =
@@ -365,9 +365,9 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
               own = static_cast<int>(threadIdx.x) / kLanesPerRow, row = row0 + own;
     const TokenRange tokens = a.sequences > 0 ? tokens_of(a, n) : TokenRange{};
     // Each warp prepares one token. Its inputs do not depend on the state, so their loads are issued first.
-    TokenInputs<kKey, kKeys, kSeveral> inputs;
+    TokenInputs<kKey, kKeys> inputs;
     const auto fetch = [&](std::int64_t write) {
-        inputs.fetch(a, tokens, n, Write<kSeveral>(a, write), value_head, row0, !of_m);
+        inputs.fetch(a, tokens, n, Write<kKeys>(a, write), value_head, row0, !of_m);
     };
     const std::int64_t writes = kSeveral ? tokens.length * a.writes : tokens.length;
     if (!kTree && warp < writes) fetch(warp);
@@ -484,7 +484,7 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
             if (first + kStepWarps + warp < writes) fetch(first + kStepWarps + warp);
 #pragma unroll 1
             for (int slot = 0; slot < kStepWarps && first + slot < writes; ++slot) {
-                const Write<kSeveral> own(a, first + slot);
+                const Write<kKeys> own(a, first + slot);
                 advance(own.token(), slot, !kMaps && own.is_last());
                 if (own.is_last()) store_token(own.token(), s.state_index[slot]);
             }

@@ -9,9 +9,9 @@ namespace cula::cuda::recurrent {
 template <int kKey>
 void launch_step_any(const Call& call) {
     if (call.args.erase.data)
-        launch_step_of<kKey, Keys::kErase, false>(call);
+        launch_step_of<kKey, Keys::kErase>(call);
     else
-        launch_step_of<kKey, Keys::kOne, false>(call);
+        launch_step_of<kKey, Keys::kOne>(call);
 }
 
 }  // namespace cula::cuda::recurrent

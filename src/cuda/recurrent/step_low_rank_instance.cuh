@@ -8,7 +8,7 @@ namespace cula::cuda::recurrent {
 
 template <int kKey>
 void launch_step_low_rank(const Call& call) {
-    launch_step_of<kKey, Keys::kLowRank, false>(call);
+    launch_step_of<kKey, Keys::kLowRank>(call);
 }
 
 }  // namespace cula::cuda::recurrent

@@ -8,7 +8,7 @@ namespace cula::cuda::recurrent {
 
 template <int kKey>
 void launch_step_several(const Call& call) {
-    launch_step_of<kKey, Keys::kOne, true>(call);
+    launch_step_of<kKey, Keys::kSeveral>(call);
 }
 
 }  // namespace cula::cuda::recurrent
