@@ -95,6 +95,34 @@ def test_token_by_token(algorithm, dtype):
     )
 
 
+@pytest.mark.parametrize("before", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize(
+    ("length", "sizes"),
+    [
+        (40, {"heads": 1, "value_heads": 2, "key_dim": 64, "value_dim": 20}),
+        (40, {"heads": 1, "value_heads": 2, "key_dim": 128, "value_dim": 20}),
+        (40, {"heads": 1, "value_heads": 2, "key_dim": 256, "value_dim": 20}),
+        (1100, {"heads": 32, "value_heads": 32, "key_dim": 128, "value_dim": 128}),
+    ],
+    ids=["K64", "K128", "K256", "several windows"],
+)
+def test_where_blocks_begin_changes_no_gradient(algorithm, length, sizes, before):
+    """Token by token, states are made again from where a block or a window of blocks begins, and both are
+    counted from the first token of the call: a sequence that has another before it is cut elsewhere."""
+    both = make(Case(algorithm, (before, length), packed=True, dtype=torch.float32, **sizes))
+    d_o, d_final = gradients.upstream(both)
+    found = gradients.backward(both, d_o, d_final, backend="sm80:step")
+    alone = both.but(**both.rows(before, before + length))
+    alone.case = both.case.but(lengths=(length,))
+    alone.cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
+    alone.initial_state = both.initial_state[1:]
+    wanted = gradients.backward(alone, d_o[:, before:], d_final[1:], backend="sm80:step")
+    for name, gradient in wanted.items():
+        one = found[name]
+        part = one[1:] if name == "initial_state" else one[:, one.shape[1] - gradient.shape[1] :]
+        assert_same_bits(f"d_{name}", gradient, part)
+
+
 @pytest.mark.parametrize("algorithm", ["kda", "gdn", "lightning"])
 @pytest.mark.parametrize(
     "shape",

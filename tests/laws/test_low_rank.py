@@ -68,26 +68,6 @@ def test_gradients_of_long_sequences(length):
     gradients.assert_rule(make(case.but(dtype=torch.float32, decay="slow", gate="bounded")))
 
 
-@pytest.mark.parametrize("before", [1, 2, 3, 5, 7])
-@pytest.mark.parametrize("key_dim", [64, 128, 256])
-def test_where_blocks_begin_changes_no_gradient(key_dim, before):
-    """A walk on a GPU makes states again from where a block begins, and blocks are counted from the first
-    token of the call: a sequence that has another before it is cut elsewhere."""
-    sizes = {"heads": 1, "value_heads": 2, "key_dim": key_dim, "value_dim": 20, "dtype": torch.float32}
-    both = make(Case("rwkv7", (before, 40), packed=True, **sizes))
-    d_o, d_final = gradients.upstream(both)
-    backend = "sm80:step" if device.kind() == "cuda" else ""
-    found = gradients.backward(both, d_o, d_final, backend=backend)
-    alone = both.but(**both.rows(before, before + 40))
-    alone.case = both.case.but(lengths=(40,))
-    alone.cu_seqlens = torch.tensor([0, 40], dtype=torch.int32)
-    alone.initial_state = both.initial_state[1:]
-    wanted = gradients.backward(alone, d_o[:, before:], d_final[1:], backend=backend)
-    for name, gradient in wanted.items():
-        part = found[name][1:] if name == "initial_state" else found[name][:, before:]
-        assert_same_bits(f"d_{name}", gradient, part)
-
-
 def test_a_gradient_has_the_same_bits_whatever_else_is_wanted():
     inputs = make(Case("rwkv7", (70, 70), value_heads=4, gate="softplus"))
     d_o, d_final = gradients.upstream(inputs)

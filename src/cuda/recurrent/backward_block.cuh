@@ -139,9 +139,10 @@ __device__ __forceinline__ void fetch_block(BlockInputs<kKey, kKeys>& to, const 
 
 // S <- S'; returns the thread's part of S' . k, with erase keys of S' . e, with low-rank keys of S . a.
 //
-// With low-rank keys this function and add_write name the instructions. Nothing else reads the decayed state
-// then, so that a compiler may round either the decay's product or that of k and v, and may choose one in
-// advance_block and the other in keep_states. The gradients would depend on where blocks begin.
+// This function and add_write name the instructions. Where nothing else reads the decayed state, as of an
+// additive rule or with low-rank keys, a compiler may round either the decay's product or that of k and v,
+// and may choose one in advance_block and the other in keep_decayed or keep_states. The gradients would
+// depend on where blocks begin.
 template <int kKey, Keys kKeys>
 __device__ __forceinline__ float decay_and_read(float (&x)[kKey / kLanesPerRow],
                                                 const BlockInputs<kKey, kKeys>& in, int i) {
@@ -152,32 +153,23 @@ __device__ __forceinline__ float decay_and_read(float (&x)[kKey / kLanesPerRow],
         load4(decay, in.decay[i] + lane_channel(p)), load4(key, in.reading_key(i) + lane_channel(p));
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            if constexpr (kKeys == Keys::kLowRank) {
-                read[e % 2] = __fmaf_rn(x[p + e], key[e], read[e % 2]);
-                x[p + e] = __fmul_rn(x[p + e], decay[e]);
-            } else {
-                x[p + e] *= decay[e];
-                read[e % 2] += x[p + e] * key[e];
-            }
+            const float before = x[p + e];
+            x[p + e] = __fmul_rn(before, decay[e]);
+            read[e % 2] = __fmaf_rn(kKeys == Keys::kLowRank ? before : x[p + e], key[e], read[e % 2]);
         }
     }
     return read[0] + read[1];
 }
 
 // S <- S + key write
-template <Keys kKeys, int kPerLane>
+template <int kPerLane>
 __device__ __forceinline__ void add_write(float (&x)[kPerLane], const float* key_of, float write) {
 #pragma unroll
     for (int p = 0; p < kPerLane; p += 4) {
         float key[4];
         load4(key, key_of + lane_channel(p));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            if constexpr (kKeys == Keys::kLowRank)
-                x[p + e] = __fmaf_rn(key[e], write, x[p + e]);
-            else
-                x[p + e] += key[e] * write;
-        }
+        for (int e = 0; e < 4; ++e) x[p + e] = __fmaf_rn(key[e], write, x[p + e]);
     }
 }
 
@@ -194,8 +186,8 @@ __device__ __forceinline__ void advance_block(float (&x)[kKey / kLanesPerRow],
             write = in.beta[i][own] * write - row_sum(read);
         else if (corrects)
             write = in.beta[i][own] * (write - row_sum(read));
-        add_write<kKeys>(x, in.k[i], write);
-        if constexpr (kKeys == Keys::kLowRank) add_write<kKeys>(x, in.b[i], row_sum(read));
+        add_write(x, in.k[i], write);
+        if constexpr (kKeys == Keys::kLowRank) add_write(x, in.b[i], row_sum(read));
     }
 }
 

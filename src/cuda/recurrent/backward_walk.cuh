@@ -262,7 +262,7 @@ struct BackwardWalk {
 #pragma unroll
             for (int p = 0; p < kPerLane; p += 4)
                 s.kept[i][p / 4][threadIdx.x] = float4{x[p], x[p + 1], x[p + 2], x[p + 3]};
-            add_write<kKeys>(x, in.k[i], write);
+            add_write(x, in.k[i], write);
         }
         __syncwarp();  // w is for the lanes of its column
     }
@@ -286,8 +286,8 @@ struct BackwardWalk {
             for (int p = 0; p < kPerLane; p += 4)
                 s.kept[i][p / 4][threadIdx.x] =
                     float4{before[p], before[p + 1], before[p + 2], before[p + 3]};
-            add_write<kKeys>(x, in.k[i], in.value[i][column()]);
-            add_write<kKeys>(x, in.b[i], read);
+            add_write(x, in.k[i], in.value[i][column()]);
+            add_write(x, in.b[i], read);
         }
         __syncwarp();  // r is for the lanes of its column
     }
