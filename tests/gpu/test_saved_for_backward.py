@@ -345,7 +345,7 @@ def test_the_backward_pass_makes_nothing_again():
         torch.autograd.grad(made, leaves.values(), given, retain_graph=True)
 
     names = device.kernels_of(backward)
-    assert any("gradient_channel" in name for name in names), names
+    assert any("gradient_anchored" in name for name in names), names
     assert not any("prepare" in name for name in names), names
 
 
