@@ -18,6 +18,9 @@ inline constexpr std::int64_t kMostBlocks = (std::int64_t{1} << 31) - 1;
 // so that rounding a count up does not overflow 32 bits.
 inline constexpr std::int64_t kMostCounted = (std::int64_t{1} << 31) - (1 << 16);
 
+// The K of instances that take calls of any K (instances.txt).
+inline constexpr int kAnyKey = static_cast<int>(kLargestDim);
+
 // The writes of a token in chunks (TokensOfWrites divides by them).
 inline constexpr std::int64_t kMostChunkWrites = 1 << 15;
 

@@ -30,6 +30,8 @@ HOST = {
 }
 # Instances, one of each kernel family.
 INSTANCES = (
+    "chunked/prepare_channel",
+    "chunked/prepare_token",
     "sm80/prefill_channel",
     "sm80/prefill_token",
     "sm80/backward_channel",

@@ -14,7 +14,7 @@
 //
 // Of a rule with erase strengths erase_operands comes before all of these, and value_gradients before
 // zero_tail; in between d_v is the gradient of beta o v. Where tokens write several times count_writes comes
-// first (chunked/timeline.cuh), and tokens are rows of writes.
+// first (chunked/timeline.h), and tokens are rows of writes.
 //
 // If nothing but d_v, d_initial and, with erase strengths, d_beta is wanted, there are no sweep and no
 // gradients, and the return walks alone.
@@ -35,15 +35,17 @@
 #include "core/kernel.h"
 #include "cuda/backward/launch_gradients.h"
 #include "cuda/backward/plan.h"
-#include "cuda/backward/sum.cuh"
+#include "cuda/backward/sum.h"
 #include "cuda/backward/walk_params.cuh"
 #include "cuda/backward/workspace.cuh"
 #include "cuda/chunked/compose.h"
 #include "cuda/chunked/launch.cuh"
+#include "cuda/chunked/prepare.h"
+#include "cuda/chunked/schedule.h"
 
 namespace cula::cuda::backward {
 
-using chunked::divisor, chunked::EarlyStarts, chunked::NoGateTiles, chunked::Schedule, chunked::StrategyKind;
+using chunked::divisor, chunked::EarlyStarts, chunked::Schedule, chunked::StrategyKind;
 
 // What a target launches its walks with.
 template <class T, int kKey, bool kPerChannel>
@@ -149,9 +151,8 @@ public:
             if (of_chunks) differentiate();
         }
         if (d_.parameters())
-            launch<sum_parameters<kSumThreads>>(
-                {static_cast<std::size_t>(sum_parameters_ctas(a_)), kSumThreads}, d_,
-                workspace_.scratch.parameters, plan_.shape.chunks);
+            launch_sum_parameters<kAnyKey>(a_, d_, workspace_.scratch.parameters, plan_.shape.chunks, early_,
+                                           call_.stream);
         if constexpr (kErasable)
             if (d_.d_v.data && plan_.shape.erases)
                 launch_value_gradients<T, kKey>(call_, d_.d_v, asked_, early_);
@@ -159,12 +160,6 @@ public:
     }
 
 private:
-    template <auto kKernel, class... Arguments>
-    void launch(const LaunchShape& shape, const Arguments&... arguments) {
-        cuda::launch<kKernel>(early_(shape), call_.stream, a_, arguments...);
-    }
-
-    std::size_t chunks() const { return static_cast<std::size_t>(schedule_.slab_end - schedule_.slab_begin); }
     Saved<T, kKey> saved() const {
         return {workspace_.carried, workspace_.returned, a_.value_heads, Workspace::slices_of(a_.value_dim)};
     }
@@ -174,23 +169,18 @@ private:
             Gradients of_tokens, of_writes = asked_;
             of_tokens.d_q = asked_.d_q, of_tokens.d_g = asked_.d_g;
             of_writes.d_q = {}, of_writes.d_g = {};
-            launch_zero_tail(call_.args, of_tokens);
-            launch_zero_tail(a_, of_writes);
+            launch_zero_tail<kAnyKey>(call_.args, of_tokens, early_, call_.stream);
+            launch_zero_tail<kAnyKey>(a_, of_writes, early_, call_.stream);
         } else {
-            launch_zero_tail(a_, asked_);
+            launch_zero_tail<kAnyKey>(a_, asked_, early_, call_.stream);
         }
-    }
-    template <int kThreads = kZeroThreads>
-    void launch_zero_tail(const DeviceArgs& a, const Gradients& d) {
-        cuda::launch<zero_tail<kThreads>>(early_({static_cast<std::size_t>(zero_tail_ctas(a)), kThreads}),
-                                          call_.stream, a, d);
     }
 
     // What comes before all slabs.
     void begin() {
         if constexpr (Walks::kSeveral)
-            early_ = EarlyStarts(call_.follows,
-                                 chunked::launch_count_writes(call_.args, workspace_.timeline, call_.stream));
+            early_ = EarlyStarts(call_.follows, chunked::launch_count_writes<kAnyKey>(
+                                                    call_.args, workspace_.timeline, call_.stream));
         if constexpr (kErasable)
             if (plan_.shape.erases) {
                 chunked::launch_erase_operands<T, kKey>(call_, workspace_.erase);
@@ -218,25 +208,22 @@ private:
         walks_.slab_d_end = border(workspace_.d_states, (slab + 1) % 2, cuts && !last);
 
         if (workspace_.packed)
-            launch<chunked::schedule<chunked::kScheduleThreads>>({1, chunked::kScheduleThreads}, schedule_,
-                                                                 workspace_.first_chunk, workspace_.packed,
-                                                                 workspace_.segments);
+            chunked::launch_schedule<kAnyKey>(a_, schedule_, workspace_.first_chunk, workspace_.packed,
+                                              workspace_.segments, false, early_, call_.stream);
         if (plan_.half == Half::kSecond) return;
-        const std::size_t of_heads = chunks() * static_cast<std::size_t>(a_.value_heads);
-        float* const fading = nullptr;
         if constexpr (kErasable)
             if (plan_.shape.erases)
                 return chunked::launch_prepare_erase<T, kKey>(call_, a_, schedule_, workspace_.operands,
                                                               workspace_.is_compensated, early_);
+        const chunked::PreparedChunks<chunked::ChunkOperands<T, kKey, kPerChannel>> to = {
+            workspace_.operands, workspace_.is_compensated, nullptr};
         if constexpr (kPerChannel) {
-            launch<chunked::prepare_channel<T, kKey, kUpdate, NoGateTiles>>(
-                {of_heads, chunked::kPrepareThreads, sizeof(chunked::ChannelSmem<kKey>)}, NoGateTiles{},
-                schedule_, workspace_.operands, workspace_.is_compensated, fading);
+            chunked::launch_prepare_channel<T, kKey>(call_, a_, schedule_, to, early_, kUpdate);
         } else {
-            const int span = chunked::prepare_span(of_heads, a_.group, call_.multiprocessors);
-            launch<chunked::prepare_token<T, kKey, false, Walks::kSeveral>>(
-                {of_heads / span, chunked::kPrepareThreads, sizeof(chunked::TokenSmem<kKey>)}, schedule_,
-                span, workspace_.operands, workspace_.is_compensated, fading);
+            const auto chunks = static_cast<std::size_t>(schedule_.slab_end - schedule_.slab_begin) *
+                                static_cast<std::size_t>(a_.value_heads);
+            const int span = chunked::prepare_span(chunks, a_.group, call_.multiprocessors);
+            chunked::launch_prepare_token<T, kKey>(call_, a_, schedule_, span, to, early_, Walks::kSeveral);
         }
     }
 

@@ -2,7 +2,7 @@
 // The two kernels at the end of a backward call.
 //
 // sum_parameters: d_A_log, d_dt_bias <- summands of chunks (GradientScratch::parameters)
-//   Grid: a CTA per value head and kSumColumns parameters; 512 threads. A thread sums chunks at a constant
+//   Grid: a CTA per value head and sum_columns() parameters; 512 threads. A thread sums chunks at a constant
 //   distance in double precision; a tree over the threads of a parameter follows. The order depends on shapes
 //   alone.
 //   Budgets: 32 registers; 4 KiB of static shared memory.
@@ -14,6 +14,7 @@
 #include <algorithm>
 
 #include "cuda/backward/gradients.h"
+#include "cuda/backward/sum.h"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/gate.cuh"
@@ -23,10 +24,6 @@ namespace cula::cuda::backward {
 
 inline constexpr int kSumThreads = 512, kZeroThreads = 256;
 
-// Parameters of one value head: A_log, then dt_bias.
-CULA_HOST_DEVICE std::int32_t parameter_count(const DeviceArgs& a) {
-    return 1 + (varies_by_channel(a.algorithm.decay) ? a.key_dim : 1);
-}
 // Parameters that a CTA sums, a power of two.
 CULA_HOST_DEVICE std::int32_t sum_columns(const DeviceArgs& a) { return parameter_count(a) > 2 ? 32 : 2; }
 
@@ -40,14 +37,13 @@ inline std::int64_t zero_tail_ctas(const DeviceArgs& a) {
 }
 
 // parameters: [chunks, HV, parameter_count].
-template <int kThreads = kSumThreads>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kSumThreads)
     sum_parameters(const __grid_constant__ DeviceArgs a, const __grid_constant__ Gradients d,
                    const float* parameters, std::int64_t chunks) {
-    __shared__ double sums[kThreads];
+    __shared__ double sums[kSumThreads];
     pdl_trigger_and_wait();
     const int count = parameter_count(a), columns = sum_columns(a), parts = (count + columns - 1) / columns,
-              rows = kThreads / columns;
+              rows = kSumThreads / columns;
     const int value_head = static_cast<int>(blockIdx.x) / parts, thread = static_cast<int>(threadIdx.x),
               row = thread / columns,
               column = static_cast<int>(blockIdx.x) % parts * columns + thread % columns;
@@ -75,28 +71,26 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Writes zeros to the rows of one token, which a CTA shares.
-template <int kThreads>
 __device__ __forceinline__ void zero_rows(const TokenRows& rows, std::int64_t token, int heads, int width) {
     if (!rows.data) return;
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < heads * width; i += kThreads)
+    for (int i = static_cast<int>(threadIdx.x); i < heads * width; i += kZeroThreads)
         store_gradient(rows.data, rows.dtype, rows.offset(0, token, i / width) + i % width * rows.last, 0.0f);
 }
 
-template <int kThreads = kZeroThreads>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kZeroThreads)
     zero_tail(const __grid_constant__ DeviceArgs a, const __grid_constant__ Gradients d) {
     pdl_trigger_and_wait();
     const int gates = varies_by_channel(a.algorithm.decay) ? a.key_dim : 1;
     std::int64_t token = a.sequences > 0 ? Offsets(a).at(a.sequences) : 0;
 #pragma unroll 1
     for (token += blockIdx.x; token < a.tokens; token += gridDim.x) {
-        zero_rows<kThreads>(d.d_q, token, a.heads, a.key_dim);
-        zero_rows<kThreads>(d.d_k, token, a.heads, a.key_dim);
-        zero_rows<kThreads>(d.d_v, token, a.value_heads, a.value_dim);
-        zero_rows<kThreads>(d.d_g, token, a.value_heads, gates);
-        zero_rows<kThreads>(d.d_beta, token, a.value_heads, a.beta_per_value ? a.value_dim : 1);
-        zero_rows<kThreads>(d.d_erase, token, a.value_heads, a.key_dim);
+        zero_rows(d.d_q, token, a.heads, a.key_dim);
+        zero_rows(d.d_k, token, a.heads, a.key_dim);
+        zero_rows(d.d_v, token, a.value_heads, a.value_dim);
+        zero_rows(d.d_g, token, a.value_heads, gates);
+        zero_rows(d.d_beta, token, a.value_heads, a.beta_per_value ? a.value_dim : 1);
+        zero_rows(d.d_erase, token, a.value_heads, a.key_dim);
     }
 }
 

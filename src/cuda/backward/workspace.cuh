@@ -10,7 +10,7 @@
 #include "cuda/backward/saved.cuh"
 #include "cuda/chunked/chunk.cuh"
 #include "cuda/chunked/prepare_erase.h"
-#include "cuda/chunked/timeline.cuh"
+#include "cuda/chunked/timeline.h"
 
 namespace cula::cuda::backward {
 

@@ -30,9 +30,6 @@
 
 namespace cula::cuda::chunked {
 
-// Rows of a tile. Equal to the parts of a sum, so that after the exchange each lane holds one row.
-inline constexpr int kComposeRows = 8;
-
 template <int kKey>
 inline constexpr int kComposeThreads = kComposeRows / 4 * kKey;
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Interface between entry.cc and the instances of compose (instances.txt).
+// Interface to the instances of compose (instances.txt), which entry.cc and the launches of prefills and
+// backward passes call.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +9,9 @@
 #include "cuda/device_args.h"
 
 namespace cula::cuda::chunked {
+
+// Rows of a tile. Equal to the parts of a sum, so that after the exchange each lane holds one row.
+inline constexpr int kComposeRows = 8;
 
 // Arguments of compose() of cula.h as its kernel reads them. Rows are multiples of 16 bytes.
 struct GivenMaps {
@@ -35,7 +39,14 @@ struct WalkMaps {
 };
 
 class EarlyStarts;
+struct CarryParams;
 struct Schedule;
+
+// Of a prefill or a segment call: the states before the segments of each sequence, or the map of the whole
+// sequence (total). row_tiles: of the rows of S, and of M where that is made.
+template <int kKey>
+void launch_compose(const DeviceArgs& a, const Schedule& schedule, const CarryParams& p, int row_tiles,
+                    bool matrices, bool total, EarlyStarts& early, void* stream);
 
 template <int kKey>
 void launch_compose_walks(const DeviceArgs& a, const Schedule& schedule, const WalkMaps& maps,

@@ -23,15 +23,19 @@
 #include <array>
 #include <memory>
 #include <string>
+#include <type_traits>
 
 #include "core/kernel.h"
 #include "cuda/call.h"
-#include "cuda/chunked/compose.cuh"
+#include "cuda/chunked/compose.h"
 #include "cuda/chunked/entry.h"
+#include "cuda/chunked/prepare.h"
+#include "cuda/chunked/prepare_channel.cuh"
 #include "cuda/chunked/prepare_erase.h"
-#include "cuda/chunked/schedule.cuh"
+#include "cuda/chunked/prepare_token.cuh"
+#include "cuda/chunked/schedule.h"
 #include "cuda/chunked/target.h"
-#include "cuda/chunked/timeline.cuh"
+#include "cuda/chunked/timeline.h"
 #include "cuda/chunked/workspace.cuh"
 #include "cuda/pipe/launch.h"
 #include "cuda/rule.h"
@@ -185,9 +189,8 @@ private:
         p_.slab_end.slot = 0;  // one slot, since only one sequence can continue into the next slab
         if (workspace_.packed && schedule_.verdicts.part != Part::kSegments)  // the judge has found it
             launch_first([&] {
-                launch<schedule<kScheduleThreads, Carry::kReversed>>({1, kScheduleThreads}, schedule_,
-                                                                     workspace_.first_chunk,
-                                                                     workspace_.packed, workspace_.segments);
+                launch_schedule<kAnyKey>(a_, schedule_, workspace_.first_chunk, workspace_.packed,
+                                         workspace_.segments, Carry::kReversed, early_, call_.stream);
             });
     }
 
@@ -204,24 +207,30 @@ private:
             if (plan_.shape.erases)
                 return launch_prepare_erase<T, kKey>(call_, a_, schedule_, workspace_.operands,
                                                      workspace_.is_compensated, early_);
-        if constexpr (kPrepares && kPerChannel)
+        using GateTiles = typename Carry::GateTiles;
+        if constexpr (kPrepares && kPerChannel && std::is_same_v<GateTiles, NoGateTiles>)
+            launch_first(
+                [&] { launch_prepare_channel<T, kKey>(call_, a_, schedule_, prepared(), early_, kUpdate); });
+        else if constexpr (kPrepares && kPerChannel)
             launch_first([&] {
-                launch<prepare_channel<T, kKey, kUpdate, typename Carry::GateTiles>>(
+                launch<prepare_channel<T, kKey, kUpdate, GateTiles>>(
                     {chunks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}, Carry::gate_tiles(a_), schedule_,
                     workspace_.operands, workspace_.is_compensated, workspace_.fading);
             });
+        else if constexpr (kPrepares && Carry::kReversed)
+            launch<prepare_token<T, kKey, true>>({chunks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)},
+                                                 schedule_, span, workspace_.operands,
+                                                 workspace_.is_compensated, workspace_.fading);
         else if constexpr (kPrepares)
-            launch<prepare_token<T, kKey, Carry::kReversed, Carry::kSeveral>>(
-                {chunks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)}, schedule_, span,
-                workspace_.operands, workspace_.is_compensated, workspace_.fading);
+            launch_prepare_token<T, kKey>(call_, a_, schedule_, span, prepared(), early_, Carry::kSeveral);
+    }
+    PreparedChunks<ChunkOperands<T, kKey, kPerChannel>> prepared() const {
+        return {workspace_.operands, workspace_.is_compensated, workspace_.fading};
     }
 
-    // kTotal: the map of a whole sequence, rather than the states before its segments.
-    template <bool kTotal>
-    void compose_maps(int row_tiles) {
-        launch<compose<kKey, kTotal>>({static_cast<std::size_t>(row_tiles) * a_.value_heads * a_.sequences,
-                                       kComposeThreads<kKey>, sizeof(ComposeSmem<kKey>)},
-                                      schedule_, p_, !kDiagonal);
+    // total: the map of a whole sequence, rather than the states before its segments.
+    void compose_maps(int row_tiles, bool total) {
+        launch_compose<kKey>(a_, schedule_, p_, row_tiles, !kDiagonal, total, early_, call_.stream);
     }
     int value_tiles() const { return ceil_div(a_.value_dim, kComposeRows); }
 
@@ -247,7 +256,7 @@ private:
             p_.beside_others = call_.follows;
         }
         if (!found_) maps();
-        compose_maps<false>(value_tiles());
+        compose_maps(value_tiles(), false);
         // The last launch need not cover first segments again.
         // With several sequences their CTAs return at once.
         p_.first_rank = cut.first_beside_maps && a_.sequences == 1 ? 1 : 0;
@@ -273,7 +282,7 @@ private:
             p_.map_m = a_.segment_m, p_.map_b = a_.segment_b, p_.wants_m = a_.segment_m.data;
         if (cut || p_.last_map) maps();
         const int map_tiles = !a_.segment_m.data ? 0 : kDiagonal ? 1 : ceil_div(a_.key_dim, kComposeRows);
-        if (cut && p_.last_map) compose_maps<true>(value_tiles() + map_tiles);
+        if (cut && p_.last_map) compose_maps(value_tiles() + map_tiles, true);
     }
 
     const Call& call_;
@@ -357,7 +366,8 @@ private:
         const Layout workspace(plan_, call.workspace, call.kept, plan_.found);
         Call of_writes = call;
         workspace.timeline.replace(of_writes.args);
-        if (launch_count_writes(call.args, workspace.timeline, call.stream)) of_writes.goes_on = true;
+        if (launch_count_writes<kAnyKey>(call.args, workspace.timeline, call.stream))
+            of_writes.goes_on = true;
         Launches<Carry, kUpdate>(of_writes, plan_).run();
     }
 

@@ -49,22 +49,21 @@ __device__ __forceinline__ int last_up_to(const std::int32_t (&before)[kSchedule
 }
 
 // kReversed: as of place_of().
-template <int kThreads, bool kReversed = false>
-__global__ void __launch_bounds__(kThreads)
+template <bool kReversed>
+__global__ void __launch_bounds__(kScheduleThreads)
     schedule(const __grid_constant__ DeviceArgs a, const Schedule s, std::int32_t* first_chunk,
              PackedChunk* packed, Segment* segments) {
     pdl_trigger();
     follow_kernels_or_judge(s);
-    static_assert(kThreads == kScheduleThreads);
     __shared__ std::int32_t of_warps[32];
-    __shared__ std::int32_t first[kThreads], last[kThreads],
-        first_segment[kThreads];                             // of the 1024 sequences at hand
-    __shared__ std::int64_t begin[kThreads], end[kThreads];  // their tokens
-    __shared__ std::int32_t lengths[kSortedSequences];       // chunks of every sequence; -1: not in this slab
+    __shared__ std::int32_t first[kScheduleThreads], last[kScheduleThreads],
+        first_segment[kScheduleThreads];                                     // of the 1024 sequences at hand
+    __shared__ std::int64_t begin[kScheduleThreads], end[kScheduleThreads];  // their tokens
+    __shared__ std::int32_t lengths[kSortedSequences];  // chunks of every sequence; -1: not in this slab
     const int thread = static_cast<int>(threadIdx.x);
     const bool whole = s.segment_chunks >= s.slab_end - s.slab_begin && a.sequences <= kSortedSequences;
     std::int32_t chunks = 0, count = 0;  // of the sequences so far: chunks, segments
-    for (int start = 0; start < a.sequences; start += kThreads) {
+    for (int start = 0; start < a.sequences; start += kScheduleThreads) {
         const int n = start + thread;
         const TokenRange tokens = n < a.sequences ? tokens_of(a, n) : TokenRange{};
         const std::int32_t own_chunks = ceil_div(tokens.length, s.chunk_tokens);
@@ -76,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
         __syncthreads();
         const std::int32_t slab_chunk = chunks > s.slab_begin ? chunks : s.slab_begin;
         chunks += of_chunks.total;
-        for (std::int32_t i = slab_chunk + thread; i < min(chunks, s.slab_end); i += kThreads) {
+        for (std::int32_t i = slab_chunk + thread; i < min(chunks, s.slab_end); i += kScheduleThreads) {
             const int which = last_up_to(first, i);
             const std::int64_t at =
                 begin[which] +
@@ -96,7 +95,7 @@ __global__ void __launch_bounds__(kThreads)
         const SumBefore of_segments = sum_before(head.sequence < 0 ? 0 : head.count, of_warps);
         first_segment[thread] = of_segments.before;
         __syncthreads();
-        for (int i = thread; i < of_segments.total; i += kThreads) {
+        for (int i = thread; i < of_segments.total; i += kScheduleThreads) {
             const int which = last_up_to(first_segment, i);
             segments[count + i] =
                 segment_of_piece(s, start + which, first[which], last[which], i - first_segment[which]);
@@ -105,13 +104,13 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (thread == 0) first_chunk[a.sequences] = chunks;
     for (std::int32_t i = (chunks > s.slab_begin ? chunks : s.slab_begin) + thread; i < s.slab_end;
-         i += kThreads)
+         i += kScheduleThreads)
         packed[i - s.slab_begin] = {};
 
     if (whole) {
-        const bool at_hand = a.sequences <= kThreads;
+        const bool at_hand = a.sequences <= kScheduleThreads;
         if (!at_hand) __syncthreads();
-        for (int n = thread; n < a.sequences; n += kThreads) {
+        for (int n = thread; n < a.sequences; n += kScheduleThreads) {
             const Segment head = at_hand ? segment_of_piece(s, n, first[n], last[n], 0)
                                          : segment_of_piece(s, n, first_chunk[n], first_chunk[n + 1], 0);
             if (head.sequence < 0) continue;
@@ -122,7 +121,7 @@ __global__ void __launch_bounds__(kThreads)
             segments[longer] = head;
         }
     }
-    for (int i = count + thread; i < s.max_segments; i += kThreads) segments[i] = Segment{};
+    for (int i = count + thread; i < s.max_segments; i += kScheduleThreads) segments[i] = Segment{};
 }
 
 }  // namespace cula::cuda::chunked

@@ -11,7 +11,7 @@
 #include "cuda/chunked/prepare_channel.cuh"
 #include "cuda/chunked/prepare_erase.h"
 #include "cuda/chunked/prepare_token.cuh"
-#include "cuda/chunked/timeline.cuh"
+#include "cuda/chunked/timeline.h"
 
 namespace cula::cuda::chunked {
 

@@ -2,15 +2,13 @@
 #include "cuda/float8/entry.h"
 
 #include "core/carve.h"
-#include "core/check.h"
 #include "core/rows.h"
 #include "cuda/float8/launch.h"
+#include "cuda/limits.h"
 #include "cuda/pipe/launch.h"
 
 namespace cula::cuda::float8 {
 namespace {
-
-constexpr int kKey = static_cast<int>(kLargestDim);
 
 bool is_float8(const TensorRef& ref) { return ref && ref.dtype == Dtype::kFloat8E4M3; }
 
@@ -53,13 +51,13 @@ Args DenseStates::apply(const Args& args) const {
 
 void load(const Args& args, const DenseStates& dense, const Context& context) {
     const DeviceGuard guard(context.device.index);
-    launch_load_states<kKey>(device_args(args), dense.states, dense.starts, dense.ends, context.stream);
+    launch_load_states<kAnyKey>(device_args(args), dense.states, dense.starts, dense.ends, context.stream);
 }
 
 void store(const Args& args, const DenseStates& dense, const Context& context) {
     if (!is_float8(args.final_state)) return;
     const DeviceGuard guard(context.device.index);
-    launch_store_states<kKey>(device_args(args), dense.states, context.stream);
+    launch_store_states<kAnyKey>(device_args(args), dense.states, context.stream);
 }
 
 }  // namespace cula::cuda::float8

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/chunked/prepare.h"
+#include "cuda/chunked/prepare_token.cuh"
+#include "cuda/chunked/target.h"
+#include "cuda/pipe/launch.h"
+
+namespace cula::cuda::chunked {
+
+template <class T, int kKey>
+void launch_prepare_token(const Call& call, const DeviceArgs& a, const Schedule& schedule, int span,
+                          const PreparedChunks<TokenChunk<T, kKey>>& to, EarlyStarts& early, bool several) {
+    const std::size_t chunks = static_cast<std::size_t>(schedule.slab_end - schedule.slab_begin) *
+                               static_cast<std::size_t>(a.value_heads);
+    const LaunchShape shape = early({.blocks = chunks / static_cast<std::size_t>(span),
+                                     .threads = kPrepareThreads,
+                                     .shared_bytes = sizeof(TokenSmem<kKey>)});
+    if (several)
+        launch<prepare_token<T, kKey, false, true>>(shape, call.stream, a, schedule, span, to.operands,
+                                                    to.is_compensated, to.fading);
+    else
+        launch<prepare_token<T, kKey>>(shape, call.stream, a, schedule, span, to.operands, to.is_compensated,
+                                       to.fading);
+}
+
+}  // namespace cula::cuda::chunked
+
+#define CULA_INSTANTIATE(type, key)                                                                         \
+    template void cula::cuda::chunked::launch_prepare_token<type, key>(                                     \
+        const Call&, const DeviceArgs&, const Schedule&, int, const PreparedChunks<TokenChunk<type, key>>&, \
+        EarlyStarts&, bool);
