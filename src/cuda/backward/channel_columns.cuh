@@ -5,6 +5,7 @@
 
 #include "cuda/backward/channel_config.cuh"
 #include "cuda/backward/derivatives.cuh"
+#include "cuda/ptx/memory.cuh"
 #include "cuda/tile/store_gradient.cuh"
 
 namespace cula::cuda::backward {
@@ -23,6 +24,25 @@ struct ColumnFloats {
     // x[i] of a Column.
     __device__ __forceinline__ float& element(int i) const { return first[i / 2 * kFloatsPitch + i % 2]; }
 };
+
+// The warp's patch from accumulators to columns, through `turned` of shared memory.
+template <int kKey>
+__device__ __forceinline__ void turn_patch(Column& to, const float (&x)[4][4], PatchFloats& turned,
+                                           const Patch<kKey>& patch) {
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            *reinterpret_cast<float2*>(&turned[patch.lane / 4 + 8 * half][8 * n + patch.lane % 4 * 2]) = {
+                x[n][2 * half], x[n][2 * half + 1]};
+    __syncwarp();
+#pragma unroll
+    for (int t = 0; t < kHalf; ++t) {
+        const float2 pair = load_pair(shared_address(&turned[patch.half * kHalf + t][patch.lane % 16 * 2]));
+        to[2 * t] = pair.x, to[2 * t + 1] = pair.y;
+    }
+}
 
 // The lane's place in a call.
 struct ColumnPlace {

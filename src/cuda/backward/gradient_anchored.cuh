@@ -397,21 +397,7 @@ private:
 
     // From accumulators to columns, through the warp's patch of shared memory.
     __device__ __forceinline__ void turn(Column& to, const float (&x)[4][4], const Patch<kKey>& patch) const {
-        PatchFloats& turned = s.own[patch.warp].turned;
-        __syncwarp();
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<float2*>(&turned[patch.lane / 4 + 8 * half][8 * n + patch.lane % 4 * 2]) = {
-                    x[n][2 * half], x[n][2 * half + 1]};
-        __syncwarp();
-#pragma unroll
-        for (int t = 0; t < kHalf; ++t) {
-            const float2 pair =
-                load_pair(shared_address(&turned[patch.half * kHalf + t][patch.lane % 16 * 2]));
-            to[2 * t] = pair.x, to[2 * t + 1] = pair.y;
-        }
+        turn_patch(to, x, s.own[patch.warp].turned, patch);
     }
 
     // d_x <- (d_x - x (d_x . x) / |x|^2) / |x|.

@@ -296,21 +296,7 @@ private:
 
     // From accumulators to columns, through the warp's patch of shared memory.
     __device__ __forceinline__ void turn(Column& to, const float (&x)[4][4]) const {
-        PatchFloats& turned = s.turned[patch.warp];
-        __syncwarp();
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<float2*>(&turned[patch.lane / 4 + 8 * half][8 * n + patch.lane % 4 * 2]) = {
-                    x[n][2 * half], x[n][2 * half + 1]};
-        __syncwarp();
-#pragma unroll
-        for (int t = 0; t < kHalf; ++t) {
-            const float2 pair =
-                load_pair(shared_address(&turned[patch.half * kHalf + t][patch.lane % 16 * 2]));
-            to[2 * t] = pair.x, to[2 * t + 1] = pair.y;
-        }
+        turn_patch(to, x, s.turned[patch.warp], patch);
     }
 
     // The part of dg that is the same for all tokens of the block: rows of later blocks, columns of earlier

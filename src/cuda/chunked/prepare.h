@@ -28,7 +28,8 @@ void launch_prepare_channel(const Call& call, const DeviceArgs& a, const Schedul
                             const PreparedChunks<ChannelChunk<T, kKey>>& to, EarlyStarts& early,
                             Update update);
 
-// One decay per token or none. span: chunks of a CTA; several: tokens write several times.
+// One decay per token or none. span: the value heads of a CTA, which share q and k; several: tokens write
+// several times.
 template <class T, int kKey>
 void launch_prepare_token(const Call& call, const DeviceArgs& a, const Schedule& schedule, int span,
                           const PreparedChunks<TokenChunk<T, kKey>>& to, EarlyStarts& early, bool several);
