@@ -17,8 +17,9 @@
 // kTokens = 1: the call has one token per sequence.
 // kTokens = 4: the CTA processes the tokens of its sequence in groups of four, keeps the state in registers,
 // and stores it after each token that asks for it.
-// Where tokens write several times (Keys::kSeveral, kTokens = 4) what is said of a token holds for a write:
-// the first of a token decays the state, and o and stored states follow the last.
+// Where tokens write several times (Keys::kSeveral) what is said of a token holds for a write: the first of a
+// token decays the state, and o and stored states follow the last. kTokens = 4 as above; kTokens = 2: the
+// call has one token of two writes per sequence.
 //
 // All threads do the same work, in this order:
 // 1. Load the indices that name the state's slot.
@@ -35,13 +36,13 @@
 // The kernel is bound by the traffic of the state. There is no double buffering: the other CTAs of the
 // multiprocessor keep the memory busy while one computes.
 //
-// Budgets                              kTokens = 1        kTokens = 4
+// Budgets                              kTokens = 1, 2     kTokens = 4
 //     CTAs per multiprocessor              6 (5)              4 (3)           ( ): K = 256, from 10.0 on, and
-//                                                                             with low-rank keys
+//                                                                             with low-rank keys, two writes
 //     registers per thread                80 (96)           128 (168)
 //     shared memory, KiB, K 64/128/256  17.3/17.8/19.2    21.1/23.2/28.7      float32 states, kRows = 256 / K
-// With kRows = 512 / K (16-bit and float8 states, one token): 4 (3) CTAs, 128 (168) registers, and
-// 17.8/18.1/19.3 KiB, of float8 9.8/10.1/11.3.
+// With kRows = 512 / K (16-bit and float8 states, kTokens of 1 and 2): 4 (3) CTAs, 128 (168) registers, and
+// 17.8/18.1/19.3 KiB, of float8 9.8/10.1/11.3. kTokens = 2 takes 1.3 to 2 KiB more.
 // Design page: docs/design/decode.md.
 #pragma once
 
@@ -58,8 +59,8 @@ inline constexpr bool kFewerCtas = true;
 inline constexpr bool kFewerCtas = false;
 #endif
 template <int kKey, int kTokens, int kRows = 1, Keys kKeys = Keys::kOne>
-inline constexpr int kDecodeCtas =
-    (kTokens == 1 ? kRows * kKey > 256 ? 4 : 6 : 4) - (kKey > 128 || kFewerCtas || kKeys == Keys::kLowRank);
+inline constexpr int kDecodeCtas = (kOneToken<kTokens> && kRows * kKey <= 256 ? 6 : 4) -
+                                   (kKey > 128 || kFewerCtas || kKeys == Keys::kLowRank || kTokens == 2);
 
 // Prefetches the state of CTA `block`, which starts later, to the second-level cache, where its loads will
 // take less time.
@@ -88,7 +89,7 @@ template <class State, int kKey, int kRows, int kTokens, Keys kKeys>
 __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows, kKeys>)
     decode(const __grid_constant__ DecodeArgs a) {
     constexpr int kBlockRows = kRows * kRowsPerPass, kFours = kKey / (kLanesPerRow * 4);
-    constexpr bool kOne = kTokens == 1, kScaled = std::is_same_v<State, Float8E4M3>;
+    constexpr bool kOne = kOneToken<kTokens>, kScaled = std::is_same_v<State, Float8E4M3>;
     __shared__ DecodeTokens<kKey, kBlockRows, kTokens, kKeys> s;
     // The state between global memory and registers. A thread reads only what it copied itself, so no barrier
     // is needed.
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
         }
     }
     // The same in writes, as `fetch` and the loop below count.
-    const int writes = kSeveral ? static_cast<int>(a.writes.value) : 1;
+    const int writes = kOne ? kTokens : kSeveral ? static_cast<int>(a.writes.value) : 1;
     const DecodeRange steps{range.batch, range.begin * writes, range.length * writes};
     DecodeInputs<kKey, kBlockRows, kTokens, kKeys> inputs;
     inputs.fetch_head(a, value_head);
@@ -231,7 +232,7 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     if constexpr (kKeys == Keys::kLowRank) read[r] += x[r][4 * p + e] * key[e];
-                    x[r][4 * p + e] *= decay[e];
+                    if (kTokens != 2 || j == 0) x[r][4 * p + e] *= decay[e];
                     if constexpr (kKeys != Keys::kLowRank) read[r] += x[r][4 * p + e] * key[e];
                     out[r] += x[r][4 * p + e] * query[e];
                 }
@@ -297,7 +298,8 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
             }
         }
     if constexpr (kOne) {
-        advance(0, 0);
+#pragma unroll
+        for (int j = 0; j < kTokens; ++j) advance(0, j, j + 1 == kTokens);
     } else {
         std::int32_t snapshot = a.snapshot_indices.data ? load(a.snapshot_indices, n) : n;
         if (!a.snapshots.data || (a.snapshot_indices.data && is_null(a, a.snapshots, snapshot)))

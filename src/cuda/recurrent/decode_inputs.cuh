@@ -29,10 +29,20 @@ __device__ __forceinline__ float* scale_of(const DecodeScales& scales, std::int3
     return advanced(advanced(advanced(scales.data, head, scales.head), row, scales.v), slot, scales.slot);
 }
 
-// Sums over a warp, of one number or of four. Of four, lanes 8 i to 8 i + 7 receive the i-th sum.
-// Each of the first two steps halves the number of sums that a lane carries, so that four sums take six
-// shuffles instead of twenty.
+// Whether a call of decode with kTokens places has one token per sequence: two places are those of its
+// writes.
+template <int kTokens>
+inline constexpr bool kOneToken = kTokens < 4;
+
+// Sums over a warp, of one number, of two or of four. Of n, lanes i 32 / n and on receive the i-th sum.
+// Each of the first steps halves the number of sums that a lane carries, so that four sums take six shuffles
+// instead of twenty.
 __device__ __forceinline__ float warp_sums(const float (&x)[1]) { return warp_sum(x[0]); }
+__device__ __forceinline__ float warp_sums(const float (&x)[2]) {
+    const bool second = threadIdx.x & 16;
+    const float own = (second ? x[1] : x[0]) + __shfl_xor_sync(0xffffffffu, second ? x[0] : x[1], 16);
+    return row_sum(own + __shfl_xor_sync(0xffffffffu, own, 8));
+}
 __device__ __forceinline__ float warp_sums(const float (&x)[4]) {
     const bool second = threadIdx.x & 16, odd = threadIdx.x & 8;
     const float a = (second ? x[2] : x[0]) + __shfl_xor_sync(0xffffffffu, second ? x[0] : x[2], 16);
@@ -176,7 +186,7 @@ struct DecodeInputs
                 const int row = min(row0 + row_of(i), a.value_dim - 1);
                 beta[i].load(place(a.beta, value_head, token_of(i), row), a.beta.type, in(token_of(i)));
             }
-        if constexpr (kTokens > 1) {
+        if constexpr (!kOneToken<kTokens>) {
             const int write = t0 + static_cast<int>(threadIdx.x),
                       t = kKeys == Keys::kSeveral ? a.writes.divide(write) : write;
             state_index = load(a.state_indices, n, t,
@@ -272,7 +282,7 @@ struct DecodeInputs
             s.beta[token_of(i)][row_of(i)] = beta_exact(strength, a.beta_is_logit, a.most_beta);
             weigh(s.value[token_of(i)][row_of(i)], s.beta[token_of(i)][row_of(i)]);
         }
-        if (kTokens > 1 && threadIdx.x < kTokens) s.state_index[threadIdx.x] = state_index;
+        if (!kOneToken<kTokens> && threadIdx.x < kTokens) s.state_index[threadIdx.x] = state_index;
     }
 };
 

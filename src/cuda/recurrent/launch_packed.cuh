@@ -66,15 +66,18 @@ bool launch_step_packed(const Call& call) {
         return static_cast<long long>(a.sequences) * a.value_heads * a.value_dim / rows /
                call.multiprocessors;
     };
-    if constexpr (kKeys != Keys::kSeveral) {
-        if (a.tokens == 1 && !a.cu_seqlens && !a.state_indices.data && !a.snapshots.data) {
-            // 16 KiB of states per CTA (8 of float8); less where smaller CTAs are needed to occupy every
-            // multiprocessor and to shorten the last wave.
-            constexpr int kFullRows = (sizeof(State) < 4 ? 512 : 256) / kKey;
-            const bool full = each(kFullRows * kRowsPerPass) >= (sizeof(State) < 4 ? 3 : 40);
-            return full ? launch_decode<State, kKey, kKeys, kFullRows, 1>(call)
-                        : launch_decode<State, kKey, kKeys, 1, 1>(call);
-        }
+    if (a.tokens == 1 && !a.cu_seqlens && !a.state_indices.data && !a.snapshots.data &&
+        (kKeys != Keys::kSeveral || a.writes == 2)) {
+        constexpr int kTokens = kKeys == Keys::kSeveral ? 2 : 1;
+        // 16 KiB of states per CTA (8 of float8); less where smaller CTAs are needed to occupy every
+        // multiprocessor and to shorten the last wave, and where a head has no more rows.
+        constexpr int kFullRows = (sizeof(State) < 4 ? 512 : 256) / kKey, kHalfRows = kFullRows / 2;
+        if (each(kFullRows * kRowsPerPass) < (sizeof(State) < 4 ? 3 : 40))
+            return launch_decode<State, kKey, kKeys, 1, kTokens>(call);
+        if constexpr (kHalfRows == 4)
+            if (a.value_dim <= kHalfRows * kRowsPerPass)
+                return launch_decode<State, kKey, kKeys, kHalfRows, kTokens>(call);
+        return launch_decode<State, kKey, kKeys, kFullRows, kTokens>(call);
     }
     // Draft tokens go at once where they are few. What a batch-invariant call takes may not depend on the
     // other sequences.
