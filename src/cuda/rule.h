@@ -30,7 +30,7 @@ using UpdateConstant = std::integral_constant<Update, kUpdate>;
 // The rule whose kernels run a rule: its own, or another's, which get other operands and no more (an erase
 // key in the place of the key that reads). No kernel is compiled for a rule that has none of its own. Those
 // of kProduct also need rows of writes: `takes_one_write` declines it for those that have none (limits.h).
-// Those of kDplr also need its keys, which the token-by-token kernels have alone.
+// Those of kDplr also need its keys, which the token-by-token kernels have alone; for its chunks see below.
 template <Update kUpdate>
 inline constexpr Update kKernelsOf = kUpdate;
 template <>
@@ -39,6 +39,11 @@ template <>
 inline constexpr Update kKernelsOf<Update::kProduct> = Update::kDelta;
 template <>
 inline constexpr Update kKernelsOf<Update::kDplr> = Update::kAdditive;
+// The same of its chunks: low-rank keys are erase keys of rows of their own (chunked/low_rank_rows.cuh).
+template <Update kUpdate>
+inline constexpr Update kChunksOf = kKernelsOf<kUpdate>;
+template <>
+inline constexpr Update kChunksOf<Update::kDplr> = Update::kDelta;
 
 constexpr Update kernels_of(Update update) {
     Update found = update;
@@ -46,6 +51,10 @@ constexpr Update kernels_of(Update update) {
         ((found = update == kUpdates[i] ? kKernelsOf<kUpdates[i]> : found), ...);
     }(std::make_index_sequence<kUpdates.size()>{});
     return found;
+}
+
+constexpr Update chunks_of(Update update) {
+    return takes_low_rank(update) ? kChunksOf<Update::kDplr> : kernels_of(update);
 }
 
 // Calls body(constant) for the rule whose kernels run `update`. It is compiled for all of those.

@@ -86,16 +86,17 @@ def declined_algorithms(on: str = "") -> dict[str, str]:
 
 
 # Why a target takes no call of an algorithm, whatever else the call asks for: sm90 where tokens write several
-# times, and chunked targets where there are low-rank keys. Beside these a refusal of a backward call by a
-# family lists why its three walks decline the algorithm, which they do for many.
+# times; and what chunked targets take of calls with low-rank keys. Beside these a refusal of a backward call
+# by a family lists why its three walks decline the algorithm, which they do for many.
 _ONE_WRITE = re.compile("takes one write per token, not the several of ([a-z0-9_]+)")
-_NO_CHUNKS = "has no chunks of low-rank keys: a_key and b_key go token by token"
+_LOW_RANK = re.compile(r"takes [a-zA-Z0-9 ]+ beside low-rank keys(, got \d+)?")
 _THREE_WALKS = "takes rules that add values as they are, without a decay or with one per head"
 
 
 def declines_the_algorithm(refusal: str) -> bool:
     """Whether the error of a call that named its backend says that no target of that name has a kernel for
-    the algorithm: every reason that it lists is one of those above."""
+    the algorithm, or, with low-rank keys, for such calls of it: every reason that it lists is one of those
+    above."""
     head, *rows = refusal.split("\n")
     if not re.fullmatch(r'[a-z]+: backend "[a-z0-9_:]+" does not take this call:', head):
         return False
@@ -104,7 +105,7 @@ def declines_the_algorithm(refusal: str) -> bool:
         target, _, reason = row.strip().partition(": ")
         several = _ONE_WRITE.fullmatch(reason)
         family = several and cula.algorithms().get(several[1])
-        if reason == _NO_CHUNKS or (family and family.takes_several_writes):
+        if _LOW_RANK.fullmatch(reason) or (family and family.takes_several_writes):
             decisive += 1
         elif not (target.endswith(":three_walks") and reason == _THREE_WALKS):
             return False

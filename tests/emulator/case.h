@@ -316,7 +316,9 @@ inline void Case::make(const std::vector<Instance>& instances) {
     // The algorithms and dtypes of the instances at hand.
     const auto fits = [&](const Instance& of, Algorithm algorithm) {
         if (takes_low_rank(algorithm.update))
-            return step && of.pass == (pass == Pass::kBackward ? "backward_low_rank" : "step_low_rank");
+            return of.pass == (step ? pass == Pass::kBackward ? "backward_low_rank" : "step_low_rank"
+                               : pass == Pass::kBackward ? "low_rank"
+                                                         : "prepare_low_rank");
         if (takes_erase(algorithm.update) && !step)
             return of.pass == (pass == Pass::kBackward ? "erase" : "prepare_erase");
         // With one write the kernels are those of gdn: their instances are needed, too.

@@ -13,7 +13,8 @@ for gate in channel token; do
     done
 done
 instances+="sm80/reversed_walk/__nv_bfloat16/64;chunked/prepare_erase/__nv_bfloat16/64;"
-instances+="backward/erase/__nv_bfloat16/64;recurrent/step_any/any/64;"
+instances+="backward/erase/__nv_bfloat16/64;chunked/prepare_low_rank/__nv_bfloat16/64;"
+instances+="backward/low_rank/__nv_bfloat16/64;recurrent/step_any/any/64;"
 for pass in sm80/prefill sm80/backward backward/gradient; do
     instances+="${pass}_several/__nv_bfloat16/64;"
 done
@@ -46,6 +47,11 @@ done
 for pass in prefill segment verify backward; do
     echo "$pass sm80:step of low-rank keys"
     "$build/emulate" --pass "$pass" --target sm80:step --algorithm rwkv7 --count 10 --seed "$seed" \
+        --host_threads "$(nproc)"
+done
+for pass in prefill segment backward; do
+    echo "$pass sm80 of low-rank keys"
+    "$build/emulate" --pass "$pass" --target sm80 --algorithm rwkv7 --count 16 --seed "$seed" \
         --host_threads "$(nproc)"
 done
 for pass in prefill segment backward; do

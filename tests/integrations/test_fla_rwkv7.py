@@ -35,16 +35,29 @@ def _registered(request, monkeypatch) -> Iterator[None]:
     fla.calls.clear()
 
 
-def arguments(name: str, tokens: int, device: str = "cuda") -> dict[str, torch.Tensor]:
+def arguments(
+    name: str, tokens: int, device: str = "cuda", dtype: torch.dtype = torch.float32, channels: int = 16
+) -> dict[str, torch.Tensor]:
     query, gate = ("r", "w") if "rwkv7" in name else ("q", "gk")
     last = "kk" if name == "fused_mul_recurrent_rwkv7" else "b"
     with FakeTensorMode():
-        return {each: torch.empty(1, tokens, 2, 16, device=device) for each in (query, gate, *"kva", last)}
+        return {
+            each: torch.empty(1, tokens, 2, channels, device=device, dtype=dtype)
+            for each in (query, gate, *"kva", last)
+        }
 
 
-def call(name: str, tokens: int, device: str = "cuda", **named: object) -> tuple[bool, str]:
-    """Whether a call ran here, and what the record says of it."""
-    found = getattr(sys.modules["fla.layers"], name)(**arguments(name, tokens, device), **named)
+def call(
+    name: str,
+    tokens: int,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.float32,
+    channels: int = 16,
+    **named: object,
+) -> tuple[bool, str]:
+    """Whether a call ran here, and what the record says of it. float32 has no chunks on a GPU."""
+    given = arguments(name, tokens, device, dtype, channels)
+    found = getattr(sys.modules["fla.layers"], name)(**given, **named)
     assert found in (("ran here", None), f"FLA's own {name}")
     ((function, sentence),) = fla.calls
     assert function == name
@@ -62,9 +75,25 @@ def test_short_calls_run_here(name, tokens):
 def test_long_calls_are_left_to_fla(name, tokens):
     assert fla.TOKENS_LEFT_TO_FLA == 64
     sentence = (
-        "on a GPU calls of 64 tokens or more are left to FLA, which works in chunks: cula goes token by token"
+        "on a GPU calls of 64 tokens or more are left to FLA, which works in chunks: cula takes float32, and "
+        "K below 16 or above 128, token by token"
     )
     assert call(name, tokens) == (False, sentence)
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("channels", [15, 129])
+def test_long_calls_that_have_no_chunks_are_left_to_fla(name, channels):
+    ran_here, sentence = call(name, 64, dtype=torch.bfloat16, channels=channels)
+    assert not ran_here
+    assert sentence.startswith("on a GPU calls of 64 tokens or more are left to FLA")
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("channels", [16, 64, 128])
+def test_long_calls_that_have_chunks_run_here(name, dtype, channels):
+    assert call(name, 5000, dtype=dtype, channels=channels) == (True, "cula")
 
 
 @pytest.mark.parametrize("name", CHUNKED)

@@ -61,6 +61,18 @@ def test_the_state_is_read_before_it_decays(backend):
     assert errors(found.o, o).rms < 1e-6
 
 
+@pytest.mark.parametrize("decay", ["slow", "mixed", "extreme"])
+@pytest.mark.parametrize("key_dim", [16, 64, 72, 128])
+@pytest.mark.parametrize("backend", device.able(torch.bfloat16, algorithm="rwkv7"))
+def test_chunks_of_any_decays(backend, key_dim, decay):
+    """GPUs make two rows of a token, and a row that reads has another decay than one that writes."""
+    case = Case(
+        "rwkv7", (130, 0, 7, 64), packed=True, value_heads=4, key_dim=key_dim, value_dim=80, decay=decay
+    )  # fmt: skip
+    passes.assert_rule(lambda inputs, backend: passes.prefill(inputs, backend=backend), make(case), backend)
+    gradients.assert_rule(make(case.but(dtype=torch.float16)))
+
+
 @pytest.mark.parametrize("length", [4096, 4097, 4140])
 def test_gradients_of_long_sequences(length):
     """Up to 4,096 tokens groups are single blocks of 16."""

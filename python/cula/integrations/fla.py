@@ -150,22 +150,29 @@ def _paged(
     return o, pool
 
 
-# From so many tokens on, chunk_rwkv7 and chunk_dplr_delta_rule on a GPU are left to FLA, whose kernels work
-# in chunks; those here go token by token. It is the number from which FLA's own layer calls chunk_rwkv7 in
-# inference. From how many tokens on FLA is in fact faster has not been measured on a GPU.
+# From so many tokens on, those calls of chunk_rwkv7 and chunk_dplr_delta_rule on a GPU that have no chunks
+# here are left to FLA, whose kernels work in chunks: float32 inputs, and K below 16 or above 128. It is the
+# number from which FLA's own layer calls chunk_rwkv7 in inference. From how many tokens on FLA is in fact
+# faster has not been measured on a GPU.
 TOKENS_LEFT_TO_FLA = 64
 
 
-def _short_calls_on_gpus(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours`, but calls on a GPU of TOKENS_LEFT_TO_FLA tokens or more are refused; tokens of packed sequences
-    are counted together, since their lengths lie on the device. Calls with a cp_context are refused whatever
-    their length: ranks may have different numbers of tokens, and have to decide alike."""
+def _in_chunks_on_gpus(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours`, but calls on a GPU of TOKENS_LEFT_TO_FLA tokens or more are refused where they have no chunks;
+    tokens of packed sequences are counted together, since their lengths lie on the device. With a cp_context
+    they are refused whatever their length: ranks may have different numbers of tokens, and have to decide
+    alike."""
     query = next(iter(inspect.signature(ours).parameters))
 
     @functools.wraps(ours)
     def call(**given: object) -> object:
         q = given.get(query)
-        if isinstance(q, Tensor) and q.is_cuda and q.dim() == 4:
+        if (
+            isinstance(q, Tensor)
+            and q.is_cuda
+            and q.dim() == 4
+            and (q.dtype == torch.float32 or not 16 <= q.shape[3] <= 128)
+        ):
             calls_of = ""
             if given.get("cp_context") is not None:
                 calls_of = "calls with cp_context"
@@ -173,7 +180,8 @@ def _short_calls_on_gpus(ours: Callable[..., Any]) -> Callable[..., Any]:
                 calls_of = f"calls of {TOKENS_LEFT_TO_FLA} tokens or more"
             if calls_of:
                 raise NotImplementedError(
-                    f"on a GPU {calls_of} are left to FLA, which works in chunks: cula goes token by token"
+                    f"on a GPU {calls_of} are left to FLA, which works in chunks: cula takes float32, and K "
+                    "below 16 or above 128, token by token"
                 )
         return ours(**given)
 
@@ -187,12 +195,12 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
     "gdn2": (gdn2.chunk_gdn2, gdn2.fused_recurrent_gdn2),
     "gated_delta_product": (gated_delta_product.chunk_gated_delta_product,),
     "rwkv7": (
-        _short_calls_on_gpus(rwkv7.chunk_rwkv7),
+        _in_chunks_on_gpus(rwkv7.chunk_rwkv7),
         rwkv7.fused_recurrent_rwkv7,
         rwkv7.fused_mul_recurrent_rwkv7,
     ),
     "generalized_delta_rule.dplr": (
-        _short_calls_on_gpus(generalized_delta_rule.chunk_dplr_delta_rule),
+        _in_chunks_on_gpus(generalized_delta_rule.chunk_dplr_delta_rule),
         generalized_delta_rule.fused_recurrent_dplr_delta_rule,
     ),
     "gla": (gla.chunk_gla, gla.fused_recurrent_gla),

@@ -7,6 +7,7 @@
 #include "cuda/backward/derivatives.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/tile/store_gradient.cuh"
+#include "cuda/tile/tokens_of_rows.cuh"
 
 namespace cula::cuda::backward {
 
@@ -44,14 +45,25 @@ __device__ __forceinline__ void turn_patch(Column& to, const float (&x)[4][4], P
     }
 }
 
+// Which rows of a chunk a tensor has: all of them, one for each token, or, where tokens are two rows
+// (RowsOfPairs), the first or the second ones. A row that it has not is zeros when loaded, and not stored.
+enum class Rows : std::uint8_t { kAll, kFirst, kSecond };
+constexpr bool has_row(Rows rows, int row) {
+    return rows == Rows::kAll || (row % 2 == 1) == (rows == Rows::kSecond);
+}
+// The token of a row, from that of row 0 on.
+constexpr int token_of_row(Rows rows, int row) { return rows == Rows::kAll ? row : row / 2; }
+
 // The lane's place in a call.
 struct ColumnPlace {
-    std::int64_t token;                   // the first
-    int batch, channel, count, channels;  // count, channels: how many exist
+    std::int64_t token;                   // of the first row
+    int batch, channel, count, channels;  // count, channels: how many rows and channels exist
 
+    // rows_of_token: 2 where tokens are two rows.
     template <int kKey>
-    __device__ __forceinline__ ColumnPlace(const ChannelPlace& place, const Patch<kKey>& patch, int key_dim)
-        : token(place.begin + patch.token),
+    __device__ __forceinline__ ColumnPlace(const ChannelPlace& place, const Patch<kKey>& patch, int key_dim,
+                                           int rows_of_token = 1)
+        : token((place.begin + patch.token) / rows_of_token),
           batch(place.batch),
           channel(patch.channel),
           count(patch.channel < key_dim ? place.count - patch.token : 0),
@@ -86,6 +98,7 @@ __device__ __forceinline__ bool by_words(const TokenRows& rows) {
 }
 
 // Zeros where there is no token or channel.
+template <Rows kRows = Rows::kAll>
 __device__ __forceinline__ void load_column(Column& x, const TokenRows& rows, const ColumnPlace& place,
                                             int head, ColumnFloats column) {
     const std::int64_t at = place.offset(rows, head);
@@ -93,9 +106,11 @@ __device__ __forceinline__ void load_column(Column& x, const TokenRows& rows, co
     if (!by_words(rows)) {
 #pragma unroll 1
         for (int i = 0; i < 2 * kHalf; ++i) {
-            const bool in = i / 2 < place.count && i % 2 < place.channels;
+            const bool in = i / 2 < place.count && i % 2 < place.channels && has_row(kRows, i / 2);
             column.element(i) =
-                in ? load_float(rows.data, rows.dtype, at + i / 2 * rows.token + i % 2 * rows.last) : 0.0f;
+                in ? load_float(rows.data, rows.dtype,
+                                at + token_of_row(kRows, i / 2) * rows.token + i % 2 * rows.last)
+                   : 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) x[i] = column.element(i);
@@ -105,8 +120,9 @@ __device__ __forceinline__ void load_column(Column& x, const TokenRows& rows, co
         const auto* from = static_cast<const float*>(rows.data) + at;
 #pragma unroll
         for (int t = 0; t < kHalf; ++t) {
-            const float2 pair =
-                t < place.count ? *reinterpret_cast<const float2*>(from + t * pitch) : float2{0.0f, 0.0f};
+            const float2 pair = has_row(kRows, t) && t < place.count
+                                    ? *reinterpret_cast<const float2*>(from + token_of_row(kRows, t) * pitch)
+                                    : float2{0.0f, 0.0f};
             x[2 * t] = pair.x, x[2 * t + 1] = pair.y;
         }
         return;
@@ -114,13 +130,15 @@ __device__ __forceinline__ void load_column(Column& x, const TokenRows& rows, co
     const auto* from = static_cast<const std::uint16_t*>(rows.data) + at;
     std::uint32_t words[kHalf];
 #pragma unroll
-    for (int t = 0; t < kHalf; ++t) words[t] = load32_if(from + t * pitch, t < place.count);
+    for (int t = 0; t < kHalf; ++t)
+        words[t] = has_row(kRows, t) ? load32_if(from + token_of_row(kRows, t) * pitch, t < place.count) : 0u;
     if (rows.dtype == Dtype::kBFloat16)
         unpack_column<__nv_bfloat16>(x, words);
     else
         unpack_column<__half>(x, words);
 }
 
+template <Rows kRows = Rows::kAll>
 __device__ __forceinline__ void store_column(const Column& x, const TokenRows& rows, const ColumnPlace& place,
                                              int head, ColumnFloats column) {
     const std::int64_t at = place.offset(rows, head);
@@ -131,8 +149,9 @@ __device__ __forceinline__ void store_column(const Column& x, const TokenRows& r
         for (int i = 0; i < 2 * kHalf; ++i) column.element(i) = x[i];
 #pragma unroll 1
         for (int i = 0; i < 2 * kHalf; ++i)
-            if (i / 2 < place.count && i % 2 < place.channels)
-                store_gradient(rows.data, rows.dtype, at + i / 2 * rows.token + i % 2 * rows.last,
+            if (i / 2 < place.count && i % 2 < place.channels && has_row(kRows, i / 2))
+                store_gradient(rows.data, rows.dtype,
+                               at + token_of_row(kRows, i / 2) * rows.token + i % 2 * rows.last,
                                column.element(i));
         return;
     }
@@ -140,7 +159,8 @@ __device__ __forceinline__ void store_column(const Column& x, const TokenRows& r
         auto* to = static_cast<float*>(rows.data) + at;
 #pragma unroll
         for (int t = 0; t < kHalf; ++t)
-            if (t < place.count) *reinterpret_cast<float2*>(to + t * pitch) = {x[2 * t], x[2 * t + 1]};
+            if (has_row(kRows, t) && t < place.count)
+                *reinterpret_cast<float2*>(to + token_of_row(kRows, t) * pitch) = {x[2 * t], x[2 * t + 1]};
         return;
     }
     auto* to = static_cast<std::uint16_t*>(rows.data) + at;
@@ -154,7 +174,8 @@ __device__ __forceinline__ void store_column(const Column& x, const TokenRows& r
     }
 #pragma unroll
     for (int t = 0; t < kHalf; ++t)
-        if (t < place.count) *reinterpret_cast<std::uint32_t*>(to + t * pitch) = words[t];
+        if (has_row(kRows, t) && t < place.count)
+            *reinterpret_cast<std::uint32_t*>(to + token_of_row(kRows, t) * pitch) = words[t];
 }
 
 // dt_bias of the lane's channels.
@@ -167,16 +188,20 @@ __device__ __forceinline__ float2 load_bias(const DeviceArgs& a, const ColumnPla
     return bias;
 }
 
-// decay <- the decays of value head `value_head`, those of absent tokens and channels being 1.
+// decay <- the decays of value head `value_head`, those of absent tokens, channels and rows being 1.
+template <Rows kRows = Rows::kAll>
 __device__ __forceinline__ void load_decays(Column& decay, const DeviceArgs& a, const ColumnPlace& place,
                                             int value_head, ColumnFloats column) {
     const float2 bias = load_bias(a, place, value_head);
-    load_column(decay, a.g, place, value_head, column);
+    load_column<kRows>(decay, a.g, place, value_head, column);
 #pragma unroll
     for (int i = 0; i < 2 * kHalf; ++i) decay[i] += i % 2 ? bias.y : bias.x;
     HeadGate(a, value_head).log2_decays(decay);
 #pragma unroll
     for (int i = 0; i < 2 * kHalf; ++i) decay[i] = exp2_fast(max_or_nan(decay[i], kLeastLog2Decay));
+#pragma unroll
+    for (int i = 0; i < 2 * kHalf; ++i)
+        if (!has_row(kRows, i / 2)) decay[i] = 1.0f;
     if (place.is_whole()) return;
 #pragma unroll
     for (int i = 0; i < 2 * kHalf; ++i)
@@ -185,6 +210,7 @@ __device__ __forceinline__ void load_decays(Column& decay, const DeviceArgs& a, 
 
 // From the gradients of log decays to those of the gate, d_a, and the lane's sums of them: for dA_log without
 // its factor, and, by channel, ddt_bias.
+template <Rows kRows = Rows::kAll>
 struct GateSums {
     float rate = 0.0f, bias[2] = {};
 
@@ -192,7 +218,7 @@ struct GateSums {
                                         int value_head, ColumnFloats column) {
         if (a.gate != Gate::kLogDecay) {
             Column x;
-            load_column(x, a.g, place, value_head, column);
+            load_column<kRows>(x, a.g, place, value_head, column);
             const float2 offset = load_bias(a, place, value_head);
 #pragma unroll
             for (int i = 0; i < 2 * kHalf; ++i) x[i] += i % 2 ? offset.y : offset.x;

@@ -137,6 +137,13 @@ struct SliceSums {
         }
     }
 
+    // Zeros in the place of the lane's rows of dL.
+    __device__ __forceinline__ void drop_overlaps() {
+        for (auto& square : d_overlaps)
+            for (auto& half : square)
+                for (float& x : half) x = 0.0f;
+    }
+
     // Squares and rowsum(S o Z) to shared memory.
     __device__ __forceinline__ void put(const Patch<kKey>& patch, GradientChannelSmem<T, kKey>& s) {
         const int row = patch.lane / 4, pair = patch.lane % 4 * 2;

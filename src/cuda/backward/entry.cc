@@ -69,7 +69,7 @@ Support supports(const Problem& problem, StrategyKind wanted) {
                            ": more are several calls, whose gradients of q, k, gate and beta add up");
     const std::int64_t chunk = problem.key_dim <= 128 ? 64 : 32;
     if (wanted == StrategyKind::kSegments &&
-        (problem.batch_invariant || problem.tokens * problem.writes <= chunk))
+        (problem.batch_invariant || problem.tokens * chunked::rows_of_token(problem) <= chunk))
         return Support::no("cuts sequences of more than one chunk, and no batch-invariant call");
     return Support::yes();
 }

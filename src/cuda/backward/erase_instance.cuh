@@ -13,7 +13,8 @@ template <class T, int kKey>
 void launch_erase_gradients(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
                             const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
                             chunked::EarlyStarts& early) {
-    launch_channel<T, kKey, kKernelsOf<Update::kErase>, true>(call, a, schedule, d, saved, scratch, early);
+    launch_channel<T, kKey, kKernelsOf<Update::kErase>, Reader::kErase>(call, a, schedule, d, saved, scratch,
+                                                                        early);
 }
 
 template <class T, int kKey>

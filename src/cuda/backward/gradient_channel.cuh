@@ -7,10 +7,10 @@
 //   dA = tril(dO U^T)          dL = -tril(dV U^T, -1)     dbeta = rowsum((dV / beta) o (U / beta))
 //   dQ~ = dO S^T + dA K-       dK^ = -dV S^T + dL K-      dK- = dA^T Q~ + dL^T K^       dK+ = U Z^T
 //   dq = scale Gamma dQ~       dk = Gamma dK^ + dK- / Gamma + (Gamma_C / Gamma) dK+
-//   With erase keys e = erase o k (kErases), K^ are theirs: Gamma dK^ = de, dk has erase o de instead, and
-//   derase = k o de.
-//   dg_t = the sum over all paths that cross the decay of token t: rows i >= t that read S, columns j < t
-//   that
+//   With erase keys e = erase o k (Reader::kErase), K^ are theirs: Gamma dK^ = de, dk has erase o de instead,
+//   and derase = k o de. With Reader::kUndecayed a token is two rows: da = -de and db = dk of first rows, dq
+//   and dk are those of second ones. dg_t = the sum over all paths that cross the decay of token t: rows i >=
+//   t that read S, columns j < t that
 //          reach Z, pairs i >= t > j, and Gamma_C rowsum(S o Z)
 // K- is never formed. Pairs of two blocks of 16 tokens are decayed to the border between them, those of the
 // two halves of a block likewise, and others are multiplied out, token by token (channel_blocks.cuh,
@@ -79,6 +79,42 @@ __device__ __forceinline__ void load_keys(T* to, const TokenRows& rows, const Pa
     }
 }
 
+// The same of q and k of tokens that are two rows (chunked/low_rank_rows.cuh): q and k have second ones, b
+// has the first ones in the place of k.
+template <class T, int kKey>
+__device__ __forceinline__ void load_pairs(T* to, const TokenRows& second, int head, const TokenRows* first,
+                                           int value_head, const Patch<kKey>& patch,
+                                           const ChannelPlace& place, int key_dim) {
+    const int count = place.count - patch.first;
+    const std::int64_t token = (place.begin + patch.first) / 2;
+    const bool pieces = second.pieces && (!first || first->pieces);
+    const bool is_first = RowsOfPairs::is_first(patch.lane / 4);  // of pieces: the parity of the lane's rows
+    const TokenRows& own = is_first && first ? *first : second;
+    if (pieces) {
+        const auto* data = static_cast<const T*>(own.data);
+        const std::int64_t at = own.offset(place.batch, token, is_first && first ? value_head : head);
+        const int piece = patch.lane % 4 * 8, channel = patch.group * kGroup + piece;
+#pragma unroll
+        for (int t = patch.lane / 4; t < kBlock; t += 8) {
+            const bool in = t < count && channel < key_dim && (first || !is_first);
+            copy_async(shared_address(to + row_of(t) * kGroup + piece),
+                       data + (in ? at + RowsOfPairs::token(t) * own.token + channel : 0), in ? 16 : 0);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int t = 0; t < kBlock; ++t) {
+        const int channel = patch.group * kGroup + patch.lane;
+        const bool of_first = RowsOfPairs::is_first(t);
+        const TokenRows& rows = of_first && first ? *first : second;
+        const bool in = t < count && channel < key_dim && (first || !of_first);
+        const std::int64_t at =
+            rows.offset(place.batch, token + RowsOfPairs::token(t), of_first && first ? value_head : head);
+        to[row_of(t) * kGroup + patch.lane] =
+            in ? static_cast<const T*>(rows.data)[at + channel * rows.last] : from_float<T>(0.0f);
+    }
+}
+
 // Prefetches a row to the second-level cache.
 __device__ __forceinline__ void prefetch_row(const TokenRows& rows, std::int64_t offset, int channels) {
     const int element = rows.dtype == Dtype::kFloat32 ? 4 : 2, bytes = channels * element;
@@ -115,8 +151,12 @@ __device__ __forceinline__ float row_dot(const GradientChannelSmem<T, kKey>& s, 
 }
 
 // The phases for one value head. All threads are in each.
-template <class T, int kKey, bool kSolves, bool kErases>
+template <class T, int kKey, bool kSolves, Reader kReader>
 struct ChannelGradient {
+    static constexpr bool kErases = erases(kReader), kUndecayed = kReader == Reader::kUndecayed;
+    // Which rows gates, and which q, k and their gradients have.
+    static constexpr Rows kGates = kUndecayed ? Rows::kFirst : Rows::kAll,
+                          kKeys = kUndecayed ? Rows::kSecond : Rows::kAll;
     using P = Patches<kKey>;
     using Smem = GradientChannelSmem<T, kKey>;
     static constexpr int kSlots = Smem::kSlots;
@@ -130,13 +170,25 @@ struct ChannelGradient {
     int of_group = 0;  // the value head, among those that share q and k
 
     __device__ __forceinline__ bool wants_ends() const {
-        return d.keys() || d.decay() || (kErases && d.d_erase.data);
+        return d.keys() || d.decay() || (kErases && d.others());
     }
     __device__ __forceinline__ bool wants_sums() const { return d.decay() && scratch.parameters; }
     __device__ __forceinline__ bool is_first() const { return of_group == 0; }
     __device__ __forceinline__ bool is_last() const { return of_group + 1 == a.group; }
     __device__ __forceinline__ int value_head(const ChannelPlace& place) const {
         return place.head * a.group + of_group;
+    }
+
+    // Starts to load q and k, unless a value head before has. b is of each.
+    __device__ __forceinline__ void load_both(const Patch<kKey>& patch, const ChannelPlace& place) const {
+        if constexpr (kUndecayed) {
+            const int own = value_head(place);
+            load_pairs<T, kKey>(s.q[patch.warp], a.q, place.head, nullptr, own, patch, place, a.key_dim);
+            load_pairs<T, kKey>(s.k[patch.warp], a.k, place.head, &a.b_key, own, patch, place, a.key_dim);
+        } else if (is_first()) {
+            load_keys<T, kKey>(s.q[patch.warp], a.q, patch, place, a.key_dim);
+            load_keys<T, kKey>(s.k[patch.warp], a.k, patch, place, a.key_dim);
+        }
     }
 
     // given: beta of token `thread`, as it came, on its way to `strengths`.
@@ -150,10 +202,7 @@ struct ChannelGradient {
 #pragma unroll
         for (int i = 0; i < kSlots - 1; ++i) {
             if (i < saved.count) copies.next(i);
-            if (i == 0 && is_first() && ends) {
-                load_keys<T, kKey>(s.q[patch.warp], a.q, patch, place, a.key_dim);
-                load_keys<T, kKey>(s.k[patch.warp], a.k, patch, place, a.key_dim);
-            }
+            if (i == 0 && ends) load_both(patch, place);
             commit_copies();
         }
         if (is_first() && ends && a.qk_l2norm) {
@@ -177,10 +226,13 @@ struct ChannelGradient {
             sums.add(patch, s.slices[slot], ends);
             slot = slot + 1 == kSlots ? 0 : slot + 1, next = next + 1 == kSlots ? 0 : next + 1;
         }
+        // The dV of a second row reads nothing: it may be large, and its erase key is zero.
+        if (kUndecayed && !RowsOfPairs::is_first(patch.lane / 4)) sums.drop_overlaps();
         sums.put(patch, s);
         if (is_first() && ends && thread < 2 * P::kRows) {
             const int which = thread / P::kRows, t = thread % P::kRows;
-            const float r = a.qk_l2norm ? rsqrtf(row_dot(s, which, t) + 1e-6f) : 1.0f;
+            const bool has_norm = a.qk_l2norm && !(kUndecayed && which && RowsOfPairs::is_first(t));
+            const float r = has_norm ? rsqrtf(row_dot(s, which, t) + 1e-6f) : 1.0f;
             s.inverse_norm[which][t] = r;
             s.factor[which][t] = which ? r : r * a.scale;
         }
@@ -206,6 +258,7 @@ struct ChannelGradient {
         };
         prefetch_slices(saved.carried + first);
         prefetch_slices(saved.returned + first);
+        if constexpr (kUndecayed) return;
         const int t = thread % P::kRows;
         const std::int64_t token = place.begin + std::int64_t{ahead} * P::kRows + t;
         if (!is_last() || token >= a.tokens) return;
@@ -217,7 +270,7 @@ struct ChannelGradient {
             prefetch_row(a.g, a.g.offset(place.batch, token, place.head * a.group), a.key_dim);
         if constexpr (kErases) {
             const int head = place.head * a.group;
-            if (thread / P::kRows == 2)
+            if (kReader == Reader::kErase && thread / P::kRows == 2)
                 prefetch_row(a.erase, a.erase.offset(place.batch, token, head), a.key_dim);
             else if (thread / P::kRows == 3)
                 prefetch_row(a.erase_keys, a.erase_keys.offset(place.batch, token, head), a.key_dim);
@@ -239,15 +292,19 @@ struct ChannelGradient {
     __device__ __forceinline__ void operands(Column& decay) const {
         const ChannelPlace place = s.place.again();
         const Patch<kKey> patch;
-        load_decays(decay, a, ColumnPlace(place, patch, a.key_dim), value_head(place),
-                    ColumnFloats(s.turned[patch.warp], patch));
+        load_decays<kGates>(decay, a, column_of(place, patch), value_head(place),
+                            ColumnFloats(s.turned[patch.warp], patch));
         if (!by_words(a.g)) __syncthreads();  // operands take the place of columns
         own(patch).put_operands(decay);
         __syncthreads();
     }
 
+    __device__ __forceinline__ ColumnPlace column_of(const ChannelPlace& place,
+                                                     const Patch<kKey>& patch) const {
+        return {place, patch, a.key_dim, kUndecayed ? 2 : 1};
+    }
     // The phases of a lane's column.
-    __device__ __forceinline__ OwnChannel<T, kKey, kSolves, kErases> own(const Patch<kKey>& patch) const {
+    __device__ __forceinline__ OwnChannel<T, kKey, kSolves, kReader> own(const Patch<kKey>& patch) const {
         if constexpr (kErases) {
             const ChannelPlace place = s.place.again();
             return {s, patch, {a, place, patch, value_head(place)}};
@@ -273,11 +330,14 @@ struct ChannelGradient {
     __device__ __forceinline__ void gate(Column& d_a) const {
         const ChannelPlace place = s.place.again();
         const Patch<kKey> patch;
-        const ColumnPlace column(place, patch, a.key_dim);
+        const ColumnPlace column = column_of(place, patch);
         column.mask(d_a);
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i)
+            if (!has_row(kGates, i / 2)) d_a[i] = 0.0f;
         const ColumnFloats floats(s.turned[patch.warp], patch);
-        GateSums sums(a, d_a, column, value_head(place), floats);
-        if (d.d_g.data) store_column(d_a, d.d_g, column, value_head(place), floats);
+        GateSums<kGates> sums(a, d_a, column, value_head(place), floats);
+        if (d.d_g.data) store_column<kGates>(d_a, d.d_g, column, value_head(place), floats);
         if (!scratch.parameters) return;
 #pragma unroll
         for (float& sum : sums.bias) sum += __shfl_xor_sync(0xffffffffu, sum, 16);
@@ -288,12 +348,21 @@ struct ChannelGradient {
         if (patch.lane == 0) s.rate_sums[patch.warp] = rate;
     }
 
-    // From the gradients of erase keys, row_k, to those of erase strengths, and to their part of d_k.
+    // From the gradients of erase keys, row_k, to those of erase strengths, and to their part of d_k; or to
+    // d_a_key, and from first rows of d_k to d_b_key.
     __device__ __forceinline__ void erase(Column& row_k, Column& d_k) const {
         const ChannelPlace place = s.place.again();
         const Patch<kKey> patch;
-        const ColumnPlace column(place, patch, a.key_dim);
+        const ColumnPlace column = column_of(place, patch);
         const ColumnFloats floats(s.turned[patch.warp], patch);
+        if constexpr (kUndecayed) {
+#pragma unroll
+            for (float& x : row_k) x = -x;
+            if (d.d_a_key.data)
+                store_column<Rows::kFirst>(row_k, d.d_a_key, column, value_head(place), floats);
+            if (d.d_b_key.data) store_column<Rows::kFirst>(d_k, d.d_b_key, column, value_head(place), floats);
+            return;
+        }
         Column given;
         load_column(given, a.erase, column, value_head(place), floats);
 #pragma unroll
@@ -314,7 +383,7 @@ struct ChannelGradient {
     __device__ __forceinline__ void keys(Column& d_q, Column& d_k) const {
         const ChannelPlace place = s.place.again();
         const Patch<kKey> patch;
-        const ColumnPlace column(place, patch, a.key_dim);
+        const ColumnPlace column = column_of(place, patch);
         if (a.group > 1) {
             float* so_far =
                 scratch.keys + (std::int64_t{blockIdx.x} * 2 * P::kRows + patch.token) * kKey + patch.channel;
@@ -362,8 +431,8 @@ struct ChannelGradient {
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) d_q[i] *= a.scale;
         const ColumnFloats floats(s.turned[patch.warp], patch);
-        if (d.d_q.data) store_column(d_q, d.d_q, column, place.head, floats);
-        if (d.d_k.data) store_column(d_k, d.d_k, column, place.head, floats);
+        if (d.d_q.data) store_column<kKeys>(d_q, d.d_q, column, place.head, floats);
+        if (d.d_k.data) store_column<kKeys>(d_k, d.d_k, column, place.head, floats);
     }
 
     // The chunk's summands of d_A_log and d_dt_bias.
@@ -422,9 +491,9 @@ private:
     }
 };
 
-// kErases: rules with erase strengths, whose erase keys are in DeviceArgs::erase_keys and whose values come
-// with their write strengths (chunked/erase_operands.cuh).
-template <class T, int kKey, Update kUpdate, bool kErases = false>
+// kReader: other than k read erase keys, which are in DeviceArgs::erase_keys; values then come with their
+// write strengths (chunked/erase_operands.cuh, chunked/low_rank_rows.cuh).
+template <class T, int kKey, Update kUpdate, Reader kReader = Reader::kKey>
 __global__ void __launch_bounds__(Patches<kKey>::kThreads, Patches<kKey>::kCtas)
     gradient_channel(const __grid_constant__ DeviceArgs a, const chunked::Schedule schedule,
                      const __grid_constant__ Gradients d, const Saved<T, kKey> saved,
@@ -447,7 +516,7 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, Patches<kKey>::kCtas)
         for (int i = thread; i < a.group * (1 + a.key_dim); i += P::kThreads) sums[i] = 0.0f;
         return;
     }
-    ChannelGradient<T, kKey, kSolves, kErases> chunk_of{a, schedule, d, saved, scratch, s};
+    ChannelGradient<T, kKey, kSolves, kReader> chunk_of{a, schedule, d, saved, scratch, s};
     if (thread == 0) s.place = place;
     __syncthreads();
     chunk_of.run();

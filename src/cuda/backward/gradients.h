@@ -32,8 +32,10 @@ struct Gradients {
     CULA_HOST_DEVICE bool keys() const { return d_q.data || d_k.data; }
     CULA_HOST_DEVICE bool parameters() const { return d_A_log.data || d_dt_bias.data; }
     CULA_HOST_DEVICE bool decay() const { return d_g.data || parameters(); }
+    // Of erase strengths and low-rank keys.
+    CULA_HOST_DEVICE bool others() const { return d_erase.data || d_a_key.data || d_b_key.data; }
     // Whether chunks have to be differentiated at all: d_v and d_initial come from the return alone.
-    CULA_HOST_DEVICE bool of_chunks() const { return keys() || decay() || d_beta.data || d_erase.data; }
+    CULA_HOST_DEVICE bool of_chunks() const { return keys() || decay() || d_beta.data || others(); }
 };
 
 Gradients gradients(const Args& args);

@@ -14,7 +14,8 @@
 //
 // Of a rule with erase strengths erase_operands comes before all of these, and value_gradients before
 // zero_tail; in between d_v is the gradient of beta o v. Where tokens write several times count_writes comes
-// first (chunked/timeline.h), and tokens are rows of writes.
+// first (chunked/timeline.h), and tokens are rows of writes. With low-rank keys low_rank_rows comes first,
+// and low_rank_outputs, of d_v, before zero_tail.
 //
 // If nothing but d_v, d_initial and, with erase strengths, d_beta is wanted, there are no sweep and no
 // gradients, and the return walks alone.
@@ -40,12 +41,14 @@
 #include "cuda/backward/workspace.cuh"
 #include "cuda/chunked/compose.h"
 #include "cuda/chunked/launch.cuh"
+#include "cuda/chunked/low_rank.h"
 #include "cuda/chunked/prepare.h"
 #include "cuda/chunked/schedule.h"
 
 namespace cula::cuda::backward {
 
 using chunked::divisor, chunked::EarlyStarts, chunked::Schedule, chunked::StrategyKind;
+using chunked::LowRankForm, chunked::LowRankWorkspace;
 
 // What a target launches its walks with.
 template <class T, int kKey, bool kPerChannel>
@@ -86,7 +89,8 @@ class BackwardLaunches {
     static constexpr bool kPerChannel = Walks::kPerChannel;
     using Workspace = BackwardWorkspace<T, kKey, kPerChannel>;
     static constexpr bool kDiagonal = has_diagonal_map(kUpdate),
-                          kErasable = chunked::kErasable<kPerChannel, kUpdate>;
+                          kErasable = chunked::kErasable<kPerChannel, kUpdate>,
+                          kTakesLowRank = chunked::kTakesLowRank<kKey, kPerChannel, kUpdate>;
 
 public:
     BackwardLaunches(const Call& call, const Gradients& gradients, const BackwardPlan& plan)
@@ -156,7 +160,7 @@ public:
         if constexpr (kErasable)
             if (d_.d_v.data && plan_.shape.erases)
                 launch_value_gradients<T, kKey>(call_, d_.d_v, asked_, early_);
-        if (a_.cu_seqlens) zero_tails();
+        if (a_.cu_seqlens && !plan_.shape.low_rank) zero_tails();
     }
 
 private:
@@ -215,6 +219,10 @@ private:
             if (plan_.shape.erases)
                 return chunked::launch_prepare_erase<T, kKey>(call_, a_, schedule_, workspace_.operands,
                                                               workspace_.is_compensated, early_);
+        if constexpr (kTakesLowRank)
+            if (plan_.shape.low_rank)
+                return chunked::launch_prepare_low_rank<T, kKey>(call_, a_, schedule_, workspace_.operands,
+                                                                 workspace_.is_compensated, early_);
         const chunked::PreparedChunks<chunked::ChunkOperands<T, kKey, kPerChannel>> to = {
             workspace_.operands, workspace_.is_compensated, nullptr};
         if constexpr (kPerChannel) {
@@ -259,6 +267,10 @@ private:
             if (plan_.shape.erases)
                 return launch_erase_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch,
                                                        early_);
+        if constexpr (kTakesLowRank)
+            if (plan_.shape.low_rank)
+                return launch_low_rank_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch,
+                                                          early_);
         if constexpr (Walks::kSeveral)
             launch_several_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch, early_);
         else
@@ -279,9 +291,18 @@ private:
 
 template <WalkTarget Walks, Update kUpdate>
 class PreparedBackward final : public Prepared {
+    using T = typename Walks::Type;
+    static constexpr int kKey = Walks::kKey;
+
 public:
     PreparedBackward(const BackwardPlan& plan, std::size_t workspace_bytes)
         : Prepared(workspace_bytes, 0), plan_(plan) {}
+    // Of low-rank keys. What is made for them lies behind the workspace of the launches.
+    PreparedBackward(const BackwardPlan& plan, std::size_t of_launches, const LowRankForm& form)
+        : Prepared(of_launches + LowRankWorkspace<T>(plan.shape, form, nullptr).bytes, 0),
+          plan_(plan),
+          made_at_(of_launches),
+          form_(form) {}
 
     void run(const Args& args, const Context& context) const override {
         if (const WantedGradients wanted(args); plan_.half != Half::kFirst && wanted != plan_.wanted)
@@ -290,6 +311,8 @@ public:
             throw Error("run: args must be those of the plan, got another saved");
         const DeviceGuard guard(context.device.index);
         const Call call = make_call(args, context);
+        if constexpr (chunked::kTakesLowRank<kKey, Walks::kPerChannel, kUpdate>)
+            if (plan_.shape.low_rank) return launch_low_rank(args, call);
         BackwardLaunches<Walks, kUpdate> launches(call, gradients(args), plan_);
         if (plan_.half == Half::kFirst)
             launches.run_first_half();
@@ -298,7 +321,26 @@ public:
     }
 
 private:
+    void launch_low_rank(const Args& args, const Call& call) const {
+        if (form_ != LowRankForm(args))
+            throw Error("run: args must be those of the plan, got another dtype or layout");
+        const LowRankWorkspace<T> workspace(plan_.shape, form_,
+                                            static_cast<std::byte*>(call.workspace) + made_at_);
+        const Gradients asked = gradients(args);
+        chunked::launch_low_rank_rows<T, kKey>(call, asked.d_o, workspace);
+        Call of_rows = call;
+        workspace.replace(of_rows.args);
+        Gradients d = asked;
+        d.d_o = workspace.made.d_o, d.d_v = workspace.made.d_v;
+        BackwardLaunches<Walks, kUpdate>(of_rows, d, plan_).run();
+        if (asked.d_v.data) chunked::launch_low_rank_outputs<T, kKey>(call, asked.d_v, workspace.made.d_v);
+        EarlyStarts none(false);
+        if (call.args.cu_seqlens) launch_zero_tail<kAnyKey>(call.args, asked, none, call.stream);
+    }
+
     BackwardPlan plan_;
+    std::size_t made_at_ = 0;
+    LowRankForm form_;
 };
 
 template <WalkTarget Walks>
@@ -325,18 +367,25 @@ PreparedPtr prepare_backward_as(const Problem& problem, const Args& args, const 
                                       Workspace::chunk_bytes(problem, WantedGradients(args)), limits, wanted);
     plan.shape.converts_erase =
         plan.shape.erases && chunked::EraseOperands<typename Walks::Type>::converts(token_rows(args.erase));
-    if (Walks::kSeveral && args.checkpoint_plan) plan.shape.checkpoints = args.checkpoint_plan.size[0];
+    if ((Walks::kSeveral || plan.shape.low_rank) && args.checkpoint_plan)
+        plan.shape.checkpoints = args.checkpoint_plan.size[0];
     const int channels = kPerChannel ? static_cast<int>(problem.key_dim) : 1;
     constexpr bool kDiagonal = has_diagonal_map(kUpdate);
     if (args.saved) check_saved(problem, args.saved, saving<Walks>(problem), plan);
     const std::size_t bytes =
         Workspace(plan, static_cast<int>(problem.heads), channels, kDiagonal, nullptr, nullptr).bytes;
+    if (plan.shape.low_rank)
+        return std::make_shared<const PreparedBackward<Walks, kUpdate>>(plan, bytes, LowRankForm(args));
     return std::make_shared<const PreparedBackward<Walks, kUpdate>>(plan, bytes);
 }
 
 template <WalkTarget Walks>
 PreparedPtr prepare_backward(const Problem& problem, const Args& args, const BackwardLimits& limits,
                              StrategyKind wanted) {
+    constexpr Update kLowRank = kChunksOf<Update::kDplr>;
+    if constexpr (chunked::kTakesLowRank<Walks::kKey, Walks::kPerChannel, kLowRank>)
+        if (takes_low_rank(problem.algorithm.update))
+            return prepare_backward_as<Walks, kLowRank>(problem, args, limits, wanted);
     PreparedPtr prepared;
     with_update(problem.algorithm.update, [&]<Update kUpdate>(UpdateConstant<kUpdate>) {
         prepared = prepare_backward_as<Walks, kUpdate>(problem, args, limits, wanted);

@@ -39,14 +39,14 @@ bool launch_anchored(const Call& call, const DeviceArgs& a, const chunked::Sched
     return true;
 }
 
-template <class T, int kKey, Update kUpdate, bool kErases>
+template <class T, int kKey, Update kUpdate, Reader kReader>
 void launch_channel(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
                     const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
                     chunked::EarlyStarts& early) {
-    if constexpr (kHasAnchored<T, kKey> && !kErases)
+    if constexpr (kHasAnchored<T, kKey> && kReader == Reader::kKey)
         if (launch_anchored<T, kKey, kUpdate>(call, a, schedule, d, saved, scratch, early)) return;
     using Of = GradientChannel<T, kKey>;
-    launch<gradient_channel<T, kKey, kUpdate, kErases>>(
+    launch<gradient_channel<T, kKey, kUpdate, kReader>>(
         early({gradient_ctas(a, schedule), Of::kThreads, Of::kSharedBytes}), call.stream, a, schedule, d,
         saved, scratch);
 }
@@ -68,7 +68,7 @@ void launch_gradients(const Call& call, const DeviceArgs& a, const chunked::Sche
                       chunked::EarlyStarts& early, Update update) {
     with_update(update, [&]<Update kUpdate>(UpdateConstant<kUpdate>) {
         if constexpr (kPerChannel)
-            launch_channel<T, kKey, kUpdate, false>(call, a, schedule, d, saved, scratch, early);
+            launch_channel<T, kKey, kUpdate, Reader::kKey>(call, a, schedule, d, saved, scratch, early);
         else
             launch_token<T, kKey, kUpdate, false>(call, a, schedule, d, saved, scratch, early);
     });

@@ -30,6 +30,12 @@ void launch_erase_gradients(const Call& call, const DeviceArgs& a, const chunked
                             const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
                             chunked::EarlyStarts& early);
 
+// The same with low-rank keys, which are two rows of chunks for a token (chunked/low_rank_rows.cuh).
+template <class T, int kKey>
+void launch_low_rank_gradients(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
+                               const Gradients& d, const Saved<T, kKey>& saved,
+                               const GradientScratch& scratch, chunked::EarlyStarts& early);
+
 // The same of tokens that write several times, by the delta rule with one decay per token or head, or none.
 template <class T, int kKey>
 void launch_several_gradients(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,

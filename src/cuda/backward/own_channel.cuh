@@ -8,15 +8,18 @@
 
 #include "cuda/backward/channel_columns.cuh"
 #include "cuda/backward/channel_slices.cuh"
+#include "cuda/chunked/reader.h"
 
 namespace cula::cuda::backward {
 
+using chunked::Reader;
+
 // The lane's column of erase keys, in global memory: three phases read it, and shared memory has no room.
-// Rules that have none read with their keys.
-template <class T, bool kErases>
-struct EraseColumn {};
-template <class T>
-struct EraseColumn<T, true> {
+// Rules that have none read with their keys. With kUndecayed they are -a in first rows, and zeros in second
+// ones.
+template <class T, Reader kReader>
+struct EraseColumn {
+    static constexpr bool kUndecayed = kReader == Reader::kUndecayed;
     const T* first;
     std::int64_t pitch;
     int count;
@@ -24,14 +27,23 @@ struct EraseColumn<T, true> {
     template <int kKey>
     __device__ __forceinline__ EraseColumn(const DeviceArgs& a, const ChannelPlace& place,
                                            const Patch<kKey>& patch, int value_head)
-        : first(static_cast<const T*>(a.erase_keys.data) +
-                a.erase_keys.offset(place.batch, place.begin + patch.token, value_head) + patch.channel),
-          pitch(a.erase_keys.token),
-          count(patch.channel < a.key_dim ? place.count - patch.token : 0) {}
+        : EraseColumn(kUndecayed ? a.a_key : a.erase_keys, a.key_dim, place, patch, value_head) {}
+    template <int kKey>
+    __device__ __forceinline__ EraseColumn(const TokenRows& keys, int key_dim, const ChannelPlace& place,
+                                           const Patch<kKey>& patch, int value_head)
+        : first(static_cast<const T*>(keys.data) +
+                keys.offset(place.batch, (place.begin + patch.token) / (kUndecayed ? 2 : 1), value_head) +
+                patch.channel),
+          pitch(keys.token),
+          count(patch.channel < key_dim ? place.count - patch.token : 0) {}
 
     __device__ __forceinline__ void load(std::uint32_t (&words)[kHalf]) const {
+        constexpr Rows kRows = kUndecayed ? Rows::kFirst : Rows::kAll;
 #pragma unroll
-        for (int t = 0; t < kHalf; ++t) words[t] = load32_if(first + t * pitch, t < count);
+        for (int t = 0; t < kHalf; ++t) {
+            words[t] = has_row(kRows, t) ? load32_if(first + token_of_row(kRows, t) * pitch, t < count) : 0u;
+            if (kUndecayed) words[t] ^= 0x80008000u;
+        }
     }
     __device__ __forceinline__ void load(Column& x) const {
         std::uint32_t words[kHalf];
@@ -40,13 +52,18 @@ struct EraseColumn<T, true> {
     }
 };
 
-// kErases: the state is read with erase keys, and the rows of L are theirs.
-template <class T, int kKey, bool kSolves, bool kErases = false>
+template <class T>
+struct EraseColumn<T, Reader::kKey> {};
+
+// kReader: what reads the state; the rows of L are its. With kUndecayed the first of two rows reads the state
+// before it decays, and no decay of its own is a factor of what it reads (chunked/low_rank_rows.cuh).
+template <class T, int kKey, bool kSolves, Reader kReader = Reader::kKey>
 struct OwnChannel {
+    static constexpr bool kErases = erases(kReader), kUndecayed = kReader == Reader::kUndecayed;
     using P = Patches<kKey>;
     GradientChannelSmem<T, kKey>& s;
     const Patch<kKey>& patch;
-    [[no_unique_address]] const EraseColumn<T, kErases> erase;
+    [[no_unique_address]] const EraseColumn<T, kReader> erase;
 
     // q (which = 0) or k as they came. Loaded anew at every call: the compiler would keep all of a column in
     // registers from one phase to the next.
@@ -96,12 +113,12 @@ struct OwnChannel {
             const float from_start[2] = {patch.half ? other[0] : 1.0f, patch.half ? other[1] : 1.0f};
             if constexpr (kErases) erase.load(keys);
             if (kSolves)
-                put_rows(s.operands.k_rows[patch.block - 1], patch.half * kHalf / 2, patch.channel, keys,
-                         decay, from_start);
+                put_rows<kUndecayed>(s.operands.k_rows[patch.block - 1], patch.half * kHalf / 2,
+                                     patch.channel, keys, decay, from_start);
             Column queries;
             load(queries, 0);
-            put_rows(s.operands.q_rows[patch.block - 1], patch.half * kHalf / 2, patch.channel, queries,
-                     decay, from_start);
+            put_rows<false>(s.operands.q_rows[patch.block - 1], patch.half * kHalf / 2, patch.channel,
+                            queries, decay, from_start);
         }
         if (patch.half == 0)
             *reinterpret_cast<float2*>(&s.whole[patch.block][patch.channel]) = {own[0] * other[0],
@@ -135,9 +152,10 @@ struct OwnChannel {
         factor[0] = factor[1] = 1.0f;
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) {
+            if (kUndecayed && is_first_row(i / 2)) row_k[i] *= factor[i % 2];
             factor[i % 2] *= decay[i];
             d_q[i] *= factor[i % 2];
-            if (kSolves) row_k[i] *= factor[i % 2];
+            if (kSolves && !(kUndecayed && is_first_row(i / 2))) row_k[i] *= factor[i % 2];
         }
         keep_no_products(decay);
         Column keys;
@@ -163,6 +181,9 @@ private:
         float whole[2][kGroup];               // decay of a half
         float crossing[2][kGroup];            // the sum over the paths that cross it, to or from the other
     };
+
+    // Of the two rows of kUndecayed; halves of a block begin with one.
+    static constexpr bool is_first_row(int t) { return t % 2 == 0; }
 
     // Products of decays of the lane's half, and of the other.
     __device__ __forceinline__ void whole_halves(float (&own)[2], float (&other)[2],
@@ -196,7 +217,8 @@ private:
             *reinterpret_cast<uint2*>(&to[first + pair][channel]) = {words[0], words[1]};
         }
     }
-    template <int kPitch>
+    // undecayed: of rows of kUndecayed that read.
+    template <bool undecayed, int kPitch>
     static __device__ __forceinline__ void put_rows(std::uint32_t (*to)[kPitch], int first, int channel,
                                                     const Column& x, const Column& decay,
                                                     const float (&from_start)[2]) {
@@ -208,7 +230,7 @@ private:
             for (int e = 0; e < 2; ++e) {
                 const int i = 4 * pair + e;
                 const float early = before[e] * decay[i], late = early * decay[i + 2];
-                words[e] = pack2<T>(x[i] * early, x[i + 2] * late);
+                words[e] = pack2<T>(x[i] * (undecayed ? before[e] : early), x[i + 2] * late);
                 before[e] = late;
             }
             *reinterpret_cast<uint2*>(&to[first + pair][channel]) = {words[0], words[1]};
@@ -235,9 +257,9 @@ private:
                 put_columns(place.k_columns, 0, channel, x, decay, kNone);
             } else {
                 if constexpr (kErases) erase.load(x);
-                if (kSolves) put_rows(place.k_rows, 0, channel, x, decay, kNone);
+                if (kSolves) put_rows<kUndecayed>(place.k_rows, 0, channel, x, decay, kNone);
                 load(x, 0);
-                put_rows(place.q_rows, 0, channel, x, decay, kNone);
+                put_rows<false>(place.q_rows, 0, channel, x, decay, kNone);
             }
         }
         __syncwarp();
@@ -342,18 +364,21 @@ private:
         const float diagonal = __uint_as_float(load_word(shared_address(&scores[first + t][first + t])));
         float query[2];
         load(query, 0, t);
+        // Whether the row reads the state before its decay, which the paths that end in it do not cross then.
+        const bool before_decay = kUndecayed && is_first_row(t);
         float between[2], crossing[2], d_key[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int i = 2 * t + e;
+            if (before_decay) crossing[e] = rows[e];
             rows[e] = fmaf(query[e], d_q[i], rows[e]);
             if (kSolves) rows[e] = fmaf(reader[e], row_k[i], rows[e]);
-            crossing[e] = rows[e];
+            if (!before_decay) crossing[e] = rows[e];
             d_q[i] = fmaf(diagonal, keys[i], d_q[i]);
             d_key[e] = kErases   ? row_k[i]
                        : kSolves ? fmaf(diagonal, query[e], row_k[i])
                                  : diagonal * query[e];
-            between[e] = decay[i];
+            between[e] = before_decay ? 1.0f : decay[i];
         }
 #pragma unroll
         for (int four = kHalf - 4; four >= 0; four -= 4) {
@@ -377,8 +402,9 @@ private:
                         row = fmaf(d_overlap, reader[e], row);
                         d_key[e] = fmaf(d_overlap, decayed, d_key[e]);
                     }
+                    if (before_decay) crossing[e] = fmaf(keys[i], d_k[i], crossing[e]);
                     d_k[i] = fmaf(between[e], row, d_k[i]);
-                    crossing[e] = fmaf(keys[i], d_k[i], crossing[e]);
+                    if (!before_decay) crossing[e] = fmaf(keys[i], d_k[i], crossing[e]);
                     between[e] *= decay[i];
                 }
             }

@@ -22,7 +22,8 @@ struct WantedGradients {
     explicit WantedGradients(const Args& args)
         : keys(args.d_q || args.d_k),
           parameters(args.d_A_log || args.d_dt_bias),
-          any(keys || parameters || args.d_g || args.d_beta || args.d_erase) {}
+          any(keys || parameters || args.d_g || args.d_beta || args.d_erase || args.d_a_key || args.d_b_key) {
+    }
     static WantedGradients all() {
         WantedGradients wanted{Args{}};
         wanted.keys = wanted.parameters = wanted.any = true;

@@ -91,6 +91,8 @@ __global__ void __launch_bounds__(kZeroThreads)
         zero_rows(d.d_g, token, a.value_heads, gates);
         zero_rows(d.d_beta, token, a.value_heads, a.beta_per_value ? a.value_dim : 1);
         zero_rows(d.d_erase, token, a.value_heads, a.key_dim);
+        zero_rows(d.d_a_key, token, a.value_heads, a.key_dim);
+        zero_rows(d.d_b_key, token, a.value_heads, a.key_dim);
     }
 }
 

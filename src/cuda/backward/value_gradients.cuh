@@ -13,20 +13,10 @@
 #include "cuda/backward/gradients.h"
 #include "cuda/chunked/erase_operands.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/tile/eight.cuh"
 #include "cuda/tile/store_gradient.cuh"
 
 namespace cula::cuda::backward {
-
-// Elements i to i + 7 of a row that starts at `row`, up to `width`.
-template <class T>
-__device__ __forceinline__ void store_gradients(const TokenRows& rows, std::int64_t row, int i, int width,
-                                                const float (&x)[8]) {
-    if (rows.dtype == kDtype<T> && rows.pieces)
-        return chunked::store_eight<T>(static_cast<T*>(rows.data) + row + i, x);
-#pragma unroll
-    for (int e = 0; e < 8; ++e)
-        if (i + e < width) store_gradient(rows.data, rows.dtype, row + (i + e) * rows.last, x[e]);
-}
 
 template <class T, int kKey>
 __global__ void __launch_bounds__(chunked::kEraseThreads)
@@ -53,12 +43,12 @@ __global__ void __launch_bounds__(chunked::kEraseThreads)
 #pragma unroll 1
     for (int i = first; exists && i < a.value_dim; i += kLanes * 8) {
         float x[8], v[8], of[8];
-        chunked::load_eight<T>(x, d_values, at, i, a.value_dim);
-        chunked::load_eight<T>(v, a.v, v_at, i, a.value_dim);
-        if (a.beta_per_value) chunked::load_eight<T>(given, a.beta, beta_at, i, a.value_dim);
+        load_eight<T>(x, d_values, at, i, a.value_dim);
+        load_eight<T>(v, a.v, v_at, i, a.value_dim);
+        if (a.beta_per_value) load_eight<T>(given, a.beta, beta_at, i, a.value_dim);
 #pragma unroll
         for (int e = 0; e < 8; ++e) of[e] = x[e] * chunked::write_strength(a, given[e]);
-        if (d.d_v.data) store_gradients<T>(d.d_v, d.d_v.offset(batch, token, value_head), i, a.value_dim, of);
+        if (d.d_v.data) put_eight<T>(d.d_v, d.d_v.offset(batch, token, value_head), i, a.value_dim, of);
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
             of[e] = x[e] * v[e];
@@ -66,7 +56,7 @@ __global__ void __launch_bounds__(chunked::kEraseThreads)
             if (a.beta_is_logit) of[e] *= sigmoid(given[e]) * sigmoid(-given[e]);
         }
         if (a.beta_per_value && d.d_beta.data)
-            store_gradients<T>(d.d_beta, d.d_beta.offset(batch, token, value_head), i, a.value_dim, of);
+            put_eight<T>(d.d_beta, d.d_beta.offset(batch, token, value_head), i, a.value_dim, of);
     }
     if (a.beta_per_value || !d.d_beta.data) return;
 #pragma unroll

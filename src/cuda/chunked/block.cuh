@@ -120,6 +120,16 @@ struct BlockRows {
                 for (int w = 0; w < 4; ++w)
                     if (lane / 4 + 8 * half >= count || channel + 32 * g >= key_dim) word[half][g][w] = 0u;
     }
+    // Zeros in the first rows of pairs (RowsOfPairs), which a lane has two of or none.
+    __device__ __forceinline__ void mask_first_of_pairs() {
+        if (threadIdx.x / 4 % 2 != 0) return;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+                for (int w = 0; w < 4; ++w) word[half][g][w] = 0u;
+    }
     // mask() for kernels whose products want the words in other registers than the loads wrote.
     // A mask that is always applied moves the words after they
     // have arrived, so the compiler inserts no earlier move.

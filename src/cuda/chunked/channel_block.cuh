@@ -7,6 +7,7 @@
 #include "cuda/chunked/block.cuh"
 #include "cuda/chunked/channel_gates.cuh"
 #include "cuda/chunked/plan.h"
+#include "cuda/chunked/reader.h"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/tile/gate.cuh"
 
@@ -121,12 +122,12 @@ __device__ __forceinline__ constexpr int pair_of(int row, int column) {
     return column * (2 * kBlocks - column - 1) / 2 + row - column - 1;
 }
 
-// The lane's erase strengths of eight channels of one of its tokens, as they came, on their way to registers.
-// Rules that have none read with their keys.
-template <class T, bool kErases>
-struct EraseStrengths {};
+// What reads, if it is not k: the lane's erase strengths of eight channels of one of its tokens, as they
+// came, on their way to registers.
+template <class T, Reader kReader>
+struct ReaderWords {};
 template <class T>
-struct EraseStrengths<T, true> {
+struct ReaderWords<T, Reader::kErase> {
     Words word[2];  // rows of T take the first four
 
     // Of the lane's token of a half; rows: EraseOperands::converts(). Zeros beyond `count` tokens and key_dim
@@ -153,24 +154,48 @@ struct EraseStrengths<T, true> {
         }
     }
 
-private:
+    // Not by way of the read-only cache: a kernel of the same call may have written them.
     static __device__ __forceinline__ void load_if(Words& words, const void* from, bool in) {
-        // Not by way of the read-only cache: a kernel of the same call may have written them.
         asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.v4.b32 {%0, %1, %2, %3}, [%4]; }"
                      : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
                      : "l"(from), "r"(static_cast<int>(in)));
     }
 };
+// The low-rank key a of the first of two rows. A second row has none.
+template <class T>
+struct ReaderWords<T, Reader::kUndecayed> {
+    Words word;
 
-// kErases: the state is read with erase keys, k times erase strengths; the rows of L and k_decayed are then
-// theirs. Otherwise k reads.
-template <class T, int kKey, bool kSolves, bool kErases = false>
+    // rows: a in whole pieces of T. first_token: of the block.
+    __device__ __forceinline__ void fetch(const TokenRows& rows, std::int64_t batch, std::int64_t first_token,
+                                          int head, int count, int channel, int key_dim, int half) {
+        const int row = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half;
+        const bool in = row < count && RowsOfPairs::is_first(row) && channel < key_dim;
+        const std::int64_t at =
+            rows.offset(batch, first_token + (in ? RowsOfPairs::token(row) : 0), head) + channel;
+#pragma unroll
+        for (std::uint32_t& one : word) one = 0u;
+        ReaderWords<T, Reader::kErase>::load_if(word, static_cast<const T*>(rows.data) + at, in);
+    }
+    // x = -a: what it reads is written with the opposite sign (erase keys take away).
+    __device__ __forceinline__ void take(float (&x)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            const float2 pair = unpack2<T>(word[i / 2]);
+            x[i] = -pair.x, x[i + 1] = -pair.y;
+        }
+    }
+};
+
+// kReader: what reads the state; the rows of L and k_decayed are its.
+template <class T, int kKey, bool kSolves, Reader kReader = Reader::kKey>
 struct ChannelBlock {
+    static constexpr bool kErases = erases(kReader), kUndecayed = kReader == Reader::kUndecayed;
     using P = Parts<kKey>;
     using Rows = BlockRows<P::kGroups>;
     using Operand = ScoreOperand<T, kSolves>;
     using Wide = __nv_bfloat16;  // operands whose factors may exceed 1, additive
-    using Strengths = EraseStrengths<T, kErases>;
+    using Reading = ReaderWords<T, kReader>;
 
     const DeviceArgs& a;
     ChannelOperands<kKey>& s;
@@ -200,6 +225,19 @@ struct ChannelBlock {
         for (int i = 0; i < 2; ++i)
             load4(x + 4 * i, s.group[warp][g].gates + (own_unit ^ 4 * i) + half * 8 * 32);
     }
+    // The same of the state that the lane's token of a half reads. The first token of a block reads the state
+    // at its start.
+    __device__ __forceinline__ void reading_gates(float (&x)[8], int half, int g) const {
+        if constexpr (kUndecayed) {
+            const int token = lane / 4 + 8 * half, after = token % 2 ? token : token - 1;
+            if (after >= 0) return gates(x, after, g);
+            table(x, s.head[block], g);
+#pragma unroll
+            for (float& gate : x) gate = -gate;
+        } else {
+            own_gates(x, half, g);
+        }
+    }
     __device__ __forceinline__ void table(float (&x)[8], const float* row, int g) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -228,6 +266,13 @@ struct ChannelBlock {
         }
     }
 
+    // From keys to what reads.
+    __device__ __forceinline__ void to_reader(float (&x)[8], const Reading& reader) const {
+        if constexpr (kUndecayed)
+            reader.take(x);
+        else if constexpr (kErases)
+            reader.multiply(x, a);
+    }
     static __device__ __forceinline__ void unpack(float (&x)[8], const Words& words, float scale) {
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -265,10 +310,10 @@ struct ChannelBlock {
     }
 
     // Anchored decay: makes all operands from q and k, and the products within the block. q and k become the
-    // rows that later meet columns of earlier blocks. load_erase(strengths, g) starts to load those of a
+    // rows that later meet columns of earlier blocks. load_reader(strengths, g) starts to load those of a
     // group.
-    template <class LoadErase>
-    __device__ __forceinline__ void score(Rows& q, Rows& k, LoadErase load_erase,
+    template <class LoadReader>
+    __device__ __forceinline__ void score(Rows& q, Rows& k, LoadReader load_reader,
                                           const TokenScales<kSolves>& scales, bool two_steps,
                                           float (&own)[2][2][4]) const {
         const int first_pair = pair_of<P::kBlocks>(block + 1, block);
@@ -282,11 +327,12 @@ struct ChannelBlock {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float gate[8], x[8], fall[8];
-                Strengths erase;
-                load_erase(erase, g, half);
-                own_gates(gate, half, g);
+                Reading reader;
+                load_reader(reader, g, half);
+                reading_gates(gate, half, g);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) fall[i] = exp2_fast(gate[i]);
+                if constexpr (kUndecayed) own_gates(gate, half, g);
                 unpack(x, q.word[half][g], scales.operand[half].x);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) x[i] *= fall[i];
@@ -305,7 +351,13 @@ struct ChannelBlock {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
                     x[i] = column[half][i] * fall[i], column[half][i] *= exp2_fast(-gate[i]);
-                if constexpr (kErases) erase.multiply(x, a);
+                if constexpr (kUndecayed) {
+                    reader.take(x);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) x[i] *= fall[i];
+                } else if constexpr (kErases) {
+                    reader.multiply(x, a);
+                }
                 if constexpr (kSolves) {
                     pack(columns[half], column[half]);
                     pack(k.word[half][g], x);
@@ -362,8 +414,8 @@ struct ChannelBlock {
     // load(q, k, g). This makes the products within the block.
     // A pair of tokens belongs to the level of the highest bit in which their numbers differ.
     // What a level computes for other pairs is dropped, even infinities.
-    template <class Load, class LoadErase>
-    __device__ __forceinline__ void score_stepped(Load load, LoadErase load_erase,
+    template <class Load, class LoadReader>
+    __device__ __forceinline__ void score_stepped(Load load, LoadReader load_reader,
                                                   const TokenScales<kSolves>& scales,
                                                   float (&own)[2][2][4]) const {
         BlockRows<1> q, k;
@@ -379,19 +431,24 @@ struct ChannelBlock {
                 for (int half = 0; half < 2; ++half) {
                     const int token = lane / 4 + 8 * half;
                     if (level == 1) self[half] += dot<T>(q, k, half);
-                    float gate[8], border[8], x[8];
-                    Strengths erase;
-                    load_erase(erase, g, half);
+                    float gate[8], reading[8], border[8], x[8];
+                    Reading reader;
+                    load_reader(reader, g, half);
                     gates(gate, token, g);
+                    if constexpr (kUndecayed) reading_gates(reading, half, g);
                     gates(border, token / (2 * level) * (2 * level) + level - 1, g);
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) gate[i] -= border[i], border[i] = 0.0f;
+                    for (int i = 0; i < 8; ++i) {
+                        gate[i] -= border[i];
+                        reading[i] = kUndecayed ? reading[i] - border[i] : gate[i];
+                        border[i] = 0.0f;
+                    }
                     unpack(x, q.word[half][0], scales.operand[half].x);
-                    pack_stepped<Operand>(q.word[half][0], x, gate, 1.0f, border);
+                    pack_stepped<Operand>(q.word[half][0], x, reading, 1.0f, border);
                     unpack(x, k.word[half][0], scales.operand[half].y);
                     if constexpr (kErases) pack_stepped<Operand>(columns[half], x, gate, -1.0f, border);
-                    if constexpr (kErases) erase.multiply(x, a);
-                    pack_stepped<Operand>(k.word[half][0], x, gate, 1.0f, border);
+                    to_reader(x, reader);
+                    pack_stepped<Operand>(k.word[half][0], x, reading, 1.0f, border);
                     if constexpr (!kErases) pack_stepped<Operand>(columns[half], x, gate, -1.0f, border);
                 }
                 multiply_group<Operand>(product[0], q.word[0][0], q.word[1][0], columns[0], columns[1]);
@@ -419,29 +476,30 @@ struct ChannelBlock {
     // Stepped decay, one group at a time: operands_stepped makes the operands.
     // After a barrier cross_stepped makes the products with
     // earlier blocks, whose columns decay to this block's start.
-    template <class Load, class LoadErase>
-    __device__ __forceinline__ void operands_stepped(Load load, LoadErase load_erase,
+    template <class Load, class LoadReader>
+    __device__ __forceinline__ void operands_stepped(Load load, LoadReader load_reader,
                                                      const TokenScales<kSolves>& scales, int g) const {
         BlockRows<1> q, k;
         load(q, k, g);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float gate[8], x[8], exponent[8];
-            Strengths erase;
-            load_erase(erase, g, half);
+            Reading reader;
+            load_reader(reader, g, half);
             Words words;
-            own_gates(gate, half, g);
+            reading_gates(gate, half, g);
             table(exponent, s.table.from_start[block], g);
             unpack(x, q.word[half][0], scales.whole(half).x);
             pack_stepped<T>(words, x, gate, 1.0f, exponent);
             put(chunk.q_decayed, half, g, words);
             unpack(x, k.word[half][0], scales.whole(half).y);
-            if constexpr (kErases) erase.multiply(x, a);
+            to_reader(x, reader);
             if (kSolves) {
                 pack_stepped<T>(words, x, gate, 1.0f, exponent);
                 put(chunk.k_decayed, half, g, words);
             }
             if constexpr (kErases) unpack(x, k.word[half][0], scales.whole(half).y);
+            if constexpr (kUndecayed) own_gates(gate, half, g);
             table(exponent, s.table.to_end[block], g);
             pack_stepped<T>(words, x, gate, -1.0f, exponent);
             put(chunk.k_remaining, half, g, words);
@@ -455,8 +513,8 @@ struct ChannelBlock {
     }
     using Cross = float[P::kBlocks - 1][2][2][4];  // q k^T and k k^T with each earlier block
 
-    template <class Load, class LoadErase>
-    __device__ __forceinline__ void cross_stepped(Load load, LoadErase load_erase,
+    template <class Load, class LoadReader>
+    __device__ __forceinline__ void cross_stepped(Load load, LoadReader load_reader,
                                                   const TokenScales<kSolves>& scales, int g,
                                                   Cross& product) const {
         BlockRows<1> q, k;
@@ -464,14 +522,14 @@ struct ChannelBlock {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float gate[8], x[8], exponent[8];
-            Strengths erase;
-            load_erase(erase, g, half);
-            own_gates(gate, half, g);
+            Reading reader;
+            load_reader(reader, g, half);
+            reading_gates(gate, half, g);
             table(exponent, s.head[block], g);
             unpack(x, q.word[half][0], scales.operand[half].x);
             pack_stepped<Operand>(q.word[half][0], x, gate, 1.0f, exponent);
             unpack(x, k.word[half][0], scales.operand[half].y);
-            if constexpr (kErases) erase.multiply(x, a);
+            to_reader(x, reader);
             pack_stepped<Operand>(k.word[half][0], x, gate, 1.0f, exponent);
         }
 #pragma unroll

@@ -33,7 +33,8 @@ struct NoGateTiles {
 };
 
 // The gates of one block. A lane owns kChannels / 32 neighbouring channels.
-template <class T, int kKey>
+// kPairs: a token is two rows of the block (RowsOfPairs), of which the second does not decay.
+template <class T, int kKey, bool kPairs = false>
 struct BlockGates {
     using P = Parts<kKey>;
     static constexpr int kOwned = P::kChannels / 32;
@@ -69,6 +70,12 @@ struct BlockGates {
             *reinterpret_cast<float2*>(to) = float2{x[0], x[1]};
     }
 
+    // The token of a row, counted from the block's first, and whether the row has one.
+    __device__ __forceinline__ int token_of(int row) const {
+        return kPairs ? RowsOfPairs::token(min(row, last())) : min(row, last());
+    }
+    static __device__ __forceinline__ bool decays(int row) { return !kPairs || RowsOfPairs::is_first(row); }
+
     // Starts loading. Tokens beyond `count` get the gates of the last one, and sum() leaves them out.
     // `ahead`: as in BlockRows::fetch.
     __device__ __forceinline__ void load(std::int64_t row, int ahead) const {
@@ -82,8 +89,8 @@ struct BlockGates {
 #pragma unroll
                 for (int i = 0; i < kOwned; ++i)
                     place(t)[i] =
-                        channel + i < a.key_dim
-                            ? load_float(a.g.data, a.g.dtype, row + min(t, last()) * a.g.token + channel + i)
+                        channel + i < a.key_dim && decays(t)
+                            ? load_float(a.g.data, a.g.dtype, row + token_of(t) * a.g.token + channel + i)
                             : 0.0f;
         }
     }
@@ -104,7 +111,10 @@ struct BlockGates {
 #pragma unroll
             for (int first = 0; first < kBlock; first += kRows) {
                 const int t = first + lane / kPieces;
-                copy_async(shared_address(place_of_unit(t)), advanced(from, min(t, last()), pitch));
+                if (decays(t))
+                    copy_async(shared_address(place_of_unit(t)), advanced(from, token_of(t), pitch));
+                else
+                    *place_of_unit(t) = uint4{};
             }
         } else {
 #pragma unroll 1
@@ -224,7 +234,8 @@ struct BlockGates {
             float x[kOwned], y[kOwned];
             shapes(x, after);
             shapes(y, before);
-            const float out = after < count ? gate.out : 0.0f, back = before < count ? -gate.out : 0.0f;
+            const float out = after < count && decays(after) ? gate.out : 0.0f,
+                        back = before < count && decays(before) ? -gate.out : 0.0f;
 #pragma unroll
             for (int c = 0; c < kOwned; ++c) tail[c] = fmaf(out, x[c], tail[c]);
             put(tail, place(after));

@@ -5,16 +5,32 @@
 
 #include "core/check.h"
 #include "cuda/chunked/compose.h"
+#include "cuda/chunked/plan.h"
 #include "cuda/limits.h"
 #include "cuda/pipe/launch.h"
 #include "cuda/with_instance.h"
 
 namespace cula::cuda::chunked {
 
+namespace {
+
+// Whether the rows of a call with low-rank keys can be made (low_rank_rows.cuh). Of others: yes.
+Support takes_low_rank_keys(const Problem& problem) {
+    if (!takes_low_rank(problem.algorithm.update)) return Support::yes();
+    if (problem.key_dim > kMostLowRankChannels)
+        return Support::no("takes K up to " + std::to_string(kMostLowRankChannels) +
+                           " beside low-rank keys, got " + std::to_string(problem.key_dim));
+    if (problem.saves) return Support::no("takes no saved beside low-rank keys");
+    if (problem.tokens > kMostCounted / 2)
+        return Support::no("takes up to " + std::to_string(kMostCounted / 2) +
+                           " tokens a row beside low-rank keys, got " + std::to_string(problem.tokens));
+    return Support::yes();
+}
+
+}  // namespace
+
 Support supports(const Problem& problem) {
     if (Support any = supports_any(problem); !any) return any;
-    if (takes_low_rank(problem.algorithm.update))
-        return Support::no("has no chunks of low-rank keys: a_key and b_key go token by token");
     if (problem.dtype == Dtype::kFloat32) return Support::no("multiplies bfloat16 and float16; q is float32");
     if (problem.beta_per_value && !takes_erase(problem.algorithm.update))
         return Support::no(
@@ -27,7 +43,8 @@ Support supports(const Problem& problem) {
     if (problem.writes > kMostChunkWrites)
         return Support::no("takes up to " + std::to_string(kMostChunkWrites) + " writes a token, got " +
                            std::to_string(problem.writes));
-    const int rows = problem.key_dim <= 128 ? 64 : 32;
+    if (Support low_rank = takes_low_rank_keys(problem); !low_rank) return low_rank;
+    const int rows = (problem.key_dim <= 128 ? 64 : 32) / (takes_low_rank(problem.algorithm.update) ? 2 : 1);
     if (problem.chunk_states && problem.chunk_tokens % rows != 0)
         return Support::no("stores chunk states every " + std::to_string(rows) + " tokens for this K");
     return Support::yes();

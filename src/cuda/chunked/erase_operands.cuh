@@ -13,9 +13,8 @@
 
 #include "cuda/chunked/prepare_erase.h"
 #include "cuda/device_args.h"
-#include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/pdl.cuh"
-#include "cuda/tile/convert.cuh"
+#include "cuda/tile/eight.cuh"
 #include "cuda/tile/gate.cuh"
 
 namespace cula::cuda::chunked {
@@ -23,32 +22,6 @@ namespace cula::cuda::chunked {
 // What beta multiplies values by.
 __device__ __forceinline__ float write_strength(const DeviceArgs& a, float given) {
     return a.beta_is_logit ? sigmoid(given) : given;
-}
-
-// Elements i to i + 7 of a row that starts at `row`; zeros from `width` on.
-template <class T>
-__device__ __forceinline__ void load_eight(float (&x)[8], const TokenRows& rows, std::int64_t row, int i,
-                                           int width) {
-    if (rows.dtype == kDtype<T> && rows.pieces) {
-        const uint4 words =
-            __ldcs(reinterpret_cast<const uint4*>(static_cast<const T*>(rows.data) + row + i));
-        const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            const float2 pair = unpack2<T>(word[w]);
-            x[2 * w] = pair.x, x[2 * w + 1] = pair.y;
-        }
-        return;
-    }
-#pragma unroll
-    for (int e = 0; e < 8; ++e)
-        x[e] = i + e < width ? load_float(rows.data, rows.dtype, row + (i + e) * rows.last) : 0.0f;
-}
-
-template <class T>
-__device__ __forceinline__ void store_eight(T* to, const float (&x)[8]) {
-    *reinterpret_cast<uint4*>(to) = {pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(x[4], x[5]),
-                                     pack2<T>(x[6], x[7])};
 }
 
 // All three are rows of a multiple of eight channels, contiguous, [B, T, HV, ..]; keys and strengths may be

@@ -4,8 +4,9 @@
 //
 //   schedule         chunks and segments from cu_seqlens; skipped unless the call is packed and not by_warp
 //   prepare_*        chunk operands; skipped where the carry prepares them itself or where they were kept
-//                    (of a rule with erase strengths erase_operands comes before the first slab; where
-//                    tokens write several times, count_writes)
+//                    (of a rule with erase strengths erase_operands comes before the first slab, and of
+//                    one with low-rank keys low_rank_rows, whose counterpart low_rank_outputs comes last;
+//                    where tokens are several rows, count_writes)
 //   then, by strategy (plan.h):
 //     Fused          one kernel, instead of prepare
 //     Whole          carry: outputs and final states
@@ -29,6 +30,7 @@
 #include "cuda/call.h"
 #include "cuda/chunked/compose.h"
 #include "cuda/chunked/entry.h"
+#include "cuda/chunked/low_rank.h"
 #include "cuda/chunked/prepare.h"
 #include "cuda/chunked/prepare_channel.cuh"
 #include "cuda/chunked/prepare_erase.h"
@@ -87,7 +89,7 @@ bool solves_chunk(Update update) {
 template <ChunkedTarget Carry>
 CarryTraits traits_of(const Problem& problem) {
     using Operands = ChunkOperands<typename Carry::Type, Carry::kKey, Carry::kPerChannel>;
-    const bool solves = solves_chunk<Carry::kPerChannel>(kernels_of(problem.algorithm.update));
+    const bool solves = solves_chunk<Carry::kPerChannel>(chunks_of(problem.algorithm.update));
     return {.warp_step = Carry::kWarpStep,
             .operand_bytes = solves || !Carry::kScoresItself ? sizeof(Operands) : 0,
             .warpgroups = Carry::kWarpgroups,
@@ -106,9 +108,11 @@ Candidates prefill_candidates(const Problem& problem) {
     return Planner(shape, traits, problem.device).candidates(Carry::fuses(problem));
 }
 
-// Whether the kernels of this rule also run the one with erase strengths.
+// Whether the kernels of this rule also run the one with erase strengths, and that with low-rank keys.
 template <bool kPerChannel, Update kUpdate>
 inline constexpr bool kErasable = kPerChannel && kUpdate == kKernelsOf<Update::kErase>;
+template <int kKey, bool kPerChannel, Update kUpdate>
+inline constexpr bool kTakesLowRank = kHasLowRank<kKey> && kPerChannel && kUpdate == kChunksOf<Update::kDplr>;
 
 // Launches the kernels of one call.
 template <ChunkedTarget Carry, Update kUpdate>
@@ -207,6 +211,10 @@ private:
             if (plan_.shape.erases)
                 return launch_prepare_erase<T, kKey>(call_, a_, schedule_, workspace_.operands,
                                                      workspace_.is_compensated, early_);
+        if constexpr (kTakesLowRank<kKey, kPerChannel, kUpdate>)
+            if (plan_.shape.low_rank)
+                return launch_prepare_low_rank<T, kKey>(call_, a_, schedule_, workspace_.operands,
+                                                        workspace_.is_compensated, early_);
         using GateTiles = typename Carry::GateTiles;
         if constexpr (kPrepares && kPerChannel && std::is_same_v<GateTiles, NoGateTiles>)
             launch_first(
@@ -313,9 +321,16 @@ public:
           others_({remembering, unsettled}),
           bytes_(bytes) {}
 
+    // Of low-rank keys.
+    PreparedPrefill(const PrefillPlan& plan, std::size_t workspace_bytes, const LowRankForm& form)
+        : PreparedCall(workspace_bytes, 0), plan_(plan), form_(form) {}
+
     void run(const Args& args, const Context& context) const override {
         const DeviceGuard guard(context.device.index);
         const Call call = make_call(args, context);
+        if (plan_.shape.low_rank && form_ != LowRankForm(args))
+            throw Error(
+                "run: args must be those of the plan, got another dtype or layout of a_key, b_key or o");
         if (plan_.found && !call.kept) throw Error("run: args must be those of the plan, got no kept");
         launch(call);
     }
@@ -323,6 +338,8 @@ public:
     void launch(const Call& call) const override {
         if constexpr (kErasable<Carry::kPerChannel, kUpdate>)
             if (plan_.shape.erases) return launch_erasing(call);
+        if constexpr (kTakesLowRank<Carry::kKey, Carry::kPerChannel, kUpdate>)
+            if (plan_.shape.low_rank) return launch_low_rank(call);
         if constexpr (Carry::kSeveral) return launch_on_timeline(call);
         if (!others_) return Launches<Carry, kUpdate>(call, plan_).run();
         auto* const workspace = static_cast<std::byte*>(call.workspace);
@@ -361,6 +378,19 @@ private:
         Launches<Carry, kUpdate>(erasing, plan_).run();
     }
 
+    // Of low-rank keys. The rows lie behind the workspace of their call.
+    void launch_low_rank(const Call& call) const {
+        constexpr int kKey = Carry::kKey;
+        const LowRankWorkspace<T> workspace(
+            plan_.shape, form_,
+            static_cast<std::byte*>(call.workspace) + Layout(plan_, nullptr, nullptr, false).bytes);
+        launch_low_rank_rows<T, kKey>(call, {}, workspace);
+        Call of_rows = call;
+        workspace.replace(of_rows.args);
+        Launches<Carry, kUpdate>(of_rows, plan_).run();
+        if (call.args.o.data) launch_low_rank_outputs<T, kKey>(call, call.args.o, workspace.made.o);
+    }
+
     // Of tokens that write several times.
     void launch_on_timeline(const Call& call) const {
         const Layout workspace(plan_, call.workspace, call.kept, plan_.found);
@@ -372,6 +402,7 @@ private:
     }
 
     PrefillPlan plan_;
+    LowRankForm form_;
     std::optional<std::array<PrefillPlan, 2>> others_;
     std::array<std::size_t, 3> bytes_{};
 };
@@ -394,14 +425,15 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
 
     PrefillShape shape = shape_of(problem, traits.chunk_tokens);
     shape.kept =
-        (args.keep || args.kept.data) &&
+        (args.keep || args.kept.data) && !shape.low_rank &&
         static_cast<std::size_t>(shape.chunks) * shape.value_heads * traits.operand_bytes <= kKeptBytes;
     // What is kept is laid out alike however erase strengths come.
     shape.converts_erase =
         shape.erases && (shape.kept || EraseOperands<typename Carry::Type>::converts(token_rows(args.erase)));
     // What does not fit was not kept either.
     const bool found = shape.kept && args.kept.data;
-    if (Carry::kSeveral && args.checkpoint_plan) shape.checkpoints = args.checkpoint_plan.size[0];
+    if ((Carry::kSeveral || shape.low_rank) && args.checkpoint_plan)
+        shape.checkpoints = args.checkpoint_plan.size[0];
     // b_alone: of a segment call that makes B alone, whose first segments need no M. With packed sequences
     // the host does not know which segments come first.
     const auto planned = [&](bool b_alone) {
@@ -439,12 +471,21 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
     }
     plan->found = found;
     const Layout layout(*plan, nullptr, nullptr, found);
+    if (shape.low_rank) {
+        const LowRankForm form(args);
+        const LowRankWorkspace<typename Carry::Type> made(shape, form, nullptr);
+        return std::make_shared<const PreparedPrefill<Carry, kUpdate>>(*plan, layout.bytes + made.bytes,
+                                                                       form);
+    }
     return std::make_shared<const PreparedPrefill<Carry, kUpdate>>(
         *plan, found ? layout.own_bytes : layout.bytes, shape.kept ? layout.bytes : 0);
 }
 
 template <ChunkedTarget Carry>
 PreparedCallPtr prepare_prefill(const Problem& problem, const Args& args, StrategyKind wanted) {
+    if constexpr (kTakesLowRank<Carry::kKey, Carry::kPerChannel, kChunksOf<Update::kDplr>>)
+        if (takes_low_rank(problem.algorithm.update))
+            return prepare_as<Carry, kChunksOf<Update::kDplr>>(problem, args, wanted);
     PreparedCallPtr prepared;
     with_update(problem.algorithm.update, [&]<Update kUpdate>(UpdateConstant<kUpdate>) {
         prepared = prepare_as<Carry, kUpdate>(problem, args, wanted);

@@ -26,6 +26,8 @@ inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std
 // fit its shared memory, with registers that do not spill.
 // Fewer on other architectures.
 inline constexpr int kChannelCtas = 3, kTokenCtas = 4;
+// The most key channels of the instances for low-rank keys.
+inline constexpr int kMostLowRankChannels = 128;
 inline constexpr int kMostSpan = 4;           // value heads per CTA: a warp sums the gates of each
 inline constexpr int kLeastSegment = 8;       // chunks: in shorter segments the maps cost more than they save
 inline constexpr int kLeastFusedSegment = 2;  // chunks; those of its warm-up come to it
@@ -105,7 +107,7 @@ inline CarryRows rows_of(const Strategy& strategy) {
 
 // A call, as far as its plan depends on it.
 struct PrefillShape {
-    // tokens: of all sequences together; where tokens write several times, their writes.
+    // tokens: of all sequences together; where tokens are several rows of chunks, their rows.
     std::int64_t sequences = 1, tokens = 0;
     std::int64_t chunks = 0, longest = 0;  // upper bounds: of all sequences together, of one
     int value_heads = 1, key_dim = 0, value_dim = 0;
@@ -116,12 +118,18 @@ struct PrefillShape {
     bool erases = false;     // a rule with erase strengths (erase_operands.cuh)
     bool converts_erase = false;         // its erase strengths come in rows that prepare_channel cannot read
     bool several_writes = false;         // chunks are rows of writes (timeline.h)
-    std::int64_t checkpoints = 0;        // rows of the checkpoint plan; counted with several writes alone
+    bool low_rank = false;               // chunks are of two rows a token (low_rank_rows.cuh)
+    std::int64_t checkpoints = 0;        // rows of the checkpoint plan; counted where rows are not tokens
     std::span<const double> costs = {};  // Problem::costs
 };
 
+// The rows of chunks that a token is.
+constexpr std::int64_t rows_of_token(const Problem& problem) {
+    return takes_low_rank(problem.algorithm.update) ? 2 : problem.writes;
+}
+
 inline PrefillShape shape_of(const Problem& problem, int chunk_tokens) {
-    const std::int64_t tokens = problem.tokens * problem.writes,
+    const std::int64_t tokens = problem.tokens * rows_of_token(problem),
                        of_row = (tokens + chunk_tokens - 1) / chunk_tokens;
     const std::int64_t chunks =
         problem.varlen ? tokens / chunk_tokens + problem.sequences : of_row * problem.sequences;
@@ -137,6 +145,7 @@ inline PrefillShape shape_of(const Problem& problem, int chunk_tokens) {
             .segment = problem.pass == Pass::kSegment,
             .erases = takes_erase(problem.algorithm.update),
             .several_writes = problem.writes > 1,
+            .low_rank = takes_low_rank(problem.algorithm.update),
             .costs = problem.costs};
 }
 
@@ -397,10 +406,13 @@ private:
 
     double prepare(const Lengths& of) const {
         if (carry_.operand_bytes == 0) return 0.0;
-        // Of erase strengths one more, which reads v and beta and writes their product, 16 bits each.
+        // Of erase strengths one more, which reads v and beta and writes their product, 16 bits each. Of
+        // low-rank keys two more: one reads v and writes two rows of it, one reads a row of o and writes o.
         const double rows = static_cast<double>(heads(of)) * of.chunks * carry_.chunk_tokens,
-                     erase = estimate_.machine.kernel + 6.0 * rows * shape_.value_dim / estimate_.copy_rate();
-        return estimate_.machine.kernel + (shape_.erases ? erase : 0.0) +
+                     erase = estimate_.machine.kernel + 6.0 * rows * shape_.value_dim / estimate_.copy_rate(),
+                     low_rank = 2.0 * estimate_.machine.kernel +
+                                5.0 * rows * shape_.value_dim / estimate_.copy_rate();
+        return estimate_.machine.kernel + (shape_.erases ? erase : 0.0) + (shape_.low_rank ? low_rank : 0.0) +
                costs_.prepare * static_cast<double>(heads(of)) * of.chunks / multiprocessors_;
     }
     // Rounds of CTAs; all of them together are bound by memory.

@@ -7,8 +7,10 @@
 //   L = tril((k 2^G) (k 2^-G)^T, -1)                      overlaps
 //   T = (I + diag(beta) L)^-1 diag(beta)                  inverse; rules that solve
 //   q_decayed = q 2^G    k_decayed = k 2^G    k_remaining = k 2^(G_end - G)    decay = 2^G_end
-// kErases: rules with erase strengths have e = erase o k in the place of k in the rows of L and in k_decayed,
-// and no beta: it is in the values (erase_operands.cuh).
+// Reader::kErase: rules with erase strengths have e = erase o k in the place of k in the rows of L and in
+// k_decayed, and no beta: it is in the values (erase_operands.cuh). Reader::kUndecayed: the rows are pairs,
+// of b and k in the place of k, with e = -a in first rows and 0 in second ones; and for a row that decays the
+// G of the row before it wherever e or q reads (low_rank_rows.cuh).
 //
 // Grid: one CTA per (chunk of the slab, value head); 128 threads, a warp per block of 16 tokens.
 //   K = 256: two blocks per chunk, and a warp per block and half of the channels.
@@ -38,7 +40,7 @@
 // a power of two that brings tokens of any size into its range.
 // Operands whose factors may grow are two bf16 words each.
 //
-// Budgets on sm_90: 168 registers, three CTAs per multiprocessor (kErases: at most 255,
+// Budgets on sm_90: 168 registers, three CTAs per multiprocessor (with erase keys: at most 255,
 // two); 37.1, 53.1, 52.8 KiB for K = 64, 128, 256.
 #pragma once
 
@@ -77,16 +79,17 @@ struct ChannelRule<Update::kDelta> {
     static constexpr bool kSolves = true;  // the inverse, k_decayed, and low words of compensated chunks
 };
 
-template <class T, int kKey, Update kUpdate, class GateTiles, bool kErases = false>
+template <class T, int kKey, Update kUpdate, class GateTiles, Reader kReader = Reader::kKey>
 __global__ void __launch_bounds__(kPrepareThreads,
-                                  kFewestChannelCtas<kKey, ChannelRule<kUpdate>::kSolves, kErases>)
+                                  kFewestChannelCtas<kKey, ChannelRule<kUpdate>::kSolves, erases(kReader)>)
     prepare_channel(const __grid_constant__ DeviceArgs a, const __grid_constant__ GateTiles gate_tiles,
                     const Schedule schedule, ChannelChunk<T, kKey>* chunks, std::int32_t* is_compensated,
                     float* fading) {
     follow_kernels_before_carry<kKey>(schedule);
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>, kOwned = P::kChannels / 32;
-    constexpr bool kSolves = ChannelRule<kUpdate>::kSolves, kFading = kSolves && kFades<kKey, true>;
+    constexpr bool kSolves = ChannelRule<kUpdate>::kSolves, kFading = kSolves && kFades<kKey, true>,
+                   kErases = erases(kReader), kPairs = kReader == Reader::kUndecayed;
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<ChannelSmem<kKey>*>(raw);
 
@@ -100,17 +103,18 @@ __global__ void __launch_bounds__(kPrepareThreads,
     if (place.count <= 0 || left_out(a, schedule, place.sequence, value_head)) return;
 
     auto& operands = s.operands;
-    using Block = ChannelBlock<T, kKey, kSolves, kErases>;
+    using Block = ChannelBlock<T, kKey, kSolves, kReader>;
     const Block block{a, operands, chunks[blockIdx.x], role_of_warp()};
     const int lane = block.lane, first = block.first, first_channel = block.part * P::kChannels;
 
     // --- load, gate ---
     // A warp whose block has no tokens reads the chunk's first token, and mask() drops it.
     const int count = place.count - first;
-    const std::int64_t begin = place.begin + (count > 0 ? first : 0);
-    const BlockGates<T, kKey> gates{a, operands.group[block.warp][0].gates, operands.raw_gates[block.warp],
-                                    first_channel, count};
-    const int ahead = tokens_ahead<kKey>(a, schedule, begin),
+    // The first token of the warp's block. With kPairs it has half as many tokens as rows.
+    const std::int64_t begin = (place.begin + (count > 0 ? first : 0)) / (kPairs ? 2 : 1);
+    const BlockGates<T, kKey, kPairs> gates{a, operands.group[block.warp][0].gates,
+                                            operands.raw_gates[block.warp], first_channel, count};
+    const int ahead = kPairs ? 0 : tokens_ahead<kKey>(a, schedule, begin),
               head_ahead =
                   // Only the first of the value heads that share a head prefetches
               value_head == head * a.group ? ahead : 0;
@@ -140,12 +144,29 @@ __global__ void __launch_bounds__(kPrepareThreads,
     if (kSolves && !kErases)
         beta_asked.ask(a.beta, place.batch, place.begin + thread, value_head, thread < place.count);
     typename Block::Rows q, k;
-    q.template fetch<T>(a.q, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
-    k.template fetch<T>(a.k, place.batch, begin, head, count, first_channel, a.key_dim, head_ahead);
-    const auto load_erase = [&](typename Block::Strengths& to, int g, int half) {
+    // From `channel` on.
+    const auto fetch_keys = [&](auto& q, auto& k, int channel, int ahead) {
+        if constexpr (kPairs) {
+            const bool second = lane / 4 % 2 != 0;
+            const TokenRows of = second ? a.k : a.b_key;
+            q.template fetch<T>(a.q, place.batch, begin, head, count, channel, a.key_dim, 0, RowsOfPairs{});
+            k.template fetch<T>(of, place.batch, begin, second ? head : value_head, count, channel, a.key_dim,
+                                0, BothRowsOfPairs{});
+        } else {
+            q.template fetch<T>(a.q, place.batch, begin, head, count, channel, a.key_dim, ahead);
+            k.template fetch<T>(a.k, place.batch, begin, head, count, channel, a.key_dim, ahead);
+        }
+    };
+    const auto mask_keys = [&](auto& q, auto& k, int channel) {
+        q.mask(count, channel, a.key_dim);
+        k.mask(count, channel, a.key_dim);
+        if constexpr (kPairs) q.mask_first_of_pairs();
+    };
+    fetch_keys(q, k, first_channel, head_ahead);
+    const auto load_reader = [&](typename Block::Reading& to, int g, int half) {
         if constexpr (kErases)
-            to.fetch(a.erase, place.batch, begin, value_head, count, first_channel + 32 * g + lane % 4 * 8,
-                     a.key_dim, half);
+            to.fetch(kPairs ? a.a_key : a.erase, place.batch, begin, value_head, count,
+                     first_channel + 32 * g + lane % 4 * 8, a.key_dim, half);
     };
     if (per_chunk<kKey>(schedule) && thread == 0) lead_carry(is_compensated + blockIdx.x, 1);
     const bool fades = kFading && fading && a.qk_l2norm;
@@ -180,8 +201,7 @@ __global__ void __launch_bounds__(kPrepareThreads,
         s.beta[thread] = thread >= place.count ? 0.0f
                          : kErases             ? 1.0f
                                                : solved_beta_of(a, beta_asked.value(a.beta));
-    q.mask(count, first_channel, a.key_dim);
-    k.mask(count, first_channel, a.key_dim);
+    mask_keys(q, k, first_channel);
     if (!kSolves || a.qk_l2norm) {
         square_tokens<T, false>(s.norms[0][block.part] + first, q);
         square_tokens<T, false>(s.norms[1][block.part] + first, k);
@@ -236,6 +256,7 @@ __global__ void __launch_bounds__(kPrepareThreads,
             for (int p = 0; p < P::kParts; ++p) sum.x += s.norms[0][p][token], sum.y += s.norms[1][p][token];
         }
         if (a.qk_l2norm) whole = {a.scale * rsqrtf(sum.x + 1e-6f), rsqrtf(sum.y + 1e-6f)};
+        if (kPairs && RowsOfPairs::is_first(lane / 4)) whole.y = 1.0f;  // b has no norm
         scales.set(half, whole, sum);
         if (!kSolves) s.back[token] = scales.back[half].y;
     }
@@ -265,24 +286,22 @@ __global__ void __launch_bounds__(kPrepareThreads,
     };
     typename ChannelBlock<T, kKey, kSolves>::Cross cross = {};
     if (!stepped) {
-        block.score(q, k, load_erase, scales, two_steps, own);
+        block.score(q, k, load_reader, scales, two_steps, own);
         __syncthreads();
         block.cross(q, k, cross);
     } else {
         const auto load_group = [&](BlockRows<1>& q1, BlockRows<1>& k1, int g) {
             const int channel = first_channel + 32 * g;
-            q1.template fetch<T>(a.q, place.batch, begin, head, count, channel, a.key_dim);
-            k1.template fetch<T>(a.k, place.batch, begin, head, count, channel, a.key_dim);
-            q1.mask(count, channel, a.key_dim);
-            k1.mask(count, channel, a.key_dim);
+            fetch_keys(q1, k1, channel, 0);
+            mask_keys(q1, k1, channel);
         };
-        block.score_stepped(load_group, load_erase, scales, own);
+        block.score_stepped(load_group, load_reader, scales, own);
 #pragma unroll 1
         for (int g = 0; g < P::kGroups; ++g) {
             if (g > 0) __syncthreads();
-            block.operands_stepped(load_group, load_erase, scales, g);
+            block.operands_stepped(load_group, load_reader, scales, g);
             __syncthreads();
-            block.cross_stepped(load_group, load_erase, scales, g, cross);
+            block.cross_stepped(load_group, load_reader, scales, g, cross);
         }
     }
     // --- solve ---

@@ -23,7 +23,7 @@ void launch_prepare_erase(const Call& call, const DeviceArgs& a, const Schedule&
     const std::size_t chunks = static_cast<std::size_t>(schedule.slab_end - schedule.slab_begin) *
                                static_cast<std::size_t>(a.value_heads);
     float* const fading = nullptr;  // maps skip no chunks: |I - k e^T| may exceed 1
-    launch<prepare_channel<T, kKey, kKernelsOf<Update::kErase>, NoGateTiles, true>>(
+    launch<prepare_channel<T, kKey, kKernelsOf<Update::kErase>, NoGateTiles, Reader::kErase>>(
         early({.blocks = chunks, .threads = kPrepareThreads, .shared_bytes = sizeof(ChannelSmem<kKey>)}),
         call.stream, a, NoGateTiles{}, schedule, operands, is_compensated, fading);
 }

@@ -75,7 +75,7 @@ struct Workspace {
         if (plan.prepares) {
             is_compensated = carver.take<std::int32_t>(plan.slab_chunks * heads);
             if (kFades<kKey, kPerChannel> && kSolvesChunk<kUpdate, kPerChannel> && !shape.erases &&
-                (plan.makes_maps() || shape.segment || shape.kept))
+                !shape.low_rank && (plan.makes_maps() || shape.segment || shape.kept))
                 fading = carver.take<float>(plan.slab_chunks * heads);
             operands = carver.take<Operands>(plan.slab_chunks * heads);
             if (shape.erases) erase.carve(carver, shape.tokens * heads, shape, false);

@@ -48,6 +48,18 @@ struct TokensOfWrites {
     __device__ __forceinline__ bool is_last(int row) const { return is_first(row + 1); }
 };
 
+// Tokens are two rows each (chunked/low_rank_rows.cuh), and row 0 is the first of one. Rows that a token has
+// once are its second.
+struct RowsOfPairs {
+    static __device__ __forceinline__ int token(int row) { return row / 2; }
+    static __device__ __forceinline__ bool is_first(int row) { return row % 2 == 0; }
+    static __device__ __forceinline__ bool is_last(int row) { return row % 2 != 0; }
+};
+// Of what both rows have.
+struct BothRowsOfPairs : RowsOfPairs {
+    static __device__ __forceinline__ bool is_last(int) { return true; }
+};
+
 template <bool kSeveral>
 using TokensOfRows = std::conditional_t<kSeveral, TokensOfWrites, RowsAreTokens>;
 
