@@ -9,9 +9,11 @@
 //   dq = scale Gamma dQ~       dk = Gamma dK^ + dK- / Gamma + (Gamma_C / Gamma) dK+
 //   With erase keys e = erase o k (Reader::kErase), K^ are theirs: Gamma dK^ = de, dk has erase o de instead,
 //   and derase = k o de. With Reader::kUndecayed a token is two rows: da = -de and db = dk of first rows, dq
-//   and dk are those of second ones. dg_t = the sum over all paths that cross the decay of token t: rows i >=
-//   t that read S, columns j < t that
-//          reach Z, pairs i >= t > j, and Gamma_C rowsum(S o Z)
+//   and dk are those of second ones.
+//
+//   dg_t is the sum over all paths that cross the decay of token t: rows i >= t that read S, columns j < t
+//   that reach Z, pairs i >= t > j, and Gamma_C rowsum(S o Z).
+//
 // K- is never formed. Pairs of two blocks of 16 tokens are decayed to the border between them, those of the
 // two halves of a block likewise, and others are multiplied out, token by token (channel_blocks.cuh,
 // own_channel.cuh). So no factor exceeds 1, whatever the decays, and no two paths of dg have to cancel.

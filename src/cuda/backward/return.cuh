@@ -357,19 +357,20 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
         compensated = compensated_next, compensated_next = compensated_after;
     }
 
-    if constexpr (kMap)
-        return chunked::store_state<kKey>(state, p.map_z, p.map_z.offset(cursor.number, value_head),
-                                          cursor.rows);
-    if (!ends_walk) return;
-    if (!cursor.starts_sequence) {
-        const States& to = p.slab_d_start;
-        if (to.data) chunked::store_state<kKey>(state, to, to.offset(0, value_head), cursor.rows);
-    } else if (d.d_initial.data) {
+    States to{};
+    std::int64_t slot = 0;
+    if constexpr (kMap) {
+        to = p.map_z, slot = cursor.number;
+    } else if (!ends_walk) {
+        return;
+    } else if (!cursor.starts_sequence) {
+        to = p.slab_d_start;
+    } else {
+        to = d.d_initial, slot = segment.sequence;
         if (cursor.slots.initial < 0)
             chunked::each_pair(state, [](float2& pair, int, int) { pair = {0.0f, 0.0f}; });
-        chunked::store_state<kKey>(state, d.d_initial, d.d_initial.offset(segment.sequence, value_head),
-                                   cursor.rows);
     }
+    if (to.data) chunked::store_state<kKey>(state, to, to.offset(slot, value_head), cursor.rows);
 }
 
 }  // namespace cula::cuda::backward

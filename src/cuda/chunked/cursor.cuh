@@ -70,6 +70,54 @@ __device__ __forceinline__ void each_pair(float (&state)[kTiles][4], Body body) 
         }
 }
 
+// Calls body(tiles, channel) for groups of four tiles (two where registers are short), in a loop whose code
+// is that of one group: the groups take turns in the first places of `state`, and at last are where they
+// were. For code that runs rarely and is long. channel: that of the group's first tile, counted from the
+// lane's first.
+template <int kTiles, class Body>
+__device__ __forceinline__ void each_group(float (&state)[kTiles][4], Body body) {
+    constexpr int kGroup = kTiles < 32 ? 4 : 2;
+    static_assert(kTiles % kGroup == 0);
+#pragma unroll 1
+    for (int first = 0; first < kTiles; first += kGroup) {
+        float group[kGroup][4];
+#pragma unroll
+        for (int tile = 0; tile < kGroup; ++tile)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) group[tile][e] = state[tile][e];
+        body(group, 8 * first);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                state[tile][e] =
+                    tile + kGroup < kTiles ? state[tile + kGroup][e] : group[tile + kGroup - kTiles][e];
+    }
+}
+
+// The lane's numbers in a tensor of states, of any strides and dtype.
+struct StateElements {
+    Element type;
+    char* first;                // the lane's first number
+    std::int64_t row, channel;  // strides, in bytes
+    bool has_row[2];            // of the lane's two rows
+    int channels;               // from the lane's first on
+
+    __device__ __forceinline__ StateElements(const States& states, std::int64_t base, const RowWindow& rows)
+        : type(element(states.dtype)) {
+        const int size = type == Element::kFloat32 ? 4 : 2, lane_row = rows.row(),
+                  lane_channel = RowWindow::channel();
+        row = states.v * size, channel = states.k * size;
+        first = static_cast<char*>(states.data) + base * size + lane_row * row + lane_channel * channel;
+        has_row[0] = lane_row < rows.end, has_row[1] = lane_row + 8 < rows.end;
+        channels = rows.key_dim - lane_channel;
+    }
+    __device__ __forceinline__ char* at(int half, int c) const {
+        return first + half * 8 * row + c * channel;
+    }
+    __device__ __forceinline__ bool has(int half, int c) const { return has_row[half] && c < channels; }
+};
+
 // Whether the lane may load and store pairs as float2.
 template <int kKey>
 __device__ __forceinline__ bool in_pairs(const States& states, std::int64_t base, const RowWindow& rows) {
@@ -87,45 +135,50 @@ template <int kKey, class Stored = AsTheyAre>
 __device__ __forceinline__ void store_state(float (&state)[kKey / 8][4], const States& states,
                                             std::int64_t base, const RowWindow& rows,
                                             const Stored& stored = {}) {
-    const int lane_row = rows.row(), lane_channel = RowWindow::channel();
-    base += lane_row * states.v + lane_channel * states.k;
     if (in_pairs<kKey>(states, base, rows)) {
-        auto* to = static_cast<float*>(states.data) + base;
+        auto* to = static_cast<float*>(states.data) + base + rows.row() * states.v + RowWindow::channel();
         each_pair(state, [&](const float2& pair, int row, int channel) {
             *reinterpret_cast<float2*>(to + row * states.v + channel) = stored(pair, channel);
         });
         return;
     }
-    each_pair(state, [&](const float2& of_state, int row, int channel) {
-        const float2 pair = stored(of_state, channel);
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-            if (lane_row + row < rows.end && lane_channel + channel + e < rows.key_dim)
-                store_float(states.data, states.dtype, base + row * states.v + (channel + e) * states.k,
-                            e ? pair.y : pair.x);
+    const StateElements to(states, base, rows);
+    each_group(state, [&](auto& group, int first_channel) {
+        each_pair(group, [&](const float2& of_state, int row, int more) {
+            const int channel = first_channel + more;
+            const float2 pair = stored(of_state, channel);
+            store_float_if(to.at(row / 8, channel), to.type, pair.x, to.has(row / 8, channel));
+            store_float_if(to.at(row / 8, channel + 1), to.type, pair.y, to.has(row / 8, channel + 1));
+        });
     });
 }
 
 template <int kKey>
 __device__ __forceinline__ void load_state(float (&state)[kKey / 8][4], const States& states,
                                            std::int64_t base, const RowWindow& rows) {
-    const int lane_row = rows.row(), lane_channel = RowWindow::channel();
-    base += lane_row * states.v + lane_channel * states.k;
     if (in_pairs<kKey>(states, base, rows)) {
-        const auto* from = static_cast<const float*>(states.data) + base;
+        const auto* from =
+            static_cast<const float*>(states.data) + base + rows.row() * states.v + RowWindow::channel();
         each_pair(state, [&](float2& pair, int row, int channel) {
             pair = *reinterpret_cast<const float2*>(from + row * states.v + channel);
         });
         return;
     }
-    each_pair(state, [&](float2& pair, int row, int channel) {
+    const StateElements from(states, base, rows);
+    each_group(state, [&](auto& group, int first_channel) {
+        constexpr int kTiles = sizeof(group) / sizeof(group[0]);
+        RawFloat raw[kTiles][4];  // all loads come before what waits for them
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const bool in = lane_row + row < rows.end && lane_channel + channel + e < rows.key_dim;
-            (e ? pair.y : pair.x) =
-                in ? load_float(states.data, states.dtype, base + row * states.v + (channel + e) * states.k)
-                   : 0.0f;
-        }
+        for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int half = e / 2, channel = first_channel + 8 * tile + e % 2;
+                raw[tile][e].load_coherent(from.at(half, channel), from.type, from.has(half, channel));
+            }
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) group[tile][e] = raw[tile][e].value(from.type);
     });
 }
 

@@ -26,7 +26,7 @@
 #include "cuda/recurrent/backward_derivatives.cuh"
 #include "cuda/recurrent/backward_plan.h"
 #include "cuda/recurrent/lanes.cuh"
-#include "cuda/recurrent/step.cuh"
+#include "cuda/recurrent/state_row.cuh"
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/gate.cuh"
 #include "cuda/tile/store_gradient.cuh"

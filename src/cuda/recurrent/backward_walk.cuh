@@ -54,7 +54,7 @@
 #include "cuda/backward/gradients.h"
 #include "cuda/recurrent/backward_block.cuh"
 #include "cuda/recurrent/backward_derivatives.cuh"
-#include "cuda/recurrent/step.cuh"
+#include "cuda/recurrent/state_row.cuh"
 #include "cuda/tile/store_gradient.cuh"
 
 namespace cula::cuda::recurrent {

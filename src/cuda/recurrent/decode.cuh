@@ -173,7 +173,8 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             const int row = min(row0 + own + r * kRowsPerPass, a.value_dim - 1);
-            scale[r] = load_float_if(scale_of(a.initial_scales, from, value_head, row), starts);
+            scale[r] = __uint_as_float(
+                load32_coherent_if(scale_of(a.initial_scales, from, value_head, row), starts));
         }
     }
     if (kOne || (kSeveral && !a.state_indices.data))

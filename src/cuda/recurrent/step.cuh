@@ -28,10 +28,9 @@
 #include "cuda/recurrent/checkpoints.cuh"
 #include "cuda/recurrent/instances.h"
 #include "cuda/recurrent/keys.cuh"
-#include "cuda/recurrent/lanes.cuh"
+#include "cuda/recurrent/state_row.cuh"
 #include "cuda/rule.h"
 #include "cuda/tile/convert.cuh"
-#include "cuda/tile/float8.cuh"
 #include "cuda/tile/gate.cuh"
 #include "cuda/tile/store_row.cuh"
 
@@ -109,14 +108,18 @@ struct TokenInputs : RawKeys<kKeys, kKey / 32> {
         return static_cast<int>(threadIdx.x % 32) + 32 * i;
     }
 
+    // Of q, k and v, which have no float64.
+    static __device__ __forceinline__ void load_input(RawFloat& to, const TokenRows& rows, std::int64_t i,
+                                                      bool in) {
+        const int size = rows.dtype == Dtype::kFloat32 ? 4 : 2;
+        to.load(static_cast<const char*>(rows.data) + i * size, element(rows.dtype), in);
+    }
     static __device__ __forceinline__ void load(RawFloat& to, const TokenRows& rows, std::int64_t i,
                                                 bool in) {
-        if (rows.dtype == Dtype::kFloat64) {
-            if (in) to.wide = __float_as_uint(load_float(rows.data, rows.dtype, i));
-        } else {
-            const int size = rows.dtype == Dtype::kFloat32 ? 4 : 2;
-            to.load(static_cast<const char*>(rows.data) + i * size, element(rows.dtype), in);
-        }
+        if (rows.dtype != Dtype::kFloat64)
+            load_input(to, rows, i, in);
+        else if (in)
+            to.wide = __float_as_uint(static_cast<float>(static_cast<const double*>(rows.data)[i]));
     }
     static __device__ __forceinline__ float load(const HeadParameter& x, int head, int c, bool in) {
         return __uint_as_float(load32_if(x.data + (head * x.head + c * x.channel), in && x.data));
@@ -159,8 +162,8 @@ struct TokenInputs : RawKeys<kKeys, kKey / 32> {
         for (int i = 0; i < kPerLane; ++i) {
             const int c = channel(i);
             const bool in = c < a.key_dim;
-            load(q[i], a.q, q_row + c, in);
-            load(k[i], a.k, k_row + c, in);
+            load_input(q[i], a.q, q_row + c, in);
+            load_input(k[i], a.k, k_row + c, in);
             load(g[i], a.g, g_row + (per_channel ? c : 0), per_channel ? in : per_token);
             if constexpr (kKeys == Keys::kErase)
                 load(this->erase[i], a.erase, a.erase.offset(b, at, value_head) + c, in);
@@ -171,7 +174,7 @@ struct TokenInputs : RawKeys<kKeys, kKey / 32> {
         }
         const int row = row0 + channel(0);
         const bool in = row < a.value_dim && channel(0) < kRowsPerPass;
-        load(value, a.v, v_row + row, in && has_values);
+        load_input(value, a.v, v_row + row, in && has_values);
         load(beta, a.beta, beta_row + (a.beta_per_value ? row * a.beta.last : 0),
              takes_betas && (in || !a.beta_per_value));
     }
@@ -261,70 +264,6 @@ struct TokenInputs : RawKeys<kKeys, kKey / 32> {
             if constexpr (kKeys == Keys::kLowRank) s.bq[slot][0] = sum(bq);
             s.state_index[slot] = state_index;
         }
-    }
-};
-
-// A row of a state in eight lanes, loaded and stored element by element, with the strides and dtype of each
-// tensor.
-template <int kKey>
-struct StateRow {
-    static constexpr int kPerLane = kKey / kLanesPerRow;
-
-    float x[kPerLane];
-
-    __device__ __forceinline__ void load(const DeviceArgs& a, const States& s, std::int64_t offset, int row,
-                                         int row_end) {
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-            const int c = lane_channel(i);
-            x[i] = row < row_end && c < a.key_dim ? load_float(s.data, s.dtype, offset + row * s.v + c * s.k)
-                                                  : 0.0f;
-        }
-    }
-
-    // Of a slot of the initial states, which may be of float8.
-    __device__ __forceinline__ void load_initial(const DeviceArgs& a, std::int64_t slot, int value_head,
-                                                 int row, int row_end) {
-        const States& s = a.initial;
-        const std::int64_t offset = s.offset(slot, value_head);
-        if (!a.initial_scales.data) return load(a, s, offset, row, row_end);
-        const bool in = row < row_end;
-        const float scale = in ? *a.initial_scales.at(slot, value_head, row) : 0.0f;
-        const auto* const codes = static_cast<const std::uint8_t*>(s.data) + offset;
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-            const int c = lane_channel(i);
-            x[i] = in && c < a.key_dim ? float8_numbers(codes[row * s.v + c * s.k]).x * scale : 0.0f;
-        }
-    }
-
-    // In a slot of the final states, which may be of float8. Called by all threads.
-    __device__ __forceinline__ void store_final(const DeviceArgs& a, std::int64_t slot, int value_head,
-                                                int row, int row_end) const {
-        const States& s = a.final;
-        const std::int64_t offset = s.offset(slot, value_head);
-        if (!a.final_scales.data) return store(a, s, offset, row, row_end);
-        float most = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) most = larger_magnitude(most, x[i]);
-        const RowScale chosen = row_scale(row_largest(most));
-        if (row >= row_end) return;
-        if (threadIdx.x % kLanesPerRow == 0) *a.final_scales.at(slot, value_head, row) = chosen.scale;
-        auto* const codes = static_cast<std::uint8_t*>(s.data) + offset;
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i)
-            if (lane_channel(i) < a.key_dim)
-                codes[row * s.v + lane_channel(i) * s.k] =
-                    static_cast<std::uint8_t>(float8_codes(x[i] * chosen.inverse, 0.0f));
-    }
-
-    __device__ __forceinline__ void store(const DeviceArgs& a, const States& s, std::int64_t offset, int row,
-                                          int row_end) const {
-        if (row >= row_end) return;
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i)
-            if (lane_channel(i) < a.key_dim)
-                store_float(s.data, s.dtype, offset + row * s.v + lane_channel(i) * s.k, x[i]);
     }
 };
 
@@ -538,13 +477,14 @@ __global__ void __launch_bounds__(kStepThreads, kKey > 128 ? 2 : 3)
             const States& to = of_m ? a.segment_m : a.segment_b;
             state.store(a, to, to.offset(n, value_head), row, row_end);
         } else {
+            bool found = false;
+            float diagonal = 0.0f;
 #pragma unroll
-            for (int i = 0; i < StateRow<kKey>::kPerLane; ++i) {
-                const int c = lane_channel(i);
-                if (c == row && c < a.key_dim)
-                    store_float(a.segment_m.data, a.segment_m.dtype,
-                                a.segment_m.offset(n, value_head) + c * a.segment_m.k, state.x[i]);
-            }
+            for (int i = 0; i < StateRow<kKey>::kPerLane; ++i)
+                if (lane_channel(i) == row) found = row < a.key_dim, diagonal = state.x[i];
+            if (found)
+                store_float(a.segment_m.data, a.segment_m.dtype,
+                            a.segment_m.offset(n, value_head) + row * a.segment_m.k, diagonal);
         }
         return;
     }

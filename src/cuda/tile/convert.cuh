@@ -98,11 +98,18 @@ __device__ __forceinline__ std::uint32_t load32_if(const void* from, bool in) {
     return x;
 }
 
-// Not by the read-only path: what it loads may be overwritten later by the same kernel.
-__device__ __forceinline__ float load_float_if(const float* from, bool in) {
-    float x;
+// Not by the read-only path: what they load may be overwritten later by the same kernel.
+__device__ __forceinline__ std::uint32_t load16_coherent_if(const void* from, bool in) {
+    std::uint32_t x;
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.u16 %0, [%1]; }"
+                 : "=r"(x)
+                 : "l"(from), "r"(static_cast<int>(in)));
+    return x;
+}
+__device__ __forceinline__ std::uint32_t load32_coherent_if(const void* from, bool in) {
+    std::uint32_t x;
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.b32 %0, [%1]; }"
-                 : "=f"(x)
+                 : "=r"(x)
                  : "l"(from), "r"(static_cast<int>(in)));
     return x;
 }
@@ -127,6 +134,10 @@ struct RawFloat {
     __device__ __forceinline__ void load(const void* from, Element type, bool in = true) {
         narrow = load16_if(from, in && type >= Element::kBFloat16);
         wide = load32_if(from, in && type == Element::kFloat32);
+    }
+    __device__ __forceinline__ void load_coherent(const void* from, Element type, bool in) {
+        narrow = load16_coherent_if(from, in && type >= Element::kBFloat16);
+        wide = load32_coherent_if(from, in && type == Element::kFloat32);
     }
     __device__ __forceinline__ float value(Element type) const {
         const float half = __half2float(__ushort_as_half(static_cast<unsigned short>(narrow)));

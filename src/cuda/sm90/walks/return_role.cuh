@@ -82,15 +82,20 @@ struct ReturnRole {
     }
 
     __device__ __forceinline__ void store_last(State& state) const {
-        const auto store = [&](const States& to, std::int64_t slot) {
-            if (to.data)
-                chunked::store_state<kKey>(state, to, to.offset(slot, cursor.value_head), cursor.rows);
-        };
-        if constexpr (kMaps) return store(p.map_z, cursor.number);
-        if (cursor.segment.rank > 0) return;
-        if (!cursor.starts_sequence) return store(p.slab_d_start, 0);
-        if (cursor.slots.initial < 0) each_pair(state, [](float2& pair, int, int) { pair = {0.0f, 0.0f}; });
-        store(p.d.d_initial, cursor.segment.sequence);
+        States to{};
+        std::int64_t slot = 0;
+        if constexpr (kMaps) {
+            to = p.map_z, slot = cursor.number;
+        } else if (cursor.segment.rank > 0) {
+            return;
+        } else if (!cursor.starts_sequence) {
+            to = p.slab_d_start;
+        } else {
+            to = p.d.d_initial, slot = cursor.segment.sequence;
+            if (cursor.slots.initial < 0)
+                each_pair(state, [](float2& pair, int, int) { pair = {0.0f, 0.0f}; });
+        }
+        if (to.data) chunked::store_state<kKey>(state, to, to.offset(slot, cursor.value_head), cursor.rows);
     }
 
     // Where the lane stores dV. Rows of T go out as pairs of neighbouring value rows of a token, others one

@@ -103,10 +103,6 @@ template <class T>
 void load_global_if(Word& x, const void* from, int in) {
     x = in != 0 ? *static_cast<const T*>(from) : Word{0};
 }
-template <class T>
-void load_global_if(float& x, const void* from, int in) {
-    x = in != 0 ? *static_cast<const float*>(from) : 0.0f;
-}
 inline void load_global_four_if(Word& x, Word& y, Word& z, Word& w, const void* from, int in) {
     if (in == 0) return;
     const uint4 four = *static_cast<const uint4*>(from);
