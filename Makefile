@@ -80,4 +80,4 @@ site: build  ## the documentation as a site, build-site/html/index.html; its lin
 	@python tools/make_site.py
 
 clean:  ## remove what was built (.venv stays)
-	@rm -rf build build-site dist python/cula/lib
+	@rm -rf build build-* dist python/cula/lib

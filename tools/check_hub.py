@@ -23,7 +23,7 @@ from types import ModuleType
 import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-WORK = ROOT / "build" / "hub"
+WORK = ROOT / "build-hub"
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tools")]
 sys.path.append(str(ROOT / ".venv" / "wheel"))  # behind the packages of the tests
 
