@@ -370,8 +370,8 @@ def cula_rwkv7(
     a_key, b_key: `[B, T, HV, K]`, any floating dtype. No option normalises them. All three by name: they have
         one shape, and other libraries another order of arguments.
     scale: `K ** -0.5` if None, as everywhere here; RWKV-7 has none, which is 1.
-    A_log, dt_bias and everything else as in `cula_kda` and `cula.api`. There are no chunked kernels for it:
-    CPUs and GPUs go token by token.
+    A_log, dt_bias and everything else as in `cula_kda` and `cula.api`. CPUs go token by token; GPUs have
+    chunks for bfloat16 and float16 and K from 16 to 128, which round a_key and b_key to the dtype of q.
     """
     chunk_size = _passes.chunk_size_of("cula_rwkv7", kwargs) if kwargs else 64
     if use_gate_in_kernel is True:
