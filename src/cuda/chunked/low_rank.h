@@ -8,7 +8,6 @@
 #include <cstdint>
 
 #include "core/carve.h"
-#include "core/check.h"
 #include "cuda/call.h"
 #include "cuda/chunked/chunk.cuh"
 #include "cuda/chunked/prepare_erase.h"
