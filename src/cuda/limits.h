@@ -84,12 +84,4 @@ inline Support supports_any(const Problem& problem) {
     return counts_fit(problem);
 }
 
-// Of kernels whose tokens write once.
-inline Support takes_one_write(const Problem& problem) {
-    if (problem.writes > 1)
-        return Support::no("takes one write per token, not the several of " +
-                           std::string(name(problem.algorithm)));
-    return Support::yes();
-}
-
 }  // namespace cula::cuda

@@ -29,8 +29,8 @@ using UpdateConstant = std::integral_constant<Update, kUpdate>;
 
 // The rule whose kernels run a rule: its own, or another's, which get other operands and no more (an erase
 // key in the place of the key that reads). No kernel is compiled for a rule that has none of its own. Those
-// of kProduct also need rows of writes: `takes_one_write` declines it for those that have none (limits.h).
-// Those of kDplr also need its keys, which the token-by-token kernels have alone; for its chunks see below.
+// of kProduct also need rows of writes: see `kMayWriteSeveral` (tile/tokens_of_rows.cuh). Those of kDplr also
+// need its keys, which the token-by-token kernels have alone; for its chunks see below.
 template <Update kUpdate>
 inline constexpr Update kKernelsOf = kUpdate;
 template <>

@@ -36,10 +36,11 @@ def _rows(
     beta_per_value: bool = False,
     key_dim: int = 128,
     algorithm: str = "kda",
+    writes: int | None = None,
 ) -> tuple[Row, ...]:
     named = {"dtype": dtype, "beta_per_value": beta_per_value, "key_dim": key_dim, "device": device}
-    writes = 2 if cula.algorithms()[algorithm].takes_several_writes else 1
-    rows = cula.explain(algorithm, pass_name, writes=writes, **named)
+    usual = 2 if cula.algorithms()[algorithm].takes_several_writes else 1
+    rows = cula.explain(algorithm, pass_name, writes=writes or usual, **named)
     return tuple(
         row for row in rows if not row.target.startswith("reference") and not row.reason.startswith("runs on")
     )
@@ -66,9 +67,11 @@ def able(
     key_dim: int = 128,
     on: str = "",
     algorithm: str = "kda",
+    writes: int | None = None,
 ) -> list[str]:
-    """The targets that take such a call on this machine; on: a device other than the default one."""
-    rows = _rows(on or kind(), pass_name, dtype, beta_per_value, key_dim, algorithm)
+    """The targets that take such a call on this machine; on: a device other than the default one; writes: of
+    a token, by default two where the algorithm has several."""
+    rows = _rows(on or kind(), pass_name, dtype, beta_per_value, key_dim, algorithm, writes)
     return [row.target for row in rows if row.verdict != "no" and not is_strategy(row.target)]
 
 
@@ -85,10 +88,8 @@ def declined_algorithms(on: str = "") -> dict[str, str]:
     return declined
 
 
-# Why a target takes no call of an algorithm, whatever else the call asks for: sm90 where tokens write several
-# times; and what chunked targets take of calls with low-rank keys. Beside these a refusal of a backward call
-# by a family lists why its three walks decline the algorithm, which they do for many.
-_ONE_WRITE = re.compile("takes one write per token, not the several of ([a-z0-9_]+)")
+# What chunked targets take of calls with low-rank keys. Beside it a refusal of a backward call by a family
+# lists why its three walks decline the algorithm, which they do for many.
 _LOW_RANK = re.compile(r"takes [a-zA-Z0-9 ]+ beside low-rank keys(, got \d+)?")
 _THREE_WALKS = "takes rules that add values as they are, without a decay or with one per head"
 
@@ -103,9 +104,7 @@ def declines_the_algorithm(refusal: str) -> bool:
     decisive = 0
     for row in rows:
         target, _, reason = row.strip().partition(": ")
-        several = _ONE_WRITE.fullmatch(reason)
-        family = several and cula.algorithms().get(several[1])
-        if _LOW_RANK.fullmatch(reason) or (family and family.takes_several_writes):
+        if _LOW_RANK.fullmatch(reason):
             decisive += 1
         elif not (target.endswith(":three_walks") and reason == _THREE_WALKS):
             return False

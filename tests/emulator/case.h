@@ -321,10 +321,10 @@ inline void Case::make(const std::vector<Instance>& instances) {
                                                          : "prepare_low_rank");
         if (takes_erase(algorithm.update) && !step)
             return of.pass == (pass == Pass::kBackward ? "erase" : "prepare_erase");
-        // With one write the kernels are those of gdn: their instances are needed, too.
+        // All but the gradients and `step` are the kernels of gdn, whose instances are needed, too.
         if (takes_several_writes(algorithm.update)) {
-            if (pass == Pass::kBackward) return of.pass == (step ? "backward" : "backward_several");
-            return of.pass == (step ? "step_several" : "prefill_several");
+            if (pass == Pass::kBackward) return of.pass == (step ? "backward" : "gradient_several");
+            return of.pass == (step ? "step_several" : "prefill_token");
         }
         if (step) return of.pass == (pass == Pass::kBackward ? "backward" : "step_any");
         if (walks)

@@ -114,9 +114,7 @@ bool same_bits(const std::vector<double>& x, const std::vector<double>& y) {
 // Whether the instances are linked that a prefill with `saved` takes beside its own.
 bool may_save(const Args& args) {
     if (takes_low_rank(args.algorithm.update)) return false;
-    const std::string pass = varies_by_channel(args.algorithm.decay) ? "backward_channel"
-                             : writes_per_token(args) > 1            ? "backward_several"
-                                                                     : "backward_token",
+    const std::string pass = varies_by_channel(args.algorithm.decay) ? "backward_channel" : "backward_token",
                       type = args.q.dtype == Dtype::kBFloat16 ? "__nv_bfloat16" : "__half";
     const std::int64_t dim = args.q.size[3], key = dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
     return std::ranges::any_of(kInstances, [&](const Case::Instance& of) {

@@ -15,10 +15,7 @@ done
 instances+="sm80/reversed_walk/__nv_bfloat16/64;chunked/prepare_erase/__nv_bfloat16/64;"
 instances+="backward/erase/__nv_bfloat16/64;chunked/prepare_low_rank/__nv_bfloat16/64;"
 instances+="backward/low_rank/__nv_bfloat16/64;recurrent/step_any/any/64;"
-for pass in sm80/prefill sm80/backward backward/gradient; do
-    instances+="${pass}_several/__nv_bfloat16/64;"
-done
-instances+="recurrent/step_several/any/64;"
+instances+="backward/gradient_several/__nv_bfloat16/64;recurrent/step_several/any/64;"
 instances+="recurrent/step_low_rank/any/64;recurrent/backward_low_rank/any/64;"
 instances+="recurrent/backward/any/64;recurrent/backward_erase/any/64"
 for type in float __nv_bfloat16 __half Float8E4M3; do

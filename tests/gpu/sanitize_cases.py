@@ -17,7 +17,7 @@ import torch
 
 import cula
 from cula_testing import device, gradients, level1, passes
-from cula_testing.cases import ALGORITHMS, DELTA, FAMILY, Case, Inputs, make, state_like
+from cula_testing.cases import ALGORITHMS, DELTA, FAMILY, PRODUCT, Case, Inputs, make, state_like
 from cula_testing.kinds import DRAFTS, KINDS, Call, Kind, ready
 
 WIDTHS = (64, 128, 256)
@@ -168,6 +168,11 @@ def calls() -> Iterator[Call]:
             yield ready(
                 "prefill", algorithm, lengths=(1600,), heads=22, value_heads=22, key_dim=128, value_dim=128
             )
+        if algorithm in PRODUCT:
+            for K in (64, 128):  # stores of Hopper's carry read far behind their tiles
+                wide = {"key_dim": K, "value_dim": K, "householders": 16}
+                yield ready("prefill", algorithm, lengths=(13,), **one, **wide)
+                yield ready("varlen", algorithm, lengths=(13, 0, 4), **one, **wide)
         if FAMILY[algorithm][0] == "channel":
             for K in (64, 72, 128):  # gates of the inputs' type, which tensor copies can bring
                 narrow = {"dtype": torch.bfloat16, "gate_dtype": torch.bfloat16, "key_dim": K, "value_dim": K}

@@ -13,7 +13,7 @@ from cula_testing.compare import assert_accurate, assert_exact, assert_same_bits
 
 ONE_WRITE = {"gdp": "gdn", "delta_product": "delta"}
 CALLS = {name: getattr(passes, name) for name in ("prefill", "decode", "verify", "segment")}
-COUNTS = (2, 3, 5, 64, 65, 150)
+COUNTS = (2, 3, 4, 8, 16, 64, 65, 150)
 
 pytestmark = pytest.mark.parametrize("name", ONE_WRITE)
 
@@ -23,7 +23,7 @@ def differentiate(inputs: Inputs, *, backend: str) -> gradients.Gradients:
 
 
 def skip_if_declined(call, inputs: Inputs, target: str) -> None:
-    """Some targets of a GPU take one write alone, or have no kernel for the pass."""
+    """Some targets of a GPU take counts that divide 16 alone, or have no kernel for the pass."""
     passes.skip_if_declined(lambda given, backend: call(given, backend=backend), inputs, target)
 
 
@@ -70,17 +70,17 @@ def test_gradients_of_one_write_are_those_of_the_delta_rule(target, name):
         assert_same_bits(f"d_{what}", x, two[what])
 
 
-def several(name: str, writes: int, **more) -> Inputs:
+def several(name: str, writes: int, packed: bool = True, **more) -> Inputs:
     """Tokens of up to three chunks of writes, and sequences that begin and end within a chunk."""
     tokens = max(3, 130 // writes)
-    return make(
-        Case(name, (tokens, 0, 2, 7), packed=True, tail=1, value_heads=4, householders=writes, **more)
-    )
+    sizes = {"lengths": (tokens, 0, 2, 7), "tail": 1} if packed else {"lengths": (tokens,) * 2}
+    return make(Case(name, packed=packed, value_heads=4, householders=writes, **sizes, **more))
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "batch"])
 @pytest.mark.parametrize("writes", COUNTS)
-def test_a_write_is_a_token_that_does_not_decay_or_read(target, name, writes):
-    inputs = several(name, writes)
+def test_a_write_is_a_token_that_does_not_decay_or_read(target, name, writes, packed):
+    inputs = several(name, writes, packed)
     skip_if_declined(passes.prefill, inputs, target)
     found = passes.prefill(inputs, backend=target)
     rows = timeline(inputs)
@@ -105,7 +105,7 @@ def test_gradients_are_those_of_such_tokens(target, name, writes):
     gradients.assert_near(inputs, found, exact, naive)
 
 
-@pytest.mark.parametrize("writes", [2, 3, 65])
+@pytest.mark.parametrize("writes", [2, 3, 16, 65])
 def test_the_map_is_that_of_such_tokens(target, name, writes):
     inputs = several(name, writes, state=False)
     skip_if_declined(passes.segment, inputs, target)
@@ -161,7 +161,7 @@ def test_drafts_in_slots_of_a_table(target, name, key_dim):
         assert_same_bits("a slot of no sequence", pool[slot], states[slot])
 
 
-@pytest.mark.parametrize("writes", [3, 5, 70])
+@pytest.mark.parametrize("writes", [2, 3, 16, 70])
 @pytest.mark.parametrize("key_dim", [32, 64])
 def test_states_on_the_way_change_no_bit(target, name, writes, key_dim):
     inputs = make(Case(name, (140, 70), packed=True, householders=writes, key_dim=key_dim, value_dim=32))
@@ -236,13 +236,13 @@ def test_rows_that_are_no_whole_tokens_are_refused(name, function, wrong):
     assert_same_bits("states", before, inputs.initial_state)
 
 
-# The targets of a GPU that take several writes; sm80:segments has other conditions besides.
+# The targets of a GPU that take several writes; :halves and :segments have other conditions besides.
 TAKE_SEVERAL = {
-    "prefill": {"sm80", "sm80:whole", "sm80:step"},
+    "prefill": {"sm90", "sm90:whole", "sm80", "sm80:whole", "sm80:step"},
     "decode": {"sm80"},
     "verify": {"sm80"},
-    "segment": {"sm80", "sm80:step"},
-    "backward": {"sm80", "sm80:whole", "sm80:step"},
+    "segment": {"sm90", "sm80", "sm80:step"},
+    "backward": {"sm90", "sm90:whole", "sm80", "sm80:whole", "sm80:step"},
 }
 
 
@@ -251,14 +251,16 @@ def test_explain_knows_of_writes(name):
     assert taken
     assert taken[0].startswith("cpu")
     for pass_name, takes in TAKE_SEVERAL.items():
-        for row in cula.explain(name, pass_name, writes=2, device="sm_90"):
-            # Where the kernels of GPUs are built.
-            if row.reason.startswith("runs on "):
-                continue
-            assert (row.verdict != "no") == (row.target in takes) or row.target == "sm80:segments"
-            # Three walks take no delta rule at all.
-            if row.target.startswith("sm90") and not row.target.endswith(":three_walks"):
-                assert row.reason == f"takes one write per token, not the several of {name}"
+        for writes in (2, 3, 16, 64):
+            for row in cula.explain(name, pass_name, writes=writes, device="sm_90"):
+                # Where the kernels of GPUs are built. Three walks take no delta rule at all.
+                if row.reason.startswith("runs on ") or row.target.endswith(":three_walks"):
+                    continue
+                chunked = row.target.startswith("sm90") and pass_name in ("prefill", "segment", "backward")
+                if chunked and 16 % writes:
+                    assert row.reason == f"takes writes of a token that divide 16, got {writes}"
+                elif not row.target.endswith((":halves", ":segments")):
+                    assert (row.verdict != "no") == (row.target in takes)
     for row in cula.explain(name, writes=2**15 + 1, device="sm_90"):
         if row.target == "sm80" and row.verdict == "no" and not row.reason.startswith("runs on "):
             assert row.reason == "takes up to 32768 writes a token, got 32769"

@@ -69,7 +69,6 @@ template <class Walks>
 concept WalkTarget = requires(const Problem& problem, const WalkLaunchOf<Walks>& of,
                               const WalkParams<typename Walks::Type, Walks::kKey>& params) {
     { Walks::traits(problem) } -> std::same_as<chunked::CarryTraits>;
-    { Walks::kSeveral } -> std::convertible_to<bool>;  // whether tokens write several times
     // Both walks, or the maps of their segments: launch<update, maps>. Of the parameters the number of row
     // blocks and what depends on the device's shared memory are the target's.
     Walks::template launch<Update::kDelta, false>(of, params);
@@ -102,7 +101,7 @@ public:
           workspace_(plan, a_.heads, parameter_count(a_) - 1, kDiagonal, call.workspace, call.saved),
           early_(call.follows) {
         a_.least_beta = kLeastBeta<T>;
-        if constexpr (Walks::kSeveral) workspace_.timeline.replace(a_);
+        if (plan.shape.several_writes) workspace_.timeline.replace(a_);
         schedule_ = chunked::schedule_of<kKey>(a_, call.multiprocessors, plan, workspace_.packed,
                                                workspace_.segments);
         walks_.is_compensated = workspace_.is_compensated;
@@ -169,7 +168,7 @@ private:
     }
 
     void zero_tails() {
-        if constexpr (Walks::kSeveral) {
+        if (plan_.shape.several_writes) {
             Gradients of_tokens, of_writes = asked_;
             of_tokens.d_q = asked_.d_q, of_tokens.d_g = asked_.d_g;
             of_writes.d_q = {}, of_writes.d_g = {};
@@ -182,7 +181,7 @@ private:
 
     // What comes before all slabs.
     void begin() {
-        if constexpr (Walks::kSeveral)
+        if (plan_.shape.several_writes)
             early_ = EarlyStarts(call_.follows, chunked::launch_count_writes<kAnyKey>(
                                                     call_.args, workspace_.timeline, call_.stream));
         if constexpr (kErasable)
@@ -231,7 +230,8 @@ private:
             const auto chunks = static_cast<std::size_t>(schedule_.slab_end - schedule_.slab_begin) *
                                 static_cast<std::size_t>(a_.value_heads);
             const int span = chunked::prepare_span(chunks, a_.group, call_.multiprocessors);
-            chunked::launch_prepare_token<T, kKey>(call_, a_, schedule_, span, to, early_, Walks::kSeveral);
+            chunked::launch_prepare_token<T, kKey>(call_, a_, schedule_, span, to, early_,
+                                                   plan_.shape.several_writes);
         }
     }
 
@@ -271,11 +271,12 @@ private:
             if (plan_.shape.low_rank)
                 return launch_low_rank_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch,
                                                           early_);
-        if constexpr (Walks::kSeveral)
-            launch_several_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch, early_);
-        else
-            launch_gradients<T, kKey, kPerChannel>(call_, a_, schedule_, d_, walks_.saved, scratch, early_,
-                                                   kUpdate);
+        if constexpr (kMayWriteSeveral<kPerChannel, kUpdate>)
+            if (plan_.shape.several_writes)
+                return launch_several_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch,
+                                                         early_);
+        launch_gradients<T, kKey, kPerChannel>(call_, a_, schedule_, d_, walks_.saved, scratch, early_,
+                                               kUpdate);
     }
 
     const Call& call_;
@@ -367,7 +368,7 @@ PreparedPtr prepare_backward_as(const Problem& problem, const Args& args, const 
                                       Workspace::chunk_bytes(problem, WantedGradients(args)), limits, wanted);
     plan.shape.converts_erase =
         plan.shape.erases && chunked::EraseOperands<typename Walks::Type>::converts(token_rows(args.erase));
-    if ((Walks::kSeveral || plan.shape.low_rank) && args.checkpoint_plan)
+    if ((plan.shape.several_writes || plan.shape.low_rank) && args.checkpoint_plan)
         plan.shape.checkpoints = args.checkpoint_plan.size[0];
     const int channels = kPerChannel ? static_cast<int>(problem.key_dim) : 1;
     constexpr bool kDiagonal = has_diagonal_map(kUpdate);

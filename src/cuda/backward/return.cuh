@@ -24,7 +24,7 @@
 // Saved (backward/saved.cuh): Z before it changes, and dO and dV rounded to T. dV is also the gradient of v
 // (with erase strengths of beta o v).
 //
-// kSeveral: of tokens that write several times, whose chunks are rows of writes (tile/tokens_of_rows.cuh).
+// kSeveral: tokens may write several times; chunks are then rows of writes (tile/tokens_of_rows.cuh).
 // Rows that are not their token's last have a zero q and a zero dO.
 //
 // Shared memory: the stages of the carry, with dO where that has V. Registers: 255, one CTA per

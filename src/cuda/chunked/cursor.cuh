@@ -297,7 +297,7 @@ struct SegmentCursor {
     }
 
     // Zeroes outputs that no cursor covers: those of sequences with
-    // the null index, and those of tokens after the last sequence. kSeveral: tokens write several times.
+    // the null index, and those of tokens after the last sequence. kSeveral: tokens may write several times.
     template <bool kSeveral = false>
     __device__ __forceinline__ void zero_skipped(const Schedule& schedule) const {
         if (kMaps) return;
@@ -328,8 +328,11 @@ struct SegmentCursor {
                                                  std::int64_t last) const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         if (kEitherWay && !a.o.data) return;
-        const std::int64_t writes = kSeveral ? a.writes : 1;
-        for (std::int64_t t = first / writes; t < last / writes; ++t)
+        const auto token = [&](std::int64_t row) {  // counts_fit(); negative behind no chunks
+            return kSeveral ? static_cast<std::int32_t>(row) / a.writes : row;
+        };
+        const std::int64_t end = token(last);
+        for (std::int64_t t = token(first); t < end; ++t)
             if (lane < kWarpRows && rows.first + lane < a.value_dim)
                 store_row(a.o.data, a.o.dtype, a.o.offset(batch, t, value_head) + rows.first + lane, 0.0f);
     }

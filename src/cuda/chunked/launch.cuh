@@ -230,7 +230,8 @@ private:
                                                  schedule_, span, workspace_.operands,
                                                  workspace_.is_compensated, workspace_.fading);
         else if constexpr (kPrepares)
-            launch_prepare_token<T, kKey>(call_, a_, schedule_, span, prepared(), early_, Carry::kSeveral);
+            launch_prepare_token<T, kKey>(call_, a_, schedule_, span, prepared(), early_,
+                                          plan_.shape.several_writes);
     }
     PreparedChunks<ChunkOperands<T, kKey, kPerChannel>> prepared() const {
         return {workspace_.operands, workspace_.is_compensated, workspace_.fading};
@@ -340,7 +341,8 @@ public:
             if (plan_.shape.erases) return launch_erasing(call);
         if constexpr (kTakesLowRank<Carry::kKey, Carry::kPerChannel, kUpdate>)
             if (plan_.shape.low_rank) return launch_low_rank(call);
-        if constexpr (Carry::kSeveral) return launch_on_timeline(call);
+        if constexpr (kMayWriteSeveral<Carry::kPerChannel, kUpdate>)
+            if (plan_.shape.several_writes) return launch_on_timeline(call);
         if (!others_) return Launches<Carry, kUpdate>(call, plan_).run();
         auto* const workspace = static_cast<std::byte*>(call.workspace);
         Call part = call;
@@ -432,7 +434,7 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
         shape.erases && (shape.kept || EraseOperands<typename Carry::Type>::converts(token_rows(args.erase)));
     // What does not fit was not kept either.
     const bool found = shape.kept && args.kept.data;
-    if ((Carry::kSeveral || shape.low_rank) && args.checkpoint_plan)
+    if ((shape.several_writes || shape.low_rank) && args.checkpoint_plan)
         shape.checkpoints = args.checkpoint_plan.size[0];
     // b_alone: of a segment call that makes B alone, whose first segments need no M. With packed sequences
     // the host does not know which segments come first.

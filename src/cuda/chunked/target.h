@@ -62,8 +62,6 @@ concept ChunkedTarget = requires(const Problem& problem, const Args& args, const
     { Carry::kWaitsItself } -> std::convertible_to<bool>;
     // Whether all of its walks are reversed (DeviceArgs), so that chunks are prepared for them.
     { Carry::kReversed } -> std::convertible_to<bool>;
-    // Whether its tokens write several times, so that chunks are rows of writes (tile/tokens_of_rows.cuh).
-    { Carry::kSeveral } -> std::convertible_to<bool>;
     // Whether first segments may be carried beside the maps of others.
     { Carry::kFirstBesideMaps } -> std::convertible_to<bool>;
     // Of two segments of which the first needs no M, how much longer the first is.

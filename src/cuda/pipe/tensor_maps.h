@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor maps (TMA descriptors) of the rows of q, k, v, o and g. A TMA tile of the carry is the tokens of a
+// Tensor maps (TMA descriptors) of the rows of q, k, v, o and g. A TMA tile of the carry is the rows of a
 // chunk x 64 channels of a head, and lies in shared memory as one panel of a Tile (chunked/chunk.cuh).
 #pragma once
 
 #include <cudaTypedefs.h>
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
 
 #include "cuda/device_args.h"
@@ -31,8 +33,11 @@ struct CarryMaps {
 };
 
 struct TmaTileShape {
-    int channels, tokens;
+    int channels, rows;
     CUtensorMapSwizzle swizzle;
+    // If not 0, the tile has so many rows for each token, of which the tensor has one, and its place is given
+    // by WriteCoordinates. Otherwise rows are tokens.
+    int writes = 0;
 };
 
 // Whether cuTensorMapEncodeTiled (CUDA driver API) can encode such rows.
@@ -44,7 +49,8 @@ inline bool mappable(const TokenRows& rows, Dtype dtype, int width) {
            reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
 }
 
-// Encodes a map of [batches, tokens, heads, width]; false where that is not possible.
+// Encodes a map of [batches, tokens, heads, width], or, for a tile with writes, of [batches, tokens, 1,
+// heads, width]; false where that is not possible.
 inline bool encode_map(CUtensorMap& map, const TokenRows& rows, Dtype dtype, std::int64_t batches,
                        std::int64_t tokens, int heads, int width, const TmaTileShape& tile) {
     static const auto encode = [] {
@@ -56,36 +62,52 @@ inline bool encode_map(CUtensorMap& map, const TokenRows& rows, Dtype dtype, std
         return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
     }();
     if (!mappable(rows, dtype, width)) return false;
-    const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(heads),
-                                 static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(batches)};
-    const cuuint64_t strides[3] = {static_cast<cuuint64_t>(rows.head) * 2,
-                                   static_cast<cuuint64_t>(rows.token) * 2,
-                                   static_cast<cuuint64_t>(rows.batch) * 2};
-    const cuuint32_t size[4] = {static_cast<cuuint32_t>(tile.channels), 1,
-                                static_cast<cuuint32_t>(tile.tokens), 1},
-                     steps[4] = {1, 1, 1, 1};
-    return encode &&
-           encode(
-               &map,
-               dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-               4, rows.data, sizes, strides, size, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, tile.swizzle,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    struct Dimension {
+        std::int64_t size, stride;  // in elements
+        int tile;
+    };
+    std::array<Dimension, 5> dimensions{{{width, 1, tile.channels}, {heads, rows.head, 1}}};
+    std::size_t rank = 2;
+    if (tile.writes) dimensions[rank++] = {1, rows.token, tile.writes};
+    dimensions[rank++] = {tokens, rows.token, tile.rows / std::max(tile.writes, 1)};
+    dimensions[rank++] = {batches, rows.batch, 1};
+    cuuint64_t sizes[5], bytes[5];
+    cuuint32_t of_tile[5], steps[5];
+    for (std::size_t i = 0; i < rank; ++i) {
+        sizes[i] = static_cast<cuuint64_t>(dimensions[i].size);
+        bytes[i] = static_cast<cuuint64_t>(dimensions[i].stride) * 2;
+        of_tile[i] = static_cast<cuuint32_t>(dimensions[i].tile), steps[i] = 1;
+    }
+    return encode && encode(&map,
+                            dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                            static_cast<cuuint32_t>(rank), rows.data, sizes, bytes + 1, of_tile, steps,
+                            CU_TENSOR_MAP_INTERLEAVE_NONE, tile.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// The maps of a carry that reads v; k (and q, if `outputs`) if `keys`; and that writes o if `outputs`. A
-// backward call may have no o.
-inline CarryMaps carry_maps(const DeviceArgs& a, Dtype dtype, bool keys, bool outputs, int tile_tokens) {
+// What a carry reads and writes by its maps: v; k (and q, if `outputs`) if `keys`; o if `outputs`. A backward
+// call may have no o.
+struct CarryTiles {
+    bool keys, outputs;
+    int rows;  // of a chunk
+    // Whether tokens may write several times. Then q has rows of tokens, and either o or, in the return of a
+    // backward pass, v (which is d_o) has.
+    bool several = false, returns = false;
+};
+inline CarryMaps carry_maps(const DeviceArgs& a, Dtype dtype, const CarryTiles& of) {
     CarryMaps maps;
     const std::int64_t batches = a.cu_seqlens ? 1 : a.sequences;
     const int heads = a.value_heads / a.group;
-    const auto map = [&](CUtensorMap& to, const TokenRows& rows, int of_heads, int width) {
-        return encode_map(to, rows, dtype, batches, a.tokens, of_heads, width,
-                          {kTmaChannels, tile_tokens, CU_TENSOR_MAP_SWIZZLE_128B});
+    const auto map = [&](CUtensorMap& to, const TokenRows& rows, int of_heads, int width, bool of_tokens) {
+        const int writes = of.several && of_tokens ? a.writes : 0;
+        return encode_map(to, rows, dtype, batches, a.tokens / std::max(writes, 1), of_heads, width,
+                          {kTmaChannels, of.rows, CU_TENSOR_MAP_SWIZZLE_128B, writes});
     };
-    maps.inputs =
-        map(maps.v, a.v, a.value_heads, a.value_dim) &&
-        (!keys || (map(maps.k, a.k, heads, a.key_dim) && (!outputs || map(maps.q, a.q, heads, a.key_dim))));
-    maps.outputs = outputs && a.o.data && map(maps.o, a.o, a.value_heads, a.value_dim);
+    maps.inputs = map(maps.v, a.v, a.value_heads, a.value_dim, of.returns) &&
+                  (!of.keys || (map(maps.k, a.k, heads, a.key_dim, false) &&
+                                (!of.outputs || map(maps.q, a.q, heads, a.key_dim, true))));
+    maps.outputs = of.outputs && a.o.data && map(maps.o, a.o, a.value_heads, a.value_dim, !of.returns);
     return maps;
 }
 

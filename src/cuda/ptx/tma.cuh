@@ -13,6 +13,10 @@ namespace cula::cuda {
 struct TileCoordinates {
     int channel, head, token, batch;
 };
+// The same in a tensor of one more dimension, between heads and tokens.
+struct WriteCoordinates {
+    int channel, head, write, token, batch;
+};
 
 // Loads the TMA tile at `at`. Elements beyond the tensor become zeros. `barrier` counts the bytes of the
 // whole tile, zeros included.
@@ -22,6 +26,14 @@ __device__ __forceinline__ void tma_load(std::uint32_t shared, const CUtensorMap
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared),
         "l"(&map), "r"(at.channel), "r"(at.head), "r"(at.token), "r"(at.batch), "r"(barrier)
+        : "memory");
+}
+__device__ __forceinline__ void tma_load(std::uint32_t shared, const CUtensorMap& map,
+                                         const WriteCoordinates& at, std::uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(shared),
+        "l"(&map), "r"(at.channel), "r"(at.head), "r"(at.write), "r"(at.token), "r"(at.batch), "r"(barrier)
         : "memory");
 }
 // Prefetches the tile to the second-level cache.
@@ -37,6 +49,14 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, const TileCoor
         "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
             &map),
         "r"(at.channel), "r"(at.head), "r"(at.token), "r"(at.batch), "r"(shared)
+        : "memory");
+}
+__device__ __forceinline__ void tma_store(const CUtensorMap& map, const WriteCoordinates& at,
+                                          std::uint32_t shared) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(
+            &map),
+        "r"(at.channel), "r"(at.head), "r"(at.write), "r"(at.token), "r"(at.batch), "r"(shared)
         : "memory");
 }
 // Stores `bytes` (a multiple of 16) of shared memory.

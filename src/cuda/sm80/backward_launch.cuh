@@ -9,12 +9,11 @@
 
 namespace cula::cuda::sm80 {
 
-// kOfSeveral: of tokens that write several times.
-template <class T, int kKeyDim, bool kDecayPerChannel, bool kOfSeveral = false>
+template <class T, int kKeyDim, bool kDecayPerChannel>
 struct PortableWalks {
     using Type = T;
     static constexpr int kKey = kKeyDim;
-    static constexpr bool kPerChannel = kDecayPerChannel, kSeveral = kOfSeveral;
+    static constexpr bool kPerChannel = kDecayPerChannel;
 
     static chunked::CarryTraits traits(const Problem& problem) {
         return {.operand_bytes = sizeof(ChunkOperands<T, kKey, kPerChannel>),
@@ -24,14 +23,12 @@ struct PortableWalks {
 
     template <Update kUpdate, bool kMaps>
     static void launch(const backward::WalkLaunch<T, kKey, kPerChannel>& of, const WalkParams<T, kKey>& p) {
-        constexpr CarryMode kMode = kMaps ? (kSeveral ? CarryMode::kWalkMapsOfSeveral : CarryMode::kWalkMaps)
-                                          : (kSeveral ? CarryMode::kSavesOfSeveral : CarryMode::kSaves);
-        launch_as<kUpdate, kMode>(of, p);
+        launch_as<kUpdate, kMaps ? CarryMode::kWalkMaps : CarryMode::kSaves>(of, p);
     }
     template <Update kUpdate>
     static void launch_saving_prefill(const backward::WalkLaunch<T, kKey, kPerChannel>& of,
                                       const WalkParams<T, kKey>& p) {
-        launch_as<kUpdate, kSeveral ? CarryMode::kKeepsOfSeveral : CarryMode::kKeeps>(of, p);
+        launch_as<kUpdate, CarryMode::kKeeps>(of, p);
     }
 
 private:
@@ -58,13 +55,6 @@ template <class T, int kKey, bool kPerChannel>
 PreparedPtr prepare_backward(const Problem& problem, const Args& args, const BackwardLimits& limits,
                              chunked::StrategyKind wanted) {
     return backward::prepare_backward<PortableWalks<T, kKey, kPerChannel>>(problem, args, limits, wanted);
-}
-
-template <class T, int kKey>
-PreparedPtr prepare_backward_several(const Problem& problem, const Args& args, const BackwardLimits& limits,
-                                     chunked::StrategyKind wanted) {
-    return backward::prepare_backward_as<PortableWalks<T, kKey, false, true>, kKernelsOf<Update::kProduct>>(
-        problem, args, limits, wanted);
 }
 
 template <class T, int kKey, bool kPerChannel>

@@ -71,40 +71,19 @@ enum class CarryMode : std::uint8_t {
     // Of a walk from the last token to the first (docs/design/three-walks.md):
     kReversedOutputs,
     kReversedMaps,
-    // The same of tokens that write several times. kMaps needs none: it knows rows alone.
-    kOutputsOfSeveral,
-    kKeepsOfSeveral,
-    kSavesOfSeveral,
-    kWalkMapsOfSeveral,
 };
-// The mode of tokens that write once.
-constexpr CarryMode of_one_write(CarryMode mode) {
-    switch (mode) {
-        case CarryMode::kOutputsOfSeveral: return CarryMode::kOutputs;
-        case CarryMode::kKeepsOfSeveral: return CarryMode::kKeeps;
-        case CarryMode::kSavesOfSeveral: return CarryMode::kSaves;
-        case CarryMode::kWalkMapsOfSeveral: return CarryMode::kWalkMaps;
-        default: return mode;
-    }
-}
-constexpr bool is_of_several(CarryMode mode) { return of_one_write(mode) != mode; }
 constexpr bool is_reversed(CarryMode mode) {
     return mode == CarryMode::kReversedOutputs || mode == CarryMode::kReversedMaps;
 }
 constexpr bool makes_outputs(CarryMode mode) {
-    mode = of_one_write(mode);
     return mode == CarryMode::kOutputs || mode == CarryMode::kKeeps || mode == CarryMode::kReversedOutputs;
 }
-constexpr bool makes_walk_maps(CarryMode mode) { return of_one_write(mode) == CarryMode::kWalkMaps; }
 constexpr bool makes_maps(CarryMode mode) {
-    return mode == CarryMode::kMaps || mode == CarryMode::kReversedMaps || makes_walk_maps(mode);
+    return mode == CarryMode::kMaps || mode == CarryMode::kReversedMaps || mode == CarryMode::kWalkMaps;
 }
-constexpr bool saves(CarryMode mode) {
-    mode = of_one_write(mode);
-    return mode == CarryMode::kSaves || mode == CarryMode::kKeeps;
-}
+constexpr bool saves(CarryMode mode) { return mode == CarryMode::kSaves || mode == CarryMode::kKeeps; }
 constexpr bool returns_too(CarryMode mode) {
-    return of_one_write(mode) == CarryMode::kSaves || makes_walk_maps(mode);
+    return mode == CarryMode::kSaves || mode == CarryMode::kWalkMaps;
 }
 
 // What does a chunk write?
@@ -133,7 +112,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     pdl_wait();
     pdl_trigger();
     constexpr bool kMaps = makes_maps(kMode), kSaves = saves(kMode), kReversed = is_reversed(kMode),
-                   kSeveral = is_of_several(kMode);
+                   kSeveral = kMayWriteSeveral<kPerChannel, kUpdate>;
     using Tokens = TokensOfRows<kSeveral>;
     int block = static_cast<int>(blockIdx.x);  // among the CTAs of the carry
     if constexpr (returns_too(kMode)) {
@@ -160,7 +139,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         a, schedule, p, own_segment<kKey, kMaps>(a, schedule, p, block), warp, warps, block);
     if constexpr (makes_outputs(kMode)) cursor.template zero_skipped<kSeveral>(schedule);
     if (cursor.nothing(schedule)) return;
-    if constexpr (makes_walk_maps(kMode))
+    if constexpr (kMode == CarryMode::kWalkMaps)
         if (!cursor.of_m && !has_diagonal_map(kUpdate) && !p.walks_forwards) return;
     const Segment& segment = cursor.segment;
     const int value_head = cursor.value_head, row_base = cursor.rows.first;
@@ -489,7 +468,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     }
     if constexpr (kMaps && has_diagonal_map(kUpdate))
         if (block % p.row_blocks.value == 0 && warp == 0) decay_map.store(cursor);
-    if constexpr (makes_walk_maps(kMode))
+    if constexpr (kMode == CarryMode::kWalkMaps)
         if (of_m)
             chunked::store_state<kKey>(state, p.map_m_turned,
                                        p.map_m_turned.offset(cursor.number, value_head), cursor.rows);

@@ -52,8 +52,6 @@ template <StrategyKind kWanted>
 PreparedPtr prepare(const Problem& problem, const Args& args, const Context&) {
     if (problem.saves) return backward_prepare_within(problem, args, {}, kWanted);
     return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
-        if constexpr (!kPerChannel)
-            if (problem.writes > 1) return prepare_several<T, kKey>(problem, args, kWanted);
         return prepare_prefill<T, kKey, kPerChannel>(problem, args, kWanted);
     });
 }
@@ -84,8 +82,6 @@ PreparedPtr backward_prepare(const Problem& problem, const Args& args, const Con
 PreparedPtr backward_prepare_within(const Problem& problem, const Args& args, const BackwardLimits& limits,
                                     StrategyKind wanted) {
     return with_instance(problem, [&]<class T, int kKey, bool kPerChannel>() {
-        if constexpr (!kPerChannel)
-            if (problem.writes > 1) return prepare_backward_several<T, kKey>(problem, args, limits, wanted);
         return prepare_backward<T, kKey, kPerChannel>(problem, args, limits, wanted);
     });
 }

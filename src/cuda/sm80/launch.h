@@ -27,10 +27,6 @@ chunked::Candidates prefill_candidates(const Problem& problem);
 template <class T, int kKey, bool kPerChannel>
 PreparedCallPtr prepare_prefill(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
 
-// Of tokens that write several times, by delta rules with one decay per token or head, or none.
-template <class T, int kKey>
-PreparedCallPtr prepare_several(const Problem& problem, const Args& args, chunked::StrategyKind wanted);
-
 // A walk of a backward call from the last token to the first, of additive rules with a constant decay
 // (backward/three_walks.h), for at most 128 key channels. problem: of the walk as a prefill.
 template <class T, int kKey>
@@ -40,10 +36,6 @@ PreparedCallPtr prepare_reversed_walk(const Problem& problem);
 template <class T, int kKey, bool kPerChannel>
 PreparedPtr prepare_backward(const Problem& problem, const Args& args, const BackwardLimits& limits,
                              chunked::StrategyKind wanted);
-// The same of tokens that write several times, by delta rules with one decay per token or head, or none.
-template <class T, int kKey>
-PreparedPtr prepare_backward_several(const Problem& problem, const Args& args, const BackwardLimits& limits,
-                                     chunked::StrategyKind wanted);
 template <class T, int kKey, bool kPerChannel>
 Saving saving(const Problem& problem);
 

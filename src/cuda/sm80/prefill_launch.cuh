@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The chunked prefill on any GPU: the launches that all carries share (chunked/launch.cuh), with the carry of
 // sm80/carry.cuh. And the walks of a backward call that are such prefills, reversed (backward/three_walks.h).
-// And the prefill of tokens that write several times.
 #pragma once
 
 #include "cuda/chunked/launch.cuh"
@@ -18,22 +17,15 @@ using chunked::rows_of;
 using chunked::SlabOf;
 using chunked::StrategyKind;
 
-// What a carry walks over.
-enum class Over : std::uint8_t {
-    kTokens,
-    kReversedTokens,  // from the last to the first
-    kWrites,          // of tokens that write several times
-};
-
-template <class T, int kKeyDim, bool kDecayPerChannel, Over kOver = Over::kTokens>
+// kFromLast: from the last token to the first.
+template <class T, int kKeyDim, bool kDecayPerChannel, bool kFromLast = false>
 struct PortableCarry {
     using Type = T;
     static constexpr std::string_view kTarget = "sm80";
     static constexpr double kFirstApart = 1.0;
     static constexpr int kKey = kKeyDim, kWarpStep = 1;
     static constexpr bool kPerChannel = kDecayPerChannel, kScoresItself = false, kWaitsItself = false,
-                          kWarpgroups = false, kFirstBesideMaps = false,
-                          kReversed = kOver == Over::kReversedTokens, kSeveral = kOver == Over::kWrites;
+                          kWarpgroups = false, kFirstBesideMaps = false, kReversed = kFromLast;
 
     using GateTiles = NoGateTiles;
     static GateTiles gate_tiles(const DeviceArgs&) { return {}; }
@@ -63,8 +55,7 @@ struct PortableCarry {
 private:
     static constexpr CarryMode mode_of(bool maps) {
         if (kReversed) return maps ? CarryMode::kReversedMaps : CarryMode::kReversedOutputs;
-        if (maps) return CarryMode::kMaps;  // which needs no more than rows
-        return kSeveral ? CarryMode::kOutputsOfSeveral : CarryMode::kOutputs;
+        return maps ? CarryMode::kMaps : CarryMode::kOutputs;
     }
 };
 
@@ -80,14 +71,8 @@ PreparedCallPtr prepare_prefill(const Problem& problem, const Args& args, Strate
 
 template <class T, int kKey>
 PreparedCallPtr prepare_reversed_walk(const Problem& problem) {
-    return chunked::prepare_as<PortableCarry<T, kKey, false, Over::kReversedTokens>, Update::kAdditive>(
-        problem, Args{}, StrategyKind::kAny);
-}
-
-template <class T, int kKey>
-PreparedCallPtr prepare_several(const Problem& problem, const Args& args, StrategyKind wanted) {
-    return chunked::prepare_as<PortableCarry<T, kKey, false, Over::kWrites>, kKernelsOf<Update::kProduct>>(
-        problem, args, wanted);
+    return chunked::prepare_as<PortableCarry<T, kKey, false, true>, Update::kAdditive>(problem, Args{},
+                                                                                       StrategyKind::kAny);
 }
 
 }  // namespace cula::cuda::sm80

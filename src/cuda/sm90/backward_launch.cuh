@@ -15,7 +15,7 @@ template <class T, int kKeyDim, bool kDecayPerChannel>
 struct WarpgroupWalks {
     using Type = T;
     static constexpr int kKey = kKeyDim;
-    static constexpr bool kPerChannel = kDecayPerChannel, kSeveral = false;
+    static constexpr bool kPerChannel = kDecayPerChannel;
 
     static chunked::CarryTraits traits(const Problem& problem) {
         return {.warp_step = kWarpgroupWarps,
@@ -37,8 +37,13 @@ struct WarpgroupWalks {
         back.v = p.d.d_o, back.o = p.d.d_v;
 
         WalkTiles tiles;
-        const auto maps = [&](const DeviceArgs& a, bool queries) {
-            return carry_maps(a, kDtype<T>, !kPerChannel, queries, kTokens<kKey>);
+        const auto maps = [&](const DeviceArgs& a, bool returns) {
+            return carry_maps(a, kDtype<T>,
+                              {.keys = !kPerChannel,
+                               .outputs = returns,
+                               .rows = kTokens<kKey>,
+                               .several = kSeveral<kReadsState, kPerChannel>,
+                               .returns = returns});
         };
         tiles.forwards = maps(of.a, false);
         tiles.backwards = maps(back, true);

@@ -53,8 +53,11 @@ Support takes(const Problem& problem) {
     if (Support any = runs_on(problem.device); !any) return any;
     if (problem.key_dim > 128)
         return Support::no("takes K up to 128, got " + std::to_string(problem.key_dim));
-    if (Support one = takes_one_write(problem); !one) return one;
-    return chunked::supports(problem);
+    if (Support any = chunked::supports(problem); !any) return any;
+    if (kMostWrites % problem.writes != 0)
+        return Support::no("takes writes of a token that divide " + std::to_string(kMostWrites) + ", got " +
+                           std::to_string(problem.writes));
+    return Support::yes();
 }
 
 // Whether the carry makes the scores itself (kMakesScores in carry/config.cuh).

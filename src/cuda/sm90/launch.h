@@ -27,6 +27,10 @@ inline bool fuses_gate(Gate gate, float lower_bound) {
            (gate == Gate::kBounded && std::fabs(lower_bound) * 1.442696f * 16 <= kMostLog2);
 }
 
+// The writes of a token divide this, so that TMA tiles of a chunk hold whole tokens. A store reads up to one
+// row less behind its tile, which must be shared memory of the CTA (StoreRole).
+inline constexpr int kMostWrites = 16;
+
 // As in sm80/launch.h, for at most 128 key channels.
 template <class T, int kKey, bool kPerChannel>
 chunked::Candidates prefill_candidates(const Problem& problem);

@@ -19,6 +19,9 @@ using chunked::StrategyKind;
 
 template <class T, int kKeyDim, bool kDecayPerChannel>
 struct WarpgroupCarry {
+    static_assert(kTokens<kKeyDim> % kMostWrites == 0);
+    using Shared = CarryShared<T, kKeyDim, true, false, false>;  // of rules with several writes
+    static_assert((kMostWrites - 1) * Shared::RowTile::kRowBytes <= Shared::kBytesBehindOuts);
     using Type = T;
     static constexpr std::string_view kTarget = "sm90";
     // Two CTAs of two warpgroups take 1.11 us for a chunk of a map, two of one warpgroup 0.89 us for a chunk
@@ -26,7 +29,7 @@ struct WarpgroupCarry {
     static constexpr double kFirstApart = 1.25;
     static constexpr int kKey = kKeyDim, kWarpStep = kWarpgroupWarps;
     static constexpr bool kPerChannel = kDecayPerChannel, kScoresItself = !kDecayPerChannel,
-                          kReversed = false, kSeveral = false, kWaitsItself = true, kWarpgroups = true,
+                          kReversed = false, kWaitsItself = true, kWarpgroups = true,
                           kFirstBesideMaps = kDecayPerChannel;  // of others it was not measured
     // The fused prefill needs bf16: fp16's range is too small for decay factors over half a chunk. It needs
     // K = 128: with 64 channels half of its threads would have none.

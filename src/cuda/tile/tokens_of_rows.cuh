@@ -9,8 +9,14 @@
 #include <type_traits>
 
 #include "cuda/limits.h"
+#include "cuda/rule.h"
 
 namespace cula::cuda {
+
+// Whether kernels may get tokens that write several times. Rules with such tokens run the kernels of the
+// delta rule with one decay per token or head, or none.
+template <bool kPerChannel, Update kUpdate>
+inline constexpr bool kMayWriteSeveral = !kPerChannel && kUpdate == kKernelsOf<Update::kProduct>;
 
 // Each row is a token.
 struct RowsAreTokens {
@@ -24,23 +30,23 @@ struct RowsAreTokens {
     __device__ __forceinline__ bool is_last(int) const { return true; }
 };
 
-// The rows are the writes of tokens, from 2 to kMostChunkWrites each; row 0 is row `first_row` of the
-// tensors. A row is divided by their number as a multiplication by 2^32 / writes, rounded up, which is exact
-// where (behind + row) writes < 2^32: rows of a chunk are.
+// The rows are the writes of tokens, up to kMostChunkWrites each; row 0 is row `first_row` of the tensors. A
+// row is divided by their number as a multiplication by 2^31 / writes, rounded up, which is exact where
+// (behind + row) writes < 2^31: rows of a chunk are.
 struct TokensOfWrites {
-    static_assert((kMostChunkWrites + 64) * kMostChunkWrites < std::int64_t{1} << 32);
+    static_assert((kMostChunkWrites + 64) * kMostChunkWrites < std::int64_t{1} << 31);
     std::uint32_t writes, reciprocal;
     std::uint32_t behind;  // rows of the first token before row 0
     std::int64_t first_token;
 
     __device__ __forceinline__ TokensOfWrites(std::int32_t of_token, std::int64_t first_row)
-        : writes(static_cast<std::uint32_t>(of_token)), reciprocal(0xffffffffu / writes + 1) {
+        : writes(static_cast<std::uint32_t>(of_token)), reciprocal(0x7fffffffu / writes + 1) {
         const auto row = static_cast<std::uint32_t>(first_row), token = row / writes;  // counts_fit()
         behind = row - token * writes;
         first_token = token;
     }
     __device__ __forceinline__ int token(int row) const {
-        return static_cast<int>(__umulhi(behind + static_cast<std::uint32_t>(row), reciprocal));
+        return static_cast<int>(__umulhi(2 * (behind + static_cast<std::uint32_t>(row)), reciprocal));
     }
     __device__ __forceinline__ bool is_first(int row) const {
         return static_cast<std::uint32_t>(token(row)) * writes == behind + static_cast<std::uint32_t>(row);

@@ -12,8 +12,10 @@
 #include "cuda/chunked/cursor.cuh"
 #include "cuda/pipe/barriers.cuh"
 #include "cuda/pipe/tensor_maps.h"
+#include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/rule.h"
+#include "cuda/tile/tokens_of_rows.cuh"
 
 namespace cula::cuda::sm90 {
 
@@ -59,6 +61,44 @@ struct CarryRule<Update::kDelta> {
 // token have no inverse and no decayed tiles, so there is no prepare kernel for them and no chunk operands.
 template <bool kReadsState, bool kPerChannel>
 inline constexpr bool kMakesScores = !kReadsState && !kPerChannel;
+
+// Whether tokens may write several times. Then q and o have rows of tokens where k, v and all factors have
+// rows of writes.
+template <bool kReadsState, bool kPerChannel>
+inline constexpr bool kSeveral = kReadsState && !kPerChannel;
+template <Update kUpdate, bool kPerChannel>
+inline constexpr bool kAgrees =
+    kSeveral<CarryRule<kUpdate>::kReadsState, kPerChannel> == kMayWriteSeveral<kPerChannel, kUpdate>;
+static_assert(kAgrees<Update::kDelta, false> && kAgrees<Update::kDelta, true> &&
+              kAgrees<Update::kAdditive, false> && kAgrees<Update::kAdditive, true>);
+
+// As TokensOfWrites, of chunks that are whole tokens: their writes divide a chunk (kMostWrites in launch.h).
+struct WholeTokens {
+    int log2_writes;
+    std::int64_t first_token;
+
+    __device__ __forceinline__ WholeTokens(std::int32_t writes, std::int64_t first_row) {
+        log2_writes = __ffs(writes) - 1, first_token = first_row >> log2_writes;
+    }
+    __device__ __forceinline__ int token(int row) const { return row >> log2_writes; }
+    __device__ __forceinline__ bool is_last(int row) const {
+        return token(row + 1) << log2_writes == row + 1;
+    }
+};
+template <bool kOfTokens>
+using ChunkTokens = std::conditional_t<kOfTokens, WholeTokens, RowsAreTokens>;
+
+// The tile of the same rows in a tensor of tokens. Where these write several times, its map has one row of a
+// token, which is row `own` of the tile's rows of that token. The others lie beyond the tensor: TMA loads
+// zeros there, and stores nothing.
+template <bool kOfTokens>
+__device__ __forceinline__ auto tile_of_tokens(const DeviceArgs& a, const TileCoordinates& rows, int own) {
+    if constexpr (kOfTokens)
+        return WriteCoordinates{rows.channel, rows.head, -own, WholeTokens(a.writes, 0).token(rows.token),
+                                rows.batch};
+    else
+        return rows;
+}
 
 // The three walks of backward calls, which may be reversed, are of this form alone.
 template <int kKey, bool kReadsState, bool kPerChannel, bool kMaps>
@@ -184,7 +224,7 @@ enum class CarryNamedBarrier : int {
 // launch, so this is a view of it and not one struct:
 //   stages x (CarryStage, a TmaTile of values per state warpgroup)
 //   a TmaTile of outputs per state warpgroup, not for maps
-//   CarryControl
+//   CarryControl. (Stores of tokens that write several times read what follows their tile: StoreRole)
 //   stages x Factors
 template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps>
 struct CarryShared {
@@ -193,6 +233,8 @@ struct CarryShared {
     using RowTile = TmaTile<Stage::kRows>;
     static constexpr int kRowTileBytes = sizeof(RowTile);
     static constexpr int kValues = sizeof(Stage);  // where values begin in a stage
+    // Behind the last output tile, with the fewest stages.
+    static constexpr std::size_t kBytesBehindOuts = sizeof(CarryControl) + sizeof(F);
     // Nothing but operands takes room in a stage, and every tile and Factors begin where copies need it.
     static_assert(sizeof(Stage) ==
                   (kReadsState + !kMaps) * sizeof(typename Stage::Square) +

@@ -15,6 +15,10 @@
 // call: from the last chunk of a sequence to its first, with A an upper triangle. Only the segment cursor and
 // the score role know.
 //
+// By the delta rule with one decay per token, or none, tokens may write several times. A chunk is then 64
+// rows of writes, of which those that are a token's last read and store O (design page:
+// docs/design/several-writes-cuda.md).
+//
 // Grid: row blocks x value heads x segments, row blocks fastest. A row block is 64 or 128 value rows; for
 // maps of delta rules further row blocks are rows of M. Clusters of 1, 2 or 4 row blocks of one head share
 // the copies of chunk operands.
@@ -136,7 +140,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kReadsState, kPe
     __syncthreads();
     const CarryCursor<kKey, kReadsState, kPerChannel, kMaps> cursor(
         a, schedule, p, control.segment, role < 0 ? warp : 0, warpgroups * kWarpgroupWarps);
-    if (role < 0) cursor.zero_skipped(schedule);
+    if (role < 0) cursor.template zero_skipped<kSeveral<kReadsState, kPerChannel>>(schedule);
     // nothing() must be uniform in a cluster, whose CTAs meet in sync_cluster() below: they are row blocks of
     // one segment and head, and differ only in `of_m`. Of that nothing() asks where first_m is false, and a
     // launch of such maps has rows of M or first segments, not both.

@@ -44,7 +44,12 @@ void launch_carry(const Call& call, const DeviceArgs& a, const Schedule& schedul
                .shared_bytes = shared_bytes(),
                .most_shared_bytes = call.shared_bytes_limit,
                .cluster = p.cluster}),
-        call.stream, a, schedule, operands, p, carry_maps(a, kDtype<T>, !kPerChannel, !kMaps, kTokens<kKey>));
+        call.stream, a, schedule, operands, p,
+        carry_maps(a, kDtype<T>,
+                   {.keys = !kPerChannel,
+                    .outputs = !kMaps,
+                    .rows = kTokens<kKey>,
+                    .several = kSeveral<kReadsState, kPerChannel>}));
 }
 
 }  // namespace cula::cuda::sm90

@@ -17,24 +17,25 @@ inline constexpr int kLoadThreads = 96, kStoreThreads = 32;
 static_assert(kLoadThreads + kStoreThreads == kWarpgroupThreads);
 
 // Copies rows without TMA: kRows tokens by 8 * kUnits columns of `from`, each unit of 16 bytes to byte offset
-// place(token, unit) of `memory`, with zeros beyond `count` tokens and `columns` columns. `wide`: rows can be
-// read in pieces of 16 bytes (cp.async); otherwise a thread copies single elements. Called by all load
-// threads.
-template <class T, int kRows, int kUnits, class Place>
-__device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, std::int64_t pitch, int count,
-                                          int columns, bool wide, Place place) {
+// place(token, unit) of `memory`, with zeros beyond `count` tokens and `columns` columns, and, where rows are
+// writes, in those that are not a token's last. `wide`: rows can be read in pieces of 16 bytes (cp.async);
+// otherwise a thread copies single elements. Called by all load threads.
+template <class T, int kRows, int kUnits, class Tokens, class Place>
+__device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, std::int64_t pitch,
+                                          const Tokens& tokens, int count, int columns, bool wide,
+                                          Place place) {
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x) % kWarpgroupThreads; i < kRows * kUnits; i += kLoadThreads) {
         const int token = i / kUnits, unit = i % kUnits;
         T* to = reinterpret_cast<T*>(memory + place(token, unit));
-        const bool in = token < count && unit * 8 < columns;
+        const bool in = token < count && unit * 8 < columns && tokens.is_last(token);
+        const std::int64_t at = tokens.token(token) * pitch + unit * 8;
         if (wide) {
-            copy_async(shared_address(to), from + (in ? token * pitch + unit * 8 : 0), in ? 16 : 0);
+            copy_async(shared_address(to), from + (in ? at : 0), in ? 16 : 0);
         } else {
 #pragma unroll 1
             for (int e = 0; e < 8; ++e)
-                to[e] =
-                    in && unit * 8 + e < columns ? from[token * pitch + unit * 8 + e] : from_float<T>(0.0f);
+                to[e] = in && unit * 8 + e < columns ? from[at + e] : from_float<T>(0.0f);
         }
     }
 }
@@ -45,7 +46,8 @@ __device__ __forceinline__ void copy_rows(unsigned char* memory, const T* from, 
 //   warp 0   K^, K+, Q~ and factors         k, with one decay per token
 //   warp 1   T (inverse)                    values
 //   warp 2   A (scores)                     q, with one decay per token
-template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps>
+// kValuesOfTokens: v has rows of tokens, as q has; otherwise of writes, as k has.
+template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kMaps, bool kValuesOfTokens = false>
 struct LoadRole {
     using Shared = CarryShared<T, kKey, kReadsState, kPerChannel, kMaps>;
     using Stage = typename Shared::Stage;
@@ -54,6 +56,8 @@ struct LoadRole {
     using Lower = Triangle<Stage::kRows>;
     using Squares = Panels<Stage::kRows>;
     static constexpr bool kReadsOperands = !kMakesScores<kReadsState, kPerChannel>;
+    using Tokens = ChunkTokens<kSeveral<kReadsState, kPerChannel>>;
+    using TokensOfValues = ChunkTokens<kValuesOfTokens>;
     static constexpr int kPanels = kKey / kTmaChannels;
     static constexpr int kTriangleBytes = Lower::kElements * static_cast<int>(sizeof(T));
 
@@ -140,11 +144,12 @@ struct LoadRole {
                                                 std::uint32_t full) const {
         TileCoordinates at{0, a.by_group.divide(cursor.value_head), static_cast<int>(cursor.token(chunk)),
                            cursor.batch};
-        const auto copy_panels = [&](int to, const CUtensorMap& map) {
+        const auto copy_panels = [&](int to, const CUtensorMap& map, auto of_tokens) {
 #pragma unroll 1  // unrolled, the role's registers do not suffice
             for (int panel = 0; panel < kPanels; ++panel) {
                 at.channel = panel * kTmaChannels;
-                tma_load(stage_at + to + panel * kTmaBytes, map, at, full);
+                tma_load(stage_at + to + panel * kTmaBytes, map,
+                         tile_of_tokens<of_tokens>(a, at, a.writes - 1), full);
             }
         };
         if (warp == 1) {
@@ -152,13 +157,15 @@ struct LoadRole {
             at.head = cursor.value_head;
             for (int warpgroup = 0; warpgroup < shared.warpgroups; ++warpgroup) {
                 at.channel = cursor.rows.first + warpgroup * kWarpgroupRows;
-                tma_load(stage_at + Shared::kValues + warpgroup * Shared::kRowTileBytes, maps.v, at, full);
+                tma_load(stage_at + Shared::kValues + warpgroup * Shared::kRowTileBytes, maps.v,
+                         tile_of_tokens<kValuesOfTokens>(a, at, a.writes - 1), full);
             }
         } else if constexpr (!kPerChannel) {
             if (warp == 0)
-                copy_panels(offsetof(Stage, keys.read), maps.k);
+                copy_panels(offsetof(Stage, keys.read), maps.k, std::false_type{});
             else if constexpr (!kMaps)
-                copy_panels(offsetof(Stage, query), maps.q);
+                copy_panels(offsetof(Stage, query), maps.q,
+                            std::bool_constant<kSeveral<kReadsState, kPerChannel>>{});
         }
     }
 
@@ -166,28 +173,31 @@ struct LoadRole {
     __device__ __forceinline__ int count(const TokenRows& rows, int chunk) const {
         return kReadsOperands || rows.data ? cursor.count(chunk) : 0;
     }
+    template <class Of>
     __device__ __forceinline__ void copy_key_rows(const TokenRows& rows, int chunk, unsigned char* to) const {
+        const Of tokens(a.writes, cursor.token(chunk));
         const T* from = static_cast<const T*>(rows.data) +
-                        rows.offset(cursor.batch, cursor.token(chunk), a.by_group.divide(cursor.value_head));
+                        rows.offset(cursor.batch, tokens.first_token, a.by_group.divide(cursor.value_head));
         copy_rows<T, Stage::kRows, kKey / 8>(
-            to, from, rows.token, count(rows, chunk), a.key_dim, aligned<T>(rows, a.key_dim),
+            to, from, rows.token, tokens, count(rows, chunk), a.key_dim, aligned<T>(rows, a.key_dim),
             [](int token, int unit) { return OperandTile<kKey, false>::unit(token, unit) * 16; });
     }
 
     // The rows of load_by_tma() without TMA, for any strides and alignment. Called by all load threads.
     __device__ __forceinline__ void copy_all_rows(int chunk, unsigned char* to) const {
         if constexpr (!kPerChannel) {
-            if constexpr (!kMaps) copy_key_rows(a.q, chunk, to + offsetof(Stage, query));
-            copy_key_rows(a.k, chunk, to + offsetof(Stage, keys.read));
+            if constexpr (!kMaps) copy_key_rows<Tokens>(a.q, chunk, to + offsetof(Stage, query));
+            copy_key_rows<RowsAreTokens>(a.k, chunk, to + offsetof(Stage, keys.read));
         }
         if (cursor.of_m) return;
-        const T* from = static_cast<const T*>(a.v.data) +
-                        a.v.offset(cursor.batch, cursor.token(chunk), cursor.value_head);
+        const TokensOfValues tokens(a.writes, cursor.token(chunk));
+        const T* from =
+            static_cast<const T*>(a.v.data) + a.v.offset(cursor.batch, tokens.first_token, cursor.value_head);
 #pragma unroll 1
         for (int warpgroup = 0; warpgroup < shared.warpgroups; ++warpgroup) {
             const int row = cursor.rows.first + warpgroup * kWarpgroupRows;
             copy_rows<T, Stage::kRows, kWarpgroupRows / 8>(
-                to + Shared::kValues + warpgroup * Shared::kRowTileBytes, from + row, a.v.token,
+                to + Shared::kValues + warpgroup * Shared::kRowTileBytes, from + row, a.v.token, tokens,
                 count(a.v, chunk), a.value_dim - row, aligned<T>(a.v, a.value_dim), [](int token, int unit) {
                     return Tile<Stage::kRows, kWarpgroupRows>::unit(token, unit) * 16;
                 });
@@ -265,7 +275,10 @@ struct LoadRole {
 template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kReturns = false>
 struct StoreRole {
     using Shared = CarryShared<T, kKey, kReadsState, kPerChannel, false>;
+    using RowTile = typename Shared::RowTile;
     static constexpr int kRows = kTokens<kKey>, kUnits = kWarpgroupRows / 8;
+    // Outputs have rows of tokens, what a return stores has rows of writes.
+    static constexpr bool kOfTokens = kSeveral<kReadsState, kPerChannel> && !kReturns;
 
     const DeviceArgs& a;
     const CUtensorMap& map;
@@ -284,10 +297,14 @@ struct StoreRole {
                 shared.control.out.ready[warpgroup].wait(step & 1);
                 if (!a.cu_seqlens || count == kRows) {
                     if (lane == 0) {
-                        tma_store(
-                            map,
-                            {row, cursor.value_head, static_cast<int>(cursor.token(chunk)), cursor.batch},
-                            shared_address(tile));
+                        const TileCoordinates at{row, cursor.value_head,
+                                                 static_cast<int>(cursor.token(chunk)), cursor.batch};
+                        // A store that begins before its tensor is an illegal instruction on an H100. So what
+                        // is stored begins n - 1 rows into the tile, with the last row of its first token,
+                        // and ends n - 1 rows behind the tile. Of each token the first of these rows is in
+                        // the tensor.
+                        const int skipped = kOfTokens ? (a.writes - 1) * RowTile::kRowBytes : 0;
+                        tma_store(map, tile_of_tokens<kOfTokens>(a, at, 0), shared_address(tile) + skipped);
                         tma_wait_stores_read();
                     }
                     __syncwarp();
@@ -302,13 +319,14 @@ struct StoreRole {
     // A partial last chunk of a packed sequence, whose TMA tile would overwrite the next sequence's outputs.
     __device__ __forceinline__ void store_rows(const unsigned char* tile, int chunk, int count, int row,
                                                int lane) const {
-        T* const to = static_cast<T*>(a.o.data) +
-                      a.o.offset(cursor.batch, cursor.token(chunk), cursor.value_head) + row;
+        const ChunkTokens<kOfTokens> tokens(a.writes, cursor.token(chunk));
+        T* const to =
+            static_cast<T*>(a.o.data) + a.o.offset(cursor.batch, tokens.first_token, cursor.value_head) + row;
 #pragma unroll 1
         for (int i = lane; i < count * kUnits; i += kStoreThreads) {
             const int token = i / kUnits, unit = i % kUnits;
-            if (row + unit * 8 < a.value_dim)
-                move_row(to + token * a.o.token + unit * 8,
+            if (row + unit * 8 < a.value_dim && tokens.is_last(token))
+                move_row(to + tokens.token(token) * a.o.token + unit * 8,
                          *reinterpret_cast<const uint4*>(
                              tile + Tile<kRows, kWarpgroupRows>::unit(token, unit) * 16));
         }

@@ -197,14 +197,16 @@ struct StateRole {
     // backward call that wants the gradient of the initial state alone has no O.
     __device__ __forceinline__ void store_out(Product& out, const W& cursor, int chunk) const {
         if (kScores && !a.o.data) return;
+        const ChunkTokens<kSeveral<kReadsState, kPerChannel>> tokens(a.writes, cursor.token(chunk));
         const int count = cursor.count(chunk), row = cursor.rows.row(), lane_token = RowWindow::channel();
-        const std::int64_t to =
-            a.o.offset(cursor.batch, cursor.token(chunk), cursor.value_head) + lane_token * a.o.token + row;
+        const std::int64_t to = a.o.offset(cursor.batch, tokens.first_token, cursor.value_head) + row;
         each_pair(out, [&](float2& pair, int more_rows, int token) {
             if (row + more_rows >= a.value_dim) return;
-            const std::int64_t place = to + token * a.o.token + more_rows;
-            if (lane_token + token < count) store_row(a.o.data, a.o.dtype, place, pair.x);
-            if (lane_token + token + 1 < count) store_row(a.o.data, a.o.dtype, place + a.o.token, pair.y);
+            token += lane_token;
+            const auto place = [&](int of) { return to + tokens.token(of) * a.o.token + more_rows; };
+            if (token < count && tokens.is_last(token)) store_row(a.o.data, a.o.dtype, place(token), pair.x);
+            if (token + 1 < count && tokens.is_last(token + 1))
+                store_row(a.o.data, a.o.dtype, place(token + 1), pair.y);
         });
     }
 

@@ -68,20 +68,23 @@ struct StateBuffer {
 
 // The load role of a walk: as that of the carry, in either direction.
 template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kReturns>
-struct WalkLoadRole : LoadRole<T, kKey, kReadsState, kPerChannel, !kReturns> {
-    using Base = LoadRole<T, kKey, kReadsState, kPerChannel, !kReturns>;
+struct WalkLoadRole
+    : LoadRole<T, kKey, kReadsState, kPerChannel, !kReturns, kReturns && kSeveral<kReadsState, kPerChannel>> {
+    using Base = LoadRole<T, kKey, kReadsState, kPerChannel, !kReturns,
+                          kReturns && kSeveral<kReadsState, kPerChannel>>;
     using Base::a, Base::cursor, Base::maps, Base::operands, Base::shared, Base::stages;
-    using typename Base::Shared, typename Base::Stage;
+    using typename Base::Shared, typename Base::Stage, typename Base::Tokens;
 
     // Rows that TMA does not load. dO may be absent, which is zero, or have another dtype.
     __device__ __forceinline__ void copy_rows_of(int chunk, unsigned char* to) const {
         if (!kReturns || (a.v.data && a.v.dtype == kDtype<T>)) return Base::copy_all_rows(chunk, to);
         if constexpr (!kPerChannel) {
-            Base::copy_key_rows(a.q, chunk, to + offsetof(Stage, query));
-            Base::copy_key_rows(a.k, chunk, to + offsetof(Stage, keys.read));
+            Base::template copy_key_rows<Tokens>(a.q, chunk, to + offsetof(Stage, query));
+            Base::template copy_key_rows<RowsAreTokens>(a.k, chunk, to + offsetof(Stage, keys.read));
         }
         const int count = a.v.data ? cursor.count(chunk) : 0, columns = shared.warpgroups * kWarpgroupRows;
-        const std::int64_t from = a.v.offset(cursor.batch, cursor.token(chunk), cursor.value_head);
+        const Tokens tokens(a.writes, cursor.token(chunk));
+        const std::int64_t from = a.v.offset(cursor.batch, tokens.first_token, cursor.value_head);
 #pragma unroll 1
         for (int i = static_cast<int>(threadIdx.x) % kWarpgroupThreads; i < Stage::kRows * columns;
              i += kLoadThreads) {
@@ -89,9 +92,9 @@ struct WalkLoadRole : LoadRole<T, kKey, kReadsState, kPerChannel, !kReturns> {
                       place = Tile<Stage::kRows, kWarpgroupRows>::unit(token, column % kWarpgroupRows / 8);
             T* const rows =
                 reinterpret_cast<T*>(to + Shared::kValues + column / kWarpgroupRows * Shared::kRowTileBytes);
-            const bool in = token < count && row < a.value_dim;
-            rows[place * 8 + column % 8] =
-                from_float<T>(in ? load_float(a.v.data, a.v.dtype, from + token * a.v.token + row) : 0.0f);
+            const bool in = token < count && row < a.value_dim && tokens.is_last(token);
+            rows[place * 8 + column % 8] = from_float<T>(
+                in ? load_float(a.v.data, a.v.dtype, from + tokens.token(token) * a.v.token + row) : 0.0f);
         }
     }
 
