@@ -52,7 +52,7 @@ OFTEN = {
     "linear": 1,
     "delta_per_head": 1,
 }  # how often an algorithm is drawn; else 2
-HOUSEHOLDERS = (1, 2, 2, 2, 3, 3, 4, 4, 5, 16, 8, 70)  # of a token
+HOUSEHOLDERS = (1, 2, 2, 2, 3, 3, 4, 4, 5, 8, 16, 70)  # of a token
 LAYOUTS = ("contiguous", "padded", "odd", "by_head", "by_token", "fused")
 
 

@@ -83,6 +83,28 @@ def test_null_rows_are_skipped(algorithm, call, null_index, data):
     assert_only_changed(before, pool, slots[rest].tolist())
 
 
+@pytest.mark.parametrize("lengths", [(5, 0, 70, 0), (0, 0)])
+def test_null_rows_without_tokens_write_nothing(target, algorithm, lengths):
+    """They have no outputs to zero: not a token before or behind those of others either."""
+    inputs = make(Case(algorithm, lengths, packed=True, pool=True))
+    empty = [n for n, length in enumerate(lengths) if length == 0]
+    rest = [n for n, length in enumerate(lengths) if length > 0]
+    passes.skip_if_declined(lambda given, backend: passes.prefill(given, backend=backend), inputs, target)
+    full = passes.prefill(inputs, backend=target)
+    inputs.initial_state_indices[empty] = -1
+    before = whole(inputs.initial_state)
+    tokens, frame = sum(lengths), 200
+    memory = inputs.v.new_full((1, tokens + 2 * frame, *full.o.shape[2:]), torch.nan)
+    o = memory[:, frame : frame + tokens]
+    passes.prefill(inputs, backend=target, o=o, in_place=True)
+    assert_same_bits("o", full.o, o)
+    assert memory[:, :frame].isnan().all()
+    assert memory[:, frame + tokens :].isnan().all()
+    slots = inputs.initial_state_indices[rest].long()
+    assert_same_bits("state", full.final_state[rest], inputs.initial_state[slots])
+    assert_only_changed(before, inputs.initial_state, slots.tolist())
+
+
 @CALLS
 def test_a_null_row_may_only_be_null_in_one_of_two_indices(algorithm, call):
     inputs = make(Case(algorithm, (5, 5), pool=True))
