@@ -121,24 +121,31 @@ def gate_terms(
     return exact(by_channel, d_o, d_final_state)["g"].square().sum(-1).sqrt()
 
 
+# Subnormal float32 numbers may count as zero, and a gradient may be a sum of many of them.
+VANISHING = 1e-30
+
+
 def beside(inputs: Inputs, oracle: Gradients, name: str, terms: torch.Tensor | None = None) -> torch.Tensor:
-    """What else counts as the size of a gradient. Subnormal float32 numbers may count as zero. A gradient of
-    a parameter is a sum over tokens that may cancel: so does the root of the sum of their squares. One of a
-    gate per token is a sum over channels: so does, if given, that of its terms (`gate_terms`)."""
+    """What else counts as the size of a gradient, at least VANISHING. A gradient of a parameter is a sum over
+    tokens that may cancel: so does the root of the sum of their squares. One of a gate per token is a sum
+    over channels: so does, if given, that of its terms (`gate_terms`)."""
     if name == "g" and terms is not None:
-        return terms
-    if name not in ("A_log", "dt_bias"):
-        return torch.tensor(1e-30, device=inputs.q.device)
-    terms = oracle["g"] if terms is None else torch.maximum(oracle["g"].abs(), terms)
-    if name == "A_log":
-        x = inputs.g.double()
-        if inputs.dt_bias is not None:
-            x = x + inputs.dt_bias.double().view(x.shape[2:])
-        softplus = torch.nn.functional.softplus(x, threshold=100) / x.sigmoid()
-        terms = terms * (softplus if inputs.case.gate == "softplus" else x).nan_to_num(0.0, 0.0, 0.0)
-        terms = terms.flatten(3).square().sum(3) if terms.ndim == 4 else terms.square()
-        return terms.sum((0, 1)).sqrt()
-    return terms.square().sum((0, 1)).sqrt().view(oracle[name].shape)
+        size = terms
+    elif name not in ("A_log", "dt_bias"):
+        size = torch.zeros((), device=inputs.q.device)
+    else:
+        terms = oracle["g"] if terms is None else torch.maximum(oracle["g"].abs(), terms)
+        if name == "A_log":
+            x = inputs.g.double()
+            if inputs.dt_bias is not None:
+                x = x + inputs.dt_bias.double().view(x.shape[2:])
+            softplus = torch.nn.functional.softplus(x, threshold=100) / x.sigmoid()
+            terms = terms * (softplus if inputs.case.gate == "softplus" else x).nan_to_num(0.0, 0.0, 0.0)
+        size = terms.square().sum((0, 1))
+        if name == "A_log" and size.ndim == 2:
+            size = size.sum(-1)
+        size = size.sqrt().view(oracle[name].shape)
+    return size.clamp(min=VANISHING)
 
 
 def exact(inputs: Inputs, d_o: torch.Tensor | None, d_final_state: torch.Tensor | None) -> Gradients:

@@ -205,8 +205,9 @@ class Problem:
         if what == "m":
             return torch.ones(1) if x.ndim == 3 else torch.eye(x.shape[-1])
         if what.removeprefix("d_") in OF_PARAMETERS:
-            return torch.from_numpy(self.expected.beside[what.removeprefix("d_")])
-        return torch.tensor(1e-30) if what.startswith("d_") else None
+            size = torch.from_numpy(self.expected.beside[what.removeprefix("d_")])
+            return size.clamp(min=gradients.VANISHING)
+        return torch.tensor(gradients.VANISHING) if what.startswith("d_") else None
 
     def moved(self) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(

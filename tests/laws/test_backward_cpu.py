@@ -118,6 +118,13 @@ def test_decays_that_forget(target, name, dtype):
         assert_rule(inputs.but(g=change(inputs.g)), target)
 
 
+def test_gradients_near_the_smallest_normal_numbers(target):
+    """d_A_log of 1e-35 is a sum of subnormal terms, which count as zero."""
+    case = Case("gdp", (5,), heads=1, value_heads=1, key_dim=16, value_dim=32, householders=16, seed=244)
+    gate = {"gate": "softplus", "decay": "strong", "A_log": True, "dt_bias": False}
+    assert_rule(make(case.but(state=False, **gate)), target)
+
+
 @pytest.mark.parametrize("name", GATED)
 def test_gates_far_out(target, name):
     for gate in ("softplus", "bounded"):
