@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import sys
@@ -45,7 +46,17 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"device: {torch.cuda.get_device_name()}" if on_cuda(config) else None
 
 
+def but_for_the_target(item: pytest.Item) -> str:
+    """An item's name, which the items of the same test for other targets share."""
+    given = getattr(item, "callspec", None)
+    return item.nodeid.replace(str(given.params.get("target", "")), "") if given else item.nodeid
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # The targets of one problem in a row: they share the answers of the references.
+    places: dict[str, int] = {}
+    items.sort(key=lambda item: places.setdefault(but_for_the_target(item), len(places)))
     if not on_cuda(config):
         return
     from cula_testing import device
@@ -97,16 +108,23 @@ def algorithm(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="session")
-def target(request: pytest.FixtureRequest) -> str:
-    """A target of the device by name; skipped with the registry's own sentence where this machine lacks
-    it."""
+@functools.cache
+def why_not(target: str) -> str:
+    """Why this machine cannot run a target of the device, in the registry's own sentence, or nothing."""
     from cula_testing import passes
 
     try:
-        passes.prefill(make(Case(lengths=(1,), key_dim=16, value_dim=16)), backend=request.param)
-    except ValueError as declined:
-        pytest.skip(str(declined))
+        passes.prefill(make(Case(lengths=(1,), key_dim=16, value_dim=16)), backend=target)
+    except ValueError as reason:
+        return str(reason)
+    return ""
+
+
+@pytest.fixture(scope="session")
+def target(request: pytest.FixtureRequest) -> str:
+    """A target of the device by name; skipped where this machine lacks it."""
+    if reason := why_not(request.param):
+        pytest.skip(reason)
     return request.param
 
 
