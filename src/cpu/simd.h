@@ -265,9 +265,12 @@ CULA_INLINE Vec load_fp16(const std::uint16_t* p) {
 #endif
 }
 
-// Rounds to bf16, to nearest even, in the upper half of each lane. (A NaN with all its upper payload bits set
-// would wrap.)
-CULA_INLINE BitVec round_to_bf16(Vec x) { return bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u); }
+// Rounds to bf16, to nearest even, in the upper half of each lane. A NaN stays one: to round its bits could
+// carry into the sign.
+CULA_INLINE BitVec round_to_bf16(Vec x) {
+    const BitVec rounded = bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u);
+    return x == x ? rounded : bits(x) | 0x400000u;
+}
 
 CULA_INLINE void store_bf16(std::uint16_t* p, Vec x) {
 #if defined(__AVX512BF16__)
@@ -276,8 +279,7 @@ CULA_INLINE void store_bf16(std::uint16_t* p, Vec x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(round_to_bf16(x) >> 16)));
 #elif defined(__AVX2__)
-    const BitVec nan = (bits(x) >> 16) | 0x40u;
-    const __m256i y = reinterpret_cast<__m256i>(x == x ? round_to_bf16(x) >> 16 : nan);
+    const __m256i y = reinterpret_cast<__m256i>(round_to_bf16(x) >> 16);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                      _mm_packus_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
 #else

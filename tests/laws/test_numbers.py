@@ -112,6 +112,21 @@ def test_a_token_that_is_no_number_reaches_no_other_sequence(algorithm):
     assert_same_bits("states", clean.final_state[[0, 2]], result.final_state[[0, 2]])
 
 
+@pytest.mark.parametrize("word", [0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], ids=hex)
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_a_state_that_is_no_number(target, algorithm, word, tokens):
+    """Whatever its bits are: those of GPUs round up into the sign."""
+    inputs = make(Case(algorithm, (tokens,), value_dim=16, decay="slow", state=True))
+    inputs.initial_state.fill_(1).view(torch.int32).fill_(word)
+    found = passes.prefill(inputs, backend=target)
+    assert found.o.isnan().all()
+    assert found.final_state.isnan().all()
+    states = make(inputs.case.but(state_dtype=torch.bfloat16))
+    final = passes.prefill(inputs.but(case=states.case), backend=target).final_state
+    assert final.dtype == torch.bfloat16
+    assert final.isnan().all()
+
+
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])
 @pytest.mark.parametrize("algorithm", ["gdn", "kda"])
 @pytest.mark.parametrize("what", ["g", "A_log", "dt_bias"])
