@@ -235,10 +235,11 @@ def cula_segment(
         often as one likes; nothing but its size is checked. It takes 40 to 80 KiB for each 64 tokens and
         value head (K = 128), and is empty where nothing can be saved: on a CPU, or beyond 16 GiB. V is up to
         256 then.
-    out: (m, b) to write to, in the shapes and of the dtype that are returned otherwise; any strides, but no
-        memory in common. `(None, b)` makes B alone, which says that no state is before the tokens: what this
-        call keeps is for a prefill without `initial_state`, and where M was left out of it another is
-        refused. `(None, None)` makes what `keep` asks for alone. What is not made is returned as None.
+    out: (m, b) to write to, in the shapes and of the dtype that are returned otherwise, one of the last two
+        dimensions contiguous (of a diagonal m the last), no memory in common. `(None, b)` makes B alone,
+        which says that no state is before the tokens: what this call keeps is for a prefill without
+        `initial_state`, and where M was left out of it another is refused. `(None, None)` makes what `keep`
+        asks for alone. What is not made is returned as None.
 
     Returns float32 (m, b): m `[N, HV, K, K]` for the delta rules, the diagonal `[N, HV, K]` for the additive
     ones; b in the layout of a state, `[N, HV, V, K]`, or `[N, HV, K, V]` with `state_v_first=False`.

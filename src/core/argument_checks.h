@@ -136,6 +136,11 @@ protected:
             floating(argument, ref);
         else
             dtype(argument, ref, {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat16});
+        row_or_column_contiguous(argument, ref);
+    }
+
+    // Of a state or a map, [.., V, K] or [.., K, K].
+    void row_or_column_contiguous(std::string_view argument, const TensorRef& ref) const {
         const auto k = static_cast<std::size_t>(ref.ndim - 1), v = k - 1;
         CULA_REQUIRE(ref.stride[k] == 1 || ref.stride[v] == 1 || ref.size[k] <= 1 || ref.size[v] <= 1,
                      argument, "be contiguous along K or along V",

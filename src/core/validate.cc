@@ -445,7 +445,12 @@ private:
             if (!*ref) continue;
             parameter(argument, *ref);
             writable(argument, *ref);
+            if (ref->ndim == 4)
+                row_or_column_contiguous(argument, *ref);
+            else
+                last_contiguous(argument, *ref);
         }
+        CULA_REQUIRE(!m || !b || apart(m, b), "m", "share no memory with b", "memory that overlaps it");
         const std::pair<std::string_view, const TensorRef*> states[] = {
             {"initial_state", &args_.initial_state}, {"final_state", &args_.final_state}};
         for (const auto& [argument, ref] : states)

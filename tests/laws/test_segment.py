@@ -199,12 +199,20 @@ def test_without_m_and_b_what_is_kept_is_the_same(algorithm, name):
         assert_same_bits(of, one, two)
 
 
+def spaced(x: torch.Tensor) -> torch.Tensor:
+    """A view of its shape that is contiguous nowhere."""
+    return x.new_zeros(*x.shape, 2)[..., 0]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda m, b: (m[:, :, :3], b), r"m must have shape"),
         (lambda m, b: (m, b.half()), "b must have dtype float32"),
         (lambda m, b: (m, b.mT[..., :5]), "b must have shape"),
+        (lambda m, b: (spaced(m), b), "m must be contiguous along K or along V"),
+        (lambda m, b: (m, spaced(b)), "b must be contiguous along K or along V"),
+        (lambda m, _: (m, m), "m must share no memory with b"),
         (lambda m, _: (m, None), "b must be given as the output"),
         (lambda *_: (None, None), "b must be given as the output"),
     ],
@@ -214,6 +222,13 @@ def test_room_that_does_not_fit_is_refused(change, message):
     m, b = level1.segment(inputs)
     with pytest.raises(ValueError, match=f"segment: {message}"):
         level1.segment(inputs, out=change(m, b))
+
+
+def test_a_diagonal_map_is_contiguous():
+    inputs = stateless(make(Case("gla", (5,), heads=1, value_heads=1)))
+    m, b = level1.segment(inputs)
+    with pytest.raises(ValueError, match="segment: m must "):
+        level1.segment(inputs, out=(spaced(m), b))
 
 
 @pytest.mark.parametrize("out", [torch.zeros(2, 2), (torch.zeros(1),), 3], ids=str)
