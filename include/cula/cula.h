@@ -51,8 +51,9 @@ Device cuda_device(int index);
 struct Kernel;   // a row of the registry
 class Prepared;  // what it has decided about a call
 
-// A checked call, its kernel, and how that will run it. Pass it to run() with the same Args and a workspace
-// of at least workspace_bytes, aligned to 64 bytes.
+// A checked call, its kernel, and how that will run it. Pass it to run() with the same Args, on a CPU also
+// with the same values of cu_seqlens and parents, with no more threads, and with a workspace of at least
+// workspace_bytes, aligned to 64 bytes.
 struct Plan {
     const Kernel* kernel = nullptr;
     // One after another, for at most 256 value channels each.

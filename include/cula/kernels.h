@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Direct access to the CPU kernels, cula::cpu::<target>::<pass>, without checks and without dispatch. The
 // caller makes sure that supports() returns yes and that the arguments are valid (plan() of cula.h does
-// both), and provides workspace_bytes() of workspace, aligned to 64 bytes.
+// both), that no sequence starts from a slot that another one of the call writes (run() of cula.h copies the
+// states of such forks first), and provides workspace_bytes() of workspace, aligned to 64 bytes.
 #pragma once
 
 #include <cstddef>

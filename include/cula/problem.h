@@ -101,12 +101,14 @@ struct Args {
     TensorRef has_initial_state;      // [N] bool: false: starts from zero, whatever the slot holds
     std::int32_t null_index = -1;
 
-    // Output, in the dtype of q or float32.
+    // Output, in the dtype of q or float32, V contiguous. What a prefill, decode or verify writes may share
+    // memory with nothing else of the call, states in place apart; that is not checked.
     TensorRef o;  // [B, T, HV, V]
 
     // Prefill: checkpoints. Row (sequence, tokens, slot) of the plan asks for the state after that many
     // tokens of the sequence, which is a multiple of kChunkTokens or the length of the sequence. Rows with a
-    // negative slot are skipped.
+    // negative slot are skipped. These, chunk states and snapshots are float32, bfloat16 or float16; K or V
+    // is contiguous.
     TensorRef checkpoints;      // [slots, HV, V, K]
     TensorRef checkpoint_plan;  // [M, 3] int32 or int64: sequence, tokens, slot
 
@@ -128,7 +130,8 @@ struct Args {
     TensorRef parents;  // [N, S] int32 or int64
 
     // Segment: S_end = M S_start + B for each sequence (ALGORITHM.md, "Segments"). Without segment_m only B
-    // is computed; without both, only what the segment keeps. float32.
+    // is computed; without both, only what the segment keeps. float32, apart from each other, one of the last
+    // two dimensions contiguous (of a diagonal M the last).
     TensorRef segment_m;  // [N, HV, K, K] (row: channel written, column: read); has_diagonal_map: [N, HV, K]
     TensorRef segment_b;  // [N, HV, V, K]
     // What does not depend on the state can be computed once for a segment and for the prefill of the same
@@ -187,7 +190,7 @@ struct Problem {
     std::int64_t batch = 1, tokens = 0, sequences = 1;
     std::int64_t heads = 1, value_heads = 1, key_dim = 0, value_dim = 0;
     std::int64_t writes = 1;         // of a token
-    Dtype dtype = Dtype::kBFloat16;  // of q, k, v, o
+    Dtype dtype = Dtype::kBFloat16;  // of q, k, v
     Dtype state_dtype = Dtype::kFloat32;
     Gate gate = Gate::kLogDecay;
     double lower_bound = 0.0;

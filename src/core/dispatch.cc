@@ -244,6 +244,13 @@ Plan plan(Pass pass, const Args& args, const Context& context, std::string_view 
     return planned;
 }
 
+void check_room(std::size_t needed, const Prepared& planned) {
+    if (needed > planned.workspace_bytes())
+        throw Error("run: args and context must be those of the plan, whose workspace has " +
+                    std::to_string(planned.workspace_bytes()) + " bytes, got lengths or threads that need " +
+                    std::to_string(needed));
+}
+
 void run(const Plan& plan, const Args& args, const Context& context) {
     const auto fail = [&](std::string_view argument, std::string_view expected, const std::string& given) {
         throw Error(std::string(name(plan.kernel->pass)) + ": " + std::string(argument) + " must " +
@@ -309,6 +316,8 @@ void backward(const Args& args, const Context& context, std::string_view backend
 }
 
 std::vector<Explanation> explain(const Problem& problem) {
+    if (problem.writes < 1)
+        throw Error("explain: writes must be at least 1, got " + std::to_string(problem.writes));
     std::vector<Explanation> rows;
     bool found = false;
     for (const Kernel& kernel : kernels()) {

@@ -36,6 +36,9 @@ private:
 
 using PreparedPtr = std::shared_ptr<const Prepared>;
 
+// Throws Error where a run needs a larger workspace than was planned.
+void check_room(std::size_t needed, const Prepared& planned);
+
 // The time that a kernel predicts for a problem, in microseconds of the device; none where it has no model.
 using Prediction = std::optional<double>;
 
@@ -54,17 +57,24 @@ struct Kernel {
 };
 
 // Kernel::prepare of a kernel whose plan is the size of its workspace: kWorkspaceBytes(args, context) or
-// (pass, args, context).
+// (pass, args, context). It depends on the number of threads, and on a CPU on lengths, so a run asks again.
 template <auto kWorkspaceBytes, auto kRun>
 PreparedPtr prepare(const Problem& problem, const Args& args, const Context& context) {
     struct Simple final : Prepared {
-        using Prepared::Prepared;
-        void run(const Args& args, const Context& context) const override { kRun(args, context); }
+        Simple(Pass pass, std::size_t bytes) : Prepared(bytes, 0), pass(pass) {}
+        void run(const Args& args, const Context& context) const override {
+            check_room(bytes(pass, args, context), *this);
+            kRun(args, context);
+        }
+        static std::size_t bytes(Pass pass, const Args& args, const Context& context) {
+            if constexpr (std::is_invocable_v<decltype(kWorkspaceBytes), Pass, const Args&, const Context&>)
+                return kWorkspaceBytes(pass, args, context);
+            else
+                return kWorkspaceBytes(args, context);
+        }
+        Pass pass;
     };
-    if constexpr (std::is_invocable_v<decltype(kWorkspaceBytes), Pass, const Args&, const Context&>)
-        return std::make_shared<const Simple>(kWorkspaceBytes(problem.pass, args, context), 0);
-    else
-        return std::make_shared<const Simple>(kWorkspaceBytes(args, context), 0);
+    return std::make_shared<const Simple>(problem.pass, Simple::bytes(problem.pass, args, context));
 }
 
 // The registry, in order of preference (src/registry.cc).

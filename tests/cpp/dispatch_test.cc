@@ -26,7 +26,9 @@ Support even_keys(const Problem& problem) {
 Support never(const Problem&) { return Support::no("is not of this world"); }
 
 std::size_t no_bytes(const Args&, const Context&) { return 0; }
-std::size_t some_bytes(const Args&, const Context&) { return kWorkspaceBytes; }
+std::size_t some_bytes(const Args&, const Context& context) {
+    return kWorkspaceBytes * static_cast<std::size_t>(context.parallel_for.threads);
+}
 
 template <int row>
 void record(const Args&, const Context& context) {
@@ -130,6 +132,12 @@ TEST(Dispatch, TargetsAreListedOnce) {
     EXPECT_EQ(targets(), (std::vector<std::string_view>{"gpu", "cpu:odd", "cpu:even", "plain"}));
 }
 
+TEST(Explain, AsksForAWriteOfAToken) {
+    Problem problem;
+    problem.writes = 0;
+    EXPECT_EQ(error_of([&] { explain(problem); }), "explain: writes must be at least 1, got 0");
+}
+
 TEST(Workspace, IsAllocatedWhereTheCallerGivesNone) {
     const Call call(Pass::kPrefill, kKda);
     prefill(call.args);
@@ -158,6 +166,24 @@ TEST(Workspace, OfTheCallerIsUsedAndMustBeLargeEnough) {
     EXPECT_EQ(error_of([&] { run(planned, call.args, {}); }),
               "prefill: workspace must hold 100 bytes, got 0");
     EXPECT_EQ(ran, "");
+}
+
+TEST(Workspace, IsThatOfThePlansThreads) {
+    const Call call(Pass::kPrefill, kKda);
+    alignas(64) std::array<std::byte, 3 * kWorkspaceBytes> memory;
+    Context context;
+    context.workspace = memory.data();
+    context.workspace_bytes = memory.size();
+    const Plan planned = plan(Pass::kPrefill, call.args, context);
+    context.parallel_for = std_threads(3);
+    ran = "";
+    EXPECT_EQ(
+        error_of([&] { run(planned, call.args, context); }),
+        "run: args and context must be those of the plan, whose workspace has 100 bytes, got lengths or "
+        "threads that need 300");
+    EXPECT_EQ(ran, "");
+    run(plan(Pass::kPrefill, call.args, context), call.args, context);
+    EXPECT_EQ(ran, "cpu:even");
 }
 
 TEST(Dispatch, ACallThatWritesNothingIsCheckedAndNotRun) {
