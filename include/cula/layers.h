@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What hybrid layers have around linear attention, on CPUs: the short causal convolution (depthwise, over the
 // last few tokens of each channel) and the gated RMSNorm. Each function throws Error, which names the
-// argument, before it reads or writes a tensor. Floats are float32, bfloat16 and float16; sums are taken in
-// float32.
+// argument, before it writes a tensor. Scratch comes from the heap: the workspace of a Context is not used.
+//
+// Floats are float32, bfloat16 and float16. Sums are taken in float32; those of d_weight and d_bias over
+// pieces of up to 256 tokens or 128 rows, and then over the pieces in float64.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +20,9 @@ inline constexpr std::int64_t kMostWidth = 16;  // of a convolution
 // y[t] = act(bias + sum over j < W of weight[j] * x[t - (W - 1) + j]), within each sequence. The tokens
 // before a sequence's first are the last columns of its initial state, or zero. The final state is the last
 // tokens, those of the initial state included.
+//
+// Outputs, and gradients of convolve_backward, share memory with nothing else of the call, not even y with x
+// or the final state with the initial one. What does is refused.
 struct Convolution {
     TensorRef x;              // [B, T, D], any strides
     TensorRef weight;         // [D, W]
@@ -43,25 +48,26 @@ struct Convolution {
     TensorRef d_initial_state;  // as initial_state
 };
 
-// backend: a target such as "cpu:avx2", or nothing for the best one of this machine.
+// backend: a target such as "cpu:avx2"; nothing or "cpu" for the best one of this machine.
 void convolve(const Convolution& call, const Context& context = {}, std::string_view backend = {});
 void convolve_backward(const Convolution& call, const Context& context = {}, std::string_view backend = {});
 
-// The next tokens of sequences whose last ones are in a pool, which is updated in place.
+// The next tokens of sequences whose last ones are in a pool, which is updated in place. y may be x, element
+// for element. Beyond that y and the pool share memory with nothing else of the call; what does is refused.
 struct ConvolutionStep {
     TensorRef x;       // [N, T, D]; with cu_seqlens [1, all tokens, D]
-    TensorRef state;   // [slots, D, S], S >= W - 1, the latest token last
+    TensorRef state;   // [slots, D, S], S >= max(W - 1, 1), the latest token last
     TensorRef weight;  // [D, W]
     TensorRef bias;    // [D]; absent: 0
     // Slots, one for each sequence; absent: slot n. A negative one and null_index have y = 0 and no state.
-    TensorRef state_indices;  // [N]
+    TensorRef state_indices;  // [N], int32 or int64
     std::int64_t null_index = -1;
-    TensorRef cu_seqlens;  // [N + 1]
+    TensorRef cu_seqlens;  // [N + 1], int32 or int64
     // The state is a ring: token p of a sequence is in column p mod S, and this many came before.
-    TensorRef tokens_before;  // [N]
+    TensorRef tokens_before;  // [N], int32 or int64
     // How many of the tokens of the step before were accepted, at least 1: the window ends with the last of
     // them. W - 2 columns before the new tokens are kept, so a later step can begin behind any of these.
-    TensorRef num_accepted;  // [N]
+    TensorRef num_accepted;  // [N], int32 or int64
     bool silu = false;
 
     TensorRef y;  // as x, output

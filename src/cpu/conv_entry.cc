@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -30,6 +32,9 @@ constexpr std::string_view kForward = "causal_conv1d", kBackward = "causal_conv1
 
 // With fewer elements, waking other threads costs more than they save.
 constexpr std::int64_t kWorthSharing = 1 << 15;
+
+// A tensor and the argument that it is.
+using Named = std::pair<std::string_view, const TensorRef*>;
 
 struct Checker {
     std::string_view op;
@@ -60,6 +65,19 @@ struct Checker {
     void output(std::string_view argument, const TensorRef& ref) const {
         CULA_REQUIRE(!overlaps_itself(ref), argument, "not overlap itself in memory",
                      "strides that make elements share an address");
+    }
+
+    // What is written shares no memory with what is read, nor with what else is written.
+    void disjoint(std::initializer_list<Named> written, std::initializer_list<Named> read) const {
+        const auto check = [&](const Named& one, const Named& other) {
+            const bool both = *one.second && *other.second;
+            CULA_REQUIRE(!both || apart(*one.second, *other.second), one.first,
+                         "share no memory with " + std::string(other.first), "memory of both");
+        };
+        for (const Named* each = written.begin(); each != written.end(); ++each) {
+            for (const Named& other : read) check(*each, other);
+            for (const Named* before = written.begin(); before != each; ++before) check(*each, *before);
+        }
     }
 
     void integers(std::string_view argument, const TensorRef& ref) const {
@@ -145,9 +163,16 @@ void check(const Convolution& c, const Checker& checker, const Context& context,
     if (!backward) {
         CULA_REQUIRE(static_cast<bool>(c.y), "y", "be given", "none");
         like("y", c.y, x, true);
-        if (!c.final_state) return;
-        checker.state("final_state", c.final_state, sequences, channels, 0);
-        checker.output("final_state", c.final_state);
+        if (c.final_state) {
+            checker.state("final_state", c.final_state, sequences, channels, 0);
+            checker.output("final_state", c.final_state);
+        }
+        checker.disjoint({{"y", &c.y}, {"final_state", &c.final_state}}, {{"x", &x},
+                                                                          {"weight", &c.weight},
+                                                                          {"bias", &c.bias},
+                                                                          {"initial_state", &c.initial_state},
+                                                                          {"cu_seqlens", &c.cu_seqlens},
+                                                                          {"seq_idx", &c.seq_idx}});
         return;
     }
     like("d_y", c.d_y, x, false);
@@ -159,6 +184,18 @@ void check(const Convolution& c, const Checker& checker, const Context& context,
     CULA_REQUIRE(!c.d_initial_state || c.initial_state, "d_initial_state",
                  "be left out without initial_state", "a tensor");
     like("d_initial_state", c.d_initial_state, c.initial_state, true);
+    checker.disjoint({{"d_x", &c.d_x},
+                      {"d_weight", &c.d_weight},
+                      {"d_bias", &c.d_bias},
+                      {"d_initial_state", &c.d_initial_state}},
+                     {{"d_y", &c.d_y},
+                      {"d_final_state", &c.d_final_state},
+                      {"x", &x},
+                      {"weight", &c.weight},
+                      {"bias", &c.bias},
+                      {"initial_state", &c.initial_state},
+                      {"cu_seqlens", &c.cu_seqlens},
+                      {"seq_idx", &c.seq_idx}});
 }
 
 // Tokens [begin, end) of row `batch` are sequence `number`, of which a piece has some.
@@ -370,7 +407,6 @@ void check(const ConvolutionStep& c, const Context& context) {
     const std::int64_t slots = c.state.size[0], rows = c.state.size[2];
     checker.state("conv_state", c.state, slots, channels, std::max<std::int64_t>(width - 1, 1));
     checker.output("conv_state", c.state);
-    CULA_REQUIRE(apart(c.state, c.x), "conv_state", "share no memory with x", "memory of both");
     CULA_REQUIRE(static_cast<bool>(c.y), "y", "be given", "none");
     checker.shape("y", c.y, "[B, T, D]", {c.x.size[0], c.x.size[1], channels});
     checker.floats("y", c.y);
@@ -383,6 +419,17 @@ void check(const ConvolutionStep& c, const Context& context) {
     per_sequence("conv_state_indices", c.state_indices);
     per_sequence("cache_seqlens", c.tokens_before);
     per_sequence("num_accepted_tokens", c.num_accepted);
+    checker.disjoint({{"conv_state", &c.state}}, {{"x", &c.x}});
+    // A task reads all tokens of its sequence and channels before it writes their y, so y may be x itself.
+    CULA_REQUIRE(same_places(c.y, c.x) || apart(c.y, c.x), "y",
+                 "have each element where x has it, or lie elsewhere",
+                 "memory that overlaps x in other places");
+    checker.disjoint({{"conv_state", &c.state}, {"y", &c.y}}, {{"weight", &c.weight},
+                                                               {"bias", &c.bias},
+                                                               {"conv_state_indices", &c.state_indices},
+                                                               {"cu_seqlens", &c.cu_seqlens},
+                                                               {"cache_seqlens", &c.tokens_before},
+                                                               {"num_accepted_tokens", &c.num_accepted}});
     CULA_REQUIRE(!c.tokens_before || !c.num_accepted, "num_accepted_tokens", "be left out with cache_seqlens",
                  "both");
     CULA_REQUIRE(c.state_indices || slots >= sequences, "conv_state",

@@ -73,7 +73,7 @@ struct NormCall {
     bool sigmoid, norm_before_gate, zero_centered;
 };
 
-// The functions of one instruction set. Scratch is aligned to 64 bytes and may hold anything.
+// The functions of one instruction set. Scratch is aligned to a float and may hold anything.
 struct LayerIsa {
     std::size_t (*conv_scratch_bytes)(int width);
     void (*conv)(const ConvTask&, std::byte* scratch);

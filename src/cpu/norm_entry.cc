@@ -41,11 +41,15 @@ void check(const GatedNorm& c, std::string_view op, const Context& context, bool
     };
     CULA_REQUIRE(context.device.kind == DeviceKind::kCpu, "x", "be on the CPU", "another device");
     const TensorRef& x = c.x;
-    CULA_REQUIRE(x.ndim >= 1, "x", "have from 1 to 5 dimensions", shape_of(x));
+    CULA_REQUIRE(x.ndim >= 1 && x.ndim <= kMaxDims, "x", "have from 1 to 5 dimensions", shape_of(x));
     const auto last = static_cast<std::size_t>(x.ndim - 1);
     const std::int64_t channels = x.size[last];
     CULA_REQUIRE(channels >= 1 && channels < std::numeric_limits<std::int32_t>::max(), "x",
                  "have from 1 to 2^31 - 2 channels", shape_of(x));
+    const auto output = [&](std::string_view argument, const TensorRef& ref) {
+        CULA_REQUIRE(!overlaps_itself(ref), argument, "not overlap itself in memory",
+                     "strides that make elements share an address");
+    };
     const auto like = [&](std::string_view argument, const TensorRef& ref, bool written) {
         if (!ref) return;
         bool same = ref.ndim == x.ndim;
@@ -54,19 +58,19 @@ void check(const GatedNorm& c, std::string_view op, const Context& context, bool
         floats(argument, ref);
         CULA_REQUIRE(ref.stride[last] == 1 || channels == 1, argument, "have contiguous channels",
                      "a stride of " + std::to_string(ref.stride[last]));
-        CULA_REQUIRE(!written || !overlaps_itself(ref), argument, "not overlap itself in memory",
-                     "strides that make elements share an address");
+        if (written) output(argument, ref);
     };
-    const auto parameter = [&](std::string_view argument, const TensorRef& ref) {
+    const auto parameter = [&](std::string_view argument, const TensorRef& ref, bool written) {
         if (!ref) return;
         CULA_REQUIRE(ref.ndim == 1 && ref.size[0] == channels, argument,
                      "have shape [N] = [" + std::to_string(channels) + "]", shape_of(ref));
         floats(argument, ref);
+        if (written) output(argument, ref);
     };
     like("x", x, false);
     like("gate", c.gate, false);
-    parameter("weight", c.weight);
-    parameter("bias", c.bias);
+    parameter("weight", c.weight, false);
+    parameter("bias", c.bias, false);
     CULA_REQUIRE(c.group >= 0 && (c.group == 0 || channels % c.group == 0), "group_size",
                  "divide the " + std::to_string(channels) + " channels", std::to_string(c.group));
     CULA_REQUIRE(c.eps >= 0.0, "eps", "not be negative", std::to_string(c.eps));
@@ -81,9 +85,9 @@ void check(const GatedNorm& c, std::string_view op, const Context& context, bool
     CULA_REQUIRE(!c.d_gate || c.gate, "d_gate", "be left out without gate", "a tensor");
     like("d_gate", c.d_gate, true);
     CULA_REQUIRE(!c.d_weight || c.weight, "d_weight", "be left out without weight", "a tensor");
-    parameter("d_weight", c.d_weight);
+    parameter("d_weight", c.d_weight, true);
     CULA_REQUIRE(!c.d_bias || c.bias, "d_bias", "be left out without bias", "a tensor");
-    parameter("d_bias", c.d_bias);
+    parameter("d_bias", c.d_bias, true);
 }
 
 // The call with as few leading dimensions as the strides of its tensors allow.

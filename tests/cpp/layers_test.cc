@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "core/float16.h"
@@ -222,9 +223,10 @@ TEST(GatedNorm, IsItsEquation) {
     });
 }
 
-std::string refusal(const Convolution& call) {
+template <class Call>
+std::string refusal(void (*run)(const Call&, const Context&, std::string_view), const Call& call) {
     try {
-        convolve(call);
+        run(call, {}, {});
     } catch (const Error& error) {
         return error.what();
     }
@@ -237,20 +239,131 @@ TEST(Convolution, RefusesWhatDoesNotFit) {
     Numbers y(Dtype::kFloat32, {2, 5, 3}), state(Dtype::kFloat32, {2, 3, 2});
     Convolution call;
     call.x = x.ref, call.weight = weight.ref;
-    EXPECT_EQ(refusal(call), "causal_conv1d: y must be given, got none");
+    EXPECT_EQ(refusal(convolve, call), "causal_conv1d: y must be given, got none");
     call.y = y.ref;
-    EXPECT_EQ(refusal(call), "");
+    EXPECT_EQ(refusal(convolve, call), "");
     call.initial_state = state.ref;
     EXPECT_EQ(
-        refusal(call),
+        refusal(convolve, call),
         "causal_conv1d: initial_state must have shape [N, D, S] = [2, 3, S], S at least 3, got [2, 3, 2]");
     call.initial_state = {};
     call.weight = wide.ref;
-    EXPECT_EQ(refusal(call),
+    EXPECT_EQ(refusal(convolve, call),
               "causal_conv1d: weight must have shape [D, W] of x's D = 3, W from 1 to 16, got [3, 17]");
     call.weight = weight.ref;
     call.x.dtype = Dtype::kFloat64;
-    EXPECT_EQ(refusal(call), "causal_conv1d: x must have dtype float32, bfloat16 or float16, got float64");
+    EXPECT_EQ(refusal(convolve, call),
+              "causal_conv1d: x must have dtype float32, bfloat16 or float16, got float64");
+}
+
+// A view of `ref` that begins this many elements behind it.
+TensorRef moved(TensorRef ref, std::int64_t elements) {
+    ref.data = ref.ptr(0, 0, elements);
+    return ref;
+}
+
+TEST(Convolution, WritesNowhereThatItReads) {
+    // The tokens of two tensors of 3 channels lie beside each other, and one row of 6 is left behind them.
+    Numbers both(Dtype::kFloat32, {1, 6, 6}, 7), weight(Dtype::kFloat32, {3, 4}, 5),
+        states(Dtype::kFloat32, {2, 3, 4});
+    Convolution call;
+    call.x = both.ref, call.x.size = {1, 5, 3}, call.y = moved(call.x, 3), call.weight = weight.ref;
+    EXPECT_EQ(refusal(convolve, call), "");
+    for (const std::int64_t elements : {0, 1, 6}) {
+        call.y = moved(call.x, elements);
+        EXPECT_EQ(refusal(convolve, call),
+                  "causal_conv1d: y must share no memory with x, got memory of both");
+    }
+    call.y = moved(call.x, 3);
+    call.initial_state = states.ref, call.initial_state.size[0] = 1;
+    call.final_state = moved(call.initial_state, 12);
+    EXPECT_EQ(refusal(convolve, call), "");
+    for (const std::int64_t elements : {0, 4}) {
+        call.final_state = moved(call.initial_state, elements);
+        EXPECT_EQ(refusal(convolve, call),
+                  "causal_conv1d: final_state must share no memory with initial_state, got memory of both");
+    }
+    call.final_state = call.y, call.final_state.size = {1, 3, 1};
+    EXPECT_EQ(refusal(convolve, call),
+              "causal_conv1d: final_state must share no memory with y, got memory of both");
+}
+
+TEST(Convolution, HandsNothingBackToWhatItReads) {
+    Numbers x(Dtype::kFloat32, {1, 5, 3}, 7), weight(Dtype::kFloat32, {3, 4}, 5),
+        d_y(Dtype::kFloat32, {1, 5, 3}, 4), d_x(Dtype::kFloat32, {1, 5, 3});
+    Convolution call;
+    call.x = x.ref, call.weight = weight.ref, call.d_y = d_y.ref, call.d_x = d_x.ref;
+    EXPECT_EQ(refusal(convolve_backward, call), "");
+    const std::pair<std::string, TensorRef> read[] = {{"d_y", d_y.ref}, {"x", x.ref}};
+    for (const auto& [name, ref] : read) {
+        call.d_x = ref;
+        EXPECT_EQ(refusal(convolve_backward, call),
+                  "causal_conv1d_backward: d_x must share no memory with " + name + ", got memory of both");
+    }
+    call.d_x = d_x.ref;
+    call.d_weight = d_x.ref, call.d_weight.ndim = 2, call.d_weight.size = {3, 4};
+    call.d_weight.stride = {4, 1};
+    EXPECT_EQ(refusal(convolve_backward, call),
+              "causal_conv1d_backward: d_weight must share no memory with d_x, got memory of both");
+}
+
+TEST(Convolution, StepsInPlace) {
+    on_every_target([](std::string_view target) {
+        for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16}) {
+            constexpr std::int64_t kRows = 8, kTokens = 5, kChannels = 300;
+            const Numbers weight(dtype, {kChannels, 4}, 5);
+            Numbers x(dtype, {kRows, kTokens, kChannels}, 7), y(dtype, {kRows, kTokens, kChannels}),
+                pool(dtype, {kRows, kChannels, 4}, 3), same(dtype, {kRows, kChannels, 4}, 3);
+            ConvolutionStep step;
+            step.x = x.ref, step.y = y.ref, step.state = pool.ref, step.weight = weight.ref;
+            convolve_step(step, two_threads(), target);
+            step.y = x.ref, step.state = same.ref;
+            convolve_step(step, two_threads(), target);
+            EXPECT_EQ(x.memory, y.memory);
+            EXPECT_EQ(same.memory, pool.memory);
+        }
+    });
+}
+
+TEST(Convolution, StepsNowhereElse) {
+    Numbers x(Dtype::kFloat32, {2, 4, 3}, 7), weight(Dtype::kFloat32, {3, 4}, 5),
+        pool(Dtype::kFloat32, {2, 3, 4});
+    ConvolutionStep step;
+    step.x = x.ref, step.x.size[1] = 3, step.weight = weight.ref, step.state = pool.ref;
+    step.y = moved(step.x, 3);
+    EXPECT_EQ(refusal(convolve_step, step),
+              "causal_conv1d_update: y must have each element where x has it, or lie elsewhere, got memory "
+              "that overlaps x in other places");
+    step.y = pool.ref, step.y.size = {2, 3, 3};
+    EXPECT_EQ(refusal(convolve_step, step),
+              "causal_conv1d_update: y must share no memory with conv_state, got memory of both");
+    step.y = step.x, step.state = x.ref, step.state.size = {2, 3, 3}, step.state.stride = {12, 1, 3};
+    EXPECT_EQ(refusal(convolve_step, step),
+              "causal_conv1d_update: conv_state must share no memory with x, got memory of both");
+}
+
+TEST(GatedNorm, RefusesWhatDoesNotFit) {
+    const Numbers x(Dtype::kFloat32, {1, 1, 1, 2, 3}, 7), weight(Dtype::kFloat32, {3}, 5);
+    Numbers y(Dtype::kFloat32, {1, 1, 1, 2, 3}), sums(Dtype::kFloat32, {3});
+    GatedNorm call;
+    call.x = x.ref, call.y = y.ref, call.weight = weight.ref;
+    EXPECT_EQ(refusal(gated_norm, call), "");
+    for (const int dimensions : {6, 100}) {
+        call.x.ndim = dimensions;
+        EXPECT_EQ(refusal(gated_norm, call),
+                  "rms_norm_gated: x must have from 1 to 5 dimensions, got [1, 1, 1, 2, 3, ...]");
+    }
+    call.x = x.ref, call.bias = weight.ref, call.d_y = y.ref;
+    for (const auto& [name, gradient] :
+         {std::pair{"d_weight", &GatedNorm::d_weight}, std::pair{"d_bias", &GatedNorm::d_bias}}) {
+        GatedNorm given = call;
+        given.*gradient = sums.ref;
+        EXPECT_EQ(refusal(gated_norm_backward, given), "");
+        (given.*gradient).stride[0] = 0;
+        EXPECT_EQ(refusal(gated_norm_backward, given),
+                  std::string("rms_norm_gated_backward: ") + name +
+                      " must not overlap itself in memory, got strides that make elements share an address");
+    }
 }
 
 }  // namespace
