@@ -74,6 +74,9 @@ TensorRef flat_view(Pass pass, std::string_view argument, TensorHandle& tensor, 
     TORCH_ERROR_CODE_CHECK(aoti_torch_is_contiguous(tensor.get(), &contiguous));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(tensor.get(), &count));
+    if (code == aoti_torch_dtype_complex64() || code == aoti_torch_dtype_complex128() ||
+        code == aoti_torch_dtype_complex32())
+        fail(pass, argument, "have a dtype of real numbers", "a complex one");
     const bool exact = inputs == Dtype::kFloat64 && code == aoti_torch_dtype_float64();
     const Dtype dtype = exact ? Dtype::kFloat64 : Dtype::kFloat32;
     if (!contiguous || code != dtype_code(dtype)) tensor = dense_copy(std::move(tensor), dtype_code(dtype));

@@ -39,7 +39,7 @@ constexpr Parameter kPrefill[] = {
     {"checkpoint_plan", "Tensor?", &Args::checkpoint_plan},
     {"chunk_states", "Tensor(d!)?", &Args::chunk_states},
     {"kept", "Tensor?", &Args::kept},
-    {"saved", "Tensor(e!)?", &Args::saved},
+    {"saved", "Tensor(f!)?", &Args::saved},
 };
 
 constexpr Parameter kVerify[] = {

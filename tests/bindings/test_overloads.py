@@ -50,6 +50,22 @@ def test_a_pass_has_two_overloads(pass_name):
         assert sorted(getattr(library, pass_name).overloads()) == ["default", "out"]
 
 
+def test_what_a_call_writes_are_different_tensors():
+    """Arguments with the same letter would be one tensor to PyTorch."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("cula::")]
+    written = {}
+    for name in names:
+        op_name, _, overload = name.removeprefix("cula::").partition(".")
+        schema = getattr(getattr(torch.ops.cula, op_name), overload or "default")._schema
+        sets = [argument.alias_info.before_set for argument in schema.arguments if argument.alias_info]
+        assert all(len(letters) == 1 for letters in sets), name
+        assert len(set().union(*sets)) == len(sets), name
+        written[name] = len(sets)
+    assert written["cula::prefill.out"] == 6
+    assert written["cula::backward.out"] == 11
+    assert written["cula::causal_conv1d_update"] == 1
+
+
 @pytest.mark.parametrize("pass_name", MAKERS)
 @pytest.mark.parametrize("k_first", [False, True], ids=["v_first", "k_first"])
 @pytest.mark.parametrize("case", [BASE, PACKED], ids=["batch", "packed"])

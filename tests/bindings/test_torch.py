@@ -342,6 +342,14 @@ def test_calls_from_many_threads(algorithm):
         assert_same_bits("final_state", one.final_state, other.final_state)
 
 
+@pytest.mark.parametrize("name", ["A_log", "dt_bias"])
+def test_parameters_of_gates_are_real(name):
+    named = arguments("prefill", BASE.but(gate="softplus", A_log=True, dt_bias=True))
+    named[name] = torch.complex(named[name].float(), torch.ones_like(named[name]).float())
+    with pytest.raises(ValueError, match=f"prefill: {name} must have a dtype of real numbers"):
+        torch.ops.cula.prefill.out(**packed(named))
+
+
 def test_parameters_are_tensors():
     inputs = make(Case("kda", (20,), gate="softplus"))
     with torch.no_grad():
