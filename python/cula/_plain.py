@@ -54,7 +54,7 @@ def convolve(
     sequence, position, real = _places(x, cu_seqlens, seq_idx)
     rows, taps = wide(x), wide(weight)
     total = torch.zeros_like(rows) if bias is None else wide(bias).expand_as(rows)
-    for back in range(min(width, x.shape[1] + width)):
+    for back in range(width):
         earlier = rows if back == 0 else torch.zeros_like(rows)
         if 0 < back < x.shape[1]:
             earlier = torch.cat([rows[:, :back] * 0, rows[:, :-back]], 1)
@@ -114,7 +114,7 @@ def convolve_step(
                 x[:, begin:end], conv_state, weight, bias, silu, slots, None, part[1], part[2], null_index
             )
         return y
-    if not len(conv_state):  # all rows are null
+    if not len(conv_state) or not len(x):  # all rows are null, or there are none
         return torch.zeros_like(x)
     rows, tokens, width, columns = x.shape[0], x.shape[1], weight.shape[1], conv_state.shape[2]
     device, before = x.device, width - 1
@@ -147,10 +147,7 @@ def convolve_step(
         total = total + wide(weight)[:, j] * seen[:, j + fresh]
     y = torch.where(real[:, None, None], swish(total) if silu else total, 0).to(x.dtype)
     new = everything.gather(2, source[:, None].expand(rows, x.shape[2], columns))
-    if conv_state_indices is None:
-        conv_state[:rows].copy_(new)
-    else:
-        write_slots(conv_state, slots, real, new)
+    write_slots(conv_state, slots, real, new)
     return y
 
 

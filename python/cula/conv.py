@@ -9,16 +9,31 @@ alone. What is left, and float64, is plain PyTorch. Sums are taken in float32.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import _conv_gpu, _layer_checks, _layers, _plain
+from . import _autograd, _conv_gpu, _layer_checks, _layers, _ops, _passes, _plain
+from ._library import ops
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
 
+def _check_types(needed: Mapping[str, object], optional: Mapping[str, object], pad_slot_id: object) -> None:
+    for name, x in needed.items():
+        _passes.require_tensor(name, x)
+    for name, x in optional.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor or None, got {_ops.type_name(x)}")
+    if not isinstance(pad_slot_id, int | torch.SymInt) or isinstance(pad_slot_id, bool):
+        raise TypeError(f"pad_slot_id must be of type int, got {_ops.type_name(pad_slot_id)}")
+
+
 def _silu(activation: str | None) -> bool:
+    if activation is not None and not isinstance(activation, str):
+        raise TypeError(f"activation must be of type str or None, got {_ops.type_name(activation)}")
     if activation not in (None, "silu", "swish"):
         raise NotImplementedError(f"activation must be None, silu or swish, got {activation!r}")
     return activation is not None
@@ -59,6 +74,13 @@ def causal_conv1d_fn(
     The first eight parameters are causal-conv1d's (1.6), the others vLLM's. ValueError names an argument that
     does not fit, before anything is written. What writes into a pool has no gradient.
     """
+    optional = {
+        "bias": bias, "seq_idx": seq_idx, "initial_states": initial_states,
+        "final_states_out": final_states_out, "query_start_loc": query_start_loc, "conv_states": conv_states,
+        "cache_indices": cache_indices, "has_initial_state": has_initial_state,
+    }  # fmt: skip
+    _check_types({"x": x, "weight": weight}, optional, pad_slot_id)
+    _passes.check_flags(return_final_states=return_final_states)
     silu = _silu(activation)
     packed = x.dim() == 2 and query_start_loc is not None
     rows = x.unsqueeze(0) if packed else x
@@ -279,6 +301,12 @@ def _check_step_shapes(
                                     null_index)  # fmt: skip
 
 
+def _refuse_gradients(**given: Tensor | None) -> None:
+    """As the operator of CPUs does."""
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given.values()):
+        _autograd.refuse_gradients(ops.causal_conv1d_update.default, given)
+
+
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -307,6 +335,11 @@ def causal_conv1d_update(
     The first seven parameters are causal-conv1d's (1.6), the others vLLM's. ValueError names an argument that
     does not fit, before anything is written. It has no gradients.
     """
+    optional = {
+        "bias": bias, "cache_seqlens": cache_seqlens, "conv_state_indices": conv_state_indices,
+        "query_start_loc": query_start_loc, "num_accepted_tokens": num_accepted_tokens,
+    }  # fmt: skip
+    _check_types({"x": x, "conv_state": conv_state, "weight": weight}, optional, pad_slot_id)
     silu = _silu(activation)
     if query_start_loc is not None:
         if x.dim() != 2:
@@ -325,11 +358,11 @@ def causal_conv1d_update(
     if _layers.takes(rows, conv_state, weight, bias):
         y = _layers.convolve_step(*given)
     else:
+        _refuse_gradients(x=x, conv_state=conv_state, weight=weight, bias=bias)
         _check_step_shapes(rows, weight, bias, conv_state, query_start_loc, conv_state_indices, cache_seqlens,
                            num_accepted_tokens, pad_slot_id)  # fmt: skip
         found = _conv_gpu.convolve_step(*given) if x.is_cuda and not is_compiling() else None
-        with torch.no_grad():
-            y = _plain.convolve_step(*given) if found is None else found
+        y = _plain.convolve_step(*given) if found is None else found
     if query_start_loc is not None:
         return y.squeeze(0)
     return y.squeeze(1) if x.dim() == 2 else y.transpose(1, 2)

@@ -12,11 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from . import _layer_checks, _layers, _norm_gpu, _plain
+from . import _layer_checks, _layers, _norm_gpu, _ops, _passes, _plain
 
 __all__ = ["RMSNormGated", "rms_norm_gated"]
 
 _SIGMOID = {"swish": False, "silu": False, "sigmoid": True}
+
+
+def _check_activation(activation: str) -> None:
+    if not isinstance(activation, str):
+        raise TypeError(f"activation must be of type str, got {_ops.type_name(activation)}")
+    if activation not in _SIGMOID:
+        raise ValueError(f"activation must be swish, silu or sigmoid, got {activation!r}")
 
 
 def rms_norm_gated(
@@ -47,9 +54,21 @@ def rms_norm_gated(
     Names and defaults are FLA's (`fla.modules.fused_norm_gate.rms_norm_gated`). ValueError names an argument
     that does not fit.
     """
-    if activation not in _SIGMOID:
-        raise ValueError(f"activation must be swish, silu or sigmoid, got {activation!r}")
-    _layer_checks.check_floats({"x": x, "g": g, "weight": weight, "bias": bias, "residual": residual})
+    _passes.require_tensor("x", x)
+    tensors = {"x": x, "g": g, "weight": weight, "bias": bias, "residual": residual}
+    for name, each in tensors.items():
+        if each is not None and not isinstance(each, Tensor):
+            raise TypeError(f"{name} must be a tensor or None, got {_ops.type_name(each)}")
+    _passes.check_flags(
+        prenorm=prenorm, residual_in_fp32=residual_in_fp32, norm_before_gate=norm_before_gate,
+        zero_centered=zero_centered,
+    )  # fmt: skip
+    if not isinstance(eps, float | int) or isinstance(eps, bool):
+        raise TypeError(f"eps must be of type float, got {_ops.type_name(eps)}")
+    if group_size is not None and (not isinstance(group_size, int) or isinstance(group_size, bool)):
+        raise TypeError(f"group_size must be of type int, got {_ops.type_name(group_size)}")
+    _check_activation(activation)
+    _layer_checks.check_floats(tensors)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x must have shape [.., N], N from 1 on, got {list(x.shape)}")
     if not eps >= 0:
@@ -60,8 +79,6 @@ def rms_norm_gated(
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and other.shape != x.shape[-1:]:
             raise ValueError(f"{name} must have shape [{x.shape[-1]}], got {list(other.shape)}")
-    if group_size is not None and not isinstance(group_size, int):
-        raise TypeError(f"group_size must be of type int, got {type(group_size).__name__}")
     if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
         raise ValueError(f"group_size must divide the {x.shape[-1]} channels, got {group_size}")
     total, carried = x, x.float() if prenorm and residual_in_fp32 else x
@@ -98,8 +115,7 @@ class RMSNormGated(nn.Module):
         group_size: int | None = None,
     ) -> None:
         super().__init__()
-        if activation not in _SIGMOID:
-            raise ValueError(f"activation must be swish, silu or sigmoid, got {activation!r}")
+        _check_activation(activation)
         self.hidden_size, self.eps, self.activation = hidden_size, eps, activation
         self.norm_before_gate, self.group_size = norm_before_gate, group_size
         if elementwise_affine:

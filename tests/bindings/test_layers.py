@@ -128,14 +128,101 @@ def test_a_written_state_is_a_new_version():
         assert op.causal_conv1d_update(x[:, None], state, weight).shape == (2, 1, 16)
 
 
-def test_the_next_token_has_no_gradient():
-    x, weight, state = tensors((2, 16), (16, 4), (2, 16, 4))
-    before = state.clone()
-    with pytest.raises(NotImplementedError, match="x requires gradients"):
-        conv.causal_conv1d_update(x.requires_grad_(), state, weight)
-    assert torch.equal(state, before)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the kernel, and plain PyTorch
+@pytest.mark.parametrize("of", ["x", "conv_state", "weight", "bias"])
+def test_the_next_token_has_no_gradient(of, dtype):
+    shapes = {"x": (2, 16), "conv_state": (2, 16, 4), "weight": (16, 4), "bias": (16,)}
+    given = dict(zip(shapes, tensors(*shapes.values(), dtype=dtype), strict=True))
+    before = given["conv_state"].clone()
+    given[of].requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"{of} requires gradients"):
+        conv.causal_conv1d_update(**given)
+    assert torch.equal(given["conv_state"], before)
     with torch.no_grad():
-        conv.causal_conv1d_update(x, state, weight)
+        conv.causal_conv1d_update(**given)
+    assert not torch.equal(given["conv_state"], before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("null", [0, 1, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_null_row_without_indices_leaves_its_state(packed, null, dtype):
+    x, weight, state = tensors((3, 16), (16, 4), (4, 16, 4), dtype=dtype)
+    lengths = {"query_start_loc": torch.arange(4)} if packed else {}
+    whole, own = state.clone(), state.clone()
+    wanted = conv.causal_conv1d_update(x, whole, weight, **lengths)
+    y = conv.causal_conv1d_update(x, own, weight, **lengths, pad_slot_id=null)
+    others = [n for n in range(3) if n != null]
+    assert not y[null].any()
+    assert torch.equal(y[others], wanted[others])
+    assert torch.equal(own[[null, 3]], state[[null, 3]])
+    assert torch.equal(own[others], whole[others])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("slots", [None, torch.zeros(0, dtype=torch.int32)])
+def test_no_rows_have_no_next_token(slots, dtype):
+    x, weight, state = tensors((0, 16), (16, 4), (4, 16, 4), dtype=dtype)
+    before = state.clone()
+    assert conv.causal_conv1d_update(x, state, weight, conv_state_indices=slots).shape == (0, 16)
+    assert torch.equal(state, before)
+
+
+OF_BOTH = {
+    **dict.fromkeys(("x", "weight"), ([1.0], "must be a tensor, got list")),
+    **dict.fromkeys(("bias", "query_start_loc"), ([1], "must be a tensor or None, got list")),
+    "pad_slot_id": ("a", "must be of type int, got str"),
+    "activation": (True, "must be of type str or None, got bool"),
+}
+OF_PROMPTS = {
+    **OF_BOTH,
+    **dict.fromkeys(
+        ("seq_idx", "initial_states", "final_states_out", "conv_states", "cache_indices",
+         "has_initial_state"), ([1], "must be a tensor or None, got list"),
+    ),
+    "return_final_states": ("no", "must be of type bool, got str"),
+}  # fmt: skip
+OF_STEPS = {
+    **OF_BOTH,
+    "conv_state": ([1.0], "must be a tensor, got list"),
+    **dict.fromkeys(
+        ("cache_seqlens", "conv_state_indices", "num_accepted_tokens"),
+        (3, "must be a tensor or None, got int"),
+    ),
+}
+OF_NORMS = {
+    "x": ([1.0], "must be a tensor, got list"),
+    **dict.fromkeys(("g", "weight", "bias", "residual"), ([1.0], "must be a tensor or None, got list")),
+    **dict.fromkeys(
+        ("prenorm", "residual_in_fp32", "norm_before_gate", "zero_centered"),
+        ("no", "must be of type bool, got str"),
+    ),
+    "eps": (None, "must be of type float, got NoneType"),
+    "group_size": (True, "must be of type int, got bool"),
+    "activation": (["swish"], "must be of type str, got list"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("of", ["prompts", "steps", "norms"])
+def test_arguments_of_other_types_are_named(of, dtype):
+    x, row, weight, state = tensors((2, 16, 9), (2, 16), (16, 4), (2, 16, 4), dtype=dtype)
+    function, given, wrong = {
+        "prompts": (conv.causal_conv1d_fn, {"x": x, "weight": weight}, OF_PROMPTS),
+        "steps": (conv.causal_conv1d_update, {"x": row, "conv_state": state, "weight": weight}, OF_STEPS),
+        "norms": (norm.rms_norm_gated, {"x": row, "g": row, "weight": weight[:, 0]}, OF_NORMS),
+    }[of]
+    before = state.clone()
+    for name, (value, words) in wrong.items():
+        with pytest.raises(TypeError, match=f"^{name} {words}$"):
+            function(**{**given, name: value})
+    assert torch.equal(state, before)
+    function(**given)
+
+
+def test_a_norm_of_another_type_of_activation():
+    with pytest.raises(TypeError, match="activation must be of type str, got NoneType"):
+        norm.RMSNormGated(8, activation=None)
 
 
 @pytest.mark.parametrize("of", ["x", "weight"])

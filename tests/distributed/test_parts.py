@@ -28,6 +28,7 @@ from cula.dist import (
     tensor,
 )
 from cula.dist.calls import FUNCTIONS, Call
+from cula.dist.forms import Complete
 from cula.dist.lanes import PackedLane
 from cula.dist.messages import Message
 from cula.dist.shards import TokenShard
@@ -276,6 +277,57 @@ def test_tensor_parallelism_needs_no_group():
     ):
         with pytest.raises(ValueError, match=message):
             cula_kda_tp(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"g": 3.0}, "g must be a tensor, got float"),
+        ({"k": None, "full_inputs": True}, "k must be a tensor, got NoneType"),
+        ({"checkpoints": 3}, r"checkpoints must be Checkpoints\(states, plan\), got int"),
+        ({"checkpoints": (1, 2)}, "checkpoints.states must be a tensor, got int"),
+        ({"full_inputs": "no"}, "full_inputs must be of type bool, got str"),
+        ({"full_qk": 1}, "full_qk must be of type bool, got int"),
+        ({"gather_output": "no"}, "gather_output must be of type bool, got str"),
+    ],
+)
+def test_types_of_tensor_parallelism(changes, message):
+    x = torch.zeros(1, 8, 2, 16)
+    with pytest.raises(TypeError, match=message):
+        cula_kda_tp(**{"q": x, "k": x, "v": x, "g": x, "beta": x[..., 0], **changes})
+
+
+def test_wrong_heads_of_tensor_parallelism():
+    x = torch.zeros(1, 8, 2, 16)
+    with pytest.raises(TypeError, match="decay must be a tensor, got float"):
+        level2.cula_lightning_tp(x, x, x, 0.5)
+    with pytest.raises(ValueError, match=r"k must have shape \[B, T, H, K\], got \[8, 2, 16\]"):
+        cula_kda_tp(x, x[0], x, x, x[..., 0], full_inputs=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ((5, 0), ValueError, "size must be at least 1, got 0"),
+        ((-1, 2), ValueError, "tokens must be at least 0, got -1"),
+        ((5.0, 2), TypeError, "tokens must be of type int, got float"),
+        ((5, True), TypeError, "size must be of type int, got bool"),
+    ],
+)
+def test_wrong_splits(given, error, message):
+    with pytest.raises(error, match=message):
+        even_splits(*given)
+
+
+@pytest.mark.parametrize(("mode", "writes"), [("kda", 1), ("gdp", 2)])
+def test_a_rank_without_a_sequence_has_zeros_for_each_token(mode, writes):
+    """Also where v has several rows for each."""
+    q, k = torch.zeros(1, 3, 2, 16), torch.zeros(1, 3 * writes, 2, 16)
+    v = torch.zeros(1, 3 * writes, 4, 8, dtype=torch.bfloat16)
+    form = Complete(None, torch.zeros(1, dtype=torch.int32), 2, 2, "end")
+    made = form.forward(Call("a call", mode, q, k, v), None)
+    assert_same_bits("o", made.o, v.new_zeros(1, 3, 4, 8))
+    assert made.final_state.shape == (0, 4, 8, 16)
 
 
 def test_a_gate_of_all_channels_beside_a_bias_of_each_has_one_gradient():

@@ -80,7 +80,7 @@ def test_convolutions_run_on_kernels(dtype, monkeypatch):
 
 def test_a_token_with_a_gradient():
     """Decoding while something requires gradients, as FLA allows it."""
-    x, weight = torch.randn(3, 6), torch.randn(6, 4, requires_grad=True)
+    x, weight = torch.randn(3, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)
     cache = torch.randn(3, 6, 4)
     other = cache.clone()
     y, _ = parts.causal_conv1d_update(x, cache, None, weight, None, "silu")
@@ -90,6 +90,9 @@ def test_a_token_with_a_gradient():
     assert torch.equal(cache, other)
     y.sum().backward()
     assert weight.grad.any()
+    assert not cache.requires_grad  # so the next token goes back through itself alone
+    y, _ = parts.causal_conv1d_update(x.detach(), cache, None, weight, None, "silu")
+    y.sum().backward()
 
 
 @pytest.mark.parametrize("shape", ["rows", "one token", "packed", "heads"])

@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+from cula.integrations import _transformers_layers
 from cula.integrations import transformers as adapter
 from cula_testing.hybrids import (
     LAYERS,
@@ -97,6 +98,23 @@ class TestTheLayersAround:
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "olmo_hybrid", "minimax"])
+    def test_norms_give_the_dtype_of_those_of_transformers(self, name, of_x, of_weight):
+        """Some end in a product with the weight, which gives the wider dtype of both."""
+        module, x = model_file(name), torch.randn(3, 5, 8).to(of_x)
+        classes = [each for key, each in vars(module).items() if key.endswith(("RMSNorm", "RMSNormGated"))]
+        layers = [each(8).to(of_weight) for each in classes]
+        given = [(x, x.flip(0)) if each.__name__.endswith("Gated") else (x,) for each in classes]
+        wanted = [layer(*each) for layer, each in zip(layers, given, strict=True)]
+        adapter.register()
+        found = [layer(*each) for layer, each in zip(layers, given, strict=True)]
+        assert layers
+        assert only_ours()
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=2**-6, atol=1e-5)
+
     def test_hand_on_rows_whose_channels_are_contiguous(self):
         """So q, k and v are views of one result, which the kernels of linear attention read where it lies."""
         module, handed = model_file("qwen3_5"), []
@@ -137,6 +155,21 @@ class TestTheLayersAround:
         before = GateFirstRMSNormGated.forward
         adapter._replace_in(module)
         assert GateFirstRMSNormGated.forward is before
+
+    def test_a_norm_of_an_unknown_dtype_stays(self):
+        """Which gives the weight's, as T5's does, where the kernel gives x's."""
+
+        class RoundsRMSNorm(torch.nn.Module):
+            def __init__(self, dim: int, eps: float = 1e-6) -> None:
+                super().__init__()
+                self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(dim)), eps
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                wide = x.float()
+                wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+                return self.weight * wide.to(self.weight.dtype)
+
+        assert _transformers_layers.norm_like(RoundsRMSNorm) is None
 
     def test_of_other_numbers_are_declined(self):
         module, reason = model_file("kimi_linear"), "takes float32, bfloat16 and float16; these are float64"

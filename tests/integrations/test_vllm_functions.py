@@ -112,6 +112,39 @@ def test_kimi_k3_prefill():
     assert "multiples of 16 tokens" in sentence
 
 
+@pytest.mark.parametrize(
+    ("final_state", "words"),
+    [
+        (torch.zeros(1, HV, K, K), "final_state must have shape"),
+        (torch.zeros(2, HV, K, K, dtype=torch.int32), "final_state must have dtype"),
+        (None, "final_state must be a tensor, got NoneType"),
+    ],
+    ids=["shape", "dtype", "type"],
+)
+def test_a_final_state_of_kimi_k3_is_refused_before_anything_is_written(final_state, words, monkeypatch):
+    x, given = kda_tokens(90), []
+    x["g"], x["beta"] = x.pop("raw_g"), x.pop("raw_beta")
+    named = {
+        **x, "lower_bound": -5.0, "initial_state": kda_pool()[:2], "cu_seqlens": starts([70, 20]),
+        "out": torch.zeros_like(x["v"]), "workspace": torch.zeros(1),
+        "final_state": final_state if final_state is None else final_state.to(x["v"].device),
+    }  # fmt: skip
+
+    def theirs(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, out, final_state,
+               workspace, checkpoint_state=None, checkpoint_offsets=None):  # fmt: skip
+        given.append(locals())
+
+    module = importlib.import_module(f"{KIMI}.kda")
+    monkeypatch.setattr(module, "_flashkda_prefill", theirs)
+    vllm.register()
+    module._flashkda_prefill(**named)
+    [call] = given
+    assert call["final_state"] is named["final_state"]
+    assert not named["out"].any()
+    [(_, why)] = vllm.calls
+    assert words in why
+
+
 @pytest.mark.parametrize("safe", [False, True])
 def test_glm_prefill(safe):
     x = kda_tokens(90)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .. import _passes
 from . import cost, gradients
 from .calls import Call
 from .forms import Complete, Form, Split
@@ -61,6 +62,10 @@ def run(call: Call, group: Group, options: Options) -> tuple[Tensor, Tensor | No
 
 
 def _check(call: Call, options: Options) -> None:
+    _passes.check_flags(
+        output_final_state=options.output_final_state is not None and options.output_final_state,
+        state_v_first=options.state_v_first, nvshmem_backend=options.nvshmem_backend,
+    )  # fmt: skip
     if options.nvshmem_backend:
         raise NotImplementedError(
             "nvshmem_backend: the exchange runs over torch.distributed; see docs/distributed.md"

@@ -135,7 +135,7 @@ def _where(rows: Tensor, states: Tensor) -> Tensor:
 def _nothing(call: Call) -> tuple[Tensor, Tensor]:
     """The results of a rank without a sequence: its tokens, if it has any, belong to none."""
     o = call.options.get("out")
-    o = torch.zeros_like(call.v, memory_format=torch.contiguous_format) if o is None else o.zero_()
+    o = call.v.new_zeros((*call.q.shape[:2], *call.v.shape[2:])) if o is None else o.zero_()
     return o, call.states(0)
 
 

@@ -14,11 +14,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .. import _passes
 from .groups import Group, resolve
 
 
 def take_heads(argument: str, x: Tensor, dim: int, heads: int, group: Group) -> Tensor:
     """The rank's `heads` of x, which has those or all ranks'."""
+    _passes.require_tensor(argument, x)
     if x.dim() <= dim:
         raise ValueError(f"{argument} must have more than {dim} dimensions, got {list(x.shape)}")
     if x.shape[dim] == heads:
@@ -34,6 +36,9 @@ def take_heads(argument: str, x: Tensor, dim: int, heads: int, group: Group) -> 
 def take_query_heads(argument: str, x: Tensor, value_heads: int, group: Group) -> Tensor:
     """The query or key heads that the rank's share of all `value_heads` reads; several ranks may share
     one."""
+    _passes.require_tensor(argument, x)
+    if x.dim() != 4:
+        raise ValueError(f"{argument} must have shape [B, T, H, K], got {list(x.shape)}")
     heads, size = x.shape[2], group.size
     if not heads or value_heads % heads or (heads % size and size % heads):
         raise ValueError(
@@ -45,6 +50,7 @@ def take_query_heads(argument: str, x: Tensor, value_heads: int, group: Group) -
 
 def take_parameter(argument: str, x: Tensor, heads: int, widths: Sequence[int], group: Group) -> Tensor:
     """The rank's part of a parameter of any shape with so many values (one of `widths`) per head."""
+    _passes.require_tensor(argument, x)
     values = x.numel()
     if values in [heads * width for width in widths]:
         return x
@@ -60,6 +66,11 @@ def take_parameter(argument: str, x: Tensor, heads: int, widths: Sequence[int], 
 def even_splits(tokens: int, size: int) -> list[int]:
     """The borders of shards of `ceil(tokens / size)` tokens; what is left of them for the last ranks may be
     nothing."""
+    for argument, value, least in (("tokens", tokens, 0), ("size", size, 1)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{argument} must be of type int, got {type(value).__name__}")
+        if value < least:
+            raise ValueError(f"{argument} must be at least {least}, got {value}")
     share = -(-tokens // size)
     return [min(rank * share, tokens) for rank in range(size + 1)]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .. import Checkpoints
+from .. import Checkpoints, _passes
 from . import gradients
 from .calls import Call
 from .groups import Group, GroupLike, resolve
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def local_call(call: Call, group: Group, full_inputs: bool, full_qk: bool) -> Call:
     """The call on the rank's heads. Parameters and states may have its heads or all, which their sizes
     tell."""
+    _passes.check_flags(full_inputs=full_inputs, full_qk=full_qk)
     call.check()
     q, k, v = call.q, call.k, call.v
     heads = v.shape[2]
@@ -49,12 +50,13 @@ def _local_options(call: Call, heads: int, group: Group) -> dict[str, Any]:
         if isinstance(options.get(name), Tensor):
             options[name] = take_heads(name, options[name], 1, heads, group)
     if options.get("checkpoints") is not None:
-        states, plan = options["checkpoints"]
+        states, plan = _passes._checkpoints_of(options["checkpoints"])
         options["checkpoints"] = Checkpoints(take_heads("checkpoints.states", states, 1, heads, group), plan)
     return options
 
 
 def check_gather(call: Call, group: Group, gather_output: bool) -> None:
+    _passes.check_flags(gather_output=gather_output)
     if not gather_output:
         return
     if group.process_group is None and group.size > 1:

@@ -234,7 +234,7 @@ def causal_conv1d_update(
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias)):
         y, state = _plain.convolve(token, weight, bias, cache, None, None, silu, cache.shape[2])
         assert state is not None  # it was asked for
-        cache.copy_(state)
+        cache.copy_(state.detach())
     else:
         y = conv.causal_conv1d_update(token.transpose(1, 2), cache, weight, bias, activation).transpose(1, 2)
     y = y.reshape(x.shape)

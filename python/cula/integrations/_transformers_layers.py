@@ -17,6 +17,13 @@ from torch import Tensor
 
 from .. import _layers, conv, norm
 
+# Of a norm's weight and of x, in which a class of norms may return what the other rounds.
+_DTYPES = (
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+)
+
 ON_GPU = "on other devices than CPUs transformers' own code is kept for the layers around"
 
 
@@ -81,12 +88,11 @@ def norm_like(place: type[torch.nn.Module]) -> Callable[..., Tensor] | None:
     on a small example. Files of transformers have norms that gate first, that have groups, or whose weight is
     `1 + weight`, under names that say nothing of it."""
     gated = place.__name__.endswith("Gated")
-    for zero_centered in (False, True):
-        ours = _gated_forward if gated else functools.partial(_forward, zero_centered)
-        if (gated and zero_centered) or not _agrees(place, ours, gated):
-            continue
-        return ours
-    return None
+    forms: list[Callable[..., Tensor]] = [_gated_forward]
+    if not gated:
+        either = (False, True)
+        forms = [functools.partial(_forward, centered, widens) for centered in either for widens in either]
+    return next((ours for ours in forms if _agrees(place, ours, gated)), None)
 
 
 def _epsilon(layer: _Norm) -> float:
@@ -102,21 +108,30 @@ def _gated_forward(layer: _Norm, hidden_states: Tensor, gate: Tensor | None = No
     return y
 
 
-def _forward(zero_centered: bool, layer: _Norm, hidden_states: Tensor) -> Tensor:
+def _forward(zero_centered: bool, widens: bool, layer: _Norm, hidden_states: Tensor) -> Tensor:
+    """widens: the result has the wider of x's and the weight's dtypes, not x's."""
     _need_kernel(hidden_states)
     if not _layers.takes(layer.weight):
         raise NotImplementedError(f"weight has dtype {layer.weight.dtype}")
+    if widens:
+        hidden_states = hidden_states.to(torch.promote_types(hidden_states.dtype, layer.weight.dtype))
     return _layers.norm(hidden_states, None, layer.weight, eps=_epsilon(layer), zero_centered=zero_centered)
 
 
 def _agrees(place: type[torch.nn.Module], ours: Callable[..., Tensor], gated: bool) -> bool:
     """Whatever the class raises on the example, it is then none that is known here."""
     numbers = torch.linspace(-2.0, 3.0, 32, dtype=torch.float32, device="cpu").view(4, 8)
+    inputs = (numbers, numbers.flip(0) * 0.7) if gated else (numbers,)
     try:
         with torch.device("cpu"), torch.no_grad():
             layer = place(8, eps=0.25).float()
             layer.weight.copy_(numbers[1])  # type: ignore[operator]
-            inputs = (numbers, numbers.flip(0) * 0.7) if gated else (numbers,)
-            return torch.allclose(ours(layer, *inputs), layer.forward(*inputs), rtol=1e-4, atol=1e-5)
+            if not torch.allclose(ours(layer, *inputs), layer.forward(*inputs), rtol=1e-4, atol=1e-5):
+                return False
+            for of_weight, of_x in _DTYPES:
+                layer, given = layer.to(of_weight), [x.to(of_x) for x in inputs]
+                if ours(layer, *given).dtype != layer.forward(*given).dtype:
+                    return False
+            return True
     except Exception:
         return False

@@ -325,12 +325,14 @@ def kimi_flashkda(
         raise NotImplementedError(
             "checkpoint_offsets are multiples of 16 tokens, and checkpoints here are kept at multiples of 64"
         )
-    _, state = kimi_chunk(
-        q, k, v, g, beta, A_log, dt_bias, initial_state=initial_state, output_final_state=True,
-        lower_bound=lower_bound, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens, out=out,
+    _passes.check_inputs(_ops.prefill, q, k, v)
+    for name, x in (("out", out), ("final_state", final_state)):
+        _passes.require_tensor(name, x)  # the operator would make what is left out
+    options = _passes.pack("kda", "bounded", True, True, False, None, lower_bound, -1, None)
+    _ops.prefill.write(
+        q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+        final_state=final_state, initial_state=initial_state, cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    assert state is not None  # it was asked for
-    final_state.copy_(state)
     return out, final_state
 
 
