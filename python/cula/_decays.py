@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from . import _ops
@@ -51,9 +52,18 @@ def kda_decay(
 
 
 def log_decay(decay: Tensor | None) -> Tensor | None:
-    if decay is None or not _ops.is_dense(decay) or not decay.is_floating_point():
+    if decay is None or not _ops.is_dense(decay):
         return decay  # absent, or refused with the other types
-    return decay.copysign(-1.0)  # -abs(decay) in one kernel
+    return floating("decay", decay).copysign(-1.0)  # -abs(decay) in one kernel
+
+
+def floating(argument: str, decay: Tensor) -> Tensor:
+    """A decay per head that can take a sign: integers as float32, since a uint8 has no negative."""
+    if decay.is_floating_point():
+        return decay
+    if decay.is_complex() or decay.dtype == torch.bool:
+        raise ValueError(f"{argument} must have a floating or an integer dtype, got {decay.dtype}")
+    return decay.to(torch.float32)
 
 
 def check_gate(A_log: Tensor | None, lower_bound: float | None, safe_gate: bool = False) -> None:

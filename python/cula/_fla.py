@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._passes import LOG_DECAY, Gate, gate_of
+from ._passes import LOG_DECAY, Gate, check_flags, gate_of
 
 # The kinds of arguments by their annotations, and how many dimensions have those tensors whose shapes are
 # read first.
@@ -125,9 +125,22 @@ def state_layout(kwargs: dict[str, object], state_v_first: bool) -> bool:
         return state_v_first
     if state_v_first:
         raise ValueError("Cannot pass both `state_v_first` and the deprecated `transpose_state_layout`.")
+    v_first = kwargs.pop("transpose_state_layout")
+    check_flags(transpose_state_layout=v_first)
     message = "`transpose_state_layout` is deprecated and renamed to `state_v_first`."
     warnings.warn(message, DeprecationWarning, stacklevel=3)
-    return bool(kwargs.pop("transpose_state_layout"))
+    return v_first is True
+
+
+def chunk_size(function: str, kwargs: Mapping[str, object]) -> None:
+    """FLA's check of an option that changes nothing here; left out, or None, FLA chooses."""
+    size = kwargs.get("chunk_size")
+    if size is None:
+        return
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise TypeError(f"{function}: chunk_size must be of type int, got {_ops.type_name(size)}")
+    if size <= 0 or size & (size - 1):
+        raise ValueError(f"`chunk_size` must be a power of 2, got {size}.")
 
 
 def sequences(q: Tensor, cu_seqlens: Tensor | None, initial_state: Tensor | None) -> None:

@@ -213,7 +213,7 @@ def forward(
     if wants_chunk_states:
         check_room(op, q, k, v, cu_seqlens)
         if cu_seqlens_cpu is not None and cu_seqlens is not None:
-            check_lengths(op, "cu_seqlens_cpu", cu_seqlens_cpu)
+            check_host_lengths(op, cu_seqlens, cu_seqlens_cpu)
         chunk_states = _new_states.of_chunks(q, k, v, cu_seqlens, cu_seqlens_cpu, chunk_size, v_first)
         chunk_states_v_first = chunk_states if v_first else chunk_states.transpose(-1, -2)
     if not v_first:
@@ -481,6 +481,24 @@ def check_lengths(op: Operator, argument: str, lengths: Tensor) -> None:
         raise ValueError(f"{op.name}: {argument} must have dtype int32 or int64, got {lengths.dtype}")
     if lengths.shape[0] > 1 and lengths.stride(0) != 1:
         raise ValueError(f"{op.name}: {argument} must be contiguous, got stride {lengths.stride(0)}")
+
+
+def check_host_lengths(op: Operator, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor) -> None:
+    """`cu_seqlens_cpu` holds what `cu_seqlens` does, as far as the host can read that without waiting."""
+    check_lengths(op, "cu_seqlens_cpu", cu_seqlens_cpu)
+    if cu_seqlens_cpu.shape[0] != (count := cu_seqlens.shape[0]):
+        raise ValueError(
+            f"{op.name}: cu_seqlens_cpu must have as many elements as cu_seqlens, {count}, "
+            f"got {cu_seqlens_cpu.shape[0]}"
+        )
+    if torch.compiler.is_compiling() or not (cu_seqlens.is_cpu and cu_seqlens_cpu.is_cpu):
+        return
+    if wrong := (cu_seqlens_cpu != cu_seqlens).nonzero().flatten().tolist():
+        n = wrong[0]
+        raise ValueError(
+            f"{op.name}: cu_seqlens_cpu must have the values of cu_seqlens, got cu_seqlens_cpu[{n}] = "
+            f"{cu_seqlens_cpu[n]} beside cu_seqlens[{n}] = {cu_seqlens[n]}"
+        )
 
 
 def empty_o(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

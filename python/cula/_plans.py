@@ -121,6 +121,8 @@ def _check(
     for name, number in (("interval", interval), ("tokens", tokens), ("null_index", null_index)):
         if not isinstance(number, int | torch.SymInt) or isinstance(number, bool):
             raise TypeError(f"checkpoint_plan: {name} must be of type int, got {_ops.type_name(number)}")
+        if isinstance(number, int) and not -(2**63) <= number < 2**63:
+            raise ValueError(f"checkpoint_plan: {name} must fit 64 bits, got {number}")
     if interval <= 0 or interval % _CHUNK:
         raise ValueError(
             f"checkpoint_plan: interval must be a positive multiple of {_CHUNK} tokens, got {interval}"

@@ -6,8 +6,7 @@ The functions are differentiable as `cula.api` says.
 
 from __future__ import annotations
 
-import warnings
-
+import torch
 from torch import Tensor
 
 from . import _fla, _ops, _passes
@@ -54,14 +53,10 @@ def chunk_gated_delta_rule(
             raise ValueError(
                 f"q and k must have the same number of heads, got {q.shape[2]} and {k.shape[2]}."
             )
-        if v.shape[2] % q.shape[2]:
+        if q.shape[2] and v.shape[2] % q.shape[2]:
             raise ValueError(
                 f"For GVA, num_v_heads (HV={v.shape[2]}) must be evenly divisible by "
                 f"num_qk_heads (H={q.shape[2]})."
-            )
-        if kwargs.pop("head_first", None) is not None:
-            warnings.warn(
-                "head_first is deprecated: inputs are `[B, T, H, ...]`", DeprecationWarning, stacklevel=2
             )
         _fla.options("chunk_gated_delta_rule", kwargs)
         if chunk_size not in (16, 32, 64):
@@ -138,12 +133,8 @@ def fused_recurrent_gated_delta_rule(
         algorithm = "kda" if gk is not None else "delta" if g is None else "gdn"
         dtype = v.dtype
         q, k, v = _fla.one_dtype(q, k, v)
-        if gk is not None and not gk.is_floating_point():
-            raise ValueError(f"gk must have a floating-point dtype, got {gk.dtype}")
-        if gk is not None and g is not None and g.shape != gk.shape[:3]:
-            raise ValueError(f"g must have shape [B, T, HV] = {list(gk.shape[:3])}, got {list(g.shape)}")
         if gk is not None:
-            g = gk if g is None else gk + g.unsqueeze(-1)
+            g = _sum_of_decays(g, gk)
         o, final_state, _ = _passes.forward(
             _ops.decode, algorithm, q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, dense(initial_state, state_v_first),
@@ -153,6 +144,19 @@ def fused_recurrent_gated_delta_rule(
     except Exception as error:
         _fla.refuse_types(fused_recurrent_gated_delta_rule, locals(), error)
         raise
+
+
+def _sum_of_decays(g: Tensor | None, gk: Tensor) -> Tensor:
+    """In float32 at least, as FLA's kernel adds them up."""
+    for name, decay in (("gk", gk), ("g", g)):
+        if decay is not None and not decay.is_floating_point():
+            raise ValueError(f"{name} must have a floating-point dtype, got {decay.dtype}")
+    if g is None:
+        return gk
+    if g.shape != gk.shape[:3]:
+        raise ValueError(f"g must have shape [B, T, HV] = {list(gk.shape[:3])}, got {list(g.shape)}")
+    wide = torch.promote_types(torch.promote_types(gk.dtype, g.dtype), torch.float32)
+    return gk.to(wide) + g.to(wide).unsqueeze(-1)
 
 
 # FLA's short names.

@@ -52,6 +52,8 @@ def chunk_gdn2(
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
         _fla.options("chunk_gdn2", kwargs)
+        if not (type(safe_gate) is type(disable_recompute) is bool):
+            _passes.check_flags(safe_gate=safe_gate, disable_recompute=disable_recompute)
         if cp_context is not None:
             cu_seqlens = _fla.cu_seqlens_of(cp_context, initial_state, output_final_state)
         _fla.sequences(q, cu_seqlens, initial_state)
@@ -107,9 +109,9 @@ def fused_recurrent_gdn2(
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.gdn2.fused_recurrent_gdn2`: token after token, made for a few tokens per sequence.
 
-    As `chunk_gdn2`, but the initial state may have any floating dtype that a state may have. A raw gate with
-    neither `A_log` nor `lower_bound` is `-e * softplus(g + dt_bias)`, as in FLA. An empty sequence returns
-    its initial state.
+    As `chunk_gdn2`, but the initial state may have any floating dtype that a state may have, and q, k and v
+    may differ in dtype; o has v's. A raw gate with neither `A_log` nor `lower_bound` is
+    `-e * softplus(g + dt_bias)`, as in FLA. An empty sequence returns its initial state.
     """
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
@@ -118,6 +120,7 @@ def fused_recurrent_gdn2(
         _check_strengths(k, v, b, w)
         if use_gate_in_kernel and A_log is None and lower_bound is None:
             A_log = g.new_ones(v.shape[2], dtype=torch.float32)
+        dtype = v.dtype
         q, k, v = _fla.one_dtype(q, k, v)
         o, final_state, _ = _passes.forward(
             _ops.decode, "gdn2", q, k, v, g, w,
@@ -125,7 +128,7 @@ def fused_recurrent_gdn2(
             False, False, cu_seqlens, dense(initial_state, state_v_first), Outputs(None, output_final_state),
             erase=b,
         )  # fmt: skip
-        return o, final_state
+        return o.to(dtype), final_state
     except Exception as error:
         _fla.refuse_types(fused_recurrent_gdn2, locals(), error)
         raise

@@ -65,7 +65,8 @@ def fused_recurrent_dplr_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.generalized_delta_rule.fused_recurrent_dplr_delta_rule`: token after token, made for a few
-    tokens per sequence. As `chunk_dplr_delta_rule`; q, k and v may differ in dtype. `reverse` is refused."""
+    tokens per sequence. As `chunk_dplr_delta_rule`; q, k and v may differ in dtype; o has v's. `reverse` is
+    refused."""
     try:
         _fla.forward_only(reverse, None)
         return recurrent(
@@ -97,7 +98,7 @@ def chunk(
     lower_bound: float | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The function `name`, which calls q and g as `query` and `gate` say."""
-    if lower_bound is not None and lower_bound >= 0:
+    if lower_bound is not None and not lower_bound < 0:
         raise ValueError(f"`lower_bound` must be negative ({gate} is a log-decay < 0), got {lower_bound}.")
     _passes.check_flags(safe_gate=safe_gate, disable_recompute=disable_recompute)
     if chunk_size is not None:
@@ -136,23 +137,28 @@ def recurrent(
     """The recurrent functions, which call q and g as `query` and `gate` say."""
     _fla.sequences(q, cu_seqlens, initial_state)
     check_shapes(query, gate, q, g, k, v, a, b)
+    dtype = v.dtype
     q, k, v = _fla.one_dtype(q, k, v)
     o, final_state, _ = _passes.forward(
         _ops.decode, "rwkv7", q, k, v, g, scale=scale, cu_seqlens=cu_seqlens,
         states=dense(initial_state, False), outputs=Outputs(None, output_final_state), a_key=a, b_key=b,
     )  # fmt: skip
-    return o, final_state
+    return o if q.dtype == dtype else o.to(dtype), final_state
 
 
 def check_shapes(
     query: str, gate: str, q: Tensor, g: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
 ) -> None:
+    check_keys(query, q, {gate: g, "k": k, "a": a, "b": b})
+    wanted = (*q.shape[:3], v.shape[-1])
+    _fla.require(v.shape == wanted, "v must have shape [B, T, H, V], {}, got {}", wanted, list(v.shape))
+
+
+def check_keys(query: str, q: Tensor, keys: dict[str, Tensor]) -> None:
     _fla.require(q.dim() == 4, "{} must have shape [B, T, H, K], got {}", query, list(q.shape))
-    for name, x in ((gate, g), ("k", k), ("a", a), ("b", b)):
+    for name, x in keys.items():
         _fla.require(
             x.shape == q.shape, "{} must have {}'s shape, {}, got {}", name, query, list(q.shape),
             list(x.shape),
         )  # fmt: skip
         _fla.require(x.is_floating_point(), "{} must have a floating dtype, got {}", name, x.dtype)
-    wanted = (*q.shape[:3], v.shape[-1])
-    _fla.require(v.shape == wanted, "v must have shape [B, T, H, V], {}, got {}", wanted, list(v.shape))

@@ -64,6 +64,8 @@ def chunk_kda(
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
         _fla.options("chunk_kda", kwargs)
+        if not (type(safe_gate) is type(disable_recompute) is bool):
+            _passes.check_flags(safe_gate=safe_gate, disable_recompute=disable_recompute)
         if cp_context is not None:
             cu_seqlens = _fla.cu_seqlens_of(cp_context, initial_state, output_final_state)
         _fla.sequences(q, cu_seqlens, initial_state)
@@ -167,6 +169,8 @@ def kda_prefill_hopper(
     """
     try:
         _fla.options("kda_prefill_hopper", kwargs)
+        if type(safe_gate) is not bool:
+            _passes.check_flags(safe_gate=safe_gate)
         _fla.sequences(q, cu_seqlens, initial_state)
         _fla.float32_state(initial_state)
         _fla.gate(use_gate_in_kernel, A_log, lower_bound, safe_gate)
@@ -567,7 +571,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> N
         raise _fla.ArgumentError(f"q and k must have the same shape, got q={shape} vs k={k.shape}")
     if K > 256:
         raise _fla.ArgumentError(f"Currently we only support key headdim <=256 for KDA, got {K}.")
-    if HV % H != 0:
+    if H and HV % H != 0:
         raise _fla.ArgumentError(
             f"For GVA, num_v_heads (HV={HV}) must be evenly divisible by num_qk_heads (H={H}), "
             f"but got HV % H = {HV % H}"

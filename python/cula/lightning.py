@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import _fla, _ops, _passes
+from . import _decays, _fla, _ops, _passes
 from ._passes import Outputs, States, dense
 from .simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
@@ -43,8 +43,8 @@ def lightning_attn_fwd(
     """
     try:
         o, final_state, _ = _passes.forward(
-            _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, states=dense(initial_state),
-            outputs=Outputs(None, output_final_state, chunk_size=chunk_size),
+            _ops.prefill, "lightning", Q, K, V, decay=-_decays.floating("decay", decay), scale=scale,
+            states=dense(initial_state), outputs=Outputs(None, output_final_state, chunk_size=chunk_size),
         )  # fmt: skip
         return o, final_state
     except Exception as error:
@@ -74,8 +74,8 @@ def lightning_attn_fwd_varlen(
         if cu_seqlens is None:
             raise TypeError("cu_seqlens must be a tensor, got NoneType")
         o, final_state, _ = _passes.forward(
-            _ops.prefill, "lightning", Q, K, V, decay=-decay, scale=scale, cu_seqlens=cu_seqlens,
-            states=States(pool=state_pool, initial_indices=initial_state_indices),
+            _ops.prefill, "lightning", Q, K, V, decay=-_decays.floating("decay", decay), scale=scale,
+            cu_seqlens=cu_seqlens, states=States(pool=state_pool, initial_indices=initial_state_indices),
             outputs=Outputs(None, True, chunk_size=chunk_size),
         )  # fmt: skip
         assert final_state is not None  # it was asked for
@@ -127,7 +127,7 @@ def linear_attention_decode(
             q,
             k,
             v,
-            decay=-decay_scales,
+            decay=-_decays.floating("decay_scales", decay_scales),
             scale=softmax_scale,
             states=States(pool=states[: q.shape[0]]),
             outputs=Outputs(o),
@@ -221,6 +221,7 @@ def chunk_lightning_attn(
     """
     try:
         _fla.options("chunk_lightning_attn", kwargs, ("chunk_size",))
+        _fla.chunk_size("chunk_lightning_attn", kwargs)
         decay = _fla_decay(q, layer_idx, num_layers)
         return chunk_simple_gla(
             q, k, v, None, decay, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens
@@ -275,4 +276,4 @@ def _fla_decay(q: Tensor, layer_idx: int, num_layers: int) -> Tensor:
         )
     heads = q.shape[2]
     per_head = torch.arange(heads, dtype=torch.float32, device=q.device)
-    return per_head * (-8 / heads * (1 - layer_idx / num_layers))
+    return per_head * (-8 / max(heads, 1) * (1 - layer_idx / num_layers))

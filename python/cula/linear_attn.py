@@ -3,8 +3,9 @@
 
 With `normalize` a token's result is divided by its query's product with the sum of the keys so far, z, plus
 1e-10; states are then pairs of S `[N, H, K, V]` and z `[N, 1, H, K]`. z is a state as S is, of values that
-are one, and so comes from the same kernels, in float32. The functions are differentiable as `cula.api` says,
-z too.
+are one, and so comes from the same kernels, in float32 (float64 where k is). As in FLA, it is returned in k's
+dtype, or in the wider of k's and that of a z which was given, and so is o. The functions are differentiable
+as `cula.api` says, z too.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ def _linear(
 ) -> tuple[Tensor, States]:
     if type(normalize) is not bool:
         _passes.check_flags(normalize=normalize)
+    if normalize:
+        _fla.no_grouped_heads(q, k, v)
     z = None
     if initial_state is not None and not isinstance(initial_state, Tensor):
         initial_state, z = _pair(initial_state, normalize)
@@ -98,12 +101,14 @@ def _linear(
     )
     if not normalize:
         return o, final_state
+    dtype, wide = k.dtype, torch.promote_types(k.dtype, torch.float32)
     if z is not None:
-        z = z.squeeze(1).unsqueeze(-1).to(torch.float32)
-    ones = q.new_ones((*q.shape[:3], 1), dtype=torch.float32)
-    sums, final_z = _run(op, q.float(), k.float(), ones, None, None, scale, z, True, False, cu_seqlens)
+        dtype = torch.promote_types(dtype, z.dtype)
+        z = z.squeeze(1).unsqueeze(-1).to(wide)
+    ones = q.new_ones((*q.shape[:3], 1), dtype=wide)
+    sums, final_z = _run(op, q.to(wide), k.to(wide), ones, None, None, scale, z, True, False, cu_seqlens)
     assert final_z is not None  # it was asked for
-    return (o / (sums + 1e-10)).to(o.dtype), (final_state, final_z.squeeze(-1).unsqueeze(1).to(k.dtype))
+    return (o / (sums + 1e-10)).to(dtype), (final_state, final_z.squeeze(-1).unsqueeze(1).to(dtype))
 
 
 def _pair(given: object, normalize: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -122,6 +127,9 @@ def _pair(given: object, normalize: bool) -> tuple[Tensor | None, Tensor | None]
             raise TypeError(f"initial_state must be a pair of tensors, got {_ops.type_name(value)} as {name}")
         if not _ops.is_dense(value) or value.dim() != 4 or (name == "z" and value.shape[1] != 1):
             raise ValueError(f"initial_state must have {name} {dims}, got {_ops.described(value)}")
-        if not value.is_floating_point():
-            raise ValueError(f"initial_state must have a floating-point dtype in {name}, got {value.dtype}")
+        if not value.is_floating_point() or value.element_size() == 1:
+            raise ValueError(
+                f"initial_state must have a floating-point dtype of 16 bits at least in {name}, "
+                f"got {value.dtype}"
+            )
     return given

@@ -28,6 +28,7 @@ def chunk_retention(
     """`fla.ops.retention.chunk_retention`: a whole prompt; states `[N, H, K, V]`."""
     try:
         _fla.options("chunk_retention", kwargs, ("chunk_size",))
+        _fla.chunk_size("chunk_retention", kwargs)
         return chunk_simple_gla(
             q, k, v, None, _decay(q), scale, initial_state, output_final_state, cu_seqlens=cu_seqlens
         )

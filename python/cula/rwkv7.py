@@ -4,6 +4,7 @@ functions are differentiable as `cula.api` says."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from . import _fla
@@ -86,8 +87,10 @@ def fused_mul_recurrent_rwkv7(
     refused."""
     try:
         _fla.forward_only(reverse, None)
+        _dplr.check_keys("r", r, {"kk": kk, "a": a})
+        b = kk.to(torch.promote_types(kk.dtype, torch.float32)) * a
         return _dplr.recurrent(
-            "r", "w", r, w, k, v, -kk, kk.float() * a, scale, initial_state, output_final_state, cu_seqlens
+            "r", "w", r, w, k, v, -kk, b, scale, initial_state, output_final_state, cu_seqlens
         )
     except Exception as error:
         _fla.refuse_types(fused_mul_recurrent_rwkv7, locals(), error)

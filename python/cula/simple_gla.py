@@ -32,11 +32,12 @@ def chunk_simple_gla(
     """`fla.ops.simple_gla.chunk_simple_gla`: a whole prompt.
 
     q, k `[B, T, H, K]`, v `[B, T, H, V]`; the log decay is g `[B, T, H]`, the constant g_gamma `[H]`, their
-    sum, or zero. `chunk_size` among the kwargs changes nothing here.
+    sum, or zero. `chunk_size` among the kwargs, a power of 2, changes nothing here.
     """
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
         _fla.options("chunk_simple_gla", kwargs, ("chunk_size",))
+        _fla.chunk_size("chunk_simple_gla", kwargs)
         _fla.sequences(q, cu_seqlens, initial_state)
         return _run(
             _ops.prefill,

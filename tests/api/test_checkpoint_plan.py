@@ -171,7 +171,10 @@ def test_in_one_graph(dynamic):
         ({"interval": 64.0}, TypeError, "interval must be of type int, got float"),
         ({"tokens": torch.tensor(3)}, TypeError, "tokens must be of type int, got Tensor"),
         ({"tokens": -1}, ValueError, "tokens must not be negative, got -1"),
+        ({"tokens": 10**19}, ValueError, "tokens must fit 64 bits, got 10000000000000000000"),
+        ({"interval": 2**64}, ValueError, "interval must fit 64 bits, got 18446744073709551616"),
         ({"null_index": True}, TypeError, "null_index must be of type int, got bool"),
+        ({"null_index": -(2**63) - 1}, ValueError, "null_index must fit 64 bits, got -9223372036854775809"),
     ],
 )  # fmt: skip
 def test_refuses(wrong, error, words):

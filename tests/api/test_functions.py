@@ -205,6 +205,38 @@ def test_a_gate_per_head_is_expanded():
     passes.assert_rule(either, inputs)
 
 
+DECAYS = pytest.mark.parametrize("name", ["lightning", "simple_gla", "delta_per_head"])
+
+
+@DECAYS
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
+def test_an_integer_decay_shrinks_the_state(name, dtype):
+    x = make(Case(name, (6, 6), head_decay=True))
+    decay = torch.tensor([1, 3], dtype=dtype)
+    one, other = (
+        [*level1.prefill(x, decay=each), *level1.verify(x, x.initial_state, decay=each)]
+        for each in (decay, -decay.float())
+    )
+    for found, wanted in zip(one, other, strict=True):
+        assert_same_bits("integers", wanted, found)
+
+
+@DECAYS
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64], ids=str)
+def test_a_decay_is_a_real_number(name, dtype):
+    x, pool = make(Case(name, (1, 1), head_decay=True)), torch.zeros(2, 2, 64, 64)
+    decay = torch.ones(2, dtype=dtype)
+    for call in (
+        lambda: level1.prefill(x, decay=decay),
+        lambda: level1.decode(x, pool, decay=decay),
+        lambda: level1.verify(x, pool, decay=decay),
+        lambda: level1.segment(x, decay=decay),
+    ):
+        with pytest.raises(ValueError, match=rf"decay must have a floating or an integer dtype, got {dtype}"):
+            call()
+    assert not pool.any()
+
+
 def test_defaults(algorithm):
     inputs = make(Case(algorithm, (20,), state=False))
     o, final_state = level1.prefill(inputs, output_final_state=False)

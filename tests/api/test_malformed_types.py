@@ -265,7 +265,7 @@ UNREAD_WITHOUT = {
     ("fused_sigmoid_gating_delta_rule_update", "cache_steps"): "intermediate_states_buffer",
 }
 # Those that FLA takes in any case and may not look at.
-UNREAD = {"A_log", "dt_bias", "lower_bound", "safe_gate", "disable_recompute"}
+UNREAD = {"A_log", "dt_bias", "lower_bound"}
 # As the operators call it, or what does not fit it.
 ALIASES = {
     "state_pool": "(initial|final)_state", "state": "(initial|final)_state", "s": "(initial|final)_state",
@@ -324,7 +324,7 @@ def test_no_memory_is_no_wrong_type(monkeypatch, error):
 
     monkeypatch.setattr(cula.kda._passes, "forward", raise_it)
     with pytest.raises(type(error)) as raised:
-        cula.kda.chunk_kda(X.q, X.k, X.v, X.g, X.beta, disable_recompute="no", safe_gate=None)
+        cula.kda.chunk_kda(X.q, X.k, X.v, X.g, X.beta, use_graph="no", max_num_seqs="none")
     assert raised.value is error
 
 
@@ -392,7 +392,7 @@ def test_every_parameter(function, named):
     failures = []
     for parameter in inspect.signature(function).parameters.values():
         name = parameter.name
-        unread = UNREAD if "use_gate_in_kernel" not in named else {"safe_gate", "disable_recompute"}
+        unread = UNREAD if "use_gate_in_kernel" not in named else set()
         if name in FREE | FREE_OF.get(function.__name__, set()):
             continue
         if function.__module__ != "cula.api" and name in unread:

@@ -582,14 +582,3 @@ def test_kda_decode_refusals():
         cula.kda.kda_decode(*base, x.initial_state, None, scale=0.0)
     o = cula.kda.kda_decode(*base, None, None)
     assert o.isfinite().all()
-
-
-def test_recurrent_gdn_takes_each_input_in_its_own_dtype():
-    inputs = make(Case("gdn", (20,)))
-    q, k, v = inputs.q.float(), inputs.k.float(), inputs.v
-    run = cula.gdn.fused_recurrent_gated_delta_rule
-    o, state = run(q, k, v, inputs.g, beta=inputs.beta, output_final_state=True)
-    wanted, wanted_state = run(q, k, v.float(), inputs.g, beta=inputs.beta, output_final_state=True)
-    assert o.dtype == v.dtype
-    assert_same_bits("o", wanted.to(v.dtype), o)
-    assert_same_bits("state", wanted_state, state)

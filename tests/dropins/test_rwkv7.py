@@ -106,15 +106,6 @@ def test_the_recurrent_function_of_what_a_layer_has():
     assert_same_bits("state", wanted[1], state)
 
 
-def test_inputs_of_several_dtypes():
-    inputs = make(Case("rwkv7", (20,)))
-    r, w, k, v, a, b = of_rwkv7(inputs)
-    o, state = rwkv7.fused_recurrent_rwkv7(r.float(), w, k, v, a, b)
-    wanted = rwkv7.fused_recurrent_rwkv7(r.float(), w, k.float(), v.float(), a, b)
-    assert_same_bits("o", wanted[0], o)
-    assert_same_bits("state", wanted[1], state)
-
-
 def test_kda_is_one_of_them():
     """The key of KDA reads what has decayed, and writes what it is short of."""
     x = make(Case("kda", (130, 130), dtype=torch.float32))
