@@ -40,8 +40,7 @@
 //   K = 256   44.5 + 2 x 19 = 82.5, + 5 x 19 = 139.5
 // Registers: at most 128, so one CTA per multiprocessor. Accumulators of a thread: Y, X, W 48 and dq, dk 32
 // (half of both where K = 64), squares 16 (8 for additive rules, and where K = 256), S o Z 4. What else a
-// lane needs it computes anew for every value head (lane_again()). For compute capability 8.0, K = 128 and
-// delta rules ptxas spills 64 bytes, outside the slices.
+// lane needs it computes anew for every value head (lane_again()).
 //
 // kSeveral: of tokens that write several times, whose chunks are rows of writes (tile/tokens_of_rows.cuh).
 // Rows that are not their token's last have a zero q, and a zero dO from the return, so that their dq is
@@ -56,6 +55,7 @@
 #include "cuda/backward/token_squares.cuh"
 #include "cuda/chunked/tile_reads.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/tile/tokens_of_rows.cuh"
 
 namespace cula::cuda::backward {
 

@@ -44,6 +44,7 @@
 #include "cuda/chunked/low_rank.h"
 #include "cuda/chunked/prepare.h"
 #include "cuda/chunked/schedule.h"
+#include "cuda/tile/tokens_of_rows.cuh"
 
 namespace cula::cuda::backward {
 

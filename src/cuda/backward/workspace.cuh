@@ -135,7 +135,7 @@ private:
     static constexpr std::int64_t kSums = 2 * kTokens<kKey> * kKey;
 
     static bool shares_keys(std::int64_t heads, std::int64_t value_heads, const WantedGradients& wanted) {
-        return wanted.keys && value_heads > heads;
+        return kPerChannel && wanted.keys && value_heads > heads;
     }
 };
 

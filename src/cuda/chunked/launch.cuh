@@ -41,6 +41,7 @@
 #include "cuda/chunked/workspace.cuh"
 #include "cuda/pipe/launch.h"
 #include "cuda/rule.h"
+#include "cuda/tile/tokens_of_rows.cuh"
 
 namespace cula::cuda::chunked {
 

@@ -44,6 +44,7 @@
 #include "cuda/rule.h"
 #include "cuda/tile/gate.cuh"
 #include "cuda/tile/scan.cuh"
+#include "cuda/tile/tokens_of_rows.cuh"
 
 namespace cula::cuda::chunked {
 

@@ -27,7 +27,7 @@ void launch_schedule(const DeviceArgs& a, const Schedule& of, std::int32_t* firs
 
 template <int kKey>
 bool launch_count_writes(const DeviceArgs& a, const Timeline& to, void* stream) {
-    if (to.checkpoints != (to.plan ? a.num_checkpoints : 0))
+    if (to.checkpoints != a.num_checkpoints)
         throw Error("run: args must be those of the plan, got another checkpoint_plan");
     const std::int64_t threads = std::max(to.ends ? std::int64_t{a.sequences} + 1 : 0, to.checkpoints);
     if (threads == 0) return false;

@@ -50,6 +50,7 @@
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/rule.h"
 #include "cuda/tile/store_row.cuh"
+#include "cuda/tile/tokens_of_rows.cuh"
 
 namespace cula::cuda::sm80 {
 

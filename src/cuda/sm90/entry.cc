@@ -54,9 +54,9 @@ Support takes(const Problem& problem) {
     if (problem.key_dim > 128)
         return Support::no("takes K up to 128, got " + std::to_string(problem.key_dim));
     if (Support any = chunked::supports(problem); !any) return any;
-    if (kMostWrites % problem.writes != 0)
-        return Support::no("takes writes of a token that divide " + std::to_string(kMostWrites) + ", got " +
-                           std::to_string(problem.writes));
+    if (kMostTileWrites % problem.writes != 0)
+        return Support::no("takes writes of a token that divide " + std::to_string(kMostTileWrites) +
+                           ", got " + std::to_string(problem.writes));
     return Support::yes();
 }
 

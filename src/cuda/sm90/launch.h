@@ -29,7 +29,7 @@ inline bool fuses_gate(Gate gate, float lower_bound) {
 
 // The writes of a token divide this, so that TMA tiles of a chunk hold whole tokens. A store reads up to one
 // row less behind its tile, which must be shared memory of the CTA (StoreRole).
-inline constexpr int kMostWrites = 16;
+inline constexpr int kMostTileWrites = 16;
 
 // As in sm80/launch.h, for at most 128 key channels.
 template <class T, int kKey, bool kPerChannel>

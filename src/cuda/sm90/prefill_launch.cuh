@@ -19,9 +19,9 @@ using chunked::StrategyKind;
 
 template <class T, int kKeyDim, bool kDecayPerChannel>
 struct WarpgroupCarry {
-    static_assert(kTokens<kKeyDim> % kMostWrites == 0);
+    static_assert(kTokens<kKeyDim> % kMostTileWrites == 0);
     using Shared = CarryShared<T, kKeyDim, true, false, false>;  // of rules with several writes
-    static_assert((kMostWrites - 1) * Shared::RowTile::kRowBytes <= Shared::kBytesBehindOuts);
+    static_assert((kMostTileWrites - 1) * Shared::RowTile::kRowBytes <= Shared::kBytesBehindOuts);
     using Type = T;
     static constexpr std::string_view kTarget = "sm90";
     // Two CTAs of two warpgroups take 1.11 us for a chunk of a map, two of one warpgroup 0.89 us for a chunk

@@ -72,7 +72,8 @@ inline constexpr bool kAgrees =
 static_assert(kAgrees<Update::kDelta, false> && kAgrees<Update::kDelta, true> &&
               kAgrees<Update::kAdditive, false> && kAgrees<Update::kAdditive, true>);
 
-// As TokensOfWrites, of chunks that are whole tokens: their writes divide a chunk (kMostWrites in launch.h).
+// As TokensOfWrites, of chunks that are whole tokens: their writes divide a chunk (kMostTileWrites in
+// launch.h).
 struct WholeTokens {
     int log2_writes;
     std::int64_t first_token;

@@ -108,23 +108,27 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kReadsState, kPe
         publish_barriers();
     }
     // PDL, as listed at the top of this file. The map kernel has itself waited for prepare, so waiting for it
-    // is enough. Where there is no wait here, a fence keeps this CTA from reading stale L1 lines.
-    const auto needs_map = [&] {
+    // is enough. Where there is no wait here, fences keep this CTA from reading stale lines: of the L1 cache,
+    // and by bulk copies of chunk operands, which go through the async proxy.
+    const auto acquire = [] {
         __threadfence();
+        fence_async_global();
+    };
+    const auto needs_map = [&] {
+        acquire();
         return segment_of(a, schedule, segment_number<kMaps>(a, schedule, p, static_cast<int>(blockIdx.x)))
                    .rank > 0;
     };
     const bool waits_itself = schedule.waits.operands || schedule.waits.states;
     const bool waits_last = kMaps ? p.beside_others : p.halves || waits_itself;
     if (kMaps && p.beside_others) {
-        __threadfence();
-        fence_async_global();  // chunk operands are read by bulk copies, through the async proxy
+        acquire();
     } else if (kMaps) {
         pdl_wait();
         pdl_trigger();
     } else if (waits_itself) {
         pdl_trigger();
-        __threadfence();
+        acquire();
     } else if (p.first_only) {  // the maps beside it do not wait for prepare
         pdl_wait();
         pdl_trigger();

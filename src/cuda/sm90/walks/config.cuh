@@ -6,6 +6,7 @@
 #include "cuda/sm90/carry/config.cuh"
 #include "cuda/sm90/carry/load_store_roles.cuh"
 #include "cuda/sm90/carry/state_role.cuh"
+#include "cuda/tile/convert.cuh"
 
 namespace cula::cuda::sm90 {
 
