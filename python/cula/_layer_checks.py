@@ -12,12 +12,22 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from . import _ops, _passes
+
 
 def reads_values(x: Tensor) -> bool:
     """As elsewhere, values in a GPU's memory are read, which waits for it, only when that is asked for."""
     if is_compiling():
         return False
     return x.device.type == "cpu" or os.environ.get("CULA_DEBUG_CHECKS") == "1"
+
+
+def check_tensors(needed: Mapping[str, object], optional: Mapping[str, object]) -> None:
+    for name, x in needed.items():
+        _passes.require_tensor(name, x)
+    for name, x in optional.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor or None, got {_ops.type_name(x)}")
 
 
 def check_floats(tensors: Mapping[str, Tensor | None]) -> None:

@@ -209,7 +209,7 @@ def forward(
 
     checkpoint_states = plan = chunk_states = chunk_states_v_first = None
     if checkpoints is not None:
-        checkpoint_states, plan = _checkpoints_of(checkpoints)
+        checkpoint_states, plan = checkpoints_of(checkpoints)
     if wants_chunk_states:
         check_room(op, q, k, v, cu_seqlens)
         if cu_seqlens_cpu is not None and cu_seqlens is not None:
@@ -577,7 +577,7 @@ def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
     return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
-def _checkpoints_of(checkpoints: Checkpoints) -> Checkpoints:
+def checkpoints_of(checkpoints: Checkpoints) -> Checkpoints:
     if not isinstance(checkpoints, tuple | list) or len(checkpoints) != 2:
         raise TypeError(
             f"prefill: checkpoints must be Checkpoints(states, plan), got {_ops.type_name(checkpoints)}"

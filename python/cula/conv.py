@@ -22,11 +22,7 @@ __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
 
 def _check_types(needed: Mapping[str, object], optional: Mapping[str, object], pad_slot_id: object) -> None:
-    for name, x in needed.items():
-        _passes.require_tensor(name, x)
-    for name, x in optional.items():
-        if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor or None, got {_ops.type_name(x)}")
+    _layer_checks.check_tensors(needed, optional)
     if not isinstance(pad_slot_id, int | torch.SymInt) or isinstance(pad_slot_id, bool):
         raise TypeError(f"pad_slot_id must be of type int, got {_ops.type_name(pad_slot_id)}")
 

@@ -54,11 +54,8 @@ def rms_norm_gated(
     Names and defaults are FLA's (`fla.modules.fused_norm_gate.rms_norm_gated`). ValueError names an argument
     that does not fit.
     """
-    _passes.require_tensor("x", x)
-    tensors = {"x": x, "g": g, "weight": weight, "bias": bias, "residual": residual}
-    for name, each in tensors.items():
-        if each is not None and not isinstance(each, Tensor):
-            raise TypeError(f"{name} must be a tensor or None, got {_ops.type_name(each)}")
+    optional = {"g": g, "weight": weight, "bias": bias, "residual": residual}
+    _layer_checks.check_tensors({"x": x}, optional)
     _passes.check_flags(
         prenorm=prenorm, residual_in_fp32=residual_in_fp32, norm_before_gate=norm_before_gate,
         zero_centered=zero_centered,
@@ -68,7 +65,7 @@ def rms_norm_gated(
     if group_size is not None and (not isinstance(group_size, int) or isinstance(group_size, bool)):
         raise TypeError(f"group_size must be of type int, got {_ops.type_name(group_size)}")
     _check_activation(activation)
-    _layer_checks.check_floats(tensors)
+    _layer_checks.check_floats({"x": x, **optional})
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x must have shape [.., N], N from 1 on, got {list(x.shape)}")
     if not eps >= 0:

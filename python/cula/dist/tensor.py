@@ -50,7 +50,7 @@ def _local_options(call: Call, heads: int, group: Group) -> dict[str, Any]:
         if isinstance(options.get(name), Tensor):
             options[name] = take_heads(name, options[name], 1, heads, group)
     if options.get("checkpoints") is not None:
-        states, plan = _passes._checkpoints_of(options["checkpoints"])
+        states, plan = _passes.checkpoints_of(options["checkpoints"])
         options["checkpoints"] = Checkpoints(take_heads("checkpoints.states", states, 1, heads, group), plan)
     return options
 
