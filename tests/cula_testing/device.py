@@ -119,9 +119,11 @@ def algorithms_in(parameters: Iterable[object]) -> set[str]:
     return {word for name in words for word in name} & cula.algorithms().keys()
 
 
-def serves(target: str, pass_name: str) -> bool:
-    """Whether the target has a kernel for the pass: on a GPU, one may be made for a single pass."""
-    return any(name == target or name.startswith(f"{target}:") for name in targets(pass_name))
+def serves(target: str, pass_name: str, on: str = "") -> bool:
+    """Whether the target or strategy has a kernel for the pass on this device, or on `on`: on a GPU, one may
+    be made for a single pass."""
+    names = (row.target for row in _rows(on or kind(), pass_name, torch.bfloat16))
+    return any(name == target or name.startswith(f"{target}:") for name in names)
 
 
 def kernels_of(call: Callable[[], object]) -> list[str]:

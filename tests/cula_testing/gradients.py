@@ -71,7 +71,7 @@ def backward(
     found = {name: empty(inputs, name) for name in (names(inputs) if wanted is None else wanted)}
     call(
         "backward",
-        backend or backend_of(inputs.case, "backward"),
+        backend or backend_of(inputs, "backward"),
         {f"d_{name}": gradient for name, gradient in found.items()},
         **inputs.tensors(),
         **inputs.case.options,

@@ -36,7 +36,7 @@ def common(inputs: Inputs, pass_name: str) -> dict:
         named["use_beta_sigmoid_in_kernel"] = case.beta_is_logit
         named["allow_neg_eigval"] = case.allow_neg_eigval
     named |= {"use_qk_l2norm_in_kernel": case.qk_l2norm, "scale": case.scale}
-    return {**named, "backend": backend_of(case, pass_name) or None}
+    return {**named, "backend": backend_of(inputs, pass_name) or None}
 
 
 def prefill(inputs: Inputs, **options):

@@ -51,9 +51,10 @@ def own_slots(inputs: Inputs) -> torch.Tensor:
     return torch.arange(inputs.case.sequences, dtype=torch.int32, device=inputs.q.device)
 
 
-def backend_of(case: Case, pass_name: str) -> str:
-    """The case's target, or the best where that has no kernel for the pass."""
-    return case.backend if case.backend and device.serves(case.backend, pass_name) else ""
+def backend_of(inputs: Inputs, pass_name: str) -> str:
+    """The case's target, or the best where that has no kernel for the pass on the device of the inputs."""
+    target = inputs.case.backend
+    return target if target and device.serves(target, pass_name, inputs.q.device.type) else ""
 
 
 def call(pass_name: str, backend: str, outputs: Mapping[str, torch.Tensor], **named) -> None:
@@ -68,7 +69,7 @@ def call(pass_name: str, backend: str, outputs: Mapping[str, torch.Tensor], **na
 def _call(pass_name: str, inputs: Inputs, backend: str, **named) -> None:
     outputs = {name: named[name] for name in Result.__dataclass_fields__ if named.get(name) is not None}
     named |= {**inputs.tensors(), **inputs.case.options}
-    call(pass_name, backend or backend_of(inputs.case, pass_name), outputs, **named)
+    call(pass_name, backend or backend_of(inputs, pass_name), outputs, **named)
 
 
 def _states(inputs: Inputs, final_state, final_state_indices, in_place: bool) -> dict:
