@@ -94,7 +94,8 @@ def check_sizes(function: str, **given: object) -> None:
 
 
 def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in the widest of their dtypes: FLA's recurrent operators take each in its own."""
+    """q, k and v in the widest of their dtypes: FLA's recurrent operators take each in its own, and give o in
+    that of q or of v."""
     if q.dtype == k.dtype == v.dtype or not all(x.is_floating_point() for x in (q, k, v)):
         return q, k, v
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)

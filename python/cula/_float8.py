@@ -23,9 +23,10 @@ def quantize_states(states: Tensor, state_v_first: bool = True) -> tuple[Tensor,
     `amax / 448` of its K numbers, and what the library stores where a row is zero or not finite. On a CPU the
     codes are those that the kernels store, to their last bit.
 
-    Raises TypeError for what is no tensor, ValueError for another dtype or fewer than two dimensions.
+    Raises TypeError for what is no tensor or no bool, ValueError for another dtype or fewer than two
+    dimensions.
     """
-    _check_matrix("quantize_states", "states", states, _WIDE)
+    _check_matrix("quantize_states", "states", states, _WIDE, state_v_first)
     rows = (states if state_v_first else states.transpose(-1, -2)).float()
     most = rows.abs().amax(-1, keepdim=True)
     largest = torch.full_like(most, _LARGEST)  # by a number, a GPU multiplies by its rounded inverse
@@ -44,9 +45,9 @@ def dequantize_states(codes: Tensor, state_scales: Tensor, state_v_first: bool =
     codes: float8_e4m3fn `[..., V, K]`; `[..., K, V]` with `state_v_first=False`.
     state_scales: float32 `[..., V]`.
 
-    Raises TypeError for what is no tensor, ValueError for another dtype or shape.
+    Raises TypeError for what is no tensor or no bool, ValueError for another dtype or shape.
     """
-    _check_matrix("dequantize_states", "codes", codes, (FLOAT8,))
+    _check_matrix("dequantize_states", "codes", codes, (FLOAT8,), state_v_first)
     if not isinstance(state_scales, Tensor):
         raise TypeError(
             f"dequantize_states: state_scales must be a tensor, got {_ops.type_name(state_scales)}"
@@ -90,7 +91,13 @@ def expand_state_scales(scales: Tensor, value_dim: int) -> Tensor:
     return given.repeat_interleave(value_dim // rows, dim=-1)
 
 
-def _check_matrix(function: str, argument: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_matrix(
+    function: str, argument: str, value: object, dtypes: tuple[torch.dtype, ...], state_v_first: object
+) -> None:
+    if not isinstance(state_v_first, bool):
+        raise TypeError(
+            f"{function}: state_v_first must be of type bool, got {_ops.type_name(state_v_first)}"
+        )
     if not isinstance(value, Tensor):
         raise TypeError(f"{function}: {argument} must be a tensor, got {_ops.type_name(value)}")
     if value.dtype not in dtypes:

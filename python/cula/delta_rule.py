@@ -76,12 +76,14 @@ def fused_recurrent_delta_rule(
         _fla.sequences(q, cu_seqlens, initial_state)
         if beta is None:
             beta = v.new_ones(v.shape[:3])
+        dtype = q.dtype
+        q, k, v = _fla.one_dtype(q, k, v)
         o, final_state, _ = _passes.forward(
             _ops.decode, "delta", q, k, v, beta=beta, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
             cu_seqlens=cu_seqlens, states=dense(initial_state, False),
             outputs=Outputs(None, output_final_state),
         )  # fmt: skip
-        return o, final_state
+        return o.to(dtype), final_state
     except Exception as error:
         _fla.refuse_types(fused_recurrent_delta_rule, locals(), error)
         raise

@@ -65,11 +65,13 @@ def fused_recurrent_gla(
         _fla.options("fused_recurrent_gla", kwargs)
         _fla.forward_only(reverse, gv)
         _fla.sequences(q, cu_seqlens, initial_state)
+        dtype = q.dtype
+        q, k, v = _fla.one_dtype(q, k, v)
         o, final_state, _ = _passes.forward(
             _ops.decode, "linear" if gk is None else "gla", q, k, v, g=gk, scale=scale, cu_seqlens=cu_seqlens,
             states=dense(initial_state, state_v_first), outputs=Outputs(None, output_final_state),
         )  # fmt: skip
-        return o, final_state
+        return o.to(dtype), final_state
     except Exception as error:
         _fla.refuse_types(fused_recurrent_gla, locals(), error)
         raise

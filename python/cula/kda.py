@@ -131,13 +131,15 @@ def fused_recurrent_kda(
         _fla.options("fused_recurrent_kda", kwargs)
         if use_gate_in_kernel and A_log is None and lower_bound is None:
             A_log = g.new_ones(v.shape[2], dtype=torch.float32)
+        dtype = v.dtype
+        q, k, v = _fla.one_dtype(q, k, v)
         o, final_state, _ = _passes.forward(
             _ops.decode, "kda", q, k, v, g, beta,
             _fla.given_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound), scale, use_qk_l2norm_in_kernel,
             use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens, dense(initial_state, state_v_first),
             Outputs(None, output_final_state),
         )  # fmt: skip
-        return o, final_state
+        return o.to(dtype), final_state
     except Exception as error:
         _fla.refuse_types(fused_recurrent_kda, locals(), error)
         raise

@@ -94,7 +94,9 @@ def fused_recurrent_simple_gla(
         _fla.options("fused_recurrent_simple_gla", kwargs)
         _fla.forward_only(reverse, None)
         _fla.sequences(q, cu_seqlens, initial_state)
-        return _run(
+        dtype = q.dtype
+        q, k, v = _fla.one_dtype(q, k, v)
+        o, final_state = _run(
             _ops.decode,
             q,
             k,
@@ -107,6 +109,7 @@ def fused_recurrent_simple_gla(
             state_v_first,
             cu_seqlens,
         )
+        return o.to(dtype), final_state
     except Exception as error:
         _fla.refuse_types(fused_recurrent_simple_gla, locals(), error)
         raise

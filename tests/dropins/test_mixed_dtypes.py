@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLA's recurrent functions take each input in its own dtype: o has that of v, and nothing is rounded on the
-way that the wider dtype could hold."""
+"""FLA's recurrent functions take each input in its own dtype: o has that of v or of q, as FLA's has, and
+nothing is rounded on the way that the wider dtype could hold."""
 
 from __future__ import annotations
 
@@ -16,6 +16,30 @@ FLOAT64 = pytest.mark.cpu_only("float64 is the reference's")
 
 def of_gdn(x: Inputs) -> dict:
     return {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "beta": x.beta}
+
+
+def of_kda(x: Inputs) -> dict:
+    return {**of_gdn(x), "A_log": x.A_log, "dt_bias": x.dt_bias}
+
+
+def of_delta(x: Inputs) -> dict:
+    return {"q": x.q, "k": x.k, "v": x.v, "beta": x.beta}
+
+
+def of_gla(x: Inputs) -> dict:
+    return {"q": x.q, "k": x.k, "v": x.v, "gk": x.g}
+
+
+def of_simple_gla(x: Inputs) -> dict:
+    return {"q": x.q, "k": x.k, "v": x.v, "g": x.g}
+
+
+def of_lightning(x: Inputs) -> dict:
+    return {"q": x.q, "k": x.k, "v": x.v, "layer_idx": 1, "num_layers": 4}
+
+
+def of_qkv(x: Inputs) -> dict:
+    return {"q": x.q, "k": x.k, "v": x.v}
 
 
 def of_gdn2(x: Inputs) -> dict:
@@ -36,21 +60,27 @@ def of_dplr(x: Inputs) -> dict:
 
 @pytest.mark.parametrize("wide", ["q", "k", "v"])
 @pytest.mark.parametrize(
-    ("run", "algorithm", "arguments"),
+    ("run", "algorithm", "arguments", "like"),
     [
-        (cula.gdn.fused_recurrent_gated_delta_rule, "gdn", of_gdn),
-        (cula.gdn2.fused_recurrent_gdn2, "gdn2", of_gdn2),
-        (cula.rwkv7.fused_recurrent_rwkv7, "rwkv7", of_rwkv7),
-        (cula.rwkv7.fused_mul_recurrent_rwkv7, "rwkv7", of_a_layer),
-        (cula.generalized_delta_rule.fused_recurrent_dplr_delta_rule, "rwkv7", of_dplr),
+        (cula.kda.fused_recurrent_kda, "kda", of_kda, "v"),
+        (cula.delta_rule.fused_recurrent_delta_rule, "delta", of_delta, "q"),
+        (cula.gla.fused_recurrent_gla, "gla", of_gla, "q"),
+        (cula.simple_gla.fused_recurrent_simple_gla, "simple_gla", of_simple_gla, "q"),
+        (cula.retention.fused_recurrent_retention, "lightning", of_qkv, "q"),
+        (cula.lightning.fused_recurrent_lightning_attn, "lightning", of_lightning, "q"),
+        (cula.gdn.fused_recurrent_gated_delta_rule, "gdn", of_gdn, "v"),
+        (cula.gdn2.fused_recurrent_gdn2, "gdn2", of_gdn2, "v"),
+        (cula.rwkv7.fused_recurrent_rwkv7, "rwkv7", of_rwkv7, "v"),
+        (cula.rwkv7.fused_mul_recurrent_rwkv7, "rwkv7", of_a_layer, "v"),
+        (cula.generalized_delta_rule.fused_recurrent_dplr_delta_rule, "rwkv7", of_dplr, "v"),
     ],
 )
-def test_o_has_the_dtype_of_v(run, algorithm, arguments, wide):
+def test_o_has_the_dtype_of_one(run, algorithm, arguments, like, wide):
     x = make(Case(algorithm, (20,), beta_per_value=algorithm == "gdn2"))
     o, state = run(**arguments(x.but(**{wide: getattr(x, wide).float()})), output_final_state=True)
     floats = x.but(q=x.q.float(), k=x.k.float(), v=x.v.float())
     wanted, wanted_state = run(**arguments(floats), output_final_state=True)
-    assert o.dtype == (torch.float32 if wide == "v" else torch.bfloat16)
+    assert o.dtype == (torch.float32 if wide == like else torch.bfloat16)
     assert_same_bits("o", wanted.to(o.dtype), o)
     assert_same_bits("state", wanted_state, state)
 
