@@ -273,8 +273,8 @@ private:
     void load_d_o() {
         const int loaded = args_.d_o ? tokens_ : 0;
         for (int i = 0; i < loaded; ++i)
-            load_row(own_.d_o + i * columns_, args_.d_o.ptr(task_.batch, token_ + i, task_.value_head),
-                     args_.d_o.dtype, task_.v_count, columns_);
+            load_token_row(own_.d_o + i * columns_, args_.d_o, task_.batch, token_ + i, task_.value_head, 0,
+                           task_.v_count, columns_);
         this->zero(own_.d_o + loaded * columns_, (padded_tokens_ - loaded) * columns_);
         d_o_words_ = packed_rows(mine_.d_o_w, own_.d_o, padded_tokens_, columns_);
     }
@@ -305,8 +305,8 @@ private:
 
     void store_d_v() const {
         for (int i = 0; args_.d_v && i < count_; ++i)
-            store_row(args_.d_v.ptr(task_.batch, row_ + i, task_.value_head), args_.d_v.dtype,
-                      own_.d_values + i * columns_, task_.v_count);
+            store_token_row(args_.d_v, task_.batch, row_ + i, task_.value_head, 0,
+                            own_.d_values + i * columns_, task_.v_count);
     }
 
     // Z <- diag(chunk_decay) Z + Q~^T dO - K^^T dV; d_values are -dV. With one decay per token both rows are
@@ -350,8 +350,8 @@ private:
             const float *strengths = buffers_.strengths + i * columns_, *d = own_.d_values + i * columns_;
             float* row = buffers_.values + i * columns_;
             if (wanted_.beta) {
-                load_row(row, args_.v.ptr(task_.batch, row_ + i, task_.value_head), args_.v.dtype,
-                         task_.v_count, columns_);
+                load_token_row(row, args_.v, task_.batch, row_ + i, task_.value_head, 0, task_.v_count,
+                               columns_);
                 Vec dot{};
                 for (int j = 0; j < columns_; j += kLanes) {
                     const Vec of_value = load(row + j) * load(d + j);
@@ -363,8 +363,7 @@ private:
             }
             for (int j = 0; j < columns_; j += kLanes) store(row + j, load(strengths + j) * load(d + j));
             if (args_.d_v)
-                store_row(args_.d_v.ptr(task_.batch, row_ + i, task_.value_head), args_.d_v.dtype, row,
-                          task_.v_count);
+                store_token_row(args_.d_v, task_.batch, row_ + i, task_.value_head, 0, row, task_.v_count);
         }
     }
 
@@ -378,8 +377,7 @@ private:
                                : 0.0f;
             store(d_betas + j, beta_derivative(inputs_, load(given), load(d_betas + j)));
         }
-        store_row(args_.d_beta.ptr(task_.batch, token, task_.value_head), args_.d_beta.dtype, d_betas,
-                  task_.v_count);
+        store_token_row(args_.d_beta, task_.batch, token, task_.value_head, 0, d_betas, task_.v_count);
     }
 
     // Of de: derase, and what k gets.
@@ -387,16 +385,15 @@ private:
         for (int i = 0; i < count_; ++i) {
             float *d_e = own_.d_e + i * channels_, *d_k = own_.d_k + i * channels_;
             const float* k = buffers_.k + i * channels_;
-            load_row(mine_.row, args_.erase.ptr(task_.batch, row_ + i, task_.value_head), args_.erase.dtype,
-                     key_dim_, channels_);
+            load_token_row(mine_.row, args_.erase, task_.batch, row_ + i, task_.value_head, 0, key_dim_,
+                           channels_);
             for (int c = 0; c < channels_; c += kLanes) {
                 const Vec given = load(mine_.row + c), of_key = load(d_e + c);
                 store(d_k + c, load(d_k + c) + of_key * inputs_.erase(given));
                 store(d_e + c, erase_derivative(inputs_, given, of_key * load(k + c)));
             }
             if (args_.d_erase)
-                store_row(args_.d_erase.ptr(task_.batch, row_ + i, task_.value_head), args_.d_erase.dtype,
-                          d_e, key_dim_);
+                store_token_row(args_.d_erase, task_.batch, row_ + i, task_.value_head, 0, d_e, key_dim_);
         }
     }
 
@@ -418,8 +415,8 @@ private:
         Vec log_rate{};
         for (int i = 0; i < count_; ++i) {
             float* d_g = own_.d_g + i * channels_;
-            load_row(mine_.row, args_.g.ptr(task_.batch, row_ + i, task_.value_head), args_.g.dtype, key_dim_,
-                     channels_);
+            load_token_row(mine_.row, args_.g, task_.batch, row_ + i, task_.value_head, 0, key_dim_,
+                           channels_);
             for (int c = 0; c < channels_; c += kLanes) {
                 const GateGradient gradient =
                     derivative(load(mine_.row + c), load(inputs_.gate_bias + c), load(d_g + c));
@@ -428,8 +425,7 @@ private:
                 log_rate += gradient.of_log_rate;
             }
             if (args_.d_g)
-                store_row(args_.d_g.ptr(task_.batch, row_ + i, task_.value_head), args_.d_g.dtype, d_g,
-                          key_dim_);
+                store_token_row(args_.d_g, task_.batch, row_ + i, task_.value_head, 0, d_g, key_dim_);
         }
         mine_.parameters[0] += static_cast<double>(sum(log_rate) * derivative.log_rate_factor());
         for (int c = 0; c < key_dim_; ++c) mine_.parameters[1 + c] += static_cast<double>(mine_.bias_sum[c]);

@@ -66,7 +66,7 @@ inline void write_key_gradient(const HeadInputs& inputs, const TensorRef& x, con
     if (!d_x) return;
     const int channels = inputs.padded_key_dim;
     if (inputs.args.qk_l2norm) {
-        load_row(scratch, x.ptr(inputs.batch, token, inputs.head), x.dtype, inputs.key_dim, channels);
+        load_token_row(scratch, x, inputs.batch, token, inputs.head, 0, inputs.key_dim, channels);
         Vec squares{}, along{};
         for (int c = 0; c < channels; c += kLanes) {
             squares += load(scratch + c) * load(scratch + c);
@@ -78,7 +78,7 @@ inline void write_key_gradient(const HeadInputs& inputs, const TensorRef& x, con
     } else if (scale != 1.0f) {
         for (int c = 0; c < channels; c += kLanes) store(d_y + c, load(d_y + c) * scale);
     }
-    store_row(d_x.ptr(inputs.batch, token, inputs.head), d_x.dtype, d_y, inputs.key_dim);
+    store_token_row(d_x, inputs.batch, token, inputs.head, 0, d_y, inputs.key_dim);
 }
 
 }  // namespace cula::cpu::CULA_CPU_TARGET

@@ -18,6 +18,31 @@ CULA_INLINE int round_up(int x, int multiple) { return (x + multiple - 1) / mult
 
 extern "C" float expf(float);
 
+// Rows of neighbouring tokens lie kilobytes apart, and no prefetcher of a processor goes from page to page.
+// So with a token's row that of a later token is asked for. Rows of one head lie at few places of a cache,
+// which so many hold: with 8 and with 16 tokens the backward pass takes 2 to 4 % longer.
+inline constexpr int kTokensAhead = 4;
+template <bool kWrites>
+CULA_INLINE void ask_for_token(const TensorRef& x, std::int64_t batch, std::int64_t token, std::int64_t head,
+                               std::int64_t first, int count) {
+    const std::int64_t last = x.size[1] - 1, ahead = token + kTokensAhead;
+    const auto* const row = static_cast<const char*>(x.ptr(batch, ahead < last ? ahead : last, head, first));
+    const int bytes = count * static_cast<int>(size_bytes(x.dtype));
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, kWrites);
+}
+
+// load_row() and store_row() of a token and a head of x [B, T, heads, channels], from channel `first` on.
+inline void load_token_row(float* dst, const TensorRef& x, std::int64_t batch, std::int64_t token,
+                           std::int64_t head, std::int64_t first, int count, int padded) {
+    ask_for_token<false>(x, batch, token, head, first, count);
+    load_row(dst, x.ptr(batch, token, head, first), x.dtype, count, padded);
+}
+inline void store_token_row(const TensorRef& x, std::int64_t batch, std::int64_t token, std::int64_t head,
+                            std::int64_t first, const float* src, int count) {
+    ask_for_token<true>(x, batch, token, head, first, count);
+    store_row(x.ptr(batch, token, head, first), x.dtype, src, count);
+}
+
 struct HeadInputs {
     const Args& args;
     std::int64_t batch, head, value_head;
@@ -77,17 +102,17 @@ struct HeadInputs {
 
     // Both return what the row was multiplied by.
     float query(float* q, std::int64_t token) const {
-        load_row(q, args.q.ptr(batch, token, head), args.q.dtype, key_dim, padded_key_dim);
+        load_token_row(q, args.q, batch, token, head, 0, key_dim, padded_key_dim);
         return normalise(q, static_cast<float>(args.scale));
     }
     float key(float* k, std::int64_t token) const {
-        load_row(k, args.k.ptr(batch, token, head), args.k.dtype, key_dim, padded_key_dim);
+        load_token_row(k, args.k, batch, token, head, 0, key_dim, padded_key_dim);
         return normalise(k, 1.0f);
     }
 
     // exp(g) of every channel of a token.
     void channel_decays(float* alpha, std::int64_t token) const {
-        load_row(alpha, args.g.ptr(batch, token, value_head), args.g.dtype, key_dim, padded_key_dim);
+        load_token_row(alpha, args.g, batch, token, value_head, 0, key_dim, padded_key_dim);
         for (int c = 0; c < padded_key_dim; c += kLanes)
             store(alpha + c, exp(log_decay(load(alpha + c), load(gate_bias + c))));
     }
@@ -116,14 +141,14 @@ struct HeadInputs {
 
     // The erase key of a token, of its key.
     void erase_key(float* e, const float* k, std::int64_t token) const {
-        load_row(e, args.erase.ptr(batch, token, value_head), args.erase.dtype, key_dim, padded_key_dim);
+        load_token_row(e, args.erase, batch, token, value_head, 0, key_dim, padded_key_dim);
         for (int c = 0; c < padded_key_dim; c += kLanes) store(e + c, erase(load(e + c)) * load(k + c));
     }
 
     // The low-rank keys of a token.
     void low_rank_keys(float* a, float* b, std::int64_t token) const {
-        load_row(a, args.a_key.ptr(batch, token, value_head), args.a_key.dtype, key_dim, padded_key_dim);
-        load_row(b, args.b_key.ptr(batch, token, value_head), args.b_key.dtype, key_dim, padded_key_dim);
+        load_token_row(a, args.a_key, batch, token, value_head, 0, key_dim, padded_key_dim);
+        load_token_row(b, args.b_key, batch, token, value_head, 0, key_dim, padded_key_dim);
     }
 
     // The write strengths of `count` tokens; strengths has room for whole vectors.

@@ -278,9 +278,8 @@ protected:
         float* values = buffers_.values;
         const int loaded = task_.identity ? 0 : count_;
         for (int i = 0; i < loaded; ++i)
-            load_row(values + i * columns_,
-                     args_.v.ptr(task_.batch, row_ + i, task_.value_head, task_.v_begin), args_.v.dtype,
-                     task_.v_count, columns_);
+            load_token_row(values + i * columns_, args_.v, task_.batch, row_ + i, task_.value_head,
+                           task_.v_begin, task_.v_count, columns_);
         for (int x = 0; erases_ && x < loaded * columns_; x += kLanes)
             store(values + x, load(values + x) * load(buffers_.strengths + x));
         zero(values + loaded * columns_, (padded_ - loaded) * columns_);

@@ -108,8 +108,8 @@ private:
             add_scored(b.scores_lost_w, write_words_);
         }
         for (int i = 0; i < tokens_; ++i)
-            store_row(args_.o.ptr(task_.batch, token_ + i, task_.value_head, task_.v_begin), args_.o.dtype,
-                      b.out + i * columns_, task_.v_count);
+            store_token_row(args_.o, task_.batch, token_ + i, task_.value_head, task_.v_begin,
+                            b.out + i * columns_, task_.v_count);
     }
 
     void add_scored(const Word* scores, const Word* writes) const {

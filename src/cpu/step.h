@@ -234,8 +234,8 @@ private:
         if (task_.identity)
             for (int j = 0; j < columns_; j += kLanes) store(v + j, Vec{});
         else
-            load_row(v, args_.v.ptr(task_.batch, row, task_.value_head, task_.v_begin), args_.v.dtype,
-                     task_.v_count, columns_);
+            load_token_row(v, args_.v, task_.batch, row, task_.value_head, task_.v_begin, task_.v_count,
+                           columns_);
     }
 
     // Row `row` of k, v and beta, a write of the token.
@@ -305,8 +305,8 @@ private:
 
     void store_output(std::int64_t t, const float* out) const {
         if (!args_.o.data) return;
-        store_row(args_.o.ptr(task_.batch, task_.begin + t, task_.value_head, task_.v_begin), args_.o.dtype,
-                  out, task_.v_count);
+        store_token_row(args_.o, task_.batch, task_.begin + t, task_.value_head, task_.v_begin, out,
+                        task_.v_count);
     }
 
     void store_token_states(std::int64_t t, const float* state) {

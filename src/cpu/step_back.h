@@ -136,8 +136,7 @@ private:
         inputs_.channel_decays(token.decay, at);
         inputs_.key(token.k, at);
         inputs_.low_rank_keys(token.a, token.b, at);
-        load_row(token.v, args_.v.ptr(head_.batch, at, head_.value_head), args_.v.dtype, value_dim_,
-                 columns_);
+        load_token_row(token.v, args_.v, head_.batch, at, head_.value_head, 0, value_dim_, columns_);
     }
 
     // From the state before token `begin`, in `S`, to that before token `end`, both multiples of
@@ -219,8 +218,8 @@ private:
             inputs_.query(b.q + i * channels_, whole_.begin + begin + i);
             float* d_o = b.d_o + i * columns_;
             if (args_.d_o)
-                load_row(d_o, args_.d_o.ptr(head_.batch, whole_.begin + begin + i, head_.value_head),
-                         args_.d_o.dtype, value_dim_, columns_);
+                load_token_row(d_o, args_.d_o, head_.batch, whole_.begin + begin + i, head_.value_head, 0,
+                               value_dim_, columns_);
             else
                 for (int j = 0; j < columns_; j += kLanes) store(d_o + j, Vec{});
         }
@@ -291,7 +290,7 @@ private:
         const Buffers& b = buffers_;
         const std::int64_t at = whole_.begin + t;
         const auto row_of = [&](const TensorRef& ref, const float* row, int count) {
-            if (ref) store_row(ref.ptr(head_.batch, at, head_.value_head), ref.dtype, row, count);
+            if (ref) store_token_row(ref, head_.batch, at, head_.value_head, 0, row, count);
         };
         float* d_g = b.d_g + i * channels_;
         row_of(args_.d_v, b.d_v + i * columns_, value_dim_);
@@ -306,8 +305,7 @@ private:
     void write_gate(const LowRankToken& token, float* d_g, std::int64_t at) {
         const Buffers& b = buffers_;
         const GateDerivative derivative{inputs_};
-        load_row(b.row, args_.g.ptr(head_.batch, at, head_.value_head), args_.g.dtype, inputs_.key_dim,
-                 channels_);
+        load_token_row(b.row, args_.g, head_.batch, at, head_.value_head, 0, inputs_.key_dim, channels_);
         for (int c = 0; c < channels_; c += kLanes) {
             const GateGradient gradient = derivative(load(b.row + c), load(inputs_.gate_bias + c),
                                                      load(d_g + c) * load(token.decay + c));
