@@ -438,30 +438,33 @@ private:
         float *d_q = b.d_q + at, *d_k = b.d_k + at, *d_e = b.d_e + at, *d_g = b.d_g + at;
         const float *d_scores = b.d_scores + begin * kChunk + begin,
                     *d_overlaps = b.d_overlaps + begin * kChunk + begin;
-        Vec crossing[kLeaf];  // of the pairs of column j, by their row
-        for (int j = 0; j < kLeaf; ++j) {
-            const Vec key = load(k + j * channels_), diagonal = broadcast(d_scores[j * kChunk + j]);
-            store(d_q + j * channels_, load(d_q + j * channels_) + diagonal * key);
-            Vec factor = broadcast(1.0f), column = diagonal * load(q + j * channels_);
-            for (int i = j + 1; i < kLeaf; ++i) {
-                factor *= load(decay + i * channels_);
-                const Vec decayed = key * factor, of_q = broadcast(d_scores[i * kChunk + j]);
-                Vec row = of_q * load(q + i * channels_);
-                store(d_q + i * channels_, load(d_q + i * channels_) + of_q * decayed);
+        Vec crossing[kLeaf];  // of the pairs of row i, by their column
+        for (int i = 0; i < kLeaf; ++i) {
+            const Vec query = load(q + i * channels_), reader = kSolves ? load(e + i * channels_) : Vec{},
+                      diagonal = broadcast(d_scores[i * kChunk + i]);
+            store(d_k + i * channels_, load(d_k + i * channels_) + diagonal * query);
+            Vec factor = broadcast(1.0f), of_query = diagonal * load(k + i * channels_), of_reader{};
+            for (int j = i - 1; j >= 0; --j) {
+                factor *= load(decay + (j + 1) * channels_);
+                const Vec decayed = load(k + j * channels_) * factor,
+                          of_q = broadcast(d_scores[i * kChunk + j]);
+                Vec row = of_q * query;
+                of_query += of_q * decayed;
                 if constexpr (kSolves) {
                     const Vec of_k = broadcast(d_overlaps[i * kChunk + j]);
-                    row += of_k * load(e + i * channels_);
-                    store(d_e + i * channels_, load(d_e + i * channels_) + of_k * decayed);
+                    row += of_k * reader;
+                    of_reader += of_k * decayed;
                 }
-                column += factor * row;
-                crossing[i] = decayed * row;
+                store(d_k + j * channels_, load(d_k + j * channels_) + factor * row);
+                crossing[j] = decayed * row;
             }
-            store(d_k + j * channels_, load(d_k + j * channels_) + column);
+            store(d_q + i * channels_, load(d_q + i * channels_) + of_query);
+            if (kSolves) store(d_e + i * channels_, load(d_e + i * channels_) + of_reader);
             if (!wanted_.decay) continue;
             Vec through{};
-            for (int i = kLeaf - 1; i > j; --i) {
-                through += crossing[i];
-                store(d_g + i * channels_, load(d_g + i * channels_) + through);
+            for (int j = 0; j < i; ++j) {
+                through += crossing[j];
+                store(d_g + (j + 1) * channels_, load(d_g + (j + 1) * channels_) + through);
             }
         }
     }
