@@ -159,21 +159,34 @@ CULA_INLINE Vec sums(Vec (&x)[kLanes]) {
 
 // --- transcendental functions, relative error a few units of the last place ---
 
-CULA_INLINE Vec exp(Vec x) {
-    constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
-    const Vec bounded = min(max(x, broadcast(-87.0f)), broadcast(88.0f));
-    const Vec shifted = bounded * 1.44269504f + kRoundMagic;
-    const Vec n = shifted - kRoundMagic;
-    const Vec r = bounded - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 as the sum of two numbers
+// p of exp(r) = p for |r| <= ln 2 / 2.
+CULA_INLINE Vec exp_near_zero(Vec r) {
     Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    return p * (r * r) + r + 1.0f;
+}
+// x - n ln 2, with ln 2 as the sum of two numbers.
+CULA_INLINE Vec without_powers(Vec x, Vec n) { return x - n * 0.693359375f + n * 2.12194440e-4f; }
+
+// 0 below -87, so that no result is subnormal.
+CULA_INLINE Vec exp(Vec x) {
+#if defined(__AVX512F__)
+    const Vec bounded = min(broadcast(90.0f), x);  // in this order a NaN stays one
+    const Vec n = _mm512_roundscale_ps(bounded * 1.44269504f, 0);
+    const __mmask16 in = _mm512_cmp_ps_mask(x, broadcast(-87.0f), _CMP_NLT_UQ);
+    return _mm512_maskz_scalef_ps(in, exp_near_zero(without_powers(bounded, n)), n);
+#else
+    constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
+    const Vec bounded = min(max(x, broadcast(-87.0f)), broadcast(88.0f));
+    const Vec shifted = bounded * 1.44269504f + kRoundMagic;
+    const Vec p = exp_near_zero(without_powers(bounded, shifted - kRoundMagic));
     const Vec y = from_bits(bits(p) + (bits(shifted) << 23));
     const Vec infinity = broadcast(__builtin_inff());
     return x < -87.0f ? Vec{} : (x > 88.0f ? infinity : (x == x ? y : x));
+#endif
 }
 
 // log(1 + e) for e >= 0.
