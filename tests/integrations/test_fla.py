@@ -189,12 +189,15 @@ def test_dispatch_that_is_disabled(stand_in):
     assert everything() == before
 
 
-@pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda"])
-def test_what_is_declined(stand_in, name):
+@pytest.mark.parametrize(
+    ("name", "refused"), [("chunk_kda", {"k": torch.float16}), ("fused_recurrent_kda", {"k": torch.int32})]
+)
+def test_what_is_declined(stand_in, name, refused):
     """FLA's own code runs, and the record has the sentence of the drop-in itself."""
     stand_in()
     fla.register()
-    for given in (declined(), kda(misspelt=True), kda(head_first=True), kda() | {"k": torch.ones(3)}):
+    of_dtype = kda() | {key: kda()[key].to(dtype) for key, dtype in refused.items()}
+    for given in (of_dtype, kda(misspelt=True), kda(head_first=True), kda() | {"k": torch.ones(3)}):
         fla.calls.clear()
         with pytest.raises((ValueError, TypeError, AssertionError, Warning)) as refusal:
             getattr(cula.kda, name)(**given)
