@@ -93,10 +93,13 @@ def check_sizes(function: str, **given: object) -> None:
             raise ValueError(f"{function}: {name} must be from 0 to 2^63 - 1, got {value}")
 
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
 def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in the widest of their dtypes: FLA's recurrent operators take each in its own, and give o in
-    that of q or of v."""
-    if q.dtype == k.dtype == v.dtype or not all(x.is_floating_point() for x in (q, k, v)):
+    that of q or of v. Where one of them is none that a call takes they stay as they are."""
+    if q.dtype == k.dtype == v.dtype or not all(x.dtype in _DTYPES for x in (q, k, v)):
         return q, k, v
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     return q.to(dtype), k.to(dtype), v.to(dtype)

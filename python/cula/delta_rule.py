@@ -70,7 +70,7 @@ def fused_recurrent_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """`fla.ops.delta_rule.fused_recurrent_delta_rule`: token after token.
 
-    beta is `[B, T, H]` or `[B, T, H, V]`, one if None.
+    beta is `[B, T, H]` or `[B, T, H, V]`, one if None. q, k and v may differ in dtype; o has that of q.
     """
     try:
         _fla.sequences(q, cu_seqlens, initial_state)

@@ -59,7 +59,8 @@ def fused_recurrent_gla(
     cu_seqlens: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """`fla.ops.gla.fused_recurrent_gla`: token after token, with a decay gk `[B, T, H, K]` or none."""
+    """`fla.ops.gla.fused_recurrent_gla`: token after token, with a decay gk `[B, T, H, K]` or none. q, k and
+    v may differ in dtype; o has that of q."""
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
         _fla.options("fused_recurrent_gla", kwargs)

@@ -124,7 +124,7 @@ def fused_recurrent_kda(
 
     As `chunk_kda`, but beta may be `[B, T, HV, V]` and the initial state of any floating dtype. A raw gate
     with neither `A_log` nor `lower_bound` is `-e * softplus(g + dt_bias)`, as in FLA. An empty sequence
-    returns its initial state.
+    returns its initial state. q, k and v may differ in dtype; o has that of v.
     """
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)

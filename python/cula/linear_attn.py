@@ -68,7 +68,8 @@ def fused_recurrent_linear_attn(
     normalize: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, States]:
-    """`fla.ops.linear_attn.fused_recurrent_linear_attn`: token after token."""
+    """`fla.ops.linear_attn.fused_recurrent_linear_attn`: token after token. q, k and v may differ in dtype; o
+    has that of q, promoted with those of k and z where it is normalised."""
     try:
         _fla.forward_only(reverse, None)
         return _linear(_ops.decode, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
@@ -96,19 +97,24 @@ def _linear(
     if initial_state is not None and not isinstance(initial_state, Tensor):
         initial_state, z = _pair(initial_state, normalize)
     _fla.sequences(q, cu_seqlens, initial_state)
+    o_dtype, z_dtype = q.dtype, k.dtype
+    if op is _ops.decode:
+        q, k, v = _fla.one_dtype(q, k, v)
     o, final_state = _run(
         op, q, k, v, None, None, scale, initial_state, output_final_state, False, cu_seqlens
     )
+    o = o.to(o_dtype)
     if not normalize:
         return o, final_state
-    dtype, wide = k.dtype, torch.promote_types(k.dtype, torch.float32)
+    wide = torch.promote_types(k.dtype, torch.float32)
     if z is not None:
-        dtype = torch.promote_types(dtype, z.dtype)
+        z_dtype = torch.promote_types(z_dtype, z.dtype)
         z = z.squeeze(1).unsqueeze(-1).to(wide)
     ones = q.new_ones((*q.shape[:3], 1), dtype=wide)
     sums, final_z = _run(op, q.to(wide), k.to(wide), ones, None, None, scale, z, True, False, cu_seqlens)
     assert final_z is not None  # it was asked for
-    return (o / (sums + 1e-10)).to(dtype), (final_state, final_z.squeeze(-1).unsqueeze(1).to(dtype))
+    o_dtype = torch.promote_types(o_dtype, z_dtype)
+    return (o / (sums + 1e-10)).to(o_dtype), (final_state, final_z.squeeze(-1).unsqueeze(1).to(z_dtype))
 
 
 def _pair(given: object, normalize: bool) -> tuple[Tensor | None, Tensor | None]:

@@ -88,7 +88,8 @@ def fused_recurrent_simple_gla(
     cu_seqlens: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """`fla.ops.simple_gla.fused_recurrent_simple_gla`: token after token."""
+    """`fla.ops.simple_gla.fused_recurrent_simple_gla`: token after token. q, k and v may differ in dtype; o
+    has that of q."""
     try:
         state_v_first = _fla.state_layout(kwargs, state_v_first)
         _fla.options("fused_recurrent_simple_gla", kwargs)

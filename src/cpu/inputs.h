@@ -18,28 +18,27 @@ CULA_INLINE int round_up(int x, int multiple) { return (x + multiple - 1) / mult
 
 extern "C" float expf(float);
 
-// Rows of neighbouring tokens lie kilobytes apart, and no prefetcher of a processor goes from page to page.
-// So with a token's row that of a later token is asked for. Rows of one head lie at few places of a cache,
-// which so many hold: with 8 and with 16 tokens the backward pass takes 2 to 4 % longer.
+// Rows of one head lie kilobytes apart, mostly in different pages, where hardware prefetchers seldom follow.
+// So with a token's row that of the fourth token after it is prefetched. Further ahead rows evict each other:
+// at a stride of 4 KiB they share four sets of the L1 cache (docs/log/2026-11-28-rows-of-later-tokens.md).
 inline constexpr int kTokensAhead = 4;
-template <bool kWrites>
-CULA_INLINE void ask_for_token(const TensorRef& x, std::int64_t batch, std::int64_t token, std::int64_t head,
-                               std::int64_t first, int count) {
-    const std::int64_t last = x.size[1] - 1, ahead = token + kTokensAhead;
-    const auto* const row = static_cast<const char*>(x.ptr(batch, ahead < last ? ahead : last, head, first));
+CULA_INLINE void prefetch_later_token(const TensorRef& x, std::int64_t batch, std::int64_t token,
+                                      std::int64_t head, std::int64_t first, int count) {
+    if (token + kTokensAhead >= x.size[1]) return;
+    const auto* const row = static_cast<const char*>(x.ptr(batch, token + kTokensAhead, head, first));
     const int bytes = count * static_cast<int>(size_bytes(x.dtype));
-    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, kWrites);
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
 }
 
 // load_row() and store_row() of a token and a head of x [B, T, heads, channels], from channel `first` on.
 inline void load_token_row(float* dst, const TensorRef& x, std::int64_t batch, std::int64_t token,
                            std::int64_t head, std::int64_t first, int count, int padded) {
-    ask_for_token<false>(x, batch, token, head, first, count);
+    prefetch_later_token(x, batch, token, head, first, count);
     load_row(dst, x.ptr(batch, token, head, first), x.dtype, count, padded);
 }
 inline void store_token_row(const TensorRef& x, std::int64_t batch, std::int64_t token, std::int64_t head,
                             std::int64_t first, const float* src, int count) {
-    ask_for_token<true>(x, batch, token, head, first, count);
+    prefetch_later_token(x, batch, token, head, first, count);
     store_row(x.ptr(batch, token, head, first), x.dtype, src, count);
 }
 

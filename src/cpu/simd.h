@@ -159,7 +159,7 @@ CULA_INLINE Vec sums(Vec (&x)[kLanes]) {
 
 // --- transcendental functions, relative error a few units of the last place ---
 
-// p of exp(r) = p for |r| <= ln 2 / 2.
+// exp(r) for |r| <= ln 2 / 2.
 CULA_INLINE Vec exp_near_zero(Vec r) {
     Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -171,10 +171,10 @@ CULA_INLINE Vec exp_near_zero(Vec r) {
 // x - n ln 2, with ln 2 as the sum of two numbers.
 CULA_INLINE Vec without_powers(Vec x, Vec n) { return x - n * 0.693359375f + n * 2.12194440e-4f; }
 
-// 0 below -87, so that no result is subnormal.
+// 0 below -87, so that no result is subnormal; infinity above 88, with AVX-512 above 88.72.
 CULA_INLINE Vec exp(Vec x) {
 #if defined(__AVX512F__)
-    const Vec bounded = min(broadcast(90.0f), x);  // in this order a NaN stays one
+    const Vec bounded = _mm512_min_ps(broadcast(90.0f), x);  // finite, unless it is a NaN
     const Vec n = _mm512_roundscale_ps(bounded * 1.44269504f, 0);
     const __mmask16 in = _mm512_cmp_ps_mask(x, broadcast(-87.0f), _CMP_NLT_UQ);
     return _mm512_maskz_scalef_ps(in, exp_near_zero(without_powers(bounded, n)), n);

@@ -68,6 +68,7 @@ def of_dplr(x: Inputs) -> dict:
         (cula.simple_gla.fused_recurrent_simple_gla, "simple_gla", of_simple_gla, "q"),
         (cula.retention.fused_recurrent_retention, "lightning", of_qkv, "q"),
         (cula.lightning.fused_recurrent_lightning_attn, "lightning", of_lightning, "q"),
+        (cula.linear_attn.fused_recurrent_linear_attn, "linear", of_qkv, "q"),
         (cula.gdn.fused_recurrent_gated_delta_rule, "gdn", of_gdn, "v"),
         (cula.gdn2.fused_recurrent_gdn2, "gdn2", of_gdn2, "v"),
         (cula.rwkv7.fused_recurrent_rwkv7, "rwkv7", of_rwkv7, "v"),
@@ -83,6 +84,31 @@ def test_o_has_the_dtype_of_one(run, algorithm, arguments, like, wide):
     assert o.dtype == (torch.float32 if wide == like else torch.bfloat16)
     assert_same_bits("o", wanted.to(o.dtype), o)
     assert_same_bits("state", wanted_state, state)
+
+
+@pytest.mark.parametrize("wide", ["q", "k", "v"])
+def test_dtypes_of_a_normalised_o(wide):
+    x = make(Case("linear", (20,), state=False))
+    x = x.but(q=x.q.abs(), k=x.k.abs())
+    run = cula.linear_attn.fused_recurrent_linear_attn
+    given = x.but(**{wide: getattr(x, wide).float()})
+    o, (state, z) = run(given.q, given.k, given.v, normalize=True, output_final_state=True)
+    floats = x.q.float(), x.k.float(), x.v.float()
+    wanted, (wanted_state, wanted_z) = run(*floats, normalize=True, output_final_state=True)
+    assert o.dtype == torch.promote_types(given.q.dtype, given.k.dtype)
+    assert z.dtype == given.k.dtype
+    torch.testing.assert_close(o.float(), wanted, rtol=2e-2, atol=2e-2)
+    assert_same_bits("state", wanted_state, state)
+    assert_same_bits("z", wanted_z.to(z.dtype), z)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32], ids=str)
+def test_dtypes_that_no_call_takes(name, dtype):
+    """Refused by their own names, beside those that would be promoted."""
+    x = make(Case("kda", (5,)))
+    with pytest.raises(ValueError, match="[qkv] must have "):
+        cula.kda.fused_recurrent_kda(**of_kda(x.but(**{name: getattr(x, name).to(dtype)})))
 
 
 def test_two_decays_of_gdn_add_up_in_float32():
