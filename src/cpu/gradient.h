@@ -438,6 +438,7 @@ private:
         float *d_q = b.d_q + at, *d_k = b.d_k + at, *d_e = b.d_e + at, *d_g = b.d_g + at;
         const float *d_scores = b.d_scores + begin * kChunk + begin,
                     *d_overlaps = b.d_overlaps + begin * kChunk + begin;
+        // d_e is d_k where there are no erase keys, so each is loaded right before it is stored.
         Vec crossing[kLeaf];  // of the pairs of row i, by their column
         for (int i = 0; i < kLeaf; ++i) {
             const Vec query = load(q + i * channels_), reader = kSolves ? load(e + i * channels_) : Vec{},

@@ -174,8 +174,9 @@ CULA_INLINE Vec without_powers(Vec x, Vec n) { return x - n * 0.693359375f + n *
 // 0 below -87, so that no result is subnormal; infinity above 88, with AVX-512 above 88.72.
 CULA_INLINE Vec exp(Vec x) {
 #if defined(__AVX512F__)
-    const Vec bounded = _mm512_min_ps(broadcast(90.0f), x);  // finite, unless it is a NaN
-    const Vec n = _mm512_roundscale_ps(bounded * 1.44269504f, 0);
+    // At 90 the result has overflowed. A NaN stays one, as the second operand of `min`, and as not less.
+    const Vec bounded = _mm512_min_ps(broadcast(90.0f), x);
+    const Vec n = _mm512_roundscale_ps(bounded * 1.44269504f, 0);  // to the nearest integer
     const __mmask16 in = _mm512_cmp_ps_mask(x, broadcast(-87.0f), _CMP_NLT_UQ);
     return _mm512_maskz_scalef_ps(in, exp_near_zero(without_powers(bounded, n)), n);
 #else

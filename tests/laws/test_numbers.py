@@ -127,6 +127,27 @@ def test_a_state_that_is_no_number(target, algorithm, word, tokens):
     assert final.isnan().all()
 
 
+@pytest.mark.cpu_only("about the exponential of the CPU's targets")
+@pytest.mark.parametrize("tokens", [1, 2])  # the second neither decays nor writes
+def test_decays_at_the_ends_of_the_exponential(target, tokens):
+    """A state of ones, which one token decays: exp of its log decay, zero where it would be subnormal."""
+    ends = [float("nan"), float("-inf"), float("inf"), -1e30, -103.9, -87.4, -87.0, -86.9, -1e-40, 0.0, 1e-40]
+    ends += [87.9, 89.0, 1e30, -0.5, -17.0]
+    inputs = make(Case("gla", (tokens,), key_dim=16, value_dim=16, gate_dtype=torch.float32))
+    for name in "qkv":
+        getattr(inputs, name).zero_()
+    inputs.g.zero_()
+    inputs.g[:, 0] = torch.tensor(ends)
+    inputs.initial_state.fill_(1)
+    found = passes.prefill(inputs, backend=target).final_state
+    wanted = torch.tensor(ends).double().exp()
+    wanted[wanted < 2.0**-126] = 0
+    wanted[wanted > torch.finfo(torch.float32).max] = float("inf")
+    torch.testing.assert_close(
+        found.double(), wanted.expand(found.shape), rtol=2.0**-21, atol=0, equal_nan=True
+    )
+
+
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])
 @pytest.mark.parametrize("algorithm", ["gdn", "kda"])
 @pytest.mark.parametrize("what", ["g", "A_log", "dt_bias"])
