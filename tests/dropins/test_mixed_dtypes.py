@@ -107,7 +107,7 @@ def test_dtypes_of_a_normalised_o(wide):
 def test_dtypes_that_no_call_takes(name, dtype):
     """Refused by their own names, beside those that would be promoted."""
     x = make(Case("kda", (5,)))
-    with pytest.raises(ValueError, match="[qkv] must have "):
+    with pytest.raises(ValueError, match=r"[qkv] must have "):
         cula.kda.fused_recurrent_kda(**of_kda(x.but(**{name: getattr(x, name).to(dtype)})))
 
 
