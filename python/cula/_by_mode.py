@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _decays, _ops, _passes, _slots
+from . import _decays, _names, _ops, _passes, _slots
 from ._family import FAMILY
 from ._passes import States
 
 # A tensor, or None: which a call has, its algorithm says.
 Maybe = Any
+# What the operator's arguments are called in cula_decode.
+_DECODE_NAMES = {**_names.STATE, "initial_state_indices": "state_indices"}
 
 
 def cula_decode(
@@ -97,14 +99,17 @@ def cula_decode(
         algorithm, _passes.gate_of(use_gate_in_kernel, lower_bound), use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, scale, lower_bound, null_index, backend, deterministic,
     )  # fmt: skip
-    o, _ = _ops.decode.write(
-        q, k, v, options | _passes.IN_PLACE, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
-        lower_bound=lower_bound, final_state=pool, initial_state_indices=state_indices, scale=scale,
-        decay=decay, has_initial_state=has_initial_state, final_state_indices=final_state_indices,
-        final_scales=state_scales, erase=erase, a_key=a_key, b_key=b_key,
-        null_index=None if null_index == -1 else null_index,
-        backend=backend,
-    )  # fmt: skip
+    try:
+        o, _ = _ops.decode.write(
+            q, k, v, options | _passes.IN_PLACE, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+            lower_bound=lower_bound, final_state=pool, initial_state_indices=state_indices, scale=scale,
+            decay=decay, has_initial_state=has_initial_state, final_state_indices=final_state_indices,
+            final_scales=state_scales, erase=erase, a_key=a_key, b_key=b_key,
+            null_index=None if null_index == -1 else null_index,
+            backend=backend,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise _names.named(error, _DECODE_NAMES) from None
     o = o if out is None else out
     return (o.transpose(0, 1) if packed else o), state
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import _new_states, _ops
+from ._names import OF_DENSE, POOL, STATE, named
 from ._ops import Operator
 from ._slots import first_slots
 
@@ -75,6 +76,7 @@ class States:
     null_index: int = -1
     v_first: bool = True
     scales: Tensor | None = None
+    names: Mapping[str, str] | None = None  # of a pool and its indices, if not as in `cula.api`
 
 
 @dataclass(slots=True)
@@ -172,12 +174,15 @@ def forward(
                 null_index=null, backend=backend,
             )  # fmt: skip
             return o, final_state, None
-        _, final_state = op.write(
-            q, k, v, options, o=out, g=g, beta=beta, decay=decay, A_log=A_log, dt_bias=dt_bias,
-            lower_bound=lower_bound, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
-            has_initial_state=states.has_initial, erase=erase, a_key=a_key, b_key=b_key, null_index=null,
-            backend=backend,
-        )  # fmt: skip
+        try:
+            _, final_state = op.write(
+                q, k, v, options, o=out, g=g, beta=beta, decay=decay, A_log=A_log, dt_bias=dt_bias,
+                lower_bound=lower_bound, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
+                has_initial_state=states.has_initial, erase=erase, a_key=a_key, b_key=b_key, null_index=null,
+                backend=backend,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise named(error, OF_DENSE) from None
         return out, final_state, None
 
     final_state = returned = pool
@@ -196,15 +201,18 @@ def forward(
     if out is None and final_state is None and not wants_chunk_states and checkpoints is None:
         out = empty_o(op, q, k, v)  # `write` would write nothing
     of_initial, of_final = (scales, None) if pool is None else (None, scales)
+    names = OF_DENSE if pool is None else states.names or POOL
     if op is _ops.decode:
-        o, made_state = op.write(
-            q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-            final_state=final_state, initial_state_indices=initial_indices,
-            initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, decay=decay,
-            has_initial_state=states.has_initial, final_state_indices=final_indices, erase=erase,
-            a_key=a_key, b_key=b_key,
-            initial_scales=of_initial, final_scales=of_final, null_index=null, backend=backend,
-        )  # fmt: skip
+        try:
+            o, made_state = op.write(
+                q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+                lower_bound=lower_bound, final_state=final_state, initial_state_indices=initial_indices,
+                initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, decay=decay, erase=erase,
+                has_initial_state=states.has_initial, final_state_indices=final_indices, null_index=null,
+                a_key=a_key, b_key=b_key, initial_scales=of_initial, final_scales=of_final, backend=backend,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise named(error, names) from None
         return o if out is None else out, made_state if returned is None else returned, None
 
     checkpoint_states = plan = chunk_states = chunk_states_v_first = None
@@ -218,15 +226,17 @@ def forward(
         chunk_states_v_first = chunk_states if v_first else chunk_states.transpose(-1, -2)
     if not v_first:
         checkpoint_states = as_v_first(op, "checkpoints.states", checkpoint_states)
-    o, made_state = op.write(
-        q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-        final_state=final_state, initial_state_indices=initial_indices, initial_state=initial_state,
-        cu_seqlens=cu_seqlens, scale=scale, decay=decay, has_initial_state=states.has_initial,
-        final_state_indices=final_indices, erase=erase, a_key=a_key, b_key=b_key,
-        checkpoints=checkpoint_states, checkpoint_plan=plan,
-        chunk_states=chunk_states_v_first, kept=kept, initial_scales=of_initial, final_scales=of_final,
-        null_index=null, backend=backend,
-    )  # fmt: skip
+    try:
+        o, made_state = op.write(
+            q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+            final_state=final_state, initial_state_indices=initial_indices, initial_state=initial_state,
+            cu_seqlens=cu_seqlens, scale=scale, decay=decay, has_initial_state=states.has_initial,
+            final_state_indices=final_indices, erase=erase, a_key=a_key, b_key=b_key, null_index=null,
+            checkpoints=checkpoint_states, checkpoint_plan=plan, chunk_states=chunk_states_v_first, kept=kept,
+            initial_scales=of_initial, final_scales=of_final, backend=backend,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise named(error, names) from None
     return o if out is None else out, made_state if returned is None else returned, chunk_states
 
 
@@ -281,27 +291,32 @@ def verify(
     if update_state:
         options |= IN_PLACE
     null = None if null_index == -1 else null_index
+    names = states.names or STATE
     if out is None and not update_state and snapshots is None and snapshot_indices is None:
-        o: Tensor = op.make(
-            q, k, v, options, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-            initial_state_indices=initial_indices, initial_state=pool, cu_seqlens=cu_seqlens, scale=scale,
-            decay=decay, erase=erase, a_key=a_key, b_key=b_key, has_initial_state=states.has_initial,
-            state_indices=state_indices,
-            num_accepted=num_accepted, parents=parents, initial_scales=scales, null_index=null,
-            backend=backend,
-        )  # fmt: skip
+        try:
+            o: Tensor = op.make(
+                q, k, v, options, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+                initial_state_indices=initial_indices, initial_state=pool, cu_seqlens=cu_seqlens, scale=scale,
+                decay=decay, erase=erase, a_key=a_key, b_key=b_key, has_initial_state=states.has_initial,
+                state_indices=state_indices, num_accepted=num_accepted, parents=parents,
+                initial_scales=scales, null_index=null, backend=backend,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise named(error, names) from None
         return o
     final_state, initial_state = (pool, None) if update_state else (None, pool)
     of_final, of_initial = (scales, None) if update_state else (None, scales)
-    made = op.write(
-        q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
-        final_state=final_state, initial_state_indices=initial_indices, initial_state=initial_state,
-        cu_seqlens=cu_seqlens, scale=scale, decay=decay, has_initial_state=states.has_initial,
-        erase=erase, a_key=a_key, b_key=b_key, state_indices=state_indices, num_accepted=num_accepted,
-        snapshots=snapshots,
-        snapshot_indices=snapshot_indices, parents=parents, initial_scales=of_initial,
-        final_scales=of_final, null_index=null, backend=backend,
-    )  # fmt: skip
+    try:
+        made = op.write(
+            q, k, v, options, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+            final_state=final_state, initial_state_indices=initial_indices, initial_state=initial_state,
+            cu_seqlens=cu_seqlens, scale=scale, decay=decay, has_initial_state=states.has_initial,
+            erase=erase, a_key=a_key, b_key=b_key, state_indices=state_indices, num_accepted=num_accepted,
+            snapshots=snapshots, snapshot_indices=snapshot_indices, parents=parents,
+            initial_scales=of_initial, final_scales=of_final, null_index=null, backend=backend,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise named(error, names) from None
     return made if out is None else out
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _fla, _ops, _passes
+from . import _fla, _names, _ops, _passes
 from ._passes import Gate, Outputs, States, dense
 
 __all__ = [
@@ -20,6 +20,16 @@ __all__ = [
     "kda_decode",
     "kda_prefill_hopper",
 ]
+
+# What the operators' arguments are called where a pool is `initial_state_source`.
+_SOURCE_NAMES = {
+    "initial_state": "initial_state_source",
+    "final_state": "initial_state_source",
+    "snapshots": "intermediate_states_buffer",
+    "snapshot_indices": "intermediate_state_indices",
+    "parents": "retrieve_parent_token",
+    "o": "out",
+}
 
 
 def chunk_kda(
@@ -474,11 +484,14 @@ def _decode(
     if state_layout == "kv":
         source = _passes.as_v_first(_ops.decode, "state_pool", source)
     options = _passes.pack(algorithm, kind, qk_l2norm, True, False, scale, lower_bound, -1, None)
-    o, _ = _ops.decode.write(
-        q, k, v, options | _passes.IN_PLACE, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
-        lower_bound=lower_bound, final_state=source, initial_state_indices=indices, cu_seqlens=cu_seqlens,
-        scale=scale,
-    )  # fmt: skip
+    try:
+        o, _ = _ops.decode.write(
+            q, k, v, options | _passes.IN_PLACE, o=out, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+            lower_bound=lower_bound, final_state=source, initial_state_indices=indices, cu_seqlens=cu_seqlens,
+            scale=scale,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise _names.named(error, _SOURCE_NAMES) from None
     o = o if out is None else out
     return o.transpose(0, 1) if packed else o
 
@@ -540,7 +553,8 @@ def _verify(
         algorithm, q, k, v, g, beta,
         Gate(_passes.gate_of(True, lower_bound), A_log, dt_bias, lower_bound),
         States(
-            None, source, None if source is None else indices, None, None, -1, state_layout == "vk"
+            None, source, None if source is None else indices, None, None, -1, state_layout == "vk",
+            names=_SOURCE_NAMES,
         ),
         scale=scale, qk_l2norm=qk_l2norm, beta_is_logit=True, cu_seqlens=cu_seqlens,
         update_state=update_state, state_indices=table, snapshots=snapshots,

@@ -25,6 +25,9 @@ __all__ = [
     "linear_attention_decode",
 ]
 
+# What the operators' arguments are called in linear_attention_decode.
+_DECODE_NAMES = {"initial_state": "s", "final_state": "s", "o": "out"}
+
 
 def lightning_attn_fwd(
     Q: Tensor,
@@ -129,7 +132,7 @@ def linear_attention_decode(
             v,
             decay=-_decays.floating("decay_scales", decay_scales),
             scale=softmax_scale,
-            states=States(pool=states[: q.shape[0]]),
+            states=States(pool=states[: q.shape[0]], names=_DECODE_NAMES),
             outputs=Outputs(o),
         )
     except Exception as error:

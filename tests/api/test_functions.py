@@ -391,13 +391,13 @@ def test_gradients_are_made(argument):
         (
             {"out": torch.zeros(1, 1, 2, 8).bfloat16()},
             ValueError,
-            r"o must have shape .*, got \[1, 1, 2, 8\]",
+            r"decode: out must have shape .*, got \[1, 1, 2, 8\]",
         ),
         ({"g": None}, ValueError, "g must be given for kda, got none"),
         (
             {"state_indices": torch.zeros(1)},
             ValueError,
-            "initial_state_indices must have dtype int32 or int64, got float32",
+            "decode: state_indices must have dtype int32 or int64, got float32",
         ),
     ],
 )

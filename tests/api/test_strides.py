@@ -111,7 +111,7 @@ def test_of_a_compiled_model():
 
 def test_a_strided_output_is_refused():
     out = torch.full((*X.v.shape[:3], 2 * X.v.shape[3]), float("nan"))[..., ::2]
-    with pytest.raises(ValueError, match="o must be contiguous in its last dimension, got stride 2"):
+    with pytest.raises(ValueError, match="out must be contiguous in its last dimension, got stride 2"):
         level1.prefill(X, out=out)
     assert out.isnan().all()
 

@@ -348,7 +348,7 @@ WRONG = {
                "g must have q's 8 tokens, got [1, 9, 2, 64]"),
     "cp out": ("cp", {"out": torch.zeros(1, 8, 2, 3)}, "ValueError",
                "out must have v's shape, [1, 8, 2, 64], got"),
-    "out type": ("cp", {"out": torch.zeros(1, 8, 2, 64).half()}, "ValueError", "o must have dtype"),
+    "out type": ("cp", {"out": torch.zeros(1, 8, 2, 64).half()}, "ValueError", "out must have dtype"),
     "scale": ("cp", {"scale": "small"}, "TypeError", "scale must be of type float, got str"),
     "gate": ("cp", {"use_gate_in_kernel": True}, "ValueError", "A_log"),
     "state type": ("cp", {"initial_state": torch.zeros(1, 2, 64, 64).int()}, "ValueError", "initial_state"),

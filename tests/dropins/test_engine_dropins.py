@@ -204,7 +204,8 @@ def test_sglang_takes_k_first_pools_and_an_out():
         ({"cache_steps": S + 1}, ValueError, f"cache_steps must be at most the {S} steps"),
         pytest.param(
             {"retrieve_parent_token": torch.full((3, S), 9)}, ValueError,
-            "parents must name an earlier token", marks=pytest.mark.cpu_only("the host reads no value"),
+            "retrieve_parent_token must name an earlier token",
+            marks=pytest.mark.cpu_only("the host reads no value"),
         ),
         ({"intermediate_states_buffer": torch.zeros(3, 1, 4, 32, 64)}, ValueError, "longest row's 4 tokens"),
         ({"initial_state_source": torch.zeros(16, 4, 64, 32)}, ValueError, "State layout mismatch"),

@@ -43,7 +43,7 @@ def wrongs(case: Case, random: Random, classes: frozenset[str]) -> Iterator[Wron
         beyond += 1
     in_place = case.state == "pool" and (case.pass_name in ("prefill", "decode"))
     if case.initial is not None and case.state != "none":
-        # cula_decode calls the argument state_indices, which the sentence's initial_state_indices contains.
+        # state_indices of cula_decode; elsewhere initial_state_indices, which contains that.
         yield "state_indices", "initial", [((n,), beyond)]
     if in_place and case.final is not None:
         yield "final_state_indices", "final", [((n,), beyond)]

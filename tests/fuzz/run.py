@@ -149,7 +149,7 @@ def one(case: Case, options: Options) -> Tally:
             return tally
         for backend in targets:
             tally.count(case, backend, "malformed")
-            sentence = refusal_of(Watched(case, values, options.device).run(backend), "initial_state_indices")
+            sentence = refusal_of(Watched(case, values, options.device).run(backend), "state_indices")
             if sentence:
                 tally.fail(case, backend, options, [f"a chain of forks: {sentence}"])
         return tally

@@ -17,6 +17,14 @@ __all__ = ["fused_sigmoid_gating_delta_rule_update"]
 
 # vLLM's null block: rows that only fill a CUDA graph have this slot.
 _NULL_BLOCK = 0
+# What the operators' arguments are called here.
+NAMES = {
+    "initial_state": "initial_state",
+    "final_state": "initial_state",
+    "initial_state_indices": "ssm_state_indices",
+    "state_indices": "ssm_state_indices",
+    "num_accepted": "num_accepted_tokens",
+}
 
 
 def fused_sigmoid_gating_delta_rule_update(
@@ -86,13 +94,14 @@ def fused_sigmoid_gating_delta_rule_update(
             pool = initial_state[:rows] if indices is None and initial_state is not None else initial_state
             o, _, _ = _passes.forward(
                 _ops.decode, algorithm, q, k, v, g, logits, gate, scale, use_qk_l2norm_in_kernel, True,
-                cu_seqlens=cu_seqlens, states=States(None, pool, indices, None, None, _NULL_BLOCK),
+                cu_seqlens=cu_seqlens,
+                states=States(None, pool, indices, None, None, _NULL_BLOCK, names=NAMES),
                 outputs=Outputs(out),
             )  # fmt: skip
             return o, initial_state
         o = _passes.verify(
             algorithm, q, k, v, g, logits, gate,
-            States(None, initial_state, None, None, None, _NULL_BLOCK), scale=scale,
+            States(None, initial_state, None, None, None, _NULL_BLOCK, names=NAMES), scale=scale,
             qk_l2norm=use_qk_l2norm_in_kernel, beta_is_logit=True, cu_seqlens=cu_seqlens,
             update_state=initial_state is not None, state_indices=indices,
             num_accepted=None if num_accepted_tokens is None else num_accepted_tokens[:rows], out=out,

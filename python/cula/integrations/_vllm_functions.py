@@ -69,12 +69,15 @@ def recurrent(
             raise ValueError("num_accepted_tokens must come with ssm_state_indices of shape [N, S]")
         o, _, _ = _passes.forward(
             _ops.decode, algorithm, q, k, v, g, beta, gate, scale, qk_l2norm, beta_is_logit,
-            cu_seqlens=cu_seqlens, states=States(None, pool, indices[:rows], None, None, NULL_BLOCK),
+            cu_seqlens=cu_seqlens, states=States(
+                None, pool, indices[:rows], None, None, NULL_BLOCK, names=compat.NAMES
+            ),
             outputs=Outputs(out),
         )  # fmt: skip
         return o, pool
     o = _passes.verify(
-        algorithm, q, k, v, g, beta, gate, States(None, pool, None, None, None, NULL_BLOCK), scale=scale,
+        algorithm, q, k, v, g, beta, gate,
+        States(None, pool, None, None, None, NULL_BLOCK, names=compat.NAMES), scale=scale,
         qk_l2norm=qk_l2norm, beta_is_logit=beta_is_logit, cu_seqlens=cu_seqlens, update_state=True,
         state_indices=indices[:rows], num_accepted=None if accepted is None else accepted[:rows], out=out,
     )  # fmt: skip
