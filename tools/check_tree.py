@@ -89,6 +89,17 @@ def imports(path: str, text: str) -> Iterator[str]:
             yield f"{path}:{node.lineno}: the package must import itself by a relative name"
 
 
+def architectures(path: str, text: str) -> Iterator[str]:
+    """Sentences about code that tells 12.0 from 10.0: the build assembles the former from the PTX of the
+    latter (cmake/CulaCuda.cmake), where __CUDA_ARCH__ is 1000."""
+    if not path.startswith("src/cuda/"):
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        for compared in re.findall(r"__CUDA_ARCH__ *[<>=!]+ *(\d+)", line):
+            if int(compared) > 1000:
+                yield f"{path}:{number}: compares __CUDA_ARCH__ with {compared}, at most 1000"
+
+
 def prose(lines: list[str]) -> Iterator[int]:
     """Numbers of the lines of Markdown that are no code, in fences or indented, and no row of a table."""
     fenced, before = False, ""
@@ -118,6 +129,7 @@ def columns(path: str, lines: list[str]) -> Iterator[str]:
 def problems(path: str, text: str) -> Iterator[str]:
     yield from includes(path, text)
     yield from imports(path, text)
+    yield from architectures(path, text)
     markdown = path.endswith(".md")
     count = len(GENERATED.sub("", text).splitlines()) if markdown else text.count("\n")
     if count > MOST_LINES:

@@ -24,6 +24,11 @@ PLANTED = {
         "#include <cstdint>\n",
         "must say what src/cuda/sm100",
     ),
+    "an architecture whose code is another's": (
+        "src/cuda/ptx/mma.cuh",
+        "#pragma once\n#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200\n",
+        ":2: compares __CUDA_ARCH__ with 1200",
+    ),
     "an absolute import": (
         "python/cula/x.py",
         "def f():\n    import cula.api\n",
