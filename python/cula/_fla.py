@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from . import _ops
+from . import _names, _ops
 from ._passes import LOG_DECAY, Gate, check_flags, gate_of
 
 # The kinds of arguments by their annotations, and how many dimensions have those tensors whose shapes are
@@ -41,14 +41,27 @@ class ArgumentError(ValueError, AssertionError):
 
 
 def refuse_types(
-    function: Callable[..., object], given: Mapping[str, object], error: Exception, *more_ranks: int
+    function: Callable[..., object],
+    given: Mapping[str, object],
+    error: Exception,
+    *more_ranks: int,
+    names: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises in place of an error that comes from an argument of a wrong type and does not say which.
+    """Raises in place of an error that comes from an argument of a wrong type and does not say which, or that
+    has the operator's name of an argument, of which `names` has the function's.
 
     `given` holds the parameters by name. It is called once something has failed: a valid call pays for no
     check. An error that names a parameter already, or that has nothing to do with them, stays what it is.
     """
     parameters = inspect.signature(function).parameters
+    if type(error) in (TypeError, ValueError):
+        if names is not None and (own := _names.named(error, names)) is not error:
+            raise own from None
+        if "state_scales must be given" in str(error) and "state_scales" not in parameters:
+            raise ValueError(
+                f"{function.__name__}: initial_state must have dtype float32 or bfloat16 or float16, got "
+                "float8_e4m3fn"
+            ) from None
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _names_one(error, parameters):
         return
     first = next((given[name] for name in ("q", "Q", "r") if name in given), None)

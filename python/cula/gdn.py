@@ -149,7 +149,7 @@ def fused_recurrent_gated_delta_rule(
 def _sum_of_decays(g: Tensor | None, gk: Tensor) -> Tensor:
     """In float32 at least, as FLA's kernel adds them up."""
     for name, decay in (("gk", gk), ("g", g)):
-        if decay is not None and not decay.is_floating_point():
+        if decay is not None and not (decay.is_floating_point() and decay.element_size() > 1):
             raise ValueError(f"{name} must have a floating-point dtype, got {decay.dtype}")
     if g is None:
         return gk

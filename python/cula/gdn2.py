@@ -12,6 +12,9 @@ from ._passes import Outputs, dense
 
 __all__ = ["chunk_gdn2", "fused_recurrent_gdn2"]
 
+# What the operators' arguments are called here.
+_NAMES = {"erase": "b", "beta": "w"}
+
 
 def chunk_gdn2(
     q: Tensor,
@@ -84,7 +87,7 @@ def chunk_gdn2(
         )  # fmt: skip
         return (o, final_state) if h is None else (o, final_state, h)
     except Exception as error:
-        _fla.refuse_types(chunk_gdn2, locals(), error)
+        _fla.refuse_types(chunk_gdn2, locals(), error, names=_NAMES)
         raise
 
 
@@ -130,7 +133,7 @@ def fused_recurrent_gdn2(
         )  # fmt: skip
         return o.to(dtype), final_state
     except Exception as error:
-        _fla.refuse_types(fused_recurrent_gdn2, locals(), error)
+        _fla.refuse_types(fused_recurrent_gdn2, locals(), error, names=_NAMES)
         raise
 
 

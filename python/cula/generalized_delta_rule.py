@@ -12,6 +12,9 @@ from ._passes import LOG_DECAY, Outputs, dense
 
 __all__ = ["chunk_dplr_delta_rule", "fused_recurrent_dplr_delta_rule"]
 
+# What the operators' arguments are called here.
+_NAMES = {"g": "gk", "a_key": "a", "b_key": "b"}
+
 
 def chunk_dplr_delta_rule(
     q: Tensor,
@@ -47,7 +50,7 @@ def chunk_dplr_delta_rule(
             cu_seqlens, safe_gate, chunk_size, disable_recompute, cp_context, lower_bound,
         )  # fmt: skip
     except Exception as error:
-        _fla.refuse_types(chunk_dplr_delta_rule, locals(), error)
+        _fla.refuse_types(chunk_dplr_delta_rule, locals(), error, names=_NAMES)
         raise
 
 
@@ -73,7 +76,7 @@ def fused_recurrent_dplr_delta_rule(
             "q", "gk", q, gk, k, v, a, b, scale, initial_state, output_final_state, cu_seqlens
         )  # fmt: skip
     except Exception as error:
-        _fla.refuse_types(fused_recurrent_dplr_delta_rule, locals(), error)
+        _fla.refuse_types(fused_recurrent_dplr_delta_rule, locals(), error, names=_NAMES)
         raise
 
 
@@ -161,4 +164,7 @@ def check_keys(query: str, q: Tensor, keys: dict[str, Tensor]) -> None:
             x.shape == q.shape, "{} must have {}'s shape, {}, got {}", name, query, list(q.shape),
             list(x.shape),
         )  # fmt: skip
-        _fla.require(x.is_floating_point(), "{} must have a floating dtype, got {}", name, x.dtype)
+        _fla.require(
+            x.is_floating_point() and x.element_size() > 1, "{} must have a floating dtype, got {}", name,
+            x.dtype,
+        )  # fmt: skip

@@ -74,7 +74,7 @@ def fused_recurrent_gla(
         )  # fmt: skip
         return o.to(dtype), final_state
     except Exception as error:
-        _fla.refuse_types(fused_recurrent_gla, locals(), error)
+        _fla.refuse_types(fused_recurrent_gla, locals(), error, names={"g": "gk"})
         raise
 
 

@@ -12,6 +12,9 @@ from . import generalized_delta_rule as _dplr
 
 __all__ = ["chunk_rwkv7", "fused_mul_recurrent_rwkv7", "fused_recurrent_rwkv7"]
 
+# What the operators' arguments are called here.
+_NAMES = {"q": "r", "g": "w", "a_key": "a", "b_key": "b"}
+
 
 def chunk_rwkv7(
     r: Tensor,
@@ -42,7 +45,7 @@ def chunk_rwkv7(
             safe_gate, chunk_size, disable_recompute, cp_context, lower_bound,
         )  # fmt: skip
     except Exception as error:
-        _fla.refuse_types(chunk_rwkv7, locals(), error)
+        _fla.refuse_types(chunk_rwkv7, locals(), error, names=_NAMES)
         raise
 
 
@@ -65,7 +68,7 @@ def fused_recurrent_rwkv7(
             "r", "w", r, w, k, v, a, b, scale, initial_state, output_final_state, cu_seqlens
         )  # fmt: skip
     except Exception as error:
-        _fla.refuse_types(fused_recurrent_rwkv7, locals(), error)
+        _fla.refuse_types(fused_recurrent_rwkv7, locals(), error, names=_NAMES)
         raise
 
 
@@ -93,5 +96,7 @@ def fused_mul_recurrent_rwkv7(
             "r", "w", r, w, k, v, -kk, b, scale, initial_state, output_final_state, cu_seqlens
         )
     except Exception as error:
-        _fla.refuse_types(fused_mul_recurrent_rwkv7, locals(), error)
+        _fla.refuse_types(
+            fused_mul_recurrent_rwkv7, locals(), error, names={**_NAMES, "a_key": "kk", "b_key": "a"}
+        )
         raise
