@@ -48,20 +48,19 @@ def refuse_types(
     names: Mapping[str, str] | None = None,
 ) -> None:
     """Raises in place of an error that comes from an argument of a wrong type and does not say which, or that
-    has the operator's name of an argument, of which `names` has the function's.
+    has an operator's name of an argument which `names` says the function's name of.
 
     `given` holds the parameters by name. It is called once something has failed: a valid call pays for no
     check. An error that names a parameter already, or that has nothing to do with them, stays what it is.
     """
     parameters = inspect.signature(function).parameters
-    if type(error) in (TypeError, ValueError):
-        if names is not None and (own := _names.named(error, names)) is not error:
-            raise own from None
-        if "state_scales must be given" in str(error) and "state_scales" not in parameters:
-            raise ValueError(
-                f"{function.__name__}: initial_state must have dtype float32 or bfloat16 or float16, got "
-                "float8_e4m3fn"
-            ) from None
+    if names is not None and (own := _names.named(error, names)) is not error:
+        raise own from None
+    if _names.is_of(error, "state_scales") and "state_scales" not in parameters:
+        raise ValueError(
+            f"{function.__name__}: initial_state must have dtype float32 or bfloat16 or float16, got "
+            "float8_e4m3fn"
+        ) from None
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _names_one(error, parameters):
         return
     first = next((given[name] for name in ("q", "Q", "r") if name in given), None)

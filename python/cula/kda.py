@@ -482,7 +482,7 @@ def _decode(
         )  # fmt: skip
         return o.transpose(0, 1) if packed else o
     if state_layout == "kv":
-        source = _passes.as_v_first(_ops.decode, "state_pool", source)
+        source = _passes.as_v_first(_ops.decode, "initial_state_source", source)
     options = _passes.pack(algorithm, kind, qk_l2norm, True, False, scale, lower_bound, -1, None)
     try:
         o, _ = _ops.decode.write(

@@ -8,6 +8,7 @@ import torch
 
 from cula import api, lightning
 from cula.compat import vllm
+from cula.integrations import _vllm_functions as vllm_functions
 from cula.kda import fused_sigmoid_gating_delta_rule_update
 
 N, H, K = 2, 4, 64
@@ -58,7 +59,10 @@ ROWS = {
         (api.cula_decode, {"state": states(dtype=torch.int8)}, "state"),
         (api.cula_decode, {"state": EXPANDED}, "state"),
         (api.cula_decode, {"state": states(), "state_indices": i32(0, 1, 1)}, "state_indices"),
-        (api.cula_decode, {"state": states(), "state_indices": i32(0, 7)}, "state_indices"),
+        pytest.param(
+            api.cula_decode, {"state": states(), "state_indices": i32(0, 7)}, "state_indices",
+            marks=pytest.mark.cpu_only("the host reads no value"),
+        ),
         (api.cula_decode, {"state": states(), "state_indices": [0, 1]}, "state_indices"),
         (api.cula_decode, {"state": states(), "out": torch.zeros(N, 1, H, 32)}, "out"),
         (api.cula_decode, {"state": states(), "out": "o"}, "out"),
@@ -83,6 +87,8 @@ ROWS = {
          {**OF_SGLANG, "initial_state_source": states(dtype=torch.int32)}, "initial_state_source"),
         (fused_sigmoid_gating_delta_rule_update,
          {**OF_SGLANG, "initial_state_source": EXPANDED}, "initial_state_source"),
+        (vllm_functions.chunk_gated_delta_rule,
+         {"g": torch.zeros(N, 1, H), "core_attn_out": torch.zeros(N, 1, H, K).half()}, "core_attn_out"),
         (lightning.linear_attention_decode, {"s": states(dtype=torch.float64)}, "s"),
         (lightning.linear_attention_decode,
          {"s": states(), "out": torch.zeros(1, H, K).expand(N, H, K)}, "out"),

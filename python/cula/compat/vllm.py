@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _fla, _ops, _passes
+from .. import _fla, _names, _ops, _passes
 from .._passes import Gate, Outputs, States
 from ..kda import _check_gate, _check_tensors, _raw, _sizes
 
@@ -19,7 +19,7 @@ __all__ = ["fused_sigmoid_gating_delta_rule_update"]
 _NULL_BLOCK = 0
 # What the operators' arguments are called here.
 NAMES = {
-    "initial_state": "initial_state",
+    **_names.OF_DENSE,
     "final_state": "initial_state",
     "initial_state_indices": "ssm_state_indices",
     "state_indices": "ssm_state_indices",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import _ops, _passes, api
+from .. import _names, _ops, _passes, api
 from .._passes import LOG_DECAY, Gate, Outputs, States
 from ..compat import vllm as compat
 
@@ -131,10 +131,13 @@ def chunk_gated_delta_rule(
                 f"got shape {list(core_attn_out.shape)} with strides {list(core_attn_out.stride())}"
             )
         out = core_attn_out.view(-1)[: v.numel()].view(v.shape)
-    o, state, *_ = api.cula_gdn(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, out=out,
-    )  # fmt: skip
+    try:
+        o, state, *_ = api.cula_gdn(
+            q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, out=out,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise _names.named(error, {"out": "core_attn_out"}) from None
     return o, state
 
 
