@@ -194,6 +194,38 @@ protected:
                              "share no memory with the states", "memory that overlaps them");
     }
 
+    void share_nothing(std::string_view argument, const TensorRef& ref, std::string_view other,
+                       const TensorRef& of_other) const {
+        CULA_REQUIRE(!ref || !of_other || apart(ref, of_other), argument,
+                     "share no memory with " + std::string(other), "memory that overlaps it");
+    }
+
+    // o and the states at chunk starts are written while inputs are read, by threads that do not wait for
+    // each other.
+    void check_outputs_apart() const {
+        const std::pair<std::string_view, const TensorRef*> read[] = {{"q", &args_.q},
+                                                                      {"k", &args_.k},
+                                                                      {"v", &args_.v},
+                                                                      {"g", &args_.g},
+                                                                      {"beta", &args_.beta},
+                                                                      {"erase", &args_.erase},
+                                                                      {"a_key", &args_.a_key},
+                                                                      {"b_key", &args_.b_key},
+                                                                      {"decay", &args_.gamma},
+                                                                      {"A_log", &args_.A_log},
+                                                                      {"dt_bias", &args_.dt_bias},
+                                                                      {"cu_seqlens", &args_.cu_seqlens},
+                                                                      {"initial_state", &args_.initial_state},
+                                                                      {"final_state", &args_.final_state},
+                                                                      {"snapshots", &args_.snapshots},
+                                                                      {"checkpoints", &args_.checkpoints}};
+        for (const auto& [other, of_other] : read) {
+            share_nothing("o", args_.o, other, *of_other);
+            share_nothing("chunk_states", args_.chunk_states, other, *of_other);
+        }
+        share_nothing("chunk_states", args_.chunk_states, "o", args_.o);
+    }
+
     Pass pass_;
     const Args& args_;
     bool host_readable_;

@@ -41,6 +41,7 @@ public:
         if (pass_ == Pass::kBackward) check_backward();
         if (args_.saved) check_saved();
         refuse_foreign();
+        check_outputs_apart();
         if (host_readable_ && may_fork(args_)) check_forks();
     }
 
@@ -509,21 +510,18 @@ private:
             {"decay", &args_.gamma},
             {"cu_seqlens", &args_.cu_seqlens},
             {"has_initial_state", &args_.has_initial_state},
+            {"saved", &args_.saved},
             {"d_o", &args_.d_o},
             {"d_final_state", &args_.d_final_state}};
-        const auto check = [&](std::string_view argument, const TensorRef& ref, std::string_view other,
-                               const TensorRef& of_other) {
-            CULA_REQUIRE(!of_other || apart(ref, of_other), argument,
-                         "share no memory with " + std::string(other), "memory that overlaps it");
-        };
         for (std::size_t i = 0; i < kGradients.size(); ++i) {
             const TensorRef& ref = args_.*kGradients[i].field;
             if (!ref) continue;
             for (const Gradient& other : kGradients)
-                check(kGradients[i].name, ref, other.of_name, args_.*other.of);
-            for (const auto& [other, of_other] : read) check(kGradients[i].name, ref, other, *of_other);
+                share_nothing(kGradients[i].name, ref, other.of_name, args_.*other.of);
+            for (const auto& [other, of_other] : read)
+                share_nothing(kGradients[i].name, ref, other, *of_other);
             for (const Gradient& other : std::span(kGradients).first(i))
-                check(kGradients[i].name, ref, other.name, args_.*other.field);
+                share_nothing(kGradients[i].name, ref, other.name, args_.*other.field);
         }
     }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import cula
 from cula_testing import device, passes
 from cula_testing.arguments import BASE, arguments, pooled, refused
 from cula_testing.cases import Case, make
@@ -47,6 +48,34 @@ def test_buffers_that_overlap_in_other_places_are_refused():
     flash_kda_fwd(pages[:, 0], pages[:, 2])
     assert_same_bits("states", states[:2], pages[:, 2])
     assert not pages[:, :2].any()
+
+
+def overlapping(tokens: int = 20):
+    """q, k, v and a place for o as columns of one tensor, and what else a call needs."""
+    rows = torch.randn(2, tokens, 4, 4, 16)
+    q, k, v, out = rows.unbind(2)
+    return q, k, v, out, {"g": torch.zeros(2, tokens, 4, 16), "beta": torch.rand(2, tokens, 4)}
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "states"])
+@pytest.mark.parametrize(("function", "tokens"), [("prefill", 20), ("decode", 1), ("verify", 2)])
+def test_outputs_in_memory_that_is_read_are_refused(name, function, tokens):
+    q, k, v, _, gates = overlapping(tokens)
+    pool = torch.zeros(2 + tokens, 4, 16, 16)
+    read = {"q": q, "k": k, "v": v, "g": gates["g"], "states": pool.flatten()[: q.numel()].view(q.shape)}
+    before = {each: x.clone() for each, x in read.items()}
+    functions = {"prefill": cula.cula_kda, "decode": cula.cula_decode, "verify": cula.cula_verify}
+    states = {"initial_state": pool[:2]} if function == "prefill" else {"state": pool}
+    with pytest.raises(ValueError, match=rf"{function}: out must share no memory with "):
+        functions[function](q, k, v, **gates, **states, out=read[name])
+    for each, x in before.items():
+        assert_same_bits(each, x, read[each])
+
+
+def test_outputs_between_what_is_read_are_taken():
+    q, k, v, out, gates = overlapping()
+    cula.cula_kda(q, k, v, **gates, out=out)
+    assert_same_bits("o", cula.cula_kda(q, k, v, **gates)[0], out)
 
 
 # A tree of 2,000 tokens takes a gigabyte of workspace, of which there are 64 MiB.
