@@ -179,6 +179,19 @@ def together(found: list[dict]) -> dict:
     }
 
 
+def reports(text: str) -> str:
+    """What compute-sanitizer said, without the host's frames, each time behind the call that it was about, or
+    the one before: the tool and the calls print side by side."""
+    kept: list[str] = []
+    for line in text.splitlines():
+        if "Host Frame" in line or line.strip(" =") == "":
+            continue
+        if line.startswith("call of ") and kept and kept[-1].startswith("call of "):
+            kept.pop()
+        kept.append(line)
+    return "\n".join(kept)
+
+
 def sanitize(options: argparse.Namespace) -> bool:
     program, tools, fine = sanitizer(), {}, True
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
@@ -207,7 +220,7 @@ def sanitize(options: argparse.Namespace) -> bool:
         for found, text in shares:
             clean = found["exit"] == 0 and found["errors"] == 0 and not found.get("warnings")
             if not clean:
-                print(text[-8000:])
+                print(reports(text))
             fine &= clean
         print(f"{tool}: {tools[tool]}", flush=True)
     version = re.search(r"Version ([\d.]+)", version)

@@ -317,9 +317,11 @@ def compose_maps() -> int:
 
 
 def main() -> None:
+    print("call of compose", flush=True)
     count = compose_maps() if SHARE == 0 else 0
-    for call in islice(calls(), SHARE, None, SHARES):
-        on_gpu(watched(call))()
+    for call in map(watched, islice(calls(), SHARE, None, SHARES)):
+        print(f"call of {call.kind.run.__name__}: {call.inputs.case}", flush=True)
+        on_gpu(call)()
         torch.cuda.synchronize()
         count += 1
     print(f"calls: {count}")

@@ -57,6 +57,21 @@ def test_shares_of_a_tool_are_one(second, whole):
     assert run.together([first, second]) == {"calls": 5, **whole}
 
 
+def test_reports_stand_behind_the_call_that_they_are_about():
+    text = (
+        "call of prefill: Case(1)\ncall of prefill: Case(2)\n"
+        "========= Uninitialized __global__ memory read of size 4 bytes\n"
+        "=========     Host Frame: main\n========= \n"
+        "call of decode: Case(3)\ncalls: 3\n"
+    )
+    assert run.reports(text).splitlines() == [
+        "call of prefill: Case(2)",
+        "========= Uninitialized __global__ memory read of size 4 bytes",
+        "call of decode: Case(3)",
+        "calls: 3",
+    ]
+
+
 def test_counts_of_a_report(tmp_path):
     report = tmp_path / "report.xml"
     report.write_text(
