@@ -27,75 +27,85 @@
 // 3. Issue the cp.async copies of the state's rows to shared memory.
 // 4. Prepare the tokens in shared memory while the state is on its way: thread c handles channel c of all
 //    kTokens tokens (DecodeInputs::ready). One __syncthreads() follows.
-// 5. Move the state to registers, advance it token by token, store outputs and states.
+// 5. Move the state to registers, advance it token by token, store outputs and states. States of 16 and of
+//    8 bits pass through shared memory once more on their way out (state_tile.cuh).
 // States of float8 have a scale for each row: it is loaded beside them (3), multiplies them on their way to
 // registers (5), and is chosen anew where they are stored.
 // q and k stay as they were loaded: l2norm and `scale` multiply sums over channels (SumScales), which saves a
 // second barrier.
 //
-// The kernel is bound by the traffic of the state. There is no double buffering: the other CTAs of the
-// multiprocessor keep the memory busy while one computes.
+// The kernel is bound by the traffic of the state, with 16-bit states nearly by its instructions. There is no
+// double buffering: the other CTAs of the multiprocessor keep the memory busy while one computes.
 //
-// Budgets                              kTokens = 1, 2     kTokens = 4
-//     CTAs per multiprocessor              6 (5)              4 (3)           ( ): K = 256, from 10.0 on, and
-//                                                                             with low-rank keys, two writes
-//     registers per thread                80 (96)           128 (168)
-//     shared memory, KiB, K 64/128/256  17.3/17.8/19.2    21.1/23.2/28.7      float32 states, kRows = 256 / K
-// With kRows = 512 / K (16-bit and float8 states, kTokens of 1 and 2): 4 (3) CTAs, 128 (168) registers, and
-// 17.8/18.1/19.3 KiB, of float8 9.8/10.1/11.3. kTokens = 2 takes 1.3 to 2 KiB more.
+// Budgets                    kRows = 256 / K    512 / K (16-bit and float8 states)    kTokens = 4
+//     CTAs per multiprocessor       7 *             5 (K = 64: 4)                          4 **
+//     registers per thread         72              96 (128)                              128 (168)
+//     shared memory, KiB     17.3/17.8/19.2     17.8/18.1/19.3, of float8           21.1/23.2/28.7
+//       K = 64/128/256       float32 states      9.8/10.1/11.3                      float32 states
+// * 8 with 64 registers where kRows = 1 and K <= 128. Each of these takes a CTA (decode_ctas): K = 256; erase
+// keys of these; low-rank keys; 10.0 and later; kTokens = 2 of 256 / K rows, and of 512 / K on 8.0. Of 512 /
+// K rows three are left. With kTokens = 2 and kFewCtas 4 with 128 registers. kTokens = 2 takes 1.3 to 2 KiB
+// more.
+// ** 3 where K = 256, of low-rank keys, and from 10.0 on.
 // Design page: docs/design/decode.md.
 #pragma once
 
 #include "cuda/recurrent/decode_inputs.cuh"
+#include "cuda/recurrent/state_tile.cuh"
 #include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::recurrent {
 
-// CTAs per multiprocessor. ptxas needs a few registers more for compute capability 10.0 and 12.0, and the
-// shared memory of 12.0 would not hold more CTAs. So it does for low-rank keys.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-inline constexpr bool kFewerCtas = true;
+// CTAs per multiprocessor: as many as registers allow without a spill. ptxas needs a few registers more for
+// compute capability 10.0 and 12.0, and the shared memory of 12.0 would not hold more CTAs. So it does for
+// low-rank keys, for 256 channels, once more for erase keys of those, and for two writes (of many rows
+// on 8.0).
+#if defined(__CUDA_ARCH__)
+inline constexpr int kDecodeArch = __CUDA_ARCH__;
 #else
-inline constexpr bool kFewerCtas = false;
+inline constexpr int kDecodeArch = 0;
 #endif
-template <int kKey, int kTokens, int kRows = 1, Keys kKeys = Keys::kOne>
-inline constexpr int kDecodeCtas = (kOneToken<kTokens> && kRows * kKey <= 256 ? 6 : 4) -
-                                   (kKey > 128 || kFewerCtas || kKeys == Keys::kLowRank || kTokens == 2);
+template <int kKey, int kTokens, int kRows, Keys kKeys, bool kFewCtas>
+constexpr int decode_ctas() {
+    constexpr bool kWide = kKey > 128, kFewer = kDecodeArch >= 1000, kLowRank = kKeys == Keys::kLowRank;
+    if (!kOneToken<kTokens>) return 4 - (kWide || kFewer || kLowRank);
+    constexpr int kLess = (kWide || kLowRank) + kFewer + (kWide && kKeys == Keys::kErase);
+    if (kRows == 1 && kKey <= 128) return kFewCtas ? 4 : 8 - kLess;
+    if (kRows * kKey <= 256) return 7 - (kTokens == 2) - kLess;
+    return std::max(3, 5 - (kFewCtas || kRows == 8 || (kTokens == 2 && kDecodeArch < 900)) - kLess);
+}
 
 // Prefetches the state of CTA `block`, which starts later, to the second-level cache, where its loads will
-// take less time.
+// take less time. Not called for float8, whose decodes are bound by instructions.
 template <class State, int kKey, int kBlockRows>
 __device__ __forceinline__ void prefetch_state(const DecodeArgs& a, unsigned block) {
     if (block >= gridDim.x || !a.initial.data) return;
     const DecodePlace place = decode_place<kBlockRows>(a, block);
     const std::int32_t slot = a.initial_indices.data ? load(a.initial_indices, place.n) : place.n;
     if (is_null(a, a.initial, slot)) return;
-    constexpr int kRowBytes = kKey * static_cast<int>(sizeof(State)), kLine = 128;
-    if (std::is_same_v<State, Float8E4M3> && threadIdx.x % 32 == 0 && threadIdx.x < kBlockRows) {
-        const int row = min(place.row0 + static_cast<int>(threadIdx.x), a.value_dim - 1);
-        prefetch(scale_of(a.initial_scales, slot, place.value_head, row));
-    }
+    constexpr unsigned kLine = 128, kRowBytes = kKey * sizeof(State), kLines = kBlockRows * kRowBytes / kLine;
+    static_assert(kLines <= kStepThreads);
+    const unsigned at = threadIdx.x * kLine, own = at / kRowBytes;
+    if (threadIdx.x >= kLines || place.row0 + static_cast<int>(own) >= a.value_dim) return;
     const char* const head = advanced(a.initial.data, place.value_head, a.initial.head);
-#pragma unroll
-    for (int at = static_cast<int>(threadIdx.x) * kLine; at < kBlockRows * kRowBytes;
-         at += kStepThreads * kLine) {
-        const int row = min(place.row0 + at / kRowBytes, a.value_dim - 1);
-        prefetch(advanced(advanced(head, row, a.initial.v) + at % kRowBytes, slot, a.initial.slot));
-    }
+    prefetch(advanced(advanced(head, place.row0 + static_cast<int>(own), a.initial.v) + at % kRowBytes, slot,
+                      a.initial.slot));
 }
 
-// kKeys: the keys that a token has (keys.h).
-template <class State, int kKey, int kRows, int kTokens, Keys kKeys>
-__global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows, kKeys>)
+// kKeys: the keys that a token has (keys.h). kFewCtas: the grid has few for each multiprocessor, and threads
+// may have more registers.
+template <class State, int kKey, int kRows, int kTokens, Keys kKeys, bool kFewCtas = false>
+__global__ void __launch_bounds__(kStepThreads, decode_ctas<kKey, kTokens, kRows, kKeys, kFewCtas>())
     decode(const __grid_constant__ DecodeArgs a) {
     constexpr int kBlockRows = kRows * kRowsPerPass, kFours = kKey / (kLanesPerRow * 4);
+    using Tile = StateTile<State, kKey, kRows>;
     constexpr bool kOne = kOneToken<kTokens>, kScaled = std::is_same_v<State, Float8E4M3>;
     __shared__ DecodeTokens<kKey, kBlockRows, kTokens, kKeys> s;
-    // The state between global memory and registers. A thread reads only what it copied itself, so no barrier
-    // is needed.
-    // cp.async rather than loads to registers: those share six scoreboard counters, and ptxas gave the state
-    // the counter of the token's inputs, so that preparing the token waited for the state.
-    alignas(16) __shared__ std::uint32_t state[kRows][kFours][kStepThreads][sizeof(State)];
+    // The state between global memory and registers. A warp reads only what it copied itself, so no barrier
+    // of the CTA is needed. cp.async rather than loads to registers: those share six scoreboard counters, and
+    // ptxas gave the state the counter of the token's inputs, so that preparing the token waited for the
+    // state.
+    __shared__ Tile state;
 
     const unsigned thread = threadIdx.x;
     const auto [n, value_head, row0] = decode_place<kBlockRows>(a, blockIdx.x);
@@ -126,12 +136,16 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
     inputs.fetch_head(a, value_head);
     inputs.fetch(a, n, steps, 0, value_head, row0);
 
-    const auto put_output = [&](int t, int r, float x) {
+    // Lane r of a row's eight lanes stores what all of them have of their row r.
+    const auto put_outputs = [&](int t, const float(&output)[kRows]) {
+        static_assert(kRows <= kLanesPerRow);
+        const int r = static_cast<int>(thread % kLanesPerRow), row = row0 + own + r * kRowsPerPass;
+        float x = output[0];
+#pragma unroll
+        for (int other = 1; other < kRows; ++other) x = r == other ? output[other] : x;
         char* at = advanced(advanced(a.o.data, range.batch, a.o.batch), value_head, a.o.head);
         if constexpr (!kOne) at = advanced(at, range.begin + t, a.o.token);
-        const int row = row0 + own + r * kRowsPerPass;
-        store_row_if(advanced(at, row, a.o.last), a.o.type, x,
-                     thread % kLanesPerRow == 0 && row < a.value_dim);
+        store_row_if(advanced(at, row, a.o.last), a.o.type, x, r < kRows && row < a.value_dim);
     };
     if constexpr (!kOne) {
         if (a.state_indices.data && exists && !reads_at) {
@@ -141,9 +155,7 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
         }
         // Tokens after the last sequence belong to none: their outputs are zero.
         if (a.cu_seqlens && n + 1 >= a.sequences)
-            for (int t = range.length; range.begin + t < a.tokens; ++t)
-#pragma unroll
-                for (int r = 0; r < kRows; ++r) put_output(t, r, 0.0f);
+            for (int t = range.length; range.begin + t < a.tokens; ++t) put_outputs(t, {});
         if (!exists) return;
     }
     const bool writes_at = a.final_indices.data != nullptr,
@@ -152,70 +164,78 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
                    (a.initial.data != nullptr) & !skipped & (a.has_initial == nullptr | has_initial != 0);
     from = reads_at ? from : n, to = writes_at ? to : n;
 
-    // Rows beyond the last are clamped to it for loads, and not stored. The slot's offset is added last
-    // because the slot is the last number to arrive.
-    const auto row_of = [&](const DecodeStates& states, std::int32_t slot, int r) {
-        const int row = min(row0 + own + r * kRowsPerPass, a.value_dim - 1);
-        char* at = advanced(advanced(states.data, value_head, states.head), row, states.v);
-        at += thread % kLanesPerRow * 4 * sizeof(State);
-        return reinterpret_cast<State*>(advanced(at, slot, states.slot));
+    // The thread's first row. The slot's offset is added last because the slot is the last number to arrive.
+    const auto first_row = [&](const DecodeStates& states, std::int32_t slot) {
+        char* const at = advanced(advanced(states.data, value_head, states.head), row0 + own, states.v);
+        return advanced(at, slot, states.slot);
     };
+    const auto has_row = [&](int r) { return row0 + own + r * kRowsPerPass < a.value_dim; };
+    const TileLane<Tile> loaded(state, thread);
+    const char* const first = first_row(a.initial, from);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        const State* at = row_of(a.initial, from, r);
+    for (int r = 0; r < kRows; ++r)
 #pragma unroll
-        for (int p = 0; p < kFours; ++p)
-            Four<State>::copy_async_if(state[r][p][thread], at + p * 4 * kLanesPerRow, starts);
-    }
+        for (unsigned p = 0; p < Tile::kPieces; ++p)
+            loaded.copy_async_if(r, p, advanced(first, r * kRowsPerPass, a.initial.v), starts && has_row(r));
     commit_copies();
     float scale[kRows];
     if constexpr (kScaled) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            const int row = min(row0 + own + r * kRowsPerPass, a.value_dim - 1);
+            const int row = row0 + own + r * kRowsPerPass;
             scale[r] = __uint_as_float(
-                load32_coherent_if(scale_of(a.initial_scales, from, value_head, row), starts));
+                load32_coherent_if(scale_of(a.initial_scales, from, value_head, row), starts && has_row(r)));
         }
     }
-    if (kOne || (kSeveral && !a.state_indices.data))
+    if (!kScaled && (kOne || (kSeveral && !a.state_indices.data)))
         prefetch_state<State, kKey, kBlockRows>(a, blockIdx.x + a.ahead);
     float x[kRows][kKey / kLanesPerRow];
     // Called by all threads.
     const auto put_state = [&](const DecodeStates& states, std::int32_t slot, int t = 0,
                                std::int32_t token = 0) {
+        unsigned here = thread;
+        if constexpr (!kOne)
+            asm volatile("" : "+r"(here));  // addresses wait in no register for a later token
+        const TileLane<Tile> stored(state, here);
+        char* const first = advanced(first_row(states, slot), t, token);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            const int row = row0 + own + r * kRowsPerPass;
+            const bool exists = has_row(r);
+            float inverse = 1.0f;
             if constexpr (kScaled) {
                 float most = 0.0f;
 #pragma unroll
                 for (int i = 0; i < 4 * kFours; ++i) most = larger_magnitude(most, x[r][i]);
                 const RowScale chosen = row_scale(row_largest(most));
-                if (row >= a.value_dim) continue;  // not out of the loop: all lanes compare
-                if (thread % kLanesPerRow == 0)
-                    *scale_of(a.final_scales, slot, value_head, row) = chosen.scale;
-                State* const at = row_of(states, slot, r);
+                inverse = chosen.inverse;
+                if (thread % kLanesPerRow == 0 && exists)
+                    *scale_of(a.final_scales, slot, value_head, row0 + own + r * kRowsPerPass) = chosen.scale;
+            }
+            char* const at = advanced(first, r * kRowsPerPass, states.v);
 #pragma unroll
-                for (int p = 0; p < kFours; ++p) {
+            for (int p = 0; p < kFours; ++p) {
+                Four<State> four;
+                if constexpr (kScaled) {
                     float scaled[4];
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) scaled[e] = x[r][4 * p + e] * chosen.inverse;
-                    Four<State> four;
+                    for (int e = 0; e < 4; ++e) scaled[e] = x[r][4 * p + e] * inverse;
                     four.set(scaled);
-                    four.store(at + p * 4 * kLanesPerRow);
-                }
-            } else {
-                if (row >= a.value_dim) break;
-                State* at = advanced(row_of(states, slot, r), t, token);
-#pragma unroll
-                for (int p = 0; p < kFours; ++p) {
-                    Four<State> four;
+                } else {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) four.set(e, x[r][4 * p + e]);
-                    four.store(at + p * 4 * kLanesPerRow);
                 }
+                if constexpr (!Tile::kPiecesAreFours)
+                    four.put(stored.four(r, p));
+                else if (exists)
+                    four.put(at + stored.piece_offset(p));
             }
+            if constexpr (Tile::kPiecesAreFours) continue;
+            __syncwarp();  // the lanes of a row have put their fours
+#pragma unroll
+            for (unsigned p = 0; p < Tile::kPieces; ++p)
+                if (exists) stored.store_piece(r, p, at);
         }
+        if constexpr (!Tile::kPiecesAreFours && !kOne) __syncwarp();  // before fours of a later token
     };
 
     // Advances the state by what is prepared in place j: token t, or a write of it. Stores the output of t if
@@ -247,16 +267,15 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            if constexpr (kKeys == Keys::kLowRank) {
-                read[r] = row_sum(read[r]);
-                const float output = scales.output(row_sum(out[r]), write[r]);
-                put_output(t, r, skipped ? 0.0f : __fmaf_rn(read[r], sum(s.bq[j]) * scales.q, output));
-            } else if constexpr (kSeveral) {
-                const float output = scales.output(row_sum(out[r]), write[r]);
-                if (last) put_output(t, r, skipped ? 0.0f : output);
-            } else {
-                put_output(t, r, skipped ? 0.0f : scales.output(row_sum(out[r]), write[r]));
-            }
+            if constexpr (kKeys == Keys::kLowRank) read[r] = row_sum(read[r]);
+            if (last) out[r] = scales.output(row_sum(out[r]), write[r]);
+            if constexpr (kKeys == Keys::kLowRank)
+                out[r] = __fmaf_rn(read[r], sum(s.bq[j]) * scales.q, out[r]);
+        }
+        if (last) {
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) out[r] = skipped ? 0.0f : out[r];
+            put_outputs(t, out);
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) write[r] *= scales.k;
@@ -281,21 +300,16 @@ __global__ void __launch_bounds__(kStepThreads, kDecodeCtas<kKey, kTokens, kRows
     inputs.ready(a, value_head, s);
     __syncthreads();
     wait_copies<0>();
-    asm volatile("" ::: "memory");
+    __syncwarp();  // the lanes of a row have copied their pieces
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
         for (int p = 0; p < kFours; ++p) {
-            const Four<State> four(state[r][p][thread]);
-            if constexpr (kScaled) {
+            const Four<State> four(loaded.four(r, p));
 #pragma unroll
-                for (int e = 0; e < 4; e += 2) {
-                    const float2 pair = four.pair(e / 2);
-                    x[r][4 * p + e] = pair.x * scale[r], x[r][4 * p + e + 1] = pair.y * scale[r];
-                }
-            } else {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) x[r][4 * p + e] = four.get(e);
+            for (int e = 0; e < 4; ++e) {
+                x[r][4 * p + e] = four.get(e);
+                if constexpr (kScaled) x[r][4 * p + e] *= scale[r];
             }
         }
     if constexpr (kOne) {

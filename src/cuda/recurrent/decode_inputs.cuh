@@ -34,10 +34,9 @@ __device__ __forceinline__ float* scale_of(const DecodeScales& scales, std::int3
 template <int kTokens>
 inline constexpr bool kOneToken = kTokens < 4;
 
-// Sums over a warp, of one number, of two or of four. Of n, lanes i 32 / n and on receive the i-th sum.
+// Sums over a warp, of two numbers or of four. Of n, lanes i 32 / n and on receive the i-th sum.
 // Each of the first steps halves the number of sums that a lane carries, so that four sums take six shuffles
 // instead of twenty.
-__device__ __forceinline__ float warp_sums(const float (&x)[1]) { return warp_sum(x[0]); }
 __device__ __forceinline__ float warp_sums(const float (&x)[2]) {
     const bool second = threadIdx.x & 16;
     const float own = (second ? x[1] : x[0]) + __shfl_xor_sync(0xffffffffu, second ? x[0] : x[1], 16);
@@ -261,17 +260,26 @@ struct DecodeInputs
                         for (int i = 0; i < kOwned; ++i) s.decay[j][channel(i)] = 1.0f;
             }
             const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
-            const bool puts = lane % (32 / kTokens) == 0;
-            const int j = lane / (32 / kTokens);
-            const float products = warp_sums(kq);
-            if (puts) s.kq[j][warp] = products;
-            if constexpr (kKeys == Keys::kLowRank) {
-                const float of_b = warp_sums(bq);
-                if (puts) s.bq[j][warp] = of_b;
-            }
-            if (a.qk_l2norm) {
-                const float of_q = warp_sums(qq), of_k = warp_sums(kk);
-                if (puts) s.qq[j][warp] = of_q, s.kk[j][warp] = of_k;
+            if constexpr (kTokens == 1) {  // all sums at once; each in the order in which one would be formed
+                const float sums[4] = {kq[0], qq[0], kk[0], bq[0]}, own = warp_sums(sums);
+                if (lane == 0) s.kq[0][warp] = own;
+                if (lane == 8) s.qq[0][warp] = own;
+                if (lane == 16) s.kk[0][warp] = own;
+                if constexpr (kKeys == Keys::kLowRank)
+                    if (lane == 24) s.bq[0][warp] = own;
+            } else {
+                const bool puts = lane % (32 / kTokens) == 0;
+                const int j = lane / (32 / kTokens);
+                const float products = warp_sums(kq);
+                if (puts) s.kq[j][warp] = products;
+                if constexpr (kKeys == Keys::kLowRank) {
+                    const float of_b = warp_sums(bq);
+                    if (puts) s.bq[j][warp] = of_b;
+                }
+                if (a.qk_l2norm) {
+                    const float of_q = warp_sums(qq), of_k = warp_sums(kk);
+                    if (puts) s.qq[j][warp] = of_q, s.kk[j][warp] = of_k;
+                }
             }
         }
 #pragma unroll

@@ -16,8 +16,8 @@ namespace cula::cuda::recurrent {
 inline constexpr int kMaxTreeTokens = 256;
 
 // Launches decode or verify on states of type State (float, __nv_bfloat16, __half or Float8E4M3): K
-// contiguous, rows in aligned groups of four elements. Returns false, and launches nothing, if the states are
-// not like that or the call asks for what only step computes.
+// contiguous, rows aligned to 16 bytes (to 8 of float8 with K = 64). Returns false, and launches nothing, if
+// the states are not like that or the call asks for what only step computes.
 template <class State, int kKey, Keys kKeys>
 bool launch_step_packed(const Call& call);
 

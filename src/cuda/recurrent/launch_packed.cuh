@@ -11,11 +11,12 @@
 
 namespace cula::cuda::recurrent {
 
-// Whether decode can access these states: of type State, K contiguous, rows in aligned groups of four.
-template <class State>
+// Whether decode can access these states: of type State, K contiguous, rows in aligned pieces.
+template <class State, int kKey>
 bool packed(const States& s) {
-    return !s.data || (s.dtype == kDtype<State> && s.k == 1 && (s.v | s.head | s.slot) % 4 == 0 &&
-                       reinterpret_cast<std::uintptr_t>(s.data) % (4 * sizeof(State)) == 0);
+    constexpr int kBytes = StateTile<State, kKey, 1>::kPieceBytes, kElements = kBytes / sizeof(State);
+    return !s.data || (s.dtype == kDtype<State> && s.k == 1 && (s.v | s.head | s.slot) % kElements == 0 &&
+                       reinterpret_cast<std::uintptr_t>(s.data) % kBytes == 0);
 }
 
 // Prefetch distance, in CTAs per multiprocessor. With 400 CTAs in all (H200) a decode of 32 to 256 sequences
@@ -34,13 +35,13 @@ bool decode_launch(const Call& call, int rows, DecodeArgs& args, LaunchShape& sh
     return decode_args<State>(a, blocks, args);
 }
 
-template <class State, int kKey, Keys kKeys, int kRows, int kTokens>
+template <class State, int kKey, Keys kKeys, int kRows, int kTokens, bool kFewCtas = false>
 bool launch_decode(const Call& call) {
     DecodeArgs args;
     LaunchShape shape;
     if (!decode_launch<State>(call, kRows * kRowsPerPass, args, shape)) return false;
     args.ahead = kCtasAhead * call.multiprocessors;
-    launch<decode<State, kKey, kRows, kTokens, kKeys>>(shape, call.stream, args);
+    launch<decode<State, kKey, kRows, kTokens, kKeys, kFewCtas>>(shape, call.stream, args);
     return true;
 }
 
@@ -58,8 +59,8 @@ template <class State, int kKey, Keys kKeys>
 bool launch_step_packed(const Call& call) {
     const DeviceArgs& a = call.args;
     if (a.key_dim != kKey || a.parents.data || a.num_checkpoints || a.chunk_states.data ||
-        a.snapshots_token % 4 != 0 || !packed<State>(a.initial) || !packed<State>(a.final) ||
-        !packed<State>(a.snapshots))
+        a.snapshots_token * sizeof(State) % StateTile<State, kKey, 1>::kPieceBytes != 0 ||
+        !packed<State, kKey>(a.initial) || !packed<State, kKey>(a.final) || !packed<State, kKey>(a.snapshots))
         return false;
     // CTAs of `rows` rows for each multiprocessor.
     const auto each = [&](int rows) {
@@ -70,13 +71,20 @@ bool launch_step_packed(const Call& call) {
         (kKeys != Keys::kSeveral || a.writes == 2)) {
         constexpr int kTokens = kKeys == Keys::kSeveral ? 2 : 1;
         // 16 KiB of states per CTA (8 of float8); less where smaller CTAs are needed to occupy every
-        // multiprocessor and to shorten the last wave, and where a head has no more rows.
+        // multiprocessor and, of float32, to shorten the last wave, and where a head has no more rows.
         constexpr int kFullRows = (sizeof(State) < 4 ? 512 : 256) / kKey, kHalfRows = kFullRows / 2;
-        if (each(kFullRows * kRowsPerPass) < (sizeof(State) < 4 ? 3 : 40))
-            return launch_decode<State, kKey, kKeys, 1, kTokens>(call);
+        const long long ctas = each(kFullRows * kRowsPerPass);
+        constexpr bool kTwo = kTokens == 2, kWide = kKey == 128 && sizeof(State) == 2;
+        if (ctas < (sizeof(State) < 4 ? 1 : 40)) {
+            if ((kTwo && kWide) || (kTwo && each(kRowsPerPass) < 4))
+                return launch_decode<State, kKey, kKeys, 1, kTokens, kTwo>(call);
+            if constexpr (!(kTwo && kWide)) return launch_decode<State, kKey, kKeys, 1, kTokens>(call);
+        }
         if constexpr (kHalfRows == 4)
             if (a.value_dim <= kHalfRows * kRowsPerPass)
                 return launch_decode<State, kKey, kKeys, kHalfRows, kTokens>(call);
+        if constexpr (kTwo && kWide)
+            if (ctas < 24) return launch_decode<State, kKey, kKeys, kFullRows, kTokens, true>(call);
         return launch_decode<State, kKey, kKeys, kFullRows, kTokens>(call);
     }
     // Draft tokens go at once where they are few. What a batch-invariant call takes may not depend on the

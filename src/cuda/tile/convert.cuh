@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/ptx/memory.cuh"
 #include "cula/tensor.h"
@@ -178,16 +179,18 @@ struct Four {
             asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(p),
                          "r"(in ? 8 : 0));
     }
-    __device__ __forceinline__ void store(T* p) const {
+    __device__ __forceinline__ void put(void* to) const {
         if constexpr (sizeof(T) == 4)
-            *reinterpret_cast<uint4*>(p) = uint4{word[0], word[1], word[2], word[3]};
+            *static_cast<uint4*>(to) = uint4{word[0], word[1], word[2], word[3]};
         else
-            __stcs(reinterpret_cast<uint2*>(p), uint2{word[0], word[1]});
+            *static_cast<uint2*>(to) = uint2{word[0], word[1]};
     }
 
     __device__ __forceinline__ float get(int i) const {
         if constexpr (sizeof(T) == 4) {
             return __uint_as_float(word[i]);
+        } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // one instruction each
+            return __uint_as_float(i % 2 ? word[i / 2] & 0xffff0000u : word[i / 2] << 16);
         } else {
             const auto bits = static_cast<unsigned short>(i % 2 ? word[i / 2] >> 16 : word[i / 2]);
             return to_float(reinterpret_cast<const T&>(bits));

@@ -16,21 +16,23 @@ __device__ __forceinline__ void store_eight(T* to, const float (&x)[8]) {
                                      pack2<T>(x[6], x[7])};
 }
 
+template <class T>
+__device__ __forceinline__ void unpack_eight(float (&x)[8], const uint4& words) {
+    const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const float2 pair = unpack2<T>(word[w]);
+        x[2 * w] = pair.x, x[2 * w + 1] = pair.y;
+    }
+}
+
 // Elements i to i + 7 of a row that starts at `row`; zeros from `width` on.
 template <class T>
 __device__ __forceinline__ void load_eight(float (&x)[8], const TokenRows& rows, std::int64_t row, int i,
                                            int width) {
-    if (rows.dtype == kDtype<T> && rows.pieces) {
-        const uint4 words =
-            __ldcs(reinterpret_cast<const uint4*>(static_cast<const T*>(rows.data) + row + i));
-        const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            const float2 pair = unpack2<T>(word[w]);
-            x[2 * w] = pair.x, x[2 * w + 1] = pair.y;
-        }
-        return;
-    }
+    if (rows.dtype == kDtype<T> && rows.pieces)
+        return unpack_eight<T>(
+            x, __ldcs(reinterpret_cast<const uint4*>(static_cast<const T*>(rows.data) + row + i)));
     if (rows.dtype == Dtype::kFloat32 && rows.pieces && i + 8 <= width) {
         const auto* const from = static_cast<const float*>(rows.data) + row + i;
         load4(x, from), load4(x + 4, from + 4);

@@ -56,17 +56,12 @@ struct Four<Float8E4M3> {
     __device__ __forceinline__ explicit Four(const std::uint32_t* shared) { word[0] = *shared; }
     Four() = default;
 
-    static __device__ __forceinline__ void copy_async_if(std::uint32_t* shared, const Float8E4M3* p,
-                                                         bool in) {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(p),
-                     "r"(in ? 4 : 0));
-    }
-    __device__ __forceinline__ void store(Float8E4M3* p) const {
-        __stcs(reinterpret_cast<std::uint32_t*>(p), word[0]);
-    }
+    __device__ __forceinline__ void put(void* to) const { *static_cast<std::uint32_t*>(to) = word[0]; }
 
-    // Numbers 2 i and 2 i + 1.
-    __device__ __forceinline__ float2 pair(int i) const { return float8_numbers(word[0] >> 16 * i); }
+    __device__ __forceinline__ float get(int i) const {
+        const float2 pair = float8_numbers(word[0] >> i / 2 * 16);
+        return i % 2 ? pair.y : pair.x;
+    }
     __device__ __forceinline__ void set(const float (&x)[4]) {
         word[0] = float8_codes(x[0], x[1]) | float8_codes(x[2], x[3]) << 16;
     }
