@@ -32,7 +32,7 @@ using Square = std::uint32_t[4][32];
 
 // The tensors of which a patch has rows.
 struct AnchoredRows {
-    enum Name : int { kQ, kK, kG, kDq, kDk, kDg, kCount };
+    enum Name : int { kQ, kK, kG, kDq, kDk, kDg, kErase, kEraseKeys, kDErase, kCount };
 };
 
 template <class T, int kKey>
@@ -40,8 +40,8 @@ struct alignas(128) AnchoredSmem {
     using P = Patches<kKey>;
     static constexpr int kSquares = square_index(P::kBlocks, 0);
 
-    // Operands, q scale f, -k f and k / f with the decay f from the anchor of their block, and later the
-    // patch between accumulators and columns.
+    // Operands, q scale f, -k f (with erase keys -e f) and k / f with the decay f from the anchor of their
+    // block, and later the patch between accumulators and columns.
     union {
         struct {
             PatchOperand<T> queries, readers, keys;
@@ -76,7 +76,7 @@ struct GradientAnchored {
 
     // Whether gradient_anchored takes a call.
     static bool takes(const DeviceArgs& a, const Gradients& d) {
-        return a.heads == a.value_heads && (d.keys() || d.decay());
+        return a.heads == a.value_heads && (d.keys() || d.decay() || d.others());
     }
     // count: slices of a value head, all of which are in shared memory at once.
     static constexpr std::size_t shared_bytes(int count) {

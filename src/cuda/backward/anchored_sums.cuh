@@ -14,9 +14,9 @@ __device__ __forceinline__ void load_fragment(std::uint32_t (&words)[4], const u
     words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
 }
 
-template <class T, int kKey, bool kSolves>
-struct AnchoredSums : AnchoredTensors<T, kKey> {
-    using Base = AnchoredTensors<T, kKey>;
+template <class T, int kKey, bool kSolves, Reader kReader>
+struct AnchoredSums : AnchoredTensors<T, kKey, kReader> {
+    using Base = AnchoredTensors<T, kKey, kReader>;
     using Base::a, Base::d, Base::s, Base::parity;
     using P = Patches<kKey>;
     using Carried = CarrySlice<T, kKey>;
@@ -43,6 +43,7 @@ struct AnchoredSums : AnchoredTensors<T, kKey> {
         const std::uint32_t to = shared_address(slices()), ready = s.slices_ready.address();
         constexpr int kSlice = static_cast<int>(sizeof(Returned)),
                       kSkipped = kSolves ? 0 : static_cast<int>(offsetof(Returned, d_outputs));
+        if (of.count <= 0) return s.slices_ready.arrive_expecting(0);  // nobody has written slices
         s.slices_ready.arrive_expecting(carried + saved.count * (kSlice - kSkipped));
         copy_bulk(to, saved.carried + first, carried, ready);
         const auto* returned = reinterpret_cast<const unsigned char*>(saved.returned + first);

@@ -5,9 +5,12 @@
 #include "cuda/backward/anchored_config.cuh"
 #include "cuda/backward/channel_columns.cuh"
 #include "cuda/backward/gradients.h"
+#include "cuda/chunked/reader.h"
 #include "cuda/pipe/barriers.cuh"
 
 namespace cula::cuda::backward {
+
+using chunked::Reader;
 
 // How much of the lane's column exists.
 struct Extent {
@@ -28,10 +31,20 @@ struct Extent {
     }
 };
 
+// Erase keys of the lane's column, where they read.
+template <bool kErases>
+struct GivenReaders {};
+template <>
+struct GivenReaders<true> {
+    std::uint32_t readers[kHalf];
+};
+
 // What the phases of a chunk and head share. parity: of the chunk; which half of what has two.
-template <class T, int kKey>
+template <class T, int kKey, Reader kReader>
 struct AnchoredTensors {
     using P = Patches<kKey>;
+    static constexpr bool kErases = erases(kReader);
+    static_assert(kReader != Reader::kUndecayed);
 
     const DeviceArgs& a;
     const Gradients& d;
@@ -56,11 +69,17 @@ struct AnchoredTensors {
             prefetch_line(AnchoredRows::kK, a.k, part - kLines);
         else
             prefetch_line(AnchoredRows::kG, a.g, part - 2 * kLines);
+        if constexpr (kErases) {
+            if (part < kLines)
+                prefetch_line(AnchoredRows::kEraseKeys, a.erase_keys, part);
+            else if (part >= 2 * kLines)
+                prefetch_line(AnchoredRows::kErase, a.erase, part - 2 * kLines);
+        }
     }
 
-    // q, k and, if they have two bytes, gates of the lane's column, as they came: loaded before their turn,
-    // behind what else is to be done until then.
-    struct Given {
+    // q, k, erase keys and, if they have two bytes, gates of the lane's column, as they came: loaded before
+    // their turn, behind what else is to be done until then.
+    struct Given : GivenReaders<kErases> {
         std::uint32_t q[kHalf], k[kHalf], gates[kHalf];
     };
     __device__ __forceinline__ void load(Given& given, int parity_of) const {
@@ -68,7 +87,28 @@ struct AnchoredTensors {
         const Extent extent(s.place[parity_of].again(), patch, a.key_dim);
         load_keys(given.q, a.q, s.rows[parity_of][AnchoredRows::kQ], patch, extent);
         load_keys(given.k, a.k, s.rows[parity_of][AnchoredRows::kK], patch, extent);
+        if constexpr (kErases)  // rows that the call has made: whole words
+            load_words(given.readers, a.erase_keys,
+                       s.rows[parity_of][AnchoredRows::kEraseKeys] + patch.token * a.erase_keys.token +
+                           patch.channel,
+                       extent);
         load_gates(given.gates, parity_of, patch, extent);
+    }
+
+    // k as it came.
+    __device__ __forceinline__ void load_key_words(std::uint32_t (&words)[kHalf],
+                                                   const Patch<kKey>& patch) const {
+        load_keys(words, a.k, s.rows[parity][AnchoredRows::kK], patch,
+                  Extent(s.place[parity].again(), patch, a.key_dim));
+    }
+    // Erase strengths, which come in whole pieces, of T or float32.
+    __device__ __forceinline__ void load_strengths(Column& x, const Patch<kKey>& patch,
+                                                   const Extent& extent) const {
+        const std::int64_t first = column_of(AnchoredRows::kErase, a.erase, patch);
+        if (a.erase.dtype == Dtype::kFloat32) return load_pairs(x, a.erase, first, extent);
+        std::uint32_t words[kHalf];
+        load_words(words, a.erase, first, extent);
+        unpack_column<T>(x, words);
     }
 
     __device__ __forceinline__ void gates_again(Given& given) const {
@@ -89,17 +129,10 @@ struct AnchoredTensors {
                                                  int head) const {
         if (!has_gate_words()) {
             const std::int64_t first = column_of(AnchoredRows::kG, a.g, patch);
-            if (a.g.pieces && a.g.dtype == Dtype::kFloat32) {
-                const auto* from = static_cast<const float*>(a.g.data) + first;
-#pragma unroll
-                for (int t = 0; t < kHalf; ++t, from += a.g.token) {
-                    const float2 pair =
-                        t < extent.count ? *reinterpret_cast<const float2*>(from) : float2{0.0f, 0.0f};
-                    x[2 * t] = pair.x, x[2 * t + 1] = pair.y;
-                }
-            } else {
+            if (a.g.pieces && a.g.dtype == Dtype::kFloat32)
+                load_pairs(x, a.g, first, extent);
+            else
                 load_elements(x, a.g, first, patch, extent);
-            }
         } else if (a.g.dtype == Dtype::kBFloat16) {
             unpack_column<__nv_bfloat16>(x, words);
         } else {
@@ -171,7 +204,17 @@ private:
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) x[i] = element(patch, i);
     }
-    // Two channels of eight tokens, of two bytes each.
+    // Two channels of eight tokens, of float32 or of two bytes each.
+    static __device__ __forceinline__ void load_pairs(Column& x, const TokenRows& rows, std::int64_t first,
+                                                      const Extent& extent) {
+        const auto* from = static_cast<const float*>(rows.data) + first;
+#pragma unroll
+        for (int t = 0; t < kHalf; ++t, from += rows.token) {
+            const float2 pair =
+                t < extent.count ? *reinterpret_cast<const float2*>(from) : float2{0.0f, 0.0f};
+            x[2 * t] = pair.x, x[2 * t + 1] = pair.y;
+        }
+    }
     static __device__ __forceinline__ void load_words(std::uint32_t (&words)[kHalf], const TokenRows& rows,
                                                       std::int64_t first, const Extent& extent) {
         const auto* from = static_cast<const std::uint16_t*>(rows.data) + first;

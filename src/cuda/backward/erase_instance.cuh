@@ -20,10 +20,10 @@ void launch_erase_gradients(const Call& call, const DeviceArgs& a, const chunked
 template <class T, int kKey>
 void launch_value_gradients(const Call& call, const TokenRows& d_values, const Gradients& d,
                             chunked::EarlyStarts& early) {
-    const std::int64_t rows = chunked::EraseOperands<T>::rows(call.args);
-    launch<value_gradients<T, kKey>>(early({.blocks = chunked::EraseOperands<T>::template blocks<kKey>(rows),
+    const std::int64_t runs = chunked::EraseOperands<T>::runs(call.args);
+    launch<value_gradients<T, kKey>>(early({.blocks = chunked::EraseOperands<T>::template blocks<kKey>(runs),
                                             .threads = chunked::kEraseThreads}),
-                                     call.stream, call.args, d_values, d, rows);
+                                     call.stream, call.args, d_values, d, runs);
 }
 
 }  // namespace cula::cuda::backward

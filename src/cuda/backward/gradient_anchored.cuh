@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// gradient_anchored: d_q, d_k, d_g, d_beta of chunks whose decays are in range (anchored_config.cuh), with
-// one decay per channel and a head of q and k for each value head. It does what gradient_channel does, whose
-// letters these are, with all pairs of tokens on tensor cores.
+// gradient_anchored: d_q, d_k, d_g, d_beta or d_erase of chunks whose decays are in range
+// (anchored_config.cuh), with one decay per channel and a head of q and k for each value head. It does what
+// gradient_channel does, whose letters these are, with all pairs of tokens on tensor cores.
 //
 // With f_t the decay from the anchor of a block, the border between its eighth and ninth token, to token t,
 // the operands of a block are QA = scale f q, RA = f k and KA = k / f. All pairs of two blocks i >= j, a
@@ -35,7 +35,10 @@
 //
 // Precision: as gradient_channel, but for pairs within a block, whose operands are one word of T here.
 //
-// Budgets: 112.3 KiB of shared memory (K = 128) and 14 KiB for every 16 value channels: 224.3 KiB for V =
+// With erase keys e (Reader::kErase) RA = f e, and f acc of -dV S^T is de: derase = k o de, and dk has
+// erase o de in its place. d_beta is value_gradients'.
+//
+// Budgets: 113.4 KiB of shared memory (K = 128) and 14 KiB for every 16 value channels: 225.4 KiB for V =
 // 128. At most 128 registers.
 //
 // PDL: every CTA triggers, then waits for the kernels before it.
@@ -51,10 +54,10 @@ namespace cula::cuda::backward {
 enum class AnchoredBarrier : std::uint8_t { kBlock = 1, kGroup = 5 };
 
 // The phases for one chunk and head. All threads are in each.
-template <class T, int kKey, bool kSolves>
-struct AnchoredGradient : AnchoredSums<T, kKey, kSolves> {
-    using Base = AnchoredSums<T, kKey, kSolves>;
-    using Base::a, Base::d, Base::s, Base::parity;
+template <class T, int kKey, bool kSolves, Reader kReader>
+struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
+    using Base = AnchoredSums<T, kKey, kSolves, kReader>;
+    using Base::a, Base::d, Base::s, Base::parity, Base::kErases;
     using typename Base::Given;
     using P = Patches<kKey>;
     static constexpr int kSharers = 32 * P::kGroups;  // threads of a named barrier
@@ -69,7 +72,7 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves> {
         const ChannelPlace place = s.place[parity].again();
         const Patch<kKey> patch;
         const Extent extent(place, patch, a.key_dim);
-        if (const int t = thread_again(); kSolves && t < place.count)
+        if (const int t = thread_again(); kSolves && !kErases && t < place.count)
             s.betas[t] = load_float(a.beta.data, a.beta.dtype,
                                     a.beta.offset(place.batch, place.begin + t, place.head));
         const std::uint32_t(&q)[kHalf] = given.q, (&k)[kHalf] = given.k;
@@ -109,7 +112,9 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves> {
             const float scaled = of_q[t] * a.scale;
             const float k0 = key.x * of_k[t], k1 = key.y * of_k[t];
             word(to.queries, patch, t) = pack2<T>(query.x * scaled * f[0], query.y * scaled * f[1]);
-            if (kSolves) word(to.readers, patch, t) = pack2<T>(-k0 * f[0], -k1 * f[1]);
+            float2 reader = {k0, k1};
+            if constexpr (kErases) reader = unpack2<T>(given.readers[t]);
+            if (kSolves) word(to.readers, patch, t) = pack2<T>(-reader.x * f[0], -reader.y * f[1]);
             word(to.keys, patch, t) = pack2<T>(k0 * back[0], k1 * back[1]);
         }
     }
@@ -150,19 +155,44 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves> {
 #pragma unroll
             for (int i = 0; i < 2 * kHalf; ++i) d_a[i] = fmaf(half_of(readers, i), d_k[i], d_a[i]);
         }
-#pragma unroll
-        for (int i = 0; i < 2 * kHalf; ++i) {
-            const float f = exp2_fast(x[i]);
-            d_q[i] *= f;
-            d_k[i] = kSolves ? -f * d_k[i] : 0.0f;
-        }
         Column z;
         turn(z, ends.columns, patch);
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) {
+            const float f = exp2_fast(x[i]), back = exp2_fast(-x[i]);
             d_a[i] = fmaf(-half_of(keys, i), z[i], d_a[i]);
-            d_k[i] = fmaf(exp2_fast(-x[i]), z[i], d_k[i]);
+            d_q[i] *= f;
+            d_k[i] = kSolves ? -f * d_k[i] : 0.0f;
+            if constexpr (kErases)
+                z[i] *= back;
+            else
+                d_k[i] = fmaf(back, z[i], d_k[i]);
         }
+        if constexpr (kErases) erase(d_k, z, patch);
+    }
+
+    // x: gradients of erase keys. Stores those of erase strengths, and leaves those of k, of which d_k has
+    // the rest.
+    __device__ __forceinline__ void erase(Column& x, const Column& d_k, const Patch<kKey>& patch) const {
+        const Extent extent(s.place[parity].again(), patch, a.key_dim);
+        Column given;
+        this->load_strengths(given, patch, extent);
+        if (!d.d_erase.data) {
+#pragma unroll
+            for (int i = 0; i < 2 * kHalf; ++i) x[i] = fmaf(beta_of(a, given[i]), x[i], d_k[i]);
+            return;
+        }
+        std::uint32_t k[kHalf];
+        this->load_key_words(k, patch);
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i) {
+            const float strength = beta_of(a, given[i]), of_key = x[i];
+            x[i] = fmaf(strength, of_key, d_k[i]);
+            const float* const norm = &s.norms[patch.warp][1][patch.half * kHalf + i / 2];
+            const float key = half_of(k, i) * __uint_as_float(load_word(shared_address(norm)));
+            given[i] = of_key * (a.beta_is_logit ? key * strength * sigmoid(-given[i]) : key);
+        }
+        this->store(given, AnchoredRows::kDErase, d.d_erase, extent, patch);
     }
 
     // d_g, and what the patch gives to d_A_log and d_dt_bias. d_a: what prefix_sums leaves.
@@ -415,19 +445,20 @@ private:
     }
 };
 
-template <class T, int kKey, Update kUpdate>
+template <class T, int kKey, Update kUpdate, Reader kReader = Reader::kKey>
 __global__ void __launch_bounds__(Patches<kKey>::kThreads, 1)
     gradient_anchored(const __grid_constant__ DeviceArgs a, const chunked::Schedule schedule,
                       const __grid_constant__ Gradients d, const Saved<T, kKey> saved,
                       const GradientScratch scratch) {
     using P = Patches<kKey>;
-    constexpr bool kSolves = GradientRule<kUpdate>::kSolves;
+    constexpr bool kSolves = GradientRule<kUpdate>::kSolves, kErases = erases(kReader);
+    using Gradient = AnchoredGradient<T, kKey, kSolves, kReader>;
     extern __shared__ __align__(128) unsigned char raw[];
     auto& s = *reinterpret_cast<AnchoredSmem<T, kKey>*>(raw);
 
     pdl_trigger_and_wait();
     const int items = (schedule.slab_end - schedule.slab_begin) * a.heads, step = static_cast<int>(gridDim.x);
-    AnchoredGradient<T, kKey, kSolves> of({{a, d, s}, saved}, scratch);
+    Gradient of({{a, d, s}, saved}, scratch);
     const auto slot_of = [&](int item) { return static_cast<int>(a.by_value_heads.divide(item)); };
     const auto put_place = [&](int parity, int item) {  // by a whole warp
         const int slot = slot_of(item);
@@ -440,6 +471,10 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, 1)
         put_rows(AnchoredRows::kQ, a.q), put_rows(AnchoredRows::kK, a.k), put_rows(AnchoredRows::kG, a.g);
         put_rows(AnchoredRows::kDq, d.d_q), put_rows(AnchoredRows::kDk, d.d_k);
         put_rows(AnchoredRows::kDg, d.d_g);
+        if constexpr (kErases) {
+            put_rows(AnchoredRows::kErase, a.erase), put_rows(AnchoredRows::kEraseKeys, a.erase_keys);
+            put_rows(AnchoredRows::kDErase, d.d_erase);
+        }
         if (threadIdx.x % 32 == 0) s.place[parity] = place;
     };
     int item = static_cast<int>(blockIdx.x);
@@ -449,7 +484,7 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, 1)
     of.init_copies();
     __syncthreads();
     of.copy_slices(s.place[0]);
-    typename AnchoredGradient<T, kKey, kSolves>::Given given;
+    typename Gradient::Given given;
     of.load(given, 0);
     // Between two barriers: turns to the next item.
     const auto turn = [&](bool left) {
@@ -485,7 +520,7 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, 1)
         Ends ends;
         of.add_slices(ends);
         turn(false);
-        if (kSolves && d.d_beta.data) of.strengths();
+        if (kSolves && !kErases && d.d_beta.data) of.strengths();
         of.blocks(ends);
         Column d_q, d_k, d_a;
         of.columns(ends, d_q, d_k, d_a);

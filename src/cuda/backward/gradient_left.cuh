@@ -10,7 +10,7 @@
 
 namespace cula::cuda::backward {
 
-template <class T, int kKey, Update kUpdate>
+template <class T, int kKey, Update kUpdate, Reader kReader = Reader::kKey>
 __global__ void __launch_bounds__(Patches<kKey>::kThreads, Patches<kKey>::kCtas)
     gradient_left(const __grid_constant__ DeviceArgs a, const chunked::Schedule schedule,
                   const __grid_constant__ Gradients d, const Saved<T, kKey> saved,
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, Patches<kKey>::kCtas)
         if (!scratch.left[item]) continue;
         const int slot = item / a.heads;
         const chunked::ChunkPlace chunk = chunked::place_of<P::kRows>(a, schedule, slot);
-        ChannelGradient<T, kKey, kSolves, Reader::kKey> chunk_of{a, schedule, d, saved, scratch, s};
+        ChannelGradient<T, kKey, kSolves, kReader> chunk_of{a, schedule, d, saved, scratch, s};
         if (thread == 0) s.place = {chunk.batch, chunk.count, slot, item - slot * a.heads, chunk.begin};
         __syncthreads();
         chunk_of.run();

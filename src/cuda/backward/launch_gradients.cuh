@@ -20,7 +20,7 @@ inline std::size_t gradient_ctas(const DeviceArgs& a, const chunked::Schedule& s
 }
 
 // gradient_anchored and gradient_left, where the former takes the call.
-template <class T, int kKey, Update kUpdate>
+template <class T, int kKey, Update kUpdate, Reader kReader>
 bool launch_anchored(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
                      const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
                      chunked::EarlyStarts& early) {
@@ -30,12 +30,13 @@ bool launch_anchored(const Call& call, const DeviceArgs& a, const chunked::Sched
     if (!scratch.left || !Of::takes(a, d) || bytes > call.shared_bytes_limit) return false;
     const std::size_t ctas =
         std::min(gradient_ctas(a, schedule), static_cast<std::size_t>(call.multiprocessors));
-    launch<gradient_anchored<T, kKey, kUpdate>>(early({ctas, Of::kThreads, bytes, call.shared_bytes_limit}),
-                                                call.stream, a, schedule, d, saved, scratch);
+    launch<gradient_anchored<T, kKey, kUpdate, kReader>>(
+        early({ctas, Of::kThreads, bytes, call.shared_bytes_limit}), call.stream, a, schedule, d, saved,
+        scratch);
     chunked::Schedule of_left = schedule;
     of_left.ahead = 0;  // a CTA's next chunk is another than gradient_channel's
-    launch<gradient_left<T, kKey, kUpdate>>(early({ctas, Left::kThreads, Left::kSharedBytes}), call.stream, a,
-                                            of_left, d, saved, scratch);
+    launch<gradient_left<T, kKey, kUpdate, kReader>>(early({ctas, Left::kThreads, Left::kSharedBytes}),
+                                                     call.stream, a, of_left, d, saved, scratch);
     return true;
 }
 
@@ -43,8 +44,8 @@ template <class T, int kKey, Update kUpdate, Reader kReader>
 void launch_channel(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
                     const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
                     chunked::EarlyStarts& early) {
-    if constexpr (kHasAnchored<T, kKey> && kReader == Reader::kKey)
-        if (launch_anchored<T, kKey, kUpdate>(call, a, schedule, d, saved, scratch, early)) return;
+    if constexpr (kHasAnchored<T, kKey> && kReader != Reader::kUndecayed)
+        if (launch_anchored<T, kKey, kUpdate, kReader>(call, a, schedule, d, saved, scratch, early)) return;
     using Of = GradientChannel<T, kKey>;
     launch<gradient_channel<T, kKey, kUpdate, kReader>>(
         early({gradient_ctas(a, schedule), Of::kThreads, Of::kSharedBytes}), call.stream, a, schedule, d,

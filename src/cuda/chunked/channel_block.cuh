@@ -122,27 +122,14 @@ __device__ __forceinline__ constexpr int pair_of(int row, int column) {
     return column * (2 * kBlocks - column - 1) / 2 + row - column - 1;
 }
 
-// What reads, if it is not k: the lane's erase strengths of eight channels of one of its tokens, as they
-// came, on their way to registers.
+// What reads, if it is not k: of eight channels of one of the lane's tokens, as it came.
 template <class T, Reader kReader>
 struct ReaderWords {};
+// Erase strengths, of T or float32.
 template <class T>
 struct ReaderWords<T, Reader::kErase> {
     Words word[2];  // rows of T take the first four
 
-    // Of the lane's token of a half; rows: EraseOperands::converts(). Zeros beyond `count` tokens and key_dim
-    // channels.
-    __device__ __forceinline__ void fetch(const TokenRows& rows, std::int64_t batch, std::int64_t first_token,
-                                          int head, int count, int channel, int key_dim, int half) {
-        const int token = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half;
-        const bool wide = rows.dtype == Dtype::kFloat32, in = token < count && channel < key_dim;
-        const std::int64_t at = rows.offset(batch, first_token + (in ? token : 0), head) + channel;
-        const auto* const bytes = static_cast<const unsigned char*>(rows.data) + at * (wide ? 4 : 2);
-#pragma unroll
-        for (int w = 0; w < 4; ++w) word[0][w] = word[1][w] = 0u;
-        load_if(word[0], bytes, in);
-        load_if(word[1], bytes + 16, in && wide && channel + 4 < key_dim);
-    }
     // x *= strengths
     __device__ __forceinline__ void multiply(float (&x)[8], const DeviceArgs& a) const {
         const bool wide = a.erase.dtype == Dtype::kFloat32;
@@ -153,37 +140,66 @@ struct ReaderWords<T, Reader::kErase> {
             x[i] *= beta_of(a, pair.x), x[i + 1] *= beta_of(a, pair.y);
         }
     }
-
-    // Not by way of the read-only cache: a kernel of the same call may have written them.
-    static __device__ __forceinline__ void load_if(Words& words, const void* from, bool in) {
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.v4.b32 {%0, %1, %2, %3}, [%4]; }"
-                     : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
-                     : "l"(from), "r"(static_cast<int>(in)));
-    }
 };
-// The low-rank key a of the first of two rows. A second row has none.
+// The low-rank key a of the first of two rows, of T. A second row has none.
 template <class T>
 struct ReaderWords<T, Reader::kUndecayed> {
-    Words word;
+    Words word[1];
 
-    // rows: a in whole pieces of T. first_token: of the block.
-    __device__ __forceinline__ void fetch(const TokenRows& rows, std::int64_t batch, std::int64_t first_token,
-                                          int head, int count, int channel, int key_dim, int half) {
-        const int row = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half;
-        const bool in = row < count && RowsOfPairs::is_first(row) && channel < key_dim;
-        const std::int64_t at =
-            rows.offset(batch, first_token + (in ? RowsOfPairs::token(row) : 0), head) + channel;
-#pragma unroll
-        for (std::uint32_t& one : word) one = 0u;
-        ReaderWords<T, Reader::kErase>::load_if(word, static_cast<const T*>(rows.data) + at, in);
-    }
     // x = -a: what it reads is written with the opposite sign (erase keys take away).
     __device__ __forceinline__ void take(float (&x)[8]) const {
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
-            const float2 pair = unpack2<T>(word[i / 2]);
+            const float2 pair = unpack2<T>(word[0][i / 2]);
             x[i] = -pair.x, x[i + 1] = -pair.y;
         }
+    }
+};
+
+// Where they wait in shared memory: for each thread the pieces of 16 bytes that it takes, which it copies
+// itself. Rows come in whole pieces (EraseOperands::converts()); those of float32 take twice as many.
+template <class T, int kKey, Reader kReader>
+struct ReaderPieces {
+    static constexpr int kOf = 2 * Parts<kKey>::kGroups;  // of a thread, of T
+    static constexpr std::size_t kBytes = erases(kReader) ? kOf * kPrepareThreads * sizeof(uint4) : 0;
+
+    uint4* pieces;  // the thread's, kPrepareThreads apart: [T or both halves of float32, group, token half]
+
+    static std::size_t bytes(const TokenRows& rows) {
+        return rows.dtype == Dtype::kFloat32 ? 2 * kBytes : kBytes;
+    }
+    // Starts to copy rows first_token + .. of the warp's block, from `channel` of the lane on; zeros beyond
+    // `count` rows and key_dim channels.
+    __device__ __forceinline__ void copy(const TokenRows& rows, std::int64_t batch, std::int64_t first_token,
+                                         int head, int count, int channel, int key_dim) const {
+        const int wide = kReader == Reader::kErase && rows.dtype == Dtype::kFloat32, size = 2 << wide;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half;
+            bool in = row < count;
+            int token = row;
+            if constexpr (kReader == Reader::kUndecayed)
+                in = in && RowsOfPairs::is_first(row), token = RowsOfPairs::token(row);
+            const auto* const from =
+                static_cast<const unsigned char*>(rows.data) +
+                (rows.offset(batch, first_token + (in ? token : 0), head) + channel) * size;
+            for (int piece = 0; piece <= wide; ++piece)
+#pragma unroll
+                for (int g = 0; g < kOf / 2; ++g)
+                    copy_async(shared_address(pieces + (piece * kOf + 2 * g + half) * kPrepareThreads),
+                               from + 32 * g * size + 16 * piece,
+                               in && channel + 32 * g + 4 * piece < key_dim ? 16 : 0);
+        }
+    }
+    __device__ __forceinline__ void load(ReaderWords<T, kReader>& to, const TokenRows& rows, int g,
+                                         int half) const {
+        const auto put = [&](Words& words, int piece) {
+            const uint4 x = pieces[(piece * kOf + 2 * g + half) * kPrepareThreads];
+            words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+        };
+        put(to.word[0], 0);
+        if constexpr (kReader == Reader::kErase)
+            if (rows.dtype == Dtype::kFloat32) put(to.word[1], 1);
     }
 };
 
@@ -310,8 +326,8 @@ struct ChannelBlock {
     }
 
     // Anchored decay: makes all operands from q and k, and the products within the block. q and k become the
-    // rows that later meet columns of earlier blocks. load_reader(strengths, g) starts to load those of a
-    // group.
+    // rows that later meet columns of earlier blocks. load_reader(words, g, half) loads what reads
+    // of a group and half.
     template <class LoadReader>
     __device__ __forceinline__ void score(Rows& q, Rows& k, LoadReader load_reader,
                                           const TokenScales<kSolves>& scales, bool two_steps,
@@ -410,7 +426,7 @@ struct ChannelBlock {
         }
     }
 
-    // Stepped decay loads q, k and erase strengths again, group by group:
+    // Stepped decay loads q and k again, group by group, and what reads in every use:
     // load(q, k, g). This makes the products within the block.
     // A pair of tokens belongs to the level of the highest bit in which their numbers differ.
     // What a level computes for other pairs is dropped, even infinities.

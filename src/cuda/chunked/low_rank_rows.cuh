@@ -89,10 +89,12 @@ __global__ void __launch_bounds__(kEraseThreads)
     // Tokens before the first sequence, of a malformed cu_seqlens, have no rows.
     if (!place.exists || (a.cu_seqlens && place.token < Offsets(a).at(0))) return;
     const std::int64_t to = place.at(outputs, place.value_head), from = place.at_row(rows, 1);
+    // Nor have those behind the last.
+    const bool has_rows = !a.cu_seqlens || place.token < Offsets(a).at(a.sequences);
 #pragma unroll 1
     for (int i = place.first; i < a.value_dim; i += Place::kLanes * 8) {
-        float x[8];
-        load_eight<T>(x, rows, from, i, a.value_dim);
+        float x[8] = {};
+        if (has_rows) load_eight<T>(x, rows, from, i, a.value_dim);
         put_eight<T>(outputs, to, i, a.value_dim, x);
     }
 }

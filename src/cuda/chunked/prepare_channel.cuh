@@ -16,7 +16,8 @@
 //   K = 256: two blocks per chunk, and a warp per block and half of the channels.
 //
 // In this order; | is a barrier of the CTA:
-//   load    all warps: gates, A_log and bias by cp.async or TMA; q, k and beta to registers
+//   load    all warps: gates, A_log and bias by cp.async or TMA, and what reads if it is not k by cp.async;
+//           q, k and beta to registers
 //   gate    a lane owns a few channels of its block: log2 decays, summed from the middle to both ends |
 //   table   a thread per channel: factors from the chunk's start to each block, from each block to the
 //           chunk's end, and between each two blocks |
@@ -40,8 +41,9 @@
 // a power of two that brings tokens of any size into its range.
 // Operands whose factors may grow are two bf16 words each.
 //
-// Budgets on sm_90: 168 registers, three CTAs per multiprocessor (with erase keys: at most 255,
-// two); 37.1, 53.1, 52.8 KiB for K = 64, 128, 256.
+// Budgets on sm_90: 168 registers, three CTAs per multiprocessor (with low-rank keys, and erase keys of 256
+// channels: at most 255, two); 37.1, 53.1, 52.8 KiB for K = 64, 128, 256, and 8, 16, 16 KiB more for what
+// reads where it is not k (ReaderPieces; twice as much of float32).
 #pragma once
 
 #include <algorithm>
@@ -55,10 +57,11 @@
 
 namespace cula::cuda::chunked {
 
-// Two CTAs where the registers of three would spill.
-template <int kKey, bool kSolves, bool kErases>
+// Two CTAs where the registers of three would spill; with erase keys, where they would spill more than a few.
+template <int kKey, bool kSolves, Reader kReader>
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
-inline constexpr int kFewestChannelCtas = kErases ? 2 : kChannelCtas;
+inline constexpr int kFewestChannelCtas =
+    kReader == Reader::kUndecayed || (kReader == Reader::kErase && kKey > 128) ? 2 : kChannelCtas;
 #elif __CUDA_ARCH__ >= 1000
 inline constexpr int kFewestChannelCtas = kSolves || kKey > 128 ? 2 : kChannelCtas;
 #else
@@ -81,7 +84,7 @@ struct ChannelRule<Update::kDelta> {
 
 template <class T, int kKey, Update kUpdate, class GateTiles, Reader kReader = Reader::kKey>
 __global__ void __launch_bounds__(kPrepareThreads,
-                                  kFewestChannelCtas<kKey, ChannelRule<kUpdate>::kSolves, erases(kReader)>)
+                                  kFewestChannelCtas<kKey, ChannelRule<kUpdate>::kSolves, kReader>)
     prepare_channel(const __grid_constant__ DeviceArgs a, const __grid_constant__ GateTiles gate_tiles,
                     const Schedule schedule, ChannelChunk<T, kKey>* chunks, std::int32_t* is_compensated,
                     float* fading) {
@@ -139,6 +142,10 @@ __global__ void __launch_bounds__(kPrepareThreads,
             copy_floats_if<1>(head_sums + i, bias_of_head + (gates.channel + i) * a.dt_bias.channel,
                               a.dt_bias.data && gates.channel + i < a.key_dim);
     }
+    const TokenRows& reading = kPairs ? a.a_key : a.erase;
+    const ReaderPieces<T, kKey, kReader> readers{reinterpret_cast<uint4*>(raw + sizeof(s)) + thread};
+    if constexpr (kErases)
+        readers.copy(reading, place.batch, begin, value_head, count, first_channel + lane % 4 * 8, a.key_dim);
     commit_copies();
     TokenNumber beta_asked;
     if (kSolves && !kErases)
@@ -164,9 +171,7 @@ __global__ void __launch_bounds__(kPrepareThreads,
     };
     fetch_keys(q, k, first_channel, head_ahead);
     const auto load_reader = [&](typename Block::Reading& to, int g, int half) {
-        if constexpr (kErases)
-            to.fetch(kPairs ? a.a_key : a.erase, place.batch, begin, value_head, count,
-                     first_channel + 32 * g + lane % 4 * 8, a.key_dim, half);
+        if constexpr (kErases) readers.load(to, reading, g, half);
     };
     if (per_chunk<kKey>(schedule) && thread == 0) lead_carry(is_compensated + blockIdx.x, 1);
     const bool fades = kFading && fading && a.qk_l2norm;

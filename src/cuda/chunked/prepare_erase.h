@@ -18,6 +18,7 @@ namespace cula::cuda::chunked {
 class EarlyStarts;
 
 inline constexpr int kEraseThreads = 256;
+inline constexpr int kTokensOfLane = 4;  // of erase_operands
 
 // Rows that a call makes have a multiple of eight channels.
 CULA_HOST_DEVICE std::int64_t width_of_rows(std::int64_t channels) { return (channels + 7) / 8 * 8; }
@@ -42,6 +43,10 @@ struct EraseOperands {
     // Rows of all tokens and value heads.
     static std::int64_t rows(const DeviceArgs& a) {
         return (a.cu_seqlens ? 1 : std::int64_t{a.sequences}) * a.tokens * a.value_heads;
+    }
+    // The same of kTokensOfLane tokens each.
+    static std::int64_t runs(const DeviceArgs& a) {
+        return a.tokens > 0 ? rows(a) / a.tokens * ((a.tokens + kTokensOfLane - 1) / kTokensOfLane) : 0;
     }
     // CTAs with kKey / 8 lanes for each of them.
     template <int kKey>

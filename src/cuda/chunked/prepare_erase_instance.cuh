@@ -11,10 +11,10 @@ namespace cula::cuda::chunked {
 
 template <class T, int kKey>
 void launch_erase_operands(const Call& call, const EraseOperands<T>& operands) {
-    const std::int64_t rows = EraseOperands<T>::rows(call.args);
+    const std::int64_t runs = EraseOperands<T>::runs(call.args);
     launch<erase_operands<T, kKey>>(
-        {.blocks = EraseOperands<T>::template blocks<kKey>(rows), .threads = kEraseThreads}, call.stream,
-        call.args, operands.keys, operands.strengths, operands.values, rows);
+        {.blocks = EraseOperands<T>::template blocks<kKey>(runs), .threads = kEraseThreads}, call.stream,
+        call.args, operands.keys, operands.strengths, operands.values, runs);
 }
 
 template <class T, int kKey>
@@ -23,8 +23,13 @@ void launch_prepare_erase(const Call& call, const DeviceArgs& a, const Schedule&
     const std::size_t chunks = static_cast<std::size_t>(schedule.slab_end - schedule.slab_begin) *
                                static_cast<std::size_t>(a.value_heads);
     float* const fading = nullptr;  // maps skip no chunks: |I - k e^T| may exceed 1
+    using Pieces = ReaderPieces<T, kKey, Reader::kErase>;
+    constexpr std::size_t kShared = sizeof(ChannelSmem<kKey>);
     launch<prepare_channel<T, kKey, kKernelsOf<Update::kErase>, NoGateTiles, Reader::kErase>>(
-        early({.blocks = chunks, .threads = kPrepareThreads, .shared_bytes = sizeof(ChannelSmem<kKey>)}),
+        early({.blocks = chunks,
+               .threads = kPrepareThreads,
+               .shared_bytes = kShared + Pieces::bytes(a.erase),
+               .most_shared_bytes = kShared + 2 * Pieces::kBytes}),
         call.stream, a, NoGateTiles{}, schedule, operands, is_compensated, fading);
 }
 

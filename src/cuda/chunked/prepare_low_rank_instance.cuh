@@ -37,7 +37,10 @@ void launch_prepare_low_rank(const Call& call, const DeviceArgs& a, const Schedu
                                static_cast<std::size_t>(a.value_heads);
     float* const fading = nullptr;  // maps skip no chunks: |diag(decay) + a b^T| may exceed 1
     launch<prepare_channel<T, kKey, Update::kDelta, NoGateTiles, Reader::kUndecayed>>(
-        early({.blocks = chunks, .threads = kPrepareThreads, .shared_bytes = sizeof(ChannelSmem<kKey>)}),
+        early(
+            {.blocks = chunks,
+             .threads = kPrepareThreads,
+             .shared_bytes = sizeof(ChannelSmem<kKey>) + ReaderPieces<T, kKey, Reader::kUndecayed>::kBytes}),
         call.stream, a, NoGateTiles{}, schedule, operands, is_compensated, fading);
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What reads the state in a row of a chunk: a template parameter of prepare_channel and gradient_channel.
+// What reads the state in a row of a chunk: a template parameter of prepare_channel and of the
+// gradient kernels of one decay per channel.
 #pragma once
 
 #include <cstdint>
