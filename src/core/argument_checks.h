@@ -200,30 +200,36 @@ protected:
                      "share no memory with " + std::string(other), "memory that overlaps it");
     }
 
-    // o and the states at chunk starts are written while inputs are read, by threads that do not wait for
-    // each other.
+    // What is written while inputs are read, by threads that do not wait for each other. Snapshots and
+    // checkpoints may be slots of a pool: which of them is read or written is not the host's to know.
     void check_outputs_apart() const {
-        const std::pair<std::string_view, const TensorRef*> read[] = {{"q", &args_.q},
-                                                                      {"k", &args_.k},
-                                                                      {"v", &args_.v},
-                                                                      {"g", &args_.g},
-                                                                      {"beta", &args_.beta},
-                                                                      {"erase", &args_.erase},
-                                                                      {"a_key", &args_.a_key},
-                                                                      {"b_key", &args_.b_key},
-                                                                      {"decay", &args_.gamma},
-                                                                      {"A_log", &args_.A_log},
-                                                                      {"dt_bias", &args_.dt_bias},
-                                                                      {"cu_seqlens", &args_.cu_seqlens},
-                                                                      {"initial_state", &args_.initial_state},
-                                                                      {"final_state", &args_.final_state},
-                                                                      {"snapshots", &args_.snapshots},
-                                                                      {"checkpoints", &args_.checkpoints}};
-        for (const auto& [other, of_other] : read) {
-            share_nothing("o", args_.o, other, *of_other);
-            share_nothing("chunk_states", args_.chunk_states, other, *of_other);
-        }
+        const std::pair<std::string_view, const TensorRef*> inputs[] = {{"q", &args_.q},
+                                                                        {"k", &args_.k},
+                                                                        {"v", &args_.v},
+                                                                        {"g", &args_.g},
+                                                                        {"beta", &args_.beta},
+                                                                        {"erase", &args_.erase},
+                                                                        {"a_key", &args_.a_key},
+                                                                        {"b_key", &args_.b_key},
+                                                                        {"decay", &args_.gamma},
+                                                                        {"A_log", &args_.A_log},
+                                                                        {"dt_bias", &args_.dt_bias},
+                                                                        {"cu_seqlens", &args_.cu_seqlens}};
+        const std::pair<std::string_view, const TensorRef*> states[] = {
+            {"initial_state", &args_.initial_state},
+            {"final_state", &args_.final_state},
+            {"snapshots", &args_.snapshots},
+            {"checkpoints", &args_.checkpoints}};
+        const auto apart_from = [&](std::string_view name, const TensorRef& ref, const auto& others) {
+            if (!ref) return;
+            for (const auto& [other, of_other] : others) share_nothing(name, ref, other, *of_other);
+        };
+        apart_from("o", args_.o, inputs), apart_from("o", args_.o, states);
+        apart_from("chunk_states", args_.chunk_states, inputs);
+        apart_from("chunk_states", args_.chunk_states, states);
         share_nothing("chunk_states", args_.chunk_states, "o", args_.o);
+        apart_from("snapshots", args_.snapshots, inputs);
+        apart_from("checkpoints", args_.checkpoints, inputs);
     }
 
     Pass pass_;

@@ -72,6 +72,28 @@ def test_outputs_in_memory_that_is_read_are_refused(name, function, tokens):
         assert_same_bits(each, x, read[each])
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "g"])
+@pytest.mark.parametrize("written", ["snapshots", "checkpoints"])
+def test_states_in_memory_of_inputs_are_refused(name, written):
+    tokens, heads, width = 2, 4, 16
+    q, k, v, _, gates = overlapping(tokens)
+    memory = torch.randn(2 * tokens * heads * width * width)
+    named = {"q": q, "k": k, "v": v, **gates}
+    named[name] = memory[: 2 * tokens * heads * width].view(2, tokens, heads, width)
+    states, before = memory.view(2, tokens, heads, width, width), memory.clone()
+    state = torch.zeros(2, heads, width, width)
+    plan = torch.tensor([[0, tokens, 0], [1, tokens, 1]], dtype=torch.int32)
+    call = {
+        "snapshots": lambda: cula.cula_verify(**named, state=state, snapshots=states),
+        "checkpoints": lambda: cula.cula_kda(
+            **named, initial_state=state, checkpoints=cula.Checkpoints(states.flatten(0, 1), plan)
+        ),
+    }[written]
+    with pytest.raises(ValueError, match=rf"{written}(.states)? must share no memory with {name}, got"):
+        call()
+    assert_same_bits("memory", before, memory)
+
+
 def test_outputs_between_what_is_read_are_taken():
     q, k, v, out, gates = overlapping()
     cula.cula_kda(q, k, v, **gates, out=out)

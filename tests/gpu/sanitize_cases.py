@@ -306,6 +306,7 @@ def watched(call: Call) -> Call:
 
 def compose_maps() -> int:
     """Maps as ranks send them; the number of calls."""
+    print("call of compose", flush=True)
     shapes = [(rows, K) for K in (36, *WIDTHS) for rows in (K, 1)]
     for rows, K in shapes:
         m, b = (torch.randn(3, 1, 2, size, K).cuda() for size in (rows, 20))
@@ -317,7 +318,6 @@ def compose_maps() -> int:
 
 
 def main() -> None:
-    print("call of compose", flush=True)
     count = compose_maps() if SHARE == 0 else 0
     for call in map(watched, islice(calls(), SHARE, None, SHARES)):
         print(f"call of {call.kind.run.__name__}: {call.inputs.case}", flush=True)

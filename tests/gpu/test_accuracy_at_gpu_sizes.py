@@ -150,11 +150,16 @@ def test_coupled_chunks_of_many_heads(algorithm, dtype):
         assert_same_bits("final_state", whole.final_state.narrow(1, first, 40), part.final_state)
 
 
-@pytest.mark.parametrize("rows", [1, 33, 256])
-def test_decode_of_many_rows(algorithm, rows):
-    check(
-        Case(algorithm, (1,) * rows, heads=4, value_heads=4, key_dim=128, value_dim=128, pool=True), "decode"
-    )
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("K", "V", "rows"),
+    [(64, 64, 1400), (64, 128, 700), (128, 128, 1), (128, 128, 33), (128, 128, 400), (256, 256, 40)],
+)
+def test_decode_of_many_rows(algorithm, K, V, rows, state_dtype):
+    """With few rows and with many: CTAs have more of a state's rows where these occupy every multiprocessor
+    (launch_packed.cuh)."""
+    sizes = {"heads": 4, "value_heads": 4, "key_dim": K, "value_dim": V}
+    check(Case(algorithm, (1,) * rows, pool=True, state_dtype=state_dtype, **sizes), "decode")
 
 
 @pytest.mark.parametrize("S", [1, 2, 5, 8, 16])

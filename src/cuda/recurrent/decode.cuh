@@ -34,8 +34,9 @@
 // q and k stay as they were loaded: l2norm and `scale` multiply sums over channels (SumScales), which saves a
 // second barrier.
 //
-// The kernel is bound by the traffic of the state, with 16-bit states nearly by its instructions. There is no
-// double buffering: the other CTAs of the multiprocessor keep the memory busy while one computes.
+// The kernel is bound by the traffic of the state; with 16-bit states by how much of it the resident CTAs
+// have on its way, with float8 states by instructions. There is no double buffering: the other CTAs of the
+// multiprocessor keep the memory busy while one computes.
 //
 // Budgets                    kRows = 256 / K    512 / K (16-bit and float8 states)    kTokens = 4
 //     CTAs per multiprocessor       7 *             5 (K = 64: 4)                          4 **

@@ -74,16 +74,18 @@ bool launch_step_packed(const Call& call) {
         // multiprocessor and, of float32, to shorten the last wave, and where a head has no more rows.
         constexpr int kFullRows = (sizeof(State) < 4 ? 512 : 256) / kKey, kHalfRows = kFullRows / 2;
         const long long ctas = each(kFullRows * kRowsPerPass);
-        constexpr bool kTwo = kTokens == 2, kWide = kKey == 128 && sizeof(State) == 2;
+        // Of two writes small grids have fewer CTAs for each multiprocessor, whose threads have more
+        // registers.
+        constexpr bool kTwo = kTokens == 2, kTwoOf128 = kTwo && kKey == 128 && sizeof(State) == 2;
         if (ctas < (sizeof(State) < 4 ? 1 : 40)) {
-            if ((kTwo && kWide) || (kTwo && each(kRowsPerPass) < 4))
+            if (kTwoOf128 || (kTwo && each(kRowsPerPass) < 4))
                 return launch_decode<State, kKey, kKeys, 1, kTokens, kTwo>(call);
-            if constexpr (!(kTwo && kWide)) return launch_decode<State, kKey, kKeys, 1, kTokens>(call);
+            if constexpr (!kTwoOf128) return launch_decode<State, kKey, kKeys, 1, kTokens>(call);
         }
         if constexpr (kHalfRows == 4)
             if (a.value_dim <= kHalfRows * kRowsPerPass)
                 return launch_decode<State, kKey, kKeys, kHalfRows, kTokens>(call);
-        if constexpr (kTwo && kWide)
+        if constexpr (kTwoOf128)
             if (ctas < 24) return launch_decode<State, kKey, kKeys, kFullRows, kTokens, true>(call);
         return launch_decode<State, kKey, kKeys, kFullRows, kTokens>(call);
     }
