@@ -78,7 +78,9 @@ def _fla_chunk(inputs: Inputs, **more: Any) -> Call:
         from fla.ops.gdn2 import chunk_gdn2
 
         named = {**common, **keywords(inputs), "safe_gate": case.gate == "bounded"}
-        return lambda: chunk_gdn2(q, k, v, inputs.g, *_strengths(inputs, named), **named)
+        named["dt_bias"] = inputs.dt_bias.flatten()  # as its gradient is
+        strengths = _strengths(inputs, named)
+        return lambda: chunk_gdn2(q, k, v, inputs.g, *strengths, **named)
     if case.algorithm == "gdn":
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
