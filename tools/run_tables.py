@@ -41,6 +41,8 @@ def runs() -> list[str]:
             [name, *(found.get(key, "-") for key in ("passed", "failed", "skipped"))]
             for name, found in suites.items()
         ]
+        left_out = [name for name in result.get("planned", ()) if name not in suites]
+        rows += [[f"{name} (not run)", "-", "-", "-"] for name in left_out]
         lines += [*prose(_caption(result)), "", *table(["suite", "passed", "failed", "skipped"], rows), ""]
         reasons = Counter()
         for found in suites.values():
@@ -124,10 +126,12 @@ def fla(through: str = "drop-ins") -> list[str]:
         caption = _caption(result)
         if version := result.get("fla"):
             caption = f"FLA {version}; {caption}"
+        unfinished = [name for name, how in result.get("files", {}).items() if how != "whole"]
         counts = (
             f"{total['passed']} cases passed, {total['failed']} failed, {total['skipped']} were skipped;"
             f" {judged} comparisons of gradients among them"
             f"{f', {left_out} more not evaluated' if left_out else ''}."
+            f"{' Run in part: ' + ', '.join(unfinished) + '.' if unfinished else ''}"
         )
         lines += [
             *prose(caption),

@@ -195,6 +195,7 @@ def handed(item: pytest.Item) -> dict[str, str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fla-record", type=Path, required=True, help="JSON file: what every case did")
+    parser.addoption("--fla-known", type=Path, help="JSON file: a list of cases that need not run")
     parser.addoption(
         "--fla-through",
         choices=("drop-ins", "registry"),
@@ -216,6 +217,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     patterns = SKIPPED if registered(config) else SKIPPED | SKIPPED_OF_DROP_INS
+    if path := config.getoption("--fla-known"):
+        known = set(json.loads(path.read_text()))
+        items[:] = [item for item in items if item.nodeid not in known]
     for item in items:
         wanted = registry.register() if registered(config) else subjects(item.originalname)
         if not handed(item) and not reaches(item.function, item.module, set(wanted)):

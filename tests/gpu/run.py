@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from bench.suites import GPU_SOURCES  # noqa: E402  (once ROOT is on the path)
 
 from cula.bench import cpu, gpu  # noqa: E402  (as bench finds it)
 
+INTERRUPTED, NOTHING_LEFT = 2, 5  # what pytest exits with
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SUMMARY = re.compile(
     r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) error.*, (\d+) warning"
@@ -75,9 +77,10 @@ def head(device: ModuleType = gpu) -> dict:
     }
 
 
-def write(name: str, result: dict, output: Path, device: ModuleType = gpu) -> None:
-    """The parts of one run may be run one at a time: an earlier one stays while the sources are the same."""
-    path, first = output / machine.file_safe(device.name()) / f"{name}.json", head(device)
+def write(name: str, result: dict, output: Path, of_run: dict) -> None:
+    """The parts of one run may be run one at a time: an earlier one stays while the sources are the same.
+    of_run: head() at the start of the run, since sources may change while it lasts."""
+    path, first = output / machine.file_safe(of_run["device"]) / f"{name}.json", of_run
     path.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {}
     if before.get("source_hash") == first["source_hash"]:
@@ -94,12 +97,18 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
 
 
-def pytest(arguments: list[str], more: dict[str, str], report: Path) -> tuple[int, float]:
-    """Its exit status and its seconds."""
-    start = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment(**more), check=False)
-    return done.returncode, time.perf_counter() - start
+def pytest(arguments: list[str], more: dict[str, str], folder: Path = ROOT) -> int:
+    """Its exit status. A signal to end reaches it as an interrupt, behind which it still says what has failed
+    so far; in a session of its own, since `timeout` signals a whole process group."""
+    command = [sys.executable, "-m", "pytest", "-q", *arguments]
+    process = subprocess.Popen(command, cwd=folder, env=environment(**more), start_new_session=True)
+    ends = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(end, lambda *_: process.send_signal(signal.SIGINT)) for end in ends]
+    try:
+        return process.wait()
+    finally:
+        for end, handler in zip(ends, before, strict=True):
+            signal.signal(end, handler)
 
 
 def counts(report: Path) -> dict:
@@ -123,16 +132,25 @@ def counts(report: Path) -> dict:
 
 
 def test(options: argparse.Namespace) -> bool:
-    suites, fine = {}, True
+    suites, fine, of_run = {}, True, head()
     for name, (arguments, more) in SUITES.items():
         if not re.search(options.suite, name):
             continue
         with TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
             parallel = ["-n", "0" if name == "large" else str(options.jobs)]
-            status, seconds = pytest([*arguments, *parallel, *options.pytest], more, report)
+            start = time.perf_counter()
+            status = pytest([f"--junitxml={report}", *arguments, *parallel, *options.pytest], more)
+            seconds = time.perf_counter() - start
+            if status == INTERRUPTED:
+                print(f"{name}: interrupted, not recorded")
+                return False
             suites[name] = (
                 {**counts(report), "seconds": round(seconds, 1)} if report.exists() else {"exit": status}
+            )
+        if not options.pytest:
+            write(
+                "gpu_tests", {"suites": {name: suites[name]}, "planned": list(SUITES)}, options.output, of_run
             )
         fine &= status == 0
     for name, found in suites.items():
@@ -140,8 +158,6 @@ def test(options: argparse.Namespace) -> bool:
             f"{name}: "
             f"{', '.join(f'{found[key]} {key}' for key in ('passed', 'failed', 'skipped') if key in found)}"
         )
-    if not options.pytest:
-        write("gpu_tests", {"suites": suites}, options.output)
     return fine
 
 
@@ -193,8 +209,9 @@ def reports(text: str) -> str:
 
 
 def sanitize(options: argparse.Namespace) -> bool:
-    program, tools, fine = sanitizer(), {}, True
+    program, fine, of_run = sanitizer(), True, head()
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    version = re.search(r"Version ([\d.]+)", version)
     for tool in options.tools.split(","):
         watch = [program, "--tool", tool, "--kernel-name", "kns=cula"]
         watch += ["--error-exitcode", "1", "--print-limit", "20"]
@@ -213,7 +230,7 @@ def sanitize(options: argparse.Namespace) -> bool:
         start = time.perf_counter()
         with ThreadPoolExecutor(options.jobs) as pool:
             shares = list(pool.map(share, range(options.jobs)))
-        tools[tool] = {
+        whole = {
             **together([found for found, _ in shares]),
             "seconds": round(time.perf_counter() - start, 1),
         }
@@ -222,16 +239,15 @@ def sanitize(options: argparse.Namespace) -> bool:
             if not clean:
                 print(reports(text))
             fine &= clean
-        print(f"{tool}: {tools[tool]}", flush=True)
-    version = re.search(r"Version ([\d.]+)", version)
-    write("sanitizer", {"sanitizer": version and version[1], "tools": tools}, options.output)
+        print(f"{tool}: {whole}", flush=True)
+        result = {"sanitizer": version and version[1], "tools": {tool: whole}}
+        write("sanitizer", result, options.output, of_run)
     return fine
 
 
 def fuzz(options: argparse.Namespace) -> bool:
     """The fuzzer on every target, each with seeds of its own."""
-    device = {"cuda": gpu, "cpu": cpu}[options.device]
-    failures = 0
+    failures, of_run = 0, head({"cuda": gpu, "cpu": cpu}[options.device])
     for number, (name, (more, share)) in enumerate(FUZZED[options.device].items()):
         seed, count = options.seed + number, int(options.count * share)
         with TemporaryDirectory() as folder:
@@ -249,39 +265,48 @@ def fuzz(options: argparse.Namespace) -> bool:
         lines = [f"{failure['reproduce']}: {failure['wrong'][0]}" for failure in found["failures"]]
         target = {**kept, "failures": lines, "seconds": round(time.perf_counter() - start, 1)}
         failures += len(lines)
-        write("fuzz", {"targets": {name: target}}, options.output, device)
+        write("fuzz", {"targets": {name: target}}, options.output, of_run)
     return failures == 0
 
 
 def fla(options: argparse.Namespace) -> bool:
-    """FLA's own operator tests on our drop-ins, or on FLA's functions with this library behind them."""
+    """FLA's own operator tests on our drop-ins, or on FLA's functions with this library behind them. An
+    interrupted run is recorded as far as it came, and --rest goes on from there."""
     options.fla_tests = options.fla_tests.resolve()
-    files = [options.fla_tests / "ops" / f"test_{name}.py" for name in options.files.split(",")]
+    names = options.files.split(",")
+    files = [options.fla_tests / "ops" / f"test_{name}.py" for name in names]
     if missing := [str(path) for path in files if not path.exists()]:
         raise SystemExit(f"run.py: --fla-tests must name FLA's folder tests; not there: {', '.join(missing)}")
+    kept, of_run = {"drop-ins": "fla_tests", "registry": "fla_registry"}[options.through], head()
     with TemporaryDirectory() as folder:
-        record = Path(folder) / "record.json"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "cula_testing.fla_plugin",
-            f"--fla-record={record}",
-            f"--fla-through={options.through}",
-        ]
-        command += ["-c", os.devnull, "--rootdir", str(options.fla_tests.parent), "-p", "no:cacheprovider"]
-        command += ["-n", str(options.jobs), *map(str, files), *options.pytest]
-        done = subprocess.run(command, cwd=options.fla_tests.parent, env=environment(), check=False)
+        record, known = Path(folder) / "record.json", Path(folder) / "known.json"
+        known.write_text(json.dumps(passed_before(kept, options.output, of_run) if options.rest else []))
+        command = ["-p", "cula_testing.fla_plugin", f"--fla-record={record}", f"--fla-known={known}"]
+        command += [f"--fla-through={options.through}", "-p", "no:cacheprovider"]
+        command += ["-c", os.devnull, "--rootdir", str(options.fla_tests.parent)]
+        # A few tests take a minute and more: what waits behind one of them is taken over by others.
+        command += ["-n", str(options.jobs), "--dist", "worksteal", *map(str, files), *options.pytest]
+        status = pytest(command, {}, options.fla_tests.parent)
         if not record.exists():
-            raise SystemExit("run.py: FLA's tests did not run to the end")
+            raise SystemExit("run.py: FLA's tests did not start")
         result = json.loads(record.read_text())
-    result["fla"] = machine.peer_versions().get("FLA")
+    result |= {
+        "fla": machine.peer_versions().get("FLA"),
+        "files": dict.fromkeys(names, "in part" if status == INTERRUPTED else "whole"),
+    }
     print(dict(Counter(case["outcome"] for case in result["cases"].values())))
     if not options.pytest:
-        write({"drop-ins": "fla_tests", "registry": "fla_registry"}[options.through], result, options.output)
-    return done.returncode == 0
+        write(kept, result, options.output, of_run)
+    return status == 0 or (options.rest and status == NOTHING_LEFT)
+
+
+def passed_before(kept: str, output: Path, of_run: dict) -> list[str]:
+    """Of these sources, as far as they are recorded."""
+    path = output / machine.file_safe(of_run["device"]) / f"{kept}.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    if before.get("source_hash") != of_run["source_hash"]:
+        return []
+    return [name for name, case in before["cases"].items() if case["outcome"] != "failed"]
 
 
 def main() -> None:
@@ -314,6 +339,7 @@ def main() -> None:
     )
     verb.add_argument("--files", default=FLA_FILES)
     verb.add_argument("--jobs", type=int, default=4)
+    verb.add_argument("--rest", action="store_true", help="what has not passed yet on these sources")
     verb.set_defaults(run=fla)
     options, rest = parser.parse_known_args()
     options.pytest = [argument for argument in rest if argument != "--"]

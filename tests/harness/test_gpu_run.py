@@ -5,6 +5,11 @@ run."""
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +75,60 @@ def test_reports_stand_behind_the_call_that_they_are_about():
         "call of decode: Case(3)",
         "calls: 3",
     ]
+
+
+def test_an_interrupted_suite_says_what_failed_and_is_not_recorded(tmp_path):
+    """`timeout` ends a run by SIGTERM to its whole process group."""
+    suite = tmp_path / "test_two.py"
+    suite.write_text(
+        "import time\n\n\ndef test_bad():\n    assert False\n\n\ndef test_slow():\n"
+        "    print('waiting', flush=True)\n    time.sleep(60)\n"
+    )
+    program = (
+        "import argparse, importlib.util, pathlib, sys\n"
+        f"spec = importlib.util.spec_from_file_location('run', {str(Path(run.__file__))!r})\n"
+        "run = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(run)\n"
+        f"run.SUITES = {{'two': (['-s', '-p', 'no:cacheprovider', {str(suite)!r}], {{}})}}\n"
+        "run.head = lambda: {}\nrun.write = lambda *_, **__: print('written')\n"
+        "options = argparse.Namespace(suite='', jobs=0, pytest=[], output=None)\n"
+        "sys.exit(0 if run.test(options) else 3)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    seen = ""
+    while "waiting" not in seen:
+        line = process.stdout.readline()
+        assert line, seen
+        seen += line
+    os.killpg(process.pid, signal.SIGTERM)
+    seen += process.communicate(timeout=30)[0]
+    assert process.returncode == 3, seen
+    assert all(text in seen for text in ("test_bad", "interrupted, not recorded")), seen
+    assert "written" not in seen
+
+
+def test_the_rest_of_flas_tests_is_what_has_not_passed_on_these_sources(tmp_path):
+    now, later = ({"device": "a GPU", "source_hash": sources} for sources in ("now", "later"))
+    outcomes = {"good": "passed", "bad": "failed", "left": "skipped"}
+    cases = {name: {"outcome": outcome} for name, outcome in outcomes.items()}
+    run.write("fla_tests", {"cases": cases}, tmp_path, now)
+    assert run.passed_before("fla_tests", tmp_path, now) == ["good", "left"]
+    assert run.passed_before("fla_tests", tmp_path, later) == []
+    assert run.passed_before("fla_registry", tmp_path, now) == []
+
+
+def test_parts_of_a_run_stay_together_while_the_sources_are_the_same(tmp_path):
+    now, later = ({"device": "a GPU", "source_hash": sources} for sources in ("now", "later"))
+    runs = [("one", now, ["one"]), ("two", now, ["one", "two"]), ("three", later, ["three"])]
+    for name, of_run, kept in runs:
+        run.write("gpu_tests", {"suites": {name: {"passed": 1}}}, tmp_path, of_run)
+        (path,) = tmp_path.glob("*/gpu_tests.json")
+        assert list(json.loads(path.read_text())["suites"]) == kept
 
 
 def test_counts_of_a_report(tmp_path):
