@@ -61,6 +61,11 @@ echo "prefill sm80:segments of several writes a token"
     --host_threads "$(nproc)"
 echo "verify sm80"
 "$build/emulate" --pass verify --count 120 --seed "$seed" --host_threads "$(nproc)"
+for type in bfloat16 float16; do
+    echo "verify sm80 by two tiles of $type"
+    "$build/emulate" --pass verify --multiprocessors 4 --K 64 --V 100 --B 3 --H 2 --group 3 --T 4 \
+        --state_dtype "$type" --dtype bfloat16 --count 12 --seed "$seed" --host_threads "$(nproc)"
+done
 echo "backward sm80:three_walks"
 "$build/emulate" --pass backward --target sm80:three_walks --count 100 --seed "$seed" \
     --host_threads "$(nproc)"

@@ -161,6 +161,10 @@ def calls() -> Iterator[Call]:
         )
         yield ready("pool", algorithm, lengths=(70, 1), key_dim=100, value_dim=40, state_dtype=torch.bfloat16)
         yield ready("tree", algorithm)
+        if algorithm in ("kda", "gdn2"):  # so many rows that a CTA has two tiles
+            many = {"lengths": (4,) * 150, "heads": 4, "value_heads": 4, "key_dim": 64, "value_dim": 128}
+            for dtype in HALVES:
+                yield ready("verify", algorithm, state_dtype=dtype, **many)
         yield from forks(algorithm)
         if algorithm in DELTA:
             yield ready("prefill", algorithm, lengths=(70,), beta_per_value=True)

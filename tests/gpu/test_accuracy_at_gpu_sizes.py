@@ -162,6 +162,44 @@ def test_decode_of_many_rows(algorithm, K, V, rows, state_dtype):
     check(Case(algorithm, (1,) * rows, pool=True, state_dtype=state_dtype, **sizes), "decode")
 
 
+@pytest.mark.parametrize("keeps", [True, False], ids=["snapshots", "reads_only"])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("K", "V", "rows"), [(64, 100, 256), (128, 128, 3), (128, 128, 150), (256, 128, 40)])
+def test_verify_of_many_rows(algorithm, K, V, rows, state_dtype, keeps):
+    """One tile and two a CTA (launch_packed.cuh). Without snapshots a CTA ends once its outputs are stored,
+    and every sequence has four tokens; with them 0 to 4, as the table of slots allows."""
+    lengths = tuple(4 - n % 5 for n in range(rows)) if keeps else (4,) * rows
+    sizes = {"heads": 4, "value_heads": 4, "key_dim": K, "value_dim": V}
+    case = Case(algorithm, lengths, packed=keeps, pool=True, state_dtype=state_dtype, **sizes)
+
+    def call(inputs: Inputs, backend: str) -> passes.Result:
+        room = passes.empty_states(inputs, 4 * rows).zero_().unflatten(0, (rows, 4)) if keeps else None
+        table = torch.zeros(rows, 4, dtype=torch.int32, device=inputs.q.device) if keeps else None
+        return passes.verify(inputs, backend=backend, snapshots=room, state_indices=table)
+
+    passes.assert_rule(call, make(case))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("K", [64, 128])
+def test_verify_of_one_row_of_many(algorithm, K, state_dtype):
+    """A CTA of two tiles gives the bits of one."""
+    sizes = {"heads": 4, "value_heads": 4, "key_dim": K, "value_dim": 128}
+    case = Case(algorithm, (4,) * 150, pool=True, state_dtype=state_dtype, **sizes)
+    inputs = make(case)
+    names = ("q", "k", "v", "g", "beta", "erase", "a_key", "b_key")
+    of_one = {name: x[7:8] for name in names if (x := getattr(inputs, name)) is not None}
+    of_one["initial_state_indices"] = inputs.initial_state_indices[7:8]
+
+    def call(given: Inputs) -> passes.Result:
+        count = given.case.sequences
+        return passes.verify(given, snapshots=passes.empty_states(given, 4 * count).unflatten(0, (count, 4)))
+
+    whole, one = call(inputs), call(inputs.but(case=case.but(lengths=(4,)), **of_one))
+    assert_same_bits("o", whole.o[7:8], one.o)
+    assert_same_bits("snapshots", whole.snapshots[7:8], one.snapshots)
+
+
 @pytest.mark.parametrize("S", [1, 2, 5, 8, 16])
 def test_verify_of_many_drafts(algorithm, S):
     def call(inputs: Inputs, backend: str) -> passes.Result:

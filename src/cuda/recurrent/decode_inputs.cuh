@@ -49,6 +49,25 @@ __device__ __forceinline__ float warp_sums(const float (&x)[4]) {
     return row_sum((odd ? b : a) + __shfl_xor_sync(0xffffffffu, odd ? a : b, 8));
 }
 
+// Loads the numbers at from[i] into to[i * step], and zeros where not in(i). kByType asks for the type once,
+// under a branch: a load of the other width takes an instruction even where a predicate disables it. It
+// leaves registers of the other width alone, so `to` must hold zeros or numbers of the same type. Decode does
+// without: addresses that wait for a branch are registers that it lacks.
+template <bool kByType, int kCount, class In>
+__device__ __forceinline__ void load_numbers(RawFloat* to, int step, const char* const (&from)[kCount],
+                                             Element type, const In& in) {
+    if constexpr (!kByType) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) to[i * step].load(from[i], type, in(i));
+    } else if (type == Element::kFloat32) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) to[i * step].wide = load32_if(from[i], in(i));
+    } else if (type != Element::kNone) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) to[i * step].narrow = load16_if(from[i], in(i));
+    }
+}
+
 // The tokens of a sequence: [begin, begin + length) of row `batch`.
 struct DecodeRange {
     int batch, begin, length;
@@ -77,16 +96,24 @@ struct alignas(16) DecodeTokens
     }
 };
 
+// Which values a thread loads. kRows: neighbouring threads those of neighbouring rows. kAccumulators: lane l
+// of a warp those of token l % 4 in rows l / 4 and l / 4 + 8 of the warp's 16 rows of each tile. The sequence
+// must have a token, and places beyond its end load its last one again, so that no load needs a predicate;
+// nothing may use them.
+enum class Values { kRows, kAccumulators };
+inline constexpr int kAccumulatorRows = kStepThreads / 2;  // of a tile: 16 of each warp
+
 // A thread's inputs of kTokens tokens. fetch() issues the loads to registers; ready() computes what all
 // threads need and writes it to DecodeTokens.
-template <int kKey, int kBlockRows, int kTokens, Keys kKeys>
+template <int kKey, int kBlockRows, int kTokens, Keys kKeys, Values kOfThread = Values::kRows>
 struct DecodeInputs
     : RawKeys<kKeys, kTokens * kKey / DecodeTokens<kKey, kBlockRows, kTokens, kKeys>::kThreads> {
     using Tokens = DecodeTokens<kKey, kBlockRows, kTokens, kKeys>;
     static constexpr int kOwned = kKey / Tokens::kThreads;  // channels per thread and token
     static constexpr int kValues = (kTokens * kBlockRows + kStepThreads - 1) / kStepThreads;
+    static_assert(kOfThread == Values::kRows || (kTokens == 4 && kBlockRows % kAccumulatorRows == 0));
 
-    RawFloat q[kTokens][kOwned], k[kTokens][kOwned], g[kTokens][kOwned], value[kValues], beta[kValues];
+    RawFloat q[kTokens * kOwned], k[kTokens * kOwned], g[kTokens * kOwned], value[kValues], beta[kValues];
     std::int32_t state_index = 0;
     std::uint32_t decays = 0;          // bit j: whether token j decays the state (Keys::kSeveral)
     float bias[kOwned], A_log, gamma;  // of the value head
@@ -103,9 +130,13 @@ struct DecodeInputs
                threadIdx.x + i * kStepThreads < kTokens * kBlockRows;
     }
     static __device__ __forceinline__ int token_of(int i) {
+        if constexpr (kOfThread == Values::kAccumulators) return static_cast<int>(threadIdx.x % kTokens);
         return static_cast<int>((threadIdx.x + i * kStepThreads) / kBlockRows);
     }
     static __device__ __forceinline__ int row_of(int i) {
+        if constexpr (kOfThread == Values::kAccumulators)
+            return static_cast<int>(threadIdx.x / 32 * 16 + threadIdx.x % 32 / kTokens) +
+                   i / 2 * kAccumulatorRows + i % 2 * 8;
         return static_cast<int>((threadIdx.x + i * kStepThreads) % kBlockRows);
     }
 
@@ -118,20 +149,16 @@ struct DecodeInputs
 
     // Issues the loads for tokens t0 to t0 + kTokens - 1 of sequence n; the CTA's rows start at row0. With
     // several keys these are writes, and a.q, a.g and state_indices have the tokens that they belong to.
-    // Values come first and betas last: both are loaded under branches, and ptxas moves no load across a
-    // branch. So the load of the state's slot, issued before, stays ahead, and the copies of the state stay
-    // behind.
+    // Values come first and betas last: both are loaded under branches, for verify all inputs are, and ptxas
+    // moves no load across a branch. So the load of the state's slot, where it was issued before, stays
+    // ahead, and the copies of the state stay behind.
     __device__ __forceinline__ void fetch(const DecodeArgs& a, int n, const DecodeRange& range, int t0,
                                           int value_head, int row0) {
-        const auto place_at = [&](const DecodeRows& rows, int head, int token, int c) {
-            const char* at = advanced(advanced(rows.data, range.batch, rows.batch), head, rows.head);
-            if constexpr (kTokens > 1) at = advanced(at, token, rows.token);
-            return advanced(at, c, rows.last);
+        constexpr bool kRepeats = kOfThread == Values::kAccumulators;
+        const auto in = [&](int j) { return kTokens == 1 || kRepeats || t0 + j < range.length; };
+        const auto place = [&](int j) {
+            return range.begin + (kRepeats ? min(t0 + j, range.length - 1) : t0 + j);
         };
-        const auto place = [&](const DecodeRows& rows, int head, int j, int c) {
-            return place_at(rows, head, range.begin + t0 + j, c);
-        };
-        const auto in = [&](int j) { return kTokens == 1 || t0 + j < range.length; };
         // The token of write j, and whether the write is its first (`decays`) and its last.
         int of[kTokens];
         std::uint32_t reads = 0;
@@ -149,42 +176,55 @@ struct DecodeInputs
             }
         } else {
 #pragma unroll
-            for (int j = 0; j < kTokens; ++j) of[j] = range.begin + t0 + j;
+            for (int j = 0; j < kTokens; ++j) of[j] = place(j);
         }
+        // Number i of a thread is of token token_at(i) and channel channel_at(i); 0 if not wanted(i).
+        const auto fetch_numbers = [&]<int kCount>(RawFloat* to, int step, const DecodeRows& rows, int head,
+                                                   const auto& token_at, const auto& channel_at,
+                                                   const auto& wanted) {
+            const char* const first = advanced(advanced(rows.data, range.batch, rows.batch), head, rows.head);
+            const char* at[kCount];
 #pragma unroll
-        for (int i = 0; i < kValues; ++i)
-            if (owns_value(i)) {
-                const int row = min(row0 + row_of(i), a.value_dim - 1);
-                value[i].load(place(a.v, value_head, token_of(i), row), a.v.type, in(token_of(i)));
+            for (int i = 0; i < kCount; ++i) {
+                at[i] = advanced(first, channel_at(i), rows.last);
+                if constexpr (kTokens > 1) at[i] = advanced(at[i], token_at(i), rows.token);
             }
-        if (owns_channels()) {
-            const int head = static_cast<int>(a.group.divide(value_head));
+            load_numbers<kOfThread == Values::kAccumulators>(to, step, at, rows.type, wanted);
+        };
+        const auto fetch_values = [&](RawFloat(&to)[kValues], const DecodeRows& rows) {
+            static_assert(kValues == 1 || kTokens * kBlockRows % kStepThreads == 0);
+            if (owns_value(0))
+                fetch_numbers.template operator()<kValues>(
+                    to, 1, rows, value_head, [&](int i) { return place(token_of(i)); },
+                    [&](int i) { return min(row0 + row_of(i), a.value_dim - 1); },
+                    [&](int i) { return in(token_of(i)); });
+        };
+        const auto fetch_channels = [&](RawFloat(&to)[kTokens * kOwned], const DecodeRows& rows, int head,
+                                        const auto& token_at, const auto& wanted) {
 #pragma unroll
             for (int i = 0; i < kOwned; ++i)
-#pragma unroll
-                for (int j = 0; j < kTokens; ++j) {
-                    const bool decay = kKeys != Keys::kSeveral || (decays >> j & 1) != 0,
-                               read = kKeys != Keys::kSeveral || (reads >> j & 1) != 0;
-                    q[j][i].load(place_at(a.q, head, of[j], channel(i)), a.q.type, in(j) && read);
-                    k[j][i].load(place(a.k, head, j, channel(i)), a.k.type, in(j));
-                    g[j][i].load(place_at(a.g, value_head, of[j], channel(i)), a.g.type, in(j) && decay);
-                    if constexpr (kKeys == Keys::kErase)
-                        this->erase[j * kOwned + i].load(place(a.erase, value_head, j, channel(i)),
-                                                         a.erase.type, in(j));
-                    if constexpr (kKeys == Keys::kLowRank) {
-                        this->a_key[j * kOwned + i].load(place(a.a_key, value_head, j, channel(i)),
-                                                         a.a_key.type, in(j));
-                        this->b_key[j * kOwned + i].load(place(a.b_key, value_head, j, channel(i)),
-                                                         a.b_key.type, in(j));
-                    }
-                }
-        }
-#pragma unroll
-        for (int i = 0; i < kValues; ++i)
-            if (owns_value(i)) {
-                const int row = min(row0 + row_of(i), a.value_dim - 1);
-                beta[i].load(place(a.beta, value_head, token_of(i), row), a.beta.type, in(token_of(i)));
+                fetch_numbers.template operator()<kTokens>(
+                    to + i, kOwned, rows, head, token_at, [&](int) { return channel(i); },
+                    [&](int j) { return in(j) && wanted(j); });
+        };
+        const auto of_write = [&](int j) { return of[j]; };
+        const auto always = [](int) { return true; };
+        const auto decayed = [&](int j) { return kKeys != Keys::kSeveral || (decays >> j & 1) != 0; };
+        const auto read = [&](int j) { return kKeys != Keys::kSeveral || (reads >> j & 1) != 0; };
+        fetch_values(value, a.v);
+        if (owns_channels()) {
+            const int head = static_cast<int>(a.group.divide(value_head));
+            fetch_channels(q, a.q, head, of_write, read);
+            fetch_channels(k, a.k, head, place, always);
+            fetch_channels(g, a.g, value_head, of_write, decayed);
+            if constexpr (kKeys == Keys::kErase)
+                fetch_channels(this->erase, a.erase, value_head, place, always);
+            if constexpr (kKeys == Keys::kLowRank) {
+                fetch_channels(this->a_key, a.a_key, value_head, place, always);
+                fetch_channels(this->b_key, a.b_key, value_head, place, always);
             }
+        }
+        fetch_values(beta, a.beta);
         if constexpr (!kOneToken<kTokens>) {
             const int write = t0 + static_cast<int>(threadIdx.x),
                       t = kKeys == Keys::kSeveral ? a.writes.divide(write) : write;
@@ -212,16 +252,17 @@ struct DecodeInputs
             for (int j = 0; j < kTokens; ++j)
 #pragma unroll
                 for (int i = 0; i < kOwned; ++i) {
-                    const float x = q[j][i].value(a.q.type), y = k[j][i].value(a.k.type);
+                    const int at = j * kOwned + i;
+                    const float x = q[at].value(a.q.type), y = k[at].value(a.k.type);
                     qq[j] += x * x, kk[j] += y * y, kq[j] += y * x;
                     s.q[j][channel(i)] = x, s.k[j][channel(i)] = y;
                     if constexpr (kKeys == Keys::kLowRank) {
-                        const float z = this->b_key[j * kOwned + i].value(a.b_key.type);
+                        const float z = this->b_key[at].value(a.b_key.type);
                         bq[j] += z * x;
-                        s.a[j][channel(i)] = this->a_key[j * kOwned + i].value(a.a_key.type);
+                        s.a[j][channel(i)] = this->a_key[at].value(a.a_key.type);
                         s.b[j][channel(i)] = z;
                     }
-                    decay[j * kOwned + i] = g[j][i].value(a.g.type), shift[j * kOwned + i] = bias[i];
+                    decay[at] = g[at].value(a.g.type), shift[at] = bias[i];
                 }
             if (a.q.type == Element::kFloat32) {
                 const ExactGate exact(a.gate, A_log, a.lower_bound, gamma);
@@ -249,7 +290,8 @@ struct DecodeInputs
                     for (int i = 0; i < kOwned; ++i) {
                         s.decay[j][channel(i)] = exp2_fast(decay[j * kOwned + i] + gate.gamma2);
                         if constexpr (kKeys == Keys::kErase)
-                            s.e[j][channel(i)] = k[j][i].value(a.k.type) * erases(a, j * kOwned + i);
+                            s.e[j][channel(i)] =
+                                k[j * kOwned + i].value(a.k.type) * erases(a, j * kOwned + i);
                     }
             }
             if constexpr (kKeys == Keys::kSeveral) {

@@ -45,13 +45,14 @@ bool launch_decode(const Call& call) {
     return true;
 }
 
-template <class State, int kKey, Keys kKeys>
+template <class State, int kKey, Keys kKeys, int kRows>
 bool launch_verify(const Call& call) {
     DecodeArgs args;
     LaunchShape shape;
-    if (!decode_launch<State>(call, kVerifyRows, args, shape)) return false;
-    shape.shared_bytes = sizeof(VerifyShared<State, kKey>);
-    launch<verify<State, kKey, kKeys>>(shape, call.stream, args);
+    if (!decode_launch<State>(call, kRows, args, shape)) return false;
+    shape.shared_bytes = verify_bytes<State, kKey, kRows>(args);
+    shape.most_shared_bytes = sizeof(VerifyShared<State, kKey, kRows>);
+    launch<verify<State, kKey, kKeys, kRows>>(shape, call.stream, args);
     return true;
 }
 
@@ -98,7 +99,13 @@ bool launch_step_packed(const Call& call) {
     // verify contracts states as they are stored, and those of float8 have scales.
     // Low-rank keys read another state than the decayed one; verify has one key a token.
     if constexpr (!std::is_same_v<State, Float8E4M3> && (kKeys == Keys::kOne || kKeys == Keys::kErase))
-        if (few && drafts && a.q.dtype != Dtype::kFloat32) return launch_verify<State, kKey, kKeys>(call);
+        if (few && drafts && a.q.dtype != Dtype::kFloat32) {
+            // Two tiles share a CTA's tokens where that leaves enough CTAs. They give the bits of one.
+            if constexpr (sizeof(State) == 2 && kKey <= 128)
+                if (a.value_dim > kVerifyRows && each(2 * kVerifyRows) >= 4)
+                    return launch_verify<State, kKey, kKeys, 2 * kVerifyRows>(call);
+            return launch_verify<State, kKey, kKeys, kVerifyRows>(call);
+        }
     constexpr int kFullRows = 256 / kKey;
     return each(kFullRows * kRowsPerPass) >= 4 ? launch_decode<State, kKey, kKeys, kFullRows, 4>(call)
                                                : launch_decode<State, kKey, kKeys, 1, 4>(call);

@@ -12,12 +12,13 @@
 // The state is contracted with the columns A_t k_t and A_t q_t of all tokens in one pass, by tensor cores.
 //
 // Grid: row blocks * value heads * sequences, 128 threads.
-// A CTA owns kVerifyRows rows of one head's state, a warp 16 of them. In this order:
+// A CTA owns a tile of kVerifyRows rows of one head's state, or two, a warp 16 of each. In this order:
 // 1. All threads: indices, loads of the inputs (DecodeInputs::fetch), cp.async of the state's rows.
 // 2. All threads: thread c computes channel c of the columns, decays and keys, and its part of the sums over
 //    channels, which a warp adds up. The copies are waited for, and one __syncthreads() follows.
 // 3. A warp contracts its rows with the columns. Lane l then has r_t and S (A_t q_t) of token t = l % 4, of
-//    rows l / 4 and l / 4 + 8. u_1 to u_4 go around the four lanes one after the other; outputs leave.
+//    rows l / 4 and l / 4 + 8 of each tile. u_1 to u_4 go around the four lanes one after the other; outputs
+//    leave.
 // 4. Where states are asked for, a lane takes four neighbouring channels of each of its warp's rows, advances
 //    them token by token in registers, and stores what is asked for.
 // The state is read from memory once, and stays as it was read: arithmetic from token to token is float32.
@@ -30,24 +31,31 @@
 // theirs at different banks (chunk_at).
 //
 // Budgets                                  K = 64          K = 128         K = 256
-//     CTAs that registers must allow        4 (6)           4 (6)           2         ( ): 16-bit states
-//     registers per thread                128 (80)        128 (80)        255
-//     shared memory, KiB                   25              47              91         float32 states
-//                                       17, 15          31, 27          59, 51        float16, bfloat16
+//     CTAs that registers must allow      5, 6, 5         5, 6, 5         2, 2      float32, one tile of 16
+//     bits, registers per thread              96, 80, 96      96, 80, 96        255       two tiles shared
+//     memory, KiB                   24              46              90       float32
+//                                       16, 14          30, 26          58, 50      one tile: float16,
+//                                       bfloat16 25, 23          47, 43                      two tiles
+// Calls that keep no states have 3 to 9 KiB less (VerifyShared::Kept).
 // Design page: docs/design/verify.md.
 #pragma once
 
+#include <cstddef>
+
+#include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/recurrent/decode_inputs.cuh"
 #include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::recurrent {
 
-// Tokens per sequence, and rows per CTA: 16 of each warp.
+// Tokens per sequence, and rows of a tile: 16 of each warp. A CTA has one tile or two.
 inline constexpr int kVerifyTokens = 4, kVerifyRows = 16 * kStepWarps;
 
-template <int kKey, Keys kKeys>
-using VerifyInputs = DecodeInputs<kKey, kVerifyRows, kVerifyTokens, kKeys>;
+static_assert(kVerifyRows == kAccumulatorRows);
+
+template <int kKey, Keys kKeys, int kRows>
+using VerifyInputs = DecodeInputs<kKey, kRows, kVerifyTokens, kKeys, Values::kAccumulators>;
 
 // The type of a column's two words.
 template <class State>
@@ -74,14 +82,16 @@ __device__ __forceinline__ void split_word(float x, __nv_bfloat16& first, __nv_b
     rest = __float2bfloat16_rn(x - __bfloat162float(first));
 }
 
-// Where chunk `chunk` of four elements of a row lies within it.
+// Where chunk `chunk` of four elements of a row lies within it. Rows of bfloat16 are read by ldmatrix, eight
+// rows of 16 bytes at a time, the others by lanes, a chunk each.
 template <class T>
 __device__ __forceinline__ int chunk_at(int row, int chunk) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) return chunk ^ ((row & 7) << 1);
     return chunk ^ ((row & (sizeof(T) == 4 ? 1 : 3)) << 2);
 }
 
-template <class State, int kKey>
-struct alignas(16) VerifyShared {
+template <class State, int kKey, int kRows>
+struct alignas(128) VerifyShared {
     using Word = typename VerifyWords<State>::Word;
     static constexpr int kColumns = 2 * kVerifyTokens;  // 2 t: A_t k_t; 2 t + 1: A_t q_t
     static_assert(kColumns == 8, "a product of tensor cores has eight columns");
@@ -90,13 +100,16 @@ struct alignas(16) VerifyShared {
     static constexpr int kSums = 2 * kPairs + kVerifyTokens;
     static constexpr int kWarps = (kKey < kStepThreads ? kKey : kStepThreads) / 32;
 
-    State state[kVerifyRows][kKey];
+    State state[kRows][kKey];
     Word columns[2][kColumns][kKey];
-    alignas(16) float decay[kVerifyTokens][kKey], k[kVerifyTokens][kKey];
-    float sums[kSums][kWarps];
-    float value[kVerifyTokens][kVerifyRows], beta[kVerifyTokens][kVerifyRows];
-    alignas(16) float write[kVerifyRows][kVerifyTokens];
-    std::int32_t slot[kVerifyTokens];
+    alignas(16) float sums[kSums][kWarps];
+
+    // What states are made of again after the tokens. A call that stores none has no such memory.
+    struct alignas(16) Kept {
+        float decay[kVerifyTokens][kKey], k[kVerifyTokens][kKey];
+        float write[kRows][kVerifyTokens];
+        std::int32_t slot[kVerifyTokens];
+    } kept;
 
     static __device__ __forceinline__ constexpr int pair(int t, int s) { return t * (t + 1) / 2 + s; }
     __device__ __forceinline__ float sum_of_queries(int t, int s) const { return sum(sums[pair(t, s)]); }
@@ -106,6 +119,18 @@ struct alignas(16) VerifyShared {
     __device__ __forceinline__ float key_squared(int t) const { return sum_of_keys(t, t); }
     __device__ __forceinline__ float query_squared(int t) const { return sum(sums[2 * kPairs + t]); }
 };
+
+// Whether the call stores states after its tokens: to a pool, to snapshots, or to both.
+__host__ __device__ __forceinline__ bool keeps_states(const DecodeArgs& a) {
+    return a.snapshots.data || (a.final.data && a.state_indices.data);
+}
+
+// Shared memory of a CTA in bytes.
+template <class State, int kKey, int kRows>
+std::size_t verify_bytes(const DecodeArgs& a) {
+    using Shared = VerifyShared<State, kKey, kRows>;
+    return keeps_states(a) ? sizeof(Shared) : offsetof(Shared, kept);
+}
 
 // Adds up kCount numbers over a warp and stores the sum of number i to to[i * stride]. Each step halves the
 // numbers that a lane carries, so that kCount of them take about as many shuffles. count: how many of x
@@ -131,32 +156,64 @@ __device__ __forceinline__ void put_warp_sums(float (&x)[kCount], float* to, int
     }
 }
 
-// d [16 x 8] += rows row0 to row0 + 15 of the state times all columns.
-template <class State, int kKey>
-__device__ __forceinline__ void contract(float (&d)[4], const VerifyShared<State, kKey>& s, int row0) {
-    using Word = typename VerifyShared<State, kKey>::Word;
-    const int lane = static_cast<int>(threadIdx.x % 32), row = row0 + lane / 4, column = lane / 4;
-    float rests[2][4] = {};  // first word times rest, rest times first word
+// For bfloat16: d[i] [16 x 8] += rows row0 to row0 + 15 of tile i times all columns.
+template <int kKey, int kRows, int kTiles>
+__device__ __forceinline__ void contract(float (&d)[kTiles][4],
+                                         const VerifyShared<__nv_bfloat16, kKey, kRows>& s, int row0) {
+    const int lane = static_cast<int>(threadIdx.x % 32), row = row0 + lane % 16, column = lane % 8;
+    // Where a lane's pieces of 16 bytes are: the first, and piece 2 j of a row behind it. A row starts at a
+    // multiple of 128 bytes, within which pieces are permuted by exclusive or.
+    const auto piece = [](const __nv_bfloat16* row_of, int number, int first) {
+        return shared_address(row_of + 4 * chunk_at<__nv_bfloat16>(number, 2 * first));
+    };
+    const auto behind = [](std::uint32_t first, int j) { return (first ^ (j % 4 * 32)) + j / 4 * 128; };
+    const std::uint32_t rows = piece(s.state[row], row, lane / 16);
+    const std::uint32_t columns[2] = {piece(s.columns[0][column], column, lane / 8),
+                                      piece(s.columns[1][column], column, lane / 8)};
+    float rests[kTiles][4] = {};  // of the columns' second words
 #pragma unroll
-    for (int j = 0; j < kKey / 16; ++j) {
-        const int chunk = 4 * j + lane % 4;
-        const auto of_state = [&](int r) { return &s.state[r][4 * chunk_at<State>(r, chunk)]; };
-        const auto of_columns = [&](int word) {
-            return &s.columns[word][column][4 * chunk_at<Word>(column, chunk)];
-        };
-        if constexpr (std::is_same_v<State, __nv_bfloat16>) {
-            const uint2 upper = *reinterpret_cast<const uint2*>(of_state(row)),
-                        lower = *reinterpret_cast<const uint2*>(of_state(row + 8));
-            const std::uint32_t a[4] = {upper.x, lower.x, upper.y, lower.y};
-            const uint2 first = *reinterpret_cast<const uint2*>(of_columns(0)),
-                        rest = *reinterpret_cast<const uint2*>(of_columns(1));
-            mma_16x8x16<State>(d, a, first.x, first.y);
-            mma_16x8x16<State>(rests[0], a, rest.x, rest.y);
-        } else {
-            const Four<State> upper(reinterpret_cast<const std::uint32_t*>(of_state(row))),
-                lower(reinterpret_cast<const std::uint32_t*>(of_state(row + 8)));
-            const uint4 first = *reinterpret_cast<const uint4*>(of_columns(0)),
-                        rest = *reinterpret_cast<const uint4*>(of_columns(1));
+    for (int j = 0; j < kKey / 16; j += 2) {
+        std::uint32_t b[2][4];
+        load_matrices(b[0], behind(columns[0], j));
+        load_matrices(b[1], behind(columns[1], j));
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                std::uint32_t a[4];
+                load_matrices(a, behind(rows, j + i) + tile * kVerifyRows * kKey * 2);
+                mma_16x8x16<__nv_bfloat16>(d[tile], a, b[0][2 * i], b[0][2 * i + 1]);
+                mma_16x8x16<__nv_bfloat16>(rests[tile], a, b[1][2 * i], b[1][2 * i + 1]);
+            }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[tile][i] += rests[tile][i];
+}
+
+// The same for the other types, of which a product takes words of TF32.
+template <class State, int kKey, int kRows, int kTiles>
+__device__ __forceinline__ void contract(float (&d)[kTiles][4], const VerifyShared<State, kKey, kRows>& s,
+                                         int row0) {
+    using Word = typename VerifyShared<State, kKey, kRows>::Word;
+    const int lane = static_cast<int>(threadIdx.x % 32), column = lane / 4;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+        const int row = row0 + tile * kVerifyRows + lane / 4;
+        float rests[2][4] = {};  // first word times rest, rest times first word
+#pragma unroll
+        for (int j = 0; j < kKey / 16; ++j) {
+            const int chunk = 4 * j + lane % 4;
+            const auto of_state = [&](int r) {
+                return reinterpret_cast<const std::uint32_t*>(&s.state[r][4 * chunk_at<State>(r, chunk)]);
+            };
+            const auto of_columns = [&](int word) {
+                return *reinterpret_cast<const uint4*>(
+                    &s.columns[word][column][4 * chunk_at<Word>(column, chunk)]);
+            };
+            const Four<State> upper(of_state(row)), lower(of_state(row + 8));
+            const uint4 first = of_columns(0), rest = of_columns(1);
             const std::uint32_t b[2][4] = {{first.x, first.y, first.z, first.w},
                                            {rest.x, rest.y, rest.z, rest.w}};
 #pragma unroll
@@ -170,28 +227,47 @@ __device__ __forceinline__ void contract(float (&d)[4], const VerifyShared<State
                 const auto multiply = [&](float(&to)[4], int of_a, int of_b) {
                     mma_16x8x8_tf32(to, a[of_a], b[of_b][i], b[of_b][i + 1]);
                 };
-                multiply(d, 0, 0);
+                multiply(d[tile], 0, 0);
                 multiply(rests[0], 0, 1);
                 if constexpr (sizeof(State) == 4) multiply(rests[1], 1, 0);
             }
         }
-    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) d[i] += rests[0][i] + rests[1][i];
+        for (int i = 0; i < 4; ++i) d[tile][i] += rests[0][i] + rests[1][i];
+    }
+}
+
+// The thread's values and write strengths.
+template <int kKey, Keys kKeys, int kRows, int kCount>
+__device__ __forceinline__ void prepare_values(const DecodeArgs& a,
+                                               const VerifyInputs<kKey, kKeys, kRows>& inputs,
+                                               float (&value)[kCount], float (&strength)[kCount]) {
+    const bool by_channel = a.beta.last != 0;  // otherwise a token's rows have one strength
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        value[i] = inputs.value[i].value(a.v.type);
+        if (i == 0 || by_channel)
+            strength[i] = beta_exact(inputs.beta[i].value(a.beta.type), a.beta_is_logit, a.most_beta);
+        else
+            strength[i] = strength[0];
+    }
+    if constexpr (kKeys == Keys::kErase)
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) inputs.weigh(value[i], strength[i]);
 }
 
 // Columns, decays, keys and sums of the tokens, from the inputs that a thread has fetched.
-template <class State, int kKey, Keys kKeys>
-__device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<kKey, kKeys>& inputs,
-                                        int value_head, VerifyShared<State, kKey>& s) {
-    using Shared = VerifyShared<State, kKey>;
-    constexpr int kOwned = VerifyInputs<kKey, kKeys>::kOwned;
+template <class State, int kKey, Keys kKeys, int kRows>
+__device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<kKey, kKeys, kRows>& inputs,
+                                        int value_head, VerifyShared<State, kKey, kRows>& s) {
+    using Shared = VerifyShared<State, kKey, kRows>;
+    constexpr int kOwned = VerifyInputs<kKey, kKeys, kRows>::kOwned;
     if (inputs.owns_channels()) {
         const HeadGate gate(value_head, a.gate, inputs.A_log, a.lower_bound, inputs.gamma);
         float decay[kVerifyTokens * kOwned], shift[kVerifyTokens * kOwned], sums[Shared::kSums] = {};
 #pragma unroll
         for (int i = 0; i < kVerifyTokens * kOwned; ++i) {
-            decay[i] = inputs.g[i / kOwned][i % kOwned].value(a.g.type);
+            decay[i] = inputs.g[i].value(a.g.type);
             shift[i] = inputs.bias[i % kOwned];
         }
         if (a.g.type != Element::kNone) gate.log2_decays(decay, shift);
@@ -201,7 +277,8 @@ __device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<
             float k[kVerifyTokens], q[kVerifyTokens], reads[kVerifyTokens], all = 1.0f;
 #pragma unroll
             for (int t = 0; t < kVerifyTokens; ++t) {
-                k[t] = inputs.k[t][i].value(a.k.type), q[t] = inputs.q[t][i].value(a.q.type);
+                k[t] = inputs.k[t * kOwned + i].value(a.k.type),
+                q[t] = inputs.q[t * kOwned + i].value(a.q.type);
                 reads[t] = k[t];
                 if constexpr (kKeys == Keys::kErase) reads[t] *= inputs.erases(a, t * kOwned + i);
                 float& own = decay[t * kOwned + i];
@@ -213,9 +290,12 @@ __device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<
                 };
                 put(2 * t, all * reads[t]);
                 put(2 * t + 1, all * q[t]);
-                s.decay[t][channel] = own, s.k[t][channel] = k[t];
                 sums[2 * Shared::kPairs + t] += q[t] * q[t];
             }
+            if (keeps_states(a))
+#pragma unroll
+                for (int t = 0; t < kVerifyTokens; ++t)
+                    s.kept.decay[t][channel] = decay[t * kOwned + i], s.kept.k[t][channel] = k[t];
 #pragma unroll
             for (int from = 0; from < kVerifyTokens; ++from) {
                 float key = k[from];
@@ -229,15 +309,7 @@ __device__ __forceinline__ void prepare(const DecodeArgs& a, const VerifyInputs<
         }
         put_warp_sums(sums, &s.sums[0][threadIdx.x / 32], Shared::kWarps);
     }
-#pragma unroll
-    for (int i = 0; i < inputs.kValues; ++i) {
-        if (!inputs.owns_value(i)) continue;
-        const int t = inputs.token_of(i), row = inputs.row_of(i);
-        s.value[t][row] = inputs.value[i].value(a.v.type);
-        s.beta[t][row] = beta_exact(inputs.beta[i].value(a.beta.type), a.beta_is_logit, a.most_beta);
-        inputs.weigh(s.value[t][row], s.beta[t][row]);
-    }
-    if (threadIdx.x < kVerifyTokens) s.slot[threadIdx.x] = inputs.state_index;
+    if (keeps_states(a) && threadIdx.x < kVerifyTokens) s.kept.slot[threadIdx.x] = inputs.state_index;
 }
 
 // Predicated, without a branch: a warp's stores of several rows follow each other closely.
@@ -257,8 +329,8 @@ __device__ __forceinline__ void store_if(State* p, const Four<State>& x, bool in
 
 // Stores the states after each token of the 16 rows from row0 on. to[j]: the lane's first chunk of the CTA's
 // first row after token j, or null. No row beyond `last` is stored.
-template <class State, int kKey>
-__device__ __forceinline__ void store_states(const VerifyShared<State, kKey>& s,
+template <class State, int kKey, int kRows>
+__device__ __forceinline__ void store_states(const VerifyShared<State, kKey, kRows>& s,
                                              char* const (&to)[kVerifyTokens], std::int32_t stride, int row0,
                                              int last) {
     constexpr int kChunks = kKey / 4, kLanes = kChunks < 32 ? kChunks : 32, kRowsOfWarp = 32 / kLanes;
@@ -269,8 +341,8 @@ __device__ __forceinline__ void store_states(const VerifyShared<State, kKey>& s,
         float decay[kVerifyTokens][4], key[kVerifyTokens][4];
 #pragma unroll
         for (int j = 0; j < kVerifyTokens; ++j) {
-            load4(decay[j], &s.decay[j][4 * chunk]);
-            load4(key[j], &s.k[j][4 * chunk]);
+            load4(decay[j], &s.kept.decay[j][4 * chunk]);
+            load4(key[j], &s.kept.k[j][4 * chunk]);
         }
 #pragma unroll 4
         for (int i = 0; i < 16; i += kRowsOfWarp) {
@@ -278,7 +350,7 @@ __device__ __forceinline__ void store_states(const VerifyShared<State, kKey>& s,
             const Four<State> four(
                 reinterpret_cast<const std::uint32_t*>(&s.state[row][4 * chunk_at<State>(row, chunk)]));
             float x[4], write[kVerifyTokens];
-            load4(write, s.write[row]);
+            load4(write, s.kept.write[row]);
 #pragma unroll
             for (int e = 0; e < 4; ++e) x[e] = four.get(e);
 #pragma unroll
@@ -297,20 +369,22 @@ __device__ __forceinline__ void store_states(const VerifyShared<State, kKey>& s,
 }
 
 // CTAs per multiprocessor that registers must allow.
-template <class State, int kKey>
-inline constexpr int kVerifyCtas = kKey > 128           ? 2
-                                   : sizeof(State) == 2 ? 6
-                                                        : 4;
+template <class State, int kKey, int kRows>
+constexpr int verify_ctas() {
+    if (kKey > 128) return 2;
+    return sizeof(State) == 2 && kRows == kVerifyRows ? 6 : 5;
+}
 
-// kKeys: with or without erase keys.
-template <class State, int kKey, Keys kKeys>
-__global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
+// kKeys: with or without erase keys. kRows: one tile, or two.
+template <class State, int kKey, Keys kKeys, int kRows>
+__global__ void __launch_bounds__(kStepThreads, verify_ctas<State, kKey, kRows>())
     verify(const __grid_constant__ DecodeArgs a) {
-    using Shared = VerifyShared<State, kKey>;
-    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    using Shared = VerifyShared<State, kKey, kRows>;
+    constexpr int kTiles = kRows / kVerifyRows;
+    extern __shared__ __align__(128) unsigned char shared_bytes[];
     Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
 
-    const auto [n, value_head, row0] = decode_place<kVerifyRows>(a, blockIdx.x);
+    const auto [n, value_head, row0] = decode_place<kRows>(a, blockIdx.x);
     // The indices that name the slots of the state, and whether there is an initial state. Without sequences
     // the grid has the CTAs of one, which zero the outputs.
     const bool exists = n < a.sequences;
@@ -325,28 +399,29 @@ __global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
             range.length = max(clamped_offset(a, n + 1) - range.begin, 0);
         }
     }
-    VerifyInputs<kKey, kKeys> inputs;
+    // Rows beyond the last are zeros, and not stored.
+    const int last = min(a.value_dim - 1 - row0, kRows - 1);
+    const auto output_at = [&](int t, int row) {
+        char* const at = advanced(advanced(a.o.data, range.batch, a.o.batch), value_head, a.o.head);
+        return advanced(advanced(at, range.begin + t, a.o.token), row0 + row, a.o.last);
+    };
+    const auto put_outputs = [&](int begin, int end, float x) {
+        for (int t = begin; t < end; ++t)
+            for (int row = static_cast<int>(threadIdx.x); row < kRows; row += kStepThreads)
+                store_row_if(output_at(t, row), a.o.type, x, row <= last);
+    };
+    // Tokens after the last sequence belong to none: their outputs are zero.
+    if (a.cu_seqlens && n + 1 >= a.sequences) put_outputs(range.length, a.tokens - range.begin, 0.0f);
+    if (!exists || range.length == 0) return;
+
+    VerifyInputs<kKey, kKeys, kRows> inputs;
     inputs.fetch_head(a, value_head);
     inputs.fetch(a, n, range, 0, value_head, row0);
-
-    const auto put_output = [&](int t, int row, float x, bool in) {
-        char* at = advanced(advanced(a.o.data, range.batch, a.o.batch), value_head, a.o.head);
-        at = advanced(at, range.begin + t, a.o.token);
-        store_row_if(advanced(at, row0 + row, a.o.last), a.o.type, x, in && row0 + row < a.value_dim);
-    };
-    if (a.state_indices.data && exists && !reads_at) {
+    if (a.state_indices.data && !reads_at) {
         const int accepted = a.num_accepted.data ? load(a.num_accepted, n) : 1;
         from = load(a.state_indices, n, min(max(accepted, 1), a.state_indices.columns) - 1);
         reads_at = true;
     }
-    const auto put_outputs = [&](int begin, int end, float x) {
-        for (int t = begin; t < end; ++t)
-            for (int row = static_cast<int>(threadIdx.x); row < kVerifyRows; row += kStepThreads)
-                put_output(t, row, x, true);
-    };
-    // Tokens after the last sequence belong to none: their outputs are zero.
-    if (a.cu_seqlens && n + 1 >= a.sequences) put_outputs(range.length, a.tokens - range.begin, 0.0f);
-    if (!exists) return;
     const int length = min(range.length, kVerifyTokens);
 
     const bool skipped = reads_at && is_null(a, a.initial, from),
@@ -360,30 +435,31 @@ __global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
         char* const at = advanced(advanced(states.data, value_head, states.head), row0, states.v);
         return advanced(at, slot, states.slot) + chunk * 4 * sizeof(State);
     };
-    // Rows beyond the last are copies of it, and not stored.
-    constexpr int kChunks = kKey / 4, kRowsAtOnce = 4 * kStepThreads / kKey;
-    const int last = min(a.value_dim - 1 - row0, kVerifyRows - 1);
+    // Pieces of 16 bytes: one chunk or two.
+    constexpr int kChunks = kKey / 4, kPieceChunks = 4 / sizeof(State), kPieces = kChunks / kPieceChunks,
+                  kRowsAtOnce = kStepThreads / kPieces;
     {
-        const int chunk = static_cast<int>(threadIdx.x) % kChunks,
-                  own = static_cast<int>(threadIdx.x) / kChunks;
-        const char* const rows = first_row(a.initial, from, chunk);
+        const int piece = static_cast<int>(threadIdx.x) % kPieces,
+                  row_of_piece = static_cast<int>(threadIdx.x) / kPieces;
+        const char* const first =
+            advanced(first_row(a.initial, from, piece * kPieceChunks), row_of_piece, a.initial.v);
 #pragma unroll
-        for (int i = 0; i < kVerifyRows; i += kRowsAtOnce) {
-            const int row = own + i;
-            State* const to_shared = &s.state[row][4 * chunk_at<State>(row, chunk)];
-            Four<State>::copy_async_if(
-                reinterpret_cast<std::uint32_t*>(to_shared),
-                reinterpret_cast<const State*>(advanced(rows, min(row, last), a.initial.v)), starts);
+        for (int i = 0; i < kRows; i += kRowsAtOnce) {
+            const int row = row_of_piece + i;
+            copy_async(shared_address(&s.state[row][4 * chunk_at<State>(row, piece * kPieceChunks)]),
+                       advanced(first, i, a.initial.v), starts && row <= last ? 16 : 0);
         }
     }
     commit_copies();
+    float value[inputs.kValues], strength[inputs.kValues];
     prepare(a, inputs, value_head, s);
+    prepare_values(a, inputs, value, strength);
     wait_copies<0>();
     __syncthreads();
 
-    const int lane = static_cast<int>(threadIdx.x % 32), first = static_cast<int>(threadIdx.x / 32) * 16;
-    float sums[4] = {};
-    contract(sums, s, first);
+    const int lane = static_cast<int>(threadIdx.x % 32), warp_row = static_cast<int>(threadIdx.x / 32) * 16;
+    float sums[kTiles][4] = {};
+    contract(sums, s, warp_row);
     const int t = lane % kVerifyTokens;
     float of_keys[kVerifyTokens], of_queries[kVerifyTokens];  // L_tj and M_tj
 #pragma unroll
@@ -396,22 +472,27 @@ __global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
         scale_q *= inverse_norm(s.query_squared(t));
         scale_k = inverse_norm(s.key_squared(t));
     }
+    char* const out_at = output_at(t, warp_row + lane / 4);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = first + lane / 4 + 8 * half;
-        float read = sums[2 * half], out = sums[2 * half + 1];
-        const float value = s.value[t][row], strength = s.beta[t][row];
+    for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
-        for (int j = 0; j < kVerifyTokens; ++j) {
-            const float u = a.corrects ? strength * __fmaf_rn(-read, scale_k, value) : value;
-            const float write = __shfl_sync(0xffffffffu, u * scale_k, j, kVerifyTokens);
-            if (j < t) read = __fmaf_rn(write, of_keys[j], read);  // a later token may be NaN
-            if (j <= t) out = __fmaf_rn(write, of_queries[j], out);
-            if (t == 0) s.write[row][j] = write;
+        for (int half = 0; half < 2; ++half) {
+            const int further = kVerifyRows * tile + 8 * half, row = warp_row + lane / 4 + further;
+            float read = sums[tile][2 * half], out = sums[tile][2 * half + 1], writes[kVerifyTokens];
+            const int i = 2 * tile + half;
+#pragma unroll
+            for (int j = 0; j < kVerifyTokens; ++j) {
+                const float u = a.corrects ? strength[i] * __fmaf_rn(-read, scale_k, value[i]) : value[i];
+                writes[j] = __shfl_sync(0xffffffffu, u * scale_k, j, kVerifyTokens);
+                if (j < t) read = __fmaf_rn(writes[j], of_keys[j], read);  // a later token may be NaN
+                if (j <= t) out = __fmaf_rn(writes[j], of_queries[j], out);
+            }
+            if (keeps_states(a) && t == 0)
+                *reinterpret_cast<float4*>(s.kept.write[row]) = {writes[0], writes[1], writes[2], writes[3]};
+            store_row_if(advanced(out_at, further, a.o.last), a.o.type, skipped ? 0.0f : out * scale_q,
+                         t < length && row <= last);
         }
-        put_output(t, row, skipped ? 0.0f : out * scale_q, t < length);
-    }
-    if (skipped) return;
+    if (skipped || !keeps_states(a)) return;
 
     // States are stored to the slots of a pool, to snapshots, or to both, one after the other.
     __syncwarp();
@@ -427,7 +508,7 @@ __global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
         if (!to_pool && a.snapshot_indices.data) slot = load(a.snapshot_indices, n);
 #pragma unroll
         for (int j = 0; j < kVerifyTokens; ++j) {
-            if (to_pool) slot = s.slot[j];
+            if (to_pool) slot = s.kept.slot[j];
             const bool in = to_pool ? j < a.state_indices.columns && !is_null(a, states, slot)
                                     : !a.snapshot_indices.data || !is_null(a, states, slot);
             to[j] = nullptr;
@@ -436,7 +517,10 @@ __global__ void __launch_bounds__(kStepThreads, kVerifyCtas<State, kKey>)
                 stores = true;
             }
         }
-        if (stores) store_states<State, kKey>(s, to, states.v, first, last);
+        if (!stores) continue;
+#pragma unroll 1
+        for (int tile = 0; tile < kTiles; ++tile)
+            store_states(s, to, states.v, warp_row + kVerifyRows * tile, last);
     }
 }
 

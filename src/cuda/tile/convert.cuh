@@ -171,14 +171,6 @@ struct Four {
     }
     Four() = default;
 
-    // Issues a cp.async of the four elements at p to `shared`; writes zeros if not `in`.
-    static __device__ __forceinline__ void copy_async_if(std::uint32_t* shared, const T* p, bool in) {
-        if constexpr (sizeof(T) == 4)
-            copy_async(shared_address(shared), p, in ? 16 : 0);
-        else
-            asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(p),
-                         "r"(in ? 8 : 0));
-    }
     __device__ __forceinline__ void put(void* to) const {
         if constexpr (sizeof(T) == 4)
             *static_cast<uint4*>(to) = uint4{word[0], word[1], word[2], word[3]};
