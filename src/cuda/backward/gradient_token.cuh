@@ -22,11 +22,13 @@
 //
 // 512 threads: a warp per block of 16 tokens and group of 32 channels (16 where K = 64). In this order; | is
 // a barrier of the CTA:
-//   load     all warps: q, k and the first slices (cp.async); one warp: gates of the first value head |
+//   load     all warps: q and k (cp.async); the first slices (token_config.cuh); one warp: gates of the first
+//            value head |
 //   norms    four lanes per token |
 //   pairs    q k^T and k k^T, if dg is wanted; one warp: log decays of the first value head
 //   then per value head:
-//   slices   | per 16 value channels: asks for the slice that follows those in flight; products
+//   slices   per 16 value channels: products; then another slice may come in its place. Where slices come in
+//            pieces | before each; by bulk copies | behind the last
 //   ends     Y, X, W times their factors, to dq and dk; dot products
 //   squares  decays, sums of pairs
 //            | one warp: the gradient of the gate; one: that of beta; one: log decays of the next value head
@@ -34,13 +36,15 @@
 //   keys     squares and normalised rows to shared memory | products | norms, stores
 // Pairs and sums of squares are in shared memory, but each is private to a lane.
 //
-// Shared memory: q and k, pairs, sums of squares, and a ring of slices, as many as fit. KiB:
-//   K = 64    55.0 + 4 x 10 = 95.0, + 6 x 10 = 115.0
-//   K = 128   71.0 + 2 x 14 = 99.0, + 6 x 14 = 155.0
-//   K = 256   44.5 + 2 x 19 = 82.5, + 5 x 19 = 139.5
+// Shared memory: q and k, pairs, sums of squares, and a ring of slices. KiB; the last column with bulk
+// copies, for which the number of places is a power of two:
+//   K = 64    55.0 + 4 x 10 = 95.0, + 6 x 10 = 115.0, + 16 x 10 = 215.3
+//   K = 128   71.0 + 2 x 14 = 99.0, + 6 x 14 = 155.0, + 8 x 14 = 183.1
+//   K = 256   44.5 + 2 x 19 = 82.5, + 5 x 19 = 139.5, + 8 x 19 = 196.6
 // Registers: at most 128, so one CTA per multiprocessor. Accumulators of a thread: Y, X, W 48 and dq, dk 32
-// (half of both where K = 64), squares 16 (8 for additive rules, and where K = 256), S o Z 4. What else a
-// lane needs it computes anew for every value head (lane_again()).
+// (half of both where K = 64), squares 16 (8 for additive rules, and where K = 256), S o Z 4. Operands of a
+// slice are loaded in two parts, S with dO and dV, then Z with U. What else a lane needs it computes anew for
+// every value head (lane_again()).
 //
 // kSeveral: of tokens that write several times, whose chunks are rows of writes (tile/tokens_of_rows.cuh).
 // Rows that are not their token's last have a zero q, and a zero dO from the return, so that their dq is
@@ -59,64 +63,10 @@
 
 namespace cula::cuda::backward {
 
-// The ring of slices of one CTA: value head after value head, slice after slice, as they lie in memory.
-template <class T, int kKey, bool kSolves>
-struct SliceRing {
-    using Of = GradientToken<T, kKey>;
-    using Slice = typename Of::Slice;
-    // Additive rules do without dV, the first that the return saves.
-    static constexpr int kBytes = sizeof(Slice), kSkipped = kSolves ? 0 : sizeof(Slice::d_values),
-                         kCarried = Slice::kCarried;
-    static_assert(offsetof(Slice, d_values) == kCarried && kCarried + Slice::kReturned == kBytes);
-
-    Slice* stages;
-    int count, stage = 0;                     // stages, and the one that is read next
-    const unsigned char *carried, *returned;  // both parts of the next slice to ask for
-    int left;                                 // slices that have not been asked for
-
-    // Asks for the next slice. One group of cp.async, also where there is no further slice.
-    __device__ __forceinline__ void ask(int to_stage) {
-        int thread = static_cast<int>(threadIdx.x);
-        asm volatile("" : "+r"(thread));  // no address is kept for the next slice
-        if (left > 0) {
-            const std::uint32_t to = shared_address(stages + to_stage) + thread * 16;
-            const unsigned char* const of_carry = carried + thread * 16;
-            const unsigned char* const of_return = returned + thread * 16 + kSkipped - kCarried;
-#pragma unroll
-            for (int i = 0; i < kBytes - kSkipped; i += Of::kThreads * 16) {
-                const bool is_carried = i + thread * 16 < kCarried;
-                if (i + thread * 16 < kBytes - kSkipped)
-                    copy_async(to + i + (is_carried ? 0 : kSkipped), (is_carried ? of_carry : of_return) + i);
-            }
-        }
-        commit_copies();
-        carried += kCarried, returned += Slice::kReturned, --left;
-    }
-    __device__ __forceinline__ void start() {
-        for (int i = 0; i + 1 < count; ++i) ask(i);
-    }
-    // Waits until all but the latest `count - kLess` groups of the thread have completed.
-    template <int kLess>
-    __device__ __forceinline__ void wait() const {
-        if (count == Of::kManyStages)
-            wait_copies<Of::kManyStages - kLess>();
-        else
-            wait_copies<Of::kFewStages - kLess>();
-    }
-    // The next slice. All threads have then read the one before it, in whose place another is asked for.
-    __device__ __forceinline__ const Slice& next() {
-        wait<2>();
-        __syncthreads();
-        const Slice& slice = stages[stage];
-        ask(stage == 0 ? count - 1 : stage - 1);
-        stage = stage + 1 == count ? 0 : stage + 1;
-        return slice;
-    }
-};
-
-// The lane's 16 bytes of an operand, of A [16 x 16] or of B [16 x 16].
-__device__ __forceinline__ void load_operand(std::uint32_t (&words)[4], const void* operand) {
-    const uint4 x = static_cast<const uint4*>(operand)[static_cast<int>(threadIdx.x) % 32];
+// An operand of a slice, A [16 x 16] or B [16 x 16], as it lies in memory: 16 bytes of every lane.
+inline constexpr int kOperand = 32 * 16;
+__device__ __forceinline__ void load_operand(std::uint32_t (&words)[4], const unsigned char* at) {
+    const uint4 x = *reinterpret_cast<const uint4*>(at);
     words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
 }
 
@@ -150,11 +100,10 @@ __device__ __forceinline__ TokensOfRows<kSeveral> tokens_of(const DeviceArgs& a,
     return {kSeveral ? a.writes : 1, place.begin};
 }
 
-template <class T, int kKey, Update kUpdate, bool kSeveral = false>
-__global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
-    gradient_token(const __grid_constant__ DeviceArgs a, const chunked::Schedule schedule,
-                   const __grid_constant__ Gradients d, const Saved<T, kKey> saved,
-                   const GradientScratch scratch, std::int32_t stages) {
+template <class T, int kKey, Update kUpdate, bool kSeveral, class Slices>
+__device__ __forceinline__ void gradients_of_chunk(const DeviceArgs& a, const chunked::Schedule& schedule,
+                                                   const Gradients& d, const Saved<T, kKey>& saved,
+                                                   const GradientScratch& scratch, std::int32_t places) {
     pdl_wait();
     pdl_trigger();
     using Of = GradientToken<T, kKey>;
@@ -190,11 +139,7 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
     constexpr int kGateWarp = 7, kNextWarp = 15, kStrengthWarp = 8;
     TokenNumbers<kRows> first_gates;
     if (warp == kNextWarp) first_gates.ask_gates(a, place, first_head, tokens_of<kSeveral>(a, place));
-    SliceRing<T, kKey, kSolves> ring{reinterpret_cast<Slice*>(raw + sizeof(s)), stages};
-    const std::int64_t first_slice = saved.index(slot, first_head, 0);
-    ring.carried = reinterpret_cast<const unsigned char*>(saved.carried + first_slice);
-    ring.returned = reinterpret_cast<const unsigned char*>(saved.returned + first_slice);
-    ring.left = a.group * saved.count;
+    Slices ring(raw, places, saved, saved.index(slot, first_head, 0), a.group * saved.count);
     {
         const auto copy_rows = [&](T* tile, const TokenRows& rows) {
             chunked::copy_tokens<T, kRows, kKey>(tile, shared_address(tile), rows,
@@ -213,7 +158,7 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
         commit_copies();
         ring.start();
     }
-    ring.template wait<1>();
+    ring.wait_for_rows();
     __syncthreads();
 
     // --- norms ---
@@ -254,33 +199,36 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
             for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) squares[square][tile][e] = 0.0f;
+        // Of the lane, in a slice: the first word of its block of tokens, and from there to its group of
+        // channels and to other blocks.
+        const int own = role.block * kOperand + lane * 16,
+                  to_group = (role.group * (kTiles / 2) - role.block) * kOperand;
+        const unsigned of_head = static_cast<unsigned>(of * saved.count);
 #pragma unroll 1
-        for (int i = 0; i < saved.count; ++i) {
-            const Slice& slice = ring.next();
-            std::uint32_t d_outputs[4], d_values[4] = {}, written[4];
-            load_operand(d_outputs, slice.d_outputs + role.block * kBlock * kSliceValues);
-            if constexpr (kSolves)
-                load_operand(d_values, slice.d_values + role.block * kBlock * kSliceValues);
-            load_operand(written, slice.writes + role.block * kBlock * kSliceValues);
+        for (unsigned i = of_head; i < of_head + saved.count; ++i) {
+            const unsigned char* const at = ring.wait(i) + own;
+            // The warps of a group of channels share S^T Z: 16 channels and eight values each. The same half
+            // of both operands is reduced over eight values of two channels.
+            const auto shares = [&](int step) { return wants_decay && step % kHalves == role.block / 2; };
+            std::uint32_t d_outputs[4], d_values[4] = {}, half[(kTiles / 2 + kHalves - 1) / kHalves][2];
+            load_operand(d_outputs, at + offsetof(Slice, d_outputs));
+            if constexpr (kSolves) load_operand(d_values, at + offsetof(Slice, d_values));
 #pragma unroll
             for (int step = 0; step < kTiles / 2; ++step) {
-                const int channels = (role.group * kTiles / 2 + step) * 16 * kSliceValues;
-                std::uint32_t state[4], d_state[4];
-                load_operand(state, slice.state + channels);
-                load_operand(d_state, slice.d_state + channels);
+                std::uint32_t state[4];
+                load_operand(state, at + to_group + offsetof(Slice, state) + step * kOperand);
 #pragma unroll
                 for (int tile = 0; tile < 2; ++tile) {
                     const int to = 2 * step + tile;
                     mma_16x8x16<T>(reads[to], d_outputs, state[2 * tile], state[2 * tile + 1]);
                     if constexpr (kSolves)
                         mma_16x8x16<T>(removals[to], d_values, state[2 * tile], state[2 * tile + 1]);
-                    mma_16x8x16<T>(writes[to], written, d_state[2 * tile], d_state[2 * tile + 1]);
                 }
-                // The warps of a group of channels share S^T Z: 16 channels and eight values each. The same
-                // half of both operands is reduced over eight values of two channels.
-                if (wants_decay && step % kHalves == role.block / 2)
-                    mma_16x8x16<T>(through, state, odd ? d_state[1] : d_state[0],
-                                   odd ? d_state[3] : d_state[2]);
+                if (shares(step)) {
+#pragma unroll
+                    for (int x = 0; x < 2; ++x)
+                        half[step / kHalves][x] = odd ? state[2 * x + 1] : state[2 * x];
+                }
             }
             const auto multiply_writes = [&](const std::uint32_t(&left)[4]) {
 #pragma unroll
@@ -288,7 +236,7 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
                     const int column = role.column(square);
                     if (column > role.block) continue;
                     std::uint32_t right[4];
-                    load_operand(right, slice.writes + column * kBlock * kSliceValues);
+                    load_operand(right, at + (column - role.block) * kOperand + offsetof(Slice, writes));
                     mma_16x8x16<T>(squares[square][0], left, right[0], right[2]);
                     mma_16x8x16<T>(squares[square][1], left, right[1], right[3]);
                 }
@@ -297,7 +245,22 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
                 multiply_writes(d_values);
             else
                 multiply_writes(d_outputs);
+            std::uint32_t written[4];
+            load_operand(written, at + offsetof(Slice, writes));
+#pragma unroll
+            for (int step = 0; step < kTiles / 2; ++step) {
+                std::uint32_t d_state[4];
+                load_operand(d_state, at + to_group + offsetof(Slice, d_state) + step * kOperand);
+#pragma unroll
+                for (int tile = 0; tile < 2; ++tile)
+                    mma_16x8x16<T>(writes[2 * step + tile], written, d_state[2 * tile],
+                                   d_state[2 * tile + 1]);
+                if (shares(step))
+                    mma_16x8x16<T>(through, d_state, half[step / kHalves][0], half[step / kHalves][1]);
+            }
+            ring.release(i, warp);
         }
+        if constexpr (!Slices::kHasBarriers) __syncthreads();
 
         // --- ends ---
         const LaneRows<T, kKey> rows(role.block, role.group * Of::kChannels);
@@ -436,6 +399,15 @@ __global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
         store(d.d_q, s.q, d_q);
     }
     store(d.d_k, s.k, d_k);
+}
+
+template <class T, int kKey, Update kUpdate, bool kSeveral, bool kBulk>
+__global__ void __launch_bounds__(GradientToken<T, kKey>::kThreads, 1)
+    gradient_token(const __grid_constant__ DeviceArgs a, const chunked::Schedule schedule,
+                   const __grid_constant__ Gradients d, const Saved<T, kKey> saved,
+                   const GradientScratch scratch, std::int32_t places) {
+    using Slices = SliceRing<T, kKey, GradientTokenRule<kUpdate>::kSolves, kBulk>;
+    gradients_of_chunk<T, kKey, kUpdate, kSeveral, Slices>(a, schedule, d, saved, scratch, places);
 }
 
 }  // namespace cula::cuda::backward

@@ -57,10 +57,18 @@ void launch_token(const Call& call, const DeviceArgs& a, const chunked::Schedule
                   const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
                   chunked::EarlyStarts& early) {
     using Of = GradientToken<T, kKey>;
-    const std::int32_t stages = Of::stages(call.shared_bytes_limit);
-    launch<gradient_token<T, kKey, kUpdate, kSeveral>>(
-        early({gradient_ctas(a, schedule), Of::kThreads, Of::shared_bytes(stages)}), call.stream, a, schedule,
-        d, saved, scratch, stages);
+    const std::size_t ctas = gradient_ctas(a, schedule);
+    // `follows` holds from sm_90 on, whose GPUs have bulk copies, too.
+    if (call.follows && Of::kBulkBytes <= call.shared_bytes_limit) {
+        launch<gradient_token<T, kKey, kUpdate, kSeveral, true>>(early({ctas, Of::kThreads, Of::kBulkBytes}),
+                                                                 call.stream, a, schedule, d, saved, scratch,
+                                                                 Of::kBulkPlaces);
+        return;
+    }
+    const int places = Of::pieces(call.shared_bytes_limit);
+    launch<gradient_token<T, kKey, kUpdate, kSeveral, false>>(
+        early({ctas, Of::kThreads, Of::shared_bytes(places)}), call.stream, a, schedule, d, saved, scratch,
+        places);
 }
 
 template <class T, int kKey, bool kPerChannel>
