@@ -99,12 +99,20 @@ def environment(**more: str) -> dict[str, str]:
 
 def pytest(arguments: list[str], more: dict[str, str], folder: Path = ROOT) -> int:
     """Its exit status. A signal to end reaches it as an interrupt, behind which it still says what has failed
-    so far; in a session of its own, since `timeout` signals a whole process group."""
+    so far; in a session of its own, since `timeout` signals a whole process group. Signals are caught before
+    it starts: what a shell has a job in the background ignore, it would ignore, too."""
     command = [sys.executable, "-m", "pytest", "-q", *arguments]
-    process = subprocess.Popen(command, cwd=folder, env=environment(**more), start_new_session=True)
+    process: subprocess.Popen | None = None
+
+    def interrupt(*_: object) -> None:
+        if process is None:
+            raise KeyboardInterrupt
+        process.send_signal(signal.SIGINT)
+
     ends = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(end, lambda *_: process.send_signal(signal.SIGINT)) for end in ends]
+    before = [signal.signal(end, interrupt) for end in ends]
     try:
+        process = subprocess.Popen(command, cwd=folder, env=environment(**more), start_new_session=True)
         return process.wait()
     finally:
         for end, handler in zip(ends, before, strict=True):

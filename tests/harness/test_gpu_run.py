@@ -77,14 +77,17 @@ def test_reports_stand_behind_the_call_that_they_are_about():
     ]
 
 
-def test_an_interrupted_suite_says_what_failed_and_is_not_recorded(tmp_path):
-    """`timeout` ends a run by SIGTERM to its whole process group."""
+@pytest.mark.parametrize("job", ["foreground", "background"])
+def test_an_interrupted_suite_says_what_failed_and_is_not_recorded(tmp_path, job):
+    """`timeout` ends a run by SIGTERM to its whole process group. A script's job in the background ignores
+    SIGINT."""
     suite = tmp_path / "test_two.py"
     suite.write_text(
         "import time\n\n\ndef test_bad():\n    assert False\n\n\ndef test_slow():\n"
         "    print('waiting', flush=True)\n    time.sleep(60)\n"
     )
-    program = (
+    ignores = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    program = (ignores if job == "background" else "") + (
         "import argparse, importlib.util, pathlib, sys\n"
         f"spec = importlib.util.spec_from_file_location('run', {str(Path(run.__file__))!r})\n"
         "run = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(run)\n"
