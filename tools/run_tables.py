@@ -84,8 +84,10 @@ def fuzz() -> list[str]:
             *table(["asked for", "seed", "calls", "by target", "failures"], rows),
             "",
         ]
-        failures = [f"- `{line}`" for found in result["targets"].values() for line in found["failures"]]
-        lines += [*failures, ""] if failures else []
+        failures = [line for found in result["targets"].values() for line in found["failures"]]
+        for call, wrong in (line.split(": ", 1) for line in failures):
+            lines += prose(f"- `{call}`: {wrong}", "  ")
+        lines += [""] if failures else []
     return lines or _none("fuzz")
 
 

@@ -84,8 +84,9 @@ def differentiable(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callab
 
 class _Context(Protocol):
     """What autograd hands to both directions of a call, and what a call keeps there: the names of the saved
-    tensors, and the other arguments."""
+    tensors, and the other arguments; in _Once the names of the gradients."""
 
+    names: tuple[object, ...]
     tensors: list[str]
     others: dict[str, Any]
     needs_input_grad: tuple[bool, ...]
@@ -182,13 +183,19 @@ class _Once(Function):
     somebody differentiates them."""
 
     @staticmethod
-    def forward(_ctx: _Context, count: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        return tuple(gradient.view_as(gradient) for gradient in tensors[:count] if gradient is not None)
+    def forward(ctx: _Context, names: tuple[object, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.names = names
+        ctx.set_materialize_grads(False)
+        found = tensors[: len(names)]
+        return tuple(gradient.view_as(gradient) for gradient in found if gradient is not None)
 
     @staticmethod
-    def backward(_ctx: _Context, *_: Tensor) -> object:
+    def backward(ctx: _Context, *given: Tensor | None) -> object:
+        asked = [name for name, of in zip(ctx.names, given, strict=True) if of is not None]
+        words = ", ".join(name for name in asked if isinstance(name, str))
+        what = f"the gradient of {words}" if words else "a gradient"
         raise NotImplementedError(
-            "cula: second derivatives are not built: gradients can be computed with create_graph, but not be "
+            f"cula: second derivatives are not built: {what} can be computed with create_graph, but not be "
             "differentiated"
         )
 
@@ -197,11 +204,11 @@ def differentiated_once(
     made: Mapping[Name, Tensor | None], of: Iterable[Tensor | None]
 ) -> dict[Name, Tensor | None]:
     """The same gradients, which say that second derivatives are not built where somebody asks for them;
-    `of`: all that they depend on."""
+    by the names that are words. `of`: all that they depend on."""
     found = {name: gradient for name, gradient in made.items() if gradient is not None}
     if not found:
         return {**made}
-    once = _Once.apply(len(found), *found.values(), *of)
+    once = _Once.apply((*found,), *found.values(), *of)
     return {**made, **dict(zip(found, once, strict=True))}
 
 

@@ -317,6 +317,7 @@ int main(int argc, char** argv) {
     // One device a process: the library asks for its properties once.
     emulator::settings.shared_bytes =
         static_cast<std::size_t>(number("shared_kib", seed % 3 == 0 ? 99 : 227)) * 1024;
+    emulator::settings.compute_capability = static_cast<int>(number("capability", 80));
     std::int64_t failed = 0, refused = 0;
     for (std::int64_t i = first; i < first + count; ++i) {
         Draw draw(static_cast<std::uint64_t>(seed), static_cast<std::uint64_t>(i), given);

@@ -66,6 +66,11 @@ for type in bfloat16 float16; do
     "$build/emulate" --pass verify --multiprocessors 4 --K 64 --V 100 --B 3 --H 2 --group 3 --T 4 \
         --state_dtype "$type" --dtype bfloat16 --count 12 --seed "$seed" --host_threads "$(nproc)"
 done
+for algorithm in gdn gdp; do
+    echo "backward sm80 of $algorithm, compiled for sm_80 and run on a later GPU"
+    "$build/emulate" --pass backward --target sm80 --algorithm "$algorithm" --capability 90 --shared_kib 227 \
+        --count 12 --seed "$seed" --host_threads "$(nproc)"
+done
 echo "backward sm80:three_walks"
 "$build/emulate" --pass backward --target sm80:three_walks --count 100 --seed "$seed" \
     --host_threads "$(nproc)"

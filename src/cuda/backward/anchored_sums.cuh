@@ -8,12 +8,6 @@
 
 namespace cula::cuda::backward {
 
-inline constexpr int kFragment = 32 * 16;  // bytes of a fragment of four words a lane
-__device__ __forceinline__ void load_fragment(std::uint32_t (&words)[4], const unsigned char* at) {
-    const uint4 x = *reinterpret_cast<const uint4*>(at);
-    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
-}
-
 template <class T, int kKey, bool kSolves, Reader kReader>
 struct AnchoredSums : AnchoredTensors<T, kKey, kReader> {
     using Base = AnchoredTensors<T, kKey, kReader>;

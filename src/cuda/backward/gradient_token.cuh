@@ -63,13 +63,6 @@
 
 namespace cula::cuda::backward {
 
-// An operand of a slice, A [16 x 16] or B [16 x 16], as it lies in memory: 16 bytes of every lane.
-inline constexpr int kOperand = 32 * 16;
-__device__ __forceinline__ void load_operand(std::uint32_t (&words)[4], const unsigned char* at) {
-    const uint4 x = *reinterpret_cast<const uint4*>(at);
-    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
-}
-
 // 1 / norm of each row of q and k: kParts lanes of a warp per row, eight rows per warp.
 template <class T, int kKey>
 __device__ __forceinline__ void store_norms(typename GradientToken<T, kKey>::Shared& s) {
@@ -100,6 +93,7 @@ __device__ __forceinline__ TokensOfRows<kSeveral> tokens_of(const DeviceArgs& a,
     return {kSeveral ? a.writes : 1, place.begin};
 }
 
+// Of the CTA's chunk and head. Slices: its ring, of `places` places where they hold pieces.
 template <class T, int kKey, Update kUpdate, bool kSeveral, class Slices>
 __device__ __forceinline__ void gradients_of_chunk(const DeviceArgs& a, const chunked::Schedule& schedule,
                                                    const Gradients& d, const Saved<T, kKey>& saved,
@@ -201,8 +195,8 @@ __device__ __forceinline__ void gradients_of_chunk(const DeviceArgs& a, const ch
                 for (int e = 0; e < 4; ++e) squares[square][tile][e] = 0.0f;
         // Of the lane, in a slice: the first word of its block of tokens, and from there to its group of
         // channels and to other blocks.
-        const int own = role.block * kOperand + lane * 16,
-                  to_group = (role.group * (kTiles / 2) - role.block) * kOperand;
+        const int own = role.block * kFragment + lane * 16,
+                  to_group = (role.group * (kTiles / 2) - role.block) * kFragment;
         const unsigned of_head = static_cast<unsigned>(of * saved.count);
 #pragma unroll 1
         for (unsigned i = of_head; i < of_head + saved.count; ++i) {
@@ -211,12 +205,12 @@ __device__ __forceinline__ void gradients_of_chunk(const DeviceArgs& a, const ch
             // of both operands is reduced over eight values of two channels.
             const auto shares = [&](int step) { return wants_decay && step % kHalves == role.block / 2; };
             std::uint32_t d_outputs[4], d_values[4] = {}, half[(kTiles / 2 + kHalves - 1) / kHalves][2];
-            load_operand(d_outputs, at + offsetof(Slice, d_outputs));
-            if constexpr (kSolves) load_operand(d_values, at + offsetof(Slice, d_values));
+            load_fragment(d_outputs, at + offsetof(Slice, d_outputs));
+            if constexpr (kSolves) load_fragment(d_values, at + offsetof(Slice, d_values));
 #pragma unroll
             for (int step = 0; step < kTiles / 2; ++step) {
                 std::uint32_t state[4];
-                load_operand(state, at + to_group + offsetof(Slice, state) + step * kOperand);
+                load_fragment(state, at + to_group + offsetof(Slice, state) + step * kFragment);
 #pragma unroll
                 for (int tile = 0; tile < 2; ++tile) {
                     const int to = 2 * step + tile;
@@ -236,7 +230,7 @@ __device__ __forceinline__ void gradients_of_chunk(const DeviceArgs& a, const ch
                     const int column = role.column(square);
                     if (column > role.block) continue;
                     std::uint32_t right[4];
-                    load_operand(right, at + (column - role.block) * kOperand + offsetof(Slice, writes));
+                    load_fragment(right, at + (column - role.block) * kFragment + offsetof(Slice, writes));
                     mma_16x8x16<T>(squares[square][0], left, right[0], right[2]);
                     mma_16x8x16<T>(squares[square][1], left, right[1], right[3]);
                 }
@@ -246,11 +240,11 @@ __device__ __forceinline__ void gradients_of_chunk(const DeviceArgs& a, const ch
             else
                 multiply_writes(d_outputs);
             std::uint32_t written[4];
-            load_operand(written, at + offsetof(Slice, writes));
+            load_fragment(written, at + offsetof(Slice, writes));
 #pragma unroll
             for (int step = 0; step < kTiles / 2; ++step) {
                 std::uint32_t d_state[4];
-                load_operand(d_state, at + to_group + offsetof(Slice, d_state) + step * kOperand);
+                load_fragment(d_state, at + to_group + offsetof(Slice, d_state) + step * kFragment);
 #pragma unroll
                 for (int tile = 0; tile < 2; ++tile)
                     mma_16x8x16<T>(writes[2 * step + tile], written, d_state[2 * tile],
@@ -260,7 +254,7 @@ __device__ __forceinline__ void gradients_of_chunk(const DeviceArgs& a, const ch
             }
             ring.release(i, warp);
         }
-        if constexpr (!Slices::kHasBarriers) __syncthreads();
+        if constexpr (!Slices::kSynchronises) __syncthreads();
 
         // --- ends ---
         const LaneRows<T, kKey> rows(role.block, role.group * Of::kChannels);

@@ -65,7 +65,7 @@ void launch_token(const Call& call, const DeviceArgs& a, const chunked::Schedule
                                                                  Of::kBulkPlaces);
         return;
     }
-    const int places = Of::pieces(call.shared_bytes_limit);
+    const int places = Of::places(call.shared_bytes_limit);
     launch<gradient_token<T, kKey, kUpdate, kSeveral, false>>(
         early({ctas, Of::kThreads, Of::shared_bytes(places)}), call.stream, a, schedule, d, saved, scratch,
         places);

@@ -76,6 +76,13 @@ __device__ __forceinline__ uint4 transposed_rows(const Packed& packed) {
     return {transposed(packed[0]), transposed(packed[2]), transposed(packed[1]), transposed(packed[3])};
 }
 
+// An operand of a tensor core product as it lies in a slice, 16 bytes of every lane; `at` is the lane's.
+inline constexpr int kFragment = 32 * 16;
+__device__ __forceinline__ void load_fragment(std::uint32_t (&words)[4], const unsigned char* at) {
+    const uint4 x = *reinterpret_cast<const uint4*>(at);
+    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+}
+
 // Stores a block of CarrySlice::writes, ReturnSlice::d_values or d_outputs.
 template <class T>
 __device__ __forceinline__ void save_rows(T* rows, int block, const uint4& words) {

@@ -90,7 +90,8 @@ struct GradientToken {
 
     static constexpr std::size_t shared_bytes(int places) { return sizeof(Shared) + places * sizeof(Slice); }
     static constexpr std::size_t kBulkBytes = shared_bytes(kBulkPlaces) + sizeof(Ring<kBulkPlaces>);
-    static constexpr int pieces(std::size_t shared_bytes_limit) {
+    // Of a ring of pieces.
+    static constexpr int places(std::size_t shared_bytes_limit) {
         return shared_bytes(kManyPlaces) <= shared_bytes_limit ? kManyPlaces : kFewPlaces;
     }
     static_assert(shared_bytes(kFewPlaces) <= 99 * 1024 && kBulkBytes > 163 * 1024 &&
@@ -147,7 +148,7 @@ struct SlicesOfHeads {
 
 template <class T, int kKey, bool kSolves>
 struct BulkRing : SlicesOfHeads<T, kKey, kSolves> {
-    static constexpr bool kHasBarriers = false;  // of the CTA, for every slice
+    static constexpr bool kSynchronises = false;  // the CTA, for every slice
     using Base = SlicesOfHeads<T, kKey, kSolves>;
     using Base::places, Base::first, Base::end;
     using Of = typename Base::Of;
@@ -199,10 +200,10 @@ struct BulkRing : SlicesOfHeads<T, kKey, kSolves> {
     }
 };
 
-// kBulk: it has kBulkPlaces.
+// kBulk: there are kBulkPlaces.
 template <class T, int kKey, bool kSolves, bool kBulk>
 struct PieceRing : SlicesOfHeads<T, kKey, kSolves> {
-    static constexpr bool kHasBarriers = true;
+    static constexpr bool kSynchronises = true;
     using Base = SlicesOfHeads<T, kKey, kSolves>;
     using Base::places, Base::first, Base::end;
     using Of = typename Base::Of;
@@ -262,8 +263,8 @@ struct PieceRing : SlicesOfHeads<T, kKey, kSolves> {
     __device__ __forceinline__ void release(unsigned, int) const {}
 };
 
-// kBulk: a CTA has room for kBulkPlaces. Code for GPUs before sm_90 runs with that room where a later GPU
-// compiles its PTX.
+// kBulk: a CTA has room for kBulkPlaces. That may hold for code without bulk copies, too: where a later GPU
+// compiles the PTX of an earlier one.
 #if __CUDA_ARCH__ >= 900
 inline constexpr bool kHasBulkCopies = true;
 #else
