@@ -95,6 +95,7 @@ bool some_start_elsewhere(const Args& args) {
 }  // namespace
 
 bool may_fork(const Args& args) {
+    if (num_sequences(args) < 2) return false;
     const TensorRef &read = args.initial_state_indices, &write = args.final_state_indices;
     if (!args.initial_state || !args.final_state || args.initial_state.data != args.final_state.data)
         return false;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/call.h"
 
+#include <cstdint>
+
 namespace cula::cuda {
 
 Call make_call(const Args& args, const Context& context) {
@@ -11,6 +13,10 @@ Call make_call(const Args& args, const Context& context) {
     call.multiprocessors = context.device.multiprocessors;
     call.shared_bytes_limit = context.device.shared_bytes;
     call.follows = context.device.compute_capability >= 90;
+    // What lies in the workspace is the library's: indices there are those that forks were settled to.
+    const auto indices = reinterpret_cast<std::uintptr_t>(args.initial_state_indices.data),
+               workspace = reinterpret_cast<std::uintptr_t>(context.workspace);
+    call.settled = indices != 0 && indices - workspace < context.workspace_bytes;
     call.segment = args.segment_b || args.keep;
     call.kept = args.kept.data;
     call.saved = args.saved.data;

@@ -62,6 +62,22 @@ def test_a_prefix_is_forked(algorithm, call, dtype, fields):
 
 
 @CALLS
+def test_a_sequence_alone_moves(algorithm, call):
+    """It has nobody to be a fork of."""
+    inputs = problem(algorithm, 1, 3)
+    wanted = apart(call, inputs, [2])
+    before = whole(inputs.initial_state)
+    result = call(
+        inputs.but(initial_state_indices=torch.tensor([2], dtype=torch.int32)),
+        in_place=True,
+        final_state_indices=torch.tensor([0], dtype=torch.int32),
+    )
+    assert_same_bits("o", wanted.o, result.o)
+    assert_same_bits("states", wanted.final_state, inputs.initial_state[[0]])
+    assert_only_changed(before, inputs.initial_state, [0])
+
+
+@CALLS
 def test_many_forks_give_the_same_bits_each_time(algorithm, call):
     """64 rows of one prefix, in an order that puts the one that overwrites it first."""
     inputs = problem(algorithm, 64, 64, heads=2, value_heads=4)

@@ -8,9 +8,10 @@
 
 namespace cula::cuda::forks {
 
-// Launches settle_forks and copy_forks, for states of any K. It is a template because everything that
-// instances.txt lists is.
+// Launches settle_forks, for states of any K. It is a template because everything that instances.txt lists
+// is.
 template <int kKey>
-void launch_settle_forks(const DeviceArgs& a, std::int32_t* starts, std::int32_t* ends, void* stream);
+void launch_settle_forks(const DeviceArgs& a, std::int32_t* starts, std::int32_t* ends, int multiprocessors,
+                         void* stream);
 
 }  // namespace cula::cuda::forks

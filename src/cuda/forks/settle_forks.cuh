@@ -1,30 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forks (core/forks.h) on the device, in two kernels that run before those of the call.
+// Forks (core/forks.h) on the device, in a kernel that runs before those of the call.
 //
 // A sequence n is a fork if another sequence of the call writes the slot initial(n) that n starts from. With
 // first(n) the first slot that n writes:
 //
-// settle_forks: starts, ends <- indices                       grid: sequences, 128 threads
 //     fork(n)    = some m != n writes initial(n)
 //     chained(n) = some m != n starts from first(n)
 //     starts[n]  = initial(n)   if not fork(n)
-//                  first(n)     if fork(n), first(n) exists and not chained(n)
+//                  first(n)     if fork(n), first(n) exists and not chained(n); then also
+//                               state[first(n)] <- state[initial(n)]
 //                  -1           otherwise, and for null rows: the sequence is skipped
-//   The threads of a CTA divide the other sequences among them, and combine what they find by
-//   __syncthreads_or().
-//   The work grows with N^2: some 0.1 ms for 10^4 sequences.
-// copy_forks: state[starts[n]] <- state[initial(n)]           grid: value heads * sequences, 128 threads
-//   The copies do not race. No copy reads first(n), because n is not chained. No copy writes initial(n): a
-//   sequence m with first(m) = initial(n) is chained, and so is not copied.
 //
+// Grid: sequences * parts, 256 threads. A CTA's threads divide the other sequences among them, combine what
+// they find by __syncthreads_or(), and copy the state of a fork: the heads of one part. Few sequences have
+// several parts, which all look for themselves. The work grows with N^2: some 0.1 ms for 10^4 sequences.
+// The copies do not race. No copy reads first(n), because n is not chained. No copy writes initial(n): a
+// sequence m with first(m) = initial(n) is chained, and so is not copied.
+//
+// PDL: triggers at once; what follows waits for all of it.
 // Budgets: at most 64 registers per thread, no shared memory. Design page: docs/design/forks.md.
 #pragma once
 
+#include <cstdint>
+
 #include "cuda/device_args.h"
+#include "cuda/ptx/pdl.cuh"
 
 namespace cula::cuda::forks {
 
-inline constexpr int kSettleThreads = 128;
+inline constexpr int kSettleThreads = 256;
 
 // Calls body(slot) for every slot that sequence n writes, in the order of its tokens.
 template <class Body>
@@ -39,9 +43,50 @@ __device__ __forceinline__ void each_written(const DeviceArgs& a, std::int64_t n
     }
 }
 
-__global__ void __launch_bounds__(kSettleThreads)
-    settle_forks(const __grid_constant__ DeviceArgs a, std::int32_t* starts, std::int32_t* ends) {
-    const std::int64_t n = blockIdx.x;
+// Copies one head's state between slots, of which neighbouring elements along K (by_rows) or V are one
+// element or, as a Word, several.
+template <class Word>
+__device__ __forceinline__ void copy_words(const DeviceArgs& a, std::int64_t from, std::int64_t to,
+                                           int value_head, bool by_rows, int element_bytes) {
+    const auto* const source =
+        static_cast<const char*>(a.initial.data) + a.initial.offset(from, value_head) * element_bytes;
+    auto* const copy = static_cast<char*>(a.final.data) + a.final.offset(to, value_head) * element_bytes;
+    const int each = static_cast<int>(sizeof(Word)) / element_bytes,
+              inner = (by_rows ? a.key_dim : a.value_dim) / each,
+              words = inner * (by_rows ? a.value_dim : a.key_dim);
+    for (int i = static_cast<int>(threadIdx.x); i < words; i += kSettleThreads) {
+        const int outer = i / inner, rest = (i - outer * inner) * each;
+        const std::int64_t v = by_rows ? outer : rest, k = by_rows ? rest : outer;
+        *reinterpret_cast<Word*>(copy + (v * a.final.v + k * a.final.k) * element_bytes) =
+            *reinterpret_cast<const Word*>(source + (v * a.initial.v + k * a.initial.k) * element_bytes);
+    }
+}
+
+// Whether rows along K lie in aligned pieces of 16 bytes.
+__device__ __forceinline__ bool in_pieces(const States& states, int element_bytes) {
+    return states.k == 1 && (states.slot | states.head | states.v) * element_bytes % 16 == 0 &&
+           reinterpret_cast<std::uintptr_t>(states.data) % 16 == 0;
+}
+
+__device__ __forceinline__ void copy_state(const DeviceArgs& a, std::int64_t from, std::int64_t to,
+                                           int value_head) {
+    const bool by_rows = a.final.k == 1;  // neighbouring threads access neighbouring elements
+    const int bytes = static_cast<int>(size_bytes(a.final.dtype));
+    if (by_rows && in_pieces(a.initial, bytes) && in_pieces(a.final, bytes) && a.key_dim * bytes % 16 == 0)
+        return copy_words<uint4>(a, from, to, value_head, by_rows, bytes);
+    switch (bytes) {
+        case 4: return copy_words<std::uint32_t>(a, from, to, value_head, by_rows, bytes);
+        case 2: return copy_words<std::uint16_t>(a, from, to, value_head, by_rows, bytes);
+        default: return copy_words<std::uint8_t>(a, from, to, value_head, by_rows, bytes);
+    }
+}
+
+// 4 CTAs per multiprocessor allow 64 registers. Without that number ptxas aims at 32, and spills.
+__global__ void __launch_bounds__(kSettleThreads, 4)
+    settle_forks(const __grid_constant__ DeviceArgs a, std::int32_t* starts, std::int32_t* ends, int parts) {
+    pdl_trigger();
+    const std::int64_t n = blockIdx.x / static_cast<unsigned>(parts);
+    const int part = static_cast<int>(blockIdx.x % static_cast<unsigned>(parts));
     const StateSlots own = states_of_drafts(a, n);
     std::int64_t first = -1;  // the slot that it writes first; -1: none
     each_written(a, n, own, [&](std::int64_t slot) {
@@ -55,43 +100,18 @@ __global__ void __launch_bounds__(kSettleThreads)
         chained |= first >= 0 && other.initial == first;
     }
     forks = __syncthreads_or(forks), chained = __syncthreads_or(chained);
-    if (threadIdx.x != 0) return;
     const bool settled = forks && first >= 0 && !chained, skipped = own.skipped || (forks && !settled);
-    const std::int64_t start = settled ? first : a.initial_indices.data ? a.initial_indices.at(n) : n;
-    starts[n] = skipped ? -1 : static_cast<std::int32_t>(start);
-    if (ends) ends[n] = skipped ? -1 : static_cast<std::int32_t>(own.final);
-}
-
-// Copies one head's state between slots; Word: an unsigned integer of the element's size.
-template <class Word>
-__device__ __forceinline__ void copy_state(const DeviceArgs& a, std::int64_t from, std::int64_t to,
-                                           int value_head) {
-    const auto* const source = static_cast<const Word*>(a.initial.data) + a.initial.offset(from, value_head);
-    auto* const copy = static_cast<Word*>(a.final.data) + a.final.offset(to, value_head);
-    const bool by_rows = a.final.k == 1;  // neighbouring threads access neighbouring elements
-    const std::int64_t inner = by_rows ? a.key_dim : a.value_dim,
-                       elements = std::int64_t{a.key_dim} * a.value_dim;
-    for (std::int64_t i = threadIdx.x; i < elements; i += kSettleThreads) {
-        const std::int64_t outer = i / inner, rest = i - outer * inner;
-        const std::int64_t v = by_rows ? outer : rest, k = by_rows ? rest : outer;
-        copy[v * a.final.v + k * a.final.k] = source[v * a.initial.v + k * a.initial.k];
+    if (part == 0 && threadIdx.x == 0) {
+        const std::int64_t start = settled ? first : a.initial_indices.data ? a.initial_indices.at(n) : n;
+        starts[n] = skipped ? -1 : static_cast<std::int32_t>(start);
+        if (ends) ends[n] = skipped ? -1 : static_cast<std::int32_t>(own.final);
     }
-}
-
-// 8 CTAs per multiprocessor allow 64 registers. Without that number ptxas aims at 32, and spills.
-__global__ void __launch_bounds__(kSettleThreads, 8)
-    copy_forks(const __grid_constant__ DeviceArgs a, const std::int32_t* starts) {
-    const std::int64_t n = blockIdx.x / static_cast<unsigned>(a.value_heads);
-    const int value_head = static_cast<int>(blockIdx.x % static_cast<unsigned>(a.value_heads));
-    const std::int64_t from = states_of_drafts(a, n).initial, to = starts[n];
-    if (from < 0 || to < 0 || from == to) return;
-    switch (a.final.dtype) {
-        case Dtype::kFloat32: return copy_state<std::uint32_t>(a, from, to, value_head);
-        case Dtype::kFloat8E4M3:
-            for (int row = static_cast<int>(threadIdx.x); row < a.value_dim; row += kSettleThreads)
-                *a.final_scales.at(to, value_head, row) = *a.initial_scales.at(from, value_head, row);
-            return copy_state<std::uint8_t>(a, from, to, value_head);
-        default: return copy_state<std::uint16_t>(a, from, to, value_head);
+    if (!settled || own.initial == first) return;
+    for (int value_head = part; value_head < a.value_heads; value_head += parts) {
+        copy_state(a, own.initial, first, value_head);
+        if (a.final.dtype != Dtype::kFloat8E4M3) continue;
+        for (int row = static_cast<int>(threadIdx.x); row < a.value_dim; row += kSettleThreads)
+            *a.final_scales.at(first, value_head, row) = *a.initial_scales.at(own.initial, value_head, row);
     }
 }
 

@@ -51,6 +51,7 @@
 // Design page: docs/design/decode.md.
 #pragma once
 
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/recurrent/decode_inputs.cuh"
 #include "cuda/recurrent/state_tile.cuh"
 #include "cuda/tile/store_row.cuh"
@@ -108,6 +109,7 @@ __global__ void __launch_bounds__(kStepThreads, decode_ctas<kKey, kTokens, kRows
     // state.
     __shared__ Tile state;
 
+    pdl_wait();
     const unsigned thread = threadIdx.x;
     const auto [n, value_head, row0] = decode_place<kBlockRows>(a, blockIdx.x);
     const int own = static_cast<int>(

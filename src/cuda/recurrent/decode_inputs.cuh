@@ -12,13 +12,14 @@
 
 namespace cula::cuda::recurrent {
 
+// Not by the read-only path: forks::settle_forks may have written them since this kernel started.
 __device__ __forceinline__ std::int32_t load(const DecodeIndices& indices, int n, int column = 0,
                                              bool in = true) {
     const std::int32_t* const words =
         advanced(advanced(indices.data, n, indices.row), column, indices.column);
-    const auto lower = static_cast<std::int32_t>(load32_if(words, in && indices.data));
+    const auto lower = static_cast<std::int32_t>(load32_coherent_if(words, in && indices.data));
     if (!indices.wide) return lower;
-    return narrow_index(lower, static_cast<std::int32_t>(load32_if(words + 1, in && indices.data)));
+    return narrow_index(lower, static_cast<std::int32_t>(load32_coherent_if(words + 1, in && indices.data)));
 }
 
 __device__ __forceinline__ float load(const DecodeParameter& x, int head, int channel = 0) {

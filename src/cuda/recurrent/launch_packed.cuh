@@ -31,7 +31,9 @@ bool decode_launch(const Call& call, int rows, DecodeArgs& args, LaunchShape& sh
     const int blocks = (a.value_dim + rows - 1) / rows;
     // Without sequences the CTAs of one are launched: they zero the outputs.
     const std::size_t sequences = a.cu_seqlens ? std::max(a.sequences, 1) : a.sequences;
-    shape = {.blocks = sequences * a.value_heads * blocks, .threads = kStepThreads};
+    shape = {.blocks = sequences * a.value_heads * blocks,
+             .threads = kStepThreads,
+             .early = call.follows && call.settled};
     return decode_args<State>(a, blocks, args);
 }
 

@@ -44,6 +44,7 @@
 
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/recurrent/decode_inputs.cuh"
 #include "cuda/tile/store_row.cuh"
 
@@ -384,6 +385,7 @@ __global__ void __launch_bounds__(kStepThreads, verify_ctas<State, kKey, kRows>(
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
 
+    pdl_wait();
     const auto [n, value_head, row0] = decode_place<kRows>(a, blockIdx.x);
     // The indices that name the slots of the state, and whether there is an initial state. Without sequences
     // the grid has the CTAs of one, which zero the outputs.
