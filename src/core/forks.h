@@ -16,8 +16,8 @@
 
 namespace cula {
 
-// Whether a call may contain forks, whatever its indices hold: it has several sequences, and initial_state and
-// final_state are one pool, which is read by some indices and written by others.
+// Whether a call may contain forks, whatever its indices hold: it has several sequences, and initial_state
+// and final_state are one pool, which is read by some indices and written by others.
 bool may_fork(const Args& args);
 
 // The slots where each sequence starts and ends after settling, int32 [N] each; -1: null row. `ends` is null
