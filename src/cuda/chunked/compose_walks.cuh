@@ -8,7 +8,7 @@
 // started from the state or Z of the sequence, so its B is the first result as it is.
 //
 // Grid: one CTA per (tile of 8 rows, value head, direction, sequence), 2 K threads. A thread composes as in
-// compose.cuh, with its shared memory, registers and CTAs per multiprocessor.
+// compose.cuh, with its shared memory and at most 168 registers.
 #pragma once
 
 #include "cuda/chunked/compose.cuh"
@@ -16,7 +16,7 @@
 namespace cula::cuda::chunked {
 
 template <int kKey>
-__global__ void __launch_bounds__(kComposeThreads<kKey>, kKey > 128 ? 1 : 2)
+__global__ void __launch_bounds__(kComposeThreads<kKey>)
     compose_walks(const __grid_constant__ DeviceArgs a, const Schedule schedule,
                   const __grid_constant__ WalkMaps maps) {
     pdl_wait();
