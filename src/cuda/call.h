@@ -19,7 +19,7 @@ struct Call {
     void* workspace = nullptr;
     bool follows = false;   // PDL: kernels may start before the previous one ends (LaunchShape::early); sm_90
     bool goes_on = false;   // the launches before are of the same call
-    bool settled = false;   // the launch before was forks::settle_forks, whose indices the call has now
+    bool settled = false;   // the library has written the initial indices: forks::settle_forks, as a rule
     bool segment = false;   // a segment call: for its maps, or for the workspace that it keeps
     void* kept = nullptr;   // the workspace that a segment call has left to this prefill (Args::keep)
     void* saved = nullptr;  // Args::saved

@@ -62,19 +62,36 @@ def test_a_prefix_is_forked(algorithm, call, dtype, fields):
 
 
 @CALLS
-def test_a_sequence_alone_moves(algorithm, call):
+@KINDS
+def test_a_sequence_alone_moves(algorithm, call, dtype):
     """It has nobody to be a fork of."""
     inputs = problem(algorithm, 1, 3)
     wanted = apart(call, inputs, [2])
     before = whole(inputs.initial_state)
     result = call(
-        inputs.but(initial_state_indices=torch.tensor([2], dtype=torch.int32)),
+        inputs.but(initial_state_indices=torch.tensor([2], dtype=dtype)),
         in_place=True,
-        final_state_indices=torch.tensor([0], dtype=torch.int32),
+        final_state_indices=torch.tensor([0], dtype=dtype),
     )
     assert_same_bits("o", wanted.o, result.o)
     assert_same_bits("states", wanted.final_state, inputs.initial_state[[0]])
     assert_only_changed(before, inputs.initial_state, [0])
+
+
+@CALLS
+@pytest.mark.parametrize("null", ["start", "end"])
+def test_a_sequence_alone_may_be_null(algorithm, call, null):
+    inputs = problem(algorithm, 1, 3)
+    before = whole(inputs.initial_state)
+    starts, ends = ([1], [2]) if null == "start" else ([2], [1])
+    result = call(
+        inputs.but(initial_state_indices=torch.tensor(starts, dtype=torch.int32)),
+        in_place=True,
+        final_state_indices=torch.tensor(ends, dtype=torch.int32),
+        null_index=1,
+    )
+    assert not result.o.any()
+    assert_same_bits("pool", before, whole(inputs.initial_state))
 
 
 @CALLS
@@ -192,6 +209,28 @@ def test_drafts_of_one_prefix(algorithm, dtype, parents):
     )
     assert_same_bits("o", wanted.o, result.o)
     assert_same_bits("states", wanted.snapshots, inputs.initial_state[table.long()])
+
+
+@KINDS
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_drafts_of_one_prefix(algorithm, dtype, rows, state_dtype):
+    """As many as GPUs verify at once; the last row overwrites the slot that all start from, also where it is
+    the only one."""
+    inputs = make(Case(algorithm, (4,) * rows, key_dim=64, value_dim=72, state_dtype=state_dtype))
+    pool = state_like(inputs.case, 4 * rows, pad=24)
+    pool.copy_(torch.randn(pool.shape))
+    base = pool[[0] * rows].clone()
+    room = passes.empty_states(inputs, 4 * rows).unflatten(0, (rows, 4))
+    wanted = passes.verify(inputs.but(initial_state=base), snapshots=room)
+    table = torch.arange(4 * rows).flip(0).view(rows, 4).to(dtype)
+    result = passes.verify(
+        inputs.but(initial_state=pool, initial_state_indices=torch.zeros(rows, dtype=dtype)),
+        in_place=True,
+        state_indices=table,
+    )
+    assert_same_bits("o", wanted.o, result.o)
+    assert_same_bits("states", wanted.snapshots, pool[table.long()])
 
 
 def test_drafts_that_store_nothing_may_not_start_from_what_others_write(algorithm):

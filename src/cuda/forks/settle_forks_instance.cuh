@@ -13,7 +13,7 @@ namespace cula::cuda::forks {
 template <int kKey>
 void launch_settle_forks(const DeviceArgs& a, std::int32_t* starts, std::int32_t* ends, int multiprocessors,
                          void* stream) {
-    // As many CTAs as two a multiprocessor, which is enough to copy states at the memory's rate.
+    // Two CTAs a multiprocessor, as long as each has a head of its own.
     const int parts = std::clamp(2 * multiprocessors / std::max(a.sequences, 1), 1, a.value_heads);
     launch<settle_forks>({.blocks = static_cast<std::size_t>(a.sequences) * parts, .threads = kSettleThreads},
                          stream, a, starts, ends, parts);

@@ -21,6 +21,8 @@
 // token decays the state, and o and stored states follow the last. kTokens = 4 as above; kTokens = 2: the
 // call has one token of two writes per sequence.
 //
+// PDL: waits at once. Where forks are settled before, CTAs start beside that kernel.
+//
 // All threads do the same work, in this order:
 // 1. Load the indices that name the state's slot.
 // 2. Issue the loads of the first tokens' inputs, while the slot is on its way (DecodeInputs::fetch).

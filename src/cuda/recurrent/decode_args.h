@@ -73,10 +73,6 @@ struct DecodeArgs {
     bool qk_l2norm = false, corrects = false, beta_is_logit = false;
     std::int32_t ahead = 0;  // prefetch distance in CTAs (prefetch_state)
 
-    // Read only by verify: initial_indices are written by the kernel before, beside which it has started
-    // (PDL).
-    bool settled = false;
-
     // Read only by verify and with kTokens = 4: calls that have other than one token per sequence, or that
     // name slots per token.
     bool cu_seqlens_64 = false;

@@ -34,7 +34,6 @@ bool decode_launch(const Call& call, int rows, DecodeArgs& args, LaunchShape& sh
     shape = {.blocks = sequences * a.value_heads * blocks,
              .threads = kStepThreads,
              .early = call.follows && call.settled};
-    args.settled = shape.early;
     return decode_args<State>(a, blocks, args);
 }
 

@@ -23,8 +23,7 @@
 //    them token by token in registers, and stores what is asked for.
 // The state is read from memory once, and stays as it was read: arithmetic from token to token is float32.
 //
-// PDL: where forks are settled before (DecodeArgs::settled) the inputs of tokens are asked for first, then
-// the kernel that settles is waited for.
+// PDL: waits at once. Where forks are settled before, CTAs start beside that kernel.
 //
 // Words: tensor cores take TF32 or 16-bit numbers. A column is the sum of two of them, and so is a float32
 // state; bfloat16 and float16 states are one as they are. Of a product less than 2^-19 is left out: the
@@ -388,12 +387,12 @@ __global__ void __launch_bounds__(kStepThreads, verify_ctas<State, kKey, kRows>(
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
 
-    if (!a.settled) pdl_wait();
+    pdl_wait();
     const auto [n, value_head, row0] = decode_place<kRows>(a, blockIdx.x);
     // The indices that name the slots of the state, and whether there is an initial state. Without sequences
     // the grid has the CTAs of one, which zero the outputs.
     const bool exists = n < a.sequences;
-    std::int32_t from = load(a.initial_indices, n, 0, exists && !a.settled);
+    std::int32_t from = load(a.initial_indices, n, 0, exists);
     const std::uint32_t has_initial = load8_if(a.has_initial + n, a.has_initial && exists);
     DecodeRange range{n, 0, a.tokens};
     bool reads_at = a.initial_indices.data != nullptr;
@@ -417,15 +416,11 @@ __global__ void __launch_bounds__(kStepThreads, verify_ctas<State, kKey, kRows>(
     };
     // Tokens after the last sequence belong to none: their outputs are zero.
     if (a.cu_seqlens && n + 1 >= a.sequences) put_outputs(range.length, a.tokens - range.begin, 0.0f);
-    if (!exists || range.length == 0) return pdl_wait();
+    if (!exists || range.length == 0) return;
 
     VerifyInputs<kKey, kKeys, kRows> inputs;
     inputs.fetch_head(a, value_head);
     inputs.fetch(a, n, range, 0, value_head, row0);
-    if (a.settled) {
-        pdl_wait();
-        from = load(a.initial_indices, n);
-    }
     if (a.state_indices.data && !reads_at) {
         const int accepted = a.num_accepted.data ? load(a.num_accepted, n) : 1;
         from = load(a.state_indices, n, min(max(accepted, 1), a.state_indices.columns) - 1);
