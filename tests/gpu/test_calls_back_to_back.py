@@ -83,3 +83,42 @@ def test_no_tokens_after_a_call(algorithm, backend):
         left = passes.prefill(before, backend=backend).final_state
         found = passes.prefill(nothing.but(initial_state=left), backend=backend).final_state
         assert_same_bits("final_state", left, found)
+
+
+@pytest.mark.parametrize("tokens", [1, 4], ids=["decode", "drafts"])
+@pytest.mark.parametrize("rows", [2, 40])
+@pytest.mark.parametrize("algorithm", ["kda", "gdn", "gdn2"])
+def test_forks_start_from_what_was_written_last(algorithm, rows, tokens):
+    """Decode and verify start beside the kernel that settles forks. All rows start from slot 0, which the
+    last one overwrites; inputs and pool are filled anew before each call, in the same memory."""
+    case = Case(algorithm, (tokens,) * rows, heads=4, value_heads=8, **WIDE)
+    ends = torch.arange(tokens * rows, dtype=torch.int32).flip(0).view(rows, tokens)
+
+    def call(inputs: Inputs) -> passes.Result:
+        inputs = inputs.but(initial_state_indices=torch.zeros(rows, dtype=torch.int32))
+        if tokens == 1:
+            return passes.decode(inputs, in_place=True, final_state_indices=ends[:, 0])
+        return passes.verify(inputs, in_place=True, state_indices=ends)
+
+    def drawn(seed: int) -> Inputs:
+        inputs = make(case.but(seed=seed))
+        draw = torch.Generator(inputs.q.device).manual_seed(seed)
+        states = torch.randn(tokens * rows, 8, 128, 128, generator=draw)
+        return inputs.but(initial_state=states)
+
+    given = [drawn(seed) for seed in (0, 1)]
+    alone = []
+    for inputs in given:
+        pool = inputs.initial_state.clone()
+        alone.append((call(inputs.but(initial_state=pool)).o, pool))
+    memory = given[0].map(torch.clone)
+    found = []
+    for _ in range(RUNS):
+        for inputs in given:
+            for name, tensor in {**memory.tensors(), **memory.states()}.items():
+                if tensor is not None:
+                    tensor.copy_(getattr(inputs, name))
+            found.append((call(memory).o, memory.initial_state.clone()))
+    for i, (o, pool) in enumerate(found):
+        assert_same_bits("o", alone[i % 2][0], o)
+        assert_same_bits("pool", alone[i % 2][1], pool)
