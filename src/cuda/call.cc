@@ -13,7 +13,8 @@ Call make_call(const Args& args, const Context& context) {
     call.multiprocessors = context.device.multiprocessors;
     call.shared_bytes_limit = context.device.shared_bytes;
     call.follows = context.device.compute_capability >= 90;
-    // What lies in the workspace is the library's. Kernels that start early for it wait at once.
+    // Indices in the workspace are the library's own. Whatever the launch before was, a kernel that starts
+    // early for this reason waits before it reads anything.
     const auto indices = reinterpret_cast<std::uintptr_t>(args.initial_state_indices.data),
                workspace = reinterpret_cast<std::uintptr_t>(context.workspace);
     call.settled = indices != 0 && indices - workspace < context.workspace_bytes;

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from cula_testing import passes
+from cula_testing import device, passes
 from cula_testing.cases import Case, Inputs, make
 from cula_testing.compare import assert_same_bits
 
@@ -122,3 +122,15 @@ def test_forks_start_from_what_was_written_last(algorithm, rows, tokens):
     for i, (o, pool) in enumerate(found):
         assert_same_bits("o", alone[i % 2][0], o)
         assert_same_bits("pool", alone[i % 2][1], pool)
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(1, ["verify<"]), (3, ["settle_forks", "verify<"])])
+def test_what_runs_of_a_verification_that_may_have_forks(rows, kernels):
+    """One sequence has none, and several are settled by one kernel."""
+    inputs = make(Case("kda", (4,) * rows, **WIDE))
+    inputs = inputs.but(initial_state=torch.randn(5 * rows, 2, 128, 128))
+    inputs.initial_state_indices = torch.arange(rows, dtype=torch.int32)
+    table = torch.arange(rows, 5 * rows, dtype=torch.int32).view(rows, 4)
+    names = device.kernels_of(lambda: passes.verify(inputs, in_place=True, state_indices=table))
+    assert len(names) == len(kernels)
+    assert all(kernel in name for kernel, name in zip(kernels, names, strict=True))

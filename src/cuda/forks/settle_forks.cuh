@@ -43,8 +43,8 @@ __device__ __forceinline__ void each_written(const DeviceArgs& a, std::int64_t n
     }
 }
 
-// Copies one head's state between slots, of which neighbouring elements along K (by_rows) or V are one
-// element or, as a Word, several.
+// Copies one head's state from slot `from` to slot `to`, a Word at a time: an element, or several that lie
+// side by side. Consecutive threads take neighbours along K if by_rows, otherwise along V.
 template <class Word>
 __device__ __forceinline__ void copy_words(const DeviceArgs& a, std::int64_t from, std::int64_t to,
                                            int value_head, bool by_rows, int element_bytes) {
