@@ -62,6 +62,8 @@ struct Machine {
     // A kernel more in a call; a round of CTAs; maps and compose, which do not overlap with their
     // neighbours; compose, per value head and map.
     double kernel = 10.0, round = 8.0, maps = 12.0, compose = 0.19;
+    // Joined: flags, and what waits for them; a map of a segment before; outputs of a chunk once more.
+    double join = 21.5, join_step = 2.0, join_chunk = 0.5;
     std::array<Costs, kFamilies> warpgroups, warps;  // of carries with wgmma (sm_90), and with mma.sync
 };
 

@@ -24,6 +24,7 @@ using chunked::Candidate;
 using chunked::CarryTraits;
 using chunked::Fused;
 using chunked::FusedSegments;
+using chunked::Joined;
 using chunked::kind;
 using chunked::PrefillPlan;
 using chunked::PrefillShape;
@@ -48,7 +49,7 @@ struct Sketch {
     int heads = 8;
     std::int64_t sequences = 1, tokens = 512 * 64;  // of each sequence
     bool packed = false, invariant = false, kept = false, segment = false, from_zero = false;
-    bool first_beside_maps = false, with_fused = false;
+    bool first_beside_maps = false, with_fused = false, joins = false;
     int value_dim = 128, warp_step = 4;
     std::size_t operand_bytes = kOperandBytes;
     std::span<const double> costs = kCutCosts;
@@ -62,7 +63,7 @@ struct Sketch {
         problem.varlen = packed, problem.batch_invariant = invariant;
         problem.costs = costs;
         PrefillShape shape = chunked::shape_of(problem, 64);
-        shape.kept = kept, shape.segment = segment, shape.from_zero = from_zero;
+        shape.kept = kept, shape.segment = segment, shape.from_zero = from_zero, shape.joins = joins;
         return shape;
     }
     CarryTraits carry() const {
@@ -315,6 +316,34 @@ TEST(Plan, SegmentsOfTheFusedKernelFillTheDevice) {
     EXPECT_EQ(kind(plan.strategy), StrategyKind::kFusedSegments);
     EXPECT_EQ(plan.slab_chunks, 128);
     EXPECT_EQ(plan.max_segments, 2);
+    EXPECT_FALSE(plan.prepares);
+}
+
+TEST(Plan, JoinedSegmentsHaveRoomForTheirMaps) {
+    const auto cut = [](Sketch call) {
+        call.with_fused = call.joins = true, call.costs = kFusedCosts;
+        const auto plan = call.find(StrategyKind::kJoined);
+        return plan ? std::get<Joined>(plan->strategy).chunks : 0;
+    };
+    EXPECT_EQ(cut({.heads = 16, .tokens = 8192}), 64);
+    EXPECT_EQ(cut({.heads = 8, .tokens = 8192}), 32);  // 14 CTAs a head
+    EXPECT_EQ(cut({.heads = 8, .tokens = 8192, .value_dim = 256}), 43);
+    EXPECT_EQ(cut({.heads = 1, .tokens = 256}), 2);
+    EXPECT_EQ(cut({.heads = 1, .tokens = 128}), 0);  // no shorter ones
+    EXPECT_EQ(cut({.heads = 22, .tokens = 8192}), 64);
+    EXPECT_EQ(cut({.heads = 23, .tokens = 8192}), 0);
+    EXPECT_EQ(cut({.heads = 16, .tokens = 8192, .invariant = true}), 0);
+    for (bool packed : {false, true})  // a batch and the same sequences packed get the same bits
+        EXPECT_EQ(cut({.heads = 4, .sequences = 4, .tokens = 8192, .packed = packed}), 64);
+    EXPECT_EQ((Sketch{.heads = 16, .tokens = 8192, .with_fused = true}).find(StrategyKind::kJoined),
+              std::nullopt);
+
+    Sketch wanted{.heads = 8, .tokens = 4096, .with_fused = true, .joins = true, .costs = kFusedCosts};
+    EXPECT_NE(wanted.chosen(), StrategyKind::kJoined);  // the host does not know whether heads forget
+    const PrefillPlan plan = planned(wanted.find(StrategyKind::kJoined));
+    EXPECT_EQ(kind(plan.strategy), StrategyKind::kJoined);
+    EXPECT_EQ(plan.slab_chunks, 64);
+    EXPECT_EQ(plan.max_segments, 4);
     EXPECT_FALSE(plan.prepares);
 }
 

@@ -204,8 +204,8 @@ def _in_pieces(call: Call) -> bool:
     )
 
 
-# What `sm90:fused` and `sm90:fused_segments` find out when they are called, and `explain`, which knows no
-# tensors, does not say; and where it is so.
+# What `sm90:fused`, `sm90:fused_segments` and `sm90:joined` find out when they are called, and `explain`,
+# which knows no tensors, does not say; and where it is so.
 DECLINED = {
     "it normalizes q and k (qk_l2norm)": lambda call: not call.case.qk_l2norm,
     "it takes scale up to 256, got ": lambda call: abs(call.case.scale or 0) > 256,

@@ -261,6 +261,12 @@ def by_one_kernel() -> Iterator[Call]:
         for decay in ("forgetting", "lasting"):
             yield ready("prefill", "kda", lengths=(330,), decay=decay, **sizes)
             yield ready("varlen", "kda", lengths=(330, 0, 70), decay=decay, **sizes)
+    fields |= {"backend": "sm90:joined"}
+    for gate in ("bounded", "softplus"):
+        sizes = {"heads": 2, "value_heads": 2, **fields, "gate": gate}
+        for decay in ("forgetting", "lasting"):
+            yield ready("prefill", "kda", lengths=(530,), decay=decay, **sizes)
+            yield ready("varlen", "kda", lengths=(530, 0, 130), decay=decay, **sizes)
 
 
 def forks(algorithm: str) -> Iterator[Call]:

@@ -186,6 +186,17 @@ struct Verdicts {
 // show beside 2^-24 of what the state behind the warm-up has.
 inline constexpr float kMostBeforeLeast = 0x1p21f;
 
+// What the segments of Joined leave to one another (sm90/fused/join.cuh). A slot is of the 16 rows of a warp.
+struct SegmentNotes {
+    void* entry = nullptr;     // entry queries, of the type of q: [B, T, HV, K]
+    float* largest = nullptr;  // [segments, HV, 8 slots]: the largest magnitude of M behind its first chunk
+    std::uint64_t* broken = nullptr;  // [segments, HV, slots of V]: lanes with a NaN or an infinity in B
+    std::int32_t* ended = nullptr;    // [segments, HV, row blocks]: not 0: the CTA's stores are done
+
+    static constexpr int kMapSlots = 8;
+    static constexpr std::int64_t value_slots(std::int64_t value_dim) { return (value_dim + 127) / 128 * 8; }
+};
+
 // PDL of a carry that waits by itself. The kernel before it triggers only
 // after its own wait, so the carry has to wait for that kernel alone.
 struct CarryWaits {

@@ -60,6 +60,10 @@ Support refuses(StrategyKind kind) {
             return Support::no("cuts sequences of " + std::to_string(kLeastHalved) +
                                " chunks or more in two, where both halves fit the device at once; not in "
                                "batch-invariant mode, and only delta rules with one decay per token");
+        case StrategyKind::kJoined:
+            return Support::no("cuts sequences of more than " + std::to_string(kLeastFusedSegment) +
+                               " chunks into segments that fit the device at once, with their maps; none in "
+                               "batch-invariant mode");
         case StrategyKind::kFusedSegments:
             return Support::no("cuts sequences of more than " + std::to_string(kLeastFusedSegment) +
                                " chunks into segments that fit the device at once; none in batch-invariant "

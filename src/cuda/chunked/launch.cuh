@@ -12,6 +12,7 @@
 //     Whole          carry: outputs and final states
 //     Halves         maps of first halves, carry
 //     Segments       carry of first segments (first_beside_maps only), maps, compose, carry
+//     Joined         one kernel, for segments that join by themselves
 //     FusedSegments  a judge; one kernel for the heads that forget; beside it what another strategy
 //                    launches, for those that remember; the one kernel once more, over whole sequences, for
 //                    those that are not settled
@@ -105,7 +106,8 @@ CarryTraits traits_of(const Problem& problem) {
 template <ChunkedTarget Carry>
 Candidates prefill_candidates(const Problem& problem) {
     const CarryTraits traits = traits_of<Carry>(problem);
-    const PrefillShape shape = shape_of(problem, traits.chunk_tokens);
+    PrefillShape shape = shape_of(problem, traits.chunk_tokens);
+    shape.joins = Carry::fuses(problem) && !problem.checkpoints && !problem.chunk_states;
     return Planner(shape, traits, problem.device).candidates(Carry::fuses(problem));
 }
 
@@ -174,7 +176,7 @@ private:
         schedule_.verdicts.beside_segments = false;
     }
     bool waits_itself() const { return call_.follows && Carry::kWaitsItself && !call_.segment; }
-    SlabOf<Carry> slab() { return {call_, plan_, schedule_, workspace_.operands, early_}; }
+    SlabOf<Carry> slab() { return {call_, plan_, schedule_, workspace_.operands, early_, workspace_.notes}; }
     int pieces() const { return static_cast<int>(schedule_.by_pieces.value); }
 
     template <auto kKernel, class... Arguments>
@@ -249,6 +251,7 @@ private:
 
     void carry(const Fused&) {}  // Carry::launch_fused has done everything
     void carry(const FusedSegments&) {}
+    void carry(const Joined&) {}
     void carry(const Whole&) { carry(); }
     void carry(const Halves&) {
         p_.halves = p_.first_from_state = true, p_.wants_m = false;
@@ -421,12 +424,13 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
     // Why the fused kernel does not take the call; empty where it does.
     const std::string declines =
         Carry::fuses(problem) ? Carry::declines_fused(args) : "there is no fused kernel";
-    const bool in_segments = wanted == StrategyKind::kFusedSegments;
+    const bool in_segments = wanted == StrategyKind::kFusedSegments || wanted == StrategyKind::kJoined;
     if ((wanted == StrategyKind::kFused || in_segments) && !declines.empty()) refuse(declines);
     // From 0 to 2, as logits are. Others make the state grow, also where no segment looks at it.
     if (in_segments && !args.beta_is_logit) refuse("its segments take write strengths as logits");
 
     PrefillShape shape = shape_of(problem, traits.chunk_tokens);
+    shape.joins = declines.empty() && args.beta_is_logit && !args.checkpoint_plan && !args.chunk_states;
     shape.kept =
         (args.keep || args.kept.data) && !shape.low_rank &&
         static_cast<std::size_t>(shape.chunks) * shape.value_heads * traits.operand_bytes <= kKeptBytes;

@@ -72,10 +72,15 @@ struct Segments {
     // Maps of first segments have no M, and run beside the maps of the others.
     bool first_apart = false;
 };
-using Strategy = std::variant<Fused, Whole, Halves, Segments, FusedSegments>;
+// The fused kernel, paired, over segments of so many chunks, all of them at once, beside maps of all but
+// first ones; what they lack of the states before them is added behind them (sm90/fused/join.cuh).
+struct Joined {
+    std::int64_t chunks = 1;
+};
+using Strategy = std::variant<Fused, Whole, Halves, Segments, FusedSegments, Joined>;
 
 // A strategy to force; kAny: the cheapest.
-enum class StrategyKind : std::uint8_t { kAny, kFused, kWhole, kHalves, kSegments, kFusedSegments };
+enum class StrategyKind : std::uint8_t { kAny, kFused, kWhole, kHalves, kSegments, kFusedSegments, kJoined };
 
 constexpr std::string_view name(StrategyKind kind) {
     switch (kind) {
@@ -85,12 +90,13 @@ constexpr std::string_view name(StrategyKind kind) {
         case StrategyKind::kHalves: return "halves";
         case StrategyKind::kSegments: return "segments";
         case StrategyKind::kFusedSegments: return "fused_segments";
+        case StrategyKind::kJoined: return "joined";
     }
     return "unknown";
 }
 
 inline StrategyKind kind(const Strategy& strategy) {
-    static_assert(std::variant_size_v<Strategy> == 5);
+    static_assert(std::variant_size_v<Strategy> == 6);
     return static_cast<StrategyKind>(strategy.index() + 1);
 }
 
@@ -119,6 +125,7 @@ struct PrefillShape {
     bool converts_erase = false;         // its erase strengths come in rows that prepare_channel cannot read
     bool several_writes = false;         // chunks are rows of writes (timeline.h)
     bool low_rank = false;               // chunks are of two rows a token (low_rank_rows.cuh)
+    bool joins = false;                  // Joined may take the call
     std::int64_t checkpoints = 0;        // rows of the checkpoint plan; counted where rows are not tokens
     std::span<const double> costs = {};  // Problem::costs
 };
@@ -187,14 +194,17 @@ public:
     // with more row blocks, each of which reads the operands of its chunks once more.
     //
     // Segments of the fused kernel have to be wanted. The host does not know whether heads forget, and where
-    // only some of them do, other strategies take less.
+    // only some of them do, or none, other strategies take less.
     const Candidate* choose(StrategyKind wanted) const {
         constexpr double kMostRegret = 1.75, kWorthCutting = 0.96;
         const Candidate *fused = nullptr, *whole = nullptr, *other = nullptr;
         const auto time = [&](const Candidate& of) { return of.expected + (packed_ ? of.skewed : 0.0); };
         for (const Candidate& candidate : all()) {
             const StrategyKind of = kind(candidate.strategy);
-            if (wanted == StrategyKind::kAny ? of == StrategyKind::kFusedSegments : wanted != of) continue;
+            if (wanted == StrategyKind::kAny
+                    ? of == StrategyKind::kFusedSegments || of == StrategyKind::kJoined
+                    : wanted != of)
+                continue;
             if (of == StrategyKind::kWhole) whole = &candidate;
             if (of != StrategyKind::kFused && (!other || time(candidate) < kWorthCutting * time(*other)))
                 other = &candidate;
@@ -245,6 +255,7 @@ public:
     std::int64_t segment_chunks(const Strategy& strategy) const {
         if (std::holds_alternative<Halves>(strategy)) return (5 * per_sequence_ + 7) / 8;
         if (const auto* fused = std::get_if<FusedSegments>(&strategy)) return fused->chunks;
+        if (const auto* joined = std::get_if<Joined>(&strategy)) return joined->chunks;
         const auto* segments = std::get_if<Segments>(&strategy);
         if (!segments) return per_sequence_;
         if (segments->first_apart && segments->count == 2)
@@ -262,6 +273,7 @@ public:
                     add(found, Fused{warpgroups});
                     add_fused_segments(found, warpgroups);
                 }
+        if (shape_.joins && costs_.fused[0] > 0) add_joined(found);
         // Row blocks of a CTA: as many as it can have, or half as many, whichever takes less. Rows never
         // meet, so this changes no bit.
         const CarryRows widest = rows(whole_steps(std::min(tiles_, 8))),
@@ -340,6 +352,23 @@ private:
         }
         if (best) found.add(*best);
     }
+    // As many equal segments as have room for all CTAs at once, or fewer, if that takes less.
+    void add_joined(Candidates& found) const {
+        if (shape_.batch_invariant || shape_.segment || shape_.kept || shape_.tokens == 0 ||
+            shape_.sequences == 0)
+            return;
+        const Lengths of = expected();
+        const auto of_one = std::llround(std::ceil(of.chunks));
+        std::optional<Candidate> best;
+        for (std::int64_t count = 2; count * kLeastFusedSegment <= of_one; ++count) {
+            const std::int64_t maps = 2 * heads(of) * (count - 1);
+            if (heads(of) * fused_blocks(1) * count + maps > multiprocessors_) break;
+            const Joined way{(of_one + count - 1) / count};
+            const Candidate at_hand{way, time_of(way, of), time_of(way, skewed())};
+            if (!best || at_hand.expected < best->expected) best = at_hand;
+        }
+        if (best) found.add(*best);
+    }
     // As many equal segments as fill the device.
     void add_segments(Candidates& found, const CarryRows& rows) const {
         const std::int64_t heads = shape_.sequences * shape_.value_heads;
@@ -377,6 +406,16 @@ private:
         return rounds(heads(of) * fused_blocks(way.warpgroups) * std::llround(count)) *
                    (estimate_.machine.round + costs_.fused[way.warpgroups - 1] * chunks) +
                2 * estimate_.machine.kernel;
+    }
+    // Where all heads remember: each segment but the first goes through maps of those before it, and reads
+    // and writes its outputs again.
+    double time_of(const Joined& way, const Lengths& of) const {
+        const double count = std::max(1.0, std::ceil(of.chunks / static_cast<double>(way.chunks)));
+        const auto ctas = std::llround(count * fused_blocks(1) + 2.0 * (count - 1.0));
+        return rounds(heads(of) * ctas) * (estimate_.machine.round + costs_.fused[0] * of.chunks / count) +
+               (count > 1.0 ? estimate_.machine.join + estimate_.machine.join_step * (count - 1.0) +
+                                  estimate_.machine.join_chunk * of.chunks / count
+                            : 0.0);
     }
     double time_of(const Whole& way, const Lengths& of) const {
         const double map = shape_.kept ? costs_.map * of.chunks : 0.0;
@@ -453,10 +492,11 @@ struct PrefillPlan {
     std::int32_t slab_chunks = 1, segment_chunks = 1, max_segments = 1;
 
     bool cuts() const { return std::holds_alternative<Segments>(strategy); }
-    // Whether the fused kernel does everything.
-    bool fuses() const {
-        return std::holds_alternative<Fused>(strategy) || std::holds_alternative<FusedSegments>(strategy);
+    bool in_fused_segments() const {
+        return std::holds_alternative<FusedSegments>(strategy) || std::holds_alternative<Joined>(strategy);
     }
+    // Whether the fused kernel does everything.
+    bool fuses() const { return std::holds_alternative<Fused>(strategy) || in_fused_segments(); }
     bool makes_maps() const { return cuts() || std::holds_alternative<Halves>(strategy); }
     int slabs() const {
         return static_cast<int>(std::max<std::int64_t>(1, (shape.chunks + slab_chunks - 1) / slab_chunks));
@@ -475,7 +515,7 @@ inline std::optional<PrefillPlan> plan_prefill(const PrefillShape& shape, const 
     if (!chosen) return std::nullopt;
     PrefillPlan plan{.strategy = chosen->strategy, .shape = shape};
     plan.shape.costs = {};  // the caller's, for as long as it plans
-    const bool in_segments = kind(plan.strategy) == StrategyKind::kFusedSegments, fused = plan.fuses();
+    const bool in_segments = plan.in_fused_segments(), fused = plan.fuses();
     plan.prepares = carry.operand_bytes > 0 && !fused;
     // The fused kernel has no operands, so that all chunks are one slab.
     const std::int64_t slab_chunks = fused ? std::max<std::int64_t>(shape.chunks, 1) : planner.slab_chunks();

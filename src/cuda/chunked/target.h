@@ -41,6 +41,7 @@ struct Slab {
     const Schedule& schedule;
     const Operands* operands;
     EarlyStarts& early;
+    SegmentNotes notes = {};  // of Joined
 };
 
 template <class Carry>

@@ -34,7 +34,8 @@ struct Workspace {
     Timeline timeline;                                            // of tokens that write several times
     float *map_m = nullptr, *map_b = nullptr, *starts = nullptr;  // of segments
     Verdicts verdicts;                                            // of FusedSegments
-    float* initial_copy = nullptr;  // likewise, where the call updates states in place
+    SegmentNotes notes;                                           // of Joined
+    float* initial_copy = nullptr;  // of FusedSegments, where the call updates states in place
     float* unfinished[2] = {};      // states of the sequence that one slab leaves to the next
     // Of the call that prepares; of a prefill that found a kept workspace.
     std::size_t bytes = 0, own_bytes = 0;
@@ -71,6 +72,16 @@ struct Workspace {
             if (verdicts.remembers) verdicts.ended = verdicts.settled + all;
             if (plan.in_place)
                 initial_copy = carver.take<float>(shape.sequences * heads * shape.value_dim * shape.key_dim);
+        }
+        if (kind(plan.strategy) == StrategyKind::kJoined) {
+            const std::int64_t rows = plan.max_segments * heads,
+                               slots = SegmentNotes::value_slots(shape.value_dim);
+            notes.largest = carver.take<float>(rows * SegmentNotes::kMapSlots);
+            notes.broken = carver.take<std::uint64_t>(rows * slots);
+            notes.ended = carver.take<std::int32_t>(rows * (slots + 2));  // CTAs have four slots and more
+            notes.entry = carver.take<T>(shape.tokens * heads * shape.key_dim);
+            map_b = carver.take<float>(rows * shape.value_dim * kKey);
+            map_m = carver.take<float>(rows * shape.key_dim * kKey);
         }
         if (plan.prepares) {
             is_compensated = carver.take<std::int32_t>(plan.slab_chunks * heads);

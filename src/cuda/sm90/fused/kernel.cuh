@@ -20,9 +20,10 @@
 //     paired     a CTA has 64, in a cluster of two with 128 of one head; it prepares every other chunk and
 //                sends it to its peer. Softplus gates always take this form.
 //
-// Where a call is cut (Strategy FusedSegments), a CTA runs one segment, and before it the chunks of its
-// warm-up, whose outputs are not stored (warm_up.cuh). Such a call has kernels of its own (kInParts): what
-// they have besides would cost all other calls time, even where it is jumped over.
+// Where a call is cut, a CTA runs one segment: of FusedSegments behind the chunks of its warm-up, whose
+// outputs are not stored (warm_up.cuh), of Joined for S or for its map, and then joins it to those before
+// (join.cuh). Such calls have kernels of their own (Cut): what they have besides would cost all other calls
+// time, even where it is jumped over.
 //
 // Roles: warpgroups x registers of a thread (setmaxnreg):
 //
@@ -82,9 +83,8 @@
 #pragma once
 
 #include "cuda/ptx/pdl.cuh"
-#include "cuda/sm90/fused/load_store_roles.cuh"
 #include "cuda/sm90/fused/operand_role.cuh"
-#include "cuda/sm90/fused/solve_role.cuh"
+#include "cuda/sm90/fused/other_roles.cuh"
 #include "cuda/sm90/fused/state_role.cuh"
 #include "cuda/sm90/fused/warm_up.cuh"
 
@@ -93,15 +93,16 @@ namespace cula::cuda::sm90 {
 template <class Form>
 inline constexpr int kFusedThreads =
     (Form::kStateWarpgroups + Form::kOperandWarpgroups + 1) * kWarpgroupThreads;
+inline constexpr int kStartRegisters = 96;  // of a thread, before roles have theirs
 
-// kInParts: the kernel of one part of a call (chunked::Part).
-template <class T, int kKey, class Form, Gate kGate, bool kInParts>
+template <class T, int kKey, class Form, Gate kGate, Cut kCut>
 __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     fused_prefill(const __grid_constant__ DeviceArgs a, const Schedule schedule,
-                  const __grid_constant__ CarryParams p, const __grid_constant__ FusedMaps maps) {
+                  const __grid_constant__ CarryParams p, const __grid_constant__ MapsOf<kCut> maps) {
     using Shared = FusedShared<kKey, Form>;
     using Stage = typename Shared::Stage;
-    constexpr bool kMayLeaveRange = kGate != Gate::kBounded;
+    constexpr bool kMayLeaveRange = kGate != Gate::kBounded, kInParts = kCut == Cut::kInParts,
+                   kJoined = kCut == Cut::kJoined;
     constexpr FusedRegisters kRegisters = Form::template kRegisters<kMayLeaveRange>;
     extern __shared__ __align__(1024) unsigned char memory[];
 
@@ -115,6 +116,7 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         tma_prefetch_map(maps.g);
         tma_prefetch_map(maps.v);
         tma_prefetch_map(maps.o);
+        if constexpr (kJoined) tma_prefetch_map(maps.entry);
         for (int stage = 0; stage < Shared::kStages; ++stage) {
             shared.inputs_ready[stage].init(1 + 32);
             shared.scores_ready[stage].init(kWarpgroupThreads);
@@ -149,7 +151,10 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         pdl_trigger_and_wait();
     }
     if (warp == 0) {
-        Segment segment = own_segment<kKey, false>(a, schedule, p);
+        int block = static_cast<int>(blockIdx.x);
+        if constexpr (kJoined) block = block_in_columns(p, maps);
+        Segment segment = own_segment<kKey, kJoined>(a, schedule, p, block);
+        if (kJoined && thread == 0) shared.block = block;
         if constexpr (kInParts) {
             const int column = p.row_blocks.divide(static_cast<int>(blockIdx.x)),
                       number = a.by_value_heads.divide(column), first_segment = number - segment.rank;
@@ -166,15 +171,21 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     if (kInParts && shared.warm_up < 0) return end();  // as uniform in a cluster as nothing() below
     // Each role makes its own cursor, so that the roles share no registers.
     const auto make_cursor = [&] {
-        return SegmentCursor<kKey, false>(a, schedule, p, shared.segment, role < 0 ? warp : 0,
-                                          Form::kStateWarpgroups * kWarpgroupWarps);
+        return CursorOf<kKey, kCut>(a, schedule, p, shared.segment, role < 0 ? warp : 0,
+                                    Form::kStateWarpgroups * kWarpgroupWarps, own_block<kCut>(shared));
     };
     {
         const auto cursor = make_cursor();
-        if (role < 0) cursor.zero_skipped(schedule);
-        // nothing() must be uniform in a cluster, whose CTAs meet in Form::sync_end(): they are row blocks of
-        // one sequence and head, and without maps it asks about the sequence alone.
-        if (cursor.nothing(schedule)) return end();
+        if constexpr (!kJoined) {
+            if (role < 0) cursor.zero_skipped(schedule);
+        } else if (role < 0 && !cursor.of_m) {
+            SegmentCursor<kKey, false>(a, schedule, p, shared.segment, warp,
+                                       Form::kStateWarpgroups * kWarpgroupWarps, shared.block)
+                .zero_skipped(schedule);
+        }
+        // Must be uniform in a cluster, whose CTAs meet in Form::sync_end(): they are row blocks of one
+        // segment and head, all of S or all of M.
+        if (cursor.nothing(schedule) || (kJoined && cursor.slots.skipped)) return end();
         if (kMayLeaveRange && thread == 0) {
             const int head = a.by_group.divide(cursor.value_head);
             constexpr std::int64_t kBytes = sizeof(T);
@@ -191,24 +202,48 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
 
     if (role < 0) {
         raise_registers<kRegisters.state>();
-        FusedStateRole<T, kKey, Form, kMayLeaveRange, kInParts>{a, schedule, p, shared}.run(make_cursor());
+        FusedStateRole<T, kKey, Form, kMayLeaveRange, kCut>{a, schedule, p, maps, shared}.run(make_cursor());
     } else if (role < Form::kOperandWarpgroups) {
         lower_registers<kRegisters.operand>();
         const auto cursor = make_cursor();
-        FusedOperandRole<T, kKey, Form, kGate>{a, cursor, shared, role}.run();
+        FusedOperandRole<T, kKey, Form, kGate, CursorOf<kKey, kCut>>{a, cursor, shared, role}.run();
     } else {
         lower_registers<kRegisters.others>();
         const int helper = warp % kWarpgroupWarps;
         const auto cursor = make_cursor();
         if (helper == 0)
-            FusedLoadRole<T, kKey, Form>{a, maps, cursor, shared}.run();
+            FusedLoadRole<T, kKey, Form, CursorOf<kKey, kCut>>{a, maps, cursor, shared}.run();
         else if (helper == 1)
-            FusedStoreRole<T, kKey, Form, kInParts>{a, maps, cursor, shared}.run();
+            FusedStoreRole<T, kKey, Form, kCut>{a, maps, cursor, shared}.run();
         else
-            FusedSolveRole<T, kKey, Form>{cursor, shared, helper - 2}.run();
+            FusedSolveRole<T, kKey, Form, CursorOf<kKey, kCut>>{cursor, shared, helper - 2}.run();
     }
     Form::sync_end();
     end();
+    if constexpr (kJoined) {
+        // Read anew, so that no register keeps it throughout the roles.
+        unsigned thread_again;
+        asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread_again));
+        if (thread_again < Form::kStateWarpgroups * kWarpgroupThreads)
+            lower_registers<kStartRegisters>();
+        else
+            raise_registers<kStartRegisters>();
+        const Segment segment = shared.segment;
+        const int block = shared.block, column = p.row_blocks.divide(block),
+                  number = a.by_value_heads.divide(column);
+        __syncthreads();  // all have read them
+        static_assert(sizeof(JoinShared<T, kKey>) <= sizeof(shared.stages));
+        Join<T, kKey>{a,
+                      p,
+                      maps,
+                      *reinterpret_cast<JoinShared<T, kKey>*>(memory),
+                      segment,
+                      number,
+                      column - number * a.value_heads,
+                      block - column * static_cast<int>(p.row_blocks.value),
+                      static_cast<int>(thread_again)}
+            .run();
+    }
 }
 
 }  // namespace cula::cuda::sm90

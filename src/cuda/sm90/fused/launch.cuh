@@ -41,6 +41,9 @@ struct FusedPrefill {
     }
 
     static void launch(const Slab<ChannelChunk<T, kKey>>& slab, const CarryParams& p) {
+        if (std::holds_alternative<chunked::Joined>(slab.plan.strategy))
+            return slab.call.args.gate == Gate::kSoftplus ? launch_joined<Gate::kSoftplus>(slab, p)
+                                                          : launch_joined<Gate::kBounded>(slab, p);
         const auto* const cut = std::get_if<chunked::FusedSegments>(&slab.plan.strategy);
         const int warpgroups =
             cut ? cut->warpgroups : std::get<chunked::Fused>(slab.plan.strategy).warpgroups;
@@ -66,19 +69,47 @@ private:
     static FusedMaps make_maps(const DeviceArgs& a) {
         FusedMaps maps;
         each_map(a, [&](CUtensorMap FusedMaps::* map, const TokenRows& rows, int heads, int width) {
-            if (!encode_map(maps.*map, rows, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, heads,
-                            width, {kTmaChannels, kFusedTokens, CU_TENSOR_MAP_SWIZZLE_128B}))
-                throw std::runtime_error("cula: cuTensorMapEncodeTiled: no map of these rows");
+            encode(maps.*map, a, rows, heads, width);
         });
         return maps;
+    }
+    static void encode(CUtensorMap& map, const DeviceArgs& a, const TokenRows& rows, int heads, int width) {
+        if (!encode_map(map, rows, kDtype<T>, a.cu_seqlens ? 1 : a.sequences, a.tokens, heads, width,
+                        {kTmaChannels, kFusedTokens, CU_TENSOR_MAP_SWIZZLE_128B}))
+            throw std::runtime_error("cula: cuTensorMapEncodeTiled: no map of these rows");
+    }
+    // Row blocks of a head: in the paired form a whole number of clusters.
+    template <class Form>
+    static int blocks_of(int rows) {
+        return ceil_div(rows, Form::kPeers * Form::kStateWarpgroups * kWarpgroupRows) * Form::kPeers;
+    }
+
+    template <Gate kGate>
+    static void launch_joined(const Slab<ChannelChunk<T, kKey>>& slab, CarryParams p) {
+        const DeviceArgs& a = slab.call.args;
+        const std::int64_t row = std::int64_t{a.value_heads} * a.key_dim;
+        JoinedMaps maps{make_maps(a)};
+        maps.notes = slab.notes;
+        maps.entry_rows = {maps.notes.entry, kDtype<T>, a.tokens * row, row, a.key_dim, 1, true};
+        encode(maps.entry, a, maps.entry_rows, a.value_heads, a.key_dim);
+        p.value_blocks = blocks_of<Paired>(a.value_dim), p.row_blocks = divisor(p.value_blocks + kMapBlocks);
+        p.first_from_state = p.last_map = true, p.first_m = false;
+        maps.columns = a.value_heads * slab.schedule.max_segments,
+        maps.value_blocks = divisor(p.value_blocks);
+        const std::size_t blocks = static_cast<std::size_t>(maps.columns) * p.row_blocks.value;
+        fill_with_zeros(maps.notes.ended, blocks * sizeof(std::int32_t), slab.call.stream);
+        cuda::launch<fused_prefill<T, kKey, Paired, kGate, Cut::kJoined>>(
+            {.blocks = blocks,
+             .threads = kFusedThreads<Paired>,
+             .shared_bytes = sizeof(FusedShared<kKey, Paired>),
+             .cluster = Paired::kPeers},
+            slab.call.stream, a, slab.schedule, p, maps);
     }
 
     template <class Form, Gate kGate>
     static void launch_as(const Slab<ChannelChunk<T, kKey>>& slab, CarryParams p) {
         const DeviceArgs& a = slab.call.args;
-        // Row blocks of a head: in the paired form a whole number of clusters.
-        const int blocks =
-            ceil_div(a.value_dim, Form::kPeers * Form::kStateWarpgroups * kWarpgroupRows) * Form::kPeers;
+        const int blocks = blocks_of<Form>(a.value_dim);
         p.value_blocks = blocks, p.row_blocks = divisor(blocks);
         const chunked::Part part = slab.schedule.verdicts.part;
         if (part == chunked::Part::kJudge)
@@ -86,8 +117,8 @@ private:
                 slab.early({.blocks = static_cast<std::size_t>(slab.schedule.max_segments) * a.value_heads,
                             .threads = kJudgeThreads}),
                 slab.call.stream, a, slab.schedule);
-        const auto launch = [&](auto in_parts) {
-            cuda::launch<fused_prefill<T, kKey, Form, kGate, decltype(in_parts)::value>>(
+        const auto launch = [&]<Cut kCut>() {
+            cuda::launch<fused_prefill<T, kKey, Form, kGate, kCut>>(
                 slab.early(
                     {.blocks = static_cast<std::size_t>(blocks) * a.value_heads * slab.schedule.max_segments,
                      .threads = kFusedThreads<Form>,
@@ -96,9 +127,9 @@ private:
                 slab.call.stream, a, slab.schedule, p, make_maps(a));
         };
         if (part == chunked::Part::kWhole)
-            launch(std::false_type{});
+            launch.template operator()<Cut::kNone>();
         else
-            launch(std::true_type{});
+            launch.template operator()<Cut::kInParts>();
     }
 };
 

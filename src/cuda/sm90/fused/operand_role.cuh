@@ -30,11 +30,10 @@ namespace cula::cuda::sm90 {
 // A 16 x 16 block of a square, as packed accumulators.
 using Block = Packed[1];
 
-template <class T, int kKey, class Form, Gate kGate>
+template <class T, int kKey, class Form, Gate kGate, class W>
 struct FusedOperandRole {
     using Shared = FusedShared<kKey, Form>;
     using Stage = typename Shared::Stage;
-    using W = SegmentCursor<kKey, false>;
     using OutOfRange = FusedOutOfRange<T, kKey, Form, kGate>;
     using Products = float[kFusedTokens / 8][4];  // of a warp's 16 rows with all columns
     static constexpr int kHalf = kFusedTokens / 2;

@@ -7,18 +7,22 @@
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/fused/config.cuh"
+#include "cuda/sm90/fused/join.cuh"
 #include "cuda/sm90/fused/warm_up.cuh"
 #include "cuda/tile/value_rows.cuh"
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, class Form, bool kMayLeaveRange, bool kInParts>
+template <class T, int kKey, class Form, bool kMayLeaveRange, Cut kCut>
 struct FusedStateRole {
     using Shared = FusedShared<kKey, Form>;
     using Stage = typename Shared::Stage;
-    using W = SegmentCursor<kKey, false>;
+    using W = CursorOf<kKey, kCut>;
     using Place = typename Form::Place;
     static constexpr int kBlocks = kFusedTokens / 16;
+    static constexpr bool kInParts = kCut == Cut::kInParts, kJoined = kCut == Cut::kJoined;
+    // Chunks of this kernel in the first one of a segment.
+    static constexpr int kFirstChunk = chunked::kTokens<kKey> / kFusedTokens;
     static constexpr int kPanelBytes = sizeof(FusedPanel), kRowBytes = TmaTile<kFusedTokens>::kRowBytes;
 
     using State = float[kKey / 8][4];
@@ -28,11 +32,13 @@ struct FusedStateRole {
     const DeviceArgs& a;
     const Schedule& schedule;
     const CarryParams& p;
+    const MapsOf<kCut>& maps;
     Shared& shared;
     const int warp = static_cast<int>(threadIdx.x) / 32, warpgroup = warp / kWarpgroupWarps;
 
     __device__ __forceinline__ W cursor_again() const {
-        return W(a, schedule, p, shared.segment, warp, Form::kStateWarpgroups * kWarpgroupWarps);
+        return W(a, schedule, p, shared.segment, warp, Form::kStateWarpgroups * kWarpgroupWarps,
+                 own_block<kCut>(shared));
     }
     // The products: read_state       product = S tile^T          tile: K^ or Q~
     //               multiply_square  product (+)= rows square^T  square: T or A
@@ -169,9 +175,44 @@ struct FusedStateRole {
                                {most, kept_least});
     }
 
+    // The lanes with a NaN or an infinity in their first row, and, in the high word, in their second one.
+    static __device__ __forceinline__ std::uint64_t broken(State& state, const AtEnd& stored) {
+        bool found[2] = {};
+        chunked::each_pair(state, [&](const float2& of_state, int row, int channel) {
+            const float2 pair = stored(of_state, channel);
+            found[row / 8] |= !(fabsf(pair.x) < INFINITY && fabsf(pair.y) < INFINITY);
+        });
+        return __ballot_sync(0xffffffffu, found[0]) | std::uint64_t{__ballot_sync(0xffffffffu, found[1])}
+                                                          << 32;
+    }
+    // Notes of the state before chunk i, or at the end (Join).
+    __device__ __forceinline__ void note(State& state, const AtEnd& stored, int i, bool ends) const {
+        const W cursor = cursor_again();
+        const NotesOf notes{a, maps.notes, cursor.value_head};
+        const int slot = cursor.rows.first / chunked::kWarpRows;
+        const bool stores = threadIdx.x % 32 == 0;
+        if (!cursor.of_m) {
+            if (!ends) return;
+            const std::uint64_t found = broken(state, stored);
+            if (stores) notes.broken(cursor.number)[slot] = found;
+        } else if (i == kFirstChunk || (ends && i < kFirstChunk)) {
+            const float found = largest(state, stored);
+            if (stores) notes.largest(cursor.number)[slot] = found;
+        }
+    }
+    __device__ __forceinline__ void first_state(State& state, const W& cursor) const {
+        if (cursor.of_m)
+            identity<kKey>(state, cursor.rows);
+        else
+            cursor.first_state(state);
+    }
+
     __device__ __forceinline__ void run(const W& cursor) const {
         State state;
-        cursor.first_state(state);
+        if constexpr (kJoined)
+            first_state(state, cursor_again());
+        else
+            cursor.first_state(state);
         // Of a segment that is judged: the largest magnitudes of its values, a pair of 16-bit numbers.
         std::uint32_t values = 0;
         const int chunks = FusedCursor<Form>(cursor).chunks;
@@ -185,6 +226,7 @@ struct FusedStateRole {
             next = place, next.next();
             more = ++i < chunks && (plain || i % 2 == 1);
             if constexpr (kInParts) more = more && i != shared.warm_up;
+            if constexpr (kJoined) more = more && i != kFirstChunk;
         };
         // Waits for the values and the operands of the next chunk.
         const auto found = [&] {
@@ -262,6 +304,7 @@ struct FusedStateRole {
                 if (schedule.verdicts.part == chunked::Part::kSegments)
                     observe(state, at_end, values, i, i == chunks);
             cursor_again().store_asked(state, i == chunks ? cursor_again().segment.chunks : i / 2, at_end);
+            if constexpr (kJoined) note(state, at_end, i, i == chunks);
             if (i == chunks) break;
             if (i > 0) place.free(shared), place = next;  // AtEnd has read the factors of the last chunk
             more = true;

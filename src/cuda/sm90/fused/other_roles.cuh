@@ -1,26 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// The load role and the store role of the fused prefill, a warp each.
+// The roles of the fused prefill's last warpgroup: load and store, a warp each, and solve, two.
 //   load role    q, k, gates and beta from global memory to the stages
 //   store role   outputs to global memory, then values of a later chunk into the tile that they leave
+//   solve role   the inverse of a chunk; in the paired form it sends the chunk to the peer, too
 #pragma once
 
 #include "cuda/ptx/tma.cuh"
-#include "cuda/sm90/fused/config.cuh"
+#include "cuda/sm90/fused/join.cuh"
+#include "cuda/sm90/fused/operand_role.cuh"
 #include "cuda/tile/gate.cuh"
 #include "cuda/tile/store_row.cuh"
 
 namespace cula::cuda::sm90 {
 
-struct FusedMaps {
-    CUtensorMap q{}, k{}, g{}, v{}, o{};
-};
+using chunked::invert_diagonals;
+using chunked::kMostSquares;
 
 // The load role: q, k and gates of the chunks that this CTA prepares by TMA, beta by ordinary loads.
-template <class T, int kKey, class Form>
+template <class T, int kKey, class Form, class W>
 struct FusedLoadRole {
     const DeviceArgs& a;
     const FusedMaps& maps;
-    const SegmentCursor<kKey, false>& cursor;
+    const W& cursor;
     FusedShared<kKey, Form>& shared;
 
     __device__ __forceinline__ void run() const {
@@ -66,19 +67,23 @@ struct FusedLoadRole {
 };
 
 // The store role: stores each chunk's outputs from its tile, unless the chunk belongs to a warm-up, then
-// loads a later chunk's values into the tile.
-template <class T, int kKey, class Form, bool kInParts>
+// loads a later chunk's values into the tile. Rows of M have zeros as values, from a head beyond the last
+// one, and entry queries as outputs.
+template <class T, int kKey, class Form, Cut kCut>
 struct FusedStoreRole {
     using RowTile = TmaTile<kFusedTokens>;
 
+    static constexpr bool kInParts = kCut == Cut::kInParts, kJoined = kCut == Cut::kJoined;
+
     const DeviceArgs& a;
-    const FusedMaps& maps;
-    const SegmentCursor<kKey, false>& cursor;
+    const MapsOf<kCut>& maps;
+    const CursorOf<kKey, kCut>& cursor;
     FusedShared<kKey, Form>& shared;
 
     __device__ __forceinline__ void run() const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const FusedCursor<Form> fused(cursor);
+        const bool of_m = kJoined && cursor.of_m;
         const auto place = [&](int i, int warpgroup) {
             return TileCoordinates{cursor.rows.first + warpgroup * kWarpgroupRows, cursor.value_head,
                                    first_token(i), cursor.batch};
@@ -92,12 +97,16 @@ struct FusedStoreRole {
             if (by_rows(i)) {
 #pragma unroll 1
                 for (int warpgroup = 0; warpgroup < Form::kStateWarpgroups; ++warpgroup)
-                    load_rows(Form::tile(shared, tile, warpgroup), place(i, warpgroup), fused.count(i));
+                    load_rows(Form::tile(shared, tile, warpgroup), place(i, warpgroup),
+                              of_m ? 0 : fused.count(i));
             } else if (lane == 0) {
                 ready.expect(Form::kStateWarpgroups * static_cast<int>(sizeof(TmaTile<kFusedTokens>)));
-                for (int warpgroup = 0; warpgroup < Form::kStateWarpgroups; ++warpgroup)
-                    tma_load(shared_address(&Form::tile(shared, tile, warpgroup)), maps.v,
-                             place(i, warpgroup), ready.address());
+                for (int warpgroup = 0; warpgroup < Form::kStateWarpgroups; ++warpgroup) {
+                    TileCoordinates from = place(i, warpgroup);
+                    if (of_m) from.head = a.value_heads;
+                    tma_load(shared_address(&Form::tile(shared, tile, warpgroup)), maps.v, from,
+                             ready.address());
+                }
             }
             ready.arrive();
         };
@@ -115,17 +124,28 @@ struct FusedStoreRole {
                 if (by_rows(i))
                     store_rows(from, to, fused.count(i));
                 else if (lane == 0)
-                    tma_store(maps.o, to, shared_address(&from));
+                    tma_store(outputs_map(), to, shared_address(&from));
             }
             if (lane == 0) tma_wait_stores_read();
             __syncwarp();
             load_values(i + Form::kTiles, tile.at);
             tile.next(Form::kTiles);
         }
-        if (kInParts && lane == 0) tma_wait_stores();  // end_segment() says that they are done
+        // end_segment() and Join::publish_end() say that they are done.
+        if (kCut != Cut::kNone && lane == 0) tma_wait_stores();
     }
 
 private:
+    __device__ __forceinline__ const CUtensorMap& outputs_map() const {
+        if constexpr (kJoined)
+            if (cursor.of_m) return maps.entry;
+        return maps.o;
+    }
+    __device__ __forceinline__ const TokenRows& output_rows() const {
+        if constexpr (kJoined)
+            if (cursor.of_m) return maps.entry_rows;
+        return a.o;
+    }
     __device__ __forceinline__ int first_token(int i) const {
         return static_cast<int>(cursor.first_token) + i * kFusedTokens;
     }
@@ -151,11 +171,103 @@ private:
     }
     __device__ __forceinline__ void store_rows(const RowTile& tile, const TileCoordinates& at,
                                                int count) const {
-        T* const to = static_cast<T*>(a.o.data) + a.o.offset(cursor.batch, at.token, cursor.value_head);
+        const TokenRows& rows = output_rows();
+        T* const to = static_cast<T*>(rows.data) + rows.offset(cursor.batch, at.token, cursor.value_head);
         each_piece(at, [&](int place, int token, int row) {
-            if (token < count && row < a.value_dim)
-                move_row(to + token * a.o.token + row, *reinterpret_cast<const uint4*>(tile.bytes + place));
+            if (token < count && row < cursor.rows.end)
+                move_row(to + token * rows.token + row, *reinterpret_cast<const uint4*>(tile.bytes + place));
         });
+    }
+};
+
+// The solve role: T = (I + diag(beta) L)^-1 diag(beta). A CTA has kSolveWarps solve warps, and each takes
+// every kSolveWarps-th chunk that the CTA prepares. In the paired form the solve warp also sends the chunk to
+// the peer.
+template <class T, int kKey, class Form, class W>
+struct FusedSolveRole {
+    using Shared = FusedShared<kKey, Form>;
+    using Stage = typename Shared::Stage;
+
+    const W& cursor;
+    Shared& shared;
+    int number;  // of the solve warp
+
+    // The first chunks of a sequence are always compensated. In a sequence that has no other chunks, rounding
+    // the inverse, U and the scores to one word is a quarter of the error, and most of the time is that of a
+    // launch.
+    static constexpr int kCompensatedChunks = 2;
+
+    // Whether the chunk must be compensated: the squares of some row of the overlaps sum to more than
+    // kMostSquares (chunked/solve.cuh), or to NaN. A lane has a row.
+    static __device__ __forceinline__ bool compensated(const Square<kFusedTokens>& m, int row) {
+        float squares = 0.0f;
+#pragma unroll(Form::kRowUnroll)
+        for (int column = 0; column < kFusedTokens; column += 4) {
+            float x[4];
+            load4(x, m.at(0, 0, row, column));
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (column + e < row) squares += x[e] * x[e];
+        }
+        return __any_sync(0xffffffffu, !(squares <= kMostSquares));
+    }
+
+    // Writes the inverse of a chunk. kBoth: both words of it (a compensated chunk), with products of 22 bits
+    // instead of 11.
+    template <bool kBoth>
+    __device__ __forceinline__ void solve(int stage) const {
+        const int lane = lane_anew();
+        FusedFactors<kKey>& factors = shared.stages[stage].factors;
+        typename Form::Solved& solved = shared.stages[stage].solved;
+        Square<kFusedTokens>& m = Form::overlaps(shared, stage, number);
+        // Multiplies the columns of a block of the inverse by beta and stores its high word; emit_low()
+        // stores the low word.
+        const auto emit = [&](float(&x)[2][4], int row, int column, Block& low) {
+            const int lane = lane_anew();
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+                const auto scale =
+                    *reinterpret_cast<const float2*>(factors.beta + column + 8 * tile + lane % 4 * 2);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[tile][e] *= e % 2 ? scale.y : scale.x;
+            }
+            Block rounded;
+            pack<T>(rounded, x);
+            if (kBoth) take_low_words<T>(low, rounded, x);
+            solved.inverse.store_block(rounded[0], row, column, lane);
+        };
+        const auto emit_low = [&](const Block& low, int row, int column) {
+            if (kBoth) solved.inverse_low.store_block(low[0], row, column, lane_anew());
+        };
+        invert_diagonals(m, lane);
+        __syncwarp();
+        Form::template write_inverse<kBoth>(solved, m, lane, emit, emit_low);
+        if (lane == 0) factors.compensated = kBoth;
+        fence_async_proxy();
+        Form::signal_overlaps_free(shared, number);
+        shared.operands_ready[stage].arrive();
+    }
+
+    __device__ __forceinline__ void run() const {
+        const FusedCursor<Form> fused(cursor);
+        unsigned n = static_cast<unsigned>(number);
+        typename Form::Sender sender{};
+        const auto next = [&] {
+            const int i = fused.chunk(static_cast<int>(n)), stage = n % Shared::kStages;
+            if (i >= fused.chunks) return Found::kNone;
+            shared.scores_ready[stage].wait(n / Shared::kStages & 1);
+            sender.send_early(shared, n);
+            return (i < kCompensatedChunks && cursor.starts_sequence) ||
+                           compensated(Form::overlaps(shared, stage, number), lane_anew())
+                       ? Found::kOther
+                       : Found::kPlain;
+        };
+        const auto take = [&](auto both) {
+            solve<decltype(both)::value>(n % Shared::kStages);
+            sender.send_rest(shared);
+            n += kSolveWarps;
+        };
+        each_chunk(next, [&] { take(std::false_type{}); }, [&] { take(std::true_type{}); });
     }
 };
 
