@@ -36,6 +36,9 @@ IN_SEGMENTS = Impl(
     lambda p, case: p == "prefill" and case.algorithm == "kda" and case.gate != "log_decay",
 )
 
+# Likewise: it pays where calls are short and heads forget.
+JOINED = dataclasses.replace(IN_SEGMENTS, name="cula:sm90:joined", bind=cula_bind("sm90:joined"))
+
 
 def cpu_impls() -> list[Impl]:
     """What dispatch picks, each CPU target of this machine by name, and what runs on any machine."""

@@ -62,6 +62,7 @@ STYLES = {
         "linestyle": ":",
         "marker": "v",
     },
+    "cula:sm90:joined": {"label": "cula, joined", "color": "#0072B2", "linestyle": "--", "marker": "^"},
     "floor": {"label": "floor", "color": "#7A7A7A", "linestyle": ":", "linewidth": 1.6, "zorder": 1},
 }
 # A page of its own, so that a dark README shows it as a light one does.

@@ -92,6 +92,7 @@ def test_what_is_compared(monkeypatch):
         assert [impl.name for impl in SUITE.impls_of(entry)] == [
             "cula",
             "cula:sm90:fused_segments",
+            "cula:sm90:joined",
             "cudnn",
             "cudnn:given",
             "cudnn:whole",

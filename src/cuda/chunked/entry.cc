@@ -61,7 +61,7 @@ Support refuses(StrategyKind kind) {
                                " chunks or more in two, where both halves fit the device at once; not in "
                                "batch-invariant mode, and only delta rules with one decay per token");
         case StrategyKind::kJoined:
-            return Support::no("cuts sequences of more than " + std::to_string(kLeastFusedSegment) +
+            return Support::no("cuts sequences of at least " + std::to_string(2 * kLeastFusedSegment) +
                                " chunks into segments that fit the device at once, with their maps; none in "
                                "batch-invariant mode");
         case StrategyKind::kFusedSegments:

@@ -114,7 +114,7 @@ __device__ __forceinline__ void identity(float (&state)[kKey / 8][4], const chun
 
 // --- What a CTA does behind its walk ---
 
-inline constexpr int kJoinWarps = 16, kJoinThreads = 32 * kJoinWarps, kJoinBarrier = 5;
+inline constexpr int kJoinWarps = 16, kJoinThreads = 32 * kJoinWarps;
 
 // Rows of M and of S have some floats more than channels, so that the lanes of an operand are in different
 // banks. Entry queries come for two chunks of the plan at once.
@@ -179,8 +179,8 @@ struct JoinedRows {
     }
 };
 
-// shared: of which nobody else uses anything any more. segment, number, row_block: of the walk. By all
-// threads.
+// What a CTA does when it has walked its segment, whose number and row block these are. By all threads.
+// shared: memory that no role uses any more.
 template <class T, int kKey>
 struct Join {
     using Smem = JoinShared<T, kKey>;
@@ -193,7 +193,9 @@ struct Join {
     const int thread, first_row = row_block * kWarpgroupRows;
 
     __device__ __forceinline__ NotesOf notes() const { return {a, maps.notes, value_head}; }
-    static __device__ __forceinline__ void sync() { named_barrier_sync<kJoinThreads>(kJoinBarrier); }
+    static __device__ __forceinline__ void sync() {
+        named_barrier_sync<kJoinThreads>(nth(Paired::NamedBarrier::kJoin, 0));
+    }
 
     // Says that what the CTA has stored is there.
     __device__ __forceinline__ void publish_end() const {
