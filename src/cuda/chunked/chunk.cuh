@@ -188,7 +188,9 @@ inline constexpr float kMostBeforeLeast = 0x1p21f;
 
 // What the segments of Joined leave to one another (sm90/fused/join.cuh). A slot is of the 16 rows of a warp.
 struct SegmentNotes {
-    void* entry = nullptr;     // entry queries, of the type of q: [B, T, HV, K]
+    void* entry = nullptr;    // entry queries, of the type of q: [B, T, HV, K]
+    float* maps = nullptr;    // M of each: [segments, HV, K, K], as MapImage has it
+    float* states = nullptr;  // B of each: [segments, HV, 16 rows of each slot of V, K], as StateImage has it
     float* largest = nullptr;  // [segments, HV, 8 slots]: the largest magnitude of M behind its first chunk
     std::uint64_t* broken = nullptr;  // [segments, HV, slots of V]: lanes with a NaN or an infinity in B
     std::int32_t* ended = nullptr;    // [segments, HV, row blocks]: not 0: the CTA's stores are done

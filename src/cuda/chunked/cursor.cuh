@@ -55,6 +55,13 @@ struct RowWindow {
     __device__ __forceinline__ int row() const { return first + static_cast<int>(threadIdx.x) % 32 / 4; }
     __device__ __forceinline__ static int channel() { return static_cast<int>(threadIdx.x) % 4 * 2; }
 };
+// The same of a lane that is given: what follows from it is in no register before.
+struct LaneRows : RowWindow {
+    int lane;
+
+    __device__ __forceinline__ int row() const { return first + lane / 4; }
+    __device__ __forceinline__ int channel() const { return lane % 4 * 2; }
+};
 
 // Calls body(pair, row, channel) for neighbouring pairs of the
 // lane's numbers. Row and channel count from the lane's first.
@@ -103,10 +110,11 @@ struct StateElements {
     bool has_row[2];            // of the lane's two rows
     int channels;               // from the lane's first on
 
-    __device__ __forceinline__ StateElements(const States& states, std::int64_t base, const RowWindow& rows)
+    template <class Rows>
+    __device__ __forceinline__ StateElements(const States& states, std::int64_t base, const Rows& rows)
         : type(element(states.dtype)) {
         const int size = type == Element::kFloat32 ? 4 : 2, lane_row = rows.row(),
-                  lane_channel = RowWindow::channel();
+                  lane_channel = rows.channel();
         row = states.v * size, channel = states.k * size;
         first = static_cast<char*>(states.data) + base * size + lane_row * row + lane_channel * channel;
         has_row[0] = lane_row < rows.end, has_row[1] = lane_row + 8 < rows.end;
@@ -131,12 +139,11 @@ struct AsTheyAre {
     __device__ __forceinline__ float2 operator()(float2 pair, int) const { return pair; }
 };
 
-template <int kKey, class Stored = AsTheyAre>
+template <int kKey, class Rows, class Stored = AsTheyAre>
 __device__ __forceinline__ void store_state(float (&state)[kKey / 8][4], const States& states,
-                                            std::int64_t base, const RowWindow& rows,
-                                            const Stored& stored = {}) {
+                                            std::int64_t base, const Rows& rows, const Stored& stored = {}) {
     if (in_pairs<kKey>(states, base, rows)) {
-        auto* to = static_cast<float*>(states.data) + base + rows.row() * states.v + RowWindow::channel();
+        auto* to = static_cast<float*>(states.data) + base + rows.row() * states.v + rows.channel();
         each_pair(state, [&](const float2& pair, int row, int channel) {
             *reinterpret_cast<float2*>(to + row * states.v + channel) = stored(pair, channel);
         });

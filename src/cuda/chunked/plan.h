@@ -75,6 +75,7 @@ struct Segments {
 // The fused kernel, paired, over segments of so many chunks, all of them at once, beside maps of all but
 // first ones; what they lack of the states before them is added behind them (sm90/fused/join.cuh).
 struct Joined {
+    static constexpr int kMostSegments = 32;  // of a sequence
     std::int64_t chunks = 1;
 };
 using Strategy = std::variant<Fused, Whole, Halves, Segments, FusedSegments, Joined>;
@@ -361,6 +362,7 @@ private:
         const auto of_one = std::llround(std::ceil(of.chunks));
         std::optional<Candidate> best;
         for (std::int64_t count = 2; count * kLeastFusedSegment <= of_one; ++count) {
+            if (of.sequences * count > Joined::kMostSegments) break;  // one may have all tokens
             const std::int64_t maps = 2 * heads(of) * (count - 1);
             if (heads(of) * fused_blocks(1) * count + maps > multiprocessors_) break;
             const Joined way{(of_one + count - 1) / count};

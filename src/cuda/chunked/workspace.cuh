@@ -80,8 +80,8 @@ struct Workspace {
             notes.broken = carver.take<std::uint64_t>(rows * slots);
             notes.ended = carver.take<std::int32_t>(rows * (slots + 2));  // CTAs have four slots and more
             notes.entry = carver.take<T>(shape.tokens * heads * shape.key_dim);
-            map_b = carver.take<float>(rows * shape.value_dim * kKey);
-            map_m = carver.take<float>(rows * shape.key_dim * kKey);
+            notes.states = carver.take<float>(rows * slots * 16 * kKey);
+            notes.maps = carver.take<float>(rows * kKey * kKey);
         }
         if (plan.prepares) {
             is_compensated = carver.take<std::int32_t>(plan.slab_chunks * heads);

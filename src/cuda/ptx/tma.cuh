@@ -77,6 +77,16 @@ __device__ __forceinline__ void tma_wait_stores_read() {
     asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+// Closes a batch of tile stores of this thread, and waits until the sources of all but the latest kPending
+// batches have been read.
+__device__ __forceinline__ void tma_commit_stores() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void tma_wait_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
 // Waits until all tile stores of this thread are done: their bytes are in memory.
 __device__ __forceinline__ void tma_wait_stores() {
     asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");

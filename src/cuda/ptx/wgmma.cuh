@@ -123,6 +123,22 @@ __device__ __forceinline__ void multiply_shared(float (&d)[kTiles][4], Operand a
                      : CULA_TILES_##tiles                                                                    \
                      : "l"(left.whole()), "l"(right.whole()), "r"(adds));                                    \
     }
+// x as multiply_tf32() takes it.
+__device__ __forceinline__ std::uint32_t rounded_tf32(float x) {
+    std::uint32_t word;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
+    return word;
+}
+// d += a b, N = 128, of TF32. a is [64 x 8]: the lane has rows l/4 and l/4 + 8 at k = l%4, then both at k
+// + 4. b has rows of 8 numbers along k, in panels of 32 of them (operand<64>).
+__device__ __forceinline__ void multiply_tf32(float (&d)[16][4], const std::uint32_t (&a)[4], Operand b) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 "
+        "{" CULA_D_16 "}, {%64, %65, %66, %67}, %68, p, 1, 1; }"
+        : CULA_TILES_16
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.whole()), "r"(1));
+}
+
 #define CULA_WGMMA_OF(T, type)                             \
     CULA_WGMMA(T, type, 8, 64, false)                      \
     CULA_WGMMA(T, type, 8, 64, true)                       \

@@ -226,7 +226,7 @@ struct Paired {
         kCta = 0,           // __syncthreads()
         kOperandRole = 1,   // to 3: one operand warpgroup
         kOperandRoles = 4,  // all operand warpgroups
-        kJoin = 5,          // the warps that join segments (join.cuh)
+        kJoin = 5,          // to 8: the warpgroups that join segments (join.cuh)
     };
 
     // The end of a stage. Overlaps share the place of the inverse, which replaces them; before them, decays

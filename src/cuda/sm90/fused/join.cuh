@@ -27,10 +27,12 @@
 
 #include "cuda/chunked/cursor.cuh"
 #include "cuda/pipe/tensor_maps.h"
-#include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/fused/config.cuh"
 #include "cuda/tile/gate.cuh"
+#include "cuda/tile/value_rows.cuh"
 
 namespace cula::cuda::sm90 {
 
@@ -73,6 +75,7 @@ __device__ __forceinline__ int own_block(const Shared& shared) {
 }
 
 // Of a segment and head.
+template <int kKey>
 struct NotesOf {
     const DeviceArgs& a;
     const SegmentNotes& notes;
@@ -80,6 +83,15 @@ struct NotesOf {
 
     __device__ __forceinline__ std::int64_t column(int number) const {
         return std::int64_t{number} * a.value_heads + value_head;
+    }
+    // Of a row block of S (StateImage), and of M (MapImage).
+    __device__ __forceinline__ float4* state(int number, int row_block) const {
+        const std::int64_t blocks = SegmentNotes::value_slots(a.value_dim) / kWarpgroupWarps;
+        return reinterpret_cast<float4*>(notes.states +
+                                         (column(number) * blocks + row_block) * (kWarpgroupRows * kKey));
+    }
+    __device__ __forceinline__ float* map(int number) const {
+        return notes.maps + column(number) * (kKey * kKey);
     }
     __device__ __forceinline__ float* largest(int number) const {
         return notes.largest + column(number) * SegmentNotes::kMapSlots;
@@ -90,16 +102,6 @@ struct NotesOf {
     // One for each CTA: row blocks of S, then of M.
     __device__ __forceinline__ std::int32_t* ended(int number, int blocks) const {
         return notes.ended + column(number) * blocks;
-    }
-    __device__ __forceinline__ bool vanishes(int number) const {
-        const auto* const at = reinterpret_cast<const float4*>(largest(number));
-        float most = 0.0f;
-#pragma unroll
-        for (int i = 0; i < SegmentNotes::kMapSlots / 4; ++i) {
-            const float4 x = __ldcg(at + i);
-            most = max_or_nan(most, max_or_nan(max_or_nan(x.x, x.y), max_or_nan(x.z, x.w)));
-        }
-        return most <= kVanished;
     }
 };
 
@@ -112,99 +114,126 @@ __device__ __forceinline__ void identity(float (&state)[kKey / 8][4], const chun
     });
 }
 
-// --- What a CTA does behind its walk ---
-
-inline constexpr int kJoinWarps = 16, kJoinThreads = 32 * kJoinWarps;
-
-// Rows of M and of S have some floats more than channels, so that the lanes of an operand are in different
-// banks. Entry queries come for two chunks of the plan at once.
-template <class T, int kKey>
-struct JoinShared {
-    static constexpr int kMapPitch = kKey + 8, kStatePitch = kKey + 4, kTokens = 2 * chunked::kTokens<kKey>,
-                         kPlaces = 3;  // of entry queries and outputs
-    using States = chunked::Tile<kWarpgroupRows, kKey>;
-    using Queries = chunked::Tile<kTokens, kKey>;
-    using Outputs = chunked::Tile<kTokens, kWarpgroupRows>;
-    union {
-        float m[2][kKey * kMapPitch];
-        struct {
-            alignas(128) T queries[kPlaces][kTokens * kKey], outputs[kPlaces][kTokens * kWarpgroupRows];
-        } entries;
-    };
-    float state[kWarpgroupRows * kStatePitch];
-    alignas(128) T entered[kWarpgroupRows * kKey];  // S0 as an operand
-};
-
-// The part of a warp in S: 16 rows by 32 channels, as accumulators.
-template <class T, int kKey>
-struct JoinedRows {
-    using Smem = JoinShared<T, kKey>;
-    static constexpr int kColumns = 32, kTiles = kColumns / 8, kWarps = kKey / kColumns;  // of 16 rows
-    static_assert(kWarpgroupRows / 16 * kWarps == kJoinWarps);
-    const int thread, lane = thread % 32, warp = thread / 32;
-    const int row = warp / kWarps * 16 + lane / 4, first = warp % kWarps * kColumns;
-    float sums[kTiles][4];
-
-    // Calls body(pair of sums, row of the CTA, channel).
-    template <class Body>
-    __device__ __forceinline__ void each(Body body) {
+// The state of a warpgroup behind a segment, as its threads have it.
+template <int kKey>
+struct StateImage {
+    template <class Stored>
+    static __device__ __forceinline__ void store(float (&state)[kKey / 8][4], float4* image,
+                                                 const Stored& stored) {
+        image += thread_anew();
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float2 pair{sums[tile][2 * half], sums[tile][2 * half + 1]};
-                body(pair, row + 8 * half, first + 8 * tile + lane % 4 * 2);
-                sums[tile][2 * half] = pair.x, sums[tile][2 * half + 1] = pair.y;
-            }
+        for (int tile = 0; tile < kKey / 8; ++tile) {
+            const float2 first = stored({state[tile][0], state[tile][1]}, 8 * tile),
+                         second = stored({state[tile][2], state[tile][3]}, 8 * tile);
+            image[tile * kWarpgroupThreads] = {first.x, first.y, second.x, second.y};
+        }
     }
-    // sums += S M, whose numbers are rounded to TF32: B and M have errors of bfloat16 operands.
-    __device__ __forceinline__ void multiply(const float* state, const float* m) {
-        const auto rounded = [](float x) {
-            std::uint32_t word;
-            asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
-            return word;
-        };
-        state += row * Smem::kStatePitch + lane % 4;
-        m += lane % 4 * Smem::kMapPitch + first + lane / 4;
-#pragma unroll 2
-        for (int k = 0; k < kKey; k += 8, state += 8, m += 8 * Smem::kMapPitch) {
-            std::uint32_t left[4];
+    static __device__ __forceinline__ void load(float (&state)[kKey / 8][4], const float4* image) {
+        image += thread_anew();
 #pragma unroll
-            for (int i = 0; i < 4; ++i) left[i] = rounded(state[i % 2 * 8 * Smem::kStatePitch + i / 2 * 4]);
-#pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile)
-                mma_16x8x8_tf32(sums[tile], left, rounded(m[8 * tile]),
-                                rounded(m[8 * tile + 4 * Smem::kMapPitch]));
+        for (int tile = 0; tile < kKey / 8; ++tile) {
+            const float4 x = __ldcg(image + tile * kWarpgroupThreads);
+            state[tile][0] = x.x, state[tile][1] = x.y, state[tile][2] = x.z, state[tile][3] = x.w;
         }
     }
 };
 
+// The map of a segment as the tensor cores read it, an operand of TF32: M[r][c] is in row c, and where the
+// accumulators of S have channel r of an operand's fragment. Panels of 32 numbers a row, 128-byte swizzle.
+template <int kKey>
+struct MapImage {
+    static constexpr int kPanel = 32, kNumbers = kKey * kKey,
+                         kBytes = kNumbers * static_cast<int>(sizeof(float));
+    // A lane's accumulators are channels 2 i and 2 i + 1 of eight, those of a fragment i and i + 4.
+    static constexpr CULA_HOST_DEVICE int at(int r, int c) {
+        const int k = r / 8 * 8 + r % 8 / 2 + r % 2 * 4;
+        return k / kPanel * kKey * kPanel + c * kPanel + (k % kPanel / 4 ^ c % 8) * 4 + k % 4;
+    }
+    template <class Stored>
+    static __device__ __forceinline__ void store(float (&state)[kKey / 8][4], float* image,
+                                                 const chunked::RowWindow& rows, const Stored& stored) {
+        const int lane = lane_anew(), lane_row = rows.first + lane / 4, lane_channel = lane % 4 * 2;
+        chunked::each_group(state, [&](auto& group, int first_channel) {
+            chunked::each_pair(group, [&](const float2& of_state, int row, int more) {
+                const float2 pair = stored(of_state, first_channel + more);
+                const int r = lane_row + row, c = lane_channel + first_channel + more;
+                image[at(r, c)] = __uint_as_float(wgmma::rounded_tf32(pair.x));
+                image[at(r, c + 1)] = __uint_as_float(wgmma::rounded_tf32(pair.y));
+            });
+        });
+    }
+};
+
+// --- What a CTA does behind its walk ---
+
+// The state warpgroup takes S0 through the maps. Then it and the operand warpgroups have every fourth tile of
+// 32 tokens each, whose entry queries and outputs come and go by TMA.
+inline constexpr int kJoinWarpgroups = 4;
+
+template <int kKey>
+struct JoinShared {
+    static constexpr int kPlaces = 3;  // of a warpgroup's tiles
+    struct EntryTile {
+        TmaTile<kFusedTokens> queries[kKey / kTmaChannels], outputs;
+    };
+    EntryTile first[kJoinWarpgroups];
+    union {
+        alignas(kSwizzleAlignment) float maps[2][MapImage<kKey>::kNumbers];
+        EntryTile others[kJoinWarpgroups][kPlaces - 1];  // once no map is needed any more
+    };
+    uint4 entered[kKey / 16][kWarpgroupThreads];  // S0, as the operand of a thread of any warpgroup
+    Mbarrier all_there, map_ready[2], tile_ready[kJoinWarpgroups][kPlaces], entered_ready, maps_done;
+
+    __device__ __forceinline__ EntryTile& tile(int warpgroup, int place) {
+        return place == 0 ? first[warpgroup] : others[warpgroup][place - 1];
+    }
+    __device__ __forceinline__ void init_barriers() {
+        all_there.init(32);
+        for (Mbarrier& ready : map_ready) ready.init(1);
+        for (auto& of_warpgroup : tile_ready)
+            for (Mbarrier& ready : of_warpgroup) ready.init(1);
+        entered_ready.init(kWarpgroupThreads), maps_done.init(kWarpgroupThreads);
+        publish_barriers();
+    }
+};
+
+// The warpgroups of a CTA: the state warpgroup, those of operands, and the last one.
+enum class JoinPart : std::uint8_t { kPasses, kAdds, kWaits };
+
 // What a CTA does when it has walked its segment, whose number and row block these are. By all threads.
-// shared: memory that no role uses any more.
+// shared: memory that no role uses any more. Behind the walk all code is executed once or a few times, so its
+// length counts: its instructions come from memory (docs/log/2026-11-29-joined-by-warpgroups.md).
 template <class T, int kKey>
 struct Join {
-    using Smem = JoinShared<T, kKey>;
+    using Smem = JoinShared<kKey>;
+    using Image = MapImage<kKey>;
+    using State = float[kKey / 8][4];
     const DeviceArgs& a;
     const CarryParams& p;
     const JoinedMaps& maps;
     Smem& shared;
     const Segment segment;
     int number, value_head, row_block;
-    const int thread, first_row = row_block * kWarpgroupRows;
+    const int thread, first_row = row_block * kWarpgroupRows, warpgroup = thread / kWarpgroupThreads;
 
-    __device__ __forceinline__ NotesOf notes() const { return {a, maps.notes, value_head}; }
-    static __device__ __forceinline__ void sync() {
-        named_barrier_sync<kJoinThreads>(nth(Paired::NamedBarrier::kJoin, 0));
+    __device__ __forceinline__ NotesOf<kKey> notes() const { return {a, maps.notes, value_head}; }
+    __device__ __forceinline__ auto own_barrier() const {
+        return nth(Paired::NamedBarrier::kJoin, warpgroup);
+    }
+    __device__ __forceinline__ void sync() const { named_barrier_sync<kWarpgroupThreads>(own_barrier()); }
+    // One for each warpgroup.
+    __device__ __forceinline__ bool leads() const { return thread % kWarpgroupThreads == 0; }
+    // The rows of the warp.
+    __device__ __forceinline__ chunked::LaneRows rows() const {
+        return {{first_row + thread / 32 % kWarpgroupWarps * chunked::kWarpRows, a.value_dim, a.key_dim},
+                thread % 32};
     }
 
-    // Says that what the CTA has stored is there.
+    // By one thread, behind a barrier: says that what the CTA has stored is there.
     __device__ __forceinline__ void publish_end() const {
-        __syncthreads();
-        if (thread > 0) return;
-        __threadfence();
         publish(notes().ended(number, static_cast<int>(p.row_blocks.value)) + row_block, 1);
     }
-    // Waits for the same rows of earlier segments, for their M, and for that of the own one.
+    // Waits for the same rows of earlier segments, for their M, and for that of the own one. By a warp.
     __device__ __forceinline__ void wait() const {
         const int blocks = static_cast<int>(p.row_blocks.value), each = 1 + kMapBlocks;
 #pragma unroll 1
@@ -217,266 +246,299 @@ struct Join {
         }
     }
 
-    // Of the CTA's first row, in B of segment `rank`.
-    __device__ __forceinline__ const float* b_of(int rank) const {
-        return static_cast<const float*>(p.map_b.data) +
-               p.map_b.offset(number - segment.rank + rank, value_head) + first_row * kKey;
-    }
-    // M of a segment to one of two places; zeros where it has no row.
-    __device__ __forceinline__ void copy_map(int rank, int place) const {
-        const float* const from = static_cast<const float*>(p.map_m.data) +
-                                  p.map_m.offset(number - segment.rank + rank, value_head);
-#pragma unroll 2
-        for (int i = thread; i < kKey * kKey / 4; i += kJoinThreads) {
-            const int row = i / (kKey / 4), channel = i % (kKey / 4) * 4;
-            copy_async(shared_address(&shared.m[place][row * Smem::kMapPitch + channel]),
-                       from + (row < a.key_dim ? row * kKey + channel : 0), row < a.key_dim ? 16 : 0);
-        }
-    }
+    // What earlier segments have left. Warp-collective.
+    struct Found {
+        int from;       // S0 is the state behind the segment before that one, through the maps from there on
+        bool vanished;  // the own M
+        bool lost[2];   // whether the lane's rows have had no number in an earlier segment
 
-    // rows: the state before segment `from`, then that before segment `to`. Keeps that before the own one,
-    // S0, as an operand.
-    __device__ __forceinline__ void pass(JoinedRows<T, kKey>& rows, int from, int to) const {
-        if (from < to) copy_map(from, 0);
-        commit_copies();
-#pragma unroll 1
-        for (int rank = from;; ++rank) {
-            if (rank == segment.rank) put_operand(rows);
-            if (rank == to) return;
-            const int place = (rank - from) % 2;
-            put_state(rows);
-            if (rank + 1 < to) copy_map(rank + 1, place ^ 1);
-            commit_copies();
-            load_b(rows, rank);
-            wait_copies<1>();
-            sync();
-            rows.multiply(shared.state, shared.m[place]);
-            rows.each([&](float2& pair, int, int channel) {  // of channels that M does not have
-                if (channel >= a.key_dim) pair = {};
+        __device__ __forceinline__ bool any_lost() const { return lost[0] || lost[1]; }
+        __device__ __forceinline__ void spoil(State& state) const {
+            if (!__any_sync(0xffffffffu, any_lost())) return;
+            chunked::each_pair(state, [&](float2& pair, int row, int) {
+                if (lost[row / 8]) pair = {NAN, NAN};
             });
-            sync();  // all have read S and M
         }
-    }
-    __device__ __forceinline__ void load_b(JoinedRows<T, kKey>& rows, int rank) const {
-        const float* const from = b_of(rank);
-        rows.each([&](float2& pair, int row, int channel) {
-            pair = first_row + row < a.value_dim && channel < a.key_dim
-                       ? __ldcg(reinterpret_cast<const float2*>(from + row * kKey + channel))
-                       : float2{};
-        });
-    }
-    __device__ __forceinline__ void put_state(JoinedRows<T, kKey>& rows) const {
-        rows.each([&](const float2& pair, int row, int channel) {
-            *reinterpret_cast<float2*>(&shared.state[row * Smem::kStatePitch + channel]) = pair;
-        });
-    }
-    __device__ __forceinline__ void put_operand(JoinedRows<T, kKey>& rows) const {
-        rows.each([&](const float2& pair, int row, int channel) {
-            const int at = Smem::States::unit(row, channel / 8) * 8 + channel % 8;
-            *reinterpret_cast<std::uint32_t*>(&shared.entered[at]) = pack2<T>(pair.x, pair.y);
-        });
-    }
-
-    // The lanes that segments 0 to segment.rank - 1 have noted of slot `slot` of the CTA. Warp-collective.
-    __device__ __forceinline__ std::uint64_t broken(int slot) const {
-        const int lane = thread % 32;
-        std::uint64_t found = 0;
-#pragma unroll 1
-        for (int i = lane; i < segment.rank; i += 32)
-            found |= __ldcg(
-                reinterpret_cast<const unsigned long long*>(notes().broken(number - segment.rank + i)) +
-                first_row / chunked::kWarpRows + slot);
-        return __reduce_or_sync(0xffffffffu, static_cast<unsigned>(found)) |
-               std::uint64_t{__reduce_or_sync(0xffffffffu, static_cast<unsigned>(found >> 32))} << 32;
-    }
-    // Whether these are lanes of row `row` of a slot: of rows from 8 on they are in the high word; four each.
-    static __device__ __forceinline__ bool has_row(std::uint64_t lanes, int row) {
-        return (lanes >> 4 * row & 15) != 0;
-    }
-
-    __device__ __forceinline__ void store_final(JoinedRows<T, kKey>& rows, std::int64_t slot) const {
-        const std::uint64_t lanes = broken(rows.row / chunked::kWarpRows);
-        const bool lost[2] = {has_row(lanes, rows.row % 8), has_row(lanes, rows.row % 8 + 8)};
-        rows.each([&](float2& pair, int row, int) {
-            if (lost[(row - rows.row) / 8]) pair = {NAN, NAN};
-        });
-        put_state(rows);
-        sync();
-        const std::int64_t base = a.final.offset(slot, value_head) + first_row * a.final.v;
-        const int count = min(a.value_dim - first_row, kWarpgroupRows) * kKey;
-#pragma unroll 1
-        for (int i = thread; i < count; i += kJoinThreads) {
-            const int row = i / kKey, channel = i % kKey;
-            if (channel < a.key_dim)
-                store_float(a.final.data, a.final.dtype, base + row * a.final.v + channel * a.final.k,
-                            shared.state[row * Smem::kStatePitch + channel]);
+    };
+    __device__ __forceinline__ Found find() const {
+        static_assert(chunked::Joined::kMostSegments <= 32);  // a lane has one, from the own one backward
+        const int back = thread % 32;
+        float4 x[SegmentNotes::kMapSlots / 4] = {};
+        unsigned long long broken = 0;
+        if (back < segment.rank) {
+#pragma unroll
+            for (int i = 0; i < SegmentNotes::kMapSlots / 4; ++i)
+                x[i] = __ldcg(reinterpret_cast<const float4*>(notes().largest(number - back)) + i);
+            broken = __ldcg(reinterpret_cast<const unsigned long long*>(notes().broken(number - back - 1)) +
+                            rows().first / chunked::kWarpRows);
         }
+        float most = 0.0f;
+#pragma unroll
+        for (const float4& of : x)
+            most = max_or_nan(most, max_or_nan(max_or_nan(of.x, of.y), max_or_nan(of.z, of.w)));
+        // The map of a first segment does not matter.
+        const unsigned gone = __ballot_sync(0xffffffffu, most <= kVanished);
+        const unsigned row = __reduce_or_sync(0xffffffffu, static_cast<unsigned>(broken)),
+                       eighth = __reduce_or_sync(0xffffffffu, static_cast<unsigned>(broken >> 32));
+        const int first = thread % 32 / 4 * 4;  // of the four lanes that have a row
+        return {segment.rank + 2 - __ffs(static_cast<int>(gone & ~1u)),
+                (gone & 1) != 0,
+                {(row >> first & 15) != 0, (eighth >> first & 15) != 0}};
     }
 
-    // o += S0 e of the first `count` tokens of the segment.
-    __device__ __forceinline__ void add_entries(int count) const {
-        constexpr int kTokens = Smem::kTokens, kTokenTiles = 2, kTiles = 2;
-        const TokenRange tokens = tokens_of(a, segment.sequence);
-        const std::int64_t begin = tokens.begin + std::int64_t{segment.chunk} * chunked::kTokens<kKey>;
-        auto& entries = shared.entries;
-        T* const outputs =
-            static_cast<T*>(a.o.data) + a.o.offset(tokens.batch, begin, value_head) + first_row;
-        const T* const queries = static_cast<const T*>(maps.entry_rows.data) +
-                                 maps.entry_rows.offset(tokens.batch, begin, value_head);
-        // The thread's pieces of 16 bytes: of entry queries a unit of channels, of outputs one of rows, of
-        // every kStep-th and kOutputStep-th token.
-        constexpr int kUnits = kKey / 8, kStep = kJoinThreads / kUnits, kOutputUnits = kWarpgroupRows / 8,
-                      kOutputStep = kJoinThreads / kOutputUnits;
-        static_assert(kStep % 8 == 0 && kOutputStep % 8 == 0);  // the same swizzle in all of them
-        constexpr int kStepBytes = Smem::Queries::unit(kStep, 0) * 16,
-                      kOutputStepBytes = Smem::Outputs::unit(kOutputStep, 0) * 16;
-        const int query_unit = thread % kUnits, query_token = thread / kUnits,
-                  output_unit = thread % kOutputUnits, output_token = thread / kOutputUnits;
-        const bool has_query = query_unit * 8 < a.key_dim,
-                   has_output = first_row + output_unit * 8 < a.value_dim;
-        const T* const query = queries + query_token * maps.entry_rows.token + query_unit * 8;
-        T* const output = outputs + output_token * a.o.token + output_unit * 8;
-        const std::uint32_t query_at = shared_address(entries.queries[0]) +
-                                       Smem::Queries::unit(query_token, query_unit) * 16,
-                            output_at = shared_address(entries.outputs[0]) +
-                                        Smem::Outputs::unit(output_token, output_unit) * 16;
-        constexpr int kPlaceBytes = sizeof(entries.queries[0]),
-                      kOutputPlaceBytes = sizeof(entries.outputs[0]);
-        // Entry queries and outputs to one of the places; nothing behind the last token.
-        const auto copy = [&](int first, int place) {
-            if (first >= count) return commit_copies();
+    __device__ __forceinline__ void load_state(State& state, int of) const {
+        StateImage<kKey>::load(state, notes().state(of, row_block));
+    }
+    // The map of a segment to one of two places.
+    __device__ __forceinline__ void load_map(int of, int place) const {
+        Mbarrier& ready = shared.map_ready[place];
+        ready.arrive_expecting(Image::kBytes);
+        copy_bulk(shared_address(shared.maps[place]), notes().map(of), Image::kBytes, ready.address());
+    }
+    // state <- state M + B, those of segment `of`, whose map is in this place.
+    __device__ __forceinline__ void multiply(State& state, int of, int place, int parity) const {
+        std::uint32_t left[kKey / 8][4];
 #pragma unroll
-            for (int i = 0; i < kTokens / kStep; ++i) {
-                const int token = first + i * kStep;
-                const bool in = has_query && token + query_token < count;
-                copy_async(query_at + place * kPlaceBytes + i * kStepBytes,
-                           query + (in ? token * maps.entry_rows.token : 0), in ? 16 : 0);
-            }
+        for (int step = 0; step < kKey / 8; ++step)
 #pragma unroll
-            for (int i = 0; i < kTokens / kOutputStep; ++i) {
-                const int token = first + i * kOutputStep;
-                const bool in = has_output && token + output_token < count;
-                copy_async(output_at + place * kOutputPlaceBytes + i * kOutputStepBytes,
-                           output + (in ? token * a.o.token : 0), in ? 16 : 0);
+            for (int i = 0; i < 4; ++i) left[step][i] = wgmma::rounded_tf32(state[step][i % 2 * 2 + i / 2]);
+        load_state(state, of);
+        shared.map_ready[place].wait(parity);
+        constexpr int kSteps = Image::kPanel / 8, kPanelUnits = kKey * Image::kPanel * 4 / 16;
+        const wgmma::Operand right = wgmma::operand<64>(wgmma::uniform(shared_address(shared.maps[place])));
+        wgmma::hold(state);
+        wgmma::fence();
+#pragma unroll
+        for (int step = 0; step < kKey / 8; ++step)
+            wgmma::multiply_tf32(state, left[step],
+                                 right + (step / kSteps * kPanelUnits + step % kSteps * 2));
+        wgmma::commit();
+        wgmma::wait<0>();
+        wgmma::hold(state);
+    }
+    // By the state warpgroup: S0 for all, and the final state.
+    __device__ __forceinline__ void pass(const Found& found, std::int64_t slot) const {
+        const bool makes_final = slot >= 0 && !found.vanished;
+        const int begin = number - segment.rank, end = segment.rank + (makes_final ? 1 : 0);
+        if (leads())
+#pragma unroll 1
+            for (int rank = found.from; rank < min(found.from + 2, end); ++rank)
+                load_map(begin + rank, rank - found.from);
+        State state;
+        load_state(state, begin + found.from - 1);
+#pragma unroll 1
+        for (int rank = found.from;; ++rank) {
+            if (rank == segment.rank) {
+                found.spoil(state);
+                Packed packed[kKey / 16];
+                pack<T>(packed, state);
+#pragma unroll
+                for (int step = 0; step < kKey / 16; ++step)
+                    shared.entered[step][thread] = {packed[step][0], packed[step][1], packed[step][2],
+                                                    packed[step][3]};
+                shared.entered_ready.arrive();
             }
-            commit_copies();
-        };
-        // A warp has 32 tokens of 128, and 16 of 64 value rows; a lane two neighbouring rows of a token.
-        // Units of a row are permuted by an exclusive or with its number, so that from step to step two bits
-        // of an address change, and every fourth time the panel.
-        const int lane = thread % 32, warp = thread / 32, first_token = warp / 4 * 32, own = warp % 4 * 16;
-        const std::uint32_t right_at = shared_address(shared.entered) +
-                                       Smem::States::unit(own + lane / 16 * 8 + lane % 8, lane / 8 % 2) * 16,
-                            left_at = shared_address(entries.queries[0]) +
-                                      Smem::Queries::unit(first_token + lane % 16, lane / 16) * 16,
-                            word_at = shared_address(entries.outputs[0]) +
-                                      Smem::Outputs::unit(first_token + lane / 4, own / 8) * 16 +
-                                      lane % 4 * 4;
-        sync();  // nobody reads M any more
-        constexpr int kAhead = Smem::kPlaces - 1;
-#pragma unroll 1
-        for (int i = 0; i < kAhead; ++i) copy(i * kTokens, i);
-        int place = 0;
-#pragma unroll 1
-        for (int first = 0; first < count; first += kTokens, place = place == kAhead ? 0 : place + 1) {
-            copy(first + kAhead * kTokens, place == 0 ? kAhead : place - 1);
-            wait_copies<kAhead>();
+            if (rank == end) break;
+            const int n = rank - found.from;
+            multiply(state, begin + rank, n % 2, n / 2 & 1);
             sync();
-            float sums[kTokenTiles][kTiles][4] = {};
-#pragma unroll 4
-            for (int step = 0; step < kKey / 16; ++step) {
-                const std::uint32_t bits = step % 4 * 32;
-                const int panel = step / 4 * 8;
-                std::uint32_t right[4];
-                load_matrices(right, (right_at ^ bits) + Smem::States::unit(0, panel) * 16);
+            if (leads() && rank + 2 < end) load_map(begin + rank + 2, n % 2);
+        }
+        shared.maps_done.arrive();
+        if (slot < 0) return;
+        if (!makes_final) {
+            load_state(state, number);
+            found.spoil(state);
+        }
+        chunked::store_state<kKey>(state, a.final, a.final.offset(slot, value_head), rows());
+    }
+
+    // o += S0 e of the first `count` tokens of the segment: the warpgroup's tiles of them.
+    struct Tiles {
+        const Join& of;
+        TokenRange tokens;
+        std::int64_t begin;  // first token of the segment
+        int count;
+
+        __device__ __forceinline__ bool has(int n) const { return place_of(n) < count; }
+        __device__ __forceinline__ int place_of(int n) const {
+            return (n * kJoinWarpgroups + of.warpgroup) * kFusedTokens;
+        }
+        __device__ __forceinline__ TileCoordinates at(int n) const {
+            return {of.first_row, of.value_head, static_cast<int>(begin) + place_of(n),
+                    static_cast<int>(tokens.batch)};
+        }
+        // By one thread.
+        __device__ __forceinline__ void load(int n) const {
+            if (!has(n)) return;
+            const int place = n % Smem::kPlaces;
+            auto& tile = of.shared.tile(of.warpgroup, place);
+            Mbarrier& ready = of.shared.tile_ready[of.warpgroup][place];
+            ready.arrive_expecting(sizeof(tile));
+            TileCoordinates from = at(n);
+            tma_load(shared_address(&tile.outputs), of.maps.o, from, ready.address());
 #pragma unroll
-                for (int tile = 0; tile < kTokenTiles; ++tile) {
-                    std::uint32_t left[4];
-                    load_matrices(
-                        left, ((left_at + place * kPlaceBytes) ^ bits) +
-                                  (Smem::Queries::unit(16 * tile, 0) + Smem::Queries::unit(0, panel)) * 16);
+            for (int panel = 0; panel < kKey / kTmaChannels; ++panel) {
+                from.channel = panel * kTmaChannels;
+                tma_load(shared_address(&tile.queries[panel]), of.maps.entry, from, ready.address());
+            }
+        }
+        __device__ __forceinline__ void add(int n, const Packed (&entered)[kKey / 16]) const {
+            const int place = n % Smem::kPlaces;
+            auto& tile = of.shared.tile(of.warpgroup, place);
+            of.shared.tile_ready[of.warpgroup][place].wait(n / Smem::kPlaces & 1);
+            const wgmma::Operand queries = wgmma::operand<64>(wgmma::uniform(shared_address(tile.queries)));
+            constexpr int kPanelUnits = sizeof(tile.queries[0]) / 16;
+            const std::uint32_t outputs = shared_address(&tile.outputs);
+            float sums[kFusedTokens / 8][4];
+            Packed was[kFusedTokens / 16];
+            wgmma::fence();
 #pragma unroll
-                    for (int pair = 0; pair < kTiles; ++pair)
-                        mma_16x8x16<T>(sums[tile][pair], left, right[2 * pair], right[2 * pair + 1]);
+            for (int step = 0; step < kKey / 16; ++step)
+                wgmma::multiply<T, kFusedTokens / 8, false>(
+                    sums, entered[step], queries + (step / 4 * kPanelUnits + step % 4 * 2), step > 0);
+            wgmma::commit();
+            load_value_rows(was, outputs);
+            wgmma::wait<0>();
+            wgmma::hold(sums);
+#pragma unroll
+            for (int block = 0; block < kFusedTokens / 16; ++block)
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    float* const pair = &sums[2 * block + w / 2][w % 2 * 2];
+                    const float2 x = unpack2<T>(was[block][w]);
+                    pair[0] += x.x, pair[1] += x.y;
                 }
+            store_value_rows<T>(outputs, sums);
+        }
+        // Behind a barrier. TMA would write beyond the end of a packed sequence.
+        __device__ __forceinline__ void store(int n) const {
+            const auto& tile = of.shared.tile(of.warpgroup, n % Smem::kPlaces);
+            const int left = count - place_of(n);
+            if (!of.a.cu_seqlens || left >= kFusedTokens) {
+                if (of.leads()) tma_store(of.maps.o, at(n), shared_address(&tile.outputs));
+                return;
             }
-#pragma unroll
-            for (int tile = 0; tile < kTokenTiles; ++tile)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-#pragma unroll
-                    for (int pair = 0; pair < kTiles; ++pair) {
-                        const std::uint32_t at = ((word_at + place * kOutputPlaceBytes) ^ pair * 16) +
-                                                 Smem::Outputs::unit(16 * tile + 8 * half, 0) * 16;
-                        const float2 was = unpack2<T>(load_word(at));
-                        const float* const sum = sums[tile][pair] + 2 * half;
-                        store_word(at, pack2<T>(was.x + sum[0], was.y + sum[1]));
-                    }
-            sync();
-#pragma unroll
-            for (int i = 0; i < kTokens / kOutputStep; ++i) {
-                const int token = first + i * kOutputStep;
-                std::uint32_t words[4];
-                load_words(words, output_at + place * kOutputPlaceBytes + i * kOutputStepBytes);
-                if (has_output && token + output_token < count)
-                    *reinterpret_cast<uint4*>(output + token * a.o.token) = {words[0], words[1], words[2],
-                                                                             words[3]};
+            T* const to = static_cast<T*>(of.a.o.data) +
+                          of.a.o.offset(tokens.batch, begin + place_of(n), of.value_head) + of.first_row;
+            constexpr int kUnits = kWarpgroupRows / 8;
+#pragma unroll 1
+            for (int i = of.thread % kWarpgroupThreads; i < left * kUnits; i += kWarpgroupThreads) {
+                const int token = i / kUnits, unit = i % kUnits;
+                const int from = chunked::Tile<kFusedTokens, kWarpgroupRows>::unit(token, unit) * 16;
+                if (of.first_row + unit * 8 < of.a.value_dim)
+                    move_row(to + token * of.a.o.token + unit * 8,
+                             *reinterpret_cast<const uint4*>(tile.outputs.bytes + from));
             }
         }
-        sync();  // before what follows in these places
-    }
-    // NaN in the outputs of rows that an earlier segment has noted.
-    __device__ __forceinline__ void spoil_outputs(int count) const {
-        const int lane = thread % 32, warp = thread / 32;
-        const std::uint64_t lanes = broken(warp % 4);
-        if (lanes == 0) return;
-        const TokenRange tokens = tokens_of(a, segment.sequence);
-        const std::int64_t begin = tokens.begin + std::int64_t{segment.chunk} * chunked::kTokens<kKey>;
-        const int own = first_row + warp % 4 * 16;
-        T* const outputs = static_cast<T*>(a.o.data) + a.o.offset(tokens.batch, begin, value_head) + own;
+    };
+    __device__ __forceinline__ void add_entries(const Tiles& tiles) const {
+        shared.entered_ready.wait(0);
+        Packed entered[kKey / 16];
+#pragma unroll
+        for (int step = 0; step < kKey / 16; ++step) {
+            const uint4 words = shared.entered[step][thread % kWarpgroupThreads];
+            entered[step][0] = words.x, entered[step][1] = words.y, entered[step][2] = words.z,
+            entered[step][3] = words.w;
+        }
+        if (leads()) {
+            shared.maps_done.wait(0);
+            tiles.load(1);
+        }
 #pragma unroll 1
-        for (int token = warp / 4 * 32 + lane; token < count; token += 128)
-#pragma unroll 1
-            for (int row = 0; row < 16 && own + row < a.value_dim; ++row)
-                if (has_row(lanes, row)) outputs[token * a.o.token + row] = from_float<T>(NAN);
+        for (int n = 0; tiles.has(n); ++n) {
+            tiles.add(n, entered);
+            fence_async_proxy();
+            sync();
+            tiles.store(n);
+            if (!leads()) continue;
+            tma_commit_stores();
+            tma_wait_stores_read<1>();  // the place of the tile before is free
+            tiles.load(n + 2);
+        }
+        if (leads()) tma_wait_stores_read<0>();
     }
 
+    template <JoinPart kPart>
     __device__ __forceinline__ void run() const {
-        publish_end();
+        constexpr bool kPasses = kPart == JoinPart::kPasses;
+        if (thread == 0) {
+            shared.init_barriers();
+            publish_end();
+        }
+        Paired::sync_end();
         const bool of_m = row_block >= p.value_blocks, last = segment.rank + 1 == segment.count;
-        if (of_m || thread >= kJoinThreads || (segment.rank == 0 && !last)) return;
-        if (thread < 32) wait();
-        sync();
-        __threadfence();
+        if (of_m || (segment.rank == 0 && !last)) return;
+        if constexpr (kPart == JoinPart::kWaits) return;
+        if (kPasses && thread < 32) {
+            wait();
+            shared.all_there.arrive();
+        }
+        shared.all_there.wait(0);
         const std::int64_t slot = last ? states_of(a, segment.sequence).final : -1;
-        JoinedRows<T, kKey> rows{thread};
         if (segment.rank == 0) {
-            if (slot < 0) return;
-            load_b(rows, 0);
-            return store_final(rows, slot);
+            if (slot < 0 || !kPasses) return;
+            State state;
+            load_state(state, number);
+            return chunked::store_state<kKey>(state, a.final, a.final.offset(slot, value_head), rows());
         }
-        const int first_number = number - segment.rank;
-        int from = segment.rank;  // the state before that segment is a B
-        for (unsigned vanished = 0; !vanished && from > 1;) {
-            const int rank = from - 1 - thread % 32;
-            vanished = __ballot_sync(0xffffffffu, rank < 1 || notes().vanishes(first_number + max(rank, 1)));
-            from -= vanished ? __ffs(static_cast<int>(vanished)) - 1 : 32;
+        const Found found = find();
+        const bool any_lost = named_barrier_any<kWarpgroupThreads>(own_barrier(), found.any_lost());
+        const TokenRange tokens = tokens_of(a, segment.sequence);
+        const std::int64_t before = std::int64_t{segment.chunk} * chunked::kTokens<kKey>;
+        const int count = static_cast<int>(
+            min(tokens.length - before,
+                std::int64_t{found.vanished && !any_lost ? 1 : segment.chunks} * chunked::kTokens<kKey>));
+        const Tiles tiles{*this, tokens, tokens.begin + before, count};
+        if (leads()) {
+            fence_async_proxy();   // what was in these places
+            fence_async_global();  // maps and entry queries
+            tiles.load(0);
         }
-        const bool vanished = notes().vanishes(number);
-        const std::int64_t length = tokens_of(a, segment.sequence).length,
-                           before = std::int64_t{segment.chunk} * chunked::kTokens<kKey>;
-        const int count =
-            static_cast<int>(min(length - before, std::int64_t{segment.chunks} * chunked::kTokens<kKey>));
-        load_b(rows, from - 1);
-        const bool makes_final = slot >= 0 && !vanished;
-        pass(rows, from, segment.rank + (makes_final ? 1 : 0));
-        if (slot >= 0) {
-            if (!makes_final) load_b(rows, segment.rank);
-            store_final(rows, slot);
-        }
-        add_entries(vanished ? min(count, chunked::kTokens<kKey>) : count);
-        spoil_outputs(count);
+        if constexpr (kPasses) pass(found, slot);
+        add_entries(tiles);
     }
 };
+
+inline constexpr FusedRegisters kJoinRegisters{192, 80, 48};
+template <int kWas, int kCount>
+__device__ __forceinline__ void set_registers() {
+    if constexpr (kCount < kWas)
+        lower_registers<kCount>();
+    else if constexpr (kCount > kWas)
+        raise_registers<kCount>();
+}
+
+// Behind a role, which gives the registers that it does not need any more to those that need them. A barrier
+// is one of the cluster, or an mbarrier: __syncthreads() in several places is none for synccheck.
+template <JoinPart kPart, class T, int kKey, class Form, bool kMayLeaveRange, class Shared>
+__device__ __forceinline__ void join_segments(const DeviceArgs& a, const CarryParams& p,
+                                              const JoinedMaps& maps, Shared& shared) {
+    Form::sync_end();
+    constexpr FusedRegisters kWas = Form::template kRegisters<kMayLeaveRange>;
+    set_registers<kPart == JoinPart::kPasses ? kWas.state
+                  : kPart == JoinPart::kAdds ? kWas.operand
+                                             : kWas.others,
+                  kPart == JoinPart::kPasses ? kJoinRegisters.state
+                  : kPart == JoinPart::kAdds ? kJoinRegisters.operand
+                                             : kJoinRegisters.others>();
+    // Read anew, so that no register keeps it throughout the role.
+    unsigned thread;
+    asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));
+    const Segment segment = shared.segment;
+    const int block = shared.block, column = p.row_blocks.divide(block),
+              number = a.by_value_heads.divide(column);
+    static_assert(sizeof(JoinShared<kKey>) <= sizeof(shared.stages));
+    const Join<T, kKey> join{a,
+                             p,
+                             maps,
+                             *reinterpret_cast<JoinShared<kKey>*>(&shared.stages),
+                             segment,
+                             number,
+                             column - number * a.value_heads,
+                             block - column * static_cast<int>(p.row_blocks.value),
+                             static_cast<int>(thread)};
+    join.template run<kPart>();
+}
 
 }  // namespace cula::cuda::sm90

@@ -93,7 +93,6 @@ namespace cula::cuda::sm90 {
 template <class Form>
 inline constexpr int kFusedThreads =
     (Form::kStateWarpgroups + Form::kOperandWarpgroups + 1) * kWarpgroupThreads;
-inline constexpr int kStartRegisters = 96;  // of a thread, before roles have theirs
 
 template <class T, int kKey, class Form, Gate kGate, Cut kCut>
 __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
@@ -203,10 +202,14 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     if (role < 0) {
         raise_registers<kRegisters.state>();
         FusedStateRole<T, kKey, Form, kMayLeaveRange, kCut>{a, schedule, p, maps, shared}.run(make_cursor());
+        if constexpr (kJoined)
+            join_segments<JoinPart::kPasses, T, kKey, Form, kMayLeaveRange>(a, p, maps, shared);
     } else if (role < Form::kOperandWarpgroups) {
         lower_registers<kRegisters.operand>();
         const auto cursor = make_cursor();
         FusedOperandRole<T, kKey, Form, kGate, CursorOf<kKey, kCut>>{a, cursor, shared, role}.run();
+        if constexpr (kJoined)
+            join_segments<JoinPart::kAdds, T, kKey, Form, kMayLeaveRange>(a, p, maps, shared);
     } else {
         lower_registers<kRegisters.others>();
         const int helper = warp % kWarpgroupWarps;
@@ -217,32 +220,12 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
             FusedStoreRole<T, kKey, Form, kCut>{a, maps, cursor, shared}.run();
         else
             FusedSolveRole<T, kKey, Form, CursorOf<kKey, kCut>>{cursor, shared, helper - 2}.run();
+        if constexpr (kJoined)
+            join_segments<JoinPart::kWaits, T, kKey, Form, kMayLeaveRange>(a, p, maps, shared);
     }
-    Form::sync_end();
-    end();
-    if constexpr (kJoined) {
-        // Read anew, so that no register keeps it throughout the roles.
-        unsigned thread_again;
-        asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread_again));
-        if (thread_again < Form::kStateWarpgroups * kWarpgroupThreads)
-            lower_registers<kStartRegisters>();
-        else
-            raise_registers<kStartRegisters>();
-        const Segment segment = shared.segment;
-        const int block = shared.block, column = p.row_blocks.divide(block),
-                  number = a.by_value_heads.divide(column);
-        __syncthreads();  // all have read them
-        static_assert(sizeof(JoinShared<T, kKey>) <= sizeof(shared.stages));
-        Join<T, kKey>{a,
-                      p,
-                      maps,
-                      *reinterpret_cast<JoinShared<T, kKey>*>(memory),
-                      segment,
-                      number,
-                      column - number * a.value_heads,
-                      block - column * static_cast<int>(p.row_blocks.value),
-                      static_cast<int>(thread_again)}
-            .run();
+    if constexpr (!kJoined) {
+        Form::sync_end();
+        end();
     }
 }
 

@@ -78,15 +78,16 @@ struct FusedStateRole {
 
     // 1 if the lane's pair of channels of an accumulator tile is out of range.
     static __device__ __forceinline__ std::uint32_t is_out_of_range(const FusedFactors<kKey>& factors,
-                                                                    int tile) {
-        return factors.out_of_range.of[tile / 8] >> (tile * 4 % 32 + static_cast<int>(threadIdx.x) % 4) & 1;
+                                                                    int tile, int lane) {
+        return factors.out_of_range.of[tile / 8] >> (tile * 4 % 32 + lane % 4) & 1;
     }
     // Multiplies the out-of-range pairs of S by the decay of the whole chunk.
     static __device__ __forceinline__ void decay_out_of_range(State& state,
                                                               const FusedFactors<kKey>& factors) {
+        const int lane = lane_anew();  // so that no register keeps masks throughout the loop over chunks
 #pragma unroll
         for (int tile = 0; tile < kKey / 8; ++tile) {
-            if (!is_out_of_range(factors, tile)) continue;
+            if (!is_out_of_range(factors, tile, lane)) continue;
             const float2 d = *reinterpret_cast<const float2*>(factors.ends + RowWindow::channel() + 8 * tile);
 #pragma unroll
             for (int e = 0; e < 4; ++e) state[tile][e] *= e % 2 ? d.y : d.x;
@@ -103,9 +104,10 @@ struct FusedStateRole {
             ends = factors->ends + RowWindow::channel();
             if constexpr (kMayLeaveRange)
                 if (factors->any_out_of_range) {
+                    const int lane = lane_anew();
 #pragma unroll
                     for (int tile = 0; tile < kKey / 8; ++tile)
-                        out_of_range |= is_out_of_range(*factors, tile) << tile;
+                        out_of_range |= is_out_of_range(*factors, tile, lane) << tile;
                 }
         }
         __device__ __forceinline__ float2 operator()(float2 pair, int channel) const {
@@ -185,20 +187,22 @@ struct FusedStateRole {
         return __ballot_sync(0xffffffffu, found[0]) | std::uint64_t{__ballot_sync(0xffffffffu, found[1])}
                                                           << 32;
     }
-    // Notes of the state before chunk i, or at the end (Join).
+    // Notes of the state before chunk i, or at the end, and the state itself there (Join).
     __device__ __forceinline__ void note(State& state, const AtEnd& stored, int i, bool ends) const {
         const W cursor = cursor_again();
-        const NotesOf notes{a, maps.notes, cursor.value_head};
+        const NotesOf<kKey> notes{a, maps.notes, cursor.value_head};
         const int slot = cursor.rows.first / chunked::kWarpRows;
         const bool stores = threadIdx.x % 32 == 0;
         if (!cursor.of_m) {
             if (!ends) return;
             const std::uint64_t found = broken(state, stored);
             if (stores) notes.broken(cursor.number)[slot] = found;
+            StateImage<kKey>::store(state, notes.state(cursor.number, slot / kWarpgroupWarps), stored);
         } else if (i == kFirstChunk || (ends && i < kFirstChunk)) {
             const float found = largest(state, stored);
             if (stores) notes.largest(cursor.number)[slot] = found;
         }
+        if (cursor.of_m && ends) MapImage<kKey>::store(state, notes.map(cursor.number), cursor.rows, stored);
     }
     __device__ __forceinline__ void first_state(State& state, const W& cursor) const {
         if (cursor.of_m)
@@ -303,8 +307,11 @@ struct FusedStateRole {
             if constexpr (kInParts)
                 if (schedule.verdicts.part == chunked::Part::kSegments)
                     observe(state, at_end, values, i, i == chunks);
-            cursor_again().store_asked(state, i == chunks ? cursor_again().segment.chunks : i / 2, at_end);
-            if constexpr (kJoined) note(state, at_end, i, i == chunks);
+            if constexpr (!kJoined)
+                cursor_again().store_asked(state, i == chunks ? cursor_again().segment.chunks : i / 2,
+                                           at_end);
+            else
+                note(state, at_end, i, i == chunks);
             if (i == chunks) break;
             if (i > 0) place.free(shared), place = next;  // AtEnd has read the factors of the last chunk
             more = true;
