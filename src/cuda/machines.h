@@ -48,7 +48,10 @@ struct Costs {
     double segment[2] = {};  // a chunk of a round of carries of segments
     double halves = 0.0;     // a chunk of a sequence that is cut in two
     double fused[2] = {};    // a chunk of a round of the fused kernel: in pairs of CTAs, in single ones
+    // Segments that join: a round besides its chunks, a chunk; the mean of gates that forget and that last.
+    double joined[2] = {};
 
+    // Those that bench.fit finds.
     constexpr std::array<double*, 9> all() {
         return {&prepare,    &carry[0], &carry[1], &map,     &segment[0],
                 &segment[1], &halves,   &fused[0], &fused[1]};
@@ -62,8 +65,7 @@ struct Machine {
     // A kernel more in a call; a round of CTAs; maps and compose, which do not overlap with their
     // neighbours; compose, per value head and map.
     double kernel = 10.0, round = 8.0, maps = 12.0, compose = 0.19;
-    // Joined: flags, and what waits for them; a map of a segment before; outputs of a chunk once more.
-    double join = 21.5, join_step = 2.0, join_chunk = 0.5;
+    double joined_map = 0.7;                         // Joined: a map of a segment before
     std::array<Costs, kFamilies> warpgroups, warps;  // of carries with wgmma (sm_90), and with mma.sync
 };
 

@@ -83,7 +83,7 @@ struct Sketch {
 
 // How one sequence would be run on the first machine of the table.
 Strategy on_the_first_machine(Algorithm algorithm, Gate gate, int heads, std::int64_t tokens,
-                              std::size_t operand_bytes) {
+                              std::size_t operand_bytes, bool joins = false) {
     const bool per_channel = varies_by_channel(algorithm.decay), delta = algorithm.update == Update::kDelta;
     Problem problem;
     problem.algorithm = algorithm, problem.gate = gate;
@@ -102,9 +102,9 @@ Strategy on_the_first_machine(Algorithm algorithm, Gate gate, int heads, std::in
     device.compute_capability = machine.compute_capability;
     device.clock_mhz = machine.clock_mhz, device.memory_gbps = machine.memory_gbps;
     const bool with_fused = per_channel && delta && gate != Gate::kLogDecay;
-    return planned(
-               plan_prefill(chunked::shape_of(problem, 64), carry, device, StrategyKind::kAny, with_fused))
-        .strategy;
+    PrefillShape shape = chunked::shape_of(problem, 64);
+    shape.joins = joins;
+    return planned(plan_prefill(shape, carry, device, StrategyKind::kAny, with_fused)).strategy;
 }
 
 TEST(Plan, RunsTheBenchmarksShapesAsTheyAreFastest) {
@@ -338,13 +338,38 @@ TEST(Plan, JoinedSegmentsHaveRoomForTheirMaps) {
     EXPECT_EQ((Sketch{.heads = 16, .tokens = 8192, .with_fused = true}).find(StrategyKind::kJoined),
               std::nullopt);
 
-    Sketch wanted{.heads = 8, .tokens = 4096, .with_fused = true, .joins = true, .costs = kFusedCosts};
-    EXPECT_NE(wanted.chosen(), StrategyKind::kJoined);  // the host does not know whether heads forget
+    EXPECT_EQ(cut({.heads = 1, .tokens = 8192}), 6);  // more segments are more maps, too
+    // One of several sequences may be cut into all segments that there are.
+    EXPECT_EQ(cut({.heads = 1, .sequences = 16, .tokens = 8192}), 64);
+    EXPECT_EQ(cut({.heads = 1, .sequences = 17, .tokens = 8192}), 0);
+
+    constexpr std::array kSegmentCosts{4.0, 1.2, 2.5, 3.0, 1.4, 2.0, 0.0, 3.0, 4.0};
+    Sketch wanted{.heads = 8, .tokens = 4096, .with_fused = true, .costs = kSegmentCosts};
+    EXPECT_NE(wanted.chosen(), StrategyKind::kJoined);
+    wanted.joins = true;
+    EXPECT_EQ(wanted.chosen(), StrategyKind::kJoined);
     const PrefillPlan plan = planned(wanted.find(StrategyKind::kJoined));
     EXPECT_EQ(kind(plan.strategy), StrategyKind::kJoined);
     EXPECT_EQ(plan.slab_chunks, 64);
     EXPECT_EQ(plan.max_segments, 4);
     EXPECT_FALSE(plan.prepares);
+}
+
+TEST(Plan, JoinsSegmentsOfFewHeadsWhereTheLogHasThemFaster) {
+    const auto joins = [](Gate gate, int heads, std::int64_t tokens) {
+        return kind(on_the_first_machine({Decay::kPerChannel, Update::kDelta}, gate, heads, tokens,
+                                         kOperandBytes, true)) == StrategyKind::kJoined;
+    };
+    constexpr std::array<std::pair<int, std::int64_t>, 8> kFaster{
+        {{8, 512}, {4, 1024}, {12, 2048}, {8, 4096}, {12, 4096}, {16, 8192}, {8, 16384}, {4, 32768}}};
+    for (const auto& [heads, tokens] : kFaster)
+        EXPECT_TRUE(joins(Gate::kBounded, heads, tokens)) << heads << ' ' << tokens;
+    constexpr std::array<std::pair<int, std::int64_t>, 5> kSlower{
+        {{4, 128}, {16, 512}, {16, 16384}, {8, 32768}, {64, 8192}}};
+    for (const auto& [heads, tokens] : kSlower)
+        EXPECT_FALSE(joins(Gate::kBounded, heads, tokens)) << heads << ' ' << tokens;
+    EXPECT_TRUE(joins(Gate::kSoftplus, 8, 4096));
+    EXPECT_FALSE(joins(Gate::kSoftplus, 16, 8192));
 }
 
 TEST(Machines, OtherGpusAreEstimatedByTheirRates) {

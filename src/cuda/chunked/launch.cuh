@@ -469,8 +469,10 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
         // A head may be run twice: the first run must not overwrite what the second starts from.
         plan->in_place =
             args.initial_state && args.final_state && !apart(args.initial_state, args.final_state);
+        PrefillShape of_heads = shape;
+        of_heads.joins = false;  // it knows of no heads that are left out
         const auto other = [&](StrategyKind kind) {
-            return *plan_prefill(shape, traits, problem.device, kind, true);
+            return *plan_prefill(of_heads, traits, problem.device, kind, true);
         };
         const PrefillPlan remembering = other(StrategyKind::kAny), unsettled = other(StrategyKind::kFused);
         return std::make_shared<const PreparedPrefill<Carry, kUpdate>>(

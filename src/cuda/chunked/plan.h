@@ -194,8 +194,9 @@ public:
     // What comes later in the list has to promise a time that is shorter by 4 %: what cuts more, and segments
     // with more row blocks, each of which reads the operands of its chunks once more.
     //
-    // Segments of the fused kernel have to be wanted. The host does not know whether heads forget, and where
-    // only some of them do, or none, other strategies take less.
+    // Segments that join are compared in the same way with what would be chosen without them. Those that
+    // start early have to be wanted: the host does not know whether heads forget, and where only some of them
+    // do, or none, other strategies take less.
     const Candidate* choose(StrategyKind wanted) const {
         constexpr double kMostRegret = 1.75, kWorthCutting = 0.96;
         const Candidate *fused = nullptr, *whole = nullptr, *other = nullptr;
@@ -217,7 +218,12 @@ public:
                                          candidate.skewed <= kMostRegret * whole->skewed);
             if (pays && (!fused || candidate.expected < fused->expected)) fused = &candidate;
         }
-        return fused ? fused : other;
+        const Candidate* best = fused ? fused : other;
+        for (const Candidate& candidate : all())
+            if (wanted == StrategyKind::kAny && kind(candidate.strategy) == StrategyKind::kJoined && best &&
+                candidate.expected < best->expected && candidate.skewed <= kMostRegret * best->skewed)
+                best = &candidate;
+        return best;
     }
 
 private:
@@ -274,7 +280,7 @@ public:
                     add(found, Fused{warpgroups});
                     add_fused_segments(found, warpgroups);
                 }
-        if (shape_.joins && costs_.fused[0] > 0) add_joined(found);
+        if (shape_.joins && costs_.joined[0] > 0) add_joined(found);
         // Row blocks of a CTA: as many as it can have, or half as many, whichever takes less. Rows never
         // meet, so this changes no bit.
         const CarryRows widest = rows(whole_steps(std::min(tiles_, 8))),
@@ -409,15 +415,11 @@ private:
                    (estimate_.machine.round + costs_.fused[way.warpgroups - 1] * chunks) +
                2 * estimate_.machine.kernel;
     }
-    // Where all heads remember: each segment but the first goes through maps of those before it, and reads
-    // and writes its outputs again.
     double time_of(const Joined& way, const Lengths& of) const {
         const double count = std::max(1.0, std::ceil(of.chunks / static_cast<double>(way.chunks)));
         const auto ctas = std::llround(count * fused_blocks(1) + 2.0 * (count - 1.0));
-        return rounds(heads(of) * ctas) * (estimate_.machine.round + costs_.fused[0] * of.chunks / count) +
-               (count > 1.0 ? estimate_.machine.join + estimate_.machine.join_step * (count - 1.0) +
-                                  estimate_.machine.join_chunk * of.chunks / count
-                            : 0.0);
+        return rounds(heads(of) * ctas) * (costs_.joined[0] + costs_.joined[1] * of.chunks / count) +
+               estimate_.machine.joined_map * (count - 1.0);
     }
     double time_of(const Whole& way, const Lengths& of) const {
         const double map = shape_.kept ? costs_.map * of.chunks : 0.0;
