@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -224,7 +225,8 @@ def expected_refusal(call: Call, raised: Exception) -> str:
     text, case = str(raised), call.case
     if not isinstance(raised, ValueError):
         return ""
-    reason = text.partition('backend "sm90:fused')[2].partition('" does not take this call: ')[2]
+    found = re.search(r'backend "sm90:(?:fused|fused_segments|joined)" does not take this call: (.*)', text)
+    reason = found[1] if found else ""
     if any(reason.startswith(sentence) and holds(call) for sentence, holds in DECLINED.items()):
         return "declined for its memory, scale, beta or norm"
     if case.table and not case.table[0] and "state_indices" in text:

@@ -372,8 +372,13 @@ def test_what_may_be_declined(reason, fields, expected):
     """A target that refuses a call which `explain` has promised fails, but for what `explain` cannot know."""
     plain = {"gate": "softplus", "gate_dtype": "bfloat16", "value_dim": 24}
     case = sample("prefill", **(plain | fields))
-    raised = ValueError(f'prefill: backend "sm90:fused" does not take this call: {reason}')
-    assert bool(expected_refusal(Call(case, Values(case), "cpu"), raised)) == expected
+    call = Call(case, Values(case), "cpu")
+    for way in ("fused", "fused_segments", "joined"):
+        raised = ValueError(f'prefill: backend "sm90:{way}" does not take this call: {reason}')
+        assert bool(expected_refusal(call, raised)) == expected
+    assert not expected_refusal(
+        call, ValueError(f'prefill: backend "sm90:whole" does not take this call: {reason}')
+    )
 
 
 def test_forks_can_be_left_out():
