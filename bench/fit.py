@@ -169,7 +169,7 @@ def fit(points: list[Point], device: str) -> tuple[float, ...]:
 
 
 def row(costs: tuple[float, ...]) -> str:
-    """Costs in C++."""
+    """Costs in C++; those of joined segments stay as they are."""
     prepare, carry4, carry8, map_, segment4, segment8, halves, fused1, fused2 = (f"{x:.3g}" for x in costs)
     parts = [
         f".prepare = {prepare}",

@@ -355,7 +355,7 @@ TEST(Plan, JoinedSegmentsHaveRoomForTheirMaps) {
     EXPECT_FALSE(plan.prepares);
 }
 
-TEST(Plan, JoinsSegmentsOfFewHeadsWhereTheLogHasThemFaster) {
+TEST(Plan, JoinsSegmentsOfFewHeads) {
     const auto joins = [](Gate gate, int heads, std::int64_t tokens) {
         return kind(on_the_first_machine({Decay::kPerChannel, Update::kDelta}, gate, heads, tokens,
                                          kOperandBytes, true)) == StrategyKind::kJoined;
@@ -370,6 +370,12 @@ TEST(Plan, JoinsSegmentsOfFewHeadsWhereTheLogHasThemFaster) {
         EXPECT_FALSE(joins(Gate::kBounded, heads, tokens)) << heads << ' ' << tokens;
     EXPECT_TRUE(joins(Gate::kSoftplus, 8, 4096));
     EXPECT_FALSE(joins(Gate::kSoftplus, 16, 8192));
+}
+
+TEST(Machines, CostsOfJoinedSegmentsAreThereWhereThoseOfTheFusedKernelAre) {
+    for (const Machine& machine : machines())  // bench.fit does not print them
+        for (const Costs& costs : machine.warpgroups)
+            EXPECT_EQ(costs.fused[0] > 0, costs.joined[0] > 0 && costs.joined[1] > 0) << machine.name;
 }
 
 TEST(Machines, OtherGpusAreEstimatedByTheirRates) {

@@ -55,7 +55,7 @@ struct RowWindow {
     __device__ __forceinline__ int row() const { return first + static_cast<int>(threadIdx.x) % 32 / 4; }
     __device__ __forceinline__ static int channel() { return static_cast<int>(threadIdx.x) % 4 * 2; }
 };
-// The same of a lane that is given: what follows from it is in no register before.
+// The same of a lane that is given, so that the compiler derives nothing from threadIdx.x earlier.
 struct LaneRows : RowWindow {
     int lane;
 

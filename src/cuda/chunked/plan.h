@@ -194,9 +194,9 @@ public:
     // What comes later in the list has to promise a time that is shorter by 4 %: what cuts more, and segments
     // with more row blocks, each of which reads the operands of its chunks once more.
     //
-    // Segments that join are compared in the same way with what would be chosen without them. Those that
-    // start early have to be wanted: the host does not know whether heads forget, and where only some of them
-    // do, or none, other strategies take less.
+    // Segments that join are compared in the same way, by the expected time, with what would be chosen
+    // without them. Those that start early have to be wanted: the host does not know whether heads forget,
+    // and where only some of them do, or none, other strategies take less.
     const Candidate* choose(StrategyKind wanted) const {
         constexpr double kMostRegret = 1.75, kWorthCutting = 0.96;
         const Candidate *fused = nullptr, *whole = nullptr, *other = nullptr;

@@ -257,7 +257,8 @@ struct Paired {
     }
     static __device__ __forceinline__ int rank() { return cluster_rank(); }
     static __device__ __forceinline__ void sync_start() { sync_cluster(); }
-    // A CTA must not end while its peer may still signal its barriers or copy to it.
+    // A CTA must not end while its peer may still signal its barriers or copy to it. Segments that join go on
+    // behind it: what any thread has stored is there for all of the cluster (join.cuh).
     static __device__ __forceinline__ void sync_end() {
         __syncwarp();
         sync_cluster();

@@ -276,7 +276,8 @@ struct Join {
 #pragma unroll
         for (const float4& of : x)
             most = max_or_nan(most, max_or_nan(max_or_nan(of.x, of.y), max_or_nan(of.z, of.w)));
-        // The map of a first segment does not matter.
+        // Lanes from `rank` on have zeros, so the map of the first segment counts as vanished: S0 starts from
+        // the state behind it at the latest. One of them is there, since rank is at most 31.
         const unsigned gone = __ballot_sync(0xffffffffu, most <= kVanished);
         const unsigned row = __reduce_or_sync(0xffffffffu, static_cast<unsigned>(broken)),
                        eighth = __reduce_or_sync(0xffffffffu, static_cast<unsigned>(broken >> 32));

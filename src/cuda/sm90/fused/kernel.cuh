@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fused prefill of a delta rule with a decay per channel (KDA): o and states <- q, k, v, g, beta in one
-// kernel. Only outputs and states go to global memory. docs/design/fused-sm90.md has the drawing and reasons.
+// kernel. Only outputs and states go to global memory; those of segments that join, and their maps, too.
+// docs/design/fused-sm90.md has the drawing and reasons.
 //
 // Equation (ALGORITHM.md: score, solve, read, output, carry), per value head and chunk of 32 tokens, with x_t
 // the log2 decay from the chunk's middle (after token 15) to token t, and head and tail the log2 decays of
@@ -21,9 +22,10 @@
 //                sends it to its peer. Softplus gates always take this form.
 //
 // Where a call is cut, a CTA runs one segment: of FusedSegments behind the chunks of its warm-up, whose
-// outputs are not stored (warm_up.cuh), of Joined for S or for its map, and then joins it to those before
-// (join.cuh). Such calls have kernels of their own (Cut): what they have besides would cost all other calls
-// time, even where it is jumped over.
+// outputs are not stored (warm_up.cuh), of Joined for S or for its map (the grid has pairs of CTAs for maps
+// before those for S), and then joins it to those before: behind its role a warpgroup goes on in join.cuh,
+// with registers, named barriers (kJoin) and mbarriers (JoinShared) of that file. Such calls have kernels of
+// their own (Cut): what they have besides would cost all other calls time, even where it is jumped over.
 //
 // Roles: warpgroups x registers of a thread (setmaxnreg):
 //
