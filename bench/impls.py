@@ -36,7 +36,7 @@ IN_SEGMENTS = Impl(
     lambda p, case: p == "prefill" and case.algorithm == "kda" and case.gate != "log_decay",
 )
 
-# Likewise: it pays where calls are short and heads forget.
+# What dispatch picks for few heads, forced also where it does not.
 JOINED = dataclasses.replace(IN_SEGMENTS, name="cula:sm90:joined", bind=cula_bind("sm90:joined"))
 
 

@@ -451,3 +451,17 @@ def test_explain_predicts_what_each_way_to_run_a_prefill_takes():
     assert f"{rows['sm90'].microseconds:.0f}" in str(
         cula.explain("gdn", tokens=32768, heads=16, device="sm_90")
     )
+
+
+@pytest.mark.skipif(
+    "sm90" not in [row.target for row in cula.explain()], reason="built without the CUDA kernels"
+)
+@pytest.mark.parametrize(
+    ("heads", "tokens", "joins"), [(8, 4096, True), (16, 8192, True), (64, 8192, False), (8, 32768, False)]
+)
+def test_few_heads_of_raw_gates_run_in_segments_that_join(heads, tokens, joins):
+    fields = {"tokens": tokens, "heads": heads, "gate": "bounded", "dtype": torch.bfloat16, "device": "sm_90"}
+    rows = {row.target: row.microseconds for row in cula.explain("kda", key_dim=128, value_dim=128, **fields)}
+    assert (rows["sm90"] == rows["sm90:joined"]) == joins
+    without = cula.explain("kda", key_dim=128, value_dim=128, deterministic="batch_invariant", **fields)
+    assert {row.target: row.microseconds for row in without}["sm90:joined"] is None

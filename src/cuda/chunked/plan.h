@@ -174,6 +174,7 @@ struct Candidate {
     // Predicted, in microseconds: for sequences of equal length, and for one sequence with all tokens. The
     // host does not know which a packed call has, since cu_seqlens lies on the device.
     double expected = 0.0, skewed = 0.0;
+    double if_gates_last = 0.0;  // of Joined, whose expected time is a mean: where no gate forgets
 };
 
 // Every way to run a call, with its predicted time.
@@ -195,10 +196,11 @@ public:
     // with more row blocks, each of which reads the operands of its chunks once more.
     //
     // Segments that join are compared in the same way, by the expected time, with what would be chosen
-    // without them. Those that start early have to be wanted: the host does not know whether heads forget,
+    // without them, and must not take more than kMostIfGatesLast times as long where gates last. Those that
+    // start early have to be wanted: the host does not know whether heads forget,
     // and where only some of them do, or none, other strategies take less.
     const Candidate* choose(StrategyKind wanted) const {
-        constexpr double kMostRegret = 1.75, kWorthCutting = 0.96;
+        constexpr double kMostRegret = 1.75, kWorthCutting = 0.96, kMostIfGatesLast = 1.05;
         const Candidate *fused = nullptr, *whole = nullptr, *other = nullptr;
         const auto time = [&](const Candidate& of) { return of.expected + (packed_ ? of.skewed : 0.0); };
         for (const Candidate& candidate : all()) {
@@ -221,7 +223,8 @@ public:
         const Candidate* best = fused ? fused : other;
         for (const Candidate& candidate : all())
             if (wanted == StrategyKind::kAny && kind(candidate.strategy) == StrategyKind::kJoined && best &&
-                candidate.expected < best->expected && candidate.skewed <= kMostRegret * best->skewed)
+                candidate.expected < best->expected && candidate.skewed <= kMostRegret * best->skewed &&
+                candidate.if_gates_last <= kMostIfGatesLast * best->expected)
                 best = &candidate;
         return best;
     }
@@ -372,8 +375,9 @@ private:
             const std::int64_t maps = 2 * heads(of) * (count - 1);
             if (heads(of) * fused_blocks(1) * count + maps > multiprocessors_) break;
             const Joined way{(of_one + count - 1) / count};
-            const Candidate at_hand{way, time_of(way, of), time_of(way, skewed())};
-            if (!best || at_hand.expected < best->expected) best = at_hand;
+            const double takes = time_of(way, of);
+            if (!best || takes < best->expected)
+                best = {way, takes, time_of(way, skewed()), takes + more_if_gates_last(way, of)};
         }
         if (best) found.add(*best);
     }
@@ -415,11 +419,20 @@ private:
                    (estimate_.machine.round + costs_.fused[way.warpgroups - 1] * chunks) +
                2 * estimate_.machine.kernel;
     }
+    static double count_of(const Joined& way, const Lengths& of) {
+        return std::max(1.0, std::ceil(of.chunks / static_cast<double>(way.chunks)));
+    }
+    // The mean of gates that forget and gates that last.
     double time_of(const Joined& way, const Lengths& of) const {
-        const double count = std::max(1.0, std::ceil(of.chunks / static_cast<double>(way.chunks)));
+        const double count = count_of(way, of);
         const auto ctas = std::llround(count * fused_blocks(1) + 2.0 * (count - 1.0));
         return rounds(heads(of) * ctas) * (costs_.joined[0] + costs_.joined[1] * of.chunks / count) +
                estimate_.machine.joined_map * (count - 1.0);
+    }
+    double more_if_gates_last(const Joined& way, const Lengths& of) const {
+        const double count = count_of(way, of);
+        return estimate_.machine.joined_map * (count - 1.0) +
+               estimate_.machine.joined_chunk * of.chunks / count;
     }
     double time_of(const Whole& way, const Lengths& of) const {
         const double map = shape_.kept ? costs_.map * of.chunks : 0.0;

@@ -501,6 +501,7 @@ struct Join {
     }
 };
 
+// Registers of a thread behind the walk (setmaxnreg); the roles have had others, as many in all.
 inline constexpr FusedRegisters kJoinRegisters{192, 80, 48};
 template <int kWas, int kCount>
 __device__ __forceinline__ void set_registers() {
@@ -509,20 +510,19 @@ __device__ __forceinline__ void set_registers() {
     else if constexpr (kCount > kWas)
         raise_registers<kCount>();
 }
+template <JoinPart kPart>
+constexpr int registers_of(const FusedRegisters& roles) {
+    return kPart == JoinPart::kPasses ? roles.state : kPart == JoinPart::kAdds ? roles.operand : roles.others;
+}
 
-// Behind a role, which gives the registers that it does not need any more to those that need them. A barrier
-// is one of the cluster, or an mbarrier: __syncthreads() in several places is none for synccheck.
-template <JoinPart kPart, class T, int kKey, class Form, bool kMayLeaveRange, class Shared>
+// Behind a role. A barrier is one of the cluster, of a warpgroup, or an mbarrier: __syncthreads() in several
+// places is none for synccheck.
+template <JoinPart kPart, class T, int kKey, bool kMayLeaveRange>
 __device__ __forceinline__ void join_segments(const DeviceArgs& a, const CarryParams& p,
-                                              const JoinedMaps& maps, Shared& shared) {
-    Form::sync_end();
-    constexpr FusedRegisters kWas = Form::template kRegisters<kMayLeaveRange>;
-    set_registers<kPart == JoinPart::kPasses ? kWas.state
-                  : kPart == JoinPart::kAdds ? kWas.operand
-                                             : kWas.others,
-                  kPart == JoinPart::kPasses ? kJoinRegisters.state
-                  : kPart == JoinPart::kAdds ? kJoinRegisters.operand
-                                             : kJoinRegisters.others>();
+                                              const JoinedMaps& maps, FusedShared<kKey, Paired>& shared) {
+    Paired::sync_end();
+    set_registers<registers_of<kPart>(Paired::kRegisters<kMayLeaveRange>),
+                  registers_of<kPart>(kJoinRegisters)>();
     // Read anew, so that no register keeps it throughout the role.
     unsigned thread;
     asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));

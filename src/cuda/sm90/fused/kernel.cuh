@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fused prefill of a delta rule with a decay per channel (KDA): o and states <- q, k, v, g, beta in one
-// kernel. Only outputs and states go to global memory; those of segments that join, and their maps, too.
+// kernel. Only outputs and states go to global memory, and what segments that join leave to one another.
 // docs/design/fused-sm90.md has the drawing and reasons.
 //
 // Equation (ALGORITHM.md: score, solve, read, output, carry), per value head and chunk of 32 tokens, with x_t
@@ -204,14 +204,12 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     if (role < 0) {
         raise_registers<kRegisters.state>();
         FusedStateRole<T, kKey, Form, kMayLeaveRange, kCut>{a, schedule, p, maps, shared}.run(make_cursor());
-        if constexpr (kJoined)
-            join_segments<JoinPart::kPasses, T, kKey, Form, kMayLeaveRange>(a, p, maps, shared);
+        if constexpr (kJoined) join_segments<JoinPart::kPasses, T, kKey, kMayLeaveRange>(a, p, maps, shared);
     } else if (role < Form::kOperandWarpgroups) {
         lower_registers<kRegisters.operand>();
         const auto cursor = make_cursor();
         FusedOperandRole<T, kKey, Form, kGate, CursorOf<kKey, kCut>>{a, cursor, shared, role}.run();
-        if constexpr (kJoined)
-            join_segments<JoinPart::kAdds, T, kKey, Form, kMayLeaveRange>(a, p, maps, shared);
+        if constexpr (kJoined) join_segments<JoinPart::kAdds, T, kKey, kMayLeaveRange>(a, p, maps, shared);
     } else {
         lower_registers<kRegisters.others>();
         const int helper = warp % kWarpgroupWarps;
@@ -222,8 +220,7 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
             FusedStoreRole<T, kKey, Form, kCut>{a, maps, cursor, shared}.run();
         else
             FusedSolveRole<T, kKey, Form, CursorOf<kKey, kCut>>{cursor, shared, helper - 2}.run();
-        if constexpr (kJoined)
-            join_segments<JoinPart::kWaits, T, kKey, Form, kMayLeaveRange>(a, p, maps, shared);
+        if constexpr (kJoined) join_segments<JoinPart::kWaits, T, kKey, kMayLeaveRange>(a, p, maps, shared);
     }
     if constexpr (!kJoined) {
         Form::sync_end();
