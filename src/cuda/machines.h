@@ -65,9 +65,10 @@ struct Machine {
     // A kernel more in a call; a round of CTAs; maps and compose, which do not overlap with their
     // neighbours; compose, per value head and map.
     double kernel = 10.0, round = 8.0, maps = 12.0, compose = 0.19;
-    // Joined: half of what a map of a segment before takes, and half of adding to the outputs of a chunk.
-    // Gates that forget need neither: the mean of both kinds has each once, gates that last have it twice.
-    double joined_map = 0.7, joined_chunk = 0.125;
+    // Joined: half of what it takes to pass a map of a segment before, and, of a chunk, to make its part of M
+    // and to add to its outputs. Gates that forget need none of this: the mean of both kinds has each half
+    // once, gates that last have it twice.
+    double joined_map = 0.65, joined_chunk = 0.47;
     std::array<Costs, kFamilies> warpgroups, warps;  // of carries with wgmma (sm_90), and with mma.sync
 };
 

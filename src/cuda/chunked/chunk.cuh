@@ -188,7 +188,7 @@ inline constexpr float kMostBeforeLeast = 0x1p21f;
 
 // What the segments of Joined leave to one another (sm90/fused/join.cuh). A slot is of the 16 rows of a warp.
 struct SegmentNotes {
-    void* entry = nullptr;    // entry queries, of the type of q: [B, T, HV, K]
+    void* entry = nullptr;    // entry queries, of the type of q: [chunks of 32 tokens, HV, K x 32]
     float* maps = nullptr;    // M of each: [segments, HV, K, K], as MapImage has it
     float* states = nullptr;  // B of each: [segments, HV, 16 rows of each slot of V, K], as StateImage has it
     float* largest = nullptr;  // [segments, HV, 8 slots]: the largest magnitude of M behind its first chunk

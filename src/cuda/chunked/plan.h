@@ -72,8 +72,8 @@ struct Segments {
     // Maps of first segments have no M, and run beside the maps of the others.
     bool first_apart = false;
 };
-// The fused kernel, paired, over segments of so many chunks, all of them at once, beside maps of all but
-// first ones; what they lack of the states before them is added behind them (sm90/fused/join.cuh).
+// The fused kernel, paired, over segments of so many chunks, all of them at once, each of which makes its map
+// besides; what they lack of the states before them is added behind them (sm90/fused/join.cuh).
 struct Joined {
     static constexpr int kMostSegments = 32;  // of a sequence
     std::int64_t chunks = 1;
@@ -372,8 +372,7 @@ private:
         std::optional<Candidate> best;
         for (std::int64_t count = 2; count * kLeastFusedSegment <= of_one; ++count) {
             if (of.sequences * count > Joined::kMostSegments) break;  // one may have all tokens
-            const std::int64_t maps = 2 * heads(of) * (count - 1);
-            if (heads(of) * fused_blocks(1) * count + maps > multiprocessors_) break;
+            if (heads(of) * fused_blocks(1) * count > multiprocessors_) break;
             const Joined way{(of_one + count - 1) / count};
             const double takes = time_of(way, of);
             if (!best || takes < best->expected)
@@ -425,8 +424,8 @@ private:
     // The mean of gates that forget and gates that last.
     double time_of(const Joined& way, const Lengths& of) const {
         const double count = count_of(way, of);
-        const auto ctas = std::llround(count * fused_blocks(1) + 2.0 * (count - 1.0));
-        return rounds(heads(of) * ctas) * (costs_.joined[0] + costs_.joined[1] * of.chunks / count) +
+        return rounds(heads(of) * fused_blocks(1) * std::llround(count)) *
+                   (costs_.joined[0] + costs_.joined[1] * of.chunks / count) +
                estimate_.machine.joined_map * (count - 1.0);
     }
     double more_if_gates_last(const Joined& way, const Lengths& of) const {

@@ -78,8 +78,8 @@ struct Workspace {
                                slots = SegmentNotes::value_slots(shape.value_dim);
             notes.largest = carver.take<float>(rows * SegmentNotes::kMapSlots);
             notes.broken = carver.take<std::uint64_t>(rows * slots);
-            notes.ended = carver.take<std::int32_t>(rows * (slots + 2));  // CTAs have four slots and more
-            notes.entry = carver.take<T>(shape.tokens * heads * shape.key_dim);
+            notes.ended = carver.take<std::int32_t>(rows * slots / 4);  // the slots of a CTA
+            notes.entry = carver.take<T>(shape.chunks * kTokens<kKey> * heads * kKey);
             notes.states = carver.take<float>(rows * slots * 16 * kKey);
             notes.maps = carver.take<float>(rows * kKey * kKey);
         }

@@ -69,6 +69,13 @@ __device__ __forceinline__ Operand operand(std::uint32_t address, std::uint32_t 
     return {(panel_bytes >> 4) << 16 | (address & 0x3ffffu) >> 4, kSwizzle << 30 | kEightRows >> 4};
 }
 
+// The descriptor of a transposed operand without swizzle: blocks of eight rows along k, each of 16 bytes
+// along n. Strides in bytes, between blocks along k and along n.
+__device__ __forceinline__ Operand operand_in_blocks(std::uint32_t address, std::uint32_t along_k,
+                                                     std::uint32_t along_n) {
+    return {(along_k >> 4) << 16 | (address & 0x3ffffu) >> 4, along_n >> 4};
+}
+
 // x, which is the same in all lanes, in a form that the compiler knows to be uniform. Products take
 // descriptors from uniform registers. From a uniform address they are computed there; from any other they are
 // computed in every lane and moved for each product.
@@ -144,6 +151,7 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[16][4], const std::uint
     CULA_WGMMA(T, type, 8, 64, true)                       \
     CULA_WGMMA(T, type, 16, 128, true)                     \
     CULA_WGMMA(T, type, 4, 32, false)                      \
+    CULA_WGMMA(T, type, 4, 32, true)                       \
     CULA_WGMMA_SHARED(T, type, 8, 64, "%32", "%33", "%34") \
     CULA_WGMMA_SHARED(T, type, 4, 32, "%16", "%17", "%18")
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the roles of the fused prefill share: its shared memory and the cursor over chunks. kernel.cuh has the
-// table of roles and barriers, forms.cuh what differs between the two forms.
+// table of roles and barriers, forms.cuh what differs between the forms.
 #pragma once
 
 #include "cuda/chunked/solve.cuh"
@@ -138,7 +138,6 @@ struct FusedShared {
         operands_free[kStages];
     Mbarrier values_ready[Form::kTiles];
     Segment segment;
-    std::int32_t block;          // Cut::kJoined: the CTA's number in the order of cursors
     std::int32_t warm_up;        // how many chunks the CTA runs without outputs before its segment
     std::int32_t first_segment;  // number of the sequence's first one
     chunked::Magnitudes magnitudes[Form::kStateWarpgroups * kWarpgroupWarps];
@@ -156,7 +155,8 @@ struct FusedShared {
 // 227 KiB is what a CTA of sm_90 can have.
 static_assert(sizeof(FusedStage<128, Unpaired>) == 42 * 1024 && sizeof(FusedStage<128, Paired>) == 35 * 1024);
 static_assert(sizeof(FusedShared<128, Unpaired>) <= 227 * 1024 &&
-              sizeof(FusedShared<128, Paired>) <= 227 * 1024);
+              sizeof(FusedShared<128, Paired>) <= 227 * 1024 &&
+              sizeof(FusedShared<128, PairedWithMap>) <= 227 * 1024);
 
 // A loop over chunks until next() finds none. Most chunks are plain. The code of the others stands behind the
 // inner loop, not in it: instructions that a jump skips are fetched all the same, and displace the ones that
@@ -176,7 +176,7 @@ __device__ __forceinline__ void each_chunk(Next next, Plain plain, Other other) 
     }
 }
 
-// The thread's number in its operand warpgroup. It is read from the special register each time, so that the
+// The thread's number in its warpgroup. It is read from the special register each time, so that the
 // compiler keeps nothing that is derived from it in registers throughout the loop over chunks.
 __device__ __forceinline__ int thread_anew() {
     unsigned thread;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two forms of the fused prefill, and everything in which they differ.
+// The forms of the fused prefill, and everything in which they differ.
 //   Unpaired   a CTA has 128 value rows of a head, two state warpgroups, and prepares every chunk.
 //   Paired     a CTA has 64 value rows, one state warpgroup, and is one of a cluster of two, which together
 //              have 128 value rows of a head. Each of the two prepares every other chunk and sends its
 //              operands to its peer.
+//   PairedWithMap   as Paired, with a second state warpgroup for 64 rows of the map of the CTA's segment.
 // The kernel and its roles take a form as a template parameter. Functions get the CTA's FusedShared.
 #pragma once
 
@@ -60,6 +61,8 @@ struct OutOfRangeDecays {
 
 struct Unpaired {
     static constexpr int kStateWarpgroups = 2, kOperandWarpgroups = 2;
+    static constexpr int kRowWarpgroups = kStateWarpgroups;  // those with value rows
+    static constexpr int kRowWarps = kRowWarpgroups * kWarpgroupWarps;
     static constexpr int kPeers = 1;  // CTAs that share the preparation of a head's chunks
     static constexpr int kStages = 5, kPeerStages = 0;
     static constexpr int kTiles = kStages;  // of values, which outputs replace
@@ -202,7 +205,8 @@ struct Unpaired {
 };
 
 struct Paired {
-    static constexpr int kStateWarpgroups = 1;
+    static constexpr int kStateWarpgroups = 1, kRowWarpgroups = 1;
+    static constexpr int kRowWarps = kRowWarpgroups * kWarpgroupWarps;
     static constexpr int kOperandWarpgroups = 3;  // as many as the state role leaves registers for
     static constexpr int kPeers = 2;
     static constexpr int kStages = 4, kPeerStages = 2;  // for own chunks, and for those that the peer sends
@@ -226,7 +230,7 @@ struct Paired {
         kCta = 0,           // __syncthreads()
         kOperandRole = 1,   // to 3: one operand warpgroup
         kOperandRoles = 4,  // all operand warpgroups
-        kJoin = 5,          // to 8: the warpgroups that join segments (join.cuh)
+        kJoin = 5,          // to 7: the warpgroups that join segments (join.cuh)
     };
 
     // The end of a stage. Overlaps share the place of the inverse, which replaces them; before them, decays
@@ -421,6 +425,28 @@ struct Paired {
     static __device__ __forceinline__ std::uint32_t stage_address(std::uint32_t at) {
         asm volatile("" : "+r"(at));
         return at;
+    }
+};
+
+// The form of segments that join (join.cuh).
+struct PairedWithMap : Paired {
+    static constexpr int kStateWarpgroups = 2;    // of S, and of M
+    static constexpr int kOperandWarpgroups = 2;  // as many as both leave registers for
+    static constexpr int kFreeArrivals = kStateWarpgroups * (kWarpgroupThreads + kWarpgroupWarps);
+    template <bool kMayLeaveRange>
+    static constexpr FusedRegisters kRegisters =
+        kMayLeaveRange ? FusedRegisters{144, 72, 48} : FusedRegisters{168, 48, 48};
+
+    struct Own : Paired::Own {
+        // Of each warp of M in the pair, twice: the largest magnitude behind the segment's first chunk.
+        float2 largest_of_map[kPeers * kWarpgroupWarps];
+        Mbarrier map_known;  // they are there
+    };
+
+    template <class Shared>
+    static __device__ __forceinline__ void init_barriers(Shared& shared) {
+        Paired::init_barriers(shared);
+        shared.own.map_known.init(1);
     }
 };
 

@@ -8,18 +8,21 @@
 //   outputs     o_t += S0 e_t, where e_t [K], the entry query of token t, has the output of row r as e_t[r]
 //   the state   S0 M + B, where M and B are the states at the ends of both walks
 //
-// So the grid has pairs of CTAs for the rows of M, which come first, and then those for the rows of S. A CTA
-// of S that has walked its segment waits for what earlier segments, and the M of its own, leave, and then
+// So a CTA has a second state warpgroup, for 64 rows of M, beside that for 64 rows of S (PairedWithMap); both
+// read the same chunks from shared memory. The first pair of a head makes M, which a first segment does not
+// need. A CTA that has walked its segment waits for what earlier segments, and the M of its own, leave, and
+// then
 //
 //   states    S0 <- S0 M + B over the segments before its own, 64 rows of it; the last segment goes on to the
 //             final state
 //   outputs   o += S0 e
 //
 // Where M has at most kVanished behind the segment's first chunk, as gates that forget have it, M counts as
-// zero, and entry queries as zeros from there on.
+// zero, and entry queries as zeros from there on: the walk of M ends there.
 //
-// No CTA waits for one that comes later in the grid, so that it does not matter how many run at once (CTAs
-// start in the order of their numbers). Flags (SegmentNotes::ended) are zeros before the launch.
+// No CTA waits for one that comes later in the grid than its own pair, so that it does not matter how many
+// run at once (CTAs start in the order of their numbers). Flags (SegmentNotes::ended) are zeros before the
+// launch.
 //
 // A row of S with a NaN or an infinity stays without numbers to the sequence's end, where 0 times it would be
 // left out, too: segments note such rows of their B, and later ones store NaN in outputs and final states.
@@ -39,40 +42,42 @@ namespace cula::cuda::sm90 {
 using chunked::SegmentNotes;
 
 inline constexpr float kVanished = 0x1p-100f;  // docs/design/joined.md has what is left out
-inline constexpr int kMapBlocks = 2;           // row blocks of M: a pair
+inline constexpr int kMapBlocks = 2;           // CTAs that make M: the first pair of a head
 
 struct FusedMaps {
     CUtensorMap q{}, k{}, g{}, v{}, o{};
 };
-// entry: of the entry queries. columns: segments times value heads.
 struct JoinedMaps : FusedMaps {
-    CUtensorMap entry{};
-    TokenRows entry_rows;
-    Divisor value_blocks;
-    std::int32_t columns = 0;
     SegmentNotes notes;
 };
 template <Cut kCut>
 using MapsOf = std::conditional_t<kCut == Cut::kJoined, JoinedMaps, FusedMaps>;
-template <int kKey, Cut kCut>
-using CursorOf = SegmentCursor<kKey, kCut == Cut::kJoined>;
 
-// The number of the CTA among row blocks, those of S before those of M, of one column after the other.
-__device__ __forceinline__ int block_in_columns(const CarryParams& p, const JoinedMaps& maps) {
-    const int of_s = p.value_blocks, block = static_cast<int>(blockIdx.x),
-              block_of_s = block - maps.columns * kMapBlocks;
-    if (block_of_s >= 0) return block_of_s + maps.value_blocks.divide(block_of_s) * kMapBlocks;
-    const int column = block / kMapBlocks;
-    return block + (column + 1) * of_s;
-}
-// The block of a cursor.
-template <Cut kCut, class Shared>
-__device__ __forceinline__ int own_block(const Shared& shared) {
-    if constexpr (kCut == Cut::kJoined)
-        return shared.block;
-    else
-        return static_cast<int>(blockIdx.x);
-}
+// Entry queries of a chunk of 32 tokens as the tensor cores read them, a transposed operand without swizzle:
+// blocks of eight channels and eight tokens, first all of eight channels. Channels are rows of M, so that a
+// warp stores a block at once, and what a CTA reads of a chunk is one bulk copy.
+template <int kKey>
+struct EntryImage {
+    static constexpr int kWords = kKey * kFusedTokens / 2, kBytes = kWords * 4;
+    static constexpr int kBlock = 8 * 16, kRowBlock = kFusedTokens / 8 * kBlock;  // bytes
+
+    // The first word of a lane of the warp that has the rows of M from `row` on.
+    static __device__ __forceinline__ int word(int row, int lane) { return row / 8 * (kRowBlock / 4) + lane; }
+    // Stores the outputs of M. to: the lane's first word.
+    template <class T>
+    static __device__ __forceinline__ void store(const float (&out)[kFusedTokens / 8][4], std::uint32_t* to) {
+#pragma unroll
+        for (int tile = 0; tile < kFusedTokens / 8; ++tile)
+#pragma unroll
+            for (int eighth = 0; eighth < 2; ++eighth)
+                to[(eighth * kRowBlock + tile * kBlock) / 4] =
+                    round_row<T>(out[tile][2 * eighth], out[tile][2 * eighth + 1]);
+    }
+    static __device__ __forceinline__ wgmma::Operand operand(std::uint32_t address) {
+        return wgmma::operand_in_blocks(address, kRowBlock, kBlock);
+    }
+    static constexpr int kStepUnits = 2 * kRowBlock / 16;  // from 16 rows to the next ones
+};
 
 // Of a segment and head.
 template <int kKey>
@@ -99,7 +104,13 @@ struct NotesOf {
     __device__ __forceinline__ std::uint64_t* broken(int number) const {
         return notes.broken + column(number) * SegmentNotes::value_slots(a.value_dim);
     }
-    // One for each CTA: row blocks of S, then of M.
+    // The entry queries of the segment's i-th chunk of 32 tokens. slot: Segment::slot.
+    __device__ __forceinline__ void* entries(std::int64_t slot, int i) const {
+        constexpr int kChunks = chunked::kTokens<kKey> / kFusedTokens;
+        return static_cast<char*>(notes.entry) +
+               ((slot * kChunks + i) * a.value_heads + value_head) * EntryImage<kKey>::kBytes;
+    }
+    // One for each CTA.
     __device__ __forceinline__ std::int32_t* ended(int number, int blocks) const {
         return notes.ended + column(number) * blocks;
     }
@@ -166,15 +177,16 @@ struct MapImage {
 
 // --- What a CTA does behind its walk ---
 
-// The state warpgroup takes S0 through the maps. Then it and the operand warpgroups have every fourth tile of
-// 32 tokens each, whose entry queries and outputs come and go by TMA.
-inline constexpr int kJoinWarpgroups = 4;
+// The warpgroup of S takes S0 through the maps. Then it and those of operands have every third tile of 32
+// tokens each, whose entry queries and outputs come and go by bulk copies.
+inline constexpr int kJoinWarpgroups = 1 + PairedWithMap::kOperandWarpgroups;
 
 template <int kKey>
 struct JoinShared {
     static constexpr int kPlaces = 3;  // of a warpgroup's tiles
     struct EntryTile {
-        TmaTile<kFusedTokens> queries[kKey / kTmaChannels], outputs;
+        TmaTile<kFusedTokens> outputs;
+        alignas(128) unsigned char queries[EntryImage<kKey>::kBytes];
     };
     EntryTile first[kJoinWarpgroups];
     union {
@@ -197,7 +209,7 @@ struct JoinShared {
     }
 };
 
-// The warpgroups of a CTA: the state warpgroup, those of operands, and the last one.
+// The warpgroups of a CTA: that of S, those of operands, and those of M and of the other roles.
 enum class JoinPart : std::uint8_t { kPasses, kAdds, kWaits };
 
 // What a CTA does when it has walked its segment, whose number and row block these are. By all threads.
@@ -214,7 +226,9 @@ struct Join {
     Smem& shared;
     const Segment segment;
     int number, value_head, row_block;
-    const int thread, first_row = row_block * kWarpgroupRows, warpgroup = thread / kWarpgroupThreads;
+    const int thread, first_row = row_block * kWarpgroupRows;
+    // Of those that add: the state warpgroup, then those of operands, which follow that of M.
+    const int warpgroup = thread < kWarpgroupThreads ? 0 : thread / kWarpgroupThreads - 1;
 
     __device__ __forceinline__ NotesOf<kKey> notes() const { return {a, maps.notes, value_head}; }
     __device__ __forceinline__ auto own_barrier() const {
@@ -240,8 +254,8 @@ struct Join {
         for (int i = thread; i < (segment.rank + 1) * each; i += 32) {
             const int rank = i / each, which = i % each;
             if (which == 0 ? rank == segment.rank : rank == 0) continue;
-            const std::int32_t* const flag = notes().ended(number - segment.rank + rank, blocks) +
-                                             (which == 0 ? row_block : blocks - which);
+            const std::int32_t* const flag =
+                notes().ended(number - segment.rank + rank, blocks) + (which == 0 ? row_block : which - 1);
             while (!published(flag)) __nanosleep(32);
         }
     }
@@ -357,6 +371,7 @@ struct Join {
     // o += S0 e of the first `count` tokens of the segment: the warpgroup's tiles of them.
     struct Tiles {
         const Join& of;
+        const Found& found;
         TokenRange tokens;
         std::int64_t begin;  // first token of the segment
         int count;
@@ -369,39 +384,47 @@ struct Join {
             return {of.first_row, of.value_head, static_cast<int>(begin) + place_of(n),
                     static_cast<int>(tokens.batch)};
         }
+        // Whether there are entry queries: behind the first chunk of a map that has vanished there are none.
+        __device__ __forceinline__ bool reads(int n) const {
+            return !found.vanished || place_of(n) < chunked::kTokens<kKey>;
+        }
         // By one thread.
         __device__ __forceinline__ void load(int n) const {
             if (!has(n)) return;
             const int place = n % Smem::kPlaces;
             auto& tile = of.shared.tile(of.warpgroup, place);
             Mbarrier& ready = of.shared.tile_ready[of.warpgroup][place];
-            ready.arrive_expecting(sizeof(tile));
-            TileCoordinates from = at(n);
-            tma_load(shared_address(&tile.outputs), of.maps.o, from, ready.address());
-#pragma unroll
-            for (int panel = 0; panel < kKey / kTmaChannels; ++panel) {
-                from.channel = panel * kTmaChannels;
-                tma_load(shared_address(&tile.queries[panel]), of.maps.entry, from, ready.address());
-            }
+            ready.arrive_expecting(sizeof(tile.outputs) + (reads(n) ? sizeof(tile.queries) : 0));
+            tma_load(shared_address(&tile.outputs), of.maps.o, at(n), ready.address());
+            if (reads(n))
+                copy_bulk(shared_address(tile.queries),
+                          of.notes().entries(of.segment.slot, place_of(n) / kFusedTokens),
+                          sizeof(tile.queries), ready.address());
         }
         __device__ __forceinline__ void add(int n, const Packed (&entered)[kKey / 16]) const {
             const int place = n % Smem::kPlaces;
             auto& tile = of.shared.tile(of.warpgroup, place);
             of.shared.tile_ready[of.warpgroup][place].wait(n / Smem::kPlaces & 1);
-            const wgmma::Operand queries = wgmma::operand<64>(wgmma::uniform(shared_address(tile.queries)));
-            constexpr int kPanelUnits = sizeof(tile.queries[0]) / 16;
+            const wgmma::Operand queries =
+                EntryImage<kKey>::operand(wgmma::uniform(shared_address(tile.queries)));
             const std::uint32_t outputs = shared_address(&tile.outputs);
             float sums[kFusedTokens / 8][4];
             Packed was[kFusedTokens / 16];
-            wgmma::fence();
+            if (reads(n)) {
+                wgmma::fence();
 #pragma unroll
-            for (int step = 0; step < kKey / 16; ++step)
-                wgmma::multiply<T, kFusedTokens / 8, false>(
-                    sums, entered[step], queries + (step / 4 * kPanelUnits + step % 4 * 2), step > 0);
-            wgmma::commit();
+                for (int step = 0; step < kKey / 16; ++step)
+                    wgmma::multiply<T, kFusedTokens / 8, true>(
+                        sums, entered[step], queries + step * EntryImage<kKey>::kStepUnits, step > 0);
+                wgmma::commit();
+                wgmma::wait<0>();
+                wgmma::hold(sums);
+            } else {
+                chunked::each_pair(sums, [&](float2& pair, int row, int) {
+                    pair.x = pair.y = found.lost[row / 8] ? NAN : 0.0f;
+                });
+            }
             load_value_rows(was, outputs);
-            wgmma::wait<0>();
-            wgmma::hold(sums);
 #pragma unroll
             for (int block = 0; block < kFusedTokens / 16; ++block)
 #pragma unroll
@@ -468,8 +491,8 @@ struct Join {
             publish_end();
         }
         Paired::sync_end();
-        const bool of_m = row_block >= p.value_blocks, last = segment.rank + 1 == segment.count;
-        if (of_m || (segment.rank == 0 && !last)) return;
+        const bool last = segment.rank + 1 == segment.count;
+        if (segment.rank == 0 && !last) return;
         if constexpr (kPart == JoinPart::kWaits) return;
         if (kPasses && thread < 32) {
             wait();
@@ -490,7 +513,7 @@ struct Join {
         const int count = static_cast<int>(
             min(tokens.length - before,
                 std::int64_t{found.vanished && !any_lost ? 1 : segment.chunks} * chunked::kTokens<kKey>));
-        const Tiles tiles{*this, tokens, tokens.begin + before, count};
+        const Tiles tiles{*this, found, tokens, tokens.begin + before, count};
         if (leads()) {
             fence_async_proxy();   // what was in these places
             fence_async_global();  // maps and entry queries
@@ -502,7 +525,7 @@ struct Join {
 };
 
 // Registers of a thread behind the walk (setmaxnreg); the roles have had others, as many in all.
-inline constexpr FusedRegisters kJoinRegisters{192, 80, 48};
+inline constexpr FusedRegisters kJoinRegisters{192, 96, 48};
 template <int kWas, int kCount>
 __device__ __forceinline__ void set_registers() {
     if constexpr (kCount < kWas)
@@ -510,24 +533,25 @@ __device__ __forceinline__ void set_registers() {
     else if constexpr (kCount > kWas)
         raise_registers<kCount>();
 }
-template <JoinPart kPart>
-constexpr int registers_of(const FusedRegisters& roles) {
-    return kPart == JoinPart::kPasses ? roles.state : kPart == JoinPart::kAdds ? roles.operand : roles.others;
+constexpr int join_registers(JoinPart part) {
+    return part == JoinPart::kPasses ? kJoinRegisters.state
+           : part == JoinPart::kAdds ? kJoinRegisters.operand
+                                     : kJoinRegisters.others;
 }
 
-// Behind a role. A barrier is one of the cluster, of a warpgroup, or an mbarrier: __syncthreads() in several
-// places is none for synccheck.
-template <JoinPart kPart, class T, int kKey, bool kMayLeaveRange>
+// Behind a role, whose threads have kWas registers. A barrier is one of the cluster, of a warpgroup, or an
+// mbarrier: __syncthreads() in several places is none for synccheck.
+template <JoinPart kPart, int kWas, class T, int kKey>
 __device__ __forceinline__ void join_segments(const DeviceArgs& a, const CarryParams& p,
-                                              const JoinedMaps& maps, FusedShared<kKey, Paired>& shared) {
+                                              const JoinedMaps& maps,
+                                              FusedShared<kKey, PairedWithMap>& shared) {
     Paired::sync_end();
-    set_registers<registers_of<kPart>(Paired::kRegisters<kMayLeaveRange>),
-                  registers_of<kPart>(kJoinRegisters)>();
+    set_registers<kWas, join_registers(kPart)>();
     // Read anew, so that no register keeps it throughout the role.
     unsigned thread;
     asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));
     const Segment segment = shared.segment;
-    const int block = shared.block, column = p.row_blocks.divide(block),
+    const int block = static_cast<int>(blockIdx.x), column = p.row_blocks.divide(block),
               number = a.by_value_heads.divide(column);
     static_assert(sizeof(JoinShared<kKey>) <= sizeof(shared.stages));
     const Join<T, kKey> join{a,

@@ -15,28 +15,32 @@
 //     O^T = S Q~^T + U^T A^T                                  output
 //     S <- S + U^T K+                                         carry
 //
-// Grid: row blocks * value heads * sequences CTAs of five warpgroups. There are two forms (forms.cuh):
+// Grid: row blocks * value heads * sequences (or segments) CTAs of five warpgroups. There are three forms
+// (forms.cuh):
 //
 //     unpaired   a CTA has 128 value rows of a head and prepares every chunk
 //     paired     a CTA has 64, in a cluster of two with 128 of one head; it prepares every other chunk and
-//                sends it to its peer. Softplus gates always take this form.
+//                sends it to its peer. Softplus gates always take this form, or the next one.
+//     with map   as paired, and has 64 rows of the map of its segment besides
 //
 // Where a call is cut, a CTA runs one segment: of FusedSegments behind the chunks of its warm-up, whose
-// outputs are not stored (warm_up.cuh), of Joined for S or for its map (the grid has pairs of CTAs for maps
-// before those for S), and then joins it to those before: behind its role a warpgroup goes on in join.cuh,
-// with registers, named barriers (kJoin) and mbarriers (JoinShared) of that file. Such calls have kernels of
-// their own (Cut): what they have besides would cost all other calls time, even where it is jumped over.
+// outputs are not stored (warm_up.cuh); where segments join (Joined), it makes the segment's map, too, and
+// then joins it to those before: behind its role a warpgroup goes on in join.cuh, with registers, named
+// barriers (kJoin) and mbarriers (JoinShared) of that file. Such calls have kernels of their own (Cut): what
+// they have besides would cost all other calls time, even where it is jumped over.
 //
 // Roles: warpgroups x registers of a thread (setmaxnreg):
 //
-//     role                                          unpaired    paired     paired, softplus gates
-//     state     64 value rows of S; products        2 x 168     1 x 208    1 x 176
-//     operand   norms, gates, operands, scores      2 x 48      3 x 64     3 x 80
-//     load, store: a warp each; solve: two warps    1 x 48      1 x 80     1 x 64
+//                                                              bounded gates           softplus gates
+//     role                                          unpaired   paired     with map     paired     with map
+//     state     64 rows of S or M; products         2 x 168    1 x 208    2 x 168      1 x 176    2 x 144
+//     operand   norms, gates, operands, scores      2 x 48     3 x 64     2 x 48       3 x 80     2 x 72
+//     load, store: a warp each; solve: two warps    1 x 48     1 x 80     1 x 48       1 x 64     1 x 48
 //
 //     Each column adds up to what the five warpgroups start with, 5 x 96.
 //
-// Waits and signals. (u) unpaired form only, (p) paired form only, "peer" a barrier of the other CTA:
+// Waits and signals. (u) unpaired form only, (p) the others only, "peer" a barrier of the other CTA. With map
+// the state warpgroup of M waits for no values, and signals no outputs, which it stores itself.
 //
 //     role      waits for                              then signals
 //     load      operands_free[stage]                   inputs_ready[stage]
@@ -61,10 +65,12 @@
 //     scores_ready     128                      scores are in the stage, overlaps too or (u) in `own`
 //     operands_ready   128 + 32                 operands, factors, scores and inverse are in the stage
 //       (p) 4 + place  1, bytes of the copy     the same, of the peer's chunk
-//     operands_free    (u) 256; (p) 128 + 4     no CTA reads the chunk any more; (u) outputs are in the tile
+//     operands_free    (u) 256; (p) 128 + 4,    no CTA reads the chunk any more; (u) outputs are in the tile
+//                      with map 256 + 8
 //     out_ready (p)    128                      outputs are in the tile
 //     tail_ready (p)   1, 512 bytes             the tail of the peer's chunk is in `tails`
 //     overlaps_free (u)   32                    the solve warp has read the overlaps
+//     map_known (with map) 1, 64 bytes          largest_of_map is there
 //
 //     Five of these have no free barrier of their own. operands_free frees inputs, which the operands
 //     replace, scores and, in the paired form, tails (Paired::kTails). The state role frees values by storing
@@ -80,8 +86,9 @@
 //
 //     unpaired   5 stages of 42 KiB (values included)                     + 14,464 bytes
 //     paired     4 + 2 stages of 35 KiB, 3 tiles of values of 4 KiB       +  4,736 bytes
+//     with map   as paired
 //
-//     A launch asks for sizeof(FusedShared), in whole KiB: 230,400 and 232,448.
+//     A launch asks for sizeof(FusedShared), in whole KiB: 230,400, and 232,448 in pairs.
 #pragma once
 
 #include "cuda/ptx/pdl.cuh"
@@ -117,7 +124,6 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         tma_prefetch_map(maps.g);
         tma_prefetch_map(maps.v);
         tma_prefetch_map(maps.o);
-        if constexpr (kJoined) tma_prefetch_map(maps.entry);
         for (int stage = 0; stage < Shared::kStages; ++stage) {
             shared.inputs_ready[stage].init(1 + 32);
             shared.scores_ready[stage].init(kWarpgroupThreads);
@@ -152,10 +158,7 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         pdl_trigger_and_wait();
     }
     if (warp == 0) {
-        int block = static_cast<int>(blockIdx.x);
-        if constexpr (kJoined) block = block_in_columns(p, maps);
-        Segment segment = own_segment<kKey, kJoined>(a, schedule, p, block);
-        if (kJoined && thread == 0) shared.block = block;
+        Segment segment = own_segment<kKey, false>(a, schedule, p);
         if constexpr (kInParts) {
             const int column = p.row_blocks.divide(static_cast<int>(blockIdx.x)),
                       number = a.by_value_heads.divide(column), first_segment = number - segment.rank;
@@ -172,21 +175,15 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     if (kInParts && shared.warm_up < 0) return end();  // as uniform in a cluster as nothing() below
     // Each role makes its own cursor, so that the roles share no registers.
     const auto make_cursor = [&] {
-        return CursorOf<kKey, kCut>(a, schedule, p, shared.segment, role < 0 ? warp : 0,
-                                    Form::kStateWarpgroups * kWarpgroupWarps, own_block<kCut>(shared));
+        return SegmentCursor<kKey, false>(a, schedule, p, shared.segment,
+                                          role < 0 ? warp % Form::kRowWarps : 0, Form::kRowWarps);
     };
     {
         const auto cursor = make_cursor();
-        if constexpr (!kJoined) {
-            if (role < 0) cursor.zero_skipped(schedule);
-        } else if (role < 0 && !cursor.of_m) {
-            SegmentCursor<kKey, false>(a, schedule, p, shared.segment, warp,
-                                       Form::kStateWarpgroups * kWarpgroupWarps, shared.block)
-                .zero_skipped(schedule);
-        }
+        if (role < 0 && warp < Form::kRowWarps) cursor.zero_skipped(schedule);
         // Must be uniform in a cluster, whose CTAs meet in Form::sync_end(): they are row blocks of one
-        // segment and head, all of S or all of M.
-        if (cursor.nothing(schedule) || (kJoined && cursor.slots.skipped)) return end();
+        // segment and head.
+        if (cursor.nothing(schedule)) return end();
         if (kMayLeaveRange && thread == 0) {
             const int head = a.by_group.divide(cursor.value_head);
             constexpr std::int64_t kBytes = sizeof(T);
@@ -204,23 +201,30 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     if (role < 0) {
         raise_registers<kRegisters.state>();
         FusedStateRole<T, kKey, Form, kMayLeaveRange, kCut>{a, schedule, p, maps, shared}.run(make_cursor());
-        if constexpr (kJoined) join_segments<JoinPart::kPasses, T, kKey, kMayLeaveRange>(a, p, maps, shared);
+        if constexpr (kJoined) {
+            if (warp < kWarpgroupWarps)
+                join_segments<JoinPart::kPasses, kRegisters.state, T, kKey>(a, p, maps, shared);
+            else
+                join_segments<JoinPart::kWaits, kRegisters.state, T, kKey>(a, p, maps, shared);
+        }
     } else if (role < Form::kOperandWarpgroups) {
         lower_registers<kRegisters.operand>();
         const auto cursor = make_cursor();
-        FusedOperandRole<T, kKey, Form, kGate, CursorOf<kKey, kCut>>{a, cursor, shared, role}.run();
-        if constexpr (kJoined) join_segments<JoinPart::kAdds, T, kKey, kMayLeaveRange>(a, p, maps, shared);
+        FusedOperandRole<T, kKey, Form, kGate>{a, cursor, shared, role}.run();
+        if constexpr (kJoined)
+            join_segments<JoinPart::kAdds, kRegisters.operand, T, kKey>(a, p, maps, shared);
     } else {
         lower_registers<kRegisters.others>();
         const int helper = warp % kWarpgroupWarps;
         const auto cursor = make_cursor();
         if (helper == 0)
-            FusedLoadRole<T, kKey, Form, CursorOf<kKey, kCut>>{a, maps, cursor, shared}.run();
+            FusedLoadRole<T, kKey, Form>{a, maps, cursor, shared}.run();
         else if (helper == 1)
             FusedStoreRole<T, kKey, Form, kCut>{a, maps, cursor, shared}.run();
         else
-            FusedSolveRole<T, kKey, Form, CursorOf<kKey, kCut>>{cursor, shared, helper - 2}.run();
-        if constexpr (kJoined) join_segments<JoinPart::kWaits, T, kKey, kMayLeaveRange>(a, p, maps, shared);
+            FusedSolveRole<T, kKey, Form>{cursor, shared, helper - 2}.run();
+        if constexpr (kJoined)
+            join_segments<JoinPart::kWaits, kRegisters.others, T, kKey>(a, p, maps, shared);
     }
     if constexpr (!kJoined) {
         Form::sync_end();

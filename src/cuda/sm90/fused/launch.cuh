@@ -81,28 +81,22 @@ private:
     // Row blocks of a head: in the paired form a whole number of clusters.
     template <class Form>
     static int blocks_of(int rows) {
-        return ceil_div(rows, Form::kPeers * Form::kStateWarpgroups * kWarpgroupRows) * Form::kPeers;
+        return ceil_div(rows, Form::kPeers * Form::kRowWarpgroups * kWarpgroupRows) * Form::kPeers;
     }
 
     template <Gate kGate>
     static void launch_joined(const Slab<ChannelChunk<T, kKey>>& slab, CarryParams p) {
         const DeviceArgs& a = slab.call.args;
-        const std::int64_t row = std::int64_t{a.value_heads} * a.key_dim;
-        JoinedMaps maps{make_maps(a)};
-        maps.notes = slab.notes;
-        maps.entry_rows = {maps.notes.entry, kDtype<T>, a.tokens * row, row, a.key_dim, 1, true};
-        encode(maps.entry, a, maps.entry_rows, a.value_heads, a.key_dim);
-        p.value_blocks = blocks_of<Paired>(a.value_dim), p.row_blocks = divisor(p.value_blocks + kMapBlocks);
-        p.first_from_state = p.last_map = true, p.first_m = false;
-        maps.columns = a.value_heads * slab.schedule.max_segments,
-        maps.value_blocks = divisor(p.value_blocks);
-        const std::size_t blocks = static_cast<std::size_t>(maps.columns) * p.row_blocks.value;
+        JoinedMaps maps{make_maps(a), slab.notes};
+        p.value_blocks = blocks_of<PairedWithMap>(a.value_dim), p.row_blocks = divisor(p.value_blocks);
+        const auto blocks =
+            static_cast<std::size_t>(p.value_blocks) * a.value_heads * slab.schedule.max_segments;
         fill_with_zeros(maps.notes.ended, blocks * sizeof(std::int32_t), slab.call.stream);
-        cuda::launch<fused_prefill<T, kKey, Paired, kGate, Cut::kJoined>>(
+        cuda::launch<fused_prefill<T, kKey, PairedWithMap, kGate, Cut::kJoined>>(
             {.blocks = blocks,
-             .threads = kFusedThreads<Paired>,
-             .shared_bytes = sizeof(FusedShared<kKey, Paired>),
-             .cluster = Paired::kPeers},
+             .threads = kFusedThreads<PairedWithMap>,
+             .shared_bytes = sizeof(FusedShared<kKey, PairedWithMap>),
+             .cluster = PairedWithMap::kPeers},
             slab.call.stream, a, slab.schedule, p, maps);
     }
 

@@ -30,7 +30,7 @@ namespace cula::cuda::sm90 {
 // A 16 x 16 block of a square, as packed accumulators.
 using Block = Packed[1];
 
-template <class T, int kKey, class Form, Gate kGate, class W>
+template <class T, int kKey, class Form, Gate kGate>
 struct FusedOperandRole {
     using Shared = FusedShared<kKey, Form>;
     using Stage = typename Shared::Stage;
@@ -55,7 +55,7 @@ struct FusedOperandRole {
     static constexpr float kLikely = 90.0f, kStillLikely = 75.0f;
 
     const DeviceArgs& a;
-    const W& cursor;
+    const SegmentCursor<kKey, false>& cursor;
     Shared& shared;
     const int number;  // of the operand warpgroup
     // anew() recomputes these for each part of a chunk, so that nothing derived from them stays in registers

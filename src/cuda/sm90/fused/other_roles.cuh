@@ -2,7 +2,7 @@
 // The roles of the fused prefill's last warpgroup: load and store, a warp each, and solve, two.
 //   load role    q, k, gates and beta from global memory to the stages
 //   store role   outputs to global memory, then values of a later chunk into the tile that they leave
-//   solve role   the inverse of a chunk; in the paired form it sends the chunk to the peer, too
+//   solve role   the inverse of a chunk; in pairs it sends the chunk to the peer, too
 #pragma once
 
 #include "cuda/ptx/tma.cuh"
@@ -17,11 +17,11 @@ using chunked::invert_diagonals;
 using chunked::kMostSquares;
 
 // The load role: q, k and gates of the chunks that this CTA prepares by TMA, beta by ordinary loads.
-template <class T, int kKey, class Form, class W>
+template <class T, int kKey, class Form>
 struct FusedLoadRole {
     const DeviceArgs& a;
     const FusedMaps& maps;
-    const W& cursor;
+    const SegmentCursor<kKey, false>& cursor;
     FusedShared<kKey, Form>& shared;
 
     __device__ __forceinline__ void run() const {
@@ -67,23 +67,21 @@ struct FusedLoadRole {
 };
 
 // The store role: stores each chunk's outputs from its tile, unless the chunk belongs to a warm-up, then
-// loads a later chunk's values into the tile. Rows of M have zeros as values, from a head beyond the last
-// one, and entry queries as outputs.
+// loads a later chunk's values into the tile.
 template <class T, int kKey, class Form, Cut kCut>
 struct FusedStoreRole {
     using RowTile = TmaTile<kFusedTokens>;
 
-    static constexpr bool kInParts = kCut == Cut::kInParts, kJoined = kCut == Cut::kJoined;
+    static constexpr bool kInParts = kCut == Cut::kInParts;
 
     const DeviceArgs& a;
-    const MapsOf<kCut>& maps;
-    const CursorOf<kKey, kCut>& cursor;
+    const FusedMaps& maps;
+    const SegmentCursor<kKey, false>& cursor;
     FusedShared<kKey, Form>& shared;
 
     __device__ __forceinline__ void run() const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const FusedCursor<Form> fused(cursor);
-        const bool of_m = kJoined && cursor.of_m;
         const auto place = [&](int i, int warpgroup) {
             return TileCoordinates{cursor.rows.first + warpgroup * kWarpgroupRows, cursor.value_head,
                                    first_token(i), cursor.batch};
@@ -96,17 +94,13 @@ struct FusedStoreRole {
             Mbarrier& ready = shared.values_ready[tile];
             if (by_rows(i)) {
 #pragma unroll 1
-                for (int warpgroup = 0; warpgroup < Form::kStateWarpgroups; ++warpgroup)
-                    load_rows(Form::tile(shared, tile, warpgroup), place(i, warpgroup),
-                              of_m ? 0 : fused.count(i));
+                for (int warpgroup = 0; warpgroup < Form::kRowWarpgroups; ++warpgroup)
+                    load_rows(Form::tile(shared, tile, warpgroup), place(i, warpgroup), fused.count(i));
             } else if (lane == 0) {
-                ready.expect(Form::kStateWarpgroups * static_cast<int>(sizeof(TmaTile<kFusedTokens>)));
-                for (int warpgroup = 0; warpgroup < Form::kStateWarpgroups; ++warpgroup) {
-                    TileCoordinates from = place(i, warpgroup);
-                    if (of_m) from.head = a.value_heads;
-                    tma_load(shared_address(&Form::tile(shared, tile, warpgroup)), maps.v, from,
-                             ready.address());
-                }
+                ready.expect(Form::kRowWarpgroups * static_cast<int>(sizeof(TmaTile<kFusedTokens>)));
+                for (int warpgroup = 0; warpgroup < Form::kRowWarpgroups; ++warpgroup)
+                    tma_load(shared_address(&Form::tile(shared, tile, warpgroup)), maps.v,
+                             place(i, warpgroup), ready.address());
             }
             ready.arrive();
         };
@@ -117,14 +111,14 @@ struct FusedStoreRole {
         for (int i = 0; i < fused.chunks; ++i) {
             Form::wait_for_outputs(shared, tile);
 #pragma unroll 1
-            for (int warpgroup = kInParts && i < shared.warm_up ? Form::kStateWarpgroups : 0;
-                 warpgroup < Form::kStateWarpgroups; ++warpgroup) {
+            for (int warpgroup = kInParts && i < shared.warm_up ? Form::kRowWarpgroups : 0;
+                 warpgroup < Form::kRowWarpgroups; ++warpgroup) {
                 const TileCoordinates to = place(i, warpgroup);
                 const RowTile& from = Form::tile(shared, tile.at, warpgroup);
                 if (by_rows(i))
                     store_rows(from, to, fused.count(i));
                 else if (lane == 0)
-                    tma_store(outputs_map(), to, shared_address(&from));
+                    tma_store(maps.o, to, shared_address(&from));
             }
             if (lane == 0) tma_wait_stores_read();
             __syncwarp();
@@ -136,16 +130,6 @@ struct FusedStoreRole {
     }
 
 private:
-    __device__ __forceinline__ const CUtensorMap& outputs_map() const {
-        if constexpr (kJoined)
-            if (cursor.of_m) return maps.entry;
-        return maps.o;
-    }
-    __device__ __forceinline__ const TokenRows& output_rows() const {
-        if constexpr (kJoined)
-            if (cursor.of_m) return maps.entry_rows;
-        return a.o;
-    }
     __device__ __forceinline__ int first_token(int i) const {
         return static_cast<int>(cursor.first_token) + i * kFusedTokens;
     }
@@ -171,11 +155,10 @@ private:
     }
     __device__ __forceinline__ void store_rows(const RowTile& tile, const TileCoordinates& at,
                                                int count) const {
-        const TokenRows& rows = output_rows();
-        T* const to = static_cast<T*>(rows.data) + rows.offset(cursor.batch, at.token, cursor.value_head);
+        T* const to = static_cast<T*>(a.o.data) + a.o.offset(cursor.batch, at.token, cursor.value_head);
         each_piece(at, [&](int place, int token, int row) {
             if (token < count && row < cursor.rows.end)
-                move_row(to + token * rows.token + row, *reinterpret_cast<const uint4*>(tile.bytes + place));
+                move_row(to + token * a.o.token + row, *reinterpret_cast<const uint4*>(tile.bytes + place));
         });
     }
 };
@@ -183,12 +166,12 @@ private:
 // The solve role: T = (I + diag(beta) L)^-1 diag(beta). A CTA has kSolveWarps solve warps, and each takes
 // every kSolveWarps-th chunk that the CTA prepares. In the paired form the solve warp also sends the chunk to
 // the peer.
-template <class T, int kKey, class Form, class W>
+template <class T, int kKey, class Form>
 struct FusedSolveRole {
     using Shared = FusedShared<kKey, Form>;
     using Stage = typename Shared::Stage;
 
-    const W& cursor;
+    const SegmentCursor<kKey, false>& cursor;
     Shared& shared;
     int number;  // of the solve warp
 
@@ -249,12 +232,12 @@ struct FusedSolveRole {
     }
 
     __device__ __forceinline__ void run() const {
-        const FusedCursor<Form> fused(cursor);
+        const int chunks = FusedCursor<Form>(cursor).chunks;
         unsigned n = static_cast<unsigned>(number);
         typename Form::Sender sender{};
         const auto next = [&] {
-            const int i = fused.chunk(static_cast<int>(n)), stage = n % Shared::kStages;
-            if (i >= fused.chunks) return Found::kNone;
+            const int i = static_cast<int>(n) * Form::kPeers + Form::rank(), stage = n % Shared::kStages;
+            if (i >= chunks) return Found::kNone;
             shared.scores_ready[stage].wait(n / Shared::kStages & 1);
             sender.send_early(shared, n);
             return (i < kCompensatedChunks && cursor.starts_sequence) ||

@@ -47,7 +47,7 @@ struct FusedOutOfRange {
     using Decays = OutOfRangeDecays;
     // The unpaired form has too few registers. It also zeros the blocks above the diagonals once only, which
     // the decays would overwrite.
-    static_assert(kGate == Gate::kBounded || (kGate == Gate::kSoftplus && std::is_same_v<Form, Paired>));
+    static_assert(kGate == Gate::kBounded || (kGate == Gate::kSoftplus && std::is_base_of_v<Paired, Form>));
 
     const DeviceArgs& a;
     Shared& shared;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The state role of the fused prefill: a warpgroup keeps 64 value rows of S [V, K] in accumulators from the
-// first chunk to the last, and issues the products of read, output and carry. (carry/state_role.cuh does the
-// same with chunk operands that prepare has written to global memory.)
+// first chunk to the last, and issues the products of read, output and carry. Where segments join, a second
+// one does so with 64 rows of the map M, without values; their outputs are entry queries (join.cuh).
+// (carry/state_role.cuh does the same with chunk operands that prepare has written to global memory.)
 #pragma once
 
 #include "cuda/ptx/mma.cuh"
@@ -17,7 +18,7 @@ template <class T, int kKey, class Form, bool kMayLeaveRange, Cut kCut>
 struct FusedStateRole {
     using Shared = FusedShared<kKey, Form>;
     using Stage = typename Shared::Stage;
-    using W = CursorOf<kKey, kCut>;
+    using W = SegmentCursor<kKey, false>;
     using Place = typename Form::Place;
     static constexpr int kBlocks = kFusedTokens / 16;
     static constexpr bool kInParts = kCut == Cut::kInParts, kJoined = kCut == Cut::kJoined;
@@ -34,11 +35,13 @@ struct FusedStateRole {
     const CarryParams& p;
     const MapsOf<kCut>& maps;
     Shared& shared;
-    const int warp = static_cast<int>(threadIdx.x) / 32, warpgroup = warp / kWarpgroupWarps;
+    const int warp = static_cast<int>(threadIdx.x) / 32 % Form::kRowWarps, warpgroup = warp / kWarpgroupWarps;
+    const bool of_m = kJoined && wgmma::uniform(threadIdx.x / kWarpgroupThreads) > 0;
 
+    // The number of the warp, which no register keeps where segments join.
+    __device__ __forceinline__ int own_warp() const { return kJoined ? thread_anew() / 32 : warp; }
     __device__ __forceinline__ W cursor_again() const {
-        return W(a, schedule, p, shared.segment, warp, Form::kStateWarpgroups * kWarpgroupWarps,
-                 own_block<kCut>(shared));
+        return W(a, schedule, p, shared.segment, own_warp(), Form::kRowWarps);
     }
     // The products: read_state       product = S tile^T          tile: K^ or Q~
     //               multiply_square  product (+)= rows square^T  square: T or A
@@ -50,6 +53,32 @@ struct FusedStateRole {
         for (int step = 0; step < kKey / 16; ++step)
             wgmma::multiply<T, 4, false>(product, state[step],
                                          b + (step / 4 * kPanelBytes / 16 + step % 4 * 2), step > 0);
+    }
+    // read = S K^^T and out = S Q~^T in steps of 16 channels, each of which is packed just before it: with
+    // softplus gates and two state warpgroups no thread has registers for all of S as an operand. Commits the
+    // last step of `read` before that of `out`.
+    static __device__ __forceinline__ void read_in_steps(Product& read, Product& out, const State& state,
+                                                         std::uint32_t at) {
+        constexpr int kSteps = kKey / 16;
+        const wgmma::Operand keys = wgmma::operand<64>(at + offsetof(FusedPanel, keys)),
+                             query = wgmma::operand<64>(at + offsetof(FusedPanel, query));
+        Packed packed[2];
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            if (step >= 2) wgmma::wait<1>();  // the step that has this place
+            Packed& rows = packed[step % 2];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                const float* const pair = &state[2 * step + w / 2][w % 2 * 2];
+                rows[w] = pack2<T>(pair[0], pair[1]);
+            }
+            wgmma::fence();
+            const int channels = step / 4 * kPanelBytes / 16 + step % 4 * 2;
+            wgmma::multiply<T, 4, false>(read, rows, keys + channels, step > 0);
+            if (step + 1 == kSteps) wgmma::commit();
+            wgmma::multiply<T, 4, false>(out, rows, query + channels, step > 0);
+            wgmma::commit();
+        }
     }
     static __device__ __forceinline__ void multiply_square(Product& product, const Rows& rows,
                                                            std::uint32_t square, bool add) {
@@ -187,42 +216,79 @@ struct FusedStateRole {
         return __ballot_sync(0xffffffffu, found[0]) | std::uint64_t{__ballot_sync(0xffffffffu, found[1])}
                                                           << 32;
     }
-    // Notes of the state before chunk i, or at the end, and the state itself there (Join).
-    __device__ __forceinline__ void note(State& state, const AtEnd& stored, int i, bool ends) const {
+    // B at the segment's end, and which of its rows are without numbers (Join).
+    __device__ __forceinline__ void leave(State& state, const AtEnd& stored) const {
         const W cursor = cursor_again();
         const NotesOf<kKey> notes{a, maps.notes, cursor.value_head};
         const int slot = cursor.rows.first / chunked::kWarpRows;
-        const bool stores = threadIdx.x % 32 == 0;
-        if (!cursor.of_m) {
-            if (!ends) return;
-            const std::uint64_t found = broken(state, stored);
-            if (stores) notes.broken(cursor.number)[slot] = found;
-            StateImage<kKey>::store(state, notes.state(cursor.number, slot / kWarpgroupWarps), stored);
-        } else if (i == kFirstChunk || (ends && i < kFirstChunk)) {
-            const float found = largest(state, stored);
-            if (stores) notes.largest(cursor.number)[slot] = found;
-        }
-        if (cursor.of_m && ends) MapImage<kKey>::store(state, notes.map(cursor.number), cursor.rows, stored);
+        const std::uint64_t found = broken(state, stored);
+        if (threadIdx.x % 32 == 0) notes.broken(cursor.number)[slot] = found;
+        StateImage<kKey>::store(state, notes.state(cursor.number, slot / kWarpgroupWarps), stored);
     }
-    __device__ __forceinline__ void first_state(State& state, const W& cursor) const {
-        if (cursor.of_m)
-            identity<kKey>(state, cursor.rows);
-        else
-            cursor.first_state(state);
+
+    // The warpgroup of M has the rows that that of S has, of a pair for the first 128 ones.
+    static __device__ __forceinline__ RowWindow rows_of_m(const W& cursor) {
+        return {cursor.rows.first, cursor.a.key_dim, cursor.a.key_dim};
+    }
+    // Whether the CTA makes rows of M. The first segment needs none.
+    static __device__ __forceinline__ bool makes_map(const W& cursor) {
+        return cursor.segment.rank > 0 && cursor.rows.first < kKey;
+    }
+    // Notes how large M is behind the first chunk of the segment, and tells the pair. Returns whether it has
+    // vanished, if the walk goes on.
+    __device__ __forceinline__ bool vanishes(State& state, const AtEnd& stored, bool goes_on) const {
+        const W cursor = cursor_again();
+        const float found = largest(state, stored);
+        const int slot = cursor.rows.first / chunked::kWarpRows;
+        const bool first_lane = threadIdx.x % 32 == 0;
+        if (first_lane) NotesOf<kKey>{a, maps.notes, cursor.value_head}.largest(cursor.number)[slot] = found;
+        if (!goes_on) return false;
+        auto& own = shared.own;
+        if (first_lane)
+            for (int rank = 0; rank < Form::kPeers; ++rank)
+                send_to(shared_address(&own.largest_of_map[slot]), {found, found}, own.map_known.address(),
+                        rank);
+        if (threadIdx.x % kWarpgroupThreads == 0) own.map_known.arrive_expecting(sizeof(own.largest_of_map));
+        own.map_known.wait(0);
+        __syncwarp();
+        float most = 0.0f;
+        for (const float2& of : own.largest_of_map) most = max_or_nan(most, of.x);
+        return most <= kVanished;
+    }
+    // The outputs of M for a chunk to the EntryImage of this number.
+    __device__ __forceinline__ void store_entries(const Product& out, int entry) const {
+        auto* const image =
+            static_cast<std::uint32_t*>(maps.notes.entry) + std::int64_t{entry} * EntryImage<kKey>::kWords;
+        const int row = cluster_rank() * kWarpgroupRows + own_warp() * chunked::kWarpRows;
+        EntryImage<kKey>::template store<T>(out, image + EntryImage<kKey>::word(row, lane_anew()));
+    }
+    __device__ __forceinline__ void store_map(State& state, const AtEnd& stored) const {
+        const W cursor = cursor_again();
+        const NotesOf<kKey> notes{a, maps.notes, cursor.value_head};
+        MapImage<kKey>::store(state, notes.map(cursor.number), rows_of_m(cursor), stored);
+    }
+    // Frees the chunks from i on without reading them.
+    __device__ __forceinline__ void free_rest(Place place, int i, int chunks) const {
+#pragma unroll 1
+        for (; i < chunks; ++i) {
+            shared.operands_ready[place.stage()].wait(place.parity());
+            place.free(shared);
+            place.next();
+        }
     }
 
     __device__ __forceinline__ void run(const W& cursor) const {
+        if (of_m && !makes_map(cursor)) return free_rest({}, 0, FusedCursor<Form>(cursor).chunks);
         State state;
-        if constexpr (kJoined)
-            first_state(state, cursor_again());
-        else
-            cursor.first_state(state);
+        cursor.first_state(state);
+        if (of_m) identity<kKey>(state, rows_of_m(cursor_again()));
         // Of a segment that is judged: the largest magnitudes of its values, a pair of 16-bit numbers.
         std::uint32_t values = 0;
         const int chunks = FusedCursor<Form>(cursor).chunks;
-        const bool plain = a.num_checkpoints <= 0 && !a.chunk_states.data;
+        const bool plain = kJoined || (a.num_checkpoints <= 0 && !a.chunk_states.data);
         Place place, next;
         Product read, out;
+        int entry = kJoined ? cursor.segment.slot * kFirstChunk * a.value_heads + cursor.value_head : 0;
         int i = 0;
         bool more = false;  // whether another chunk follows before the next state that may be stored
         // Goes to the next chunk. States may be stored every two chunks: SegmentCursor's have 64 tokens.
@@ -230,12 +296,12 @@ struct FusedStateRole {
             next = place, next.next();
             more = ++i < chunks && (plain || i % 2 == 1);
             if constexpr (kInParts) more = more && i != shared.warm_up;
-            if constexpr (kJoined) more = more && i != kFirstChunk;
+            if constexpr (kJoined) more = more && !(of_m && i == kFirstChunk);
         };
         // Waits for the values and the operands of the next chunk.
         const auto found = [&] {
             if (!more) return Found::kNone;
-            shared.values_ready[place.tile.at].wait(place.tile.parity);
+            if (!of_m) shared.values_ready[place.tile.at].wait(place.tile.parity);
             shared.operands_ready[place.stage()].wait(place.parity());
             return shared.stages[place.stage()].factors.plain() ? Found::kPlain : Found::kOther;
         };
@@ -252,19 +318,29 @@ struct FusedStateRole {
                 scale(state, by);
                 if (by == factors.reads) break;
             }
-            Packed packed[kKey / 16];
-            pack<T>(packed, state);
-            wgmma::fence();
-            read_state(read, packed, at + offsetof(FusedPanel, keys));
-            wgmma::commit();
-            read_state(out, packed, at + offsetof(FusedPanel, query));
-            wgmma::commit();
+            if constexpr (kJoined && kMayLeaveRange) {
+                read_in_steps(read, out, state, at);
+            } else {
+                Packed packed[kKey / 16];
+                pack<T>(packed, state);
+                wgmma::fence();
+                read_state(read, packed, at + offsetof(FusedPanel, keys));
+                wgmma::commit();
+                read_state(out, packed, at + offsetof(FusedPanel, query));
+                wgmma::commit();
+            }
             const bool compensated = factors.compensated;
             if constexpr (!Form::kTilesInStages) advance();
             if (kMayLeaveRange && !kPlain && factors.any_out_of_range) decay_out_of_range(state, factors);
             Rows writes;
             const std::uint32_t own_tile = shared_address(&Form::tile(shared, place.tile.at, warpgroup));
-            load_value_rows(writes, own_tile);
+            if (of_m)
+#pragma unroll
+                for (Packed& block : writes)
+#pragma unroll
+                    for (std::uint32_t& pair : block) pair = 0;
+            else
+                load_value_rows(writes, own_tile);
             if (kInParts && schedule.verdicts.part == chunked::Part::kSegments)
 #pragma unroll
                 for (const Packed& block : writes)
@@ -292,9 +368,14 @@ struct FusedStateRole {
             wgmma::hold(state);
             wgmma::hold(out);
             if (!Form::kTilesInStages && more) place.free(shared);
-            store_value_rows<T>(own_tile, out);  // replaces the values
-            fence_async_proxy();
-            Form::signal_outputs_ready(shared, place);
+            if (!of_m) {
+                store_value_rows<T>(own_tile, out);  // replaces the values
+                fence_async_proxy();
+                Form::signal_outputs_ready(shared, place);
+            } else if constexpr (kJoined) {
+                store_entries(out, entry);
+                entry += a.value_heads;
+            }
             if constexpr (Form::kTilesInStages) {
                 advance();
                 if (more || i == chunks) place.free(shared);
@@ -307,11 +388,19 @@ struct FusedStateRole {
             if constexpr (kInParts)
                 if (schedule.verdicts.part == chunked::Part::kSegments)
                     observe(state, at_end, values, i, i == chunks);
-            if constexpr (!kJoined)
+            if constexpr (!kJoined) {
                 cursor_again().store_asked(state, i == chunks ? cursor_again().segment.chunks : i / 2,
                                            at_end);
-            else
-                note(state, at_end, i, i == chunks);
+            } else if (!of_m) {
+                if (i == chunks) leave(state, at_end);
+            } else {
+                if ((i == kFirstChunk || (i == chunks && i < kFirstChunk)) &&
+                    vanishes(state, at_end, i < chunks)) {
+                    place.free(shared);
+                    return free_rest(next, i, chunks);
+                }
+                if (i == chunks) store_map(state, at_end);
+            }
             if (i == chunks) break;
             if (i > 0) place.free(shared), place = next;  // AtEnd has read the factors of the last chunk
             more = true;
