@@ -258,7 +258,7 @@ def test_most_of_what_forgets_joined_is_what_one_kernel_makes():
     found, whole = run(inputs, JOINED), run(inputs, "sm90:fused")
     same = (found.o == whole.o).all(-1).all(-1)[0]
     assert same[:64].all()
-    assert 0 < (~same).sum() <= 31 * 96  # of the segments behind the first one, 32 at most
+    assert 0 < (~same).sum() <= 7 * 96  # of at most 16 segments, for which there are multiprocessors
 
 
 @pytest.mark.parametrize("bits", [60, 90, 99, 101, 110, 200])

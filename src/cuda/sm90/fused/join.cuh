@@ -104,11 +104,15 @@ struct NotesOf {
     __device__ __forceinline__ std::uint64_t* broken(int number) const {
         return notes.broken + column(number) * SegmentNotes::value_slots(a.value_dim);
     }
-    // The entry queries of the segment's i-th chunk of 32 tokens. slot: Segment::slot.
-    __device__ __forceinline__ void* entries(std::int64_t slot, int i) const {
+    // The entry queries of the segment's i-th chunk of 32 tokens, number entry(slot, i). slot: Segment::slot.
+    // The number of the next chunk is larger by that of value heads.
+    template <class Int>
+    __device__ __forceinline__ Int entry(Int slot, int i) const {
         constexpr int kChunks = chunked::kTokens<kKey> / kFusedTokens;
-        return static_cast<char*>(notes.entry) +
-               ((slot * kChunks + i) * a.value_heads + value_head) * EntryImage<kKey>::kBytes;
+        return (slot * kChunks + i) * a.value_heads + value_head;
+    }
+    __device__ __forceinline__ std::uint32_t* entries(std::int64_t number) const {
+        return static_cast<std::uint32_t*>(notes.entry) + number * EntryImage<kKey>::kWords;
     }
     // One for each CTA.
     __device__ __forceinline__ std::int32_t* ended(int number, int blocks) const {
@@ -398,7 +402,8 @@ struct Join {
             tma_load(shared_address(&tile.outputs), of.maps.o, at(n), ready.address());
             if (reads(n))
                 copy_bulk(shared_address(tile.queries),
-                          of.notes().entries(of.segment.slot, place_of(n) / kFusedTokens),
+                          of.notes().entries(
+                              of.notes().entry(std::int64_t{of.segment.slot}, place_of(n) / kFusedTokens)),
                           sizeof(tile.queries), ready.address());
         }
         __device__ __forceinline__ void add(int n, const Packed (&entered)[kKey / 16]) const {

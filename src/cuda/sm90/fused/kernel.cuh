@@ -39,8 +39,8 @@
 //
 //     Each column adds up to what the five warpgroups start with, 5 x 96.
 //
-// Waits and signals. (u) unpaired form only, (p) the others only, "peer" a barrier of the other CTA. With map
-// the state warpgroup of M waits for no values, and signals no outputs, which it stores itself.
+// Waits and signals. (u) unpaired form only, (p) the two forms in pairs only, "peer" a barrier of the other
+// CTA. The state warpgroup of M waits for no values, and stores its outputs itself.
 //
 //     role      waits for                              then signals
 //     load      operands_free[stage]                   inputs_ready[stage]
@@ -84,11 +84,11 @@
 //
 // Shared memory (K = 128; 227 KiB = 232,448 bytes at most):
 //
-//     unpaired   5 stages of 42 KiB (values included)                     + 14,464 bytes
-//     paired     4 + 2 stages of 35 KiB, 3 tiles of values of 4 KiB       +  4,736 bytes
-//     with map   as paired
+//     unpaired   5 stages of 42 KiB (values included)
+//     in pairs   4 + 2 stages of 35 KiB, 3 tiles of values of 4 KiB
 //
-//     A launch asks for sizeof(FusedShared), in whole KiB: 230,400, and 232,448 in pairs.
+//     and barriers, scales, tails and, unpaired, overlaps. A launch asks for sizeof(FusedShared), in whole
+//     KiB: 230,400, and 232,448 in pairs.
 #pragma once
 
 #include "cuda/ptx/pdl.cuh"

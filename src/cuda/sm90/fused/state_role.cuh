@@ -38,7 +38,7 @@ struct FusedStateRole {
     const int warp = static_cast<int>(threadIdx.x) / 32 % Form::kRowWarps, warpgroup = warp / kWarpgroupWarps;
     const bool of_m = kJoined && wgmma::uniform(threadIdx.x / kWarpgroupThreads) > 0;
 
-    // The number of the warp, which no register keeps where segments join.
+    // The number of the warp; where segments join it is read anew each time, so that no register keeps it.
     __device__ __forceinline__ int own_warp() const { return kJoined ? thread_anew() / 32 : warp; }
     __device__ __forceinline__ W cursor_again() const {
         return W(a, schedule, p, shared.segment, own_warp(), Form::kRowWarps);
@@ -216,17 +216,20 @@ struct FusedStateRole {
         return __ballot_sync(0xffffffffu, found[0]) | std::uint64_t{__ballot_sync(0xffffffffu, found[1])}
                                                           << 32;
     }
-    // B at the segment's end, and which of its rows are without numbers (Join).
-    __device__ __forceinline__ void leave(State& state, const AtEnd& stored) const {
+    __device__ __forceinline__ NotesOf<kKey> notes_of(const W& cursor) const {
+        return {a, maps.notes, cursor.value_head};
+    }
+    // Stores B at the segment's end, and which of its rows have a NaN or an infinity (Join).
+    __device__ __forceinline__ void store_b(State& state, const AtEnd& stored) const {
         const W cursor = cursor_again();
-        const NotesOf<kKey> notes{a, maps.notes, cursor.value_head};
+        const NotesOf<kKey> notes = notes_of(cursor);
         const int slot = cursor.rows.first / chunked::kWarpRows;
         const std::uint64_t found = broken(state, stored);
         if (threadIdx.x % 32 == 0) notes.broken(cursor.number)[slot] = found;
         StateImage<kKey>::store(state, notes.state(cursor.number, slot / kWarpgroupWarps), stored);
     }
 
-    // The warpgroup of M has the rows that that of S has, of a pair for the first 128 ones.
+    // The rows of M that a warp has: of the same numbers as the value rows of S in the head's first pair.
     static __device__ __forceinline__ RowWindow rows_of_m(const W& cursor) {
         return {cursor.rows.first, cursor.a.key_dim, cursor.a.key_dim};
     }
@@ -234,14 +237,14 @@ struct FusedStateRole {
     static __device__ __forceinline__ bool makes_map(const W& cursor) {
         return cursor.segment.rank > 0 && cursor.rows.first < kKey;
     }
-    // Notes how large M is behind the first chunk of the segment, and tells the pair. Returns whether it has
-    // vanished, if the walk goes on.
+    // Stores the largest magnitude of M after the segment's first chunk, and, if the walk goes on, exchanges
+    // it with the pair's other warps of M and returns whether all of M has vanished.
     __device__ __forceinline__ bool vanishes(State& state, const AtEnd& stored, bool goes_on) const {
         const W cursor = cursor_again();
         const float found = largest(state, stored);
         const int slot = cursor.rows.first / chunked::kWarpRows;
         const bool first_lane = threadIdx.x % 32 == 0;
-        if (first_lane) NotesOf<kKey>{a, maps.notes, cursor.value_head}.largest(cursor.number)[slot] = found;
+        if (first_lane) notes_of(cursor).largest(cursor.number)[slot] = found;
         if (!goes_on) return false;
         auto& own = shared.own;
         if (first_lane)
@@ -255,17 +258,16 @@ struct FusedStateRole {
         for (const float2& of : own.largest_of_map) most = max_or_nan(most, of.x);
         return most <= kVanished;
     }
-    // The outputs of M for a chunk to the EntryImage of this number.
+    // Stores the outputs of M for a chunk as EntryImage number `entry`.
     __device__ __forceinline__ void store_entries(const Product& out, int entry) const {
-        auto* const image =
-            static_cast<std::uint32_t*>(maps.notes.entry) + std::int64_t{entry} * EntryImage<kKey>::kWords;
+        const NotesOf<kKey> notes{a, maps.notes, 0};  // the number says of which head
         const int row = cluster_rank() * kWarpgroupRows + own_warp() * chunked::kWarpRows;
-        EntryImage<kKey>::template store<T>(out, image + EntryImage<kKey>::word(row, lane_anew()));
+        EntryImage<kKey>::template store<T>(out,
+                                            notes.entries(entry) + EntryImage<kKey>::word(row, lane_anew()));
     }
     __device__ __forceinline__ void store_map(State& state, const AtEnd& stored) const {
         const W cursor = cursor_again();
-        const NotesOf<kKey> notes{a, maps.notes, cursor.value_head};
-        MapImage<kKey>::store(state, notes.map(cursor.number), rows_of_m(cursor), stored);
+        MapImage<kKey>::store(state, notes_of(cursor).map(cursor.number), rows_of_m(cursor), stored);
     }
     // Frees the chunks from i on without reading them.
     __device__ __forceinline__ void free_rest(Place place, int i, int chunks) const {
@@ -288,7 +290,8 @@ struct FusedStateRole {
         const bool plain = kJoined || (a.num_checkpoints <= 0 && !a.chunk_states.data);
         Place place, next;
         Product read, out;
-        int entry = kJoined ? cursor.segment.slot * kFirstChunk * a.value_heads + cursor.value_head : 0;
+        int entry = 0;
+        if constexpr (kJoined) entry = notes_of(cursor).entry(cursor.segment.slot, 0);
         int i = 0;
         bool more = false;  // whether another chunk follows before the next state that may be stored
         // Goes to the next chunk. States may be stored every two chunks: SegmentCursor's have 64 tokens.
@@ -392,7 +395,7 @@ struct FusedStateRole {
                 cursor_again().store_asked(state, i == chunks ? cursor_again().segment.chunks : i / 2,
                                            at_end);
             } else if (!of_m) {
-                if (i == chunks) leave(state, at_end);
+                if (i == chunks) store_b(state, at_end);
             } else {
                 if ((i == kFirstChunk || (i == chunks && i < kFirstChunk)) &&
                     vanishes(state, at_end, i < chunks)) {
