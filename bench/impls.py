@@ -29,15 +29,12 @@ KEEPS = Impl(
 # The kernels that every GPU has, where dispatch prefers those of Hopper.
 PORTABLE = Impl("cula:sm80", cula_bind("sm80"), lambda p, _case: p == "prefill")
 
-# What dispatch does not pick by itself, since it pays only where all heads forget.
-IN_SEGMENTS = Impl(
-    "cula:sm90:fused_segments",
-    cula_bind("sm90:fused_segments"),
+# What dispatch picks for few heads, forced also where it does not.
+JOINED = Impl(
+    "cula:sm90:joined",
+    cula_bind("sm90:joined"),
     lambda p, case: p == "prefill" and case.algorithm == "kda" and case.gate != "log_decay",
 )
-
-# What dispatch picks for few heads, forced also where it does not.
-JOINED = dataclasses.replace(IN_SEGMENTS, name="cula:sm90:joined", bind=cula_bind("sm90:joined"))
 
 
 def cpu_impls() -> list[Impl]:

@@ -56,12 +56,6 @@ STYLES = {
     "cudnn:given": {"label": "cuDNN, all given", "color": "#56B4E9", "linestyle": ":", "marker": "v"},
     "cudnn:whole": {"label": "cuDNN, whole call", "color": "#E69F00", "linestyle": "-.", "marker": "X"},
     "flashinfer": {"label": "FlashInfer", "color": "#E69F00", "linestyle": "--", "marker": "P", "zorder": 2},
-    "cula:sm90:fused_segments": {
-        "label": "cula, in segments",
-        "color": "#0072B2",
-        "linestyle": ":",
-        "marker": "v",
-    },
     "cula:sm90:joined": {"label": "cula, joined", "color": "#0072B2", "linestyle": "--", "marker": "^"},
     "floor": {"label": "floor", "color": "#7A7A7A", "linestyle": ":", "linewidth": 1.6, "zorder": 1},
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
-from bench.impls import IN_SEGMENTS, JOINED, KEEPS, PORTABLE, cpu_impls
+from bench.impls import JOINED, KEEPS, PORTABLE, cpu_impls
 from cula.bench import cpu, gpu
 from cula.bench.impls import COPY_DRAFTS, COPY_STATE, OURS, READ_STATE, Impl
 from cula_testing.cases import (
@@ -103,11 +103,11 @@ def gpu_impls_and_portable() -> list[Impl]:
 
 
 def gpu_impls_for_few_heads() -> list[Impl]:
-    """Those, ours in segments, and cuDNN's kernel with more and with less done beforehand."""
+    """Those, ours in segments that join, and cuDNN's kernel with more and with less done beforehand."""
     from bench.peers import cudnn_forms
 
     ours, *others = gpu_impls()
-    return [ours, IN_SEGMENTS, JOINED, *others, *cudnn_forms()]
+    return [ours, JOINED, *others, *cudnn_forms()]
 
 
 def _fla_kinds_only(impl: Impl, case: Case) -> bool:

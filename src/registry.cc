@@ -61,7 +61,6 @@ constexpr Kernel kKernels[] = {
 #if defined(CULA_WITH_CUDA)
     CULA_CHUNKED_ROW("sm90", Pass::kPrefill, sm90, StrategyKind::kAny),
     CULA_CHUNKED_ROW("sm90:fused", Pass::kPrefill, sm90, StrategyKind::kFused),
-    CULA_CHUNKED_ROW("sm90:fused_segments", Pass::kPrefill, sm90, StrategyKind::kFusedSegments),
     CULA_CHUNKED_ROW("sm90:joined", Pass::kPrefill, sm90, StrategyKind::kJoined),
     CULA_CHUNKED_ROW("sm90:whole", Pass::kPrefill, sm90, StrategyKind::kWhole),
     CULA_CHUNKED_ROW("sm90:segments", Pass::kPrefill, sm90, StrategyKind::kSegments),

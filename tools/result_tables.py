@@ -24,7 +24,6 @@ PEERS = {
     "cudnn:given": "cuDNN, all given,",
     "cudnn:whole": "cuDNN's whole call",
     "flashinfer": "FlashInfer",
-    "cula:sm90:fused_segments": "`sm90:fused_segments`",
     "cula:sm90:joined": "`sm90:joined`",
 }
 PORTABLE = {"cula:sm80": "`sm80`"}  # ours, forced

@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # What to ask about for a kind of device. A GPU need not be here: its kernels answer for any architecture.
 PLACES = {"cpu": ("cpu",), "cuda": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")}
 
-STRATEGIES = ("fused", "fused_segments", "joined", "whole", "halves", "segments")
+STRATEGIES = ("fused", "joined", "whole", "halves", "segments")
 
 DECAYS = {
     "none": "none",

@@ -94,8 +94,6 @@ struct DeviceArgs {
     const void* cu_seqlens = nullptr;
 
     States initial, final, checkpoints;
-    States
-        initial_copy;  // [N, HV, V, K]: what a call in parts starts from, since it updates `initial` in place
     Indices initial_indices, final_indices;
     const bool* has_initial = nullptr;
 
@@ -182,14 +180,9 @@ CULA_HOST_DEVICE StateSlots states_of(const DeviceArgs& a, std::int64_t n) {
     slots.skipped =
         (a.initial_indices.data && is_null(a, read_pool, from)) || (write.data && is_null(a, write_pool, to));
     if (slots.skipped) return slots;
-    if (a.initial.data && (!a.has_initial || a.has_initial[n]))
-        slots.initial = a.initial_copy.data ? n : from;
+    if (a.initial.data && (!a.has_initial || a.has_initial[n])) slots.initial = from;
     if (a.final.data) slots.final = to;
     return slots;
-}
-// What the slots of states_of are slots of.
-CULA_HOST_DEVICE const States& initial_states(const DeviceArgs& a) {
-    return a.initial_copy.data ? a.initial_copy : a.initial;
 }
 
 // The same for calls that may have state_indices (verify). With them a sequence starts from the slot of its

@@ -23,7 +23,6 @@ namespace {
 using chunked::Candidate;
 using chunked::CarryTraits;
 using chunked::Fused;
-using chunked::FusedSegments;
 using chunked::Joined;
 using chunked::kind;
 using chunked::PrefillPlan;
@@ -296,31 +295,6 @@ TEST(Plan, AFormOfTheFusedKernelThatIsNotTooLongForSkewedLengths) {
         EXPECT_EQ(std::get<Fused>(call.plan().strategy).warpgroups, 1);
         EXPECT_EQ(std::get<Fused>(planned(call.find(StrategyKind::kFused)).strategy).warpgroups, 2);
     }
-}
-
-TEST(Plan, SegmentsOfTheFusedKernelFillTheDevice) {
-    const auto cut = [](Sketch call) {
-        call.with_fused = true, call.costs = kFusedCosts;
-        const auto plan = call.find(StrategyKind::kFusedSegments);
-        return plan ? std::get<FusedSegments>(plan->strategy).chunks : 0;
-    };
-    EXPECT_EQ(cut({.heads = 16, .tokens = 8192}), 16);  // eight of 128 chunks, in CTAs alone
-    EXPECT_EQ(cut({.heads = 16, .tokens = 8192, .packed = true}), 16);
-    EXPECT_EQ(cut({.heads = 4, .tokens = 512}), 2);
-    EXPECT_EQ(cut({.heads = 4, .tokens = 128}), 0);  // no shorter ones
-    EXPECT_EQ(cut({.heads = 67, .tokens = 8192}), 0);
-    EXPECT_EQ(cut({.heads = 16, .tokens = 8192, .invariant = true}), 0);
-    for (bool packed : {false, true})  // a batch and the same sequences packed get the same bits
-        EXPECT_EQ(cut({.heads = 16, .sequences = 4, .tokens = 8192, .packed = packed}), 64);
-    // Packed sequences that stay whole, unless one is longer than the others.
-    EXPECT_EQ(cut({.heads = 16, .sequences = 8, .tokens = 2048, .packed = true}), 32);
-    EXPECT_EQ(cut({.heads = 16, .sequences = 8, .tokens = 2048}), 0);
-    EXPECT_EQ((Sketch{.heads = 16, .tokens = 8192}).find(StrategyKind::kFusedSegments), std::nullopt);
-
-    Sketch wanted{.heads = 48, .tokens = 8192};
-    wanted.with_fused = true, wanted.costs = kFusedCosts;
-    EXPECT_NE(wanted.chosen(), StrategyKind::kFusedSegments);  // the host does not know whether heads forget
-    wanted.expect_one_slab(StrategyKind::kFusedSegments, 128, 2);
 }
 
 TEST(Plan, JoinedSegmentsRunAllAtOnce) {

@@ -47,7 +47,7 @@ def _rows(
 
 
 # Ways to run a chunked prefill, which take few calls and have tests of their own (tests/gpu).
-STRATEGIES = ("fused", "fused_segments", "joined", "whole", "halves", "segments")
+STRATEGIES = ("fused", "joined", "whole", "halves", "segments")
 
 
 def is_strategy(target: str) -> bool:

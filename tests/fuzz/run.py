@@ -205,8 +205,8 @@ def _in_pieces(call: Call) -> bool:
     )
 
 
-# What `sm90:fused`, `sm90:fused_segments` and `sm90:joined` find out when they are called, and `explain`,
-# which knows no tensors, does not say; and where it is so.
+# What `sm90:fused` and `sm90:joined` find out when they are called, and `explain`, which knows no tensors,
+# does not say; and where it is so.
 DECLINED = {
     "it normalizes q and k (qk_l2norm)": lambda call: not call.case.qk_l2norm,
     "it takes scale up to 256, got ": lambda call: abs(call.case.scale or 0) > 256,
@@ -225,7 +225,7 @@ def expected_refusal(call: Call, raised: Exception) -> str:
     text, case = str(raised), call.case
     if not isinstance(raised, ValueError):
         return ""
-    found = re.search(r'backend "sm90:(?:fused|fused_segments|joined)" does not take this call: (.*)', text)
+    found = re.search(r'backend "sm90:(?:fused|joined)" does not take this call: (.*)', text)
     reason = found[1] if found else ""
     if any(reason.startswith(sentence) and holds(call) for sentence, holds in DECLINED.items()):
         return "declined for its memory, scale, beta or norm"

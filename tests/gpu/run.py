@@ -46,9 +46,8 @@ FLA_FILES = (
 FUZZED = {
     "cuda": {
         "sm90": ([], 0.3),
-        "sm90:fused": (["--with", "one_kernel"], 0.1),
-        "sm90:fused_segments": (["--with", "one_kernel"], 0.1),
-        "sm90:joined": (["--with", "one_kernel"], 0.1),
+        "sm90:fused": (["--with", "one_kernel"], 0.15),
+        "sm90:joined": (["--with", "one_kernel"], 0.15),
         "sm80": ([], 0.2),
         "auto": ([], 0.2),
     },

@@ -254,14 +254,8 @@ def by_one_kernel() -> Iterator[Call]:
         yield ready("prefill", "kda", lengths=(230 if heads == 1 else 70,), **sizes)
         yield ready("varlen", "kda", lengths=(33, 0, 64, 7), **sizes)
         yield ready("states on the way", "kda", lengths=(130,), **sizes)
-    # In segments: in pairs, alone; heads that forget, and others.
-    fields |= {"backend": "sm90:fused_segments", "beta_is_logit": True}
-    for heads, gate in ((2, "bounded"), (40, "bounded"), (2, "softplus")):
-        sizes = {"heads": heads, "value_heads": heads, **fields, "gate": gate}
-        for decay in ("forgetting", "lasting"):
-            yield ready("prefill", "kda", lengths=(330,), decay=decay, **sizes)
-            yield ready("varlen", "kda", lengths=(330, 0, 70), decay=decay, **sizes)
-    fields |= {"backend": "sm90:joined"}
+    # In segments that join: heads that forget, and others.
+    fields |= {"backend": "sm90:joined", "beta_is_logit": True}
     for gate in ("bounded", "softplus"):
         sizes = {"heads": 2, "value_heads": 2, **fields, "gate": gate}
         for decay in ("forgetting", "lasting"):

@@ -53,7 +53,7 @@ def test_every_strategy_of_raw_gates_obeys_the_rule(gate):
     case = Case(
         "kda", (64 * 40,), gate=gate, gate_dtype=torch.bfloat16, qk_l2norm=True, beta_is_logit=True, **SMALL
     )  # fmt: skip
-    each_obeys_the_rule(case, {"fused", "fused_segments", "joined", "whole", "segments"})
+    each_obeys_the_rule(case, {"fused", "joined", "whole", "segments"})
 
 
 def test_a_strategy_that_is_none_is_refused():

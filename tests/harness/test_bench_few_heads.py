@@ -91,7 +91,6 @@ def test_what_is_compared(monkeypatch):
     for entry in (SUITE.entries[0], SUITE.entries[-1]):
         assert [impl.name for impl in SUITE.impls_of(entry)] == [
             "cula",
-            "cula:sm90:fused_segments",
             "cula:sm90:joined",
             "cudnn",
             "cudnn:given",

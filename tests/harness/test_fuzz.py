@@ -373,7 +373,7 @@ def test_what_may_be_declined(reason, fields, expected):
     plain = {"gate": "softplus", "gate_dtype": "bfloat16", "value_dim": 24}
     case = sample("prefill", **(plain | fields))
     call = Call(case, Values(case), "cpu")
-    for way in ("fused", "fused_segments", "joined"):
+    for way in ("fused", "joined"):
         raised = ValueError(f'prefill: backend "sm90:{way}" does not take this call: {reason}')
         assert bool(expected_refusal(call, raised)) == expected
     assert not expected_refusal(

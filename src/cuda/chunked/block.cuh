@@ -168,13 +168,10 @@ __device__ __forceinline__ bool per_chunk(const Schedule& schedule) {
 }
 // PDL of prepare, before it touches global memory: wait for the kernels before, then let the carry start.
 // Where the carry waits per chunk, the trigger comes later, from lead_carry().
-// Beside segments (Part::kRemembering) its end is the trigger of maps: their CTAs would occupy
-// multiprocessors that other CTAs of prepare need.
 template <int kKey>
 __device__ __forceinline__ void follow_kernels_before_carry(const Schedule& schedule) {
-    follow_kernels_or_judge(schedule);
-    const bool at_end = schedule.verdicts.part == Part::kRemembering && !schedule.waits.operands;
-    if (!per_chunk<kKey>(schedule) && !at_end) pdl_trigger();
+    pdl_wait();
+    if (!per_chunk<kKey>(schedule)) pdl_trigger();
 }
 // lead_carry: by one thread, before the carry may start. It
 // marks the CTA's chunks as unprepared and triggers the carry.

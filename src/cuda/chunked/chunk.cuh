@@ -149,43 +149,6 @@ struct alignas(16) PackedChunk {
     std::int32_t count = 0, sequence = 0;
 };
 
-// What a segment of the fused kernel has seen (FusedSegments), of 16 value rows.
-struct Magnitudes {
-    // Of the values, and of the state where the segment starts and where it ends. NaN if that holds one.
-    float most;
-    // Of the state behind the warm-up; infinite without one.
-    float least;
-};
-// The parts of a call of FusedSegments, in this order.
-enum class Part : std::uint8_t {
-    kWhole,        // of any other call: all of it
-    kJudge,        // finds the heads that remember, and the warm-ups of the others
-    kSegments,     // runs those others
-    kRemembering,  // runs the heads that remember, beside the part before
-    kUnsettled,    // runs those heads once more of whose segments something was left out that shows
-};
-// A sequence's value head is settled where what its segments left out does not show: then its outputs and its
-// final state are right.
-struct Verdicts {
-    Part part = Part::kWhole;
-    // The first kernel of kRemembering: of those before it, the judge has ended; segments need not have.
-    bool beside_segments = false;
-    std::int32_t* warm_up = nullptr;    // [segments, HV]: in chunks
-    Magnitudes* of = nullptr;           // [segments, HV, slots]: a slot per warp of value rows
-    std::int32_t* remembers = nullptr;  // [N, HV], like the next two; all begin as zeros
-    std::int32_t* arrived = nullptr;    // how many of the head's slots are there
-    std::int32_t* settled = nullptr;
-    std::int32_t* ended = nullptr;  // [2]: how many CTAs of kSegments have ended; whether all have
-
-    static constexpr int slots(std::int64_t value_dim) { return value_dim <= 128 ? 8 : 16; }
-    // Numbers from `remembers` on that begin as zeros.
-    static constexpr std::int64_t zeros(std::int64_t heads) { return 3 * heads + 2; }
-};
-// A segment leaves out less than 2^(kForgotten + 19) times the largest magnitude before it: a row of the
-// state is at most 2^18 values long, and the norm of a row of 128 numbers at most 2^3.5 of them. It must not
-// show beside 2^-24 of what the state behind the warm-up has.
-inline constexpr float kMostBeforeLeast = 0x1p21f;
-
 // What the segments of Joined leave to one another (sm90/fused/join.cuh). A slot is of the 16 rows of a warp.
 struct SegmentNotes {
     void* entry = nullptr;    // entry queries, of the type of q: [chunks of 32 tokens, HV, K x 32]
@@ -219,7 +182,6 @@ struct Schedule {
     std::int32_t slab_begin = 0, slab_end = 0;  // chunks of this launch
     std::int32_t max_segments = 0;
     CarryWaits waits;
-    Verdicts verdicts;
     std::int32_t ahead = 0;  // distance in chunks from those being prepared to those being prefetched
     // Without cu_seqlens: chunks of a sequence, and how many segments a sequence has in this slab.
     std::int32_t chunks = 0;
@@ -289,24 +251,6 @@ __device__ __forceinline__ Segment segment_of(const DeviceArgs& a, const Schedul
     if (sequence >= a.sequences) return {};
     return segment_of_piece(s, sequence, sequence * s.chunks, (sequence + 1) * s.chunks,
                             i - piece * static_cast<std::int32_t>(s.by_pieces.value));
-}
-
-// Whether the head belongs to another part of the call, so that this one has nothing to do.
-__device__ __forceinline__ bool left_out(const DeviceArgs& a, const Schedule& s, int sequence,
-                                         int value_head) {
-    const Verdicts& verdicts = s.verdicts;
-    if (verdicts.part != Part::kRemembering && verdicts.part != Part::kUnsettled) return false;
-    const int head = sequence * a.value_heads + value_head;
-    const bool remembers = __ldcg(verdicts.remembers + head) != 0;
-    return verdicts.part == Part::kRemembering ? !remembers
-                                               : remembers || __ldcg(verdicts.settled + head) != 0;
-}
-
-// PDL wait of a kernel that may be the first of kRemembering: all CTAs of the segments before it have waited
-// for the judge, and then triggered. Of what the judge wrote, prepare reads `remembers` alone, past the
-// first-level cache (left_out), in which older numbers may be; what reads more of it needs a fence.
-__device__ __forceinline__ void follow_kernels_or_judge(const Schedule& s) {
-    if (!s.verdicts.beside_segments) pdl_wait();
 }
 
 struct ChunkPlace {

@@ -237,7 +237,6 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
     const int tile = static_cast<int>(blockIdx.x) % tiles,
               value_head = static_cast<int>(blockIdx.x) / tiles % a.value_heads,
               sequence = static_cast<int>(blockIdx.x) / tiles / a.value_heads;
-    if (!kTotal && left_out(a, schedule, sequence, value_head)) return;
     const FirstSegment first(a, schedule, sequence, shared.first);
     if (!kTotal && first.count <= 1) return;
 
@@ -272,7 +271,7 @@ __global__ void __launch_bounds__(kComposeThreads<kKey>)
         const StateSlots slots = states_of(a, sequence);
         if (slots.skipped) return;
         const std::int64_t slot = first.chunk > 0 ? 0 : slots.initial;
-        if (slot >= 0) x = own.load(first.chunk > 0 ? p.slab_start : initial_states(a), slot, value_head);
+        if (slot >= 0) x = own.load(first.chunk > 0 ? p.slab_start : a.initial, slot, value_head);
         --chain.count;  // no segment follows the last one
         start = static_cast<float*>(p.starts.data) + p.starts.offset(first.number + 1, value_head) +
                 row.row * kKey + row.channel;

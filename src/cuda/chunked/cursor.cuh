@@ -295,9 +295,9 @@ struct SegmentCursor {
     }
 
     // Whether the CTA has no work: no such segment; the map of a last segment or the M of a first one that no
-    // one reads; a sequence with the null index; or a head of another part.
-    __device__ __forceinline__ bool nothing(const Schedule& schedule) const {
-        if (segment.sequence < 0 || left_out(a, schedule, segment.sequence, value_head)) return true;
+    // one reads; or a sequence with the null index.
+    __device__ __forceinline__ bool nothing() const {
+        if (segment.sequence < 0) return true;
         if (kMaps && segment.rank + 1 >= segment.count && !p.last_map) return true;
         if (of_m && segment.rank == 0 && !p.first_m) return true;
         return slots.skipped && (!kMaps || p.halves);
@@ -356,7 +356,7 @@ struct SegmentCursor {
             else if (!starts_sequence)
                 from = p.slab_start;
             else if (slots.initial >= 0)
-                from = initial_states(a), slot = slots.initial;
+                from = a.initial, slot = slots.initial;
         }
         if (from.data) return load_state<kKey>(state, from, from.offset(slot, value_head), rows);
         const int lane_row = rows.row(), lane_channel = RowWindow::channel();

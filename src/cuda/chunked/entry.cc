@@ -61,13 +61,9 @@ Support refuses(StrategyKind kind) {
                                " chunks or more in two, where both halves fit the device at once; not in "
                                "batch-invariant mode, and only delta rules with one decay per token");
         case StrategyKind::kJoined:
-            return Support::no("cuts sequences of at least " + std::to_string(2 * kLeastFusedSegment) +
+            return Support::no("cuts sequences of at least " + std::to_string(2 * kLeastJoined) +
                                " chunks into segments that fit the device at once, with their maps; none in "
                                "batch-invariant mode");
-        case StrategyKind::kFusedSegments:
-            return Support::no("cuts sequences of more than " + std::to_string(kLeastFusedSegment) +
-                               " chunks into segments that fit the device at once; none in batch-invariant "
-                               "mode");
         case StrategyKind::kAny:
         case StrategyKind::kFused:
         case StrategyKind::kWhole: break;

@@ -13,17 +13,14 @@
 //     Halves         maps of first halves, carry
 //     Segments       carry of first segments (first_beside_maps only), maps, compose, carry
 //     Joined         one kernel, for segments that join by themselves
-//     FusedSegments  a judge; one kernel for the heads that forget; beside it what another strategy
-//                    launches, for those that remember; the one kernel once more, over whole sequences, for
-//                    those that are not settled
 //
 // A segment call with Args::keep is the first half of a prefill, up to the maps. If it is
 // asked for the map of the sequence, one compose kernel makes that from the segments' maps.
 // The prefill that gets its workspace as `kept` is the second half, from compose on.
 #pragma once
 
-#include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 
@@ -129,8 +126,7 @@ class Launches {
                   (kDiagonal && !kPerChannel));  // what prepare_token and carries reverse
 
 public:
-    // verdicts: says which part of a call this is.
-    Launches(const Call& call, const PrefillPlan& plan, const Verdicts& verdicts = {})
+    Launches(const Call& call, const PrefillPlan& plan)
         : call_(call),
           a_(call.args),
           plan_(plan),
@@ -143,18 +139,18 @@ public:
         p_.map_m = float_states(workspace_.map_m, 0, a_.value_heads, kDiagonal ? 1 : a_.key_dim, kKey);
 
         schedule_ = schedule_of<kKey>(a_, call.multiprocessors, plan, workspace_.packed, workspace_.segments);
-        schedule_.verdicts = verdicts;
-        schedule_.verdicts.beside_segments = remembering();
         schedule_.waits.operands =
             waits_itself() && workspace_.operands && plan.shape.chunks > 0 && !plan.makes_maps() && !found_;
-        allow_early(!plan.cuts());
+        // Where maps are composed, only a carry that waits for compose itself may start early: waiting CTAs
+        // of other kernels would occupy multiprocessors that maps still need.
+        early_.allow(!plan.cuts());
     }
 
     void run() {
         for (int slab = 0; slab < plan_.slabs(); ++slab) {
             begin(slab);
             if constexpr (Carry::kFuses)
-                if (plan_.fuses()) return launch_first([&] { Carry::launch_fused(this->slab(), p_); });
+                if (plan_.fuses()) return Carry::launch_fused(this->slab(), p_);
             prepare();
             if (call_.segment)
                 maps_of_call();
@@ -164,17 +160,6 @@ public:
     }
 
 private:
-    bool remembering() const { return schedule_.verdicts.part == Part::kRemembering; }
-    // Where maps are composed, only a carry that waits for compose itself may start early: waiting CTAs of
-    // other kernels would occupy multiprocessors that maps still need. A kernel beside segments has to start
-    // early, or it would wait for those; there prepare lets the next one start at its end.
-    void allow_early(bool allowed) { early_.allow(allowed || remembering()); }
-    // Launches the kernel that is the first of kRemembering, if none was launched before.
-    template <class Launch>
-    void launch_first(Launch launch) {
-        launch();
-        schedule_.verdicts.beside_segments = false;
-    }
     bool waits_itself() const { return call_.follows && Carry::kWaitsItself && !call_.segment; }
     SlabOf<Carry> slab() { return {call_, plan_, schedule_, workspace_.operands, early_, workspace_.notes}; }
     int pieces() const { return static_cast<int>(schedule_.by_pieces.value); }
@@ -194,11 +179,9 @@ private:
         };
         p_.slab_start = unfinished(slab, 1), p_.slab_end = unfinished(slab + 1, 1);
         p_.slab_end.slot = 0;  // one slot, since only one sequence can continue into the next slab
-        if (workspace_.packed && schedule_.verdicts.part != Part::kSegments)  // the judge has found it
-            launch_first([&] {
-                launch_schedule<kAnyKey>(a_, schedule_, workspace_.first_chunk, workspace_.packed,
-                                         workspace_.segments, Carry::kReversed, early_, call_.stream);
-            });
+        if (workspace_.packed)
+            launch_schedule<kAnyKey>(a_, schedule_, workspace_.first_chunk, workspace_.packed,
+                                     workspace_.segments, Carry::kReversed, early_, call_.stream);
     }
 
     void prepare() {
@@ -220,14 +203,11 @@ private:
                                                         workspace_.is_compensated, early_);
         using GateTiles = typename Carry::GateTiles;
         if constexpr (kPrepares && kPerChannel && std::is_same_v<GateTiles, NoGateTiles>)
-            launch_first(
-                [&] { launch_prepare_channel<T, kKey>(call_, a_, schedule_, prepared(), early_, kUpdate); });
+            launch_prepare_channel<T, kKey>(call_, a_, schedule_, prepared(), early_, kUpdate);
         else if constexpr (kPrepares && kPerChannel)
-            launch_first([&] {
-                launch<prepare_channel<T, kKey, kUpdate, GateTiles>>(
-                    {chunks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}, Carry::gate_tiles(a_), schedule_,
-                    workspace_.operands, workspace_.is_compensated, workspace_.fading);
-            });
+            launch<prepare_channel<T, kKey, kUpdate, GateTiles>>(
+                {chunks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}, Carry::gate_tiles(a_), schedule_,
+                workspace_.operands, workspace_.is_compensated, workspace_.fading);
         else if constexpr (kPrepares && Carry::kReversed)
             launch<prepare_token<T, kKey, true>>({chunks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)},
                                                  schedule_, span, workspace_.operands,
@@ -250,7 +230,6 @@ private:
     void maps() { Carry::template launch<kUpdate, true>(slab(), p_); }
 
     void carry(const Fused&) {}  // Carry::launch_fused has done everything
-    void carry(const FusedSegments&) {}
     void carry(const Joined&) {}
     void carry(const Whole&) { carry(); }
     void carry(const Halves&) {
@@ -274,10 +253,10 @@ private:
         // With several sequences their CTAs return at once.
         p_.first_rank = cut.first_beside_maps && a_.sequences == 1 ? 1 : 0;
         schedule_.waits.states = waits_itself();
-        allow_early(schedule_.waits.states);
+        early_.allow(schedule_.waits.states);
         carry();
         schedule_.waits.states = false;
-        allow_early(false);
+        early_.allow(false);
     }
     void take(const Segments& cut) {
         p_.first_beside_maps = cut.first_beside_maps;
@@ -317,15 +296,6 @@ class PreparedPrefill final : public PreparedCall {
 public:
     PreparedPrefill(const PrefillPlan& plan, std::size_t workspace_bytes, std::size_t kept_bytes)
         : PreparedCall(workspace_bytes, kept_bytes), plan_(plan) {}
-    // Of FusedSegments: the plan of the heads that remember, and of those that are not settled. The
-    // workspaces of the three lie one after the other, as many bytes each.
-    PreparedPrefill(const PrefillPlan& plan, const PrefillPlan& remembering, const PrefillPlan& unsettled,
-                    const std::array<std::size_t, 3>& bytes)
-        : PreparedCall(bytes[0] + bytes[1] + bytes[2], 0),
-          plan_(plan),
-          others_({remembering, unsettled}),
-          bytes_(bytes) {}
-
     // Of low-rank keys.
     PreparedPrefill(const PrefillPlan& plan, std::size_t workspace_bytes, const LowRankForm& form)
         : PreparedCall(workspace_bytes, 0), plan_(plan), form_(form) {}
@@ -347,30 +317,7 @@ public:
             if (plan_.shape.low_rank) return launch_low_rank(call);
         if constexpr (kMayWriteSeveral<Carry::kPerChannel, kUpdate>)
             if (plan_.shape.several_writes) return launch_on_timeline(call);
-        if (!others_) return Launches<Carry, kUpdate>(call, plan_).run();
-        auto* const workspace = static_cast<std::byte*>(call.workspace);
-        Call part = call;
-        part.workspace = workspace;
-        const Layout own(plan_, workspace, nullptr, false);
-        const auto run = [&](Part which, const PrefillPlan& plan) {
-            Verdicts verdicts = own.verdicts;
-            verdicts.part = which;
-            Launches<Carry, kUpdate>(part, plan, verdicts).run();
-            part.goes_on = true;
-        };
-        const DeviceArgs& a = call.args;
-        if (plan_.in_place)
-            part.args.initial_copy =
-                float_states(own.initial_copy, a.sequences, a.value_heads, a.value_dim, a.key_dim);
-        const std::int64_t heads = std::int64_t{a.sequences} * a.value_heads;
-        fill_with_zeros(own.verdicts.remembers,
-                        sizeof(std::int32_t) * static_cast<std::size_t>(Verdicts::zeros(heads)), call.stream);
-        run(Part::kJudge, plan_);
-        run(Part::kSegments, plan_);
-        part.workspace = workspace + bytes_[0];
-        run(Part::kRemembering, (*others_)[0]);
-        part.workspace = workspace + bytes_[0] + bytes_[1];
-        run(Part::kUnsettled, (*others_)[1]);
+        Launches<Carry, kUpdate>(call, plan_).run();
     }
 
 private:
@@ -409,8 +356,6 @@ private:
 
     PrefillPlan plan_;
     LowRankForm form_;
-    std::optional<std::array<PrefillPlan, 2>> others_;
-    std::array<std::size_t, 3> bytes_{};
 };
 
 template <ChunkedTarget Carry, Update kUpdate>
@@ -424,10 +369,10 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
     // Why the fused kernel does not take the call; empty where it does.
     const std::string declines =
         Carry::fuses(problem) ? Carry::declines_fused(args) : "there is no fused kernel";
-    const bool in_segments = wanted == StrategyKind::kFusedSegments || wanted == StrategyKind::kJoined;
-    if ((wanted == StrategyKind::kFused || in_segments) && !declines.empty()) refuse(declines);
-    // From 0 to 2, as logits are. Others make the state grow, also where no segment looks at it.
-    if (in_segments && !args.beta_is_logit) refuse("its segments take write strengths as logits");
+    const bool joins = wanted == StrategyKind::kJoined;
+    if ((wanted == StrategyKind::kFused || joins) && !declines.empty()) refuse(declines);
+    // From 0 to 2, as logits are: others make the maps of segments grow.
+    if (joins && !args.beta_is_logit) refuse("its segments take write strengths as logits");
 
     PrefillShape shape = shape_of(problem, traits.chunk_tokens);
     shape.joins = declines.empty() && args.beta_is_logit && !args.checkpoint_plan && !args.chunk_states;
@@ -464,19 +409,6 @@ PreparedCallPtr prepare_as(const Problem& problem, const Args& args, StrategyKin
             throw Error("prefill: kept must be what a segment of the same inputs has kept, " +
                         std::to_string(needed) + " bytes, got " + std::to_string(given) +
                         (of_b_alone ? ", of one that made b alone, which has no initial_state" : ""));
-    }
-    if (kind(plan->strategy) == StrategyKind::kFusedSegments) {
-        // A head may be run twice: the first run must not overwrite what the second starts from.
-        plan->in_place =
-            args.initial_state && args.final_state && !apart(args.initial_state, args.final_state);
-        PrefillShape of_heads = shape;
-        of_heads.joins = false;  // it knows of no heads that are left out
-        const auto other = [&](StrategyKind kind) {
-            return *plan_prefill(of_heads, traits, problem.device, kind, true);
-        };
-        const PrefillPlan remembering = other(StrategyKind::kAny), unsettled = other(StrategyKind::kFused);
-        return std::make_shared<const PreparedPrefill<Carry, kUpdate>>(
-            *plan, remembering, unsettled, std::array{bytes(*plan), bytes(remembering), bytes(unsettled)});
     }
     plan->found = found;
     const Layout layout(*plan, nullptr, nullptr, found);

@@ -28,11 +28,11 @@ inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std
 inline constexpr int kChannelCtas = 3, kTokenCtas = 4;
 // The most key channels of the instances for low-rank keys.
 inline constexpr int kMostLowRankChannels = 128;
-inline constexpr int kMostSpan = 4;           // value heads per CTA: a warp sums the gates of each
-inline constexpr int kLeastSegment = 8;       // chunks: in shorter segments the maps cost more than they save
-inline constexpr int kLeastFusedSegment = 2;  // chunks; those of its warm-up come to it
-inline constexpr int kLeastSegments = 3;      // below this many segments likewise
-inline constexpr int kLeastHalved = 64;       // chunks of a sequence from which halves pay
+inline constexpr int kMostSpan = 4;       // value heads per CTA: a warp sums the gates of each
+inline constexpr int kLeastSegment = 8;   // chunks: in shorter segments the maps cost more than they save
+inline constexpr int kLeastJoined = 2;    // chunks of a segment that joins
+inline constexpr int kLeastSegments = 3;  // below this many segments likewise
+inline constexpr int kLeastHalved = 64;   // chunks of a sequence from which halves pay
 // Chunks per segment from which Segments::first_beside_maps pays for its extra launch.
 inline constexpr int kLeastBesideMaps = 32;
 
@@ -45,13 +45,6 @@ struct CarryRows {
 // paired form, 2 the unpaired one.
 struct Fused {
     int warpgroups = 1;
-};
-// The fused kernel over segments of so many chunks. A segment starts from zero a few chunks early where its
-// gates forget (sm90/fused/warm_up.cuh); a head of which some segment does not is run once more, as the call
-// would be run otherwise.
-struct FusedSegments {
-    int warpgroups = 1;
-    std::int64_t chunks = 1;
 };
 // A sequence is carried from its first chunk to its last.
 struct Whole {
@@ -78,10 +71,10 @@ struct Joined {
     static constexpr int kMostSegments = 32;  // of a sequence
     std::int64_t chunks = 1;
 };
-using Strategy = std::variant<Fused, Whole, Halves, Segments, FusedSegments, Joined>;
+using Strategy = std::variant<Fused, Whole, Halves, Segments, Joined>;
 
 // A strategy to force; kAny: the cheapest.
-enum class StrategyKind : std::uint8_t { kAny, kFused, kWhole, kHalves, kSegments, kFusedSegments, kJoined };
+enum class StrategyKind : std::uint8_t { kAny, kFused, kWhole, kHalves, kSegments, kJoined };
 
 constexpr std::string_view name(StrategyKind kind) {
     switch (kind) {
@@ -90,14 +83,13 @@ constexpr std::string_view name(StrategyKind kind) {
         case StrategyKind::kWhole: return "whole";
         case StrategyKind::kHalves: return "halves";
         case StrategyKind::kSegments: return "segments";
-        case StrategyKind::kFusedSegments: return "fused_segments";
         case StrategyKind::kJoined: return "joined";
     }
     return "unknown";
 }
 
 inline StrategyKind kind(const Strategy& strategy) {
-    static_assert(std::variant_size_v<Strategy> == 6);
+    static_assert(std::variant_size_v<Strategy> == 5);
     return static_cast<StrategyKind>(strategy.index() + 1);
 }
 
@@ -196,19 +188,14 @@ public:
     // with more row blocks, each of which reads the operands of its chunks once more.
     //
     // Segments that join are compared in the same way, by the expected time, with what would be chosen
-    // without them, and must not take more than kMostIfGatesLast times as long where gates last. Those that
-    // start early have to be wanted: the host does not know whether heads forget,
-    // and where only some of them do, or none, other strategies take less.
+    // without them, and must not take more than kMostIfGatesLast times as long where gates last.
     const Candidate* choose(StrategyKind wanted) const {
         constexpr double kMostRegret = 1.75, kWorthCutting = 0.96, kMostIfGatesLast = 1.05;
         const Candidate *fused = nullptr, *whole = nullptr, *other = nullptr;
         const auto time = [&](const Candidate& of) { return of.expected + (packed_ ? of.skewed : 0.0); };
         for (const Candidate& candidate : all()) {
             const StrategyKind of = kind(candidate.strategy);
-            if (wanted == StrategyKind::kAny
-                    ? of == StrategyKind::kFusedSegments || of == StrategyKind::kJoined
-                    : wanted != of)
-                continue;
+            if (wanted == StrategyKind::kAny ? of == StrategyKind::kJoined : wanted != of) continue;
             if (of == StrategyKind::kWhole) whole = &candidate;
             if (of != StrategyKind::kFused && (!other || time(candidate) < kWorthCutting * time(*other)))
                 other = &candidate;
@@ -230,7 +217,7 @@ public:
     }
 
 private:
-    std::array<Candidate, 10> rows_{};
+    std::array<Candidate, 8> rows_{};
     int count_ = 0;
     bool packed_;
 };
@@ -264,7 +251,6 @@ public:
     // Of a sequence that a slab holds whole.
     std::int64_t segment_chunks(const Strategy& strategy) const {
         if (std::holds_alternative<Halves>(strategy)) return (5 * per_sequence_ + 7) / 8;
-        if (const auto* fused = std::get_if<FusedSegments>(&strategy)) return fused->chunks;
         if (const auto* joined = std::get_if<Joined>(&strategy)) return joined->chunks;
         const auto* segments = std::get_if<Segments>(&strategy);
         if (!segments) return per_sequence_;
@@ -279,10 +265,7 @@ public:
         Candidates found(shape_.packed);
         if (with_fused && shape_.tokens > 0 && shape_.sequences > 0)
             for (int warpgroups : {1, 2})
-                if (costs_.fused[warpgroups - 1] > 0) {
-                    add(found, Fused{warpgroups});
-                    add_fused_segments(found, warpgroups);
-                }
+                if (costs_.fused[warpgroups - 1] > 0) add(found, Fused{warpgroups});
         if (shape_.joins && costs_.joined[0] > 0) add_joined(found);
         // Row blocks of a CTA: as many as it can have, or half as many, whichever takes less. Rows never
         // meet, so this changes no bit.
@@ -346,22 +329,6 @@ private:
     int fused_blocks(int warpgroups) const {
         return static_cast<int>((shape_.value_dim + 127) / 128) * (warpgroups == 1 ? 2 : 1);
     }
-    // As many segments of each sequence as take least, if all are equally long; so a batch and the same
-    // sequences packed get the same bits. Packed sequences that stay whole are a case of their own: should
-    // one be longer than expected, it is cut.
-    void add_fused_segments(Candidates& found, int warpgroups) const {
-        if (shape_.batch_invariant || shape_.segment || shape_.kept) return;
-        const std::int64_t room = multiprocessors_ / (shape_.value_heads * fused_blocks(warpgroups)),
-                           of_one = std::llround(std::ceil(expected().chunks)),
-                           most = std::min(room / shape_.sequences, of_one / kLeastFusedSegment);
-        std::optional<Candidate> best;
-        for (std::int64_t count = shape_.packed && shape_.sequences > 1 ? 1 : 2; count <= most; ++count) {
-            const Strategy strategy = FusedSegments{warpgroups, (of_one + count - 1) / count};
-            const double takes = time(strategy, expected());
-            if (!best || takes < best->expected) best = {strategy, takes, time(strategy, skewed())};
-        }
-        if (best) found.add(*best);
-    }
     // As many equal segments as have room for all CTAs at once, or fewer, if that takes less.
     void add_joined(Candidates& found) const {
         if (shape_.batch_invariant || shape_.segment || shape_.kept || shape_.tokens == 0 ||
@@ -370,7 +337,7 @@ private:
         const Lengths of = expected();
         const auto of_one = std::llround(std::ceil(of.chunks));
         std::optional<Candidate> best;
-        for (std::int64_t count = 2; count * kLeastFusedSegment <= of_one; ++count) {
+        for (std::int64_t count = 2; count * kLeastJoined <= of_one; ++count) {
             if (of.sequences * count > Joined::kMostSegments) break;  // one may have all tokens
             if (heads(of) * fused_blocks(1) * count > multiprocessors_) break;
             const Joined way{(of_one + count - 1) / count};
@@ -407,16 +374,6 @@ private:
     double time_of(const Fused& way, const Lengths& of) const {
         return rounds(heads(of) * fused_blocks(way.warpgroups)) *
                (estimate_.machine.round + costs_.fused[way.warpgroups - 1] * of.chunks);
-    }
-    // Where all heads forget, as bounded gates of mean -2.5 a token do: within a chunk. Two kernels more: the
-    // judge, and CTAs of what follows, which return.
-    double time_of(const FusedSegments& way, const Lengths& of) const {
-        constexpr double kWarmUp = 1.0;
-        const double count = std::max(1.0, std::ceil(of.chunks / static_cast<double>(way.chunks))),
-                     chunks = of.chunks / count + (count > 1 ? kWarmUp : 0.0);
-        return rounds(heads(of) * fused_blocks(way.warpgroups) * std::llround(count)) *
-                   (estimate_.machine.round + costs_.fused[way.warpgroups - 1] * chunks) +
-               2 * estimate_.machine.kernel;
     }
     static double count_of(const Joined& way, const Lengths& of) {
         return std::max(1.0, std::ceil(of.chunks / static_cast<double>(way.chunks)));
@@ -504,15 +461,12 @@ struct PrefillPlan {
     bool prepares = false;  // chunk operands are made, by a kernel of their own
     bool found = false;     // the workspace is one that a segment call has kept
     bool by_warp = false;   // as in Schedule
-    bool in_place = false;  // FusedSegments: final states may lie where initial ones do
     std::int32_t slab_chunks = 1, segment_chunks = 1, max_segments = 1;
 
     bool cuts() const { return std::holds_alternative<Segments>(strategy); }
-    bool in_fused_segments() const {
-        return std::holds_alternative<FusedSegments>(strategy) || std::holds_alternative<Joined>(strategy);
-    }
+    bool joins() const { return std::holds_alternative<Joined>(strategy); }
     // Whether the fused kernel does everything.
-    bool fuses() const { return std::holds_alternative<Fused>(strategy) || in_fused_segments(); }
+    bool fuses() const { return std::holds_alternative<Fused>(strategy) || joins(); }
     bool makes_maps() const { return cuts() || std::holds_alternative<Halves>(strategy); }
     int slabs() const {
         return static_cast<int>(std::max<std::int64_t>(1, (shape.chunks + slab_chunks - 1) / slab_chunks));
@@ -531,17 +485,17 @@ inline std::optional<PrefillPlan> plan_prefill(const PrefillShape& shape, const 
     if (!chosen) return std::nullopt;
     PrefillPlan plan{.strategy = chosen->strategy, .shape = shape};
     plan.shape.costs = {};  // the caller's, for as long as it plans
-    const bool in_segments = plan.in_fused_segments(), fused = plan.fuses();
+    const bool joins = plan.joins(), fused = plan.fuses();
     plan.prepares = carry.operand_bytes > 0 && !fused;
     // The fused kernel has no operands, so that all chunks are one slab.
     const std::int64_t slab_chunks = fused ? std::max<std::int64_t>(shape.chunks, 1) : planner.slab_chunks();
     const std::int64_t in_slab = std::min(shape.longest, slab_chunks);
     const std::int64_t segment_chunks =
-        fused && !in_segments ? std::max<std::int64_t>(in_slab, 1) : planner.segment_chunks(plan.strategy);
+        fused && !joins ? std::max<std::int64_t>(in_slab, 1) : planner.segment_chunks(plan.strategy);
     plan.slab_chunks = static_cast<std::int32_t>(slab_chunks);
     plan.segment_chunks = static_cast<std::int32_t>(segment_chunks);
-    plan.by_warp = shape.packed && shape.sequences <= kMostByWarp && plan.slabs() == 1 &&
-                   !plan.makes_maps() && !in_segments;
+    plan.by_warp =
+        shape.packed && shape.sequences <= kMostByWarp && plan.slabs() == 1 && !plan.makes_maps() && !joins;
     std::int64_t segments = 0;
     if (plan.by_warp) {
         segments = shape.sequences;

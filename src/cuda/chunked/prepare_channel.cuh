@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kPrepareThreads,
     const int head = static_cast<int>(static_cast<unsigned>(value_head) / static_cast<unsigned>(a.group)),
               thread = static_cast<int>(threadIdx.x);
     const ChunkPlace place = place_of<kRows>(a, schedule, number);
-    if (place.count <= 0 || left_out(a, schedule, place.sequence, value_head)) return;
+    if (place.count <= 0) return;
 
     auto& operands = s.operands;
     using Block = ChannelBlock<T, kKey, kSolves, kReader>;

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
     schedule(const __grid_constant__ DeviceArgs a, const Schedule s, std::int32_t* first_chunk,
              PackedChunk* packed, Segment* segments) {
     pdl_trigger();
-    follow_kernels_or_judge(s);
+    pdl_wait();
     __shared__ std::int32_t of_warps[32];
     __shared__ std::int32_t first[kScheduleThreads], last[kScheduleThreads],
         first_segment[kScheduleThreads];                                     // of the 1024 sequences at hand

@@ -33,10 +33,8 @@ struct Workspace {
     EraseOperands<T> erase;                                       // of rules with erase strengths
     Timeline timeline;                                            // of tokens that write several times
     float *map_m = nullptr, *map_b = nullptr, *starts = nullptr;  // of segments
-    Verdicts verdicts;                                            // of FusedSegments
     SegmentNotes notes;                                           // of Joined
-    float* initial_copy = nullptr;  // of FusedSegments, where the call updates states in place
-    float* unfinished[2] = {};      // states of the sequence that one slab leaves to the next
+    float* unfinished[2] = {};  // states of the sequence that one slab leaves to the next
     // Of the call that prepares; of a prefill that found a kept workspace.
     std::size_t bytes = 0, own_bytes = 0;
 
@@ -61,18 +59,6 @@ struct Workspace {
         const bool scheduled = shape.packed && !plan.by_warp;
         if (scheduled) take_schedule(carver);
         if (scheduled && found) take_schedule(own);
-        if (kind(plan.strategy) == StrategyKind::kFusedSegments) {
-            const std::int64_t segments_of_heads = plan.max_segments * heads;
-            verdicts.warm_up = carver.take<std::int32_t>(segments_of_heads);
-            verdicts.of = carver.take<Magnitudes>(segments_of_heads * Verdicts::slots(shape.value_dim));
-            const std::int64_t all = shape.sequences * heads;
-            verdicts.remembers = carver.take<std::int32_t>(verdicts.zeros(all));
-            if (verdicts.remembers) verdicts.arrived = verdicts.remembers + all;
-            if (verdicts.remembers) verdicts.settled = verdicts.arrived + all;
-            if (verdicts.remembers) verdicts.ended = verdicts.settled + all;
-            if (plan.in_place)
-                initial_copy = carver.take<float>(shape.sequences * heads * shape.value_dim * shape.key_dim);
-        }
         if (kind(plan.strategy) == StrategyKind::kJoined) {
             const std::int64_t rows = plan.max_segments * heads,
                                slots = SegmentNotes::value_slots(shape.value_dim);

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
     const SegmentCursor<kKey, kMaps, kReversed> cursor(
         a, schedule, p, own_segment<kKey, kMaps>(a, schedule, p, block), warp, warps, block);
     if constexpr (makes_outputs(kMode)) cursor.template zero_skipped<kSeveral>(schedule);
-    if (cursor.nothing(schedule)) return;
+    if (cursor.nothing()) return;
     if constexpr (kMode == CarryMode::kWalkMaps)
         if (!cursor.of_m && !has_diagonal_map(kUpdate) && !p.walks_forwards) return;
     const Segment& segment = cursor.segment;

@@ -86,7 +86,7 @@ Support supports(const Problem& problem) {
         return Support::no("makes the operands of these rules in its carry, and has none to save");
     if (!any || kWanted == StrategyKind::kAny) return any;
     if (kWanted == StrategyKind::kFused) return takes_fused(problem);
-    if (kWanted == StrategyKind::kFusedSegments || kWanted == StrategyKind::kJoined) {
+    if (kWanted == StrategyKind::kJoined) {
         if (Support fused = takes_fused(problem); !fused) return fused;
         if (problem.checkpoints || problem.chunk_states)
             return Support::no("stores no states on the way (checkpoints, chunk states)");
@@ -161,9 +161,6 @@ template Prediction predict<StrategyKind::kAny>(const Problem&);
 template Support supports<StrategyKind::kFused>(const Problem&);
 template PreparedPtr prepare<StrategyKind::kFused>(const Problem&, const Args&, const Context&);
 template Prediction predict<StrategyKind::kFused>(const Problem&);
-template Support supports<StrategyKind::kFusedSegments>(const Problem&);
-template PreparedPtr prepare<StrategyKind::kFusedSegments>(const Problem&, const Args&, const Context&);
-template Prediction predict<StrategyKind::kFusedSegments>(const Problem&);
 template Support supports<StrategyKind::kJoined>(const Problem&);
 template PreparedPtr prepare<StrategyKind::kJoined>(const Problem&, const Args&, const Context&);
 template Prediction predict<StrategyKind::kJoined>(const Problem&);

@@ -74,12 +74,6 @@ __device__ __forceinline__ void load_value_rows(Packed (&values)[kBlocks], std::
     for (int block = 0; block < kBlocks; ++block)
         load_matrices_transposed(values[block], from + block * kValueBlockBytes);
 }
-// The larger magnitude of each of two pairs; signs are of no meaning.
-__device__ __forceinline__ std::uint32_t larger_magnitudes(std::uint32_t pair, std::uint32_t other) {
-    std::uint32_t larger;
-    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(pair), "r"(other));
-    return larger;
-}
 template <class T, int kTiles>
 __device__ __forceinline__ void store_value_rows(std::uint32_t tile, const float (&out)[kTiles][4]) {
     const std::uint32_t to = tile + own_value_row();

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kMaxCarryThreads<kMakesScores<kReadsState, kPe
     // nothing() must be uniform in a cluster, whose CTAs meet in sync_cluster() below: they are row blocks of
     // one segment and head, and differ only in `of_m`. Of that nothing() asks where first_m is false, and a
     // launch of such maps has rows of M or first segments, not both.
-    if (cursor.nothing(schedule)) {
+    if (cursor.nothing()) {
         if (waits_last) pdl_trigger_and_wait();
         return;
     }

@@ -8,9 +8,6 @@
 
 namespace cula::cuda::sm90 {
 
-// How a call is cut: not at all, a part of a call of FusedSegments (chunked::Part), or as Joined says.
-enum class Cut : std::uint8_t { kNone, kInParts, kJoined };
-
 // A bit for each pair of neighbouring channels (2 p, 2 p + 1).
 template <int kKey>
 struct PairMask {
@@ -138,9 +135,6 @@ struct FusedShared {
         operands_free[kStages];
     Mbarrier values_ready[Form::kTiles];
     Segment segment;
-    std::int32_t warm_up;        // how many chunks the CTA runs without outputs before its segment
-    std::int32_t first_segment;  // number of the sequence's first one
-    chunked::Magnitudes magnitudes[Form::kStateWarpgroups * kWarpgroupWarps];
     FusedRows rows;
     // Per operand warpgroup and warp, a bit per lane: the pair of channels is out of range in the warp's half
     // of the current chunk; it is predicted to be so in the warpgroup's next chunk.

@@ -70,6 +70,7 @@ struct Unpaired {
     // Values and outputs are part of a stage: the store role frees it, and operands_free says that the
     // outputs are there.
     static constexpr bool kTilesInStages = true;
+    static constexpr bool kJoins = false;
     // One loop of the operand role for each half of a chunk, as the instruction cache has room for both.
     static constexpr bool kLoopPerHalf = true;
     static constexpr int kNormUnroll = 8, kRowUnroll = 8;
@@ -218,6 +219,7 @@ struct Paired {
     // tail.
     static constexpr int kTails = kStages + 1;
     static constexpr bool kTilesInStages = false;
+    static constexpr bool kJoins = false;  // whether segments join (PairedWithMap)
     static constexpr bool kLoopPerHalf = false;
     static constexpr int kNormUnroll = 2, kRowUnroll = 1;
     // Of the peer one thread of each warp arrives.
@@ -430,6 +432,7 @@ struct Paired {
 
 // The form of segments that join (join.cuh).
 struct PairedWithMap : Paired {
+    static constexpr bool kJoins = true;
     static constexpr int kStateWarpgroups = 2;    // of S, and of M
     static constexpr int kOperandWarpgroups = 2;  // as many as both leave registers for
     static constexpr int kFreeArrivals = kStateWarpgroups * (kWarpgroupThreads + kWarpgroupWarps);

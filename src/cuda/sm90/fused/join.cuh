@@ -50,8 +50,8 @@ struct FusedMaps {
 struct JoinedMaps : FusedMaps {
     SegmentNotes notes;
 };
-template <Cut kCut>
-using MapsOf = std::conditional_t<kCut == Cut::kJoined, JoinedMaps, FusedMaps>;
+template <class Form>
+using MapsOf = std::conditional_t<Form::kJoins, JoinedMaps, FusedMaps>;
 
 // Entry queries of a chunk of 32 tokens as the tensor cores read them, a transposed operand without swizzle:
 // blocks of eight channels and eight tokens, first all of eight channels. Channels are rows of M, so that a

@@ -23,11 +23,9 @@
 //                sends it to its peer. Softplus gates always take this form, or the next one.
 //     with map   as paired, and has 64 rows of the map of its segment besides
 //
-// Where a call is cut, a CTA runs one segment: of FusedSegments behind the chunks of its warm-up, whose
-// outputs are not stored (warm_up.cuh); where segments join (Joined), it makes the segment's map, too, and
-// then joins it to those before: behind its role a warpgroup goes on in join.cuh, with registers, named
-// barriers (kJoin) and mbarriers (JoinShared) of that file. Such calls have kernels of their own (Cut): what
-// they have besides would cost all other calls time, even where it is jumped over.
+// Where a call is cut (Joined), a CTA runs one segment, makes the segment's map, too, and then joins it to
+// those before: behind its role a warpgroup goes on in join.cuh, with registers, named barriers (kJoin) and
+// mbarriers (JoinShared) of that file.
 //
 // Roles: warpgroups x registers of a thread (setmaxnreg):
 //
@@ -95,7 +93,6 @@
 #include "cuda/sm90/fused/operand_role.cuh"
 #include "cuda/sm90/fused/other_roles.cuh"
 #include "cuda/sm90/fused/state_role.cuh"
-#include "cuda/sm90/fused/warm_up.cuh"
 
 namespace cula::cuda::sm90 {
 
@@ -103,14 +100,13 @@ template <class Form>
 inline constexpr int kFusedThreads =
     (Form::kStateWarpgroups + Form::kOperandWarpgroups + 1) * kWarpgroupThreads;
 
-template <class T, int kKey, class Form, Gate kGate, Cut kCut>
+template <class T, int kKey, class Form, Gate kGate>
 __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
     fused_prefill(const __grid_constant__ DeviceArgs a, const Schedule schedule,
-                  const __grid_constant__ CarryParams p, const __grid_constant__ MapsOf<kCut> maps) {
+                  const __grid_constant__ CarryParams p, const __grid_constant__ MapsOf<Form> maps) {
     using Shared = FusedShared<kKey, Form>;
     using Stage = typename Shared::Stage;
-    constexpr bool kMayLeaveRange = kGate != Gate::kBounded, kInParts = kCut == Cut::kInParts,
-                   kJoined = kCut == Cut::kJoined;
+    constexpr bool kMayLeaveRange = kGate != Gate::kBounded;
     constexpr FusedRegisters kRegisters = Form::template kRegisters<kMayLeaveRange>;
     extern __shared__ __align__(1024) unsigned char memory[];
 
@@ -143,36 +139,12 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         (i / 64 % 2 ? high : low).clear_above(i % 32);
     }
     fence_async_proxy();
-    // Segments let the kernels of the heads that remember start as soon as the judge has ended.
-    const chunked::Part part = kInParts ? schedule.verdicts.part : chunked::Part::kWhole;
-    const bool in_segments = part == chunked::Part::kSegments;
-    if (in_segments) {
-        pdl_wait();
-        pdl_trigger();
-    } else if (kInParts) {
-        pdl_trigger();
-        chunked::follow_kernels_or_judge(schedule);
-        __threadfence();  // the judge may have copied initial states
-        if (part == chunked::Part::kUnsettled && thread == 0) wait_for_segments(schedule.verdicts);
-    } else {
-        pdl_trigger_and_wait();
-    }
+    pdl_trigger_and_wait();
     if (warp == 0) {
-        Segment segment = own_segment<kKey, false>(a, schedule, p);
-        if constexpr (kInParts) {
-            const int column = p.row_blocks.divide(static_cast<int>(blockIdx.x)),
-                      number = a.by_value_heads.divide(column), first_segment = number - segment.rank;
-            const int warm_up =
-                in_segments ? begin_early(a, schedule, number, column - number * a.value_heads, segment) : 0;
-            if (thread == 0) shared.warm_up = warm_up, shared.first_segment = first_segment;
-        }
+        const Segment segment = own_segment<kKey, false>(a, schedule, p);
         if (thread == 0) shared.segment = segment;
     }
     Form::sync_start();
-    const auto end = [&] {
-        if (kInParts && in_segments) end_segment(schedule.verdicts);
-    };
-    if (kInParts && shared.warm_up < 0) return end();  // as uniform in a cluster as nothing() below
     // Each role makes its own cursor, so that the roles share no registers.
     const auto make_cursor = [&] {
         return SegmentCursor<kKey, false>(a, schedule, p, shared.segment,
@@ -183,7 +155,7 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         if (role < 0 && warp < Form::kRowWarps) cursor.zero_skipped(schedule);
         // Must be uniform in a cluster, whose CTAs meet in Form::sync_end(): they are row blocks of one
         // segment and head.
-        if (cursor.nothing(schedule)) return end();
+        if (cursor.nothing()) return;
         if (kMayLeaveRange && thread == 0) {
             const int head = a.by_group.divide(cursor.value_head);
             constexpr std::int64_t kBytes = sizeof(T);
@@ -200,8 +172,8 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
 
     if (role < 0) {
         raise_registers<kRegisters.state>();
-        FusedStateRole<T, kKey, Form, kMayLeaveRange, kCut>{a, schedule, p, maps, shared}.run(make_cursor());
-        if constexpr (kJoined) {
+        FusedStateRole<T, kKey, Form, kMayLeaveRange>{a, schedule, p, maps, shared}.run(make_cursor());
+        if constexpr (Form::kJoins) {
             if (warp < kWarpgroupWarps)
                 join_segments<JoinPart::kPasses, kRegisters.state, T, kKey>(a, p, maps, shared);
             else
@@ -211,7 +183,7 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         lower_registers<kRegisters.operand>();
         const auto cursor = make_cursor();
         FusedOperandRole<T, kKey, Form, kGate>{a, cursor, shared, role}.run();
-        if constexpr (kJoined)
+        if constexpr (Form::kJoins)
             join_segments<JoinPart::kAdds, kRegisters.operand, T, kKey>(a, p, maps, shared);
     } else {
         lower_registers<kRegisters.others>();
@@ -220,16 +192,13 @@ __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
         if (helper == 0)
             FusedLoadRole<T, kKey, Form>{a, maps, cursor, shared}.run();
         else if (helper == 1)
-            FusedStoreRole<T, kKey, Form, kCut>{a, maps, cursor, shared}.run();
+            FusedStoreRole<T, kKey, Form>{a, maps, cursor, shared}.run();
         else
             FusedSolveRole<T, kKey, Form>{cursor, shared, helper - 2}.run();
-        if constexpr (kJoined)
+        if constexpr (Form::kJoins)
             join_segments<JoinPart::kWaits, kRegisters.others, T, kKey>(a, p, maps, shared);
     }
-    if constexpr (!kJoined) {
-        Form::sync_end();
-        end();
-    }
+    if constexpr (!Form::kJoins) Form::sync_end();
 }
 
 }  // namespace cula::cuda::sm90

@@ -44,9 +44,7 @@ struct FusedPrefill {
         if (std::holds_alternative<chunked::Joined>(slab.plan.strategy))
             return slab.call.args.gate == Gate::kSoftplus ? launch_joined<Gate::kSoftplus>(slab, p)
                                                           : launch_joined<Gate::kBounded>(slab, p);
-        const auto* const cut = std::get_if<chunked::FusedSegments>(&slab.plan.strategy);
-        const int warpgroups =
-            cut ? cut->warpgroups : std::get<chunked::Fused>(slab.plan.strategy).warpgroups;
+        const int warpgroups = std::get<chunked::Fused>(slab.plan.strategy).warpgroups;
         if (slab.call.args.gate == Gate::kSoftplus)
             launch_as<Paired, Gate::kSoftplus>(slab, p);
         else if (warpgroups == Paired::kStateWarpgroups)
@@ -92,7 +90,7 @@ private:
         const auto blocks =
             static_cast<std::size_t>(p.value_blocks) * a.value_heads * slab.schedule.max_segments;
         fill_with_zeros(maps.notes.ended, blocks * sizeof(std::int32_t), slab.call.stream);
-        cuda::launch<fused_prefill<T, kKey, PairedWithMap, kGate, Cut::kJoined>>(
+        cuda::launch<fused_prefill<T, kKey, PairedWithMap, kGate>>(
             {.blocks = blocks,
              .threads = kFusedThreads<PairedWithMap>,
              .shared_bytes = sizeof(FusedShared<kKey, PairedWithMap>),
@@ -105,25 +103,13 @@ private:
         const DeviceArgs& a = slab.call.args;
         const int blocks = blocks_of<Form>(a.value_dim);
         p.value_blocks = blocks, p.row_blocks = divisor(blocks);
-        const chunked::Part part = slab.schedule.verdicts.part;
-        if (part == chunked::Part::kJudge)
-            return cuda::launch<judge_segments<T, kKey, kGate>>(
-                slab.early({.blocks = static_cast<std::size_t>(slab.schedule.max_segments) * a.value_heads,
-                            .threads = kJudgeThreads}),
-                slab.call.stream, a, slab.schedule);
-        const auto launch = [&]<Cut kCut>() {
-            cuda::launch<fused_prefill<T, kKey, Form, kGate, kCut>>(
-                slab.early(
-                    {.blocks = static_cast<std::size_t>(blocks) * a.value_heads * slab.schedule.max_segments,
-                     .threads = kFusedThreads<Form>,
-                     .shared_bytes = sizeof(FusedShared<kKey, Form>),
-                     .cluster = Form::kPeers}),
-                slab.call.stream, a, slab.schedule, p, make_maps(a));
-        };
-        if (part == chunked::Part::kWhole)
-            launch.template operator()<Cut::kNone>();
-        else
-            launch.template operator()<Cut::kInParts>();
+        cuda::launch<fused_prefill<T, kKey, Form, kGate>>(
+            slab.early(
+                {.blocks = static_cast<std::size_t>(blocks) * a.value_heads * slab.schedule.max_segments,
+                 .threads = kFusedThreads<Form>,
+                 .shared_bytes = sizeof(FusedShared<kKey, Form>),
+                 .cluster = Form::kPeers}),
+            slab.call.stream, a, slab.schedule, p, make_maps(a));
     }
 };
 

@@ -66,13 +66,10 @@ struct FusedLoadRole {
     }
 };
 
-// The store role: stores each chunk's outputs from its tile, unless the chunk belongs to a warm-up, then
-// loads a later chunk's values into the tile.
-template <class T, int kKey, class Form, Cut kCut>
+// The store role: stores each chunk's outputs from its tile, then loads a later chunk's values into the tile.
+template <class T, int kKey, class Form>
 struct FusedStoreRole {
     using RowTile = TmaTile<kFusedTokens>;
-
-    static constexpr bool kInParts = kCut == Cut::kInParts;
 
     const DeviceArgs& a;
     const FusedMaps& maps;
@@ -111,8 +108,7 @@ struct FusedStoreRole {
         for (int i = 0; i < fused.chunks; ++i) {
             Form::wait_for_outputs(shared, tile);
 #pragma unroll 1
-            for (int warpgroup = kInParts && i < shared.warm_up ? Form::kRowWarpgroups : 0;
-                 warpgroup < Form::kRowWarpgroups; ++warpgroup) {
+            for (int warpgroup = 0; warpgroup < Form::kRowWarpgroups; ++warpgroup) {
                 const TileCoordinates to = place(i, warpgroup);
                 const RowTile& from = Form::tile(shared, tile.at, warpgroup);
                 if (by_rows(i))
@@ -125,8 +121,8 @@ struct FusedStoreRole {
             load_values(i + Form::kTiles, tile.at);
             tile.next(Form::kTiles);
         }
-        // end_segment() and Join::publish_end() say that they are done.
-        if (kCut != Cut::kNone && lane == 0) tma_wait_stores();
+        // Join::publish_end() says that they are done.
+        if (Form::kJoins && lane == 0) tma_wait_stores();
     }
 
 private:

@@ -9,19 +9,18 @@
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/fused/config.cuh"
 #include "cuda/sm90/fused/join.cuh"
-#include "cuda/sm90/fused/warm_up.cuh"
 #include "cuda/tile/value_rows.cuh"
 
 namespace cula::cuda::sm90 {
 
-template <class T, int kKey, class Form, bool kMayLeaveRange, Cut kCut>
+template <class T, int kKey, class Form, bool kMayLeaveRange>
 struct FusedStateRole {
     using Shared = FusedShared<kKey, Form>;
     using Stage = typename Shared::Stage;
     using W = SegmentCursor<kKey, false>;
     using Place = typename Form::Place;
     static constexpr int kBlocks = kFusedTokens / 16;
-    static constexpr bool kInParts = kCut == Cut::kInParts, kJoined = kCut == Cut::kJoined;
+    static constexpr bool kJoins = Form::kJoins;
     // Chunks of this kernel in the first one of a segment.
     static constexpr int kFirstChunk = chunked::kTokens<kKey> / kFusedTokens;
     static constexpr int kPanelBytes = sizeof(FusedPanel), kRowBytes = TmaTile<kFusedTokens>::kRowBytes;
@@ -33,13 +32,13 @@ struct FusedStateRole {
     const DeviceArgs& a;
     const Schedule& schedule;
     const CarryParams& p;
-    const MapsOf<kCut>& maps;
+    const MapsOf<Form>& maps;
     Shared& shared;
     const int warp = static_cast<int>(threadIdx.x) / 32 % Form::kRowWarps, warpgroup = warp / kWarpgroupWarps;
-    const bool of_m = kJoined && wgmma::uniform(threadIdx.x / kWarpgroupThreads) > 0;
+    const bool of_m = kJoins && wgmma::uniform(threadIdx.x / kWarpgroupThreads) > 0;
 
     // The number of the warp; where segments join it is read anew each time, so that no register keeps it.
-    __device__ __forceinline__ int own_warp() const { return kJoined ? thread_anew() / 32 : warp; }
+    __device__ __forceinline__ int own_warp() const { return kJoins ? thread_anew() / 32 : warp; }
     __device__ __forceinline__ W cursor_again() const {
         return W(a, schedule, p, shared.segment, own_warp(), Form::kRowWarps);
     }
@@ -183,29 +182,6 @@ struct FusedStateRole {
         return found;
     }
 
-    // Keeps the magnitudes of the state before chunk i, and stores them behind the last one.
-    __device__ __forceinline__ void observe(State& state, const AtEnd& at_end, std::uint32_t values, int i,
-                                            bool at_last) const {
-        float& kept_most = shared.magnitudes[warp].most;
-        float& kept_least = shared.magnitudes[warp].least;
-        float most = largest(state, at_end);
-        if (i == 0) {
-            kept_most = most, kept_least = INFINITY;
-        } else if (i == shared.warm_up && shared.segment.rank > 0) {
-            kept_least = most;
-        }
-        __syncwarp();
-        if (!at_last) return;
-        float of_values =
-            fmaxf(fabsf(__uint_as_float(values << 16)), fabsf(__uint_as_float(values & 0xffff0000u)));
-#pragma unroll
-        for (int other = 1; other < 32; other *= 2)
-            of_values = fmaxf(of_values, __shfl_xor_sync(0xffffffffu, of_values, other));
-        most = max_or_nan(max_or_nan(most, kept_most), of_values);
-        store_magnitudes<Form>(a, schedule, p, shared.segment, shared.first_segment, warp,
-                               {most, kept_least});
-    }
-
     // The lanes with a NaN or an infinity in their first row, and, in the high word, in their second one.
     static __device__ __forceinline__ std::uint64_t broken(State& state, const AtEnd& stored) {
         bool found[2] = {};
@@ -284,22 +260,19 @@ struct FusedStateRole {
         State state;
         cursor.first_state(state);
         if (of_m) identity<kKey>(state, rows_of_m(cursor_again()));
-        // Of a segment that is judged: the largest magnitudes of its values, a pair of 16-bit numbers.
-        std::uint32_t values = 0;
         const int chunks = FusedCursor<Form>(cursor).chunks;
-        const bool plain = kJoined || (a.num_checkpoints <= 0 && !a.chunk_states.data);
+        const bool plain = kJoins || (a.num_checkpoints <= 0 && !a.chunk_states.data);
         Place place, next;
         Product read, out;
         int entry = 0;
-        if constexpr (kJoined) entry = notes_of(cursor).entry(cursor.segment.slot, 0);
+        if constexpr (kJoins) entry = notes_of(cursor).entry(cursor.segment.slot, 0);
         int i = 0;
         bool more = false;  // whether another chunk follows before the next state that may be stored
         // Goes to the next chunk. States may be stored every two chunks: SegmentCursor's have 64 tokens.
         const auto advance = [&] {
             next = place, next.next();
             more = ++i < chunks && (plain || i % 2 == 1);
-            if constexpr (kInParts) more = more && i != shared.warm_up;
-            if constexpr (kJoined) more = more && !(of_m && i == kFirstChunk);
+            if constexpr (kJoins) more = more && !(of_m && i == kFirstChunk);
         };
         // Waits for the values and the operands of the next chunk.
         const auto found = [&] {
@@ -321,7 +294,7 @@ struct FusedStateRole {
                 scale(state, by);
                 if (by == factors.reads) break;
             }
-            if constexpr (kJoined && kMayLeaveRange) {
+            if constexpr (kJoins && kMayLeaveRange) {
                 read_in_steps(read, out, state, at);
             } else {
                 Packed packed[kKey / 16];
@@ -344,11 +317,6 @@ struct FusedStateRole {
                     for (std::uint32_t& pair : block) pair = 0;
             else
                 load_value_rows(writes, own_tile);
-            if (kInParts && schedule.verdicts.part == chunked::Part::kSegments)
-#pragma unroll
-                for (const Packed& block : writes)
-#pragma unroll
-                    for (const std::uint32_t pair : block) values = larger_magnitudes(values, pair);
             wgmma::wait<1>();
             wgmma::hold(read);
             subtract_read<T>(writes, read);
@@ -375,7 +343,7 @@ struct FusedStateRole {
                 store_value_rows<T>(own_tile, out);  // replaces the values
                 fence_async_proxy();
                 Form::signal_outputs_ready(shared, place);
-            } else if constexpr (kJoined) {
+            } else if constexpr (kJoins) {
                 store_entries(out, entry);
                 entry += a.value_heads;
             }
@@ -388,10 +356,7 @@ struct FusedStateRole {
 #pragma unroll 1
         for (;;) {
             const AtEnd at_end(i > 0 ? &shared.stages[place.stage()].factors : nullptr);
-            if constexpr (kInParts)
-                if (schedule.verdicts.part == chunked::Part::kSegments)
-                    observe(state, at_end, values, i, i == chunks);
-            if constexpr (!kJoined) {
+            if constexpr (!kJoins) {
                 cursor_again().store_asked(state, i == chunks ? cursor_again().segment.chunks : i / 2,
                                            at_end);
             } else if (!of_m) {

@@ -75,7 +75,7 @@ __device__ __forceinline__ void walk(const DeviceArgs& a, const Schedule& schedu
                       cursor.rows.first >= p.value_blocks * warpgroups * kWarpgroupRows))
             return;
     } else {
-        if (cursor.nothing(schedule)) return;
+        if (cursor.nothing()) return;
         if (kMaps && kReadsState && !cursor.of_m && !p.walks_forwards) return;
     }
     if (is_state) {

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments of Hopper's fused prefill, in both ways. In parts: they start early from zero where a head
-forgets; a head that remembers, or whose old values would show, is run once more
-(docs/design/fused-segments.md). Joined: all start from zero at once, and each adds what it lacks of the
-states before it (docs/design/joined.md)."""
+"""Segments of Hopper's fused prefill, which start from zero at once and add what each lacks of the states
+before it (docs/design/joined.md)."""
 
 from __future__ import annotations
 
 import math
-from itertools import product
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from cula_testing import device, passes
 from cula_testing.cases import Case, Inputs, make
 from cula_testing.compare import assert_same_bits
 
-IN_PARTS, JOINED = WAYS = "sm90:fused_segments", "sm90:joined"
+JOINED = "sm90:joined"
 BOUND = -5.0
 FORGETS, KEEPS = -2.5, -1e-6  # log decays of a token
 TOKENS = 64 * 40
@@ -44,57 +41,44 @@ def per_head(*log_decays: float) -> torch.Tensor:
     return torch.tensor(log_decays, dtype=torch.float64, device="cuda")[None, :, None]
 
 
-def run(inputs: Inputs, backend: str) -> passes.Result:
+def run(inputs: Inputs, backend: str = JOINED) -> passes.Result:
     return passes.prefill(inputs, backend=backend)
 
 
-def obeys_the_rule(inputs: Inputs, way: str) -> passes.Result:
-    passes.assert_rule(run, inputs, way)
-    return run(inputs, way)
+def obeys_the_rule(inputs: Inputs) -> passes.Result:
+    passes.assert_rule(run, inputs)
+    return run(inputs)
 
 
-@pytest.fixture(params=WAYS)
-def way(request) -> str:
-    return request.param
-
-
-def of_both(common: list[dict], in_parts: list[dict], joined: list[dict]) -> pytest.MarkDecorator:
-    """Cases of both, and those of one alone: joined segments have room for fewer heads and sequences."""
-    cases = [*product(WAYS, common), *product([IN_PARTS], in_parts), *product([JOINED], joined)]
-    return pytest.mark.parametrize(("way", "fields"), cases, ids=str)
-
-
-@of_both(
+@pytest.mark.parametrize(
+    "fields",
     [
         {},
         {"lengths": (TOKENS - 29,)},
         {"lengths": (1100, 1100)},
         {"lengths": (1500, 0, 700, 3, 64), "packed": True, "tail": 9},
+        {"lengths": (64,) * 3 + (1100,), "packed": True},
         {"heads": 2, "value_heads": 8},
         {"state": False},
         {"key_dim": 96, "value_dim": 72},
         {"value_dim": 256},
         {"state_dtype": torch.bfloat16, "k_first": True},
     ],
-    [{"lengths": (64,) * 20 + (1100,), "packed": True}],
-    [{"lengths": (64,) * 3 + (1100,), "packed": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", ["forget", "keep", "both", "drawn"])
-def test_every_call_obeys_the_rule(way, fields, kind):
+def test_every_call_obeys_the_rule(fields, kind):
     inputs = inputs_of(**fields)
     heads = inputs.g.shape[2]
     decays = {"forget": (FORGETS,), "keep": (KEEPS,), "both": (FORGETS, KEEPS)}
     if kind != "drawn":
         inputs = decaying(inputs, per_head(*(decays[kind] * heads)[:heads]))
-    obeys_the_rule(inputs, way)
+    obeys_the_rule(inputs)
 
 
-OTHERS = ("sm90:fused", "sm90:whole", "sm90:halves", "sm90:segments")
-
-
-def takes(inputs: Inputs, backend: str) -> bool:
+def takes(inputs: Inputs) -> bool:
     try:
-        run(inputs, backend)
+        run(inputs)
     except ValueError:
         return False
     return True
@@ -119,82 +103,49 @@ def same_heads(one: passes.Result, other: passes.Result, heads: list[int]) -> bo
     ("heads", "fields"),
     [
         *FEW_HEADS,
-        (16, {"lengths": (5000, 40, 3000), "packed": True}),
-        (64, {"lengths": (4096,)}),
-        (64, {"lengths": (32768,)}),
-    ],
-    ids=str,
-)
-def test_each_head_goes_its_own_way(heads, fields):
-    """Heads that forget have the bits of the one kernel, the others those of another strategy, in several
-    runs one behind the other."""
-    inputs = inputs_of(heads=heads, value_heads=heads, **fields)
-    for step in (1, 2, 3, 7):
-        remember = list(range(0, heads, step))
-        forget = [head for head in range(heads) if head % step]
-        decays = [KEEPS if head in remember else FORGETS for head in range(heads)]
-        inputs = decaying(inputs, per_head(*decays))
-        others = {backend: run(inputs, backend) for backend in OTHERS if takes(inputs, backend)}
-        found = [run(inputs, IN_PARTS) for _ in range(5)]
-        assert same_heads(found[0], others["sm90:fused"], forget)
-        assert any(same_heads(found[0], other, remember) for other in others.values())
-        for again in found[1:]:
-            assert_same_bits("o", again.o, found[0].o)
-            assert_same_bits("states", again.final_state, found[0].final_state)
-
-
-@pytest.mark.parametrize(
-    ("heads", "fields"),
-    [
-        *FEW_HEADS,
         (6, {"lengths": (5000, 40, 3000), "packed": True}),
         (11, {"lengths": (5000, 40, 3000), "packed": True}),  # more CTAs than run at once
         (33, {"lengths": (4096,)}),
     ],
     ids=str,
 )
-def test_joined_heads_do_not_depend_on_each_other(heads, fields):
+def test_heads_do_not_depend_on_each_other(heads, fields):
     """Whether others forget changes no bit of a head, nor does another run."""
     inputs = inputs_of(heads=heads, value_heads=heads, **fields)
-    if not takes(inputs, JOINED):
+    if not takes(inputs):
         pytest.skip("their CTAs do not run at once here")
-    alone = [run(decaying(inputs, per_head(*[decay] * heads)), JOINED) for decay in (FORGETS, KEEPS)]
+    alone = [run(decaying(inputs, per_head(*[decay] * heads))) for decay in (FORGETS, KEEPS)]
     for step in (1, 2, 3, 7):
         remember = list(range(0, heads, step))
         forget = [head for head in range(heads) if head % step]
         decays = [KEEPS if head in remember else FORGETS for head in range(heads)]
         both = decaying(inputs, per_head(*decays))
-        for found in (run(both, JOINED), run(both, JOINED)):
+        for found in (run(both), run(both)):
             assert same_heads(found, alone[0], forget)
             assert same_heads(found, alone[1], remember)
 
 
-@pytest.mark.parametrize(
-    ("way", "tokens", "heads"),
-    [(way, *size) for way in WAYS for size in ((2560, 4), (8192, 16), (8192, 33))],
-)
-def test_what_follows_waits_for_all_parts(way, tokens, heads):
-    """In parts the last kernel is not behind the segments by the order of launches: it waits for them itself.
-    Joined segments wait for flags, which must be zero each time. So what follows in a graph reads all
-    outputs."""
+@pytest.mark.parametrize(("tokens", "heads"), [(2560, 4), (8192, 16), (8192, 33)])
+def test_what_follows_waits_for_all_segments(tokens, heads):
+    """Segments wait for flags, which must be zero each time; what follows in a graph reads all outputs."""
     inputs = inputs_of(lengths=(tokens,), heads=heads, value_heads=heads)
-    if not takes(inputs, way):
+    if not takes(inputs):
         pytest.skip("their CTAs do not run at once here")
     slow = decaying(inputs, per_head(*[KEEPS if head % 2 else FORGETS for head in range(heads)])).g
     fast = decaying(inputs, per_head(*[FORGETS] * heads)).g
-    found = run(inputs, way)
+    found = run(inputs)
     o, states = found.o, found.final_state
     copies = torch.empty_like(o), torch.empty_like(states)
 
     def call() -> None:
         o.fill_(float("nan"))
         states.fill_(float("nan"))
-        passes.prefill(inputs, backend=way, o=o, final_state=states)
+        passes.prefill(inputs, backend=JOINED, o=o, final_state=states)
         copies[0].copy_(o)
         copies[1].copy_(states)
 
     def check() -> None:
-        wanted = run(inputs, way)
+        wanted = run(inputs)
         assert_same_bits("o", copies[0], wanted.o)
         assert_same_bits("states", copies[1], wanted.final_state)
 
@@ -213,12 +164,12 @@ def test_what_follows_waits_for_all_parts(way, tokens, heads):
 
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])
 @pytest.mark.parametrize("decay", ["forgetting", "lasting", "half_lasting", "mixed"])
-def test_gates_of_every_kind(way, gate, decay):
+def test_gates_of_every_kind(gate, decay):
     case = Case(
         "kda", (TOKENS,), heads=HEADS, value_heads=HEADS, key_dim=128, value_dim=128, gate=gate, decay=decay,
         gate_dtype=torch.bfloat16, dtype=torch.bfloat16, qk_l2norm=True, beta_is_logit=True,
     )  # fmt: skip
-    obeys_the_rule(make(case), way)
+    obeys_the_rule(make(case))
 
 
 @pytest.mark.parametrize("gate", ["bounded", "softplus"])
@@ -226,76 +177,56 @@ def test_gates_of_every_kind(way, gate, decay):
 def test_the_library_joins_segments_of_few_heads(gate, heads, tokens):
     inputs = inputs_of(heads=heads, value_heads=heads, lengths=(tokens,))
     inputs = inputs.but(case=inputs.case.but(gate=gate))
-    if not takes(inputs, JOINED):
+    if not takes(inputs):
         pytest.skip("their CTAs do not run at once here")
-    found, joined = run(inputs, ""), run(inputs, JOINED)
+    found, joined = run(inputs, ""), run(inputs)
     assert_same_bits("o", found.o, joined.o)
     assert_same_bits("states", found.final_state, joined.final_state)
     assert not torch.equal(found.o, run(inputs, "sm90:fused").o)
 
 
-def test_what_forgets_is_what_one_kernel_makes():
-    """Segments begin where chunks do: to the bit but for the first two chunks of the sequence, which are
-    compensated, and so are the same."""
-    inputs = decaying(inputs_of(), per_head(*[FORGETS] * HEADS))
-    found, whole = run(inputs, IN_PARTS), run(inputs, "sm90:fused")
-    assert_same_bits("o", found.o, whole.o)
-    assert_same_bits("states", found.final_state, whole.final_state)
-
-
-@pytest.mark.parametrize("tokens", [64, 128, 192, 256])
-@pytest.mark.parametrize("bits", [56, 63, 65, 80])
-def test_gates_at_the_edge(tokens, bits):
-    """That decay to 2^-bits in so many tokens, the longest warm-up at most."""
-    decays = per_head(*[-bits * math.log(2) / tokens] * HEADS)
-    obeys_the_rule(decaying(inputs_of(), decays), IN_PARTS)
-
-
-def test_most_of_what_forgets_joined_is_what_one_kernel_makes():
+def test_most_of_what_forgets_is_what_one_kernel_makes():
     """To the bit, but for some tokens at the begin of each segment: there outputs are sums of two, and chunks
     are compensated, as they are at the begin of a sequence."""
     inputs = decaying(inputs_of(lengths=(8192,)), per_head(*[BOUND * 0.99] * HEADS))
-    found, whole = run(inputs, JOINED), run(inputs, "sm90:fused")
+    found, whole = run(inputs), run(inputs, "sm90:fused")
     same = (found.o == whole.o).all(-1).all(-1)[0]
     assert same[:64].all()
     assert 0 < (~same).sum() <= 7 * 96  # of at most 16 segments, for which there are multiprocessors
 
 
 @pytest.mark.parametrize("bits", [60, 90, 99, 101, 110, 200])
-def test_gates_at_the_edge_of_joined(bits):
+def test_gates_at_the_edge(bits):
     """Of decays to 2^-bits in the first chunk of each segment: maps vanish from 2^-100 on."""
     decays = per_head(*[-bits * math.log(2) / 64] * HEADS)
-    obeys_the_rule(decaying(inputs_of(), decays), JOINED)
+    obeys_the_rule(decaying(inputs_of(), decays))
 
 
-def test_one_channel_that_remembers(way):
+def test_one_channel_that_remembers():
     decays = per_head(*[FORGETS] * HEADS).repeat(1, 1, 128)
     decays[:, 1, 77] = KEEPS
-    found = obeys_the_rule(decaying(inputs_of(), decays), way)
+    found = obeys_the_rule(decaying(inputs_of(), decays))
     assert found.final_state[0, 1].abs().amax(-2).argmax() == 77
 
 
-def test_a_head_that_remembers_for_a_while(way):
+def test_a_head_that_remembers_for_a_while():
     decays = per_head(*[FORGETS] * HEADS).repeat(TOKENS, 1, 1)
     decays[1000:1500, 2] = KEEPS
-    obeys_the_rule(decaying(inputs_of(), decays), way)
+    obeys_the_rule(decaying(inputs_of(), decays))
 
 
 @pytest.mark.parametrize("new", [1e-6, 1e-20])
 @pytest.mark.parametrize("before", [32, 64, 200, 640])
-@pytest.mark.parametrize(
-    ("way", "rates"),  # powers of two a token
-    [(IN_PARTS, (65 / 64, 65 / 128, 65 / 192, 65 / 256)), (JOINED, (16 / 64, 32 / 64, 65 / 64, 102 / 64))],
-)
-def test_large_values_before_small_ones(way, rates, before, new):
+def test_large_values_before_small_ones(before, new):
     """Old values still show beside new ones, which begin so many tokens before the middle."""
-    decays = per_head(*[-rate * math.log(2) for rate in rates])
+    powers = 16, 32, 65, 102  # of two in a chunk of 64 tokens
+    decays = per_head(*[-power / 64 * math.log(2) for power in powers])
     inputs = decaying(inputs_of(), decays)
     v = inputs.v.float()
     change = TOKENS // 2 - before
     v[:, :change] *= 1e4
     v[:, change:] *= new
-    obeys_the_rule(inputs.but(v=v.to(inputs.v.dtype), initial_state=inputs.initial_state * 1e4), way)
+    obeys_the_rule(inputs.but(v=v.to(inputs.v.dtype), initial_state=inputs.initial_state * 1e4))
 
 
 @pytest.mark.parametrize(
@@ -303,17 +234,17 @@ def test_large_values_before_small_ones(way, rates, before, new):
 )
 @pytest.mark.parametrize("what", ["v", "k", "g", "beta", "initial_state"])
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_what_is_no_number_is_not_forgotten(way, what, number, fields):
+def test_what_is_no_number_is_not_forgotten(what, number, fields):
     if number == math.inf and what not in ("v", "initial_state"):
         pytest.skip("an infinite key, gate or write strength is no NaN of every kernel")
     inputs = decaying(inputs_of(**fields), per_head(*[FORGETS] * HEADS))
-    clean = run(inputs, way)
+    clean = run(inputs)
     token = 35
     where = {"initial_state": (-1, 1, 3, 5), "g": (0, token, 1), "beta": (0, token, 1)}.get(
         what, (0, token, 1, 3)
     )
     getattr(inputs, what)[where] = number
-    found, whole = run(inputs, way), run(inputs, "sm90:fused")
+    found, whole = run(inputs), run(inputs, "sm90:fused")
     for name, heads in (("o", 2), ("final_state", 1)):
         one, two, before = (getattr(each, name).movedim(heads, 0) for each in (found, whole, clean))
         assert torch.equal(one[1].isfinite(), two[1].isfinite()), name
@@ -322,27 +253,31 @@ def test_what_is_no_number_is_not_forgotten(way, what, number, fields):
             assert_same_bits(name, one[head], before[head])
 
 
-def test_write_strengths_up_to_two(way):
+def test_write_strengths_up_to_two():
     """A delta factor of -1 keeps the norm."""
-    obeys_the_rule(decaying(inputs_of(allow_neg_eigval=True), per_head(*[-0.7] * HEADS)), way)
+    obeys_the_rule(decaying(inputs_of(allow_neg_eigval=True), per_head(*[-0.7] * HEADS)))
 
 
-def test_write_strengths_that_are_no_logits_are_refused(way):
+def test_write_strengths_that_are_no_logits_are_refused():
     inputs = inputs_of()
     given = inputs.but(case=inputs.case.but(beta_is_logit=False), beta=torch.full_like(inputs.beta, 2.2))
     with pytest.raises(ValueError, match="its segments take write strengths as logits"):
-        run(given, way)
+        run(given)
 
 
 @pytest.mark.parametrize("kind", ["forget", "keep", "large before small"])
-@of_both(
-    [{}, {"lengths": (1100, 1500), "packed": True, "tail": 5}, {"state_dtype": torch.bfloat16}],
-    # The second run of those that remember is the fused kernel, too.
-    [{"lengths": (TOKENS,), "heads": 64, "value_heads": 64}],
-    [{"lengths": (TOKENS,), "heads": 22, "value_heads": 22}],
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"lengths": (1100, 1500), "packed": True, "tail": 5},
+        {"state_dtype": torch.bfloat16},
+        {"lengths": (TOKENS,), "heads": 22, "value_heads": 22},
+    ],
+    ids=str,
 )
-def test_states_in_place(way, fields, kind):
-    """A second run of a head, or another segment, must not start from what has been stored."""
+def test_states_in_place(fields, kind):
+    """Another segment must not start from what has been stored."""
     inputs = inputs_of(**{"lengths": (TOKENS, TOKENS), **fields}, pool=True)
     inputs = decaying(inputs, per_head(KEEPS if kind == "keep" else -65 * math.log(2) / 128))
     if kind == "large before small":
@@ -350,16 +285,16 @@ def test_states_in_place(way, fields, kind):
         v[:, : v.shape[1] // 2] *= 1e4
         v[:, v.shape[1] // 2 :] *= 1e-20
         inputs = inputs.but(v=v.to(inputs.v.dtype))
-    apart = run(inputs, way)
+    apart = run(inputs)
     pool = inputs.initial_state.clone()
-    within = passes.prefill(inputs.but(initial_state=pool), backend=way, in_place=True)
+    within = passes.prefill(inputs.but(initial_state=pool), backend=JOINED, in_place=True)
     assert_same_bits("o", within.o, apart.o)
     slots = inputs.initial_state_indices.long()
     assert_same_bits("states", pool[slots[slots >= 0]], apart.final_state[slots >= 0].to(pool.dtype))
 
 
-def test_checkpoints_are_left_to_other_strategies(way):
+def test_checkpoints_are_left_to_other_strategies():
     inputs = inputs_of()
     states = torch.empty(1, TOKENS // 64, HEADS, 128, 128, device="cuda")
     with pytest.raises(ValueError, match="stores no states on the way"):
-        passes.prefill(inputs, backend=way, chunk_states=states)
+        passes.prefill(inputs, backend=JOINED, chunk_states=states)
