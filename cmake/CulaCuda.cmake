@@ -11,8 +11,8 @@ set(CULA_CUDA "${cuda}" CACHE STRING
     "Build the CUDA kernels: ON, OFF, or AUTO (where a GPU and nvcc are found)")
 set_property(CACHE CULA_CUDA PROPERTY STRINGS AUTO ON OFF)
 # Machine code for every architecture that a kernel is measured or used on, and PTX of the last for those to
-# come. 80 also runs on 86 and 89, 100 on 103. Calls of sm90 launch kernels of 90, too.
-set(CULA_CUDA_ARCHITECTURES "80-real;90-real;100;120-real" CACHE STRING
+# come. 80 also runs on 86 and 89, 100 on 103. Calls of sm90 launch portable kernels, too: 90a has wgmma.
+set(CULA_CUDA_ARCHITECTURES "80-real;90a-real;100;120-real" CACHE STRING
     "CUDA architectures of the portable kernels")
 set(cuda_minimum 12.8)  # the first with 100 and 120
 

@@ -384,14 +384,29 @@ TEST(Machines, OtherGpusAreEstimatedByTheirRates) {
 }
 
 TEST(Policy, HeadsThatShareKeysArePreparedTogetherWhereCtasAreMany) {
-    using chunked::prepare_span;
-    EXPECT_EQ(prepare_span(128 * 64, 4, kMultiprocessors), 4);
-    EXPECT_EQ(prepare_span(128 * 32, 2, kMultiprocessors), 2);
-    EXPECT_EQ(prepare_span(128 * 48, 3, kMultiprocessors), 1);
-    EXPECT_EQ(prepare_span(128 * 48, 6, kMultiprocessors), 2);
-    EXPECT_EQ(prepare_span(16 * 64, 4, kMultiprocessors), 1);  // few CTAs
-    EXPECT_EQ(prepare_span(25 * 64, 4, kMultiprocessors), 2);
-    EXPECT_EQ(prepare_span(0, 1, kMultiprocessors), 1);
+    const auto span = [](std::size_t chunks, int group) {
+        return chunked::prepare_share(chunks, group, kMultiprocessors).span;
+    };
+    EXPECT_EQ(span(128 * 64, 4), 4);
+    EXPECT_EQ(span(128 * 32, 2), 2);
+    EXPECT_EQ(span(128 * 48, 3), 1);
+    EXPECT_EQ(span(128 * 48, 6), 2);
+    EXPECT_EQ(span(16 * 64, 4), 1);  // few CTAs
+    EXPECT_EQ(span(25 * 64, 4), 2);
+    EXPECT_EQ(span(0, 1), 1);
+}
+
+TEST(Policy, HeadsOfTheirOwnKeysArePreparedInPairsWhereCtasAreMany) {
+    const auto pairs = [](std::size_t chunks, int group) {
+        return chunked::prepare_share(chunks, group, kMultiprocessors).pairs;
+    };
+    EXPECT_EQ(pairs(128 * 64, 1), 2);
+    EXPECT_EQ(pairs(128 * 64, 3), 2);
+    EXPECT_EQ(pairs(128 * 64, 4), 1);  // four value heads share keys
+    EXPECT_EQ(pairs(12 * 132, 1), 2);
+    EXPECT_EQ(pairs(12 * 132 - 2, 1), 1);  // few CTAs
+    EXPECT_EQ((chunked::PrepareShare{.pairs = 2}.blocks(5)), 3u);
+    EXPECT_EQ((chunked::PrepareShare{.span = 4}.blocks(8)), 2u);
 }
 
 TEST(Policy, CarriesWaitPerChunkWherePrepareEndsRaggedly) {

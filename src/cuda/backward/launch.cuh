@@ -230,8 +230,9 @@ private:
         } else {
             const auto chunks = static_cast<std::size_t>(schedule_.slab_end - schedule_.slab_begin) *
                                 static_cast<std::size_t>(a_.value_heads);
-            const int span = chunked::prepare_span(chunks, a_.group, call_.multiprocessors);
-            chunked::launch_prepare_token<T, kKey>(call_, a_, schedule_, span, to, early_,
+            const chunked::PrepareShare share =
+                chunked::prepare_share(chunks, a_.group, call_.multiprocessors);
+            chunked::launch_prepare_token<T, kKey>(call_, a_, schedule_, share, to, early_,
                                                    plan_.shape.several_writes);
         }
     }

@@ -86,7 +86,7 @@ __device__ __forceinline__ void load_fragment(std::uint32_t (&words)[4], const u
 // Stores a block of CarrySlice::writes, ReturnSlice::d_values or d_outputs.
 template <class T>
 __device__ __forceinline__ void save_rows(T* rows, int block, const uint4& words) {
-    reinterpret_cast<uint4*>(rows)[block * 32 + static_cast<int>(threadIdx.x) % 32] = words;
+    (reinterpret_cast<uint4*>(rows) + threadIdx.x % 32)[block * 32] = words;
 }
 
 // Stores step `step` of CarrySlice::state or ReturnSlice::d_state: channels 16 step to 16 step + 15, an A

@@ -130,25 +130,6 @@ struct BlockRows {
 #pragma unroll
                 for (int w = 0; w < 4; ++w) word[half][g][w] = 0u;
     }
-    // mask() for kernels whose products want the words in other registers than the loads wrote.
-    // A mask that is always applied moves the words after they
-    // have arrived, so the compiler inserts no earlier move.
-    // Rows that are not the last of their token become zero, too.
-    template <class Tokens = RowsAreTokens>
-    __device__ __forceinline__ void mask_moving(int count, int first_channel, int key_dim,
-                                                const Tokens& tokens = {}) {
-        const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = lane / 4 + 8 * half;
-            const std::uint32_t in = row < count && tokens.is_last(row) ? ~0u : 0u;
-#pragma unroll
-            for (int g = 0; g < kGroups; ++g)
-#pragma unroll
-                for (int w = 0; w < 4; ++w) word[half][g][w] &= in;
-        }
-        if (key_dim < first_channel + 32 * kGroups) mask(count, first_channel, key_dim);
-    }
 };
 
 // Distance from a block's tokens to those that a later CTA reads, or zero where no whole block lies there.
@@ -173,12 +154,13 @@ __device__ __forceinline__ void follow_kernels_before_carry(const Schedule& sche
     pdl_wait();
     if (!per_chunk<kKey>(schedule)) pdl_trigger();
 }
-// lead_carry: by one thread, before the carry may start. It
-// marks the CTA's chunks as unprepared and triggers the carry.
-// hand_over: by one thread, after all warps have written
-// the operands of a chunk. It marks the chunk as ready.
-__device__ __forceinline__ void lead_carry(std::int32_t* is_compensated, int operands) {
+// mark_unprepared, lead_carry: by one thread, before the carry may start: for all operands of the CTA, then
+// to trigger the carry. hand_over: by one thread, after all warps have written the operands of a chunk. It
+// marks the chunk as ready.
+__device__ __forceinline__ void mark_unprepared(std::int32_t* is_compensated, int operands) {
     for (int i = 0; i < operands; ++i) is_compensated[i] = kUnprepared;
+}
+__device__ __forceinline__ void lead_carry() {
     __threadfence();
     pdl_trigger();
 }
@@ -243,11 +225,8 @@ __device__ __forceinline__ void multiply_group(float (&product)[2][4], const Wor
 // Sum of squares of each token of the block, to `squares`, on the tensor cores.
 // Two words serve as rows l/4 and l/4 + 8 of an m16n8k8 product,
 // each in turn also as its column: the squares lie on the diagonal.
-// kTogether: the two words are those of both tokens, which are
-// adjacent registers where the block is an A operand as loaded.
-// Otherwise they are neighbouring words of one token, which are adjacent registers right after the load.
-// With the wrong choice the compiler moves every word.
-template <class T, bool kTogether, int kGroups>
+// The two words are neighbouring ones of one token, which are adjacent registers right after the load.
+template <class T, int kGroups>
 __device__ __forceinline__ void square_tokens(float* squares, const BlockRows<kGroups>& x) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     float upper[2][4] = {}, lower[2][4] = {};
@@ -256,17 +235,15 @@ __device__ __forceinline__ void square_tokens(float* squares, const BlockRows<kG
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
             const int half = w / 2, first = w % 2 * 2;
-            const std::uint32_t a[2] = {kTogether ? x.word[0][g][w] : x.word[half][g][first],
-                                        kTogether ? x.word[1][g][w] : x.word[half][g][first + 1]};
+            const std::uint32_t a[2] = {x.word[half][g][first], x.word[half][g][first + 1]};
             mma_16x8x8<T>(upper[half], a, a[0]);
             mma_16x8x8<T>(lower[half], a, a[1]);
         }
     if (lane % 4 != lane / 8) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float* one = !kTogether ? upper[half] : half == 0 ? upper[0] : lower[0] + 2;
-        const float* other = !kTogether ? lower[half] + 2 : half == 0 ? upper[1] : lower[1] + 2;
-        squares[lane / 4 + 8 * half] = lane / 4 % 2 ? one[1] + other[1] : one[0] + other[0];
+        const float* const other = lower[half] + 2;
+        squares[lane / 4 + 8 * half] = lane / 4 % 2 ? upper[half][1] + other[1] : upper[half][0] + other[0];
     }
 }
 
@@ -348,33 +325,6 @@ template <class T>
 __device__ __forceinline__ void put_block(T* block, const float* slot) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     reinterpret_cast<uint4*>(block)[lane] = reinterpret_cast<const uint4*>(slot)[lane];
-}
-
-// Stores one row of blocks of `scores` to the triangle: the blocks
-// left of the diagonal, and the lower half of the one on it.
-// By one warp: lane l takes row l % 16 and one half of each block.
-template <bool kLow, class T, int kSize>
-__device__ __forceinline__ void emit_lower(T* triangle, const Square<kSize>& scores, int row) {
-    using Lower = Triangle<kSize>;
-    const int lane = static_cast<int>(threadIdx.x) % 32, i = lane % kBlock, half = lane / kBlock;
-    T* const to = triangle + Lower::in_block(i, half) * 8;
-#pragma unroll 1
-    for (int column = 0; column <= row; ++column) {
-        float x[8];
-#pragma unroll
-        for (int e = 0; e < 8; e += 4)
-            load4(x + e, scores.at(row * kBlock, column * kBlock, i, 8 * half + e));
-        Words words;
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-#pragma unroll
-            for (int e = 2 * w; e < 2 * w + 2; ++e)
-                if (column == row && 8 * half + e > i) x[e] = 0.0f;
-            words[w] = pack2<T>(x[2 * w], x[2 * w + 1]);
-            if (kLow) words[w] = pack_rest<T>({x[2 * w], x[2 * w + 1]}, words[w]);
-        }
-        *reinterpret_cast<uint4*>(to + Lower::block_begin(row, column) * 8) = as_uint4(words);
-    }
 }
 
 // Whether one of the lane's rows exceeds kMostSquares, given

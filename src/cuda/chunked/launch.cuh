@@ -188,10 +188,11 @@ private:
         const auto chunks =
             static_cast<std::size_t>(schedule_.slab_end - schedule_.slab_begin) * a_.value_heads;
         constexpr int kCtas = kPerChannel ? kChannelCtas : kTokenCtas;
-        const int span =
-            kPrepares && !kPerChannel ? prepare_span(chunks, a_.group, call_.multiprocessors) : 1;
+        const PrepareShare share = kPrepares && !kPerChannel
+                                       ? prepare_share(chunks, a_.group, call_.multiprocessors)
+                                       : PrepareShare{};
         schedule_.waits.per_chunk =
-            schedule_.waits.operands && pays_per_chunk(chunks / span, kCtas, call_.multiprocessors);
+            schedule_.waits.operands && pays_per_chunk(share.blocks(chunks), kCtas, call_.multiprocessors);
         if (found_) return;
         if constexpr (kErasable<kPerChannel, kUpdate>)
             if (plan_.shape.erases)
@@ -209,11 +210,12 @@ private:
                 {chunks, kPrepareThreads, sizeof(ChannelSmem<kKey>)}, Carry::gate_tiles(a_), schedule_,
                 workspace_.operands, workspace_.is_compensated, workspace_.fading);
         else if constexpr (kPrepares && Carry::kReversed)
-            launch<prepare_token<T, kKey, true>>({chunks / span, kPrepareThreads, sizeof(TokenSmem<kKey>)},
-                                                 schedule_, span, workspace_.operands,
-                                                 workspace_.is_compensated, workspace_.fading);
+            launch<prepare_token<T, kKey, true>>(
+                {share.blocks(chunks), kPrepareThreads, TokenMemory<T, kKey>::bytes(share),
+                 TokenMemory<T, kKey>::kMost},
+                schedule_, share, workspace_.operands, workspace_.is_compensated, workspace_.fading);
         else if constexpr (kPrepares)
-            launch_prepare_token<T, kKey>(call_, a_, schedule_, span, prepared(), early_,
+            launch_prepare_token<T, kKey>(call_, a_, schedule_, share, prepared(), early_,
                                           plan_.shape.several_writes);
     }
     PreparedChunks<ChunkOperands<T, kKey, kPerChannel>> prepared() const {

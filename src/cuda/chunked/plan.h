@@ -28,7 +28,9 @@ inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std
 inline constexpr int kChannelCtas = 3, kTokenCtas = 4;
 // The most key channels of the instances for low-rank keys.
 inline constexpr int kMostLowRankChannels = 128;
-inline constexpr int kMostSpan = 4;       // value heads per CTA: a warp sums the gates of each
+// prepare_token: the most value heads of a CTA that share q and k, a warp for each; the most pairs of q and
+// k, of one value head each.
+inline constexpr int kMostSpan = 4, kMostPairs = 2;
 inline constexpr int kLeastSegment = 8;   // chunks: in shorter segments the maps cost more than they save
 inline constexpr int kLeastJoined = 2;    // chunks of a segment that joins
 inline constexpr int kLeastSegments = 3;  // below this many segments likewise
@@ -511,14 +513,24 @@ inline std::optional<PrefillPlan> plan_prefill(const PrefillShape& shape, const 
     return plan;
 }
 
-// prepare_token: how many value heads that share q and k one CTA prepares.
-// The most that still leave a round and a half of CTAs, of which four share a multiprocessor.
-inline int prepare_span(std::size_t chunks_of_heads, int group, int multiprocessors) {
-    int span = kMostSpan;
-    while (group % span != 0 ||
-           (span > 1 && 2 * chunks_of_heads / span < 12 * static_cast<std::size_t>(multiprocessors)))
-        span /= 2;
-    return span;
+// What a CTA of prepare_token takes: `span` value heads that share q and k, of each of `pairs` pairs of chunk
+// and head.
+struct PrepareShare {
+    std::int32_t span = 1, pairs = 1;
+
+    std::size_t blocks(std::size_t chunks_of_heads) const {
+        const std::size_t each = static_cast<std::size_t>(span) * static_cast<std::size_t>(pairs);
+        return (chunks_of_heads + each - 1) / each;
+    }
+};
+// The most that still leaves a round and a half of CTAs, of which four share a multiprocessor.
+inline PrepareShare prepare_share(std::size_t chunks_of_heads, int group, int multiprocessors) {
+    const auto leaves_enough = [&](const PrepareShare& share) {
+        return 2 * share.blocks(chunks_of_heads) >= 12 * static_cast<std::size_t>(multiprocessors);
+    };
+    for (std::int32_t span = kMostSpan; span > 1; span /= 2)
+        if (group % span == 0 && leaves_enough({.span = span})) return {.span = span};
+    return {.pairs = leaves_enough({.pairs = kMostPairs}) ? kMostPairs : 1};
 }
 
 // Whether a carry that only waits for chunk operands should wait for

@@ -13,6 +13,7 @@
 namespace cula::cuda::chunked {
 
 class EarlyStarts;
+struct PrepareShare;
 
 // What they write, for every chunk of a slab and value head.
 template <class Operands>
@@ -28,10 +29,10 @@ void launch_prepare_channel(const Call& call, const DeviceArgs& a, const Schedul
                             const PreparedChunks<ChannelChunk<T, kKey>>& to, EarlyStarts& early,
                             Update update);
 
-// One decay per token or none. span: the value heads of a CTA, which share q and k; several: tokens write
-// several times.
+// One decay per token or none. several: tokens write several times.
 template <class T, int kKey>
-void launch_prepare_token(const Call& call, const DeviceArgs& a, const Schedule& schedule, int span,
-                          const PreparedChunks<TokenChunk<T, kKey>>& to, EarlyStarts& early, bool several);
+void launch_prepare_token(const Call& call, const DeviceArgs& a, const Schedule& schedule,
+                          const PrepareShare& share, const PreparedChunks<TokenChunk<T, kKey>>& to,
+                          EarlyStarts& early, bool several);
 
 }  // namespace cula::cuda::chunked

@@ -173,7 +173,10 @@ __global__ void __launch_bounds__(kPrepareThreads,
     const auto load_reader = [&](typename Block::Reading& to, int g, int half) {
         if constexpr (kErases) readers.load(to, reading, g, half);
     };
-    if (per_chunk<kKey>(schedule) && thread == 0) lead_carry(is_compensated + blockIdx.x, 1);
+    if (per_chunk<kKey>(schedule) && thread == 0) {
+        mark_unprepared(is_compensated + blockIdx.x, 1);
+        lead_carry();
+    }
     const bool fades = kFading && fading && a.qk_l2norm;
     bool unanchored = false, out_of_range = false;
     float fades_by = 0.0f;
@@ -208,8 +211,8 @@ __global__ void __launch_bounds__(kPrepareThreads,
                                                : solved_beta_of(a, beta_asked.value(a.beta));
     mask_keys(q, k, first_channel);
     if (!kSolves || a.qk_l2norm) {
-        square_tokens<T, false>(s.norms[0][block.part] + first, q);
-        square_tokens<T, false>(s.norms[1][block.part] + first, k);
+        square_tokens<T>(s.norms[0][block.part] + first, q);
+        square_tokens<T>(s.norms[1][block.part] + first, k);
     }
     const bool stepped = __syncthreads_or(unanchored);
     bool two_steps = false;

@@ -17,49 +17,43 @@
 // writes: those that are not their token's last have a zero query, and those that are not its first do not
 // decay.
 //
-// Grid: one CTA per (chunk of the slab, `span` value heads that
-// share q and k); 128 threads, a warp per block of 16 tokens.
-//   K = 256: two blocks per chunk, and a warp per block and half of the channels.
+// A task is a chunk of the slab and a value head; a pair is a chunk and the q and k of a head. Grid: a CTA of
+// four warps has `pairs` pairs, and of each the tasks of `span` value heads that share its q and k: up to
+// four.
 //
-// In this order; | is a barrier of the CTA:
-//   load    all warps: q and k to registers, beta; warp w: the gates of value head w of the span
-//   sum     warp w: running sums of those gates; all: squares of q and k, columns of k to shared memory |
-//   norms   a thread per token |
-//   then per value head of the span:
-//   score   products of q and k as they are, times norms and 2^(G_i - G_j) in float; squares of overlaps
-//   solve   diagonal blocks inverted, vote on compensation | scores to global memory, solve.cuh | |,
-//           inverse to global memory |
+//   load     all warps, pair after pair: q and k to shared memory (cp.async) |
+//   norms    a warp per block of 16 tokens |
+//   score    products of k with q and k as they are, times norms, to shared memory |
+//   then a warp for each task, without a barrier of the CTA (token_task.cuh):
+//   factors  running sums of gates; factors of tokens to global memory
+//   decay    products times 2^(G_i - G_j): scores to global memory, overlaps times beta; their squares
+//   solve    the inverse, times beta, to global memory
+//
+// Products are of the whole square by wgmma where there is that (sm_90a, chunks of 64 tokens), else of blocks
+// by a warp per block of columns and, where K = 256, half of the channels.
 //
 // No operand is scaled before a product, and 2^(G_i - G_j) is
 // at most 1: only inputs and chunk operands are rounded to T.
-// Rows are loaded and laid out once for all value heads of the span.
+// Rows are loaded and multiplied once for all value heads of a pair.
 //
-// Budgets on sm_90: 128 registers, four CTAs per multiprocessor; 45.0, 51.0, 19.8 KiB for K = 64, 128, 256.
+// Budgets on sm_90: 128 registers; 71 KiB of shared memory with four value heads of a pair, 74 with two pairs
+// (TokenMemory).
 #pragma once
+
+#include <algorithm>
 
 #include "cuda/chunked/block.cuh"
 #include "cuda/chunked/plan.h"
-#include "cuda/chunked/solve.cuh"
+#include "cuda/chunked/tile_reads.cuh"
+#include "cuda/chunked/token_products.cuh"
+#include "cuda/chunked/token_task.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/rule.h"
-#include "cuda/tile/gate.cuh"
-#include "cuda/tile/scan.cuh"
 #include "cuda/tile/tokens_of_rows.cuh"
 
 namespace cula::cuda::chunked {
 
-static_assert(kMostSpan == kPrepareThreads / 32);  // one warp sums the gates of one value head
-
-template <int kKey>
-struct TokenSmem {
-    using P = Parts<kKey>;
-    PairSquares<kKey> pairs;
-    ColumnWords columns[P::kBlocks - 1][kKey / 32];
-    float log_decay[kMostSpan][kTokens<kKey>];  // log2, running from the chunk's start
-    float beta[kMostSpan][kTokens<kKey>];
-    float squares[2][P::kParts][kTokens<kKey>];
-    float norms[2][kTokens<kKey>];  // 1 / norm of q and of k, or 1
-};
+static_assert(kMostSpan == kPrepareThreads / 32);  // a warp has a task
 
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 inline constexpr int kFewestTokenCtas = kTokenCtas;
@@ -81,221 +75,169 @@ struct TokenRule<Update::kDelta> {
     static constexpr bool kSolves = true;  // the inverse, and low words of compensated chunks
 };
 
+// Shared memory: tiles of q and k of one pair, then, once all products are there, the tasks in their place;
+// products of all pairs; numbers per token. Where a pair has one value head, its overlaps replace the
+// products of k with k.
+template <class T, int kKey>
+struct TokenMemory {
+    static constexpr std::size_t kTile = sizeof(T) * kTokens<kKey> * kKey;
+
+    static constexpr std::size_t front(const PrepareShare& share) {
+        const auto tasks = static_cast<std::size_t>(share.pairs * share.span);
+        return std::max(2 * kTile, tasks * (sizeof(TokenTask<kKey>) +
+                                            (share.span > 1 ? sizeof(TokenOverlaps<kKey>) : 0)));
+    }
+    static constexpr std::size_t bytes(const PrepareShare& share) {
+        const auto pairs = static_cast<std::size_t>(share.pairs),
+                   tasks = pairs * static_cast<std::size_t>(share.span);
+        return front(share) + pairs * sizeof(TokenProducts<kKey>) + tasks * sizeof(TokenGates<kKey>);
+    }
+    // Of any launch.
+    static constexpr std::size_t kMost = std::max(bytes({.span = kMostSpan}), bytes({.pairs = kMostPairs}));
+
+    unsigned char* memory;  // aligned to 1 KiB
+    TokenProducts<kKey>* products;
+    TokenGates<kKey>* gates;
+
+    __device__ __forceinline__ TokenMemory(unsigned char* memory, const PrepareShare& share)
+        : memory(memory),
+          products(reinterpret_cast<TokenProducts<kKey>*>(memory + front(share))),
+          gates(reinterpret_cast<TokenGates<kKey>*>(products + share.pairs)) {}
+    // Of q (0) or k (1).
+    __device__ __forceinline__ T* tile(int of) const { return reinterpret_cast<T*>(memory + of * kTile); }
+    __device__ __forceinline__ TokenTask<kKey>& task(int i) const {
+        return reinterpret_cast<TokenTask<kKey>*>(memory)[i];
+    }
+    __device__ __forceinline__ TokenOverlaps<kKey>& overlaps(const PrepareShare& share, int i) const {
+        if (share.span == 1) return products[i].overlaps.left;
+        return reinterpret_cast<TokenOverlaps<kKey>*>(&task(share.pairs * share.span))[i];
+    }
+};
+
 template <class T, int kKey, bool kReversed = false, bool kSeveral = false>
 __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
-    prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, int span,
+    prepare_token(const __grid_constant__ DeviceArgs a, const Schedule schedule, const PrepareShare share,
                   TokenChunk<T, kKey>* chunks, std::int32_t* is_compensated, float* fading) {
     static_assert(!kReversed || !kSeveral);
     follow_kernels_before_carry<kKey>(schedule);
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>;
-    extern __shared__ __align__(128) unsigned char raw[];
-    auto& s = *reinterpret_cast<TokenSmem<kKey>*>(raw);
+    extern __shared__ __align__(1024) unsigned char raw[];
+    const TokenMemory<T, kKey> memory(raw, share);
 
-    // A span is a power of two. The chunk's number comes from a plain division, not from a Divisor:
-    // what follows from that would be in uniform registers, and ptxas spills where K = 256.
-    const int first_of_all = static_cast<int>(blockIdx.x) * span,
-              column = static_cast<int>(static_cast<unsigned>(first_of_all) /
-                                        static_cast<unsigned>(a.value_heads)),
-              first_head = first_of_all - column * a.value_heads;
-    // CTAs go through memory upwards, as the prefetches expect.
-    const int number = kReversed ? schedule.slab_end - schedule.slab_begin - 1 - column : column;
-    const int head = a.by_group.divide(first_head), thread = static_cast<int>(threadIdx.x),
-              lane = thread % 32, warp = role_of_warp();
-    const ChunkPlace place = place_of<kRows, kReversed>(a, schedule, number);
-    if (place.count <= 0) return;
+    const int thread = static_cast<int>(threadIdx.x), warp = role_of_warp();
+    const int slab_chunks = schedule.slab_end - schedule.slab_begin;
+    // Of a pair of the CTA: the chunk's number in the slab and the first value head. Plain divisions, not a
+    // Divisor: what follows from that would be in uniform registers, and ptxas spills where K = 256.
+    struct Pair {
+        int number, first_head;
+        bool exists;
+    };
+    const auto pair = [&](int i) -> Pair {
+        const int task = (static_cast<int>(blockIdx.x) * share.pairs + i) * share.span,
+                  column =
+                      static_cast<int>(static_cast<unsigned>(task) / static_cast<unsigned>(a.value_heads));
+        // CTAs go through memory upwards, as the prefetches expect.
+        return {kReversed ? slab_chunks - 1 - column : column, task - column * a.value_heads,
+                column < slab_chunks};
+    };
 
     const bool solves =
         !kReversed && answer_for(a.algorithm.update, []<Update kUpdate>(UpdateConstant<kUpdate>) {
             return TokenRule<kUpdate>::kSolves;
         });
-    const int block = warp % P::kBlocks, part = warp / P::kBlocks, first = block * kBlock;
-
-    BlockRows<P::kGroups> q, k;
-    // A warp whose block has no tokens reads the chunk's first token, and mask_moving() drops it.
-    const int count = place.count - first;
-    const std::int64_t begin = place.begin + (count > 0 ? first : 0);
-    // Only the first of the value heads that share a head prefetches.
-    const int ahead = first_head == head * a.group ? tokens_ahead<kKey>(a, schedule, begin) : 0;
-    if constexpr (kSeveral) {
-        const TokensOfWrites tokens(a.writes, begin);
-        q.template fetch<T>(a.q, place.batch, tokens.first_token, head, count, part * P::kChannels, a.key_dim,
-                            ahead / a.writes, tokens);
-    } else {
-        q.template fetch<T>(kReversed ? a.k : a.q, place.batch, begin, head, count, part * P::kChannels,
-                            a.key_dim, ahead);
+    // The warp's task. Found again where it is needed, so that no register keeps it throughout the products.
+    struct Task {
+        ChunkPlace place;
+        int value_head;
+        std::int64_t operands;  // their number
+    };
+    const auto find_task = [&]() -> Task {
+        const int of = warp / share.span;
+        const Pair own = of < share.pairs ? pair(of) : Pair{0, 0, false};
+        const int value_head = own.first_head + warp % share.span;
+        return {own.exists ? place_of<kRows, kReversed>(a, schedule, own.number) : ChunkPlace{}, value_head,
+                std::int64_t{own.number} * a.value_heads + value_head};
+    };
+    TokenInputs<kKey, kSeveral> inputs;
+    {
+        const Task task = find_task();
+        if (task.place.count > 0) inputs.ask(a, task.place, task.value_head, solves);
     }
-    k.template fetch<T>(kReversed ? a.q : a.k, place.batch, begin, head, count, part * P::kChannels,
-                        a.key_dim, ahead);
-    constexpr int kBetas = kMostSpan * kRows / kPrepareThreads;  // of a thread
-    TokenNumber betas[kBetas];
-#pragma unroll
-    for (int i = 0; i < kBetas; ++i) {
-        const int of = (thread + i * kPrepareThreads) / kRows, t = thread % kRows;
-        if (solves && of < span)
-            betas[i].ask(a.beta, place.batch, place.begin + t, first_head + of, t < place.count);
-    }
-    if (per_chunk<kKey>(schedule) && thread == 0)
-        lead_carry(is_compensated + std::int64_t{number} * a.value_heads + first_head, span);
-    if (warp < span) {
-        const int value_head = first_head + warp;
-        // A lane takes two neighbouring tokens (one where a
-        // chunk has 32), then the warp scans over the lanes.
-        constexpr int kEach = kRows / 32;
-        const bool per_token = a.algorithm.decay == kTokenDecay;
-        const TokensOfRows<kSeveral> of_chunk(a.writes, place.begin);
-        TokenNumber raw_gates[kEach];
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const int t = lane * kEach + i;
-            if (per_token)
-                raw_gates[i].ask(a.g, place.batch, of_chunk.first_token + of_chunk.token(t), value_head,
-                                 t < place.count && of_chunk.is_first(t));
-        }
-        const HeadGate gate(a, value_head);
-        float sum[kEach];
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            sum[i] = 0.0f;
-            if (lane * kEach + i < place.count && of_chunk.is_first(lane * kEach + i)) {
-                const float of_gate = per_token ? gate.log2_decay(raw_gates[i].value(a.g) + gate.bias) : 0.0f;
-                sum[i] = max_or_nan(of_gate + gate.gamma2, kLeastLog2Decay);
-            }
-        }
-        running_sums(sum);
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) s.log_decay[warp][lane * kEach + i] = sum[i];
-    }
-#pragma unroll
-    for (int i = 0; i < kBetas; ++i) {
-        const int of = (thread + i * kPrepareThreads) / kRows, t = thread % kRows;
-        if (of < span)
-            s.beta[of][t] = solves && t < place.count ? solved_beta_of(a, betas[i].value(a.beta)) : 0.0f;
-    }
-    if constexpr (kSeveral)
-        q.mask_moving(count, part * P::kChannels, a.key_dim, TokensOfWrites(a.writes, begin));
-    else
-        q.mask_moving(count, part * P::kChannels, a.key_dim);
-    k.mask_moving(count, part * P::kChannels, a.key_dim);
-    if (a.qk_l2norm) {
-        square_tokens<T, true>(s.squares[0][part] + first, q);
-        square_tokens<T, true>(s.squares[1][part] + first, k);
-    }
-    if (block < P::kBlocks - 1) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int g = 0; g < P::kGroups; ++g)
-                s.columns[block][part * P::kGroups + g][half][lane] = as_uint4(k.word[half][g]);
-    }
-    __syncthreads();
-    const std::int64_t first_operands = std::int64_t{number} * a.value_heads + first_head;
-    if (solves && fading && warp < span) {
-        float grows_by = 0.0f;
-#pragma unroll
-        for (int t = 0; t < kRows; t += 32) grows_by += growth(s.beta[warp][t + lane]);
-        grows_by = sum_over_warp(grows_by);
-        if (lane == 0)
-            fading[first_operands + warp] = a.qk_l2norm ? s.log_decay[warp][kRows - 1] + grows_by : 0.0f;
+    if (per_chunk<kKey>(schedule) && threadIdx.x == 0) {
+        for (int i = 0; i < share.pairs; ++i)
+            if (const Pair of = pair(i); of.exists)
+                mark_unprepared(is_compensated + std::int64_t{of.number} * a.value_heads + of.first_head,
+                                share.span);
+        lead_carry();
     }
 
-    for (int i = thread; i < 2 * kRows; i += kPrepareThreads) {
-        const int which = i / kRows, token = i % kRows;
-        float norm = 1.0f;
-        if (a.qk_l2norm) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int p = 0; p < P::kParts; ++p) sum += s.squares[which][p][token];
-            norm = rsqrtf(sum + 1e-6f);
-        }
-        s.norms[which][token] = token < place.count ? norm : 0.0f;
-    }
-    __syncthreads();
-
+    // --- products ---
 #pragma unroll 1
-    for (int of = 0; of < span; ++of) {
-        TokenChunk<T, kKey>& chunk = chunks[first_operands + of];
-        const float *const log_decays = s.log_decay[of], *const beta = s.beta[of];
-        if (thread < kRows) {
-            const float q_norm = a.scale * s.norms[0][thread], k_norm = s.norms[1][thread],
-                        log_decay = log_decays[thread];
-            const float whole = log_decays[kRows - 1];
-            (kReversed ? chunk.k_rest : chunk.q_factor)[thread] = q_norm * exp2_fast(log_decay);
-            chunk.k_factor[thread] = k_norm * exp2_fast(log_decay);
-            (kReversed ? chunk.q_factor : chunk.k_rest)[thread] = k_norm * exp2_fast(whole - log_decay);
-            chunk.decay[thread] = exp2_fast(whole);
-        }
-
-        // --- score ---
-        float2 squares{0.0f, 0.0f};
-        const int rows[2] = {first + lane / 4, first + lane / 4 + 8};
-        const float row_decay[2] = {log_decays[rows[0]], log_decays[rows[1]]};
-        const float q_scale[2] = {a.scale * s.norms[0][rows[0]], a.scale * s.norms[0][rows[1]]};
-        const float k_scale[2] = {beta[rows[0]] * s.norms[1][rows[0]], beta[rows[1]] * s.norms[1][rows[1]]};
-        const auto store = [&](float(&scores)[2][4], float(&overlaps)[2][4], int earlier) {
-#pragma unroll
-            for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int j = earlier * kBlock + 8 * tile + lane % 4 * 2 + e % 2;
-                    const float factor = s.norms[1][j] * exp2_fast(row_decay[e / 2] - log_decays[j]);
-                    scores[tile][e] *= q_scale[e / 2] * factor;
-                    overlaps[tile][e] *= k_scale[e / 2] * factor;
-                }
-            const bool add = P::kParts > 1 && part > 0;
-            add_product(s.pairs.scores, scores, first, earlier * kBlock, add);
-            if (!solves) return;
-            if (earlier < block) {
-                add_product(s.pairs.overlaps, overlaps, first, earlier * kBlock, add);
-                add_squares<false>(squares, overlaps);
-            } else {
-                add_product(s.pairs.overlaps, overlaps, first, first, add);
-                add_squares<true>(squares, overlaps);
-            }
+    for (int i = 0; i < share.pairs; ++i) {
+        const Pair of = pair(i);
+        ChunkPlace place;
+        if (of.exists) place = place_of<kRows, kReversed>(a, schedule, of.number);
+        if (place.count <= 0) continue;  // the same in all threads
+        const int head = a.by_group.divide(of.first_head);
+        const TokenRows &of_q = kReversed ? a.k : a.q, &of_k = kReversed ? a.q : a.k;
+        T *const q = memory.tile(0), *const k = memory.tile(1);
+        const auto copy = [&](T* to, const TokenRows& rows) {
+            copy_tokens<T, kRows, kKey>(to, shared_address(to), rows,
+                                        rows.offset(place.batch, place.begin, head), place.count, a.key_dim,
+                                        rows.pieces, thread, kPrepareThreads);
         };
-#pragma unroll
-        for (int p = 0; p < P::kParts; ++p) {
-            if (part == p) {
-#pragma unroll 1
-                for (int earlier = 0; earlier <= block; ++earlier) {
-                    float product[2][2][4] = {};
-#pragma unroll
-                    for (int g = 0; g < P::kGroups; ++g) {
-                        Words column[2];
-#pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            const uint4 x = earlier < block
-                                                ? s.columns[earlier][part * P::kGroups + g][half][lane]
-                                                : as_uint4(k.word[half][g]);
-                            column[half][0] = x.x, column[half][1] = x.y, column[half][2] = x.z,
-                            column[half][3] = x.w;
-                        }
-                        multiply_group<T>(product[0], q.word[0][g], q.word[1][g], column[0], column[1]);
-                        if (solves)
-                            multiply_group<T>(product[1], k.word[0][g], k.word[1][g], column[0], column[1]);
-                    }
-                    store(product[0], product[1], earlier);
-                }
+        if constexpr (kSeveral) {
+            const TokensOfWrites tokens(a.writes, place.begin);
+            copy_tokens<T, kRows, kKey>(q, shared_address(q), a.q,
+                                        a.q.offset(place.batch, tokens.first_token, head), place.count,
+                                        a.key_dim, a.q.pieces, thread, kPrepareThreads, tokens);
+        } else {
+            copy(q, of_q);
+        }
+        copy(k, of_k);
+        commit_copies();
+        // Only the first of the value heads that share a head prefetches.
+        if (of.first_head == head * a.group)
+            if (const int ahead = tokens_ahead<kKey>(a, schedule, place.begin); ahead > 0) {
+                static_assert(2 * kRows <= kPrepareThreads);
+                const int row = thread % kRows;
+                const bool of_keys = thread / kRows > 0;
+                const int writes = kSeveral && !of_keys ? a.writes : 1;  // rows of k that a row of q has
+                const std::int64_t first = place.begin + ahead;
+                if (thread < 2 * kRows && row * writes < kRows && first + row * writes < a.tokens)
+                    prefetch_row<T, kKey>(of_keys ? of_k : of_q, place.batch, first / writes + row, head,
+                                          a.key_dim);
             }
-            if (P::kParts > 1 && p + 1 < P::kParts) __syncthreads();
-        }
-        const bool last = part == P::kParts - 1;
-        if (solves && last) {
-            __syncwarp();
-            invert_diagonal(s.pairs.overlaps, block);
-        }
-        const bool compensated = __syncthreads_or(last && needs_compensation(squares));
-        if (last) {
-            emit_lower<false>(chunk.scores, s.pairs.scores, block);
-            if (compensated) emit_lower<true>(chunk.scores_low, s.pairs.scores, block);
-            // The block's row of scores has been stored, so its memory serves as staging memory.
-            if (solves)
-                emit_inverse<T, kKey>(chunk, s.pairs.overlaps, beta, s.pairs.scores.at(first, 0, 0, 0), block,
-                                      compensated);
-        }
-        if (per_chunk<kKey>(schedule) || of + 1 < span) __syncthreads();
-        if (thread == 0) hand_over<kKey>(schedule, is_compensated + first_operands + of, compensated);
+        wait_copies<0>();
+        TokenMultiplier<T, kKey> multiplier{q, k, memory.products[i], warp, solves};
+        multiplier.publish_tiles();
+        __syncthreads();
+        multiplier.start();
+        multiplier.store_norms(a.qk_l2norm);
+        __syncthreads();
+        multiplier.finish(a.scale);
+        __syncthreads();
     }
+
+    // --- tasks ---
+    const Task task = find_task();
+    if (task.place.count <= 0) return;
+    inputs.store(a, task.place, task.value_head, solves, memory.gates[warp]);
+    __syncwarp();
+    const TokenWork<T, kKey> work{a,
+                                  memory.products[warp / share.span],
+                                  memory.gates[warp],
+                                  memory.task(warp),
+                                  memory.overlaps(share, warp),
+                                  chunks[task.operands],
+                                  task.place.count,
+                                  solves};
+    work.template factors<kReversed>(solves && fading ? fading + task.operands : nullptr);
+    const bool compensated = work.decay();
+    if (solves) work.solve(compensated);
+    __syncwarp();
+    if (thread % 32 == 0) hand_over<kKey>(schedule, is_compensated + task.operands, compensated);
 }
 
 }  // namespace cula::cuda::chunked

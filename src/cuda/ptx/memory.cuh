@@ -25,8 +25,14 @@ __device__ __forceinline__ void load_matrices_transposed(std::uint32_t (&m)[4], 
                  : "r"(row));
 }
 
-// Stores four 8 x 8 matrices, transposed (stmatrix, sm_90): the lane's pair of matrix m goes to column l/4,
-// rows 2 (l%4) and the next.
+// Stores four 8 x 8 matrices (stmatrix, sm_90). Lane l gives the address of row l % 8 of matrix l / 8; its
+// pair of matrix m goes to row l/4, columns 2 (l%4) and the next, or, transposed, to column l/4 of those
+// rows.
+__device__ __forceinline__ void store_matrices(std::uint32_t row, const std::uint32_t (&m)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(m[0]),
+                 "r"(m[1]), "r"(m[2]), "r"(m[3])
+                 : "memory");
+}
 __device__ __forceinline__ void store_matrices_transposed(std::uint32_t row, const std::uint32_t (&m)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(m[0]),
                  "r"(m[1]), "r"(m[2]), "r"(m[3])
