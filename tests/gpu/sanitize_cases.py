@@ -189,6 +189,7 @@ def calls() -> Iterator[Call]:
                 yield ready("decode", algorithm, lengths=(1, 1), key_dim=128, value_dim=128, **gated)
         yield from malformed(algorithm)
         yield from backward(algorithm)
+    yield from by_full_ctas()
     if "sm90" in able(torch.bfloat16):
         yield from by_one_kernel()
 
@@ -242,6 +243,20 @@ def backward(algorithm: str) -> Iterator[Call]:
             yield call(lengths=(65, *[0, 5] * 16), packed=True, dtype=dtype, **wide, **one)
             yield call(lengths=(2047,), dtype=dtype, **wide, **one)  # in segments
             yield call(lengths=(1100, 0, 70), packed=True, dtype=dtype, **wide, **one)
+
+
+def by_full_ctas() -> Iterator[Call]:
+    """So many chunks of heads that a CTA of prepare_token has several (prepare_share)."""
+    multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    fields = {"dtype": torch.bfloat16, "key_dim": 64, "value_dim": 16, "qk_l2norm": True}
+    for heads, value_heads in ((16, 64), (32, 64), (63, 63)):
+        tokens = 64 * (6 * multiprocessors * 4 // value_heads // 2 * 2 + 3)
+        sizes = {"heads": heads, "value_heads": value_heads, "lengths": (tokens - 5,), **fields}
+        yield ready("prefill", "gdn", backend="sm80:whole", **sizes)
+    # Chunks of 32 tokens that are compensated: equal keys.
+    call = ready("prefill", "delta", lengths=(70,), **{**fields, "key_dim": 256})
+    call.inputs.k[:] = call.inputs.k[:, :1]
+    yield call
 
 
 def by_one_kernel() -> Iterator[Call]:

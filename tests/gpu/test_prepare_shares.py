@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunk operands of rules with one decay per token: a CTA of prepare_token has one value head of a chunk
-where CTAs are few, else up to four (docs/design/prepare.md). No bit of a head depends on it."""
+where CTAs are few, else up to four that share keys, or two that do not (docs/design/prepare.md). No bit of a
+head depends on it."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ from cula_testing.compare import assert_same_bits
 
 pytestmark = pytest.mark.skipif("sm80" not in device.able(torch.bfloat16), reason="no GPU, or an older one")
 
-# Heads of q and k, value heads: four and two of them share keys; a head has its own.
-SHARES = {"four": (16, 64), "two": (32, 64), "one": (64, 64), "three": (16, 48)}
+# Heads of q and k, value heads: four and two of them share keys; a head has its own, and with 49 of them and
+# an odd number of chunks the last CTA has one.
+SHARES = {"four": (16, 64), "two": (32, 64), "one": (64, 64), "odd": (49, 49), "three": (16, 48)}
 
 
 def tokens_of_many_ctas() -> int:
-    """So many that a CTA has as many value heads as it can."""
+    """So many that a CTA has as many value heads as it can; of an odd number of chunks."""
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    return 64 * math.ceil(6 * multiprocessors * 4 / 48)
+    return 64 * (math.ceil(6 * multiprocessors * 4 / 48) // 2 * 2 + 1)
 
 
 def run(inputs: Inputs, backend: str) -> passes.Result:

@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
     follow_kernels_before_carry<kKey>(schedule);
     using P = Parts<kKey>;
     constexpr int kRows = kTokens<kKey>;
-    extern __shared__ __align__(1024) unsigned char raw[];
-    const TokenMemory<T, kKey> memory(raw, share);
+    extern __shared__ __align__(1024) unsigned char token_memory[];
+    const TokenMemory<T, kKey> memory(token_memory, share);
 
     const int thread = static_cast<int>(threadIdx.x), warp = role_of_warp();
     const int slab_chunks = schedule.slab_end - schedule.slab_begin;

@@ -217,10 +217,12 @@ struct TokenWork {
 #pragma unroll
                 for (int column = 0; column < 4; ++column) squares[column / 2][column % 2] = 0.0f;
             });
-        if (compensated)
+        if (compensated) {
+            __syncwarp();  // the last block's slot may be that of the first
             each_block([&](const auto& decays, const Columns&, int later,
                            int earlier) { emit_scores<true>(decays, later, earlier); },
                        [](int) {});
+        }
         return compensated;
     }
     // The inverse times beta, to global memory. bf16 has 8 significant bits, so the error of one TF32 product
