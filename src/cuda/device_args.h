@@ -74,7 +74,7 @@ struct HeadParameter {
     bool pieces = false;  // four neighbouring channels can be read by one aligned load
 };
 
-struct alignas(16) DeviceArgs {
+struct DeviceArgs {
     Algorithm algorithm;  // its rule is the one whose kernels run the call (kernels_of)
     Gate gate = Gate::kLogDecay;
     bool qk_l2norm = false, beta_is_logit = false, allow_neg_eigval = false, beta_per_value = false;

@@ -173,7 +173,7 @@ struct CarryWaits {
 // Where chunks and segments are. Chunks are numbered sequence after sequence.
 // Without cu_seqlens everything follows from shapes.
 // With cu_seqlens the schedule kernel has written the slab's chunks and segments, unless by_warp.
-struct alignas(16) Schedule {
+struct Schedule {
     const PackedChunk* packed = nullptr;
     const Segment* segments = nullptr;
     bool by_warp = false;  // scheduled by warps: at most kMostByWarp sequences, all whole, in one slab

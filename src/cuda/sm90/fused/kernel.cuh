@@ -102,7 +102,7 @@ inline constexpr int kFusedThreads =
 
 template <class T, int kKey, class Form, Gate kGate>
 __global__ void __launch_bounds__(kFusedThreads<Form>, 1)
-    fused_prefill(const __grid_constant__ DeviceArgs a, const Schedule schedule,
+    fused_prefill(const __grid_constant__ DeviceArgs a, const __grid_constant__ Schedule schedule,
                   const __grid_constant__ CarryParams p, const __grid_constant__ MapsOf<Form> maps) {
     using Shared = FusedShared<kKey, Form>;
     using Stage = typename Shared::Stage;
