@@ -81,7 +81,7 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
 
     // --- copies ---
     const bool wide_rows = !d.d_o.data || (d.d_o.dtype == kDtype<T> && in_pieces(d.d_o, a.value_dim));
-    const bool wide_keys = kPerChannel || (a.q.pieces && a.k.pieces);
+    const bool wide_keys = kPerChannel || (in_pieces(a.q, a.key_dim) && in_pieces(a.k, a.key_dim));
     const std::int64_t first_operands = std::int64_t{segment.slot} * a.value_heads + value_head;
     // Loaded two chunks before it is used, so that nothing waits for the load.
     const auto compensated_at = [&](int chunk) {

@@ -182,20 +182,14 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
         const int head = a.by_group.divide(of.first_head);
         const TokenRows &of_q = kReversed ? a.k : a.q, &of_k = kReversed ? a.q : a.k;
         T *const q = memory.tile(0), *const k = memory.tile(1);
-        const auto copy = [&](T* to, const TokenRows& rows) {
-            copy_tokens<T, kRows, kKey>(to, shared_address(to), rows,
-                                        rows.offset(place.batch, place.begin, head), place.count, a.key_dim,
-                                        rows.pieces, thread, kPrepareThreads);
-        };
         if constexpr (kSeveral) {
             const TokensOfWrites tokens(a.writes, place.begin);
-            copy_tokens<T, kRows, kKey>(q, shared_address(q), a.q,
-                                        a.q.offset(place.batch, tokens.first_token, head), place.count,
-                                        a.key_dim, a.q.pieces, thread, kPrepareThreads, tokens);
+            copy_chunk<T, kKey>(q, a.q, a.q.offset(place.batch, tokens.first_token, head), place.count,
+                                a.key_dim, tokens);
         } else {
-            copy(q, of_q);
+            copy_chunk<T, kKey>(q, of_q, of_q.offset(place.batch, place.begin, head), place.count, a.key_dim);
         }
-        copy(k, of_k);
+        copy_chunk<T, kKey>(k, of_k, of_k.offset(place.batch, place.begin, head), place.count, a.key_dim);
         commit_copies();
         // Only the first of the value heads that share a head prefetches.
         if (of.first_head == head * a.group)

@@ -38,7 +38,7 @@ struct LaneReads {
 };
 
 // Copies kRows tokens x kKey channels of a head, unchanged, to a tile, with zeros beyond `count` tokens and
-// `key_dim` channels. `wide`: TokenRows::pieces (cp.async). `tokens`: the token of each
+// `key_dim` channels. `wide`: rows can be read in pieces of 16 bytes (cp.async). `tokens`: the token of each
 // row of the tile, counted from that at `offset`; rows that are not their token's last are zero.
 template <class T, int kRows, int kKey, class Tokens = RowsAreTokens>
 __device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, const TokenRows& rows,
@@ -46,23 +46,15 @@ __device__ __forceinline__ void copy_tokens(T* tile, std::uint32_t tile_at, cons
                                             int thread, int threads, const Tokens& tokens = {}) {
     // A thread keeps its unit of 16 bytes and advances over the tokens by as many rows as all threads cover.
     // Where that is a multiple of eight, the swizzle is the same in each of them.
-    using Place = OperandTile<kKey, false>;
     constexpr int kUnits = kKey / 8;
-    const int unit = thread % kUnits, step = threads / kUnits, first = thread / kUnits;
+    const int unit = thread % kUnits, step = threads / kUnits;
     const T* base = static_cast<const T*>(rows.data) + offset;
     if (wide) {
-        const int pitch = static_cast<int>(rows.token * static_cast<std::int64_t>(sizeof(T))),
-                  rows_in = unit * 8 < key_dim ? count : 0;
-        const std::uint32_t first_at = tile_at + Place::unit(first, unit) * 16;
-        base += unit * 8;
-#pragma unroll 8
-        for (int i = 0; i < kRows; i += step) {
-            const int token = first + i;
-            if (kRows % step != 0 && token >= kRows) break;
-            const bool in = token < rows_in && tokens.is_last(token);
-            copy_async(
-                step % 8 == 0 ? first_at + i * (Place::kUnits * 16) : tile_at + Place::unit(token, unit) * 16,
-                advanced(base, in ? tokens.token(token) : 0, pitch), in ? 16 : 0);
+#pragma unroll 4
+        for (int token = thread / kUnits; token < kRows; token += step) {
+            const bool in = token < count && unit * 8 < key_dim && tokens.is_last(token);
+            copy_async(tile_at + OperandTile<kKey, false>::unit(token, unit) * 16,
+                       base + (in ? tokens.token(token) * rows.token + unit * 8 : 0), in ? 16 : 0);
         }
     } else {
 #pragma unroll 1

@@ -71,6 +71,34 @@ struct TokenProducts {
     float norms[2][kTokens<kKey>];       // one over those of q and k
 };
 
+// copy_tokens() by all threads of a CTA of prepare_token, with fewer instructions where rows lie in pieces:
+// distances have 32 bits, and the swizzle is the same in each row of a thread where all threads cover a
+// multiple of eight rows.
+template <class T, int kKey, class Tokens = RowsAreTokens>
+__device__ __forceinline__ void copy_chunk(T* tile, const TokenRows& rows, std::int64_t offset, int count,
+                                           int key_dim, const Tokens& tokens = {}) {
+    using Place = OperandTile<kKey, false>;
+    constexpr int kRows = kTokens<kKey>, kUnits = kKey / 8, kStep = kPrepareThreads / kUnits;
+    static_assert(kRows % kStep == 0);
+    const int thread = static_cast<int>(threadIdx.x), unit = thread % kUnits, first = thread / kUnits;
+    const std::uint32_t tile_at = shared_address(tile);
+    if (!rows.pieces)
+        return copy_tokens<T, kRows, kKey>(tile, tile_at, rows, offset, count, key_dim, false, thread,
+                                           kPrepareThreads, tokens);
+    const int pitch = static_cast<int>(rows.token * static_cast<std::int64_t>(sizeof(T))),
+              rows_in = unit * 8 < key_dim ? count : 0;
+    const T* const base = static_cast<const T*>(rows.data) + offset + unit * 8;
+    const std::uint32_t first_at = tile_at + Place::unit(first, unit) * 16;
+#pragma unroll
+    for (int i = 0; i < kRows; i += kStep) {
+        const int token = first + i;
+        const bool in = token < rows_in && tokens.is_last(token);
+        copy_async(
+            kStep % 8 == 0 ? first_at + i * (Place::kUnits * 16) : tile_at + Place::unit(token, unit) * 16,
+            advanced(base, in ? tokens.token(token) : 0, pitch), in ? 16 : 0);
+    }
+}
+
 // Asks for a row of a head that a later CTA copies.
 template <class T, int kKey>
 __device__ __forceinline__ void prefetch_row(const TokenRows& rows, std::int64_t batch, std::int64_t token,

@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
 
     // --- copies ---
     const bool wide_values = in_pieces(a.v, a.value_dim);
-    const bool wide_keys = kPerChannel || (a.q.pieces && a.k.pieces);
+    const bool wide_keys = kPerChannel || (in_pieces(a.q, a.key_dim) && in_pieces(a.k, a.key_dim));
     const Operands* first_operands =
         operands + static_cast<std::int64_t>(segment.slot) * a.value_heads + value_head;
     const std::int32_t* is_compensated =
