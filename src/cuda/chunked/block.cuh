@@ -22,7 +22,7 @@ namespace cula::cuda::chunked {
 
 inline constexpr int kPrepareThreads = 128;
 
-// How the four warps of prepare share a chunk: a warp has
+// How the four warps of prepare share a chunk (prepare_token: its norms and products): a warp has
 // one block, with all its channels or one part of them.
 template <int kKey>
 struct Parts {
@@ -33,7 +33,7 @@ struct Parts {
     static constexpr int kPairs = kBlocks * (kBlocks - 1) / 2;
 };
 
-// Which (block, part) the warp takes.
+// Which (block, part), or which task of prepare_token, the warp takes.
 // Later blocks have more pairs to score than earlier ones,
 // and warp w of every CTA runs on the same scheduler.
 // So the assignment rotates with the CTA's number, which keeps the four schedulers equally busy.
@@ -155,7 +155,7 @@ __device__ __forceinline__ void follow_kernels_before_carry(const Schedule& sche
     if (!per_chunk<kKey>(schedule)) pdl_trigger();
 }
 // mark_unprepared, lead_carry: by one thread, before the carry may start: for all operands of the CTA, then
-// to trigger the carry. hand_over: by one thread, after all warps have written the operands of a chunk. It
+// to trigger the carry. hand_over: by one thread, after those warps that write a chunk's operands have. It
 // marks the chunk as ready.
 __device__ __forceinline__ void mark_unprepared(std::int32_t* is_compensated, int operands) {
     for (int i = 0; i < operands; ++i) is_compensated[i] = kUnprepared;

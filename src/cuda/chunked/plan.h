@@ -22,8 +22,8 @@ namespace cula::cuda::chunked {
 
 // The most operands of a slab, and of a call that keeps them: that is one slab.
 inline constexpr std::size_t kSlabBytes = std::size_t{2} << 30, kKeptBytes = std::size_t{16} << 30;
-// CTAs of prepare per multiprocessor on sm_90: as many as
-// fit its shared memory, with registers that do not spill.
+// CTAs of prepare per multiprocessor on sm_90: as many as fit its shared memory (of prepare_token where a CTA
+// has a chunk and one or two value heads), with registers that do not spill.
 // Fewer on other architectures.
 inline constexpr int kChannelCtas = 3, kTokenCtas = 4;
 // The most key channels of the instances for low-rank keys.
@@ -523,7 +523,7 @@ struct PrepareShare {
         return (chunks_of_heads + each - 1) / each;
     }
 };
-// The most that still leaves a round and a half of CTAs, of which four share a multiprocessor.
+// The most that still leaves six CTAs for each multiprocessor, of which three or four fit at once.
 inline PrepareShare prepare_share(std::size_t chunks_of_heads, int group, int multiprocessors) {
     const auto leaves_enough = [&](const PrepareShare& share) {
         return 2 * share.blocks(chunks_of_heads) >= 12 * static_cast<std::size_t>(multiprocessors);
