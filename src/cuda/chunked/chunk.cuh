@@ -14,7 +14,6 @@
 #include <type_traits>
 
 #include "cuda/device_args.h"
-#include "cuda/ptx/pdl.cuh"
 #include "cuda/tile/scan.cuh"
 
 namespace cula::cuda::chunked {

@@ -127,8 +127,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kFewestTokenCtas)
 
     const int thread = static_cast<int>(threadIdx.x), warp = role_of_warp();
     const int slab_chunks = schedule.slab_end - schedule.slab_begin;
-    // Of a pair of the CTA: the chunk's number in the slab and the first value head. Plain divisions, not a
-    // Divisor: what follows from that would be in uniform registers, and ptxas spills where K = 256.
+    // Of a pair of the CTA: the chunk's number in the slab and the first value head.
     struct Pair {
         int number, first_head;
         bool exists;

@@ -82,20 +82,23 @@ __device__ __forceinline__ void copy_chunk(T* tile, const TokenRows& rows, std::
     static_assert(kRows % kStep == 0);
     const int thread = static_cast<int>(threadIdx.x), unit = thread % kUnits, first = thread / kUnits;
     const std::uint32_t tile_at = shared_address(tile);
-    if (!rows.pieces)
-        return copy_tokens<T, kRows, kKey>(tile, tile_at, rows, offset, count, key_dim, false, thread,
-                                           kPrepareThreads, tokens);
-    const int pitch = static_cast<int>(rows.token * static_cast<std::int64_t>(sizeof(T))),
-              rows_in = unit * 8 < key_dim ? count : 0;
-    const T* const base = static_cast<const T*>(rows.data) + offset + unit * 8;
-    const std::uint32_t first_at = tile_at + Place::unit(first, unit) * 16;
-#pragma unroll
-    for (int i = 0; i < kRows; i += kStep) {
-        const int token = first + i;
-        const bool in = token < rows_in && tokens.is_last(token);
-        copy_async(
-            kStep % 8 == 0 ? first_at + i * (Place::kUnits * 16) : tile_at + Place::unit(token, unit) * 16,
-            advanced(base, in ? tokens.token(token) : 0, pitch), in ? 16 : 0);
+    const T* base = static_cast<const T*>(rows.data) + offset;
+    if (rows.pieces) {
+        const int pitch = static_cast<int>(rows.token * static_cast<std::int64_t>(sizeof(T))),
+                  rows_in = unit * 8 < key_dim ? count : 0;
+        const std::uint32_t first_at = tile_at + Place::unit(first, unit) * 16;
+        base += unit * 8;
+#pragma unroll 8
+        for (int i = 0; i < kRows; i += kStep) {
+            const int token = first + i;
+            const bool in = token < rows_in && tokens.is_last(token);
+            copy_async(kStep % 8 == 0 ? first_at + i * (Place::kUnits * 16)
+                                      : tile_at + Place::unit(token, unit) * 16,
+                       advanced(base, in ? tokens.token(token) : 0, pitch), in ? 16 : 0);
+        }
+    } else {
+        copy_tokens<T, kRows, kKey>(tile, tile_at, rows, offset, count, key_dim, false, thread,
+                                    kPrepareThreads, tokens);
     }
 }
 

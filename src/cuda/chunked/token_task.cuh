@@ -26,8 +26,9 @@
 
 namespace cula::cuda::chunked {
 
-// Blocks of 16 x 16 floats that change lanes. `row` of a line of kPitch floats: M by rows, X by columns. The
-// pitches keep accesses by accumulators, and 16 bytes per lane, free of bank conflicts, or nearly so.
+// A block of 16 x 16 floats that changes lanes, in lines of kPitch floats: of M a line is a row, of X a
+// column. The pitch, and four floats behind the block, keep accesses by accumulators and of 16 bytes per lane
+// free of bank conflicts, but for pairs of load().
 struct TurningBlock {
     static constexpr int kPitch = 20;
     float x[kBlock * kPitch + 4];
@@ -448,6 +449,11 @@ private:
                 slot ^= 1;
             }
         };
+        // x <- a block on the diagonal.
+        const auto take_diagonal = [&](Accumulator& x, int block) {
+            task.turning[block].load_turned(x);
+            emit_inverse(x, block, block);
+        };
         // x <- -x M_(row, column) right, the last two transposed.
         const auto join = [&](Accumulator& x, int row, int column, const Accumulator& right) {
             Accumulator m, product = {}, joined = {};
@@ -466,18 +472,14 @@ private:
         invert_diagonal_blocks();
         if constexpr (kBlocks == 2) {
             Accumulator x;
-            task.turning[0].load_turned(x);
-            emit_inverse(x, 0, 0);
-            task.turning[1].load_turned(x);
-            emit_inverse(x, 1, 1);
+            take_diagonal(x, 0);
+            take_diagonal(x, 1);
             join_with_next(x, 0);
         } else {
             static_assert(kBlocks == 4);
             Accumulator x22, x32, x33;
-            task.turning[2].load_turned(x22);
-            emit_inverse(x22, 2, 2);
-            task.turning[3].load_turned(x33);
-            emit_inverse(x33, 3, 3);
+            take_diagonal(x22, 2);
+            take_diagonal(x33, 3);
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
@@ -486,10 +488,8 @@ private:
             // Right factors, which are read here as they stand: X_00, X_11, and X_10 in the place of X_22.
             {
                 Accumulator x;
-                task.turning[0].load_turned(x);
-                emit_inverse(x, 0, 0);
-                task.turning[1].load_turned(x);
-                emit_inverse(x, 1, 1);
+                take_diagonal(x, 0);
+                take_diagonal(x, 1);
                 join_with_next(x, 0);
                 __syncwarp();
                 task.turning[2].store_turned(x);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/carry/config.cuh"
 #include "cuda/tile/store_row.cuh"
