@@ -143,7 +143,7 @@ public:
     };
     // What the instances that are linked take: pairs of a dtype and K.
     struct Instance {
-        std::string pass, type;
+        std::string folder, pass, type;
         std::int64_t key;
     };
 
@@ -309,8 +309,11 @@ inline void Case::make(const std::vector<Instance>& instances) {
     target = draw_.name("target", pass == Pass::kPrefill
                                       ? std::vector<std::string>{"sm80", "sm80", "sm80:segments"}
                                       : std::vector<std::string>{verify ? "sm80:step" : "sm80"});
+    const std::string family = target.substr(0, target.find(':')),
+                      strategy = target.substr(std::min(family.size() + 1, target.size()));
+    const bool in_segments = strategy == "segments" || strategy == "halves" || strategy == "joined";
     // walks: of K and V either may be the channels of keys, and what it leaves to others is not drawn.
-    const bool step = target == "sm80:step", walks = target == "sm80:three_walks";
+    const bool step = strategy == "step", walks = strategy == "three_walks";
     std::vector<std::string> algorithms, dtypes;
     for (const auto& row : kAlgorithms) algorithms.emplace_back(row.name);
     // The algorithms and dtypes of the instances at hand.
@@ -324,14 +327,15 @@ inline void Case::make(const std::vector<Instance>& instances) {
         // All but the gradients and `step` are the kernels of gdn, whose instances are needed, too.
         if (takes_several_writes(algorithm.update)) {
             if (pass == Pass::kBackward) return of.pass == (step ? "backward" : "gradient_several");
-            return of.pass == (step ? "step_several" : "prefill_token");
+            return step ? of.pass == "step_several" : of.pass == "prefill_token" && of.folder == family;
         }
         if (step) return of.pass == (pass == Pass::kBackward ? "backward" : "step_any");
         if (walks)
             return of.pass == "reversed_walk" && has_diagonal_map(algorithm.update) &&
                    !varies_by_channel(algorithm.decay) && !varies_by_token(algorithm.decay);
         const std::string way = pass == Pass::kBackward ? "backward" : "prefill";
-        return of.pass == way + (varies_by_channel(algorithm.decay) ? "_channel" : "_token");
+        return of.folder == family &&
+               of.pass == way + (varies_by_channel(algorithm.decay) ? "_channel" : "_token");
     };
     std::erase_if(algorithms, [&](const std::string& one) {
         return std::ranges::none_of(instances,
@@ -368,7 +372,7 @@ inline void Case::make(const std::vector<Instance>& instances) {
     const std::int64_t K = draw_.number("K", keys), V = draw_.number("V", values),
                        H = draw_.number("H", {1, 1, 2}), heads = H * draw_.number("group", groups);
     const bool packed = draw_.is("packed", 3);
-    std::int64_t T = draw_.number("T", target == "sm80:segments"  // which only long sequences are cut into
+    std::int64_t T = draw_.number("T", in_segments  // which only long sequences are cut into
                                            ? std::vector<std::int64_t>{1600, 2100, 3000}
                                            : verify  ? std::vector<std::int64_t>{1, 2, 3, 4, 4, 5, 8, 11}
                                              : walks ? std::vector<std::int64_t>{1, 20, 63, 64, 65, 128, 150,
@@ -568,7 +572,7 @@ inline void Case::make_gates(std::int64_t B, std::int64_t T, std::int64_t writes
     std::vector<std::int64_t> sizes{B, T * writes, heads};
     // One write strength per value channel: token by token only, unless erase strengths erase.
     const bool erases = takes_erase(args.algorithm.update);
-    if ((erases || (target == "sm80:step" && pass != Pass::kSegment)) &&
+    if ((erases || (target.ends_with(":step") && pass != Pass::kSegment)) &&
         draw_.is("beta_per_value", erases ? 2 : 4))
         sizes.push_back(args.v.size[3]);
     // A third of the tokens writes nothing, or next to nothing; logits that are this low still count

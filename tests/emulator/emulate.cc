@@ -11,6 +11,7 @@
 #include "core/kernel.h"
 #include "cuda/backward/plan.h"
 #include "cuda/sm80/entry.h"
+#include "cuda/sm90/entry.h"
 #include "cuda_runtime_api.h"
 
 namespace cula::test {
@@ -111,20 +112,25 @@ bool same_bits(const std::vector<double>& x, const std::vector<double>& y) {
     return std::memcmp(x.data(), y.data(), x.size() * sizeof(double)) == 0;
 }
 
+bool is_hopper(std::string_view target) { return target.starts_with("sm90"); }
+
 // Whether the instances are linked that a prefill with `saved` takes beside its own.
-bool may_save(const Args& args) {
-    if (takes_low_rank(args.algorithm.update)) return false;
-    const std::string pass = varies_by_channel(args.algorithm.decay) ? "backward_channel" : "backward_token",
+bool may_save(const Args& args, bool hopper) {
+    const Algorithm& rule = args.algorithm;
+    if (takes_low_rank(rule.update)) return false;
+    // The carry of sm90 makes the operands of these rules itself.
+    if (hopper && has_diagonal_map(rule.update) && !varies_by_channel(rule.decay)) return false;
+    const std::string pass = varies_by_channel(rule.decay) ? "backward_channel" : "backward_token",
                       type = args.q.dtype == Dtype::kBFloat16 ? "__nv_bfloat16" : "__half";
     const std::int64_t dim = args.q.size[3], key = dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
     return std::ranges::any_of(kInstances, [&](const Case::Instance& of) {
-        return of.pass == pass && of.type == type && of.key == key;
+        return of.folder == (hopper ? "sm90" : "sm80") && of.pass == pass && of.type == type && of.key == key;
     });
 }
 
 // Args::saved of such a call, uninitialised.
-TensorRef make_saved(Case::Memory& memory, const Problem& problem) {
-    const Saving of = cuda::sm80::saving(problem);
+TensorRef make_saved(Case::Memory& memory, const Problem& problem, bool hopper) {
+    const Saving of = hopper ? cuda::sm90::saving(problem) : cuda::sm80::saving(problem);
     const std::int64_t rows = problem.tokens * problem.writes,
                        chunks = problem.varlen
                                     ? rows / of.chunk_tokens + problem.sequences
@@ -145,8 +151,8 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
     Context context;
     context.device = cuda_device(0);
     context.device.multiprocessors = static_cast<int>(draw.number(
-        "multiprocessors", call.target == "sm80:segments" ? std::vector<std::int64_t>{132}
-                                                          : std::vector<std::int64_t>{4, 16, 132}));
+        "multiprocessors", call.target.ends_with(":segments") ? std::vector<std::int64_t>{132}
+                                                              : std::vector<std::int64_t>{4, 16, 132}));
     const bool twice = draw.is("twice", 4);
     const auto alignment = static_cast<std::size_t>(draw.number("workspace_alignment", {64, 64, 256}));
     Case::Memory memory;
@@ -156,26 +162,30 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
     PreparedPtr within;
     // Chunked calls that are cut into slabs or segments although they are small.
     cuda::backward::BackwardLimits limits;
-    const bool limited = call.pass == Pass::kBackward && call.target == "sm80";
+    const bool limited = call.pass == Pass::kBackward && call.target == "sm80",
+               hopper = is_hopper(call.target);
     if (limited) {
         const std::int64_t kib = draw.number("slab_kib", {0, 0, 1, 400, 1000});
         if (kib > 0) limits.slab_bytes = static_cast<std::size_t>(kib) * 1024;
         limits.segments = draw.number("segments", {0, 0, 1, 2, 3, 5});
     }
     const auto prepare_within = [&](Pass pass, const Args& of) {
-        return cuda::sm80::backward_prepare_within(describe(pass, of, context.device), of, limits,
-                                                   cuda::chunked::StrategyKind::kAny);
+        constexpr auto kAny = cuda::chunked::StrategyKind::kAny;
+        const Problem problem = describe(pass, of, context.device);
+        return hopper ? cuda::sm90::backward_prepare<kAny>(problem, of, context)
+                      : cuda::sm80::backward_prepare_within(problem, of, limits, kAny);
     };
     const bool whole = limits.slab_bytes == cuda::backward::kBackwardSlabBytes,
-               saves = call.target == "sm80" && call.pass != Pass::kSegment && whole && args.q.size[1] > 0 &&
-                       may_save(args) && draw.is("saves", 3);
-    if (saves) args.saved = make_saved(memory, describe(call.pass, args, context.device));
+               saves = (call.target == "sm80" || call.target == "sm90") && call.pass != Pass::kSegment &&
+                       whole && args.q.size[1] > 0 && may_save(args, hopper) && draw.is("saves", 3);
+    if (saves) args.saved = make_saved(memory, describe(call.pass, args, context.device), hopper);
     try {
         // The name alone would stand for the three walks, too. verify has that name alone.
+        const bool plain = call.target == "sm80" || call.target == "sm90";
         planned = plan(call.pass, args, context,
-                       limited                      ? "sm80:whole"
-                       : call.pass == Pass::kVerify ? "sm80"
-                                                    : call.target);
+                       call.pass == Pass::kVerify              ? "sm80"
+                       : call.pass == Pass::kBackward && plain ? call.target + ":whole"
+                                                               : call.target);
         if (limited) {
             within = prepare_within(call.pass, args);
             planned.workspace_bytes = within->workspace_bytes();
@@ -315,9 +325,9 @@ int main(int argc, char** argv) {
     const std::int64_t count = number("count", 20), seed = number("seed", 1), first = number("first", 0);
     emulator::settings.host_threads = static_cast<int>(number("host_threads", 2));
     // One device a process: the library asks for its properties once.
-    emulator::settings.shared_bytes =
-        static_cast<std::size_t>(number("shared_kib", seed % 3 == 0 ? 99 : 227)) * 1024;
-    emulator::settings.compute_capability = static_cast<int>(number("capability", 80));
+    emulator::settings.compute_capability = static_cast<int>(number("capability", __CUDA_ARCH__ / 10));
+    const bool small = seed % 3 == 0 && emulator::settings.compute_capability != 90;
+    emulator::settings.shared_bytes = static_cast<std::size_t>(number("shared_kib", small ? 99 : 227)) * 1024;
     std::int64_t failed = 0, refused = 0;
     for (std::int64_t i = first; i < first + count; ++i) {
         Draw draw(static_cast<std::uint64_t>(seed), static_cast<std::uint64_t>(i), given);

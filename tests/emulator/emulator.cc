@@ -1,34 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// The emulated device: threads of a CTA are fibers of one host thread, CTAs are shared out among host
-// threads.
-//
-// A fiber runs until it waits: at a collective of its warp for the other lanes, at a barrier for other
-// threads. Then the next lane of the warp that can run does so, or, where none can, a lane of another warp.
-// Where no fiber can run and not all have ended, the CTA is deadlocked, and the launch fails with what its
-// threads wait for.
 #include <cxxabi.h>
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
-#include <memory>
 #include <mutex>
 #include <numeric>
 #include <random>
-#include <set>
-#include <string>
 #include <thread>
 #include <unordered_map>
-#include <vector>
 
-#include "cuda_runtime_api.h"
-#include "emulator/ptx.h"
+#include "runner.h"
 
 __thread uint3 threadIdx, blockIdx, blockDim, gridDim;
 
@@ -37,8 +25,7 @@ namespace emulator {
 namespace {
 
 constexpr std::size_t kStackBytes = 256 * 1024, kPage = 4096;
-constexpr std::size_t kStaticBytes = 64 * 1024, kMostDynamicBytes = 228 * 1024;
-constexpr int kMostThreads = 1024, kBarriers = 16;
+constexpr std::size_t kMostResident = 64;  // clusters
 
 void* map_with_guard(std::size_t bytes) {
     void* const base =
@@ -74,252 +61,305 @@ emulator_switch:
 .size emulator_switch, .-emulator_switch
 )");
 
-struct Copy {
-    unsigned char* to;
-    const void* from;
-    int bytes, given;
-};
+}  // namespace
 
-struct Thread {
-    int number, lane, warp;
-    void* stack = nullptr;
-    void* stack_pointer = nullptr;
-    enum { kReady, kGathering, kAtBarrier, kExited } state;
-    const char* collective;  // kGathering
-    unsigned mask;
-    void* own;
-    int barrier;      // kAtBarrier
-    bool is;          // what it has passed to the barrier
-    Reduced reduced;  // what it gets
-    std::vector<Copy> copies;
-    std::vector<std::size_t> groups;  // the ends of the committed groups in `copies`
-};
+// --- a CTA ---
 
-struct Barrier {
-    int arrived = 0, threads = 0, any = 0, count = 0;
-};
+Cta::Cta()
+    : threads(std::make_unique<Thread[]>(kMostThreads)),
+      window(static_cast<unsigned char*>(map_with_guard(kMostSharedBytes))) {}
 
-struct Kernel {
-    std::string name;
-    const cudaLaunchConfig_t& config;
-    const std::function<void()>& body;
-};
+void Cta::start(const Kernel& kernel, unsigned of_block, Cluster& of, int of_rank) {
+    block = of_block, cluster = &of, rank = of_rank;
+    count = alive = static_cast<int>(kernel.config.blockDim.x);
+    dynamic_bytes = kernel.config.dynamicSmemBytes;
+    // The dynamic part ends where the guard page begins, as closely as its alignment allows.
+    dynamic = window + (kMostSharedBytes - dynamic_bytes) / 1024 * 1024;
+    static_end = kFirstStatic;
+    statics.clear();
+    std::memset(window, 0xff, kFirstStatic);
+    std::memset(dynamic - 1024, 0xff, static_cast<std::size_t>(window + kMostSharedBytes - dynamic) + 1024);
+    for (Barrier& barrier : barriers) barrier = {};
+    for (Products& of_warp : products) of_warp = {};
+    ready_warps = 0;
+    std::fill(std::begin(ready_lanes), std::end(ready_lanes), 0u);
+    for (int i = 0; i < count; ++i) {
+        Thread& thread = threads[i];
+        thread.cta = this;
+        thread.number = i, thread.lane = i % 32, thread.warp = i / 32;
+        thread.copies.clear(), thread.groups.clear();
+        thread.stores.clear(), thread.store_groups.clear();
+        if (!thread.stack) thread.stack = map_with_guard(kStackBytes);
+        // Six registers, the address where it begins, and that of nothing, to which it must not return.
+        void** const top = reinterpret_cast<void**>(static_cast<char*>(thread.stack) + kStackBytes) - 8;
+        std::fill_n(top, 8, nullptr);
+        top[6] = reinterpret_cast<void*>(&Runner::enter);
+        thread.stack_pointer = top;
+        make_ready(thread);
+    }
+}
 
-// Runs CTAs, one after another.
-class Runner {
-public:
-    Runner()
-        : threads_(std::make_unique<Thread[]>(kMostThreads)),
-          window_(static_cast<unsigned char*>(map_with_guard(kStaticBytes + kMostDynamicBytes))) {
-        for (int i = 0; i < kMostThreads; ++i) threads_[i].stack = map_with_guard(kStackBytes);
+std::string Cta::finish() const {
+    const auto untouched = [](const unsigned char* from, const unsigned char* to) {
+        return std::all_of(from, to, [](unsigned char byte) { return byte == 0xff; });
+    };
+    if (!untouched(dynamic + dynamic_bytes, window + kMostSharedBytes) || !untouched(dynamic - 1024, dynamic))
+        return "has written shared memory beside its dynamic part";
+    for (int warp = 0; warp < (count + 31) / 32; ++warp) {
+        if (!products[warp].in_flight.empty()) return "ends while products (wgmma) are in flight";
+        if (products[warp].issued != products[warp / 4 * 4].issued)
+            return "has a warpgroup whose warps issue different products";
     }
+    return {};
+}
 
-    // Returns what has gone wrong; empty: nothing.
-    std::string run(const Kernel& kernel, unsigned block);
-    std::string where() const;
+std::size_t Cta::address(const void* p) const {
+    const auto* const byte = static_cast<const unsigned char*>(p);
+    if (byte < window || byte > window + kMostSharedBytes)
+        fail("takes the shared address of what is not in shared memory");
+    return static_cast<std::size_t>(byte - window);
+}
 
-    Thread& current() { return *current_; }
+void* Cta::shared(std::uint32_t at, std::size_t bytes, std::size_t alignment) {
+    unsigned char* const p = window + at;
+    const bool in_static = p >= window + kFirstStatic && p + bytes <= window + static_end,
+               in_dynamic = p >= dynamic && p + bytes <= dynamic + dynamic_bytes;
+    if (!in_static && !in_dynamic)
+        fail("accesses " + std::to_string(bytes) + " bytes of shared memory at " + std::to_string(at) +
+             ", beyond what the CTA has: dynamic " + std::to_string(dynamic - window) + " + " +
+             std::to_string(dynamic_bytes));
+    if (at % alignment != 0)
+        fail("accesses shared memory at " + std::to_string(at) + ", not a multiple of " +
+             std::to_string(alignment));
+    return p;
+}
 
-    [[noreturn]] void fail(std::string what) {
-        error_ = std::move(what);
-        leave_cta();
+void* Cta::static_shared(const void* key, std::size_t bytes, std::size_t alignment) {
+    void*& found = statics[key];
+    if (!found) {
+        static_end = (static_end + std::max<std::size_t>(alignment, 16) - 1) &
+                     ~(std::max<std::size_t>(alignment, 16) - 1);
+        if (static_end + bytes > kFirstStatic + 48 * 1024 || window + static_end + bytes > dynamic - 1024)
+            fail("has more static shared memory than there is");
+        found = window + static_end;
+        static_end += bytes;
+        std::memset(found, 0xff, bytes);
     }
+    return found;
+}
 
-    void gather(const char* name, unsigned mask, void* own, void (*run)(Lanes));
-    Reduced barrier_sync(int number, int threads, bool is);
-    void barrier_arrive(int number, int threads);
-    void pause() {
-        if (++pauses_ > 100'000'000) fail("waits for memory that nothing writes");
-        give_way();
+void Cta::complete(int number) {
+    Barrier& barrier = barriers[number];
+    const Reduced reduced{barrier.any, barrier.count == barrier.arrived, barrier.count};
+    for (int i = 0; i < count; ++i) {
+        Thread& thread = threads[i];
+        if (thread.state != Thread::kAtBarrier || thread.barrier != number) continue;
+        thread.reduced = reduced;
+        make_ready(thread);
     }
+    barrier = {};
+}
 
-    void* dynamic_shared(std::size_t alignment) {
-        if (alignment > 1024) fail("a dynamic shared array wants an alignment beyond 1024");
-        return dynamic_;
-    }
-    void* static_shared(const void* key, std::size_t bytes, std::size_t alignment);
-    std::size_t address(const void* p) {
-        const auto* const byte = static_cast<const unsigned char*>(p);
-        if (byte < window_ || byte > window_ + kStaticBytes + kMostDynamicBytes)
-            fail("takes the shared address of what is not in shared memory");
-        return static_cast<std::size_t>(byte - window_);
-    }
-    void* shared(std::uint32_t address, std::size_t bytes, std::size_t alignment) {
-        unsigned char* const p = window_ + address;
-        const bool in_static = p >= window_ + kFirstStatic && p + bytes <= window_ + static_end_,
-                   in_dynamic = p >= dynamic_ && p + bytes <= dynamic_ + dynamic_bytes_;
-        if (!in_static && !in_dynamic)
-            fail("accesses " + std::to_string(bytes) + " bytes of shared memory at " +
-                 std::to_string(address) + ", beyond what the CTA has: dynamic " +
-                 std::to_string(dynamic_ - window_) + " + " + std::to_string(dynamic_bytes_));
-        if (address % alignment != 0)
-            fail("accesses shared memory at " + std::to_string(address) + ", not a multiple of " +
-                 std::to_string(alignment));
-        return p;
-    }
-
-private:
-    static constexpr std::size_t kFirstStatic = 1024;
-
-    static void enter() {
-        Runner& runner = *self;
-        runner.kernel_->body();
-        runner.exit_thread();
-    }
-    void exit_thread();
-    void start(int number);
-    void switch_to(Thread& next) {
-        Thread& from = *current_;
-        current_ = &next;
-        threadIdx.x = static_cast<unsigned>(next.number);
-        emulator_switch(&from.stack_pointer, next.stack_pointer);
-    }
-    [[noreturn]] void leave_cta() {
-        void* unused;
-        emulator_switch(&unused, main_stack_pointer_);
-        std::abort();
-    }
-    // The running thread waits: another one runs until this one can.
-    void wait_for_others() {
-        Thread* const next = choose(current_->warp);
-        if (!next) fail_deadlocked();
-        if (next != current_) switch_to(*next);
-    }
-    // The running thread could go on, but another one may run first.
-    void give_way() {
-        make_ready(*current_);
-        if (Thread* const next = choose(-1); next != current_) switch_to(*next);
-        current_->state = Thread::kReady;
-    }
-    void make_ready(Thread& thread) {
-        thread.state = Thread::kReady;
-        ready_lanes_[thread.warp] |= 1u << thread.lane;
-        ready_warps_ |= 1u << thread.warp;
-    }
-    // Takes a thread that can run, of this warp if there is one.
-    Thread* choose(int warp) {
-        if (warp < 0 || ready_lanes_[warp] == 0) {
-            if (ready_warps_ == 0) return nullptr;
-            warp = pick(ready_warps_);
-        }
-        const int lane = pick(ready_lanes_[warp]);
-        ready_lanes_[warp] &= ~(1u << lane);
-        if (ready_lanes_[warp] == 0) ready_warps_ &= ~(1u << warp);
-        return &threads_[warp * 32 + lane];
-    }
-    // A bit of the mask: the lowest, or the first from a random one on.
-    int pick(unsigned mask) {
-        if (settings.order == 0) return std::countr_zero(mask);
-        const int from = static_cast<int>(random() % 32);
-        return (std::countr_zero(std::rotr(mask, from)) + from) % 32;
-    }
-    std::uint64_t random() {
-        random_ ^= random_ << 13, random_ ^= random_ >> 7, random_ ^= random_ << 17;
-        return random_;
-    }
-    [[noreturn]] void fail_deadlocked();
-    void complete(int number);
-    std::string finish();
-
-public:
-    static thread_local Runner* self;
-
-private:
-    std::unique_ptr<Thread[]> threads_;
-    unsigned char* const window_;  // static shared memory, then dynamic
-    const Kernel* kernel_ = nullptr;
-    unsigned block_ = 0;
-    int count_ = 0, alive_ = 0;
-    Thread* current_ = nullptr;
-    void* main_stack_pointer_ = nullptr;
-    unsigned ready_warps_ = 0, ready_lanes_[32] = {};
-    Barrier barriers_[kBarriers];
-    unsigned char* dynamic_ = nullptr;
-    std::size_t dynamic_bytes_ = 0, static_end_ = 0;
-    std::map<const void*, void*> statics_;
-    std::string error_;
-    std::uint64_t random_ = 1;
-    std::int64_t pauses_ = 0;
-};
+// --- what runs when ---
 
 thread_local Runner* Runner::self = nullptr;
 
 std::string Runner::where() const {
     if (!kernel_) return "outside of kernels";
-    std::string text = kernel_->name + ", block " + std::to_string(block_) + " of " +
-                       std::to_string(kernel_->config.gridDim.x);
-    if (current_) text += ", thread " + std::to_string(current_->number);
+    std::string text = kernel_->name;
+    if (current_)
+        text += ", block " + std::to_string(current_->cta->block) + " of " +
+                std::to_string(kernel_->config.gridDim.x) + ", thread " + std::to_string(current_->number);
     return text;
 }
 
-void Runner::start(int number) {
-    Thread& thread = threads_[number];
-    thread.number = number, thread.lane = number % 32, thread.warp = number / 32;
-    thread.copies.clear(), thread.groups.clear();
-    // Six registers, the address where it begins, and that of nothing, to which it must not return.
-    void** top = reinterpret_cast<void**>(static_cast<char*>(thread.stack) + kStackBytes) - 8;
-    std::fill_n(top, 8, nullptr);
-    top[6] = reinterpret_cast<void*>(&enter);
-    thread.stack_pointer = top;
-    make_ready(thread);
+void Runner::fail(const std::string& what) {
+    error_ = where() + ": " + what;
+    leave();
+}
+void Runner::leave() {
+    void* unused;
+    emulator_switch(&unused, main_stack_pointer_);
+    std::abort();
 }
 
-std::string Runner::run(const Kernel& kernel, unsigned block) {
-    kernel_ = &kernel, block_ = block;
-    self = this;
-    count_ = alive_ = static_cast<int>(kernel.config.blockDim.x);
-    dynamic_bytes_ = kernel.config.dynamicSmemBytes;
-    // The dynamic part ends where the guard page begins, as closely as its alignment allows.
-    dynamic_ = window_ + kStaticBytes + (kMostDynamicBytes - dynamic_bytes_) / 1024 * 1024;
-    static_end_ = kFirstStatic;
-    statics_.clear();
-    std::memset(window_, 0xff, kFirstStatic);
-    std::memset(dynamic_ - 1024, 0xff,
-                static_cast<std::size_t>(window_ + kStaticBytes + kMostDynamicBytes - dynamic_) + 1024);
-    for (Barrier& barrier : barriers_) barrier = {};
-    error_.clear();
-    random_ = (settings.order + 1) * 0x9e3779b97f4a7c15u + (block + 1) * 0xbf58476d1ce4e5b9u;
-    pauses_ = 0;
-    ready_warps_ = 0;
-    std::fill(std::begin(ready_lanes_), std::end(ready_lanes_), 0u);
-    for (int i = 0; i < count_; ++i) start(i);
-    current_ = choose(-1);
-    threadIdx = {static_cast<unsigned>(current_->number), 0, 0}, blockIdx = {block, 0, 0};
-    blockDim = {kernel.config.blockDim.x, 1, 1}, gridDim = {kernel.config.gridDim.x, 1, 1};
-    emulator_switch(&main_stack_pointer_, current_->stack_pointer);
-    if (error_.empty()) {
-        const auto untouched = [](const unsigned char* from, const unsigned char* to) {
-            return std::all_of(from, to, [](unsigned char byte) { return byte == 0xff; });
-        };
-        if (!untouched(dynamic_ + dynamic_bytes_, window_ + kStaticBytes + kMostDynamicBytes) ||
-            !untouched(dynamic_ - 1024, dynamic_))
-            error_ = "has written shared memory beside its dynamic part";
+// Makes another cluster resident, if there is one.
+bool Runner::admit() {
+    unsigned first;
+    if (resident_.size() >= kMostResident || !(*next_)(first)) return false;
+    Cluster& cluster = *resident_.emplace_back(std::make_unique<Cluster>());
+    for (unsigned rank = 0; rank < kernel_->cluster; ++rank) {
+        if (unused_.empty()) unused_.push_back(std::make_unique<Cta>());
+        cluster.ctas.push_back(std::move(unused_.back()));
+        unused_.pop_back();
+        cluster.ctas.back()->start(*kernel_, first + rank, cluster, static_cast<int>(rank));
+        cluster.alive += cluster.ctas.back()->count;
     }
-    std::string error = error_.empty() ? "" : where() + ": " + error_;
-    kernel_ = nullptr, current_ = nullptr;
-    return error;
+    return true;
+}
+
+// Takes away the clusters that have ended, or after a failure all.
+void Runner::release() {
+    std::erase_if(resident_, [&](const std::unique_ptr<Cluster>& cluster) {
+        if (cluster->alive > 0 && error_.empty()) return false;
+        for (std::unique_ptr<Cta>& cta : cluster->ctas) unused_.push_back(std::move(cta));
+        return true;
+    });
+    if (resident_.empty()) copies_ = 0;
+}
+
+std::string Runner::run(const Kernel& kernel, const std::function<bool(unsigned&)>& next) {
+    kernel_ = &kernel, next_ = &next;
+    self = this;
+    error_.clear();
+    random_ = (settings.order + 1) * 0x9e3779b97f4a7c15u + 0xbf58476d1ce4e5b9u;
+    pauses_ = 0;
+    blockDim = {kernel.config.blockDim.x, 1, 1}, gridDim = {kernel.config.gridDim.x, 1, 1};
+    while (error_.empty() && (!resident_.empty() || admit())) {
+        if (!(current_ = choose(nullptr))) {
+            error_ = where() + ": " + deadlock();
+            break;
+        }
+        threadIdx = {static_cast<unsigned>(current_->number), 0, 0}, blockIdx = {current_->cta->block, 0, 0};
+        emulator_switch(&main_stack_pointer_, current_->stack_pointer);
+        current_ = nullptr;
+        release();
+    }
+    release();
+    kernel_ = nullptr;
+    return error_;
+}
+
+void Runner::enter() {
+    Runner& runner = *self;
+    runner.kernel_->body();
+    runner.exit_thread();
 }
 
 void Runner::exit_thread() {
+    Cta& of = cta();
+    end_stores(*current_);
     current_->state = Thread::kExited;
-    --alive_;
-    if (Barrier& all = barriers_[0]; all.arrived > 0 && all.threads == 0 && all.arrived == alive_)
-        complete(0);
-    Thread* const next = choose(current_->warp);
-    if (!next && alive_ > 0) fail_deadlocked();
-    if (!next) leave_cta();
+    --of.alive, --of.cluster->alive;
+    if (Barrier& all = of.barriers[0]; all.arrived > 0 && all.threads == 0 && all.arrived == of.alive)
+        of.complete(0);
+    if (of.cluster->alive > 0 && of.cluster->arrived == of.cluster->alive) complete_cluster();
+    if (of.cluster->alive == 0) {
+        while (!of.cluster->in_flight.empty()) copy_something();
+        for (const std::unique_ptr<Cta>& one : of.cluster->ctas)
+            if (const std::string wrong = one->finish(); !wrong.empty()) fail(wrong);
+        leave();
+    }
+    Thread* const next = choose(current_);
+    if (!next) fail_deadlocked();
     switch_to(*next);
     std::abort();
 }
 
+void Runner::switch_to(Thread& next) {
+    Thread& from = *current_;
+    current_ = &next;
+    threadIdx.x = static_cast<unsigned>(next.number), blockIdx.x = next.cta->block;
+    emulator_switch(&from.stack_pointer, next.stack_pointer);
+}
+
+// The lowest bit of the mask from bit `from` on; where the order is random, from a random one on.
+int Runner::pick(unsigned mask, unsigned from) {
+    if (settings.order != 0) from = static_cast<unsigned>(random() % 32);
+    return static_cast<int>(
+        (static_cast<unsigned>(std::countr_zero(std::rotr(mask, static_cast<int>(from)))) + from) % 32);
+}
+
+// Takes a thread that can run: of the same warp if there is one, then of the same CTA. `turn` says which of
+// the others comes first.
+Thread* Runner::choose(const Thread* beside, unsigned turn) {
+    if (copies_ > 0 && at_random(8)) copy_something();
+    Cta* cta = beside ? beside->cta : nullptr;
+    int warp = beside ? beside->warp : 0;
+    if (!cta || cta->ready_lanes[warp] == 0) {
+        if (!cta || cta->ready_warps == 0 || (resident_ctas() > 1 && at_random(4))) cta = ready_cta(turn);
+        while (!cta) {
+            if (!copy_something()) return nullptr;
+            cta = ready_cta(turn);
+        }
+        warp = pick(cta->ready_warps, turn % 32);
+    }
+    const int lane = pick(cta->ready_lanes[warp], 0);
+    cta->ready_lanes[warp] &= ~(1u << lane);
+    if (cta->ready_lanes[warp] == 0) cta->ready_warps &= ~(1u << warp);
+    return &cta->threads[warp * 32 + lane];
+}
+std::size_t Runner::resident_ctas() const { return resident_.size() * kernel_->cluster; }
+Cta* Runner::ready_cta(unsigned turn) {
+    const std::size_t count = resident_ctas(), first = settings.order == 0 ? turn : random();
+    for (std::size_t i = 0; i < count; ++i) {
+        const std::size_t at = (first + i) % count;
+        Cta* const cta = resident_[at / kernel_->cluster]->ctas[at % kernel_->cluster].get();
+        if (cta->ready_warps != 0) return cta;
+    }
+    return nullptr;
+}
+
+void Runner::defer(std::function<void()> copy) {
+    cluster().in_flight.push_back(std::move(copy));
+    ++copies_;
+}
+// Does one of the asynchronous copies, if there are any.
+bool Runner::copy_something() {
+    for (const std::unique_ptr<Cluster>& cluster : resident_) {
+        auto& in_flight = cluster->in_flight;
+        if (in_flight.empty()) continue;
+        const auto at = in_flight.begin() +
+                        static_cast<std::ptrdiff_t>(settings.order == 0 ? 0 : random() % in_flight.size());
+        const std::function<void()> copy = std::move(*at);
+        in_flight.erase(at);
+        --copies_;
+        copy();
+        return true;
+    }
+    return false;
+}
+
+// The running thread waits: another one runs until this one can.
+void Runner::wait_for_others() {
+    Thread* const next = choose(current_);
+    if (!next) fail_deadlocked();
+    if (next != current_) switch_to(*next);
+}
+// The running thread could go on, but another one may run first.
+void Runner::give_way(unsigned turn) {
+    cta().make_ready(*current_);
+    if (Thread* const next = choose(nullptr, turn); next != current_) switch_to(*next);
+    current_->state = Thread::kReady;
+}
+void Runner::pause() {
+    if (++pauses_ > 100'000'000) fail("waits for memory that nothing writes");
+    if (copies_ > 0) copy_something();
+    if (pauses_ % 64 == 0) admit();
+    give_way(static_cast<unsigned>(++turn_));
+}
+
+void Runner::block_on(const void* key, const char* what) {
+    current_->state = Thread::kBlocked;
+    current_->key = key, current_->collective = what;
+    wait_for_others();
+}
+void Runner::wake(Cluster& of, const void* key) {
+    for (const std::unique_ptr<Cta>& cta : of.ctas)
+        for (int i = 0; i < cta->count; ++i)
+            if (Thread& thread = cta->threads[i]; thread.state == Thread::kBlocked && thread.key == key)
+                cta->make_ready(thread);
+}
+
 void Runner::gather(const char* name, unsigned mask, void* own, void (*run)(Lanes)) {
     Thread& thread = *current_;
-    Thread* const warp = &threads_[thread.warp * 32];
+    Cta& of = *thread.cta;
+    Thread* const warp = &of.threads[thread.warp * 32];
     if ((mask >> thread.lane & 1u) == 0) fail(std::string(name) + " without the calling lane in its mask");
     thread.state = Thread::kGathering;
     thread.collective = name, thread.mask = mask, thread.own = own;
     void* lanes[32] = {};
-    const int present = std::min(32, count_ - thread.warp * 32);
+    const int present = std::min(32, of.count - thread.warp * 32);
     for (unsigned rest = mask; rest != 0; rest &= rest - 1) {
         const int lane = std::countr_zero(rest);
         if (lane >= present) fail(std::string(name) + " of a lane that does not exist");
@@ -332,83 +372,81 @@ void Runner::gather(const char* name, unsigned mask, void* own, void (*run)(Lane
     run(lanes);
     for (unsigned rest = mask; rest != 0; rest &= rest - 1) {
         Thread& other = warp[std::countr_zero(rest)];
-        if (other.state == Thread::kGathering) make_ready(other);
+        if (other.state == Thread::kGathering) of.make_ready(other);
     }
-    if (settings.order != 0 && random() % 16 == 0) return give_way();
-    ready_lanes_[thread.warp] &= ~(1u << thread.lane);
-    if (ready_lanes_[thread.warp] == 0) ready_warps_ &= ~(1u << thread.warp);
-}
-
-void Runner::complete(int number) {
-    Barrier& barrier = barriers_[number];
-    const Reduced reduced{barrier.any, barrier.count == barrier.arrived, barrier.count};
-    for (int i = 0; i < count_; ++i) {
-        Thread& thread = threads_[i];
-        if (thread.state != Thread::kAtBarrier || thread.barrier != number) continue;
-        thread.reduced = reduced;
-        make_ready(thread);
-    }
-    barrier = {};
+    if (at_random(16)) return give_way();
+    of.ready_lanes[thread.warp] &= ~(1u << thread.lane);
+    if (of.ready_lanes[thread.warp] == 0) of.ready_warps &= ~(1u << thread.warp);
 }
 
 Reduced Runner::barrier_sync(int number, int threads, bool is) {
     Thread& thread = *current_;
-    Barrier& barrier = barriers_[number];
+    Cta& of = *thread.cta;
+    Barrier& barrier = of.barriers[number];
     if (barrier.arrived > 0 && barrier.threads != threads)
         fail("comes to barrier " + std::to_string(number) + " with another count of threads");
     barrier.threads = threads;
     ++barrier.arrived, barrier.any |= is, barrier.count += is;
     thread.state = Thread::kAtBarrier, thread.barrier = number;
-    if (barrier.arrived == (threads > 0 ? threads : alive_)) complete(number);
+    if (barrier.arrived == (threads > 0 ? threads : of.alive)) of.complete(number);
     wait_for_others();
     return thread.reduced;
 }
 
 void Runner::barrier_arrive(int number, int threads) {
-    Barrier& barrier = barriers_[number];
+    Barrier& barrier = cta().barriers[number];
     if (barrier.arrived > 0 && barrier.threads != threads)
         fail("comes to barrier " + std::to_string(number) + " with another count of threads");
     barrier.threads = threads;
-    if (++barrier.arrived == threads) complete(number);
+    if (++barrier.arrived == threads) cta().complete(number);
 }
 
-void* Runner::static_shared(const void* key, std::size_t bytes, std::size_t alignment) {
-    void*& found = statics_[key];
-    if (!found) {
-        static_end_ = (static_end_ + std::max<std::size_t>(alignment, 16) - 1) &
-                      ~(std::max<std::size_t>(alignment, 16) - 1);
-        if (static_end_ + bytes > kFirstStatic + 48 * 1024)
-            fail("has more than 48 KiB of static shared memory");
-        found = window_ + static_end_;
-        static_end_ += bytes;
-        std::memset(found, 0xff, bytes);
-    }
-    return found;
+void Runner::sync_cluster() {
+    Cluster& of = cluster();
+    current_->state = Thread::kBlocked;
+    current_->key = &of, current_->collective = "the barrier of the cluster";
+    if (++of.arrived == of.alive) complete_cluster();
+    wait_for_others();
+}
+void Runner::complete_cluster() {
+    cluster().arrived = 0;
+    wake(cluster(), &cluster());
 }
 
 void Runner::fail_deadlocked() {
-    std::map<std::string, std::string> waiting;
-    for (int i = 0; i < count_; ++i) {
-        const Thread& thread = threads_[i];
-        std::string at = "have ended";
-        if (thread.state == Thread::kAtBarrier) at = "wait at barrier " + std::to_string(thread.barrier);
-        if (thread.state == Thread::kGathering) {
-            char mask[16];
-            std::snprintf(mask, sizeof mask, "%#x", thread.mask);
-            at = std::string("wait at ") + thread.collective + " of lanes " + mask;
-        }
-        std::string& list = waiting[at];
-        const bool follows = i > 0 && !list.empty() && list.ends_with("-" + std::to_string(i - 1));
-        if (follows)
-            list = list.substr(0, list.rfind('-') + 1) + std::to_string(i);
-        else
-            list += (list.empty() ? "" : ", ") + std::to_string(i) + "-" + std::to_string(i);
-    }
-    std::string text = "deadlock;";
-    for (const auto& [at, list] : waiting) text += " threads " + list + " " + at + ";";
+    const std::string text = deadlock();
     current_ = nullptr;
     fail(text);
 }
+std::string Runner::deadlock() const {
+    std::string text = "deadlock;";
+    for (const std::unique_ptr<Cluster>& cluster : resident_)
+        for (const std::unique_ptr<Cta>& cta : cluster->ctas) {
+            std::map<std::string, std::string> waiting;
+            for (int i = 0; i < cta->count; ++i) {
+                const Thread& thread = cta->threads[i];
+                std::string at = "have ended";
+                if (thread.state == Thread::kAtBarrier)
+                    at = "wait at barrier " + std::to_string(thread.barrier);
+                if (thread.state == Thread::kBlocked) at = std::string("wait at ") + thread.collective;
+                if (thread.state == Thread::kGathering) {
+                    char mask[16];
+                    std::snprintf(mask, sizeof mask, "%#x", thread.mask);
+                    at = std::string("wait at ") + thread.collective + " of lanes " + mask;
+                }
+                std::string& list = waiting[at];
+                if (i > 0 && !list.empty() && list.ends_with("-" + std::to_string(i - 1)))
+                    list = list.substr(0, list.rfind('-') + 1) + std::to_string(i);
+                else
+                    list += (list.empty() ? "" : ", ") + std::to_string(i) + "-" + std::to_string(i);
+            }
+            if (resident_ctas() > 1) text += " block " + std::to_string(cta->block) + ":";
+            for (const auto& [at, list] : waiting) text += " threads " + list + " " + at + ";";
+        }
+    return text;
+}
+
+namespace {
 
 std::string name_of(const void* kernel) {
     Dl_info info;
@@ -456,9 +494,9 @@ void catch_signals() {
 
 std::unordered_map<const void*, std::size_t> shared_limits;
 
-Runner& running() { return *Runner::self; }
-
 }  // namespace
+
+Runner& running() { return *Runner::self; }
 
 void fail(const std::string& what) { running().fail(what); }
 void unknown_asm(const char* ptx) {
@@ -472,23 +510,26 @@ Reduced barrier_sync(int barrier, int threads, bool is) {
 }
 void barrier_arrive(int barrier, int threads) { running().barrier_arrive(barrier, threads); }
 void pause() { running().pause(); }
-void* dynamic_shared(std::size_t alignment) { return running().dynamic_shared(alignment); }
-void* static_shared(const void* key, std::size_t bytes, std::size_t alignment) {
-    return running().static_shared(key, bytes, alignment);
+void* dynamic_shared(std::size_t alignment) {
+    if (alignment > 1024) fail("a dynamic shared array wants an alignment beyond 1024");
+    return running().cta().dynamic;
 }
-std::size_t shared_address(const void* p) { return running().address(p); }
+void* static_shared(const void* key, std::size_t bytes, std::size_t alignment) {
+    return running().cta().static_shared(key, bytes, alignment);
+}
+std::size_t shared_address(const void* p) { return running().cta().address(p); }
 void* shared(std::uint32_t address, std::size_t bytes, std::size_t alignment) {
-    return running().shared(address, bytes, alignment);
+    return running().cta().shared(address, bytes, alignment);
 }
 
 // --- asynchronous copies ---
 
 void copy_async(std::uint32_t to, const void* from, int bytes, int given) {
     const auto size = static_cast<std::size_t>(bytes);
-    auto* const target = static_cast<unsigned char*>(running().shared(to, size, size));
-    if (given < 0 || given > bytes) running().fail("cp.async of more bytes than it writes");
+    auto* const target = static_cast<unsigned char*>(shared(to, size, size));
+    if (given < 0 || given > bytes) fail("cp.async of more bytes than it writes");
     if (reinterpret_cast<std::uintptr_t>(from) % size != 0 && given > 0)
-        running().fail("cp.async from an address that is not a multiple of " + std::to_string(bytes));
+        fail("cp.async from an address that is not a multiple of " + std::to_string(bytes));
     std::memset(target, 0xff, size);
     running().current().copies.push_back({target, from, bytes, given});
 }
@@ -520,13 +561,19 @@ void wait_all() {
 void raise_shared_limit(const void* kernel, std::size_t bytes) { shared_limits[kernel] = bytes; }
 
 void launch(const void* kernel, const cudaLaunchConfig_t& config, const std::function<void()>& body) {
-    const Kernel of{name_of(kernel), config, body};
+    Kernel of{name_of(kernel), config, body, 1};
+    for (unsigned i = 0; i < config.numAttrs; ++i)
+        if (config.attrs[i].id == cudaLaunchAttributeClusterDimension)
+            of.cluster = config.attrs[i].val.clusterDim.x;
     const auto refuse = [&](const std::string& what) {
         throw std::runtime_error("emulator: " + of.name + ": " + what);
     };
     if (config.blockDim.x > kMostThreads || config.blockDim.x == 0 || config.gridDim.x == 0)
         refuse("launched with " + std::to_string(config.gridDim.x) + " blocks of " +
                std::to_string(config.blockDim.x));
+    if (config.gridDim.x % of.cluster != 0)
+        refuse("launched with " + std::to_string(config.gridDim.x) + " blocks in clusters of " +
+               std::to_string(of.cluster));
     const std::size_t limit = shared_limits.contains(kernel) ? shared_limits[kernel] : 48 * 1024;
     if (config.dynamicSmemBytes > limit || config.dynamicSmemBytes > settings.shared_bytes)
         refuse("launched with " + std::to_string(config.dynamicSmemBytes) +
@@ -536,21 +583,26 @@ void launch(const void* kernel, const cudaLaunchConfig_t& config, const std::fun
         std::fprintf(stderr, "%s: %u blocks of %u threads, %zu bytes of shared memory\n", of.name.c_str(),
                      config.gridDim.x, config.blockDim.x, config.dynamicSmemBytes);
 
-    std::vector<unsigned> blocks(config.gridDim.x);
-    std::iota(blocks.begin(), blocks.end(), 0u);
-    if (settings.order != 0) std::shuffle(blocks.begin(), blocks.end(), std::mt19937_64(settings.order));
+    std::vector<unsigned> clusters(config.gridDim.x / of.cluster);
+    std::iota(clusters.begin(), clusters.end(), 0u);
+    if (settings.order != 0) std::shuffle(clusters.begin(), clusters.end(), std::mt19937_64(settings.order));
     static std::vector<std::unique_ptr<Runner>> runners;
-    const auto hosts = std::min<std::size_t>(static_cast<std::size_t>(settings.host_threads), blocks.size());
+    const auto hosts =
+        std::min<std::size_t>(static_cast<std::size_t>(settings.host_threads), clusters.size());
     while (runners.size() < hosts) runners.push_back(std::make_unique<Runner>());
     std::atomic<std::size_t> next = 0;
     std::mutex mutex;
     std::string error;
+    const auto take = [&](unsigned& first_block) {
+        const std::size_t i = next.fetch_add(1);
+        if (i >= clusters.size()) return false;
+        first_block = clusters[i] * of.cluster;
+        return true;
+    };
     const auto work = [&](Runner& runner) {
         catch_signals();
-        for (std::size_t i; (i = next.fetch_add(1)) < blocks.size();) {
-            std::string found = runner.run(of, blocks[i]);
-            if (found.empty()) continue;
-            next = blocks.size();
+        if (std::string found = runner.run(of, take); !found.empty()) {
+            next = clusters.size();
             const std::lock_guard lock(mutex);
             if (error.empty()) error = std::move(found);
         }

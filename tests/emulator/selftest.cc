@@ -5,9 +5,13 @@
 #include <string>
 #include <vector>
 
+#include "cuda/pipe/barriers.cuh"
 #include "cuda/pipe/launch.h"
+#include "cuda/pipe/tensor_maps.h"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/wgmma.cuh"
 
 namespace cula::test {
 namespace {
@@ -78,6 +82,148 @@ __global__ void transpose(int* differs) {
         if (cuda::transposed(plain[m]) != turned[m] ||
             (turned[m] & 0xffffu) != static_cast<unsigned>(m * 64 + lane % 4 * 16 + lane / 4))
             *differs = 1;
+}
+
+// --- what sm_90 adds ---
+
+constexpr int left(int i, int k) { return (3 * i + 5 * k) % 7 - 3; }
+constexpr int right(int k, int n) { return (k + 2 * n) % 5 - 2; }
+
+// d [64 x 32] = left [64 x 64] right [64 x 32], 1 + 2 of them: left from shared memory and from registers,
+// right by rows of n in the 128-byte swizzle, and transposed in blocks of 8 x 8 without.
+template <bool kWaits>
+__global__ void multiply_by_warpgroup(float* d) {
+    extern __shared__ __align__(1024) unsigned char raw[];
+    auto* const a = reinterpret_cast<__nv_bfloat16*>(raw);
+    __nv_bfloat16 *const b = a + 64 * 64, *const blocks = b + 32 * 64;
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, first = thread / 32 * 16;
+    const auto swizzled = [](int row, int k) { return row * 64 + (k / 8 ^ row % 8) * 8 + k % 8; };
+    for (int i = thread; i < 64 * 64; i += 128) {
+        const int row = i / 64, k = i % 64;
+        a[swizzled(row, k)] = __float2bfloat16_rn(static_cast<float>(left(row, k)));
+        if (row >= 32) continue;
+        const auto x = __float2bfloat16_rn(static_cast<float>(right(k, row)));
+        b[swizzled(row, k)] = x;
+        blocks[(k / 8 * 4 + row / 8) * 64 + k % 8 * 8 + row % 8] = x;
+    }
+    cuda::fence_async_proxy();
+    __syncthreads();
+    const auto of_a = cuda::wgmma::operand<64>(shared_address(a)),
+               of_b = cuda::wgmma::operand<64>(shared_address(b));
+    float sum[4][4] = {}, others[4][4] = {};
+    cuda::wgmma::fence();
+    for (int step = 0; step < 4; ++step)
+        cuda::wgmma::multiply_shared<__nv_bfloat16>(sum, of_a + 2 * step, of_b + 2 * step, step > 0);
+    cuda::wgmma::commit();
+    for (int step = 0; step < 4; ++step) {
+        std::uint32_t words[4];
+        for (int i = 0; i < 4; ++i) {
+            const int row = first + lane / 4 + i % 2 * 8, k = 16 * step + lane % 4 * 2 + i / 2 * 8;
+            words[i] = cuda::pack2<__nv_bfloat16>(static_cast<float>(left(row, k)),
+                                                  static_cast<float>(left(row, k + 1)));
+        }
+        const auto of_blocks = cuda::wgmma::operand_in_blocks(shared_address(blocks + step * 512), 512, 128);
+        cuda::wgmma::multiply<__nv_bfloat16, 4, true>(others, words, of_blocks, true);
+        cuda::wgmma::multiply<__nv_bfloat16, 4, false>(others, words, of_b + 2 * step, true);
+    }
+    cuda::wgmma::commit();
+    cuda::wgmma::wait<kWaits ? 0 : 1>();
+    for (int tile = 0; tile < 4; ++tile)
+        for (int e = 0; e < 4; ++e)
+            d[(first + lane / 4 + e / 2 * 8) * 32 + 8 * tile + lane % 4 * 2 + e % 2] =
+                sum[tile][e] + others[tile][e];
+    cuda::wgmma::wait<0>();
+}
+
+// Copies 64 numbers through shared memory of the other CTA of a cluster.
+template <bool kWaits, bool kExpects>
+__global__ void copy_through_peer(const float* from, float* to) {
+    __shared__ __align__(16) float own[64], of_peer[64];
+    __shared__ cuda::Mbarrier loaded, sent;
+    const int thread = static_cast<int>(threadIdx.x), peer = cuda::cluster_rank() ^ 1;
+    if (thread == 0) loaded.init(1), sent.init(1), cuda::publish_barriers();
+    cuda::sync_cluster();
+    if (thread == 0) {
+        if (kExpects) sent.expect(192);
+        sent.arrive_expecting(64);
+        loaded.arrive_expecting(256);
+        cuda::copy_bulk(shared_address(own), from + 64 * blockIdx.x, 256, loaded.address());
+        if (kWaits) loaded.wait(0);
+        cuda::copy_bulk_to(shared_address(of_peer), shared_address(own), 240, sent.address(), peer);
+        cuda::send_to(shared_address(of_peer + 60), {own[60], own[61]}, sent.address(), peer);
+        cuda::send_to(shared_address(of_peer + 62), {own[62], own[63]}, sent.address(), peer);
+    }
+    sent.wait(0);
+    to[64 * (blockIdx.x ^ 1u) + threadIdx.x] = of_peer[threadIdx.x];
+    cuda::sync_cluster();
+}
+
+// Tiles of two tokens x 64 channels: to shared memory, and on to other tokens.
+template <bool kWaits>
+__global__ void copy_tiles(const CUtensorMap from, const CUtensorMap to) {
+    extern __shared__ __align__(1024) unsigned char raw[];
+    auto& loaded = *reinterpret_cast<cuda::Mbarrier*>(raw + 1024);
+    if (threadIdx.x != 0) return;
+    loaded.init(1);
+    loaded.arrive_expecting(256);
+    cuda::tma_load(shared_address(raw), from, cuda::TileCoordinates{0, 1, 2, 0}, loaded.address());
+    loaded.wait(0);
+    cuda::tma_store(to, cuda::TileCoordinates{0, 1, 0, 0}, shared_address(raw));
+    if (kWaits) cuda::tma_wait_stores_read();
+}
+
+void run_hopper() {
+    std::vector<float> d(64 * 32), x(256), y(256);
+    const auto products = [&](auto run_kernel) {
+        run_kernel();
+        for (int i = 0; i < 64; ++i)
+            for (int n = 0; n < 32; ++n) {
+                int sum = 0;
+                for (int k = 0; k < 64; ++k) sum += left(i, k) * right(k, n);
+                if (d[static_cast<std::size_t>(i * 32 + n)] != static_cast<float>(3 * sum)) return false;
+            }
+        return true;
+    };
+    constexpr std::size_t kBytes = (64 + 32 + 32) * 128;
+    expect(products([&] { run<multiply_by_warpgroup<true>>(128, kBytes, d.data()); }), "wgmma");
+    run<multiply_by_warpgroup<false>>(128, kBytes, d.data());
+    expect(d[0] != d[0], "a product that is not waited for is not seen");
+
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i);
+    const auto through_peer = [&]<auto kKernel>() {
+        cuda::launch<kKernel>({.blocks = 4, .threads = 64, .cluster = 2}, nullptr,
+                              static_cast<const float*>(x.data()), y.data());
+    };
+    through_peer.operator()<copy_through_peer<true, true>>();
+    expect(x == y, "bulk copies, mbarriers and clusters");
+    through_peer.operator()<copy_through_peer<false, true>>();
+    expect(y[60] != y[60], "a bulk copy that is not waited for is not seen");
+    expect_error("wait at an mbarrier", [&] { through_peer.operator()<copy_through_peer<true, false>>(); });
+
+    // [batch 1, tokens 3, heads 2, channels 64]: the second of the two tokens lies beyond the tensor.
+    std::vector<unsigned short> from(3 * 2 * 64 + 8), to(3 * 2 * 64 + 8, 7);
+    for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<unsigned short>(i);
+    const auto map_of = [](std::vector<unsigned short>& numbers) {
+        cuda::TokenRows rows{};
+        rows.data = reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(numbers.data()) + 15) &
+                                            ~std::uintptr_t{15});
+        rows.batch = 384, rows.token = 128, rows.head = 64, rows.dtype = Dtype::kBFloat16;
+        CUtensorMap map{};
+        expect(
+            cuda::encode_map(map, rows, Dtype::kBFloat16, 1, 3, 2, 64, {64, 2, CU_TENSOR_MAP_SWIZZLE_128B}),
+            "a tensor map");
+        return std::pair(map, static_cast<unsigned short*>(rows.data));
+    };
+    const auto [source, first] = map_of(from);
+    const auto [target, written] = map_of(to);
+    run<copy_tiles<true>>(32, 1032, source, target);
+    bool right = true;
+    for (int i = 0; i < 3 * 2 * 64; ++i) {
+        const int token = i / 128, head = i / 64 % 2;
+        right = right && written[i] == (head == 0 || token == 2 ? 7 : token == 1 ? 0 : first[2 * 128 + i]);
+    }
+    expect(right, "tiles of a tensor map");
+    expect_error("ends before its bulk stores", [&] { run<copy_tiles<false>>(32, 1032, source, target); });
 }
 
 // --- what is wrong ---
@@ -181,6 +327,7 @@ int main() {
     for (const std::uint64_t order : {0, 1, 2}) {
         emulator::settings.order = order;
         cula::test::run_all();
+        cula::test::run_hopper();
     }
     std::printf("selftest: %d failed\n", cula::test::failures);
     return cula::test::failures == 0 ? 0 : 1;

@@ -6,6 +6,8 @@
 - every asm statement replaced by a call of emulator::ptx (include/emulator/ptx.h), with the operands of the
   statement as arguments, outputs first. PTX lists the texts that are known. The call for any other text
   reports it when a kernel executes it.
+- the products of ptx/wgmma.cuh, whose asm statements are macros, replaced by an include of
+  include/emulator/wgmma.h.
 - every __shared__ variable replaced by a reference to the shared memory of the emulated CTA.
 
 Lines keep their numbers, and #line keeps their names, so messages point to the sources."""
@@ -22,6 +24,9 @@ MMA = r"mma\.sync\.aligned"
 IF = r"\{ \.reg \.pred p; setp\.ne\.[bu]32 p, "
 G = r"ld\.global(?:\.nc)?"
 LD, ST = r"ld(?:\.volatile)?\.shared", r"st(?:\.volatile)?\.shared"
+MB, BULK, COUNTED = r"mbarrier\.", r"cp\.async\.bulk", r"mbarrier::complete_tx::bytes"
+THERE = r"\{ \.reg \.b32 there; mapa\.shared::cluster\.u32 there,"
+TO = r"\{ \.reg \.b32 to, there; mapa\.shared::cluster\.u32 to,"
 # Patterns of whole statements, and the functions of emulator::ptx; \1, \2 are groups of the pattern.
 PTX = [
     (r"", None),
@@ -82,9 +87,77 @@ PTX = [
     ),
     (r"fence\.proxy\.async\.[\w:]+;", "nothing"),
     (r"setmaxnreg\.\w+\.sync\.aligned\.u32 %0;", "nothing"),
+    (r"mbarrier\.init\.shared::cta\.b64 \[%0\], %1;", "mbarrier_init"),
+    (r"fence\.mbarrier_init\.release\.cluster;", "nothing"),
+    (rf"{MB}arrive\.shared::cta\.b64 _, \[%0\];", "mbarrier_arrive"),
+    (rf"{THERE} %0, %1; {MB}arrive\.shared::cluster\.b64 _, \[there\]; \}}", "mbarrier_arrive_at"),
+    (rf"{MB}arrive\.expect_tx\.shared::cta\.b64 _, \[%0\], %1;", "mbarrier_arrive_expecting"),
+    (
+        rf"{THERE} %0, %2; {MB}arrive\.expect_tx\.shared::cluster\.b64 _, \[there\], %1; \}}",
+        "mbarrier_arrive_expecting_at",
+    ),
+    (rf"{MB}expect_tx\.relaxed\.cta\.shared::cta\.b64 \[%0\], %1;", "mbarrier_expect"),
+    (
+        rf"{THERE} %0, %2; {MB}expect_tx\.relaxed\.cluster\.shared::cluster\.b64 \[there\], %1; \}}",
+        "mbarrier_expect_at",
+    ),
+    (
+        rf"\{{ \.reg \.pred is; {MB}test_wait\.parity\.shared::cta\.b64 is, \[%1\], %2; "
+        r"selp\.u32 %0, 1, 0, is; \}",
+        "mbarrier_test",
+    ),
+    (
+        rf"\{{ \.reg \.pred done; again: {MB}try_wait\.parity\.shared::cta\.b64 done, \[%0\], %1; "
+        r"@!done bra again; \}",
+        "mbarrier_wait",
+    ),
+    (
+        rf"{BULK}\.shared::cluster\.global\.{COUNTED}\.multicast::cluster "
+        r"\[%0\], \[%1\], %2, \[%3\], %4;",
+        "copy_bulk_to_ranks",
+    ),
+    (rf"{BULK}\.shared::cluster\.global\.{COUNTED} \[%0\], \[%1\], %2, \[%3\];", "copy_bulk"),
+    (
+        rf"{TO} %0, %4; mapa\.shared::cluster\.u32 there, %3, %4; "
+        rf"{BULK}\.shared::cluster\.shared::cta\.{COUNTED} \[to\], \[%1\], %2, \[there\]; \}}",
+        "copy_bulk_to",
+    ),
+    (
+        rf"{TO} %0, %4; mapa\.shared::cluster\.u32 there, %3, %4; "
+        rf"st\.async\.shared::cluster\.{COUNTED}\.v2\.f32 \[to\], {R}, \[there\]; \}}",
+        "send_to",
+    ),
+    (r"mov\.u32 %0, %cluster_ctarank;", "cluster_rank"),
+    (
+        r"barrier\.cluster\.arrive\.release\.aligned; barrier\.cluster\.wait\.acquire\.aligned;",
+        "sync_cluster",
+    ),
+    (
+        rf"{BULK}\.tensor\.([45])d\.shared::cluster\.global\.tile\.{COUNTED} "
+        rf"\[%0\], \[%1, {R}\], \[%\d\];",
+        r"load_tile_\1d",
+    ),
+    (rf"{BULK}\.prefetch\.tensor\.4d\.L2\.global\.tile \[%0, {R}\];", "nothing"),
+    (
+        rf"{BULK}\.tensor\.([45])d\.global\.shared::cta\.tile\.bulk_group \[%0, {R}\], \[%\d\];",
+        r"store_tile_\1d",
+    ),
+    (
+        rf"{BULK}\.global\.shared::cta\.bulk_group \[%0\], \[%1\], %2; {BULK}\.commit_group;",
+        "store_bulk",
+    ),
+    (rf"{BULK}\.commit_group;", "commit_stores"),
+    (rf"{BULK}\.wait_group\.read (?:0|%0);", "wait_stores_read"),
+    (rf"{BULK}\.commit_group; {BULK}\.wait_group\.read 0;", "commit_and_wait_stores_read"),
+    (rf"{BULK}\.commit_group; {BULK}\.wait_group 0;", "commit_and_wait_stores"),
+    (r"prefetch\.tensormap \[%0\];", "nothing"),
+    (r"wgmma\.fence\.sync\.aligned;", "nothing"),
+    (r"wgmma\.commit_group\.sync\.aligned;", "commit_products"),
+    (r"wgmma\.wait_group\.sync\.aligned %0;", "wait_products"),
+    (r"cvt\.rn\.satfinite\.e4m3x2\.f32 %0, %1, %2;", "cvt_e4m3x2"),
+    (r"cvt\.rn\.f16x2\.e4m3x2 %0, %1;", "cvt_f16x2_e4m3x2"),
 ]
-# Sources of what is not emulated; they are copied as they are.
-LEFT = ("ptx/wgmma.cuh", "ptx/tma.cuh")
+PRODUCTS = re.compile(r"#define CULA_TILE\(i\).*#undef CULA_TILE\n", re.S)
 
 
 class Reader:
@@ -207,8 +280,8 @@ def replace_shared(text: str) -> str:
 
 def translate(path: Path, to: Path) -> None:
     text = path.read_text()
-    if not path.as_posix().endswith(LEFT):
-        text = replace_shared(replace_asm(text))
+    text = PRODUCTS.sub(lambda found: '#include "emulator/wgmma.h"' + "\n" * found[0].count("\n"), text)
+    text = replace_shared(replace_asm(text))
     text = re.sub(r"\b__noinline__\b", "[[gnu::noinline]]", text)
     text = f'#line 1 "{path}"\n{text}'
     to.parent.mkdir(parents=True, exist_ok=True)

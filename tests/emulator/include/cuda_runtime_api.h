@@ -44,6 +44,13 @@ struct cudaLaunchConfig_t {
     unsigned numAttrs = 0;
 };
 
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+inline constexpr unsigned long long cudaEnableDefault = 0;
+// Knows cuTensorMapEncodeTiled.
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* found);
+
 inline const char* cudaGetErrorString(cudaError_t) { return "invalid value"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }

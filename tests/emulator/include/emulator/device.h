@@ -16,7 +16,12 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
+#ifdef CULA_EMULATED_SM90A  // CMakeLists.txt
+#define __CUDA_ARCH__ 900
+#define __CUDA_ARCH_FEAT_SM90_ALL 1
+#else
 #define __CUDA_ARCH__ 800
+#endif
 #define CULA_EMULATED 1
 
 // --- vectors ---

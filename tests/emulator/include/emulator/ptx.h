@@ -4,7 +4,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <initializer_list>
+#include <type_traits>
 
+#include "core/float8.h"
+#include "cuda.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 #include "emulator/device.h"
@@ -23,6 +27,23 @@ void copy_async(std::uint32_t to, const void* from, int bytes, int given);
 void commit_group();
 void wait_group(int pending);
 void wait_all();
+
+// A product of a warpgroup (wgmma) as a lane issues it: d [64 x 8 tiles] (+)= a b, operands as in
+// src/cuda/ptx/wgmma.cuh. a: fragments, or null where a lies in shared memory, as `left` describes. Until it
+// is waited for, d holds NaN.
+struct WarpgroupProduct {
+    Element element;
+    int tiles;
+    float (*d)[4];
+    const std::uint32_t* a;
+    std::uint64_t left, right;
+    bool transposed;
+    int add;
+};
+void multiply_warpgroup(const WarpgroupProduct& own);
+
+template <class T>
+constexpr Element kElementOf = std::is_same_v<T, __half> ? Element::kF16 : Element::kBf16;
 
 namespace ptx {
 
@@ -162,6 +183,22 @@ inline void mad_wide(std::int64_t& to, std::int32_t x, std::int32_t y, std::int6
 }
 inline void join(std::uint64_t& to, Word low, Word high) { to = std::uint64_t{high} << 32 | low; }
 
+// By the host's arithmetic, as the kernels before sm_89.
+inline void cvt_e4m3x2(unsigned short& codes, float high, float low) {
+    const auto code = [](float x) {
+        return cula::Float8E4M3(x != x ? x : std::clamp(x, -448.0f, 448.0f)).bits;
+    };
+    codes = static_cast<unsigned short>(code(high) << 8 | code(low));
+}
+inline void cvt_f16x2_e4m3x2(Word& halves, unsigned short codes) {
+    const auto half = [](int code) {
+        cula::Float8E4M3 x;
+        x.bits = static_cast<std::uint8_t>(code);
+        return Word{__float2half_rn(x).bits};
+    };
+    halves = half(codes >> 8) << 16 | half(codes & 0xff);
+}
+
 template <class T>
 void lane_id(T& to) {
     to = static_cast<T>(threadIdx.x % 32);
@@ -175,6 +212,50 @@ inline void barrier_arrive(int barrier, int threads) { emulator::barrier_arrive(
 inline void barrier_any(Word& any, Word is, int barrier, int threads) {
     any = static_cast<Word>(emulator::barrier_sync(barrier, threads, is != 0).any);
 }
+
+// --- sm_90 (hopper.cc) ---
+
+void mbarrier_init(Word at, int arrivals);
+void mbarrier_arrive(Word at);
+void mbarrier_arrive_at(Word at, int rank);
+void mbarrier_arrive_expecting(Word at, int bytes);
+void mbarrier_arrive_expecting_at(Word at, int bytes, int rank);
+void mbarrier_expect(Word at, int bytes);
+void mbarrier_expect_at(Word at, int bytes, int rank);
+void mbarrier_test(Word& ended, Word at, int parity);
+void mbarrier_wait(Word at, int parity);
+
+// Copies come late, and in any order; until then their target holds NaN. Stores read their source when that
+// is waited for, and reach memory when their end is, or that of the thread.
+void copy_bulk(Word to, const void* from, int bytes, Word barrier);
+void copy_bulk_to_ranks(Word to, const void* from, int bytes, Word barrier, unsigned short ranks);
+void copy_bulk_to(Word to, Word from, int bytes, Word barrier, int rank);
+void send_to(Word to, float x, float y, Word barrier, int rank);
+void load_tile(Word to, const CUtensorMap* map, std::initializer_list<int> from, Word barrier);
+inline void load_tile_4d(Word to, const CUtensorMap* map, int a, int b, int c, int d, Word barrier) {
+    load_tile(to, map, {a, b, c, d}, barrier);
+}
+inline void load_tile_5d(Word to, const CUtensorMap* map, int a, int b, int c, int d, int e, Word barrier) {
+    load_tile(to, map, {a, b, c, d, e}, barrier);
+}
+void store_tile(const CUtensorMap* map, std::initializer_list<int> to, Word from);
+inline void store_tile_4d(const CUtensorMap* map, int a, int b, int c, int d, Word from) {
+    store_tile(map, {a, b, c, d}, from);
+}
+inline void store_tile_5d(const CUtensorMap* map, int a, int b, int c, int d, int e, Word from) {
+    store_tile(map, {a, b, c, d, e}, from);
+}
+void store_bulk(void* to, Word from, int bytes);
+void commit_stores();
+void wait_stores_read(int pending = 0);
+void commit_and_wait_stores_read();
+void commit_and_wait_stores();
+
+void cluster_rank(Word& rank);
+void sync_cluster();
+
+void commit_products();
+void wait_products(int pending);
 
 }  // namespace ptx
 }  // namespace emulator
