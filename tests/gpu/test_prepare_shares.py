@@ -56,7 +56,7 @@ def of_first_heads(inputs: Inputs, count: int) -> Inputs:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("target", ["sm90:whole", "sm80:whole"])
+@pytest.mark.parametrize("backend", ["sm90:whole", "sm80:whole"])
 @pytest.mark.parametrize("shares", SHARES)
 @pytest.mark.parametrize(
     "fields",
@@ -72,16 +72,16 @@ def of_first_heads(inputs: Inputs, count: int) -> Inputs:
     ],
     ids=str,
 )
-def test_a_head_does_not_depend_on_those_of_its_cta(target, shares, fields):
+def test_a_head_does_not_depend_on_those_of_its_cta(backend, shares, fields):
     heads, value_heads = SHARES[shares]
     tokens = tokens_of_many_ctas() - 27
     lengths = (tokens - 1307, 0, 7, 1300) if fields.get("packed") else (tokens,)
     sizes = {"lengths": lengths, "heads": heads, "value_heads": value_heads, "key_dim": 128, "value_dim": 64}
     inputs = make(Case(**{**sizes, "dtype": torch.bfloat16, "qk_l2norm": True, **fields}))
     few = of_first_heads(inputs, 1)
-    if target.startswith("sm90") and not takes(few, target):
+    if backend.startswith("sm90") and not takes(few, backend):
         pytest.skip("left to sm80")
-    many, few = run(inputs, target), run(few, target)
+    many, few = run(inputs, backend), run(few, backend)
     values = few.o.shape[2]
     assert_same_bits("o", many.o[:, :, :values], few.o)
     assert_same_bits("states", many.final_state[:, :values], few.final_state)
