@@ -3,6 +3,8 @@
 # time.
 include_guard(GLOBAL)
 
+set(CULA_CPU_NOT_RUN "" CACHE STRING "CPU targets that nothing runs: compiled without sanitizers")
+
 # cula_add_cpu_target(name flags...): namespace cula::cpu::<name>, compiled with these flags.
 function(cula_add_cpu_target name)
   set(target cula_cpu_${name})
@@ -14,6 +16,9 @@ function(cula_add_cpu_target name)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # False on the vectors that the AVX-512 intrinsics leave undefined on purpose (GCC bug 105593).
     target_compile_options(${target} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized)
+  endif()
+  if(name IN_LIST CULA_CPU_NOT_RUN)
+    target_compile_options(${target} PRIVATE -fno-sanitize=all -g0)
   endif()
   target_compile_definitions(${target} PRIVATE CULA_CPU_TARGET=${name})
   target_sources(cula PRIVATE $<TARGET_OBJECTS:${target}>)
