@@ -152,6 +152,7 @@ public:
     Args args;
     Pass pass = Pass::kPrefill;
     std::string target;
+    bool in_segments = false;  // the target cuts sequences
     std::vector<Output> outputs;
 
     struct Memory {
@@ -311,7 +312,7 @@ inline void Case::make(const std::vector<Instance>& instances) {
                                       : std::vector<std::string>{verify ? "sm80:step" : "sm80"});
     const std::string family = target.substr(0, target.find(':')),
                       strategy = target.substr(std::min(family.size() + 1, target.size()));
-    const bool in_segments = strategy == "segments" || strategy == "halves" || strategy == "joined";
+    in_segments = strategy == "segments" || strategy == "halves" || strategy == "joined";
     // walks: of K and V either may be the channels of keys, and what it leaves to others is not drawn.
     const bool step = strategy == "step", walks = strategy == "three_walks";
     std::vector<std::string> algorithms, dtypes;

@@ -150,9 +150,9 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
     settings.order = static_cast<std::uint64_t>(draw.number("order", {0, 1, 2, 3, 4, 5, 6, 7}));
     Context context;
     context.device = cuda_device(0);
-    context.device.multiprocessors = static_cast<int>(draw.number(
-        "multiprocessors", call.target.ends_with(":segments") ? std::vector<std::int64_t>{132}
-                                                              : std::vector<std::int64_t>{4, 16, 132}));
+    context.device.multiprocessors = static_cast<int>(
+        draw.number("multiprocessors", call.in_segments ? std::vector<std::int64_t>{132}
+                                                        : std::vector<std::int64_t>{4, 16, 132}));
     const bool twice = draw.is("twice", 4);
     const auto alignment = static_cast<std::size_t>(draw.number("workspace_alignment", {64, 64, 256}));
     Case::Memory memory;
@@ -181,11 +181,11 @@ Outcome run(Draw& draw, const std::string& call_of, bool verbose) {
     if (saves) args.saved = make_saved(memory, describe(call.pass, args, context.device), hopper);
     try {
         // The name alone would stand for the three walks, too. verify has that name alone.
-        const bool plain = call.target == "sm80" || call.target == "sm90";
+        const bool any_strategy = call.target == "sm80" || call.target == "sm90";
         planned = plan(call.pass, args, context,
-                       call.pass == Pass::kVerify              ? "sm80"
-                       : call.pass == Pass::kBackward && plain ? call.target + ":whole"
-                                                               : call.target);
+                       call.pass == Pass::kVerify                     ? "sm80"
+                       : call.pass == Pass::kBackward && any_strategy ? call.target + ":whole"
+                                                                      : call.target);
         if (limited) {
             within = prepare_within(call.pass, args);
             planned.workspace_bytes = within->workspace_bytes();

@@ -25,7 +25,7 @@ namespace emulator {
 namespace {
 
 constexpr std::size_t kStackBytes = 256 * 1024, kPage = 4096;
-constexpr std::size_t kMostResident = 64;  // clusters
+constexpr std::size_t kMostResident = 256;  // clusters
 
 void* map_with_guard(std::size_t bytes) {
     void* const base =
@@ -75,9 +75,8 @@ void Cta::start(const Kernel& kernel, unsigned of_block, Cluster& of, int of_ran
     dynamic_bytes = kernel.config.dynamicSmemBytes;
     // The dynamic part ends where the guard page begins, as closely as its alignment allows.
     dynamic = window + (kMostSharedBytes - dynamic_bytes) / 1024 * 1024;
-    static_end = kFirstStatic;
-    statics.clear();
-    std::memset(window, 0xff, kFirstStatic);
+    most_static_bytes = std::min<std::size_t>(48 * 1024, kernel.shared_bytes - dynamic_bytes);
+    std::memset(window, 0xff, kFirstStatic + most_static_bytes);
     std::memset(dynamic - 1024, 0xff, static_cast<std::size_t>(window + kMostSharedBytes - dynamic) + 1024);
     for (Barrier& barrier : barriers) barrier = {};
     for (Products& of_warp : products) of_warp = {};
@@ -122,7 +121,7 @@ std::size_t Cta::address(const void* p) const {
 
 void* Cta::shared(std::uint32_t at, std::size_t bytes, std::size_t alignment) {
     unsigned char* const p = window + at;
-    const bool in_static = p >= window + kFirstStatic && p + bytes <= window + static_end,
+    const bool in_static = p >= window + kFirstStatic && p + bytes <= window + cluster->static_end,
                in_dynamic = p >= dynamic && p + bytes <= dynamic + dynamic_bytes;
     if (!in_static && !in_dynamic)
         fail("accesses " + std::to_string(bytes) + " bytes of shared memory at " + std::to_string(at) +
@@ -135,16 +134,25 @@ void* Cta::shared(std::uint32_t at, std::size_t bytes, std::size_t alignment) {
 }
 
 void* Cta::static_shared(const void* key, std::size_t bytes, std::size_t alignment) {
-    void*& found = statics[key];
-    if (!found) {
-        static_end = (static_end + std::max<std::size_t>(alignment, 16) - 1) &
-                     ~(std::max<std::size_t>(alignment, 16) - 1);
-        if (static_end + bytes > kFirstStatic + 48 * 1024 || window + static_end + bytes > dynamic - 1024)
+    const auto [found, is_new] = cluster->statics.emplace(key, 0);
+    if (is_new) {
+        const std::size_t step = std::max<std::size_t>(alignment, 16);
+        found->second = (cluster->static_end + step - 1) / step * step;
+        cluster->static_end = found->second + bytes;
+        if (cluster->static_end > kFirstStatic + most_static_bytes)
             fail("has more static shared memory than there is");
-        found = window + static_end;
-        static_end += bytes;
-        std::memset(found, 0xff, bytes);
     }
+    return window + found->second;
+}
+
+// Its named barrier `number`, at which `threads` threads meet; 0: all.
+Barrier& Cta::barrier(int number, int threads) {
+    if (number < 0 || number >= kBarriers || threads % 32 != 0)
+        fail("comes to barrier " + std::to_string(number) + " with " + std::to_string(threads) + " threads");
+    Barrier& found = barriers[number];
+    if (found.arrived > 0 && found.threads != threads)
+        fail("comes to barrier " + std::to_string(number) + " with another count of threads");
+    found.threads = threads;
     return found;
 }
 
@@ -167,16 +175,19 @@ thread_local Runner* Runner::self = nullptr;
 std::string Runner::where() const {
     if (!kernel_) return "outside of kernels";
     std::string text = kernel_->name;
-    if (current_)
-        text += ", block " + std::to_string(current_->cta->block) + " of " +
-                std::to_string(kernel_->config.gridDim.x) + ", thread " + std::to_string(current_->number);
+    if (const Thread* const of = copying_ ? copying_ : current_)
+        text += ", block " + std::to_string(of->cta->block) + " of " +
+                std::to_string(kernel_->config.gridDim.x) + ", thread " + std::to_string(of->number);
+    if (copying_) text += ", an asynchronous copy";
     return text;
 }
 
 void Runner::fail(const std::string& what) {
     error_ = where() + ": " + what;
+    if (!current_) throw std::runtime_error(error_);  // in run()
     leave();
 }
+// Back to run().
 void Runner::leave() {
     void* unused;
     emulator_switch(&unused, main_stack_pointer_);
@@ -208,22 +219,25 @@ void Runner::release() {
     if (resident_.empty()) copies_ = 0;
 }
 
-std::string Runner::run(const Kernel& kernel, const std::function<bool(unsigned&)>& next) {
+std::string Runner::run(Kernel& kernel, const std::function<bool(unsigned&)>& next) {
     kernel_ = &kernel, next_ = &next;
     self = this;
     error_.clear();
     random_ = (settings.order + 1) * 0x9e3779b97f4a7c15u + 0xbf58476d1ce4e5b9u;
     pauses_ = 0;
     blockDim = {kernel.config.blockDim.x, 1, 1}, gridDim = {kernel.config.gridDim.x, 1, 1};
-    while (error_.empty() && (!resident_.empty() || admit())) {
-        if (!(current_ = choose(nullptr))) {
-            error_ = where() + ": " + deadlock();
-            break;
+    try {
+        while (error_.empty() && (!resident_.empty() || admit())) {
+            Thread* const first = choose(nullptr);
+            if (!first) fail(deadlock());
+            current_ = first;
+            threadIdx = {static_cast<unsigned>(first->number), 0, 0}, blockIdx = {first->cta->block, 0, 0};
+            emulator_switch(&main_stack_pointer_, first->stack_pointer);
+            current_ = nullptr, copying_ = nullptr;
+            release();
         }
-        threadIdx = {static_cast<unsigned>(current_->number), 0, 0}, blockIdx = {current_->cta->block, 0, 0};
-        emulator_switch(&main_stack_pointer_, current_->stack_pointer);
-        current_ = nullptr;
-        release();
+    } catch (const std::runtime_error&) {
+        copying_ = nullptr;
     }
     release();
     kernel_ = nullptr;
@@ -244,16 +258,19 @@ void Runner::exit_thread() {
     if (Barrier& all = of.barriers[0]; all.arrived > 0 && all.threads == 0 && all.arrived == of.alive)
         of.complete(0);
     if (of.cluster->alive > 0 && of.cluster->arrived == of.cluster->alive) complete_cluster();
-    if (of.cluster->alive == 0) {
-        while (!of.cluster->in_flight.empty()) copy_something();
-        for (const std::unique_ptr<Cta>& one : of.cluster->ctas)
-            if (const std::string wrong = one->finish(); !wrong.empty()) fail(wrong);
-        leave();
-    }
+    if (of.alive == 0) end_cta(of);
+    if (of.cluster->alive == 0) leave();
     Thread* const next = choose(current_);
     if (!next) fail_deadlocked();
     switch_to(*next);
     std::abort();
+}
+
+void Runner::end_cta(Cta& of) {
+    for (const AsyncCopy& copy : of.cluster->in_flight)
+        if (copy.from == &of || copy.to == &of)
+            fail("ends while a copy to or from its shared memory is in flight");
+    if (const std::string wrong = of.finish(); !wrong.empty()) fail(wrong);
 }
 
 void Runner::switch_to(Thread& next) {
@@ -265,13 +282,14 @@ void Runner::switch_to(Thread& next) {
 
 // The lowest bit of the mask from bit `from` on; where the order is random, from a random one on.
 int Runner::pick(unsigned mask, unsigned from) {
-    if (settings.order != 0) from = static_cast<unsigned>(random() % 32);
-    return static_cast<int>(
-        (static_cast<unsigned>(std::countr_zero(std::rotr(mask, static_cast<int>(from)))) + from) % 32);
+    if (settings.order != 0) from = static_cast<unsigned>(random());
+    from %= 32;
+    const auto first = static_cast<unsigned>(std::countr_zero(std::rotr(mask, static_cast<int>(from))));
+    return static_cast<int>((first + from) % 32);
 }
 
 // Takes a thread that can run: of the same warp if there is one, then of the same CTA. `turn` says which of
-// the others comes first.
+// the others comes first: numbers that follow each other come upon all.
 Thread* Runner::choose(const Thread* beside, unsigned turn) {
     if (copies_ > 0 && at_random(8)) copy_something();
     Cta* cta = beside ? beside->cta : nullptr;
@@ -282,14 +300,16 @@ Thread* Runner::choose(const Thread* beside, unsigned turn) {
             if (!copy_something()) return nullptr;
             cta = ready_cta(turn);
         }
-        warp = pick(cta->ready_warps, turn % 32);
+        turn /= resident_ctas();
+        warp = pick(cta->ready_warps, turn);
+        turn /= 32;
     }
-    const int lane = pick(cta->ready_lanes[warp], 0);
+    const int lane = pick(cta->ready_lanes[warp], turn);
     cta->ready_lanes[warp] &= ~(1u << lane);
     if (cta->ready_lanes[warp] == 0) cta->ready_warps &= ~(1u << warp);
     return &cta->threads[warp * 32 + lane];
 }
-std::size_t Runner::resident_ctas() const { return resident_.size() * kernel_->cluster; }
+unsigned Runner::resident_ctas() const { return static_cast<unsigned>(resident_.size()) * kernel_->cluster; }
 Cta* Runner::ready_cta(unsigned turn) {
     const std::size_t count = resident_ctas(), first = settings.order == 0 ? turn : random();
     for (std::size_t i = 0; i < count; ++i) {
@@ -300,21 +320,23 @@ Cta* Runner::ready_cta(unsigned turn) {
     return nullptr;
 }
 
-void Runner::defer(std::function<void()> copy) {
-    cluster().in_flight.push_back(std::move(copy));
+void Runner::defer(const Cta* from, const Cta& to, std::function<void()> copy) {
+    cluster().in_flight.push_back({from, &to, current_, std::move(copy)});
     ++copies_;
 }
-// Does one of the asynchronous copies, if there are any.
+// Does one of the asynchronous copies, if there are any: the first, or where the order is random any.
 bool Runner::copy_something() {
     for (const std::unique_ptr<Cluster>& cluster : resident_) {
         auto& in_flight = cluster->in_flight;
         if (in_flight.empty()) continue;
         const auto at = in_flight.begin() +
                         static_cast<std::ptrdiff_t>(settings.order == 0 ? 0 : random() % in_flight.size());
-        const std::function<void()> copy = std::move(*at);
+        const AsyncCopy copy = std::move(*at);
         in_flight.erase(at);
         --copies_;
-        copy();
+        copying_ = copy.issuer;
+        copy.copy();
+        copying_ = nullptr;
         return true;
     }
     return false;
@@ -334,6 +356,7 @@ void Runner::give_way(unsigned turn) {
 }
 void Runner::pause() {
     if (++pauses_ > 100'000'000) fail("waits for memory that nothing writes");
+    if (kernel_->failed) fail("waits for memory after another CTA has failed");
     if (copies_ > 0) copy_something();
     if (pauses_ % 64 == 0) admit();
     give_way(static_cast<unsigned>(++turn_));
@@ -382,10 +405,7 @@ void Runner::gather(const char* name, unsigned mask, void* own, void (*run)(Lane
 Reduced Runner::barrier_sync(int number, int threads, bool is) {
     Thread& thread = *current_;
     Cta& of = *thread.cta;
-    Barrier& barrier = of.barriers[number];
-    if (barrier.arrived > 0 && barrier.threads != threads)
-        fail("comes to barrier " + std::to_string(number) + " with another count of threads");
-    barrier.threads = threads;
+    Barrier& barrier = of.barrier(number, threads);
     ++barrier.arrived, barrier.any |= is, barrier.count += is;
     thread.state = Thread::kAtBarrier, thread.barrier = number;
     if (barrier.arrived == (threads > 0 ? threads : of.alive)) of.complete(number);
@@ -394,11 +414,7 @@ Reduced Runner::barrier_sync(int number, int threads, bool is) {
 }
 
 void Runner::barrier_arrive(int number, int threads) {
-    Barrier& barrier = cta().barriers[number];
-    if (barrier.arrived > 0 && barrier.threads != threads)
-        fail("comes to barrier " + std::to_string(number) + " with another count of threads");
-    barrier.threads = threads;
-    if (++barrier.arrived == threads) cta().complete(number);
+    if (++cta().barrier(number, threads).arrived == threads) cta().complete(number);
 }
 
 void Runner::sync_cluster() {
@@ -414,9 +430,8 @@ void Runner::complete_cluster() {
 }
 
 void Runner::fail_deadlocked() {
-    const std::string text = deadlock();
-    current_ = nullptr;
-    fail(text);
+    error_ = kernel_->name + ": " + deadlock();
+    leave();
 }
 std::string Runner::deadlock() const {
     std::string text = "deadlock;";
@@ -561,7 +576,9 @@ void wait_all() {
 void raise_shared_limit(const void* kernel, std::size_t bytes) { shared_limits[kernel] = bytes; }
 
 void launch(const void* kernel, const cudaLaunchConfig_t& config, const std::function<void()>& body) {
-    Kernel of{name_of(kernel), config, body, 1};
+    const bool asks = shared_limits.contains(kernel);
+    const std::size_t limit = asks ? std::min(shared_limits[kernel], settings.shared_bytes) : 48 * 1024;
+    Kernel of{name_of(kernel), config, body, 1, asks ? settings.shared_bytes : 48 * 1024};
     for (unsigned i = 0; i < config.numAttrs; ++i)
         if (config.attrs[i].id == cudaLaunchAttributeClusterDimension)
             of.cluster = config.attrs[i].val.clusterDim.x;
@@ -571,14 +588,12 @@ void launch(const void* kernel, const cudaLaunchConfig_t& config, const std::fun
     if (config.blockDim.x > kMostThreads || config.blockDim.x == 0 || config.gridDim.x == 0)
         refuse("launched with " + std::to_string(config.gridDim.x) + " blocks of " +
                std::to_string(config.blockDim.x));
-    if (config.gridDim.x % of.cluster != 0)
+    if (config.gridDim.x % of.cluster != 0 || of.cluster > 8)
         refuse("launched with " + std::to_string(config.gridDim.x) + " blocks in clusters of " +
                std::to_string(of.cluster));
-    const std::size_t limit = shared_limits.contains(kernel) ? shared_limits[kernel] : 48 * 1024;
-    if (config.dynamicSmemBytes > limit || config.dynamicSmemBytes > settings.shared_bytes)
+    if (config.dynamicSmemBytes > limit)
         refuse("launched with " + std::to_string(config.dynamicSmemBytes) +
-               " bytes of shared memory; it may have " +
-               std::to_string(std::min(limit, settings.shared_bytes)));
+               " bytes of shared memory; it may have " + std::to_string(limit));
     if (std::getenv("EMULATOR_VERBOSE"))
         std::fprintf(stderr, "%s: %u blocks of %u threads, %zu bytes of shared memory\n", of.name.c_str(),
                      config.gridDim.x, config.blockDim.x, config.dynamicSmemBytes);
@@ -604,7 +619,7 @@ void launch(const void* kernel, const cudaLaunchConfig_t& config, const std::fun
         if (std::string found = runner.run(of, take); !found.empty()) {
             next = clusters.size();
             const std::lock_guard lock(mutex);
-            if (error.empty()) error = std::move(found);
+            if (!of.failed.exchange(true)) error = std::move(found);
         }
         Runner::self = nullptr;
     };

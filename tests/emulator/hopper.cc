@@ -2,7 +2,9 @@
 // What sm_90 adds: barriers in shared memory (mbarrier), bulk copies, tensor maps, products of warpgroups.
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
+#include <stdexcept>
 #include <string>
 
 #include "cuda.h"
@@ -16,16 +18,19 @@ Cta& cta_of(int rank) {
     auto& ctas = running().cluster().ctas;
     if (rank < 0 || static_cast<std::size_t>(rank) >= ctas.size())
         fail("asks for CTA " + std::to_string(rank) + " of a cluster of " + std::to_string(ctas.size()));
-    return *ctas[static_cast<std::size_t>(rank)];
+    Cta& cta = *ctas[static_cast<std::size_t>(rank)];
+    if (cta.alive == 0) fail("accesses shared memory of CTA " + std::to_string(rank) + ", which has ended");
+    return cta;
 }
 
 // --- mbarrier ---
 
 // As it lies in shared memory. What init() has not written is no barrier.
 struct Mbarrier {
-    static constexpr std::uint64_t kMagic = 0b101;
-    std::uint64_t parity : 1, expected : 12, pending : 12, magic : 3;
-    std::int64_t bytes : 36;
+    static constexpr std::uint64_t kMagic = 0b01;
+    static constexpr int kMostArrivals = (1 << 20) - 1, kMostBytes = (1 << 20) - 1;
+    std::uint64_t parity : 1, expected : 20, pending : 20, magic : 2;
+    std::int64_t bytes : 21;
 };
 static_assert(sizeof(Mbarrier) == 8);
 
@@ -40,21 +45,25 @@ void end_phase(Cta& cta, Mbarrier& barrier) {
     barrier.parity ^= 1, barrier.pending = barrier.expected;
     running().wake(*cta.cluster, &barrier);
 }
-void expect_bytes(Cta& cta, std::uint32_t at, int bytes) {
-    Mbarrier& barrier = mbarrier(cta, at);
-    barrier.bytes = barrier.bytes + bytes;
+void add_bytes(Mbarrier& barrier, int bytes) {
+    const int sum = static_cast<int>(barrier.bytes) + bytes;
+    if (std::abs(sum) > Mbarrier::kMostBytes) fail("an mbarrier counts more bytes than it can");
+    barrier.bytes = sum;
 }
+void expect_bytes(Cta& cta, std::uint32_t at, int bytes) { add_bytes(mbarrier(cta, at), bytes); }
 void arrive(Cta& cta, std::uint32_t at) {
     Mbarrier& barrier = mbarrier(cta, at);
+    if (barrier.pending == 0) fail("arrives at an mbarrier more often than its phase counts");
     barrier.pending = barrier.pending - 1;
     end_phase(cta, barrier);
 }
 void complete_bytes(Cta& cta, std::uint32_t at, int bytes) {
     Mbarrier& barrier = mbarrier(cta, at);
-    barrier.bytes = barrier.bytes - bytes;
+    add_bytes(barrier, -bytes);
     end_phase(cta, barrier);
 }
 bool has_ended(std::uint32_t at, int parity) {
+    if (parity != 0 && parity != 1) fail("waits for parity " + std::to_string(parity));
     return mbarrier(running().cta(), at).parity != static_cast<unsigned>(parity);
 }
 
@@ -64,11 +73,17 @@ void require_units(const void* global, int bytes) {
     if (bytes <= 0 || bytes % 16 != 0 || reinterpret_cast<std::uintptr_t>(global) % 16 != 0)
         fail("a bulk copy of what is not whole units of 16 bytes");
 }
-// Until a copy has come its target holds NaN.
-unsigned char* target_of(Cta& cta, std::uint32_t at, std::size_t bytes, std::size_t alignment = 16) {
-    auto* const target = static_cast<unsigned char*>(cta.shared(at, bytes, alignment));
-    std::memset(target, 0xff, bytes);
-    return target;
+// Puts a copy of `bytes` to shared memory in flight: move(target), then the barrier of the same CTA counts
+// them. Until then the target holds NaN.
+template <class Move>
+void copy_later(const Cta* from, Cta& to, std::uint32_t at, int bytes, std::uint32_t barrier, Move move) {
+    const auto size = static_cast<std::size_t>(bytes);
+    void* const target = to.shared(at, size, size < 16 ? size : 16);
+    std::memset(target, 0xff, size);
+    running().defer(from, to, [=, &to] {
+        move(target);
+        complete_bytes(to, barrier, bytes);
+    });
 }
 
 // Calls body(unit of the tensor, address in shared memory) for the units of 16 bytes of a tile; those beyond
@@ -103,9 +118,12 @@ int bytes_of(const CUtensorMap& map) {
     for (unsigned d = 0; d < map.rank; ++d) bytes *= map.box[d];
     return static_cast<int>(bytes);
 }
-void require_tile(const CUtensorMap& map, int rank, std::uint32_t shared) {
+void require_tile(const CUtensorMap& map, int rank, int first_channel, std::uint32_t shared) {
     if (map.rank != static_cast<unsigned>(rank)) fail("copies a tile by a tensor map of another rank");
     if (shared % 128 != 0) fail("copies a tile to or from an address that is not a multiple of 128");
+    const unsigned per_unit = 16 / map.element_bytes;
+    if (first_channel % static_cast<int>(per_unit) != 0 || map.sizes[0] % per_unit != 0)
+        fail("copies a tile whose rows are not whole units of 16 bytes, which is not emulated");
 }
 
 }  // namespace
@@ -132,6 +150,8 @@ void read_stores(Thread& thread, int pending) {
 }
 void store_later(std::function<void()> read, std::function<void()> write) {
     running().current().stores.push_back({std::move(read), std::move(write)});
+    BulkStore& store = running().current().stores.back();
+    if (running().at_random(2)) store.read(), store.was_read = true;
 }
 
 }  // namespace
@@ -139,13 +159,11 @@ void store_later(std::function<void()> read, std::function<void()> write) {
 namespace ptx {
 
 void mbarrier_init(Word at, int arrivals) {
-    Mbarrier& barrier = *static_cast<Mbarrier*>(shared(at, 8, 8));
-    const auto count = static_cast<std::uint64_t>(arrivals);
-    barrier = {.parity = 0,
-               .expected = count & 0xfff,
-               .pending = count & 0xfff,
-               .magic = Mbarrier::kMagic,
-               .bytes = 0};
+    if (arrivals < 1 || arrivals > Mbarrier::kMostArrivals)
+        fail("initialises an mbarrier for " + std::to_string(arrivals) + " arrivals");
+    const auto count = static_cast<std::uint64_t>(arrivals) & Mbarrier::kMostArrivals;
+    *static_cast<Mbarrier*>(shared(at, 8, 8)) = {
+        .parity = 0, .expected = count, .pending = count, .magic = Mbarrier::kMagic, .bytes = 0};
 }
 void mbarrier_arrive(Word at) { arrive(running().cta(), at); }
 void mbarrier_arrive_at(Word at, int rank) { arrive(cta_of(rank), at); }
@@ -168,15 +186,10 @@ void mbarrier_wait(Word at, int parity) {
 
 void copy_bulk_to_ranks(Word to, const void* from, int bytes, Word barrier, unsigned short ranks) {
     require_units(from, bytes);
-    for (int rank = 0; rank < 16; ++rank) {
-        if ((ranks >> rank & 1) == 0) continue;
-        Cta& cta = cta_of(rank);
-        unsigned char* const target = target_of(cta, to, static_cast<std::size_t>(bytes));
-        running().defer([=, &cta] {
-            std::memcpy(target, from, static_cast<std::size_t>(bytes));
-            complete_bytes(cta, barrier, bytes);
-        });
-    }
+    for (int rank = 0; rank < 16; ++rank)
+        if (ranks >> rank & 1)
+            copy_later(nullptr, cta_of(rank), to, bytes, barrier,
+                       [=](void* target) { std::memcpy(target, from, static_cast<std::size_t>(bytes)); });
 }
 void copy_bulk(Word to, const void* from, int bytes, Word barrier) {
     copy_bulk_to_ranks(to, from, bytes, barrier, static_cast<unsigned short>(1 << running().cta().rank));
@@ -184,42 +197,34 @@ void copy_bulk(Word to, const void* from, int bytes, Word barrier) {
 void copy_bulk_to(Word to, Word from, int bytes, Word barrier, int rank) {
     const void* const source = shared(from, static_cast<std::size_t>(bytes), 16);
     require_units(source, bytes);
-    Cta& cta = cta_of(rank);
-    unsigned char* const target = target_of(cta, to, static_cast<std::size_t>(bytes));
-    running().defer([=, &cta] {
-        std::memcpy(target, source, static_cast<std::size_t>(bytes));
-        complete_bytes(cta, barrier, bytes);
-    });
+    copy_later(&running().cta(), cta_of(rank), to, bytes, barrier,
+               [=](void* target) { std::memcpy(target, source, static_cast<std::size_t>(bytes)); });
 }
 void send_to(Word to, float x, float y, Word barrier, int rank) {
-    Cta& cta = cta_of(rank);
-    unsigned char* const target = target_of(cta, to, 8, 8);
-    running().defer([=, &cta] {
+    copy_later(nullptr, cta_of(rank), to, 8, barrier, [=](void* target) {
         const float both[] = {x, y};
         std::memcpy(target, both, sizeof both);
-        complete_bytes(cta, barrier, sizeof both);
     });
 }
 void cluster_rank(Word& rank) { rank = static_cast<Word>(running().cta().rank); }
 void sync_cluster() { running().sync_cluster(); }
 
 void load_tile(Word to, const CUtensorMap* map, std::initializer_list<int> from, Word barrier) {
-    require_tile(*map, static_cast<int>(from.size()), to);
+    require_tile(*map, static_cast<int>(from.size()), *from.begin(), to);
     Cta& cta = running().cta();
-    target_of(cta, to, static_cast<std::size_t>(bytes_of(*map)));
-    running().defer([to, &cta, map = *map, at = std::vector<int>(from), barrier] {
-        each_unit(map, at.data(), to, [&](const unsigned char* unit, std::uint32_t shared) {
-            void* const target = cta.shared(shared, 16, 16);
-            if (unit)
-                std::memcpy(target, unit, 16);
-            else
-                std::memset(target, 0, 16);
-        });
-        complete_bytes(cta, barrier, bytes_of(map));
-    });
+    copy_later(nullptr, cta, to, bytes_of(*map), barrier,
+               [to, &cta, map = *map, at = std::vector<int>(from)](void*) {
+                   each_unit(map, at.data(), to, [&](const unsigned char* unit, std::uint32_t shared) {
+                       void* const target = cta.shared(shared, 16, 16);
+                       if (unit)
+                           std::memcpy(target, unit, 16);
+                       else
+                           std::memset(target, 0, 16);
+                   });
+               });
 }
 void store_tile(const CUtensorMap* map, std::initializer_list<int> to, Word from) {
-    require_tile(*map, static_cast<int>(to.size()), from);
+    require_tile(*map, static_cast<int>(to.size()), *to.begin(), from);
     if (std::ranges::any_of(to, [](int place) { return place < 0; }))
         fail("stores a tile that begins before its tensor");  // an illegal instruction
     Cta& cta = running().cta();
@@ -281,7 +286,9 @@ struct Descriptor {
         : address(static_cast<std::uint32_t>(bits & 0x3fff) << 4),
           leading(static_cast<std::uint32_t>(bits >> 16 & 0x3fff) << 4),
           stride(static_cast<std::uint32_t>(bits >> 32 & 0x3fff) << 4),
-          mode(static_cast<std::uint32_t>(bits >> 62)) {}
+          mode(static_cast<std::uint32_t>(bits >> 62)) {
+        if ((bits >> 49 & 7) != 0) fail("wgmma with a base offset, which is not emulated");
+    }
 
     // Bytes of a row, in which the swizzle moves units: 16 without one, else 128, 64 or 32.
     std::uint32_t row_bytes() const { return mode == 0 ? 16 : 256u >> mode; }
@@ -362,26 +369,22 @@ std::size_t place_in(int tiles, int lane, int tile, int e) {
     return static_cast<std::size_t>((lane / 4 + e / 2 * 8) * 8 * tiles + 8 * tile + lane % 4 * 2 + e % 2);
 }
 
-struct ProductOwn {
-    const WarpgroupProduct* product;
-};
-
 }  // namespace
 
-void multiply_warpgroup(const WarpgroupProduct& own) {
-    ProductOwn passed{&own};
-    gather("wgmma.mma_async", ~0u, &passed, [](Lanes lanes) {
+void multiply_warpgroup(WarpgroupProduct own) {
+    gather("wgmma.mma_async", ~0u, &own, [](Lanes lanes) {
         Cta& cta = running().cta();
         const int warp = running().current().warp;
         Products& all = cta.products[warp];
         const auto of = [&](int lane) -> const WarpgroupProduct& {
             if (!lanes[lane]) fail("wgmma after a lane of the warp has ended");
-            return *static_cast<const ProductOwn*>(lanes[lane])->product;
+            return *static_cast<const WarpgroupProduct*>(lanes[lane]);
         };
         const WarpgroupProduct& first = of(0);
         std::unique_ptr<Products::Sum>& sum = all.sums[first.d[0]];
         const bool is_new = !sum;
         if (is_new) {
+            if (!all.fenced) fail("wgmma on registers that none in flight has, without wgmma.fence");
             sum = std::make_unique<Products::Sum>();
             sum->tiles = first.tiles;
             sum->d.resize(static_cast<std::size_t>(16 * 8 * first.tiles));
@@ -395,12 +398,16 @@ void multiply_warpgroup(const WarpgroupProduct& own) {
                    .left = first.left,
                    .right = first.right,
                    .transposed = first.transposed};
-        ++sum->in_flight, ++all.issued;
+        ++sum->in_flight;
+        const int kind = ((first.tiles * 2 + product.add) * 2 + product.has_left) * 2 + first.transposed;
+        for (const std::uint64_t what : {first.left, first.right, static_cast<std::uint64_t>(kind),
+                                         static_cast<std::uint64_t>(first.element)})
+            all.issued = (all.issued ^ what) * 0x9e3779b97f4a7c15u + 1;
         for (int lane = 0; lane < 32; ++lane) {
             const WarpgroupProduct& one = of(lane);
-            if (one.left != first.left || one.right != first.right || (one.add != 0) != product.add ||
-                one.tiles != sum->tiles)
-                fail("wgmma whose descriptors differ between lanes");
+            if (one.left != first.left || one.right != first.right || (one.add != 0) != product.add)
+                fail("wgmma whose operands differ between lanes");
+            if (one.tiles != sum->tiles) fail("wgmma of another shape on registers of one in flight");
             if (one.a) std::copy_n(one.a, 4, product.a[lane]);
             sum->lanes[lane] = one.d[0];
             if (!is_new) continue;
@@ -415,6 +422,7 @@ void multiply_warpgroup(const WarpgroupProduct& own) {
         if (settings.order % 2 == 1) multiply(cta, warp, product);
     });
 }
+void ptx::fence_products() { running().cta().products[running().current().warp].fenced = true; }
 void ptx::commit_products() {
     gather("wgmma.commit_group", ~0u, nullptr, [](Lanes) {
         Products& all = running().cta().products[running().current().warp];
@@ -428,6 +436,7 @@ void ptx::wait_products(int pending) {
         const int warp = running().current().warp;
         Products& all = cta.products[warp];
         const auto keep = static_cast<std::size_t>(*static_cast<const int*>(lanes[running().current().lane]));
+        all.fenced = false;
         if (all.groups.size() <= keep) return;
         const std::size_t groups = all.groups.size() - keep, count = all.groups[groups - 1];
         for (std::size_t i = 0; i < count; ++i) {
@@ -455,7 +464,7 @@ CUresult emulated_encode_map(CUtensorMap* map, CUtensorMapDataType, cuuint32_t r
                              const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
     constexpr unsigned kElement = 2;
-    if (rank < 3 || rank > 5 || reinterpret_cast<std::uintptr_t>(base) % 16 != 0) return 1;
+    if (rank < 1 || rank > 5 || reinterpret_cast<std::uintptr_t>(base) % 16 != 0) return 1;
     *map = {.base = base,
             .rank = rank,
             .element_bytes = kElement,
@@ -474,6 +483,7 @@ CUresult emulated_encode_map(CUtensorMap* map, CUtensorMapDataType, cuuint32_t r
     if (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE) {
         const unsigned span = 16u << static_cast<unsigned>(swizzle);
         if (inner > span) return 1;
+        if (inner < span) throw std::runtime_error("emulator: rows of a tile shorter than its swizzle");
         map->swizzle_mask = span / 16 - 1;
     }
     return CUDA_SUCCESS;

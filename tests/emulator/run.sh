@@ -107,7 +107,7 @@ for gate in bounded softplus; do
     fused=(--pass prefill --algorithm kda --dtype bfloat16 --norm 1 --layouts 0 --output_layouts 0
         --gate "$gate" --steep 100 --g_dtype bfloat16 --beta_is_logit 1)
     check "prefill sm90:fused, $gate gates" "${fused[@]}" --target sm90:fused --count 24
-    check "prefill sm90:joined, $gate gates" "${fused[@]}" --target sm90:joined --multiprocessors 132 \
+    check "prefill sm90:joined, $gate gates" "${fused[@]}" --target sm90:joined \
         --checkpoints 0 --chunk_states 0 --H 1 --group 1 --B 1 --V 64 --count 6
 done
 check "prefill sm90:segments" --pass prefill --target sm90:segments --H 1 --group 1 --B 1 --V 64 --count 6

@@ -4,10 +4,12 @@
 //
 // A fiber runs until it waits: at a collective of its warp for the other lanes, at a barrier for other
 // threads. Then the next lane of the warp that can run does so, or, where none can, a lane of another warp.
-// Where no fiber can run and not all have ended, an asynchronous copy takes place; where there is none, the
-// cluster is deadlocked, and the launch fails with what its threads wait for.
+// Asynchronous copies take place when no fiber can run, when one polls memory, and, where the order is
+// random, at any time. Where no fiber can run, not all have ended and nothing is in flight, the launch fails
+// with what its threads wait for.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -54,6 +56,13 @@ struct Thread {
     std::vector<std::size_t> store_groups;
 };
 
+// An asynchronous copy in flight. from: null where the source is global memory, or registers.
+struct AsyncCopy {
+    const Cta *from, *to;
+    const Thread* issuer;
+    std::function<void()> copy;
+};
+
 struct Barrier {
     int arrived = 0, threads = 0, any = 0, count = 0;
 };
@@ -78,14 +87,17 @@ struct Products {
     std::deque<Product> in_flight;
     std::vector<std::size_t> groups;  // the ends of the committed ones in `in_flight`
     std::map<float*, std::unique_ptr<Sum>> sums;
-    std::int64_t issued = 0;
+    bool fenced = false;       // wgmma.fence since the start, or since the last wait
+    std::uint64_t issued = 0;  // what all products were, in which the warps of a warpgroup must agree
 };
 
 struct Kernel {
     std::string name;
     const cudaLaunchConfig_t& config;
     const std::function<void()>& body;
-    unsigned cluster;  // CTAs
+    unsigned cluster;          // CTAs
+    std::size_t shared_bytes;  // that a CTA may have, static and dynamic
+    std::atomic<bool> failed = false;
 };
 
 struct Cluster;
@@ -101,6 +113,7 @@ struct Cta {
     void* shared(std::uint32_t address, std::size_t bytes, std::size_t alignment);
     void* static_shared(const void* key, std::size_t bytes, std::size_t alignment);
     std::size_t address(const void* p) const;
+    Barrier& barrier(int number, int threads);
     void make_ready(Thread& thread) {
         thread.state = Thread::kReady;
         ready_lanes[thread.warp] |= 1u << thread.lane;
@@ -120,21 +133,24 @@ struct Cta {
     Barrier barriers[kBarriers];
     Products products[32];  // of each warp
     unsigned char* dynamic = nullptr;
-    std::size_t dynamic_bytes = 0, static_end = 0;
-    std::map<const void*, void*> statics;
+    std::size_t dynamic_bytes = 0, most_static_bytes = 0;
 };
 
 struct Cluster {
     std::vector<std::unique_ptr<Cta>> ctas;
-    int alive = 0, arrived = 0;                   // threads; those at the barrier of the cluster
-    std::deque<std::function<void()>> in_flight;  // asynchronous copies
+    int alive = 0, arrived = 0;  // threads; those at the barrier of the cluster
+    std::deque<AsyncCopy> in_flight;
+    // Where static variables begin, the same in all CTAs.
+    std::map<const void*, std::size_t> statics;
+    std::size_t static_end = Cta::kFirstStatic;
 };
 
-// Runs clusters, one after another; those that wait for what others write, beside others.
+// Runs clusters, one after another. Where a thread polls memory, further clusters become resident beside its
+// own.
 class Runner {
 public:
     // Runs those that `next` gives, until it has no more. Returns what has gone wrong; empty: nothing.
-    std::string run(const Kernel& kernel, const std::function<bool(unsigned& first_block)>& next);
+    std::string run(Kernel& kernel, const std::function<bool(unsigned& first_block)>& next);
     std::string where() const;
 
     Thread& current() { return *current_; }
@@ -151,8 +167,8 @@ public:
     // The running thread waits for wake(key).
     void block_on(const void* key, const char* what);
     void wake(Cluster& of, const void* key);
-    // An asynchronous copy: it takes place at any time, at the latest when all threads wait.
-    void defer(std::function<void()> copy);
+    // Puts a copy of the running thread in flight.
+    void defer(const Cta* from, const Cta& to, std::function<void()> copy);
     // Whether to do now what may be done later; with order 0 never.
     bool at_random(unsigned of) { return settings.order != 0 && random() % of == 0; }
 
@@ -161,11 +177,12 @@ public:
 
 private:
     void exit_thread();
+    void end_cta(Cta& of);
     void switch_to(Thread& next);
     [[noreturn]] void leave();
     bool admit();
     void release();
-    std::size_t resident_ctas() const;
+    unsigned resident_ctas() const;
     Cta* ready_cta(unsigned turn);
     Thread* choose(const Thread* beside, unsigned turn = 0);
     int pick(unsigned mask, unsigned from);
@@ -182,9 +199,10 @@ private:
 
     std::vector<std::unique_ptr<Cta>> unused_;
     std::vector<std::unique_ptr<Cluster>> resident_;
-    const Kernel* kernel_ = nullptr;
+    Kernel* kernel_ = nullptr;
     const std::function<bool(unsigned&)>* next_ = nullptr;
     Thread* current_ = nullptr;
+    const Thread* copying_ = nullptr;  // whose asynchronous copy takes place
     void* main_stack_pointer_ = nullptr;
     std::string error_;
     std::uint64_t random_ = 1;

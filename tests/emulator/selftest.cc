@@ -160,11 +160,12 @@ __global__ void copy_through_peer(const float* from, float* to) {
 
 // Tiles of two tokens x 64 channels: to shared memory, and on to other tokens.
 template <bool kWaits>
-__global__ void copy_tiles(const CUtensorMap from, const CUtensorMap to) {
+__global__ void copy_tiles(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to) {
     extern __shared__ __align__(1024) unsigned char raw[];
     auto& loaded = *reinterpret_cast<cuda::Mbarrier*>(raw + 1024);
     if (threadIdx.x != 0) return;
     loaded.init(1);
+    cuda::publish_barriers();
     loaded.arrive_expecting(256);
     cuda::tma_load(shared_address(raw), from, cuda::TileCoordinates{0, 1, 2, 0}, loaded.address());
     loaded.wait(0);

@@ -151,7 +151,7 @@ PTX = [
     (rf"{BULK}\.commit_group; {BULK}\.wait_group\.read 0;", "commit_and_wait_stores_read"),
     (rf"{BULK}\.commit_group; {BULK}\.wait_group 0;", "commit_and_wait_stores"),
     (r"prefetch\.tensormap \[%0\];", "nothing"),
-    (r"wgmma\.fence\.sync\.aligned;", "nothing"),
+    (r"wgmma\.fence\.sync\.aligned;", "fence_products"),
     (r"wgmma\.commit_group\.sync\.aligned;", "commit_products"),
     (r"wgmma\.wait_group\.sync\.aligned %0;", "wait_products"),
     (r"cvt\.rn\.satfinite\.e4m3x2\.f32 %0, %1, %2;", "cvt_e4m3x2"),

@@ -10,8 +10,7 @@ using cuuint32_t = std::uint32_t;
 using cuuint64_t = std::uint64_t;
 
 // What describes the tensor and its tiles; dimensions from the innermost on, strides in bytes. swizzle_mask:
-// the bits of the number of a row of 128 bytes that the number of a unit of 16 bytes is added to without
-// carry.
+// the bits of the number of a row of 128 bytes that are XORed into the number of a unit of 16 bytes.
 struct alignas(64) CUtensorMap {
     void* base;
     std::uint32_t rank, element_bytes, swizzle_mask;

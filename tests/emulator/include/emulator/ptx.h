@@ -40,7 +40,7 @@ struct WarpgroupProduct {
     bool transposed;
     int add;
 };
-void multiply_warpgroup(const WarpgroupProduct& own);
+void multiply_warpgroup(WarpgroupProduct own);
 
 template <class T>
 constexpr Element kElementOf = std::is_same_v<T, __half> ? Element::kF16 : Element::kBf16;
@@ -225,8 +225,8 @@ void mbarrier_expect_at(Word at, int bytes, int rank);
 void mbarrier_test(Word& ended, Word at, int parity);
 void mbarrier_wait(Word at, int parity);
 
-// Copies come late, and in any order; until then their target holds NaN. Stores read their source when that
-// is waited for, and reach memory when their end is, or that of the thread.
+// The target of a copy holds NaN until it comes. A store reads its source at once or when that is waited for,
+// and reaches memory when its end is, or that of the thread.
 void copy_bulk(Word to, const void* from, int bytes, Word barrier);
 void copy_bulk_to_ranks(Word to, const void* from, int bytes, Word barrier, unsigned short ranks);
 void copy_bulk_to(Word to, Word from, int bytes, Word barrier, int rank);
@@ -254,6 +254,7 @@ void commit_and_wait_stores();
 void cluster_rank(Word& rank);
 void sync_cluster();
 
+void fence_products();
 void commit_products();
 void wait_products(int pending);
 
