@@ -48,23 +48,23 @@ configure_and_build "$built" "$instances"
 
 for pass in prefill segment backward; do
     for target in sm80 sm80:step; do
-        check "$pass $target" --pass "$pass" --target "$target" --count 40
+        check "$pass $target" --pass "$pass" --target "$target" --count 24
     done
 done
 for pass in prefill segment verify backward; do
     check "$pass sm80:step of several writes a token" \
-        --pass "$pass" --target sm80:step --algorithm gdp --count 16
+        --pass "$pass" --target sm80:step --algorithm gdp --count 10
 done
 for pass in prefill segment verify backward; do
     check "$pass sm80:step of low-rank keys" --pass "$pass" --target sm80:step --algorithm rwkv7 --count 10
 done
 for pass in prefill segment backward; do
-    check "$pass sm80 of low-rank keys" --pass "$pass" --target sm80 --algorithm rwkv7 --count 16
-    check "$pass sm80 of several writes a token" --pass "$pass" --target sm80 --algorithm gdp --count 16
+    check "$pass sm80 of low-rank keys" --pass "$pass" --target sm80 --algorithm rwkv7 --count 10
+    check "$pass sm80 of several writes a token" --pass "$pass" --target sm80 --algorithm gdp --count 10
 done
 check "prefill sm80:segments of several writes a token" \
     --pass prefill --target sm80:segments --algorithm gdp --count 5
-check "verify sm80" --pass verify --count 120
+check "verify sm80" --pass verify --count 72
 for type in bfloat16 float16; do
     check "verify sm80 by two tiles of $type" --pass verify --multiprocessors 4 --K 64 --V 100 --B 3 --H 2 \
         --group 3 --T 4 --state_dtype "$type" --dtype bfloat16 --count 12
@@ -73,17 +73,17 @@ for algorithm in gdn gdp; do
     check "backward sm80 of $algorithm, compiled for sm_80 and run on a later GPU" --pass backward \
         --target sm80 --algorithm "$algorithm" --capability 90 --shared_kib 227 --count 12
 done
-check "backward sm80:three_walks" --pass backward --target sm80:three_walks --count 100
+check "backward sm80:three_walks" --pass backward --target sm80:three_walks --count 60
 check "backward sm80:three_walks in segments" --pass backward --target sm80:three_walks \
     --multiprocessors 132 --T 2100 --T0 2100 --H 1 --count 20
 check "backward sm80 in segments, of states that do not decay" \
     --pass backward --target sm80 --algorithm delta --segments 4 --count 12
 for target in sm80 sm80:step; do
     check "prefill $target of float8 states" --pass prefill --target "$target" --state_dtype float8_e4m3fn \
-        --initial_state 1 --final_state 1 --count 40
+        --initial_state 1 --final_state 1 --count 24
 done
 check "prefill sm80:step of float8 states, one token each" --pass prefill --target sm80:step \
-    --state_dtype float8_e4m3fn --K 64 --T 1 --packed 0 --count 30
+    --state_dtype float8_e4m3fn --K 64 --T 1 --packed 0 --count 16
 check "prefill sm80:segments" --pass prefill --target sm80:segments --count 20
 
 # --- the targets of sm90 ---
