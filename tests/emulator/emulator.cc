@@ -82,6 +82,10 @@ void Runner::leave() {
 bool Runner::admit() {
     unsigned first;
     if (resident_.size() >= kMostResident || !(*next_)(first)) return false;
+    if (resident_.empty()) {  // the order in a cluster follows from its number
+        random_ = (settings.order + 1) * 0x9e3779b97f4a7c15u + (first + 1) * 0xbf58476d1ce4e5b9u;
+        turn_ = 0;
+    }
     Cluster& cluster = *resident_.emplace_back(std::make_unique<Cluster>());
     for (unsigned rank = 0; rank < kernel_->cluster; ++rank) {
         if (unused_.empty()) unused_.push_back(std::make_unique<Cta>());
@@ -107,7 +111,6 @@ std::string Runner::run(Kernel& kernel, const std::function<bool(unsigned&)>& ne
     kernel_ = &kernel, next_ = &next;
     self = this;
     error_.clear();
-    random_ = (settings.order + 1) * 0x9e3779b97f4a7c15u + 0xbf58476d1ce4e5b9u;
     pauses_ = 0;
     blockDim = {kernel.config.blockDim.x, 1, 1}, gridDim = {kernel.config.gridDim.x, 1, 1};
     try {
@@ -243,7 +246,7 @@ void Runner::pause() {
     if (kernel_->failed) fail("waits for memory after another CTA has failed");
     if (copies_ > 0) copy_something();
     if (pauses_ % 64 == 0) admit();
-    give_way(static_cast<unsigned>(++turn_));
+    give_way(++turn_);
 }
 
 void Runner::block_on(const void* key, const char* what) {

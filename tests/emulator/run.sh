@@ -23,14 +23,18 @@ check() {
     "$built/emulate" "${@:2}" --seed "$seed" --host_threads "$(nproc)"
 }
 
+# of_carries <folder> <K>: carries, walks and gradients, of bfloat16 and both kinds of decay
+of_carries() {
+    for gate in channel token; do
+        for pass in "$1/prefill" "$1/backward" backward/gradient; do
+            printf '%s;' "${pass}_$gate/__nv_bfloat16/$2"
+        done
+    done
+}
+
 # --- the portable targets, as for sm_80 ---
 
-instances=
-for gate in channel token; do
-    for pass in sm80/prefill sm80/backward backward/gradient; do
-        instances+="${pass}_$gate/__nv_bfloat16/64;"
-    done
-done
+instances=$(of_carries sm80 64)
 instances+="sm80/reversed_walk/__nv_bfloat16/64;chunked/prepare_erase/__nv_bfloat16/64;"
 instances+="backward/erase/__nv_bfloat16/64;chunked/prepare_low_rank/__nv_bfloat16/64;"
 instances+="backward/low_rank/__nv_bfloat16/64;recurrent/step_any/any/64;"
@@ -88,12 +92,7 @@ check "prefill sm80:segments" --pass prefill --target sm80:segments --count 20
 
 # --- the targets of sm90 ---
 
-instances=
-for gate in channel token; do
-    for pass in sm90/prefill sm90/backward backward/gradient; do
-        instances+="${pass}_$gate/__nv_bfloat16/128;"
-    done
-done
+instances=$(of_carries sm90 128)
 instances+="chunked/prepare_erase/__nv_bfloat16/128;backward/erase/__nv_bfloat16/128;"
 instances+="backward/gradient_several/__nv_bfloat16/128"
 built=$build-sm90a
@@ -105,9 +104,12 @@ for pass in prefill segment backward; do
 done
 for gate in bounded softplus; do
     fused=(--pass prefill --algorithm kda --dtype bfloat16 --norm 1 --layouts 0 --output_layouts 0
-        --gate "$gate" --steep 100 --g_dtype bfloat16 --beta_is_logit 1)
-    check "prefill sm90:fused, $gate gates" "${fused[@]}" --target sm90:fused --count 24
-    check "prefill sm90:joined, $gate gates" "${fused[@]}" --target sm90:joined \
-        --checkpoints 0 --chunk_states 0 --H 1 --group 1 --B 1 --V 64 --count 6
+        --o_float32 0 --gate "$gate" --steep 100 --g_dtype bfloat16 --beta_is_logit 1)
+    check "prefill sm90:fused, $gate gates" "${fused[@]}" --target sm90:fused --K 128 --V 64 --count 12
+    check "prefill sm90:fused, $gate gates, K = 112, V = 200" "${fused[@]}" --target sm90:fused \
+        --K 112 --V 200 --count 8
+    check "prefill sm90:joined, $gate gates" "${fused[@]}" --target sm90:joined --checkpoints 0 \
+        --chunk_states 0 --batch_invariant 0 --K 128 --V 64 --H 1 --group 1 --B 1 --count 6
 done
-check "prefill sm90:segments" --pass prefill --target sm90:segments --H 1 --group 1 --B 1 --V 64 --count 6
+check "prefill sm90:segments" --pass prefill --target sm90:segments --batch_invariant 0 --packed 0 \
+    --H 1 --group 1 --B 1 --V 64 --count 6

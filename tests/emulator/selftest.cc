@@ -91,7 +91,8 @@ constexpr int right(int k, int n) { return (k + 2 * n) % 5 - 2; }
 
 // d [64 x 32] = left [64 x 64] right [64 x 32], 1 + 2 of them: left from shared memory and from registers,
 // right by rows of n in the 128-byte swizzle, and transposed in blocks of 8 x 8 without.
-template <bool kWaits>
+enum class Fault { kNone, kNoWait, kNoFence, kDifferent };
+template <Fault kFault>
 __global__ void multiply_by_warpgroup(float* d) {
     extern __shared__ __align__(1024) unsigned char raw[];
     auto* const a = reinterpret_cast<__nv_bfloat16*>(raw);
@@ -111,7 +112,7 @@ __global__ void multiply_by_warpgroup(float* d) {
     const auto of_a = cuda::wgmma::operand<64>(shared_address(a)),
                of_b = cuda::wgmma::operand<64>(shared_address(b));
     float sum[4][4] = {}, others[4][4] = {};
-    cuda::wgmma::fence();
+    if (kFault != Fault::kNoFence) cuda::wgmma::fence();
     for (int step = 0; step < 4; ++step)
         cuda::wgmma::multiply_shared<__nv_bfloat16>(sum, of_a + 2 * step, of_b + 2 * step, step > 0);
     cuda::wgmma::commit();
@@ -124,10 +125,11 @@ __global__ void multiply_by_warpgroup(float* d) {
         }
         const auto of_blocks = cuda::wgmma::operand_in_blocks(shared_address(blocks + step * 512), 512, 128);
         cuda::wgmma::multiply<__nv_bfloat16, 4, true>(others, words, of_blocks, true);
-        cuda::wgmma::multiply<__nv_bfloat16, 4, false>(others, words, of_b + 2 * step, true);
+        const int apart = kFault == Fault::kDifferent && first == 16 ? 1 : 0;
+        cuda::wgmma::multiply<__nv_bfloat16, 4, false>(others, words, of_b + (2 * step ^ 2 * apart), true);
     }
     cuda::wgmma::commit();
-    cuda::wgmma::wait<kWaits ? 0 : 1>();
+    cuda::wgmma::wait<kFault == Fault::kNoWait ? 1 : 0>();
     for (int tile = 0; tile < 4; ++tile)
         for (int e = 0; e < 4; ++e)
             d[(first + lane / 4 + e / 2 * 8) * 32 + 8 * tile + lane % 4 * 2 + e % 2] =
@@ -158,8 +160,25 @@ __global__ void copy_through_peer(const float* from, float* to) {
     cuda::sync_cluster();
 }
 
-// Tiles of two tokens x 64 channels: to shared memory, and on to other tokens.
-template <bool kWaits>
+// Leaves while a copy to its shared memory is in flight; or one phase has an arrival too many.
+__global__ void leave_copy(const float* from) {
+    __shared__ __align__(16) float own[4];
+    __shared__ cuda::Mbarrier loaded;
+    if (threadIdx.x > 0) return;
+    loaded.init(1);
+    loaded.arrive_expecting(16);
+    cuda::copy_bulk(shared_address(own), from, 16, loaded.address());
+}
+__global__ void arrive_twice() {
+    __shared__ cuda::Mbarrier barrier;
+    if (threadIdx.x > 0) return;
+    barrier.init(1);
+    barrier.arrive_expecting(16);
+    barrier.arrive();
+}
+
+// Tiles of two tokens x 64 channels: to shared memory, and on to other tokens, from `kToken` on.
+template <bool kWaits, int kToken = 0>
 __global__ void copy_tiles(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to) {
     extern __shared__ __align__(1024) unsigned char raw[];
     auto& loaded = *reinterpret_cast<cuda::Mbarrier*>(raw + 1024);
@@ -169,7 +188,7 @@ __global__ void copy_tiles(const __grid_constant__ CUtensorMap from, const __gri
     loaded.arrive_expecting(256);
     cuda::tma_load(shared_address(raw), from, cuda::TileCoordinates{0, 1, 2, 0}, loaded.address());
     loaded.wait(0);
-    cuda::tma_store(to, cuda::TileCoordinates{0, 1, 0, 0}, shared_address(raw));
+    cuda::tma_store(to, cuda::TileCoordinates{0, 1, kToken, 0}, shared_address(raw));
     if (kWaits) cuda::tma_wait_stores_read();
 }
 
@@ -186,9 +205,13 @@ void run_hopper() {
         return true;
     };
     constexpr std::size_t kBytes = (64 + 32 + 32) * 128;
-    expect(products([&] { run<multiply_by_warpgroup<true>>(128, kBytes, d.data()); }), "wgmma");
-    run<multiply_by_warpgroup<false>>(128, kBytes, d.data());
+    expect(products([&] { run<multiply_by_warpgroup<Fault::kNone>>(128, kBytes, d.data()); }), "wgmma");
+    run<multiply_by_warpgroup<Fault::kNoWait>>(128, kBytes, d.data());
     expect(d[0] != d[0], "a product that is not waited for is not seen");
+    expect_error("without wgmma.fence",
+                 [&] { run<multiply_by_warpgroup<Fault::kNoFence>>(128, kBytes, d.data()); });
+    expect_error("whose warps issue different products",
+                 [&] { run<multiply_by_warpgroup<Fault::kDifferent>>(128, kBytes, d.data()); });
 
     for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i);
     const auto through_peer = [&]<auto kKernel>() {
@@ -224,6 +247,11 @@ void run_hopper() {
         right = right && written[i] == (head == 0 || token == 2 ? 7 : token == 1 ? 0 : first[2 * 128 + i]);
     }
     expect(right, "tiles of a tensor map");
+    expect_error("begins before its tensor", [&] { run<copy_tiles<true, -1>>(32, 1032, source, target); });
+    expect_error("more often than its phase counts", [] { run<arrive_twice>(32, 0); });
+    if (emulator::settings.order == 0)  // otherwise it may have come
+        expect_error("a copy to or from its shared memory is in flight",
+                     [&] { run<leave_copy>(32, 0, static_cast<const float*>(x.data())); });
     expect_error("ends before its bulk stores", [&] { run<copy_tiles<false>>(32, 1032, source, target); });
 }
 
