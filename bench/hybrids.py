@@ -29,6 +29,7 @@ from bench.machine import commit, file_safe, source_hash
 from bench.results import RESULTS
 from cula import build_info
 from cula.bench import cpu
+from cula.bench.measure import significant
 from cula.integrations import transformers as adapter
 
 LAYERS = ["linear_attention"] * 3 + ["full_attention"]
@@ -171,7 +172,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "commit": commit(),
         "source_hash": source_hash("src", "include", "bindings", "python"),
-        "product_tflops": round(cpu.gemm_tflops(), 3),
+        "product_tflops": significant(cpu.gemm_tflops()),
         "load": os.getloadavg()[0],
         "turns": options.turns,
         "models": {name: settings for name, (_, _, settings) in MODELS.items()},

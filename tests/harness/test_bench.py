@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import result_tables
-from cula.bench import cpu, fla
+from cula.bench import cpu, fla, report
 from cula.bench.impls import OURS, Impl
 from cula_testing.cases import (
     HEADLINES,
@@ -282,6 +282,23 @@ def test_results_name_the_peers_that_are_installed(monkeypatch):
     head = {**machine.describe(cpu), "source_hash": "0"}
     assert "; FLA 1.2; sources" in result_tables.gpu_caption(head)[0]
     assert "FlashKDA" not in result_tables.gpu_caption(head)[0]
+
+
+def test_shares_of_a_slow_machine_s_ceilings(monkeypatch):
+    """A busy CPU without bf16 products gets less than a GFLOP/s of them, which is not none."""
+    for name, value in {"copy_tbps": 4e-5, "gemm_tflops": 4e-4}.items():
+        monkeypatch.setattr(cpu, name, lambda value=value: value)
+    head = {**machine.describe(cpu), "cula": "0", "torch": "0", "peers": {}}
+    case = report.Result(
+        "prefill", "kda", "T64", 64, 1, 1, 1, "reference", ms=10.0, call_ms=10.0, gb=2e-4, gflop=2e-3
+    )
+    (row,) = (line for line in report.table([case], head).splitlines() if line.startswith("prefill"))
+    assert row.split()[-4:] == ["0.02", "50%", "0.0002", "50%"]
+
+
+def test_a_product_that_takes_too_long_is_not_measured(monkeypatch):
+    monkeypatch.setattr(cpu, "GEMM_SIZES", (32, 1 << 40))
+    assert cpu.gemm_tflops() > 0
 
 
 def test_sections_without_results(monkeypatch, tmp_path):

@@ -39,7 +39,7 @@ def small(monkeypatch):
         heads = {each: 2 for each in settings if "linear" in each and "heads" in each}
         models[name] = model, config, {**settings, **fewer, **heads}
     monkeypatch.setattr(hybrids, "MODELS", models)
-    monkeypatch.setattr(cpu, "GEMM_SIZE", 64)
+    monkeypatch.setattr(cpu, "GEMM_SIZES", (64,))
     hybrids.adapter.calls.clear()
     yield
     hybrids.adapter.unregister()

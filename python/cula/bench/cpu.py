@@ -20,8 +20,8 @@ ORACLE_TOKENS = None  # errors are taken of the measured call itself
 
 UNKNOWN_CACHE_BYTES = 64 << 20
 COPY_BYTES = 1 << 30
-GEMM_SIZE = 4096
-SLOW_TFLOPS = 0.15  # the product takes a second
+GEMM_SIZES = (256, 1024, 4096)
+GEMM_SECONDS = 1.0  # of a product, at most
 QUIET_LOAD = 0.5
 
 SECONDS = 0.8  # of samples per implementation and case
@@ -89,14 +89,19 @@ def copy_tbps() -> float:
 
 
 def gemm_tflops() -> float:
-    """TFLOP/s of a large bf16 matrix product, or of a smaller one where that takes seconds."""
+    """TFLOP/s of a bf16 matrix product, the largest of `GEMM_SIZES` that takes less than `GEMM_SECONDS`."""
 
     def rate(size: int) -> float:
         a, b = (torch.randn(size, size).bfloat16() for _ in range(2))
         return 2 * size**3 / _seconds(lambda: a @ b) / 1e12
 
-    small = rate(GEMM_SIZE // 4)
-    return small if small < SLOW_TFLOPS else rate(GEMM_SIZE)
+    first, *larger = GEMM_SIZES
+    found = rate(first)
+    for size in larger:
+        if 2 * size**3 / 1e12 > GEMM_SECONDS * found:
+            break
+        found = rate(size)
+    return found
 
 
 def times(calls: dict[str, list[Call]], quick: bool = False, until: float = float("inf")) -> dict[str, Times]:

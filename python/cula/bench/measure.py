@@ -30,6 +30,11 @@ class Times:
         return self.call_ms if self.gpu_ms is None else self.gpu_ms
 
 
+def significant(value: float, digits: int = 6) -> float:
+    """Rounded to so many digits, however small: a ceiling that others are divided by must not become 0."""
+    return float(f"{value:.{digits}g}")
+
+
 def describe(device: ModuleType) -> dict[str, Any]:
     """What results are measured on; `device` is cula.bench.cpu or cula.bench.gpu."""
     return {
@@ -37,6 +42,6 @@ def describe(device: ModuleType) -> dict[str, Any]:
         "driver": device.driver(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "copy_tbps": round(device.copy_tbps(), 4),
-        "gemm_tflops": round(device.gemm_tflops(), 3),
+        "copy_tbps": significant(device.copy_tbps()),
+        "gemm_tflops": significant(device.gemm_tflops()),
     }
