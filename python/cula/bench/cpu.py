@@ -21,7 +21,7 @@ ORACLE_TOKENS = None  # errors are taken of the measured call itself
 UNKNOWN_CACHE_BYTES = 64 << 20
 COPY_BYTES = 1 << 30
 GEMM_SIZES = (256, 1024, 4096)
-GEMM_SECONDS = 1.0  # of a product, at most
+GEMM_SECONDS = 1.0
 QUIET_LOAD = 0.5
 
 SECONDS = 0.8  # of samples per implementation and case
@@ -89,7 +89,8 @@ def copy_tbps() -> float:
 
 
 def gemm_tflops() -> float:
-    """TFLOP/s of a bf16 matrix product, the largest of `GEMM_SIZES` that takes less than `GEMM_SECONDS`."""
+    """TFLOP/s of a bf16 matrix product: of the largest of `GEMM_SIZES` that should take at most
+    `GEMM_SECONDS`, by the rate of the size before it."""
 
     def rate(size: int) -> float:
         a, b = (torch.randn(size, size).bfloat16() for _ in range(2))

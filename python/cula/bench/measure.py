@@ -31,7 +31,8 @@ class Times:
 
 
 def significant(value: float, digits: int = 6) -> float:
-    """Rounded to so many digits, however small: a ceiling that others are divided by must not become 0."""
+    """`value` with that many significant digits. Rounded to decimals, the rate of a slow machine, which other
+    figures are divided by, could become 0."""
     return float(f"{value:.{digits}g}")
 
 
