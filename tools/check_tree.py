@@ -50,9 +50,11 @@ MAY_INCLUDE = {
         "cuda/backward",
         "cuda/sm90/carry",
         "cuda/sm90/fused",
+        "cuda/sm90/gradients",
         "cuda/sm90/walks",
     ),
     "cuda/sm90/carry": (*BELOW, "cuda/chunked"),
+    "cuda/sm90/gradients": (*BELOW, "cuda/chunked", "cuda/backward"),
     "cuda/sm90/walks": (*BELOW, "cuda/chunked", "cuda/backward", "cuda/sm90/carry"),
     "cuda/sm90/fused": (*BELOW, "cuda/chunked", "cuda/sm90"),
 }

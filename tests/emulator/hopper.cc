@@ -328,9 +328,12 @@ void multiply(Cta& cta, int warp, Products::Product& product) {
     if (product.has_left) {
         const Descriptor left(product.left);
         for (int i = 0; i < 16; ++i)
-            for (int k = 0; k < depth; ++k)
-                a[i][k] = number_at(element, left.unit(cta, warp % 4 * 16 + i, k / per_unit * 16, false),
-                                    k % per_unit);
+            for (int k = 0; k < depth; ++k) {
+                const int m = warp % 4 * 16 + i, row = product.transposed ? k : m,
+                          first = product.transposed ? m : k;
+                a[i][k] = number_at(element, left.unit(cta, row, first / per_unit * 16, product.transposed),
+                                    first % per_unit);
+            }
     } else {
         for (int lane = 0; lane < 32; ++lane)
             for (int word = 0; word < 4; ++word) {

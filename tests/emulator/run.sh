@@ -94,7 +94,7 @@ check "prefill sm80:segments" --pass prefill --target sm80:segments --count 20
 
 instances=$(of_carries sm90 128)
 instances+="chunked/prepare_erase/__nv_bfloat16/128;backward/erase/__nv_bfloat16/128;"
-instances+="backward/gradient_several/__nv_bfloat16/128"
+instances+="backward/gradient_several/__nv_bfloat16/128;sm90/gradient_token/__nv_bfloat16/128"
 built=$build-sm90a
 configure_and_build "$built" "$instances" -D CULA_SM90A=ON
 

@@ -83,26 +83,29 @@ struct AnchoredSums : AnchoredTensors<T, kKey, kReader> {
         const int j = patch.block % 2 ? P::kGroups - 1 - patch.group : patch.group;
         float d_scores[2][4] = {}, d_overlaps[2][4] = {}, passing[4] = {};
         const bool has_square = j <= patch.block;
-        // The lane's words of the first slice: of its block's tokens, of its group's channels, of block j.
-        const unsigned char* const at = slices() + patch.lane * 16;
-        const unsigned char* carried = at + patch.block * kFragment;
-        const unsigned char* returned = carried + saved.count * static_cast<int>(sizeof(Carried));
-        const int to_group = (2 * patch.group - patch.block) * kFragment;
-        const int to_square = ((has_square ? j : 0) - patch.block) * kFragment;
+        // Of the first slice the lane's block of tokens as rows, and from there to columns: its group's
+        // channels, and block j.
+        const int own = patch.block * kSavedBlock + SavedLane::rows(patch.lane),
+                  to_columns = SavedLane::columns(patch.lane) - own,
+                  to_group = to_columns + 2 * patch.group * kSavedBlock,
+                  to_square = to_columns + (has_square ? j : 0) * kSavedBlock;
+        std::uint32_t carried = shared_address(slices()) + own;
+        std::uint32_t returned = carried + saved.count * static_cast<int>(sizeof(Carried));
 #pragma unroll 1
         for (int i = 0; i < saved.count; ++i, carried += sizeof(Carried), returned += sizeof(Returned)) {
             std::uint32_t writes[4], d_values[4], d_outputs[4], columns[4], state[2][4], d_state[2][4];
-            load_fragment(d_outputs, returned + offsetof(Returned, d_outputs));
+            load_matrices_transposed(d_outputs, returned + offsetof(Returned, d_outputs));
 #pragma unroll
             for (int step = 0; step < 2; ++step)
-                load_fragment(state[step], carried + offsetof(Carried, state) + to_group + step * kFragment);
-            if (kSolves) load_fragment(d_values, returned + offsetof(Returned, d_values));
-            load_fragment(writes, carried + offsetof(Carried, writes));
+                load_matrices_transposed(state[step],
+                                         carried + offsetof(Carried, state) + to_group + step * kSavedBlock);
+            if (kSolves) load_matrices_transposed(d_values, returned + offsetof(Returned, d_values));
+            load_matrices_transposed(writes, carried + offsetof(Carried, writes));
 #pragma unroll
             for (int step = 0; step < 2; ++step)
-                load_fragment(d_state[step],
-                              returned + offsetof(Returned, d_state) + to_group + step * kFragment);
-            load_fragment(columns, carried + offsetof(Carried, writes) + to_square);
+                load_matrices_transposed(
+                    d_state[step], returned + offsetof(Returned, d_state) + to_group + step * kSavedBlock);
+            load_matrices_transposed(columns, carried + offsetof(Carried, writes) + to_square);
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
                 const std::uint32_t(&of)[4] = state[n / 2];
@@ -116,8 +119,8 @@ struct AnchoredSums : AnchoredTensors<T, kKey, kReader> {
             if (has_square) {
 #pragma unroll
                 for (int x = 0; x < 2; ++x) {
-                    mma_16x8x16<T>(d_scores[x], d_outputs, columns[x], columns[x + 2]);
-                    if (kSolves) mma_16x8x16<T>(d_overlaps[x], d_values, columns[x], columns[x + 2]);
+                    mma_16x8x16<T>(d_scores[x], d_outputs, columns[2 * x], columns[2 * x + 1]);
+                    if (kSolves) mma_16x8x16<T>(d_overlaps[x], d_values, columns[2 * x], columns[2 * x + 1]);
                 }
             }
             if (i % P::kBlocks != patch.block) continue;

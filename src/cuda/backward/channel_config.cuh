@@ -11,6 +11,7 @@
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/rule.h"
+#include "cuda/tile/scan.cuh"
 
 namespace cula::cuda::backward {
 
@@ -133,19 +134,5 @@ struct Patch {
     __device__ __forceinline__ explicit Patch(int thread = thread_again())
         : warp(thread >> 5), lane(thread & 31) {}
 };
-
-// Of 2 kHalf numbers per lane: x[0] becomes the sum of x[i] over the lanes that differ from this one in the
-// bits of (2 kHalf - 1) kStep, with i = lane / kStep % (2 kHalf).
-template <int kHalf, int kStep, int kCount>
-__device__ __forceinline__ void scatter_sums(float (&x)[kCount]) {
-    static_assert(2 * kHalf <= kCount);
-    const bool upper = threadIdx.x & (kHalf * kStep);
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-        const float sent = upper ? x[i] : x[i + kHalf], kept = upper ? x[i + kHalf] : x[i];
-        x[i] = kept + __shfl_xor_sync(0xffffffffu, sent, kHalf * kStep);
-    }
-    if constexpr (kHalf > 1) scatter_sums<kHalf / 2, kStep>(x);
-}
 
 }  // namespace cula::cuda::backward

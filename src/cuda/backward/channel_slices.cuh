@@ -79,6 +79,7 @@ private:
 template <class T, int kKey, bool kSolves>
 struct SliceSums {
     using P = Patches<kKey>;
+    using Slice = SavedSlice<T, kKey>;
     Ends ends;
     float d_scores[P::kSquares][2][4] = {}, d_overlaps[P::kSquares][2][4] = {};
     float passing[4] = {};  // of channels 8 i + l / 4, over the lane's value channels
@@ -93,19 +94,22 @@ struct SliceSums {
     __device__ __forceinline__ void add(const Patch<kKey>& patch, const SavedSlice<T, kKey>& slice,
                                         bool wants_ends) {
         std::uint32_t writes[4], d_values[4], d_outputs[4];
-        load_fragment(writes, slice.writes, patch.block, patch.lane);
+        const std::uint32_t begin = shared_address(&slice), at = begin + SavedLane::columns(patch.lane),
+                            of_block = begin + patch.block * kSavedBlock + SavedLane::rows(patch.lane);
+        load_matrices_transposed(writes, of_block + offsetof(Slice, writes));
         if constexpr (kSolves) {
-            load_fragment(d_values, slice.d_values, patch.block, patch.lane);
+            load_matrices_transposed(d_values, of_block + offsetof(Slice, d_values));
 #pragma unroll
             for (int i = 0; i < 4; ++i) d_values[i] ^= 0x80008000u;  // -dV
         }
         if (wants_ends) {
-            load_fragment(d_outputs, slice.d_outputs, patch.block, patch.lane);
+            load_matrices_transposed(d_outputs, of_block + offsetof(Slice, d_outputs));
 #pragma unroll
             for (int step = 0; step < 2; ++step) {
                 std::uint32_t state[4], d_state[4];
-                load_fragment(state, slice.state, 2 * patch.group + step, patch.lane);
-                load_fragment(d_state, slice.d_state, 2 * patch.group + step, patch.lane);
+                const std::uint32_t of_step = at + (2 * patch.group + step) * kSavedBlock;
+                load_matrices_transposed(state, of_step + offsetof(Slice, state));
+                load_matrices_transposed(d_state, of_step + offsetof(Slice, d_state));
 #pragma unroll
                 for (int x = 0; x < 2; ++x) {
                     const int i = 2 * step + x;
@@ -128,11 +132,11 @@ struct SliceSums {
             const int j = column(patch, p);
             if (j > patch.block) continue;
             std::uint32_t columns[4];
-            load_fragment(columns, slice.writes, j, patch.lane);
+            load_matrices_transposed(columns, at + j * kSavedBlock + offsetof(Slice, writes));
 #pragma unroll
             for (int x = 0; x < 2; ++x) {
-                if (wants_ends) mma_16x8x16<T>(d_scores[p][x], d_outputs, columns[x], columns[x + 2]);
-                if (kSolves) mma_16x8x16<T>(d_overlaps[p][x], d_values, columns[x], columns[x + 2]);
+                if (wants_ends) mma_16x8x16<T>(d_scores[p][x], d_outputs, columns[2 * x], columns[2 * x + 1]);
+                if (kSolves) mma_16x8x16<T>(d_overlaps[p][x], d_values, columns[2 * x], columns[2 * x + 1]);
             }
         }
     }

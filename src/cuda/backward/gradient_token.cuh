@@ -193,24 +193,24 @@ __device__ __forceinline__ void gradients_of_chunk(const DeviceArgs& a, const ch
             for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) squares[square][tile][e] = 0.0f;
-        // Of the lane, in a slice: the first word of its block of tokens, and from there to its group of
-        // channels and to other blocks.
-        const int own = role.block * kFragment + lane * 16,
-                  to_group = (role.group * (kTiles / 2) - role.block) * kFragment;
+        // Of the lane, in a slice: its block of tokens as rows, and from there to columns.
+        const int own = role.block * kSavedBlock + SavedLane::rows(lane),
+                  to_columns = SavedLane::columns(lane) - own,
+                  to_group = to_columns + role.group * (kTiles / 2) * kSavedBlock;
         const unsigned of_head = static_cast<unsigned>(of * saved.count);
 #pragma unroll 1
         for (unsigned i = of_head; i < of_head + saved.count; ++i) {
-            const unsigned char* const at = ring.wait(i) + own;
+            const std::uint32_t at = ring.wait(i) + own;
             // The warps of a group of channels share S^T Z: 16 channels and eight values each. The same half
             // of both operands is reduced over eight values of two channels.
             const auto shares = [&](int step) { return wants_decay && step % kHalves == role.block / 2; };
             std::uint32_t d_outputs[4], d_values[4] = {}, half[(kTiles / 2 + kHalves - 1) / kHalves][2];
-            load_fragment(d_outputs, at + offsetof(Slice, d_outputs));
-            if constexpr (kSolves) load_fragment(d_values, at + offsetof(Slice, d_values));
+            load_matrices_transposed(d_outputs, at + offsetof(Slice, d_outputs));
+            if constexpr (kSolves) load_matrices_transposed(d_values, at + offsetof(Slice, d_values));
 #pragma unroll
             for (int step = 0; step < kTiles / 2; ++step) {
                 std::uint32_t state[4];
-                load_fragment(state, at + to_group + offsetof(Slice, state) + step * kFragment);
+                load_matrices_transposed(state, at + to_group + offsetof(Slice, state) + step * kSavedBlock);
 #pragma unroll
                 for (int tile = 0; tile < 2; ++tile) {
                     const int to = 2 * step + tile;
@@ -230,9 +230,10 @@ __device__ __forceinline__ void gradients_of_chunk(const DeviceArgs& a, const ch
                     const int column = role.column(square);
                     if (column > role.block) continue;
                     std::uint32_t right[4];
-                    load_fragment(right, at + (column - role.block) * kFragment + offsetof(Slice, writes));
-                    mma_16x8x16<T>(squares[square][0], left, right[0], right[2]);
-                    mma_16x8x16<T>(squares[square][1], left, right[1], right[3]);
+                    load_matrices_transposed(
+                        right, at + to_columns + column * kSavedBlock + offsetof(Slice, writes));
+                    mma_16x8x16<T>(squares[square][0], left, right[0], right[1]);
+                    mma_16x8x16<T>(squares[square][1], left, right[2], right[3]);
                 }
             };
             if (kSolves && role.kind)
@@ -240,11 +241,12 @@ __device__ __forceinline__ void gradients_of_chunk(const DeviceArgs& a, const ch
             else
                 multiply_writes(d_outputs);
             std::uint32_t written[4];
-            load_fragment(written, at + offsetof(Slice, writes));
+            load_matrices_transposed(written, at + offsetof(Slice, writes));
 #pragma unroll
             for (int step = 0; step < kTiles / 2; ++step) {
                 std::uint32_t d_state[4];
-                load_fragment(d_state, at + to_group + offsetof(Slice, d_state) + step * kFragment);
+                load_matrices_transposed(d_state,
+                                         at + to_group + offsetof(Slice, d_state) + step * kSavedBlock);
 #pragma unroll
                 for (int tile = 0; tile < 2; ++tile)
                     mma_16x8x16<T>(writes[2 * step + tile], written, d_state[2 * tile],

@@ -273,12 +273,17 @@ private:
             if (plan_.shape.low_rank)
                 return launch_low_rank_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch,
                                                           early_);
-        if constexpr (kMayWriteSeveral<kPerChannel, kUpdate>)
-            if (plan_.shape.several_writes)
-                return launch_several_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch,
-                                                         early_);
-        launch_gradients<T, kKey, kPerChannel>(call_, a_, schedule_, d_, walks_.saved, scratch, early_,
-                                               kUpdate);
+        if constexpr (requires { requires Walks::template kDifferentiates<kUpdate>; }) {
+            Walks::template launch_gradients<kUpdate>(of_walks(), walks_, scratch,
+                                                      plan_.shape.several_writes);
+        } else {
+            if constexpr (kMayWriteSeveral<kPerChannel, kUpdate>)
+                if (plan_.shape.several_writes)
+                    return launch_several_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch,
+                                                             early_);
+            launch_gradients<T, kKey, kPerChannel>(call_, a_, schedule_, d_, walks_.saved, scratch, early_,
+                                                   kUpdate);
+        }
     }
 
     const Call& call_;

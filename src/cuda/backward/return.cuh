@@ -49,7 +49,7 @@ __device__ __forceinline__ void save_state(T* to, const float (&state)[kKey / 8]
     for (int step = 0; step < kKey / 16; ++step) {
         Packed packed;
         pack_step<T, kKey>(packed, state, step);
-        save_step(to, step, packed);
+        save_block(to, step, packed);
     }
 }
 
@@ -211,7 +211,7 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
             for (int step = 0; step < kKey / 16; ++step) {
                 Packed packed;
                 pack_step<T, kKey>(packed, state, step);
-                if (slice) save_step(slice->d_state, step, packed);
+                if (slice) save_block(slice->d_state, step, packed);
                 multiply_step<T, kRows>(d_writes, packed, k_write, reads, step);
             }
         }
@@ -239,6 +239,7 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
             // words 2 and 3 those of tokens 8-15.
             Packed d_o;
             load_matrices_transposed(d_o, row_reads.at(rows_at, block, 0));
+            if (slice) save_block(slice->d_outputs, block, d_o);
             multiply_triangle_rows<T, kRows>(d_writes, d_o, stage_at + offsetof(Operands, scores), pair_reads,
                                              block);
             if (kReadsState && compensated)
@@ -253,11 +254,6 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
                 }
             }
             multiply_carry<T, kKey>(state, d_o, q_return, carry_reads.again(), block);
-            if (slice) {
-                Packed rows;  // [token half][value half]
-                load_matrices(rows, row_reads.at(rows_at, block, 0));
-                save_rows(slice->d_outputs, block, {rows[0], rows[2], rows[1], rows[3]});
-            }
         }
 
         // --- solve: dV ---
@@ -293,15 +289,14 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
         const int left = cursor.count(chunk);
         const std::int64_t first_out = d.d_v.offset(cursor.batch, cursor.token(chunk), value_head);
         if (stores_d_v && !rounds_d_v) {
+            float* floats =
+                static_cast<float*>(d.d_v.data) + first_out + lane_channel * d.d_v.token + lane_row;
 #pragma unroll
-            for (int tile = 0; tile < kRows / 8; ++tile)
+            for (int tile = 0; tile < kRows / 8; ++tile, floats += 8 * d.d_v.token)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int token = tile * 8 + lane_channel + e % 2, row = lane_row + e / 2 * 8;
-                    if (token < left && row < a.value_dim)
-                        static_cast<float*>(d.d_v.data)[first_out + token * d.d_v.token + row] =
-                            d_values[tile][e];
-                }
+                for (int e = 0; e < 4; ++e)
+                    if (tile * 8 + lane_channel + e % 2 < left && lane_row + e / 2 * 8 < a.value_dim)
+                        floats[e % 2 * d.d_v.token + e / 2 * 8] = d_values[tile][e];
         }
         T* to = static_cast<T*>(d.d_v.data) + lane_value + first_out + lane / 4 * d.d_v.token;
 #pragma unroll
@@ -327,21 +322,20 @@ __device__ __forceinline__ void return_segment(const DeviceArgs& a, const Schedu
                 multiply_carry<T, kKey>(state, returned, k_return, reads, block);
                 if (compensated) multiply_carry<T, kKey>(state, rest, k_return, reads, block);
             }
-            // A lane then has two neighbouring value rows of a token in a word.
-            const uint4 rows = transposed_rows(packed);
-            if (slice) save_rows(slice->d_values, block, rows);
-            const std::uint32_t words[2][2] = {{rows.x, rows.z}, {rows.y, rows.w}};
+            if (slice) save_block(slice->d_values, block, packed);
 #pragma unroll
             for (int half = 0; half < 2; ++half, to += 8 * d.d_v.token)
 #pragma unroll
                 for (int y = 0; y < 2; ++y) {
+                    // The lane then has two neighbouring value rows of a token.
+                    const std::uint32_t word = transposed(packed[2 * half + y]);
                     if (!rounds_d_v || block * 16 + half * 8 + lane / 4 >= left ||
                         lane_value + y * 8 >= a.value_dim)
                         continue;
                     if (pairs_out) {
-                        *reinterpret_cast<std::uint32_t*>(to + y * 8) = words[half][y];
+                        *reinterpret_cast<std::uint32_t*>(to + y * 8) = word;
                     } else {
-                        const float2 pair = unpack2<T>(words[half][y]);
+                        const float2 pair = unpack2<T>(word);
                         to[y * 8] = from_float<T>(pair.x);
                         if (lane_value + y * 8 + 1 < a.value_dim) to[y * 8 + 1] = from_float<T>(pair.y);
                     }

@@ -4,18 +4,16 @@
 //
 // What the carry saves, S and U, lies apart from what the return saves, so that a prefill can keep it for the
 // backward pass of the same call (Args::saved). Both are cut into slices of 16 value channels, the rows of
-// one warp of a walk, and stand in the order of the tensor cores' fragments (ptx/mma.cuh): a lane's 16 bytes
-// are one operand of m16n8k16, or two neighbouring ones of m16n8. Walks write whole lines, the gradient
-// kernels read shared memory without ldmatrix and without bank conflicts.
+// one warp of a walk. All tensors of a slice are columns of its 16 rows, channels for S and Z, tokens for U,
+// dV and dO, and lie in matrices of 8 x 8 elements, each of them contiguous, by rows:
 //
-//   S, Z     B operands, reduced over value channels: step s (16 channels), lane l has
-//            word 2 x + y = (value 2 (l % 4) + 8 y and the next, channel 16 s + 8 x + l / 4)
-//   U,       A operands, reduced over value channels: block b (16 tokens), lane l has
-//   dV, dO   word x + 2 y = (token 16 b + l / 4 + 8 x, value 2 (l % 4) + 8 y and the next)
-//            words 0 and 2 are at once the B operand of the block's first eight tokens, 1 and 3 of the others
+//   matrix 2 c + v of a tensor has value channels 8 v to 8 v + 7 and columns 8 c to 8 c + 7
 //
-// The accumulators of a walk are transposed to this by `transposed` (movmatrix). Value channels beyond V and
-// tokens beyond the chunk's are zero.
+// So the A operands of a walk, [16 value channels x 16 columns], are stored as they are, a word of the warp
+// in one line. The gradient kernels reduce over value channels. In shared memory the slices are their
+// operands: by ldmatrix, which transposes them without bank conflicts, or by descriptors of wgmma, which
+// takes the matrices as core matrices without swizzle. Value channels beyond V and tokens beyond the chunk's
+// are zero.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,7 +23,6 @@
 #include <type_traits>
 
 #include "cuda/chunked/chunk.cuh"
-#include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
 
 namespace cula::cuda::backward {
@@ -70,32 +67,28 @@ struct Saved {
     }
 };
 
-// Neighbouring value rows of a lane's tokens (CarrySlice::writes) from an A operand [16 value rows x 16
-// tokens].
-__device__ __forceinline__ uint4 transposed_rows(const Packed& packed) {
-    return {transposed(packed[0]), transposed(packed[2]), transposed(packed[1]), transposed(packed[3])};
-}
+// Bytes of one matrix, and of a block: 16 columns.
+inline constexpr int kSavedMatrix = 8 * 16, kSavedBlock = 4 * kSavedMatrix;
 
-// An operand of a tensor core product as it lies in a slice, 16 bytes of every lane; `at` is the lane's.
-inline constexpr int kFragment = 32 * 16;
-__device__ __forceinline__ void load_fragment(std::uint32_t (&words)[4], const unsigned char* at) {
-    const uint4 x = *reinterpret_cast<const uint4*>(at);
-    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
-}
-
-// Stores a block of CarrySlice::writes, ReturnSlice::d_values or d_outputs.
+// Stores block `block` of a tensor of a slice, an A operand of the warp. Its first column is 16 block.
 template <class T>
-__device__ __forceinline__ void save_rows(T* rows, int block, const uint4& words) {
-    (reinterpret_cast<uint4*>(rows) + threadIdx.x % 32)[block * 32] = words;
+__device__ __forceinline__ void save_block(T* tensor, int block, const Packed& packed) {
+    auto* const to = reinterpret_cast<std::uint32_t*>(tensor) + threadIdx.x % 32 + block * (kSavedBlock / 4);
+#pragma unroll
+    for (int matrix = 0; matrix < 4; ++matrix) to[matrix * (kSavedMatrix / 4)] = packed[matrix];
 }
 
-// Stores step `step` of CarrySlice::state or ReturnSlice::d_state: channels 16 step to 16 step + 15, an A
-// operand.
-template <class T>
-__device__ __forceinline__ void save_step(T* state, int step, const Packed& packed) {
-    save_rows(state, step,
-              {transposed(packed[0]), transposed(packed[1]), transposed(packed[2]), transposed(packed[3])});
-}
+// Where a lane reads a block in shared memory, by load_matrices_transposed(). In bytes from the block's
+// begin.
+struct SavedLane {
+    // Two B operands, of the block's first eight columns (words 0 and 1) and of the others; reduced over
+    // value channels.
+    static __device__ __forceinline__ int columns(int lane) { return lane * 16; }
+    // An A operand, whose rows are the block's columns.
+    static __device__ __forceinline__ int rows(int lane) {
+        return lane / 8 % 2 * (2 * kSavedMatrix) + lane / 16 * kSavedMatrix + lane % 8 * 16;
+    }
+};
 
 // In a backward pass chunks take this for every write strength nearer to zero, so that dbeta = (dV / beta) .
 // (U / beta) exists. Rows of U and dV are then small and not zero, with roundings that are relative.

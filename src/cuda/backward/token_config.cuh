@@ -184,10 +184,10 @@ struct BulkRing : SlicesOfHeads<T, kKey, kSolves> {
     // Waits for what the thread itself has asked for with copy_async().
     __device__ __forceinline__ void wait_for_rows() const { wait_copies<0>(); }
 
-    // Slice i, which is the one after that of the last call.
-    __device__ __forceinline__ const unsigned char* wait(unsigned i) const {
+    // The address of slice i, which is the one after that of the last call.
+    __device__ __forceinline__ std::uint32_t wait(unsigned i) const {
         ring.ready[place(i)].wait(parity(i));
-        return reinterpret_cast<const unsigned char*>(places + place(i));
+        return shared_address(places + place(i));
     }
     // The thread has read slice i. The warps take turns in asking for another, in the place of the slice
     // before, which hardly any warp is still reading.
@@ -251,14 +251,15 @@ struct PieceRing : SlicesOfHeads<T, kKey, kSolves> {
     }
     __device__ __forceinline__ void wait_for_rows() const { wait_for_copies<1>(); }
 
-    // Slice i. All threads have then read the one before it, in whose place another is asked for.
-    __device__ __forceinline__ const unsigned char* wait(unsigned) {
+    // The address of slice i. All threads have then read the one before it, in whose place another is asked
+    // for.
+    __device__ __forceinline__ std::uint32_t wait(unsigned) {
         wait_for_copies<2>();
         __syncthreads();
-        const Slice* const slice = places + place;
+        const std::uint32_t slice = shared_address(places + place);
         ask(place == 0 ? count - 1 : place - 1);
         place = place + 1 == count ? 0 : place + 1;
-        return reinterpret_cast<const unsigned char*>(slice);
+        return slice;
     }
     __device__ __forceinline__ void release(unsigned, int) const {}
 };

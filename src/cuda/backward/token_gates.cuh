@@ -6,7 +6,7 @@
 #include "cuda/backward/derivatives.cuh"
 #include "cuda/backward/gradients.h"
 #include "cuda/backward/saved.cuh"
-#include "cuda/chunked/block.cuh"
+#include "cuda/chunked/chunk.cuh"
 #include "cuda/tile/scan.cuh"
 #include "cuda/tile/store_gradient.cuh"
 #include "cuda/tile/tokens_of_rows.cuh"

@@ -39,16 +39,10 @@ __device__ __forceinline__ void store_matrices_transposed(std::uint32_t row, con
                  : "memory");
 }
 
-// Stores 16 bytes to shared memory.
-__device__ __forceinline__ void store_shared(std::uint32_t shared, const uint4& x) {
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-                 : "memory");
-}
-
 // The transpose of an 8 x 8 matrix that is held as load_matrices() leaves it (movmatrix).
 __device__ __forceinline__ std::uint32_t transposed(std::uint32_t m) {
     std::uint32_t t;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(m));
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(m));
     return t;
 }
 

@@ -5,7 +5,7 @@
 // A warpgroup is four consecutive warps, the first a multiple of four. Warp w of it holds rows 16 w to 16 w +
 // 15 of d and a, in the fragments of ptx/mma.cuh. b lies in shared memory in the layout of Tile
 // (chunked/chunk.cuh): [N x 16 channels] with rows that are contiguous along k, or transposed, [16 x N]
-// contiguous along N.
+// contiguous along N. Where a lies in shared memory, too, both are transposed, or neither.
 //
 // Products are asynchronous:
 // - fence() comes before the first product that reads or adds to registers that were written since the last
@@ -70,7 +70,7 @@ __device__ __forceinline__ Operand operand(std::uint32_t address, std::uint32_t 
 }
 
 // The descriptor of a transposed operand without swizzle: blocks of eight rows along k, each of 16 bytes
-// along n. Strides in bytes, between blocks along k and along n.
+// along n, or of a along m. Strides in bytes, between blocks along k and along n.
 __device__ __forceinline__ Operand operand_in_blocks(std::uint32_t address, std::uint32_t along_k,
                                                      std::uint32_t along_n) {
     return {(along_k >> 4) << 16 | (address & 0x3ffffu) >> 4, along_n >> 4};
@@ -86,7 +86,7 @@ template <class T, int kTiles, bool kTransposed>
 __device__ __forceinline__ void multiply(float (*d)[4], const std::uint32_t (&a)[4], Operand b, int add);
 
 // The same with both operands in shared memory.
-template <class T, int kTiles>
+template <class T, int kTiles, bool kTransposed = false>
 __device__ __forceinline__ void multiply_shared(float (&d)[kTiles][4], Operand a, Operand b, int add);
 
 #define CULA_TILE(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
@@ -121,14 +121,15 @@ __device__ __forceinline__ void multiply_shared(float (&d)[kTiles][4], Operand a
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.whole()), "r"(add),                 \
                        "n"(transposed));                                                                     \
     }
-#define CULA_WGMMA_SHARED(T, type, tiles, columns, a, b, add)                                                \
+#define CULA_WGMMA_SHARED(T, type, tiles, columns, transposed, a, b, add, turn)                              \
     template <>                                                                                              \
-    __device__ __forceinline__ void multiply_shared<T, tiles>(float(&d)[tiles][4], Operand left,             \
-                                                              Operand right, int adds) {                     \
+    __device__ __forceinline__ void multiply_shared<T, tiles, transposed>(float(&d)[tiles][4], Operand left, \
+                                                                          Operand right, int adds) {         \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" #columns \
-                     "k16.f32." type "." type " {" CULA_D_##tiles "}, " a ", " b ", p, 1, 1, 0, 0; }"        \
+                     "k16.f32." type "." type " {" CULA_D_##tiles "}, " a ", " b ", p, 1, 1, " turn          \
+                                                                  ", " turn "; }"                            \
                      : CULA_TILES_##tiles                                                                    \
-                     : "l"(left.whole()), "l"(right.whole()), "r"(adds));                                    \
+                     : "l"(left.whole()), "l"(right.whole()), "r"(adds), "n"(transposed));                   \
     }
 // x as multiply_tf32() takes it.
 __device__ __forceinline__ std::uint32_t rounded_tf32(float x) {
@@ -146,14 +147,16 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[16][4], const std::uint
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.whole()), "r"(1));
 }
 
-#define CULA_WGMMA_OF(T, type)                             \
-    CULA_WGMMA(T, type, 8, 64, false)                      \
-    CULA_WGMMA(T, type, 8, 64, true)                       \
-    CULA_WGMMA(T, type, 16, 128, true)                     \
-    CULA_WGMMA(T, type, 4, 32, false)                      \
-    CULA_WGMMA(T, type, 4, 32, true)                       \
-    CULA_WGMMA_SHARED(T, type, 8, 64, "%32", "%33", "%34") \
-    CULA_WGMMA_SHARED(T, type, 4, 32, "%16", "%17", "%18")
+#define CULA_WGMMA_OF(T, type)                                           \
+    CULA_WGMMA(T, type, 8, 64, false)                                    \
+    CULA_WGMMA(T, type, 8, 64, true)                                     \
+    CULA_WGMMA(T, type, 16, 128, true)                                   \
+    CULA_WGMMA(T, type, 4, 32, false)                                    \
+    CULA_WGMMA(T, type, 4, 32, true)                                     \
+    CULA_WGMMA_SHARED(T, type, 8, 64, false, "%32", "%33", "%34", "%35") \
+    CULA_WGMMA_SHARED(T, type, 4, 32, false, "%16", "%17", "%18", "%19") \
+    CULA_WGMMA_SHARED(T, type, 8, 64, true, "%32", "%33", "%34", "%35")  \
+    CULA_WGMMA_SHARED(T, type, 16, 128, true, "%64", "%65", "%66", "%67")
 
 CULA_WGMMA_OF(__nv_bfloat16, "bf16")
 CULA_WGMMA_OF(__half, "f16")

@@ -54,8 +54,8 @@
 
 namespace cula::cuda::sm80 {
 
-using backward::CarrySlice, backward::return_segment, backward::save_rows, backward::save_state,
-    backward::save_step, backward::transposed_rows, backward::WalkParams;
+using backward::CarrySlice, backward::return_segment, backward::save_block, backward::save_state,
+    backward::WalkParams;
 using chunked::CarryParams, chunked::CarryStage, chunked::ChunkOperands, chunked::copy_bytes,
     chunked::copy_tokens, chunked::DecayMap, chunked::in_pieces, chunked::kMaxCarryWarps, chunked::kTokens,
     chunked::kWarpRows, chunked::LaneReads, chunked::multiply_carry, chunked::OperandTile,
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
                     packed[x] = pack2_again<T>(pair[0], pair[1]);
                 }
                 if constexpr (kSaves)
-                    if (to) save_step(to, step, packed);
+                    if (to) save_block(to, step, packed);
                 multiply_step<T, kRows>(product, packed, tile, reads, step);
             }
             if constexpr (!kPerChannel) {
@@ -358,8 +358,7 @@ __global__ void __launch_bounds__(kMaxCarryWarps * 32, 1)
         if constexpr (kSaves) {
             if (slice)
 #pragma unroll
-                for (int block = 0; block < kBlocks; ++block)
-                    save_rows(slice->writes, block, transposed_rows(writes[block]));
+                for (int block = 0; block < kBlocks; ++block) save_block(slice->writes, block, writes[block]);
         }
         if constexpr (makes_outputs(kMode)) {
             float out[kRows / 8][4] = {};

@@ -5,6 +5,7 @@
 
 #include "cuda/backward/launch.cuh"
 #include "cuda/sm90/carry/launch.cuh"
+#include "cuda/sm90/gradients/launch.h"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/walks/carry_saver.cuh"
 #include "cuda/sm90/walks/kernel.cuh"
@@ -23,6 +24,17 @@ struct WarpgroupWalks {
                 .warpgroups = true,
                 .family = family(problem.algorithm, problem.gate),
                 .chunk_tokens = kTokens<kKey>};
+    }
+
+    // Whether this target has gradients of its own.
+    template <Update kUpdate>
+    static constexpr bool kDifferentiates = gradients::DifferentiatedRule<kUpdate>::kHas && !kPerChannel &&
+                                            kKey == 128 && std::is_same_v<T, __nv_bfloat16>;
+    template <Update kUpdate>
+    static void launch_gradients(const backward::WalkLaunch<T, kKey, kPerChannel>& of,
+                                 const WalkParams<T, kKey>& p, const backward::GradientScratch& scratch,
+                                 bool several) {
+        gradients::launch_token<T>(of.call, of.a, of.schedule, p.d, p.saved, scratch, of.early, several);
     }
 
     template <Update kUpdate, bool kMaps>

@@ -30,6 +30,20 @@ __device__ __forceinline__ float sum_over_warp(float x) {
     return x;
 }
 
+// Of 2 kHalf numbers per lane: x[0] becomes the sum of x[i] over the lanes that differ from this one in the
+// bits of (2 kHalf - 1) kStep, with i = lane / kStep % (2 kHalf).
+template <int kHalf, int kStep, int kCount>
+__device__ __forceinline__ void scatter_sums(float (&x)[kCount]) {
+    static_assert(2 * kHalf <= kCount);
+    const bool upper = threadIdx.x & (kHalf * kStep);
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+        const float sent = upper ? x[i] : x[i + kHalf], kept = upper ? x[i + kHalf] : x[i];
+        x[i] = kept + __shfl_xor_sync(0xffffffffu, sent, kHalf * kStep);
+    }
+    if constexpr (kHalf > 1) scatter_sums<kHalf / 2, kStep>(x);
+}
+
 struct SumBefore {
     std::int32_t before, total;  // over the lanes before this one, and over all
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The saver of a carry that makes outputs (carry/state_role.cuh), in a prefill that keeps S and U for the
-// backward pass of the call. Warps store the operands of products, transposed to the order of
-// backward/saved.cuh, while the products run.
+// backward pass of the call. Warps store the operands of products (backward/saved.cuh) while the
+// products run.
 #pragma once
 
 #include "cuda/sm90/walks/config.cuh"
@@ -29,7 +29,7 @@ struct CarrySaver {
         if (slice < 0) return;
         T* const state = p.saved.carried[slice].state;
 #pragma unroll
-        for (int step = 0; step < kKey / 16; ++step) backward::save_step(state, step, packed[step]);
+        for (int step = 0; step < kKey / 16; ++step) backward::save_block(state, step, packed[step]);
     }
     // The last of a chunk.
     template <int kBlocks>
@@ -37,8 +37,7 @@ struct CarrySaver {
         if (slice < 0) return;
         T* const rows = p.saved.carried[slice].writes;
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block)
-            backward::save_rows(rows, block, backward::transposed_rows(writes[block]));
+        for (int block = 0; block < kBlocks; ++block) backward::save_block(rows, block, writes[block]);
         slice += p.saved.value_heads * p.saved.count;
     }
 };

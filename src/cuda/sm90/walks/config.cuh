@@ -54,9 +54,7 @@ struct StateBuffer {
         __syncwarp();
 #pragma unroll
         for (int step = 0; step < kKey / 16; ++step)
-            store_shared(address + step * 512 + lane * 16,
-                         {transposed(packed[step][0]), transposed(packed[step][1]),
-                          transposed(packed[step][2]), transposed(packed[step][3])});
+            store_matrices(address + step * backward::kSavedBlock + lane * 16, packed[step]);
         fence_async_proxy();
         __syncwarp();
         if (lane == 0) store_bulk(to, address, kBytes);

@@ -118,20 +118,20 @@ struct ReturnRole {
         __device__ __forceinline__ void previous_chunk() { at -= kRows * rows.token; }
 
         // block: 16 tokens of the chunk, whose first `left` tokens exist.
-        __device__ __forceinline__ void store(int block, const uint4& of, int left) const {
+        __device__ __forceinline__ void store(int block, const Packed& of, int left) const {
             const int lane = static_cast<int>(threadIdx.x) % 32;
-            const std::uint32_t words[2][2] = {{of.x, of.z}, {of.y, of.w}};
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
                 for (int y = 0; y < 2; ++y) {
                     const int token = block * 16 + half * 8 + lane / 4, first = row + y * 8;
+                    const std::uint32_t word = transposed(of[2 * half + y]);
                     if (token >= left || first >= value_dim) continue;
                     T* const to = static_cast<T*>(rows.data) + at + token * rows.token + first;
                     if (pairs) {
-                        *reinterpret_cast<std::uint32_t*>(to) = words[half][y];
+                        *reinterpret_cast<std::uint32_t*>(to) = word;
                     } else {
-                        const float2 pair = unpack2<T>(words[half][y]);
+                        const float2 pair = unpack2<T>(word);
                         to[0] = from_float<T>(pair.x);
                         if (first + 1 < value_dim) to[1] = from_float<T>(pair.y);
                     }
@@ -140,14 +140,13 @@ struct ReturnRole {
         __device__ __forceinline__ void store_floats(const Product& d_values, int first_row, int left) const {
             const int lane_row = first_row + static_cast<int>(threadIdx.x) % 32 / 4,
                       lane_token = RowWindow::channel();
+            float* to = static_cast<float*>(rows.data) + at + lane_token * rows.token + lane_row;
 #pragma unroll
-            for (int tile = 0; tile < kRows / 8; ++tile)
+            for (int tile = 0; tile < kRows / 8; ++tile, to += 8 * rows.token)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int token = tile * 8 + lane_token + e % 2, of_row = lane_row + e / 2 * 8;
-                    if (token < left && of_row < value_dim)
-                        static_cast<float*>(rows.data)[at + token * rows.token + of_row] = d_values[tile][e];
-                }
+                for (int e = 0; e < 4; ++e)
+                    if (tile * 8 + lane_token + e % 2 < left && lane_row + e / 2 * 8 < value_dim)
+                        to[e % 2 * rows.token + e / 2 * 8] = d_values[tile][e];
         }
     };
 
@@ -196,11 +195,8 @@ struct ReturnRole {
             if (slice) {
                 buffer.store(slice->d_state, packed);
 #pragma unroll
-                for (int block = 0; block < kBlocks; ++block) {
-                    Packed rows;  // [token half][value half]
-                    load_matrices(rows, values_at + block * kValueBlockBytes);
-                    backward::save_rows(slice->d_outputs, block, {rows[0], rows[2], rows[1], rows[3]});
-                }
+                for (int block = 0; block < kBlocks; ++block)
+                    backward::save_block(slice->d_outputs, block, d_o[block]);
             }
             wgmma::wait<0>();  // where branches join, ptxas would wait in any case
             wgmma::hold(d_writes);
@@ -294,9 +290,8 @@ struct ReturnRole {
             if (slice || (stores && output.rounded)) {
 #pragma unroll
                 for (int block = 0; block < kBlocks; ++block) {
-                    const uint4 rows = backward::transposed_rows(values[block]);
-                    if (slice) backward::save_rows(slice->d_values, block, rows);
-                    if (stores && output.rounded) output.store(block, rows, left);
+                    if (slice) backward::save_block(slice->d_values, block, values[block]);
+                    if (stores && output.rounded) output.store(block, values[block], left);
                 }
             }
             wgmma::wait<0>();

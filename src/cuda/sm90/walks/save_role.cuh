@@ -99,7 +99,7 @@ struct SaveRole {
             if (slice) {
 #pragma unroll
                 for (int block = 0; block < Carry::kBlocks; ++block)
-                    backward::save_rows(slice->writes, block, backward::transposed_rows(writes[block]));
+                    backward::save_block(slice->writes, block, writes[block]);
                 slice += of_chunk;
             }
             wgmma::wait<0>();

@@ -12,7 +12,7 @@ void multiply(float (*d)[4], const std::uint32_t (&a)[4], Operand b, int add) {
                                   .transposed = kTransposed,
                                   .add = add});
 }
-template <class T, int kTiles>
+template <class T, int kTiles, bool kTransposed>
 void multiply_shared(float (&d)[kTiles][4], Operand a, Operand b, int add) {
     emulator::multiply_warpgroup({.element = emulator::kElementOf<T>,
                                   .tiles = kTiles,
@@ -20,7 +20,7 @@ void multiply_shared(float (&d)[kTiles][4], Operand a, Operand b, int add) {
                                   .a = nullptr,
                                   .left = a.whole(),
                                   .right = b.whole(),
-                                  .transposed = false,
+                                  .transposed = kTransposed,
                                   .add = add});
 }
 inline std::uint32_t rounded_tf32(float x) {
