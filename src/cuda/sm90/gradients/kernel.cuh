@@ -53,9 +53,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     lower_registers<kOtherRegisters>();
     switch (const int number = warp % kWarpgroupWarps) {
-        case 0:
-            return GateRole<T, kShares, kSeveral>(call)
-                .run();  // beside warps 0, whose triangles are smallest
+        // Its scheduler has warp 0 of every warpgroup, with the fewest tiles of squares.
+        case 0: return GateRole<T, kShares, kSeveral>(call).run();
         case 1: return SliceRole<T, kShares>(call).run();
         default: return ThroughRole<T, kShares, kSeveral>(call, number - 2).run();
     }

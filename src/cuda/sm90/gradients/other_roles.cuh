@@ -22,19 +22,19 @@ struct SliceRole : OfCall<T, kShares> {
 
     __device__ __forceinline__ explicit SliceRole(const Base& call) : Base(call) {}
 
-    // The first item of the CTA from `number` on, told to the others.
-    __device__ __forceinline__ int publish(int number) {
+    // The first item of the CTA from `item` on, told to the others.
+    __device__ __forceinline__ int publish(int item) {
         ChunkPlace at;
-        number = this->next(number, at);
+        item = this->next(item, at);
         if (lane == 0) {
             s.of_items.free[items_begun % 2].wait(items_begun / 2 % 2 ^ 1);
-            const bool exists = number < this->items;
-            s.items[items_begun % 2] = {exists, exists ? this->key_head(number) : 0, at};
+            const bool exists = item < this->items;
+            s.items[items_begun % 2] = {exists, exists ? this->key_head(item) : 0, at};
             s.of_items.ready[items_begun % 2].arrive();
         }
         ++items_begun;
         __syncwarp();
-        return number;
+        return item;
     }
     __device__ __forceinline__ void ask(std::int64_t first, int count) {
 #pragma unroll 1
@@ -49,10 +49,10 @@ struct SliceRole : OfCall<T, kShares> {
         }
     }
     __device__ __forceinline__ void run() {
-        for (int number = publish(static_cast<int>(blockIdx.x)); number < this->items;) {
+        for (int item = publish(static_cast<int>(blockIdx.x)); item < this->items;) {
             if (lane == 0)
-                ask(saved.index(this->slot(number), this->first_head(number), 0), a.group * saved.count);
-            number = publish(number + static_cast<int>(gridDim.x));
+                ask(saved.index(this->slot(item), this->first_head(item), 0), a.group * saved.count);
+            item = publish(item + static_cast<int>(gridDim.x));
         }
     }
 };
