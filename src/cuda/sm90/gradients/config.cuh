@@ -96,34 +96,36 @@ struct Shared {
     Ring<kBuffers> of_rows;
     Mbarrier copied[kBuffers];  // rows, of which norms are still to be made
     Ring<2> of_items, of_decays, of_paths;
+    // A phase for each item. mbarriers, not named ones of a part of the CTA, which compute-sanitizer does not
+    // follow.
+    Mbarrier pairs;            // pairs are in shared memory, by writes
+    Mbarrier pairs_read[2];    // reads have read theirs, removals theirs
+    Mbarrier before_products;  // squares are, by reads and removals; writes have loaded their sums of dk
+    Mbarrier keys;  // all three have read q, k and squares, and removals have stored their part of dk
+    // A phase for each value head, where these share q and k.
+    Mbarrier removed, written;  // removals, and then writes, have been added to d_k
 
     __device__ __forceinline__ void init_barriers() {
         for (int i = 0; i < kPlaces; ++i)
             slices.ready[i].init(1), slices.free[i].init(kProducers / 32 + kThroughThreads);
         for (int i = 0; i < kBuffers; ++i)
             of_rows.ready[i].init(kWarpgroupThreads), copied[i].init(kRowLoaders),
-                // Where removals load, the order of their program and kKeys have put their reads before that.
+                // Where removals load, the order of their program and `keys` have put their reads before
+                // that.
                 of_rows.free[i].init(kShares ? kProducers - kRowLoaders : kProducers);
         for (int i = 0; i < 2; ++i) {
             of_items.ready[i].init(1), of_items.free[i].init(kProducers + kThroughThreads);
             of_decays.ready[i].init(32), of_decays.free[i].init(kProducers);
             of_paths.ready[i].init(kProducers + kThroughThreads), of_paths.free[i].init(32);
         }
+        pairs.init(kWarpgroupThreads), before_products.init(kProducers), keys.init(kProducers);
+        for (Mbarrier* each : {&pairs_read[0], &pairs_read[1], &removed, &written})
+            each->init(kWarpgroupThreads);
         publish_barriers();
     }
 };
 static_assert(sizeof(Shared<__nv_bfloat16, false>) <= 227 * 1024 &&
               sizeof(Shared<__nv_bfloat16, true>) <= 227 * 1024);
-
-enum class NamedBarrier : int {
-    kPairs = 1,     // pairs are in shared memory: writes arrive, reads and removals wait
-    kSquares,       // squares are: all three wait
-    kKeys,          // q, k, pairs and squares have been read: all three
-    kTile,          // reads have read their pairs: reads
-    kTileRemovals,  // the same of removals
-    kRemoved,       // removals have been added to d_k: removals arrive, writes wait
-    kWritten,       // writes have: writes arrive, removals wait
-};
 
 // A position in a ring whose places all roles pass in the same order.
 template <int kPlaces>

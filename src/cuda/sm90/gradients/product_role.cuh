@@ -58,6 +58,12 @@ struct ProductRole : OfCall<T, kShares> {
     __device__ __forceinline__ int thread_of(int lane) const { return warp * 32 + lane; }
     __device__ __forceinline__ int row_of(int lane) const { return warp * kBlock + lane / 4; }
 
+    __device__ __forceinline__ int phase() const { return items_done % 2; }
+    // Until all three warpgroups have come to it.
+    __device__ __forceinline__ void wait_for_all() const {
+        s.keys.arrive();
+        s.keys.wait(phase());
+    }
     __device__ __forceinline__ int buffer() const { return items_done % Memory::kBuffers; }
     __device__ __forceinline__ const Item& item() const { return s.items[items_done % 2]; }
     // The rows that the role's own rows are of, q or k, and their 1 / norms.
@@ -153,7 +159,7 @@ struct ProductRole : OfCall<T, kShares> {
     }
 
     // Ends times factors of their rows, in place or, over value heads that share q and k, to a sum.
-    __device__ __forceinline__ void weigh(Ends& x, const float (&factor)[2], bool first, bool last) const {
+    __device__ __forceinline__ void weigh(Ends& x, const float (&factor)[2], bool first) const {
         if constexpr (!kShares) {
 #pragma unroll
             for (int tile = 0; tile < kKey / 8; ++tile)
@@ -162,8 +168,8 @@ struct ProductRole : OfCall<T, kShares> {
         } else if (d.keys()) {
             // Removals and writes add to d_k in turn.
             const int of = role();
-            if (of == kRemovals && !first) named_barrier_sync<2 * kWarpgroupThreads>(NamedBarrier::kWritten);
-            if (of == kWrites) named_barrier_sync<2 * kWarpgroupThreads>(NamedBarrier::kRemoved);
+            if (of == kRemovals && !first) s.written.wait((heads_done - 1) % 2);
+            if (of == kWrites) s.removed.wait(heads_done % 2);
             auto& sums = of == kReads ? s.over_heads.d_q : s.d_k;
             const bool adds = of_lane(!first || of == kWrites);
             const int thread = thread_of(lane_again());
@@ -174,8 +180,8 @@ struct ProductRole : OfCall<T, kShares> {
                 sums[tile][thread] = {fmaf(x[tile][0], factor[0], sum.x), fmaf(x[tile][1], factor[0], sum.y),
                                       fmaf(x[tile][2], factor[1], sum.z), fmaf(x[tile][3], factor[1], sum.w)};
             }
-            if (of == kRemovals) named_barrier_arrive<2 * kWarpgroupThreads>(NamedBarrier::kRemoved);
-            if (of == kWrites && !last) named_barrier_arrive<2 * kWarpgroupThreads>(NamedBarrier::kWritten);
+            if (of == kRemovals) s.removed.arrive();
+            if (of == kWrites) s.written.arrive();
         }
     }
 
@@ -199,7 +205,7 @@ struct ProductRole : OfCall<T, kShares> {
             wgmma::hold(x);
             store_pairs(x, of);
         }
-        named_barrier_arrive<kProducers>(NamedBarrier::kPairs);
+        s.pairs.arrive();
     }
     __device__ __forceinline__ void store_pairs(const Squares& x, int of) const {
         const int lane = lane_again(), row = row_of(lane);
@@ -351,10 +357,12 @@ struct ProductRole : OfCall<T, kShares> {
     // After the last value head. Of reads: dq; of removals: what they add to dk.
     __device__ __forceinline__ void multiply_square(Ends& ends, const Squares& square) const {
         // All warps have read the pairs that the square replaces.
-        named_barrier_sync<kWarpgroupThreads>(nth(NamedBarrier::kTile, role()));
+        Mbarrier& pairs_read = s.pairs_read[role()];
+        pairs_read.arrive();
+        pairs_read.wait(phase());
         store_square(square);
         fence_async_proxy();
-        named_barrier_sync<kProducers>(NamedBarrier::kSquares);
+        s.before_products.arrive();
         Packed packed[kRows / 16];
         pack_square(packed, square);
         const wgmma::Operand k = keys();
@@ -368,7 +376,8 @@ struct ProductRole : OfCall<T, kShares> {
     }
     // Of writes: dk, as far as it comes from the transposes.
     __device__ __forceinline__ void multiply_transposes(Ends& ends) const {
-        named_barrier_sync<kProducers>(NamedBarrier::kSquares);
+        s.before_products.arrive();
+        s.before_products.wait(phase());
         const wgmma::Operand q = wgmma::operand<64>(wgmma::uniform(shared_address(s.rows[buffer()].q)),
                                                     Place::kPanelUnits * kUnit),
                              k = keys();
@@ -408,11 +417,12 @@ struct ProductRole : OfCall<T, kShares> {
     __device__ __forceinline__ void finish_keys(Ends& ends) const {
         const int thread = thread_of(lane_again());
         if (role() == kRemovals) {
+            s.before_products.wait(phase());  // writes have read what was there
 #pragma unroll
             for (int tile = 0; tile < kKey / 8; ++tile)
                 s.d_k[tile][thread] = {ends[tile][0], ends[tile][1], ends[tile][2], ends[tile][3]};
         }
-        named_barrier_sync<kProducers>(NamedBarrier::kKeys);
+        wait_for_all();
         if (role() == kRemovals) return;
         if (role() == kWrites) {
 #pragma unroll
@@ -524,9 +534,9 @@ struct ProductRole : OfCall<T, kShares> {
                     wait_for_rows();
                     if (role() == kWrites && this->wants_decay()) make_pairs(square);
                 }
-                const int head = heads_done % 2, phase = heads_done / 2 % 2;
-                s.of_decays.ready[head].wait(phase);
-                s.of_paths.free[head].wait(phase ^ 1);
+                const int head = heads_done % 2, head_phase = heads_done / 2 % 2;
+                s.of_decays.ready[head].wait(head_phase);
+                s.of_paths.free[head].wait(head_phase ^ 1);
                 const float* const decays = s.decays[head];
                 Paths& paths = s.paths[head];
                 const int row = row_of(lane_again());
@@ -546,10 +556,10 @@ struct ProductRole : OfCall<T, kShares> {
                                 factor[half] * dots[half] * own_norms()[row + 8 * half];
                     }
                 }
-                weigh(ends, factor, first, last);
+                weigh(ends, factor, first);
                 const bool ends_item = last && d.keys();
                 if (has_square()) {
-                    if (first && this->wants_decay()) named_barrier_sync<kProducers>(NamedBarrier::kPairs);
+                    if (first && this->wants_decay()) s.pairs.wait(phase());
                     finish_square(square, paths, decays, first || !d.keys(), last || !d.keys());
                     end_head(head);
                     if (ends_item) load_sums(ends), multiply_square(ends, square);
@@ -560,7 +570,7 @@ struct ProductRole : OfCall<T, kShares> {
                 ++heads_done;
                 if (ends_item) finish_keys(ends);
             } while (kShares && ++of < a.group);
-            if (!d.keys()) named_barrier_sync<kProducers>(NamedBarrier::kKeys);
+            if (!d.keys()) wait_for_all();
             s.of_items.free[items_done % 2].arrive();
             if (!kShares || role() != kRemovals) s.of_rows.free[buffer()].arrive();
             if (role() == kRemovals) prepare_rows(items_done + 1);
