@@ -137,6 +137,7 @@ PTX = [
         rf"\[%0\], \[%1, {R}\], \[%\d\];",
         r"load_tile_\1d",
     ),
+    (rf"{BULK}\.prefetch\.L2\.global \[%0\], %1;", "nothing"),
     (rf"{BULK}\.prefetch\.tensor\.4d\.L2\.global\.tile \[%0, {R}\];", "nothing"),
     (
         rf"{BULK}\.tensor\.([45])d\.global\.shared::cta\.tile\.bulk_group \[%0, {R}\], \[%\d\];",

@@ -105,6 +105,11 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t shared, const void* glob
         : "memory");
 }
 
+// Prefetches what a bulk copy will read to the second-level cache.
+__device__ __forceinline__ void prefetch_bulk(const void* global, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
+}
+
 // Copies from shared memory of this CTA to `shared` in CTA `rank`, whose barrier counts the bytes.
 __device__ __forceinline__ void copy_bulk_to(std::uint32_t shared, std::uint32_t from, int bytes,
                                              std::uint32_t barrier, int rank) {

@@ -15,6 +15,9 @@ struct SliceRole : OfCall<T, kShares> {
     using Base::a, Base::s, Base::saved;
     using Memory = Shared<T, kShares>;
     using Slice = typename Memory::Slice;
+    // Slices behind the one that waits for a place: the ring is shorter than a value head of 128 channels.
+    // More of them take the memory's time from those that are asked for.
+    static constexpr int kPrefetched = 2;
 
     const int lane = static_cast<int>(threadIdx.x) % 32;
     RingPosition place = RingPosition::of_writer();
@@ -37,8 +40,14 @@ struct SliceRole : OfCall<T, kShares> {
         return item;
     }
     __device__ __forceinline__ void ask(std::int64_t first, int count) {
+        int ahead = 1;  // the first that is neither asked for nor prefetched
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
+#pragma unroll 1
+            for (; ahead < min(count, i + 1 + kPrefetched); ++ahead) {
+                prefetch_bulk(saved.carried + first + ahead, Slice::kCarried);
+                prefetch_bulk(saved.returned + first + ahead, Slice::kReturned);
+            }
             s.slices.free[place.at].wait(place.parity);
             Mbarrier& ready = s.slices.ready[place.at];
             const std::uint32_t to = shared_address(&s.places[place.at]);
