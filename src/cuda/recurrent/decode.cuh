@@ -25,7 +25,8 @@
 //
 // All threads do the same work, in this order:
 // 1. Load the indices that name the state's slot.
-// 2. Issue the loads of the first tokens' inputs, while the slot is on its way (DecodeInputs::fetch).
+// 2. Issue the loads of the first tokens' inputs, while the slot is on its way (DecodeInputs::fetch). With
+//    low-rank keys after 3.
 // 3. Issue the cp.async copies of the state's rows to shared memory.
 // 4. Prepare the tokens in shared memory while the state is on its way: thread c handles channel c of all
 //    kTokens tokens (DecodeInputs::ready). One __syncthreads() follows.
@@ -80,12 +81,13 @@ constexpr int decode_ctas() {
 }
 
 // Prefetches the state of CTA `block`, which starts later, to the second-level cache, where its loads will
-// take less time. Not called for float8, whose decodes are bound by instructions.
-template <class State, int kKey, int kBlockRows>
-__device__ __forceinline__ void prefetch_state(const DecodeArgs& a, unsigned block) {
+// take less time. slot_of: of a place, its index of a slot. Not called for float8, whose decodes are bound by
+// instructions.
+template <class State, int kKey, int kBlockRows, class SlotOf>
+__device__ __forceinline__ void prefetch_state(const DecodeArgs& a, unsigned block, const SlotOf& slot_of) {
     if (block >= gridDim.x || !a.initial.data) return;
     const DecodePlace place = decode_place<kBlockRows>(a, block);
-    const std::int32_t slot = a.initial_indices.data ? load(a.initial_indices, place.n) : place.n;
+    const std::int32_t slot = a.initial_indices.data ? slot_of(place) : place.n;
     if (is_null(a, a.initial, slot)) return;
     constexpr unsigned kLine = 128, kRowBytes = kKey * sizeof(State), kLines = kBlockRows * kRowBytes / kLine;
     static_assert(kLines <= kStepThreads);
@@ -137,9 +139,21 @@ __global__ void __launch_bounds__(kStepThreads, decode_ctas<kKey, kTokens, kRows
     // The same in writes, as `fetch` and the loop below count.
     const int writes = kOne ? kTokens : kSeveral ? static_cast<int>(a.writes.value) : 1;
     const DecodeRange steps{range.batch, range.begin * writes, range.length * writes};
+    // The loads of many inputs and those of the slots share a counter of what is on its way (ptxas has six,
+    // and needs most of them for addresses), so that the state would wait for the inputs. There slots come
+    // first, that of the CTA ahead, too. With few rows a CTA is so short that it is better to wait once.
+    constexpr bool kSlotsFirst = kOne && kKeys == Keys::kLowRank && kRows > 1;
+    std::int32_t slot_ahead = 0;
+    if constexpr (kSlotsFirst) {
+        const unsigned ahead = blockIdx.x + a.ahead;
+        slot_ahead = load(a.initial_indices, decode_place<kBlockRows>(a, ahead).n, 0, ahead < gridDim.x);
+    }
     DecodeInputs<kKey, kBlockRows, kTokens, kKeys> inputs;
-    inputs.fetch_head(a, value_head);
-    inputs.fetch(a, n, steps, 0, value_head, row0);
+    const auto fetch_inputs = [&] {
+        inputs.fetch_head(a, value_head);
+        inputs.fetch(a, n, steps, 0, value_head, row0);
+    };
+    if constexpr (!kSlotsFirst) fetch_inputs();
 
     // Lane r of a row's eight lanes stores what all of them have of their row r.
     const auto put_outputs = [&](int t, const float(&output)[kRows]) {
@@ -192,8 +206,11 @@ __global__ void __launch_bounds__(kStepThreads, decode_ctas<kKey, kTokens, kRows
                 load32_coherent_if(scale_of(a.initial_scales, from, value_head, row), starts && has_row(r)));
         }
     }
+    if constexpr (kSlotsFirst) fetch_inputs();
     if (!kScaled && (kOne || (kSeveral && !a.state_indices.data)))
-        prefetch_state<State, kKey, kBlockRows>(a, blockIdx.x + a.ahead);
+        prefetch_state<State, kKey, kBlockRows>(a, blockIdx.x + a.ahead, [&](const DecodePlace& place) {
+            return kSlotsFirst ? slot_ahead : load(a.initial_indices, place.n);
+        });
     float x[kRows][kKey / kLanesPerRow];
     // Called by all threads.
     const auto put_state = [&](const DecodeStates& states, std::int32_t slot, int t = 0,
