@@ -25,8 +25,8 @@
 //
 // All threads do the same work, in this order:
 // 1. Load the indices that name the state's slot.
-// 2. Issue the loads of the first tokens' inputs, while the slot is on its way (DecodeInputs::fetch). With
-//    low-rank keys after 3.
+// 2. Issue the loads of the first tokens' inputs, while the slot is on its way (DecodeInputs::fetch); after
+//    3 with low-rank keys, one token and kRows > 1.
 // 3. Issue the cp.async copies of the state's rows to shared memory.
 // 4. Prepare the tokens in shared memory while the state is on its way: thread c handles channel c of all
 //    kTokens tokens (DecodeInputs::ready). One __syncthreads() follows.
@@ -139,9 +139,10 @@ __global__ void __launch_bounds__(kStepThreads, decode_ctas<kKey, kTokens, kRows
     // The same in writes, as `fetch` and the loop below count.
     const int writes = kOne ? kTokens : kSeveral ? static_cast<int>(a.writes.value) : 1;
     const DecodeRange steps{range.batch, range.begin * writes, range.length * writes};
-    // The loads of many inputs and those of the slots share a counter of what is on its way (ptxas has six,
-    // and needs most of them for addresses), so that the state would wait for the inputs. There slots come
-    // first, that of the CTA ahead, too. With few rows a CTA is so short that it is better to wait once.
+    // A warp has six scoreboard counters, most of which guard address registers. With low-rank keys, which
+    // have the most inputs, ptxas gives the slot's load the counter of the inputs, so that the state would
+    // wait for all of these. There slots, also that of the CTA ahead, are waited for first. A CTA of few rows
+    // is so short that it is better to wait once.
     constexpr bool kSlotsFirst = kOne && kKeys == Keys::kLowRank && kRows > 1;
     std::int32_t slot_ahead = 0;
     if constexpr (kSlotsFirst) {

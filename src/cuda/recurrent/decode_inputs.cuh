@@ -152,7 +152,7 @@ struct DecodeInputs
     // several keys these are writes, and a.q, a.g and state_indices have the tokens that they belong to.
     // Values come first and betas last: both are loaded under branches, for verify all inputs are, and ptxas
     // moves no load across a branch. So the load of the state's slot, where it was issued before, stays
-    // ahead, and the copies of the state stay behind.
+    // ahead, and the copies of the state stay behind (unless decode asks for slots first).
     __device__ __forceinline__ void fetch(const DecodeArgs& a, int n, const DecodeRange& range, int t0,
                                           int value_head, int row0) {
         constexpr bool kRepeats = kOfThread == Values::kAccumulators;

@@ -100,9 +100,11 @@ struct Shared {
     // follow.
     Mbarrier pairs;            // pairs are in shared memory, by writes
     Mbarrier pairs_read[2];    // reads have read theirs, removals theirs
-    Mbarrier before_products;  // squares are, by reads and removals; writes have loaded their sums of dk
-    Mbarrier keys;  // all three have read q, k and squares, and removals have stored their part of dk
-    // A phase for each value head, where these share q and k.
+    Mbarrier before_products;  // reads and removals have stored their squares, writes have loaded sums of dk
+    // All three have read pairs, squares and each other's q and k; removals have stored their part of dk.
+    Mbarrier item_read;
+    // A phase for each value head, where these share q and k. The first of an item needs no wait: item_read
+    // and of_rows.free have ordered it.
     Mbarrier removed, written;  // removals, and then writes, have been added to d_k
 
     __device__ __forceinline__ void init_barriers() {
@@ -110,15 +112,15 @@ struct Shared {
             slices.ready[i].init(1), slices.free[i].init(kProducers / 32 + kThroughThreads);
         for (int i = 0; i < kBuffers; ++i)
             of_rows.ready[i].init(kWarpgroupThreads), copied[i].init(kRowLoaders),
-                // Where removals load, the order of their program and `keys` have put their reads before
-                // that.
+                // Where removals load, the order of their program and `item_read` have put their reads
+                // before that.
                 of_rows.free[i].init(kShares ? kProducers - kRowLoaders : kProducers);
         for (int i = 0; i < 2; ++i) {
             of_items.ready[i].init(1), of_items.free[i].init(kProducers + kThroughThreads);
             of_decays.ready[i].init(32), of_decays.free[i].init(kProducers);
             of_paths.ready[i].init(kProducers + kThroughThreads), of_paths.free[i].init(32);
         }
-        pairs.init(kWarpgroupThreads), before_products.init(kProducers), keys.init(kProducers);
+        pairs.init(kWarpgroupThreads), before_products.init(kProducers), item_read.init(kProducers);
         for (Mbarrier* each : {&pairs_read[0], &pairs_read[1], &removed, &written})
             each->init(kWarpgroupThreads);
         publish_barriers();

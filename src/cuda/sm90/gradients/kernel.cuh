@@ -17,9 +17,10 @@
 //   through     64       56         sums S o Z; loads q and k where value heads do not share them
 //
 // Rings (mbarriers): items; slices; q and k, of the item after where value heads share nothing; log decays
-// and paths of two value heads. After the last value head squares meet q and k: reads and removals multiply
-// theirs from registers, and writes their transposes from shared memory, where they take the place of pairs.
-// Norms are factors of the squares, so q and k are operands as they came.
+// and paths of two value heads. Further mbarriers order the three warpgroups (config.cuh). After the last
+// value head squares meet q and k: reads and removals multiply theirs from registers, and writes their
+// transposes from shared memory, where they take the place of pairs. Norms are factors of the squares, so q
+// and k are operands as they came.
 //
 // Shared memory, KiB: slices 7 x 14, or 6 x 14 where heads share q and k; q and k 2 x 32, or 32; pairs and
 // squares 20; dk 32; where heads share q and k, the sums of dq 32 and of squares 20; 6.

@@ -58,11 +58,12 @@ struct ProductRole : OfCall<T, kShares> {
     __device__ __forceinline__ int thread_of(int lane) const { return warp * 32 + lane; }
     __device__ __forceinline__ int row_of(int lane) const { return warp * kBlock + lane / 4; }
 
+    // The parity of barriers that have a phase for each item.
     __device__ __forceinline__ int phase() const { return items_done % 2; }
     // Until all three warpgroups have come to it.
     __device__ __forceinline__ void wait_for_all() const {
-        s.keys.arrive();
-        s.keys.wait(phase());
+        s.item_read.arrive();
+        s.item_read.wait(phase());
     }
     __device__ __forceinline__ int buffer() const { return items_done % Memory::kBuffers; }
     __device__ __forceinline__ const Item& item() const { return s.items[items_done % 2]; }
