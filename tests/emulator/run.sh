@@ -62,6 +62,12 @@ done
 for pass in prefill segment verify backward; do
     check "$pass sm80:step of low-rank keys" --pass "$pass" --target sm80:step --algorithm rwkv7 --count 10
 done
+# By CTAs of many rows, which ask for slots before inputs.
+for type in float32 bfloat16; do
+    check "prefill sm80:step of low-rank keys, one token each, $type" --pass prefill --target sm80:step \
+        --algorithm rwkv7 --T 1 --packed 0 --K 64 --V 128 --B 10 --H 4 --multiprocessors 1 \
+        --initial_state 1 --final_state 1 --state_dtype "$type" --count 8
+done
 for pass in prefill segment backward; do
     check "$pass sm80 of low-rank keys" --pass "$pass" --target sm80 --algorithm rwkv7 --count 10
     check "$pass sm80 of several writes a token" --pass "$pass" --target sm80 --algorithm gdp --count 10

@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(kStepThreads, decode_ctas<kKey, kTokens, kRows
     const DecodeRange steps{range.batch, range.begin * writes, range.length * writes};
     // A warp has six scoreboard counters, most of which guard address registers. With low-rank keys, which
     // have the most inputs, ptxas gives the slot's load the counter of the inputs, so that the state would
-    // wait for all of these. There slots, also that of the CTA ahead, are waited for first. A CTA of few rows
-    // is so short that it is better to wait once.
+    // wait for all of these. There slots, also that of the CTA ahead, are waited for first. CTAs of 16 rows
+    // lose more by later inputs than they gain.
     constexpr bool kSlotsFirst = kOne && kKeys == Keys::kLowRank && kRows > 1;
     std::int32_t slot_ahead = 0;
     if constexpr (kSlotsFirst) {

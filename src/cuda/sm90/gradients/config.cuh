@@ -13,7 +13,7 @@
 namespace cula::cuda::sm90::gradients {
 
 using backward::GradientScratch, backward::Gradients, backward::kSavedBlock, backward::kSavedMatrix,
-    backward::Saved, backward::SavedLane, backward::SavedSlice;
+    backward::lane_again, backward::Saved, backward::SavedLane, backward::SavedSlice;
 using chunked::ChunkPlace, chunked::OperandTile, chunked::Schedule;
 
 inline constexpr int kRows = 64, kKey = 128, kBlock = chunked::kBlock;

@@ -15,8 +15,8 @@ struct SliceRole : OfCall<T, kShares> {
     using Base::a, Base::s, Base::saved;
     using Memory = Shared<T, kShares>;
     using Slice = typename Memory::Slice;
-    // Slices behind the one that waits for a place: the ring is shorter than a value head of 128 channels.
-    // More of them take the memory's time from those that are asked for.
+    // Slices that are prefetched behind the one that waits for a place: the ring has fewer places than a
+    // value head of 128 channels has slices. With eight there is no gain.
     static constexpr int kPrefetched = 2;
 
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -129,9 +129,7 @@ struct ThroughRole : OfCall<T, kShares> {
         for (int n = 0; this->wait_for_item(n); ++n) {
             s.of_items.free[n % 2].arrive();
 #pragma unroll 1
-            for (int of = 0; of < a.group; ++of) {
-                end_head(add_slices(saved.count));
-            }
+            for (int of = 0; of < a.group; ++of) end_head(add_slices(saved.count));
             if constexpr (!kShares) load_rows<kSeveral>(*this, n + 1, warp * 32 + lane);
         }
     }

@@ -38,8 +38,8 @@ struct ProductRole : OfCall<T, kShares> {
           number(number),
           warp(static_cast<int>(wgmma::uniform(threadIdx.x / 32 % kWarpgroupWarps))) {}
 
-    // What the warpgroup has, found anew at every call: comparisons that are kept over loops end up in local
-    // memory.
+    // Which of the three the warpgroup is, found anew at every call: comparisons that are kept over loops end
+    // up in local memory.
     __device__ __forceinline__ int role() const {
         int x = number;
         asm volatile("" : "+r"(x));
@@ -52,9 +52,8 @@ struct ProductRole : OfCall<T, kShares> {
         return x == kReads ? a.scale : x == kRemovals ? -1.0f : 1.0f;
     }
 
-    // The lane, found anew at every call, so that nothing that follows from it is kept over loops, whose
-    // accumulators need the registers. Its thread in the warpgroup, and its first row.
-    static __device__ __forceinline__ int lane_again() { return backward::lane_again(); }
+    // A lane's thread in the warpgroup, and its first row. lane_again() wherever a lane is asked for: nothing
+    // that follows from it is to be kept over loops, whose accumulators need the registers.
     __device__ __forceinline__ int thread_of(int lane) const { return warp * 32 + lane; }
     __device__ __forceinline__ int row_of(int lane) const { return warp * kBlock + lane / 4; }
 
@@ -87,14 +86,14 @@ struct ProductRole : OfCall<T, kShares> {
     // Multiplies the slices of a value head. The square of writes, U U^T, is not used; without it the
     // accumulators of the others would not stay where they are.
     __device__ __forceinline__ void multiply_slices(Ends& ends, Squares& square) {
-        constexpr int kParts[3][2] = {{offsetof(Slice, d_outputs) / kUnit, offsetof(Slice, state) / kUnit},
-                                      {offsetof(Slice, d_values) / kUnit, offsetof(Slice, state) / kUnit},
-                                      {offsetof(Slice, writes) / kUnit, offsetof(Slice, d_state) / kUnit}};
+        constexpr int kOutputs = offsetof(Slice, d_outputs) / kUnit,
+                      kValues = offsetof(Slice, d_values) / kUnit, kWritten = offsetof(Slice, writes) / kUnit,
+                      kState = offsetof(Slice, state) / kUnit, kDState = offsetof(Slice, d_state) / kUnit;
         const int of = role(),
-                  left = of == kReads      ? kParts[kReads][0]
-                         : of == kRemovals ? kParts[kRemovals][0]
-                                           : kParts[kWrites][0],
-                  right = of == kWrites ? kParts[kWrites][1] : kParts[kReads][1];
+                  left = of == kReads      ? kOutputs
+                         : of == kRemovals ? kValues
+                                           : kWritten,
+                  right = of == kWrites ? kDState : kState;
         int before = 0;
         clear(ends), clear(square);
 #pragma unroll 1
@@ -104,7 +103,7 @@ struct ProductRole : OfCall<T, kShares> {
                 wgmma::uniform(shared_address(&s.places[slice.at])), kSavedMatrix, 2 * kSavedMatrix);
             wgmma::fence();
             wgmma::multiply_shared<T, kKey / 8, true>(ends, at + left, at + right, 1);
-            wgmma::multiply_shared<T, kRows / 8, true>(square, at + left, at + kParts[kWrites][0], 1);
+            wgmma::multiply_shared<T, kRows / 8, true>(square, at + left, at + kWritten, 1);
             wgmma::commit();
             if (i > 0) {
                 wgmma::wait<1>();
@@ -151,8 +150,8 @@ struct ProductRole : OfCall<T, kShares> {
             dots[half] = backward::sum_over_channels(sums[half][0] + sums[half][1]);
     }
 
-    // The same, in a form that the compiler does not know to be uniform: a uniform predicate has to be moved
-    // before every instruction that takes it.
+    // x, which is the same in all lanes, in a form that the compiler does not know to be so: a uniform
+    // predicate has to be moved before every instruction that takes it.
     static __device__ __forceinline__ bool of_lane(bool x) {
         int word = x;
         asm volatile("" : "+r"(word));
