@@ -254,7 +254,6 @@ void store_bulk(void* to, Word from, int bytes) {
     auto copy = std::make_shared<std::vector<unsigned char>>(size);
     store_later([=] { std::memcpy(copy->data(), source, size); },
                 [=] { std::memcpy(to, copy->data(), size); });
-    commit_stores();
 }
 void commit_stores() {
     Thread& thread = running().current();

@@ -143,10 +143,7 @@ PTX = [
         rf"{BULK}\.tensor\.([45])d\.global\.shared::cta\.tile\.bulk_group \[%0, {R}\], \[%\d\];",
         r"store_tile_\1d",
     ),
-    (
-        rf"{BULK}\.global\.shared::cta\.bulk_group \[%0\], \[%1\], %2; {BULK}\.commit_group;",
-        "store_bulk",
-    ),
+    (rf"{BULK}\.global\.shared::cta\.bulk_group \[%0\], \[%1\], %2;", "store_bulk"),
     (rf"{BULK}\.commit_group;", "commit_stores"),
     (rf"{BULK}\.wait_group\.read (?:0|%0);", "wait_stores_read"),
     (rf"{BULK}\.commit_group; {BULK}\.wait_group\.read 0;", "commit_and_wait_stores_read"),

@@ -59,17 +59,11 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, const WriteCoo
         "r"(at.channel), "r"(at.head), "r"(at.write), "r"(at.token), "r"(at.batch), "r"(shared)
         : "memory");
 }
-// Stores `bytes` (a multiple of 16) of shared memory.
+// Stores `bytes` (a multiple of 16) of shared memory, in the thread's open batch.
 __device__ __forceinline__ void store_bulk(void* global, std::uint32_t shared, int bytes) {
-    asm volatile(
-        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2; cp.async.bulk.commit_group;" ::"l"(
-            global),
-        "r"(shared), "r"(bytes)
-        : "memory");
-}
-// Waits until the sources of all bulk stores of this thread have been read.
-__device__ __forceinline__ void wait_bulk_stores_read() {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared),
+                 "r"(bytes)
+                 : "memory");
 }
 // Waits until the sources of all tile stores of this thread have been read, so that their shared memory may
 // be reused.
@@ -77,8 +71,8 @@ __device__ __forceinline__ void tma_wait_stores_read() {
     asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Closes a batch of tile stores of this thread, and waits until the sources of all but the latest kPending
-// batches have been read.
+// Closes the thread's batch of tile and bulk stores, and waits until the sources of all but the latest
+// kPending batches have been read.
 __device__ __forceinline__ void tma_commit_stores() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

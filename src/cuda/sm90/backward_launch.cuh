@@ -60,17 +60,18 @@ struct WarpgroupWalks {
         tiles.forwards = maps(of.a, false);
         tiles.backwards = maps(back, true);
         if (kMaps) tiles.backwards.outputs = false;
-        const auto most_stages = [&](auto bytes, int& stages) {
-            const std::size_t buffers = of.rows.warps * StateBuffer<T, kKey>::kBytes;
-            for (stages = kMaxStages; bytes(warpgroups, stages) + buffers > call.shared_bytes_limit;)
-                --stages;
+        // `stages` is the most on the way in, and what fits on the way out. buffer: of a warp that saves.
+        const auto take_stages = [&](auto bytes, std::size_t buffer, int& stages) {
+            const std::size_t buffers = kMaps ? 0 : of.rows.warps * buffer;
+            while (bytes(warpgroups, stages) + buffers > call.shared_bytes_limit) --stages;
             return bytes(warpgroups, stages) + buffers;
         };
-        const std::size_t forwards = most_stages(CarryShared<T, kKey, kReadsState, kPerChannel, true>::bytes,
-                                                 tiles.stages_forwards),
+        if (!kMaps && p.directions(kMaps) == 2) tiles.stages_forwards = kStagesBesideReturn;
+        const std::size_t forwards = take_stages(CarryShared<T, kKey, kReadsState, kPerChannel, true>::bytes,
+                                                 StateBuffer<T, kKey>::kBytes, tiles.stages_forwards),
                           backwards =
-                              most_stages(CarryShared<T, kKey, kReadsState, kPerChannel, false>::bytes,
-                                          tiles.stages_backwards);
+                              take_stages(CarryShared<T, kKey, kReadsState, kPerChannel, false>::bytes,
+                                          sizeof(ReturnBuffer<T, kKey, kReadsState>), tiles.stages_backwards);
         cuda::launch<walks<T, kKey, kUpdate, kPerChannel, kMaps>>(
             of.early({.blocks = p.directions(kMaps) * p.row_blocks.value * of.a.value_heads *
                                 of.schedule.max_segments,

@@ -271,15 +271,13 @@ struct LoadRole {
 };
 
 // The store role: writes the output tile of each state warpgroup, [tokens x 64 value rows] as transposed by
-// the state role, from shared memory to global memory. kReturns: from the last chunk to the first, as the
-// return of a backward pass goes.
-template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kReturns = false>
+// the state role, from shared memory to global memory.
+template <class T, int kKey, bool kReadsState, bool kPerChannel>
 struct StoreRole {
     using Shared = CarryShared<T, kKey, kReadsState, kPerChannel, false>;
     using RowTile = typename Shared::RowTile;
     static constexpr int kRows = kTokens<kKey>, kUnits = kWarpgroupRows / 8;
-    // Outputs have rows of tokens, what a return stores has rows of writes.
-    static constexpr bool kOfTokens = kSeveral<kReadsState, kPerChannel> && !kReturns;
+    static constexpr bool kOfTokens = kSeveral<kReadsState, kPerChannel>;
 
     const DeviceArgs& a;
     const CUtensorMap& map;
@@ -289,13 +287,13 @@ struct StoreRole {
     __device__ __forceinline__ void run() const {
         const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
-        for (int step = 0; step < cursor.segment.chunks; ++step) {
-            const int chunk = kReturns ? cursor.segment.chunks - 1 - step : step, count = cursor.count(chunk);
+        for (int chunk = 0; chunk < cursor.segment.chunks; ++chunk) {
+            const int count = cursor.count(chunk);
 #pragma unroll 1
             for (int warpgroup = 0; warpgroup < shared.warpgroups; ++warpgroup) {
                 const int row = cursor.rows.first + warpgroup * kWarpgroupRows;
                 const unsigned char* tile = shared.outs[warpgroup].bytes;
-                shared.control.out.ready[warpgroup].wait(step & 1);
+                shared.control.out.ready[warpgroup].wait(chunk & 1);
                 if (!a.cu_seqlens || count == kRows) {
                     if (lane == 0) {
                         const TileCoordinates at{row, cursor.value_head,

@@ -31,16 +31,21 @@ struct ReturnRule<Update::kDelta> {
 // The tensor maps of both walks (`v` of the return is dO), and how many stages each has.
 struct WalkTiles {
     CarryMaps forwards, backwards;
-    int stages_forwards = 1, stages_backwards = 1;
+    int stages_forwards = kMaxStages, stages_backwards = kMaxStages;
 };
+
+// Of a carry beside a return. It reads and writes less than the return does: with more stages it would take
+// more of the memory's rate and end long before the return, for which its multiprocessors then wait, unless
+// further CTAs do.
+inline constexpr int kStagesBesideReturn = 2;
 
 // The CTAs of either walk have the stages of a carry: the carry here those of a map, without A and Q~, the
 // return all of them.
 inline constexpr int kMaxWalkThreads = (kMaxStateWarpgroups + 1) * kWarpgroupThreads;
 inline constexpr int kWalkLoadRegisters = kLoadRegisters<false>, kWalkStateRegisters = kStateRegisters<false>;
 
-// Where a warp of the state role puts the state of its slice together, in shared memory, from which a bulk
-// store takes it to global memory while the warp goes on.
+// Where a warp of the carry's state role puts the state of its slice together, in shared memory, from which a
+// bulk store takes it to global memory while the warp goes on.
 template <class T, int kKey>
 struct StateBuffer {
     static constexpr int kBytes = kKey * backward::kSliceValues * static_cast<int>(sizeof(T));
@@ -57,13 +62,34 @@ struct StateBuffer {
             store_matrices(address + step * backward::kSavedBlock + lane * 16, packed[step]);
         fence_async_proxy();
         __syncwarp();
-        if (lane == 0) store_bulk(to, address, kBytes);
+        if (lane == 0) {
+            store_bulk(to, address, kBytes);
+            tma_commit_stores();
+        }
     }
     // Until the buffer has been read.
     __device__ __forceinline__ void wait() const {
-        if (threadIdx.x % 32 == 0) wait_bulk_stores_read();
+        if (threadIdx.x % 32 == 0) tma_wait_stores_read<0>();
     }
 };
+
+// Where a warp of the return's state role puts dV of a chunk and Z of the next together, for the store role.
+// Without a solve there is room for Z alone: dV would cost a stage.
+template <class T, int kKey, bool kSolves>
+struct alignas(kChunkAlignment) ReturnBuffer {
+    [[no_unique_address]] OnlyIf<kSolves, T[kTokens<kKey> * backward::kSliceValues], 0> d_values;
+    T d_state[kKey * backward::kSliceValues];
+};
+
+// What the store role of a return stores: dV, unless it is of another dtype than T; or slices, too.
+template <class T>
+__device__ __forceinline__ bool stores_values(const TokenRows& d_v) {
+    return d_v.data && d_v.dtype == kDtype<T>;
+}
+template <class T, int kKey>
+__device__ __forceinline__ bool stores_by_role(const WalkParams<T, kKey>& p) {
+    return p.saved.returned || stores_values<T>(p.d.d_v);
+}
 
 // The load role of a walk: as that of the carry, in either direction.
 template <class T, int kKey, bool kReadsState, bool kPerChannel, bool kReturns>

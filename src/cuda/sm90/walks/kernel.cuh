@@ -13,15 +13,18 @@
 //   load    96       72         operands.free                       operands.ready
 //   store   32       72         out.ready (return)                  out.free (return)
 //
-// Barriers: as in the carry (carry/kernel.cuh); there are no clusters.
+// Barriers: as in the carry (carry/kernel.cuh); there are no clusters. `out` of the return has a phase for
+// every chunk and one more (return_role.cuh).
 //
-// Shared memory, K = 128: as many stages as fit 227 KiB, at most four. KiB a stage, stages, for w = 1; 2:
+// Shared memory, K = 128: as many stages as fit 227 KiB, at most four; of a carry beside a return, two. KiB a
+// stage, stages, for w = 1; 2:
 //                                   carry                   return
 //   delta, decay per channel        48, four; 56, three     72, two;   80, two
 //   delta, decay per token          32, four; 40, four      56, three; 64, two
 //   additive                        24, four; 32, four      48, four;  56, three
-// Besides, 4 KiB per state warp, where it puts together the S or Z that it stores, 8 KiB of dV per state
-// warpgroup of the return, and the carry's factors and barriers.
+// Besides, of every state warp 4 KiB, where it puts together the S or Z that it stores, and of a return that
+// solves 2 KiB more for dV; 8 KiB of dV by tokens per state warpgroup of the return; and the carry's factors
+// and barriers.
 //
 // PDL: wait, then trigger.
 #pragma once
@@ -43,8 +46,11 @@ __device__ __forceinline__ void walk(const DeviceArgs& a, const Schedule& schedu
               warp = static_cast<int>(wgmma::uniform(threadIdx.x / 32));
     const int warpgroups = static_cast<int>(blockDim.x) / kWarpgroupThreads - 1;
     const bool is_state = warp < warpgroups * kWarpgroupWarps;
-    const CarryShared<T, kKey, kReadsState, kPerChannel, !kReturns> shared(memory, stages, warpgroups);
+    using Shared = CarryShared<T, kKey, kReadsState, kPerChannel, !kReturns>;
+    const Shared shared(memory, stages, warpgroups);
     CarryControl& control = shared.control;
+    const std::uint32_t buffers =
+        shared_address(memory) + static_cast<std::uint32_t>(Shared::bytes(warpgroups, stages));
     for (int stage = 0; stage < stages; ++stage) shared.stage(stage).clear_squares();
     fence_async_proxy();
     if (thread == 0) {
@@ -80,23 +86,21 @@ __device__ __forceinline__ void walk(const DeviceArgs& a, const Schedule& schedu
     }
     if (is_state) {
         raise_registers<kWalkStateRegisters>();
-        using Shared = CarryShared<T, kKey, kReadsState, kPerChannel, !kReturns>;
-        const StateBuffer<T, kKey> buffer{shared_address(memory) +
-                                          static_cast<std::uint32_t>(Shared::bytes(warpgroups, stages)) +
-                                          warp * StateBuffer<T, kKey>::kBytes};
         if constexpr (kReturns)
-            ReturnRole<T, kKey, kReadsState, kPerChannel, kMaps>{a,      p,      cursor,      shared,
-                                                                 stages, buffer, maps.outputs}
+            ReturnRole<T, kKey, kReadsState, kPerChannel, kMaps>{
+                a,      p,      cursor,
+                shared, stages, buffers + warp * int{sizeof(ReturnBuffer<T, kKey, kReadsState>)}}
                 .run();
         else
-            SaveRole<T, kKey, kReadsState, kPerChannel, kMaps>{a, p, cursor, shared, stages, buffer}.run();
+            SaveRole<T, kKey, kReadsState, kPerChannel, kMaps>{
+                a, p, cursor, shared, stages, {buffers + warp * StateBuffer<T, kKey>::kBytes}}
+                .run();
         return;
     }
     lower_registers<kWalkLoadRegisters>();
     if (warp % kWarpgroupWarps >= kLoadThreads / 32) {
         if constexpr (kReturns && !kMaps)
-            if (maps.outputs)
-                StoreRole<T, kKey, kReadsState, kPerChannel, true>{a, maps.o, cursor, shared}.run();
+            ReturnStoreRole<T, kKey, kReadsState, kPerChannel>{a, p, maps, cursor, shared, buffers}.run();
         return;
     }
     // The load role of a carry without A and Q~ is that of maps.

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The state role of the walk backwards: a warpgroup that holds 64 value rows of Z [V, K], d loss / d state,
+// The walk backwards: its state role and its store role.
+//
+// State role: a warpgroup that holds 64 value rows of Z [V, K], d loss / d state,
 // in float accumulators from the last chunk of its segment to the first. Its equation is that of the portable
 // return (docs/design/backward-cuda.md); dU, dV and dO are [V, C]:
 //   write    dU = Z K+^T + dO A
@@ -10,11 +12,17 @@
 //
 // A chunk, in the order of issue, and what the threads do while the product runs:
 //   product                    A operand     meanwhile
-//   dU = Z K+^T + dO A         packed Z, dO  store Z and dO
+//   dU = Z K+^T + dO A         packed Z, dO  write Z to shared memory; signal it, with dV of the chunk
+//   before;
+//                                            store dO; with one decay per token, Z times the decay
 //   dV = dU T                  dU
 //   Z += dO Q~                 dO            wait for dV; pack it
-//   Z -= dV K^                 dV            store dV, and write it to shared memory for the store role
+//   Z -= dV K^                 dV            write dV to shared memory
 // Of a compensated chunk A, T, dU and dV have a low word each, which are further products.
+//
+// Store role: a warp, which takes Z and dV from shared to global memory by TMA. In a step it has Z of the
+// chunk that the walk has come to, and dV of the one that it has left, for which the state role signals once.
+// The last step has dV alone.
 #pragma once
 
 #include "cuda/sm90/walks/config.cuh"
@@ -38,8 +46,7 @@ struct ReturnRole {
     const Cursor& cursor;
     const Shared& shared;
     int stages;
-    StateBuffer<T, kKey> buffer;  // of the warp
-    bool by_tma;                  // whether dV has a tensor map
+    std::uint32_t buffer;  // ReturnBuffer of the warp
 
     // product = or += rows square, square [C x C].
     static __device__ __forceinline__ void multiply_rows(Product& product, const Rows& rows,
@@ -98,54 +105,29 @@ struct ReturnRole {
         if (to.data) chunked::store_state<kKey>(state, to, to.offset(slot, cursor.value_head), cursor.rows);
     }
 
-    // Where the lane stores dV. Rows of T go out as pairs of neighbouring value rows of a token, others one
-    // by one.
+    // dV of another dtype than T, stored from registers.
     struct Output {
         const TokenRows& rows;
         int row, value_dim;
         std::int64_t at;  // of the lane's first value row of the chunk's first token
-        bool rounded, pairs;
 
         __device__ __forceinline__ Output(const TokenRows& of, const Cursor& cursor, int dim)
             : rows(of),
-              row(cursor.rows.first + static_cast<int>(threadIdx.x) % 4 * 2),
+              row(cursor.rows.first + static_cast<int>(threadIdx.x) % 32 / 4),
               value_dim(dim),
-              at(of.offset(cursor.batch, cursor.token(cursor.segment.chunks - 1), cursor.value_head)),
-              rounded(of.dtype == kDtype<T>),
-              pairs((of.batch | of.token | of.head | dim) % 2 == 0 &&
-                    reinterpret_cast<std::uintptr_t>(of.data) % 4 == 0) {}
+              at(of.offset(cursor.batch, cursor.token(cursor.segment.chunks - 1), cursor.value_head) + row) {}
 
         __device__ __forceinline__ void previous_chunk() { at -= kRows * rows.token; }
 
-        // block: 16 tokens of the chunk, whose first `left` tokens exist.
-        __device__ __forceinline__ void store(int block, const Packed& of, int left) const {
-            const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-#pragma unroll
-                for (int y = 0; y < 2; ++y) {
-                    const int token = block * 16 + half * 8 + lane / 4, first = row + y * 8;
-                    const std::uint32_t word = transposed(of[2 * half + y]);
-                    if (token >= left || first >= value_dim) continue;
-                    T* const to = static_cast<T*>(rows.data) + at + token * rows.token + first;
-                    if (pairs) {
-                        *reinterpret_cast<std::uint32_t*>(to) = word;
-                    } else {
-                        const float2 pair = unpack2<T>(word);
-                        to[0] = from_float<T>(pair.x);
-                        if (first + 1 < value_dim) to[1] = from_float<T>(pair.y);
-                    }
-                }
-        }
-        __device__ __forceinline__ void store_floats(const Product& d_values, int first_row, int left) const {
-            const int lane_row = first_row + static_cast<int>(threadIdx.x) % 32 / 4,
-                      lane_token = RowWindow::channel();
-            float* to = static_cast<float*>(rows.data) + at + lane_token * rows.token + lane_row;
+        // Of a chunk whose first `left` tokens exist.
+        __device__ __forceinline__ void store(const Product& d_values, int left) const {
+            const int lane_token = RowWindow::channel();
+            float* to = static_cast<float*>(rows.data) + at + lane_token * rows.token;
 #pragma unroll
             for (int tile = 0; tile < kRows / 8; ++tile, to += 8 * rows.token)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    if (tile * 8 + lane_token + e % 2 < left && lane_row + e / 2 * 8 < value_dim)
+                    if (tile * 8 + lane_token + e % 2 < left && row + e / 2 * 8 < value_dim)
                         to[e % 2 * rows.token + e / 2 * 8] = d_values[tile][e];
         }
     };
@@ -162,8 +144,10 @@ struct ReturnRole {
             slice = p.saved.returned + p.saved.index(cursor.segment.slot + chunks - 1, cursor.value_head,
                                                      cursor.rows.first / kWarpRows);
         const std::int64_t of_chunk = std::int64_t{p.saved.value_heads} * p.saved.count;
-        const bool stores = !kMaps && p.d.d_v.data && !by_tma;
+        const bool stores = !kMaps && stores_by_role(p),
+                   stores_floats = !kMaps && p.d.d_v.data && !stores_values<T>(p.d.d_v);
         Output output(p.d.d_v, cursor, a.value_dim);
+        const std::uint32_t lane_at = buffer + threadIdx.x % 32 * 16;
         int left = cursor.last_count;
 
         Packed packed[kKey / 16];
@@ -192,15 +176,24 @@ struct ReturnRole {
             Carry::read_state(kPerChannel ? d_writes : solved, packed, at + offsetof(Stage, keys.carry));
             multiply_rows(d_writes, d_o, at + offsetof(Stage, scores), kPerChannel);
             wgmma::commit();
-            if (slice) {
-                buffer.store(slice->d_state, packed);
+            if (stores) {
+                if (slice) {
 #pragma unroll
-                for (int block = 0; block < kBlocks; ++block)
-                    backward::save_block(slice->d_outputs, block, d_o[block]);
+                    for (int step = 0; step < kKey / 16; ++step)
+                        store_matrices(lane_at + offsetof(Buffer, d_state) + step * backward::kSavedBlock,
+                                       packed[step]);
+                }
+                signal_stores();
+                if (slice) {
+#pragma unroll
+                    for (int block = 0; block < kBlocks; ++block)
+                        backward::save_block(slice->d_outputs, block, d_o[block]);
+                }
             }
+            if constexpr (!kPerChannel) Carry::scale_state(state, of);
             wgmma::wait<0>();  // where branches join, ptxas would wait in any case
             wgmma::hold(d_writes);
-            Carry::scale_state(state, of);
+            if constexpr (kPerChannel) Carry::scale_state(state, of);
             if constexpr (!kPerChannel) {
                 wgmma::hold(solved);
 #pragma unroll
@@ -276,22 +269,19 @@ struct ReturnRole {
                 wgmma::commit();
                 pack<T>(values, solved);
             }
-            if (stores && !output.rounded) output.store_floats(d_values, cursor.rows.first, left);
-            if (!kMaps && by_tma) {
-                control.out.free[warpgroup].wait(chunks - chunk & 1);
+            if (stores_floats) output.store(d_values, left);
+            if (stores) {
+                control.out.free[warpgroup].wait(chunks - 1 - chunk & 1);
                 const std::uint32_t to =
                     shared_address(shared.outs) + warpgroup * Shared::kRowTileBytes + own_value_row();
 #pragma unroll
-                for (int block = 0; block < kBlocks; ++block)
-                    store_matrices_transposed(to + block * kValueBlockBytes, values[block]);
-                fence_async_proxy();
-                control.out.ready[warpgroup].arrive();
-            }
-            if (slice || (stores && output.rounded)) {
-#pragma unroll
                 for (int block = 0; block < kBlocks; ++block) {
-                    if (slice) backward::save_block(slice->d_values, block, values[block]);
-                    if (stores && output.rounded) output.store(block, values[block], left);
+                    store_matrices_transposed(to + block * kValueBlockBytes, values[block]);
+                    if constexpr (kReadsState)
+                        store_matrices(lane_at + offsetof(Buffer, d_values) + block * backward::kSavedBlock,
+                                       values[block]);
+                    else if (slice)
+                        backward::save_block(slice->d_values, block, values[block]);
                 }
             }
             wgmma::wait<0>();
@@ -312,14 +302,129 @@ struct ReturnRole {
             output.previous_chunk();
             left = kRows;
         }
-        buffer.wait();
+        if (stores) signal_stores();
         store_last(state);
     }
 
 private:
+    using Buffer = ReturnBuffer<T, kKey, kReadsState>;
+
+    // dV of the chunk before, and Z of this one, are in shared memory.
+    __device__ __forceinline__ void signal_stores() const {
+        fence_async_proxy();
+        shared.control.out.ready[threadIdx.x / kWarpgroupThreads].arrive();
+    }
     static __device__ __forceinline__ float2 factor_of(const F& of, int tile) {
         if constexpr (!kPerChannel) return Carry::per_token(of.k_factor, tile);
         return {};
+    }
+};
+
+template <class T, int kKey, bool kReadsState, bool kPerChannel>
+struct ReturnStoreRole {
+    using Shared = CarryShared<T, kKey, kReadsState, kPerChannel, false>;
+    using Buffer = ReturnBuffer<T, kKey, kReadsState>;
+    static constexpr int kRows = kTokens<kKey>, kUnits = kWarpgroupRows / 8,
+                         kBufferBytes = static_cast<int>(sizeof(Buffer));
+
+    const DeviceArgs& a;  // a.o: dV
+    const WalkParams<T, kKey>& p;
+    const CarryMaps& maps;
+    const CarryCursor<kKey, kReadsState, kPerChannel, false>& cursor;
+    const Shared& shared;
+    std::uint32_t buffers;  // of all state warps
+
+    __device__ __forceinline__ void run() const {
+        if (!stores_by_role(p)) return;
+        const int chunks = cursor.segment.chunks, last = shared.warpgroups - 1;
+        Ring<kMaxStateWarpgroups>& out = shared.control.out;
+#pragma unroll 1
+        for (int step = 0; step <= chunks; ++step) {
+            const int behind = chunks - step;  // the chunk that dV is of
+            const bool has_values = stores_values<T>(a.o) && step > 0;
+#pragma unroll 1
+            for (int warpgroup = 0; warpgroup <= last; ++warpgroup) {
+                out.ready[warpgroup].wait(step & 1);
+                if (threadIdx.x % 32 == 0) {
+                    if (p.saved.returned) store_slices(behind, warpgroup);
+                    if (has_values && by_tma(behind))
+                        tma_store(
+                            maps.o,
+                            TileCoordinates{cursor.rows.first + warpgroup * kWarpgroupRows, cursor.value_head,
+                                            static_cast<int>(cursor.token(behind)), cursor.batch},
+                            shared_address(shared.outs[warpgroup].bytes));
+                    tma_commit_stores();
+                }
+                __syncwarp();
+                if (has_values && !by_tma(behind)) store_rows(behind, warpgroup);
+            }
+            // The first of two warpgroups goes on while what the second has written is still read.
+            if (last > 0) {
+                tma_wait_stores_read<1>();
+                __syncwarp();
+                out.free[0].arrive();
+            }
+            tma_wait_stores_read<0>();
+            __syncwarp();
+            out.free[last].arrive();
+        }
+    }
+
+private:
+    // A tile of a packed sequence's partial last chunk would overwrite the next sequence's dV.
+    __device__ __forceinline__ bool by_tma(int chunk) const {
+        return maps.outputs && (!a.cu_seqlens || cursor.count(chunk) == kRows);
+    }
+
+    // Of a warpgroup: dV of chunk `behind`, and Z of the chunk before that one in the sequence.
+    __device__ __forceinline__ void store_slices(int behind, int warpgroup) const {
+        const std::int64_t of_chunk = std::int64_t{p.saved.value_heads} * p.saved.count;
+        const int first = cursor.rows.first + warpgroup * kWarpgroupRows,
+                  warps = min(kWarpgroupWarps, (a.value_dim - first + kWarpRows - 1) / kWarpRows);
+        const std::int64_t slice =
+            p.saved.index(cursor.segment.slot + behind, cursor.value_head, first / kWarpRows);
+        std::uint32_t from = buffers + warpgroup * (kWarpgroupWarps * kBufferBytes);
+#pragma unroll 1
+        for (int warp = 0; warp < warps; ++warp, from += kBufferBytes) {
+            if (behind > 0)
+                store_bulk(p.saved.returned[slice - of_chunk + warp].d_state,
+                           from + offsetof(Buffer, d_state), sizeof(Buffer::d_state));
+            if constexpr (kReadsState)
+                if (behind < cursor.segment.chunks)
+                    store_bulk(p.saved.returned[slice + warp].d_values, from + offsetof(Buffer, d_values),
+                               sizeof(Buffer::d_values));
+        }
+    }
+
+    template <class Word>
+    static __device__ __forceinline__ void copy_words(T* to, const T* from, int count) {
+        constexpr int kEach = sizeof(Word) / sizeof(T);
+#pragma unroll 1
+        for (int e = 0; e < count; e += kEach)
+            *reinterpret_cast<Word*>(to + e) = *reinterpret_cast<const Word*>(from + e);
+    }
+    // dV of a warpgroup, for any strides and alignment.
+    __device__ __forceinline__ void store_rows(int chunk, int warpgroup) const {
+        const int row = cursor.rows.first + warpgroup * kWarpgroupRows;
+        const bool in_pieces = aligned<T>(a.o, a.value_dim),
+                   in_pairs = (a.o.batch | a.o.token | a.o.head | a.value_dim) % 2 == 0 &&
+                              reinterpret_cast<std::uintptr_t>(a.o.data) % 4 == 0;
+        const unsigned char* const tile = shared.outs[warpgroup].bytes;
+        T* const first = static_cast<T*>(a.o.data) +
+                         a.o.offset(cursor.batch, cursor.token(chunk), cursor.value_head) + row;
+#pragma unroll 1
+        for (int i = static_cast<int>(threadIdx.x) % 32; i < cursor.count(chunk) * kUnits; i += 32) {
+            const int token = i / kUnits, unit = i % kUnits, count = min(a.value_dim - row - unit * 8, 8);
+            const auto* const from =
+                reinterpret_cast<const T*>(tile + Tile<kRows, kWarpgroupRows>::unit(token, unit) * 16);
+            T* const to = first + token * a.o.token + unit * 8;
+            if (in_pieces)
+                copy_words<uint4>(to, from, count);
+            else if (in_pairs)
+                copy_words<std::uint32_t>(to, from, count);
+            else
+                copy_words<T>(to, from, count);
+        }
     }
 };
 
