@@ -141,9 +141,10 @@ __global__ void __launch_bounds__(kStepThreads, decode_ctas<kKey, kTokens, kRows
     const DecodeRange steps{range.batch, range.begin * writes, range.length * writes};
     // A warp has six scoreboard counters, most of which guard address registers. With low-rank keys, which
     // have the most inputs, ptxas gives the slot's load the counter of the inputs, so that the state would
-    // wait for all of these. There slots, also that of the CTA ahead, are waited for first. CTAs of 16 rows
-    // lose more by later inputs than they gain.
-    constexpr bool kSlotsFirst = kOne && kKeys == Keys::kLowRank && kRows > 1;
+    // wait for all of these. There slots, also that of the CTA ahead, are waited for first; with states of
+    // float32, too, which gain less. CTAs of 16 rows lose more by later inputs than they gain.
+    constexpr bool kSlotsFirst =
+        kOne && kRows > 1 && (kKeys == Keys::kLowRank || std::is_same_v<State, float>);
     std::int32_t slot_ahead = 0;
     if constexpr (kSlotsFirst) {
         const unsigned ahead = blockIdx.x + a.ahead;
