@@ -19,11 +19,12 @@ def _comparable(case: Case) -> bool:
     return sum(case.lengths) <= COMPARED_TOKENS
 
 
-# The backward pass is told what the forward pass knows.
+# The backward pass is told what the forward pass knows, where a function has the option.
+KEPT = ("kda", "gdn", "gdn2", "gdp", "gla", "delta")
 KEEPS = Impl(
     "cula:disable_recompute",
     cula_bind(None, disable_recompute=True),
-    lambda p, case: p in TRAINING_PASSES and case.algorithm == "kda",
+    lambda p, case: p in TRAINING_PASSES and case.algorithm in KEPT,
 )
 
 # The kernels that every GPU has, where dispatch prefers those of Hopper.

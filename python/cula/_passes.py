@@ -140,12 +140,13 @@ def forward(
         (wants_state is False or wants_state is True)
         and (v_first is True or v_first is False)
         and (wants_chunk_states is False or wants_chunk_states is True)
+        and (disable_recompute is False or disable_recompute is True)
     ):
         check_flags(
             output_final_state=wants_state is not None and wants_state,  # FLA's layers hand None on
-            state_v_first=v_first,
-            return_intermediate_states=wants_chunk_states,
-        )
+            state_v_first=v_first, return_intermediate_states=wants_chunk_states,
+            disable_recompute=disable_recompute,
+        )  # fmt: skip
     initial_indices, final_indices = states.initial_indices, states.final_indices
     chunk_size, out, checkpoints = outputs.chunk_size, outputs.o, outputs.checkpoints
     options = pack(
@@ -214,7 +215,6 @@ def forward(
         except (TypeError, ValueError) as error:
             raise named(error, names) from None
         return o if out is None else out, made_state if returned is None else returned, None
-
     checkpoint_states = plan = chunk_states = chunk_states_v_first = None
     if checkpoints is not None:
         checkpoint_states, plan = checkpoints_of(checkpoints)

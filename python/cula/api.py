@@ -30,6 +30,9 @@ return_intermediate_states: return h as a third value: the state at the start of
     (16, 32 or 64) tokens, `[B, NT, HV, V, K]` in k's dtype. The chunks of packed sequences follow each other
     along NT, which is their number where the lengths can be read without waiting (on the CPU, not under
     torch.compile) and else the most that it could be, with zeros beyond.
+disable_recompute: of `cula_kda`, `cula_gdn`, `cula_gdn2`, `cula_gdp`, `cula_gla` and `cula_delta`: keep for
+    the backward pass what it would compute again; without effect where no kernel does
+    (docs/guide/training.md, "Memory").
 backend: a target by name (`"cpu"`, `"cpu:avx2"`, `"reference"`, see `cula.explain()`); None for the best.
 deterministic: results are bit-equal from run to run in any case; `"batch_invariant"` also gives a sequence
     the same bits whatever else is in the batch.
@@ -120,8 +123,6 @@ def cula_kda(
     use_qk_l2norm_in_kernel: normalise q and k, `x * rsqrt(sum(x * x) + 1e-6)`.
     safe_gate: a promise that the log decay lies in [-5, 0), which no kernel here needs; other bounds are
         refused.
-    disable_recompute: keep for the backward pass what it would compute again; without effect where no kernel
-        does (docs/guide/training.md, "Memory").
     kwargs: `chunk_size`, the spacing of h.
 
     Returns (o `[B, T, HV, V]` in q's dtype, final state or None), and h if asked for. Everything else:
@@ -130,8 +131,8 @@ def cula_kda(
     if cp_context is not None:
         _passes.refuse_context()
     chunk_size = _passes.chunk_size_of("cula_kda", kwargs) if kwargs else 64
-    if not (type(safe_gate) is type(disable_recompute) is bool):
-        _passes.check_flags(safe_gate=safe_gate, disable_recompute=disable_recompute)
+    if type(safe_gate) is not bool:
+        _passes.check_flags(safe_gate=safe_gate)
     if use_gate_in_kernel is True:
         _decays.check_gate(A_log, lower_bound, safe_gate)
     algorithm, gate, dt_bias = _decays.kda_decay(q, g, dt_bias)
@@ -162,6 +163,7 @@ def cula_gdn(
     use_gate_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     lower_bound: float | None = None,
+    disable_recompute: bool = False,
     return_intermediate_states: bool = False,
     device: torch.device | str | None = None,
     A_log: Tensor | None = None,
@@ -199,7 +201,7 @@ def cula_gdn(
             null_index, state_v_first, state_scales,
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
-        backend, deterministic, device, kept,
+        backend, deterministic, device, kept, disable_recompute=disable_recompute,
     ))  # fmt: skip
 
 
@@ -218,6 +220,7 @@ def cula_gdn2(
     use_gate_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     lower_bound: float | None = None,
+    disable_recompute: bool = False,
     return_intermediate_states: bool = False,
     device: torch.device | str | None = None,
     A_log: Tensor | None = None,
@@ -260,7 +263,7 @@ def cula_gdn2(
             null_index, state_v_first, state_scales,
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
-        backend, deterministic, device, kept, erase=erase,
+        backend, deterministic, device, kept, erase=erase, disable_recompute=disable_recompute,
     ))  # fmt: skip
 
 
@@ -278,6 +281,7 @@ def cula_gdp(
     use_gate_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     lower_bound: float | None = None,
+    disable_recompute: bool = False,
     return_intermediate_states: bool = False,
     device: torch.device | str | None = None,
     A_log: Tensor | None = None,
@@ -322,7 +326,7 @@ def cula_gdp(
             null_index, state_v_first, state_scales,
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
-        backend, deterministic, device, kept,
+        backend, deterministic, device, kept, disable_recompute=disable_recompute,
     ))  # fmt: skip
 
 
@@ -400,6 +404,7 @@ def cula_gla(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    disable_recompute: bool = False,
     return_intermediate_states: bool = False,
     device: torch.device | str | None = None,
     state_v_first: bool = True,
@@ -429,7 +434,7 @@ def cula_gla(
             null_index, state_v_first, state_scales,
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
-        backend, deterministic, device, kept,
+        backend, deterministic, device, kept, disable_recompute=disable_recompute,
     ))  # fmt: skip
 
 
@@ -543,6 +548,7 @@ def cula_delta(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    disable_recompute: bool = False,
     return_intermediate_states: bool = False,
     device: torch.device | str | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
@@ -574,5 +580,5 @@ def cula_delta(
             null_index, state_v_first, state_scales,
         ),
         Outputs(out, output_final_state, checkpoints, return_intermediate_states, chunk_size),
-        backend, deterministic, device, kept, _decays.log_decay(decay),
+        backend, deterministic, device, kept, _decays.log_decay(decay), disable_recompute=disable_recompute,
     ))  # fmt: skip

@@ -49,7 +49,7 @@ def chunk_gdn2(
     grouped, which FLA's have to be repeated for. `A_log` and `dt_bias` hold HV and HV * K values. States are
     float32 `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; h, the states at chunk starts, is
     `[B, NT, HV, K, V]` in k's dtype and needs `torch.inference_mode()`. `disable_recompute` is that of
-    `cula.cula_kda`. Tokens of no sequence give zeros. With `cp_context` the tokens are the rank's, as in
+    `cula.api`. Tokens of no sequence give zeros. With `cp_context` the tokens are the rank's, as in
     `cula.dist.cula_gdn2_cp`. Errors are FLA's.
     """
     try:

@@ -40,7 +40,7 @@ def chunk_dplr_delta_rule(
     q, k, a, b, gk `[B, T, H, K]`, v `[B, T, H, V]`; gk is the log decay, of any size. States are
     `[N, H, K, V]`, the final one float32. `safe_gate`, `lower_bound` and `chunk_size` say what FLA's kernels
     may rely on and change nothing here, nor does `cu_seqlens_cpu`; `disable_recompute` is that of
-    `cula.cula_kda`. Tokens of no sequence give zeros. With `cp_context` the tokens are the rank's, as in
+    `cula.api`. Tokens of no sequence give zeros. With `cp_context` the tokens are the rank's, as in
     `cula.dist.cula_rwkv7_cp`. Errors are FLA's.
     """
     try:

@@ -68,7 +68,7 @@ def chunk_kda(
     hold HV and HV * K values. States are float32 `[N, HV, K, V]`, `[N, HV, V, K]` with `state_v_first`; h,
     the states at chunk starts, is `[B, NT, HV, K, V]` in k's dtype and needs `torch.inference_mode()`.
     `use_graph` and `max_num_seqs` change nothing: no call reads lengths on the host. `disable_recompute` is
-    that of `cula.cula_kda`, and changes nothing with `cp_context`. Tokens of no sequence give zeros. With
+    that of `cula.api`, and changes nothing with `cp_context`. Tokens of no sequence give zeros. With
     `cp_context` the tokens are the rank's, as in `cula.dist.cula_kda_cp`. Errors are FLA's.
     """
     try:

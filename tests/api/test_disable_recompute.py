@@ -17,9 +17,12 @@ from cula_testing.compare import assert_same_bits
 SMALL = Case("kda", (20,), heads=1, value_heads=2, key_dim=16, value_dim=16, dtype=torch.float32)
 
 
-def saved_by(function, **options) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+OTHERS = [SMALL.but(algorithm=name) for name in ("gdn", "gdn2", "gdp", "gla", "delta")]
+
+
+def saved_by(function, case: Case = SMALL, **options) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """What autograd keeps of a call, and the gradients."""
-    inputs = make(SMALL)
+    inputs = make(case)
     leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in gradients.names(inputs)}
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -35,14 +38,24 @@ def drop_in(inputs, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("function", [level1.prefill, drop_in], ids=["level 1", "drop-in"])
-def test_a_call_that_nothing_is_kept_of_runs_as_without(function):
+@pytest.mark.parametrize(
+    ("function", "case"),
+    [(level1.prefill, SMALL), (drop_in, SMALL)] + [(level1.prefill, case) for case in OTHERS],
+    ids=["level 1", "drop-in"] + [case.algorithm for case in OTHERS],
+)
+def test_a_call_that_nothing_is_kept_of_runs_as_without(function, case):
     """float32 has no chunks on a GPU, and CPUs compute all again."""
-    plain, wanted = saved_by(function)
-    kept, found = saved_by(function, disable_recompute=True)
+    plain, wanted = saved_by(function, case)
+    kept, found = saved_by(function, case, disable_recompute=True)
     assert [x.shape for x in kept] == [x.shape for x in plain]
     for name, gradient in wanted.items():
         assert_same_bits(name, gradient, found[name])
+
+
+@pytest.mark.parametrize("case", [SMALL, *OTHERS], ids=lambda case: case.algorithm)
+def test_it_is_a_flag(case):
+    with pytest.raises(TypeError, match="disable_recompute must be of type bool, got str"):
+        level1.prefill(make(case), disable_recompute="yes")
 
 
 def test_without_gradients_it_changes_nothing():

@@ -210,6 +210,14 @@ def trained(inputs: Inputs, disable_recompute: bool, function=level1.prefill) ->
 
 
 LAYER = Case("kda", (300, 70), packed=True, gate="softplus", qk_l2norm=True, **WIDE)
+LAYERS = {
+    "kda": LAYER,
+    "gdn": LAYER.but(algorithm="gdn"),
+    "gdn2": LAYER.but(algorithm="gdn2"),
+    "gdp": LAYER.but(algorithm="gdp"),
+    "gla": LAYER.but(algorithm="gla", gate="log_decay"),
+    "delta": LAYER.but(algorithm="delta", gate="log_decay"),
+}
 
 
 def kept_bytes(inputs: Inputs, **options) -> int:
@@ -220,8 +228,10 @@ def kept_bytes(inputs: Inputs, **options) -> int:
     return sum(x.nbytes for x in saved if x.dtype == torch.int32 and x.dim() == 3)
 
 
-def test_the_function_has_the_same_gradients():
-    inputs = make(LAYER)
+@pytest.mark.parametrize("algorithm", LAYERS)
+def test_the_function_has_the_same_gradients(algorithm):
+    inputs = make(LAYERS[algorithm])
+    assert kept_bytes(inputs) > 0
     assert_same(trained(inputs, False), trained(inputs, True))
     assert_same(
         trained(inputs, False, lambda *a, **named: level1.prefill(*a, **named, backend="sm80")),
@@ -229,16 +239,19 @@ def test_the_function_has_the_same_gradients():
     )
 
 
+@pytest.mark.parametrize("algorithm", LAYERS)
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (100, 40), (256, 256)])
-def test_what_is_kept_is_what_the_guide_says(K, V):
-    case = LAYER.but(lengths=(640,), packed=False, key_dim=K, value_dim=V)
+def test_what_is_kept_is_what_the_guide_says(K, V, algorithm):
+    case = LAYERS[algorithm].but(lengths=(640,), packed=False, key_dim=K, value_dim=V)
     C, channels, values = (
         (64 if K <= 128 else 32),
         (64 if K <= 64 else 128 if K <= 128 else 256),
         -(-V // 16) * 16,
     )
-    of_chunk = 6 * C * channels + 4 * C * (C + 16) + 2 * values * (channels + C) + 4 * (channels + 1)
-    assert kept_bytes(make(case)) == 640 // C * case.value_heads * of_chunk
+    of_chunk = 4 * C * (C + 16) + 2 * values * (channels + C)
+    per_channel = algorithm in ("kda", "gdn2", "gla")
+    of_chunk += 6 * C * channels + 4 * (channels + 1) if per_channel else 16 * C + 4
+    assert kept_bytes(make(case)) == 640 * case.writes // C * case.value_heads * of_chunk
 
 
 @pytest.mark.parametrize(
