@@ -200,6 +200,27 @@ def test_float32_gradients_of_narrow_inputs(algorithm, dtype):
         assert_same_bits(f"d_{name}", gradient, made[f"d_{name}"].to(gradient.dtype))
 
 
+@HALVES
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 2)], ids=["single", "pairs"])
+def test_rows_of_d_v_that_have_no_tensor_map(algorithm, dtype, before, after):
+    """They begin at an odd element, or at a multiple of 4 bytes; rows of two warpgroups."""
+    inputs = make(
+        Case(algorithm, (70, 0, 140), packed=True, value_heads=4, key_dim=128, value_dim=72, dtype=dtype)
+    )
+    d_o, d_final_state = gradients.upstream(inputs)
+    wanted = gradients.backward(inputs, d_o, d_final_state)
+    made = {f"d_{name}": gradients.empty(inputs, name) for name in wanted}
+    wider = (*inputs.v.shape[:-1], before + 72 + after)
+    made["d_v"] = torch.full(wider, float("nan"), dtype=dtype)[..., before : before + 72]
+    gradients.call(
+        "backward", "", made, **inputs.tensors(), **inputs.case.options, initial_state=inputs.initial_state,
+        d_o=d_o, d_final_state=d_final_state,
+    )  # fmt: skip
+    for name, gradient in wanted.items():
+        assert_same_bits(f"d_{name}", gradient, made[f"d_{name}"])
+    gradients.assert_nothing_beside("v", made["d_v"])
+
+
 @pytest.mark.parametrize("count", [32, 33, 1025])
 def test_many_short_sequences(algorithm, count):
     lengths = tuple((7 * n) % 23 for n in range(count))
