@@ -12,9 +12,7 @@
 //
 // A chunk, in the order of issue, and what the threads do while the product runs:
 //   product                    A operand     meanwhile
-//   dU = Z K+^T + dO A         packed Z, dO  write Z to shared memory; signal it, with dV of the chunk
-//   before;
-//                                            store dO; with one decay per token, Z times the decay
+//   dU = Z K+^T + dO A         packed Z, dO  write Z to shared memory; signal it and the last dV; store dO
 //   dV = dU T                  dU
 //   Z += dO Q~                 dO            wait for dV; pack it
 //   Z -= dV K^                 dV            write dV to shared memory
@@ -190,10 +188,9 @@ struct ReturnRole {
                         backward::save_block(slice->d_outputs, block, d_o[block]);
                 }
             }
-            if constexpr (!kPerChannel) Carry::scale_state(state, of);
             wgmma::wait<0>();  // where branches join, ptxas would wait in any case
+            Carry::scale_state(state, of);
             wgmma::hold(d_writes);
-            if constexpr (kPerChannel) Carry::scale_state(state, of);
             if constexpr (!kPerChannel) {
                 wgmma::hold(solved);
 #pragma unroll
