@@ -5,10 +5,11 @@ length for all that is compared. bench/peers.py has the libraries of GPUs."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 
 import cula
-from cula.bench.impls import COPY_STATE, EAGER_CHUNK, EAGER_RECURRENT, OURS, Impl, cula_bind
+from cula.bench.impls import COPY_STATE, EAGER_CHUNK, EAGER_RECURRENT, OURS, PREFILL, Impl, cula_bind
 from cula_testing.cases import TRAINING_PASSES, Case
 
 # Peers and forced backends run up to this length; the longer cases show how our own time grows.
@@ -19,13 +20,14 @@ def _comparable(case: Case) -> bool:
     return sum(case.lengths) <= COMPARED_TOKENS
 
 
-# The backward pass is told what the forward pass knows, where a function has the option.
-KEPT = ("kda", "gdn", "gdn2", "gdp", "gla", "delta")
-KEEPS = Impl(
-    "cula:disable_recompute",
-    cula_bind(None, disable_recompute=True),
-    lambda p, case: p in TRAINING_PASSES and case.algorithm in KEPT,
-)
+def _may_keep(pass_name: str, case: Case) -> bool:
+    """Whether the function of the algorithm has the option."""
+    options = inspect.signature(PREFILL[case.algorithm]).parameters
+    return pass_name in TRAINING_PASSES and "disable_recompute" in options
+
+
+# The backward pass is told what the forward pass knows.
+KEEPS = Impl("cula:disable_recompute", cula_bind(None, disable_recompute=True), _may_keep)
 
 # The kernels that every GPU has, where dispatch prefers those of Hopper.
 PORTABLE = Impl("cula:sm80", cula_bind("sm80"), lambda p, _case: p == "prefill")

@@ -15,8 +15,6 @@ from cula_testing.cases import Case, make
 from cula_testing.compare import assert_same_bits
 
 SMALL = Case("kda", (20,), heads=1, value_heads=2, key_dim=16, value_dim=16, dtype=torch.float32)
-
-
 OTHERS = [SMALL.but(algorithm=name) for name in ("gdn", "gdn2", "gdp", "gla", "delta")]
 
 

@@ -26,7 +26,7 @@
 // All threads do the same work, in this order:
 // 1. Load the indices that name the state's slot.
 // 2. Issue the loads of the first tokens' inputs, while the slot is on its way (DecodeInputs::fetch); after
-//    3 with low-rank keys, one token and kRows > 1.
+//    3 with kRows > 1, one token, and low-rank keys or states of float32.
 // 3. Issue the cp.async copies of the state's rows to shared memory.
 // 4. Prepare the tokens in shared memory while the state is on its way: thread c handles channel c of all
 //    kTokens tokens (DecodeInputs::ready). One __syncthreads() follows.

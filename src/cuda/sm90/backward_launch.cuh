@@ -60,7 +60,7 @@ struct WarpgroupWalks {
         tiles.forwards = maps(of.a, false);
         tiles.backwards = maps(back, true);
         if (kMaps) tiles.backwards.outputs = false;
-        // `stages` is the most on the way in, and what fits on the way out. buffer: of a warp that saves.
+        // Lowers `stages` to as many as fit; returns the bytes. buffer: bytes of a state warp that saves.
         const auto take_stages = [&](auto bytes, std::size_t buffer, int& stages) {
             const std::size_t buffers = kMaps ? 0 : of.rows.warps * buffer;
             while (bytes(warpgroups, stages) + buffers > call.shared_bytes_limit) --stages;

@@ -34,9 +34,9 @@ struct WalkTiles {
     int stages_forwards = kMaxStages, stages_backwards = kMaxStages;
 };
 
-// Of a carry beside a return. It reads and writes less than the return does: with more stages it would take
-// more of the memory's rate and end long before the return, for which its multiprocessors then wait, unless
-// further CTAs do.
+// Of a carry beside a return. It reads and writes less than the return does. With more stages it would take
+// more of the memory's bandwidth and end long before the return; from then on its multiprocessors have only
+// CTAs that had to wait, if there are any.
 inline constexpr int kStagesBesideReturn = 2;
 
 // The CTAs of either walk have the stages of a carry: the carry here those of a map, without A and Q~, the
@@ -81,11 +81,12 @@ struct alignas(kChunkAlignment) ReturnBuffer {
     T d_state[kKey * backward::kSliceValues];
 };
 
-// What the store role of a return stores: dV, unless it is of another dtype than T; or slices, too.
+// Whether the store role of a return stores dV; the state role stores that of another dtype than T.
 template <class T>
 __device__ __forceinline__ bool stores_values(const TokenRows& d_v) {
     return d_v.data && d_v.dtype == kDtype<T>;
 }
+// Whether it stores anything: slices, or dV.
 template <class T, int kKey>
 __device__ __forceinline__ bool stores_by_role(const WalkParams<T, kKey>& p) {
     return p.saved.returned || stores_values<T>(p.d.d_v);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The walk backwards: its state role and its store role.
 //
-// State role: a warpgroup that holds 64 value rows of Z [V, K], d loss / d state,
-// in float accumulators from the last chunk of its segment to the first. Its equation is that of the portable
-// return (docs/design/backward-cuda.md); dU, dV and dO are [V, C]:
+// State role: a warpgroup that holds 64 value rows of Z [V, K], d loss / d state, in float accumulators from
+// the last chunk of its segment to the first. Its equation is that of the portable return
+// (docs/design/backward-cuda.md); dU, dV and dO are [V, C]:
 //   write    dU = Z K+^T + dO A
 //   solve    dV = dU T                              if the rule reads the state; else dV = dU
 //   return   Z  = Z diag(decay) + dO Q~ - dV K^     without K^ if the rule does not read the state
@@ -18,9 +18,9 @@
 //   Z -= dV K^                 dV            write dV to shared memory
 // Of a compensated chunk A, T, dU and dV have a low word each, which are further products.
 //
-// Store role: a warp, which takes Z and dV from shared to global memory by TMA. In a step it has Z of the
-// chunk that the walk has come to, and dV of the one that it has left, for which the state role signals once.
-// The last step has dV alone.
+// Store role: a warp, which takes Z and dV from shared to global memory, by TMA where the layout of dV
+// allows it. The state role signals once for a step, which has Z of the chunk that the walk has come to
+// and dV of the one that it has left. The last step has dV alone.
 #pragma once
 
 #include "cuda/sm90/walks/config.cuh"
