@@ -30,6 +30,46 @@ CULA_HOST_DEVICE constexpr int square_index(int row, int column) { return row * 
 // rows. It is an A operand by ldmatrix, and so is its transpose.
 using Square = std::uint32_t[4][32];
 
+// The patch of a warp: a warpgroup has a group of channels, and its warps the blocks, of which wgmma gives
+// them the rows.
+template <int kKey>
+struct AnchoredPatch : Patch<kKey> {
+    __device__ __forceinline__ AnchoredPatch() : Patch<kKey>(with_patch_of(thread_again())) {}
+
+private:
+    // The thread that has this one's patch in gradient_channel.
+    static __device__ __forceinline__ int with_patch_of(int thread) {
+        using P = Patches<kKey>;
+        const unsigned warp = static_cast<unsigned>(thread) / 32, lane = static_cast<unsigned>(thread) % 32;
+        return static_cast<int>((warp % P::kBlocks * P::kGroups + warp / P::kBlocks) * 32 + lane);
+    }
+};
+
+// A patch of floats on its way from accumulators to columns. Units of 16 bytes have the even or the odd ones
+// of eight channels of a token, as matrices of stmatrix and ldmatrix; where they lie, eight tokens of one
+// half and eight units of one token of both halves fall on different banks.
+struct alignas(16) TurnedPatch {
+    static constexpr int kHalfBytes = kHalf * 32 + 16, kEightChannels = 2 * kHalfBytes;
+    // In bytes: token t of a half, channels 8 n and 2, 4, 6 more (odd: 1, 3, 5, 7).
+    static CULA_HOST_DEVICE constexpr int unit(int half, int t, int n, int odd) {
+        return n * kEightChannels + half * kHalfBytes + t * 32 + (odd ^ t / 4) * 16;
+    }
+    unsigned char bytes[kGroup / 8 * kEightChannels];
+};
+
+// A patch of gradients on its way to rows of words, or lane by lane to elements.
+template <class T>
+union StagedPatch {
+    PatchOperand<T> rows;
+    float elements[2 * kHalf][32];
+};
+
+static_assert(sizeof(StagedPatch<__nv_bfloat16>) <= sizeof(TurnedPatch));
+
+// Numbers of lanes to sum over the 16 lanes of a half, [half][lane][number]. Pitches are such that neither
+// stores of four numbers nor loads of one have bank conflicts.
+using LaneSums = float[2][16 * (2 * kHalf + 4) + 16];
+
 // The tensors of which a patch has rows.
 struct AnchoredRows {
     enum Name : int { kQ, kK, kG, kDq, kDk, kDg, kErase, kEraseKeys, kDErase, kCount };
@@ -41,14 +81,32 @@ struct alignas(128) AnchoredSmem {
     static constexpr int kSquares = square_index(P::kBlocks, 0);
 
     // Operands, q scale f, -k f (with erase keys -e f) and k / f with the decay f from the anchor of their
-    // block, and later the patch between accumulators and columns.
+    // block; before and after them what has been given, what a sum over lanes adds, and the patch between
+    // accumulators and columns.
     union {
         struct {
-            PatchOperand<T> queries, readers, keys;
-        } operands;
-        PatchFloats turned;
+            union {
+                struct {
+                    PatchOperand<T> queries, readers;
+                };
+                struct {
+                    PatchOperand<T> q, k;  // as they came
+                };
+                TurnedPatch turned;
+                StagedPatch<T> staged;
+            };
+            union {
+                PatchOperand<T> keys;
+                PatchOperand<T> gates;  // as they came
+            };
+        };
+        LaneSums sums;  // over all of the above
     } own[P::kWarps];
-    float2 log_decays[P::kWarps][kHalf][32];  // to base 2, of a lane's column
+    // Decays f of a lane's column, and at the end gradients.
+    union {
+        float2 decays[kHalf][32];
+        StagedPatch<T> staged;
+    } columns[P::kWarps];
     Square d_scores[kSquares], d_overlaps[kSquares];
     float of_halves[2 * P::kBlocks][kKey];  // decays of half blocks
     // Decays from the chunk's start to the anchor of the first block, from each to the next, to the chunk's
@@ -58,9 +116,9 @@ struct alignas(128) AnchoredSmem {
     float entering[P::kBlocks][kKey];   // of the rows of a block, the sum over paths from the chunk's start
     float crossing[P::kBlocks][kKey];   // of a block, the sum of what its tokens add to dg of those before
     float bias_sums[P::kBlocks][kKey];  // of ddt_bias
-    float squares[P::kWarps][2][kBlock], dots[P::kWarps][2][kBlock];  // of a patch: x . x; dy . x
-    float norms[P::kWarps][2][kBlock], along[P::kWarps][2][kBlock];   // 1 / |x|; dy . x / |x|^2
-    float strengths[P::kRows], betas[P::kRows];                       // dV . U; beta as it came
+    float along[P::kWarps][2][kBlock];  // of a patch: x . x, and later, of all channels, dy . x / |x|^2
+    float dots[P::kWarps][2][kBlock], norms[P::kWarps][2][kBlock];  // of a patch: dy . x; 1 / |x|
+    float strengths[P::kRows], betas[P::kRows];                     // dV . U; beta as it came
     float rate_sums[P::kWarps];
     std::int32_t is_out_of_range[2];             // in the chunk at hand, and in the one before
     ChannelPlace place[2];                       // likewise

@@ -5,6 +5,7 @@
 
 #include "cuda/backward/anchored_tensors.cuh"
 #include "cuda/backward/channel_slices.cuh"
+#include "cuda/ptx/wgmma.cuh"
 
 namespace cula::cuda::backward {
 
@@ -79,9 +80,168 @@ struct AnchoredSums : AnchoredTensors<T, kKey, kReader> {
 
     // Accumulators of a patch from the slices; squares, strengths and rowsum(S o Z) to shared memory.
     __device__ __forceinline__ void add_slices(Ends& ends) const {
-        const Patch<kKey> patch;
-        const int j = patch.block % 2 ? P::kGroups - 1 - patch.group : patch.group;
-        float d_scores[2][4] = {}, d_overlaps[2][4] = {}, passing[4] = {};
+        const AnchoredPatch<kKey> patch;
+        sum_passing(patch);
+        __syncwarp();
+        SliceSquares squares;
+        multiply_slices(ends, squares, patch);
+        const int row = patch.lane / 4;
+        const int j = patch.group;
+        if (j > patch.block) return;
+        const bool diagonal = j == patch.block;
+        if (kSolves && diagonal && patch.lane % 4 == row / 2) {
+            s.strengths[patch.first + row] = row % 2 ? squares.d_overlaps[0][1] : squares.d_overlaps[0][0];
+            s.strengths[patch.first + row + 8] =
+                row % 2 ? squares.d_overlaps[1][3] : squares.d_overlaps[1][2];
+        }
+        put_square(s.d_scores[square_index(patch.block, j)], squares.d_scores, diagonal, 0);
+        if (kSolves) put_square(s.d_overlaps[square_index(patch.block, j)], squares.d_overlaps, diagonal, 1);
+    }
+
+    // The sums over blocks.
+    __device__ __forceinline__ void blocks(Ends& ends) const {
+        const AnchoredPatch<kKey> patch;
+        entering(ends, patch);
+#pragma unroll 1
+        for (int j = 0; j <= patch.block; ++j) {
+            const auto& of = s.own[j * P::kGroups + patch.group];
+            std::uint32_t square[4];
+            const int index = square_index(patch.block, j);
+            if constexpr (kSolves)
+                decay<2>({ends.q, ends.k}, j, patch);
+            else
+                decay<1>({ends.q}, j, patch);
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+                std::uint32_t keys[4];
+                load_operand(keys, of.keys, x, patch.lane);
+                load_matrices(square, shared_address(&s.d_scores[index][0][patch.lane * 4]));
+                multiply(ends.q, square, keys, x);
+                if constexpr (kSolves) {
+                    load_matrices(square, shared_address(&s.d_overlaps[index][0][patch.lane * 4]));
+                    multiply(ends.k, square, keys, x);
+                }
+            }
+        }
+#pragma unroll 1
+        for (int i = P::kBlocks - 1; i >= patch.block; --i) {
+            const auto& of = s.own[i * P::kGroups + patch.group];
+            decay<1>({ends.columns}, i + 1, patch);
+            std::uint32_t square[4], operand[4];
+            const int index = square_index(i, patch.block);
+            const int lane = patch.lane;
+            // The transpose: the second and the third matrix change places.
+            const int matrix = (lane / 8 % 2 * 2 + lane / 16) * 32 + lane % 8 * 4;
+            load_matrices_transposed(square, shared_address(&s.d_scores[index][0][matrix]));
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+                load_operand(operand, of.queries, x, lane);
+                multiply(ends.columns, square, operand, x);
+            }
+            if constexpr (!kSolves) continue;
+            load_matrices_transposed(square, shared_address(&s.d_overlaps[index][0][matrix]));
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+                load_operand(operand, of.readers, x, lane);
+                multiply(ends.columns, square, operand, x);
+            }
+        }
+    }
+
+private:
+    __device__ __forceinline__ unsigned char* slices() const {
+        return reinterpret_cast<unsigned char*>(&s + 1);
+    }
+
+    // passing <- the diagonal of S^T Z for the warp's channels, over every slice of four that is the warp's
+    // block's.
+    __device__ __forceinline__ void sum_passing(const Patch<kKey>& patch) const {
+        const std::uint32_t of_group = shared_address(slices()) + 2 * patch.group * kSavedBlock,
+                            all_carried = saved.count * static_cast<int>(sizeof(Carried));
+        float sums[4][4] = {};  // of eight channels: 16 rows, of which eight count
+#pragma unroll 1
+        for (int i = patch.block; i < saved.count; i += P::kBlocks) {
+            const std::uint32_t carried = of_group + i * static_cast<int>(sizeof(Carried)),
+                                returned = of_group + all_carried + i * static_cast<int>(sizeof(Returned));
+#pragma unroll
+            for (int x = 0; x < 2; ++x) {
+                std::uint32_t state[4], d_state[4];
+                load_matrices_transposed(state, carried + offsetof(Carried, state) + x * kSavedBlock +
+                                                    SavedLane::rows(patch.lane));
+                load_matrices_transposed(d_state, returned + offsetof(Returned, d_state) + x * kSavedBlock +
+                                                      SavedLane::columns(patch.lane));
+                mma_16x8x16<T>(sums[2 * x], state, d_state[0], d_state[1]);
+                mma_16x8x16<T>(sums[2 * x + 1], state, d_state[2], d_state[3]);
+            }
+        }
+        const int row = patch.lane / 4;
+        if (patch.lane % 4 != row / 2) return;
+        float* const to = &s.passing[patch.block][patch.group * kGroup + row];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[8 * i] = row % 2 ? sums[i][i % 2 * 2 + 1] : sums[i][i % 2 * 2];
+    }
+
+    // What a warp sums up over slices beside the ends of its patch: dA and dL' of its block and of the block
+    // that has the number of its group, which count if that is not the later one.
+    struct SliceSquares {
+        float d_scores[2][4] = {}, d_overlaps[2][4] = {};
+    };
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    __device__ __forceinline__ void multiply_slices(Ends& ends, SliceSquares& squares,
+                                                    const Patch<kKey>& patch) const {
+        static_assert(P::kBlocks == kWarpgroupWarps);
+        const std::uint32_t slices = shared_address(this->slices()),
+                            all_carried = slices + saved.count * static_cast<int>(sizeof(Carried));
+        const auto operand_at = [](std::uint32_t address) {
+            return wgmma::operand_in_blocks(wgmma::uniform(address), kSavedMatrix, 2 * kSavedMatrix);
+        };
+        const int of_block = patch.group * kSavedBlock;
+        wgmma::Operand state = operand_at(slices + offsetof(Carried, state) + 2 * of_block),
+                       block = operand_at(slices + offsetof(Carried, writes) + of_block),
+                       d_state = operand_at(all_carried + offsetof(Returned, d_state) + 2 * of_block);
+        // Of the warp's block of tokens, the rows of the products.
+        const int rows = patch.block * kSavedBlock + SavedLane::rows(patch.lane);
+        std::uint32_t carried = slices + rows, returned = all_carried + rows;
+        struct {
+            std::uint32_t d_outputs[4], d_values[4], writes[4];
+        } rows_of[2];
+        const auto load_rows = [&](auto& to, int ahead) {
+            const std::uint32_t of_carried = carried + ahead * static_cast<int>(sizeof(Carried)),
+                                of_returned = returned + ahead * static_cast<int>(sizeof(Returned));
+            load_matrices_transposed(to.d_outputs, of_returned + offsetof(Returned, d_outputs));
+            if (kSolves) load_matrices_transposed(to.d_values, of_returned + offsetof(Returned, d_values));
+            load_matrices_transposed(to.writes, of_carried + offsetof(Carried, writes));
+        };
+        // Multiplies a slice, and loads the rows of the next one meanwhile.
+        const auto multiply_slice = [&](const auto& of, auto& next, int ahead, bool goes_on) {
+            wgmma::fence();
+            wgmma::multiply<T, 4, true>(ends.q, of.d_outputs, state, 1);
+            wgmma::multiply<T, 2, true>(squares.d_scores, of.d_outputs, block, 1);
+            if constexpr (kSolves) {
+                wgmma::multiply<T, 4, true>(ends.k, of.d_values, state, 1);
+                wgmma::multiply<T, 2, true>(squares.d_overlaps, of.d_values, block, 1);
+            }
+            wgmma::multiply<T, 4, true>(ends.columns, of.writes, d_state, 1);
+            wgmma::commit();
+            state = state + sizeof(Carried) / 16, block = block + sizeof(Carried) / 16;
+            d_state = d_state + sizeof(Returned) / 16;
+            if (goes_on) load_rows(next, ahead);
+            wgmma::wait<0>();
+        };
+        load_rows(rows_of[0], 0);
+#pragma unroll 1
+        for (int i = 0; i < saved.count; i += 2) {
+            multiply_slice(rows_of[0], rows_of[1], 1, i + 1 < saved.count);
+            if (i + 1 < saved.count) multiply_slice(rows_of[1], rows_of[0], 2, i + 2 < saved.count);
+            carried += 2 * sizeof(Carried), returned += 2 * sizeof(Returned);
+        }
+        wgmma::hold(ends.q), wgmma::hold(ends.k), wgmma::hold(ends.columns);
+        wgmma::hold(squares.d_scores), wgmma::hold(squares.d_overlaps);
+    }
+#else
+    __device__ __forceinline__ void multiply_slices(Ends& ends, SliceSquares& squares,
+                                                    const Patch<kKey>& patch) const {
+        const int j = patch.group;
         const bool has_square = j <= patch.block;
         // Of the first slice the lane's block of tokens as rows, and from there to columns: its group's
         // channels, and block j.
@@ -119,89 +279,14 @@ struct AnchoredSums : AnchoredTensors<T, kKey, kReader> {
             if (has_square) {
 #pragma unroll
                 for (int x = 0; x < 2; ++x) {
-                    mma_16x8x16<T>(d_scores[x], d_outputs, columns[2 * x], columns[2 * x + 1]);
-                    if (kSolves) mma_16x8x16<T>(d_overlaps[x], d_values, columns[2 * x], columns[2 * x + 1]);
-                }
-            }
-            if (i % P::kBlocks != patch.block) continue;
-#pragma unroll
-            for (int w = 0; w < 8; ++w) {
-                const float2 x = unpack2<T>(state[w / 4][w % 4]), z = unpack2<T>(d_state[w / 4][w % 4]);
-                passing[w / 2] = fmaf(x.x, z.x, passing[w / 2]);
-                passing[w / 2] = fmaf(x.y, z.y, passing[w / 2]);
-            }
-        }
-        const int row = patch.lane / 4;
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            passing[n] += __shfl_xor_sync(0xffffffffu, passing[n], 1);
-            passing[n] += __shfl_xor_sync(0xffffffffu, passing[n], 2);
-            if (patch.lane % 4 == 0) s.passing[patch.block][patch.group * kGroup + 8 * n + row] = passing[n];
-        }
-        if (!has_square) return;
-        const bool diagonal = j == patch.block;
-        if (kSolves && diagonal && patch.lane % 4 == row / 2) {
-            s.strengths[patch.first + row] = row % 2 ? d_overlaps[0][1] : d_overlaps[0][0];
-            s.strengths[patch.first + row + 8] = row % 2 ? d_overlaps[1][3] : d_overlaps[1][2];
-        }
-        put_square(s.d_scores[square_index(patch.block, j)], d_scores, diagonal, 0);
-        if (kSolves) put_square(s.d_overlaps[square_index(patch.block, j)], d_overlaps, diagonal, 1);
-    }
-
-    // The sums over blocks.
-    __device__ __forceinline__ void blocks(Ends& ends) const {
-        const Patch<kKey> patch;
-        entering(ends, patch);
-#pragma unroll 1
-        for (int j = 0; j <= patch.block; ++j) {
-            const auto& of = s.own[j * P::kGroups + patch.group].operands;
-            std::uint32_t square[4];
-            const int index = square_index(patch.block, j);
-            if constexpr (kSolves)
-                decay<2>({ends.q, ends.k}, j, patch);
-            else
-                decay<1>({ends.q}, j, patch);
-#pragma unroll
-            for (int x = 0; x < 2; ++x) {
-                std::uint32_t keys[4];
-                load_operand(keys, of.keys, x, patch.lane);
-                load_matrices(square, shared_address(&s.d_scores[index][0][patch.lane * 4]));
-                multiply(ends.q, square, keys, x);
-                if constexpr (kSolves) {
-                    load_matrices(square, shared_address(&s.d_overlaps[index][0][patch.lane * 4]));
-                    multiply(ends.k, square, keys, x);
+                    mma_16x8x16<T>(squares.d_scores[x], d_outputs, columns[2 * x], columns[2 * x + 1]);
+                    if (kSolves)
+                        mma_16x8x16<T>(squares.d_overlaps[x], d_values, columns[2 * x], columns[2 * x + 1]);
                 }
             }
         }
-#pragma unroll 1
-        for (int i = P::kBlocks - 1; i >= patch.block; --i) {
-            const auto& of = s.own[i * P::kGroups + patch.group].operands;
-            decay<1>({ends.columns}, i + 1, patch);
-            std::uint32_t square[4], operand[4];
-            const int index = square_index(i, patch.block);
-            const int lane = patch.lane;
-            // The transpose: the second and the third matrix change places.
-            const int matrix = (lane / 8 % 2 * 2 + lane / 16) * 32 + lane % 8 * 4;
-            load_matrices_transposed(square, shared_address(&s.d_scores[index][0][matrix]));
-#pragma unroll
-            for (int x = 0; x < 2; ++x) {
-                load_operand(operand, of.queries, x, lane);
-                multiply(ends.columns, square, operand, x);
-            }
-            if constexpr (!kSolves) continue;
-            load_matrices_transposed(square, shared_address(&s.d_overlaps[index][0][matrix]));
-#pragma unroll
-            for (int x = 0; x < 2; ++x) {
-                load_operand(operand, of.readers, x, lane);
-                multiply(ends.columns, square, operand, x);
-            }
-        }
     }
-
-private:
-    __device__ __forceinline__ unsigned char* slices() const {
-        return reinterpret_cast<unsigned char*>(&s + 1);
-    }
+#endif
 
     // kind 0: the lower triangle with its diagonal; 1: without.
     static __device__ __forceinline__ void put_square(Square& to, float (&square)[2][4], bool diagonal,
@@ -248,7 +333,7 @@ private:
     // entering <- colsum(QA o dO S^T - RA o dV S^T), not yet decayed from the chunk's start.
     __device__ __forceinline__ void entering(const Ends& ends, const Patch<kKey>& patch) const {
         if (!d.decay()) return;
-        const auto& of = s.own[patch.warp].operands;
+        const auto& of = s.own[patch.warp];
         float sums[8] = {};
         add_products(sums, of.queries, ends.q, patch);
         if (kSolves) add_products(sums, of.readers, ends.k, patch);

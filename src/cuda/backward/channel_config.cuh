@@ -77,6 +77,7 @@ struct alignas(16) ChannelPlace {
 __device__ __forceinline__ int thread_again() {
     unsigned thread;
     asm volatile("mov.u32 %0, %tid.x;" : "=r"(thread));
+    if (thread >= 1024) __builtin_unreachable();  // not negative: what divides it by a power of two shifts
     return static_cast<int>(thread);
 }
 

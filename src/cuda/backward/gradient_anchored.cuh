@@ -21,8 +21,8 @@
 // A pair is in the rows of one token and in the columns of another, as the product of the same three rounded
 // numbers, and cancels there to the rounding of float32.
 //
-// Grid: a CTA per multiprocessor, which goes through pairs of a chunk and a head. Patches of warps are those
-// of gradient_channel. In this order for each, | is a barrier of the CTA:
+// Grid: a CTA per multiprocessor, which goes through pairs of a chunk and a head. Patches are those of
+// gradient_channel, among warps as AnchoredPatch has them. In this order for each, | is a barrier of the CTA:
 //   operands  a lane has a column: decays, their range, norms (with those who share the block), operands |
 //   slices    tensor cores: dO S^T, dV S^T, U Z^T in accumulators, the squares dA and dL', rowsum(S o Z) |
 //             copies of the next pair's slices start here, and arrive during what follows
@@ -68,26 +68,31 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
         : Base(base), scratch(of) {}
 
     // Decays and operands of the lane's column; whether any decay is out of range goes to shared memory.
-    __device__ __forceinline__ void operands(const Given& given) const {
+    __device__ __forceinline__ void operands(Given& given) const {
         const ChannelPlace place = s.place[parity].again();
-        const Patch<kKey> patch;
+        const AnchoredPatch<kKey> patch;
         const Extent extent(place, patch, a.key_dim);
-        if (const int t = thread_again(); kSolves && !kErases && t < place.count)
-            s.betas[t] = load_float(a.beta.data, a.beta.dtype,
-                                    a.beta.offset(place.batch, place.begin + t, place.head));
-        const std::uint32_t(&q)[kHalf] = given.q, (&k)[kHalf] = given.k;
+        const int thread = thread_again();
+        const bool has_beta = kSolves && !kErases && thread < place.count;
+        float beta = 0.0f;
+        if (has_beta)
+            beta = load_float(a.beta.data, a.beta.dtype,
+                              a.beta.offset(place.batch, place.begin + thread, place.head));
+        if constexpr (kErases) this->load_parameters(given, place.head, patch);
+        std::uint32_t q[kHalf], k[kHalf];
+        this->wait_for_rows();
+        this->given_keys(q, k, patch);
         Column x;
-        this->unpack_gates(x, given.gates, patch, extent, place.head);
+        this->load_gates(x, given.bias, patch, extent);
         norms(q, k, patch);
-        const HeadGate gate(a, place.head);
+        const HeadGate gate(place.head, a.gate, given.A_log, a.lower_bound, 0.0f);
+        if (has_beta) s.betas[thread] = beta;
         switch (gate.kind) {
             case Gate::kSoftplus: log2_decays<Gate::kSoftplus>(x, gate); break;
             case Gate::kBounded: log2_decays<Gate::kBounded>(x, gate); break;
             case Gate::kLogDecay: log2_decays<Gate::kLogDecay>(x, gate); break;
         }
         extent.mask(x);
-#pragma unroll
-        for (int t = 0; t < kHalf; ++t) s.log_decays[patch.warp][t][patch.lane] = {x[2 * t], x[2 * t + 1]};
         float of_half[2];
         anchored(x, of_half, patch);
         float most = max_or_nan(fabsf(of_half[0]), fabsf(of_half[1]));
@@ -97,32 +102,45 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
         *reinterpret_cast<float2*>(&s.of_halves[2 * patch.block + patch.half][patch.channel]) = {
             exp2_fast(of_half[0]), exp2_fast(of_half[1])};
 
-        auto& to = s.own[patch.warp].operands;
+        auto& to = s.own[patch.warp];
         float of_q[kHalf], of_k[kHalf];
 #pragma unroll
         for (int t = 0; t < kHalf; t += 4) {
             load4(of_q + t, &s.norms[patch.warp][0][patch.half * kHalf + t]);
             load4(of_k + t, &s.norms[patch.warp][1][patch.half * kHalf + t]);
         }
+        __syncwarp();
+        const ColumnWords<T> of_queries(to.queries, patch.lane), of_readers(to.readers, patch.lane),
+            of_keys(to.keys, patch.lane);
 #pragma unroll
-        for (int t = 0; t < kHalf; ++t) {
-            const float f[2] = {exp2_fast(x[2 * t]), exp2_fast(x[2 * t + 1])};
-            const float back[2] = {exp2_fast(-x[2 * t]), exp2_fast(-x[2 * t + 1])};
-            const float2 query = unpack2<T>(q[t]), key = unpack2<T>(k[t]);
-            const float scaled = of_q[t] * a.scale;
-            const float k0 = key.x * of_k[t], k1 = key.y * of_k[t];
-            word(to.queries, patch, t) = pack2<T>(query.x * scaled * f[0], query.y * scaled * f[1]);
-            float2 reader = {k0, k1};
-            if constexpr (kErases) reader = unpack2<T>(given.readers[t]);
-            if (kSolves) word(to.readers, patch, t) = pack2<T>(-reader.x * f[0], -reader.y * f[1]);
-            word(to.keys, patch, t) = pack2<T>(k0 * back[0], k1 * back[1]);
+        for (int four = 0; four < 2; ++four) {
+            std::uint32_t queries[4], readers[4], keys[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int t = 4 * four + i;
+                const float f[2] = {exp2_fast(x[2 * t]), exp2_fast(x[2 * t + 1])};
+                const float back[2] = {reciprocal_fast(f[0]), reciprocal_fast(f[1])};
+                s.columns[patch.warp].decays[t][patch.lane] = {f[0], f[1]};
+                const float2 query = unpack2<T>(q[t]), key = unpack2<T>(k[t]);
+                const float scaled = of_q[t] * a.scale;
+                const float k0 = key.x * of_k[t], k1 = key.y * of_k[t];
+                queries[i] = pack2<T>(query.x * scaled * f[0], query.y * scaled * f[1]);
+                float2 reader = {k0, k1};
+                if constexpr (kErases) reader = unpack2<T>(given.readers[t]);
+                readers[i] = pack2<T>(-reader.x * f[0], -reader.y * f[1]);
+                keys[i] = pack2<T>(k0 * back[0], k1 * back[1]);
+            }
+            of_queries.store(four, queries);
+            if (kSolves) of_readers.store(four, readers);
+            of_keys.store(four, keys);
         }
     }
 
     // d_beta, a token per thread.
     __device__ __forceinline__ void strengths() const {
-        const ChannelPlace place = s.place[parity].again();
         const int t = thread_again();
+        if (t >= P::kRows) return;
+        const ChannelPlace place = s.place[parity].again();
         if (t >= place.count) return;
         const float given = s.betas[t], over_beta = 1.0f / solved_beta_of(a, given);
         store_gradient(d.d_beta.data, d.d_beta.dtype,
@@ -133,20 +151,14 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
     // From the accumulators the gradients of q (without scale and norm), of k (without norm) and of the
     // log decays what prefix_sums takes.
     __device__ __forceinline__ void columns(const Ends& ends, Column& d_q, Column& d_k, Column& d_a) const {
-        const Patch<kKey> patch;
-        const auto& of = s.own[patch.warp].operands;
+        const AnchoredPatch<kKey> patch;
+        const auto& of = s.own[patch.warp];
         std::uint32_t queries[kHalf], readers[kHalf], keys[kHalf];
-#pragma unroll
-        for (int t = 0; t < kHalf; ++t) {
-            queries[t] = word(of.queries, patch, t);
-            if (kSolves) readers[t] = word(of.readers, patch, t);
-            keys[t] = word(of.keys, patch, t);
-        }
-        Column x;
-        log_decays(x, patch);
-        float of_half[2];
-        anchored(x, of_half, patch);
-        sync_group(patch);  // patches take the place of the operands
+        ColumnWords<T>(of.queries, patch.lane).load(queries);
+        if (kSolves) ColumnWords<T>(of.readers, patch.lane).load(readers);
+        ColumnWords<T>(of.keys, patch.lane).load(keys);
+        sync_group(patch);  // gates and patches take the place of the operands
+        this->copy_gates_again();
         turn(d_q, ends.q, patch);
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) d_a[i] = half_of(queries, i) * d_q[i];
@@ -155,14 +167,16 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
 #pragma unroll
             for (int i = 0; i < 2 * kHalf; ++i) d_a[i] = fmaf(half_of(readers, i), d_k[i], d_a[i]);
         }
-        Column z;
+        Column f, z;
         turn(z, ends.columns, patch);
 #pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i) d_a[i] = fmaf(-half_of(keys, i), z[i], d_a[i]);
+        load_decays(f, patch);
+#pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) {
-            const float f = exp2_fast(x[i]), back = exp2_fast(-x[i]);
-            d_a[i] = fmaf(-half_of(keys, i), z[i], d_a[i]);
-            d_q[i] *= f;
-            d_k[i] = kSolves ? -f * d_k[i] : 0.0f;
+            const float back = reciprocal_fast(f[i]);
+            d_q[i] *= f[i];
+            d_k[i] = kSolves ? -f[i] * d_k[i] : 0.0f;
             if constexpr (kErases)
                 z[i] *= back;
             else
@@ -182,34 +196,43 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
             for (int i = 0; i < 2 * kHalf; ++i) x[i] = fmaf(beta_of(a, given[i]), x[i], d_k[i]);
             return;
         }
-        std::uint32_t k[kHalf];
-        this->load_key_words(k, patch);
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) {
             const float strength = beta_of(a, given[i]), of_key = x[i];
             x[i] = fmaf(strength, of_key, d_k[i]);
-            const float* const norm = &s.norms[patch.warp][1][patch.half * kHalf + i / 2];
-            const float key = half_of(k, i) * __uint_as_float(load_word(shared_address(norm)));
-            given[i] = of_key * (a.beta_is_logit ? key * strength * sigmoid(-given[i]) : key);
+            given[i] = a.beta_is_logit ? of_key * strength * sigmoid(-given[i]) : of_key;
         }
-        this->store(given, AnchoredRows::kDErase, d.d_erase, extent, patch);
+        __syncwarp();  // for the sake of registers alone: what follows is not to begin before
+        const auto& norm = s.norms[patch.warp][1];
+        std::uint32_t k[kHalf];
+        this->load_key_words(k, patch);
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; ++i)
+            given[i] *=
+                half_of(k, i) * __uint_as_float(load_word(shared_address(&norm[patch.half * kHalf + i / 2])));
+        const AnchoredPatch<kKey> again;
+        this->store(given, AnchoredRows::kDErase, d.d_erase,
+                    Extent(s.place[parity].again(), again, a.key_dim), again, s.own[again.warp].staged);
     }
 
     // d_g, and what the patch gives to d_A_log and d_dt_bias. d_a: what prefix_sums leaves.
-    __device__ __forceinline__ void gate(Column& d_a, Given& given) const {
+    __device__ __forceinline__ void gate(Column& d_a, float2 bias) const {
         const ChannelPlace place = s.place[parity].again();
-        const Patch<kKey> patch;
+        const AnchoredPatch<kKey> patch;
         const Extent extent(place, patch, a.key_dim);
         extent.mask(d_a);
         float rate = 0.0f;
         if (a.gate != Gate::kLogDecay) {
             Column x;
-            this->unpack_gates(x, given.gates, patch, extent, place.head);
+            this->wait_for_rows();
+            this->load_gates(x, bias, patch, extent);
             const GateDerivative derivative(a, place.head);
             if (a.gate == Gate::kSoftplus) {
                 if (scratch.parameters) {
                     Column decays;
-                    log_decays(decays, patch);
+#pragma unroll
+                    for (int i = 0; i < 2 * kHalf; ++i) decays[i] = x[i];
+                    log2_decays<Gate::kSoftplus>(decays, HeadGate(a, place.head));
 #pragma unroll
                     for (int i = 0; i < 2 * kHalf; ++i) rate = fmaf(d_a[i], decays[i], rate);
                 }
@@ -227,10 +250,9 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
                 }
             }
         }
-#pragma unroll
-        for (float& of : d_a) asm volatile("" : "+f"(of));  // before what follows is loaded
-        this->load_again(given, patch, extent);
-        if (d.d_g.data) this->store(d_a, AnchoredRows::kDg, d.d_g, extent, patch);
+        this->copy_keys_again();
+        if (d.d_g.data)
+            this->store(d_a, AnchoredRows::kDg, d.d_g, extent, patch, s.columns[patch.warp].staged);
         if (!scratch.parameters) return;
         float sums[2] = {};
 #pragma unroll
@@ -245,10 +267,19 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
 
     // d_q and d_k, through the norms and scale.
     __device__ __forceinline__ void keys(Column& d_q, Column& d_k, Given& given, bool goes_on) const {
-        const Patch<kKey> patch;
+        const AnchoredPatch<kKey> patch;
         const Extent extent(s.place[parity].again(), patch, a.key_dim);
-        if (d.keys() && a.qk_l2norm) {
-            const std::uint32_t(&q)[kHalf] = given.q, (&k)[kHalf] = given.k;
+        auto& staged = s.columns[patch.warp].staged;
+        const bool has_norms = d.keys() && a.qk_l2norm;
+        given = {};
+        if (!has_norms && goes_on) {
+            __syncwarp();
+            this->load(given, parity ^ 1);
+        }
+        if (has_norms) {
+            std::uint32_t q[kHalf], k[kHalf];
+            this->wait_for_rows();
+            this->given_keys(q, k, patch);
             extent.mask(d_q), extent.mask(d_k);
             float dots[2 * kHalf];  // of q, of k
 #pragma unroll
@@ -258,26 +289,24 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
                 dots[kHalf + t] = fmaf(d_k[2 * t], key.x, d_k[2 * t + 1] * key.y);
             }
             sum_over_block(s.dots, dots, patch);
+            if (goes_on) this->load(given, parity ^ 1);
             const int which = patch.lane / kBlock, t = patch.lane % kBlock;
             const float norm = s.norms[patch.warp][which][t];
             s.along[patch.warp][which][t] = block_sum(s.dots, patch) * norm * norm;
             __syncwarp();
-            through_norm(d_q, q, 0, patch);
-            through_norm(d_k, k, 1, patch);
+            through_norm(d_q, q, 0, a.scale, patch);
+            through_norm(d_k, k, 1, 1.0f, patch);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2 * kHalf; ++i) d_q[i] *= a.scale;
         }
-#pragma unroll
-        for (int i = 0; i < 2 * kHalf; ++i) d_q[i] *= a.scale;
-#pragma unroll
-        for (int i = 0; i < 2 * kHalf; ++i) asm volatile("" : "+f"(d_q[i]), "+f"(d_k[i]));
-        given = {};
-        if (goes_on) this->load(given, parity ^ 1);
-        if (d.d_q.data) this->store(d_q, AnchoredRows::kDq, d.d_q, extent, patch);
-        if (d.d_k.data) this->store(d_k, AnchoredRows::kDk, d.d_k, extent, patch);
+        if (d.d_q.data) this->store(d_q, AnchoredRows::kDq, d.d_q, extent, patch, staged);
+        if (d.d_k.data) this->store(d_k, AnchoredRows::kDk, d.d_k, extent, patch, staged);
     }
 
     // x[t] <- the sum of what crosses the chunk's start, less that of x up to the token before t.
     __device__ __forceinline__ void prefix_sums(Column& x) const {
-        const Patch<kKey> patch;
+        const AnchoredPatch<kKey> patch;
         float sums[2] = {};
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i) sums[i % 2] += x[i];
@@ -348,15 +377,6 @@ private:
         named_barrier_sync<kSharers>(nth(AnchoredBarrier::kGroup, patch.group));
     }
 
-    // The lane's word of token t of its half.
-    template <class Operand>
-    static __device__ __forceinline__ auto& word(Operand& operand, const Patch<kKey>& patch, int t) {
-        using Word = std::conditional_t<std::is_const_v<Operand>, const std::uint32_t, std::uint32_t>;
-        const int row = patch.half * kHalf + (t ^ patch.half), column = patch.lane % 16;
-        return reinterpret_cast<Word*>(
-            operand)[row * kGroup / 2 + (column / 4 ^ (row >> 1 & 3)) * 4 + column % 4];
-    }
-
     // Channel i % 2 of token i / 2.
     static __device__ __forceinline__ float half_of(const std::uint32_t (&words)[kHalf], int i) {
         const float2 pair = unpack2<T>(words[i / 2]);
@@ -364,10 +384,22 @@ private:
     }
 
     // sums[warp][which][token] <- the sum over the patch's channels of x[kHalf which + token of the half].
-    __device__ __forceinline__ void sum_over_block(float (&sums)[P::kWarps][2][kBlock], float (&x)[2 * kHalf],
+    __device__ __forceinline__ void sum_over_block(float (&sums)[P::kWarps][2][kBlock],
+                                                   const float (&x)[2 * kHalf],
                                                    const Patch<kKey>& patch) const {
-        scatter_sums<kHalf, 1>(x);
-        sums[patch.warp][patch.lane % 16 / kHalf][patch.half * kHalf + patch.lane % kHalf] = x[0];
+        constexpr int kPitch = 2 * kHalf + 4;
+        const int lane = patch.lane % 16;
+        auto& of_half = s.own[patch.warp].sums[patch.half];
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 2 * kHalf; i += 4)
+            *reinterpret_cast<float4*>(of_half + lane * kPitch + i) = {x[i], x[i + 1], x[i + 2], x[i + 3]};
+        __syncwarp();
+        float sum[4] = {};
+#pragma unroll
+        for (int i = 0; i < 16; ++i) sum[i % 4] += of_half[i * kPitch + lane];
+        sums[patch.warp][lane / kHalf][patch.half * kHalf + lane % kHalf] =
+            (sum[0] + sum[1]) + (sum[2] + sum[3]);
         sync_block(patch);
     }
     // Over all channels, of q (lanes up to 15) or k and of token lane % 16.
@@ -391,8 +423,8 @@ private:
                 x[t] = fmaf(query.x, query.x, query.y * query.y);
                 x[kHalf + t] = fmaf(key.x, key.x, key.y * key.y);
             }
-            sum_over_block(s.squares, x, patch);
-            norm = rsqrtf(block_sum(s.squares, patch) + 1e-6f);
+            sum_over_block(s.along, x, patch);
+            norm = rsqrtf(block_sum(s.along, patch) + 1e-6f);
         }
         s.norms[patch.warp][patch.lane / kBlock][patch.lane % kBlock] = norm;
         __syncwarp();
@@ -406,11 +438,11 @@ private:
             x[i] = gate.out * gate_shape<kGate, GateBits::k14>(gate.in * x[i]);
     }
 
-    __device__ __forceinline__ void log_decays(Column& x, const Patch<kKey>& patch) const {
+    __device__ __forceinline__ void load_decays(Column& f, const Patch<kKey>& patch) const {
 #pragma unroll
         for (int t = 0; t < kHalf; ++t) {
-            const float2 pair = load_pair(shared_address(&s.log_decays[patch.warp][t][patch.lane]));
-            x[2 * t] = pair.x, x[2 * t + 1] = pair.y;
+            const float2 pair = load_pair(shared_address(&s.columns[patch.warp].decays[t][patch.lane]));
+            f[2 * t] = pair.x, f[2 * t + 1] = pair.y;
         }
     }
 
@@ -427,12 +459,43 @@ private:
 
     // From accumulators to columns, through the warp's patch of shared memory.
     __device__ __forceinline__ void turn(Column& to, const float (&x)[4][4], const Patch<kKey>& patch) const {
-        turn_patch(to, x, s.own[patch.warp].turned, patch);
+        const std::uint32_t turned = shared_address(&s.own[patch.warp].turned);
+        __syncwarp();
+#if __CUDA_ARCH__ >= 900
+        const int matrix = patch.lane / 8, row = patch.lane % 8;
+        const std::uint32_t stored = turned + TurnedPatch::unit(matrix / 2, row, 0, matrix % 2);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+            store_matrices(stored + n * TurnedPatch::kEightChannels,
+                           {__float_as_uint(x[n][0]), __float_as_uint(x[n][1]), __float_as_uint(x[n][2]),
+                            __float_as_uint(x[n][3])});
+#else
+        const int matrix = patch.lane / 8, row = patch.lane % 8;
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                store_word(turned + TurnedPatch::unit(i / 2, patch.lane / 4, n, i % 2) + patch.lane % 4 * 4,
+                           __float_as_uint(x[n][i]));
+#endif
+        __syncwarp();
+#pragma unroll
+        for (int t = 0; t < kHalf; t += 4) {
+            const std::uint32_t loaded =
+                turned + TurnedPatch::unit(row / 4, matrix / 2 + t, row % 4, matrix % 2);
+#pragma unroll
+            for (int two = 0; two < 4; two += 2) {
+                std::uint32_t words[4];  // even and odd channels of two tokens
+                load_matrices(words, loaded + two * 32);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) to[2 * (t + two) + i] = __uint_as_float(words[i]);
+            }
+        }
     }
 
-    // d_x <- (d_x - x (d_x . x) / |x|^2) / |x|.
+    // d_x <- scale (d_x - x (d_x . x) / |x|^2) / |x|.
     __device__ __forceinline__ void through_norm(Column& d_x, const std::uint32_t (&x)[kHalf], int which,
-                                                 const Patch<kKey>& patch) const {
+                                                 float scale, const Patch<kKey>& patch) const {
         float norms[kHalf], along[kHalf];
 #pragma unroll
         for (int t = 0; t < kHalf; t += 4) {
@@ -441,7 +504,7 @@ private:
         }
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; ++i)
-            d_x[i] = norms[i / 2] * fmaf(-along[i / 2], half_of(x, i), d_x[i]);
+            d_x[i] = scale * norms[i / 2] * fmaf(-along[i / 2], half_of(x, i), d_x[i]);
     }
 };
 
@@ -488,9 +551,9 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, 1)
     of.load(given, 0);
     // Between two barriers: turns to the next item.
     const auto turn = [&](bool left) {
-        if (threadIdx.x / 32 == 1) {  // a warp that has no square
+        if (threadIdx.x / 32 == P::kBlocks) {  // a warp that has no square
             if (item + step < items) put_place(of.parity ^ 1, item + step);
-            if (threadIdx.x == 32) {
+            if (threadIdx.x % 32 == 0) {
                 s.is_out_of_range[of.parity ^ 1] = 0;
                 scratch.left[item] = left;
             }
@@ -504,7 +567,10 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, 1)
 #pragma unroll 1
     for (; item < items; item += step, of.parity ^= 1) {
         const bool exists = s.place[of.parity].count > 0;
-        if (exists) of.operands(given);
+        if (exists)
+            of.operands(given);
+        else
+            of.wait_for_rows();
         of.wait_for_slices();
         __syncthreads();
         if (sums_wait) of.parameters(item - step);
@@ -525,11 +591,11 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, 1)
         Column d_q, d_k, d_a;
         of.columns(ends, d_q, d_k, d_a);
         if (d.decay()) {
-            of.gates_again(given);
+            const float2 bias = of.load_bias_again();
             of.prefix_sums(d_a);
-            of.gate(d_a, given);
+            of.gate(d_a, bias);
         } else {
-            of.keys_again(given);
+            of.copy_keys_again();
         }
         of.keys(d_q, d_k, given, goes_on);
         sums_wait = d.decay() && scratch.parameters;

@@ -90,11 +90,15 @@ template <class T, int kTiles, bool kTransposed = false>
 __device__ __forceinline__ void multiply_shared(float (&d)[kTiles][4], Operand a, Operand b, int add);
 
 #define CULA_TILE(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define CULA_TILES_4 CULA_TILE(0), CULA_TILE(1), CULA_TILE(2), CULA_TILE(3)
+#define CULA_TILES_2 CULA_TILE(0), CULA_TILE(1)
+#define CULA_TILES_4 CULA_TILES_2, CULA_TILE(2), CULA_TILE(3)
 #define CULA_TILES_8 CULA_TILES_4, CULA_TILE(4), CULA_TILE(5), CULA_TILE(6), CULA_TILE(7)
 #define CULA_TILES_16                                                                                     \
     CULA_TILES_8, CULA_TILE(8), CULA_TILE(9), CULA_TILE(10), CULA_TILE(11), CULA_TILE(12), CULA_TILE(13), \
         CULA_TILE(14), CULA_TILE(15)
+#define CULA_D_2 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define CULA_REST_2 "}, {%8, %9, %10, %11}, %12, p, 1, 1, %14;"
+#define CULA_ADD_2 "%13"
 #define CULA_D_4 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define CULA_REST_4 "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22;"
 #define CULA_ADD_4 "%21"
@@ -153,6 +157,7 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[16][4], const std::uint
     CULA_WGMMA(T, type, 16, 128, true)                                   \
     CULA_WGMMA(T, type, 4, 32, false)                                    \
     CULA_WGMMA(T, type, 4, 32, true)                                     \
+    CULA_WGMMA(T, type, 2, 16, true)                                     \
     CULA_WGMMA_SHARED(T, type, 8, 64, false, "%32", "%33", "%34", "%35") \
     CULA_WGMMA_SHARED(T, type, 4, 32, false, "%16", "%17", "%18", "%19") \
     CULA_WGMMA_SHARED(T, type, 8, 64, true, "%32", "%33", "%34", "%35")  \
@@ -170,8 +175,12 @@ CULA_WGMMA_OF(__half, "f16")
 #undef CULA_ADD_4
 #undef CULA_REST_4
 #undef CULA_D_4
+#undef CULA_ADD_2
+#undef CULA_REST_2
+#undef CULA_D_2
 #undef CULA_TILES_8
 #undef CULA_TILES_4
+#undef CULA_TILES_2
 #undef CULA_ADD_16
 #undef CULA_REST_16
 #undef CULA_D_16
