@@ -132,6 +132,42 @@ private:
     }
 };
 
+// The warp's patch from accumulators to columns.
+template <int kKey>
+__device__ __forceinline__ void turn_patch(Column& to, const float (&x)[4][4], TurnedPatch& of,
+                                           const Patch<kKey>& patch) {
+    const std::uint32_t turned = shared_address(&of);
+    const int matrix = patch.lane / 8, row = patch.lane % 8;  // of which the lane gives the address
+    __syncwarp();
+#if __CUDA_ARCH__ >= 900
+    const std::uint32_t stored = turned + TurnedPatch::unit(matrix / 2, row, 0, matrix % 2);
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+        store_matrices(stored + n * TurnedPatch::kEightChannels,
+                       {__float_as_uint(x[n][0]), __float_as_uint(x[n][1]), __float_as_uint(x[n][2]),
+                        __float_as_uint(x[n][3])});
+#else
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            store_word(turned + TurnedPatch::unit(i / 2, patch.lane / 4, n, i % 2) + patch.lane % 4 * 4,
+                       __float_as_uint(x[n][i]));
+#endif
+    __syncwarp();
+#pragma unroll
+    for (int t = 0; t < kHalf; t += 4) {
+        const std::uint32_t loaded = turned + TurnedPatch::unit(row / 4, matrix / 2 + t, row % 4, matrix % 2);
+#pragma unroll
+        for (int two = 0; two < 4; two += 2) {
+            std::uint32_t words[4];  // even and odd channels of two tokens
+            load_matrices(words, loaded + two * 32);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[2 * (t + two) + i] = __uint_as_float(words[i]);
+        }
+    }
+}
+
 // What is loaded to registers before its turn, behind what else is to be done until then: dt_bias of the
 // lane's channels, A_log and, where they read, the erase keys of the lane's column.
 template <bool kErases>

@@ -459,38 +459,7 @@ private:
 
     // From accumulators to columns, through the warp's patch of shared memory.
     __device__ __forceinline__ void turn(Column& to, const float (&x)[4][4], const Patch<kKey>& patch) const {
-        const std::uint32_t turned = shared_address(&s.own[patch.warp].turned);
-        __syncwarp();
-#if __CUDA_ARCH__ >= 900
-        const int matrix = patch.lane / 8, row = patch.lane % 8;
-        const std::uint32_t stored = turned + TurnedPatch::unit(matrix / 2, row, 0, matrix % 2);
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-            store_matrices(stored + n * TurnedPatch::kEightChannels,
-                           {__float_as_uint(x[n][0]), __float_as_uint(x[n][1]), __float_as_uint(x[n][2]),
-                            __float_as_uint(x[n][3])});
-#else
-        const int matrix = patch.lane / 8, row = patch.lane % 8;
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                store_word(turned + TurnedPatch::unit(i / 2, patch.lane / 4, n, i % 2) + patch.lane % 4 * 4,
-                           __float_as_uint(x[n][i]));
-#endif
-        __syncwarp();
-#pragma unroll
-        for (int t = 0; t < kHalf; t += 4) {
-            const std::uint32_t loaded =
-                turned + TurnedPatch::unit(row / 4, matrix / 2 + t, row % 4, matrix % 2);
-#pragma unroll
-            for (int two = 0; two < 4; two += 2) {
-                std::uint32_t words[4];  // even and odd channels of two tokens
-                load_matrices(words, loaded + two * 32);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) to[2 * (t + two) + i] = __uint_as_float(words[i]);
-            }
-        }
+        turn_patch(to, x, s.own[patch.warp].turned, patch);
     }
 
     // d_x <- scale (d_x - x (d_x . x) / |x|^2) / |x|.
