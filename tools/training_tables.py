@@ -63,29 +63,25 @@ def _cell(row: dict | None, ours: dict | None) -> str:
 
 def _times(cases: Times) -> list[str]:
     names = _names_in(cases)
-    first = [
-        name
-        for name in names
-        if any(name in impls and impls[name]["first_call_ms"] is not None for impls in cases.values())
+    rows = [
+        [call, case, *(_cell(impls.get(name), impls.get("cula")) for name in names)]
+        for (call, case), impls in cases.items()
     ]
-    rows = []
+    return as_table(["call", "case", *(f"{title}: ms, GB" for title in names.values())], rows)
+
+
+def _first_calls(cases: Times) -> list[str]:
+    """How long a call takes in a fresh process, where that was measured."""
+    lines = []
     for (call, case), impls in cases.items():
-        calls = [impls[name]["first_call_ms"] if name in impls else None for name in first]
-        rows.append(
-            [
-                call,
-                case,
-                *(_cell(impls.get(name), impls.get("cula")) for name in names),
-                *("-" if ms is None else duration(ms) for ms in calls),
-            ]
-        )
-    head = [
-        "call",
-        "case",
-        *(f"{title}: ms, GB" for title in names.values()),
-        *(f"first: {names[name]}" for name in first),
-    ]
-    return as_table(head, rows)
+        found = [
+            f"{title} {duration(ms)}"
+            for name, title in NAMES.items()
+            if name in impls and (ms := impls[name]["first_call_ms"]) is not None
+        ]
+        if found:
+            lines += prose(f"- first call of {call} {case}: {'; '.join(found)}", "  ")
+    return [*lines, ""] if lines else []
 
 
 def _refusals(refused: list[dict]) -> list[str]:
@@ -105,7 +101,7 @@ def gpu_training() -> list[str]:
     """Device time and memory of ours and the peers, and their first calls."""
     lines: list[str] = []
     for result, cases in _runs():
-        table = [*_times(cases), ""] if cases else []
+        table = [*_times(cases), "", *_first_calls(cases)] if cases else []
         lines += [*wrapped(gpu_caption(result)), *table, *_refusals(result["refused"])]
     return lines[:-1] or NO_TRAINING_YET
 

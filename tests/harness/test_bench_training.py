@@ -298,6 +298,18 @@ def test_a_small_suite_from_end_to_end(monkeypatch, tmp_path, cudnn, capsys):
     assert training_tables.cpu_training() == result_tables.NONE_YET
 
 
+def test_first_calls_stand_below_the_table():
+    calls = {
+        "cula": {"first_call_ms": 9.6},
+        "cudnn": {"first_call_ms": None},
+        "fla": {"first_call_ms": 234e3},
+    }
+    without = {"cula": {"first_call_ms": None}}
+    lines = training_tables._first_calls({("kda train", "T1"): calls, ("kda train", "T2"): without})
+    assert lines == ["- first call of kda train T1: cula 9.6 ms; FLA 234 s", ""]
+    assert training_tables._first_calls({("kda train", "T2"): without}) == []
+
+
 @pytest.mark.usefixtures("_as_a_gpu")
 def test_no_kernel_is_a_result(monkeypatch, tmp_path):
     """A call of ours that has no kernel is no failure; what fails in another way is one."""
