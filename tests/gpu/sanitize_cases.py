@@ -190,6 +190,7 @@ def calls() -> Iterator[Call]:
         yield from malformed(algorithm)
         yield from backward(algorithm)
     yield from by_full_ctas()
+    yield from by_ctas_of_two_pairs()
     if "sm90" in able(torch.bfloat16):
         yield from by_one_kernel()
 
@@ -257,6 +258,20 @@ def by_full_ctas() -> Iterator[Call]:
     call = ready("prefill", "delta", lengths=(70,), **{**fields, "key_dim": 256})
     call.inputs.k[:] = call.inputs.k[:, :1]
     yield call
+
+
+def by_ctas_of_two_pairs() -> Iterator[Call]:
+    """Backward passes with more pairs of a chunk and a head than gradient_anchored has CTAs."""
+    chunks = 4
+    heads = torch.cuda.get_device_properties("cuda").multi_processor_count * 3 // 2 // chunks + 1
+    sizes = {"heads": heads, "value_heads": heads, "lengths": (64 * chunks - 6,)}
+    for algorithm, gate in (("kda", "bounded"), ("kda", "softplus"), ("gla", None), ("gdn2", None)):
+        fields = {**sizes, **({"gate": gate} if gate else {})}
+        for K, V in ((128, 128), (100, 48)):
+            wide = {"key_dim": K, "value_dim": V, "qk_l2norm": algorithm != "gla"}
+            inputs = make(BACKWARD.case(algorithm, **wide, **fields))
+            d_o, d_final_state = gradients.upstream(inputs)
+            yield Call(BACKWARD, inputs, {"d_o": d_o, "d_final_state": d_final_state})
 
 
 def by_one_kernel() -> Iterator[Call]:

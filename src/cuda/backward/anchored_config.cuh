@@ -45,9 +45,9 @@ private:
     }
 };
 
-// A patch of floats on its way from accumulators to columns. Units of 16 bytes have the even or the odd ones
-// of eight channels of a token, as matrices of stmatrix and ldmatrix; where they lie, eight tokens of one
-// half and eight units of one token of both halves fall on different banks.
+// A patch of floats on its way from accumulators to columns. A unit of 16 bytes has the even or the odd ones
+// of eight channels of a token, and is a row of a matrix of stmatrix and ldmatrix. The eight rows of a
+// matrix, eight tokens of one half or four units of one token of each half, lie on different banks.
 struct alignas(16) TurnedPatch {
     static constexpr int kHalfBytes = kHalf * 32 + 16, kEightChannels = 2 * kHalfBytes;
     // In bytes: token t of a half, channels 8 n and 2, 4, 6 more (odd: 1, 3, 5, 7).
@@ -68,7 +68,10 @@ static_assert(sizeof(StagedPatch<__nv_bfloat16>) <= sizeof(TurnedPatch));
 
 // Numbers of lanes to sum over the 16 lanes of a half, [half][lane][number]. Pitches are such that neither
 // stores of four numbers nor loads of one have bank conflicts.
-using LaneSums = float[2][16 * (2 * kHalf + 4) + 16];
+struct LaneSums {
+    static constexpr int kPitch = 2 * kHalf + 4;
+    float of_half[2][16 * kPitch + 16];
+};
 
 // The tensors of which a patch has rows.
 struct AnchoredRows {
@@ -116,7 +119,10 @@ struct alignas(128) AnchoredSmem {
     float entering[P::kBlocks][kKey];   // of the rows of a block, the sum over paths from the chunk's start
     float crossing[P::kBlocks][kKey];   // of a block, the sum of what its tokens add to dg of those before
     float bias_sums[P::kBlocks][kKey];  // of ddt_bias
-    float along[P::kWarps][2][kBlock];  // of a patch: x . x, and later, of all channels, dy . x / |x|^2
+    union {
+        float squares[P::kWarps][2][kBlock];  // of a patch: x . x
+        float along[P::kWarps][2][kBlock];    // later, of all channels: dy . x / |x|^2
+    };
     float dots[P::kWarps][2][kBlock], norms[P::kWarps][2][kBlock];  // of a patch: dy . x; 1 / |x|
     float strengths[P::kRows], betas[P::kRows];                     // dV . U; beta as it came
     float rate_sums[P::kWarps];

@@ -85,8 +85,7 @@ struct AnchoredSums : AnchoredTensors<T, kKey, kReader> {
         __syncwarp();
         SliceSquares squares;
         multiply_slices(ends, squares, patch);
-        const int row = patch.lane / 4;
-        const int j = patch.group;
+        const int row = patch.lane / 4, j = patch.group;
         if (j > patch.block) return;
         const bool diagonal = j == patch.block;
         if (kSolves && diagonal && patch.lane % 4 == row / 2) {
@@ -187,21 +186,22 @@ private:
         float d_scores[2][4] = {}, d_overlaps[2][4] = {};
     };
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    // By warpgroups: rows of tokens come from registers, columns from shared memory.
     __device__ __forceinline__ void multiply_slices(Ends& ends, SliceSquares& squares,
                                                     const Patch<kKey>& patch) const {
         static_assert(P::kBlocks == kWarpgroupWarps);
         const std::uint32_t slices = shared_address(this->slices()),
-                            all_carried = slices + saved.count * static_cast<int>(sizeof(Carried));
+                            all_returned = slices + saved.count * static_cast<int>(sizeof(Carried));
         const auto operand_at = [](std::uint32_t address) {
             return wgmma::operand_in_blocks(wgmma::uniform(address), kSavedMatrix, 2 * kSavedMatrix);
         };
         const int of_block = patch.group * kSavedBlock;
         wgmma::Operand state = operand_at(slices + offsetof(Carried, state) + 2 * of_block),
                        block = operand_at(slices + offsetof(Carried, writes) + of_block),
-                       d_state = operand_at(all_carried + offsetof(Returned, d_state) + 2 * of_block);
+                       d_state = operand_at(all_returned + offsetof(Returned, d_state) + 2 * of_block);
         // Of the warp's block of tokens, the rows of the products.
         const int rows = patch.block * kSavedBlock + SavedLane::rows(patch.lane);
-        std::uint32_t carried = slices + rows, returned = all_carried + rows;
+        std::uint32_t carried = slices + rows, returned = all_returned + rows;
         struct {
             std::uint32_t d_outputs[4], d_values[4], writes[4];
         } rows_of[2];

@@ -87,7 +87,7 @@ struct RowPieces {
         return static_cast<std::int32_t>(rows.token) * 2;
     }
     // Where piece i lies in a PatchOperand (operand_unit), in bytes.
-    static __device__ __forceinline__ int in_patch(int lane, int i) {
+    static CULA_HOST_DEVICE constexpr int in_patch(int lane, int i) {
         const int first = lane / 4 * 64 + (lane % 4 ^ lane / 8) * 16;
         return i == 0 ? first : (first ^ 64) + 512;
     }
@@ -122,15 +122,27 @@ struct ColumnWords {
 #endif
     }
 
-private:
     // In bytes, where the row begins (operand_unit) of which the lane gives the address: of token 4 i + l/8
     // of half l/4 % 2.
-    static __device__ __forceinline__ int row(int lane, int i) {
+    static CULA_HOST_DEVICE constexpr int row(int lane, int i) {
         const int half = lane / 4 % 2, token = lane / 8;
         const int first = half * 512 + (token ^ half) * 64 + (lane % 4 ^ token / 2) * 16;
         return i == 0 ? first : (first ^ 32) + 256;
     }
 };
+
+// Both write and read a patch where the products expect it.
+constexpr bool patches_agree() {
+    for (int lane = 0; lane < 32; ++lane)
+        for (int i = 0; i < 2; ++i) {
+            const int of_rows = operand_unit(lane / 4 + kHalf * i, lane % 4),
+                      of_columns = operand_unit(lane / 4 % 2 * kHalf + lane / 8 + 4 * i, lane % 4);
+            if (RowPieces::in_patch(lane, i) != 2 * of_rows) return false;
+            if (ColumnWords<__nv_bfloat16>::row(lane, i) != 2 * of_columns) return false;
+        }
+    return true;
+}
+static_assert(patches_agree());
 
 // The warp's patch from accumulators to columns.
 template <int kKey>

@@ -202,7 +202,7 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
             x[i] = fmaf(strength, of_key, d_k[i]);
             given[i] = a.beta_is_logit ? of_key * strength * sigmoid(-given[i]) : of_key;
         }
-        __syncwarp();  // for the sake of registers alone: what follows is not to begin before
+        __syncwarp();  // Only to save registers: the compiler starts what follows no sooner.
         const auto& norm = s.norms[patch.warp][1];
         std::uint32_t k[kHalf];
         this->load_key_words(k, patch);
@@ -271,7 +271,7 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
         const Extent extent(s.place[parity].again(), patch, a.key_dim);
         auto& staged = s.columns[patch.warp].staged;
         const bool has_norms = d.keys() && a.qk_l2norm;
-        given = {};
+        given = {};  // or what is not loaded again would take registers in all phases
         if (!has_norms && goes_on) {
             __syncwarp();
             this->load(given, parity ^ 1);
@@ -387,9 +387,9 @@ private:
     __device__ __forceinline__ void sum_over_block(float (&sums)[P::kWarps][2][kBlock],
                                                    const float (&x)[2 * kHalf],
                                                    const Patch<kKey>& patch) const {
-        constexpr int kPitch = 2 * kHalf + 4;
+        constexpr int kPitch = LaneSums::kPitch;
         const int lane = patch.lane % 16;
-        auto& of_half = s.own[patch.warp].sums[patch.half];
+        auto& of_half = s.own[patch.warp].sums.of_half[patch.half];
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 2 * kHalf; i += 4)
@@ -423,8 +423,8 @@ private:
                 x[t] = fmaf(query.x, query.x, query.y * query.y);
                 x[kHalf + t] = fmaf(key.x, key.x, key.y * key.y);
             }
-            sum_over_block(s.along, x, patch);
-            norm = rsqrtf(block_sum(s.along, patch) + 1e-6f);
+            sum_over_block(s.squares, x, patch);
+            norm = rsqrtf(block_sum(s.squares, patch) + 1e-6f);
         }
         s.norms[patch.warp][patch.lane / kBlock][patch.lane % kBlock] = norm;
         __syncwarp();
