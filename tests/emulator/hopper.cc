@@ -328,10 +328,11 @@ void multiply(Cta& cta, int warp, Products::Product& product) {
         const Descriptor left(product.left);
         for (int i = 0; i < 16; ++i)
             for (int k = 0; k < depth; ++k) {
-                const int m = warp % 4 * 16 + i, row = product.transposed ? k : m,
-                          first = product.transposed ? m : k;
-                a[i][k] = number_at(element, left.unit(cta, row, first / per_unit * 16, product.transposed),
-                                    first % per_unit);
+                const int m = warp % 4 * 16 + i, row = product.transposed_left ? k : m,
+                          first = product.transposed_left ? m : k;
+                a[i][k] =
+                    number_at(element, left.unit(cta, row, first / per_unit * 16, product.transposed_left),
+                              first % per_unit);
             }
     } else {
         for (int lane = 0; lane < 32; ++lane)
@@ -346,12 +347,15 @@ void multiply(Cta& cta, int warp, Products::Product& product) {
             }
     }
     const Descriptor right(product.right);
-    const int rows = product.transposed ? depth : columns, length = product.transposed ? columns : depth;
+    const int rows = product.transposed_right ? depth : columns,
+              length = product.transposed_right ? columns : depth;
     for (int row = 0; row < rows; ++row)
         for (int first = 0; first < length; first += per_unit) {
-            const unsigned char* const unit = right.unit(cta, row, first / per_unit * 16, product.transposed);
+            const unsigned char* const unit =
+                right.unit(cta, row, first / per_unit * 16, product.transposed_right);
             for (int i = 0; i < per_unit; ++i) {
-                const int k = product.transposed ? row : first + i, n = product.transposed ? first + i : row;
+                const int k = product.transposed_right ? row : first + i,
+                          n = product.transposed_right ? first + i : row;
                 b[static_cast<std::size_t>(k * columns + n)] = number_at(element, unit, i);
             }
         }
@@ -399,9 +403,12 @@ void multiply_warpgroup(WarpgroupProduct own) {
                    .a = {},
                    .left = first.left,
                    .right = first.right,
-                   .transposed = first.transposed};
+                   .transposed_left = first.transposed_left,
+                   .transposed_right = first.transposed_right};
         ++sum->in_flight;
-        const int kind = ((first.tiles * 2 + product.add) * 2 + product.has_left) * 2 + first.transposed;
+        const int kind =
+            (((first.tiles * 2 + product.add) * 2 + product.has_left) * 2 + first.transposed_left) * 2 +
+            first.transposed_right;
         for (const std::uint64_t what : {first.left, first.right, static_cast<std::uint64_t>(kind),
                                          static_cast<std::uint64_t>(first.element)})
             all.issued = (all.issued ^ what) * 0x9e3779b97f4a7c15u + 1;

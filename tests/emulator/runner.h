@@ -81,7 +81,7 @@ struct Products {
         bool add, has_left;
         std::uint32_t a[32][4];
         std::uint64_t left, right;  // descriptors
-        bool transposed;
+        bool transposed_left, transposed_right;
         bool done = false;
     };
     std::deque<Product> in_flight;

@@ -5,7 +5,7 @@
 // A warpgroup is four consecutive warps, the first a multiple of four. Warp w of it holds rows 16 w to 16 w +
 // 15 of d and a, in the fragments of ptx/mma.cuh. b lies in shared memory in the layout of Tile
 // (chunked/chunk.cuh): [N x 16 channels] with rows that are contiguous along k, or transposed, [16 x N]
-// contiguous along N. Where a lies in shared memory, too, both are transposed, or neither.
+// contiguous along N. a may lie in shared memory, too, in either way.
 //
 // Products are asynchronous:
 // - fence() comes before the first product that reads or adds to registers that were written since the last
@@ -86,7 +86,7 @@ template <class T, int kTiles, bool kTransposed>
 __device__ __forceinline__ void multiply(float (*d)[4], const std::uint32_t (&a)[4], Operand b, int add);
 
 // The same with both operands in shared memory.
-template <class T, int kTiles, bool kTransposed = false>
+template <class T, int kTiles, bool kTransposedA = false, bool kTransposedB = kTransposedA>
 __device__ __forceinline__ void multiply_shared(float (&d)[kTiles][4], Operand a, Operand b, int add);
 
 #define CULA_TILE(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
@@ -125,15 +125,14 @@ __device__ __forceinline__ void multiply_shared(float (&d)[kTiles][4], Operand a
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.whole()), "r"(add),                 \
                        "n"(transposed));                                                                     \
     }
-#define CULA_WGMMA_SHARED(T, type, tiles, columns, transposed, a, b, add, turn)                              \
+#define CULA_WGMMA_SHARED(T, type, tiles, columns, turn_a, turn_b, a, b, add, turns)                         \
     template <>                                                                                              \
-    __device__ __forceinline__ void multiply_shared<T, tiles, transposed>(float(&d)[tiles][4], Operand left, \
-                                                                          Operand right, int adds) {         \
+    __device__ __forceinline__ void multiply_shared<T, tiles, turn_a, turn_b>(                               \
+        float(&d)[tiles][4], Operand left, Operand right, int adds) {                                        \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" #columns \
-                     "k16.f32." type "." type " {" CULA_D_##tiles "}, " a ", " b ", p, 1, 1, " turn          \
-                                                                  ", " turn "; }"                            \
+                     "k16.f32." type "." type " {" CULA_D_##tiles "}, " a ", " b ", p, 1, 1, " turns "; }"   \
                      : CULA_TILES_##tiles                                                                    \
-                     : "l"(left.whole()), "l"(right.whole()), "r"(adds), "n"(transposed));                   \
+                     : "l"(left.whole()), "l"(right.whole()), "r"(adds), "n"(turn_a), "n"(turn_b));          \
     }
 // x as multiply_tf32() takes it.
 __device__ __forceinline__ std::uint32_t rounded_tf32(float x) {
@@ -151,17 +150,18 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[16][4], const std::uint
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.whole()), "r"(1));
 }
 
-#define CULA_WGMMA_OF(T, type)                                           \
-    CULA_WGMMA(T, type, 8, 64, false)                                    \
-    CULA_WGMMA(T, type, 8, 64, true)                                     \
-    CULA_WGMMA(T, type, 16, 128, true)                                   \
-    CULA_WGMMA(T, type, 4, 32, false)                                    \
-    CULA_WGMMA(T, type, 4, 32, true)                                     \
-    CULA_WGMMA(T, type, 2, 16, true)                                     \
-    CULA_WGMMA_SHARED(T, type, 8, 64, false, "%32", "%33", "%34", "%35") \
-    CULA_WGMMA_SHARED(T, type, 4, 32, false, "%16", "%17", "%18", "%19") \
-    CULA_WGMMA_SHARED(T, type, 8, 64, true, "%32", "%33", "%34", "%35")  \
-    CULA_WGMMA_SHARED(T, type, 16, 128, true, "%64", "%65", "%66", "%67")
+#define CULA_WGMMA_OF(T, type)                                                       \
+    CULA_WGMMA(T, type, 8, 64, false)                                                \
+    CULA_WGMMA(T, type, 8, 64, true)                                                 \
+    CULA_WGMMA(T, type, 16, 128, true)                                               \
+    CULA_WGMMA(T, type, 4, 32, false)                                                \
+    CULA_WGMMA(T, type, 4, 32, true)                                                 \
+    CULA_WGMMA(T, type, 2, 16, true)                                                 \
+    CULA_WGMMA_SHARED(T, type, 16, 128, true, true, "%64", "%65", "%66", "%67, %68") \
+    CULA_WGMMA_SHARED(T, type, 8, 64, false, false, "%32", "%33", "%34", "%35, %36") \
+    CULA_WGMMA_SHARED(T, type, 4, 32, false, false, "%16", "%17", "%18", "%19, %20") \
+    CULA_WGMMA_SHARED(T, type, 4, 32, false, true, "%16", "%17", "%18", "%19, %20")  \
+    CULA_WGMMA_SHARED(T, type, 4, 32, true, true, "%16", "%17", "%18", "%19, %20")
 
 CULA_WGMMA_OF(__nv_bfloat16, "bf16")
 CULA_WGMMA_OF(__half, "f16")

@@ -37,7 +37,7 @@ struct WarpgroupProduct {
     float (*d)[4];
     const std::uint32_t* a;
     std::uint64_t left, right;
-    bool transposed;
+    bool transposed_left, transposed_right;
     int add;
 };
 void multiply_warpgroup(WarpgroupProduct own);

@@ -9,10 +9,11 @@ void multiply(float (*d)[4], const std::uint32_t (&a)[4], Operand b, int add) {
                                   .a = a,
                                   .left = 0,
                                   .right = b.whole(),
-                                  .transposed = kTransposed,
+                                  .transposed_left = false,
+                                  .transposed_right = kTransposed,
                                   .add = add});
 }
-template <class T, int kTiles, bool kTransposed>
+template <class T, int kTiles, bool kTransposedA, bool kTransposedB>
 void multiply_shared(float (&d)[kTiles][4], Operand a, Operand b, int add) {
     emulator::multiply_warpgroup({.element = emulator::kElementOf<T>,
                                   .tiles = kTiles,
@@ -20,7 +21,8 @@ void multiply_shared(float (&d)[kTiles][4], Operand a, Operand b, int add) {
                                   .a = nullptr,
                                   .left = a.whole(),
                                   .right = b.whole(),
-                                  .transposed = kTransposed,
+                                  .transposed_left = kTransposedA,
+                                  .transposed_right = kTransposedB,
                                   .add = add});
 }
 inline std::uint32_t rounded_tf32(float x) {
@@ -35,6 +37,7 @@ inline void multiply_tf32(float (&d)[16][4], const std::uint32_t (&a)[4], Operan
                                   .a = a,
                                   .left = 0,
                                   .right = b.whole(),
-                                  .transposed = false,
+                                  .transposed_left = false,
+                                  .transposed_right = false,
                                   .add = 1});
 }
