@@ -100,13 +100,18 @@ check "prefill sm80:segments" --pass prefill --target sm80:segments --count 20
 
 instances=$(of_carries sm90 128)
 instances+="chunked/prepare_erase/__nv_bfloat16/128;backward/erase/__nv_bfloat16/128;"
-instances+="backward/gradient_several/__nv_bfloat16/128;sm90/gradient_token/__nv_bfloat16/128"
+instances+="backward/gradient_several/__nv_bfloat16/128;sm90/gradient_token/__nv_bfloat16/128;"
+instances+="sm90/gradient_anchored/__nv_bfloat16/128"
 built=$build-sm90a
 configure_and_build "$built" "$instances" -D CULA_SM90A=ON
 
 for pass in prefill segment backward; do
     check "$pass sm90" --pass "$pass" --target sm90 --count 24
     check "$pass sm90 of several writes a token" --pass "$pass" --target sm90 --algorithm gdp --count 12
+done
+for algorithm in kda gla gdn2 gdn delta; do
+    check "backward sm90 of $algorithm, d_v and d_o read by rows" --pass backward --target sm90 \
+        --algorithm "$algorithm" --dtype bfloat16 --layouts 0 --output_layouts 0 --V 72 --count 6
 done
 for gate in bounded softplus; do
     fused=(--pass prefill --algorithm kda --dtype bfloat16 --norm 1 --layouts 0 --output_layouts 0

@@ -200,25 +200,75 @@ def test_float32_gradients_of_narrow_inputs(algorithm, dtype):
         assert_same_bits(f"d_{name}", gradient, made[f"d_{name}"].to(gradient.dtype))
 
 
-@HALVES
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 2)], ids=["single", "pairs"])
-def test_rows_of_d_v_that_have_no_tensor_map(algorithm, dtype, before, after):
-    """They begin at an odd element, or at a multiple of 4 bytes; rows of two warpgroups."""
-    inputs = make(
-        Case(algorithm, (70, 0, 140), packed=True, value_heads=4, key_dim=128, value_dim=72, dtype=dtype)
-    )
+def assert_same_bits_without_maps(inputs: Inputs, before: int, after: int) -> None:
+    """Where rows of d_v and d_o, with so many elements before and after them, have no tensor map."""
     d_o, d_final_state = gradients.upstream(inputs)
     wanted = gradients.backward(inputs, d_o, d_final_state)
     made = {f"d_{name}": gradients.empty(inputs, name) for name in wanted}
-    wider = (*inputs.v.shape[:-1], before + 72 + after)
-    made["d_v"] = torch.full(wider, float("nan"), dtype=dtype)[..., before : before + 72]
+    width = inputs.case.value_dim
+
+    def odd_rows(like: torch.Tensor) -> torch.Tensor:
+        wider = (*like.shape[:-1], before + width + after)
+        return torch.full(wider, float("nan"), dtype=like.dtype)[..., before : before + width]
+
+    made["d_v"] = odd_rows(inputs.v)
     gradients.call(
         "backward", "", made, **inputs.tensors(), **inputs.case.options, initial_state=inputs.initial_state,
-        d_o=d_o, d_final_state=d_final_state,
+        d_o=odd_rows(d_o).copy_(d_o), d_final_state=d_final_state,
     )  # fmt: skip
     for name, gradient in wanted.items():
         assert_same_bits(f"d_{name}", gradient, made[f"d_{name}"])
     gradients.assert_nothing_beside("v", made["d_v"])
+
+
+@HALVES
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 2)], ids=["single", "pairs"])
+@pytest.mark.parametrize("heads", [2, 4], ids=["shared", "own"])
+@pytest.mark.parametrize(("K", "V"), [(128, 72), (128, 24), (96, 112), (128, 128)])
+def test_rows_that_have_no_tensor_map(algorithm, dtype, before, after, heads, K, V):
+    """They begin at an odd element, or at a multiple of 4 bytes; rows of two warpgroups."""
+    case = Case(algorithm, (70, 0, 140), packed=True, heads=heads, value_heads=4, key_dim=K, value_dim=V)
+    assert_same_bits_without_maps(make(case.but(dtype=dtype)), before, after)
+
+
+@pytest.mark.parametrize("decay", ["extreme", "mixed"])
+@pytest.mark.parametrize("algorithm", GATED)
+def test_rows_of_chunks_out_of_range(algorithm, decay):
+    """What gradient_anchored leaves to another kernel, which has slices of its own rows then."""
+    case = Case(algorithm, (150, 40), packed=True, heads=4, value_heads=4, key_dim=128, value_dim=72)
+    assert_same_bits_without_maps(make(case.but(gate="log_decay", decay=decay)), 1, 2)
+
+
+@pytest.mark.parametrize("lengths", [(150, 0, 65), (200,)], ids=["packed", "one"])
+@pytest.mark.parametrize(("K", "V"), [(128, 24), (128, 64), (96, 72), (72, 112), (128, 128)])
+def test_rows_of_a_head_each(algorithm, K, V, lengths):
+    """Where a head of q and k has one of v, gradients per channel have another kernel."""
+    packed = len(lengths) > 1
+    check(Case(algorithm, lengths, packed=packed, heads=3, value_heads=3, key_dim=K, value_dim=V))
+
+
+@pytest.mark.skipif("sm90" not in CHUNKED, reason="sm90 does not run here")
+@pytest.mark.parametrize("algorithm", ["kda", "gla", "gdn2", "gdn", "delta"])
+def test_rows_are_read_where_they_lie(algorithm):
+    inputs = make(Case(algorithm, (200,), heads=2, value_heads=2, key_dim=128, value_dim=128))
+    given = gradients.upstream(inputs)
+    names = device.kernels_of(lambda: gradients.backward(inputs, *given))
+    assert any("FromRows" in name for name in names), names
+
+
+@pytest.mark.parametrize("V", [32, 72, 128])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")], ids=str)
+def test_rows_of_the_next_sequence(algorithm, number, V):
+    """A tile of a partial last chunk has them, too."""
+    inputs = make(Case(algorithm, (70, 20, 134), packed=True, value_heads=2, key_dim=128, value_dim=V))
+    d_o, d_final_state = gradients.upstream(inputs)
+    clean = gradients.backward(inputs, d_o, d_final_state)
+    d_o[:, 70:90] = number
+    found = gradients.backward(inputs, d_o, d_final_state)
+    for name in found.keys() & {"q", "k", "v", "g", "beta", "erase", "a_key", "b_key"}:
+        for begin, end in ((0, 70), (90, 224)):
+            span = inputs.span(name, begin, end)
+            assert_same_bits(name, found[name][:, span], clean[name][:, span])
 
 
 @pytest.mark.parametrize("count", [32, 33, 1025])

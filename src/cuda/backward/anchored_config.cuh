@@ -6,6 +6,7 @@
 #include "cuda/backward/channel_config.cuh"
 #include "cuda/backward/gradients.h"
 #include "cuda/pipe/barriers.cuh"
+#include "cuda/pipe/tensor_maps.h"
 
 namespace cula::cuda::backward {
 
@@ -132,19 +133,36 @@ struct alignas(128) AnchoredSmem {
     Mbarrier slices_ready;
 };
 
-template <class T, int kKey>
-struct GradientAnchored {
-    static constexpr int kThreads = Patches<kKey>::kThreads;
+// What a chunk and head has in shared memory behind AnchoredSmem, all value channels at once: by rows tiles
+// [64 tokens x 64 value channels] of dO and then of dV, two of each; slices.
+template <class T, int kKey, class From>
+struct AnchoredSlices {
     using Carried = CarrySlice<T, kKey>;
     using Returned = ReturnSlice<T, kKey>;
+    static constexpr bool kByRows = std::is_same_v<From, FromRows>;
+    // In bytes. Of what the return has saved: a slice here, and where its Z begins.
+    static constexpr int kCarried = sizeof(Carried),
+                         kReturned = kByRows ? sizeof(Returned::d_state) : sizeof(Returned),
+                         kDState = kByRows ? 0 : offsetof(Returned, d_state);
+    static constexpr int kTiles = 2, kMost = kTiles * kTmaChannels / kSliceValues;  // slices by rows
+    struct Rows {
+        TmaTile<Patches<kKey>::kRows> d_outputs[kTiles], d_values[kTiles];
+    };
+    struct Nothing {};
+    struct Memory {
+        AnchoredSmem<T, kKey> s;
+        [[no_unique_address]] std::conditional_t<kByRows, Rows, Nothing> rows;
+    };
+    static constexpr int kBegin = sizeof(Memory), kRowsAt = offsetof(Memory, rows);
 
-    // Whether gradient_anchored takes a call.
-    static bool takes(const DeviceArgs& a, const Gradients& d) {
-        return a.heads == a.value_heads && (d.keys() || d.decay() || d.others());
-    }
-    // count: slices of a value head, all of which are in shared memory at once.
-    static constexpr std::size_t shared_bytes(int count) {
-        return sizeof(AnchoredSmem<T, kKey>) + count * (sizeof(Carried) + sizeof(Returned));
+    int count;  // of slices that exist
+
+    // By rows there is room for kMost, of which those that do not exist are zero.
+    CULA_HOST_DEVICE constexpr int room() const { return kByRows ? kMost : count; }
+    CULA_HOST_DEVICE constexpr int returned() const { return room() * kCarried; }
+    CULA_HOST_DEVICE constexpr int tiles() const { return (count * kSliceValues - 1) / kTmaChannels + 1; }
+    constexpr std::size_t shared_bytes() const {
+        return kBegin + static_cast<std::size_t>(room()) * (kCarried + kReturned);
     }
 };
 

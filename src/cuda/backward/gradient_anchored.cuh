@@ -25,7 +25,8 @@
 // gradient_channel, among warps as AnchoredPatch has them. In this order for each, | is a barrier of the CTA:
 //   operands  a lane has a column: decays, their range, norms (with those who share the block), operands |
 //   slices    tensor cores: dO S^T, dV S^T, U Z^T in accumulators, the squares dA and dL', rowsum(S o Z) |
-//             copies of the next pair's slices start here, and arrive during what follows
+//             copies of the next pair's slices start here, and arrive during what follows. By rows all
+//             products of slices but rowsum(S o Z) run beside operands (kOverlaps)
 //   blocks    tensor cores: the sums over blocks above
 //   columns   accumulators turn to columns: the gradients of q and k, dg; then gate and norms
 //
@@ -38,8 +39,11 @@
 // With erase keys e (Reader::kErase) RA = f e, and f acc of -dV S^T is de: derase = k o de, and dk has
 // erase o de in its place. d_beta is value_gradients'.
 //
+// By rows (FromRows) dV and dO come from the tensors of the call, by TMA tiles, and the slices have no part
+// of them.
+//
 // Budgets: 113.4 KiB of shared memory (K = 128) and 14 KiB for every 16 value channels: 225.4 KiB for V =
-// 128. At most 128 registers.
+// 128. By rows 112 KiB for any V: 226 KiB. At most 128 registers.
 //
 // PDL: every CTA triggers, then waits for the kernels before it.
 #pragma once
@@ -54,9 +58,9 @@ namespace cula::cuda::backward {
 enum class AnchoredBarrier : std::uint8_t { kBlock = 1, kGroup = 5 };
 
 // The phases for one chunk and head. All threads are in each.
-template <class T, int kKey, bool kSolves, Reader kReader>
-struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
-    using Base = AnchoredSums<T, kKey, kSolves, kReader>;
+template <class T, int kKey, bool kSolves, Reader kReader, class From>
+struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader, From> {
+    using Base = AnchoredSums<T, kKey, kSolves, kReader, From>;
     using Base::a, Base::d, Base::s, Base::parity, Base::kErases;
     using typename Base::Given;
     using P = Patches<kKey>;
@@ -68,7 +72,9 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
         : Base(base), scratch(of) {}
 
     // Decays and operands of the lane's column; whether any decay is out of range goes to shared memory.
-    __device__ __forceinline__ void operands(Given& given) const {
+    // meanwhile(0) to meanwhile(7) start what runs beside.
+    template <class Meanwhile>
+    __device__ __forceinline__ void operands(Given& given, const Meanwhile& meanwhile) const {
         const ChannelPlace place = s.place[parity].again();
         const AnchoredPatch<kKey> patch;
         const Extent extent(place, patch, a.key_dim);
@@ -80,18 +86,24 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
                               a.beta.offset(place.batch, place.begin + thread, place.head));
         if constexpr (kErases) this->load_parameters(given, place.head, patch);
         std::uint32_t q[kHalf], k[kHalf];
+        __syncwarp();  // products are asked for by whole warps
+        meanwhile(0);
         this->wait_for_rows();
         this->given_keys(q, k, patch);
+        if (has_beta) s.betas[thread] = beta;
         Column x;
         this->load_gates(x, given.bias, patch, extent);
+        __syncwarp();
+        meanwhile(1);
         norms(q, k, patch);
+        meanwhile(2);
         const HeadGate gate(place.head, a.gate, given.A_log, a.lower_bound, 0.0f);
-        if (has_beta) s.betas[thread] = beta;
         switch (gate.kind) {
             case Gate::kSoftplus: log2_decays<Gate::kSoftplus>(x, gate); break;
             case Gate::kBounded: log2_decays<Gate::kBounded>(x, gate); break;
             case Gate::kLogDecay: log2_decays<Gate::kLogDecay>(x, gate); break;
         }
+        meanwhile(3);
         extent.mask(x);
         float of_half[2];
         anchored(x, of_half, patch);
@@ -103,27 +115,25 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
             exp2_fast(of_half[0]), exp2_fast(of_half[1])};
 
         auto& to = s.own[patch.warp];
-        float of_q[kHalf], of_k[kHalf];
-#pragma unroll
-        for (int t = 0; t < kHalf; t += 4) {
-            load4(of_q + t, &s.norms[patch.warp][0][patch.half * kHalf + t]);
-            load4(of_k + t, &s.norms[patch.warp][1][patch.half * kHalf + t]);
-        }
         __syncwarp();
         const ColumnWords<T> of_queries(to.queries, patch.lane), of_readers(to.readers, patch.lane),
             of_keys(to.keys, patch.lane);
 #pragma unroll
         for (int four = 0; four < 2; ++four) {
             std::uint32_t queries[4], readers[4], keys[4];
+            float of_q[4], of_k[4];
+            load4(of_q, &s.norms[patch.warp][0][patch.half * kHalf + 4 * four]);
+            load4(of_k, &s.norms[patch.warp][1][patch.half * kHalf + 4 * four]);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int t = 4 * four + i;
+                if (i % 2 == 0) meanwhile(4 + t / 2);
                 const float f[2] = {exp2_fast(x[2 * t]), exp2_fast(x[2 * t + 1])};
                 const float back[2] = {reciprocal_fast(f[0]), reciprocal_fast(f[1])};
                 s.columns[patch.warp].decays[t][patch.lane] = {f[0], f[1]};
                 const float2 query = unpack2<T>(q[t]), key = unpack2<T>(k[t]);
-                const float scaled = of_q[t] * a.scale;
-                const float k0 = key.x * of_k[t], k1 = key.y * of_k[t];
+                const float scaled = of_q[i] * a.scale;
+                const float k0 = key.x * of_k[i], k1 = key.y * of_k[i];
                 queries[i] = pack2<T>(query.x * scaled * f[0], query.y * scaled * f[1]);
                 float2 reader = {k0, k1};
                 if constexpr (kErases) reader = unpack2<T>(given.readers[t]);
@@ -200,9 +210,8 @@ struct AnchoredGradient : AnchoredSums<T, kKey, kSolves, kReader> {
         for (int i = 0; i < 2 * kHalf; ++i) {
             const float strength = beta_of(a, given[i]), of_key = x[i];
             x[i] = fmaf(strength, of_key, d_k[i]);
-            given[i] = a.beta_is_logit ? of_key * strength * sigmoid(-given[i]) : of_key;
+            given[i] = of_key * (a.beta_is_logit ? strength * sigmoid(-given[i]) : 1.0f);
         }
-        __syncwarp();  // Only to save registers: the compiler starts what follows no sooner.
         const auto& norm = s.norms[patch.warp][1];
         std::uint32_t k[kHalf];
         this->load_key_words(k, patch);
@@ -477,20 +486,20 @@ private:
     }
 };
 
-template <class T, int kKey, Update kUpdate, Reader kReader = Reader::kKey>
+template <class T, int kKey, Update kUpdate, Reader kReader, class From>
 __global__ void __launch_bounds__(Patches<kKey>::kThreads, 1)
     gradient_anchored(const __grid_constant__ DeviceArgs a, const chunked::Schedule schedule,
                       const __grid_constant__ Gradients d, const Saved<T, kKey> saved,
-                      const GradientScratch scratch) {
+                      const GradientScratch scratch, const __grid_constant__ From from) {
     using P = Patches<kKey>;
     constexpr bool kSolves = GradientRule<kUpdate>::kSolves, kErases = erases(kReader);
-    using Gradient = AnchoredGradient<T, kKey, kSolves, kReader>;
-    extern __shared__ __align__(128) unsigned char raw[];
-    auto& s = *reinterpret_cast<AnchoredSmem<T, kKey>*>(raw);
+    using Gradient = AnchoredGradient<T, kKey, kSolves, kReader, From>;
+    extern __shared__ __align__(1024) unsigned char memory[];
+    auto& s = *reinterpret_cast<AnchoredSmem<T, kKey>*>(memory);
 
     pdl_trigger_and_wait();
     const int items = (schedule.slab_end - schedule.slab_begin) * a.heads, step = static_cast<int>(gridDim.x);
-    Gradient of({{a, d, s}, saved}, scratch);
+    Gradient of({{a, d, s}, saved, from}, scratch);
     const auto slot_of = [&](int item) { return static_cast<int>(a.by_value_heads.divide(item)); };
     const auto put_place = [&](int parity, int item) {  // by a whole warp
         const int slot = slot_of(item);
@@ -514,6 +523,7 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, 1)
     if (threadIdx.x == 0) s.is_out_of_range[0] = s.is_out_of_range[1] = 0;
     if (threadIdx.x < 32) put_place(0, item);
     of.init_copies();
+    of.clear_rest();
     __syncthreads();
     of.copy_slices(s.place[0]);
     typename Gradient::Given given;
@@ -535,16 +545,23 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, 1)
     };
 #pragma unroll 1
     for (; item < items; item += step, of.parity ^= 1) {
-        const bool exists = s.place[of.parity].count > 0;
-        if (exists)
-            of.operands(given);
-        else
-            of.wait_for_rows();
-        of.wait_for_slices();
+        Ends ends;
+        typename Gradient::SliceSquares squares;
+        if constexpr (Gradient::kOverlaps) {
+            of.wait_for_slices();
+            of.drop_other_rows();
+            const auto products = of.start_products(ends, squares);
+            of.operands(given, [&](int i) { of.ask_product(ends, squares, products, i); });
+            of.wait_for_products(ends, squares);
+        } else {
+            of.operands(given, [](int) {});
+            of.wait_for_slices();
+        }
         __syncthreads();
         if (sums_wait) of.parameters(item - step);
         sums_wait = false;
         const bool goes_on = item + step < items;
+        const bool exists = s.place[of.parity].again().count > 0;
         if (!exists || s.is_out_of_range[of.parity]) {
             turn(exists);
             if (goes_on) of.load(given, of.parity ^ 1);
@@ -552,8 +569,13 @@ __global__ void __launch_bounds__(Patches<kKey>::kThreads, 1)
             continue;
         }
         of.join_decays();
-        Ends ends;
-        of.add_slices(ends);
+        of.sum_passing();
+        if constexpr (!Gradient::kOverlaps) {
+            of.drop_other_rows();
+            __syncwarp();
+            of.multiply_slices(ends, squares);
+        }
+        of.put_squares(squares);
         turn(false);
         if (kSolves && !kErases && d.d_beta.data) of.strengths();
         of.blocks(ends);

@@ -90,7 +90,8 @@ class BackwardLaunches {
     using Workspace = BackwardWorkspace<T, kKey, kPerChannel>;
     static constexpr bool kDiagonal = has_diagonal_map(kUpdate),
                           kErasable = chunked::kErasable<kPerChannel, kUpdate>,
-                          kTakesLowRank = chunked::kTakesLowRank<kKey, kPerChannel, kUpdate>;
+                          kTakesLowRank = chunked::kTakesLowRank<kKey, kPerChannel, kUpdate>,
+                          kMayReadRows = requires { requires Walks::template kMayReadRows<kUpdate>; };
 
 public:
     BackwardLaunches(const Call& call, const Gradients& gradients, const BackwardPlan& plan)
@@ -147,6 +148,10 @@ public:
             walk(true, false);
         }
         if (of_chunks) walks_.saved = saved();
+        if constexpr (kMayReadRows)
+            walks_.saved.by_rows =
+                of_chunks && !plan_.shape.low_rank && !plan_.shape.several_writes &&
+                Walks::template find_rows<kUpdate>(rows_, of_walks(), walks_, workspace_.scratch);
         for (int slab = last; slab >= 0; --slab) {
             prepare(slab);
             const bool forwards = of_chunks && plan_.half == Half::kBoth;
@@ -265,6 +270,10 @@ private:
         GradientScratch scratch = workspace_.scratch;
         if (scratch.parameters)
             scratch.parameters += std::int64_t{schedule_.slab_begin} * a_.value_heads * parameter_count(a_);
+        if constexpr (kMayReadRows && kPerChannel)
+            if (walks_.saved.by_rows)
+                Walks::template launch_anchored<kUpdate>(of_walks(), walks_, scratch, rows_,
+                                                         plan_.shape.erases);
         if constexpr (kErasable)
             if (plan_.shape.erases)
                 return launch_erase_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch,
@@ -274,7 +283,7 @@ private:
                 return launch_low_rank_gradients<T, kKey>(call_, a_, schedule_, d_, walks_.saved, scratch,
                                                           early_);
         if constexpr (requires { requires Walks::template kDifferentiates<kUpdate>; }) {
-            Walks::template launch_gradients<kUpdate>(of_walks(), walks_, scratch,
+            Walks::template launch_gradients<kUpdate>(of_walks(), walks_, scratch, rows_,
                                                       plan_.shape.several_writes);
         } else {
             if constexpr (kMayWriteSeveral<kPerChannel, kUpdate>)
@@ -295,6 +304,7 @@ private:
     EarlyStarts early_;
     Schedule schedule_;
     WalkParams<T, kKey> walks_;
+    FromRows rows_;  // if the slices have none (Saved::by_rows)
 };
 
 template <WalkTarget Walks, Update kUpdate>

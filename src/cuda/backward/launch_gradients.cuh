@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
-#include "cuda/backward/gradient_anchored.cuh"
 #include "cuda/backward/gradient_channel.cuh"
 #include "cuda/backward/gradient_left.cuh"
 #include "cuda/backward/gradient_token.cuh"
+#include "cuda/backward/launch_anchored.cuh"
 #include "cuda/backward/launch_gradients.h"
 #include "cuda/chunked/target.h"
 #include "cuda/pipe/launch.h"
@@ -14,29 +14,23 @@
 
 namespace cula::cuda::backward {
 
-inline std::size_t gradient_ctas(const DeviceArgs& a, const chunked::Schedule& schedule) {
-    return static_cast<std::size_t>(schedule.slab_end - schedule.slab_begin) *
-           static_cast<std::size_t>(a.heads);
-}
-
-// gradient_anchored and gradient_left, where the former takes the call.
+// gradient_anchored and gradient_left, where the former takes the call. By rows a target has launched the
+// former itself.
 template <class T, int kKey, Update kUpdate, Reader kReader>
 bool launch_anchored(const Call& call, const DeviceArgs& a, const chunked::Schedule& schedule,
                      const Gradients& d, const Saved<T, kKey>& saved, const GradientScratch& scratch,
                      chunked::EarlyStarts& early) {
-    using Of = GradientAnchored<T, kKey>;
     using Left = GradientChannel<T, kKey>;
-    const std::size_t bytes = Of::shared_bytes(saved.count);
-    if (!scratch.left || !Of::takes(a, d) || bytes > call.shared_bytes_limit) return false;
-    const std::size_t ctas =
-        std::min(gradient_ctas(a, schedule), static_cast<std::size_t>(call.multiprocessors));
-    launch<gradient_anchored<T, kKey, kUpdate, kReader>>(
-        early({ctas, Of::kThreads, bytes, call.shared_bytes_limit}), call.stream, a, schedule, d, saved,
-        scratch);
+    if (!saved.by_rows) {
+        if (!takes_anchored<T, kKey, FromSlices>(call, a, d, scratch, saved.count)) return false;
+        launch_anchored_from<T, kKey, kUpdate, kReader>(call, a, schedule, d, saved, scratch, early,
+                                                        FromSlices());
+    }
     chunked::Schedule of_left = schedule;
     of_left.ahead = 0;  // a CTA's next chunk is another than gradient_channel's
-    launch<gradient_left<T, kKey, kUpdate, kReader>>(early({ctas, Left::kThreads, Left::kSharedBytes}),
-                                                     call.stream, a, of_left, d, saved, scratch);
+    launch<gradient_left<T, kKey, kUpdate, kReader>>(
+        early({persistent_ctas(call, a, schedule), Left::kThreads, Left::kSharedBytes}), call.stream, a,
+        of_left, d, saved, scratch);
     return true;
 }
 

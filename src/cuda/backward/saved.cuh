@@ -14,8 +14,12 @@
 // operands: by ldmatrix, which transposes them without bank conflicts, or by descriptors of wgmma, which
 // takes the matrices as core matrices without swizzle. Value channels beyond V and tokens beyond the chunk's
 // are zero.
+//
+// Where gradient kernels can read dV and dO from the tensors of the call (Saved::by_rows), the return saves Z
+// alone.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -61,10 +65,20 @@ struct Saved {
     CarrySlice<T, kKey>* carried = nullptr;
     ReturnSlice<T, kKey>* returned = nullptr;
     std::int32_t value_heads = 1, count = 1;  // count: slices of a value head
+    // Slices have no dV and dO: gradient_anchored, and gradient_token on Hopper, read rows of Gradients::d_v
+    // and d_o. gradient_left adds them to the slices of chunks that it takes.
+    bool by_rows = false;
 
     CULA_HOST_DEVICE std::int64_t index(std::int64_t slot, int value_head, int slice) const {
         return (slot * value_heads + value_head) * count + slice;
     }
+};
+
+// Where a gradient kernel has dV and dO from: from slices, or by rows from the tensors of the
+// call, which tensor maps describe (sm_90).
+struct FromSlices {};
+struct FromRows {
+    CUtensorMap d_o, d_v;  // d_v: of rules that solve
 };
 
 // Bytes of one matrix, and of a block: 16 columns.

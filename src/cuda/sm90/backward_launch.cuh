@@ -33,8 +33,32 @@ struct WarpgroupWalks {
     template <Update kUpdate>
     static void launch_gradients(const backward::WalkLaunch<T, kKey, kPerChannel>& of,
                                  const WalkParams<T, kKey>& p, const backward::GradientScratch& scratch,
-                                 bool several) {
-        gradients::launch_token<T>(of.call, of.a, of.schedule, p.d, p.saved, scratch, of.early, several);
+                                 const backward::FromRows& rows, bool several) {
+        gradients::launch_token<T>(of.call, of.a, of.schedule, p.d, p.saved, scratch, rows, of.early,
+                                   several);
+    }
+
+    // Whether gradient kernels may read dV and dO from the tensors of a call, if its tokens write once; and
+    // whether they do, by the maps that this encodes.
+    template <Update kUpdate>
+    static constexpr bool kMayReadRows =
+        kPerChannel ? backward::kHasAnchored<T, kKey> : kDifferentiates<kUpdate>;
+    template <Update kUpdate>
+    static bool find_rows(backward::FromRows& rows, const backward::WalkLaunch<T, kKey, kPerChannel>& of,
+                          const WalkParams<T, kKey>& p, const backward::GradientScratch& scratch) {
+        if constexpr (kPerChannel)
+            return gradients::find_anchored_rows<T>(rows, of.call, of.a, p.d, scratch, p.saved.count,
+                                                    ReturnRule<kUpdate>::kSolves);
+        else
+            return gradients::find_token_rows<T>(rows, of.a, p.d);
+    }
+    // gradient_anchored of a slab, by rows.
+    template <Update kUpdate>
+    static void launch_anchored(const backward::WalkLaunch<T, kKey, kPerChannel>& of,
+                                const WalkParams<T, kKey>& p, const backward::GradientScratch& scratch,
+                                const backward::FromRows& rows, bool erases) {
+        gradients::launch_anchored<T>(of.call, of.a, of.schedule, p.d, p.saved, scratch, rows, of.early,
+                                      kUpdate, erases);
     }
 
     template <Update kUpdate, bool kMaps>

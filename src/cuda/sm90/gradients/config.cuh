@@ -7,6 +7,7 @@
 #include "cuda/backward/saved.cuh"
 #include "cuda/chunked/tile_reads.cuh"
 #include "cuda/pipe/barriers.cuh"
+#include "cuda/pipe/tensor_maps.h"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
@@ -60,11 +61,27 @@ struct Item {
     ChunkPlace place;
 };
 
+template <class From>
+inline constexpr bool kByRows = std::is_same_v<From, backward::FromRows>;
+
+// By rows (backward/saved.cuh) dV and dO are tiles [64 tokens x 64 value channels], and are not in
+// slices.
+template <class T>
+struct alignas(128) SliceWithoutRows {
+    T writes[kRows * backward::kSliceValues], state[kKey * backward::kSliceValues],
+        d_state[kKey * backward::kSliceValues];
+};
+struct Tiles {
+    TmaTile<kRows> d_outputs, d_values;
+    static constexpr int kSlices = kTmaChannels / backward::kSliceValues;
+};
+
 // kShares: several value heads share q and k.
-template <class T, bool kShares>
+template <class T, bool kShares, class From>
 struct Shared {
-    using Slice = SavedSlice<T, kKey>;
-    static constexpr int kBuffers = kShares ? 1 : 2, kPlaces = kShares ? 6 : 7;
+    using Slice = std::conditional_t<kByRows<From>, SliceWithoutRows<T>, SavedSlice<T, kKey>>;
+    static constexpr int kBuffers = kShares ? 1 : 2, kPlaces = (kShares ? 6 : 7) - kByRows<From>,
+                         kTilePlaces = 2;
     // Threads that load q and k: removals, or the warps of S o Z.
     static constexpr int kRowLoaders = kShares ? kWarpgroupThreads : kThroughThreads;
     struct alignas(1024) Rows {
@@ -84,6 +101,7 @@ struct Shared {
 
     Rows rows[kBuffers];
     Square squares[2];
+    [[no_unique_address]] std::conditional_t<kByRows<From>, Tiles[kTilePlaces], Nothing> tiles;
     alignas(128) Slice places[kPlaces];
     Sums d_k;  // of all value heads so far; at the end what the removals add to it
     [[no_unique_address]] std::conditional_t<kShares, OverHeads, Nothing> over_heads;
@@ -93,6 +111,7 @@ struct Shared {
     float norms[kBuffers][2][kRows];  // 1 / |q|, 1 / |k|
 
     Ring<kPlaces> slices;
+    Ring<kTilePlaces> of_tiles;
     Ring<kBuffers> of_rows;
     Mbarrier copied[kBuffers];  // rows, of which norms are still to be made
     Ring<2> of_items, of_decays, of_paths;
@@ -110,6 +129,8 @@ struct Shared {
     __device__ __forceinline__ void init_barriers() {
         for (int i = 0; i < kPlaces; ++i)
             slices.ready[i].init(1), slices.free[i].init(kProducers / 32 + kThroughThreads);
+        for (int i = 0; i < kTilePlaces; ++i)
+            of_tiles.ready[i].init(1), of_tiles.free[i].init(2 * kWarpgroupWarps);  // reads and removals
         for (int i = 0; i < kBuffers; ++i)
             of_rows.ready[i].init(kWarpgroupThreads), copied[i].init(kRowLoaders),
                 // Where removals load, the order of their program and `item_read` have put their reads
@@ -126,8 +147,10 @@ struct Shared {
         publish_barriers();
     }
 };
-static_assert(sizeof(Shared<__nv_bfloat16, false>) <= 227 * 1024 &&
-              sizeof(Shared<__nv_bfloat16, true>) <= 227 * 1024);
+template <class From>
+inline constexpr bool kFits = sizeof(Shared<__nv_bfloat16, false, From>) <= 227 * 1024 &&
+                              sizeof(Shared<__nv_bfloat16, true, From>) <= 227 * 1024;
+static_assert(kFits<backward::FromSlices> && kFits<backward::FromRows>);
 
 // A position in a ring whose places all roles pass in the same order.
 template <int kPlaces>
@@ -136,14 +159,15 @@ struct Position : RingPosition {
 };
 
 // What all roles know of a call.
-template <class T, bool kShares>
+template <class T, bool kShares, class From>
 struct OfCall {
     const DeviceArgs& a;
     const Schedule& schedule;
     const Gradients& d;
     const Saved<T, kKey>& saved;
     const GradientScratch& scratch;
-    Shared<T, kShares>& s;
+    const From& from;
+    Shared<T, kShares, From>& s;
     int items;  // chunks of the slab times heads of q and k
 
     __device__ __forceinline__ int slot(int item) const {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// gradient_token on Hopper: q and k of an item, on their way to shared memory.
+// gradient_token on Hopper: q and k of an item, on their way to shared memory; and the left operands of
+// products, rows of dO, dV or U, on their way to registers.
 #pragma once
 
 #include "cuda/sm90/gradients/config.cuh"
@@ -39,9 +40,9 @@ __device__ __forceinline__ void copy_rows(T* tile, const TokenRows& rows, std::i
 }
 
 // q and k of item number n of the CTA, if there is one, by those who load them (kRowLoaders threads).
-template <bool kSeveral, class T, bool kShares>
-__device__ __forceinline__ void load_rows(const OfCall<T, kShares>& call, int n, int thread) {
-    using Memory = Shared<T, kShares>;
+template <bool kSeveral, class T, bool kShares, class From>
+__device__ __forceinline__ void load_rows(const OfCall<T, kShares, From>& call, int n, int thread) {
+    using Memory = Shared<T, kShares, From>;
     constexpr int kLoaders = Memory::kRowLoaders;
     auto& s = call.s;
     const DeviceArgs& a = call.a;
@@ -92,5 +93,65 @@ __device__ __forceinline__ void store_norms(const T* q, const T* k, float (&norm
                 normalises ? rsqrtf(squares[half] + 1e-6f) : 1.0f;
     }
 }
+
+// The left operands of a warp's products with the slices of a value head, [16 tokens x 16 value channels].
+// of: the role.
+template <class T, bool kShares, class From>
+struct LeftOperands {  // in slices
+    using Slice = typename Shared<T, kShares, From>::Slice;
+
+    int at;  // the lane's row in a place
+
+    __device__ __forceinline__ LeftOperands(const OfCall<T, kShares, From>&, int, int warp, int of, int)
+        : at(static_cast<int>(of == kReads      ? offsetof(Slice, d_outputs)
+                              : of == kRemovals ? offsetof(Slice, d_values)
+                                                : offsetof(Slice, writes)) +
+             warp * kSavedBlock + SavedLane::rows(lane_again())) {}
+
+    // place: of slice i.
+    __device__ __forceinline__ void load(std::uint32_t (&x)[4], std::uint32_t place, int) const {
+        load_matrices_transposed(x, place + at);
+    }
+};
+template <class T, bool kShares>
+struct LeftOperands<T, kShares, backward::FromRows> {  // in tiles, those of writes in slices
+    using Memory = Shared<T, kShares, backward::FromRows>;
+    using OfTiles = chunked::Tile<kRows, kTmaChannels>;
+
+    Memory& s;
+    int slices, tiles_done;  // of a value head; of those before
+    int at;
+    bool in_tiles;
+    std::uint32_t exist[2];  // tokens behind the chunk may be the next sequence's
+
+    // count: tokens of the chunk.
+    __device__ __forceinline__ LeftOperands(const OfCall<T, kShares, backward::FromRows>& call, int count,
+                                            int warp, int of, int heads_done)
+        : s(call.s),
+          slices(call.saved.count),
+          tiles_done(heads_done * ((slices - 1) / Tiles::kSlices + 1)),
+          in_tiles(of != kWrites) {
+        const int lane = lane_again(), first = warp * kBlock, left = count - first - lane / 4;
+        const auto tensor =
+            static_cast<int>(of == kReads ? offsetof(Tiles, d_outputs) : offsetof(Tiles, d_values));
+        at = in_tiles ? tensor + OfTiles::unit(first + lane % 16, lane / 16) * 16
+                      : static_cast<int>(offsetof(typename Memory::Slice, writes)) + warp * kSavedBlock +
+                            SavedLane::rows(lane);
+        exist[0] = left > 0 ? ~0u : 0u, exist[1] = left > 8 ? ~0u : 0u;
+    }
+
+    __device__ __forceinline__ void load(std::uint32_t (&x)[4], std::uint32_t place, int i) {
+        if (!in_tiles) return load_matrices_transposed(x, place + at);
+        const int slice = i % Tiles::kSlices, tile = tiles_done % Memory::kTilePlaces;
+        if (slice == 0) s.of_tiles.ready[tile].wait(tiles_done / Memory::kTilePlaces % 2);
+        load_matrices(x, (shared_address(&s.tiles[tile]) + at) ^ slice * 32);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] &= exist[e % 2];
+        if (slice + 1 < Tiles::kSlices && i + 1 < slices) return;
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) s.of_tiles.free[tile].arrive();
+        ++tiles_done;
+    }
+};
 
 }  // namespace cula::cuda::sm90::gradients

@@ -4,16 +4,17 @@
 #pragma once
 
 #include "cuda/backward/token_gates.cuh"
+#include "cuda/ptx/tma.cuh"
 #include "cuda/sm90/gradients/load_rows.cuh"
 
 namespace cula::cuda::sm90::gradients {
 
-// One warp: items, and the slices of all their value heads, by bulk copies.
-template <class T, bool kShares>
-struct SliceRole : OfCall<T, kShares> {
-    using Base = OfCall<T, kShares>;
+// One warp: items, and the slices of all their value heads, by bulk copies and, by rows, TMA.
+template <class T, bool kShares, class From>
+struct SliceRole : OfCall<T, kShares, From> {
+    using Base = OfCall<T, kShares, From>;
     using Base::a, Base::s, Base::saved;
-    using Memory = Shared<T, kShares>;
+    using Memory = Shared<T, kShares, From>;
     using Slice = typename Memory::Slice;
     // Slices that are prefetched behind the one that waits for a place: the ring has fewer places than a
     // value head of 128 channels has slices. With eight there is no gain.
@@ -21,6 +22,7 @@ struct SliceRole : OfCall<T, kShares> {
 
     const int lane = static_cast<int>(threadIdx.x) % 32;
     RingPosition place = RingPosition::of_writer();
+    [[maybe_unused]] RingPosition tile = RingPosition::of_writer();
     int items_begun = 0;
 
     __device__ __forceinline__ explicit SliceRole(const Base& call) : Base(call) {}
@@ -39,39 +41,67 @@ struct SliceRole : OfCall<T, kShares> {
         __syncwarp();
         return item;
     }
-    __device__ __forceinline__ void ask(std::int64_t first, int count) {
-        int ahead = 1;  // the first that is neither asked for nor prefetched
+    // What the return has saved of a slice: all of it, or Z.
+    using Returned = backward::ReturnSlice<T, kKey>;
+    static constexpr int kReturnedAt = kByRows<From> ? offsetof(Returned, d_state) : 0,
+                         kReturnedBytes = sizeof(Returned) - kReturnedAt,
+                         kCarriedBytes = sizeof(backward::CarrySlice<T, kKey>);
+    __device__ __forceinline__ const unsigned char* returned(std::int64_t slice) const {
+        return reinterpret_cast<const unsigned char*>(saved.returned + slice) + kReturnedAt;
+    }
+    // Tiles of a value head that begin at a value channel.
+    __device__ __forceinline__ void ask_tiles(const ChunkPlace& chunk, int value_head, int channel) {
+        if constexpr (kByRows<From>) {
+            s.of_tiles.free[tile.at].wait(tile.parity);
+            Mbarrier& ready = s.of_tiles.ready[tile.at];
+            const TileCoordinates at{channel, value_head, static_cast<int>(chunk.begin), chunk.batch};
+            ready.arrive_expecting(sizeof(Tiles));
+            tma_load(shared_address(&s.tiles[tile.at].d_outputs), this->from.d_o, at, ready.address());
+            tma_load(shared_address(&s.tiles[tile.at].d_values), this->from.d_v, at, ready.address());
+            tile.next(Memory::kTilePlaces);
+        }
+    }
+    // first: the first slice of the item, of value head `head`.
+    __device__ __forceinline__ void ask(std::int64_t first, int head, int count, const ChunkPlace& chunk) {
+        int ahead = 1;    // the first that is neither asked for nor prefetched
+        int of_head = 0;  // the number of slice i in its value head
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
+            if (kByRows<From> && of_head % Tiles::kSlices == 0)
+                ask_tiles(chunk, head, of_head * backward::kSliceValues);
+            if (++of_head == saved.count) of_head = 0, ++head;
 #pragma unroll 1
             for (; ahead < min(count, i + 1 + kPrefetched); ++ahead) {
-                prefetch_bulk(saved.carried + first + ahead, Slice::kCarried);
-                prefetch_bulk(saved.returned + first + ahead, Slice::kReturned);
+                prefetch_bulk(saved.carried + first + ahead, kCarriedBytes);
+                prefetch_bulk(returned(first + ahead), kReturnedBytes);
             }
             s.slices.free[place.at].wait(place.parity);
             Mbarrier& ready = s.slices.ready[place.at];
             const std::uint32_t to = shared_address(&s.places[place.at]);
             ready.arrive_expecting(sizeof(Slice));
-            copy_bulk(to, saved.carried + first + i, Slice::kCarried, ready.address());
-            copy_bulk(to + Slice::kCarried, saved.returned + first + i, Slice::kReturned, ready.address());
+            copy_bulk(to, saved.carried + first + i, kCarriedBytes, ready.address());
+            copy_bulk(to + kCarriedBytes, returned(first + i), kReturnedBytes, ready.address());
             place.next(Memory::kPlaces);
         }
     }
     __device__ __forceinline__ void run() {
         for (int item = publish(static_cast<int>(blockIdx.x)); item < this->items;) {
-            if (lane == 0)
-                ask(saved.index(this->slot(item), this->first_head(item), 0), a.group * saved.count);
+            if (lane == 0) {
+                const int head = this->first_head(item);
+                ask(saved.index(this->slot(item), head, 0), head, a.group * saved.count,
+                    s.items[(items_begun - 1) % 2].place);
+            }
             item = publish(item + static_cast<int>(gridDim.x));
         }
     }
 };
 
 // kThroughWarps warps: sum(S o Z), and q and k, where there are two buffers.
-template <class T, bool kShares, bool kSeveral>
-struct ThroughRole : OfCall<T, kShares> {
-    using Base = OfCall<T, kShares>;
+template <class T, bool kShares, bool kSeveral, class From>
+struct ThroughRole : OfCall<T, kShares, From> {
+    using Base = OfCall<T, kShares, From>;
     using Base::a, Base::s, Base::saved;
-    using Memory = Shared<T, kShares>;
+    using Memory = Shared<T, kShares, From>;
     using Slice = typename Memory::Slice;
     static constexpr int kSteps = kKey / 16 / kThroughWarps;
 
@@ -136,9 +166,9 @@ struct ThroughRole : OfCall<T, kShares> {
 };
 
 // One warp: log decays of a value head ahead, gradients of gates and write strengths.
-template <class T, bool kShares, bool kSeveral>
-struct GateRole : OfCall<T, kShares> {
-    using Base = OfCall<T, kShares>;
+template <class T, bool kShares, bool kSeveral, class From>
+struct GateRole : OfCall<T, kShares, From> {
+    using Base = OfCall<T, kShares, From>;
     using Base::a, Base::d, Base::s, Base::scratch;
     using Tokens = TokensOfRows<kSeveral>;
     using Numbers = backward::TokenNumbers<kRows>;

@@ -19,11 +19,11 @@
 
 namespace cula::cuda::sm90::gradients {
 
-template <class T, bool kShares, bool kSeveral>
-struct ProductRole : OfCall<T, kShares> {
-    using Base = OfCall<T, kShares>;
+template <class T, bool kShares, bool kSeveral, class From>
+struct ProductRole : OfCall<T, kShares, From> {
+    using Base = OfCall<T, kShares, From>;
     using Base::a, Base::d, Base::s, Base::saved;
-    using Memory = Shared<T, kShares>;
+    using Memory = Shared<T, kShares, From>;
     using Slice = typename Memory::Slice;
     using Rows = typename Memory::Rows;
     using Place = OperandTile<kKey, false>;
@@ -83,37 +83,30 @@ struct ProductRole : OfCall<T, kShares> {
             for (int e = 0; e < 4; ++e) x[tile][e] = 0.0f;
     }
 
-    // Multiplies the slices of a value head. The square of writes, U U^T, is not used; without it the
-    // accumulators of the others would not stay where they are.
+    // Multiplies the slices of a value head, whose left operands pass through registers. The square of
+    // writes, U U^T, is not used; without it the accumulators of the others would not stay where they are.
     __device__ __forceinline__ void multiply_slices(Ends& ends, Squares& square) {
-        constexpr int kOutputs = offsetof(Slice, d_outputs) / kUnit,
-                      kValues = offsetof(Slice, d_values) / kUnit, kWritten = offsetof(Slice, writes) / kUnit,
-                      kState = offsetof(Slice, state) / kUnit, kDState = offsetof(Slice, d_state) / kUnit;
-        const int of = role(),
-                  left = of == kReads      ? kOutputs
-                         : of == kRemovals ? kValues
-                                           : kWritten,
-                  right = of == kWrites ? kDState : kState;
-        int before = 0;
+        constexpr int kWritten = offsetof(Slice, writes) / kUnit, kState = offsetof(Slice, state) / kUnit,
+                      kDState = offsetof(Slice, d_state) / kUnit;
+        const int right = role() == kWrites ? kDState : kState;
+        LeftOperands<T, kShares, From> left(*this, item().place.count, warp, role(), heads_done);
         clear(ends), clear(square);
 #pragma unroll 1
         for (int i = 0; i < saved.count; ++i) {
             s.slices.ready[slice.at].wait(slice.parity);
-            const wgmma::Operand at = wgmma::operand_in_blocks(
-                wgmma::uniform(shared_address(&s.places[slice.at])), kSavedMatrix, 2 * kSavedMatrix);
+            const std::uint32_t place = wgmma::uniform(shared_address(&s.places[slice.at]));
+            std::uint32_t x[4];
+            left.load(x, place, i);
+            const wgmma::Operand at = wgmma::operand_in_blocks(place, kSavedMatrix, 2 * kSavedMatrix);
             wgmma::fence();
-            wgmma::multiply_shared<T, kKey / 8, true>(ends, at + left, at + right, 1);
-            wgmma::multiply_shared<T, kRows / 8, true>(square, at + left, at + kWritten, 1);
+            wgmma::multiply<T, kKey / 8, true>(ends, x, at + right, 1);
+            wgmma::multiply<T, kRows / 8, true>(square, x, at + kWritten, 1);
             wgmma::commit();
-            if (i > 0) {
-                wgmma::wait<1>();
-                if (threadIdx.x % 32 == 0) s.slices.free[before].arrive();
-            }
-            before = slice.at;
+            wgmma::wait<0>();
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) s.slices.free[slice.at].arrive();
             slice.next();
         }
-        wgmma::wait<0>();
-        if (threadIdx.x % 32 == 0) s.slices.free[before].arrive();
         wgmma::hold(ends);
         wgmma::hold(square);
     }

@@ -12,7 +12,7 @@
 //
 // A chunk, in the order of issue, and what the threads do while the product runs:
 //   product                    A operand     meanwhile
-//   dU = Z K+^T + dO A         packed Z, dO  write Z to shared memory; signal it and the last dV; store dO
+//   dU = Z K+^T + dO A         packed Z, dO  write Z to shared memory; signal it and the last dV; save dO
 //   dV = dU T                  dU
 //   Z += dO Q~                 dO            wait for dV; pack it
 //   Z -= dV K^                 dV            write dV to shared memory
@@ -142,7 +142,7 @@ struct ReturnRole {
             slice = p.saved.returned + p.saved.index(cursor.segment.slot + chunks - 1, cursor.value_head,
                                                      cursor.rows.first / kWarpRows);
         const std::int64_t of_chunk = std::int64_t{p.saved.value_heads} * p.saved.count;
-        const bool stores = !kMaps && stores_by_role(p),
+        const bool stores = !kMaps && stores_by_role(p), saves_rows = slice && !p.saved.by_rows,
                    stores_floats = !kMaps && p.d.d_v.data && !stores_values<T>(p.d.d_v);
         Output output(p.d.d_v, cursor, a.value_dim);
         const std::uint32_t lane_at = buffer + threadIdx.x % 32 * 16;
@@ -182,7 +182,7 @@ struct ReturnRole {
                                        packed[step]);
                 }
                 signal_stores();
-                if (slice) {
+                if (saves_rows) {
 #pragma unroll
                     for (int block = 0; block < kBlocks; ++block)
                         backward::save_block(slice->d_outputs, block, d_o[block]);
@@ -272,13 +272,17 @@ struct ReturnRole {
                 const std::uint32_t to =
                     shared_address(shared.outs) + warpgroup * Shared::kRowTileBytes + own_value_row();
 #pragma unroll
-                for (int block = 0; block < kBlocks; ++block) {
+                for (int block = 0; block < kBlocks; ++block)
                     store_matrices_transposed(to + block * kValueBlockBytes, values[block]);
-                    if constexpr (kReadsState)
-                        store_matrices(lane_at + offsetof(Buffer, d_values) + block * backward::kSavedBlock,
-                                       values[block]);
-                    else if (slice)
-                        backward::save_block(slice->d_values, block, values[block]);
+                if (saves_rows) {
+#pragma unroll
+                    for (int block = 0; block < kBlocks; ++block)
+                        if constexpr (kReadsState)
+                            store_matrices(
+                                lane_at + offsetof(Buffer, d_values) + block * backward::kSavedBlock,
+                                values[block]);
+                        else
+                            backward::save_block(slice->d_values, block, values[block]);
                 }
             }
             wgmma::wait<0>();
@@ -387,7 +391,7 @@ private:
                 store_bulk(p.saved.returned[slice - of_chunk + warp].d_state,
                            from + offsetof(Buffer, d_state), sizeof(Buffer::d_state));
             if constexpr (kReadsState)
-                if (behind < cursor.segment.chunks)
+                if (behind < cursor.segment.chunks && !p.saved.by_rows)
                     store_bulk(p.saved.returned[slice + warp].d_values, from + offsetof(Buffer, d_values),
                                sizeof(Buffer::d_values));
         }
