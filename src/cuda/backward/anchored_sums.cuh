@@ -161,9 +161,11 @@ struct AnchoredSums : AnchoredTensors<T, kKey, kReader> {
     // By rows both operands of products come from shared memory, and products run beside what else is done.
     // Between start_products() and wait_for_products() those of all Slices::kMost slices are asked for, one
     // slice after the other: tensor cores take a few at a time, and a warp that asks for more waits.
-    struct Products {                                   // of the first slice
-        wgmma::Operand writes, d_outputs, square_rows;  // rows of tokens: U, dO, and dO or dV
-        wgmma::Operand channels, square_columns;        // the warpgroup's in S, less where S begins; in U
+    // Operands of the first slice. Left ones, all tokens: writes (U), d_outputs, and square_rows, which are
+    // dO or dV. Right ones: columns of U in square_columns, and channels, the warpgroup's channels as if a
+    // state began where the slices do; kState and kDState lead from there to S and Z.
+    struct Products {
+        wgmma::Operand writes, d_outputs, square_rows, channels, square_columns;
     };
     __device__ __forceinline__ Products start_products(Ends& ends, SliceSquares& squares) const {
         const AnchoredPatch<kKey> patch;

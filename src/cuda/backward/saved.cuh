@@ -74,8 +74,8 @@ struct Saved {
     }
 };
 
-// Where a gradient kernel has dV and dO from: from slices, or by rows from the tensors of the
-// call, which tensor maps describe (sm_90).
+// Where a gradient kernel has dV and dO from: from slices, or by rows from the tensors of the call, which
+// tensor maps describe (sm_90).
 struct FromSlices {};
 struct FromRows {
     CUtensorMap d_o, d_v;  // d_v: of rules that solve

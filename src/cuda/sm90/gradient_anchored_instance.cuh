@@ -13,9 +13,8 @@ template <class T>
 bool find_anchored_rows(backward::FromRows& rows, const Call& call, const DeviceArgs& a,
                         const backward::Gradients& d, const backward::GradientScratch& scratch, int count,
                         bool solves) {
-    const auto encode = [&](CUtensorMap& map, const TokenRows& of) { return encode_rows<T>(map, a, of); };
     return backward::takes_anchored<T, kAnchoredKey, backward::FromRows>(call, a, d, scratch, count) &&
-           encode(rows.d_o, d.d_o) && (!solves || encode(rows.d_v, d.d_v));
+           encode_rows<T>(rows, a, d, solves);
 }
 
 template <class T>

@@ -12,8 +12,7 @@ namespace cula::cuda::sm90::gradients {
 
 template <class T>
 bool find_token_rows(backward::FromRows& rows, const DeviceArgs& a, const backward::Gradients& d) {
-    const auto encode = [&](CUtensorMap& map, const TokenRows& of) { return encode_rows<T>(map, a, of); };
-    return encode(rows.d_o, d.d_o) && encode(rows.d_v, d.d_v);
+    return encode_rows<T>(rows, a, d, true);
 }
 
 template <class T>
